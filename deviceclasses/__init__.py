@@ -1,0 +1,1 @@
+"""The workload classes, as files that people install and edit (``manifests/``)."""

@@ -1,0 +1,1 @@
+"""What the node plugin and the controller share; it imports neither."""

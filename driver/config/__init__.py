@@ -1,0 +1,1 @@
+"""What people write: process settings and opaque device parameters."""

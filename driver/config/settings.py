@@ -1,0 +1,102 @@
+"""Settings of the node plugin: parsed once, at the edge, and frozen."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from driver.errors import UsageError
+
+DEFAULT_DRIVER = "gpu.tessera.dev"
+SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+DRIVER_LIMIT = 63
+SOCKET_PATH_LIMIT = 107
+"""Characters of a unix socket's path that Linux takes (unix(7))."""
+
+
+def _driver_name(value: str) -> str:
+    if len(value) > DRIVER_LIMIT or not SUBDOMAIN.fullmatch(value):
+        raise ValueError(f"must be a DNS subdomain of at most {DRIVER_LIMIT} characters, such as {DEFAULT_DRIVER}")
+    return value
+
+
+def _node_name(value: str) -> str:
+    if not SUBDOMAIN.fullmatch(value):
+        raise ValueError("must be the name of a Node object: a DNS subdomain such as worker-1")
+    return value
+
+
+def _gpus(value: str) -> str:
+    if value != "nvml" and not (value.startswith("sim:") and len(value) > len("sim:")):
+        raise ValueError("must be nvml, sim:NAME (see `tessera sim list`) or sim:FILE")
+    return value
+
+
+def _absolute(value: Path) -> Path:
+    if not value.is_absolute():
+        raise ValueError("must be an absolute path")
+    return value
+
+
+AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
+
+
+class NodeSettings(BaseModel):
+    """What ``tessera node`` is told; field names are the flags' names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    node_name: Annotated[str, AfterValidator(_node_name)]
+    driver_name: Annotated[str, AfterValidator(_driver_name)] = DEFAULT_DRIVER
+    kubeconfig: Path | None = None
+    gpus: Annotated[str, AfterValidator(_gpus)] = "nvml"
+    kubelet_dir: AbsolutePath = Path("/var/lib/kubelet")
+    cdi_dir: AbsolutePath = Path("/var/run/cdi")
+    state_dir: AbsolutePath
+    driver_root: AbsolutePath = Path("/")
+    host_root: AbsolutePath = Path("/")
+    nvml_library: Path | None = None
+    sim_latency: str = "default"
+
+    @property
+    def simulated(self) -> str | None:
+        """The name or file of the simulated node, or None for real GPUs."""
+        return self.gpus.removeprefix("sim:") if self.gpus.startswith("sim:") else None
+
+    @property
+    def plugin_socket(self) -> Path:
+        return self.kubelet_dir / "plugins" / self.driver_name / "dra.sock"
+
+    @property
+    def registration_socket(self) -> Path:
+        return self.kubelet_dir / "plugins_registry" / f"{self.driver_name}-reg.sock"
+
+
+def node_settings(**values: object) -> NodeSettings:
+    """Settings from flags; None means the default. Raises UsageError naming every flag that is wrong."""
+    given = {name: value for name, value in values.items() if value is not None}
+    driver = str(given.get("driver_name", DEFAULT_DRIVER))
+    kubelet = Path(str(given.get("kubelet_dir", "/var/lib/kubelet")))
+    given.setdefault("state_dir", kubelet / "plugins" / driver)
+    try:
+        settings = NodeSettings.model_validate(given)
+    except ValidationError as error:
+        faults = (_describe(fault["loc"], fault["msg"], fault["input"]) for fault in error.errors())
+        raise UsageError("; ".join(faults)) from error
+    for path in (settings.plugin_socket, settings.registration_socket):
+        if len(str(path)) > SOCKET_PATH_LIMIT:
+            raise UsageError(
+                f"--kubelet-dir {settings.kubelet_dir}: the socket path {path} has {len(str(path))} characters, "
+                f"Linux takes {SOCKET_PATH_LIMIT}: choose a shorter directory"
+            )
+    return settings
+
+
+def _describe(location: tuple[int | str, ...], message: str, found: object) -> str:
+    flag = "--" + ".".join(str(part) for part in location).replace("_", "-")
+    if found is None or isinstance(found, dict):
+        return f"{flag}: {message}"
+    return f"{flag} {found}: {message.removeprefix('Value error, ')}"

@@ -1,0 +1,72 @@
+"""The one tree of errors.
+
+    TesseraError
+    ├── RecoverableError         the kubelet's retry, or our own, may succeed; the process lives
+    │   ├── ClaimError           this claim can't be prepared as it is; others are unaffected
+    │   ├── HardwareError        NVML, sysfs or a device node answered with an error
+    │   ├── ApiError             the API server refused, or could not be reached
+    │   └── StateError           a file of ours can't be read or written
+    └── FatalError               the process ends with ``exit_code`` and this message
+        ├── UsageError           exit code 2: what was asked for makes no sense
+        └── EnvironmentFault     exit code 3: the machine lacks something
+
+Whoever raises one names the field or object, what was found and what would have been accepted.
+"""
+
+from __future__ import annotations
+
+
+class TesseraError(Exception):
+    """Root of everything Tessera raises on purpose."""
+
+
+class RecoverableError(TesseraError):
+    """The operation failed; the process goes on and the operation may be tried again."""
+
+
+class ClaimError(RecoverableError):
+    """A ResourceClaim can't be prepared as it is: unknown, not allocated, or asking for nonsense."""
+
+
+class HardwareError(RecoverableError):
+    """The GPU, its library or the kernel's view of it answered with an error.
+
+    ``code`` is NVML's return code (``NVML_ERROR_*``), or None where NVML was not involved.
+    """
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class ApiError(RecoverableError):
+    """The API server refused a request or could not be reached.
+
+    ``status`` is the HTTP status, or None where no answer came.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class StateError(RecoverableError):
+    """A file that Tessera keeps (checkpoint, CDI spec) can't be read or written."""
+
+
+class FatalError(TesseraError):
+    """The process can't go on."""
+
+    exit_code = 1
+
+
+class UsageError(FatalError):
+    """What the user asked for makes no sense; the message says what would."""
+
+    exit_code = 2
+
+
+class EnvironmentFault(FatalError):
+    """The machine lacks what the process needs (library, permission, directory)."""
+
+    exit_code = 3

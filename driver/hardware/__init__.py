@@ -1,0 +1,1 @@
+"""The node's GPUs: the Host protocol, NVML and sysfs behind it, and a simulator of both."""

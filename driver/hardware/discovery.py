@@ -1,0 +1,113 @@
+"""Reading one GPU's facts through the pynvml functions and sysfs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ctypes import byref, c_uint
+from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from driver.hardware import sysfs
+from driver.hardware.calls import ABSENT, fact, text
+from driver.model.gpu import Gpu, Placement, Profile
+
+MIB = 1 << 20
+
+NO_SUCH_PROFILE = ABSENT | {pynvml.NVML_ERROR_INVALID_ARGUMENT}
+"""A driver older than the binding refuses profile indices it doesn't know with INVALID_ARGUMENT."""
+
+ARCHITECTURES = {
+    value: name.removeprefix("NVML_DEVICE_ARCH_").capitalize()
+    for name, value in vars(pynvml).items()
+    if name.startswith("NVML_DEVICE_ARCH_") and name != "NVML_DEVICE_ARCH_UNKNOWN"
+}
+
+BRANDS = {
+    pynvml.NVML_BRAND_QUADRO: "Quadro",
+    pynvml.NVML_BRAND_TESLA: "Tesla",
+    pynvml.NVML_BRAND_GEFORCE: "GeForce",
+    pynvml.NVML_BRAND_TITAN: "Titan",
+    pynvml.NVML_BRAND_QUADRO_RTX: "QuadroRTX",
+    pynvml.NVML_BRAND_NVIDIA_RTX: "NvidiaRTX",
+    pynvml.NVML_BRAND_NVIDIA: "Nvidia",
+    pynvml.NVML_BRAND_GEFORCE_RTX: "GeForceRTX",
+    pynvml.NVML_BRAND_TITAN_RTX: "TitanRTX",
+}
+"""Spelled as users of NVIDIA's driver know them."""
+
+
+def read_gpu(nvml: Any, handle: Any, index: int, root: Path, *, simulated: bool) -> Gpu:
+    """Everything Tessera knows about one GPU. Raises NVMLError for a fact it can't do without."""
+    address = sysfs.pci_address(text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+    mig_mode = fact(nvml.nvmlDeviceGetMigMode, handle)
+    profiles = tuple(read_profiles(nvml, handle)) if mig_mode is not None else ()
+    return Gpu(
+        uuid=text(nvml.nvmlDeviceGetUUID(handle)),
+        index=index,
+        minor=nvml.nvmlDeviceGetMinorNumber(handle),
+        product_name=text(nvml.nvmlDeviceGetName(handle)),
+        brand=BRANDS.get(fact(nvml.nvmlDeviceGetBrand, handle), "Unknown"),
+        architecture=ARCHITECTURES.get(fact(nvml.nvmlDeviceGetArchitecture, handle), "Unknown"),
+        cuda_compute_capability=_compute_capability(nvml, handle),
+        driver_version=semantic_version(text(nvml.nvmlSystemGetDriverVersion())),
+        cuda_driver_version=_cuda_driver_version(nvml),
+        pci_bus_id=address,
+        pcie_root=sysfs.pcie_root(root, address),
+        numa_node=sysfs.numa_node(root, address),
+        memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        multiprocessors=max((profile.multiprocessors for profile in profiles), default=None),
+        mig_capable=bool(profiles),
+        mig_enabled=mig_mode is not None and mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
+        memory_slices=max((place.start + place.size for p in profiles for place in p.placements), default=1),
+        profiles=profiles,
+        simulated=simulated,
+    )
+
+
+def read_profiles(nvml: Any, handle: Any) -> Iterator[Profile]:
+    """The MIG profiles of one GPU that have at least one legal placement."""
+    for enum_index in range(pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT):
+        try:
+            info = nvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, enum_index)
+            placements = read_placements(nvml, handle, info.id)
+        except pynvml.NVMLError as error:
+            if error.value in NO_SUCH_PROFILE:
+                continue
+            raise
+        if placements:
+            yield Profile(
+                name=text(info.name).removeprefix("MIG "),
+                id=info.id,
+                compute_slices=info.sliceCount,
+                memory_bytes=info.memorySizeMB * MIB,
+                multiprocessors=info.multiprocessorCount,
+                max_instances=info.instanceCount,
+                placements=placements,
+            )
+
+
+def read_placements(nvml: Any, handle: Any, profile_id: int) -> tuple[Placement, ...]:
+    """Every legal placement of a profile, by start; NVML reports them all, free or not."""
+    count = c_uint()
+    nvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile_id, None, byref(count))
+    found = (pynvml.c_nvmlGpuInstancePlacement_t * count.value)()
+    nvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile_id, found, byref(count))
+    return tuple(sorted(Placement(place.start, place.size) for place in found[: count.value]))
+
+
+def semantic_version(version: str) -> str:
+    """``580.95.05`` as a semantic version: three numbers without leading zeros (``580.95.5``)."""
+    numbers = [int(part) for part in version.split(".") if part.isdigit()]
+    return ".".join(str(number) for number in (*numbers, 0, 0, 0)[:3])
+
+
+def _compute_capability(nvml: Any, handle: Any) -> str:
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return f"{major}.{minor}.0"
+
+
+def _cuda_driver_version(nvml: Any) -> str:
+    version = nvml.nvmlSystemGetCudaDriverVersion_v2()
+    return f"{version // 1000}.{version % 1000 // 10}.0"

@@ -1,0 +1,67 @@
+"""Device nodes and MIG capability files, as the NVIDIA kernel module lays them out.
+
+Sources: NVIDIA driver README ("Device nodes"), MIG user guide ("Device nodes and capabilities").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from driver.errors import HardwareError
+from driver.hardware.host import DeviceNode, HostPaths
+from driver.model.gpu import Gpu, Partition
+
+CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
+REQUIRED_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
+"""CUDA can't initialise without these; the others are passed where the host has them."""
+
+CAPABILITIES = "/proc/driver/nvidia/capabilities"
+
+
+def gpu_nodes(paths: HostPaths, gpu: Gpu) -> Sequence[DeviceNode]:
+    """The GPU's node and the control nodes. Raises HardwareError where one that CUDA needs is missing."""
+    own = f"/dev/nvidia{gpu.minor}"
+    present = [node for node in (own, *CONTROL_NODES) if paths.here(node).exists()]
+    missing = [node for node in (own, *REQUIRED_NODES) if node not in present]
+    if missing:
+        found = ", ".join(present) or "none"
+        raise HardwareError(
+            f"device node {', '.join(missing)} is missing under {paths.root}: found {found}; "
+            "nvidia-modprobe creates them"
+        )
+    return [DeviceNode(node, host_path=paths.for_runtime(node)) for node in present]
+
+
+def partition_nodes(paths: HostPaths, gpu: Gpu, partition: Partition) -> Sequence[DeviceNode]:
+    """The GPU's nodes plus the capability nodes of both instances.
+
+    Capability nodes carry explicit numbers: the host's /dev/nvidia-caps may be empty.
+    """
+    major = _capability_major(paths)
+    instance = f"{CAPABILITIES}/gpu{gpu.minor}/mig/gi{partition.gpu_instance_id}"
+    files = (f"{instance}/access", f"{instance}/ci{partition.compute_instance_id}/access")
+    minors = [_capability_minor(paths, file) for file in files]
+    nodes = [DeviceNode(f"/dev/nvidia-caps/nvidia-cap{minor}", major=major, minor=minor) for minor in minors]
+    return [*gpu_nodes(paths, gpu), *nodes]
+
+
+def _capability_major(paths: HostPaths) -> int:
+    match = re.search(r"^\s*(\d+) nvidia-caps$", _read(paths, "/proc/devices"), re.MULTILINE)
+    if match is None:
+        raise HardwareError(f"{paths.here('/proc/devices')} has no line for nvidia-caps: is the nvidia module loaded?")
+    return int(match[1])
+
+
+def _capability_minor(paths: HostPaths, file: str) -> int:
+    match = re.search(r"^DeviceFileMinor:\s*(\d+)$", _read(paths, file), re.MULTILINE)
+    if match is None:
+        raise HardwareError(f"{paths.here(file)} has no DeviceFileMinor line")
+    return int(match[1])
+
+
+def _read(paths: HostPaths, file: str) -> str:
+    try:
+        return paths.here(file).read_text()
+    except OSError as error:
+        raise HardwareError(f"can't read {paths.here(file)}: {error.strerror}") from error

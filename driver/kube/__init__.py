@@ -1,0 +1,1 @@
+"""Talking to the API server: transport, list/watch cache, wire types."""

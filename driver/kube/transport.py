@@ -1,0 +1,143 @@
+"""JSON requests to the API server, with the official client's configuration and authentication.
+
+Only its transport is used: the typed models cost 27 times the time and 6 times the memory of decoding
+with msgspec, and drop unknown fields in silence.
+"""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import urllib3
+from kubernetes.client.api_client import ApiClient
+from kubernetes.client.configuration import Configuration
+from kubernetes.client.exceptions import ApiException
+from kubernetes.config import ConfigException, load_incluster_config, load_kube_config
+
+from driver.errors import ApiError, EnvironmentFault
+
+REQUEST_TIMEOUT_S = 10.0
+"""A whole request; four of them fit the kubelet's 45 s deadline."""
+
+CONNECTIONS = 16
+"""Kept open at most; one a thread that may be waiting for an answer."""
+
+ERROR_TEXT_LIMIT = 500
+"""Characters of the server's message that go into an error."""
+
+CUT_OFF = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ApiException)
+
+Object = dict[str, Any]
+
+
+def load_configuration(kubeconfig: Path | None) -> Configuration:
+    """The named kubeconfig, or the pod's own ServiceAccount. Raises EnvironmentFault."""
+    configuration = Configuration()
+    try:
+        if kubeconfig is None:
+            load_incluster_config(configuration)
+        else:
+            load_kube_config(str(kubeconfig), client_configuration=configuration)
+    except (ConfigException, OSError, ValueError) as error:
+        wanted = f"--kubeconfig {kubeconfig}" if kubeconfig else "in-cluster configuration"
+        raise EnvironmentFault(
+            f"{wanted} can't be used: {error}; outside a pod name a kubeconfig file with --kubeconfig"
+        ) from error
+    # One more try where an idle connection was closed under us; everything else is the caller's to retry.
+    configuration.retries = urllib3.Retry(total=1, connect=0, redirect=0, status=0)
+    configuration.connection_pool_maxsize = CONNECTIONS
+    return configuration
+
+
+class KubeClient:
+    """One API server. Thread-safe. Paths are absolute (``/apis/resource.k8s.io/v1/...``).
+
+    Every method raises ApiError, whose ``status`` is None where no answer came.
+    """
+
+    def __init__(self, configuration: Configuration, user_agent: str) -> None:
+        self._api = ApiClient(configuration)
+        self._api.user_agent = user_agent
+
+    def get(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
+        return self._request("GET", path, query=query)
+
+    def create(self, path: str, body: Object) -> Object:
+        return _decode(self._request("POST", path, body=body))
+
+    def replace(self, path: str, body: Object) -> Object:
+        return _decode(self._request("PUT", path, body=body))
+
+    def delete(self, path: str, uid: str | None = None) -> None:
+        """Delete the object; with ``uid`` only that very one (else status 409)."""
+        body = {"preconditions": {"uid": uid}} if uid else None
+        self._request("DELETE", path, body=body)
+
+    def stream(self, path: str, query: Mapping[str, str], read_timeout_s: float) -> Iterator[bytes]:
+        """Lines of a watch until the server ends it. A cut connection raises ApiError."""
+        response = self._open("GET", path, query, None, (REQUEST_TIMEOUT_S, read_timeout_s))
+        pending = b""
+        try:
+            for chunk in response.stream(64 * 1024):
+                *lines, pending = (pending + chunk).split(b"\n")
+                yield from (line for line in lines if line)
+        except CUT_OFF as error:
+            raise ApiError(f"watch of {path} was cut off: {error}") from error
+        finally:
+            response.close()
+
+    def _request(
+        self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Object | None = None
+    ) -> bytes:
+        response = self._open(method, path, query, body, REQUEST_TIMEOUT_S)
+        try:
+            return bytes(response.read())
+        except CUT_OFF as error:
+            raise ApiError(f"{method} {path}: the answer was cut off: {error}") from error
+        finally:
+            response.release_conn()
+
+    def _open(
+        self, method: str, path: str, query: Mapping[str, str] | None, body: Object | None, timeout: object
+    ) -> Any:
+        headers = {"Accept": "application/json"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        try:
+            request = self._api.param_serialize(
+                method,
+                path,
+                query_params=list((query or {}).items()),
+                header_params=headers,
+                body=body,
+                auth_settings=["BearerToken"],
+            )
+            response = self._api.call_api(*request, _request_timeout=timeout).response
+        except CUT_OFF as error:
+            raise ApiError(f"{method} {path}: no answer from {self._api.configuration.host}: {error}") from error
+        if response.status >= http.client.BAD_REQUEST:
+            raise _refusal(method, path, response)
+        return response
+
+
+def _refusal(method: str, path: str, response: Any) -> ApiError:
+    """The server's refusal, with the message of its Status object where it sent one."""
+    try:
+        body = bytes(response.read())
+    except CUT_OFF:
+        body = b""
+    finally:
+        response.release_conn()
+    try:
+        message = str(_decode(body)["message"])
+    except (msgspec.DecodeError, KeyError):
+        message = body.decode("utf-8", "replace") or str(response.reason)
+    return ApiError(f"{method} {path}: {response.status}: {message[:ERROR_TEXT_LIMIT]}", response.status)
+
+
+def _decode(body: bytes) -> Object:
+    return msgspec.json.decode(body, type=dict[str, Any])

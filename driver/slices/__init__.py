@@ -1,0 +1,1 @@
+"""From devices to ResourceSlices, and keeping those published."""

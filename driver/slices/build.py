@@ -1,0 +1,97 @@
+"""ResourceSlices for one node, from its GPUs and the devices to publish (pure; KEP-4381, KEP-4815)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from driver.model.device import Device
+from driver.model.gpu import Gpu
+from driver.placement import order_offers
+from driver.slices.attributes import attributes, capacity
+from driver.slices.counters import consumption, counters_of_gpu
+from driver.slices.names import DEVICES_PER_GPU, Pool, counter_set
+
+Content = dict[str, Any]
+"""The part of a slice's spec that is ours to decide: ``sharedCounters`` or ``devices``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedGpu:
+    """One GPU's share of the pool: its number, what is held on it, and what is offered beside that."""
+
+    gpu: Gpu
+    number: int
+    held: tuple[Device, ...]
+    offers: tuple[Device, ...]
+
+    @property
+    def occupied(self) -> int:
+        """Bit mask of held memory slices."""
+        mask = 0
+        for device in self.held:
+            mask |= device.mask
+        return mask
+
+
+def build_slices(pool: Pool, gpus: Sequence[PublishedGpu]) -> dict[str, Content]:
+    """Content of every slice of the pool by slice name; counter slices sort first."""
+    slices: dict[str, Content] = {}
+    for entry in sorted(gpus, key=lambda entry: entry.number):
+        counters = slices.setdefault(pool.counter_slice(entry.number), {"sharedCounters": []})
+        counters["sharedCounters"].append({"name": counter_set(entry.number), "counters": counters_of_gpu(entry.gpu)})
+    for name, group in _by_slice(pool, gpus).items():
+        slices[name] = {"devices": _devices(group)}
+    return dict(sorted(slices.items()))
+
+
+def _by_slice(pool: Pool, gpus: Iterable[PublishedGpu]) -> dict[str, list[PublishedGpu]]:
+    groups: dict[str, list[PublishedGpu]] = {}
+    for entry in gpus:
+        groups.setdefault(pool.device_slice(entry.number), []).append(entry)
+    return groups
+
+
+def _devices(group: Sequence[PublishedGpu]) -> list[Content]:
+    """Held devices first: the scheduler skips those before it looks at them. Then the best offers."""
+    sets = {entry.gpu.uuid: counter_set(entry.number) for entry in group}
+    occupied = {entry.gpu.uuid: entry.occupied for entry in group}
+    held = [device for entry in group for device in sorted(entry.held, key=lambda device: device.name)]
+    offers = order_offers((device for entry in group for device in entry.offers), occupied)
+    return [_device(device, sets[device.gpu.uuid]) for device in _limited([*held, *offers])]
+
+
+def _limited(devices: Iterable[Device]) -> Iterable[Device]:
+    """At most DEVICES_PER_GPU of one GPU, the first ones."""
+    count: dict[str, int] = {}
+    for device in devices:
+        count[device.gpu.uuid] = count.get(device.gpu.uuid, 0) + 1
+        if count[device.gpu.uuid] <= DEVICES_PER_GPU:
+            yield device
+
+
+def _device(device: Device, set_name: str) -> Content:
+    return {
+        "name": device.name,
+        "attributes": attributes(device),
+        "capacity": capacity(device),
+        "consumesCounters": consumption(device, set_name),
+    }
+
+
+def slice_object(
+    name: str, content: Content, pool: Pool, generation: int, count: int, owner: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """A complete ResourceSlice. ``owner`` is the Node, so that slices go when the node goes."""
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceSlice",
+        "metadata": {"name": name, "ownerReferences": [dict(owner)] if owner else []},
+        "spec": {
+            "driver": pool.driver,
+            "nodeName": pool.node,
+            "pool": {"name": pool.name, "generation": generation, "resourceSliceCount": count},
+            **content,
+        },
+    }

@@ -1,0 +1,59 @@
+"""Names of the pool, the slices and the counter sets: pinned, since people and tools rely on them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+NAME_LIMIT = 253
+"""A DNS subdomain; node names may use all of it by themselves."""
+
+COUNTER_SETS_PER_SLICE = 8
+"""The API's limit (KEP-4815)."""
+
+GPUS_PER_SLICE = 2
+"""At most 64 devices a slice that consumes counters, and an H100 has 26: two GPUs and room for shares.
+
+A GPU's slice depends on its number alone, so a change of its devices is an atomic update of one object.
+"""
+
+DEVICES_PER_GPU = 32
+"""Two GPUs of this many devices fill a slice; more than that of one GPU are left out, worst offers first."""
+
+DEVICE_SLICES_FROM = 100
+"""First index of device slices: counter slices sort in front of them, up to 800 GPUs a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The one pool of a node."""
+
+    node: str
+    driver: str
+
+    @property
+    def name(self) -> str:
+        """``<node>-<driver>``: unique over drivers, since the 1.36 scheduler confuses pools of one name."""
+        return shortened(f"{self.node}-{self.driver}")
+
+    def counter_slice(self, number: int) -> str:
+        """Name of the slice that holds the counter set of the GPU numbered ``number``."""
+        index = number // COUNTER_SETS_PER_SLICE
+        return shortened(f"{index:05d}-{self.node}-{self.driver}-counters")
+
+    def device_slice(self, number: int) -> str:
+        """Name of the slice that holds the devices of the GPU numbered ``number``."""
+        index = number // GPUS_PER_SLICE
+        return shortened(f"{DEVICE_SLICES_FROM + index:05d}-{self.node}-{self.driver}-devices")
+
+
+def counter_set(number: int) -> str:
+    return f"gpu-{number}"
+
+
+def shortened(name: str) -> str:
+    """``name``, or its beginning and a hash where it is longer than a DNS subdomain may be."""
+    if len(name) <= NAME_LIMIT:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:10]
+    return f"{name[: NAME_LIMIT - 11].rstrip('.-')}-{digest}"

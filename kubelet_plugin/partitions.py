@@ -1,0 +1,113 @@
+"""Making a device ready on the hardware and taking it away again. Every method can be repeated.
+
+Callers hold the lock of the GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from driver.errors import HardwareError
+from driver.hardware.host import Host
+from driver.model.device import Device
+from driver.model.gpu import Gpu, Partition, Placement, Profile
+from kubelet_plugin.checkpoint import DeviceRecord
+from kubelet_plugin.steps import Step, Steps
+
+log = logging.getLogger(__name__)
+
+
+class Partitions:
+    """The hardware side of preparing."""
+
+    def __init__(self, host: Host, steps: Steps) -> None:
+        self._host = host
+        self._step = steps
+
+    def check_free(self, device: Device) -> None:
+        """Refuse a device whose memory slices are in use by a partition Tessera knows nothing of.
+
+        To be called before the intent is written: whatever is at the placement afterwards is ours.
+        """
+        if device.profile is None or device.placement is None:
+            foreign = self._host.partitions(device.gpu)
+        else:
+            found = self._host.find_partition(device.gpu, device.profile, device.placement)
+            foreign = [found] if found else []
+        if foreign:
+            raise occupied(device, foreign[0])
+
+    def ensure(self, device: Device) -> Partition | None:
+        """Make ``device`` usable and return its partition, or None for a full GPU."""
+        if device.profile is None or device.placement is None:
+            self._mig_mode(device.gpu, enabled=False)
+            return None
+        self._mig_mode(device.gpu, enabled=True)
+        return self._ensure_partition(device, device.profile, device.placement)
+
+    def remove(self, gpu: Gpu, record: DeviceRecord) -> None:
+        """Remove what stands at the record's placement, complete or not; nothing there is no error."""
+        partition = self._recorded(gpu, record)
+        if partition is None:
+            return
+        if partition.compute_instance_id is not None:
+            with self._step(Step.DESTROY_COMPUTE_INSTANCE, gpu=gpu.uuid, device=record.device):
+                self._host.destroy_compute_instance(gpu, partition)
+        with self._step(Step.DESTROY_GPU_INSTANCE, gpu=gpu.uuid, device=record.device):
+            self._host.destroy_gpu_instance(gpu, partition)
+        log.info("removed partition", extra={"gpu": gpu.uuid, "device": record.device, "uuid": partition.uuid})
+
+    def _recorded(self, gpu: Gpu, record: DeviceRecord) -> Partition | None:
+        profile = gpu.profile_named(record.profile) if record.profile else None
+        if profile is None or record.start is None or record.size is None:
+            return None
+        return self._host.find_partition(gpu, profile, Placement(record.start, record.size))
+
+    def _mig_mode(self, gpu: Gpu, *, enabled: bool) -> None:
+        if not gpu.mig_capable or self._host.mig_enabled(gpu) == enabled:
+            return
+        with self._step(Step.SET_MIG_MODE, gpu=gpu.uuid, enabled=enabled):
+            self._host.set_mig_mode(gpu, enabled=enabled)
+        log.info("switched MIG mode", extra={"gpu": gpu.uuid, "mode": "on" if enabled else "off"})
+
+    def _ensure_partition(self, device: Device, profile: Profile, placement: Placement) -> Partition:
+        gpu = device.gpu
+        partition = self._host.find_partition(gpu, profile, placement)
+        if partition is None:
+            partition = self._cut(device, profile, placement)
+        if not partition.complete:
+            with self._step(Step.CREATE_COMPUTE_INSTANCE, gpu=gpu.uuid, device=device.name):
+                partition = self._host.create_compute_instance(gpu, partition)
+            log.info("cut partition", extra={"gpu": gpu.uuid, "device": device.name, "uuid": partition.uuid})
+        return partition
+
+    def _cut(self, device: Device, profile: Profile, placement: Placement) -> Partition:
+        try:
+            with self._step(Step.CREATE_GPU_INSTANCE, gpu=device.gpu.uuid, device=device.name):
+                partition = self._host.create_gpu_instance(device.gpu, profile, placement)
+        except HardwareError as error:
+            raise self._explained(device, error) from error
+        if partition.placement != placement:
+            self._host.destroy_gpu_instance(device.gpu, partition)
+            raise HardwareError(
+                f"{device}: NVML cut memory slices {partition.placement} instead of {placement}; it was removed again"
+            )
+        return partition
+
+    def _explained(self, device: Device, error: HardwareError) -> HardwareError:
+        """Name the partition in the way, which NVML's own error does not."""
+        try:
+            overlapping = [p for p in self._host.partitions(device.gpu) if p.placement.mask & device.mask]
+        except HardwareError:
+            return error
+        return occupied(device, overlapping[0]) if overlapping else error
+
+
+def occupied(device: Device, partition: Partition) -> HardwareError:
+    """The error for a device whose slices are taken by something Tessera did not make."""
+    names = {profile.id: profile.name for profile in device.gpu.profiles}
+    return HardwareError(
+        f"{device}: memory slices {partition.placement} of {device.gpu.uuid} are taken by GPU instance "
+        f"{partition.gpu_instance_id} ({names.get(partition.profile_id, 'unknown profile')}), which no claim of "
+        "Tessera's holds; remove it (nvidia-smi mig -dci, -dgi) or leave this GPU out"
+    )

@@ -1,0 +1,1 @@
+"""The ``tessera`` command and the composition of the processes."""

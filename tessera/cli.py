@@ -1,0 +1,77 @@
+"""The command line: flags in, exit codes out (0 good, 1 failure, 2 usage, 3 environment)."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from driver.errors import FatalError, TesseraError
+from tessera.logs import FORMATS, configure_logs
+from tessera.sim import sim
+
+
+class Command(click.Group):
+    """A group whose errors end the process with one line and the right exit code."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except TesseraError as error:
+            click.secho(f"tessera: {error}", fg="red", err=True)
+            sys.exit(error.exit_code if isinstance(error, FatalError) else FatalError.exit_code)
+
+
+@click.group(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tessera-dra", prog_name="tessera")
+def main() -> None:
+    """Tessera: NVIDIA GPUs for Kubernetes, carved on demand.
+
+    \b
+    Examples:
+      tessera sim list                                 the nodes that can be simulated
+      tessera node --node-name n1 --gpus sim:dgx-h100  a node plugin without a GPU
+      tessera sim smi                                  what nvidia-smi would print there
+    """
+
+
+@main.command()
+@click.option("--node-name", envvar="NODE_NAME", required=True, help="Name of this machine's Node object.")
+@click.option("--kubeconfig", type=click.Path(path_type=Path), help="Default: the pod's own ServiceAccount.")
+@click.option("--driver-name", help="DRA driver name and attribute domain.  [default: gpu.tessera.dev]")
+@click.option("--gpus", help="nvml, sim:NAME or sim:FILE.  [default: nvml]")
+@click.option("--kubelet-dir", type=click.Path(path_type=Path), help="[default: /var/lib/kubelet]")
+@click.option("--cdi-dir", type=click.Path(path_type=Path), help="Where CDI specs go.  [default: /var/run/cdi]")
+@click.option("--state-dir", type=click.Path(path_type=Path), help="[default: KUBELET_DIR/plugins/DRIVER_NAME]")
+@click.option(
+    "--driver-root", type=click.Path(path_type=Path), help="Where the host has the NVIDIA driver. [default: /]"
+)
+@click.option("--host-root", type=click.Path(path_type=Path), help="Where this process sees the host's root directory.")
+@click.option("--nvml-library", type=click.Path(path_type=Path), help="libnvidia-ml.so.1, if the linker can't find it.")
+@click.option("--sim-latency", help="default or zero: how long simulated GPU operations take.")
+@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True)
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info", show_default=True)
+def node(log_format: str, log_level: str, **flags: Any) -> None:
+    """Run the node plugin: publish this node's GPUs and prepare claims.
+
+    Runs until SIGTERM or Ctrl-C. Needs root, a kubelet, and the NVIDIA driver (or --gpus sim:...).
+
+    \b
+    Examples:
+      tessera node --node-name worker-1
+      tessera node --node-name worker-1 --kubeconfig ~/.kube/config --gpus sim:dgx-h100
+    """
+    from driver.config.settings import node_settings
+    from tessera.node import NodePlugin
+
+    configure_logs(log_format, log_level)
+    plugin = NodePlugin(node_settings(**flags))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: plugin.stop())
+    plugin.run()
+
+
+main.add_command(sim)

@@ -1,0 +1,129 @@
+"""The node plugin, put together: the only place that knows every part of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from driver.config.settings import NodeSettings
+from driver.errors import ApiError
+from driver.hardware.host import Host, HostPaths
+from driver.hardware.nvml_host import NvmlHost, load_nvml
+from driver.kube.claims import Claim, read_claim
+from driver.kube.transport import KubeClient, load_configuration
+from driver.model.device import number_gpus
+from driver.slices.build import Content, build_slices
+from driver.slices.names import Pool
+from driver.slices.publisher import Publisher
+from kubelet_plugin.cdi import CdiDirectory
+from kubelet_plugin.checkpoint import Checkpoint, ClaimRecord
+from kubelet_plugin.driver_files import find_driver_files
+from kubelet_plugin.inventory import Inventory
+from kubelet_plugin.locks import KeyedLocks
+from kubelet_plugin.preparation import Node, Preparer
+from kubelet_plugin.recovery import recover
+from kubelet_plugin.registration import Registration, SocketServer
+from kubelet_plugin.service import DraService
+from kubelet_plugin.steps import Observer, Steps, unobserved
+
+log = logging.getLogger(__name__)
+
+USER_AGENT = "tessera-node"
+SIMULATED_NODES = Path("/var/lib/tessera/sim")
+
+
+def open_host(settings: NodeSettings) -> tuple[Host, HostPaths]:
+    """The node's hardware, real or simulated. Raises UsageError and EnvironmentFault."""
+    if settings.simulated is None:
+        paths = HostPaths(settings.host_root, Path("/"))
+        return NvmlHost(load_nvml(settings.nvml_library), paths, simulated=False), paths
+    # Only a simulated node pays for loading the simulator.
+    from driver.hardware.simulator import SimulatedNode, load_description, parse_latency
+
+    root = settings.host_root if settings.host_root != Path("/") else SIMULATED_NODES / settings.node_name
+    node = SimulatedNode.open(load_description(settings.simulated), root, latency=parse_latency(settings.sim_latency))
+    note = {"stateDir": str(settings.state_dir), "driverName": settings.driver_name}
+    (root / "sim" / "plugin.json").write_text(json.dumps(note))
+    paths = HostPaths(root, root)
+    return NvmlHost(node.nvml, paths, simulated=True), paths
+
+
+def build_node(settings: NodeSettings, host: Host, paths: HostPaths, records: list[ClaimRecord]) -> Inventory:
+    """Discover the GPUs and name their devices; GPUs that fail are reported and left out."""
+    discovery = host.discover()
+    for fault in discovery.faults:
+        log.error("left a GPU out", extra={"gpu": fault.where, "error": fault.reason})
+    kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
+    log.info(
+        "discovered GPUs",
+        extra={"gpus": len(discovery.gpus), "products": ", ".join(sorted({g.product_name for g in discovery.gpus}))},
+    )
+    return Inventory(discovery.gpus, number_gpus(discovery.gpus, kept))
+
+
+class NodePlugin:
+    """One node's plugin process. ``run`` returns after ``stop`` was called from another thread or a signal."""
+
+    def __init__(self, settings: NodeSettings, observer: Observer = unobserved) -> None:
+        """Discovers and recovers; touches neither the API server nor the kubelet. Raises FatalError."""
+        self._settings = settings
+        self._client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT)
+        host, paths = open_host(settings)
+        checkpoint = Checkpoint(settings.state_dir)
+        records = checkpoint.load()
+        inventory = build_node(settings, host, paths, records)
+        pool = Pool(settings.node_name, settings.driver_name)
+        files = find_driver_files(paths, settings.driver_root)
+        cdi = CdiDirectory(settings.cdi_dir, settings.driver_name)
+        self._node = Node(pool, host, inventory, checkpoint, cdi, files)
+        self._publisher = Publisher(self._client, pool, self._desired, self._owner)
+        self._preparer = Preparer(self._node, self._read_claim, self._publisher.notify, Steps(observer), KeyedLocks())
+        recover(self._node, self._preparer, records)
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        """Serve until ``stop``. Sockets are gone when this returns; slices stay, for what runs stays held."""
+        for target in (self._publisher.cache.run, self._publisher.run):
+            threading.Thread(target=target, args=(self._stop,), daemon=True, name=target.__qualname__).start()
+        service = DraService(self._preparer)
+        plugin = SocketServer(self._settings.plugin_socket, service.handlers())
+        registration = Registration(self._settings.driver_name, self._settings.plugin_socket, self._registered)
+        registry = SocketServer(self._settings.registration_socket, [registration.handler()], calls=2)
+        log.info("serving", extra={"driver": self._settings.driver_name, "socket": str(self._settings.plugin_socket)})
+        try:
+            self._stop.wait()
+        finally:
+            log.info("stopping")
+            registry.stop()
+            plugin.stop()
+            service.close()
+
+    def stop(self) -> None:
+        """Ask ``run`` to return."""
+        self._stop.set()
+        self._publisher.notify()
+
+    def _desired(self) -> Mapping[str, Content]:
+        return build_slices(self._node.pool, self._node.inventory.published())
+
+    def _owner(self) -> Mapping[str, Any]:
+        name = self._settings.node_name
+        try:
+            node = msgspec.json.decode(self._client.get(f"/api/v1/nodes/{name}"), type=dict[str, Any])
+        except ApiError as error:
+            raise ApiError(f"--node-name {name}: its Node object can't be read: {error}", error.status) from error
+        return {"apiVersion": "v1", "kind": "Node", "name": name, "uid": node["metadata"]["uid"], "controller": True}
+
+    def _read_claim(self, namespace: str, name: str) -> Claim:
+        return read_claim(self._client, namespace, name)
+
+    def _registered(self, accepted: bool, reason: str) -> None:
+        if accepted:
+            # The kubelet has just started, and a kubelet that starts deletes the node's slices.
+            self._publisher.notify()

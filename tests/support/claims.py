@@ -1,0 +1,58 @@
+"""ResourceClaims as the API server would return them, written short."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from driver.errors import ApiError
+from driver.kube.claims import Claim
+from kubelet_plugin.claims import ClaimReference
+
+NODE = "node-a"
+DRIVER = "gpu.tessera.dev"
+POOL = f"{NODE}-{DRIVER}"
+
+
+def result(device: str, request: str = "gpu", driver: str = DRIVER, pool: str = POOL, **more: Any) -> dict[str, Any]:
+    """One entry of ``status.allocation.devices.results``."""
+    return {"request": request, "driver": driver, "pool": pool, "device": device, **more}
+
+
+def opaque(parameters: dict[str, Any], requests: tuple[str, ...] = (), source: str = "FromClaim") -> dict[str, Any]:
+    """One entry of ``status.allocation.devices.config``."""
+    return {"source": source, "requests": requests, "opaque": {"driver": DRIVER, "parameters": parameters}}
+
+
+@dataclass
+class ClaimApi:
+    """The claims that exist, by (namespace, name); its ``read`` stands for the GET a prepare makes."""
+
+    claims: dict[tuple[str, str], Claim] = field(default_factory=dict)
+    reads: int = 0
+    away: bool = False
+
+    def read(self, namespace: str, name: str) -> Claim:
+        self.reads += 1
+        if self.away:
+            raise ApiError("GET resourceclaims: no answer from https://127.0.0.1:6443: connection refused")
+        try:
+            return self.claims[namespace, name]
+        except KeyError:
+            raise ApiError(f'resourceclaims "{name}" not found', 404) from None
+
+    def allocate(self, name: str, *devices: str | dict[str, Any], config: Any = (), uid: str = "") -> ClaimReference:
+        """Create (or allocate anew) a claim with these devices, and say how the kubelet would name it."""
+        known = self.claims.get(("default", name))
+        uid = uid or (known.metadata.uid if known else str(uuid.uuid4()))
+        results = [result(device) if isinstance(device, str) else device for device in devices]
+        allocation = {"devices": {"results": results, "config": list(config)}}
+        return self.put(name, uid, {"allocation": allocation, "reservedFor": [{"resource": "pods", "name": "pod"}]})
+
+    def put(self, name: str, uid: str, status: dict[str, Any]) -> ClaimReference:
+        raw = {"metadata": {"name": name, "namespace": "default", "uid": uid}, "status": status}
+        self.claims["default", name] = msgspec.convert(raw, Claim)
+        return ClaimReference("default", name, uid)

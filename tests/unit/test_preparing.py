@@ -1,0 +1,380 @@
+"""Preparing and unpreparing on a simulated DGX H100: what a pod gets, and what is left when it goes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from driver.errors import ApiError, ClaimError, HardwareError, RecoverableError, StateError
+from driver.model.gpu import Placement
+from kubelet_plugin.claims import ClaimReference
+from kubelet_plugin.steps import Moment, Step
+from tests.support.claims import opaque, result
+from tests.support.node import NodeUnderTest, start_node
+
+SMALL = "gpu-0-mig-1g10gb-6"
+BIG = "gpu-0-mig-3g40gb-0"
+
+
+def test_a_partition_is_cut_at_exactly_the_allocated_placement(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("infer", SMALL)
+    [device] = node.preparer.prepare(claim)
+    [partition] = node.partitions()
+    assert partition.placement == Placement(6, 1)
+    assert partition.complete
+    assert device.device == SMALL
+    assert device.requests == ("gpu",)
+    assert device.cdi_device_ids == (f"gpu.tessera.dev/claim={claim.uid}-{SMALL}",)
+
+
+def test_the_cdi_spec_gives_the_container_its_partition_and_nothing_else(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("infer", SMALL)
+    node.preparer.prepare(claim)
+    [(name, spec)] = node.cdi_specs().items()
+    [device] = spec["devices"]
+    [partition] = node.partitions()
+    paths = [entry["path"] for entry in device["containerEdits"]["deviceNodes"]]
+    caps = [entry for entry in device["containerEdits"]["deviceNodes"] if "nvidia-caps" in entry["path"]]
+    assert name == f"gpu.tessera.dev-claim_{claim.uid}.json"
+    assert device["containerEdits"]["env"] == [f"TESSERA_DEVICE_GPU_0_MIG_1G10GB_6={partition.uuid}"]
+    assert "/dev/nvidia0" in paths
+    assert "/dev/nvidia1" not in paths
+    assert len(caps) == 2
+    assert all(entry["type"] == "c" and entry["major"] and "hostPath" not in entry for entry in caps)
+    assert spec["containerEdits"]["env"] == ["NVIDIA_VISIBLE_DEVICES=void"]
+    assert any(mount["containerPath"].endswith("/libcuda.so.1") for mount in spec["containerEdits"]["mounts"])
+
+
+def test_a_full_gpu_comes_without_mig_mode_and_without_capability_nodes(node: NodeUnderTest) -> None:
+    small = node.api.allocate("small", SMALL)
+    node.preparer.prepare(small)
+    node.preparer.unprepare(small)
+    assert node.node.host.mig_enabled(node.node.inventory.gpus[0])
+    node.preparer.prepare(node.api.allocate("train", "gpu-0"))
+    assert not node.node.host.mig_enabled(node.node.inventory.gpus[0])
+    [spec] = node.cdi_specs().values()
+    nodes = [entry["path"] for entry in spec["devices"][0]["containerEdits"]["deviceNodes"]]
+    assert nodes[0] == "/dev/nvidia0"
+    assert not [path for path in nodes if "caps" in path]
+
+
+def test_mig_mode_stays_on_when_the_last_partition_goes(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("infer", SMALL)
+    node.preparer.prepare(claim)
+    node.preparer.unprepare(claim)
+    assert node.node.host.mig_enabled(node.node.inventory.gpus[0])
+
+
+def test_unprepare_leaves_nothing(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("both", result(SMALL, "a"), result("gpu-1", "b"))
+    node.preparer.prepare(claim)
+    node.preparer.unprepare(claim)
+    assert node.nothing_left()
+    assert node.held() == set()
+
+
+def test_unprepare_of_an_unknown_claim_is_done_already(node: NodeUnderTest) -> None:
+    node.preparer.unprepare(ClaimReference("default", "never-seen", "0000"))
+    assert node.nothing_left()
+
+
+def test_a_repeated_prepare_gives_the_same_answer_and_cuts_nothing(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("infer", SMALL)
+    first, before = node.preparer.prepare(claim), node.partitions()
+    assert node.preparer.prepare(claim) == first
+    assert node.partitions() == before
+
+
+def test_a_repeated_prepare_repairs_what_got_lost_meanwhile(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("infer", SMALL)
+    first = node.preparer.prepare(claim)
+    gpu, [partition] = node.node.inventory.gpus[0], node.partitions()
+    node.node.host.destroy_compute_instance(gpu, partition)
+    node.node.host.destroy_gpu_instance(gpu, partition)
+    for spec in (node.root / "cdi").iterdir():
+        spec.unlink()
+    assert node.preparer.prepare(claim) == first
+    [again] = node.partitions()
+    [spec_again] = node.cdi_specs().values()
+    assert again.uuid in spec_again["devices"][0]["containerEdits"]["env"][0]
+
+
+def test_one_request_to_the_api_server_a_prepare(node: NodeUnderTest) -> None:
+    node.preparer.prepare(node.api.allocate("infer", SMALL))
+    assert node.api.reads == 1
+
+
+def test_two_requests_may_share_one_claim_and_both_are_named(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("two", result(SMALL, "small"), result(BIG, "big/first-choice"))
+    devices = node.preparer.prepare(claim)
+    assert {device.device: device.requests for device in devices} == {SMALL: ("small",), BIG: ("big",)}
+    assert len(node.partitions()) == 2
+
+
+def test_what_no_longer_fits_leaves_the_offers_and_what_is_held_stays(node: NodeUnderTest) -> None:
+    node.preparer.prepare(node.api.allocate("infer", BIG))
+    offered = node.offered()
+    assert node.held() == {BIG}
+    assert "gpu-0" not in offered
+    assert "gpu-0-mig-7g80gb-0" not in offered
+    assert not [name for name in offered if name.startswith("gpu-0-mig-1g10gb-") and int(name[-1]) < 4]
+    assert {"gpu-0-mig-3g40gb-4", "gpu-0-mig-1g10gb-6"} <= offered
+    assert "gpu-1" in node.offered(gpu=1)
+
+
+def test_only_one_partition_with_media_extensions_is_offered_a_gpu(node: NodeUnderTest) -> None:
+    node.preparer.prepare(node.api.allocate("media", "gpu-0-mig-1g10gbme-0"))
+    assert not [name for name in node.offered() if "me-" in name]
+    assert "gpu-0-mig-1g10gb-1" in node.offered()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("gpu-0", SMALL), (SMALL, "gpu-0"), (SMALL, SMALL), (BIG, "gpu-0-mig-1g10gb-3")]
+)
+def test_memory_is_never_given_out_twice(node: NodeUnderTest, first: str, second: str) -> None:
+    holder = node.api.allocate("holder", first)
+    node.preparer.prepare(holder)
+    late = node.api.allocate("late", second)
+    with pytest.raises(ClaimError, match=r"overlaps .* claim default/holder .* still holds") as refused:
+        node.preparer.prepare(late)
+    assert holder.uid in str(refused.value)
+    node.preparer.unprepare(holder)
+    assert node.preparer.prepare(late)
+
+
+def test_a_claim_allocated_anew_gives_its_earlier_device_back(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("moved", SMALL)
+    node.preparer.prepare(claim)
+    node.api.allocate("moved", "gpu-3-mig-2g20gb-0", uid=claim.uid)
+    [device] = node.preparer.prepare(claim)
+    assert device.device == "gpu-3-mig-2g20gb-0"
+    assert node.partitions(0) == []
+    assert [p.placement for p in node.partitions(3)] == [Placement(0, 2)]
+
+
+class Trouble:
+    """Each kind of bad input, with what the message has to name."""
+
+    def test_unknown_claim(self, node: NodeUnderTest) -> None:
+        with pytest.raises(ApiError, match="not found"):
+            node.preparer.prepare(ClaimReference("default", "ghost", "1234"))
+
+    def test_wrong_uid(self, node: NodeUnderTest) -> None:
+        node.api.allocate("infer", SMALL, uid="new")
+        with pytest.raises(ClaimError, match="uid new, the kubelet asked for old"):
+            node.preparer.prepare(ClaimReference("default", "infer", "old"))
+
+    def test_not_allocated(self, node: NodeUnderTest) -> None:
+        claim = node.api.put("waiting", "u1", {})
+        with pytest.raises(ClaimError, match=r"default/waiting is not allocated: status\.allocation is empty"):
+            node.preparer.prepare(claim)
+
+    def test_another_driver(self, node: NodeUnderTest) -> None:
+        claim = node.api.allocate("nic", result("eth1", driver="dra.net"))
+        with pytest.raises(ClaimError, match=r"no device of driver gpu\.tessera\.dev: it is allocated from dra\.net"):
+            node.preparer.prepare(claim)
+
+    def test_another_nodes_pool(self, node: NodeUnderTest) -> None:
+        claim = node.api.allocate("far", result("gpu-0", pool="node-b-gpu.tessera.dev"))
+        with pytest.raises(ClaimError, match="pool node-b-gpu.tessera.dev, this node's pool is node-a-gpu.tessera.dev"):
+            node.preparer.prepare(claim)
+
+    def test_unknown_device(self, node: NodeUnderTest) -> None:
+        claim = node.api.allocate("odd", "gpu-9")
+        with pytest.raises(ClaimError, match="device gpu-9 is unknown on this node, which has GPUs gpu-0, gpu-1"):
+            node.preparer.prepare(claim)
+
+    def test_admin_access(self, node: NodeUnderTest) -> None:
+        claim = node.api.allocate("watch", result("gpu-0", adminAccess=True))
+        with pytest.raises(ClaimError, match="adminAccess is true"):
+            node.preparer.prepare(claim)
+
+    @pytest.mark.parametrize(
+        ("parameters", "named"),
+        [
+            ({"apiVersion": "gpu.tessera.dev/v1alpha1", "kind": "GpuConfg"}, "GpuConfg"),
+            ({"apiVersion": "gpu.tessera.dev/v2", "kind": "GpuConfig"}, "gpu.tessera.dev/v2"),
+            ({"apiVersion": "gpu.tessera.dev/v1alpha1", "kind": "GpuConfig", "sharng": 1, "mode": 2}, "sharng.*mode"),
+            ({}, "kind"),
+        ],
+    )
+    def test_parameters_that_do_not_parse(
+        self, node: NodeUnderTest, parameters: dict[str, object], named: str
+    ) -> None:
+        claim = node.api.allocate("odd", "gpu-0", config=[opaque(parameters)])
+        with pytest.raises(ClaimError, match=rf"(?s)claim default/odd, request gpu, FromClaim: .*{named}"):
+            node.preparer.prepare(claim)
+
+    def test_parameters_for_the_other_kind_of_device(self, node: NodeUnderTest) -> None:
+        wrong = {"apiVersion": "gpu.tessera.dev/v1alpha1", "kind": "MigDeviceConfig"}
+        claim = node.api.allocate("odd", "gpu-0", config=[opaque(wrong, requests=("gpu",))])
+        with pytest.raises(ClaimError, match="MigDeviceConfig is for devices of type mig, gpu-0 has type gpu"):
+            node.preparer.prepare(claim)
+
+    def test_api_server_away(self, node: NodeUnderTest) -> None:
+        claim = node.api.allocate("infer", SMALL)
+        node.api.away = True
+        with pytest.raises(ApiError, match="no answer"):
+            node.preparer.prepare(claim)
+        node.api.away = False
+        assert node.preparer.prepare(claim)
+
+    @pytest.fixture(autouse=True)
+    def nothing_half_made_is_left(self, node: NodeUnderTest) -> object:
+        yield
+        for reference in list(node.api.claims.values()):
+            node.preparer.unprepare(ClaimReference("default", reference.metadata.name, reference.metadata.uid))
+        assert node.nothing_left()
+
+
+class TestTrouble(Trouble):
+    """Bad input is refused by name, and leaves nothing behind."""
+
+
+def test_a_placement_occupied_outside_our_knowledge_is_refused_and_left_alone(node: NodeUnderTest) -> None:
+    gpu = node.node.inventory.gpus[0]
+    profile = gpu.profile_named("2g.20gb")
+    assert profile is not None
+    node.node.host.set_mig_mode(gpu, enabled=True)
+    foreign = node.node.host.create_gpu_instance(gpu, profile, Placement(4, 2))
+    for name, device in (("same", "gpu-0-mig-2g20gb-4"), ("over", "gpu-0-mig-3g40gb-4"), ("full", "gpu-0")):
+        claim = node.api.allocate(name, device)
+        expected = rf"memory slices 4-5 of {gpu.uuid} are taken by GPU instance {foreign.gpu_instance_id} \(2g.20gb\)"
+        with pytest.raises(HardwareError, match=expected):
+            node.preparer.prepare(claim)
+    assert node.partitions() == [foreign]
+    assert node.records() == []
+    assert node.cdi_specs() == {}
+
+
+def test_foreign_partitions_are_not_offered_over_after_a_restart(node: NodeUnderTest) -> None:
+    gpu = node.node.inventory.gpus[0]
+    profile = gpu.profile_named("2g.20gb")
+    assert profile is not None
+    node.node.host.set_mig_mode(gpu, enabled=True)
+    node.node.host.create_gpu_instance(gpu, profile, Placement(4, 2))
+    again = node.restart()
+    assert "gpu-0" not in again.offered()
+    assert "gpu-0-mig-1g10gb-5" not in again.offered()
+    assert "gpu-0-mig-1g10gb-3" in again.offered()
+    assert len(again.partitions()) == 1
+
+
+def test_an_unwritable_cdi_directory_is_named_and_the_partition_is_gone_again(node: NodeUnderTest) -> None:
+    directory = node.root / "cdi"
+    directory.rmdir()
+    directory.write_text("not a directory")
+    claim = node.api.allocate("infer", SMALL)
+    with pytest.raises(StateError, match=f"can't write {directory}"):
+        node.preparer.prepare(claim)
+    directory.unlink()
+    directory.mkdir()
+    assert node.partitions() == []
+    node.preparer.unprepare(claim)
+    assert node.nothing_left()
+
+
+def test_a_partition_still_in_use_is_reported_and_stays_held_until_it_is_free(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("infer", SMALL)
+    node.preparer.prepare(claim)
+    [partition] = node.partitions()
+    assert partition.uuid is not None
+    with node.simulated.process_on(partition.uuid):
+        with pytest.raises(HardwareError, match="IN_USE .*a process still uses it"):
+            node.preparer.unprepare(claim)
+        assert node.held() == {SMALL}
+        assert "gpu-0" not in node.offered()
+    node.preparer.unprepare(claim)
+    assert node.nothing_left()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step.CHECK_FREE,
+        Step.WRITE_INTENT,
+        Step.SET_MIG_MODE,
+        Step.CREATE_GPU_INSTANCE,
+        Step.CREATE_COMPUTE_INSTANCE,
+        Step.WRITE_CDI_SPEC,
+        Step.WRITE_PREPARED,
+    ],
+)
+def test_a_crash_at_any_step_is_healed_by_restart_and_retry(tmp_path: Path, step: Step, moment: Moment) -> None:
+    class Crash(BaseException):
+        """As sudden as SIGKILL: no handler of ours catches it."""
+
+    def crash(at: Step, when: Moment) -> None:
+        if (at, when) == (step, moment):
+            raise Crash
+
+    node = start_node(tmp_path, observer=crash)
+    claim = node.api.allocate("infer", SMALL)
+    with pytest.raises(Crash):
+        node.preparer.prepare(claim)
+    again = node.restart()
+    assert again.preparer.prepare(claim)[0].device == SMALL
+    assert len(again.partitions()) == len(again.cdi_specs()) == len(again.records()) == 1
+    again.preparer.unprepare(claim)
+    assert again.nothing_left()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(
+    "step",
+    [Step.REMOVE_CDI_SPEC, Step.DESTROY_COMPUTE_INSTANCE, Step.DESTROY_GPU_INSTANCE, Step.REMOVE_RECORD],
+)
+def test_a_crash_while_unpreparing_is_healed_by_the_retry(tmp_path: Path, step: Step, moment: Moment) -> None:
+    class Crash(BaseException):
+        """As sudden as SIGKILL."""
+
+    def crash(at: Step, when: Moment) -> None:
+        if (at, when) == (step, moment):
+            raise Crash
+
+    node = start_node(tmp_path, observer=crash)
+    claim = node.api.allocate("infer", SMALL)
+    node.preparer.prepare(claim)
+    with pytest.raises(Crash):
+        node.preparer.unprepare(claim)
+    again = node.restart()
+    again.preparer.unprepare(claim)
+    assert again.nothing_left()
+
+
+@pytest.mark.parametrize("step", [Step.CREATE_COMPUTE_INSTANCE, Step.WRITE_CDI_SPEC, Step.WRITE_PREPARED])
+def test_a_failed_prepare_undoes_what_it_did(tmp_path: Path, step: Step) -> None:
+    faults = [step]
+
+    def fail(at: Step, when: Moment) -> None:
+        if when == "before" and at in faults:
+            faults.remove(at)
+            raise HardwareError("simulated fault")
+
+    node = start_node(tmp_path, observer=fail)
+    claim = node.api.allocate("infer", SMALL)
+    with pytest.raises(RecoverableError, match="simulated fault"):
+        node.preparer.prepare(claim)
+    assert node.nothing_left()
+    assert node.held() == set()
+    assert node.preparer.prepare(claim)
+
+
+def test_eight_claims_on_eight_gpus_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    together = threading.Barrier(8, timeout=20)
+
+    def meet(at: Step, when: Moment) -> None:
+        if at is Step.CREATE_GPU_INSTANCE and when == "before":
+            together.wait()  # breaks at the deadline unless all eight are cutting at once
+
+    node = start_node(tmp_path, observer=meet)
+    claims = [node.api.allocate(f"claim-{i}", f"gpu-{i}-mig-1g10gb-0") for i in range(8)]
+    threads = [threading.Thread(target=node.preparer.prepare, args=(claim,)) for claim in claims]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [len(node.partitions(i)) for i in range(8)] == [1] * 8
