@@ -31,11 +31,12 @@ from kubelet_plugin.recovery import recover
 from kubelet_plugin.registration import Registration, SocketServer
 from kubelet_plugin.service import DraService
 from kubelet_plugin.steps import Observer, Steps, unobserved
+from tessera.sim import SIMULATED_NODES
 
 log = logging.getLogger(__name__)
 
 USER_AGENT = "tessera-node"
-SIMULATED_NODES = Path("/var/lib/tessera/sim")
+
 
 
 def open_host(settings: NodeSettings) -> tuple[Host, HostPaths]:

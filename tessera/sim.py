@@ -1,0 +1,271 @@
+"""``tessera sim``: the nodes that can be simulated, and what is on those that are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from driver.errors import EnvironmentFault
+
+if TYPE_CHECKING:
+    from driver.hardware.simulator import NodeDescription, SimulatedNode
+    from driver.hardware.simulator.products import Product
+    from driver.hardware.simulator.state import GpuInstance
+
+# Where `tessera node --gpus sim:...` keeps its nodes unless told otherwise.
+SIMULATED_NODES = Path("/var/lib/tessera/sim")
+
+_OUTPUT = click.option(
+    "-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True, help="Format."
+)
+
+Holders = Callable[[Path], dict[str, str]]
+
+
+@click.group()
+def sim() -> None:
+    """Simulated GPU nodes: Tessera without a GPU.
+
+    \b
+    Examples:
+      tessera sim list                                 which nodes there are
+      tessera node --node-name n1 --gpus sim:dgx-h100  run one of them
+      tessera sim smi                                  see its GPUs and who holds them
+    """
+
+
+@sim.command("list")
+@_OUTPUT
+def list_nodes(output: str) -> None:
+    """List the nodes that --gpus sim:NAME knows.
+
+    A node of your own is a YAML file: --gpus sim:FILE.
+
+    \b
+    Examples:
+      tessera sim list
+      tessera sim list -o json
+    """
+    from driver.hardware.simulator import known_descriptions
+
+    nodes = list(known_descriptions().values())
+    if output == "json":
+        click.echo(json.dumps([_node_summary(node) for node in nodes], indent=2))
+        return
+    rows = [
+        [node.name, node.product, str(len(node.gpus)), _gib(node.gpu_product.memory_mib), node.summary]
+        for node in nodes
+    ]
+    click.echo(_columns(["NAME", "PRODUCT", "GPUS", "MEMORY", "DESCRIPTION"], rows))
+
+
+@sim.command()
+@click.option(
+    "--host-root",
+    type=click.Path(path_type=Path, file_okay=False),
+    help=f"The simulated node's directory.  [default: every node under {SIMULATED_NODES}]",
+)
+@_OUTPUT
+def smi(host_root: Path | None, output: str) -> None:
+    """Print the GPUs and partitions of simulated nodes, and the claims that hold them.
+
+    Only looks: safe while a node plugin works on the same node.
+
+    \b
+    Examples:
+      tessera sim smi
+      tessera sim smi --host-root /tmp/node-1 -o json
+    """
+    from driver.hardware.simulator import SimulatedNode
+
+    nodes = [SimulatedNode.attach(root) for root in ([host_root] if host_root else find_roots(SIMULATED_NODES))]
+    if output == "json":
+        click.echo(json.dumps([gpu for node in nodes for gpu in describe(node, holders)], indent=2))
+        return
+    click.echo("\n\n".join(render(node, describe(node, holders)) for node in nodes))
+
+
+def find_roots(base: Path) -> list[Path]:
+    """The simulated nodes under ``base``, in order of name.
+
+    :raises EnvironmentFault: there is none
+    """
+    roots = sorted(path.parent.parent for path in base.glob("*/sim/node.json"))
+    if not roots:
+        raise EnvironmentFault(
+            f"no simulated node under {base}: start one with `tessera node --gpus sim:NAME`,"
+            " or name its directory with --host-root"
+        )
+    return roots
+
+
+def holders(root: Path) -> dict[str, str]:
+    """Who holds what on a simulated node: "namespace/name" by UUID of GPU or MIG device.
+
+    Read from the node plugin's claim files, which ``sim/plugin.json`` leads to; empty without a plugin.
+    """
+    import msgspec
+
+    from kubelet_plugin.checkpoint import ClaimRecord
+
+    try:
+        folder = Path(json.loads((root / "sim" / "plugin.json").read_text(encoding="utf-8"))["stateDir"]) / "claims"
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    found: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            record = msgspec.json.decode(path.read_bytes(), type=ClaimRecord)
+        except (OSError, msgspec.MsgspecError):
+            # The plugin may be removing it right now; it reports damaged files itself.
+            continue
+        for device in record.devices:
+            # A partition without a UUID is not cut yet: there is no line to name its holder on.
+            uuid = device.uuid or (device.gpu_uuid if device.profile is None else None)
+            if uuid is not None:
+                found.setdefault(uuid, []).append(f"{record.namespace}/{record.name}")
+    return {uuid: ", ".join(names) for uuid, names in found.items()}
+
+
+def describe(node: SimulatedNode, who: Holders) -> list[dict[str, Any]]:
+    """The node's GPUs as JSON objects, each with its MIG devices; memory in MiB."""
+    held = who(node.root)
+    return [_describe_gpu(node, minor, held) for minor in range(len(node.description.gpus))]
+
+
+def render(node: SimulatedNode, gpus: Sequence[dict[str, Any]]) -> str:
+    """What :func:`describe` found, for people."""
+    description = node.description
+    title = (
+        f"{click.style(description.name, bold=True)}   {len(gpus)} x {description.product}   "
+        f"driver {description.driver_version}   CUDA {description.cuda_driver_version}   simulated in {node.root}"
+    )
+    return "\n".join([title, *_render_gpus(gpus), *_render_partitions(description.gpu_product.memory_slices, gpus)])
+
+
+def _describe_gpu(node: SimulatedNode, minor: int, held: dict[str, str]) -> dict[str, Any]:
+    state, product = node.gpu_state(minor), node.description.gpu_product
+    uuid = node.description.gpu_uuid(minor)
+    everywhere = [*state.processes, *(p for gi in state.instances for ci in gi.compute for p in ci.processes)]
+    in_order = sorted(state.instances, key=lambda gi: gi.start)
+    return {
+        "node": node.description.name,
+        "index": minor,
+        "name": product.name,
+        "uuid": uuid,
+        "pciBusId": node.description.gpus[minor].pci_bus_id,
+        "memoryTotal": product.memory_mib,
+        "memoryUsed": sum(process.memory for process in everywhere) >> 20,
+        "migMode": _mode(product.mig_capable, state.mig_enabled),
+        "migModePending": _mode(product.mig_capable, state.mig_pending),
+        "holder": held.get(uuid),
+        "processes": [process.pid for process in state.processes],
+        "migDevices": [row for gi in in_order for row in _describe_instance(product, gi, held)],
+    }
+
+
+def _describe_instance(product: Product, gi: GpuInstance, held: dict[str, str]) -> list[dict[str, Any]]:
+    profile = product.by_id[gi.profile]
+    common: dict[str, Any] = {
+        "gpuInstance": gi.id,
+        "profile": profile.name,
+        "placement": {"start": gi.start, "size": gi.size},
+        "memory": profile.memory_mib,
+    }
+    if not gi.compute:
+        return [common | {"computeInstance": None, "uuid": None, "holder": None, "processes": []}]
+    return [
+        common
+        | {
+            "computeInstance": ci.id,
+            "uuid": ci.uuid,
+            "holder": held.get(ci.uuid),
+            "processes": [process.pid for process in ci.processes],
+        }
+        for ci in gi.compute
+    ]
+
+
+def _render_gpus(gpus: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [
+        [
+            str(gpu["index"]),
+            gpu["name"],
+            gpu["uuid"],
+            gpu["pciBusId"],
+            f"{gpu['memoryUsed']} / {gpu['memoryTotal']} MiB",
+            gpu["migMode"] if gpu["migMode"] == gpu["migModePending"] else f"{gpu['migMode']}*",
+            gpu["holder"] or "-",
+        ]
+        for gpu in gpus
+    ]
+    table = _boxed(["GPU", "NAME", "UUID", "BUS ID", "MEMORY", "MIG", "HOLDER"], rows)
+    pending = any(gpu["migMode"] != gpu["migModePending"] for gpu in gpus)
+    return [*table, "* another MIG mode is pending: it needs a GPU reset"] if pending else table
+
+
+def _render_partitions(slices: int, gpus: Sequence[dict[str, Any]]) -> list[str]:
+    from driver.hardware.simulator.drawing import Span, cell_width, draw_placement, draw_slices
+
+    rows: list[list[str]] = []
+    spans: dict[int, dict[int, Span]] = {}
+    for gpu in gpus:
+        for device in gpu["migDevices"]:
+            start, size = device["placement"]["start"], device["placement"]["size"]
+            compute = "-" if device["computeInstance"] is None else str(device["computeInstance"])
+            drawn = f"{draw_placement(slices, start, size)} {start}:{size}"
+            row = [str(gpu["index"]), str(device["gpuInstance"]), compute, device["profile"], drawn]
+            rows.append([*row, device["uuid"] or "-", device["holder"] or "-"])
+            spans.setdefault(gpu["index"], {})[start] = Span(start, size, device["profile"])
+    if not rows:
+        return ["No partitions."]
+    width = cell_width(span for found in spans.values() for span in found.values())
+    drawings = [f"GPU {index}  {draw_slices(slices, found.values(), width)}" for index, found in spans.items()]
+    return [*_boxed(["GPU", "GI", "CI", "PROFILE", "PLACEMENT", "MIG UUID", "HOLDER"], rows), *drawings]
+
+
+def _node_summary(node: NodeDescription) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "description": node.summary,
+        "product": node.product,
+        "gpuCount": len(node.gpus),
+        "memoryMiB": node.gpu_product.memory_mib,
+        "driverVersion": node.driver_version,
+        "migProfiles": [profile.name for profile in node.gpu_product.profiles],
+    }
+
+
+def _mode(capable: bool, enabled: bool) -> str:
+    return ("Enabled" if enabled else "Disabled") if capable else "N/A"
+
+
+def _gib(mib: int) -> str:
+    return f"{mib / 1024:.1f} GiB"
+
+
+def _columns(header: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    cells = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join("  ".join(line).rstrip() for line in cells)
+
+
+def _boxed(header: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(line[column]) for line in [header, *rows]) for column in range(len(header))]
+    rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
+    head = [click.style(cell.ljust(width), bold=True) for cell, width in zip(header, widths, strict=True)]
+    body = [[_coloured(cell, width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    lines = [f"| {' | '.join(line)} |" for line in [head, *body]]
+    return [rule, lines[0], rule.replace("-", "="), *lines[1:], rule]
+
+
+def _coloured(cell: str, width: int) -> str:
+    padded = cell.ljust(width)
+    if cell == "Enabled":
+        return click.style(padded, fg="green")
+    return click.style(padded, dim=True) if cell in ("-", "Disabled", "N/A") else padded

@@ -1,0 +1,56 @@
+"""One real cluster for all end-to-end tests, and a plugin process on its node."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.cluster import Cluster
+from tests.harness.progress import Progress
+from tests.harness.settings import Settings
+from tests.support.plugin import PluginProcess
+from tests.support.workloads import Workloads, install
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A running cluster with one node, Tessera's classes and RBAC."""
+    binaries = os.environ.get("TESSERA_BINARIES")
+    settings = Settings(name="e2e", binaries=Path(binaries) if binaries else None)
+    with Cluster.start(settings, Progress()) as running:
+        install(running)
+        yield running
+
+
+@pytest.fixture(scope="session")
+def plugin_process(cluster: Cluster) -> Iterator[PluginProcess]:
+    process = PluginProcess(cluster, cluster.nodes[0])
+    process.start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def plugin(plugin_process: PluginProcess) -> PluginProcess:
+    """The node's plugin, running; a test that ended it gets it back here."""
+    if not plugin_process.running:
+        plugin_process.stop()
+        plugin_process.start()
+    return plugin_process
+
+
+@pytest.fixture
+def workloads(cluster: Cluster, plugin: PluginProcess) -> Iterator[Workloads]:
+    """Pods and claims of one test: all are gone, and so is everything made for them, when it ends."""
+    own = Workloads(cluster)
+    yield own
+    own.delete_all()
+    if not plugin.running:
+        plugin.stop()
+        plugin.start()
+    own.wait_until_gone()
+    assert not plugin.records()
+    assert not plugin.cdi_specs()

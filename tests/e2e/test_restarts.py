@@ -1,0 +1,99 @@
+"""Restarts, kills and meddling on a real cluster: what is held stays held, and nothing is left behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
+from tests.support.plugin import SLICES, PluginProcess
+from tests.support.workloads import Workloads, request
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+SMALL, FULL = "gpu-inference-1g-10gb", "gpu-training"
+WIPE_S = 60.0
+"""A kubelet that starts deletes its node's slices only after it has synced with the API server."""
+
+
+def test_a_claim_allocated_but_not_prepared_keeps_its_device_through_restart_and_wipe(
+    workloads: Workloads, plugin: PluginProcess, cluster: Cluster
+) -> None:
+    plugin.stop()
+    claim = workloads.claim("early", request(SMALL))
+    workloads.pod("early", claim)
+    [device] = wait_for(lambda: workloads.allocated(claim), 30, "the allocation")
+    cluster.api.request("DELETE", f"{SLICES}?fieldSelector=spec.nodeName%3D{plugin.node.name}")
+    plugin.start()
+    workloads.running("early")
+    assert workloads.allocated(claim) == [device]
+    assert [partition["holder"] for partition in plugin.partitions()] == ["default/early"]
+
+
+def test_a_plugin_killed_between_prepare_and_unprepare_still_cleans_up(
+    workloads: Workloads, plugin: PluginProcess
+) -> None:
+    workloads.running(workloads.pod("victim", workloads.claim("victim", request(SMALL))))
+    before = plugin.partitions()
+    plugin.kill()
+    plugin.start()
+    assert plugin.partitions() == before
+    workloads.delete_pods("victim")
+    assert plugin.nothing_left()
+
+
+def test_a_restarted_kubelet_wipes_the_slices_and_they_are_back(
+    workloads: Workloads, plugin: PluginProcess, cluster: Cluster
+) -> None:
+    workloads.running(workloads.pod("steady", workloads.claim("steady", request(SMALL))))
+    before = plugin.devices()
+    uids = {item["metadata"]["uid"] for item in plugin.slices()}
+    partitions = plugin.partitions()
+    plugin.node.restart_kubelet()
+    wait_for(
+        lambda: plugin.slices() and not uids & {item["metadata"]["uid"] for item in plugin.slices()},
+        WIPE_S,
+        "the slices are new ones",
+    )
+    assert plugin.devices() == before
+    assert plugin.partitions() == partitions
+    workloads.running(workloads.pod("next", workloads.claim("next", request(SMALL))))
+
+
+def test_slices_edited_or_deleted_by_hand_are_put_right(plugin: PluginProcess, cluster: Cluster) -> None:
+    before = plugin.devices()
+    counters, *devices = plugin.slices()
+    victim = devices[0]
+    victim["spec"]["devices"] = victim["spec"]["devices"][:1]
+    cluster.api.request("PUT", f"{SLICES}/{victim['metadata']['name']}", victim)
+    cluster.api.request("DELETE", f"{SLICES}/{devices[1]['metadata']['name']}")
+    cluster.api.request("DELETE", f"{SLICES}/{counters['metadata']['name']}")
+    stranger = {**victim, "metadata": {"name": "99999-stranger"}}
+    stranger["spec"] = {**victim["spec"], "devices": []}
+    cluster.api.post(SLICES, stranger)
+
+    def put_right() -> bool:
+        return plugin.devices() == before and len(plugin.slices()) == 1 + len(devices)
+
+    wait_for(put_right, 20, "the slices are as before")
+
+
+def test_an_idle_plugin_writes_nothing(plugin: PluginProcess) -> None:
+    versions = [item["metadata"]["resourceVersion"] for item in plugin.slices()]
+    plugin.kill()
+    plugin.start()
+    assert [item["metadata"]["resourceVersion"] for item in plugin.slices()] == versions
+
+
+def test_sigterm_removes_the_sockets(plugin: PluginProcess) -> None:
+    assert plugin.socket.exists()
+    assert plugin.registration_socket.exists()
+    assert plugin.socket.stat().st_mode & 0o077 == 0
+    plugin.stop()
+    assert not plugin.socket.exists()
+    assert not plugin.registration_socket.exists()
+
+
+def test_the_api_server_keeps_every_field_that_is_sent(plugin: PluginProcess) -> None:
+    assert plugin.slices()[0]["spec"]["sharedCounters"]
+    assert "dropped a field" not in plugin.log.read_text()

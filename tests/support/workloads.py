@@ -1,0 +1,148 @@
+"""Pods and claims on a real cluster, written short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from driver.errors import ApiError
+from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
+
+PROJECT = Path(__file__).parents[2]
+NAMESPACE = "default"
+PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
+CLAIMS = f"/apis/resource.k8s.io/v1/namespaces/{NAMESPACE}/resourceclaims"
+TEMPLATES = f"/apis/resource.k8s.io/v1/namespaces/{NAMESPACE}/resourceclaimtemplates"
+RUNNING_S = 120.0
+"""The node authorizer may refuse the kubelet's first read of a fresh claim; the retry takes up to a minute."""
+
+SLEEP = "trap exit TERM; sleep 100000 & wait"
+
+
+def install(cluster: Cluster) -> None:
+    """RBAC and workload classes, as an admin would apply them."""
+    for folder in ("deploy", "deviceclasses/manifests"):
+        for manifest in sorted((PROJECT / folder).glob("*.yaml")):
+            cluster.apply(manifest.read_text())
+
+
+def request(device_class: str, name: str = "gpu", selector: str = "") -> dict[str, Any]:
+    """One device request of a claim; ``selector`` is CEL."""
+    exactly: dict[str, Any] = {"deviceClassName": device_class}
+    if selector:
+        exactly["selectors"] = [{"cel": {"expression": selector}}]
+    return {"name": name, "exactly": exactly}
+
+
+class Workloads:
+    """What one test creates. Names are the test's own; ``delete_all`` removes what is left."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._pods: list[str] = []
+        self._claims: list[str] = []
+        self._templates: list[str] = []
+
+    def claim(self, name: str, *requests: Mapping[str, Any]) -> str:
+        body = {"metadata": {"name": name}, "spec": {"devices": {"requests": list(requests)}}}
+        self.cluster.api.post(CLAIMS, body)
+        self._claims.append(name)
+        return name
+
+    def template(self, name: str, *requests: Mapping[str, Any]) -> str:
+        body = {"metadata": {"name": name}, "spec": {"spec": {"devices": {"requests": list(requests)}}}}
+        self.cluster.api.post(TEMPLATES, body)
+        self._templates.append(name)
+        return name
+
+    def pod(self, name: str, *claims: str, template: str | None = None) -> str:
+        """A pod that runs until it is deleted and uses every claim."""
+        sources: list[dict[str, str]] = [{"name": claim, "resourceClaimName": claim} for claim in claims]
+        if template is not None:
+            sources.append({"name": template, "resourceClaimTemplateName": template})
+        container = {
+            "name": "main",
+            "image": "docker.io/tessera/busybox:local",
+            "imagePullPolicy": "Never",
+            "command": ["sh", "-c", SLEEP],
+            "resources": {"claims": [{"name": source["name"]} for source in sources]},
+        }
+        spec = {
+            "hostNetwork": True,
+            "automountServiceAccountToken": False,
+            "terminationGracePeriodSeconds": 5,
+            "containers": [container],
+            "resourceClaims": sources,
+        }
+        self.cluster.api.post(PODS, {"metadata": {"name": name}, "spec": spec})
+        self._pods.append(name)
+        return name
+
+    def running(self, *pods: str) -> None:
+        """Wait until they run."""
+        for pod in pods:
+            self.cluster.wait_pod(pod, deadline_s=RUNNING_S)
+
+    def allocated(self, claim: str) -> list[str]:
+        """The devices the scheduler gave the claim; empty before it did."""
+        status = self.cluster.api.get(f"{CLAIMS}/{claim}").get("status", {})
+        return [result["device"] for result in status.get("allocation", {}).get("devices", {}).get("results", ())]
+
+    def pod_claims(self, pod: str) -> list[str]:
+        """Names of the claims a pod uses, generated ones included."""
+        status = self.cluster.api.get(f"{PODS}/{pod}")["status"]
+        return [entry["resourceClaimName"] for entry in status.get("resourceClaimStatuses", ())]
+
+    def why_waiting(self, pod: str) -> str:
+        """The scheduler's reason for a pod it can't place; empty while there is none."""
+        for condition in self.cluster.api.get(f"{PODS}/{pod}")["status"].get("conditions", ()):
+            if condition["type"] == "PodScheduled" and condition["status"] == "False":
+                return str(condition.get("message", ""))
+        return ""
+
+    def delete_pods(self, *pods: str) -> None:
+        """Delete them and wait until they are gone, which is after their claims were unprepared."""
+        for pod in pods:
+            self._delete(f"{PODS}/{pod}")
+        for pod in pods:
+            self.cluster.wait_pod_gone(pod)
+
+    def delete_claims(self, *claims: str) -> None:
+        for claim in claims:
+            self._delete(f"{CLAIMS}/{claim}")
+
+    def delete_all(self) -> None:
+        for path in self._paths():
+            self._delete(path)
+
+    def wait_until_gone(self) -> None:
+        for path in self._paths():
+            wait_for(lambda path=path: self._gone(path), RUNNING_S, f"{path} gone")  # type: ignore[misc]
+
+    def exec(self, pod: str, *command: str) -> str:
+        """What the command prints inside the pod's container, on whichever node it runs."""
+        node = self.cluster.api.get(f"{PODS}/{pod}")["spec"]["nodeName"]
+        return self.cluster.node(node).exec(NAMESPACE, pod, command)
+
+    def _paths(self) -> Iterable[str]:
+        yield from (f"{PODS}/{pod}" for pod in self._pods)
+        yield from (f"{CLAIMS}/{claim}" for claim in self._claims)
+        yield from (f"{TEMPLATES}/{template}" for template in self._templates)
+
+    def _delete(self, path: str) -> None:
+        try:
+            self.cluster.api.request("DELETE", path)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+
+    def _gone(self, path: str) -> bool:
+        try:
+            self.cluster.api.get(path)
+        except ApiError as error:
+            if error.status == 404:
+                return True
+            raise
+        return False
