@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from driver.errors import EnvironmentFault
+from tessera.output import columns
 
 if TYPE_CHECKING:
     from driver.hardware.simulator import NodeDescription, SimulatedNode
-    from driver.hardware.simulator.products import Product
-    from driver.hardware.simulator.state import GpuInstance
 
 # Where `tessera node --gpus sim:...` keeps its nodes unless told otherwise.
 SIMULATED_NODES = Path("/var/lib/tessera/sim")
@@ -22,8 +21,6 @@ SIMULATED_NODES = Path("/var/lib/tessera/sim")
 _OUTPUT = click.option(
     "-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True, help="Format."
 )
-
-Holders = Callable[[Path], dict[str, str]]
 
 
 @click.group()
@@ -60,7 +57,7 @@ def list_nodes(output: str) -> None:
         [node.name, node.product, str(len(node.gpus)), _gib(node.gpu_product.memory_mib), node.summary]
         for node in nodes
     ]
-    click.echo(_columns(["NAME", "PRODUCT", "GPUS", "MEMORY", "DESCRIPTION"], rows))
+    click.echo(columns(["NAME", "PRODUCT", "GPUS", "MEMORY", "DESCRIPTION"], rows))
 
 
 @sim.command()
@@ -81,12 +78,13 @@ def smi(host_root: Path | None, output: str) -> None:
       tessera sim smi --host-root /tmp/node-1 -o json
     """
     from driver.hardware.simulator import SimulatedNode
+    from driver.hardware.simulator.snapshot import describe
 
     nodes = [SimulatedNode.attach(root) for root in ([host_root] if host_root else find_roots(SIMULATED_NODES))]
     if output == "json":
-        click.echo(json.dumps([gpu for node in nodes for gpu in describe(node, holders)], indent=2))
+        click.echo(json.dumps([gpu for node in nodes for gpu in describe(node, holders(node.root))], indent=2))
         return
-    click.echo("\n\n".join(render(node, describe(node, holders)) for node in nodes))
+    click.echo("\n\n".join(render(node, describe(node, holders(node.root))) for node in nodes))
 
 
 def find_roots(base: Path) -> list[Path]:
@@ -131,63 +129,14 @@ def holders(root: Path) -> dict[str, str]:
     return {uuid: ", ".join(names) for uuid, names in found.items()}
 
 
-def describe(node: SimulatedNode, who: Holders) -> list[dict[str, Any]]:
-    """The node's GPUs as JSON objects, each with its MIG devices; memory in MiB."""
-    held = who(node.root)
-    return [_describe_gpu(node, minor, held) for minor in range(len(node.description.gpus))]
-
-
 def render(node: SimulatedNode, gpus: Sequence[dict[str, Any]]) -> str:
-    """What :func:`describe` found, for people."""
+    """A node and its snapshot, for people."""
     description = node.description
     title = (
         f"{click.style(description.name, bold=True)}   {len(gpus)} x {description.product}   "
         f"driver {description.driver_version}   CUDA {description.cuda_driver_version}   simulated in {node.root}"
     )
     return "\n".join([title, *_render_gpus(gpus), *_render_partitions(description.gpu_product.memory_slices, gpus)])
-
-
-def _describe_gpu(node: SimulatedNode, minor: int, held: dict[str, str]) -> dict[str, Any]:
-    state, product = node.gpu_state(minor), node.description.gpu_product
-    uuid = node.description.gpu_uuid(minor)
-    everywhere = [*state.processes, *(p for gi in state.instances for ci in gi.compute for p in ci.processes)]
-    in_order = sorted(state.instances, key=lambda gi: gi.start)
-    return {
-        "node": node.description.name,
-        "index": minor,
-        "name": product.name,
-        "uuid": uuid,
-        "pciBusId": node.description.gpus[minor].pci_bus_id,
-        "memoryTotal": product.memory_mib,
-        "memoryUsed": sum(process.memory for process in everywhere) >> 20,
-        "migMode": _mode(product.mig_capable, state.mig_enabled),
-        "migModePending": _mode(product.mig_capable, state.mig_pending),
-        "holder": held.get(uuid),
-        "processes": [process.pid for process in state.processes],
-        "migDevices": [row for gi in in_order for row in _describe_instance(product, gi, held)],
-    }
-
-
-def _describe_instance(product: Product, gi: GpuInstance, held: dict[str, str]) -> list[dict[str, Any]]:
-    profile = product.by_id[gi.profile]
-    common: dict[str, Any] = {
-        "gpuInstance": gi.id,
-        "profile": profile.name,
-        "placement": {"start": gi.start, "size": gi.size},
-        "memory": profile.memory_mib,
-    }
-    if not gi.compute:
-        return [common | {"computeInstance": None, "uuid": None, "holder": None, "processes": []}]
-    return [
-        common
-        | {
-            "computeInstance": ci.id,
-            "uuid": ci.uuid,
-            "holder": held.get(ci.uuid),
-            "processes": [process.pid for process in ci.processes],
-        }
-        for ci in gi.compute
-    ]
 
 
 def _render_gpus(gpus: Sequence[dict[str, Any]]) -> list[str]:
@@ -240,19 +189,8 @@ def _node_summary(node: NodeDescription) -> dict[str, Any]:
     }
 
 
-def _mode(capable: bool, enabled: bool) -> str:
-    return ("Enabled" if enabled else "Disabled") if capable else "N/A"
-
-
 def _gib(mib: int) -> str:
     return f"{mib / 1024:.1f} GiB"
-
-
-def _columns(header: list[str], rows: Iterable[list[str]]) -> str:
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    cells = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
-    return "\n".join("  ".join(line).rstrip() for line in cells)
 
 
 def _boxed(header: list[str], rows: list[list[str]]) -> list[str]:

@@ -1,0 +1,173 @@
+"""What a simulated node is made of, as data: ``data/nodes/*.yaml`` or a file of the user's.
+
+A further node is one more YAML file; nothing in the code names a node. Its GPUs' properties come from the
+product (:mod:`.products`), so a description says only what differs between two machines with the same GPU:
+where things sit, what is linked with what, which driver runs.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
+
+from driver.errors import UsageError
+
+from .products import Product, find_product, product_names
+
+BusId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
+PcieRoot = Annotated[str, StringConstraints(pattern=r"^pci[0-9a-f]{4,8}:[0-9a-f]{2}$")]
+NodeName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$")]
+Uuid = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
+
+# Namespace of the GPUs' UUIDs: a node's name and an index always give the same UUID.
+_GPU_NAMESPACE = uuid.UUID("6f0d3f0b-6a5e-5d43-9c1f-5f6d1f4f9a7e")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
+
+
+class NicDescription(_Part):
+    """The NIC next to a GPU: same PCIe switch, same NUMA node."""
+
+    pci_bus_id: BusId
+    rdma_device: str
+
+
+class GpuDescription(_Part):
+    """One GPU and its place in the machine.
+
+    ``bridges`` are the PCI bridges from the root bus down; two GPUs' common bridges decide how far apart
+    they are. ``numa_node`` is -1 where the kernel knows none. GPUs of one ``nvlink_clique`` are NVLink peers.
+    ``memory_numa_node`` is set only where the GPU's memory is a NUMA node of its own (Grace).
+    """
+
+    pci_bus_id: BusId
+    pcie_root: PcieRoot
+    bridges: tuple[BusId, ...] = ()
+    numa_node: Annotated[int, Field(ge=-1)] = -1
+    cpus: str = ""
+    nvlink_clique: int | None = None
+    memory_numa_node: int | None = None
+    nic: NicDescription | None = None
+
+
+class NvlinkDescription(_Part):
+    """NVLink inside the node: links of each GPU, and the NVSwitches they end at (none: GPU to GPU)."""
+
+    links: Annotated[int, Field(ge=1, le=36)]
+    switches: tuple[BusId, ...] = ()
+
+
+class FabricDescription(_Part):
+    """The NVLink domain: a zero cluster UUID is one node's own NVSwitches."""
+
+    cluster_uuid: Uuid
+    clique_id: Annotated[int, Field(ge=0, le=0xFFFFFFFF)]
+
+
+class NodeDescription(_Part):
+    """One node. ``product`` is the GPUs' NVML name; all GPUs of a node are of one product."""
+
+    name: NodeName
+    summary: str = ""
+    product: str
+    driver_version: Annotated[str, StringConstraints(pattern=r"^\d{3}(\.\d+){1,2}$")]
+    cuda_driver_version: Annotated[str, StringConstraints(pattern=r"^\d{2}\.\d$")]
+    nvlink: NvlinkDescription | None = None
+    fabric: FabricDescription | None = None
+    gpus: Annotated[tuple[GpuDescription, ...], Field(min_length=1, max_length=16)]
+
+    @model_validator(mode="after")
+    def _check(self) -> NodeDescription:
+        product = find_product(self.product)
+        if product is None:
+            raise ValueError(f"product {self.product!r} is unknown; known: {', '.join(product_names())}")
+        if product.mig_capable and not product.profiles:
+            raise ValueError(f"product {self.product!r}: geometry unknown (no public record of its placements)")
+        bus_ids = [gpu.pci_bus_id for gpu in self.gpus]
+        bus_ids += [gpu.nic.pci_bus_id for gpu in self.gpus if gpu.nic]
+        twice = sorted({bus_id for bus_id in bus_ids if bus_ids.count(bus_id) > 1})
+        if twice:
+            raise ValueError(f"one PCI bus id for two devices: {', '.join(twice)}")
+        return self
+
+    @property
+    def gpu_product(self) -> Product:
+        """The GPUs' product; known, because the description was checked."""
+        product = find_product(self.product)
+        if product is None:
+            raise LookupError(self.product)
+        return product
+
+    @property
+    def driver_major(self) -> int:
+        """The driver's branch, as 580."""
+        return int(self.driver_version.partition(".")[0])
+
+    def gpu_uuid(self, index: int) -> str:
+        """``GPU-...`` of the GPU at that index: always the same for one node name."""
+        return f"GPU-{uuid.uuid5(_GPU_NAMESPACE, f'{self.name}/{index}')}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The description as plain JSON values with camelCase keys; :func:`parse_description` reads it."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def known_descriptions() -> dict[str, NodeDescription]:
+    """The nodes that come with Tessera, by name, in order of name."""
+    return dict(_built_in())
+
+
+@cache
+def _built_in() -> dict[str, NodeDescription]:
+    folder = files(__package__).joinpath("data", "nodes")
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    texts = (folder.joinpath(name).read_text(encoding="utf-8") for name in names)
+    found = (parse_description(yaml.safe_load(text), "built in") for text in texts)
+    return {description.name: description for description in found}
+
+
+def load_description(text: str) -> NodeDescription:
+    """The node that ``text`` names, or that the YAML file at path ``text`` describes.
+
+    :raises UsageError: no such name or file, or the file breaks rules; all broken rules are listed
+    """
+    known = known_descriptions()
+    if text in known:
+        return known[text]
+    path = Path(text)
+    if not path.is_file():
+        raise UsageError(f"no simulated node {text!r}: neither a file nor one of the known names: {', '.join(known)}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"node description {text}: not readable as YAML: {error}") from error
+    return parse_description(content, text)
+
+
+def parse_description(content: object, source: str) -> NodeDescription:
+    """A description from parsed YAML or JSON.
+
+    :param source: where it came from, for the message
+    :raises UsageError: naming each field that is wrong
+    """
+    try:
+        # Through JSON, where a list is as good as a tuple even to a strict model.
+        return NodeDescription.model_validate_json(json.dumps(content, default=str))
+    except ValidationError as error:
+        lines = [f"  {_path(e['loc'])}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()]
+        raise UsageError(f"node description {source} is not valid:\n" + "\n".join(lines)) from error
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
+    return "".join(steps).removeprefix(".") or "(the whole)"

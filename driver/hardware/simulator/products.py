@@ -1,0 +1,175 @@
+"""What is known about each GPU product: the facts files under ``data/``, as values.
+
+``data/gpu_products.json`` gives memory, clocks and links, ``data/mig_geometry.json`` the MIG profiles.
+They spell some products differently ("NVIDIA H100 80GB HBM3" and "NVIDIA H100 80GB HBM3 (SXM5)"), so products
+are matched without what stands in parentheses, by alias, or by a shorter name ("NVIDIA B300" for "NVIDIA B300
+SXM6"). Only the simulator reads these tables: with real GPUs the geometry comes from NVML.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+from typing import Any
+
+# Memory the driver keeps for itself in MiB, where somebody measured it (facts: gpu_products.json, "_about").
+_RESERVED_MIB = {"Hopper": 480, "Ampere": 518, "Blackwell": 728, "Ada Lovelace": 609, "Turing": 448}
+
+# CI profile that spans a whole GI of so many slices, where the facts name none
+# (NVML_COMPUTE_INSTANCE_PROFILE_*; facts: mig_geometry.json, default_ci_profile_id).
+CI_PROFILE_OF_SLICES = {1: 0, 2: 1, 3: 2, 4: 3, 7: 4, 8: 5, 6: 6}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Profile:
+    """One GPU-instance profile. ``id`` is what create calls take, ``enum`` the index of profile-info calls."""
+
+    name: str
+    id: int
+    enum: int
+    slices: int
+    memory_mib: int
+    multiprocessors: int
+    copy_engines: int
+    decoders: int
+    encoders: int
+    jpeg: int
+    ofa: int
+    max_instances: int
+    starts: tuple[int, ...]
+    size: int
+    whole_ci_profile: int
+
+    @property
+    def media(self) -> str:
+        """How the profile shares media engines: "", "me" (+me), "all" (+me.all) or "none" (-me)."""
+        for ending, kind in (("+me.all", "all"), ("+me", "me"), ("-me", "none")):
+            if self.name.endswith(ending):
+                return kind
+        return ""
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """One GPU product: identity, memory (MiB), clocks (MHz), links, and its MIG geometry.
+
+    There is one object a product (see :func:`find_product`), compared by identity.
+    """
+
+    name: str
+    architecture: str
+    compute_capability: tuple[int, int]
+    pci_device_id: int
+    memory_mib: int
+    multiprocessors: int
+    memory_bus_bits: int
+    memory_clock_mhz: int
+    pcie_generation: int
+    nvlink_generation: int
+    mig_capable: bool
+    toggles_without_reset: bool
+    memory_slices: int
+    compute_slices: int
+    max_gpu_instances: int
+    profiles: tuple[Profile, ...]
+
+    @property
+    def reserved_mib(self) -> int:
+        """Memory the driver keeps for itself (NVML memory info v2, ``reserved``)."""
+        return _RESERVED_MIB.get(self.architecture, 0)
+
+    @cached_property
+    def by_id(self) -> dict[int, Profile]:
+        """Profiles by the id that create, capacity and placement calls take."""
+        return {profile.id: profile for profile in self.profiles}
+
+    @cached_property
+    def by_enum(self) -> dict[int, Profile]:
+        """Profiles by ``NVML_GPU_INSTANCE_PROFILE_*`` index."""
+        return {profile.enum: profile for profile in self.profiles}
+
+    @cached_property
+    def by_name(self) -> dict[str, Profile]:
+        """Profiles by the name people use, as "1g.10gb"."""
+        return {profile.name: profile for profile in self.profiles}
+
+
+def facts(name: str) -> dict[str, Any]:
+    """One of the facts files, parsed: "gpu_products", "mig_geometry" or "node_topologies"."""
+    text = files(__package__).joinpath("data", f"{name}.json").read_text(encoding="utf-8")
+    content: dict[str, Any] = json.loads(text)
+    return content
+
+
+@cache
+def find_product(name: str) -> Product | None:
+    """The product of that NVML name, or None. ``profiles`` is empty where no placement is known."""
+    card = _row("gpu_products", name)
+    if card is None:
+        return None
+    return _product(name, card, _row("mig_geometry", name) or {})
+
+
+def product_names() -> list[str]:
+    """Every name :func:`find_product` knows, as the facts spell it."""
+    return [row["product"].partition(" (")[0] for row in facts("gpu_products")["products"]]
+
+
+def _row(file: str, name: str) -> dict[str, Any] | None:
+    rows: list[dict[str, Any]] = facts(file)["products"]
+    exact = (row for row in rows if row["product"] == name)
+    loose = (row for row in rows if row["product"].partition(" (")[0] == name.partition(" (")[0])
+    alias = (row for row in rows if name in row.get("aliases", ()))
+    longer = (row for row in rows if name.startswith(f"{row['product']} "))
+    return next(exact, None) or next(loose, None) or next(alias, None) or next(longer, None)
+
+
+def _product(name: str, card: dict[str, Any], mig: dict[str, Any]) -> Product:
+    major, minor = card["cuda_compute_capability"].split(".")
+    profiles = tuple(_profile(row) for row in mig.get("profiles", ()) if _is_complete(row))
+    complete = len(profiles) == len(mig.get("profiles", ()))
+    return Product(
+        name=name,
+        architecture=card["architecture"],
+        compute_capability=(int(major), int(minor)),
+        pci_device_id=int((mig.get("pci_device_ids") or ["0x000010DE"])[0], 16),
+        memory_mib=card["nvml_total_memory_mib"] or mig.get("total_memory_mib") or card["memory_gb"] * 1024,
+        multiprocessors=card["sm_count"],
+        memory_bus_bits=card["memory_bus_width_bits"],
+        memory_clock_mhz=card["max_memory_clock_mhz"],
+        pcie_generation=card["pcie_gen"],
+        nvlink_generation=card["nvlink_generation"] or 0,
+        mig_capable=card["mig_capable"],
+        toggles_without_reset=(mig.get("mig_mode_toggle") or "").startswith("no reset"),
+        memory_slices=mig.get("memory_slices") or 1,
+        compute_slices=mig.get("compute_slices") or 1,
+        max_gpu_instances=mig.get("max_gpu_instances") or 0,
+        profiles=profiles if complete else (),
+    )
+
+
+def _is_complete(row: dict[str, Any]) -> bool:
+    return row.get("gi_profile_id") is not None and bool(row.get("placements"))
+
+
+def _profile(row: dict[str, Any]) -> Profile:
+    whole = row.get("default_ci_profile_id")
+    return Profile(
+        name=row["name"],
+        id=row["gi_profile_id"],
+        enum=row["nvml_enum_value"],
+        slices=row["slice_count"],
+        memory_mib=row["memory_mb"],
+        multiprocessors=row["multiprocessors"],
+        copy_engines=row["copy_engines"],
+        decoders=row["decoders"],
+        encoders=row["encoders"],
+        jpeg=row["jpeg"],
+        ofa=row["ofa"],
+        max_instances=row["max_instances"],
+        starts=tuple(sorted(placement["start"] for placement in row["placements"])),
+        size=row["placements"][0]["size"],
+        whole_ci_profile=CI_PROFILE_OF_SLICES[row["slice_count"]] if whole is None else whole,
+    )

@@ -1,0 +1,20 @@
+"""What commands print for people: tables. Colours vanish by themselves where there is no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import click
+
+
+def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A plain table, columns aligned, header in bold: what ``kubectl get`` looks like."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(click.unstyle(line[i])) for line in lines) for i in range(len(header))]
+    first, *rest = ("  ".join(padded(cell, width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join([click.style(first.rstrip(), bold=True), *(line.rstrip() for line in rest)])
+
+
+def padded(cell: str, width: int) -> str:
+    """``cell`` filled up with spaces to ``width`` visible characters."""
+    return cell + " " * (width - len(click.unstyle(cell)))

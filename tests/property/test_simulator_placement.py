@@ -1,0 +1,105 @@
+"""Random cutting: the simulated GPU accepts exactly what the oracle rule of the facts allows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pynvml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from driver.hardware.simulator import mig
+from driver.hardware.simulator.products import Product, facts, find_product
+from driver.hardware.simulator.state import GpuState
+
+PRODUCTS = ["NVIDIA H100 80GB HBM3", "NVIDIA A30", "NVIDIA RTX PRO 6000 Blackwell Server Edition"]
+
+
+def rows(product: str) -> list[dict[str, Any]]:
+    found = next(row for row in facts("mig_geometry")["products"] if row["product"] == product)
+    profiles: list[dict[str, Any]] = found["profiles"]
+    return profiles
+
+
+def fits(instances: list[tuple[dict[str, Any], int, int]]) -> bool:
+    """The oracle: disjoint ranges, each profile's cap, one +me, ALL_ME only beside NO_ME."""
+    slices = [part for _, start, size in instances for part in range(start, start + size)]
+    names = [row["name"] for row, _, _ in instances]
+    caps = {row["name"]: row["max_instances"] for row, _, _ in instances}
+    media = [name.rpartition("gb")[2] for name in names]
+    alone = "+me.all" not in media or (media.count("+me.all") == 1 and set(media) <= {"+me.all", "-me"})
+    return (
+        len(slices) == len(set(slices))
+        and all(count <= caps[name] for name, count in Counter(names).items())
+        and media.count("+me") <= 1
+        and alone
+    )
+
+
+def known(name: str) -> Product:
+    product = find_product(name)
+    assert product is not None
+    return product
+
+
+@given(st.sampled_from(PRODUCTS), st.data())
+def test_a_cut_is_accepted_exactly_when_the_result_fits(name: str, data: st.DataObject) -> None:
+    product = known(name)
+    every = [(row, p["start"], p["size"]) for row in rows(name) for p in row["placements"]]
+    state = GpuState(mig_enabled=True)
+    present: dict[int, tuple[dict[str, Any], int, int]] = {}
+    for _ in range(data.draw(st.integers(1, 15))):
+        if present and data.draw(st.integers(0, 3)) == 0:
+            serial = data.draw(st.sampled_from(sorted(present)))
+            state = mig.destroy_gpu_instance(state, next(gi for gi in state.instances if gi.serial == serial))
+            del present[serial]
+            continue
+        row, start, size = data.draw(st.sampled_from(every))
+        allowed = fits([*present.values(), (row, start, size)])
+        before = state
+        try:
+            state, created = mig.create_gpu_instance(product, state, row["gi_profile_id"], (start, size))
+        except pynvml.NVMLError_InsufficientResources:
+            assert not allowed
+            assert state == before
+        else:
+            assert allowed
+            present[created.serial] = (row, start, size)
+        assert len({gi.id for gi in state.instances}) == len(present)
+
+
+@given(st.sampled_from(PRODUCTS), st.data())
+def test_remaining_capacity_is_how_many_more_the_driver_places(name: str, data: st.DataObject) -> None:
+    product, state = known(name), GpuState(mig_enabled=True)
+    for profile in data.draw(st.lists(st.sampled_from(product.profiles), max_size=5)):
+        starts = mig.free_starts(product, state, profile)
+        if starts:
+            start = data.draw(st.sampled_from(starts))
+            state, _ = mig.create_gpu_instance(product, state, profile.id, (start, profile.size))
+    wanted = data.draw(st.sampled_from(product.profiles))
+    promised = mig.remaining_capacity(product, state, wanted)
+    # One more of a media-engine profile may use up the engines, whatever room there is.
+    for _ in range(promised):
+        state, _ = mig.create_gpu_instance(product, state, wanted.id, None)
+    assert mig.remaining_capacity(product, state, wanted) == 0
+    assert mig.free_starts(product, state, wanted) == []
+
+
+@given(st.sampled_from(PRODUCTS), st.data())
+def test_compute_instances_never_overlap_or_exceed_their_gpu_instance(name: str, data: st.DataObject) -> None:
+    product = known(name)
+    profile = data.draw(st.sampled_from(product.profiles))
+    state, instance = mig.create_gpu_instance(product, GpuState(mig_enabled=True), profile.id, None)
+    choices = sorted(mig.compute_profiles(product, profile))
+    for number in data.draw(st.lists(st.sampled_from(choices), max_size=10)):
+        try:
+            state, _ = mig.create_compute_instance(product, state, state.instances[0], number)
+        except pynvml.NVMLError_InsufficientResources:
+            continue
+    compute = state.instances[0].compute
+    slices = [part for ci in compute for part in range(ci.start, ci.start + ci.size)]
+    assert len(slices) == len(set(slices))
+    assert set(slices) <= set(range(profile.slices))
+    assert len({ci.id for ci in compute}) == len({ci.index for ci in compute}) == len(compute)
+    assert instance.profile == profile.id
