@@ -44,12 +44,12 @@ def placements_left(windows: Windows, occupied: int) -> int:
     return sum(1 for masks in windows for mask in masks if not mask & occupied)
 
 
-def rank(device: Device, occupied: int) -> tuple[float, int, int, int]:
+def rank(device: Device, occupied: int, windows: Windows) -> tuple[float, int, int, int]:
     """Sort key of an offer, least is best, given the slices already ``occupied`` on its GPU.
 
-    Terms: growth of fragmentation; free slices (the fullest GPU first); placements lost; start.
+    ``windows`` are those of its GPU. Terms: growth of fragmentation; free slices (the fullest GPU first); placements lost; start.
     """
-    windows, slices = windows_of(device.gpu), device.gpu.memory_slices
+    slices = device.gpu.memory_slices
     after = occupied | device.mask
     growth = fragmentation(windows, slices, after) - fragmentation(windows, slices, occupied)
     return (growth, slices - occupied.bit_count(), -placements_left(windows, after), device.mask)
@@ -63,10 +63,13 @@ def order_offers(devices: Iterable[Device], occupied: Mapping[str, int]) -> list
     ``occupied`` maps a GPU's UUID to its taken memory slices.
     """
 
+    offers = list(devices)
+    windows = {gpu.uuid: windows_of(gpu) for gpu in {device.gpu.uuid: device.gpu for device in offers}.values()}
+
     def key(device: Device) -> tuple[int, int, int, str, tuple[float, int, int, int], str]:
-        profile = device.profile
+        profile, uuid = device.profile, device.gpu.uuid
         kind = 0 if device.kind is DeviceKind.FULL else 1
         size = (profile.compute_slices, profile.memory_bytes, profile.name) if profile else (0, 0, "")
-        return (kind, *size, rank(device, occupied.get(device.gpu.uuid, 0)), device.name)
+        return (kind, *size, rank(device, occupied.get(uuid, 0), windows[uuid]), device.name)
 
-    return sorted(devices, key=key)
+    return sorted(offers, key=key)

@@ -34,9 +34,8 @@ class Inventory:
     def __init__(self, gpus: Iterable[Gpu], numbers: Mapping[str, int]) -> None:
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
         self._numbers = dict(numbers)
-        self._devices = {
-            device.name: device for gpu in self._gpus.values() for device in devices_of(gpu, self._numbers[gpu.uuid])
-        }
+        self._by_gpu = {uuid: devices_of(gpu, self._numbers[uuid]) for uuid, gpu in self._gpus.items()}
+        self._devices = {device.name: device for devices in self._by_gpu.values() for device in devices}
         self._held: dict[str, tuple[Holder, tuple[Device, ...]]] = {}
         self._foreign: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -87,5 +86,5 @@ class Inventory:
         number = self._numbers[gpu.uuid]
         held = tuple(device for device in all_held if device.gpu.uuid == gpu.uuid)
         taken = Occupancy.of(held, foreign)
-        offers = tuple(device for device in devices_of(gpu, number) if taken.admits(device))
+        offers = tuple(device for device in self._by_gpu[gpu.uuid] if taken.admits(device))
         return PublishedGpu(gpu, number, held, offers)

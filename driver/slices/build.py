@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,31 +35,61 @@ class PublishedGpu:
         return mask
 
 
-def build_slices(pool: Pool, gpus: Sequence[PublishedGpu]) -> dict[str, Content]:
-    """Content of every slice of the pool by slice name; counter slices sort first."""
-    slices: dict[str, Content] = {}
-    for entry in sorted(gpus, key=lambda entry: entry.number):
-        counters = slices.setdefault(pool.counter_slice(entry.number), {"sharedCounters": []})
-        counters["sharedCounters"].append({"name": counter_set(entry.number), "counters": counters_of_gpu(entry.gpu)})
-    for name, group in _by_slice(pool, gpus).items():
-        slices[name] = {"devices": _devices(group)}
-    return dict(sorted(slices.items()))
+class SliceBuilder:
+    """Content of the slices of one pool.
+
+    Remembers what it built last: a change on one GPU costs the building of one slice, not of the node's.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._built: dict[str, tuple[Sequence[PublishedGpu], Content]] = {}
+
+    def build(self, gpus: Iterable[PublishedGpu]) -> dict[str, Content]:
+        """Content of every slice by slice name; counter slices sort first. Treat it as read-only."""
+        ordered = sorted(gpus, key=lambda entry: entry.number)
+        counters = _grouped(ordered, self._pool.counter_slice)
+        devices = _grouped(ordered, self._pool.device_slice)
+        built = {name: self._once(name, group, _counter_sets) for name, group in counters.items()}
+        built |= {name: self._once(name, group, _devices) for name, group in devices.items()}
+        self._built = {name: self._built[name] for name in built}
+        return dict(sorted(built.items()))
+
+    def _once(
+        self, name: str, group: Sequence[PublishedGpu], make: Callable[[Sequence[PublishedGpu]], Content]
+    ) -> Content:
+        known = self._built.get(name)
+        if known is None or known[0] != group:
+            known = self._built[name] = (group, make(group))
+        return known[1]
 
 
-def _by_slice(pool: Pool, gpus: Iterable[PublishedGpu]) -> dict[str, list[PublishedGpu]]:
+def build_slices(pool: Pool, gpus: Iterable[PublishedGpu]) -> dict[str, Content]:
+    """Content of every slice of the pool by slice name, built from nothing."""
+    return SliceBuilder(pool).build(gpus)
+
+
+def _grouped(
+    gpus: Iterable[PublishedGpu], slice_of: Callable[[int], str]
+) -> dict[str, list[PublishedGpu]]:
     groups: dict[str, list[PublishedGpu]] = {}
     for entry in gpus:
-        groups.setdefault(pool.device_slice(entry.number), []).append(entry)
+        groups.setdefault(slice_of(entry.number), []).append(entry)
     return groups
 
 
-def _devices(group: Sequence[PublishedGpu]) -> list[Content]:
+def _counter_sets(group: Sequence[PublishedGpu]) -> Content:
+    sets = [{"name": counter_set(entry.number), "counters": counters_of_gpu(entry.gpu)} for entry in group]
+    return {"sharedCounters": sets}
+
+
+def _devices(group: Sequence[PublishedGpu]) -> Content:
     """Held devices first: the scheduler skips those before it looks at them. Then the best offers."""
     sets = {entry.gpu.uuid: counter_set(entry.number) for entry in group}
     occupied = {entry.gpu.uuid: entry.occupied for entry in group}
     held = [device for entry in group for device in sorted(entry.held, key=lambda device: device.name)]
     offers = order_offers((device for entry in group for device in entry.offers), occupied)
-    return [_device(device, sets[device.gpu.uuid]) for device in _limited([*held, *offers])]
+    return {"devices": [_device(device, sets[device.gpu.uuid]) for device in _limited([*held, *offers])]}
 
 
 def _limited(devices: Iterable[Device]) -> Iterable[Device]:

@@ -18,6 +18,10 @@ from driver.slices.reconcile import Changes, Stored, changes, dropped_fields
 
 log = logging.getLogger(__name__)
 
+COALESCE_S = 0.05
+"""How long to gather changes before writing them: each write of a slice wakes every waiting pod of the cluster,
+and claims come in bursts."""
+
 SLICES = f"{GROUP}/resourceslices"
 
 
@@ -56,6 +60,7 @@ class Publisher:
         backoff = Backoff()
         while not stop.is_set():
             self._wake.wait()
+            stop.wait(COALESCE_S)
             self._wake.clear()
             if stop.is_set() or not self.cache.synced:
                 continue
