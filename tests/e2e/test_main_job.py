@@ -25,9 +25,7 @@ def device_nodes(workloads: Workloads, pod: str) -> set[str]:
     return set(found.split())
 
 
-def test_three_pods_get_a_full_gpu_a_small_and_a_larger_partition(
-    workloads: Workloads, plugin: PluginProcess
-) -> None:
+def test_three_pods_get_a_full_gpu_a_small_and_a_larger_partition(workloads: Workloads, plugin: PluginProcess) -> None:
     for name, device_class in (("training", FULL), ("inference", SMALL), ("large", LARGE)):
         workloads.pod(name, workloads.claim(name, request(device_class)))
     workloads.running("training", "inference", "large")
@@ -78,9 +76,7 @@ def test_two_pods_that_share_a_claim_see_the_same_partition(workloads: Workloads
     assert plugin.nothing_left()
 
 
-def test_a_claim_template_gives_each_pod_a_partition_of_its_own(
-    workloads: Workloads, plugin: PluginProcess
-) -> None:
+def test_a_claim_template_gives_each_pod_a_partition_of_its_own(workloads: Workloads, plugin: PluginProcess) -> None:
     template = workloads.template("template", request(SMALL))
     workloads.pod("one", template=template)
     workloads.pod("two", template=template)

@@ -49,7 +49,7 @@ def test_a_restarted_kubelet_wipes_the_slices_and_they_are_back(
     before = plugin.devices()
     uids = {item["metadata"]["uid"] for item in plugin.slices()}
     partitions = plugin.partitions()
-    plugin.node.restart_kubelet()
+    cluster.node(plugin.node.name).restart_kubelet()
     wait_for(
         lambda: plugin.slices() and not uids & {item["metadata"]["uid"] for item in plugin.slices()},
         WIPE_S,

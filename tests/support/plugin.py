@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tests.harness.cluster import Cluster
-from tests.harness.node import Node
+from tests.harness.processes import STOP_GRACE_S, ProcessRecord, ProcessTable, kill, stop, wait_gone
 from tests.harness.waiting import wait_for
 
-PROJECT = Path(__file__).parents[2]
 DRIVER = "gpu.tessera.dev"
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 
+TESSERA = str(Path(sys.executable).with_name("tessera"))
+
 READY_S = 30.0
+
+
+class PluginNode(Protocol):
+    """What a plugin needs of a node: a real one of the harness, or a Node object and two directories."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kubelet_dir(self) -> Path: ...
+
+    @property
+    def cdi_dir(self) -> Path: ...
 
 
 @dataclass
@@ -32,9 +44,12 @@ class PluginFlags:
 
 
 class PluginProcess:
-    """``tessera node`` for one node of a cluster, with its own ServiceAccount. Start, kill, start again."""
+    """``tessera node`` for one node of a cluster, with its own ServiceAccount. Start, kill, start again.
 
-    def __init__(self, cluster: Cluster, node: Node, flags: PluginFlags | None = None) -> None:
+    It belongs to the cluster, and ends with it at the latest.
+    """
+
+    def __init__(self, cluster: Cluster, node: PluginNode, flags: PluginFlags | None = None) -> None:
         self.cluster = cluster
         self.node = node
         self.flags = flags or PluginFlags()
@@ -43,22 +58,25 @@ class PluginProcess:
         self.log = cluster.logs_dir / f"tessera-{node.name}.log"
         self.socket = self.state_dir / "dra.sock"
         self.registration_socket = node.kubelet_dir / "plugins_registry" / f"{DRIVER}-reg.sock"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._table = ProcessTable(cluster.directory)
+        self._name = f"tessera-{node.name}"
+        self._mark = 0
 
     def start(self) -> None:
         """Start it and wait until its slices are published and the kubelet knows it."""
         self.spawn()
-        wait_for(self.slices, READY_S, f"slices of {self.node.name}")
+        self.wait_published()
         wait_for(self.registered, READY_S, f"registration on {self.node.name}")
+
+    def wait_published(self) -> None:
+        """Wait until its slices are complete at the API server."""
+        wait_for(self.slices, READY_S, f"slices of {self.node.name}")
 
     def spawn(self) -> None:
         """Start it without waiting for anything."""
         kubeconfig = self.cluster.service_account_kubeconfig("tessera", "tessera-node")
         self._mark = self.log.stat().st_size if self.log.exists() else 0
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self.command(kubeconfig), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=PROJECT
-            )
+        self._table.spawn(self._name, self.command(kubeconfig), self.log)
 
     def command(self, kubeconfig: Path) -> list[str]:
         flags = {
@@ -72,15 +90,15 @@ class PluginProcess:
             "--log-level": self.flags.log_level,
         }
         pairs = [str(part) for pair in flags.items() for part in pair]
-        return [str(Path(sys.executable).with_name("tessera")), "node", *pairs]
+        return [TESSERA, "node", *pairs]
 
     def kill(self) -> None:
         """SIGKILL: it gets no chance to tidy up."""
-        self._end(signal.SIGKILL)
+        kill(self._started())
 
     def stop(self) -> None:
         """SIGTERM, and wait until it is gone; stopping twice is fine."""
-        self._end(signal.SIGTERM)
+        stop(self._started(), STOP_GRACE_S)
 
     def restart(self) -> None:
         self.stop()
@@ -88,13 +106,12 @@ class PluginProcess:
 
     @property
     def pid(self) -> int:
-        """Of the running process. Raises AssertionError if there is none."""
-        assert self._process is not None
-        return self._process.pid
+        """Of the process started last."""
+        return self._started()[0].pid
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return bool(wait_gone(self._started(), 0))
 
     def slices(self) -> list[dict[str, Any]]:
         """This driver's slices of this node, by name; empty while the pool is incomplete."""
@@ -117,11 +134,7 @@ class PluginProcess:
 
     def partitions(self) -> list[dict[str, Any]]:
         """What exists on the simulated hardware, as ``tessera sim smi -o json`` tells it."""
-        command = [str(Path(sys.executable).with_name("tessera")), "sim", "smi", "-o", "json"]
-        answer = subprocess.run(
-            [*command, "--host-root", str(self.host_root)], capture_output=True, text=True, check=True, timeout=30
-        )
-        gpus = json.loads(answer.stdout)
+        gpus = json.loads(self.smi("-o", "json"))
         return [{**partition, "gpu": gpu["index"]} for gpu in gpus for partition in gpu["migDevices"]]
 
     def cdi_specs(self) -> list[Path]:
@@ -134,10 +147,12 @@ class PluginProcess:
         """No partition, no CDI spec, no checkpoint record."""
         return not (self.partitions() or self.cdi_specs() or self.records())
 
-    def _end(self, number: signal.Signals) -> None:
-        if self._process is None:
-            return
-        if self._process.poll() is None:
-            os.kill(self._process.pid, number)
-        self._process.wait(READY_S)
-        self._process = None
+    def smi(self, *flags: str) -> str:
+        """What ``tessera sim smi`` prints for this node, from a process of its own."""
+        command = [TESSERA, "sim", "smi", "--host-root", str(self.host_root), *flags]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+
+    def _started(self) -> list[ProcessRecord]:
+        """The process started last, running or not; empty before the first start."""
+        record = self._table.get(self._name)
+        return [record] if record else []

@@ -1,0 +1,1 @@
+"""``make bench``: how fast and how big the node plugin is."""

@@ -1,0 +1,56 @@
+"""``python -m tests.bench``, or ``make bench``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tests.bench import prepare
+from tests.bench.results import Figure, machine, table, write
+from tests.harness.cluster import Cluster
+from tests.harness.progress import Progress
+from tests.harness.settings import Settings
+from tests.support.workloads import install
+
+RUNS = 5
+CLAIMS = 100
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--binaries", type=click.Path(path_type=Path), envvar=["TESSERA_BINARIES", "KUBEBUILDER_ASSETS"])
+@click.option("--output", type=click.Path(path_type=Path), default="bench-results.json", show_default=True)
+def main(binaries: Path | None, output: Path) -> None:
+    """Measure the node plugin against a real API server; print a table and write it as JSON.
+
+    PEER is NVIDIA's Go driver, measured on the same kind of machine (2 cores) with the same client work.
+    """
+    progress = Progress()
+    with Cluster.start(Settings(name="bench", nodes=0, binaries=binaries), progress) as cluster:
+        install(cluster)
+        figures = _measure(cluster, progress)
+    click.echo(table(figures))
+    write(figures, output)
+    click.echo(f"measured on {machine()}; written to {output}")
+
+
+def _measure(cluster: Cluster, progress: Progress) -> list[Figure]:
+    where = machine()
+    with prepare.bench_plugin(cluster) as plugin:
+        devices = [f"gpu-{i % 8}-mig-1g10gb-{i // 8 % 7}" for i in range(CLAIMS)]
+        claims = [
+            prepare.allocated_claim(cluster, f"bench-{i}", plugin.node.name, device) for i, device in enumerate(devices)
+        ]
+        idle = prepare.resident_mb(plugin.pid)
+        kubelet = prepare.Kubelet(plugin.socket)
+        with progress.part(f"prepare and unprepare {CLAIMS} MIG claims, {RUNS + 1} times", 10):
+            p50 = prepare.median_of_runs(kubelet, claims, RUNS)
+        kubelet.close()
+    return [
+        Figure("prepare.mig.p50_ms", p50, "ms", 5, None, where),
+        Figure("node.rss_mb", idle, "MiB", 60, 74, where),
+    ]
+
+
+if __name__ == "__main__":
+    main()
