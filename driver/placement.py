@@ -47,7 +47,8 @@ def placements_left(windows: Windows, occupied: int) -> int:
 def rank(device: Device, occupied: int, windows: Windows) -> tuple[float, int, int, int]:
     """Sort key of an offer, least is best, given the slices already ``occupied`` on its GPU.
 
-    ``windows`` are those of its GPU. Terms: growth of fragmentation; free slices (the fullest GPU first); placements lost; start.
+    ``windows`` are those of its GPU. Terms: growth of fragmentation; free slices (the fullest GPU first);
+    placements left; start.
     """
     slices = device.gpu.memory_slices
     after = occupied | device.mask

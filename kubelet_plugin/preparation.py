@@ -83,7 +83,12 @@ class Preparer:
                 record = self._prepare(reference, allocated)
         log.info(
             "prepared claim",
-            extra={"claim": str(reference), "pod": claim.pods, "devices": ",".join(d.device for d in record.devices)},
+            extra={
+                "claim": str(reference),
+                "pod": claim.pods,
+                "devices": ",".join(device.device for device in record.devices),
+                "gpus": ",".join(sorted(record.gpu_uuids)),
+            },
         )
         return [self._answer(record, device) for device in record.devices]
 

@@ -69,9 +69,7 @@ def build_slices(pool: Pool, gpus: Iterable[PublishedGpu]) -> dict[str, Content]
     return SliceBuilder(pool).build(gpus)
 
 
-def _grouped(
-    gpus: Iterable[PublishedGpu], slice_of: Callable[[int], str]
-) -> dict[str, list[PublishedGpu]]:
+def _grouped(gpus: Iterable[PublishedGpu], slice_of: Callable[[int], str]) -> dict[str, list[PublishedGpu]]:
     groups: dict[str, list[PublishedGpu]] = {}
     for entry in gpus:
         groups.setdefault(slice_of(entry.number), []).append(entry)

@@ -23,7 +23,8 @@ def test_a_claim_allocated_but_not_prepared_keeps_its_device_through_restart_and
     claim = workloads.claim("early", request(SMALL))
     workloads.pod("early", claim)
     [device] = wait_for(lambda: workloads.allocated(claim), 30, "the allocation")
-    cluster.api.request("DELETE", f"{SLICES}?fieldSelector=spec.nodeName%3D{plugin.node.name}")
+    cluster.node(plugin.node.name).restart_kubelet()
+    wait_for(lambda: not plugin.slices(), WIPE_S, "the kubelet wipes the slices")
     plugin.start()
     workloads.running("early")
     assert workloads.allocated(claim) == [device]

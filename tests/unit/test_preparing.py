@@ -178,7 +178,9 @@ class Trouble:
 
     def test_another_nodes_pool(self, node: NodeUnderTest) -> None:
         claim = node.api.allocate("far", result("gpu-0", pool="node-b-gpu.tessera.dev"))
-        with pytest.raises(ClaimError, match="pool node-b-gpu.tessera.dev, this node's pool is node-a-gpu.tessera.dev"):
+        with pytest.raises(
+            ClaimError, match=r"pool node-b-gpu\.tessera\.dev, this node's pool is node-a-gpu\.tessera\.dev"
+        ):
             node.preparer.prepare(claim)
 
     def test_unknown_device(self, node: NodeUnderTest) -> None:
@@ -200,9 +202,7 @@ class Trouble:
             ({}, "kind"),
         ],
     )
-    def test_parameters_that_do_not_parse(
-        self, node: NodeUnderTest, parameters: dict[str, object], named: str
-    ) -> None:
+    def test_parameters_that_do_not_parse(self, node: NodeUnderTest, parameters: dict[str, object], named: str) -> None:
         claim = node.api.allocate("odd", "gpu-0", config=[opaque(parameters)])
         with pytest.raises(ClaimError, match=rf"(?s)claim default/odd, request gpu, FromClaim: .*{named}"):
             node.preparer.prepare(claim)
@@ -282,7 +282,7 @@ def test_a_partition_still_in_use_is_reported_and_stays_held_until_it_is_free(no
     [partition] = node.partitions()
     assert partition.uuid is not None
     with node.simulated.process_on(partition.uuid):
-        with pytest.raises(HardwareError, match="IN_USE .*a process still uses it"):
+        with pytest.raises(HardwareError, match=r"IN_USE .*a process still uses it"):
             node.preparer.unprepare(claim)
         assert node.held() == {SMALL}
         assert "gpu-0" not in node.offered()
