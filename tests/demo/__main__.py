@@ -63,7 +63,7 @@ def _tell(screen: Screen, settings: Settings) -> None:
     )
     cluster = Cluster.start(settings, progress)
     try:
-        _on(screen, cluster)
+        _on(screen, cluster, keep=not settings.ephemeral)
     except BaseException:
         cluster.stop()
         raise
@@ -72,7 +72,7 @@ def _tell(screen: Screen, settings: Settings) -> None:
             cluster.stop()
 
 
-def _on(screen: Screen, cluster: Cluster) -> None:
+def _on(screen: Screen, cluster: Cluster, *, keep: bool) -> None:
     with screen.step("install device classes and RBAC"):
         install(cluster)
     # Operations take as long as on hardware here; tests run them without delay.
@@ -81,11 +81,15 @@ def _on(screen: Screen, cluster: Cluster) -> None:
     story.pods_run(screen, cluster, plugin)
     story.inside(screen, cluster, plugin)
     story.pods_go(screen, cluster, plugin)
-    _try_next(screen, cluster, plugin)
+    if keep:
+        _try_next(screen, cluster, plugin)
+    else:
+        screen.act("Try it yourself")
+        screen.say("`make demo KEEP=1` leaves the cluster and the plugin running and prints what to try next.")
 
 
 def _try_next(screen: Screen, cluster: Cluster, plugin: PluginProcess) -> None:
-    screen.act("Try it yourself (`make demo KEEP=1` leaves the cluster running)")
+    screen.act("Try it yourself")
     screen.show(
         f"export KUBECONFIG={cluster.kubeconfig} PATH={cluster.binaries}:$PATH\n"
         "kubectl get deviceclasses,resourceslices\n"
