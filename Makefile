@@ -64,7 +64,8 @@ $(VENV)/.complete: requirements.lock pyproject.toml | $(UV)
 # uv comes from PyPI into a virtual environment of its own; Debian ships venv as a package apart from python3.
 $(CACHE)/uv/bin/uv:
 	@echo "uv into $(CACHE)/uv ..."
-	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || (apt-get -qq update && apt-get -qq install -y python3-venv)
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "python3-venv from Debian ..."; \
+		apt-get -qq update && apt-get -qq install -y python3-venv >/dev/null; }
 	@$(PYTHON) -m venv $(CACHE)/uv
 	@$(CACHE)/uv/bin/pip install --quiet --disable-pip-version-check uv==$(shell cat .uv-version)
 
