@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import byref, c_uint
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pynvml
 
 from driver.hardware import sysfs
 from driver.hardware.calls import ABSENT, fact, text
-from driver.model.gpu import Gpu, Placement, Profile
+from driver.hardware.links import nvlink_cliques, read_fabric_clique, read_nvlink
+from driver.hardware.memory import memory_type, read_memory_bandwidth
+from driver.model.gpu import Gpu, MigMode, Placement, Profile
 
 MIB = 1 << 20
 
@@ -43,11 +46,12 @@ def read_gpu(nvml: Any, handle: Any, index: int, root: Path, *, simulated: bool)
     address = sysfs.pci_address(text(nvml.nvmlDeviceGetPciInfo(handle).busId))
     mig_mode = fact(nvml.nvmlDeviceGetMigMode, handle)
     profiles = tuple(read_profiles(nvml, handle)) if mig_mode is not None else ()
+    product = text(nvml.nvmlDeviceGetName(handle))
     return Gpu(
         uuid=text(nvml.nvmlDeviceGetUUID(handle)),
         index=index,
         minor=nvml.nvmlDeviceGetMinorNumber(handle),
-        product_name=text(nvml.nvmlDeviceGetName(handle)),
+        product_name=product,
         brand=BRANDS.get(fact(nvml.nvmlDeviceGetBrand, handle), "Unknown"),
         architecture=ARCHITECTURES.get(fact(nvml.nvmlDeviceGetArchitecture, handle), "Unknown"),
         cuda_compute_capability=_compute_capability(nvml, handle),
@@ -58,12 +62,37 @@ def read_gpu(nvml: Any, handle: Any, index: int, root: Path, *, simulated: bool)
         numa_node=sysfs.numa_node(root, address),
         memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
         multiprocessors=max((profile.multiprocessors for profile in profiles), default=None),
+        memory_type=memory_type(product),
+        memory_bandwidth=read_memory_bandwidth(nvml, handle, product),
+        pcie_generation=fact(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        pcie_width=fact(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        nvlink=read_nvlink(nvml, handle),
+        nvlink_clique=None,  # takes all GPUs to know
+        fabric_clique=read_fabric_clique(nvml, handle),
+        ecc=_ecc(nvml, handle),
         mig_capable=bool(profiles),
-        mig_enabled=mig_mode is not None and mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
+        mig_mode=read_mig_mode(mig_mode, capable=bool(profiles)),
         memory_slices=max((place.start + place.size for p in profiles for place in p.placements), default=1),
         profiles=profiles,
         simulated=simulated,
     )
+
+
+def with_cliques(gpus: Iterable[Gpu]) -> list[Gpu]:
+    """The GPUs of one node, each with the NVLink clique it is in."""
+    found = list(gpus)
+    cliques = nvlink_cliques({gpu.pci_bus_id: gpu.nvlink for gpu in found})
+    return [replace(gpu, nvlink_clique=cliques.get(gpu.pci_bus_id)) for gpu in found]
+
+
+def read_mig_mode(modes: Sequence[int] | None, *, capable: bool) -> MigMode:
+    """From NVML's current and pending mode; they differ while a GPU waits for a reset."""
+    if modes is None or not capable:
+        return MigMode.UNSUPPORTED
+    current, pending = (mode == pynvml.NVML_DEVICE_MIG_ENABLE for mode in modes)
+    if current == pending:
+        return MigMode.ENABLED if current else MigMode.DISABLED
+    return MigMode.RESET_TO_ENABLE if pending else MigMode.RESET_TO_DISABLE
 
 
 def read_profiles(nvml: Any, handle: Any) -> Iterator[Profile]:
@@ -101,6 +130,11 @@ def semantic_version(version: str) -> str:
     """``580.95.05`` as a semantic version: three numbers without leading zeros (``580.95.5``)."""
     numbers = [int(part) for part in version.split(".") if part.isdigit()]
     return ".".join(str(number) for number in (*numbers, 0, 0, 0)[:3])
+
+
+def _ecc(nvml: Any, handle: Any) -> bool | None:
+    modes = fact(nvml.nvmlDeviceGetEccMode, handle)
+    return None if modes is None else bool(modes[0] == pynvml.NVML_FEATURE_ENABLED)
 
 
 def _compute_capability(nvml: Any, handle: Any) -> str:

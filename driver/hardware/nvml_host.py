@@ -12,7 +12,7 @@ import pynvml
 from driver.errors import EnvironmentFault
 from driver.hardware import nodes
 from driver.hardware.calls import described, nvml_call
-from driver.hardware.discovery import read_gpu
+from driver.hardware.discovery import read_gpu, with_cliques
 from driver.hardware.host import DeviceNode, Discovery, GpuFault, HostPaths
 from driver.hardware.mig import MigOperations
 from driver.model.gpu import Gpu, Partition, Placement, Profile
@@ -70,7 +70,7 @@ class NvmlHost:
                 continue
             self._handles[gpu.uuid] = handle
             found.append(gpu)
-        return Discovery(tuple(found), tuple(faults))
+        return Discovery(tuple(with_cliques(found)), tuple(faults))
 
     def partitions(self, gpu: Gpu) -> Sequence[Partition]:
         if not self.mig_enabled(gpu):

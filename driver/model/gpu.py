@@ -7,6 +7,7 @@ Memory sizes are bytes; placements count memory slices. MIG geometry always come
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -51,12 +52,40 @@ class Profile:
         return "".join(character for character in self.name.lower() if character.isalnum())
 
 
+class MigMode(StrEnum):
+    """The value of a GPU's ``migMode`` attribute."""
+
+    ENABLED = "enabled"
+    DISABLED = "disabled"
+    RESET_TO_ENABLE = "enabled-after-reset"
+    RESET_TO_DISABLE = "disabled-after-reset"
+    UNSUPPORTED = "unsupported"
+
+    @property
+    def in_force(self) -> bool:
+        """Whether the GPU takes partitions now."""
+        return self in {MigMode.ENABLED, MigMode.RESET_TO_DISABLE}
+
+
+@dataclass(frozen=True, slots=True)
+class NvLink:
+    """A GPU's links that are up. ``bandwidth`` is GB/s over all links, both directions, nominal.
+
+    ``peers`` are the far ends: PCI addresses of GPUs, or ``switch``.
+    """
+
+    generation: int | None
+    links: int
+    bandwidth: int | None
+    peers: frozenset[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One physical GPU.
 
-    ``memory_slices`` is 1 and ``profiles`` empty on a GPU without MIG. ``numa_node`` and
-    ``pcie_root`` are None where the kernel does not know them.
+    ``memory_slices`` is 1 and ``profiles`` empty on a GPU without MIG. Whatever is None is not known, or
+    there is no such thing on this GPU. ``memory_bandwidth`` is GB/s.
     """
 
     uuid: str
@@ -73,8 +102,16 @@ class Gpu:
     numa_node: int | None
     memory_bytes: int
     multiprocessors: int | None
+    memory_type: str | None
+    memory_bandwidth: int | None
+    pcie_generation: int | None
+    pcie_width: int | None
+    nvlink: NvLink | None
+    nvlink_clique: str | None
+    fabric_clique: str | None
+    ecc: bool | None
     mig_capable: bool
-    mig_enabled: bool
+    mig_mode: MigMode
     memory_slices: int
     profiles: tuple[Profile, ...]
     simulated: bool

@@ -1,28 +1,95 @@
 """What a device says of itself: attributes and capacity, by the pinned public names.
 
-Partitions carry what people select by, not all there is: each attribute costs the scheduler time for
-every device it looks at. ``profile`` is on every device, so that a selector never meets its absence.
+``docs/attributes.md`` describes the same table for people; a test compares the two. Partitions carry what
+people select by, not all there is: each attribute costs the scheduler time for every device it looks at.
+``type`` and ``profile`` are on every device, so that a selector which asks for them first never fails.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from driver.model.device import Device, DeviceKind
-from driver.model.gpu import Gpu, Placement, Profile
+from driver.model.gpu import NvLink
 
+Value = str | int | bool | None
 Attributes = dict[str, dict[str, Any]]
 
 NO_PROFILE = "none"
-
+STANDARD = "resource.kubernetes.io/"
 STRING_LIMIT = 64
 """Characters of a string attribute (KEP-4381)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One attribute: its name, its type in the API, and its value, None where the device has no such thing."""
+
+    name: str
+    kind: Literal["string", "int", "bool", "version"]
+    of: Callable[[Device], Value]
+
+
+def _link(read: Callable[[NvLink], Value]) -> Callable[[Device], Value]:
+    return lambda device: read(device.gpu.nvlink) if device.gpu.nvlink is not None else None
+
+
+COMMON = (
+    Fact("type", "string", lambda device: device.kind.value),
+    Fact("profile", "string", lambda device: device.profile.name if device.profile else NO_PROFILE),
+    Fact("productName", "string", lambda device: device.gpu.product_name),
+    Fact("architecture", "string", lambda device: device.gpu.architecture),
+    Fact("cudaComputeCapability", "version", lambda device: device.gpu.cuda_compute_capability),
+    Fact("memorySlices", "int", lambda d: d.placement.size if d.placement else d.gpu.memory_slices),
+    Fact("simulated", "bool", lambda device: device.gpu.simulated),
+    Fact(f"{STANDARD}pciBusID", "string", lambda device: device.gpu.pci_bus_id),
+    Fact(f"{STANDARD}pcieRoot", "string", lambda device: device.gpu.pcie_root),
+    Fact(f"{STANDARD}numaNode", "int", lambda device: device.gpu.numa_node),
+)
+"""On full GPUs and on partitions."""
+
+FULL_ONLY = (
+    Fact("uuid", "string", lambda device: device.gpu.uuid),
+    Fact("brand", "string", lambda device: device.gpu.brand),
+    Fact("driverVersion", "version", lambda device: device.gpu.driver_version),
+    Fact("cudaDriverVersion", "version", lambda device: device.gpu.cuda_driver_version),
+    Fact("memoryType", "string", lambda device: device.gpu.memory_type),
+    Fact("memoryBandwidth", "int", lambda device: device.gpu.memory_bandwidth),
+    Fact("nvlinkClique", "string", lambda device: device.gpu.nvlink_clique),
+    Fact("nvlinkGeneration", "int", _link(lambda link: link.generation)),
+    Fact("nvlinkLinks", "int", _link(lambda link: link.links)),
+    Fact("nvlinkBandwidth", "int", _link(lambda link: link.bandwidth)),
+    Fact("fabricClique", "string", lambda device: device.gpu.fabric_clique),
+    Fact("pcieGeneration", "int", lambda device: device.gpu.pcie_generation),
+    Fact("pcieWidth", "int", lambda device: device.gpu.pcie_width),
+    Fact("migCapable", "bool", lambda device: device.gpu.mig_capable),
+    Fact("migMode", "string", lambda device: device.gpu.mig_mode.value),
+    Fact("ecc", "bool", lambda device: device.gpu.ecc),
+)
+
+PARTITION_ONLY = (
+    Fact("parentUUID", "string", lambda device: device.gpu.uuid),
+    Fact("computeSlices", "int", lambda device: device.profile.compute_slices if device.profile else None),
+    Fact("placementStart", "int", lambda device: device.placement.start if device.placement else None),
+    Fact("placementSize", "int", lambda device: device.placement.size if device.placement else None),
+)
+
+FACTS = {
+    DeviceKind.FULL: (*COMMON, *FULL_ONLY),
+    DeviceKind.PARTITION: (*COMMON, *PARTITION_ONLY),
+}
+
+
 def attributes(device: Device) -> Attributes:
-    gpu = device.gpu
-    own = _full(gpu) if device.kind is DeviceKind.FULL else _partition(device)
-    return {**own, **_standard(gpu)}
+    """The device's ``attributes``; what it has no value for is left out."""
+    found: Attributes = {}
+    for fact in FACTS[device.kind]:
+        value = fact.of(device)
+        if value is not None:
+            found[fact.name] = {fact.kind: value[:STRING_LIMIT] if isinstance(value, str) else value}
+    return found
 
 
 def capacity(device: Device) -> dict[str, dict[str, str]]:
@@ -41,61 +108,3 @@ def quantity(number: int) -> str:
     while number and number % 1024 == 0 and power < len(suffixes) - 1:
         number, power = number // 1024, power + 1
     return f"{number}{suffixes[power]}"
-
-
-def _full(gpu: Gpu) -> Attributes:
-    return {
-        "type": _string(DeviceKind.FULL.value),
-        "uuid": _string(gpu.uuid),
-        "profile": _string(NO_PROFILE),
-        **_product(gpu),
-        "brand": _string(gpu.brand),
-        "driverVersion": {"version": gpu.driver_version},
-        "cudaDriverVersion": {"version": gpu.cuda_driver_version},
-        "migCapable": {"bool": gpu.mig_capable},
-        "memorySlices": {"int": gpu.memory_slices},
-        "simulated": {"bool": gpu.simulated},
-    }
-
-
-def _partition(device: Device) -> Attributes:
-    profile, placement = required(device)
-    return {
-        "type": _string(DeviceKind.PARTITION.value),
-        "parentUUID": _string(device.gpu.uuid),
-        "profile": _string(profile.name),
-        **_product(device.gpu),
-        "memorySlices": {"int": placement.size},
-        "computeSlices": {"int": profile.compute_slices},
-        "placementStart": {"int": placement.start},
-        "placementSize": {"int": placement.size},
-        "simulated": {"bool": device.gpu.simulated},
-    }
-
-
-def required(device: Device) -> tuple[Profile, Placement]:
-    """Profile and placement of a partition device. Raises ValueError for a full one."""
-    if device.profile is None or device.placement is None:
-        raise ValueError(f"{device.name} is no partition: it has no profile and placement")
-    return device.profile, device.placement
-
-
-def _product(gpu: Gpu) -> Attributes:
-    return {
-        "productName": _string(gpu.product_name),
-        "architecture": _string(gpu.architecture),
-        "cudaComputeCapability": {"version": gpu.cuda_compute_capability},
-    }
-
-
-def _standard(gpu: Gpu) -> Attributes:
-    found: Attributes = {"resource.kubernetes.io/pciBusID": _string(gpu.pci_bus_id)}
-    if gpu.pcie_root is not None:
-        found["resource.kubernetes.io/pcieRoot"] = _string(gpu.pcie_root)
-    if gpu.numa_node is not None:
-        found["resource.kubernetes.io/numaNode"] = {"int": gpu.numa_node}
-    return found
-
-
-def _string(value: str) -> dict[str, str]:
-    return {"string": value[:STRING_LIMIT]}
