@@ -12,6 +12,7 @@ import click
 from driver.errors import FatalError, TesseraError
 from tessera.logs import FORMATS, configure_logs
 from tessera.sim import sim
+from tessera.topology import topology
 
 
 class Command(click.Group):
@@ -75,3 +76,4 @@ def node(log_format: str, log_level: str, **flags: Any) -> None:
 
 
 main.add_command(sim)
+main.add_command(topology)

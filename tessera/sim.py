@@ -158,7 +158,7 @@ def _render_gpus(gpus: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _render_partitions(slices: int, gpus: Sequence[dict[str, Any]]) -> list[str]:
-    from driver.hardware.simulator.drawing import Span, cell_width, draw_placement, draw_slices
+    from tessera.drawing import Span, cell_width, draw_placement, draw_slices
 
     rows: list[list[str]] = []
     spans: dict[int, dict[int, Span]] = {}

@@ -5,6 +5,7 @@ Sources: NVML manual ("NvLink Methods", "Fabric"), NVLink's nominal rates from N
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from ctypes import byref
 from typing import Any
@@ -47,7 +48,7 @@ def read_nvlink(nvml: Any, handle: Any) -> NvLink | None:
         generation=generation,
         links=len(up),
         bandwidth=len(up) * rate * 2 if rate is not None else None,
-        peers=frozenset(peer for link in up if (peer := _far_end(nvml, handle, link)) is not None),
+        peers=Counter(peer for link in up if (peer := _far_end(nvml, handle, link)) is not None),
     )
 
 

@@ -38,3 +38,11 @@ def numa_node(root: Path, address: str) -> int | None:
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None
+
+
+def local_cpus(root: Path, address: str) -> str | None:
+    """The CPUs near a PCI device, as the kernel lists them (``0-55,112-167``), or None if it doesn't."""
+    try:
+        return (root / "sys/bus/pci/devices" / address / "local_cpulist").read_text().strip() or None
+    except OSError:
+        return None

@@ -6,6 +6,7 @@ Memory sizes are bytes; placements count memory slices. MIG geometry always come
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -71,13 +72,13 @@ class MigMode(StrEnum):
 class NvLink:
     """A GPU's links that are up. ``bandwidth`` is GB/s over all links, both directions, nominal.
 
-    ``peers`` are the far ends: PCI addresses of GPUs, or ``switch``.
+    ``peers`` counts the links to each far end: the PCI address of a GPU, or ``switch``.
     """
 
     generation: int | None
     links: int
     bandwidth: int | None
-    peers: frozenset[str]
+    peers: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

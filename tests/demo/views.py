@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from driver.hardware.simulator.drawing import Span, draw_slices
+from tessera.drawing import Span, draw_slices
 from driver.model.gpu import Gpu
 from tessera.output import columns
 

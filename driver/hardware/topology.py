@@ -1,0 +1,116 @@
+"""How near two PCI devices are, and which NICs a node has, from the kernel's device tree.
+
+The levels are those of ``nvidia-smi topo -m``: PIX at most one PCIe switch between them, PXB several,
+PHB the host bridge, NODE two host bridges of one NUMA node, SYS the link between NUMA nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from driver.hardware import sysfs
+from driver.model.gpu import Gpu
+
+SWITCH_BRIDGES = 2
+"""A PCIe switch shows as two bridges on the way: one down-port to each device below its common up-port."""
+
+
+class Level(StrEnum):
+    """How far two devices are apart, near to far."""
+
+    SELF = "X"
+    PIX = "PIX"
+    PXB = "PXB"
+    PHB = "PHB"
+    NODE = "NODE"
+    SYS = "SYS"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a PCI device sits: its root, the bridges from there down, itself last, and what is near it."""
+
+    address: str
+    root: str | None
+    path: tuple[str, ...]
+    numa_node: int | None
+    cpus: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Nic:
+    """An RDMA NIC by the name of its device (``mlx5_0``)."""
+
+    name: str
+    place: Place
+
+
+def place_of(root: Path, address: str) -> Place:
+    """The place of a PCI device; what the kernel doesn't tell is None or empty."""
+    try:
+        parts = (root / "sys/bus/pci/devices" / address).readlink().parts
+    except OSError:
+        parts = ()
+    top = sysfs.pcie_root(root, address)
+    path = parts[parts.index(top) + 1 :] if top in parts else ()
+    return Place(address, top, tuple(path), sysfs.numa_node(root, address), sysfs.local_cpus(root, address))
+
+
+def find_nics(root: Path) -> list[Nic]:
+    """The node's RDMA devices, in the order of their numbers; empty where the kernel knows none."""
+    folder = root / "sys/class/infiniband"
+    try:
+        names = sorted((entry.name for entry in folder.iterdir()), key=lambda name: (len(name), name))
+    except OSError:
+        return []
+    found = ((name, _pci_address_of(folder / name)) for name in names)
+    return [Nic(name, place_of(root, address)) for name, address in found if address is not None]
+
+
+def level(one: Place, other: Place) -> Level:
+    """How far ``one`` and ``other`` are apart."""
+    if one.address == other.address:
+        return Level.SELF
+    if one.root is None or one.root != other.root:
+        same_node = one.numa_node is not None and one.numa_node == other.numa_node
+        return Level.NODE if same_node else Level.SYS
+    common = len(_shared(one.path, other.path))
+    if not common:
+        return Level.PHB
+    bridges = len(one.path) + len(other.path) - 2 * common - 2
+    return Level.PIX if bridges <= SWITCH_BRIDGES else Level.PXB
+
+
+def links_between(one: Gpu, other: Gpu) -> int:
+    """NVLinks that join two GPUs, directly or through the node's switches.
+
+    Through switches every link of the narrower GPU reaches the other (NVSwitch is non-blocking).
+    """
+    if one.nvlink is None or other.nvlink is None or one.nvlink_clique != other.nvlink_clique:
+        return 0
+    direct = one.nvlink.peers.get(other.pci_bus_id, 0)
+    return direct or min(_through_switch(one.nvlink.peers), _through_switch(other.nvlink.peers))
+
+
+def _through_switch(peers: Mapping[str, int]) -> int:
+    return peers.get("switch", 0)
+
+
+def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> list[str]:
+    shared = []
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        shared.append(left)
+    return shared
+
+
+def _pci_address_of(device: Path) -> str | None:
+    """The PCI device behind a class device: the entry above ``infiniband/<name>``."""
+    try:
+        return device.resolve().parent.parent.name
+    except OSError:
+        return None
