@@ -12,7 +12,7 @@ export UV_PYTHON_DOWNLOADS := never
 export UV_LINK_MODE := copy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast test-cluster lint format bench cluster-up cluster-down env lock protocol clean
+.PHONY: help demo test test-all test-fast test-cluster lint format bench cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
 	@echo "Tessera: NVIDIA GPUs for Kubernetes, carved on demand"
@@ -24,13 +24,13 @@ demo: env ## the main job on a real local cluster, told step by step (KEEP=1 lea
 
 test: lint test-fast test-cluster ## everything: lint, types, layers, all tests, the real cluster (10 minutes warm)
 
-test-all: lint ## everything, the slow tests too
+test-all: lint binaries ## everything, the slow tests too
 	$(RUN)/pytest
 
 test-fast: env ## the tests that need no cluster (under a minute)
 	$(RUN)/pytest -m "not cluster and not slow"
 
-test-cluster: env ## the tests on the real local cluster (root)
+test-cluster: binaries ## the tests on the real local cluster (root)
 	$(RUN)/pytest -m "cluster and not slow"
 
 lint: env ## ruff, mypy --strict, import-linter
@@ -51,6 +51,9 @@ cluster-up: env ## a local cluster that stays; prints KUBECONFIG and its nodes (
 
 cluster-down: env ## end it
 	@$(RUN)/python -m tests.harness down --name $(NAME)
+
+binaries: env ## Kubernetes, etcd and containerd in the cache; built the first time, about 15 minutes
+	@test -n "$(TESSERA_BINARIES)$(KUBEBUILDER_ASSETS)" || $(RUN)/python -m tests.harness build
 
 env: $(VENV)/.complete ## the Python environment alone, with the command .venv/bin/tessera
 

@@ -42,11 +42,16 @@ class DeviceRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tr
     uuid: str | None = None
 
     @property
+    def placement(self) -> Placement | None:
+        """None for a full GPU."""
+        return None if self.start is None or self.size is None else Placement(self.start, self.size)
+
+    @property
     def partition(self) -> Partition | None:
         """The partition as far as it is known to exist; None for a full GPU or before the cut."""
-        if self.profile_id is None or self.start is None or self.size is None or self.gpu_instance_id is None:
+        place = self.placement
+        if self.profile_id is None or place is None or self.gpu_instance_id is None:
             return None
-        place = Placement(self.start, self.size)
         return Partition(
             self.gpu_uuid, self.profile_id, place, self.gpu_instance_id, self.compute_instance_id, self.uuid
         )
@@ -111,12 +116,15 @@ class Checkpoint:
         self._records: dict[str, ClaimRecord] = {}
 
     def load(self) -> list[ClaimRecord]:
-        """Every record on disk. One that can't be read is set aside under another name, loudly."""
-        for path in sorted(self._directory.iterdir()):
-            if path.name.endswith(TEMPORARY):
-                remove(path, durable=False)
-            elif path.suffix == ".json":
-                self._load(path)
+        """Every record on disk. One that makes no sense is set aside under another name, loudly."""
+        try:
+            for path in sorted(self._directory.iterdir()):
+                if path.name.endswith(TEMPORARY):
+                    remove(path, durable=False)
+                elif path.suffix == ".json":
+                    self._load(path)
+        except OSError as error:
+            raise StateError(f"can't read the checkpoint in {self._directory}: {error}") from error
         return self.records()
 
     def records(self) -> list[ClaimRecord]:
@@ -128,20 +136,21 @@ class Checkpoint:
 
     def put(self, record: ClaimRecord) -> None:
         """Durable when this returns."""
-        write_atomically(self._path(record.uid), msgspec.json.encode(record), 0o600, durable=True)
+        write_atomically(self.path(record.uid), msgspec.json.encode(record), 0o600, durable=True)
         self._records[record.uid] = record
 
     def remove(self, uid: str) -> None:
-        remove(self._path(uid), durable=True)
+        remove(self.path(uid), durable=True)
         self._records.pop(uid, None)
 
-    def _path(self, uid: str) -> Path:
+    def path(self, uid: str) -> Path:
+        """The file of one claim's record, whether it exists or not."""
         return self._directory / f"{uid}.json"
 
     def _load(self, path: Path) -> None:
         try:
             record = decode_record(path.read_bytes(), path)
-        except StateError as error:
+        except (StateError, OSError) as error:
             aside = path.with_suffix(".unreadable")
             path.replace(aside)
             log.error("set a checkpoint record aside", extra={"error": str(error), "keptAs": str(aside)})
@@ -153,7 +162,7 @@ def decode_record(data: bytes, path: Path) -> ClaimRecord:
     """Parse one file. Raises StateError naming the file and the field."""
     try:
         record = msgspec.json.decode(data, type=ClaimRecord)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise StateError(f"{path}: not a checkpoint record: {error}") from error
     if record.version != VERSION:
         raise StateError(f"{path}: version is {record.version}, this program reads version {VERSION}")

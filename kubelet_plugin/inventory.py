@@ -87,4 +87,4 @@ class Inventory:
         held = tuple(device for device in all_held if device.gpu.uuid == gpu.uuid)
         taken = Occupancy.of(held, foreign)
         offers = tuple(device for device in self._by_gpu[gpu.uuid] if taken.admits(device))
-        return PublishedGpu(gpu, number, held, offers)
+        return PublishedGpu(gpu, number, held, offers, foreign)

@@ -58,10 +58,13 @@ class Partitions:
         log.info("removed partition", extra={"gpu": gpu.uuid, "device": record.device, "uuid": partition.uuid})
 
     def _recorded(self, gpu: Gpu, record: DeviceRecord) -> Partition | None:
-        profile = gpu.profile_named(record.profile) if record.profile else None
-        if profile is None or record.start is None or record.size is None:
+        if record.profile is None or record.profile_id is None or record.placement is None:
             return None
-        return self._host.find_partition(gpu, profile, Placement(record.start, record.size))
+        # Names vary with the driver's version; a record may be older than the driver.
+        profile = gpu.profile_named(record.profile) or gpu.profile_with_id(record.profile_id)
+        if profile is None:
+            return None
+        return self._host.find_partition(gpu, profile, record.placement)
 
     def _mig_mode(self, gpu: Gpu, *, enabled: bool) -> None:
         if not gpu.mig_capable or self._host.mig_enabled(gpu) == enabled:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
 
 from driver.errors import ClaimError, RecoverableError
 from driver.hardware.host import Host
 from driver.kube.claims import Claim
+from driver.model.device import DeviceKind
 from driver.model.gpu import Gpu, Partition
 from driver.slices.names import Pool
 from kubelet_plugin.cdi import CdiDevice, CdiDirectory, build_spec, device_id
@@ -103,21 +106,44 @@ class Preparer:
         log.info("unprepared claim", extra={"claim": str(reference)})
 
     def undo(self, record: ClaimRecord) -> None:
-        """Remove spec, partitions and record, in this order. The caller holds the GPUs' locks."""
-        with self._step(Step.REMOVE_CDI_SPEC, claim=record.uid):
-            self._node.cdi.remove(record.uid)
+        """Remove spec, partitions and record, in this order. The caller holds the GPUs' locks.
+
+        What can't be removed does not keep the rest: the record stays then, and the first error is raised.
+        """
+        failures = [*self._attempt(lambda: self._remove_spec(record))]
         for device in record.devices:
-            gpu = self._gpu(device.gpu_uuid)
-            if gpu is None:
-                raise ClaimError(
-                    f"claim {record.namespace}/{record.name}: {device.device} is on {device.gpu_uuid}, "
-                    "which does not answer; its partition can't be removed"
-                )
-            self._partitions.remove(gpu, device)
+            failures += self._attempt(partial(self._remove_partition, record, device))
+        for failure in failures[1:]:
+            log.error("could not undo", extra={"claim": f"{record.namespace}/{record.name}", "error": str(failure)})
+        if failures:
+            raise failures[0]
         with self._step(Step.REMOVE_RECORD, claim=record.uid):
             self._node.checkpoint.remove(record.uid)
         self._node.inventory.release(record.uid)
         self._on_change()
+
+    def _attempt(self, work: Callable[[], None]) -> Iterable[RecoverableError]:
+        try:
+            work()
+        except RecoverableError as error:
+            return [error]
+        return []
+
+    def _remove_spec(self, record: ClaimRecord) -> None:
+        with self._step(Step.REMOVE_CDI_SPEC, claim=record.uid):
+            self._node.cdi.remove(record.uid)
+
+    def _remove_partition(self, record: ClaimRecord, device: DeviceRecord) -> None:
+        if device.kind is DeviceKind.FULL:
+            return
+        gpu = self._gpu(device.gpu_uuid)
+        if gpu is None:
+            raise ClaimError(
+                f"claim {record.namespace}/{record.name}: {device.device} is on {device.gpu_uuid}, which did not "
+                "answer when the plugin started; its partition can't be removed: restart the plugin once the GPU is "
+                f"back, or, where it is gone for good, delete {self._node.checkpoint.path(record.uid)} and restart it"
+            )
+        self._partitions.remove(gpu, device)
 
     def _gpus_involved(self, reference: ClaimReference, allocated: Iterable[Allocated]) -> set[str]:
         known = self._node.checkpoint.get(reference.uid)
@@ -153,8 +179,14 @@ class Preparer:
         self.undo(record)
         return None
 
-    def _refuse_overlap(self, reference: ClaimReference, allocated: Iterable[Allocated]) -> None:
+    def _refuse_overlap(self, reference: ClaimReference, allocated: Sequence[Allocated]) -> None:
         """The last defence against giving memory out twice (force-deleted pods make this real)."""
+        for item, other in combinations(allocated, 2):
+            if item.device.gpu.uuid == other.device.gpu.uuid and item.device.mask & other.device.mask:
+                raise ClaimError(
+                    f"claim {reference}: its own devices {item.device} and {other.device} overlap; "
+                    "the scheduler allocates only devices whose memory slices are disjoint"
+                )
         for item in allocated:
             conflict = self._node.inventory.conflict(reference.uid, item.device)
             if conflict is not None:

@@ -7,12 +7,13 @@ slices are not offered.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from driver.errors import RecoverableError
-from driver.model.device import Device
-from driver.model.gpu import Gpu, Partition, Placement
-from kubelet_plugin.checkpoint import ClaimRecord
+from driver.model.device import Device, devices_of
+from driver.model.gpu import Gpu, Partition
+from kubelet_plugin.checkpoint import ClaimRecord, DeviceRecord
 from kubelet_plugin.preparation import Node, Preparer
 
 log = logging.getLogger(__name__)
@@ -30,18 +31,16 @@ def recover(node: Node, preparer: Preparer, records: Iterable[ClaimRecord]) -> N
     for record in records:
         if record.phase == "preparing":
             _undo(preparer, record)
-        else:
-            _check(node, record)
-    _remove_stray_specs(node)
-    for gpu in node.inventory.gpus:
-        _note_foreign(node, gpu)
+    _check(node, [record for record in records if record.phase == "prepared"])
+    for entry in node.inventory.published():
+        _note_foreign(node, entry.gpu, entry.held)
 
 
 def _devices(node: Node, record: ClaimRecord) -> list[Device]:
     found = []
     for entry in record.devices:
-        device = node.inventory.device(entry.device)
-        if device is not None and device.gpu.uuid == entry.gpu_uuid:
+        device = _device(node, entry)
+        if device is not None:
             found.append(device)
             continue
         log.error(
@@ -49,6 +48,18 @@ def _devices(node: Node, record: ClaimRecord) -> list[Device]:
             extra={"claim": f"{record.namespace}/{record.name}", "device": entry.device, "gpu": entry.gpu_uuid},
         )
     return found
+
+
+def _device(node: Node, entry: DeviceRecord) -> Device | None:
+    """The device of a record. Where its profile has another name now, it is held under the name it was given out by."""
+    known = node.inventory.device(entry.device)
+    if known is not None and known.gpu.uuid == entry.gpu_uuid:
+        return known
+    gpu = next((gpu for gpu in node.inventory.gpus if gpu.uuid == entry.gpu_uuid), None)
+    for device in devices_of(gpu, entry.number) if gpu is not None else ():
+        if device.profile is not None and device.profile.id == entry.profile_id and device.placement == entry.placement:
+            return replace(device, name=entry.device)
+    return None
 
 
 def _undo(preparer: Preparer, record: ClaimRecord) -> None:
@@ -60,34 +71,35 @@ def _undo(preparer: Preparer, record: ClaimRecord) -> None:
         log.error("can't undo a claim whose preparation was cut short", extra={"claim": claim, "error": str(error)})
 
 
-def _check(node: Node, record: ClaimRecord) -> None:
+def _check(node: Node, prepared: Iterable[ClaimRecord]) -> None:
     """Say so where a prepared claim lost something; its next prepare makes it again."""
-    claim = f"{record.namespace}/{record.name}"
-    if record.uid not in node.cdi.claim_uids():
-        log.warning("the CDI spec of a prepared claim is gone", extra={"claim": claim})
-    for entry in record.devices:
-        gpu = next((gpu for gpu in node.inventory.gpus if gpu.uuid == entry.gpu_uuid), None)
-        if gpu is not None and entry.partition is not None and entry.partition not in _partitions(node, gpu):
-            log.warning("the partition of a prepared claim is gone", extra={"claim": claim, "device": entry.device})
+    specs = _tidy_specs(node)
+    standing = {gpu.uuid: _partitions(node, gpu) for gpu in node.inventory.gpus}
+    for record in prepared:
+        claim = f"{record.namespace}/{record.name}"
+        if record.uid not in specs:
+            log.warning("the CDI spec of a prepared claim is gone", extra={"claim": claim})
+        for entry in record.devices:
+            if entry.partition is not None and entry.partition not in standing.get(entry.gpu_uuid, [entry.partition]):
+                log.warning("the partition of a prepared claim is gone", extra={"claim": claim, "device": entry.device})
 
 
-def _remove_stray_specs(node: Node) -> None:
+def _tidy_specs(node: Node) -> list[str]:
+    """The claims that have a CDI spec; one that no record explains is removed."""
+    uids: list[str] = []
     try:
-        for uid in node.cdi.claim_uids():
+        uids = node.cdi.claim_uids()
+        for uid in uids:
             if node.checkpoint.get(uid) is None:
                 node.cdi.remove(uid)
                 log.warning("removed a CDI spec that no claim has", extra={"uid": uid})
     except RecoverableError as error:
         log.error("can't tidy the CDI directory", extra={"error": str(error)})
+    return uids
 
 
-def _note_foreign(node: Node, gpu: Gpu) -> None:
-    ours = {
-        Placement(entry.start, entry.size)
-        for record in node.checkpoint.records()
-        for entry in record.devices
-        if entry.gpu_uuid == gpu.uuid and entry.start is not None and entry.size is not None
-    }
+def _note_foreign(node: Node, gpu: Gpu, held: Iterable[Device]) -> None:
+    ours = {device.placement for device in held}
     foreign = [partition for partition in _partitions(node, gpu) if partition.placement not in ours]
     mask = 0
     for partition in foreign:
@@ -99,7 +111,7 @@ def _note_foreign(node: Node, gpu: Gpu) -> None:
     node.inventory.note_foreign(gpu, mask)
 
 
-def _partitions(node: Node, gpu: Gpu) -> Iterable[Partition]:
+def _partitions(node: Node, gpu: Gpu) -> Collection[Partition]:
     try:
         return node.host.partitions(gpu)
     except RecoverableError as error:

@@ -93,7 +93,7 @@ class DraService:
         self, claims: Iterable[Any], verb: str, call: Callable[[ClaimReference], T]
     ) -> list[tuple[str, T | None, str]]:
         """(uid, result, error text) for each claim, worked on at once where there are several."""
-        todo = list(claims)
+        todo = list({claim.uid: claim for claim in claims}.values())
         run = map if len(todo) == 1 else self._pool.map
         return list(run(lambda claim: _attempt(claim, verb, call), todo))
 

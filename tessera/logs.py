@@ -44,4 +44,4 @@ def configure_logs(style: str, level: str) -> None:
 
 def _shown(value: Any) -> str:
     text = str(value)
-    return json.dumps(text) if any(c in text for c in ' "=\n') else text
+    return json.dumps(text) if not text.isprintable() or any(c in text for c in ' "=') else text

@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,6 @@ log = logging.getLogger(__name__)
 USER_AGENT = "tessera-node"
 SWITCH_INTERVAL_S = 0.0005
 """How long a busy thread may keep the interpreter from one that has an answer to give; Python's own is 5 ms."""
-
-
 
 
 def open_host(settings: NodeSettings) -> tuple[Host, HostPaths]:
@@ -98,18 +97,19 @@ class NodePlugin:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         for target in (self._publisher.cache.run, self._publisher.run):
             threading.Thread(target=target, args=(self._stop,), daemon=True, name=target.__qualname__).start()
-        service = DraService(self._preparer)
-        plugin = SocketServer(self._settings.plugin_socket, service.handlers())
         registration = Registration(self._settings.driver_name, self._settings.plugin_socket, self._registered)
-        registry = SocketServer(self._settings.registration_socket, [registration.handler()], calls=2)
-        log.info("serving", extra={"driver": self._settings.driver_name, "socket": str(self._settings.plugin_socket)})
-        try:
+        with ExitStack() as stack:  # the last to start is the first to stop, also where the next can't start
+            stack.callback(self.stop)
+            service = DraService(self._preparer)
+            stack.callback(service.close)
+            plugin = SocketServer(self._settings.plugin_socket, service.handlers())
+            stack.callback(plugin.stop)
+            registry = SocketServer(self._settings.registration_socket, [registration.handler()], calls=2)
+            stack.callback(registry.stop)
+            socket = str(self._settings.plugin_socket)
+            log.info("serving", extra={"driver": self._settings.driver_name, "socket": socket})
             self._stop.wait()
-        finally:
             log.info("stopping")
-            registry.stop()
-            plugin.stop()
-            service.close()
 
     def stop(self) -> None:
         """Ask ``run`` to return."""
@@ -123,9 +123,12 @@ class NodePlugin:
         name = self._settings.node_name
         try:
             node = msgspec.json.decode(self._client.get(f"/api/v1/nodes/{name}"), type=dict[str, Any])
+            uid = node["metadata"]["uid"]
         except ApiError as error:
             raise ApiError(f"--node-name {name}: its Node object can't be read: {error}", error.status) from error
-        return {"apiVersion": "v1", "kind": "Node", "name": name, "uid": node["metadata"]["uid"], "controller": True}
+        except (msgspec.MsgspecError, KeyError) as error:
+            raise ApiError(f"--node-name {name}: what the API server sent is no Node object: {error}") from error
+        return {"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid, "controller": True}
 
     def _read_claim(self, namespace: str, name: str) -> Claim:
         return read_claim(self._client, namespace, name)

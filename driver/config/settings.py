@@ -13,18 +13,23 @@ from driver.errors import UsageError
 DEFAULT_DRIVER = "gpu.tessera.dev"
 SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 DRIVER_LIMIT = 63
+NODE_LIMIT = 253
 SOCKET_PATH_LIMIT = 107
 """Characters of a unix socket's path that Linux takes (unix(7))."""
 
 
 def _driver_name(value: str) -> str:
-    if len(value) > DRIVER_LIMIT or not SUBDOMAIN.fullmatch(value):
-        raise ValueError(f"must be a DNS subdomain of at most {DRIVER_LIMIT} characters, such as {DEFAULT_DRIVER}")
+    if len(value) > DRIVER_LIMIT or not SUBDOMAIN.fullmatch(value) or not value[0].isalpha():
+        # The letter is CDI's rule: the name is the vendor part of every CDI device (specification, "kind").
+        raise ValueError(
+            f"must be a DNS subdomain of at most {DRIVER_LIMIT} characters that begins with a letter, "
+            f"such as {DEFAULT_DRIVER}"
+        )
     return value
 
 
 def _node_name(value: str) -> str:
-    if not SUBDOMAIN.fullmatch(value):
+    if len(value) > NODE_LIMIT or not SUBDOMAIN.fullmatch(value):
         raise ValueError("must be the name of a Node object: a DNS subdomain such as worker-1")
     return value
 

@@ -42,6 +42,8 @@ class MigOperations:
         if activation != pynvml.NVML_SUCCESS:
             with nvml_call(what):
                 raise pynvml.NVMLError(activation)
+        if self.enabled(handle, gpu) != enabled:
+            raise HardwareError(f"{what}: NVML says SUCCESS, but the mode is only pending; the GPU needs a reset")
 
     def partitions(self, handle: Any, gpu: Gpu) -> Iterator[Partition]:
         for profile in gpu.profiles:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import urllib3
+import yaml
 from kubernetes.client.api_client import ApiClient
 from kubernetes.client.configuration import Configuration
 from kubernetes.client.exceptions import ApiException
@@ -29,6 +30,9 @@ CONNECTIONS = 16
 ERROR_TEXT_LIMIT = 500
 """Characters of the server's message that go into an error."""
 
+UNREADABLE = (ConfigException, OSError, ValueError, TypeError, AttributeError, LookupError, yaml.YAMLError)
+"""What the client's loader raises for a kubeconfig that is missing, no YAML, or YAML of another shape."""
+
 CUT_OFF = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ApiException)
 
 Object = dict[str, Any]
@@ -42,10 +46,11 @@ def load_configuration(kubeconfig: Path | None) -> Configuration:
             load_incluster_config(configuration)
         else:
             load_kube_config(str(kubeconfig), client_configuration=configuration)
-    except (ConfigException, OSError, ValueError) as error:
+    except UNREADABLE as error:
         wanted = f"--kubeconfig {kubeconfig}" if kubeconfig else "in-cluster configuration"
+        reason = " ".join(str(error).split())
         raise EnvironmentFault(
-            f"{wanted} can't be used: {error}; outside a pod name a kubeconfig file with --kubeconfig"
+            f"{wanted} can't be used: {reason}; outside a pod name a kubeconfig file with --kubeconfig"
         ) from error
     # One more try where an idle connection was closed under us; everything else is the caller's to retry.
     configuration.retries = urllib3.Retry(total=1, connect=0, redirect=0, status=0)
@@ -67,10 +72,10 @@ class KubeClient:
         return self._request("GET", path, query=query)
 
     def create(self, path: str, body: Object) -> Object:
-        return _decode(self._request("POST", path, body=body))
+        return _object("POST", path, self._request("POST", path, body=body))
 
     def replace(self, path: str, body: Object) -> Object:
-        return _decode(self._request("PUT", path, body=body))
+        return _object("PUT", path, self._request("PUT", path, body=body))
 
     def delete(self, path: str, uid: str | None = None) -> None:
         """Delete the object; with ``uid`` only that very one (else status 409)."""
@@ -127,6 +132,14 @@ class KubeClient:
             )
         except CUT_OFF as error:
             raise ApiError(f"{method} {path}: no answer from {self._api.configuration.host}: {error}") from error
+        except ConfigException as error:
+            raise ApiError(f"{method} {path}: the ServiceAccount's token can't be read: {error}") from error
+        except ValueError:
+            # The error's own text, and its traceback, would show the token.
+            raise ApiError(
+                f"{method} {path}: the token can't be sent as an HTTP header: a line break or another "
+                "unprintable character is in it; check the kubeconfig's token or tokenFile"
+            ) from None
         if response.status >= http.client.BAD_REQUEST:
             raise _refusal(method, path, response)
         return response
@@ -142,9 +155,16 @@ def _refusal(method: str, path: str, response: Any) -> ApiError:
         response.release_conn()
     try:
         message = str(_decode(body)["message"])
-    except (msgspec.DecodeError, KeyError):
+    except (msgspec.MsgspecError, KeyError):
         message = body.decode("utf-8", "replace") or str(response.reason)
     return ApiError(f"{method} {path}: {response.status}: {message[:ERROR_TEXT_LIMIT]}", response.status)
+
+
+def _object(method: str, path: str, body: bytes) -> Object:
+    try:
+        return _decode(body)
+    except msgspec.MsgspecError as error:
+        raise ApiError(f"{method} {path}: the answer is no JSON object: {error}") from error
 
 
 def _decode(body: bytes) -> Object:

@@ -28,7 +28,8 @@ WATCH_S = (240, 480)
 READ_GRACE_S = 30.0
 """How much longer than the watch a silent connection is kept: the server ends the watch first."""
 
-GONE = 410
+SENSELESS = (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError)
+"""What an answer that is no list, no event or no object of Kubernetes makes our reading of it raise."""
 
 
 class WatchCache:
@@ -49,6 +50,7 @@ class WatchCache:
         self._objects: dict[str, Object] = {}
         self._versions: dict[str, int] = {}
         self._synced = threading.Event()
+        self._resume_at = ""
 
     @property
     def synced(self) -> bool:
@@ -73,18 +75,33 @@ class WatchCache:
         self._on_change()
 
     def run(self, stop: threading.Event) -> None:
-        """List and watch until ``stop`` is set; API errors are logged and retried."""
-        backoff, version = Backoff(), ""
+        """List and watch until ``stop`` is set; whatever fails is logged and tried again, more and more slowly.
+
+        A connection that is cut goes on where it was; after a refusal (410 Gone among them) or an answer
+        that makes no sense everything is listed anew.
+        """
+        backoff = Backoff()
         while not stop.is_set():
             try:
-                version = version or self._list()
-                version = self._watch(version, backoff)
+                self._resume_at = self._resume_at or self._list()
+                if not self._watch(backoff):
+                    stop.wait(backoff.next_s())  # a server or proxy that ends every watch at once
             except ApiError as error:
-                if error.status == GONE:
-                    version = ""
-                delay = backoff.next_s()
-                log.warning("watch failed, trying again", extra={"error": str(error), "retryIn": f"{delay:.1f}s"})
-                stop.wait(delay)
+                self._failed(str(error), backoff, stop, again=error.status is not None)
+            except SENSELESS as error:
+                what = f"the answer for {self._path} makes no sense: {type(error).__name__}: {error}"
+                self._failed(what, backoff, stop, again=True)
+            except Exception as error:
+                # A defect of ours must not end the thread: the plugin would go on with an old picture.
+                log.exception("defect while watching")
+                self._failed(f"{type(error).__name__}: {error}", backoff, stop, again=True)
+
+    def _failed(self, error: str, backoff: Backoff, stop: threading.Event, *, again: bool) -> None:
+        if again:
+            self._resume_at = ""
+        delay = backoff.next_s()
+        log.warning("watch failed, trying again", extra={"error": error, "retryIn": f"{delay:.1f}s"})
+        stop.wait(delay)
 
     def _list(self) -> str:
         found: dict[str, Object] = {}
@@ -108,25 +125,27 @@ class WatchCache:
         self._synced.set()
         self._on_change()
 
-    def _watch(self, version: str, backoff: Backoff) -> str:
-        """One watch, from ``version``; returns the version to go on from."""
+    def _watch(self, backoff: Backoff) -> bool:
+        """One watch, from where the last one was; says whether anything came."""
         seconds = random.randint(*WATCH_S)  # noqa: S311 - spreads load, guards nothing
         query = {
             **self._selectors,
             "watch": "true",
             "allowWatchBookmarks": "true",
-            "resourceVersion": version,
+            "resourceVersion": self._resume_at,
             "timeoutSeconds": str(seconds),
         }
+        heard = False
         for line in self._client.stream(self._path, query, seconds + READ_GRACE_S):
             event = msgspec.json.decode(line, type=Object)
             if event["type"] == "ERROR":
                 status = event["object"]
                 raise ApiError(f"watch of {self._path}: {status.get('message')}", status.get("code"))
-            backoff.reset()
-            version = str(event["object"]["metadata"]["resourceVersion"])
             self._apply(event["type"], event["object"])
-        return version
+            self._resume_at = str(event["object"]["metadata"]["resourceVersion"])
+            heard = True
+            backoff.reset()
+        return heard
 
     def _apply(self, kind: str, item: Object) -> None:
         if kind == "BOOKMARK":

@@ -49,8 +49,9 @@ class Profile:
 
     @property
     def label(self) -> str:
-        """The name as part of a DNS label: ``1g.10gb+me`` becomes ``1g10gbme``."""
-        return "".join(character for character in self.name.lower() if character.isalnum())
+        """The name as part of a DNS label: ``1g.10gb+me`` becomes ``1g10gbme``, ``1g.24gb-me`` ``1g24gbnome``."""
+        spelled = self.name.lower().replace("-", "no")
+        return "".join(character for character in spelled if character.isalnum())
 
 
 class MigMode(StrEnum):
@@ -124,6 +125,9 @@ class Gpu:
 
     def profile_named(self, name: str) -> Profile | None:
         return next((profile for profile in self.profiles if profile.name == name), None)
+
+    def profile_with_id(self, profile_id: int) -> Profile | None:
+        return next((profile for profile in self.profiles if profile.id == profile_id), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,17 +19,21 @@ Content = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PublishedGpu:
-    """One GPU's share of the pool: its number, what is held on it, and what is offered beside that."""
+    """One GPU's share of the pool: its number, what is held on it, and what is offered beside that.
+
+    ``foreign`` is the mask of memory slices under partitions that Tessera did not make.
+    """
 
     gpu: Gpu
     number: int
     held: tuple[Device, ...]
     offers: tuple[Device, ...]
+    foreign: int = 0
 
     @property
     def occupied(self) -> int:
-        """Bit mask of held memory slices."""
-        mask = 0
+        """Bit mask of memory slices that nothing offered can use."""
+        mask = self.foreign
         for device in self.held:
             mask |= device.mask
         return mask

@@ -29,7 +29,9 @@ class Publisher:
     """The only writer of its node's slices.
 
     ``desired`` is asked at each reconciliation for the content of every slice by name; call ``notify``
-    when its answer may have changed. ``owner`` is asked once for the Node's owner reference.
+    when its answer may have changed. ``owner`` is asked for the Node's owner reference when it is first
+    needed and for every new slice: a Node that was deleted and registered again has another uid, and what
+    the old one owns is garbage.
     """
 
     def __init__(
@@ -68,15 +70,22 @@ class Publisher:
                 self._reconcile()
                 backoff.reset()
             except ApiError as error:
-                delay = backoff.next_s()
-                log.warning("publishing failed, trying again", extra={"error": str(error), "retryIn": f"{delay:.1f}s"})
-                stop.wait(delay)
-                self.notify()
+                self._failed(str(error), backoff, stop)
+            except Exception as error:
+                # A defect of ours must not end the thread: the slices would stay as they are for ever.
+                log.exception("defect while publishing")
+                self._failed(f"{type(error).__name__}: {error}", backoff, stop)
+
+    def _failed(self, error: str, backoff: Backoff, stop: threading.Event) -> None:
+        delay = backoff.next_s()
+        log.warning("publishing failed, trying again", extra={"error": error, "retryIn": f"{delay:.1f}s"})
+        stop.wait(delay)
+        self.notify()
 
     def _reconcile(self) -> None:
-        if self._owner is None:
-            self._owner = self._find_owner()
         todo = changes(self._desired(), self.cache.snapshot(), self._sent, self._pool)
+        if todo.write and (self._owner is None or not todo.write.keys() <= todo.existing.keys()):
+            self._owner = self._find_owner()
         self._write(todo)
         if not todo:
             self.published.set()
@@ -104,6 +113,9 @@ class Publisher:
             self.cache.forget(name)
 
     def _put(self, wanted: Object, existing: Object | None) -> Object:
+        if existing is not None and existing["spec"]["pool"]["name"] != self._pool.name:
+            self._delete(existing)  # the field is immutable
+            existing = None
         if existing is None:
             return self._client.create(SLICES, wanted)
         wanted["metadata"]["resourceVersion"] = _version(existing)

@@ -108,7 +108,7 @@ def _farewell(screen: Screen, settings: Settings) -> None:
         f"built programs, uv            rm -rf {settings.cache}\n"
         "Go's modules and build cache  go clean -modcache -cache   (needed again only for another version)\n"
         "Python packages               make clean\n"
-        "Debian packages               apt-get remove runc busybox-static containernetworking-plugins iptables"
+        "Debian packages               apt-get remove runc busybox-static containernetworking-plugins"
     )
     screen.end()
 

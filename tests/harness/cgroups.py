@@ -1,8 +1,8 @@
 """The control groups of a cluster: a group a node, below which its kubelet puts its pods.
 
 Everything that runs in such a group is a container of ours; that is how containers are found after a crash has taken
-away whoever knew them. Tried on cgroup v1 (every controller a hierarchy of its own beside a bare v2 one, kernel 6.18) and
-on v2 (Debian 12 with systemd, kernel 6.1, in an emulated machine).
+away whoever knew them. Tried on cgroup v1 (every controller a hierarchy of its own beside a bare v2 one, kernel 6.18)
+and on v2 (Debian 12 with systemd, kernel 6.1, in an emulated machine).
 """
 
 from __future__ import annotations

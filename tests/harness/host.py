@@ -6,6 +6,8 @@ machine remembers how things were; the end of the last one restores them. (A for
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -25,6 +27,7 @@ SYSCTLS = tuple(
     )
 )
 DEVICE_PLUGINS = Path("/var/lib/kubelet/device-plugins")
+KUBELET_SOCKET = DEVICE_PLUGINS / "kubelet.sock"
 FOLDERS = (DEVICE_PLUGINS, DEVICE_PLUGINS.parent, Path("/var/log/containers"))
 """Inner folders first."""
 
@@ -59,6 +62,26 @@ def restore(base: Path) -> None:
             _restore_sysctls(traces.sysctls)
         _remove_folders([Path(folder) for folder in traces.absent])
         _file(base).unlink()
+
+
+@contextmanager
+def kubelet_start(base: Path) -> Iterator[Callable[[], bool]]:
+    """Only one kubelet of the machine starts at a time; yields a probe that says when the next one may.
+
+    Every kubelet first clears and then binds the same socket, a path fixed in its code: of two at once one would fail.
+    Later it doesn't matter to a kubelet (nor to DRA) that another took the socket's place.
+    """
+    with file_lock(base / ".kubelet-start.lock"):
+        before = _identity(KUBELET_SOCKET)
+        yield lambda: _identity(KUBELET_SOCKET) not in (None, before)
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_ctime_ns
 
 
 def base_lock(base: Path) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from driver.errors import EnvironmentFault, RecoverableError
-from tests.harness import processes
+from tests.harness import host, processes
 from tests.harness.cgroups import Cgroups
 from tests.harness.node_config import CNI, containerd_config, kubelet_config, kubelet_flags
 from tests.harness.processes import ProcessRecord, ProcessTable
@@ -129,8 +129,10 @@ class Node:
         Cgroups.detect().create(config["cgroupRoot"].lstrip("/"))
 
     def spawn_kubelet(self) -> None:
-        """Start the kubelet without waiting for it."""
-        self._spawn("kubelet", kubelet_flags(self._state, self._layout))
+        """Start the kubelet and wait only until another may start (see ``host.kubelet_start``), half a second."""
+        with host.kubelet_start(self._state.layout.root.parent) as done:
+            self._spawn("kubelet", kubelet_flags(self._state, self._layout))
+            self._wait("kubelet", done)
 
     def wait_kubelet(self) -> None:
         """Wait until the kubelet is healthy."""

@@ -53,24 +53,26 @@ class NodeUnderTest:
 
     def restart(self, observer: Observer = unobserved) -> NodeUnderTest:
         """A new process on the same disk and hardware."""
-        return start_node(self.root, self.api, observer)
+        return start_node(self.root, self.api, observer, self.simulated.description.name)
 
     def nothing_left(self) -> bool:
         gpus = range(len(self.node.inventory.gpus))
         return not (self.cdi_specs() or self.records() or any(self.partitions(gpu) for gpu in gpus))
 
 
-def start_node(root: Path, api: ClaimApi | None = None, observer: Observer = unobserved) -> NodeUnderTest:
+def start_node(
+    root: Path, api: ClaimApi | None = None, observer: Observer = unobserved, gpus: str = "dgx-h100"
+) -> NodeUnderTest:
     """Start, or start again, what the node plugin is made of, below ``root``."""
     api = api or ClaimApi()
-    simulated = SimulatedNode.open(load_description("dgx-h100"), root / "host", latency=ZERO_LATENCY)
+    simulated = SimulatedNode.open(load_description(gpus), root / "host", latency=ZERO_LATENCY)
     paths = HostPaths(simulated.root, simulated.root)
     host = NvmlHost(simulated.nvml, paths, simulated=True)
     checkpoint = Checkpoint(root / "state")
     records = checkpoint.load()
-    gpus = host.discover().gpus
+    found = host.discover().gpus
     kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
-    inventory = Inventory(gpus, number_gpus(gpus, kept))
+    inventory = Inventory(found, number_gpus(found, kept))
     files = find_driver_files(paths, Path("/"))
     node = Node(Pool(NODE, DRIVER), host, inventory, checkpoint, CdiDirectory(root / "cdi", DRIVER), files)
     changes: list[None] = []

@@ -209,6 +209,18 @@ def test_a_folder_with_somebodys_files_stays(tmp_path: Path, monkeypatch: pytest
     assert folder.exists()
 
 
+def test_one_kubelet_starts_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    socket = tmp_path / "kubelet.sock"
+    monkeypatch.setattr(host, "KUBELET_SOCKET", socket)
+    socket.touch()
+    with host.kubelet_start(tmp_path) as done:
+        assert not done(), "the socket is still that of another"
+        socket.rename(tmp_path / "old")
+        assert not done()
+        socket.touch()
+        assert done()
+
+
 def test_a_guard_leaves_the_next_owners_cluster_alone(tmp_path: Path) -> None:
     assert not _still_of(tmp_path, ProcessRecord("owner", 1, 1, "boot"))
 

@@ -1,0 +1,209 @@
+"""Slices: the API's rules hold whatever is held, and the counters admit exactly what the GPU admits."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from driver.hardware.simulator.products import facts, find_product
+from driver.model.device import Device, devices_of, number_gpus
+from driver.model.occupancy import Occupancy
+from driver.slices.attributes import quantity
+from driver.slices.build import Content, PublishedGpu, SliceBuilder, build_slices, slice_object
+from driver.slices.counters import counters_of_gpu
+from driver.slices.names import Pool
+from tests.support.gpus import H100, gpu_of
+
+
+def has_geometry(name: str) -> bool:
+    product = find_product(name)
+    return product is not None and bool(product.profiles)
+
+
+PRODUCTS = sorted(row["product"] for row in facts("mig_geometry")["products"] if has_geometry(row["product"]))
+LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
+POOL = Pool("node-a", "gpu.tessera.dev")
+
+products = st.sampled_from([*PRODUCTS, "NVIDIA L40S"])
+
+
+def admitted(devices: list[Device]) -> list[Device]:
+    """Those of ``devices`` that fit one after another."""
+    taken: list[Device] = []
+    for device in devices:
+        if Occupancy.of(taken).admits(device):
+            taken.append(device)
+    return taken
+
+
+class Fleet(list[PublishedGpu]):
+    """GPUs, told in one line where a test fails."""
+
+    def __repr__(self) -> str:
+        return repr({(e.gpu.product_name, e.number): [device.name for device in e.held] for e in self})
+
+
+@st.composite
+def held_gpus(draw: st.DrawFn, most: int = 9) -> Fleet:
+    """GPUs of one product, with any legal set of devices held on each."""
+    product = draw(products)
+    numbers = draw(st.lists(st.integers(0, 30), min_size=1, max_size=most, unique=True))
+    found = Fleet()
+    for minor, number in enumerate(numbers):
+        gpu = gpu_of(product, minor)
+        every = devices_of(gpu, number)
+        held = admitted(draw(st.lists(st.sampled_from(every), max_size=8)))
+        offers = tuple(device for device in every if Occupancy.of(held).admits(device))
+        found.append(PublishedGpu(gpu, number, tuple(held), offers))
+    return found
+
+
+@settings(max_examples=40)
+@given(held_gpus(most=5))
+def test_every_rule_of_the_api_holds(gpus: Fleet) -> None:
+    slices = build_slices(POOL, gpus)
+    sets: dict[str, dict[str, Any]] = {}
+    names: Counter[str] = Counter()
+    assert list(slices) == sorted(slices)
+    for name, content in slices.items():
+        assert len(name) <= 253
+        assert SUBDOMAIN.fullmatch(name)
+        assert set(content) in ({"sharedCounters"}, {"devices"})
+        assert len(content.get("sharedCounters", ())) <= 8
+        for entry in content.get("sharedCounters", ()):
+            assert LABEL.fullmatch(entry["name"])
+            assert entry["name"] not in sets
+            sets[entry["name"]] = entry["counters"]
+            assert 1 <= len(entry["counters"]) <= 32
+            assert all(LABEL.fullmatch(counter) for counter in entry["counters"])
+    for content in slices.values():
+        devices = content.get("devices", [])
+        assert len(devices) <= 64
+        names.update(device["name"] for device in devices)
+        for device in devices:
+            check_device(device, sets)
+    assert not [name for name, count in names.items() if count > 1]
+    assert {device.name for entry in gpus for device in entry.held} <= set(names)
+
+
+def check_device(device: Content, sets: dict[str, dict[str, Any]]) -> None:
+    assert LABEL.fullmatch(device["name"])
+    assert len(device["attributes"]) + len(device["capacity"]) <= 32
+    for name, value in device["attributes"].items():
+        [(kind, content)] = value.items()
+        assert re.fullmatch(r"([a-z0-9.]+/)?[A-Za-z_][A-Za-z0-9_]{0,31}", name)
+        assert kind in {"string", "int", "bool", "version"}
+        if kind in {"string", "version"}:
+            assert len(content) <= 64
+        if kind == "version":
+            assert VERSION.fullmatch(content)
+    assert 1 <= len(device["consumesCounters"]) <= 2
+    for consumed in device["consumesCounters"]:
+        for counter, value in consumed["counters"].items():
+            assert int(value["value"]) <= int(sets[consumed["counterSet"]][counter]["value"])
+
+
+@given(held_gpus(most=3))
+def test_a_device_says_the_same_held_or_offered_whatever_else_is_held(gpus: Fleet) -> None:
+    everything = [PublishedGpu(e.gpu, e.number, (), devices_of(e.gpu, e.number)) for e in gpus]
+    free, busy = described(everything), described(gpus)
+    assert [name for name, device in busy.items() if free[name] != device] == []
+
+
+def described(gpus: list[PublishedGpu]) -> dict[str, tuple[str, Content]]:
+    """Every device by name, with the slice it is in."""
+    found = build_slices(POOL, gpus).items()
+    return {device["name"]: (name, device) for name, content in found for device in content.get("devices", ())}
+
+
+@given(held_gpus(most=4), st.data())
+def test_building_from_memory_equals_building_from_nothing(gpus: Fleet, data: st.DataObject) -> None:
+    builder = SliceBuilder(POOL)
+    builder.build(gpus)
+    one = data.draw(st.sampled_from(gpus))
+    changed = [PublishedGpu(e.gpu, e.number, (), e.offers) if e is one else e for e in gpus]
+    assert builder.build(changed) == build_slices(POOL, changed)
+    assert builder.build(changed[1:]) == build_slices(POOL, changed[1:])
+
+
+def fits_counters(devices: list[Device], available: dict[str, Any]) -> bool:
+    """The scheduler's rule: what all devices consume is there."""
+    left = {name: int(value["value"]) for name, value in available.items()}
+    for device in devices:
+        entry = PublishedGpu(device.gpu, 0, (device,), ())
+        [published] = [d for c in build_slices(POOL, [entry]).values() for d in c.get("devices", ())]
+        for name, value in published["consumesCounters"][0]["counters"].items():
+            left[name] -= int(value["value"])
+    return all(value >= 0 for value in left.values())
+
+
+@given(products, st.data())
+def test_the_scheduler_admits_exactly_what_fits_one_after_another(product: str, data: st.DataObject) -> None:
+    gpu = gpu_of(product)
+    devices = data.draw(st.lists(st.sampled_from(devices_of(gpu, 0)), max_size=8))
+    assert fits_counters(devices, counters_of_gpu(gpu)) == (admitted(devices) == devices)
+
+
+@given(st.integers(0, 1 << 60))
+def test_quantities_are_canonical_and_exact(number: int) -> None:
+    match = re.fullmatch(r"(\d+)(Ki|Mi|Gi|Ti|Pi)?", quantity(number))
+    assert match is not None
+    power = ["", "Ki", "Mi", "Gi", "Ti", "Pi"].index(match[2] or "")
+    assert int(match[1]) * 1024**power == number
+    assert number == 0 or power == 5 or int(match[1]) % 1024
+
+
+@given(st.lists(st.integers(0, 9), unique=True, max_size=8), st.dictionaries(st.integers(0, 9), st.integers(0, 9)))
+def test_numbers_are_unique_and_held_ones_stay(minors: list[int], kept: dict[int, int]) -> None:
+    by_uuid = {f"GPU-{minor}": number for minor, number in kept.items()}
+    unique_kept = {uuid: number for uuid, number in by_uuid.items() if list(by_uuid.values()).count(number) == 1}
+    numbers = number_gpus([gpu_of(H100, minor) for minor in minors], unique_kept)
+    assert len(set(numbers.values())) == len(minors)
+    assert all(numbers[uuid] == number for uuid, number in unique_kept.items() if uuid in numbers)
+    gone = {number for uuid, number in unique_kept.items() if uuid not in numbers}
+    assert not gone & set(numbers.values())
+
+
+@pytest.mark.parametrize("driver", ["gpu.tessera.dev", "gpu.nvidia.com"])
+@pytest.mark.parametrize("node", ["node-a", "ip-10-0-0-1.eu.internal", "n" * 200, "a" * 241 + ".b"])
+def test_names_are_pinned_and_fit_the_api_for_every_node_name(node: str, driver: str) -> None:
+    pool = Pool(node, driver)
+    names = [pool.name, *(pool.counter_slice(number) for number in (0, 8)), *(pool.device_slice(n) for n in (0, 2))]
+    assert len(set(names)) == 5
+    assert all(len(name) <= 253 and SUBDOMAIN.fullmatch(name) for name in names)
+    if len(node) < 60:
+        assert pool.name == f"{node}-{driver}"
+        assert pool.counter_slice(0) == f"00000-{node}-{driver}-counters"
+        assert pool.device_slice(3) == f"00101-{node}-{driver}-devices"
+
+
+def test_a_slice_object_is_complete() -> None:
+    made = slice_object("s", {"devices": []}, POOL, 3, 2, {"kind": "Node", "name": "node-a", "uid": "u"})
+    assert made["metadata"] == {"name": "s", "ownerReferences": [{"kind": "Node", "name": "node-a", "uid": "u"}]}
+    assert made["spec"] == {
+        "driver": "gpu.tessera.dev",
+        "nodeName": "node-a",
+        "pool": {"name": "node-a-gpu.tessera.dev", "generation": 3, "resourceSliceCount": 2},
+        "devices": [],
+    }
+
+
+def test_a_full_h100_takes_every_slice_and_only_media_extensions_are_limited_apart() -> None:
+    counters = counters_of_gpu(gpu_of())
+    slices = {f"memory-slice-{i}": {"value": "840"} for i in range(8)}
+    assert counters == slices | {"profile-1g10gbme": {"value": "1"}}
+
+
+def test_profiles_with_and_without_media_engines_get_different_names() -> None:
+    gpu = gpu_of("NVIDIA RTX PRO 6000 Blackwell Server Edition")
+    labels = {profile.name: profile.label for profile in gpu.profiles}
+    assert labels["1g.24gb+me"] == "1g24gbme"
+    assert labels["1g.24gb-me"] == "1g24gbnome"
+    assert len(set(labels.values())) == len(labels)

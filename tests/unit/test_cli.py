@@ -1,0 +1,121 @@
+"""The command line: exit codes, and messages that say what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from tessera.cli import main
+
+KUBECONFIG = {
+    "clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}],
+    "users": [{"name": "u", "user": {"token": "t"}}],
+    "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+    "current-context": "x",
+}
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Shorter than pytest's own: a socket's path has at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="tessera-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    """Flags with which ``tessera node`` would start."""
+    (tmp_path / "config").write_text(yaml.safe_dump(KUBECONFIG))
+    pairs = {
+        "--node-name": "node-a",
+        "--kubeconfig": tmp_path / "config",
+        "--gpus": "sim:h100-1",
+        "--sim-latency": "zero",
+        "--kubelet-dir": tmp_path / "kubelet",
+        "--cdi-dir": tmp_path / "cdi",
+        "--host-root": tmp_path / "host",
+    }
+    return [str(part) for pair in pairs.items() for part in pair]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_help_of_every_command_has_examples() -> None:
+    for command in ((), ("node",), ("sim",), ("sim", "list"), ("sim", "smi")):
+        answer = run(*command, "--help")
+        assert answer.exit_code == 0
+        assert "Examples:" in answer.output
+        assert "tessera " in answer.output
+
+
+def test_the_version_is_told() -> None:
+    assert run("--version").output.startswith("tessera, version ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        pytest.param(["--log-level", "loud"], "'loud' is not one of 'debug', 'info', 'warning'", id="log level"),
+        pytest.param(["--gpus", "amd"], "--gpus amd: must be nvml, sim:NAME", id="GPUs"),
+        pytest.param(["--gpus", "sim:cray-1"], "dgx-h100", id="unknown simulated node"),
+        pytest.param(["--driver-name", "Bad"], "--driver-name Bad: must be a DNS subdomain", id="driver name"),
+        pytest.param(["--sim-latency", "soon"], "soon", id="latency"),
+        pytest.param(["--no-such-flag"], "No such option", id="unknown flag"),
+    ],
+)
+def test_what_makes_no_sense_is_exit_code_2(flags: list[str], arguments: list[str], expected: str) -> None:
+    answer = run("node", *flags, *arguments)
+    assert answer.exit_code == 2
+    assert expected in answer.output
+
+
+def test_the_node_name_is_asked_for() -> None:
+    answer = CliRunner(env={"NODE_NAME": ""}).invoke(main, ["node"])
+    assert answer.exit_code == 2
+    assert "--node-name" in answer.output
+
+
+def test_a_missing_kubeconfig_is_exit_code_3(flags: list[str], tmp_path: Path) -> None:
+    answer = run("node", *flags, "--kubeconfig", str(tmp_path / "nowhere"))
+    assert answer.exit_code == 3
+    assert f"--kubeconfig {tmp_path / 'nowhere'} can't be used" in answer.output
+
+
+@pytest.mark.parametrize("flag", ["--cdi-dir", "--state-dir"])
+def test_a_directory_that_cannot_be_made_is_exit_code_3(flags: list[str], tmp_path: Path, flag: str) -> None:
+    (tmp_path / "file").write_text("")
+    answer = run("node", *flags, flag, str(tmp_path / "file" / "below"))
+    assert answer.exit_code == 3
+    assert f"{flag} {tmp_path / 'file' / 'below'}" in answer.output
+
+
+def tessera(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own: what it leaves running would keep it from ending."""
+    command = [str(Path(sys.executable).with_name("tessera")), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_without_nvidias_library_the_remedy_is_told_and_the_exit_code_is_3(flags: list[str]) -> None:
+    answer = tessera("node", *flags, "--gpus", "nvml", "--nvml-library", "/nowhere/libnvidia-ml.so.1")
+    assert answer.returncode == 3
+    [line] = answer.stderr.splitlines()
+    assert "--nvml-library /nowhere/libnvidia-ml.so.1: can't be loaded" in line
+
+
+def test_sockets_that_cannot_be_made_end_the_process_and_leave_nothing(flags: list[str], tmp_path: Path) -> None:
+    (tmp_path / "kubelet").mkdir()
+    (tmp_path / "kubelet" / "plugins_registry").write_text("in the way")
+    answer = tessera("node", *flags)
+    assert answer.returncode == 3
+    assert f"can't listen on {tmp_path}/kubelet/plugins_registry/gpu.tessera.dev-reg.sock" in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert not (tmp_path / "kubelet" / "plugins" / "gpu.tessera.dev" / "dra.sock").exists()

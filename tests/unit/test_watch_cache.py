@@ -1,0 +1,257 @@
+"""The watch cache against a real HTTP server: it converges on what the server has, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+
+import pytest
+
+from driver.kube import watch_cache
+from driver.kube.backoff import Backoff
+from driver.kube.watch_cache import WatchCache
+from tests.support.api_server import SLICES, Answer, Exchange, SliceApi
+from tests.support.running import eventually, in_thread
+
+
+@pytest.fixture
+def api() -> Iterator[SliceApi]:
+    with SliceApi(page=2) as api:
+        yield api
+
+
+@pytest.fixture(autouse=True)
+def impatient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait milliseconds after a failure, except in the tests that are about waiting."""
+    if "slowly" not in request.node.name and "loop" not in request.node.name:
+        monkeypatch.setattr(watch_cache, "Backoff", partial(Backoff, first_s=0.01))
+
+
+@contextmanager
+def cache_of(api: SliceApi) -> Iterator[WatchCache]:
+    cache = WatchCache(api.server.client(), SLICES, {"fieldSelector": "spec.nodeName=node-a"}, lambda: None)
+    with in_thread(cache.run, api.end_watches):
+        yield cache
+
+
+def same(cache: WatchCache, api: SliceApi) -> None:
+    """Wait until the cache holds exactly what the server has."""
+    eventually(lambda: cache.snapshot() == api.objects, "the cache is as the server")
+
+
+def watching(api: SliceApi, times: int = 1) -> None:
+    eventually(lambda: api.count("watch") >= times, f"{times} watches were begun")
+
+
+def test_all_pages_of_a_list_are_read_before_it_counts_as_synced(api: SliceApi) -> None:
+    for number in range(5):
+        api.put(f"slice-{number}")
+    with cache_of(api) as cache:
+        eventually(lambda: cache.synced, "the list was read")
+        assert cache.snapshot() == api.objects
+        assert api.count("list") == 3
+        assert all("fieldSelector=spec.nodeName" in path for path in api.queries("list") + api.queries("watch"))
+
+
+def test_what_others_create_change_and_delete_arrives_without_another_list(api: SliceApi) -> None:
+    api.put("old")
+    with cache_of(api) as cache:
+        watching(api)
+        api.put("new", spec={"x": 1})
+        api.put("new", spec={"x": 2})
+        api.remove("old")
+        same(cache, api)
+        assert set(cache.snapshot()) == {"new"}
+    assert api.count("list") == 1
+
+
+def test_a_watch_that_ended_goes_on_where_it_was(api: SliceApi) -> None:
+    with cache_of(api) as cache:
+        watching(api)
+        last = api.put("one")["metadata"]["resourceVersion"]
+        same(cache, api)
+        api.end_watches()
+        watching(api, 2)
+        assert f"resourceVersion={last}" in api.queries("watch")[1]
+
+
+def test_a_watch_that_was_cut_off_resumes_from_the_last_bookmark(api: SliceApi) -> None:
+    with cache_of(api) as cache:
+        watching(api)
+        bookmark = api.bookmark()
+        eventually(lambda: cache._resume_at == str(bookmark), "the bookmark arrived")
+        api.end_watches(hang_up=True)
+        watching(api, 2)
+        assert f"resourceVersion={bookmark}" in api.queries("watch")[1]
+        api.put("after")
+        same(cache, api)
+    assert api.count("list") == 1
+
+
+def test_a_history_that_is_gone_is_listed_again(api: SliceApi) -> None:
+    api.put("lost")
+    with cache_of(api) as cache:
+        watching(api)
+        eventually(lambda: cache.synced, "the first list")
+        api.end_watches()  # nobody is told of what happens between two watches ...
+        with api._changed:
+            api._remove("lost")
+            api.objects["found"] = {"metadata": {"name": "found", "uid": "u", "resourceVersion": str(api._version)}}
+            api._oldest = api._version + 1  # ... and the server has forgotten it
+            api._version += 1
+        same(cache, api)
+    assert api.count("list") == 2
+
+
+def refuse(status: int) -> Answer:
+    return lambda exchange: exchange.refuse(status, "no")
+
+
+def hang_up(exchange: Exchange) -> None:
+    exchange.cut()
+
+
+def half_an_answer(exchange: Exchange) -> None:
+    exchange.send_response(200)
+    exchange.send_header("Content-Length", "1000")
+    exchange.end_headers()
+    exchange.wfile.write(b'{"metadata"')
+    exchange.cut()
+
+
+def plain(body: bytes) -> Answer:
+    return lambda exchange: exchange.send(200, body)
+
+
+TROUBLE: dict[str, Answer] = {
+    "401 Unauthorized": refuse(401),
+    "403 Forbidden": refuse(403),
+    "410 Gone": refuse(410),
+    "429 Too Many Requests": refuse(429),
+    "500 Internal Server Error": refuse(500),
+    "503 without a Status": lambda exchange: exchange.send(503, b"upstream", "text/plain"),
+    "connection closed": hang_up,
+    "cut off half-way": half_an_answer,
+    "no JSON": plain(b"<html>login</html>"),
+    "JSON but no object": plain(b"[1, 2]"),
+    "an object without metadata": plain(b"{}"),
+    "items without names": plain(b'{"metadata": {"resourceVersion": "5"}, "items": [{}]}'),
+    "a version that is no number": plain(b'{"metadata": {"resourceVersion": "abc"}, "items": []}'),
+    "bytes that are no text": plain(b"\xff\xfe\x00"),
+}
+
+
+@pytest.mark.parametrize("kind", ["list", "watch"])
+@pytest.mark.parametrize("trouble", TROUBLE)
+def test_trouble_is_survived(api: SliceApi, kind: str, trouble: str) -> None:
+    api.put("one")
+    api.once(kind, TROUBLE[trouble])
+    with cache_of(api) as cache:
+        same(cache, api)
+        eventually(lambda: api.count("watch") > (kind == "watch"), "a good watch was begun")
+        api.put("two")
+        same(cache, api)
+
+
+LINES: dict[str, bytes] = {
+    "no JSON": b"oops",
+    "no event": b"{}",
+    "no object": b'{"type": "ADDED"}',
+    "an object without fields": b'{"type": "ADDED", "object": {}}',
+    "an object without a name": b'{"type": "ADDED", "object": {"metadata": {"resourceVersion": "999"}}}',
+    "a version that is no number": b'{"type": "ADDED", "object": {"metadata": {"name": "x", "resourceVersion": "y"}}}',
+    "an error that is no Status": b'{"type": "ERROR", "object": "boom"}',
+    "an error of 500": json.dumps({"type": "ERROR", "object": {"code": 500, "message": "etcd"}}).encode(),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_senseless_event_costs_a_new_list_and_nothing_else(
+    api: SliceApi, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    api.put("one")
+    with cache_of(api) as cache:
+        watching(api)
+        api.send_raw(LINES[line])
+        eventually(lambda: api.count("list") == 2, "a new list")
+        api.put("two")
+        same(cache, api)
+    assert "watch failed, trying again" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_a_defect_of_ours_does_not_end_the_thread(api: SliceApi, caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[None] = []
+
+    def broken_once() -> None:
+        calls.append(None)
+        if len(calls) == 1:
+            raise RuntimeError("a defect")
+
+    cache = WatchCache(api.server.client(), SLICES, {}, broken_once)
+    with in_thread(cache.run, api.end_watches):
+        watching(api)
+        api.put("one")
+        same(cache, api)
+    assert "a defect" in caplog.text
+
+
+def test_failures_are_retried_more_and_more_slowly(api: SliceApi) -> None:
+    api.once("list", *[refuse(500)] * 3)
+    with cache_of(api) as cache:
+        eventually(lambda: cache.synced, "the fourth list")
+    times = api.times("list")
+    pauses = [later - earlier for earlier, later in pairwise(times)]
+    assert len(pauses) == 3
+    assert [pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.4), strict=True)] == [True] * 3
+
+
+def test_a_server_that_ends_every_watch_at_once_is_not_asked_in_a_loop(api: SliceApi) -> None:
+    def nothing(exchange: Exchange) -> None:
+        exchange.begin_stream()
+        exchange.end_stream()
+
+    api.once("watch", *[nothing] * 3)
+    with cache_of(api):
+        watching(api, 4)
+    times = api.times("watch")
+    assert times[3] - times[0] >= 0.1 + 0.2 + 0.4
+
+
+def test_our_own_write_is_not_overtaken_by_older_news(api: SliceApi) -> None:
+    first = api.put("slice", spec={"x": "old"})
+    with cache_of(api) as cache:
+        watching(api)
+        eventually(lambda: cache.synced, "the list")
+        newer = {"metadata": {**first["metadata"], "resourceVersion": "900"}, "spec": {"x": "ours"}}
+        cache.observe(newer)
+        api.put("slice", spec={"x": "older than ours"})
+        api.put("marker")
+        eventually(lambda: "marker" in cache.snapshot(), "the events arrived")
+        assert cache.snapshot()["slice"] == newer
+
+
+def test_a_deletion_of_ours_is_seen_at_once_and_a_creation_after_it_stays(api: SliceApi) -> None:
+    api.put("slice")
+    with cache_of(api) as cache:
+        eventually(lambda: cache.synced, "the list")
+        watching(api)
+        api.remove("slice")
+        cache.forget("slice")
+        again = api.put("slice", spec={"x": "again"})
+        cache.observe(again)
+        same(cache, api)
+
+
+def test_readers_get_a_snapshot_that_does_not_change_under_them(api: SliceApi) -> None:
+    api.put("one")
+    with cache_of(api) as cache:
+        eventually(lambda: cache.synced, "the list")
+        before = cache.snapshot()
+        watching(api)
+        api.put("two")
+        same(cache, api)
+    assert set(before) == {"one"}
