@@ -6,20 +6,25 @@ from collections import Counter
 from typing import Any
 
 import pynvml
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driver.hardware.simulator import mig
-from driver.hardware.simulator.products import Product, facts, find_product
+from driver.hardware.simulator.products import Product, facts, find_product, product_names
 from driver.hardware.simulator.state import GpuState
 
-PRODUCTS = ["NVIDIA H100 80GB HBM3", "NVIDIA A30", "NVIDIA RTX PRO 6000 Blackwell Server Edition"]
+PRODUCTS = [name for name in product_names() if (product := find_product(name)) and product.profiles]
+
+anytime = settings(deadline=None, max_examples=60)
+"""A busy machine is no reason to fail."""
 
 
 def rows(product: str) -> list[dict[str, Any]]:
-    found = next(row for row in facts("mig_geometry")["products"] if row["product"] == product)
-    profiles: list[dict[str, Any]] = found["profiles"]
-    return profiles
+    """The profiles of the facts, found another way than the simulator finds them: by profile names."""
+    names = [profile.name for profile in known(product).profiles]
+    found = (row["profiles"] for row in facts("mig_geometry")["products"] if "profiles" in row)
+    return next(profiles for profiles in found if [profile["name"] for profile in profiles] == names)
 
 
 def fits(instances: list[tuple[dict[str, Any], int, int]]) -> bool:
@@ -43,7 +48,9 @@ def known(name: str) -> Product:
     return product
 
 
-@given(st.sampled_from(PRODUCTS), st.data())
+@pytest.mark.parametrize("name", PRODUCTS)
+@settings(deadline=None, max_examples=8)
+@given(data=st.data())
 def test_a_cut_is_accepted_exactly_when_the_result_fits(name: str, data: st.DataObject) -> None:
     product = known(name)
     every = [(row, p["start"], p["size"]) for row in rows(name) for p in row["placements"]]
@@ -69,6 +76,7 @@ def test_a_cut_is_accepted_exactly_when_the_result_fits(name: str, data: st.Data
         assert len({gi.id for gi in state.instances}) == len(present)
 
 
+@anytime
 @given(st.sampled_from(PRODUCTS), st.data())
 def test_remaining_capacity_is_how_many_more_the_driver_places(name: str, data: st.DataObject) -> None:
     product, state = known(name), GpuState(mig_enabled=True)
@@ -86,6 +94,7 @@ def test_remaining_capacity_is_how_many_more_the_driver_places(name: str, data: 
     assert mig.free_starts(product, state, wanted) == []
 
 
+@anytime
 @given(st.sampled_from(PRODUCTS), st.data())
 def test_compute_instances_never_overlap_or_exceed_their_gpu_instance(name: str, data: st.DataObject) -> None:
     product = known(name)
@@ -103,3 +112,17 @@ def test_compute_instances_never_overlap_or_exceed_their_gpu_instance(name: str,
     assert set(slices) <= set(range(profile.slices))
     assert len({ci.id for ci in compute}) == len({ci.index for ci in compute}) == len(compute)
     assert instance.profile == profile.id
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_no_set_of_instances_has_more_memory_or_multiprocessors_than_the_gpu(name: str) -> None:
+    product = known(name)
+    for profile in product.profiles:
+        state, instances = GpuState(mig_enabled=True), []
+        for wanted in [profile, *sorted(product.profiles, key=lambda p: (-p.size, -p.multiprocessors))]:
+            for start in mig.free_starts(product, state, wanted):
+                if start in mig.free_starts(product, state, wanted):
+                    state, created = mig.create_gpu_instance(product, state, wanted.id, (start, wanted.size))
+                    instances.append((wanted, created.start))
+        assert sum(p.memory_at(start) for p, start in instances) <= product.memory_mib
+        assert sum(p.multiprocessors for p, _ in instances) <= product.multiprocessors

@@ -41,8 +41,8 @@ def test_the_dgx_h100_is_the_one_of_the_facts() -> None:
 
 
 def test_every_known_node_opens(tmp_path: Path) -> None:
-    assert list(known_descriptions()) == ["dgx-h100", "h100-1"]
     for name, description in known_descriptions().items():
+        assert description.name == name
         node = SimulatedNode.open(description, tmp_path / name)
         node.nvml.nvmlInit()
         assert node.nvml.nvmlDeviceGetCount() == len(description.gpus)
@@ -57,7 +57,7 @@ def test_a_node_of_ones_own_is_a_yaml_file(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"no simulated node 'dgx-z9': .* dgx-h100, h100-1"):
+    with pytest.raises(UsageError, match=r"no simulated node 'dgx-z9': .* dgx-h100, dgx-h200"):
         load_description("dgx-z9")
 
 
@@ -65,12 +65,22 @@ def test_every_mistake_in_a_file_is_listed_with_its_place(tmp_path: Path) -> Non
     content = yaml.safe_load(ONE_GPU)
     content["gpus"].append({"pciBusId": "0A:00.0", "pcieRoot": "pci0000:09", "numaNode": "zero"})
     content["colour"] = "green"
+    content["product"] = "Voodoo 2"
+    content["fabric"] = {"clusterUuid": "one", "cliqueId": -1}
     del content["driverVersion"]
     with pytest.raises(UsageError) as refused:
         load_description(written(tmp_path, yaml.safe_dump(content)))
     message = str(refused.value)
     assert "node.yaml" in message
-    for place in ("driverVersion:", "gpus[1].pciBusId:", "gpus[1].numaNode:", "colour:"):
+    for place in (
+        "driverVersion:",
+        "product: product 'Voodoo 2' is unknown",
+        "fabric.clusterUuid:",
+        "fabric.cliqueId:",
+        "gpus[1].pciBusId:",
+        "gpus[1].numaNode:",
+        "colour:",
+    ):
         assert place in message
 
 
@@ -110,7 +120,7 @@ def test_every_product_of_the_facts_is_simulated_or_refused_for_its_geometry(tmp
     node = SimulatedNode.open(load_description(path), tmp_path / "root")
     node.nvml.nvmlInit()
     gpu = node.nvml.nvmlDeviceGetHandleByIndex(0)
-    assert node.nvml.nvmlDeviceGetName(gpu) == product
+    assert node.nvml.nvmlDeviceGetName(gpu) == product.partition(" (")[0]
     assert node.nvml.nvmlDeviceGetArchitecture(gpu) != node.nvml.NVML_DEVICE_ARCH_UNKNOWN
     memory = node.nvml.nvmlDeviceGetMemoryInfo(gpu, node.nvml.nvmlMemory_v2)
     assert 0 <= memory.reserved < memory.free <= memory.total

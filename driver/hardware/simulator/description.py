@@ -8,14 +8,16 @@ where things sit, what is linked with what, which driver runs.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
 from driver.errors import UsageError
@@ -24,8 +26,12 @@ from .products import Product, find_product, product_names
 
 BusId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
 PcieRoot = Annotated[str, StringConstraints(pattern=r"^pci[0-9a-f]{4,8}:[0-9a-f]{2}$")]
+CpuList = Annotated[str, StringConstraints(pattern=r"^(\d+(-\d+)?(,\d+(-\d+)?)*)?$")]
 NodeName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$")]
 Uuid = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
+
+MAX_GPUS = 64
+"""GPUs of one node."""
 
 # Namespace of the GPUs' UUIDs: a node's name and an index always give the same UUID.
 _GPU_NAMESPACE = uuid.UUID("6f0d3f0b-6a5e-5d43-9c1f-5f6d1f4f9a7e")
@@ -42,58 +48,96 @@ class NicDescription(_Part):
     rdma_device: str
 
 
-class GpuDescription(_Part):
-    """One GPU and its place in the machine.
+class Place(_Part):
+    """Where a PCI device sits.
 
-    ``bridges`` are the PCI bridges from the root bus down; two GPUs' common bridges decide how far apart
-    they are. ``numa_node`` is -1 where the kernel knows none. GPUs of one ``nvlink_clique`` are NVLink peers.
-    ``memory_numa_node`` is set only where the GPU's memory is a NUMA node of its own (Grace).
+    ``bridges`` are the PCI bridges from the root bus down; two devices' common bridges decide how far apart
+    they are. ``numa_node`` is -1 where the kernel knows none. ``cpus`` is the kernel's list, as "0-55,112-167".
     """
 
     pci_bus_id: BusId
     pcie_root: PcieRoot
     bridges: tuple[BusId, ...] = ()
     numa_node: Annotated[int, Field(ge=-1)] = -1
-    cpus: str = ""
+    cpus: CpuList = ""
+
+
+class GpuDescription(Place):
+    """One GPU and its place in the machine.
+
+    GPUs of one ``nvlink_clique`` are NVLink peers. ``memory_numa_node`` is set only where the GPU's memory is
+    a NUMA node of its own (Grace). ``nic`` is a NIC that shares the GPU's place; others are the node's ``nics``.
+    """
+
     nvlink_clique: int | None = None
     memory_numa_node: int | None = None
     nic: NicDescription | None = None
 
 
+class NodeNicDescription(Place):
+    """A NIC with a place of its own: shared by several GPUs, or near none."""
+
+    rdma_device: str
+
+
 class NvlinkDescription(_Part):
-    """NVLink inside the node: links of each GPU, and the NVSwitches they end at (none: GPU to GPU)."""
+    """NVLink inside the node: links of each GPU, and where they end.
+
+    At ``switches``, the node's own NVSwitches; at the rack's switch trays (``rack_switches``), which are no PCI
+    devices of this node; or, with neither, at the GPUs of the same clique.
+    """
 
     links: Annotated[int, Field(ge=1, le=36)]
     switches: tuple[BusId, ...] = ()
+    rack_switches: bool = False
 
 
 class FabricDescription(_Part):
-    """The NVLink domain: a zero cluster UUID is one node's own NVSwitches."""
+    """The NVLink domain: a zero cluster UUID is one node's own NVSwitches.
+
+    ``healthy`` false is "no health reported", as driver 580 says of an HGX H100.
+    """
 
     cluster_uuid: Uuid
     clique_id: Annotated[int, Field(ge=0, le=0xFFFFFFFF)]
+    state: Literal["not-started", "in-progress", "completed"] = "completed"
+    healthy: bool = False
 
 
 class NodeDescription(_Part):
-    """One node. ``product`` is the GPUs' NVML name; all GPUs of a node are of one product."""
+    """One node. ``product`` is the GPUs' name (``products.product_names``); all GPUs of a node are of one product.
+
+    ``pcie_generation`` limits the GPUs' links to what the host can; ``addressing_mode`` and ``c2c`` (NVLink to a
+    Grace CPU) say how GPU and CPU share memory.
+    """
 
     name: NodeName
     summary: str = ""
     product: str
     driver_version: Annotated[str, StringConstraints(pattern=r"^\d{3}(\.\d+){1,2}$")]
     cuda_driver_version: Annotated[str, StringConstraints(pattern=r"^\d{2}\.\d$")]
+    pcie_generation: Annotated[int, Field(ge=1, le=6)] | None = None
+    ecc: bool = True
+    addressing_mode: Literal["none", "hmm", "ats"] = "hmm"
+    c2c: bool = False
     nvlink: NvlinkDescription | None = None
     fabric: FabricDescription | None = None
-    gpus: Annotated[tuple[GpuDescription, ...], Field(min_length=1, max_length=16)]
+    gpus: Annotated[tuple[GpuDescription, ...], Field(min_length=1, max_length=MAX_GPUS)]
+    nics: tuple[NodeNicDescription, ...] = ()
+
+    @field_validator("product")
+    @classmethod
+    def _known_product(cls, name: str) -> str:
+        product = find_product(name)
+        if product is None:
+            raise ValueError(f"product {name!r} is unknown; known: {', '.join(product_names())}")
+        if product.mig_capable and not product.profiles:
+            raise ValueError(f"product {name!r}: geometry unknown (no public record of its placements)")
+        return name
 
     @model_validator(mode="after")
-    def _check(self) -> NodeDescription:
-        product = find_product(self.product)
-        if product is None:
-            raise ValueError(f"product {self.product!r} is unknown; known: {', '.join(product_names())}")
-        if product.mig_capable and not product.profiles:
-            raise ValueError(f"product {self.product!r}: geometry unknown (no public record of its placements)")
-        bus_ids = [gpu.pci_bus_id for gpu in self.gpus]
+    def _check_bus_ids(self) -> NodeDescription:
+        bus_ids = [place.pci_bus_id for place in (*self.gpus, *self.nics)]
         bus_ids += [gpu.nic.pci_bus_id for gpu in self.gpus if gpu.nic]
         twice = sorted({bus_id for bus_id in bus_ids if bus_ids.count(bus_id) > 1})
         if twice:
@@ -124,16 +168,23 @@ class NodeDescription(_Part):
 
 def known_descriptions() -> dict[str, NodeDescription]:
     """The nodes that come with Tessera, by name, in order of name."""
-    return dict(_built_in())
+    return {name: _built_in(name) for name in known_names()}
+
+
+def known_names() -> list[str]:
+    """Names of the nodes that come with Tessera, sorted; each is the name of its file too."""
+    entries = (entry.name for entry in _nodes_folder().iterdir())
+    return sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml"))
+
+
+def _nodes_folder() -> Traversable:
+    return files(__package__).joinpath("data", "nodes")
 
 
 @cache
-def _built_in() -> dict[str, NodeDescription]:
-    folder = files(__package__).joinpath("data", "nodes")
-    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml"))
-    texts = (folder.joinpath(name).read_text(encoding="utf-8") for name in names)
-    found = (parse_description(yaml.safe_load(text), "built in") for text in texts)
-    return {description.name: description for description in found}
+def _built_in(name: str) -> NodeDescription:
+    text = _nodes_folder().joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return parse_description(yaml.safe_load(text), f"{name} (built in)")
 
 
 def load_description(text: str) -> NodeDescription:
@@ -141,9 +192,9 @@ def load_description(text: str) -> NodeDescription:
 
     :raises UsageError: no such name or file, or the file breaks rules; all broken rules are listed
     """
-    known = known_descriptions()
+    known = known_names()
     if text in known:
-        return known[text]
+        return _built_in(text)
     path = Path(text)
     if not path.is_file():
         raise UsageError(f"no simulated node {text!r}: neither a file nor one of the known names: {', '.join(known)}")
@@ -166,6 +217,21 @@ def parse_description(content: object, source: str) -> NodeDescription:
     except ValidationError as error:
         lines = [f"  {_path(e['loc'])}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()]
         raise UsageError(f"node description {source} is not valid:\n" + "\n".join(lines)) from error
+
+
+def parse_gpu(content: dict[str, Any]) -> GpuDescription:
+    """One GPU's place; without ``pcieRoot`` its root bus is the bus before its own.
+
+    :raises UsageError: naming each field that is wrong
+    """
+    domain, _, rest = str(content.get("pciBusId", "")).partition(":")
+    bus = rest.partition(":")[0]
+    guessed = f"pci{domain}:{max(int(bus, 16) - 1, 0):02x}" if re.fullmatch("[0-9a-f]{2}", bus) else ""
+    try:
+        return GpuDescription.model_validate_json(json.dumps({"pcieRoot": guessed} | content))
+    except ValidationError as error:
+        lines = [f"  {_path(e['loc'])}: {e['msg']}" for e in error.errors()]
+        raise UsageError("GPU is not valid:\n" + "\n".join(lines)) from error
 
 
 def _path(location: tuple[int | str, ...]) -> str:

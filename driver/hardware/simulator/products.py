@@ -3,16 +3,19 @@
 ``data/gpu_products.json`` gives memory, clocks and links, ``data/mig_geometry.json`` the MIG profiles.
 They spell some products differently ("NVIDIA H100 80GB HBM3" and "NVIDIA H100 80GB HBM3 (SXM5)"), so products
 are matched without what stands in parentheses, by alias, or by a shorter name ("NVIDIA B300" for "NVIDIA B300
-SXM6"). Only the simulator reads these tables: with real GPUs the geometry comes from NVML.
+SXM6"). What they leave open is filled in by :mod:`.estimates`. Only the simulator reads these tables: with real
+GPUs the geometry comes from NVML.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any
+
+from .estimates import brand_of, complete_card, complete_profiles, memory_by_start, sibling_of
 
 # Memory the driver keeps for itself in MiB, where somebody measured it (facts: gpu_products.json, "_about").
 _RESERVED_MIB = {"Hopper": 480, "Ampere": 518, "Blackwell": 728, "Ada Lovelace": 609, "Turing": 448}
@@ -41,6 +44,7 @@ class Profile:
     starts: tuple[int, ...]
     size: int
     whole_ci_profile: int
+    memory_by_start: dict[int, int] = field(default_factory=dict)
 
     @property
     def media(self) -> str:
@@ -50,15 +54,21 @@ class Profile:
                 return kind
         return ""
 
+    def memory_at(self, start: int) -> int:
+        """MiB of an instance that starts there; on some GPUs two placements of one profile differ."""
+        return self.memory_by_start.get(start, self.memory_mib)
+
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """One GPU product: identity, memory (MiB), clocks (MHz), links, and its MIG geometry.
+    """One GPU product: identity, memory (MiB, and GB/s as published), clocks (MHz), links, and its MIG geometry.
 
-    There is one object a product (see :func:`find_product`), compared by identity.
+    ``estimates`` names what is no published figure. There is one object a product (see :func:`find_product`),
+    compared by identity.
     """
 
     name: str
+    brand: str
     architecture: str
     compute_capability: tuple[int, int]
     pci_device_id: int
@@ -68,12 +78,14 @@ class Product:
     memory_clock_mhz: int
     pcie_generation: int
     nvlink_generation: int
+    memory_bandwidth: int
     mig_capable: bool
     toggles_without_reset: bool
     memory_slices: int
     compute_slices: int
     max_gpu_instances: int
     profiles: tuple[Profile, ...]
+    estimates: tuple[str, ...]
 
     @property
     def reserved_mib(self) -> int:
@@ -106,15 +118,17 @@ def facts(name: str) -> dict[str, Any]:
 @cache
 def find_product(name: str) -> Product | None:
     """The product of that NVML name, or None. ``profiles`` is empty where no placement is known."""
-    card = _row("gpu_products", name)
-    if card is None:
-        return None
-    return _product(name, card, _row("mig_geometry", name) or {})
+    return None if _row("gpu_products", name) is None else _product(name)
 
 
 def product_names() -> list[str]:
-    """Every name :func:`find_product` knows, as the facts spell it."""
-    return [row["product"].partition(" (")[0] for row in facts("gpu_products")["products"]]
+    """Every name :func:`find_product` knows: NVML's, with what tells two of one name apart in parentheses."""
+    names = [row["product"].partition(" (")[0] for row in facts("gpu_products")["products"]]
+    return [*names, *_VARIANTS]
+
+
+# Products of one NVML name that differ in memory; the facts have geometry for each, one card for all.
+_VARIANTS = ("NVIDIA H20 (141GB)",)
 
 
 def _row(file: str, name: str) -> dict[str, Any] | None:
@@ -126,35 +140,54 @@ def _row(file: str, name: str) -> dict[str, Any] | None:
     return next(exact, None) or next(loose, None) or next(alias, None) or next(longer, None)
 
 
-def _product(name: str, card: dict[str, Any], mig: dict[str, Any]) -> Product:
+def _completed(name: str) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], tuple[str, ...]]:
+    """Card, geometry and profile rows of a product that has a card, without gaps; and what was filled in."""
+    card, mig = _row("gpu_products", name) or {}, _row("mig_geometry", name) or {}
+    card, estimated = complete_card(name, card, mig)
+    rows = mig.get("profiles", [])
+    if not rows or not all(_is_placed(row) for row in rows):
+        return card, mig, [], estimated
+
+    def sibling() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        model_card, _, model_rows, _ = _completed(sibling_of(name) or name)
+        return model_rows, model_card
+
+    rows, guessed = complete_profiles(rows, card, sibling)
+    return card, mig, rows, estimated + guessed
+
+
+def _product(name: str) -> Product:
+    card, mig, rows, estimates = _completed(name)
     major, minor = card["cuda_compute_capability"].split(".")
-    profiles = tuple(_profile(row) for row in mig.get("profiles", ()) if _is_complete(row))
-    complete = len(profiles) == len(mig.get("profiles", ()))
+    by_start = memory_by_start(name)
     return Product(
-        name=name,
+        name=name.partition(" (")[0],
+        brand=brand_of(name),
         architecture=card["architecture"],
         compute_capability=(int(major), int(minor)),
         pci_device_id=int((mig.get("pci_device_ids") or ["0x000010DE"])[0], 16),
-        memory_mib=card["nvml_total_memory_mib"] or mig.get("total_memory_mib") or card["memory_gb"] * 1024,
+        memory_mib=card["nvml_total_memory_mib"],
         multiprocessors=card["sm_count"],
         memory_bus_bits=card["memory_bus_width_bits"],
         memory_clock_mhz=card["max_memory_clock_mhz"],
         pcie_generation=card["pcie_gen"],
         nvlink_generation=card["nvlink_generation"] or 0,
+        memory_bandwidth=card["memory_bandwidth_gbps"],
         mig_capable=card["mig_capable"],
         toggles_without_reset=(mig.get("mig_mode_toggle") or "").startswith("no reset"),
         memory_slices=mig.get("memory_slices") or 1,
         compute_slices=mig.get("compute_slices") or 1,
         max_gpu_instances=mig.get("max_gpu_instances") or 0,
-        profiles=profiles if complete else (),
+        profiles=tuple(_profile(row, by_start.get(row["name"], {})) for row in rows),
+        estimates=estimates,
     )
 
 
-def _is_complete(row: dict[str, Any]) -> bool:
+def _is_placed(row: dict[str, Any]) -> bool:
     return row.get("gi_profile_id") is not None and bool(row.get("placements"))
 
 
-def _profile(row: dict[str, Any]) -> Profile:
+def _profile(row: dict[str, Any], memory_by_start: dict[int, int]) -> Profile:
     whole = row.get("default_ci_profile_id")
     return Profile(
         name=row["name"],
@@ -172,4 +205,5 @@ def _profile(row: dict[str, Any]) -> Profile:
         starts=tuple(sorted(placement["start"] for placement in row["placements"])),
         size=row["placements"][0]["size"],
         whole_ci_profile=CI_PROFILE_OF_SLICES[row["slice_count"]] if whole is None else whole,
+        memory_by_start=memory_by_start,
     )

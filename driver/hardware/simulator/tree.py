@@ -8,12 +8,13 @@ nvidia-modprobe: who needs a capability device must take its number from ``capab
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import uuid
 from pathlib import Path
 
 from .capabilities import CONFIG_MINOR, MONITOR_MINOR, access_text, minors_text
-from .description import GpuDescription, NicDescription, NodeDescription
+from .description import GpuDescription, NodeDescription, Place
 from .files import link, make_folder, write_file
 
 LIBRARY_FOLDER = "usr/lib/x86_64-linux-gnu"
@@ -59,6 +60,9 @@ def build(description: NodeDescription, root: Path) -> None:
 
     :raises OSError: ``root`` can't be written
     """
+    for nic in description.nics:
+        parents = _bridges_in_sysfs(nic, root / "sys")
+        _nic_in_sysfs(nic.pci_bus_id, nic.rdma_device, _place_files(nic), parents, root / "sys")
     for index, gpu in enumerate(description.gpus):
         _gpu_in_sysfs(description, gpu, root / "sys")
         _gpu_in_procfs(description, index, root / "proc")
@@ -67,6 +71,16 @@ def build(description: NodeDescription, root: Path) -> None:
         _device_node(root / "dev" / name)
     _procfs(description, root / "proc")
     _driver_files(description, root)
+
+
+def remove_gpu(gpu: GpuDescription, root: Path) -> None:
+    """Take a GPU out of sysfs and procfs; :func:`build` brings it back. Its device node stays, as on hardware."""
+    bus_id = sysfs_bus_id(gpu.pci_bus_id)
+    link = root / "sys/bus/pci/devices" / bus_id
+    if link.exists():
+        shutil.rmtree(link.resolve())
+    link.unlink(missing_ok=True)
+    shutil.rmtree(root / "proc/driver/nvidia/gpus" / bus_id, ignore_errors=True)
 
 
 def write_boot_id(root: Path) -> None:
@@ -83,36 +97,43 @@ def sysfs_bus_id(bus_id: str) -> str:
 def _gpu_in_sysfs(description: NodeDescription, gpu: GpuDescription, sys: Path) -> None:
     product = description.gpu_product
     common = _place_files(gpu)
-    speed = _LINK_SPEED[product.pcie_generation]
-    parents = [gpu.pcie_root, *(sysfs_bus_id(bridge) for bridge in gpu.bridges)]
-    for depth in range(1, len(parents)):
-        bridge = {"vendor": _BROADCOM, "device": _PCIE_SWITCH, "class": _CLASS_BRIDGE, **common}
-        _pci_device(sys, parents[:depth], parents[depth], bridge)
+    highest = _LINK_SPEED[product.pcie_generation]
+    current = _LINK_SPEED[min(product.pcie_generation, description.pcie_generation or product.pcie_generation)]
+    parents = _bridges_in_sysfs(gpu, sys)
     files = {
         "vendor": _NVIDIA,
         "device": f"{product.pci_device_id >> 16:#06x}",
         "class": _CLASS_3D_CONTROLLER,
-        "current_link_speed": speed,
+        "current_link_speed": current,
         "current_link_width": "16",
-        "max_link_speed": speed,
+        "max_link_speed": highest,
         "max_link_width": "16",
     }
     _pci_device(sys, parents, sysfs_bus_id(gpu.pci_bus_id), files | common)
     if gpu.nic is not None:
-        _nic_in_sysfs(gpu.nic, common, parents, sys)
+        _nic_in_sysfs(gpu.nic.pci_bus_id, gpu.nic.rdma_device, common, parents, sys)
 
 
-def _nic_in_sysfs(nic: NicDescription, common: dict[str, str], parents: list[str], sys: Path) -> None:
-    bus_id = sysfs_bus_id(nic.pci_bus_id)
+def _bridges_in_sysfs(place: Place, sys: Path) -> list[str]:
+    """Make the bridges above a device; the names of the folders it lies in."""
+    parents = [place.pcie_root, *(sysfs_bus_id(bridge) for bridge in place.bridges)]
+    for depth in range(1, len(parents)):
+        bridge = {"vendor": _BROADCOM, "device": _PCIE_SWITCH, "class": _CLASS_BRIDGE, **_place_files(place)}
+        _pci_device(sys, parents[:depth], parents[depth], bridge)
+    return parents
+
+
+def _nic_in_sysfs(nvml_bus_id: str, rdma_device: str, common: dict[str, str], parents: list[str], sys: Path) -> None:
+    bus_id = sysfs_bus_id(nvml_bus_id)
     files = {"vendor": _MELLANOX, "device": _CONNECTX_7, "class": _CLASS_INFINIBAND}
     folder = _pci_device(sys, parents, bus_id, files | common)
-    make_folder(folder / "infiniband" / nic.rdma_device)
-    target = os.path.relpath(folder / "infiniband" / nic.rdma_device, sys / "class/infiniband")
-    link(sys / "class/infiniband" / nic.rdma_device, target)
+    make_folder(folder / "infiniband" / rdma_device)
+    target = os.path.relpath(folder / "infiniband" / rdma_device, sys / "class/infiniband")
+    link(sys / "class/infiniband" / rdma_device, target)
 
 
-def _place_files(gpu: GpuDescription) -> dict[str, str]:
-    return {"numa_node": str(gpu.numa_node), "local_cpulist": gpu.cpus}
+def _place_files(place: Place) -> dict[str, str]:
+    return {"numa_node": str(place.numa_node), "local_cpulist": place.cpus}
 
 
 def _pci_device(sys: Path, parents: list[str], bus_id: str, files: dict[str, str]) -> Path:
