@@ -11,6 +11,7 @@ import click
 
 from driver.errors import EnvironmentFault
 from tessera.output import columns
+from tessera.sim_fault import fault
 
 if TYPE_CHECKING:
     from driver.hardware.simulator import NodeDescription, SimulatedNode
@@ -32,7 +33,11 @@ def sim() -> None:
       tessera sim list                                 which nodes there are
       tessera node --node-name n1 --gpus sim:dgx-h100  run one of them
       tessera sim smi                                  see its GPUs and who holds them
+      tessera sim fault lose --gpu 3                   break something
     """
+
+
+sim.add_command(fault)
 
 
 @sim.command("list")
@@ -40,7 +45,7 @@ def sim() -> None:
 def list_nodes(output: str) -> None:
     """List the nodes that --gpus sim:NAME knows.
 
-    A node of your own is a YAML file: --gpus sim:FILE.
+    A node of your own is a YAML file: --gpus sim:FILE. docs/simulator.md describes it.
 
     \b
     Examples:
@@ -185,7 +190,9 @@ def _node_summary(node: NodeDescription) -> dict[str, Any]:
         "gpuCount": len(node.gpus),
         "memoryMiB": node.gpu_product.memory_mib,
         "driverVersion": node.driver_version,
+        "memorySlices": node.gpu_product.memory_slices,
         "migProfiles": [profile.name for profile in node.gpu_product.profiles],
+        "estimates": list(node.gpu_product.estimates),
     }
 
 

@@ -248,7 +248,7 @@ def test_errors_have_the_librarys_words(nvml: SimulatedNvml) -> None:
 def test_nvlinks_end_at_the_nvswitches(nvml: SimulatedNvml, gpu: Any) -> None:
     for link in range(18):
         assert nvml.nvmlDeviceGetNvLinkState(gpu, link) == nvml.NVML_FEATURE_ENABLED
-        assert nvml.nvmlDeviceGetNvLinkVersion(gpu, link) == 4
+        assert nvml.nvmlDeviceGetNvLinkVersion(gpu, link) == nvml.NVML_NVLINK_VERSION_4_0
         assert nvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
         assert nvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link).bus in range(5, 9)
     with pytest.raises(pynvml.NVMLError_InvalidArgument):

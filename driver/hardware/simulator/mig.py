@@ -63,13 +63,17 @@ def reset(state: GpuState) -> GpuState:
     busy = any(ci.processes for gi in state.instances for ci in gi.compute)
     if state.processes or busy:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_IN_USE)
-    return GpuState(state.mig_pending, state.mig_pending, state.next_serial)
+    return _emptied(state, state.mig_pending)
 
 
 def reboot(product: Product, state: GpuState) -> GpuState:
     """The GPU after a reboot: without instances or processes; the mode survives only where it needs a reset."""
     mode = state.mig_pending and not product.toggles_without_reset
-    return GpuState(mode, mode, state.next_serial)
+    return _emptied(state, mode)
+
+
+def _emptied(state: GpuState, mode: bool) -> GpuState:
+    return msgspec.structs.replace(state, mig_enabled=mode, mig_pending=mode, instances=(), processes=())
 
 
 def create_gpu_instance(

@@ -15,11 +15,12 @@ import msgspec
 from driver.errors import EnvironmentFault, UsageError
 
 from . import mig, tree
-from .description import NodeDescription, parse_description
+from .description import GpuDescription, NodeDescription, parse_description
+from .fault_control import FaultControl
 from .files import make_folder, write_file
 from .latency import DEFAULT_LATENCY, Latency
 from .machine import Machine
-from .nvml import SimulatedNvml
+from .nvml import SimulatedNvml, is_simulated
 from .state import GpuState, Process
 
 # Layout of the directory; one that another version wrote is refused.
@@ -36,6 +37,7 @@ class SimulatedNode:
         self.description = machine.description
         self.root = machine.root
         self.nvml = SimulatedNvml(machine)
+        self.faults = FaultControl(machine, is_simulated)
         self._machine = machine
 
     @classmethod
@@ -56,8 +58,10 @@ class SimulatedNode:
         try:
             with _exclusively(root):
                 _refuse_another(root, description)
-                tree.build(description, root)
+                tree.build(machine.current_description, root)
                 machine.initialise()
+                for minor in set(range(len(machine.gpus))) - set(machine.present):
+                    tree.remove_gpu(machine.gpus[minor], root)
                 _write_description(root, description)
         except OSError as error:
             raise EnvironmentFault(f"simulated node in {root}: {error}") from error
@@ -83,6 +87,16 @@ class SimulatedNode:
             )
         return cls(Machine(description, root, latency, sleep))
 
+    @property
+    def gpus(self) -> tuple[GpuDescription, ...]:
+        """Every GPU the node has or had, by minor: the description's, then those added."""
+        return self._machine.gpus
+
+    @property
+    def present(self) -> list[int]:
+        """Minors of the GPUs that are there now, in the order of NVML's indices."""
+        return self._machine.present
+
     def gpu_state(self, minor: int) -> GpuState:
         """What is on a GPU now, without an NVML session."""
         return self._machine.state(minor)
@@ -90,7 +104,7 @@ class SimulatedNode:
     def reboot(self) -> None:
         """As if the machine had been rebooted: no instance and no process survives, nor Hopper's MIG mode."""
         product = self._machine.product
-        for minor in range(len(self.description.gpus)):
+        for minor in range(len(self.gpus)):
             self._machine.change(minor, lambda state: (mig.reboot(product, state), None))
         tree.write_boot_id(self.root)
 
@@ -99,7 +113,7 @@ class SimulatedNode:
 
         :raises NVMLError: IN_USE while a process holds the GPU
         """
-        self._machine.change(minor, lambda state: (mig.reset(state), None))
+        self._machine.reconfigure(minor, lambda state: (mig.reset(state), None), 0.0)
 
     def start_process(self, device: str, *, pid: int, memory: int = 0) -> None:
         """A process takes hold of a GPU or a MIG device, which is IN_USE until :meth:`end_process`.
@@ -128,7 +142,7 @@ class SimulatedNode:
             minor = self._machine.uuids.index(device)
             self._machine.change(minor, lambda state: (_edited_gpu(state, edit), None))
             return
-        for minor in range(len(self.description.gpus)):
+        for minor in range(len(self.gpus)):
             if self._machine.change(minor, lambda state: _edited_mig(state, device, edit)):
                 return
         raise UsageError(f"the simulated node {self.description.name} has no device {device}")

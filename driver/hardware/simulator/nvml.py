@@ -14,7 +14,8 @@ import pynvml
 from .nvml_arguments import error
 from .nvml_compute import ComputeCalls
 from .nvml_device import DeviceCalls
-from .nvml_links import LinkCalls
+from .nvml_events import EventCalls
+from .nvml_fields import FieldCalls
 from .nvml_mig import MigCalls
 from .nvml_system import SystemCalls
 
@@ -22,7 +23,7 @@ from .nvml_system import SystemCalls
 _PURE = {"nvmlExceptionClass", "nvmlStructToFriendlyObject", "nvmlFriendlyObjectToStruct"}
 
 
-class SimulatedNvml(SystemCalls, DeviceCalls, LinkCalls, MigCalls, ComputeCalls):
+class SimulatedNvml(SystemCalls, DeviceCalls, FieldCalls, MigCalls, ComputeCalls, EventCalls):
     """The pynvml functions of one simulated node: same names, arguments, structs, results and errors."""
 
     def __getattr__(self, name: str) -> Any:
@@ -31,6 +32,11 @@ class SimulatedNvml(SystemCalls, DeviceCalls, LinkCalls, MigCalls, ComputeCalls)
         value = getattr(pynvml, name)
         is_call = isinstance(value, FunctionType) and name.startswith(("nvml", "c_nvml"))
         return _refuse if is_call and name not in _PURE else value
+
+
+def is_simulated(call: str) -> bool:
+    """Whether there is a simulation of the pynvml function of that name."""
+    return call.startswith("nvml") and hasattr(SimulatedNvml, call)
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:

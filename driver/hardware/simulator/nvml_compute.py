@@ -10,16 +10,8 @@ import pynvml
 
 from . import mig
 from .nvml_arguments import error, fill_unsized, integer, pointer_to
-from .nvml_session import (
-    ComputeInstanceKey,
-    ComputeView,
-    GpuInstanceKey,
-    GpuInstanceView,
-    GpuKey,
-    MigKey,
-    NvmlSession,
-    simulated,
-)
+from .nvml_keys import ComputeInstanceKey, GpuInstanceKey, GpuKey, MigKey
+from .nvml_session import ComputeView, GpuInstanceView, NvmlSession, simulated
 from .products import Profile
 from .state import ComputeInstance, GpuState
 
@@ -62,7 +54,7 @@ class ComputeCalls(NvmlSession):
             instance = self.find_gpu_instance(state, serial)
             return mig.create_compute_instance(product, state, instance, wanted)
 
-        created = self.machine.change(found.minor, create, self.machine.latency.create_compute_instance)
+        created = self.machine.reconfigure(found.minor, create, self.machine.latency.create_compute_instance)
         return self.handle(ComputeInstanceKey(found.minor, created.uuid))
 
     @simulated()
@@ -74,7 +66,7 @@ class ComputeCalls(NvmlSession):
             current = self.find_compute(minor, state, uuid)
             return mig.destroy_compute_instance(state, current.instance, current.compute), None
 
-        self.machine.change(minor, destroy, self.machine.latency.destroy_compute_instance)
+        self.machine.reconfigure(minor, destroy, self.machine.latency.destroy_compute_instance)
         self.forget(ComputeInstanceKey(minor, uuid))
         self.forget(MigKey(minor, uuid))
         return _SUCCESS
@@ -121,6 +113,8 @@ class ComputeCalls(NvmlSession):
     @simulated()
     def nvmlDeviceGetMigDeviceHandleByIndex(self, device: Any, index: int) -> Any:
         minor = self.gpu(device, pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        if not self.machine.product.mig_capable:
+            raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
         if not 0 <= integer(index) < self.machine.product.max_gpu_instances:
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         for instance in self.machine.state(minor).instances:
@@ -159,7 +153,7 @@ class ComputeCalls(NvmlSession):
         attributes.multiprocessorCount = compute.multiprocessors
         attributes.gpuInstanceSliceCount = profile.slices
         attributes.computeInstanceSliceCount = compute.slices
-        attributes.memorySizeMB = profile.memory_mib
+        attributes.memorySizeMB = profile.memory_at(found.instance.start)
         return attributes
 
     def _profile(self, found: GpuInstanceView) -> Profile:

@@ -8,7 +8,8 @@ from typing import Any
 import pynvml
 
 from .nvml_arguments import error, integer
-from .nvml_session import GpuKey, NvmlSession, simulated
+from .nvml_keys import GpuKey
+from .nvml_session import NvmlSession, simulated
 from .nvml_system import full_bus_id
 from .state import ComputeInstance, GpuInstance, GpuState, Process
 
@@ -34,7 +35,7 @@ class DeviceCalls(NvmlSession):
 
     @simulated()
     def nvmlDeviceGetPciInfo(self, handle: Any) -> Any:
-        gpu = self.machine.description.gpus[self.gpu(handle)]
+        gpu = self.machine.gpus[self.gpu(handle)]
         return pci_info(gpu.pci_bus_id, self.machine.product.pci_device_id)
 
     @simulated()
@@ -71,12 +72,19 @@ class DeviceCalls(NvmlSession):
     @simulated()
     def nvmlDeviceGetEccMode(self, handle: Any) -> list[int]:
         self.gpu(handle)
-        return [pynvml.NVML_FEATURE_ENABLED, pynvml.NVML_FEATURE_ENABLED]
+        mode = int(self.machine.description.ecc)
+        return [mode, mode]
+
+    @simulated()
+    def nvmlDeviceGetGpuMaxPcieLinkGeneration(self, handle: Any) -> int:
+        self.gpu(handle)
+        return self.machine.product.pcie_generation
 
     @simulated()
     def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: Any) -> int:
-        self.gpu(handle)
-        return self.machine.product.pcie_generation
+        # What GPU and host can do together, where the GPU's own maximum is the function above.
+        own = self.nvmlDeviceGetGpuMaxPcieLinkGeneration(handle)
+        return min(own, self.machine.description.pcie_generation or own)
 
     @simulated()
     def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: Any) -> int:
@@ -90,13 +98,6 @@ class DeviceCalls(NvmlSession):
     @simulated()
     def nvmlDeviceGetCurrPcieLinkWidth(self, handle: Any) -> int:
         return self.nvmlDeviceGetMaxPcieLinkWidth(handle)
-
-    @simulated()
-    def nvmlDeviceGetNumaNodeId(self, handle: Any) -> int:
-        node = self.machine.description.gpus[self.gpu(handle)].memory_numa_node
-        if node is None:
-            raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return node
 
     @simulated()
     def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any) -> list[Any]:
@@ -123,7 +124,8 @@ class DeviceCalls(NvmlSession):
             return product.memory_mib * MIB, product.reserved_mib * MIB, used
         found = self.mig_device(handle)
         used = sum(process.memory for ci in found.instance.compute for process in ci.processes)
-        return product.by_id[found.instance.profile].memory_mib * MIB, 0, used
+        memory = product.by_id[found.instance.profile].memory_at(found.instance.start)
+        return memory * MIB, 0, used
 
 
 def _used_by_all(state: GpuState) -> int:

@@ -1,11 +1,10 @@
-"""Simulated NVML: how devices reach each other - NVLink, peer access, PCIe distance, the NVLink fabric."""
+"""Simulated NVML: how GPUs reach each other - NVLink, peer access, the NVLink fabric."""
 
 # ruff: noqa: N802, N803
 from __future__ import annotations
 
 import ctypes
 import uuid
-from itertools import takewhile
 from typing import Any
 
 import pynvml
@@ -13,7 +12,8 @@ import pynvml
 from .description import GpuDescription, NvlinkDescription
 from .nvml_arguments import error, integer, pointer_to
 from .nvml_device import pci_info
-from .nvml_session import NvmlSession, simulated
+from .nvml_place import PlaceCalls
+from .nvml_session import simulated
 
 _NVSWITCH_DEVICE_ID = 0x22A310DE
 
@@ -21,31 +21,63 @@ _NVSWITCH_DEVICE_ID = 0x22A310DE
 _FABRIC_V3_SINCE = 580
 
 
-class LinkCalls(NvmlSession):
-    """Links and distances. They concern GPUs; a MIG device has none: NOT_SUPPORTED."""
+# The function answers with an enum, not the generation: A100 says 5 (open-mpi/hwloc issue 658).
+_VERSIONS = {
+    2: pynvml.NVML_NVLINK_VERSION_2_0,
+    3: pynvml.NVML_NVLINK_VERSION_3_1,
+    4: pynvml.NVML_NVLINK_VERSION_4_0,
+    5: pynvml.NVML_NVLINK_VERSION_5_0,
+}
+
+_FABRIC_STATES = {
+    "not-started": pynvml.NVML_GPU_FABRIC_STATE_NOT_STARTED,
+    "in-progress": pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS,
+    "completed": pynvml.NVML_GPU_FABRIC_STATE_COMPLETED,
+}
+
+# "Degraded bandwidth: false" in a health mask whose other fields are not supported.
+_FULL_BANDWIDTH = (
+    pynvml.NVML_GPU_FABRIC_HEALTH_MASK_DEGRADED_BW_FALSE << pynvml.NVML_GPU_FABRIC_HEALTH_MASK_SHIFT_DEGRADED_BW
+)
+
+# An estimate: everything but SLI.
+_LACKING_CAPABILITIES = (pynvml.NVML_NVLINK_CAP_SLI_BRIDGE,)
+
+
+class LinkCalls(PlaceCalls):
+    """Links. They concern GPUs; a MIG device has none: NOT_SUPPORTED."""
 
     @simulated()
     def nvmlDeviceGetNvLinkState(self, device: Any, link: int) -> int:
-        self._link(device, link)
+        self.nvlink(device, link)
         enabled: int = pynvml.NVML_FEATURE_ENABLED
         return enabled
 
     @simulated()
+    def nvmlDeviceGetNvLinkCapability(self, device: Any, link: int, capability: int) -> int:
+        self.nvlink(device, link)
+        if not 0 <= integer(capability) < pynvml.NVML_NVLINK_CAP_COUNT:
+            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return int(integer(capability) not in _LACKING_CAPABILITIES)
+
+    @simulated()
     def nvmlDeviceGetNvLinkVersion(self, device: Any, link: int) -> int:
-        self._link(device, link)
-        return self.machine.product.nvlink_generation
+        self.nvlink(device, link)
+        return int(_VERSIONS[self.machine.product.nvlink_generation])
 
     @simulated()
     def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: Any, link: int) -> int:
-        nvlink = self._link(handle, link)
-        kind: int = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH if nvlink.switches else pynvml.NVML_NVLINK_DEVICE_TYPE_GPU
-        return kind
+        nvlink = self.nvlink(handle, link)
+        kinds = (pynvml.NVML_NVLINK_DEVICE_TYPE_GPU, pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
+        return int(kinds[_is_switched(nvlink)])
 
     @simulated()
     def nvmlDeviceGetNvLinkRemotePciInfo(self, device: Any, link: int) -> Any:
-        nvlink = self._link(device, link)
+        nvlink = self.nvlink(device, link)
         if nvlink.switches:
             return pci_info(nvlink.switches[integer(link) % len(nvlink.switches)], _NVSWITCH_DEVICE_ID)
+        if nvlink.rack_switches:
+            raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
         peers = self._peers(self.gpu(device))
         return pci_info(peers[integer(link) % len(peers)].pci_bus_id, self.machine.product.pci_device_id)
 
@@ -54,18 +86,14 @@ class LinkCalls(NvmlSession):
         first, second, caps = self.gpu(device1), self.gpu(device2), integer(p2pIndex)
         if first == second or not 0 <= caps < pynvml.NVML_P2P_CAPS_INDEX_UNKNOWN:
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        linked = self.machine.description.gpus[second] in self._peers(first)
+        linked = self.machine.gpus[second] in self._peers(first)
         needs_nvlink = caps in (pynvml.NVML_P2P_CAPS_INDEX_NVLINK, pynvml.NVML_P2P_CAPS_INDEX_ATOMICS)
         # Over PCIe GPUs of one socket read and write each other; nothing crosses the sockets.
-        near = self._ancestor(first, second) < pynvml.NVML_TOPOLOGY_SYSTEM
+        near = self.ancestor(first, second) < pynvml.NVML_TOPOLOGY_SYSTEM
         status: int = (
             pynvml.NVML_P2P_STATUS_OK if linked or (near and not needs_nvlink) else pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
         )
         return status
-
-    @simulated()
-    def nvmlDeviceGetTopologyCommonAncestor(self, device1: Any, device2: Any) -> int:
-        return self._ancestor(self.gpu(device1), self.gpu(device2))
 
     @simulated()
     def nvmlDeviceGetGpuFabricInfoV(self, device: Any, gpuFabricInfo: Any) -> int:
@@ -77,9 +105,15 @@ class LinkCalls(NvmlSession):
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
         info.clusterUuid[:] = list(uuid.UUID(fabric.cluster_uuid).bytes)
         info.status, info.cliqueId = pynvml.NVML_SUCCESS, fabric.clique_id
-        info.state = pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
+        info.state = _FABRIC_STATES[fabric.state]
         # Captures of HGX H100 on driver 580 report no health: zero is "not supported" in every field.
-        info.healthMask = 0
+        info.healthMask = _FULL_BANDWIDTH if fabric.healthy else 0
+        if version == pynvml.nvmlGpuFabricInfo_v3:
+            summary = (
+                pynvml.NVML_GPU_FABRIC_HEALTH_SUMMARY_NOT_SUPPORTED,
+                pynvml.NVML_GPU_FABRIC_HEALTH_SUMMARY_HEALTHY,
+            )
+            info.healthSummary = summary[fabric.healthy]
         success: int = pynvml.NVML_SUCCESS
         return success
 
@@ -91,39 +125,24 @@ class LinkCalls(NvmlSession):
             return pynvml.c_nvmlGpuFabricInfo_v3_t
         raise error(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
 
-    def _link(self, handle: Any, link: int) -> NvlinkDescription:
+    def nvlink(self, handle: Any, link: int) -> NvlinkDescription:
         """The node's NVLinks, where the GPU has that link; INVALID_ARGUMENT or NOT_SUPPORTED elsewhere."""
         nvlink = self.machine.description.nvlink
         minor, number = self.gpu(handle), integer(link)
         if not 0 <= number < pynvml.NVML_NVLINK_MAX_LINKS:
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        if nvlink is None or not (nvlink.switches or self._peers(minor)):
+        if nvlink is None or not (_is_switched(nvlink) or self._peers(minor)):
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
         if number >= nvlink.links:
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return nvlink
 
     def _peers(self, minor: int) -> list[GpuDescription]:
-        gpus = self.machine.description.gpus
+        gpus = self.machine.gpus
         clique = gpus[minor].nvlink_clique
-        return [gpu for gpu in gpus if clique is not None and gpu.nvlink_clique == clique and gpu != gpus[minor]]
-
-    def _ancestor(self, first: int, second: int) -> int:
-        return common_ancestor(self.machine.description.gpus[first], self.machine.description.gpus[second])
+        near = (gpus[other] for other in self.machine.present if other != minor)
+        return [gpu for gpu in near if clique is not None and gpu.nvlink_clique == clique]
 
 
-def common_ancestor(one: GpuDescription, other: GpuDescription) -> int:
-    """``NVML_TOPOLOGY_*`` between two GPUs, from their places in the PCI tree and NUMA."""
-    if one.pci_bus_id == other.pci_bus_id:
-        level = pynvml.NVML_TOPOLOGY_INTERNAL
-    elif one.pcie_root == other.pcie_root:
-        pairs = zip(one.bridges, other.bridges, strict=False)
-        shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        # Two shared bridges are a root port and one switch below it; one is a root port with several.
-        by_shared = (pynvml.NVML_TOPOLOGY_HOSTBRIDGE, pynvml.NVML_TOPOLOGY_MULTIPLE, pynvml.NVML_TOPOLOGY_SINGLE)
-        level = by_shared[min(shared, 2)]
-    elif one.numa_node == other.numa_node:
-        level = pynvml.NVML_TOPOLOGY_NODE
-    else:
-        level = pynvml.NVML_TOPOLOGY_SYSTEM
-    return int(level)
+def _is_switched(nvlink: NvlinkDescription) -> bool:
+    return bool(nvlink.switches) or nvlink.rack_switches

@@ -10,7 +10,8 @@ import pynvml
 
 from . import mig
 from .nvml_arguments import error, fill_unsized, integer, pointer_to
-from .nvml_session import GpuInstanceKey, GpuKey, NvmlSession, simulated
+from .nvml_keys import GpuInstanceKey, GpuKey
+from .nvml_session import NvmlSession, simulated
 from .products import Profile
 from .state import GpuInstance
 
@@ -35,7 +36,7 @@ class MigCalls(NvmlSession):
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         product, latency = self.machine.product, self.machine.latency
         seconds = latency.mode_without_reset if product.toggles_without_reset else latency.mode_with_reset
-        return self.machine.change(minor, lambda state: mig.switch_mode(product, state, bool(wanted)), seconds)
+        return self.machine.reconfigure(minor, lambda state: mig.switch_mode(product, state, bool(wanted)), seconds)
 
     @simulated()
     def nvmlDeviceGetMaxMigDeviceCount(self, device: Any) -> int:
@@ -104,7 +105,7 @@ class MigCalls(NvmlSession):
     def nvmlGpuInstanceDestroy(self, gpuInstance: Any) -> int:
         found = self.gpu_instance(gpuInstance)
         serial = found.instance.serial
-        self.machine.change(
+        self.machine.reconfigure(
             found.minor,
             lambda state: (mig.destroy_gpu_instance(state, self.find_gpu_instance(state, serial)), None),
             self.machine.latency.destroy_gpu_instance,
@@ -146,7 +147,7 @@ class MigCalls(NvmlSession):
     def _create(self, device: Any, profile_id: int, placement: tuple[int, int] | None) -> Any:
         minor, product = self._mig_gpu(device), self.machine.product
         wanted = integer(profile_id)
-        created: GpuInstance = self.machine.change(
+        created: GpuInstance = self.machine.reconfigure(
             minor,
             lambda state: mig.create_gpu_instance(product, state, wanted, placement),
             self.machine.latency.create_gpu_instance,

@@ -9,7 +9,8 @@ from typing import Any
 import pynvml
 
 from .nvml_arguments import error, integer, text
-from .nvml_session import GpuKey, MigKey, NvmlSession, simulated
+from .nvml_keys import GpuKey, MigKey
+from .nvml_session import NvmlSession, simulated
 
 _ARCHITECTURES = {
     "Volta": pynvml.NVML_DEVICE_ARCH_VOLTA,
@@ -67,22 +68,23 @@ class SystemCalls(NvmlSession):
 
     @simulated()
     def nvmlDeviceGetCount(self) -> int:
-        return len(self.machine.uuids)
+        return len(self.machine.present)
 
     @simulated()
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
-        if not 0 <= integer(index) < len(self.machine.uuids):
+        present, wanted = self.machine.present, integer(index)
+        if not 0 <= wanted < len(present):
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return self.handle(GpuKey(integer(index)))
+        return self.handle(GpuKey(present[wanted]))
 
     @simulated()
     def nvmlDeviceGetHandleByUUID(self, uuid: str | bytes) -> Any:
         wanted = text(uuid)
         if not _UUID.match(wanted):
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        if wanted in self.machine.uuids:
-            return self.handle(GpuKey(self.machine.uuids.index(wanted)))
-        for minor in range(len(self.machine.uuids)):
+        for minor in self.machine.present:
+            if self.machine.uuid(minor) == wanted:
+                return self.handle(GpuKey(minor))
             instances = self.machine.state(minor).instances
             if any(compute.uuid == wanted for instance in instances for compute in instance.compute):
                 return self.handle(MigKey(minor, wanted))
@@ -94,8 +96,8 @@ class SystemCalls(NvmlSession):
         if match is None:
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         wanted = full_bus_id(f"{match['domain'] or '0'}:{match['rest']}.{match['fn'] or '0'}")
-        for minor, gpu in enumerate(self.machine.description.gpus):
-            if full_bus_id(gpu.pci_bus_id) == wanted:
+        for minor in self.machine.present:
+            if full_bus_id(self.machine.gpus[minor].pci_bus_id) == wanted:
                 return self.handle(GpuKey(minor))
         raise error(pynvml.NVML_ERROR_NOT_FOUND)
 
@@ -109,7 +111,7 @@ class SystemCalls(NvmlSession):
     @simulated()
     def nvmlDeviceGetUUID(self, handle: Any) -> str:
         key = self.device(handle)
-        return self.machine.uuids[key.minor] if isinstance(key, GpuKey) else self.mig_device(handle).compute.uuid
+        return self.machine.uuid(key.minor) if isinstance(key, GpuKey) else self.mig_device(handle).compute.uuid
 
     @simulated()
     def nvmlDeviceGetMinorNumber(self, handle: Any) -> int:
@@ -118,12 +120,14 @@ class SystemCalls(NvmlSession):
     @simulated()
     def nvmlDeviceGetIndex(self, handle: Any) -> int:
         key = self.device(handle)
-        return key.minor if isinstance(key, GpuKey) else self.mig_device(handle).compute.index
+        if isinstance(key, GpuKey):
+            return self.machine.present.index(key.minor)
+        return self.mig_device(handle).compute.index
 
     @simulated()
     def nvmlDeviceGetBrand(self, handle: Any) -> int:
         self.device(handle)
-        brand: int = pynvml.NVML_BRAND_NVIDIA
+        brand: int = getattr(pynvml, f"NVML_BRAND_{self.machine.product.brand}")
         return brand
 
     @simulated()

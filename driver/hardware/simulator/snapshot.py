@@ -16,7 +16,7 @@ def describe(node: SimulatedNode, held: dict[str, str]) -> list[dict[str, Any]]:
 
     :param held: who holds what, by UUID of GPU or MIG device
     """
-    return [_describe_gpu(node, minor, held) for minor in range(len(node.description.gpus))]
+    return [_describe_gpu(node, minor, held) for minor in node.present]
 
 
 def _describe_gpu(node: SimulatedNode, minor: int, held: dict[str, str]) -> dict[str, Any]:
@@ -26,10 +26,10 @@ def _describe_gpu(node: SimulatedNode, minor: int, held: dict[str, str]) -> dict
     in_order = sorted(state.instances, key=lambda gi: gi.start)
     return {
         "node": node.description.name,
-        "index": minor,
+        "index": node.present.index(minor),
         "name": product.name,
         "uuid": uuid,
-        "pciBusId": node.description.gpus[minor].pci_bus_id,
+        "pciBusId": node.gpus[minor].pci_bus_id,
         "memoryTotal": product.memory_mib,
         "memoryUsed": sum(process.memory for process in everywhere) >> 20,
         "migMode": _mode(product.mig_capable, state.mig_enabled),
@@ -46,7 +46,7 @@ def _describe_instance(product: Product, gi: GpuInstance, held: dict[str, str]) 
         "gpuInstance": gi.id,
         "profile": profile.name,
         "placement": {"start": gi.start, "size": gi.size},
-        "memory": profile.memory_mib,
+        "memory": profile.memory_at(gi.start),
     }
     if not gi.compute:
         return [common | {"computeInstance": None, "uuid": None, "holder": None, "processes": []}]

@@ -18,6 +18,12 @@ import msgspec
 
 from driver.errors import StateError
 
+ANY_INSTANCE = 0xFFFFFFFF
+"""Stands for the whole GPU where an event names no GPU instance or compute instance."""
+
+# A listener that looks every few milliseconds misses none of so many.
+_KEPT_EVENTS = 16
+
 
 class Process(msgspec.Struct, frozen=True, rename="camel"):
     """A process that holds a GPU or a MIG device: pid and bytes of GPU memory."""
@@ -52,14 +58,32 @@ class GpuInstance(msgspec.Struct, frozen=True, rename="camel"):
     compute: tuple[ComputeInstance, ...] = ()
 
 
+class Event(msgspec.Struct, frozen=True, rename="camel"):
+    """Something that NVML tells listeners: an event type, its data, and the instances it is about."""
+
+    number: int
+    kind: int
+    data: int = 0
+    gpu_instance: int = ANY_INSTANCE
+    compute_instance: int = ANY_INSTANCE
+
+
 class GpuState(msgspec.Struct, frozen=True, rename="camel"):
-    """Everything that changes on one GPU."""
+    """Everything that changes on one GPU. ``events`` are the last few, oldest first."""
 
     mig_enabled: bool = False
     mig_pending: bool = False
     next_serial: int = 1
     instances: tuple[GpuInstance, ...] = ()
     processes: tuple[Process, ...] = ()
+    next_event: int = 1
+    events: tuple[Event, ...] = ()
+
+    def with_event(self, event: Event) -> GpuState:
+        """The state where that event happened too; its number is the next one."""
+        numbered = msgspec.structs.replace(event, number=self.next_event)
+        kept = (*self.events, numbered)[-_KEPT_EVENTS:]
+        return msgspec.structs.replace(self, events=kept, next_event=self.next_event + 1)
 
 
 class GpuFile:
