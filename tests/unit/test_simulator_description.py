@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 
 from driver.errors import UsageError
 from driver.hardware.simulator import SimulatedNode, known_descriptions, load_description
+from driver.hardware.simulator.description import parse_description
 from driver.hardware.simulator.products import facts, find_product, product_names
 
 ONE_GPU = """
@@ -142,3 +144,9 @@ def test_what_is_not_yaml_is_said_to_be_unreadable(tmp_path: Path) -> None:
 def test_a_description_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         load_description("h100-1").name = "other"
+
+
+def test_the_description_in_the_docs_is_valid() -> None:
+    text = (Path(__file__).parents[2] / "docs/simulator.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert parse_description(yaml.safe_load(example), "docs").nics[0].rdma_device == "mlx5_1"

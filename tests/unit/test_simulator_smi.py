@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 
 from driver.errors import EnvironmentFault
 from driver.hardware.simulator import SimulatedNode
-from tessera.drawing import Span, cell_width, draw_placement, draw_slices
 from driver.hardware.simulator.snapshot import describe
+from tessera.drawing import Span, cell_width, draw_placement, draw_slices
 from tessera.sim import find_roots, holders, render, sim
 from tests.unit.test_simulator_client import G1, G3, create, cut, enable_mig, one_h100
 

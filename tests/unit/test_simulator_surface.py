@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from ctypes import ArgumentError, byref, c_uint, pointer
 from pathlib import Path
 from types import FunctionType
@@ -309,3 +310,31 @@ def test_a_process_on_the_whole_gpu_belongs_to_no_instance(tmp_path: Path) -> No
     (process,) = nvml.nvmlDeviceGetComputeRunningProcesses(device)
     assert (process.pid, process.gpuInstanceId) == (11, pynvml.NVML_GPU_INSTANCE_ID_ANY)
     assert nvml.nvmlDeviceGetMemoryInfo(device, nvml.nvmlMemory_v2).used == 5 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (lambda n, g: n.nvmlDeviceGetPciInfo(g), pynvml.nvmlPciInfo_t),
+        (lambda n, g: n.nvmlDeviceGetNvLinkRemotePciInfo(g, 0), pynvml.nvmlPciInfo_t),
+        (lambda n, g: n.nvmlDeviceGetMemoryInfo(g), pynvml.c_nvmlMemory_t),
+        (lambda n, g: n.nvmlDeviceGetMemoryInfo(g, n.nvmlMemory_v2), pynvml.c_nvmlMemory_v2_t),
+        (lambda n, g: n.nvmlDeviceGetGpuInstanceProfileInfo(g, 0), pynvml.c_nvmlGpuInstanceProfileInfo_v2_t),
+        (lambda n, g: n.nvmlDeviceGetGpuInstanceProfileInfo(g, 0, 1), pynvml.c_nvmlGpuInstanceProfileInfo_t),
+        (lambda n, g: n.nvmlDeviceGetFieldValues(g, [91])[0], pynvml.c_nvmlFieldValue_t),
+        (lambda n, g: n.nvmlEventSetCreate(), pynvml.c_nvmlEventSet_t),
+        (lambda n, g: n.nvmlDeviceGetCpuAffinity(g, 2)[0], int),
+        (lambda n, g: n.nvmlDeviceGetAddressingMode(g), int),
+        (lambda n, g: n.nvmlDeviceGetNvLinkVersion(g, 0), int),
+        (lambda n, g: n.nvmlDeviceGetSupportedEventTypes(g), int),
+    ],
+)
+def test_results_are_of_pynvmls_own_types(nvml: SimulatedNvml, gpu: Any, call: Any, kind: type) -> None:
+    assert type(call(nvml, gpu)) is kind
+
+
+def test_every_constant_that_the_simulator_uses_is_pynvmls() -> None:
+    folder = Path(inspect.getfile(SimulatedNvml)).parent
+    used = {name for path in folder.glob("*.py") for name in re.findall(r"pynvml\.(\w+)", path.read_text())}
+    assert len(used) > 80
+    assert not {name for name in used if not hasattr(pynvml, name)}
