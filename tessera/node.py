@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +14,6 @@ import msgspec
 from driver.config.settings import NodeSettings
 from driver.errors import ApiError
 from driver.hardware.host import Host, HostPaths
-from driver.hardware.nvml_host import NvmlHost, load_nvml
 from driver.kube.claims import Claim, read_claim
 from driver.kube.transport import KubeClient, load_configuration
 from driver.model.device import number_gpus
@@ -33,29 +30,12 @@ from kubelet_plugin.recovery import recover
 from kubelet_plugin.registration import Registration, SocketServer
 from kubelet_plugin.service import DraService
 from kubelet_plugin.steps import Observer, Steps, unobserved
-from tessera.sim import SIMULATED_NODES
 
 log = logging.getLogger(__name__)
 
 USER_AGENT = "tessera-node"
 SWITCH_INTERVAL_S = 0.0005
 """How long a busy thread may keep the interpreter from one that has an answer to give; Python's own is 5 ms."""
-
-
-def open_host(settings: NodeSettings) -> tuple[Host, HostPaths]:
-    """The node's hardware, real or simulated. Raises UsageError and EnvironmentFault."""
-    if settings.simulated is None:
-        paths = HostPaths(settings.host_root, Path("/"))
-        return NvmlHost(load_nvml(settings.nvml_library), paths, simulated=False), paths
-    # Only a simulated node pays for loading the simulator.
-    from driver.hardware.simulator import SimulatedNode, load_description, parse_latency
-
-    root = settings.host_root if settings.host_root != Path("/") else SIMULATED_NODES / settings.node_name
-    node = SimulatedNode.open(load_description(settings.simulated), root, latency=parse_latency(settings.sim_latency))
-    note = {"stateDir": str(settings.state_dir), "driverName": settings.driver_name}
-    (root / "sim" / "plugin.json").write_text(json.dumps(note))
-    paths = HostPaths(root, root)
-    return NvmlHost(node.nvml, paths, simulated=True), paths
 
 
 def build_node(settings: NodeSettings, host: Host, paths: HostPaths, records: list[ClaimRecord]) -> Inventory:

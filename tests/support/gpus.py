@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from driver.hardware.simulator.products import find_product
-from driver.model.gpu import Gpu, Placement, Profile
+from driver.model.gpu import Gpu, MigMode, Placement, Profile
 
 H100 = "NVIDIA H100 80GB HBM3"
 MIB = 1 << 20
@@ -41,7 +41,15 @@ def gpu_of(product_name: str = H100, minor: int = 0) -> Gpu:
         memory_bytes=product.memory_mib * MIB,
         multiprocessors=product.multiprocessors,
         mig_capable=product.mig_capable,
-        mig_enabled=False,
+        memory_type=None,
+        memory_bandwidth=None,
+        pcie_generation=None,
+        pcie_width=None,
+        nvlink=None,
+        nvlink_clique=None,
+        fabric_clique=None,
+        ecc=None,
+        mig_mode=MigMode.DISABLED if product.profiles else MigMode.UNSUPPORTED,
         memory_slices=product.memory_slices if profiles else 1,
         profiles=profiles,
         simulated=True,

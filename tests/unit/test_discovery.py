@@ -17,7 +17,7 @@ from driver.hardware.nvml_host import NvmlHost, load_nvml
 from driver.hardware.simulator import ZERO_LATENCY, SimulatedNode, load_description
 from driver.hardware.simulator.products import facts
 from driver.model.device import number_gpus
-from driver.model.gpu import Placement
+from driver.model.gpu import MigMode, Placement
 from tests.support.gpus import H100, gpu_of
 
 
@@ -67,7 +67,7 @@ def test_the_facts_of_a_gpu_are_those_of_its_product_and_place(simulated: Simula
         assert gpu.pci_bus_id == place.pci_bus_id
         assert gpu.pcie_root == place.pcie_root
         assert gpu.numa_node == place.numa_node
-        assert (gpu.mig_capable, gpu.mig_enabled, gpu.simulated) == (True, False, True)
+        assert (gpu.mig_capable, gpu.mig_mode, gpu.simulated) == (True, MigMode.DISABLED, True)
 
 
 def test_the_mig_geometry_is_that_of_the_facts(simulated: SimulatedNode) -> None:
@@ -128,7 +128,7 @@ def test_an_older_driver_or_gpu_lacks_a_fact_and_no_more(
 
 def test_a_gpu_without_mig_has_one_memory_slice(simulated: SimulatedNode) -> None:
     gpu = discover(simulated, nvmlDeviceGetMigMode=fails(pynvml.NVML_ERROR_NOT_SUPPORTED)).gpus[0]
-    assert (gpu.memory_slices, gpu.all_slices, gpu.mig_enabled) == (1, 1, False)
+    assert (gpu.memory_slices, gpu.all_slices, gpu.mig_mode) == (1, 1, MigMode.UNSUPPORTED)
 
 
 def test_where_the_kernel_says_minus_one_there_is_no_numa_node(simulated: SimulatedNode) -> None:
