@@ -157,12 +157,17 @@ def test_nothing_stays_after_a_kill_9_of_the_owner(how: str, binaries: Path | No
     wait_for(lambda: traces(name) == {}, 30, f"no traces: {traces(name)}")
 
 
+def _listen_to_ctrl_c() -> None:
+    """A shell's background job ignores it and passes that on: in CI, say."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_in_the_middle_of_up_leaves_nothing(binaries: Path | None) -> None:
     name = "harness-ctrl-c"
     option = ["--binaries", str(binaries)] if binaries else []
     up = subprocess.Popen(
         [sys.executable, "-m", "tests.harness", "up", "--name", name, *option],
-        cwd=REPOSITORY, stderr=subprocess.PIPE, text=True,
+        cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, preexec_fn=_listen_to_ctrl_c,
     )  # fmt: skip
     with up, up.stderr as output:  # type: ignore[union-attr]
         wait_for(lambda: (BASE / name / "run" / "kube-apiserver.json").exists(), 30, "the API server's start")
