@@ -162,8 +162,18 @@ def _listen_to_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_ctrl_c_in_the_middle_of_up_leaves_nothing(binaries: Path | None) -> None:
+@pytest.fixture
+def unused_name() -> Iterator[str]:
+    """The name of a cluster that is not there, also after a test that failed half-way."""
     name = "harness-ctrl-c"
+    command = [sys.executable, "-m", "tests.harness", "down", "--name", name]
+    subprocess.run(command, cwd=REPOSITORY, check=True)
+    yield name
+    subprocess.run(command, cwd=REPOSITORY, check=True)
+
+
+def test_ctrl_c_in_the_middle_of_up_leaves_nothing(binaries: Path | None, unused_name: str) -> None:
+    name = unused_name
     option = ["--binaries", str(binaries)] if binaries else []
     up = subprocess.Popen(
         [sys.executable, "-m", "tests.harness", "up", "--name", name, *option],
