@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
 
-from driver.errors import StateError
+from driver.errors import EnvironmentFault, StateError
 
 TEMPORARY = ".tmp"
 
@@ -42,6 +43,29 @@ def remove(path: Path, *, durable: bool) -> None:
             sync_directory(path.parent)
     except OSError as error:
         raise StateError(f"can't remove {path}: {error.strerror}") from error
+
+
+def claim_directory(directory: Path) -> None:
+    """Keep every other plugin out of ``directory`` until this process ends, however it ends.
+
+    Raises EnvironmentFault where another process has it, naming that process, or where it can't be used.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Never closed: the kernel gives the lock back when the process is gone.
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise EnvironmentFault(f"--state-dir {directory}: can't be used: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
+        os.close(lock)
+        raise EnvironmentFault(
+            f"--state-dir {directory} is in use by another node plugin, process {owner}; a node has one: end it first"
+        ) from None
+    os.ftruncate(lock, 0)
+    os.write(lock, f"{os.getpid()}\n".encode())
 
 
 def sync_directory(directory: Path) -> None:

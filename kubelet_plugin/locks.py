@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 from driver.errors import RecoverableError
 
-DEADLINE_S = 35.0
-"""Longest wait: shorter than the kubelet's 45 s, so that it hears who was waited for."""
+DEADLINE_S = 15.0
+"""Longest wait. A prepare waits twice at most, for its claim and for its GPUs, and both waits together with its
+request to the API server end before the kubelet's 45 s: so it hears who was waited for."""
 
 
 class LockTimeoutError(RecoverableError):

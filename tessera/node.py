@@ -23,6 +23,7 @@ from driver.slices.publisher import Publisher
 from kubelet_plugin.cdi import CdiDirectory
 from kubelet_plugin.checkpoint import Checkpoint, ClaimRecord
 from kubelet_plugin.driver_files import find_driver_files
+from kubelet_plugin.files import claim_directory
 from kubelet_plugin.inventory import Inventory
 from kubelet_plugin.locks import KeyedLocks
 from kubelet_plugin.preparation import Node, Preparer
@@ -58,6 +59,7 @@ class NodePlugin:
         """Discovers and recovers; touches neither the API server nor the kubelet. Raises FatalError."""
         self._settings = settings
         self._client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT)
+        claim_directory(settings.state_dir)
         host, paths = open_host(settings)
         checkpoint = Checkpoint(settings.state_dir)
         records = checkpoint.load()

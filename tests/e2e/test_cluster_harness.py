@@ -157,12 +157,27 @@ def test_nothing_stays_after_a_kill_9_of_the_owner(how: str, binaries: Path | No
     wait_for(lambda: traces(name) == {}, 30, f"no traces: {traces(name)}")
 
 
-def test_ctrl_c_in_the_middle_of_up_leaves_nothing(binaries: Path | None) -> None:
+def _listen_to_ctrl_c() -> None:
+    """A shell's background job ignores it and passes that on: in CI, say."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.fixture
+def unused_name() -> Iterator[str]:
+    """The name of a cluster that is not there, also after a test that failed half-way."""
     name = "harness-ctrl-c"
+    command = [sys.executable, "-m", "tests.harness", "down", "--name", name]
+    subprocess.run(command, cwd=REPOSITORY, check=True)
+    yield name
+    subprocess.run(command, cwd=REPOSITORY, check=True)
+
+
+def test_ctrl_c_in_the_middle_of_up_leaves_nothing(binaries: Path | None, unused_name: str) -> None:
+    name = unused_name
     option = ["--binaries", str(binaries)] if binaries else []
     up = subprocess.Popen(
         [sys.executable, "-m", "tests.harness", "up", "--name", name, *option],
-        cwd=REPOSITORY, stderr=subprocess.PIPE, text=True,
+        cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, preexec_fn=_listen_to_ctrl_c,
     )  # fmt: skip
     with up, up.stderr as output:  # type: ignore[union-attr]
         wait_for(lambda: (BASE / name / "run" / "kube-apiserver.json").exists(), 30, "the API server's start")

@@ -6,13 +6,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from kubelet_plugin.protocol.generated import dra_v1_pb2
 from tessera.cli import main
+from tests.support.running import eventually
 
 KUBECONFIG = {
     "clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}],
@@ -119,3 +123,49 @@ def test_sockets_that_cannot_be_made_end_the_process_and_leave_nothing(flags: li
     assert f"can't listen on {tmp_path}/kubelet/plugins_registry/gpu.tessera.dev-reg.sock" in answer.stderr
     assert "Traceback" not in answer.stderr
     assert not (tmp_path / "kubelet" / "plugins" / "gpu.tessera.dev" / "dra.sock").exists()
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """``tessera node`` as a process, ended by SIGTERM."""
+    command = [str(Path(sys.executable).with_name("tessera")), "node", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+def prepare(socket: Path) -> str:
+    """The error in the plugin's answer to a kubelet that asks for some claim."""
+    request = dra_v1_pb2.NodePrepareResourcesRequest(
+        claims=[dra_v1_pb2.Claim(namespace="default", name="some", uid="1234")]
+    )
+    with grpc.insecure_channel(f"unix://{socket}") as channel:
+        call = channel.unary_unary(
+            "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources",
+            request_serializer=dra_v1_pb2.NodePrepareResourcesRequest.SerializeToString,
+            response_deserializer=dra_v1_pb2.NodePrepareResourcesResponse.FromString,
+        )
+        return str(call(request, timeout=20).claims["1234"].error)
+
+
+def test_without_an_api_server_it_serves_and_says_what_is_missing(flags: list[str], tmp_path: Path) -> None:
+    socket = tmp_path / "kubelet" / "plugins" / "gpu.tessera.dev" / "dra.sock"
+    with running(*flags) as process:
+        eventually(socket.exists, "the plugin's socket")
+        error = prepare(socket)
+    assert "/resourceclaims/some: no answer from https://" in error
+    assert process.returncode == 0
+    assert not socket.exists()
+    assert not list((tmp_path / "kubelet" / "plugins_registry").iterdir())
+
+
+def test_a_second_plugin_on_the_same_node_is_refused(flags: list[str], tmp_path: Path) -> None:
+    socket = tmp_path / "kubelet" / "plugins" / "gpu.tessera.dev" / "dra.sock"
+    with running(*flags) as first:
+        eventually(socket.exists, "the plugin's socket")
+        second = tessera("node", *flags)
+        assert socket.exists()
+    assert second.returncode == 3
+    assert f"is in use by another node plugin, process {first.pid}" in second.stderr

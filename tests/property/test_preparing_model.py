@@ -1,0 +1,186 @@
+"""A random life of a node: claims come and go, the plugin dies at any step, admins meddle; memory is given once."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from driver.errors import HardwareError, RecoverableError
+from driver.model.device import Device
+from driver.model.gpu import Partition
+from kubelet_plugin.claims import ClaimReference
+from kubelet_plugin.steps import Moment, Step
+from tests.support.claims import result
+from tests.support.node import NodeUnderTest, start_node
+
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Where a write that has to reach the disk costs nothing."""
+
+CLAIMS = st.sampled_from(["a", "b", "c", "d"])
+STEPS = st.sampled_from(list(Step))
+MOMENTS = st.sampled_from(["before", "after"])
+DEVICES = [
+    "gpu-0",
+    *(f"gpu-0-mig-1g10gb-{start}" for start in range(7)),
+    *(f"gpu-0-mig-2g20gb-{start}" for start in (0, 2, 4)),
+    "gpu-0-mig-1g10gbme-3",
+    "gpu-0-mig-3g40gb-0",
+    "gpu-0-mig-3g40gb-4",
+    "gpu-0-mig-4g40gb-0",
+    "gpu-0-mig-7g80gb-0",
+]
+
+
+class Crash(BaseException):
+    """As sudden as SIGKILL: no handler of ours catches it."""
+
+
+class NodeLife(RuleBasedStateMachine):
+    """One H100. ``foreign`` are the partitions an admin made by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(prefix="tessera-model-", dir=MEMORY))
+        self.trouble: tuple[Step, Moment, type[BaseException]] | None = None
+        self.node: NodeUnderTest = start_node(self.root, observer=self.observe, gpus="h100-1")
+        self.claims: dict[str, ClaimReference] = {}
+        self.prepared: set[str] = set()
+        self.foreign: list[Partition] = []
+
+    def observe(self, step: Step, moment: Moment) -> None:
+        if self.trouble is not None and (step, moment) == self.trouble[:2]:
+            raised, self.trouble = self.trouble[2], None
+            raise raised("simulated")
+
+    @rule(name=CLAIMS, devices=st.lists(st.sampled_from(DEVICES), min_size=1, max_size=2, unique=True))
+    def allocate(self, name: str, devices: list[str]) -> None:
+        """A claim is allocated, or anew; nobody asks whether it fits."""
+        self.prepared.discard(name)
+        self.claims[name] = self.node.api.allocate(name, *(result(d, f"r{i}") for i, d in enumerate(devices)))
+
+    @rule(name=CLAIMS)
+    def prepare(self, name: str) -> None:
+        if name not in self.claims:
+            return
+        try:
+            answer = self.node.preparer.prepare(self.claims[name])
+        except RecoverableError:
+            return
+        allocated = self.node.api.claims["default", name].status.allocation
+        assert allocated is not None
+        assert {device.device for device in answer} == {found.device for found in allocated.devices.results}
+        self.prepared.add(name)
+
+    @rule(name=CLAIMS)
+    def unprepare(self, name: str) -> None:
+        if name not in self.claims:
+            return
+        self.prepared.discard(name)
+        try:
+            self.node.preparer.unprepare(self.claims[name])
+        except RecoverableError:
+            return
+        assert f"{self.claims[name].uid}.json" not in self.node.records()
+
+    @rule()
+    def restart(self) -> None:
+        self.trouble = None
+        self.node = self.node.restart(self.observe)
+
+    @rule(name=CLAIMS, preparing=st.booleans(), step=STEPS, moment=MOMENTS)
+    def crash(self, name: str, preparing: bool, step: Step, moment: Moment) -> None:
+        """The plugin is killed at some step, if it comes to that step, and started again."""
+        self.trouble = (step, moment, Crash)
+        with suppress(Crash):
+            (self.prepare if preparing else self.unprepare)(name)
+        self.restart()
+
+    @rule(name=CLAIMS, preparing=st.booleans(), step=STEPS, moment=MOMENTS)
+    def fail(self, name: str, preparing: bool, step: Step, moment: Moment) -> None:
+        """A step fails, if it comes to that step."""
+        self.trouble = (step, moment, HardwareError)
+        (self.prepare if preparing else self.unprepare)(name)
+        self.trouble = None
+
+    @rule(choice=st.integers(0, 30))
+    def meddle(self, choice: int) -> None:
+        """An admin cuts a partition by hand where there is room."""
+        host, gpu = self.node.node.host, self.node.node.inventory.gpus[0]
+        placements = [(profile, place) for profile in gpu.profiles for place in profile.placements]
+        profile, place = placements[choice % len(placements)]
+        if self.node.held() or self.foreign:
+            return
+        try:
+            host.set_mig_mode(gpu, enabled=True)
+            self.foreign.append(host.create_gpu_instance(gpu, profile, place))
+        except HardwareError:
+            return
+
+    @rule()
+    def tidy(self) -> None:
+        """The admin removes them again."""
+        host, gpu = self.node.node.host, self.node.node.inventory.gpus[0]
+        for partition in self.foreign:
+            host.destroy_gpu_instance(gpu, partition)
+        self.foreign.clear()
+
+    @invariant()
+    def held_devices_are_disjoint(self) -> None:
+        held = self.devices()
+        taken = 0
+        for device in held:
+            assert not taken & device.mask
+            taken |= device.mask
+
+    @invariant()
+    def offers_never_overlap_what_is_held(self) -> None:
+        for entry in self.node.node.inventory.published():
+            for held in entry.held:
+                assert not [offer.name for offer in entry.offers if offer.mask & held.mask]
+
+    @invariant()
+    def every_partition_is_held_or_an_admins(self) -> None:
+        held = {(device.profile.id, device.placement) for device in self.devices() if device.profile is not None}
+        for partition in self.node.partitions():
+            if partition not in self.foreign:
+                assert (partition.profile_id, partition.placement) in held
+        assert set(self.foreign) <= set(self.node.partitions())
+
+    @invariant()
+    def what_is_held_is_recorded(self) -> None:
+        recorded = {d.device for record in self.node.node.checkpoint.records() for d in record.devices}
+        assert {device.name for device in self.devices()} == recorded
+
+    @invariant()
+    def a_claim_that_was_answered_has_its_spec_and_its_record(self) -> None:
+        specs = self.node.cdi_specs()
+        for name in self.prepared:
+            uid = self.claims[name].uid
+            record = self.node.node.checkpoint.get(uid)
+            assert record is not None
+            assert record.phase == "prepared"
+            assert f"gpu.tessera.dev-claim_{uid}.json" in specs
+
+    def devices(self) -> list[Device]:
+        return [device for entry in self.node.node.inventory.published() for device in entry.held]
+
+    def teardown(self) -> None:
+        """Whatever happened: when every claim is unprepared nothing is left but what the admin made."""
+        self.trouble = None
+        for claim in self.claims.values():
+            self.node.preparer.unprepare(claim)
+        assert self.node.records() == []
+        assert self.node.cdi_specs() == {}
+        assert self.node.held() == set()
+        assert self.node.partitions() == self.foreign
+        shutil.rmtree(self.root)
+
+
+TestNodeLife = NodeLife.TestCase
+TestNodeLife.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
