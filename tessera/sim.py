@@ -11,7 +11,7 @@ import click
 
 from driver.errors import EnvironmentFault
 from tessera.output import columns
-from tessera.sim_fault import fault
+from tessera.sim_fault_gpu import fault
 
 if TYPE_CHECKING:
     from driver.hardware.simulator import NodeDescription, SimulatedNode

@@ -1,4 +1,4 @@
-"""``tessera sim fault``: making things go wrong on a simulated node while its plugin runs."""
+"""``tessera sim fault``: making calls of a simulated node go wrong while its plugin runs; what is wrong now."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Root:
+class Root:
     """The node a command works on, found when it is needed."""
 
     def __init__(self, host_root: Path | None) -> None:
@@ -39,8 +39,7 @@ class _Root:
         return SimulatedNode.attach(roots[0])
 
 
-_pass_root = click.make_pass_decorator(_Root)
-_gpu = click.option("--gpu", type=int, required=True, help="The GPU's minor number, as in /dev/nvidia<minor>.")
+pass_root = click.make_pass_decorator(Root)
 
 
 def _limits(command: F) -> F:
@@ -77,15 +76,15 @@ def fault(context: click.Context, host_root: Path | None) -> None:
       tessera sim fault list
       tessera sim fault clear
     """
-    context.obj = _Root(host_root)
+    context.obj = Root(host_root)
 
 
 @fault.command()
 @click.argument("call", default="*")
 @click.option("--code", required=True, help="NVML error by name or number, as GPU_IS_LOST or 15.")
 @_limits
-@_pass_root
-def fail(root: _Root, call: str, code: str, gpu: int | None, device: str | None, times: int | None) -> None:
+@pass_root
+def fail(root: Root, call: str, code: str, gpu: int | None, device: str | None, times: int | None) -> None:
     """Let calls of a function ("*": of any) fail.
 
     \b
@@ -101,8 +100,8 @@ def fail(root: _Root, call: str, code: str, gpu: int | None, device: str | None,
 @click.argument("call", default="*")
 @click.option("--seconds", type=float, required=True, help="How much longer a call takes.")
 @_limits
-@_pass_root
-def slow(root: _Root, call: str, seconds: float, gpu: int | None, device: str | None, times: int | None) -> None:
+@pass_root
+def slow(root: Root, call: str, seconds: float, gpu: int | None, device: str | None, times: int | None) -> None:
     """Let calls of a function ("*": of any) take longer.
 
     \b
@@ -115,8 +114,8 @@ def slow(root: _Root, call: str, seconds: float, gpu: int | None, device: str | 
 
 @fault.command()
 @click.argument("device", metavar="MIG-UUID")
-@_pass_root
-def busy(root: _Root, device: str) -> None:
+@pass_root
+def busy(root: Root, device: str) -> None:
     """Keep a partition IN_USE: its instances can't be destroyed until cleared.
 
     \b
@@ -126,133 +125,10 @@ def busy(root: _Root, device: str) -> None:
     click.echo("\n".join(f"fault {number}" for number in root.node().faults.keep_busy(device)))
 
 
-@fault.command()
-@_gpu
-@_pass_root
-def lose(root: _Root, gpu: int) -> None:
-    """Let a GPU fall off the bus: XID 79, then GPU_IS_LOST from every call.
-
-    \b
-    Examples:
-      tessera sim fault lose --gpu 3
-    """
-    click.echo(f"fault {root.node().faults.lose_gpu(gpu)}")
-
-
-@fault.command()
-@_gpu
-@_pass_root
-def remove(root: _Root, gpu: int) -> None:
-    """Let a GPU disappear from NVML's count and from sysfs.
-
-    \b
-    Examples:
-      tessera sim fault remove --gpu 3
-    """
-    root.node().faults.remove_gpu(gpu)
-
-
-@fault.command("return")
-@_gpu
-@_pass_root
-def return_gpu(root: _Root, gpu: int) -> None:
-    """Bring a lost or removed GPU back, with what it held.
-
-    \b
-    Examples:
-      tessera sim fault return --gpu 3
-    """
-    root.node().faults.return_gpu(gpu)
-
-
-@fault.command()
-@click.option("--pci-bus-id", required=True, help="Where it sits, as 0000:e5:00.0.")
-@click.option("--pcie-root", help="Its root bus, as pci0000:e4.  [default: one bus before the GPU's]")
-@click.option("--numa-node", type=int, default=-1, show_default=True, help="Its NUMA node; -1: unknown.")
-@_pass_root
-def add(root: _Root, pci_bus_id: str, pcie_root: str | None, numa_node: int) -> None:
-    """Add a GPU of the node's product. It stays.
-
-    \b
-    Examples:
-      tessera sim fault add --pci-bus-id 0000:e5:00.0 --numa-node 1
-    """
-    from driver.hardware.simulator.description import parse_gpu
-
-    place = {"pciBusId": pci_bus_id, "numaNode": numa_node} | ({"pcieRoot": pcie_root} if pcie_root else {})
-    click.echo(f"GPU {root.node().faults.add_gpu(parse_gpu(place))}")
-
-
-@fault.command()
-@click.argument("number", type=int)
-@click.option("--device", metavar="MIG-UUID", help="MIG device it happened on.  [default: the whole GPU]")
-@_gpu
-@_pass_root
-def xid(root: _Root, number: int, device: str | None, gpu: int) -> None:
-    """Report an XID through NVML's event sets.
-
-    \b
-    Examples:
-      tessera sim fault xid 48 --gpu 0
-    """
-    root.node().faults.xid(gpu, number, device)
-
-
-@fault.command()
-@click.argument("name")
-@click.option("--data", type=int, default=0, show_default=True, help="The event's data.")
-@_gpu
-@_pass_root
-def event(root: _Root, name: str, data: int, gpu: int) -> None:
-    """Report another NVML event by name.
-
-    \b
-    Examples:
-      tessera sim fault event MigConfigChange --gpu 0
-      tessera sim fault event GpuUnavailableError --gpu 0
-    """
-    from driver.hardware.simulator.fault_control import event_names
-
-    kinds = {known: bit for bit, known in event_names().items()}
-    if name not in kinds:
-        raise UsageError(f"event: {name!r} is unknown; known: {', '.join(kinds)}")
-    root.node().faults.event(gpu, kinds[name], data)
-
-
-@fault.command()
-@_pass_root
-def reboot(root: _Root) -> None:
-    """As if the machine had been rebooted: no partition survives, nor Hopper's MIG mode.
-
-    \b
-    Examples:
-      tessera sim fault reboot
-    """
-    root.node().reboot()
-
-
-@fault.command()
-@_gpu
-@_pass_root
-def reset(root: _Root, gpu: int) -> None:
-    """Reset a GPU as nvidia-smi --gpu-reset: partitions go, a pending MIG mode comes into force.
-
-    \b
-    Examples:
-      tessera sim fault reset --gpu 0
-    """
-    from pynvml import NVMLError
-
-    try:
-        root.node().reset_gpu(gpu)
-    except NVMLError as error:
-        raise UsageError(f"gpu: {gpu} can't be reset: a process holds it or a partition on it (IN_USE)") from error
-
-
 @fault.command("list")
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
-@_pass_root
-def list_faults(root: _Root, output: str) -> None:
+@pass_root
+def list_faults(root: Root, output: str) -> None:
     """List what is wrong now.
 
     \b
@@ -274,8 +150,8 @@ def list_faults(root: _Root, output: str) -> None:
 
 @fault.command()
 @click.argument("ids", type=int, nargs=-1, metavar="[ID]...")
-@_pass_root
-def clear(root: _Root, ids: tuple[int, ...]) -> None:
+@pass_root
+def clear(root: Root, ids: tuple[int, ...]) -> None:
     """End the faults of these ids, or all; removed GPUs return. Added GPUs stay.
 
     \b
