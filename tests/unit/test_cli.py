@@ -134,6 +134,7 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.terminate()
+            process.communicate(timeout=30)
 
 
 def prepare(socket: Path) -> str:
