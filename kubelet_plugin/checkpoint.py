@@ -40,6 +40,8 @@ class DeviceRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tr
     gpu_instance_id: int | None = None
     compute_instance_id: int | None = None
     uuid: str | None = None
+    existing: bool = False
+    """A partition that stood there before and is given out as it is: it is never removed."""
 
     @property
     def placement(self) -> Placement | None:
@@ -87,7 +89,9 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel"):
         return frozenset(device.gpu_uuid for device in self.devices)
 
 
-def device_record(device: Device, pool: str, requests: tuple[str, ...], number: int) -> DeviceRecord:
+def device_record(
+    device: Device, pool: str, requests: tuple[str, ...], number: int, *, existing: bool = False
+) -> DeviceRecord:
     return DeviceRecord(
         requests=requests,
         pool=pool,
@@ -99,6 +103,7 @@ def device_record(device: Device, pool: str, requests: tuple[str, ...], number: 
         profile_id=device.profile.id if device.profile else None,
         start=device.placement.start if device.placement else None,
         size=device.placement.size if device.placement else None,
+        existing=existing,
     )
 
 

@@ -69,6 +69,11 @@ class Partitions:
     def _mig_mode(self, gpu: Gpu, *, enabled: bool) -> None:
         if not gpu.mig_capable or self._host.mig_enabled(gpu) == enabled:
             return
+        if not gpu.toggles_freely:
+            raise HardwareError(
+                f"{gpu.uuid}: MIG mode is {'off' if enabled else 'on'}, and this {gpu.architecture} GPU needs a reset "
+                "with nobody using it to switch; --mig-gpus says which GPUs are meant for MIG"
+            )
         with self._step(Step.SET_MIG_MODE, gpu=gpu.uuid, enabled=enabled):
             self._host.set_mig_mode(gpu, enabled=enabled)
         log.info("switched MIG mode", extra={"gpu": gpu.uuid, "mode": "on" if enabled else "off"})

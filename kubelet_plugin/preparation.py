@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 
-from driver.errors import ClaimError, RecoverableError
+from driver.errors import ClaimError, HardwareError, RecoverableError
 from driver.hardware.host import Host
 from driver.kube.claims import Claim
-from driver.model.device import DeviceKind
-from driver.model.gpu import Gpu, Partition
+from driver.model.device import Device, DeviceKind
+from driver.model.gpu import Gpu, MigMode, Partition
 from driver.slices.names import Pool
 from kubelet_plugin.cdi import CdiDevice, CdiDirectory, build_spec, device_id
 from kubelet_plugin.checkpoint import VERSION, Checkpoint, ClaimRecord, DeviceRecord, device_record
@@ -134,7 +134,7 @@ class Preparer:
             self._node.cdi.remove(record.uid)
 
     def _remove_partition(self, record: ClaimRecord, device: DeviceRecord) -> None:
-        if device.kind is DeviceKind.FULL:
+        if device.kind is DeviceKind.FULL or device.existing:
             return
         gpu = self._gpu(device.gpu_uuid)
         if gpu is None:
@@ -188,6 +188,9 @@ class Preparer:
                     "the scheduler allocates only devices whose memory slices are disjoint"
                 )
         for item in allocated:
+            fault = self._node.inventory.fault(item.device.gpu)
+            if fault is not None:
+                raise HardwareError(f"claim {reference}: {item.device} can't be used at present: {fault}")
             conflict = self._node.inventory.conflict(reference.uid, item.device)
             if conflict is not None:
                 holder, held = conflict
@@ -200,7 +203,8 @@ class Preparer:
         items = list(allocated)
         with self._step(Step.CHECK_FREE, claim=str(reference)):
             for item in items:
-                self._partitions.check_free(item.device)
+                if not self._node.inventory.existing(item.device):
+                    self._partitions.check_free(item.device)
         record = ClaimRecord(
             version=VERSION,
             namespace=reference.namespace,
@@ -215,11 +219,12 @@ class Preparer:
 
     def _new_record(self, item: Allocated) -> DeviceRecord:
         number = self._node.inventory.number(item.device.gpu)
-        return device_record(item.device, self._node.pool.name, item.requests, number)
+        existing = self._node.inventory.existing(item.device)
+        return device_record(item.device, self._node.pool.name, item.requests, number, existing=existing)
 
     def _finish(self, record: ClaimRecord, allocated: Sequence[Allocated]) -> ClaimRecord:
         """Cut, write the spec, write "prepared"; each only where it is not so already."""
-        partitions = {item.device.name: self._partitions.ensure(item.device) for item in allocated}
+        partitions = {item.device.name: self._ensure(item.device) for item in allocated}
         spec = build_spec(
             self._node.pool.driver, record.uid, self._cdi_devices(allocated, partitions), self._node.files
         )
@@ -231,6 +236,13 @@ class Preparer:
             with self._step(Step.WRITE_PREPARED, claim=record.uid):
                 self._node.checkpoint.put(done)
         return done
+
+    def _ensure(self, device: Device) -> Partition | None:
+        partition = self._partitions.ensure(device)
+        if device.gpu.mig_capable:
+            mode = MigMode.DISABLED if partition is None else MigMode.ENABLED
+            self._node.inventory.note_mig_mode(device.gpu, mode)
+        return partition
 
     def _cdi_devices(
         self, allocated: Iterable[Allocated], partitions: Mapping[str, Partition | None]

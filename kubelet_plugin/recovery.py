@@ -1,7 +1,6 @@
 """Finding one's feet after a restart: checkpoint, hardware and CDI directory brought together again.
 
-What Tessera did not create is never destroyed: a partition without a record is left alone and its memory
-slices are not offered.
+What Tessera did not create is never destroyed: a partition without a record is left alone (see ``scan``).
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ def recover(node: Node, preparer: Preparer, records: Iterable[ClaimRecord]) -> N
         if record.phase == "preparing":
             _undo(preparer, record)
     _check(node, [record for record in records if record.phase == "prepared"])
-    for entry in node.inventory.published():
-        _note_foreign(node, entry.gpu, entry.held)
 
 
 def _devices(node: Node, record: ClaimRecord) -> list[Device]:
@@ -96,19 +93,6 @@ def _tidy_specs(node: Node) -> list[str]:
     except RecoverableError as error:
         log.error("can't tidy the CDI directory", extra={"error": str(error)})
     return uids
-
-
-def _note_foreign(node: Node, gpu: Gpu, held: Iterable[Device]) -> None:
-    ours = {device.placement for device in held}
-    foreign = [partition for partition in _partitions(node, gpu) if partition.placement not in ours]
-    mask = 0
-    for partition in foreign:
-        mask |= partition.placement.mask
-        log.warning(
-            "left alone a partition that Tessera did not make",
-            extra={"gpu": gpu.uuid, "uuid": partition.uuid, "slices": str(partition.placement)},
-        )
-    node.inventory.note_foreign(gpu, mask)
 
 
 def _partitions(node: Node, gpu: Gpu) -> Collection[Partition]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +13,6 @@ import msgspec
 
 from driver.config.settings import NodeSettings
 from driver.errors import ApiError
-from driver.hardware.host import Host, HostPaths
 from driver.kube.claims import Claim, read_claim
 from driver.kube.transport import KubeClient, load_configuration
 from driver.model.device import number_gpus
@@ -29,8 +28,10 @@ from kubelet_plugin.locks import KeyedLocks
 from kubelet_plugin.preparation import Node, Preparer
 from kubelet_plugin.recovery import recover
 from kubelet_plugin.registration import Registration, SocketServer
+from kubelet_plugin.scan import Choice, Scanner
 from kubelet_plugin.service import DraService
 from kubelet_plugin.steps import Observer, Steps, unobserved
+from tessera.hosts import open_host
 
 log = logging.getLogger(__name__)
 
@@ -39,31 +40,21 @@ SWITCH_INTERVAL_S = 0.0005
 """How long a busy thread may keep the interpreter from one that has an answer to give; Python's own is 5 ms."""
 
 
-def build_node(settings: NodeSettings, host: Host, paths: HostPaths, records: list[ClaimRecord]) -> Inventory:
-    """Discover the GPUs and name their devices; GPUs that fail are reported and left out."""
-    discovery = host.discover()
-    for fault in discovery.faults:
-        log.error("left a GPU out", extra={"gpu": fault.where, "error": fault.reason})
-    kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
-    log.info(
-        "discovered GPUs",
-        extra={"gpus": len(discovery.gpus), "products": ", ".join(sorted({g.product_name for g in discovery.gpus}))},
-    )
-    return Inventory(discovery.gpus, number_gpus(discovery.gpus, kept))
-
-
 class NodePlugin:
     """One node's plugin process. ``run`` returns after ``stop`` was called from another thread or a signal."""
 
     def __init__(self, settings: NodeSettings, observer: Observer = unobserved) -> None:
         """Discovers and recovers; touches neither the API server nor the kubelet. Raises FatalError."""
         self._settings = settings
+        self._stop = threading.Event()
+        self._hardware = ExitStack()
         self._client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT)
         claim_directory(settings.state_dir)
-        host, paths = open_host(settings)
+        host, paths = self._hardware.enter_context(open_host(settings, lasting=True))
         checkpoint = Checkpoint(settings.state_dir)
         records = checkpoint.load()
-        inventory = build_node(settings, host, paths, records)
+        self._scanner = Scanner(host, _choice(settings))
+        inventory = _first_look(self._scanner, records)
         pool = Pool(settings.node_name, settings.driver_name)
         files = find_driver_files(paths, settings.driver_root)
         cdi = CdiDirectory(settings.cdi_dir, settings.driver_name)
@@ -72,12 +63,12 @@ class NodePlugin:
         self._publisher = Publisher(self._client, pool, self._desired, self._owner)
         self._preparer = Preparer(self._node, self._read_claim, self._publisher.notify, Steps(observer), KeyedLocks())
         recover(self._node, self._preparer, records)
-        self._stop = threading.Event()
+        self._scanner.look(inventory)
 
     def run(self) -> None:
         """Serve until ``stop``. Sockets are gone when this returns; slices stay, for what runs stays held."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        for target in (self._publisher.cache.run, self._publisher.run):
+        for target in (self._publisher.cache.run, self._publisher.run, self._scan):
             threading.Thread(target=target, args=(self._stop,), daemon=True, name=target.__qualname__).start()
         registration = Registration(self._settings.driver_name, self._settings.plugin_socket, self._registered)
         with ExitStack() as stack:  # the last to start is the first to stop, also where the next can't start
@@ -97,6 +88,9 @@ class NodePlugin:
         """Ask ``run`` to return."""
         self._stop.set()
         self._publisher.notify()
+
+    def _scan(self, stop: threading.Event) -> None:
+        self._scanner.run(self._node.inventory, self._publisher.notify, stop)
 
     def _desired(self) -> Mapping[str, Content]:
         return self._builder.build(self._node.inventory.published())
@@ -119,3 +113,18 @@ class NodePlugin:
         if accepted:
             # The kubelet has just started, and a kubelet that starts deletes the node's slices.
             self._publisher.notify()
+
+
+def _choice(settings: NodeSettings) -> Choice:
+    return Choice(
+        settings.include_gpus, settings.exclude_gpus, settings.mig_gpus, settings.existing_partitions == "publish"
+    )
+
+
+def _first_look(scanner: Scanner, records: Iterable[ClaimRecord]) -> Inventory:
+    """The node's GPUs, with the names that held devices were given out by."""
+    gpus, _ = scanner.discover()
+    kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
+    products = ", ".join(sorted({gpu.product_name for gpu in gpus}))
+    log.info("discovered GPUs", extra={"gpus": len(gpus), "products": products})
+    return Inventory(gpus, number_gpus(gpus, kept))

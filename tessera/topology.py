@@ -80,7 +80,7 @@ def as_text(found: Topology) -> str:
     if found.nics:
         parts += ["", "\n".join(f"NIC{n}  {nic.name}  {nic.place.address}" for n, nic in enumerate(found.nics))]
     parts += ["", _gpus(found), "", _layout(found)]
-    parts += [f"{fault.where}: left out: {fault.reason}" for fault in found.faults]
+    parts += [f"{fault}: left out: {fault.reason}" for fault in found.faults]
     return "\n".join(parts)
 
 

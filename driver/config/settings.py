@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from driver.errors import UsageError
+from driver.model.selection import EVERY_GPU, NO_GPU, Selection
 
 DEFAULT_DRIVER = "gpu.tessera.dev"
 SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -40,6 +41,10 @@ def _gpus(value: str) -> str:
     return value
 
 
+def _selection(value: object) -> object:
+    return Selection.parse(value) if isinstance(value, str) else value
+
+
 def _absolute(value: Path) -> Path:
     if not value.is_absolute():
         raise ValueError("must be an absolute path")
@@ -64,6 +69,10 @@ class NodeSettings(BaseModel):
     driver_root: AbsolutePath = Path("/")
     host_root: AbsolutePath = Path("/")
     nvml_library: Path | None = None
+    include_gpus: Annotated[Selection, BeforeValidator(_selection)] = EVERY_GPU
+    exclude_gpus: Annotated[Selection, BeforeValidator(_selection)] = NO_GPU
+    mig_gpus: Annotated[Selection, BeforeValidator(_selection)] = NO_GPU
+    existing_partitions: Literal["ignore", "publish"] = "ignore"
     sim_latency: str = "default"
 
     @property

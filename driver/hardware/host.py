@@ -14,8 +14,11 @@ from driver.model.gpu import Gpu, Partition, Placement, Profile
 class GpuFault:
     """A GPU that discovery had to leave out, and why."""
 
-    where: str
+    index: int
     reason: str
+
+    def __str__(self) -> str:
+        return f"GPU index {self.index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,14 @@ class Host(Protocol):
 
     def set_mig_mode(self, gpu: Gpu, *, enabled: bool) -> None:
         """Switch MIG mode; returns only once it is in force, else raises (in use, reset required)."""
+        ...
+
+    def request_mig_mode(self, gpu: Gpu, *, enabled: bool) -> bool:
+        """Ask for MIG mode; False where it comes into force only with a reset of the GPU."""
+        ...
+
+    def wait_for_event(self, timeout_s: float) -> bool:
+        """Wait for news from the hardware (a GPU lost or back, MIG changed); False when none came in time."""
         ...
 
     def create_gpu_instance(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition:

@@ -45,6 +45,13 @@ class MigOperations:
         if self.enabled(handle, gpu) != enabled:
             raise HardwareError(f"{what}: NVML says SUCCESS, but the mode is only pending; the GPU needs a reset")
 
+    def request_mode(self, handle: Any, gpu: Gpu, *, enabled: bool) -> bool:
+        """Whether the mode is in force now; else it is pending until the GPU is reset."""
+        wanted = pynvml.NVML_DEVICE_MIG_ENABLE if enabled else pynvml.NVML_DEVICE_MIG_DISABLE
+        with nvml_call(f"asking for MIG mode on {gpu.uuid}"):
+            self._nvml.nvmlDeviceSetMigMode(handle, wanted)
+        return self.enabled(handle, gpu) == enabled
+
     def partitions(self, handle: Any, gpu: Gpu) -> Iterator[Partition]:
         for profile in gpu.profiles:
             yield from self._instances(handle, gpu, profile)

@@ -13,6 +13,7 @@ from driver.errors import EnvironmentFault
 from driver.hardware import nodes
 from driver.hardware.calls import described, nvml_call
 from driver.hardware.discovery import read_gpu, with_cliques
+from driver.hardware.events import Events
 from driver.hardware.host import DeviceNode, Discovery, GpuFault, HostPaths
 from driver.hardware.mig import MigOperations
 from driver.model.gpu import Gpu, Partition, Placement, Profile
@@ -43,6 +44,7 @@ class NvmlHost:
         self._simulated = simulated
         self._handles: dict[str, Any] = {}
         self._mig = MigOperations(nvml)
+        self._events = Events(nvml)
         try:
             nvml.nvmlInit()
         except pynvml.NVMLError as error:
@@ -66,7 +68,7 @@ class NvmlHost:
                 handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
                 gpu = read_gpu(self._nvml, handle, index, self._paths.root, simulated=self._simulated)
             except pynvml.NVMLError as error:
-                faults.append(GpuFault(f"GPU index {index}", f"NVML says {described(error)}"))
+                faults.append(GpuFault(index, f"NVML says {described(error)}"))
                 continue
             self._handles[gpu.uuid] = handle
             found.append(gpu)
@@ -85,6 +87,12 @@ class NvmlHost:
 
     def set_mig_mode(self, gpu: Gpu, *, enabled: bool) -> None:
         self._mig.set_mode(self._handle(gpu), gpu, enabled=enabled)
+
+    def request_mig_mode(self, gpu: Gpu, *, enabled: bool) -> bool:
+        return self._mig.request_mode(self._handle(gpu), gpu, enabled=enabled)
+
+    def wait_for_event(self, timeout_s: float) -> bool:
+        return self._events.wait(list(self._handles.items()), timeout_s)
 
     def create_gpu_instance(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition:
         return self._mig.create_gpu_instance(self._handle(gpu), gpu, profile, placement)

@@ -119,6 +119,11 @@ class Gpu:
     simulated: bool
 
     @property
+    def toggles_freely(self) -> bool:
+        """Whether MIG mode switches without a reset of the GPU: Hopper and newer (MIG user guide)."""
+        return self.architecture != "Ampere"
+
+    @property
     def all_slices(self) -> int:
         """Bit mask of every memory slice."""
         return (1 << self.memory_slices) - 1

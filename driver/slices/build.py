@@ -17,11 +17,16 @@ Content = dict[str, Any]
 """The part of a slice's spec that is ours to decide: ``sharedCounters`` or ``devices``."""
 
 
+UNAVAILABLE = {"key": "gpu.tessera.dev/unavailable", "effect": "NoSchedule"}
+"""The taint of a device whose GPU can't be used at present (KEP-5055); pods that run are left alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class PublishedGpu:
     """One GPU's share of the pool: its number, what is held on it, and what is offered beside that.
 
-    ``foreign`` is the mask of memory slices under partitions that Tessera did not make.
+    ``foreign`` is the mask of memory slices under partitions that Tessera did not make, ``fault`` why the GPU
+    can't be used at present: its devices stay, tainted, since one of them may have been given out just now.
     """
 
     gpu: Gpu
@@ -29,6 +34,7 @@ class PublishedGpu:
     held: tuple[Device, ...]
     offers: tuple[Device, ...]
     foreign: int = 0
+    fault: str | None = None
 
     @property
     def occupied(self) -> int:
@@ -89,9 +95,11 @@ def _devices(group: Sequence[PublishedGpu]) -> Content:
     """Held devices first: the scheduler skips those before it looks at them. Then the best offers."""
     sets = {entry.gpu.uuid: counter_set(entry.number) for entry in group}
     occupied = {entry.gpu.uuid: entry.occupied for entry in group}
+    faulty = {entry.gpu.uuid for entry in group if entry.fault is not None}
     held = [device for entry in group for device in sorted(entry.held, key=lambda device: device.name)]
     offers = order_offers((device for entry in group for device in entry.offers), occupied)
-    return {"devices": [_device(device, sets[device.gpu.uuid]) for device in _limited([*held, *offers])]}
+    devices = _limited([*held, *offers])
+    return {"devices": [_device(d, sets[d.gpu.uuid], tainted=d.gpu.uuid in faulty) for d in devices]}
 
 
 def _limited(devices: Iterable[Device]) -> Iterable[Device]:
@@ -103,13 +111,14 @@ def _limited(devices: Iterable[Device]) -> Iterable[Device]:
             yield device
 
 
-def _device(device: Device, set_name: str) -> Content:
-    return {
+def _device(device: Device, set_name: str, *, tainted: bool) -> Content:
+    content = {
         "name": device.name,
         "attributes": attributes(device),
         "capacity": capacity(device),
         "consumesCounters": consumption(device, set_name),
     }
+    return {**content, "taints": [UNAVAILABLE]} if tainted else content
 
 
 def slice_object(

@@ -78,7 +78,22 @@ def _needs_new_generation(current: int, desired: Mapping[str, Content], specs: S
 def _believed(item: Mapping[str, Any], sent: Stored | None) -> dict[str, Any]:
     if sent is not None and sent.version == item["metadata"]["resourceVersion"]:
         return dict(sent.spec)
-    return dict(item["spec"])
+    return _as_sent(item["spec"])
+
+
+def _as_sent(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec without what the API server adds by itself: the time a taint was added."""
+    devices = spec.get("devices")
+    if not devices or not any("taints" in device for device in devices):
+        return dict(spec)
+    return {**spec, "devices": [_without_times(device) for device in devices]}
+
+
+def _without_times(device: Mapping[str, Any]) -> dict[str, Any]:
+    if "taints" not in device:
+        return dict(device)
+    taints = [{key: value for key, value in taint.items() if key != "timeAdded"} for taint in device["taints"]]
+    return {**device, "taints": taints}
 
 
 def _same(spec: Mapping[str, Any], content: Content, pool: Pool, generation: int, count: int) -> bool:

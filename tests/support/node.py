@@ -20,8 +20,11 @@ from kubelet_plugin.inventory import Inventory
 from kubelet_plugin.locks import KeyedLocks
 from kubelet_plugin.preparation import Node, Preparer
 from kubelet_plugin.recovery import recover
+from kubelet_plugin.scan import Choice, Scanner
 from kubelet_plugin.steps import Observer, Steps, unobserved
 from tests.support.claims import DRIVER, NODE, ClaimApi
+
+EVERY_GPU_AS_FOUND = Choice()
 
 
 @dataclass
@@ -32,6 +35,7 @@ class NodeUnderTest:
     simulated: SimulatedNode
     node: Node
     preparer: Preparer
+    scanner: Scanner
     api: ClaimApi
     changes: list[None]
 
@@ -61,7 +65,11 @@ class NodeUnderTest:
 
 
 def start_node(
-    root: Path, api: ClaimApi | None = None, observer: Observer = unobserved, gpus: str = "dgx-h100"
+    root: Path,
+    api: ClaimApi | None = None,
+    observer: Observer = unobserved,
+    gpus: str = "dgx-h100",
+    choice: Choice = EVERY_GPU_AS_FOUND,
 ) -> NodeUnderTest:
     """Start, or start again, what the node plugin is made of, below ``root``."""
     api = api or ClaimApi()
@@ -70,7 +78,8 @@ def start_node(
     host = NvmlHost(simulated.nvml, paths, simulated=True)
     checkpoint = Checkpoint(root / "state")
     records = checkpoint.load()
-    found = host.discover().gpus
+    scanner = Scanner(host, choice)
+    found, _ = scanner.discover()
     kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
     inventory = Inventory(found, number_gpus(found, kept))
     files = find_driver_files(paths, Path("/"))
@@ -78,4 +87,5 @@ def start_node(
     changes: list[None] = []
     preparer = Preparer(node, api.read, lambda: changes.append(None), Steps(observer), KeyedLocks(deadline_s=5))
     recover(node, preparer, records)
-    return NodeUnderTest(root, simulated, node, preparer, api, changes)
+    scanner.look(inventory)
+    return NodeUnderTest(root, simulated, node, preparer, scanner, api, changes)

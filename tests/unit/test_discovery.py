@@ -103,7 +103,7 @@ def test_one_gpu_that_fails_is_named_and_hides_no_other(simulated: SimulatedNode
     found = discover(simulated, **{function: lost})
     assert [gpu.index for gpu in found.gpus] == [0, 1, 2, 4, 5, 6, 7]
     [fault] = found.faults
-    assert fault.where == "GPU index 3"
+    assert str(fault) == "GPU index 3"
     assert "GPU_IS_LOST" in fault.reason
     assert "reboot" in fault.reason
 

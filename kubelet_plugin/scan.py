@@ -1,0 +1,147 @@
+"""Looking at the hardware again and again: what changed outside our hands is published within seconds.
+
+An event of NVML makes it look at once, a timer in any case. It only reads the hardware, but for asking
+for MIG mode on the GPUs that settings mean for MIG.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from driver.errors import RecoverableError
+from driver.hardware.host import Discovery, Host
+from driver.model.device import Device
+from driver.model.gpu import Gpu, MigMode, Partition
+from driver.model.selection import EVERY_GPU, NO_GPU, Selection
+from kubelet_plugin.inventory import Foreign, Inventory
+
+log = logging.getLogger(__name__)
+
+RESCAN_S = 5.0
+"""Longest time between two looks: a change shows in the slices within 10 s."""
+
+PAUSE_S = 1.0
+"""Shortest time between two looks: cutting partitions ourselves makes events, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which GPUs are ours, which are meant for MIG, and whether partitions of others are given out."""
+
+    include: Selection = EVERY_GPU
+    exclude: Selection = NO_GPU
+    mig: Selection = NO_GPU
+    publish_existing: bool = False
+
+
+class Scanner:
+    """``on_change`` is called after a look that found something new; it must return quickly."""
+
+    def __init__(self, host: Host, choice: Choice) -> None:
+        self._host = host
+        self._choice = choice
+        self._reported: dict[str, str] = {}
+
+    def discover(self) -> tuple[list[Gpu], dict[int, str]]:
+        """The GPUs that are ours, and why others did not answer, by index. Raises HardwareError."""
+        discovery = self._host.discover()
+        for gpu in discovery.gpus:
+            self._want_mig(gpu)
+        self._report(discovery)
+        choice = self._choice
+        ours = [gpu for gpu in discovery.gpus if gpu in choice.include and gpu not in choice.exclude]
+        return ours, {fault.index: fault.reason for fault in discovery.faults}
+
+    def look(self, inventory: Inventory) -> bool:
+        """Bring ``inventory`` up to date; says whether anything changed."""
+        try:
+            gpus, reasons = self.discover()
+        except RecoverableError as error:
+            gpus, reasons = [], {gpu.index: str(error) for gpu in inventory.gpus}
+        by_index = {gpu.index: gpu.uuid for gpu in inventory.gpus}
+        faults = {by_index[index]: reason for index, reason in reasons.items() if index in by_index}
+        changed = inventory.update(gpus, faults)
+        news = [self.note_partitions(inventory, gpu) for gpu in gpus]
+        return changed or any(news)
+
+    def note_partitions(self, inventory: Inventory, gpu: Gpu) -> bool:
+        """Tell ``inventory`` what stands on ``gpu`` that is not Tessera's; says whether that is news."""
+        before = inventory.held_on(gpu)
+        try:
+            standing = self._host.partitions(gpu)
+        except RecoverableError as error:
+            log.error("can't list the partitions of a GPU", extra={"gpu": gpu.uuid, "error": str(error)})
+            return False
+        # Held before or after the list was made: a claim may come or go meanwhile.
+        ours = {device.placement for device in (*before, *inventory.held_on(gpu))}
+        foreign = self._foreign(inventory, gpu, [entry for entry in standing if entry.placement not in ours])
+        news = inventory.note_foreign(gpu, foreign)
+        if news and foreign.mask:
+            slices = [index for index in range(gpu.memory_slices) if foreign.mask >> index & 1]
+            log.warning(
+                "left alone partitions that Tessera did not make",
+                extra={"gpu": gpu.uuid, "slices": ",".join(map(str, slices)), "offered": ",".join(foreign.offered)},
+            )
+        return news
+
+    def run(self, inventory: Inventory, on_change: Callable[[], None], stop: threading.Event) -> None:
+        """Look until ``stop`` is set; whatever fails is logged, and looked at again."""
+        while not stop.is_set():
+            began = time.monotonic()
+            self._host.wait_for_event(RESCAN_S)
+            stop.wait(max(0.0, PAUSE_S - (time.monotonic() - began)))
+            try:
+                if not stop.is_set() and self.look(inventory):
+                    on_change()
+            except Exception:
+                # A defect of ours must not end the thread: what happens to the hardware would go unnoticed.
+                log.exception("defect while looking at the hardware")
+
+    def _foreign(self, inventory: Inventory, gpu: Gpu, partitions: Iterable[Partition]) -> Foreign:
+        mask, offered = 0, set()
+        for partition in partitions:
+            mask |= partition.placement.mask
+            device = _device_of(inventory, gpu, partition)
+            if self._choice.publish_existing and partition.complete and device is not None:
+                offered.add(device.name)
+        return Foreign(mask, frozenset(offered))
+
+    def _want_mig(self, gpu: Gpu) -> None:
+        """A GPU that needs a reset gets the mode that settings want as pending, once."""
+        if gpu.toggles_freely or gpu.mig_mode is not MigMode.DISABLED or gpu not in self._choice.mig:
+            return
+        try:
+            self._host.request_mig_mode(gpu, enabled=True)
+        except RecoverableError as error:
+            self._say(gpu.uuid, f"MIG mode can't be asked for: {error}")
+
+    def _report(self, discovery: Discovery) -> None:
+        """Log faults and waiting resets, each once for as long as it lasts."""
+        current = {str(fault): fault.reason for fault in discovery.faults}
+        waiting = (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE)
+        current |= {
+            g.uuid: f"waits for a reset: MIG mode {g.mig_mode}" for g in discovery.gpus if g.mig_mode in waiting
+        }
+        for gone in self._reported.keys() - current.keys():
+            log.info("a GPU is well again", extra={"gpu": gone})
+            del self._reported[gone]
+        for where, reason in current.items():
+            self._say(where, reason)
+
+    def _say(self, where: str, reason: str) -> None:
+        if self._reported.get(where) != reason:
+            self._reported[where] = reason
+            log.error("a GPU can't be used as it should", extra={"gpu": where, "reason": reason})
+
+
+def _device_of(inventory: Inventory, gpu: Gpu, partition: Partition) -> Device | None:
+    """The device that ``partition`` is, by profile and placement."""
+    wanted = (partition.profile_id, partition.placement)
+    for device in inventory.devices_on(gpu):
+        if device.profile is not None and (device.profile.id, device.placement) == wanted:
+            return device
+    return None

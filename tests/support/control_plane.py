@@ -1,0 +1,21 @@
+"""A cluster of API server, scheduler and controllers, without a node: for what needs no running pod."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.harness.cluster import Cluster
+from tests.harness.progress import Progress
+from tests.harness.settings import Settings
+
+
+@contextmanager
+def control_plane(name: str) -> Iterator[Cluster]:
+    """Running while the block runs; ``TESSERA_BINARIES`` names a folder of its programs, as for every cluster test."""
+    binaries = os.environ.get("TESSERA_BINARIES")
+    settings = Settings(name=name, nodes=0, binaries=Path(binaries) if binaries else None)
+    with Cluster.start(settings, Progress()) as cluster:
+        yield cluster
