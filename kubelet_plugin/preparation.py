@@ -119,7 +119,7 @@ class Preparer:
             raise failures[0]
         with self._step(Step.REMOVE_RECORD, claim=record.uid):
             self._node.checkpoint.remove(record.uid)
-        self._node.inventory.release(record.uid)
+            self._node.inventory.release(record.uid)
         self._on_change()
 
     def _attempt(self, work: Callable[[], None]) -> Iterable[RecoverableError]:
