@@ -7,6 +7,8 @@ import click
 from driver.errors import UsageError
 from tessera.sim_fault import Root, fault, pass_root
 
+__all__ = ["fault"]
+
 _gpu = click.option("--gpu", type=int, required=True, help="The GPU's minor number, as in /dev/nvidia<minor>.")
 
 
