@@ -47,6 +47,7 @@ def read_gpu(nvml: Any, handle: Any, index: int, root: Path, *, simulated: bool)
     mig_mode = fact(nvml.nvmlDeviceGetMigMode, handle)
     profiles = tuple(read_profiles(nvml, handle)) if mig_mode is not None else ()
     product = text(nvml.nvmlDeviceGetName(handle))
+    memory_bytes = nvml.nvmlDeviceGetMemoryInfo(handle).total
     return Gpu(
         uuid=text(nvml.nvmlDeviceGetUUID(handle)),
         index=index,
@@ -60,10 +61,10 @@ def read_gpu(nvml: Any, handle: Any, index: int, root: Path, *, simulated: bool)
         pci_bus_id=address,
         pcie_root=sysfs.pcie_root(root, address),
         numa_node=sysfs.numa_node(root, address),
-        memory_bytes=nvml.nvmlDeviceGetMemoryInfo(handle).total,
+        memory_bytes=memory_bytes,
         multiprocessors=max((profile.multiprocessors for profile in profiles), default=None),
-        memory_type=memory_type(product),
-        memory_bandwidth=read_memory_bandwidth(nvml, handle, product),
+        memory_type=memory_type(product, memory_bytes),
+        memory_bandwidth=read_memory_bandwidth(nvml, handle, product, memory_bytes),
         pcie_generation=fact(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         pcie_width=fact(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
         nvlink=read_nvlink(nvml, handle),
