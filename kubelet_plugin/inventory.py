@@ -161,7 +161,7 @@ class Inventory:
 
     def _publish(self, gpu: Gpu, all_held: Sequence[Device], foreign: Foreign, fault: str | None) -> PublishedGpu:
         held = tuple(device for device in all_held if device.gpu.uuid == gpu.uuid)
-        taken, names = Occupancy.of(held, foreign.mask), {device.name for device in held}
+        taken, names = Occupancy.of(gpu, held, foreign.mask), {device.name for device in held}
         offers = tuple(
             device
             for device in self._by_gpu[gpu.uuid]

@@ -114,6 +114,8 @@ def read_profiles(nvml: Any, handle: Any) -> Iterator[Profile]:
                 memory_bytes=info.memorySizeMB * MIB,
                 multiprocessors=info.multiprocessorCount,
                 max_instances=info.instanceCount,
+                jpeg_engines=info.jpegCount,
+                ofa_engines=info.ofaCount,
                 placements=placements,
             )
 

@@ -45,6 +45,8 @@ class Profile:
     memory_bytes: int
     multiprocessors: int
     max_instances: int
+    jpeg_engines: int
+    ofa_engines: int
     placements: tuple[Placement, ...]
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 from driver.model.device import Device
 from driver.model.gpu import Gpu
+from driver.model.limits import limits_of
 from driver.placement import order_offers
 from driver.slices.attributes import attributes, capacity
 from driver.slices.counters import consumption, counters_of_gpu
@@ -98,8 +99,13 @@ def _devices(group: Sequence[PublishedGpu]) -> Content:
     faulty = {entry.gpu.uuid for entry in group if entry.fault is not None}
     held = [device for entry in group for device in sorted(entry.held, key=lambda device: device.name)]
     offers = order_offers((device for entry in group for device in entry.offers), occupied)
-    devices = _limited([*held, *offers])
-    return {"devices": [_device(d, sets[d.gpu.uuid], tainted=d.gpu.uuid in faulty) for d in devices]}
+    limits = {entry.gpu.uuid: limits_of(entry.gpu.profiles) for entry in group}
+    return {
+        "devices": [
+            _device(d, consumption(d, sets[d.gpu.uuid], limits[d.gpu.uuid]), tainted=d.gpu.uuid in faulty)
+            for d in _limited([*held, *offers])
+        ]
+    }
 
 
 def _limited(devices: Iterable[Device]) -> Iterable[Device]:
@@ -111,12 +117,12 @@ def _limited(devices: Iterable[Device]) -> Iterable[Device]:
             yield device
 
 
-def _device(device: Device, set_name: str, *, tainted: bool) -> Content:
+def _device(device: Device, counters: list[Content], *, tainted: bool) -> Content:
     content = {
         "name": device.name,
         "attributes": attributes(device),
         "capacity": capacity(device),
-        "consumesCounters": consumption(device, set_name),
+        "consumesCounters": counters,
     }
     return {**content, "taints": [UNAVAILABLE]} if tainted else content
 

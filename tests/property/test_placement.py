@@ -19,7 +19,7 @@ EVERY = {device.name: device for device in devices_of(GPU, 0)}
 def offers_after(*held: str) -> list[str]:
     """Names of the offers beside what is held, best first, ``gpu-0-mig-`` left out."""
     devices = [EVERY[f"gpu-0-mig-{name}"] for name in held]
-    taken = Occupancy.of(devices)
+    taken = Occupancy.of(GPU, devices)
     fitting = [device for device in EVERY.values() if taken.admits(device)]
     return [device.name.removeprefix("gpu-0-mig-") for device in order_offers(fitting, {GPU.uuid: taken.mask})]
 

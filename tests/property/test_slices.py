@@ -38,7 +38,7 @@ def admitted(devices: list[Device]) -> list[Device]:
     """Those of ``devices`` that fit one after another."""
     taken: list[Device] = []
     for device in devices:
-        if Occupancy.of(taken).admits(device):
+        if Occupancy.of(device.gpu, taken).admits(device):
             taken.append(device)
     return taken
 
@@ -60,7 +60,7 @@ def held_gpus(draw: st.DrawFn, most: int = 9) -> Fleet:
         gpu = gpu_of(product, minor)
         every = devices_of(gpu, number)
         held = admitted(draw(st.lists(st.sampled_from(every), max_size=8)))
-        offers = tuple(device for device in every if Occupancy.of(held).admits(device))
+        offers = tuple(device for device in every if Occupancy.of(gpu, held).admits(device))
         found.append(PublishedGpu(gpu, number, tuple(held), offers))
     return found
 
@@ -198,7 +198,7 @@ def test_a_slice_object_is_complete() -> None:
 def test_a_full_h100_takes_every_slice_and_only_media_extensions_are_limited_apart() -> None:
     counters = counters_of_gpu(gpu_of())
     slices = {f"memory-slice-{i}": {"value": "840"} for i in range(8)}
-    assert counters == slices | {"profile-1g10gbme": {"value": "1"}}
+    assert counters == slices | {"ofa-engines": {"value": "1"}}
 
 
 def test_profiles_with_and_without_media_engines_get_different_names() -> None:

@@ -21,6 +21,8 @@ def gpu_of(product_name: str = H100, minor: int = 0) -> Gpu:
             memory_bytes=(profile.memory_mib or 0) * MIB,
             multiprocessors=profile.multiprocessors or 0,
             max_instances=profile.max_instances,
+            jpeg_engines=profile.jpeg,
+            ofa_engines=profile.ofa,
             placements=tuple(Placement(start, profile.size) for start in profile.starts),
         )
         for profile in product.profiles
