@@ -99,7 +99,7 @@ def _links_up(nvml: Any, handle: Any) -> Iterator[int]:
             state = nvml.nvmlDeviceGetNvLinkState(handle, link)
         except pynvml.NVMLError as error:
             if error.value in NO_SUCH_LINK:
-                return
+                continue  # not the end: numbers may have gaps where a board leaves links out
             raise
         if state == pynvml.NVML_FEATURE_ENABLED:
             yield link
