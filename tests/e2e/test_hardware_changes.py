@@ -1,0 +1,67 @@
+"""What happens to the hardware shows in the slices of a real API server within seconds."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness.waiting import DeadlineError, wait_for
+from tests.support.plugin import TESSERA, PluginProcess
+from tests.support.workloads import Workloads, request
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+SEEN_S = 10.0
+"""What the docs promise."""
+
+
+@pytest.fixture
+def faults(plugin: PluginProcess) -> Iterator[PluginProcess]:
+    """The plugin's simulated node, whose faults end with the test."""
+    yield plugin
+    fault(plugin, "clear")
+    wait_for(lambda: not tainted(plugin), SEEN_S, "all GPUs are well again")
+
+
+def fault(plugin: PluginProcess, *arguments: str) -> None:
+    """``tessera sim fault``, from a process of its own."""
+    command = [TESSERA, "sim", "fault", "--host-root", str(plugin.host_root), *arguments]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+
+
+def tainted(plugin: PluginProcess) -> set[str]:
+    """The GPUs whose devices are tainted."""
+    return {name.split("-mig-")[0] for name, device in plugin.devices().items() if device.get("taints")}
+
+
+def test_a_lost_gpu_is_tainted_and_nothing_new_lands_on_it(faults: PluginProcess, workloads: Workloads) -> None:
+    running = workloads.pod("running", workloads.claim("running", request("gpu-inference-1g-10gb")))
+    workloads.running(running)
+    [held] = workloads.allocated("running")
+    number = held.split("-")[1]
+    fault(faults, "lose", "--gpu", number)
+    wait_for(lambda: tainted(faults) == {f"gpu-{number}"}, SEEN_S, "the lost GPU is tainted")
+    assert held in faults.devices()
+    workloads.running(workloads.pod("next", workloads.claim("next", request("gpu-inference-1g-10gb"))))
+    assert not workloads.allocated("next")[0].startswith(f"gpu-{number}-")
+    fault(faults, "clear")
+    wait_for(lambda: not tainted(faults), SEEN_S, "the GPU is well again")
+
+
+def test_a_gpu_that_disappears_and_comes_back(faults: PluginProcess) -> None:
+    before = faults.devices()
+    fault(faults, "remove", "--gpu", "6")
+    wait_for(lambda: tainted(faults) == {"gpu-6"}, SEEN_S, "the GPU that is gone is tainted")
+    assert faults.devices().keys() == before.keys()
+    fault(faults, "return", "--gpu", "6")
+    wait_for(lambda: faults.devices() == before, SEEN_S, "everything is as before")
+
+
+def test_looking_again_writes_nothing(plugin: PluginProcess) -> None:
+    versions = [item["metadata"]["resourceVersion"] for item in plugin.slices()]
+    fault(plugin, "xid", "13", "--gpu", "0")
+    # An application's XID makes it look, and so does the timer; a change would show within the promise.
+    with pytest.raises(DeadlineError):
+        wait_for(lambda: [i["metadata"]["resourceVersion"] for i in plugin.slices()] != versions, SEEN_S, "a change")
