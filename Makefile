@@ -28,7 +28,7 @@ test-all: lint binaries ## everything, the slow tests too
 	$(RUN)/pytest
 
 test-fast: env ## the tests that need no cluster (under a minute)
-	$(RUN)/pytest -m "not cluster and not slow"
+	$(RUN)/pytest -n auto -m "not cluster and not slow"
 
 test-cluster: binaries ## the tests on the real local cluster (root)
 	$(RUN)/pytest -m "cluster and not slow"

@@ -91,7 +91,8 @@ def links_between(one: Gpu, other: Gpu) -> int:
     """
     if one.nvlink is None or other.nvlink is None or one.nvlink_clique != other.nvlink_clique:
         return 0
-    direct = one.nvlink.peers.get(other.pci_bus_id, 0)
+    ends = (one.nvlink.peers.get(other.pci_bus_id), other.nvlink.peers.get(one.pci_bus_id))
+    direct = min(filter(None, ends), default=0)
     return direct or min(_through_switch(one.nvlink.peers), _through_switch(other.nvlink.peers))
 
 
