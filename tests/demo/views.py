@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tessera.drawing import Span, draw_slices
 from driver.model.gpu import Gpu
+from tessera.drawing import Span, draw_slices
 from tessera.output import columns
 
 Slice = Mapping[str, Any]
