@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tests.bench import prepare
+from tests.bench import discovery, prepare
 from tests.bench.results import Figure, machine, table, write
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
@@ -47,6 +47,7 @@ def _measure(cluster: Cluster, progress: Progress) -> list[Figure]:
             p50 = prepare.median_of_runs(kubelet, claims, RUNS)
         kubelet.close()
     return [
+        Figure("discovery.8gpus_ms", discovery.discovery_ms(), "ms", 150, None, where),
         Figure("prepare.mig.p50_ms", p50, "ms", 5, None, where),
         Figure("node.rss_mb", idle, "MiB", 60, 74, where),
     ]
