@@ -116,6 +116,7 @@ LEVELS = {
 }
 
 
+# Where the kernel knows no NUMA nodes the simulated NVML takes all GPUs to be near, we take none.
 @pytest.mark.parametrize("node", [name for name in NODES if name != "rtx-pro-6000-8"])
 def test_sysfs_and_nvml_agree_on_distances(node: str, tmp_path: Path) -> None:
     simulated = SimulatedNode.open(load_description(node), tmp_path, latency=ZERO_LATENCY)
