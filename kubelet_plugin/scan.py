@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from driver.errors import RecoverableError
-from driver.hardware.host import Discovery, Host
+from driver.hardware.host import GpuFault, Host
 from driver.model.device import Device
 from driver.model.gpu import Gpu, MigMode, Partition
 from driver.model.selection import EVERY_GPU, NO_GPU, Selection
@@ -48,12 +48,9 @@ class Scanner:
 
     def discover(self) -> tuple[list[Gpu], dict[int, str]]:
         """The GPUs that are ours, and why others did not answer, by index. Raises HardwareError."""
-        discovery = self._host.discover()
-        for gpu in discovery.gpus:
-            self._want_mig(gpu)
-        self._report(discovery)
-        choice = self._choice
+        discovery, choice = self._host.discover(), self._choice
         ours = [gpu for gpu in discovery.gpus if gpu in choice.include and gpu not in choice.exclude]
+        self._report(discovery.faults, ours)
         return ours, {fault.index: fault.reason for fault in discovery.faults}
 
     def look(self, inventory: Inventory) -> bool:
@@ -77,7 +74,8 @@ class Scanner:
             log.error("can't list the partitions of a GPU", extra={"gpu": gpu.uuid, "error": str(error)})
             return False
         # Held before or after the list was made: a claim may come or go meanwhile.
-        ours = {device.placement for device in (*before, *inventory.held_on(gpu))}
+        held = (*before, *inventory.held_on(gpu))
+        ours = {device.placement for device in held if not inventory.existing(device)}
         foreign = self._foreign(inventory, gpu, [entry for entry in standing if entry.placement not in ours])
         news = inventory.note_foreign(gpu, foreign)
         if news and foreign.mask:
@@ -110,32 +108,28 @@ class Scanner:
                 offered.add(device.name)
         return Foreign(mask, frozenset(offered))
 
-    def _want_mig(self, gpu: Gpu) -> None:
-        """A GPU that needs a reset gets the mode that settings want as pending, once."""
-        if gpu.toggles_freely or gpu.mig_mode is not MigMode.DISABLED or gpu not in self._choice.mig:
-            return
-        try:
-            self._host.request_mig_mode(gpu, enabled=True)
-        except RecoverableError as error:
-            self._say(gpu.uuid, f"MIG mode can't be asked for: {error}")
-
-    def _report(self, discovery: Discovery) -> None:
-        """Log faults and waiting resets, each once for as long as it lasts."""
-        current = {str(fault): fault.reason for fault in discovery.faults}
-        waiting = (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE)
-        current |= {
-            g.uuid: f"waits for a reset: MIG mode {g.mig_mode}" for g in discovery.gpus if g.mig_mode in waiting
-        }
+    def _report(self, faults: Iterable[GpuFault], ours: Iterable[Gpu]) -> None:
+        """Log what keeps GPUs from being used as they should, each once for as long as it lasts."""
+        current = {str(fault): fault.reason for fault in faults}
+        current |= {gpu.uuid: reason for gpu in ours if (reason := self._waits_for(gpu)) is not None}
         for gone in self._reported.keys() - current.keys():
             log.info("a GPU is well again", extra={"gpu": gone})
-            del self._reported[gone]
         for where, reason in current.items():
-            self._say(where, reason)
+            if self._reported.get(where) != reason:
+                log.error("a GPU can't be used as it should", extra={"gpu": where, "reason": reason})
+        self._reported = current
 
-    def _say(self, where: str, reason: str) -> None:
-        if self._reported.get(where) != reason:
-            self._reported[where] = reason
-            log.error("a GPU can't be used as it should", extra={"gpu": where, "reason": reason})
+    def _waits_for(self, gpu: Gpu) -> str | None:
+        """What a GPU that needs a reset to switch waits for; one that is meant for MIG is asked to."""
+        if gpu.mig_mode in (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE):
+            return f"waits for a reset: MIG mode {gpu.mig_mode}"
+        if gpu.toggles_freely or gpu.mig_mode is not MigMode.DISABLED or gpu not in self._choice.mig:
+            return None
+        try:
+            in_force = self._host.request_mig_mode(gpu, enabled=True)
+        except RecoverableError as error:
+            return f"is meant for MIG, but refuses the mode: {error}"
+        return None if in_force else f"waits for a reset: MIG mode {MigMode.RESET_TO_ENABLE}"
 
 
 def _device_of(inventory: Inventory, gpu: Gpu, partition: Partition) -> Device | None:

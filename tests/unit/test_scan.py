@@ -225,6 +225,7 @@ class TestExistingPartitions:
 
     def test_they_are_used_as_they_are_and_never_destroyed(self, shared: NodeUnderTest) -> None:
         [before] = shared.partitions()
+        assert before.uuid is not None
         claim = shared.api.allocate("infer", "gpu-0-mig-2g20gb-2")
         shared.preparer.prepare(claim)
         assert shared.partitions() == [before]
@@ -234,6 +235,15 @@ class TestExistingPartitions:
         assert again.partitions() == [before]
         look(again)
         assert "gpu-0-mig-2g20gb-2" in again.offered()
+
+    def test_they_are_offered_again_as_soon_as_they_are_free(self, shared: NodeUnderTest) -> None:
+        claim = shared.api.allocate("infer", "gpu-0-mig-2g20gb-2")
+        shared.preparer.prepare(claim)
+        look(shared)
+        shared.preparer.unprepare(claim)
+        assert "gpu-0-mig-2g20gb-2" in shared.offered()
+        assert "gpu-0-mig-1g10gb-2" not in shared.offered()
+        assert shared.preparer.prepare(claim)
 
 
 def test_a_gpu_whose_memory_is_lost_midway_is_reported_once(
