@@ -15,7 +15,7 @@ from tests.harness import host, processes
 from tests.harness.cgroups import Cgroups
 from tests.harness.node_config import CNI, containerd_config, kubelet_config, kubelet_flags
 from tests.harness.processes import ProcessRecord, ProcessTable
-from tests.harness.readiness import Probe, accepts, http_ok, wait_ready
+from tests.harness.readiness import Probe, accepts, http_ok, log_end, wait_ready
 from tests.harness.state import ClusterState
 
 READY_S = 60.0
@@ -185,7 +185,8 @@ class Node:
         if answer.returncode != 0:
             lines = (answer.stdout + answer.stderr).splitlines()
             output = "\n".join(line for line in lines if 'msg="DEPRECATION: ' not in line)
-            raise NodeError(f"{self.name}: ctr {' '.join(arguments)}: exit status {answer.returncode}: {output}")
+            end = log_end(self._log("containerd"))
+            raise NodeError(f"{self.name}: ctr {' '.join(arguments)}: exit status {answer.returncode}: {output}{end}")
         return answer.stdout
 
 

@@ -44,13 +44,18 @@ def boot_id() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When process ``pid`` started, in clock ticks since boot; None if there is none, or a zombie."""
+    """When process ``pid`` started, in clock ticks since boot; None if there is none, or a zombie.
+
+    A process whose first thread has ended looks like a zombie while others still run, and hold its sockets and locks:
+    one that is being killed, for some milliseconds.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     state, *fields = stat.rsplit(")", 1)[1].split()  # the name before it may hold spaces and brackets
-    return None if state in "ZX" else int(fields[18])
+    threads = int(fields[16])
+    return None if state in "ZX" and threads <= 1 else int(fields[18])
 
 
 def environ_of(pid: int) -> list[str]:

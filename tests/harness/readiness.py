@@ -25,9 +25,9 @@ def wait_ready(record: ProcessRecord, probe: Probe, log: Path, deadline_s: float
     end = time.monotonic() + deadline_s
     while not probe():
         if not record.alive:
-            raise EnvironmentFault(f"{record.name} ended right after its start{_tail(log)}")
+            raise EnvironmentFault(f"{record.name} ended right after its start{log_end(log)}")
         if time.monotonic() > end:
-            raise EnvironmentFault(f"{record.name} was not ready within {deadline_s:g} s{_tail(log)}")
+            raise EnvironmentFault(f"{record.name} was not ready within {deadline_s:g} s{log_end(log)}")
         time.sleep(POLL_S)
 
 
@@ -68,7 +68,8 @@ def accepts(path: Path) -> Probe:
     return probe
 
 
-def _tail(log: Path) -> str:
+def log_end(log: Path) -> str:
+    """The last lines of a log, to go at the end of an error."""
     try:
         lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
     except OSError:

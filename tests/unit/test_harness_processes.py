@@ -18,8 +18,9 @@ from tests.harness import cleanup, host, processes
 from tests.harness.cgroups import Cgroups
 from tests.harness.guard import _still_of
 from tests.harness.mounts import mounts_below
-from tests.harness.processes import ProcessRecord, ProcessTable, record_of
+from tests.harness.processes import ProcessRecord, ProcessTable, record_of, wait_gone
 from tests.harness.readiness import wait_ready
+from tests.harness.waiting import wait_for
 
 SLEEP = ["/bin/sleep", "600"]
 
@@ -257,3 +258,26 @@ def test_v2_controllers_that_are_not_handed_down_are_a_fault(tmp_path: Path) -> 
     with pytest.raises(EnvironmentFault, match="cpu, cpuset, memory, pids can't be handed down"):
         Cgroups((v2,), unified=True).create("top/cluster")
     assert (v2 / "cgroup.subtree_control").read_text() == "+pids", "the last of one write each"
+
+
+HEADLESS = """
+import ctypes, sys, threading
+threading.Thread(target=sys.stdin.read).start()
+print("up", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_whose_first_thread_ended_is_waited_for_until_the_last_one_has() -> None:
+    command = [sys.executable, "-c", HEADLESS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        record = record_of("headless", process.pid)
+        assert record is not None
+        status = Path(f"/proc/{process.pid}/status")
+        wait_for(lambda: "State:\tZ" in status.read_text(), 10, "its first thread ends")
+        assert record.alive
+        assert wait_gone([record], 0) == [record]
+        process.kill()
+        assert wait_gone([record], 10) == []
