@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,7 +148,7 @@ def test_nothing_stays_after_a_kill_9_of_the_owner(how: str, binaries: Path | No
             kill([guard])
         owner.kill()
     if how == "guard killed, then down":
-        time.sleep(0.5)
+        owner.wait()
         assert traces(name)
         subprocess.run([sys.executable, "-m", "tests.harness", "down", "--name", name], cwd=REPOSITORY, check=True)
     if how == "guard killed, then another start":
