@@ -11,6 +11,7 @@ import pytest
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings
+from tests.harness.waiting import wait_for
 from tests.support.plugin import PluginProcess
 from tests.support.workloads import Workloads, install
 
@@ -35,10 +36,11 @@ def plugin_process(cluster: Cluster) -> Iterator[PluginProcess]:
 
 @pytest.fixture
 def plugin(plugin_process: PluginProcess) -> PluginProcess:
-    """The node's plugin, running; a test that ended it gets it back here."""
+    """The node's plugin, running, with nothing held; a test that ended it gets it back here."""
     if not plugin_process.running:
         plugin_process.stop()
         plugin_process.start()
+    wait_for(plugin_process.everything_offered, 10, "what the test before used is offered again")
     return plugin_process
 
 

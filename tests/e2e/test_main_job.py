@@ -139,4 +139,5 @@ def test_what_no_longer_fits_leaves_the_slice_and_what_is_held_stays(
     assert held in after
     assert after[held] == before[held]
     workloads.delete_pods("large")
-    wait_for(lambda: plugin.devices() == before, 10, "everything is offered again")
+    # Attributes may differ: MIG mode stays on once it was needed.
+    wait_for(lambda: plugin.devices().keys() == before.keys(), 10, "everything is offered again")

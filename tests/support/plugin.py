@@ -126,6 +126,10 @@ class PluginProcess:
         """Every published device by name."""
         return {device["name"]: device for item in self.slices() for device in item["spec"].get("devices", ())}
 
+    def everything_offered(self) -> bool:
+        """Whether all eight GPUs are offered whole: nothing is held then, and nothing is about to be published."""
+        return {f"gpu-{number}" for number in range(8)} <= self.devices().keys()
+
     def registered(self) -> bool:
         """Whether the kubelet accepted this process (and not an earlier one)."""
         with self.log.open("rb") as log:
