@@ -33,6 +33,20 @@ def recover(node: Node, preparer: Preparer, records: Iterable[ClaimRecord]) -> N
     _check(node, [record for record in records if record.phase == "prepared"])
 
 
+def hold_recorded(node: Node) -> None:
+    """Hold what the records say, also on GPUs that were away at start and have come back.
+
+    May run beside prepare and unprepare: a record that changes meanwhile is looked at again.
+    """
+    for uid in [record.uid for record in node.checkpoint.records()]:
+        while (record := node.checkpoint.get(uid)) is not None:
+            node.inventory.hold(record.holder, _devices(node, record))
+            if node.checkpoint.get(uid) is record:
+                break
+        else:
+            node.inventory.release(uid)
+
+
 def _devices(node: Node, record: ClaimRecord) -> list[Device]:
     found = []
     for entry in record.devices:

@@ -26,7 +26,7 @@ from kubelet_plugin.files import claim_directory
 from kubelet_plugin.inventory import Inventory
 from kubelet_plugin.locks import KeyedLocks
 from kubelet_plugin.preparation import Node, Preparer
-from kubelet_plugin.recovery import recover
+from kubelet_plugin.recovery import hold_recorded, recover
 from kubelet_plugin.registration import Registration, SocketServer
 from kubelet_plugin.scan import Choice, Scanner
 from kubelet_plugin.service import DraService
@@ -90,7 +90,11 @@ class NodePlugin:
         self._publisher.notify()
 
     def _scan(self, stop: threading.Event) -> None:
-        self._scanner.run(self._node.inventory, self._publisher.notify, stop)
+        self._scanner.run(self._node.inventory, self._hardware_changed, stop)
+
+    def _hardware_changed(self) -> None:
+        hold_recorded(self._node)
+        self._publisher.notify()
 
     def _desired(self) -> Mapping[str, Content]:
         return self._builder.build(self._node.inventory.published())

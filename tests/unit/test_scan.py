@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from driver.config.settings import node_settings
-from driver.errors import HardwareError, UsageError
+from driver.errors import ClaimError, HardwareError, UsageError
 from driver.model.device import DeviceKind
 from driver.model.gpu import Gpu, MigMode, Partition
 from driver.model.selection import Selection
 from driver.slices.build import UNAVAILABLE, build_slices
+from kubelet_plugin.recovery import hold_recorded
 from kubelet_plugin.scan import Choice
 from tests.support.node import NodeUnderTest, start_node
 from tests.support.running import eventually, in_thread
@@ -101,6 +102,20 @@ def test_a_held_device_of_a_lost_gpu_keeps_its_counters(node: NodeUnderTest) -> 
     after = published(node)[SMALL]
     assert after.pop("taints") == [UNAVAILABLE]
     assert after["consumesCounters"] == before["consumesCounters"]
+
+
+@pytest.mark.parametrize("device", ["gpu-0", SMALL])
+def test_a_gpu_that_was_away_at_start_comes_back_with_what_is_held_on_it(node: NodeUnderTest, device: str) -> None:
+    node.preparer.prepare(node.api.allocate("holder", device))
+    node.simulated.faults.remove_gpu(0)
+    again = node.restart()
+    again.simulated.faults.return_gpu(0)
+    assert look(again)
+    hold_recorded(again.node)
+    returned = next(entry for entry in again.node.inventory.published() if entry.number == 0)
+    assert [held.name for held in returned.held] == [device]
+    with pytest.raises(ClaimError, match=r"claim default/holder .* still holds"):
+        again.preparer.prepare(again.api.allocate("late", "gpu-0"))
 
 
 def test_partitions_made_by_others_at_run_time_are_not_offered_over(node: NodeUnderTest) -> None:
