@@ -59,6 +59,10 @@ class Inventory:
     def gpus(self) -> Sequence[Gpu]:
         return tuple(self._gpus.values())
 
+    def gpu(self, uuid: str) -> Gpu | None:
+        """The GPU of this UUID, in trouble or not; None if this node never had it since the start."""
+        return self._gpus.get(uuid)
+
     def update(self, gpus: Iterable[Gpu], faults: Mapping[str, str]) -> bool:
         """Take over what the hardware is now; says whether anything changed.
 

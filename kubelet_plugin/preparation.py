@@ -16,7 +16,7 @@ from driver.errors import ClaimError, HardwareError, RecoverableError
 from driver.hardware.host import Host
 from driver.kube.claims import Claim
 from driver.model.device import Device, DeviceKind
-from driver.model.gpu import Gpu, MigMode, Partition
+from driver.model.gpu import MigMode, Partition
 from driver.slices.names import Pool
 from kubelet_plugin.cdi import CdiDevice, CdiDirectory, build_spec, device_id
 from kubelet_plugin.checkpoint import VERSION, Checkpoint, ClaimRecord, DeviceRecord, device_record
@@ -136,7 +136,7 @@ class Preparer:
     def _remove_partition(self, record: ClaimRecord, device: DeviceRecord) -> None:
         if device.kind is DeviceKind.FULL or device.existing:
             return
-        gpu = self._gpu(device.gpu_uuid)
+        gpu = self._node.inventory.gpu(device.gpu_uuid)
         if gpu is None:
             raise ClaimError(
                 f"claim {record.namespace}/{record.name}: {device.device} is on {device.gpu_uuid}, which did not "
@@ -263,9 +263,6 @@ class Preparer:
                 "a failed prepare could not be undone; it stays recorded and is undone at the next call or start",
                 extra={"claim": f"{record.namespace}/{record.name}", "error": str(error)},
             )
-
-    def _gpu(self, uuid: str) -> Gpu | None:
-        return next((gpu for gpu in self._node.inventory.gpus if gpu.uuid == uuid), None)
 
     def _answer(self, record: ClaimRecord, device: DeviceRecord) -> PreparedDevice:
         cdi = device_id(self._node.pool.driver, record.uid, device.device)

@@ -66,7 +66,7 @@ def _device(node: Node, entry: DeviceRecord) -> Device | None:
     known = node.inventory.device(entry.device)
     if known is not None and known.gpu.uuid == entry.gpu_uuid:
         return known
-    gpu = next((gpu for gpu in node.inventory.gpus if gpu.uuid == entry.gpu_uuid), None)
+    gpu = node.inventory.gpu(entry.gpu_uuid)
     for device in devices_of(gpu, entry.number) if gpu is not None else ():
         if device.profile is not None and device.profile.id == entry.profile_id and device.placement == entry.placement:
             return replace(device, name=entry.device)

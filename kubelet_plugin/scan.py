@@ -62,11 +62,14 @@ class Scanner:
         by_index = {gpu.index: gpu.uuid for gpu in inventory.gpus}
         faults = {by_index[index]: reason for index, reason in reasons.items() if index in by_index}
         changed = inventory.update(gpus, faults)
-        news = [self.note_partitions(inventory, gpu) for gpu in gpus]
-        return changed or any(news)
+        return self.look_at_partitions(inventory, gpus) or changed
 
-    def note_partitions(self, inventory: Inventory, gpu: Gpu) -> bool:
-        """Tell ``inventory`` what stands on ``gpu`` that is not Tessera's; says whether that is news."""
+    def look_at_partitions(self, inventory: Inventory, gpus: Iterable[Gpu]) -> bool:
+        """Tell ``inventory`` what stands on ``gpus`` that is not Tessera's; says whether any of it is news."""
+        news = [self._note_partitions(inventory, gpu) for gpu in gpus]
+        return any(news)
+
+    def _note_partitions(self, inventory: Inventory, gpu: Gpu) -> bool:
         before = inventory.held_on(gpu)
         try:
             standing = self._host.partitions(gpu)

@@ -63,7 +63,7 @@ class NodePlugin:
         self._publisher = Publisher(self._client, pool, self._desired, self._owner)
         self._preparer = Preparer(self._node, self._read_claim, self._publisher.notify, Steps(observer), KeyedLocks())
         recover(self._node, self._preparer, records)
-        self._scanner.look(inventory)
+        self._scanner.look_at_partitions(inventory, inventory.gpus)
 
     def run(self) -> None:
         """Serve until ``stop``. Sockets are gone when this returns; slices stay, for what runs stays held."""

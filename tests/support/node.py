@@ -87,5 +87,5 @@ def start_node(
     changes: list[None] = []
     preparer = Preparer(node, api.read, lambda: changes.append(None), Steps(observer), KeyedLocks(deadline_s=5))
     recover(node, preparer, records)
-    scanner.look(inventory)
+    scanner.look_at_partitions(inventory, inventory.gpus)
     return NodeUnderTest(root, simulated, node, preparer, scanner, api, changes)

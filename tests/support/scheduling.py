@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from driver.errors import ApiError
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
-from tests.support.workloads import CLAIMS, PODS
+from tests.support.workloads import CLAIMS, PODS, is_gone
 
 SCHEDULED_S = 20.0
 
@@ -71,7 +71,7 @@ class Scheduling:
         for path in reversed(self._paths):
             self.cluster.api.request("DELETE", path, {"gracePeriodSeconds": 0})
         for path in self._paths:
-            wait_for(self._is_gone(path), SCHEDULED_S, f"{path} gone")
+            wait_for(partial(is_gone, self.cluster, path), SCHEDULED_S, f"{path} gone")
         self._paths.clear()
 
     def _create(self, folder: str, body: dict[str, Any]) -> None:
@@ -89,15 +89,3 @@ class Scheduling:
             if condition["type"] == "PodScheduled" and condition["status"] == "False":
                 return str(condition["message"])
         return ""
-
-    def _is_gone(self, path: str) -> Callable[[], bool]:
-        def gone() -> bool:
-            try:
-                self.cluster.api.get(path)
-            except ApiError as error:
-                if error.status == 404:
-                    return True
-                raise
-            return False
-
-        return gone

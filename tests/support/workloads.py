@@ -36,6 +36,17 @@ def request(device_class: str, name: str = "gpu", selector: str = "") -> dict[st
     return {"name": name, "exactly": exactly}
 
 
+def is_gone(cluster: Cluster, path: str) -> bool:
+    """Whether there is no such object."""
+    try:
+        cluster.api.get(path)
+    except ApiError as error:
+        if error.status == 404:
+            return True
+        raise
+    return False
+
+
 class Workloads:
     """What one test creates. Names are the test's own; ``delete_all`` removes what is left."""
 
@@ -119,7 +130,7 @@ class Workloads:
 
     def wait_until_gone(self) -> None:
         for path in self._paths():
-            wait_for(lambda path=path: self._gone(path), RUNNING_S, f"{path} gone")  # type: ignore[misc]
+            wait_for(lambda path=path: is_gone(self.cluster, path), RUNNING_S, f"{path} gone")  # type: ignore[misc]
 
     def exec(self, pod: str, *command: str) -> str:
         """What the command prints inside the pod's container, on whichever node it runs."""
@@ -137,12 +148,3 @@ class Workloads:
         except ApiError as error:
             if error.status != 404:
                 raise
-
-    def _gone(self, path: str) -> bool:
-        try:
-            self.cluster.api.get(path)
-        except ApiError as error:
-            if error.status == 404:
-                return True
-            raise
-        return False

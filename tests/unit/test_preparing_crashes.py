@@ -7,11 +7,23 @@ from pathlib import Path
 import pytest
 
 from driver.errors import HardwareError, RecoverableError
-from kubelet_plugin.steps import Moment, Step
+from kubelet_plugin.steps import Moment, Observer, Step
 from tests.support.node import start_node
 
 SMALL = "gpu-0-mig-1g10gb-6"
 BIG = "gpu-0-mig-3g40gb-0"
+
+
+class Crash(BaseException):
+    """As sudden as SIGKILL: no handler of ours catches it."""
+
+
+def crash_at(step: Step, moment: Moment) -> Observer:
+    def crash(at: Step, when: Moment) -> None:
+        if (at, when) == (step, moment):
+            raise Crash
+
+    return crash
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
@@ -28,14 +40,7 @@ BIG = "gpu-0-mig-3g40gb-0"
     ],
 )
 def test_a_crash_at_any_step_is_healed_by_restart_and_retry(tmp_path: Path, step: Step, moment: Moment) -> None:
-    class Crash(BaseException):
-        """As sudden as SIGKILL: no handler of ours catches it."""
-
-    def crash(at: Step, when: Moment) -> None:
-        if (at, when) == (step, moment):
-            raise Crash
-
-    node = start_node(tmp_path, observer=crash)
+    node = start_node(tmp_path, observer=crash_at(step, moment))
     claim = node.api.allocate("infer", SMALL)
     with pytest.raises(Crash):
         node.preparer.prepare(claim)
@@ -52,14 +57,7 @@ def test_a_crash_at_any_step_is_healed_by_restart_and_retry(tmp_path: Path, step
     [Step.REMOVE_CDI_SPEC, Step.DESTROY_COMPUTE_INSTANCE, Step.DESTROY_GPU_INSTANCE, Step.REMOVE_RECORD],
 )
 def test_a_crash_while_unpreparing_is_healed_by_the_retry(tmp_path: Path, step: Step, moment: Moment) -> None:
-    class Crash(BaseException):
-        """As sudden as SIGKILL."""
-
-    def crash(at: Step, when: Moment) -> None:
-        if (at, when) == (step, moment):
-            raise Crash
-
-    node = start_node(tmp_path, observer=crash)
+    node = start_node(tmp_path, observer=crash_at(step, moment))
     claim = node.api.allocate("infer", SMALL)
     node.preparer.prepare(claim)
     with pytest.raises(Crash):
