@@ -5,7 +5,9 @@
     │   ├── ClaimError           this claim can't be prepared as it is; others are unaffected
     │   ├── HardwareError        NVML, sysfs or a device node answered with an error
     │   ├── ApiError             the API server refused, or could not be reached
-    │   └── StateError           a file of ours can't be read or written
+    │   ├── StateError           a file of ours can't be read or written
+    │   ├── CelError             a CEL expression that no device can be held against
+    │   └── CelRuntimeError      a CEL expression that has no answer for one device
     └── FatalError               the process ends with ``exit_code`` and this message
         ├── UsageError           exit code 2: what was asked for makes no sense
         └── EnvironmentFault     exit code 3: the machine lacks something
@@ -14,6 +16,9 @@ Whoever raises one names the field or object, what was found and what would have
 """
 
 from __future__ import annotations
+
+NOT_FOUND, CONFLICT = 404, 409
+"""Of the statuses of an ApiError those that many expect: there is no such object; there is, or it has changed."""
 
 
 class TesseraError(Exception):
@@ -51,7 +56,33 @@ class ApiError(RecoverableError):
 
 
 class StateError(RecoverableError):
-    """A file that Tessera keeps (checkpoint, CDI spec) can't be read or written."""
+    """What Tessera keeps (checkpoint, CDI spec, what a plan's status tells) can't be read or written."""
+
+
+class CelError(RecoverableError):
+    """A CEL expression is refused: its syntax, a name, a type, its cost, or something that Tessera can't evaluate.
+
+    Recoverable, because expressions stand in other people's claims and classes: the object is reported, the rest goes
+    on. ``position`` counts characters from 0, or is None where the whole expression is meant.
+    """
+
+    def __init__(self, message: str, expression: str = "", position: int | None = None) -> None:
+        super().__init__(message)
+        self.expression = expression
+        self.position = position
+
+
+class CelRuntimeError(RecoverableError):
+    """A CEL expression has no answer for one device (as a rule it reads an attribute that the device lacks).
+
+    ``reason`` is the cause alone, without expression and device: equal for all devices that fail alike.
+    """
+
+    def __init__(self, expression: str, device: str, reason: str) -> None:
+        super().__init__(f"CEL expression {expression!r} on device {device}: {reason}")
+        self.expression = expression
+        self.device = device
+        self.reason = reason
 
 
 class FatalError(TesseraError):

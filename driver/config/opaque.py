@@ -1,60 +1,71 @@
-"""Opaque device parameters in classes and claims, ``gpu.tessera.dev/v1alpha1``.
+"""Opaque device parameters in classes and claims: ours, and NVIDIA's translated.
 
-Strict: unknown kinds, unknown fields and wrong types are refused, all of them at once, each with its path.
-The API group is fixed; it does not follow the driver name.
+Strict: a wrong apiVersion, kind, field, value or type is refused, all of them at once, each with its path.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from driver.config.names import nearest
+from driver.config.nvidia import NVIDIA, translate
+from driver.config.parameters import TESSERA, AnyParameters, GpuConfig, MigDeviceConfig, ShareConfig
+from driver.config.schema import Fault, Group, InvalidParameters, Strict, shown, validate, wrong_name
+from driver.model.device import DeviceKind
 
-from driver.errors import ClaimError
+__all__ = [
+    "AnyParameters",
+    "GpuConfig",
+    "InvalidParameters",
+    "MigDeviceConfig",
+    "ShareConfig",
+    "kinds_of",
+    "parse_parameters",
+]
 
-API_VERSION = "gpu.tessera.dev/v1alpha1"
-
-
-class Parameters(BaseModel):
-    """What every kind has in common."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    apiVersion: Literal["gpu.tessera.dev/v1alpha1"] = "gpu.tessera.dev/v1alpha1"  # noqa: N815 - Kubernetes' own spelling
-
-
-class GpuConfig(Parameters):
-    """For a full GPU. It has no settings yet: its presence says that the class means full GPUs."""
-
-    kind: Literal["GpuConfig"]
+GROUPS = {group.api_version: group for group in (TESSERA, NVIDIA)}
 
 
-class MigDeviceConfig(Parameters):
-    """For a MIG partition. It has no settings yet, as GpuConfig."""
+def parse_parameters(raw: object, where: str, device: DeviceKind | None = None) -> AnyParameters:
+    """``raw`` (decoded JSON or YAML) as one of our kinds; ``device`` says what kind of device it is for, if known.
 
-    kind: Literal["MigDeviceConfig"]
+    Raises InvalidParameters, a ClaimError that lists every fault; ``where`` names the object in it.
+    """
+    if not isinstance(raw, Mapping):
+        raise InvalidParameters(where, [Fault("parameters", shown(raw), "must be an object with apiVersion and kind")])
+    faults, group = _group(raw)
+    wrong, model = _model(raw, group)
+    faults += wrong
+    settings = {name: value for name, value in raw.items() if name not in {"apiVersion", "kind"}}
+    parsed = validate(model, settings) if model else []
+    if isinstance(parsed, list) or faults:
+        raise InvalidParameters(where, [*faults, *(parsed if isinstance(parsed, list) else [])])
+    return cast("AnyParameters", parsed) if group is TESSERA else translate(parsed, device)
 
 
-AnyParameters = GpuConfig | MigDeviceConfig
-
-_ADAPTER: TypeAdapter[AnyParameters] = TypeAdapter(Annotated[AnyParameters, Field(discriminator="kind")])
-
-
-def parse_parameters(raw: Mapping[str, Any], where: str) -> AnyParameters:
-    """``raw`` as one of the kinds. Raises ClaimError listing every fault; ``where`` names the object."""
+def kinds_of(raw: object) -> frozenset[str]:
+    """The kinds that ``raw`` may come to, by the device it is used on; none where it is not valid."""
     try:
-        return _ADAPTER.validate_python({"apiVersion": None, **raw})
-    except ValidationError as error:
-        faults = "; ".join(_describe(fault["loc"], fault["msg"], fault["input"]) for fault in error.errors())
-        raise ClaimError(
-            f"{where}: opaque parameters are not valid: {faults} "
-            f"(accepted: apiVersion {API_VERSION}, kind GpuConfig or MigDeviceConfig, no other fields)"
-        ) from error
+        return frozenset(parse_parameters(raw, "", device).kind for device in DeviceKind)
+    except InvalidParameters:
+        return frozenset()
 
 
-def _describe(location: tuple[int | str, ...], message: str, found: object) -> str:
-    # A discriminated union puts the kind in front of the path; people did not write it there.
-    path = ".".join(str(part) for part in location if part not in {"GpuConfig", "MigDeviceConfig"})
-    shown = repr(found) if not isinstance(found, Mapping) else "the object"
-    return f"{path or 'kind'}: {message} (found {shown})"
+def _group(raw: Mapping[Any, Any]) -> tuple[list[Fault], Group]:
+    """The API version's kinds; where there is no such version, those that were most probably meant."""
+    found = raw.get("apiVersion")
+    known = found if isinstance(found, str) else ""
+    if known in GROUPS:
+        return [], GROUPS[known]
+    return [wrong_name("apiVersion", found, list(GROUPS), {})], GROUPS[nearest(known, GROUPS) or TESSERA.api_version]
+
+
+def _model(raw: Mapping[Any, Any], group: Group) -> tuple[list[Fault], type[Strict] | None]:
+    """The kind's schema; where there is no such kind, the one that was most probably meant, if any."""
+    found = raw.get("kind")
+    known = found if isinstance(found, str) else ""
+    if known in group.kinds:
+        return [], group.kinds[known]
+    close = nearest(known, group.kinds) if known not in group.refused else None
+    return [wrong_name("kind", found, list(group.kinds), group.refused)], group.kinds[close] if close else None

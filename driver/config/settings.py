@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from driver.config.listen import Listen
 from driver.errors import UsageError
 from driver.model.selection import EVERY_GPU, NO_GPU, Selection
+from driver.model.shares import NO_SHARES, ShareCounts
 
 DEFAULT_DRIVER = "gpu.tessera.dev"
 SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
@@ -19,7 +21,8 @@ SOCKET_PATH_LIMIT = 107
 """Characters of a unix socket's path that Linux takes (unix(7))."""
 
 
-def _driver_name(value: str) -> str:
+def check_driver_name(value: str) -> str:
+    """Check a DRA driver's name. Raises ValueError."""
     if len(value) > DRIVER_LIMIT or not SUBDOMAIN.fullmatch(value) or not value[0].isalpha():
         # The letter is CDI's rule: the name is the vendor part of every CDI device (specification, "kind").
         raise ValueError(
@@ -45,12 +48,17 @@ def _selection(value: object) -> object:
     return Selection.parse(value) if isinstance(value, str) else value
 
 
+def _share_counts(value: object) -> object:
+    return ShareCounts.parse(value) if isinstance(value, str) else value
+
+
 def _absolute(value: Path) -> Path:
     if not value.is_absolute():
         raise ValueError("must be an absolute path")
     return value
 
 
+Namespace = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 
 
@@ -60,8 +68,9 @@ class NodeSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     node_name: Annotated[str, AfterValidator(_node_name)]
-    driver_name: Annotated[str, AfterValidator(_driver_name)] = DEFAULT_DRIVER
+    driver_name: Annotated[str, AfterValidator(check_driver_name)] = DEFAULT_DRIVER
     kubeconfig: Path | None = None
+    namespace: Namespace = "tessera"
     gpus: Annotated[str, AfterValidator(_gpus)] = "nvml"
     kubelet_dir: AbsolutePath = Path("/var/lib/kubelet")
     cdi_dir: AbsolutePath = Path("/var/run/cdi")
@@ -72,8 +81,11 @@ class NodeSettings(BaseModel):
     include_gpus: Annotated[Selection, BeforeValidator(_selection)] = EVERY_GPU
     exclude_gpus: Annotated[Selection, BeforeValidator(_selection)] = NO_GPU
     mig_gpus: Annotated[Selection, BeforeValidator(_selection)] = NO_GPU
+    shares: Annotated[ShareCounts, BeforeValidator(_share_counts)] = NO_SHARES
+    shares_only: Annotated[Selection, BeforeValidator(_selection)] = NO_GPU
     existing_partitions: Literal["ignore", "publish"] = "ignore"
     sim_latency: str = "default"
+    metrics_address: Listen = None
 
     @property
     def simulated(self) -> str | None:
@@ -98,7 +110,7 @@ def node_settings(**values: object) -> NodeSettings:
     try:
         settings = NodeSettings.model_validate(given)
     except ValidationError as error:
-        faults = (_describe(fault["loc"], fault["msg"], fault["input"]) for fault in error.errors())
+        faults = (describe_fault(fault["loc"], fault["msg"], fault["input"]) for fault in error.errors())
         raise UsageError("; ".join(faults)) from error
     for path in (settings.plugin_socket, settings.registration_socket):
         if len(str(path)) > SOCKET_PATH_LIMIT:
@@ -109,7 +121,7 @@ def node_settings(**values: object) -> NodeSettings:
     return settings
 
 
-def _describe(location: tuple[int | str, ...], message: str, found: object) -> str:
+def describe_fault(location: tuple[int | str, ...], message: str, found: object) -> str:
     flag = "--" + ".".join(str(part) for part in location).replace("_", "-")
     if found is None or isinstance(found, dict):
         return f"{flag}: {message}"

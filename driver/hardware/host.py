@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
 
 from driver.model.gpu import Gpu, Partition, Placement, Profile
+from driver.model.health import GpuEvent
+from driver.model.sharing import TimeSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,15 @@ class DeviceNode:
     minor: int | None = None
 
 
+class ComputeMode(IntEnum):
+    """How many processes may use a GPU, by NVML's numbers (``nvmlComputeMode_t``); only DEFAULT lets several."""
+
+    DEFAULT = 0
+    EXCLUSIVE_THREAD = 1
+    PROHIBITED = 2
+    EXCLUSIVE_PROCESS = 3
+
+
 class Host(Protocol):
     """A node with GPUs. Every method raises HardwareError; none keeps a lock between calls.
 
@@ -74,8 +86,31 @@ class Host(Protocol):
         """Ask for MIG mode; False where it comes into force only with a reset of the GPU."""
         ...
 
-    def wait_for_event(self, timeout_s: float) -> bool:
-        """Wait for news from the hardware (a GPU lost or back, MIG changed); False when none came in time."""
+    def compute_mode(self, gpu: Gpu) -> ComputeMode:
+        """Whether several processes may use ``gpu``. An administrator sets it; a reboot sets it to DEFAULT."""
+        ...
+
+    def processes(self, gpu: Gpu) -> int:
+        """How many compute processes run on ``gpu`` itself; those on its partitions are not counted."""
+        ...
+
+    def set_time_slice(self, gpu: Gpu, interval: TimeSlice) -> None:
+        """How long each process on ``gpu`` runs before the next; a GPU reset and a reboot set it to DEFAULT.
+
+        Without effect on partitions. Not every product has it (before Volta: NOT_SUPPORTED), so that nobody
+        should set DEFAULT on a GPU that has it already.
+        """
+        ...
+
+    def wait_for_event(self, timeout_s: float) -> GpuEvent | None:
+        """Wait for news from the hardware; None when none came in time. For one thread.
+
+        None is lost between two calls; one may be told twice.
+        """
+        ...
+
+    def recovery_action(self, gpu: Gpu) -> int | None:
+        """What NVML says ``gpu`` needs to recover, by its numbers (0: nothing); None where the driver can't tell."""
         ...
 
     def create_gpu_instance(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition:

@@ -82,9 +82,17 @@ class MigOperations:
             self._nvml.nvmlComputeInstanceDestroy(compute)
 
     def destroy_gpu_instance(self, handle: Any, gpu: Gpu, partition: Partition) -> None:
-        with nvml_call(f"removing GPU instance {partition.gpu_instance_id} of {gpu.uuid}"), _gone_is_fine():
+        what = f"removing GPU instance {partition.gpu_instance_id} of {gpu.uuid}"
+        try:
             instance = self._nvml.nvmlDeviceGetGpuInstanceById(handle, partition.gpu_instance_id)
             self._nvml.nvmlGpuInstanceDestroy(instance)
+        except pynvml.NVMLError as error:
+            with nvml_call(what):
+                if error.value != GONE:
+                    raise
+            # Once nobody has a record of it, it would stay for ever: believed only where the list agrees.
+            if any(p.gpu_instance_id == partition.gpu_instance_id for p in self.partitions(handle, gpu)):
+                raise HardwareError(f"{what}: NVML says NOT_FOUND and lists it all the same", GONE) from error
 
     def _instances(self, handle: Any, gpu: Gpu, profile: Profile) -> Iterator[Partition]:
         count = c_uint(profile.max_instances)

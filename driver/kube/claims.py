@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from driver.errors import ApiError
+from driver.kube.paging import Page, pages
 from driver.kube.transport import KubeClient
 
 GROUP = "/apis/resource.k8s.io/v1"
@@ -54,6 +56,7 @@ class Allocation(msgspec.Struct, frozen=True):
 class Consumer(msgspec.Struct, frozen=True):
     resource: str
     name: str
+    uid: str = ""
 
 
 class Status(msgspec.Struct, frozen=True, rename="camel"):
@@ -74,12 +77,26 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 DECODER = msgspec.json.Decoder(Claim)
+PAGES = msgspec.json.Decoder(Page[Claim])
 
 
-def read_claim(client: KubeClient, namespace: str, name: str) -> Claim:
-    """One GET. Raises ApiError, with status 404 where there is no such claim."""
-    body = client.get(f"{GROUP}/namespaces/{namespace}/resourceclaims/{name}")
+def read_claim(client: KubeClient, namespace: str, name: str, *, any_age: bool = False) -> Claim:
+    """One GET. Raises ApiError, with status 404 where there is no such claim.
+
+    ``any_age``: an answer from the API server's cache will do, which costs it next to nothing and may be out of date.
+    """
+    query = {"resourceVersion": "0"} if any_age else None
+    body = client.get(f"{GROUP}/namespaces/{namespace}/resourceclaims/{name}", query)
     try:
         return DECODER.decode(body)
-    except msgspec.DecodeError as error:
+    except msgspec.MsgspecError as error:
         raise ApiError(f"ResourceClaim {namespace}/{name}: the API server's answer does not parse: {error}") from error
+
+
+def list_claims(client: KubeClient) -> Iterator[Claim]:
+    """Every claim of the cluster, as of one moment: for what happens once in a while. Raises ApiError."""
+    try:
+        for page in pages(client, f"{GROUP}/resourceclaims", PAGES):
+            yield from page.items or ()
+    except msgspec.MsgspecError as error:
+        raise ApiError(f"listing ResourceClaims: the API server's answer does not parse: {error}") from error

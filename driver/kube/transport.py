@@ -7,7 +7,9 @@ with msgspec, and drop unknown fields in silence.
 from __future__ import annotations
 
 import http.client
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +29,24 @@ REQUEST_TIMEOUT_S = 10.0
 CONNECTIONS = 16
 """Kept open at most; one a thread that may be waiting for an answer."""
 
+MERGE_PATCH = "application/merge-patch+json"
+
 ERROR_TEXT_LIMIT = 500
 """Characters of the server's message that go into an error."""
 
 UNREADABLE = (ConfigException, OSError, ValueError, TypeError, AttributeError, LookupError, yaml.YAMLError)
 """What the client's loader raises for a kubeconfig that is missing, no YAML, or YAML of another shape."""
 
+JSON = "application/json"
+APPLY_PATCH = "application/apply-patch+yaml"
+"""Server-side apply; JSON is YAML, and the only form that every supported API server takes."""
+
 CUT_OFF = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ApiException)
 
 Object = dict[str, Any]
+
+RequestObserver = Callable[[str, str, Mapping[str, str] | None, int | None, float], None]
+"""Told of each request when it is over: method, path, query, HTTP status (None where no whole answer came), seconds."""
 
 
 def load_configuration(kubeconfig: Path | None) -> Configuration:
@@ -58,24 +69,48 @@ def load_configuration(kubeconfig: Path | None) -> Configuration:
     return configuration
 
 
+class _Seen:
+    """The status of a request under way, once it is known."""
+
+    status: int | None = None
+
+
 class KubeClient:
     """One API server. Thread-safe. Paths are absolute (``/apis/resource.k8s.io/v1/...``).
 
     Every method raises ApiError, whose ``status`` is None where no answer came.
     """
 
-    def __init__(self, configuration: Configuration, user_agent: str) -> None:
+    def __init__(self, configuration: Configuration, user_agent: str, observe: RequestObserver | None = None) -> None:
+        """``observe`` is called by the thread that asked; a watch is over for it as soon as it has begun."""
         self._api = ApiClient(configuration)
         self._api.user_agent = user_agent
+        self._observe = observe
 
     def get(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
         return self._request("GET", path, query=query)
 
+    def get_object(self, path: str) -> Object:
+        return _object("GET", path, self.get(path))
+
     def create(self, path: str, body: Object) -> Object:
         return _object("POST", path, self._request("POST", path, body=body))
 
-    def replace(self, path: str, body: Object) -> Object:
-        return _object("PUT", path, self._request("PUT", path, body=body))
+    def replace(self, path: str, body: Object, query: Mapping[str, str] | None = None) -> Object:
+        return _object("PUT", path, self._request("PUT", path, query=query, body=body))
+
+    def patch(self, path: str, body: Object) -> Object:
+        """Merge ``body`` into the object; None deletes a key. No precondition unless it names a resourceVersion."""
+        return _object("PATCH", path, self._request("PATCH", path, body=body, content=MERGE_PATCH))
+
+    def apply(self, path: str, body: Object, manager: str) -> Object:
+        """Server-side apply: what ``manager`` applied before and ``body`` no longer has goes; others' fields stay.
+
+        A field that somebody else manages too becomes ours. ``metadata.uid`` in ``body`` makes it about that very
+        object: status 409 for another of its name, 404 where there is none (a subresource is never created).
+        """
+        query = {"fieldManager": manager, "force": "true"}
+        return _object("PATCH", path, self._request("PATCH", path, query=query, body=body, content=APPLY_PATCH))
 
     def delete(self, path: str, uid: str | None = None) -> None:
         """Delete the object; with ``uid`` only that very one (else status 409)."""
@@ -84,7 +119,10 @@ class KubeClient:
 
     def stream(self, path: str, query: Mapping[str, str], read_timeout_s: float) -> Iterator[bytes]:
         """Lines of a watch until the server ends it. A cut connection raises ApiError."""
-        response = self._open("GET", path, query, None, urllib3.Timeout(connect=REQUEST_TIMEOUT_S, read=read_timeout_s))
+        timeout = urllib3.Timeout(connect=REQUEST_TIMEOUT_S, read=read_timeout_s)
+        with self._observed("GET", path, query) as seen:
+            response = self._open("GET", path, query, None, timeout)
+            seen.status = response.status
         pending = b""
         try:
             for chunk in response.stream(64 * 1024):
@@ -96,20 +134,48 @@ class KubeClient:
             response.close()
 
     def _request(
-        self, method: str, path: str, *, query: Mapping[str, str] | None = None, body: Object | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        content: str = JSON,
     ) -> bytes:
-        response = self._open(method, path, query, body, urllib3.Timeout(total=REQUEST_TIMEOUT_S))
+        with self._observed(method, path, query) as seen:
+            response = self._open(method, path, query, body, urllib3.Timeout(total=REQUEST_TIMEOUT_S), content)
+            try:
+                answer = bytes(response.read())
+            except CUT_OFF as error:
+                raise ApiError(f"{method} {path}: the answer was cut off: {error}") from error
+            finally:
+                response.release_conn()
+            seen.status = response.status
+        return answer
+
+    @contextmanager
+    def _observed(self, method: str, path: str, query: Mapping[str, str] | None) -> Iterator[_Seen]:
+        seen = _Seen()
+        started = time.perf_counter()
         try:
-            return bytes(response.read())
-        except CUT_OFF as error:
-            raise ApiError(f"{method} {path}: the answer was cut off: {error}") from error
+            yield seen
+        except ApiError as error:
+            seen.status = error.status
+            raise
         finally:
-            response.release_conn()
+            if self._observe is not None:
+                self._observe(method, path, query, seen.status, time.perf_counter() - started)
 
     def _open(
-        self, method: str, path: str, query: Mapping[str, str] | None, body: Object | None, timeout: urllib3.Timeout
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: Object | None,
+        timeout: urllib3.Timeout,
+        content: str = JSON,
     ) -> Any:
-        headers = {"Accept": "application/json"}
+        headers = {"Accept": JSON}
         try:
             # The client makes the address and the authentication; its own way to send a body would walk
             # through every value first, which takes longer than everything else for a slice.
@@ -121,7 +187,7 @@ class KubeClient:
                 auth_settings=["BearerToken"],
             )
             if body is not None:
-                headers["Content-Type"] = "application/json"
+                headers["Content-Type"] = content
             response = self._api.rest_client.pool_manager.request(
                 method,
                 url,

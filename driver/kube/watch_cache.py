@@ -1,7 +1,9 @@
-"""A copy of some objects of the API server, kept up to date by list and watch.
+"""A copy of what matters of one resource's objects, kept up to date by list and watch.
 
 The client library's own informer retries without a pause and asks for no bookmarks; this one backs off
-with jitter, resumes from bookmarks and lists again after 410 Gone.
+with jitter, resumes from bookmarks and lists again after 410 Gone. Objects are decoded into the caller's
+own msgspec struct, page by page, so that fields nobody reads are never built, and projected to what is
+kept: 5,000 slices in 71 MB instead of 1 GB.
 """
 
 from __future__ import annotations
@@ -9,18 +11,18 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from driver.errors import ApiError
 from driver.kube.backoff import Backoff
-from driver.kube.transport import KubeClient, Object
+from driver.kube.objects import Key, KubeObject
+from driver.kube.paging import ListMeta, Page, pages
+from driver.kube.transport import KubeClient
 
 log = logging.getLogger(__name__)
-
-PAGE = 500
-"""Objects a page of a list."""
 
 WATCH_S = (240, 480)
 """Range from which the length of a watch is drawn, so that watches of a fleet end apart."""
@@ -31,24 +33,69 @@ READ_GRACE_S = 30.0
 SENSELESS = (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError)
 """What an answer that is no list, no event or no object of Kubernetes makes our reading of it raise."""
 
+S = TypeVar("S", bound=KubeObject)
+T = TypeVar("T")
 
-class WatchCache:
-    """Objects of one resource by name. Thread-safe; readers get a snapshot.
 
-    ``on_change`` is called without arguments, from the thread of ``run`` or of ``observe``, after every
-    change; it must return quickly.
+class Change(NamedTuple, Generic[T]):
+    """The value kept of one object before and after; None where there was or is none. Never two equal ones."""
+
+    key: Key
+    old: T | None
+    new: T | None
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One line of a watch; ``object`` stays undecoded until its type is known."""
+
+    type: str
+    object: msgspec.Raw
+
+
+class Status(msgspec.Struct, frozen=True):
+    """An error in the middle of a watch."""
+
+    message: str = ""
+    code: int | None = None
+
+
+class Bookmark(msgspec.Struct, frozen=True):
+    metadata: ListMeta
+
+
+class WatchCache(Generic[S, T]):
+    """What ``project`` keeps of each object of one resource, by namespace and name. Thread-safe.
+
+    ``kind`` is the struct into which objects are decoded; ``project`` makes the value to keep of one, or
+    None to skip the object. ``on_change`` is called after every complete list, with all that it changed
+    (perhaps nothing: the picture is complete now), and after every event that changed a value; one call at
+    a time and in order, from the thread of ``run`` or of ``observe``. It must return quickly; what it raises
+    is logged as a defect and everything is listed anew.
     """
 
     def __init__(
-        self, client: KubeClient, path: str, selectors: Mapping[str, str], on_change: Callable[[], None]
+        self,
+        client: KubeClient,
+        path: str,
+        kind: type[S],
+        project: Callable[[S], T | None],
+        on_change: Callable[[Sequence[Change[T]]], None] = lambda _: None,
+        selectors: Mapping[str, str] | None = None,
     ) -> None:
         self._client = client
         self._path = path
-        self._selectors = dict(selectors)
+        self._kind = kind
+        pages: type[Page[S]] = Page[kind]  # type: ignore[valid-type]
+        self._page_decoder = msgspec.json.Decoder(pages)
+        self._decoder = msgspec.json.Decoder(kind)
+        self._project = project
         self._on_change = on_change
-        self._lock = threading.Lock()
-        self._objects: dict[str, Object] = {}
-        self._versions: dict[str, int] = {}
+        self._selectors = dict(selectors or {})
+        self._changing = threading.RLock()  # held from a change until it was told, so that changes are told in order
+        self._reading = threading.Condition()
+        self._values: dict[Key, T] = {}
+        self._versions: dict[Key, int] = {}
+        self._version = 0
         self._synced = threading.Event()
         self._resume_at = ""
 
@@ -57,25 +104,52 @@ class WatchCache:
         """Whether a complete list has been read at least once."""
         return self._synced.is_set()
 
-    def snapshot(self) -> dict[str, Object]:
-        """The objects by name; treat them as read-only."""
-        with self._lock:
-            return dict(self._objects)
+    @property
+    def resource_version(self) -> int:
+        """Everything up to this version was processed, ``on_change`` included; 0 before the first list.
 
-    def observe(self, stored: Object) -> None:
+        Answers to writes of our own (``observe``) don't count: what others wrote before may still be on its way.
+        """
+        with self._reading:
+            return self._version
+
+    def wait_for_version(self, version: int, timeout_s: float) -> bool:
+        """Wait until everything up to ``version`` was processed; says whether it came to that in time.
+
+        ``version`` must be of an object of this very resource that the selectors match: its own event is what
+        is waited for. Events of a resource come in the order of their versions, in one watch, so what was
+        written before it has been processed by then. A version of anything else may never be reached.
+        """
+        with self._reading:
+            return self._reading.wait_for(lambda: self._version >= version, timeout_s)
+
+    def snapshot(self) -> dict[Key, T]:
+        """The values by key; treat them as read-only."""
+        with self._reading:
+            return dict(self._values)
+
+    def get(self, key: Key) -> T | None:
+        with self._reading:
+            return self._values.get(key)
+
+    def observe(self, stored: Mapping[str, Any]) -> None:
         """Take over the answer to a write of our own before the watch brings it."""
-        with self._lock:
-            self._store(stored)
-        self._on_change()
+        item = msgspec.convert(stored, self._kind)
+        with self._changing:
+            # The watch has told of everything up to its version: of this object, too, and perhaps of its end.
+            known = self._versions.get(item.metadata.key, 0)
+            if item.metadata.version > max(known, self._version):
+                self._apply(item.metadata.key, item)
 
-    def forget(self, name: str) -> None:
+    def forget(self, key: Key) -> None:
         """Take over a deletion of our own; the watch brings the same later."""
-        with self._lock:
-            self._objects.pop(name, None)
-        self._on_change()
+        with self._changing:
+            self._apply(key, None)
 
     def run(self, stop: threading.Event) -> None:
         """List and watch until ``stop`` is set; whatever fails is logged and tried again, more and more slowly.
+
+        A silent watch is left when the server ends it, so run this in a daemon thread.
 
         A connection that is cut goes on where it was; after a refusal (410 Gone among them) or an answer
         that makes no sense everything is listed anew.
@@ -84,7 +158,7 @@ class WatchCache:
         while not stop.is_set():
             try:
                 self._resume_at = self._resume_at or self._list()
-                if not self._watch(backoff):
+                if not self._watch(stop, backoff):
                     stop.wait(backoff.next_s())  # a server or proxy that ends every watch at once
             except ApiError as error:
                 self._failed(str(error), backoff, stop, again=error.status is not None)
@@ -92,7 +166,7 @@ class WatchCache:
                 what = f"the answer for {self._path} makes no sense: {type(error).__name__}: {error}"
                 self._failed(what, backoff, stop, again=True)
             except Exception as error:
-                # A defect of ours must not end the thread: the plugin would go on with an old picture.
+                # A defect of ours must not end the thread: the process would go on with an old picture.
                 log.exception("defect while watching")
                 self._failed(f"{type(error).__name__}: {error}", backoff, stop, again=True)
 
@@ -104,29 +178,33 @@ class WatchCache:
         stop.wait(delay)
 
     def _list(self) -> str:
-        found: dict[str, Object] = {}
-        query = {**self._selectors, "limit": str(PAGE)}
-        while True:
-            page = msgspec.json.decode(self._client.get(self._path, query), type=Object)
-            found.update((item["metadata"]["name"], item) for item in page.get("items") or ())
-            metadata = page["metadata"]
-            if not metadata.get("continue"):
-                break
-            query["continue"] = metadata["continue"]
-        self._replace_all(found, int(metadata["resourceVersion"]))
-        return str(metadata["resourceVersion"])
+        """Read every page, keeping of each only what is to be kept; returns the version of the list."""
+        values: dict[Key, T] = {}
+        versions: dict[Key, int] = {}
+        for page in pages(self._client, self._path, self._page_decoder, self._selectors):
+            for item in page.items or ():
+                value = self._project(item)
+                if value is not None:
+                    values[item.metadata.key], versions[item.metadata.key] = value, item.metadata.version
+        self._replace_all(values, versions, int(page.metadata.resource_version))
+        return page.metadata.resource_version
 
-    def _replace_all(self, found: Mapping[str, Object], version: int) -> None:
-        with self._lock:
-            # What we wrote after the list was taken is newer than the list.
-            newer = {name: item for name, item in self._objects.items() if self._versions[name] > version}
-            self._objects = {**found, **newer}
-            self._versions = {name: _version(item) for name, item in self._objects.items()}
-        self._synced.set()
-        self._on_change()
+    def _replace_all(self, values: dict[Key, T], versions: dict[Key, int], listed_at: int) -> None:
+        with self._changing:
+            if listed_at >= self._version:  # else etcd was restored from a backup: versions began anew
+                # What we wrote after the list was taken is newer than the list.
+                for key in [key for key, version in self._versions.items() if version > listed_at]:
+                    values[key], versions[key] = self._values[key], self._versions[key]
+            with self._reading:
+                before, self._values, self._versions = self._values, values, versions
+            self._synced.set()
+            keys = before.keys() | values.keys()
+            changes = [Change(key, before.get(key), values.get(key)) for key in keys]
+            self._on_change([change for change in changes if change.old != change.new])
+            self._reached(listed_at)
 
-    def _watch(self, backoff: Backoff) -> bool:
-        """One watch, from where the last one was; says whether anything came."""
+    def _watch(self, stop: threading.Event, backoff: Backoff) -> bool:
+        """One watch, from where the last one was, to the first event after ``stop``; says whether anything came."""
         seconds = random.randint(*WATCH_S)  # noqa: S311 - spreads load, guards nothing
         query = {
             **self._selectors,
@@ -137,35 +215,46 @@ class WatchCache:
         }
         heard = False
         for line in self._client.stream(self._path, query, seconds + READ_GRACE_S):
-            event = msgspec.json.decode(line, type=Object)
-            if event["type"] == "ERROR":
-                status = event["object"]
-                raise ApiError(f"watch of {self._path}: {status.get('message')}", status.get("code"))
-            self._apply(event["type"], event["object"])
-            self._resume_at = str(event["object"]["metadata"]["resourceVersion"])
+            self._resume_at = str(self._heard(EVENT.decode(line)))
             heard = True
             backoff.reset()
+            if stop.is_set():
+                break
         return heard
 
-    def _apply(self, kind: str, item: Object) -> None:
-        if kind == "BOOKMARK":
-            return
-        with self._lock:
-            if kind != "DELETED":
-                self._store(item)
-            elif self._versions.get(item["metadata"]["name"], 0) <= _version(item):
-                self._objects.pop(item["metadata"]["name"], None)
-                self._versions[item["metadata"]["name"]] = _version(item)
-        self._on_change()
+    def _heard(self, event: Event) -> int:
+        """Process one event and return its version."""
+        if event.type == "ERROR":
+            status = STATUS.decode(event.object)
+            raise ApiError(f"watch of {self._path}: {status.message}", status.code)
+        if event.type == "BOOKMARK":
+            version = int(BOOKMARK.decode(event.object).metadata.resource_version)
+        else:
+            item = self._decoder.decode(event.object)
+            version = item.metadata.version
+            with self._changing:
+                if version >= self._versions.get(item.metadata.key, 0):  # our own writes overtake the watch
+                    self._apply(item.metadata.key, None if event.type == "DELETED" else item)
+        self._reached(version)
+        return version
 
-    def _store(self, item: Object) -> None:
-        """Keep ``item`` unless a newer state of it is known: our own writes overtake the watch."""
-        name = item["metadata"]["name"]
-        if _version(item) >= self._versions.get(name, 0):
-            self._objects[name] = item
-            self._versions[name] = _version(item)
+    def _apply(self, key: Key, item: S | None) -> None:
+        """Keep this state of an object, None where it is gone, and tell what that changed."""
+        new = None if item is None else self._project(item)
+        with self._reading:
+            old = self._values.pop(key, None)
+            self._versions.pop(key, None)
+            if item is not None and new is not None:
+                self._values[key], self._versions[key] = new, item.metadata.version
+        if old != new:
+            self._on_change([Change(key, old, new)])
+
+    def _reached(self, version: int) -> None:
+        with self._reading:
+            self._version = version
+            self._reading.notify_all()
 
 
-def _version(item: Object) -> int:
-    """Resource versions compare as integers (KEP-5504; true of every supported release)."""
-    return int(item["metadata"]["resourceVersion"])
+EVENT = msgspec.json.Decoder(Event)
+STATUS = msgspec.json.Decoder(Status)
+BOOKMARK = msgspec.json.Decoder(Bookmark)

@@ -42,15 +42,21 @@ COMMON = (
     Fact("productName", "string", lambda device: device.gpu.product_name),
     Fact("architecture", "string", lambda device: device.gpu.architecture),
     Fact("cudaComputeCapability", "version", lambda device: device.gpu.cuda_compute_capability),
-    Fact("memorySlices", "int", lambda d: d.placement.size if d.placement else d.gpu.memory_slices),
     Fact("simulated", "bool", lambda device: device.gpu.simulated),
     Fact(f"{STANDARD}pciBusID", "string", lambda device: device.gpu.pci_bus_id),
     Fact(f"{STANDARD}pcieRoot", "string", lambda device: device.gpu.pcie_root),
     Fact(f"{STANDARD}numaNode", "int", lambda device: device.gpu.numa_node),
 )
-"""On full GPUs and on partitions."""
+"""On every device."""
+
+MEMORY_SLICES = Fact("memorySlices", "int", lambda d: d.placement.size if d.placement else d.gpu.memory_slices)
+"""On full GPUs and on partitions: a share has no memory of its own."""
+
+PARENT = Fact("parentUUID", "string", lambda device: device.gpu.uuid)
+"""On partitions and shares."""
 
 FULL_ONLY = (
+    MEMORY_SLICES,
     Fact("uuid", "string", lambda device: device.gpu.uuid),
     Fact("brand", "string", lambda device: device.gpu.brand),
     Fact("driverVersion", "version", lambda device: device.gpu.driver_version),
@@ -70,15 +76,19 @@ FULL_ONLY = (
 )
 
 PARTITION_ONLY = (
-    Fact("parentUUID", "string", lambda device: device.gpu.uuid),
+    PARENT,
+    MEMORY_SLICES,
     Fact("computeSlices", "int", lambda device: device.profile.compute_slices if device.profile else None),
     Fact("placementStart", "int", lambda device: device.placement.start if device.placement else None),
     Fact("placementSize", "int", lambda device: device.placement.size if device.placement else None),
 )
 
+SHARE_ONLY = (PARENT, Fact("shares", "int", lambda device: device.shares))
+
 FACTS = {
     DeviceKind.FULL: (*COMMON, *FULL_ONLY),
     DeviceKind.PARTITION: (*COMMON, *PARTITION_ONLY),
+    DeviceKind.SHARE: (*COMMON, *SHARE_ONLY),
 }
 
 
@@ -93,7 +103,12 @@ def attributes(device: Device) -> Attributes:
 
 
 def capacity(device: Device) -> dict[str, dict[str, str]]:
-    """``memory`` in bytes and, where NVML tells, ``multiprocessors``."""
+    """``memory`` in bytes and, where NVML tells, ``multiprocessors``.
+
+    A share has none: whoever takes turns on a GPU may take all of its memory, so there is nothing to promise.
+    """
+    if device.kind is DeviceKind.SHARE:
+        return {}
     source = device.profile or device.gpu
     found = {"memory": {"value": quantity(source.memory_bytes)}}
     if source.multiprocessors is not None:

@@ -8,11 +8,12 @@ from typing import Any
 
 from driver.model.device import Device
 from driver.model.gpu import Gpu
+from driver.model.health import Ailment, written_time
 from driver.model.limits import limits_of
 from driver.placement import order_offers
 from driver.slices.attributes import attributes, capacity
 from driver.slices.counters import consumption, counters_of_gpu
-from driver.slices.names import DEVICES_PER_GPU, Pool, counter_set
+from driver.slices.names import Pool, counter_set
 
 Content = dict[str, Any]
 """The part of a slice's spec that is ours to decide: ``sharedCounters`` or ``devices``."""
@@ -21,13 +22,26 @@ Content = dict[str, Any]
 UNAVAILABLE = {"key": "gpu.tessera.dev/unavailable", "effect": "NoSchedule"}
 """The taint of a device whose GPU can't be used at present (KEP-5055); pods that run are left alone."""
 
+UNHEALTHY = "gpu.tessera.dev/unhealthy"
+"""Key of the taint of a device that reported a fault: its value is what, such as ``xid-48``, its time when."""
+
+CORDONED = {"key": "gpu.tessera.dev/cordoned", "effect": "NoSchedule"}
+"""The taint of every device of a GPU that an operator keeps from new pods."""
+
+CLOSED = {"key": "gpu.tessera.dev/not-offered", "effect": "NoSchedule"}
+"""The taint of a device that is published without being offered: held, or about to leave the slices."""
+
 
 @dataclass(frozen=True, slots=True)
 class PublishedGpu:
     """One GPU's share of the pool: its number, what is held on it, and what is offered beside that.
 
+    Together at most ``DEVICES_PER_GPU`` (``driver.slices.limit``).
+
     ``foreign`` is the mask of memory slices under partitions that Tessera did not make, ``fault`` why the GPU
     can't be used at present: its devices stay, tainted, since one of them may have been given out just now.
+    ``closed`` are names of devices that are there to be counted, and not to be given to anybody new; ``ailments`` why
+    some of its devices are not, though the GPU answers.
     """
 
     gpu: Gpu
@@ -36,6 +50,8 @@ class PublishedGpu:
     offers: tuple[Device, ...]
     foreign: int = 0
     fault: str | None = None
+    closed: frozenset[str] = frozenset()
+    ailments: tuple[Ailment, ...] = ()
 
     @property
     def occupied(self) -> int:
@@ -93,38 +109,44 @@ def _counter_sets(group: Sequence[PublishedGpu]) -> Content:
 
 
 def _devices(group: Sequence[PublishedGpu]) -> Content:
-    """Held devices first: the scheduler skips those before it looks at them. Then the best offers."""
+    """First what is held, which the scheduler skips before it looks at it, and what goes; then the best offers."""
     sets = {entry.gpu.uuid: counter_set(entry.number) for entry in group}
     occupied = {entry.gpu.uuid: entry.occupied for entry in group}
-    faulty = {entry.gpu.uuid for entry in group if entry.fault is not None}
-    held = [device for entry in group for device in sorted(entry.held, key=lambda device: device.name)]
+    by_uuid = {entry.gpu.uuid: entry for entry in group}
+    closed = frozenset().union(*(entry.closed for entry in group))
     offers = order_offers((device for entry in group for device in entry.offers), occupied)
+    # What is held and what goes has one order, so that a slice need not change where a device is let go.
+    going = [device for device in offers if device.name in closed]
+    counted = sorted((*(d for entry in group for d in entry.held), *going), key=lambda device: device.name)
+    new = [device for device in offers if device.name not in closed]
     limits = {entry.gpu.uuid: limits_of(entry.gpu.profiles) for entry in group}
-    return {
-        "devices": [
-            _device(d, consumption(d, sets[d.gpu.uuid], limits[d.gpu.uuid]), tainted=d.gpu.uuid in faulty)
-            for d in _limited([*held, *offers])
-        ]
-    }
+
+    def content(device: Device) -> Content:
+        uuid = device.gpu.uuid
+        return _device(device, consumption(device, sets[uuid], limits[uuid]), taints_of(device, by_uuid[uuid]))
+
+    return {"devices": [content(device) for device in (*counted, *new)]}
 
 
-def _limited(devices: Iterable[Device]) -> Iterable[Device]:
-    """At most DEVICES_PER_GPU of one GPU, the first ones."""
-    count: dict[str, int] = {}
-    for device in devices:
-        count[device.gpu.uuid] = count.get(device.gpu.uuid, 0) + 1
-        if count[device.gpu.uuid] <= DEVICES_PER_GPU:
-            yield device
+def taints_of(device: Device, entry: PublishedGpu) -> list[Content]:
+    """What keeps new pods off ``device`` of the GPU of ``entry``. What runs is left alone."""
+    taints: list[Content] = [UNAVAILABLE] if entry.fault is not None else []
+    concerned = [each for each in entry.ailments if each.concerns(device)]
+    ill = [each for each in concerned if not each.cordon]
+    if ill:
+        # The first of several is told: later ones follow from it. The time covers all, for an operator clears them all.
+        found_at = written_time(max(each.stamp for each in ill))
+        taints.append({"key": UNHEALTHY, "value": ill[0].value, "effect": "NoSchedule", "timeAdded": found_at})
+    if len(ill) < len(concerned):
+        taints.append(CORDONED)
+    return [*taints, CLOSED] if device.name in entry.closed else taints
 
 
-def _device(device: Device, counters: list[Content], *, tainted: bool) -> Content:
-    content = {
-        "name": device.name,
-        "attributes": attributes(device),
-        "capacity": capacity(device),
-        "consumesCounters": counters,
-    }
-    return {**content, "taints": [UNAVAILABLE]} if tainted else content
+def _device(device: Device, counters: list[Content], taints: list[Content]) -> Content:
+    content: Content = {"name": device.name, "attributes": attributes(device), "consumesCounters": counters}
+    if amounts := capacity(device):
+        content["capacity"] = amounts
+    return {**content, "taints": taints} if taints else content
 
 
 def slice_object(

@@ -1,6 +1,7 @@
-"""Shared counters: what keeps full GPU and partitions of one GPU from being given out twice (KEP-4815).
+"""Shared counters: what keeps full GPU, partitions and shares of one GPU from being given out twice (KEP-4815).
 
-One counter set a GPU, ``memory-slice-<i>`` of 840 each: 840 divides by every number of shares up to 8.
+One counter set a GPU, ``memory-slice-<i>`` of SLICE_VALUE each; a share takes its part of every slice, so
+full GPU, partitions and shares exclude each other, and the number of shares may change while some are held.
 Memory slices alone are enough except where something else is short (media engines: one ``+me`` a GPU); only
 then there is a counter for that (see ``driver.model.limits``).
 """
@@ -10,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from driver.model.device import Device
+from driver.model.device import SLICE_VALUE, Device
 from driver.model.gpu import Gpu
 from driver.model.limits import Limit, limits_of
-
-SLICE_VALUE = 840
 
 Counters = dict[str, dict[str, str]]
 
@@ -27,7 +26,8 @@ def counters_of_gpu(gpu: Gpu) -> Counters:
 
 def consumption(device: Device, set_name: str, limits: Iterable[Limit]) -> list[dict[str, Any]]:
     """The device's ``consumesCounters``; ``limits`` are those of its GPU."""
-    taken = {f"memory-slice-{i}": _value(SLICE_VALUE) for i in range(device.gpu.memory_slices) if device.mask >> i & 1}
+    weight = _value(device.weight)
+    taken = {f"memory-slice-{i}": weight for i in range(device.gpu.memory_slices) if device.mask >> i & 1}
     if device.profile is not None:
         used = {limit.name: limit.taken_by(device.profile) for limit in limits}
         taken |= {name: _value(amount) for name, amount in used.items() if amount}

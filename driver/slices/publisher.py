@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
 from typing import Any
 
-from driver.errors import ApiError
-from driver.kube.backoff import Backoff
+import msgspec
+
+from driver.errors import NOT_FOUND, ApiError
 from driver.kube.claims import GROUP
+from driver.kube.loop import Loop
+from driver.kube.objects import Key, ObjectMeta
 from driver.kube.transport import KubeClient, Object
 from driver.kube.watch_cache import WatchCache
 from driver.slices.build import Content, slice_object
@@ -25,13 +31,39 @@ and claims come in bursts."""
 SLICES = f"{GROUP}/resourceslices"
 
 
+class SliceStep(StrEnum):
+    """What is done to one slice at the API server."""
+
+    WRITE = "write-slice"
+    DELETE = "delete-slice"
+
+
+Around = Callable[[SliceStep, str], AbstractContextManager[object]]
+"""(step, the slice's name) -> what to enter around the step."""
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """A ResourceSlice, its content as it is."""
+
+    metadata: ObjectMeta
+    spec: dict[str, Any]
+
+
+def _kept(item: Slice) -> Object:
+    metadata = item.metadata
+    names = {"name": metadata.name, "uid": metadata.uid, "resourceVersion": metadata.resource_version}
+    return {"metadata": names, "spec": item.spec}
+
+
 class Publisher:
     """The only writer of its node's slices.
 
     ``desired`` is asked at each reconciliation for the content of every slice by name; call ``notify``
     when its answer may have changed. ``owner`` is asked for the Node's owner reference when it is first
     needed and for every new slice: a Node that was deleted and registered again has another uid, and what
-    the old one owns is garbage.
+    the old one owns is garbage. ``around`` is entered around every request that changes a slice; ``on_written`` is
+    told after each reconciliation that wrote something how many slices were written or deleted, and how many seconds
+    that took.
     """
 
     def __init__(
@@ -40,56 +72,52 @@ class Publisher:
         pool: Pool,
         desired: Callable[[], Mapping[str, Content]],
         owner: Callable[[], Mapping[str, Any]],
+        around: Around = lambda *_: nullcontext(),
+        on_written: Callable[[int, float], None] = lambda objects, seconds: None,
     ) -> None:
         self._client = client
         self._pool = pool
         self._desired = desired
         self._find_owner = owner
+        self._around = around
+        self._on_written = on_written
         self._owner: Mapping[str, Any] | None = None
         self._sent: dict[str, Stored] = {}
         self._reported: set[str] = set()
-        self._wake = threading.Event()
+        self._loop = Loop("publishing slices", self._reconcile, COALESCE_S)
         self.published = threading.Event()
         selector = {"fieldSelector": f"spec.nodeName={pool.node},spec.driver={pool.driver}"}
-        self.cache = WatchCache(client, SLICES, selector, self.notify)
+        self.cache = WatchCache(client, SLICES, Slice, _kept, lambda _: self.notify(), selector)
+
+    def device_names(self) -> set[str]:
+        """The devices in the slices as they are."""
+        specs = [item["spec"] for item in self.cache.snapshot().values()]
+        return {device["name"] for spec in specs for device in spec.get("devices") or ()}
 
     def notify(self) -> None:
         """Reconcile soon; cheap, from any thread."""
-        self._wake.set()
+        self._loop.notify()
+
+    def notify_within(self, seconds: float) -> None:
+        """Reconcile in so many seconds, or sooner along with something else."""
+        self._loop.notify_within(seconds)
 
     def run(self, stop: threading.Event) -> None:
         """Reconcile at every notification until ``stop`` is set (then call ``notify`` once more)."""
-        backoff = Backoff()
-        while not stop.is_set():
-            self._wake.wait()
-            stop.wait(COALESCE_S)
-            self._wake.clear()
-            if stop.is_set() or not self.cache.synced:
-                continue
-            try:
-                self._reconcile()
-                backoff.reset()
-            except ApiError as error:
-                self._failed(str(error), backoff, stop)
-            except Exception as error:
-                # A defect of ours must not end the thread: the slices would stay as they are for ever.
-                log.exception("defect while publishing")
-                self._failed(f"{type(error).__name__}: {error}", backoff, stop)
-
-    def _failed(self, error: str, backoff: Backoff, stop: threading.Event) -> None:
-        delay = backoff.next_s()
-        log.warning("publishing failed, trying again", extra={"error": error, "retryIn": f"{delay:.1f}s"})
-        stop.wait(delay)
-        self.notify()
+        self._loop.run(stop)
 
     def _reconcile(self) -> None:
-        todo = changes(self._desired(), self.cache.snapshot(), self._sent, self._pool)
+        if not self.cache.synced:
+            return
+        todo = changes(self._desired(), self._stored(), self._sent, self._pool)
         if todo.write and (self._owner is None or not todo.write.keys() <= todo.existing.keys()):
             self._owner = self._find_owner()
+        started = time.perf_counter()
         self._write(todo)
         if not todo:
             self.published.set()
             return
+        self._on_written(len(todo.write) + len(todo.delete), time.perf_counter() - started)
         log.info(
             "published slices",
             extra={
@@ -103,14 +131,19 @@ class Publisher:
     def _write(self, todo: Changes) -> None:
         for name, content in todo.write.items():
             wanted = slice_object(name, content, self._pool, todo.generation, todo.count, self._owner)
-            stored = self._put(wanted, todo.existing.get(name))
+            with self._around(SliceStep.WRITE, name):
+                stored = self._put(wanted, todo.existing.get(name))
             self._sent[name] = Stored(_version(stored), wanted["spec"])
             self._report_dropped(wanted, stored)
             self.cache.observe(stored)
         for name, item in todo.delete.items():
-            self._delete(item)
+            with self._around(SliceStep.DELETE, name):
+                self._delete(item)
             self._sent.pop(name, None)
-            self.cache.forget(name)
+            self.cache.forget(Key("", name))
+
+    def _stored(self) -> dict[str, Object]:
+        return {key.name: item for key, item in self.cache.snapshot().items()}
 
     def _put(self, wanted: Object, existing: Object | None) -> Object:
         if existing is not None and existing["spec"]["pool"]["name"] != self._pool.name:
@@ -126,7 +159,7 @@ class Publisher:
         try:
             self._client.delete(f"{SLICES}/{metadata['name']}", metadata["uid"])
         except ApiError as error:
-            if error.status != 404:
+            if error.status != NOT_FOUND:
                 raise
 
     def _report_dropped(self, wanted: Object, stored: Object) -> None:

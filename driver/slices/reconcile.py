@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from driver.slices.build import Content
+from driver.slices.build import UNHEALTHY, Content
 from driver.slices.names import Pool
 
 Slices = Mapping[str, dict[str, Any]]
@@ -82,8 +82,10 @@ def _believed(item: Mapping[str, Any], sent: Stored | None) -> dict[str, Any]:
 
 
 def _as_sent(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec without what the API server adds by itself: the time a taint was added."""
+    """The spec without what the API server adds (the times of taints) and with what it drops (an empty list)."""
     devices = spec.get("devices")
+    if not devices and "sharedCounters" not in spec:
+        return {**spec, "devices": []}
     if not devices or not any("taints" in device for device in devices):
         return dict(spec)
     return {**spec, "devices": [_without_times(device) for device in devices]}
@@ -92,8 +94,14 @@ def _as_sent(spec: Mapping[str, Any]) -> dict[str, Any]:
 def _without_times(device: Mapping[str, Any]) -> dict[str, Any]:
     if "taints" not in device:
         return dict(device)
-    taints = [{key: value for key, value in taint.items() if key != "timeAdded"} for taint in device["taints"]]
-    return {**device, "taints": taints}
+    return {**device, "taints": [_without_time(taint) for taint in device["taints"]]}
+
+
+def _without_time(taint: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a fault the time is ours, of anything else the API server's."""
+    if taint["key"] == UNHEALTHY:
+        return dict(taint)
+    return {key: value for key, value in taint.items() if key != "timeAdded"}
 
 
 def _same(spec: Mapping[str, Any], content: Content, pool: Pool, generation: int, count: int) -> bool:
@@ -112,7 +120,7 @@ def dropped_fields(sent: Any, stored: Any, path: str = "spec") -> Iterator[str]:
         for key, value in sent.items():
             if key in stored:
                 yield from dropped_fields(value, stored[key], f"{path}.{key}")
-            else:
+            elif value not in ([], {}):
                 yield f"{path}.{key}"
     elif isinstance(sent, list) and isinstance(stored, list):
         for ours, theirs in zip(sent, stored, strict=False):

@@ -112,6 +112,7 @@ class NodeDescription(_Part):
     """
 
     name: NodeName
+    serial: str = ""
     summary: str = ""
     product: str
     driver_version: Annotated[str, StringConstraints(pattern=r"^\d{3}(\.\d+){1,2}$")]
@@ -158,8 +159,9 @@ class NodeDescription(_Part):
         return int(self.driver_version.partition(".")[0])
 
     def gpu_uuid(self, index: int) -> str:
-        """``GPU-...`` of the GPU at that index: always the same for one node name."""
-        return f"GPU-{uuid.uuid5(_GPU_NAMESPACE, f'{self.name}/{index}')}"
+        """``GPU-...`` of the GPU at that index: always the same for one name and serial."""
+        node = f"{self.name}/{self.serial}" if self.serial else self.name
+        return f"GPU-{uuid.uuid5(_GPU_NAMESPACE, f'{node}/{index}')}"
 
     def to_json(self) -> dict[str, Any]:
         """The description as plain JSON values with camelCase keys; :func:`parse_description` reads it."""

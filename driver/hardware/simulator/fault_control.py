@@ -11,15 +11,13 @@ import msgspec
 import pynvml
 
 from driver.errors import UsageError
+from driver.model.xid import FALLEN_OFF_THE_BUS, Meaning, meaning_of
 
 from . import tree
 from .description import MAX_GPUS, GpuDescription
 from .faults import EVERY_CALL, Disturbances, Fault
-from .machine import Machine
+from .machine import RECOVERY_SINCE, Machine
 from .state import ANY_INSTANCE, Event, GpuState
-
-XID_FALLEN_OFF_THE_BUS = 79
-"""The XID that the kernel module reports when it loses a GPU (NVIDIA, "XID Errors")."""
 
 
 class FaultControl:
@@ -70,7 +68,7 @@ class FaultControl:
 
     def lose_gpu(self, gpu: int) -> int:
         """A GPU falls off the bus: XID 79, then GPU_IS_LOST from every call about it. Returns the fault's id."""
-        self.xid(gpu, XID_FALLEN_OFF_THE_BUS)
+        self.xid(gpu, FALLEN_OFF_THE_BUS)
         return self.fail(code=pynvml.NVML_ERROR_GPU_IS_LOST, gpu=gpu)
 
     def remove_gpu(self, gpu: int) -> None:
@@ -108,11 +106,32 @@ class FaultControl:
     def xid(self, gpu: int, number: int, device: str | None = None) -> None:
         """The kernel module reports an XID: an event for whoever listens to that GPU.
 
+        One after which the whole GPU needs a reset makes NVML say so, where the driver tells such things. Not the
+        XID of a GPU that fell off the bus: it can't be asked, and is reset before it is there again.
+
         :param device: MIG device it happened on; None: the whole GPU
         """
         if number < 0:
             raise UsageError(f"xid: {number} is not accepted; a number from 0")
         self.event(gpu, pynvml.nvmlEventTypeXidCriticalError, number, device)
+        needs_reset = meaning_of(number).meaning is Meaning.FATAL and number != FALLEN_OFF_THE_BUS
+        if device is None and needs_reset and self._machine.tells_recovery:
+            self._machine.need_recovery(gpu, pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET)
+
+    def recovery(self, gpu: int, action: int) -> None:
+        """NVML says from now on that the GPU needs this to recover; a reset and a reboot end it.
+
+        :raises UsageError: no such GPU or action, or a driver that can't tell
+        """
+        self._require_gpu(gpu)
+        if action not in recovery_names():
+            raise UsageError(f"action: {action} is no recovery action; known: {', '.join(map(str, recovery_names()))}")
+        if not self._machine.tells_recovery:
+            raise UsageError(
+                f"driver {self._machine.description.driver_version} does not tell recovery actions;"
+                f" {RECOVERY_SINCE} and newer do"
+            )
+        self._machine.need_recovery(gpu, action)
 
     def event(self, gpu: int, kind: int, data: int = 0, device: str | None = None) -> None:
         """An NVML event (``nvmlEventType*``, ``nvmlEventMigConfigChange``) on a GPU.
@@ -145,7 +164,9 @@ class FaultControl:
 
     def _add(self, fault: Fault) -> int:
         if fault.call != EVERY_CALL and not self._known_call(fault.call):
-            raise UsageError(f"call: {fault.call!r} is not simulated; accepted: '*' or a pynvml function that is")
+            raise UsageError(
+                f"call: {fault.call!r} is not simulated; accepted: '*', 'nvidia-smi' or a pynvml function that is"
+            )
         if fault.gpu is not None:
             self._require_gpu(fault.gpu)
         if fault.device is not None and not fault.device.startswith("MIG-"):
@@ -164,6 +185,12 @@ def error_names() -> dict[int, str]:
     """NVML's error codes by number, as IN_USE."""
     found = {value: name for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
     return {code: found[code].removeprefix("NVML_ERROR_") for code in sorted(found)}
+
+
+def recovery_names() -> dict[int, str]:
+    """NVML's recovery actions by number, as GPU_RESET."""
+    prefix = "NVML_GPU_RECOVERY_ACTION_"
+    return {value: name.removeprefix(prefix) for name, value in vars(pynvml).items() if name.startswith(prefix)}
 
 
 def event_names() -> dict[int, str]:

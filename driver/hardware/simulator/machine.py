@@ -18,6 +18,9 @@ from .state import Event, GpuFile, GpuState
 
 T = TypeVar("T")
 
+RECOVERY_SINCE = 570
+"""First driver branch that tells what a GPU needs to recover; an estimate (NVIDIA's XID catalogue says R565)."""
+
 
 class Machine:
     """One node's hardware. A GPU's number here is its minor; its NVML index differs once a GPU was removed."""
@@ -98,6 +101,22 @@ class Machine:
         happens where MIG mode or instances change.
         """
         return self._change(minor, self._files[minor], rule, seconds, event)
+
+    @property
+    def tells_recovery(self) -> bool:
+        """Whether the driver says what a GPU needs to recover."""
+        return self.description.driver_major >= RECOVERY_SINCE
+
+    def need_recovery(self, minor: int, action: int) -> None:
+        """NVML's recovery action of a GPU is this from now on; listeners hear where that is another."""
+        event = Event(0, pynvml.nvmlEventTypeGpuRecoveryAction)
+
+        def rule(state: GpuState) -> tuple[GpuState, None]:
+            if state.recovery_action == action:
+                return state, None
+            return msgspec.structs.replace(state, recovery_action=action).with_event(event), None
+
+        self.change(minor, rule)
 
     def reconfigure(self, minor: int, rule: Callable[[GpuState], tuple[GpuState, T]], seconds: float) -> T:
         """:meth:`change`, told to listeners as a change of the MIG configuration."""

@@ -73,7 +73,16 @@ def reboot(product: Product, state: GpuState) -> GpuState:
 
 
 def _emptied(state: GpuState, mode: bool) -> GpuState:
-    return msgspec.structs.replace(state, mig_enabled=mode, mig_pending=mode, instances=(), processes=())
+    return msgspec.structs.replace(
+        state,
+        mig_enabled=mode,
+        mig_pending=mode,
+        compute_mode=0,
+        time_slice=0,
+        instances=(),
+        processes=(),
+        recovery_action=pynvml.NVML_GPU_RECOVERY_ACTION_NONE,
+    )
 
 
 def create_gpu_instance(

@@ -18,6 +18,7 @@ from .nvml_events import EventCalls
 from .nvml_fields import FieldCalls
 from .nvml_mig import MigCalls
 from .nvml_system import SystemCalls
+from .smi_tool import CALL as SMI
 
 # Functions of pynvml that compute and call no library.
 _PURE = {"nvmlExceptionClass", "nvmlStructToFriendlyObject", "nvmlFriendlyObjectToStruct"}
@@ -35,8 +36,8 @@ class SimulatedNvml(SystemCalls, DeviceCalls, FieldCalls, MigCalls, ComputeCalls
 
 
 def is_simulated(call: str) -> bool:
-    """Whether there is a simulation of the pynvml function of that name."""
-    return call.startswith("nvml") and hasattr(SimulatedNvml, call)
+    """Whether there is a simulation of the pynvml function of that name; "nvidia-smi" counts as one."""
+    return call == SMI or (call.startswith("nvml") and hasattr(SimulatedNvml, call))
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:

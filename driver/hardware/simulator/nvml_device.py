@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pynvml
 
 from .nvml_arguments import error, integer
@@ -17,6 +18,12 @@ MIB = 1 << 20
 
 # Highest SM clock in MHz. No published fact; only the memory clock is used for anything.
 _MAX_SM_CLOCK = 1980
+
+
+_SHARED: int = pynvml.NVML_COMPUTEMODE_DEFAULT
+
+# EXCLUSIVE_THREAD is not among them: CUDA 8 removed it.
+_COMPUTE_MODES = (_SHARED, pynvml.NVML_COMPUTEMODE_PROHIBITED, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
 
 
 def pci_info(bus_id: str, device_id: int) -> Any:
@@ -115,6 +122,18 @@ class DeviceCalls(NvmlSession):
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
         return self.nvmlDeviceGetComputeRunningProcesses_v3(handle)
 
+    @simulated()
+    def nvmlDeviceGetComputeMode(self, handle: Any) -> int:
+        key = self.device(handle)
+        return self.machine.state(key.minor).compute_mode if isinstance(key, GpuKey) else _SHARED
+
+    @simulated()
+    def nvmlDeviceSetComputeMode(self, handle: Any, mode: int) -> None:
+        minor, wanted = self.gpu(handle), integer(mode)
+        if wanted not in _COMPUTE_MODES:
+            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        self.machine.change(minor, lambda state: (_in_compute_mode(state, wanted), None))
+
     def _memory(self, handle: Any) -> tuple[int, int, int]:
         """Total, reserved and used bytes of a GPU or a MIG device."""
         key = self.device(handle)
@@ -126,6 +145,13 @@ class DeviceCalls(NvmlSession):
         used = sum(process.memory for ci in found.instance.compute for process in ci.processes)
         memory = product.by_id[found.instance.profile].memory_at(found.instance.start)
         return memory * MIB, 0, used
+
+
+def _in_compute_mode(state: GpuState, mode: int) -> GpuState:
+    """With MIG on each MIG device has a mode of its own (NVML manual); other than the default isn't simulated."""
+    if state.mig_enabled:
+        raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    return msgspec.structs.replace(state, compute_mode=mode)
 
 
 def _used_by_all(state: GpuState) -> int:

@@ -31,8 +31,6 @@ _ALWAYS = (
     | pynvml.nvmlEventTypeXidCriticalError
 )
 
-# First driver branch that reports these; an estimate.
-_RECOVERY_SINCE = 570
 _RECOVERY = pynvml.nvmlEventTypeGpuUnavailableError | pynvml.nvmlEventTypeGpuRecoveryAction
 
 
@@ -73,7 +71,7 @@ class EventCalls(NvmlSession):
     def nvmlDeviceGetSupportedEventTypes(self, handle: Any) -> int:
         self.gpu(handle)
         mig = pynvml.nvmlEventMigConfigChange if self.machine.product.mig_capable else 0
-        recovery = _RECOVERY if self.machine.description.driver_major >= _RECOVERY_SINCE else 0
+        recovery = _RECOVERY if self.machine.tells_recovery else 0
         supported: int = _ALWAYS | mig | recovery
         return supported
 

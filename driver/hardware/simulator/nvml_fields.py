@@ -62,6 +62,8 @@ class FieldCalls(LinkCalls):
             return self.nvmlDeviceGetNvLinkVersion(handle, scope)
         if field == pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT:
             return self.nvlink(handle, 0).links
+        if field == pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION:
+            return self._recovery_action(handle)
         return self._c2c_field(field)
 
     def _c2c_field(self, field: int) -> int:
@@ -75,6 +77,11 @@ class FieldCalls(LinkCalls):
         if field not in values or not self.machine.description.c2c:
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return values[field]
+
+    def _recovery_action(self, handle: Any) -> int:
+        if not self.machine.tells_recovery:
+            raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return self.machine.state(self.gpu(handle)).recovery_action
 
     def _speed(self, handle: Any, link: int) -> int:
         self.nvlink(handle, link)

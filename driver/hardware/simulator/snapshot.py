@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from driver.hardware.host import ComputeMode
+from driver.model.sharing import TimeSlice
+
 from .node import SimulatedNode
 from .products import Product
 from .state import GpuInstance
@@ -34,6 +37,8 @@ def _describe_gpu(node: SimulatedNode, minor: int, held: dict[str, str]) -> dict
         "memoryUsed": sum(process.memory for process in everywhere) >> 20,
         "migMode": _mode(product.mig_capable, state.mig_enabled),
         "migModePending": _mode(product.mig_capable, state.mig_pending),
+        "computeMode": ComputeMode(state.compute_mode).name,
+        "timeSlice": str(list(TimeSlice)[state.time_slice]),
         "holder": held.get(uuid),
         "processes": [process.pid for process in state.processes],
         "migDevices": [row for gi in in_order for row in _describe_instance(product, gi, held)],

@@ -69,15 +69,22 @@ class Event(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class GpuState(msgspec.Struct, frozen=True, rename="camel"):
-    """Everything that changes on one GPU. ``events`` are the last few, oldest first."""
+    """Everything that changes on one GPU. ``events`` are the last few, oldest first.
+
+    ``compute_mode`` and ``time_slice`` are NVML's and nvidia-smi's numbers, 0 the default; ``recovery_action`` is
+    NVML's number of what the GPU needs to recover, 0 nothing.
+    """
 
     mig_enabled: bool = False
     mig_pending: bool = False
+    compute_mode: int = 0
+    time_slice: int = 0
     next_serial: int = 1
     instances: tuple[GpuInstance, ...] = ()
     processes: tuple[Process, ...] = ()
     next_event: int = 1
     events: tuple[Event, ...] = ()
+    recovery_action: int = 0
 
     def with_event(self, event: Event) -> GpuState:
         """The state where that event happened too; its number is the next one."""

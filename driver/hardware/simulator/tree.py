@@ -8,11 +8,14 @@ nvidia-modprobe: who needs a capability device must take its number from ``capab
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import stat
+import sys
 import uuid
 from pathlib import Path
 
+from . import smi_tool
 from .capabilities import CONFIG_MINOR, MONITOR_MINOR, access_text, minors_text
 from .description import GpuDescription, NodeDescription, Place
 from .files import link, make_folder, write_file
@@ -194,5 +197,17 @@ def _driver_files(description: NodeDescription, root: Path) -> None:
     for name in ("libcuda", "libnvidia-ml", "libnvidia-ptxjitcompiler"):
         write_file(folder / f"{name}.so.{version}", f"{name} {version}, simulated\n", 0o755)
         link(folder / f"{name}.so.1", f"{name}.so.{version}")
-    script = f'#!/bin/sh\necho "nvidia-smi: simulated by Tessera, driver {version}, node {description.name}"\n'
-    write_file(root / "usr/bin/nvidia-smi", script, 0o755)
+    write_file(root / "usr/bin/nvidia-smi", _smi_script(description), 0o755)
+
+
+def _smi_script(description: NodeDescription) -> str:
+    """The program on the host; in a container, where Python and the node's directory are away, a line of text."""
+    tool = f"{shlex.quote(sys.executable)} -I -S {shlex.quote(smi_tool.__file__)}"
+    banner = f"nvidia-smi: simulated by Tessera, driver {description.driver_version}, node {description.name}"
+    return f"""\
+#!/bin/sh
+case "$1" in
+  compute-policy|-i|-c) exec {tool} "${{0%/usr/bin/nvidia-smi}}" "$@" ;;
+esac
+echo "{banner}"
+"""

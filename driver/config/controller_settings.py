@@ -1,0 +1,76 @@
+"""Settings of the controller: parsed once, at the edge, and frozen."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from driver.config.listen import Listen
+from driver.config.settings import DEFAULT_DRIVER, Namespace, check_driver_name, describe_fault
+from driver.errors import UsageError
+
+
+def _weights(value: object) -> object:
+    """``1g.10gb=3,7g.80gb=1`` as a mapping."""
+    if not isinstance(value, str):
+        return value
+    found: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in value.split(","))):
+        name, equals, number = part.partition("=")
+        try:
+            found[name.strip()] = float(number)
+        except ValueError:
+            equals = ""
+        if not equals or not 0 <= found[name.strip()] < float("inf"):
+            raise ValueError(f"{part!r} is no PROFILE=WEIGHT with a weight of 0 or more, such as 1g.10gb=3")
+    return found
+
+
+def _identity() -> str:
+    return f"{socket.gethostname()}_{os.getpid()}"
+
+
+class ControllerSettings(BaseModel):
+    """What ``tessera controller`` is told; field names are the flags' names.
+
+    ``offers`` is how many placements of each profile are offered over the cluster where nobody waits for more.
+    ``linger_s`` is how long an offer that is wanted no longer stays in the slices, closed to new claims.
+    ``settle_s`` is how long a fence needs to reach every API server. ``fence_minutes`` is how long a device stays
+    fenced after it was withdrawn: a decision of the scheduler may be that late. ``weights`` says how much each class
+    counts; without it all count the same, or, with ``learn_hours``, as claims ask for them, half as much after so long.
+    ``unused_s`` is how long a claim may wait beside an offer that would do until that is reported.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kubeconfig: Path | None = None
+    driver_name: Annotated[str, AfterValidator(check_driver_name)] = DEFAULT_DRIVER
+    namespace: Namespace = "tessera"
+    identity: Annotated[str, Field(min_length=1, max_length=253)] = Field(default_factory=_identity)
+    offers: Annotated[int, Field(ge=1, le=100)] = 2
+    settle_s: Annotated[float, Field(ge=0, le=60)] = 1.0
+    linger_s: Annotated[float, Field(ge=0, le=600)] = 10.0
+    fence_minutes: Annotated[float, Field(ge=1, le=120)] = 15.0
+    weights: Annotated[dict[str, float], BeforeValidator(_weights)] = Field(default_factory=dict)
+    learn_hours: Annotated[float, Field(ge=0, le=168)] = 0.0
+    unused_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
+    metrics_address: Listen = None
+
+    @property
+    def learns(self) -> bool:
+        """Whether weights follow the claims."""
+        return not self.weights and self.learn_hours > 0
+
+
+def controller_settings(**values: object) -> ControllerSettings:
+    """Settings from flags; None means the default. Raises UsageError naming every flag that is wrong."""
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        return ControllerSettings.model_validate(given)
+    except ValidationError as error:
+        faults = (describe_fault(fault["loc"], fault["msg"], fault["input"]) for fault in error.errors())
+        raise UsageError("; ".join(faults)) from error

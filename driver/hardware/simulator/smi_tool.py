@@ -1,0 +1,202 @@
+"""The ``nvidia-smi`` of a simulated node: what NVML has no function for, and ``-c``.
+
+A program, run by path with ``python -I -S`` by the script in the node's ``usr/bin``. It loads the standard
+library only, and of that little, because it runs while a pod waits: 0.03 s, where the simulator's own modules
+take ten times that. So it knows the files of :mod:`.state` and :mod:`.faults` by their JSON; a test holds it to them.
+
+Texts and exit statuses: nvidia-smi's manual ("Return Value") and a public log; docs/simulator.md names the estimates.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CALL = "nvidia-smi"
+"""What faults name this program by."""
+
+INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, GPU_IS_LOST = 2, 3, 4, 6, 15
+OTHER = 255
+STATUSES = frozenset({2, 3, 4, 6, 8, 9, 10, 12, 13, 14, 15})
+TEXTS = {
+    INVALID_ARGUMENT: "Invalid Argument",
+    NOT_SUPPORTED: "Not Supported",
+    NO_PERMISSION: "Insufficient Permissions",
+    NOT_FOUND: "Not Found",
+    GPU_IS_LOST: "GPU is lost",
+}
+TIME_SLICES = ("Default", "Short", "Medium", "Long")
+COMPUTE_MODES = {"DEFAULT": 0, "PROHIBITED": 2, "EXCLUSIVE_PROCESS": 3}
+
+Json = dict[str, Any]
+
+
+class Failure(Exception):
+    """NVML's code for what went wrong."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(TEXTS.get(code, "Unknown Error"))
+        self.status = code if code in STATUSES else OTHER
+
+
+class Gpu(NamedTuple):
+    """A GPU that is there: its number (NVML's index), minor, UUID."""
+
+    number: int
+    minor: int
+    uuid: str
+
+
+def main(arguments: list[str]) -> int:
+    """``NODE compute-policy [-i ID] (--set-timeslice N | --list)`` or ``NODE -i ID -c MODE``; the exit status."""
+    node, *rest = arguments
+    found = _options(rest)
+    gpus = _gpus(Path(node))
+    chosen = _chosen(gpus, found.get("-i"))
+    if not chosen:
+        return _end("No devices were found", NOT_FOUND)
+    if "--set-timeslice" in found:
+        wanted = found["--set-timeslice"]
+        return _each(chosen, "set timeslice", lambda gpu: _set_time_slice(Path(node), gpu, wanted), _policy(wanted))
+    if "-c" in found:
+        return _each(chosen, "set compute mode", lambda gpu: _set_compute_mode(Path(node), gpu, found["-c"]))
+    if "--list" in found:
+        return _each(chosen, "list compute policies", lambda gpu: _list(Path(node), gpu))
+    return _end(f"Invalid combination of input arguments: {' '.join(rest)}", INVALID_ARGUMENT)
+
+
+def _options(arguments: list[str]) -> dict[str, str]:
+    """Options with their values; ``--set-timeslice=1`` is the same as two words."""
+    words = [part for word in arguments for part in word.split("=", 1)]
+    names = {"--id": "-i", "-l": "--list", "--compute-mode": "-c"}
+    return {names.get(word, word): ([*words, ""])[at + 1] for at, word in enumerate(words) if word.startswith("-")}
+
+
+def _gpus(node: Path) -> list[Gpu]:
+    """As procfs tells them: a GPU that was removed is not among them."""
+    texts = [path.read_text() for path in (node / "proc/driver/nvidia/gpus").glob("*/information")]
+    facts = [dict(line.split(":", 1) for line in text.splitlines()) for text in texts]
+    known = sorted((int(fact["Device Minor"]), fact["GPU UUID"].strip()) for fact in facts)
+    return [Gpu(number, minor, uuid) for number, (minor, uuid) in enumerate(known)]
+
+
+def _chosen(gpus: list[Gpu], ids: str | None) -> list[Gpu]:
+    """Those of ``-i``, all of them without it; none where one of the ids is unknown."""
+    if ids is None:
+        return gpus
+    by_id = {str(gpu.number): gpu for gpu in gpus} | {gpu.uuid: gpu for gpu in gpus}
+    wanted = ids.split(",")
+    return [by_id[name] for name in wanted] if by_id.keys() >= set(wanted) else []
+
+
+def _each(gpus: list[Gpu], what: str, work: Callable[[Gpu], str], detail: str = "") -> int:
+    for gpu in gpus:
+        try:
+            print(work(gpu))  # noqa: T201 - a program's output
+        except Failure as failure:
+            print(f"Failed to {what}{detail} for GPU {gpu.number} : {failure}")  # noqa: T201
+            return _end(f"Failed to {what} for requested devices : {failure}", failure.status)
+    return 0
+
+
+def _policy(value: str) -> str:
+    known = value.isdecimal() and int(value) < len(TIME_SLICES)
+    return f" policy with value {TIME_SLICES[int(value)] if known else value}"
+
+
+def _set_time_slice(node: Path, gpu: Gpu, value: str) -> str:
+    if not (value.isdecimal() and int(value) < len(TIME_SLICES)):
+        raise Failure(INVALID_ARGUMENT)
+    with _changing(node, gpu) as state:
+        state["timeSlice"] = int(value)
+    return f"Successfully set timeslice to {TIME_SLICES[int(value)]} for GPU {gpu.number} {gpu.uuid}"
+
+
+def _set_compute_mode(node: Path, gpu: Gpu, value: str) -> str:
+    mode = int(value) if value.isdecimal() else COMPUTE_MODES.get(value.upper())
+    if mode not in COMPUTE_MODES.values():
+        raise Failure(INVALID_ARGUMENT)
+    with _changing(node, gpu) as state:
+        state["computeMode"] = mode
+    return f"Set compute mode to {value.upper()} for GPU {gpu.number} {gpu.uuid}"
+
+
+def _list(node: Path, gpu: Gpu) -> str:
+    _strike(node, gpu)
+    state = json.loads(_state_file(node, gpu).read_text())
+    return f"GPU {gpu.number} {gpu.uuid}: Timeslice: {TIME_SLICES[state.get('timeSlice', 0)]}"
+
+
+@contextmanager
+def _changing(node: Path, gpu: Gpu) -> Iterator[Json]:
+    """The GPU's state, to change; it is kept where the block ends well. Others that change it wait."""
+    # Who owns the directory is root on the simulated machine.
+    if os.geteuid() not in (0, (node / "sim").stat().st_uid):
+        raise Failure(NO_PERMISSION)
+    _strike(node, gpu)
+    path = _state_file(node, gpu)
+    with _locked(path.with_suffix(".lock")):
+        state: Json = json.loads(path.read_text())
+        if state.get("migEnabled"):
+            raise Failure(NOT_SUPPORTED)
+        yield state
+        _replace(path, json.dumps(state))
+
+
+def _strike(node: Path, gpu: Gpu) -> None:
+    """Raise or wait as the node's faults say."""
+    path = node / "sim/faults.json"
+    for fault in _faults(path):
+        if fault.get("call", "*") in ("*", CALL) and fault.get("gpu", gpu.minor) == gpu.minor and "device" not in fault:
+            _use_up(path, fault)
+            time.sleep(fault.get("seconds", 0))
+            if fault.get("code"):
+                raise Failure(fault["code"])
+
+
+def _faults(path: Path) -> list[Json]:
+    return list(json.loads(path.read_text()).get("faults", ())) if path.exists() else []
+
+
+def _use_up(path: Path, fault: Json) -> None:
+    """Count one occurrence of a fault that happens only so often."""
+    if "times" not in fault:
+        return
+    with _locked(path.with_suffix(".lock")):
+        content: Json = json.loads(path.read_text())
+        others = [other for other in content["faults"] if other["id"] != fault["id"]]
+        left = [{**fault, "times": fault["times"] - 1}] if fault["times"] > 1 else []
+        _replace(path, json.dumps({**content, "faults": [*others, *left]}))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _state_file(node: Path, gpu: Gpu) -> Path:
+    return node / "sim" / f"gpu-{gpu.minor}.json"
+
+
+def _end(text: str, status: int) -> int:
+    print(text)  # noqa: T201
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

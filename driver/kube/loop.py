@@ -1,0 +1,86 @@
+"""Work that is to be done soon after something changed, again and again, and that may fail."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from driver.errors import RecoverableError
+from driver.kube.backoff import Backoff
+
+log = logging.getLogger(__name__)
+
+
+class Loop:
+    """Calls ``work`` soon after each ``notify``, changes within ``coalesce_s`` together; backs off after a failure."""
+
+    def __init__(
+        self,
+        what: str,
+        work: Callable[[], float | None],
+        coalesce_s: float,
+        patience: Callable[[RecoverableError], float | None] = lambda _: None,
+    ) -> None:
+        """``what`` names the work in the log: "publishing slices". It may say after how many seconds it is to be done
+        again, though nothing was notified.
+
+        ``patience`` says of a failure how many seconds to wait after it, and has then said to people what there is to
+        say; None: back off as usual.
+        """
+        self._what = what
+        self._work = work
+        self._coalesce_s = coalesce_s
+        self._patience = patience
+        self._changed = threading.Condition()
+        self._due = math.inf
+
+    def notify(self) -> None:
+        """Work soon; cheap, from any thread."""
+        self.notify_within(0.0)
+
+    def notify_within(self, seconds: float) -> None:
+        """Work in so many seconds, or sooner where somebody wants that."""
+        with self._changed:
+            self._due = min(self._due, time.monotonic() + seconds)
+            self._changed.notify()
+
+    def run(self, stop: threading.Event) -> None:
+        """Work at every notification until ``stop`` is set (then call ``notify`` once more)."""
+        backoff = Backoff()
+        while not stop.is_set():
+            self._wait()
+            stop.wait(self._coalesce_s)
+            with self._changed:
+                self._due = math.inf
+            if stop.is_set():
+                return
+            try:
+                again = self._work()
+                backoff.reset()
+                if again is not None:
+                    self.notify_within(again)
+            except RecoverableError as error:
+                seconds = self._patience(error)
+                if seconds is None:
+                    self._failed(str(error), backoff, stop)
+                else:
+                    stop.wait(seconds)
+                    self.notify()
+            except Exception as error:
+                # A defect of ours must not end the thread: the work would never be done again.
+                log.exception("defect while %s", self._what)
+                self._failed(f"{type(error).__name__}: {error}", backoff, stop)
+
+    def _wait(self) -> None:
+        with self._changed:
+            while (left := self._due - time.monotonic()) > 0:
+                self._changed.wait(None if left == math.inf else left)
+
+    def _failed(self, error: str, backoff: Backoff, stop: threading.Event) -> None:
+        delay = backoff.next_s()
+        log.warning("%s failed, trying again", self._what, extra={"error": error, "retryIn": f"{delay:.1f}s"})
+        stop.wait(delay)
+        self.notify()

@@ -1,0 +1,176 @@
+"""What the controller tells one node, and what the node tells the controller: ``GpuNodePlan`` (wire types).
+
+``spec`` is the controller's but for what operators write in it, ``status`` the node's. The API group is fixed; it does
+not follow the driver name.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+import msgspec
+
+from driver.model.device import Device, DeviceKind, share_index
+from driver.model.health import read_time, written_time
+
+API_VERSION = "gpu.tessera.dev/v1alpha1"
+KIND = "GpuNodePlan"
+PATH = f"/apis/{API_VERSION}/gpunodeplans"
+
+FENCE = "tessera-fence"
+"""Of the admission policy, its binding, and the ConfigMap that names the fenced devices by pool."""
+
+WRITTEN_OFFER = re.compile(
+    r"(?P<gpu>[^/]+)/(?:full|share-(?P<index>[0-9]{1,2})|(?P<profile>[0-9A-Za-z.+-]+)@(?P<start>[0-9]{1,2}))"
+)
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A device that a claim has, prepared or not: the node keeps it published. ``claim`` is ``namespace/name``."""
+
+    device: str
+    claim: str
+
+    def __str__(self) -> str:
+        return f"{self.device} {self.claim}"
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """One device to offer, by what it is and not by its name.
+
+    ``start`` is the first memory slice of a placement of ``profile``; ``index`` the number of a share. Written
+    ``GPU-<uuid>/full``, ``GPU-<uuid>/1g.10gb@6`` or ``GPU-<uuid>/share-0``.
+    """
+
+    gpu: str
+    type: DeviceKind
+    profile: str | None = None
+    start: int | None = None
+    index: int | None = None
+
+    def __str__(self) -> str:
+        if self.type is DeviceKind.PARTITION:
+            return f"{self.gpu}/{self.profile}@{self.start}"
+        return f"{self.gpu}/share-{self.index}" if self.type is DeviceKind.SHARE else f"{self.gpu}/full"
+
+    @classmethod
+    def parse(cls, text: str) -> Offer | None:
+        """What ``str`` made; None where it is none."""
+        found = WRITTEN_OFFER.fullmatch(text)
+        if found is None:
+            return None
+        gpu, profile, start, index = found.group("gpu", "profile", "start", "index")
+        if profile:
+            return cls(gpu, DeviceKind.PARTITION, profile=profile, start=int(start))
+        return cls(gpu, DeviceKind.SHARE, index=int(index)) if index else cls(gpu, DeviceKind.FULL)
+
+
+class ClearedFaults(msgspec.Struct, frozen=True):
+    """An operator has dealt with the faults of a GPU up to this stamp (``kubelet_plugin.faults``).
+
+    Written ``GPU-<uuid> 2026-11-21T21:30:00Z``, by the node's own clock.
+    """
+
+    gpu: str
+    stamp: int
+
+    def __str__(self) -> str:
+        return f"{self.gpu} {written_time(self.stamp)}"
+
+    @classmethod
+    def parse(cls, text: str) -> ClearedFaults | None:
+        """What ``str`` made, whatever comes after it; None where it is none."""
+        gpu, _, rest = text.partition(" ")
+        stamp = read_time(rest.partition(" ")[0])
+        return None if stamp is None else cls(gpu, stamp)
+
+
+class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
+    """What the node does while it follows the plan.
+
+    ``epoch`` is the one of the node's status that the controller answers; the node follows no other. ``held`` and
+    ``offers`` are Held and Offer as they are written: one string each costs the API server a third of what objects
+    do. ``withdrawn`` are names of devices that were offered, are fenced, and that nobody holds: the only ones the
+    node may take out of its slices. ``dedicated_to`` is the use a label gave the node, ``dedicated_gpus`` are
+    ``GPU-<uuid>=<use>`` of those with a use of their own: both for people to see.
+
+    ``cordoned`` and ``cleared`` are operators' (``tessera cordon``, ``uncordon``), followed whether the node follows
+    the plan or not, and never written by the controller: ``GPU-<uuid> <reason>`` of GPUs that nobody new shall be
+    given, and ClearedFaults as they are written.
+    """
+
+    epoch: str = ""
+    held: tuple[str, ...] = ()
+    offers: tuple[str, ...] = ()
+    withdrawn: tuple[str, ...] = ()
+    dedicated_to: str | None = None
+    dedicated_gpus: tuple[str, ...] = msgspec.field(name="dedicatedGPUs", default=())
+    cordoned: tuple[str, ...] = ()
+    cleared: tuple[str, ...] = ()
+
+    @property
+    def held_devices(self) -> frozenset[str]:
+        """Names of the devices that claims have."""
+        return frozenset(entry.partition(" ")[0] for entry in self.held)
+
+    @property
+    def cordons(self) -> dict[str, str]:
+        """The reason for which each GPU is kept from new pods, by UUID."""
+        return {gpu: reason for gpu, _, reason in (text.partition(" ") for text in self.cordoned)}
+
+    @property
+    def decided(self) -> PlanSpec:
+        """The part that is the controller's."""
+        return msgspec.structs.replace(self, cordoned=(), cleared=())
+
+    @property
+    def offered(self) -> frozenset[Offer]:
+        """What is to be offered, of what can be read."""
+        return frozenset(offer for text in self.offers if (offer := Offer.parse(text)) is not None)
+
+
+OPERATORS = ("cordoned", "cleared")
+"""The fields of a spec that the controller never writes."""
+
+
+class PlanMode(StrEnum):
+    """Whether the node follows the plan or, without word from the controller, offers whatever fits."""
+
+    PLANNED = "Planned"
+    ALONE = "Alone"
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """Numbers for people; devices, but for ``gpus``."""
+
+    gpus: int = 0
+    held: int = 0
+    offered: int = 0
+
+
+class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
+    """``epoch`` changes whenever the node has stood alone: what it offers then is no plan's doing.
+
+    ``gpus`` has a line for each GPU, for people; ``inventory`` every fact of theirs, for the controller
+    (``driver.model.plan_gpus``). ``refused`` are offers that are not published, and why. ``faults`` are those that an
+    operator can clear, each as ClearedFaults writes it, and what it is.
+    """
+
+    observed_generation: int = 0
+    epoch: str = ""
+    mode: PlanMode = PlanMode.ALONE
+    summary: Summary = Summary()
+    gpus: tuple[str, ...] = ()
+    inventory: str = ""
+    refused: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+
+
+def offer_of(device: Device) -> Offer:
+    """The offer that stands for ``device``."""
+    if device.kind is DeviceKind.SHARE:
+        return Offer(device.gpu.uuid, device.kind, index=share_index(device.name))
+    if device.profile is None or device.placement is None:
+        return Offer(device.gpu.uuid, device.kind)
+    return Offer(device.gpu.uuid, device.kind, profile=device.profile.name, start=device.placement.start)

@@ -1,0 +1,90 @@
+"""What an XID, the number of an error that NVIDIA's kernel module reports, means for who may be given the GPU.
+
+Source: NVIDIA's "XID Errors", catalogue for Ampere and newer, column "immediate action"
+(docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), and for 46 NVIDIA's "Health Validation". Where the
+catalogue says RESTART_APP, whoever ran there is told and the next one runs well; where it says IGNORE, nothing is to be
+done; RESET_GPU, RESTART_BM and the workflows that end there make a GPU that nobody new may be given.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Meaning(StrEnum):
+    """What follows from an XID."""
+
+    APPLICATION = "application"
+    """A program did something wrong, or was hit by what ended with it; the GPU is well."""
+
+    NOTE = "note"
+    """Worth knowing; the GPU is well, or NVML itself tells what it needs."""
+
+    FATAL = "fatal"
+    """The GPU, or the partition, must not be given to anybody new until it has recovered."""
+
+    UNKNOWN = "unknown"
+    """Not in the table. A driver that tells what a GPU needs has judged it already; else it counts as fatal."""
+
+
+class Xid(NamedTuple):
+    """One line of the table."""
+
+    meaning: Meaning
+    text: str
+
+
+FALLEN_OFF_THE_BUS = 79
+"""Such a GPU has recovered when it answers again."""
+
+_APP, _NOTE, _FATAL = Meaning.APPLICATION, Meaning.NOTE, Meaning.FATAL
+
+XIDS = {
+    8: Xid(_APP, "GPU stopped processing"),
+    11: Xid(_APP, "invalid or corrupted push buffer stream"),
+    13: Xid(_APP, "graphics engine exception"),
+    31: Xid(_APP, "memory page fault"),
+    41: Xid(_APP, "copy engine exception"),
+    43: Xid(_APP, "GPU stopped processing"),
+    45: Xid(_APP, "channel torn down with its process"),
+    46: Xid(_FATAL, "GPU stopped processing and did not come back"),
+    48: Xid(_FATAL, "uncorrectable memory error"),
+    62: Xid(_FATAL, "micro-controller halted"),
+    63: Xid(_NOTE, "memory row marked for remapping"),
+    64: Xid(_FATAL, "memory row could not be remapped"),
+    68: Xid(_APP, "video decoder exception"),
+    74: Xid(_FATAL, "NVLink error"),
+    FALLEN_OFF_THE_BUS: Xid(_FATAL, "GPU fell off the bus"),
+    92: Xid(_NOTE, "many correctable memory errors"),
+    93: Xid(_NOTE, "InfoROM wear limit exceeded"),
+    94: Xid(_APP, "contained memory error"),
+    95: Xid(_FATAL, "uncontained memory error"),
+    109: Xid(_APP, "context switch timed out"),
+    119: Xid(_FATAL, "GSP did not answer in time"),
+    120: Xid(_FATAL, "GSP error"),
+    121: Xid(_NOTE, "C2C link error"),
+    140: Xid(_FATAL, "unrecovered memory error"),
+    154: Xid(_NOTE, "recovery action changed"),  # what it says is read from NVML
+    155: Xid(_NOTE, "NVLink went down"),  # links that sleep on purpose report it, too
+    156: Xid(_FATAL, "resource retired, in force after a reset"),
+    157: Xid(_NOTE, "resource could not be retired"),
+    160: Xid(_NOTE, "memory marked for repair"),
+    171: Xid(_NOTE, "uncorrectable error was in DRAM"),  # these two come along with 48
+    172: Xid(_NOTE, "uncorrectable error was in SRAM"),
+}
+
+
+def meaning_of(number: int) -> Xid:
+    """The table's line, or one that says that there is none."""
+    return XIDS.get(number, Xid(Meaning.UNKNOWN, "not in our table"))
+
+
+def is_fatal(number: int, *, driver_tells: bool) -> bool:
+    """Whether nobody new may be given what reported it.
+
+    ``driver_tells``: NVML says of this GPU what it needs to recover (drivers 570 and newer), so that an XID which we
+    don't know need not keep a GPU from use: any user could bring some of them about.
+    """
+    meaning = meaning_of(number).meaning
+    return meaning is Meaning.FATAL or (meaning is Meaning.UNKNOWN and not driver_tells)

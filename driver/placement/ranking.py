@@ -1,0 +1,187 @@
+"""Which placement hurts least, and why (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+from driver.placement.measure import CLIQUE_CLASS, Measure
+from driver.placement.state import GpuState, Key, Spot
+
+DECIMALS = 9
+"""Growths that differ by less are the same: sums of weights carry rounding errors."""
+
+CLIQUES = 1 << 14
+"""How many states of cliques are remembered."""
+
+
+class Terms(NamedTuple):
+    """Why a placement ranks where it does; compared in order, least is best.
+
+    ``growth``: by how many memory slices the fragmentation of its GPU and clique grows (negative: it falls).
+    ``free``: free memory slices of its GPU before, so that the fullest GPU is cut first; ``clique_free`` the same of
+    its clique. ``left``: minus the number of placements, over all profiles, that stay possible on the GPU.
+    ``at``: the first memory slice, or the number of the share. ``of_gpu``: the part of ``growth`` that is the GPU's
+    own; the rest is its clique's.
+    """
+
+    growth: float
+    free: float
+    clique_free: float
+    left: int
+    at: int
+    of_gpu: float
+
+
+class Ranked(NamedTuple):
+    """A place in a clique: the terms, which of the clique's GPUs, and where on it."""
+
+    terms: Terms
+    position: int
+    spot: Spot
+
+
+class LocalTerms(NamedTuple):
+    """The terms that follow from the GPU alone, in their order; ``released``: free slices after minus before."""
+
+    of_gpu: float
+    left: int
+    at: int
+    released: float
+
+
+class Ranking:
+    """Ranks placements by a measure; what it found for a state is remembered.
+
+    States of one GPU are few (for an H100 some thousands) and stay; those of cliques come and go.
+    """
+
+    def __init__(self, measure: Measure | None = None) -> None:
+        self.measure = measure or Measure()
+        self.clique = lru_cache(CLIQUES)(self._clique)
+        self._gpus: dict[GpuState, RankedGpu] = {}
+
+    def gpu(self, state: GpuState) -> RankedGpu:
+        """The one ranked GPU of ``state``."""
+        found = self._gpus.get(state)
+        if found is None:
+            found = self._gpus[state] = RankedGpu(self, state)
+        return found
+
+    def _clique(self, gpus: tuple[RankedGpu, ...]) -> RankedClique:
+        return RankedClique(self, gpus)
+
+
+class RankedGpu:
+    """All GPUs that are in one state; compared by identity, since its ranking makes one of each."""
+
+    def __init__(self, ranking: Ranking, state: GpuState) -> None:
+        self.state = state
+        self.free = state.free
+        self.whole = state.whole
+        self.offered = frozenset(state.offered())
+        self.fragmentation = ranking.measure.fragmentation(state)
+        self.clique_weight = ranking.measure.classes(state)[CLIQUE_CLASS]
+        self._ranking = ranking
+        self._places: dict[Key, dict[Spot, LocalTerms]] = {}
+        self._best: dict[Key, LocalTerms | None] = {}
+        self._after: dict[Spot, RankedGpu] = {}
+
+    def places(self, key: Key) -> Mapping[Spot, LocalTerms]:
+        """Where a device of ``key`` could be held now, with its terms."""
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = {spot: self._local(spot) for spot in self.state.spots(key)}
+        return found
+
+    def best(self, key: Key) -> LocalTerms | None:
+        """The best place of ``key``, whatever is true of the clique."""
+        if key not in self._best:
+            self._best[key] = min(self.places(key).values(), default=None)
+        return self._best[key]
+
+    def after(self, spot: Spot) -> RankedGpu:
+        """The GPU once ``spot``, which is possible, is held."""
+        found = self._after.get(spot)
+        if found is None:
+            found = self._after[spot] = self._ranking.gpu(self.state.take(spot))
+        return found
+
+    def _local(self, spot: Spot) -> LocalTerms:
+        after = self.after(spot)
+        of_gpu = round(after.fragmentation - self.fragmentation, DECIMALS)
+        return LocalTerms(of_gpu, -placements_left(after.state), spot.at, after.free - self.free)
+
+
+class RankedClique:
+    """GPUs that are asked for together, in a fixed order."""
+
+    def __init__(self, ranking: Ranking, gpus: tuple[RankedGpu, ...]) -> None:
+        self.gpus = gpus
+        self._ranking = ranking
+        self._free = sum(gpu.free for gpu in gpus)
+        self._spoiled = self._free if all(gpu.whole for gpu in gpus) else 0.0
+        self._best: dict[Key, Ranked | None] = {}
+
+    def admits(self, position: int, spot: Spot) -> bool:
+        """Whether ``spot`` is possible on the GPU at ``position``."""
+        return spot in self.gpus[position].places(spot.key)
+
+    def rank(self, position: int, spot: Spot) -> Terms:
+        """The terms of ``spot``, which must be possible, on the GPU at ``position``."""
+        return self._terms(self.gpus[position], self.gpus[position].places(spot.key)[spot])
+
+    def growth(self, position: int, spot: Spot) -> float:
+        """The first of the terms of ``spot`` alone."""
+        return self._growth(self.gpus[position], self.gpus[position].places(spot.key)[spot])
+
+    def best(self, key: Key) -> Ranked | None:
+        """The best place of ``key``, or None where none is left."""
+        if key not in self._best:
+            self._best[key] = self.best_among(key, range(len(self.gpus)))
+        return self._best[key]
+
+    def best_among(self, key: Key, positions: Iterable[int]) -> Ranked | None:
+        """The best place of ``key`` on the GPUs at ``positions``."""
+        found = None
+        for position in positions:
+            gpu = self.gpus[position]
+            local = gpu.best(key)
+            if local is not None:
+                ranked = (self._growth(gpu, local), gpu.free, local, position)
+                found = ranked if found is None else min(found, ranked)
+        if found is None:
+            return None
+        _, _, local, position = found
+        return Ranked(self._terms(self.gpus[position], local), position, Spot(key, local.at))
+
+    def after(self, position: int, spot: Spot) -> RankedClique:
+        """The clique once ``spot`` is held."""
+        return self.with_gpu(position, self.gpus[position].after(spot))
+
+    def with_gpu(self, position: int, gpu: RankedGpu) -> RankedClique:
+        return self._ranking.clique((*self.gpus[:position], gpu, *self.gpus[position + 1 :]))
+
+    def growth_by_class(self, position: int, spot: Spot) -> dict[str, float]:
+        """What each class loses (minus: gains) in free slices it can't use; weighted, they sum to the growth."""
+        measure, after = self._ranking.measure, self.after(position, spot)
+        had, lost = measure.unusable(self.gpus[position].state), measure.unusable(after.gpus[position].state)
+        return {name: lost[name] - had[name] for name in had} | {CLIQUE_CLASS: after.unusable - self.unusable}
+
+    @property
+    def unusable(self) -> float:
+        """Free slices that a request for all of the GPUs can't use."""
+        return self._free - self._spoiled
+
+    def _growth(self, gpu: RankedGpu, local: LocalTerms) -> float:
+        """A request for all GPUs loses what was free if this is the first cut, and what is taken now is not free."""
+        return round(local.of_gpu + gpu.clique_weight * (self._spoiled + local.released), DECIMALS)
+
+    def _terms(self, gpu: RankedGpu, local: LocalTerms) -> Terms:
+        return Terms(self._growth(gpu, local), gpu.free, self._free, local.left, local.at, local.of_gpu)
+
+
+def placements_left(state: GpuState) -> int:
+    """How many placements, over all profiles, are still free on the GPU."""
+    return sum(1 for masks in state.geometry.windows.values() for mask in masks if not mask & state.mask)
