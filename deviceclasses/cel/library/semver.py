@@ -1,0 +1,94 @@
+"""Semantic versions 2.0.0 and the functions on them. Build metadata has no say in order and equality."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from deviceclasses.cel.library.registry import function, method
+from deviceclasses.cel.types import BOOL, INT, SEMVER, STRING
+from deviceclasses.cel.values import UINT_MAX, EvaluationError, Opaque
+
+NUMBER = r"(0|[1-9][0-9]*)"
+WORDS = r"[0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*"
+SYNTAX = re.compile(rf"{NUMBER}\.{NUMBER}\.{NUMBER}(?:-({WORDS}))?(?:\+({WORDS}))?")
+LEADING_ZERO = re.compile(r"0[0-9]+")
+
+
+@dataclass(frozen=True, eq=False)
+class Semver(Opaque):
+    numbers: tuple[int, int, int]
+    prerelease: tuple[str, ...]
+
+    type_name = SEMVER.name
+
+    def identical(self, other: Any) -> bool:
+        return _order(self, other) == 0
+
+
+@lru_cache(maxsize=4096)
+def parse_semver(text: str) -> Semver:
+    """A version as semver 2.0.0 writes it; raises EvaluationError otherwise."""
+    match = SYNTAX.fullmatch(text)
+    if match is None:
+        raise EvaluationError(
+            f"{text!r} is not a semantic version: three numbers without leading zeros, such as 12.0.1"
+        )
+    words = tuple(match[4].split(".")) if match[4] else ()
+    numbers = (int(match[1]), int(match[2]), int(match[3]))
+    if any(map(LEADING_ZERO.fullmatch, words)) or any(
+        int(each) > UINT_MAX for each in (*numbers, *filter(str.isdigit, words))
+    ):
+        raise EvaluationError(f"{text!r} is not a semantic version: leading zeros, or a number beyond 64 bits")
+    return Semver(numbers, words)
+
+
+def normalized(text: str) -> str:
+    """With the leading "v" and zeros gone and ".0" added until there are three numbers."""
+    parts = [_trimmed(each) for each in text.removeprefix("v").split(".", 2)]
+    if len(parts) < 3 and re.search(r"[+-]", parts[-1]):
+        raise EvaluationError("short version cannot contain PreRelease/Build meta data")
+    return ".".join([*parts, *["0"] * (3 - len(parts))])
+
+
+def _trimmed(part: str) -> str:
+    if len(part) <= 1:
+        return part
+    rest = part.lstrip("0")
+    return rest if rest[:1] in set("0123456789") else f"0{rest}"
+
+
+def _parse(text: str, normalize: bool = False) -> Semver:
+    return parse_semver(normalized(text) if normalize else text)
+
+
+def _is_semver(text: str, normalize: bool = False) -> bool:
+    try:
+        _parse(text, normalize)
+    except EvaluationError:
+        return False
+    return True
+
+
+def _rank(version: Semver) -> tuple[object, ...]:
+    """Sorts as versions do: numbers before words, and a prerelease before its release."""
+    words = [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in version.prerelease]
+    return (version.numbers, not version.prerelease, words)
+
+
+def _order(one: Semver, other: Semver) -> int:
+    left, right = _rank(one), _rank(other)
+    return (left > right) - (left < right)
+
+
+function("semver", [STRING], SEMVER)(_parse)
+function("semver", [STRING, BOOL], SEMVER)(_parse)
+function("isSemver", [STRING], BOOL)(_is_semver)
+function("isSemver", [STRING, BOOL], BOOL)(_is_semver)
+method("isGreaterThan", [SEMVER, SEMVER], BOOL)(lambda one, other: _order(one, other) > 0)
+method("isLessThan", [SEMVER, SEMVER], BOOL)(lambda one, other: _order(one, other) < 0)
+method("compareTo", [SEMVER, SEMVER], INT)(_order)
+for _position, _part in enumerate(("major", "minor", "patch")):
+    method(_part, [SEMVER], INT)(lambda one, position=_position: one.numbers[position])

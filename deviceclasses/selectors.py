@@ -1,0 +1,113 @@
+"""What is wrong with CEL selectors: they don't compile, read what nobody publishes, or fail on some device.
+
+One error on one device that the scheduler looks at stops the whole pod, so each selector is held against a device of
+each kind of ours, and one of another driver. Values there are made up; which names a device has is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from deviceclasses.cel import CelDevice, Program, compile_selector, from_slice_device
+from deviceclasses.findings import Issue
+from deviceclasses.requests import entries, text
+from driver.config.names import meant
+from driver.config.schema import shown
+from driver.errors import CelError
+from driver.model.device import DeviceKind
+from driver.slices.attributes import FACTS, NO_PROFILE
+
+ATTRIBUTES = frozenset(fact.name for facts in FACTS.values() for fact in facts if "/" not in fact.name)
+CAPACITIES = frozenset({"memory", "multiprocessors"})
+MADE_UP = {"string": "", "int": 0, "bool": False, "version": "0.0.0"}
+SURE = ("no such key", "no such overload")
+"""Errors that come of names and types, whatever the values are."""
+
+KINDS = {DeviceKind.FULL: "a full GPU", DeviceKind.PARTITION: "a partition", DeviceKind.SHARE: "a share"}
+
+
+@cache
+def compiled(expression: str) -> Program | CelError:
+    try:
+        return compile_selector(expression)
+    except CelError as error:
+        return error
+
+
+def selectors_of(owner: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    """Path and text of each CEL selector of a class or request."""
+    for index, entry in entries(owner, "selectors"):
+        cel = entry.get("cel")
+        if isinstance(cel, Mapping) and (expression := text(cel, "expression")):
+            yield f"{path}.selectors[{index}].cel.expression", expression
+
+
+def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: Iterable[str] = ()) -> Iterator[Issue]:
+    """The issues of ``owner``'s selectors; ``before`` are those of its class, which are asked first."""
+    sound = list(before)
+    for place, expression in selectors_of(owner, path):
+        program = compiled(expression)
+        if isinstance(program, CelError):
+            yield _refused(place, program, expression)
+            continue
+        wrong_names = list(_wrong_names(place, program, driver))
+        yield from wrong_names or _failures(place, program, sound, driver)
+        sound.append(expression)
+
+
+def may_select_share(expressions: Iterable[str], driver: str) -> bool:
+    """Whether a share could pass, going by what all shares have alike; unknown values and broken selectors may."""
+    share = CelDevice(driver, {driver: {"type": DeviceKind.SHARE.value, "profile": NO_PROFILE}})
+    programs = (program for program in map(compiled, expressions) if isinstance(program, Program))
+    return all(program.verdict(share) is not False for program in programs)
+
+
+def unpublished(name: str, accepted: Iterable[str], domain: str) -> str:
+    """The message about a name in our domain that no device has."""
+    return f"Tessera publishes no such name in {domain} (docs/attributes.md has them all){meant(name, accepted)}"
+
+
+def _wrong_names(place: str, program: Program, driver: str) -> Iterator[Issue]:
+    for names, accepted in ((program.mentions.attributes, ATTRIBUTES), (program.mentions.capacity, CAPACITIES)):
+        for domain, name in sorted(names):
+            if domain == driver and name not in accepted:
+                yield Issue(place, shown(name), unpublished(name, accepted, domain))
+
+
+def _failures(place: str, program: Program, before: Iterable[str], driver: str) -> Iterator[Issue]:
+    earlier = [each for each in map(compiled, before) if isinstance(each, Program)]
+    for name, device in _samples(driver).items():
+        verdict = program.verdict(device)
+        if (
+            isinstance(verdict, str)
+            and verdict.startswith(SURE)
+            and all(each.verdict(device) is True for each in earlier)
+        ):
+            remedy = f'ask for device.driver == "{driver}" and .type first, with &&'
+            message = f"fails on {name}, which stops the pod's scheduling: {verdict}; {remedy}"
+            yield Issue(place, shown(program.expression), message)
+            return
+
+
+def _refused(place: str, error: CelError, expression: str) -> Issue:
+    """The value shown is the expression from where it is wrong."""
+    if error.position is None:
+        return Issue(place, shown(expression), str(error))
+    return Issue(place, shown(expression[error.position :]), f"at character {error.position + 1}: {error}")
+
+
+@cache
+def _samples(driver: str) -> dict[str, CelDevice]:
+    """A device of each kind with every name it can have, and one of some other driver."""
+    ours = {KINDS[kind]: from_slice_device(driver, _published(kind)) for kind in DeviceKind}
+    return {**ours, "a device of another driver": CelDevice("another-driver.example.com")}
+
+
+def _published(kind: DeviceKind) -> dict[str, Any]:
+    attributes: dict[str, dict[str, Any]] = {fact.name: {fact.kind: MADE_UP[fact.kind]} for fact in FACTS[kind]}
+    attributes["type"] = {"string": kind.value}
+    attributes["profile"] = {"string": "1g.10gb" if kind is DeviceKind.PARTITION else NO_PROFILE}
+    capacity = {} if kind is DeviceKind.SHARE else {name: {"value": "1Gi"} for name in CAPACITIES}
+    return {"name": kind.value, "attributes": attributes, "capacity": capacity}
