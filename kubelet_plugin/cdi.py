@@ -27,11 +27,23 @@ Spec = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CdiDevice:
-    """One allocated device: its name in the pool, its UUID (of the GPU or of the partition), its nodes."""
+    """One allocated device: its name in the pool, its UUID (of the GPU or of the partition), its nodes.
+
+    ``shares`` is how many of its kind divide the GPU; 1 where nobody else uses it.
+    """
 
     name: str
     uuid: str
     nodes: Sequence[DeviceNode]
+    shares: int = 1
+
+    @property
+    def env(self) -> list[str]:
+        """``TESSERA_DEVICE_...`` with the UUID, and for a share ``TESSERA_SHARES_...``: of how many it is one."""
+        found = [f"{variable(self.name)}={self.uuid}"]
+        if self.shares > 1:
+            found.append(f"{variable(self.name, 'SHARES')}={self.shares}")
+        return found
 
 
 def device_id(driver: str, uid: str, device: str) -> str:
@@ -51,7 +63,7 @@ def build_spec(driver: str, uid: str, devices: Iterable[CdiDevice], files: Drive
             {
                 "name": _name(uid, device.name),
                 "containerEdits": {
-                    "env": [f"{variable(device.name)}={device.uuid}"],
+                    "env": device.env,
                     "deviceNodes": [_node(node) for node in device.nodes],
                 },
             }
@@ -61,9 +73,9 @@ def build_spec(driver: str, uid: str, devices: Iterable[CdiDevice], files: Drive
     }
 
 
-def variable(device: str) -> str:
-    """The environment variable with a device's UUID: unique on the node, so several claims don't clash."""
-    return "TESSERA_DEVICE_" + device.upper().replace("-", "_")
+def variable(device: str, about: str = "DEVICE") -> str:
+    """The name of an environment variable about a device: unique on the node, so several claims don't clash."""
+    return f"TESSERA_{about}_" + device.upper().replace("-", "_")
 
 
 class CdiDirectory:
@@ -78,17 +90,26 @@ class CdiDirectory:
         except OSError as error:
             raise EnvironmentFault(f"--cdi-dir {directory}: can't be created: {error.strerror}") from error
 
-    def write(self, uid: str, spec: Mapping[str, Any]) -> None:
-        """Make the claim's file say ``spec``; an equal one is left alone."""
+    def write(self, uid: str, spec: Mapping[str, Any]) -> bool:
+        """Make the claim's file say ``spec``; an equal one is left alone. Says whether anything was written."""
         data = msgspec.json.format(msgspec.json.encode(spec), indent=2)
         path = self._path(uid)
         try:
             if path.read_bytes() == data:
-                return
+                return False
         except OSError:
             pass  # absent or unreadable: written anew, and if that fails it says why
         # The directory lives in memory (/var/run): what survives a reboot is the checkpoint.
         write_atomically(path, data, 0o644, durable=False)
+        return True
+
+    def devices(self, uid: str) -> list[str]:
+        """The names of the devices in the claim's spec; none where there is no spec, or one that makes no sense."""
+        try:
+            found = msgspec.json.decode(self._path(uid).read_bytes(), type=Spec)["devices"]
+            return [str(device["name"]).removeprefix(f"{uid}-") for device in found]
+        except (OSError, msgspec.MsgspecError, KeyError, TypeError):
+            return []
 
     def remove(self, uid: str) -> None:
         remove(self._path(uid), durable=False)

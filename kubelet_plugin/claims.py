@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from driver.config.opaque import AnyParameters, GpuConfig, MigDeviceConfig, parse_parameters
+from driver.config.opaque import AnyParameters, GpuConfig, MigDeviceConfig, ShareConfig, parse_parameters
 from driver.errors import ClaimError
 from driver.kube.claims import Claim, Configuration, Result
 from driver.model.device import Device, DeviceKind
+from driver.model.sharing import TimeSlice
 from driver.slices.names import Pool
 from kubelet_plugin.inventory import Inventory
 
 FITTING: Mapping[type[AnyParameters], DeviceKind] = {
     GpuConfig: DeviceKind.FULL,
     MigDeviceConfig: DeviceKind.PARTITION,
+    ShareConfig: DeviceKind.SHARE,
 }
 """Which kind of device each kind of parameters is for."""
+
+FROM_CLASS = "FromClass"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +37,14 @@ class ClaimReference:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """One device allocated to the claim, and the requests it serves (base names, without subrequest)."""
+    """One device allocated to the claim, and the requests it serves (base names, without subrequest).
+
+    ``time_slice`` is what its effective parameters ask for; None: no wish.
+    """
 
     device: Device
     requests: tuple[str, ...]
+    time_slice: TimeSlice | None = None
 
 
 def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inventory) -> list[Allocated]:
@@ -53,10 +61,19 @@ def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inve
     if not ours:
         drivers = ", ".join(sorted({result.driver for result in allocation.results})) or "none"
         raise ClaimError(f"claim {reference} has no device of driver {pool.driver}: it is allocated from {drivers}")
-    found = [(result, _device(reference, result, pool, inventory)) for result in ours]
-    for result, device in found:
-        _check_parameters(reference, result, device, allocation.config, pool.driver)
-    return _grouped(found)
+    entries = sorted(allocation.config, key=lambda entry: entry.source != FROM_CLASS)
+    found: dict[str, Allocated] = {}
+    for result in ours:
+        device = _device(reference, result, pool, inventory)
+        parameters = _parameters(reference, result, device, entries, pool.driver)
+        served = found[device.name].requests if device.name in found else ()
+        requests = tuple(dict.fromkeys((*served, base_name(result.request))))
+        found[device.name] = Allocated(device, requests, parameters.time_slice if parameters else None)
+    _refuse_unfit_parameters(
+        reference, [(result, found[result.device].device) for result in ours], entries, pool.driver
+    )
+    _refuse_shares_of_one_gpu(reference, found.values(), pool.driver)
+    return list(found.values())
 
 
 def _device(reference: ClaimReference, result: Result, pool: Pool, inventory: Inventory) -> Device:
@@ -67,41 +84,85 @@ def _device(reference: ClaimReference, result: Result, pool: Pool, inventory: In
         raise ClaimError(f"{where}: adminAccess is true; this version prepares devices for exclusive use only")
     device = inventory.device(result.device)
     if device is None:
-        known = ", ".join(sorted(f"gpu-{inventory.number(gpu)}" for gpu in inventory.gpus)) or "none"
-        raise ClaimError(f"{where}: device {result.device} is unknown on this node, which has GPUs {known}")
+        raise ClaimError(f"{where}: {_unknown(result.device, inventory)}")
     return device
 
 
-def _check_parameters(
-    reference: ClaimReference, result: Result, device: Device, entries: Iterable[Configuration], driver: str
-) -> None:
-    """Parse what class and claim say about this device; parameters of the other kind must not name it."""
+def _unknown(name: str, inventory: Inventory) -> str:
+    names = {f"gpu-{inventory.number(gpu)}": gpu for gpu in inventory.gpus}
+    gpu, part, _ = name.partition("-share-")
+    if part and gpu in names:
+        now = sum(device.kind is DeviceKind.SHARE for device in inventory.devices_on(names[gpu]))
+        return (
+            f"{name} does not exist any more: {gpu} is divided into {now} shares since the settings changed; "
+            "delete the pod, so that the scheduler chooses again"
+        )
+    return f"device {name} is unknown on this node, which has GPUs {', '.join(sorted(names)) or 'none'}"
+
+
+def _parameters(
+    reference: ClaimReference, result: Result, device: Device, entries: Sequence[Configuration], driver: str
+) -> AnyParameters | None:
+    """The last of ``entries`` (class before claim) for this device; nothing is merged. None where there is none."""
+    effective = None
     for entry in entries:
         if entry.opaque is None or entry.opaque.driver != driver or not _applies(entry, result.request):
             continue
         where = f"claim {reference}, request {result.request}, {entry.source}"
-        parameters = parse_parameters(entry.opaque.parameters, where)
-        if entry.requests and FITTING[type(parameters)] is not device.kind:
+        parameters = parse_parameters(entry.opaque.parameters, where, device.kind)
+        if FITTING[type(parameters)] is device.kind:
+            effective = parameters
+        elif result.request in entry.requests and entry.source != FROM_CLASS:
+            # A class's entries are given the request's name by newer schedulers; it may have one for each kind.
             raise ClaimError(
                 f"{where}: {parameters.kind} is for devices of type {FITTING[type(parameters)].value}, "
                 f"{device.name} has type {device.kind.value}"
             )
+    return effective
+
+
+def _refuse_unfit_parameters(
+    reference: ClaimReference,
+    allocated: Sequence[tuple[Result, Device]],
+    entries: Iterable[Configuration],
+    driver: str,
+) -> None:
+    """What the claim itself asks for must fit one of its devices, or be for an alternative that was not chosen."""
+    for entry in entries:
+        if entry.source == FROM_CLASS or entry.opaque is None or entry.opaque.driver != driver:
+            continue
+        devices = [device for result, device in allocated if _applies(entry, result.request)]
+        if not devices or any("/" in result.request for result, _ in allocated):
+            continue
+        where = f"claim {reference}, {entry.source}"
+        kinds = {FITTING[type(parse_parameters(entry.opaque.parameters, where, device.kind))] for device in devices}
+        if not kinds & {device.kind for device in devices}:
+            names = ", ".join(f"{device.name} (type {device.kind.value})" for device in devices)
+            raise ClaimError(f"{where}: the parameters are for devices of type {min(kinds).value}, not for {names}")
 
 
 def _applies(entry: Configuration, request: str) -> bool:
-    """No requests means all; a base name covers its subrequests (``base/sub``)."""
+    """No requests means all; a base name covers its subrequests (``base/sub``), whatever kind they are for."""
     return not entry.requests or request in entry.requests or base_name(request) in entry.requests
+
+
+def _refuse_shares_of_one_gpu(reference: ClaimReference, found: Iterable[Allocated], driver: str) -> None:
+    """Two shares of a GPU in one claim are one claim taking two turns: never what somebody wants."""
+    first: dict[str, Allocated] = {}
+    for allocated in found:
+        if allocated.device.kind is not DeviceKind.SHARE:
+            continue
+        other = first.setdefault(allocated.device.gpu.uuid, allocated)
+        if other is not allocated:
+            requests = ", ".join(dict.fromkeys((*other.requests, *allocated.requests)))
+            raise ClaimError(
+                f"claim {reference}, request {requests}: {other.device.name} and {allocated.device.name} are shares of "
+                "one GPU, which give a claim no more than one of them does: ask for one share (of a GPU with fewer "
+                "shares, if that is too little), a partition or a full GPU; for shares of different GPUs add the "
+                f"constraint distinctAttribute: {driver}/parentUUID"
+            )
 
 
 def base_name(request: str) -> str:
     """The kubelet knows requests by their base name: ``gpu/small`` was chosen for ``gpu``."""
     return request.split("/", 1)[0]
-
-
-def _grouped(found: Iterable[tuple[Result, Device]]) -> list[Allocated]:
-    requests: dict[str, list[str]] = {}
-    devices: dict[str, Device] = {}
-    for result, device in found:
-        devices[device.name] = device
-        requests.setdefault(device.name, []).append(base_name(result.request))
-    return [Allocated(device, tuple(dict.fromkeys(requests[name]))) for name, device in devices.items()]

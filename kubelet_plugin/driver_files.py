@@ -10,16 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from driver.hardware.driver_root import LIBRARY_DIRECTORIES, resolve_inside
 from driver.hardware.host import HostPaths
-
-LIBRARY_DIRECTORIES = (
-    "usr/lib/x86_64-linux-gnu",
-    "usr/lib/aarch64-linux-gnu",
-    "usr/lib64",
-    "lib/x86_64-linux-gnu",
-    "lib/aarch64-linux-gnu",
-    "lib64",
-)
 
 LIBRARIES = (
     "libcuda.so*",
@@ -45,9 +37,6 @@ BINARIES = (
 )
 
 FIRMWARE = ("lib/firmware/nvidia/*/gsp*.bin",)
-
-LINKS = 40
-"""Links followed for one path, as many as Linux follows (path_resolution(7))."""
 
 CDI_HOOK = "usr/bin/nvidia-cdi-hook"
 """NVIDIA's helper from the container toolkit; used where it is installed."""
@@ -92,26 +81,3 @@ def _matches(root: Path, patterns: Iterable[str]) -> Iterator[tuple[str, str]]:
             if real is not None and identity not in seen:
                 seen.add(identity)
                 yield name, real
-
-
-def resolve_inside(root: Path, name: str) -> str | None:
-    """What ``name`` is below ``root`` once every link is followed as if ``root`` were "/"; None where it dangles.
-
-    A link with an absolute target means the host's (or the driver container's) root, which this process
-    sees elsewhere; the runtime would follow it from a root of its own.
-    """
-    todo, done, links = list(reversed(Path(name).parts)), Path(), 0
-    while todo:
-        part = todo.pop()
-        if part == "..":
-            done = done.parent
-        elif (root / done / part).is_symlink():
-            links += 1
-            if links > LINKS:
-                return None
-            target = (root / done / part).readlink()
-            done = Path() if target.is_absolute() else done
-            todo += reversed(target.relative_to("/").parts if target.is_absolute() else target.parts)
-        else:
-            done /= part
-    return str(done) if (root / done).exists() else None

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 
 from driver.errors import EnvironmentFault, StateError
 
+log = logging.getLogger(__name__)
+
 TEMPORARY = ".tmp"
+
+LOOK_S = 0.1
+"""Between two looks at whether another plugin has ended: the kubelet reaches none meanwhile."""
 
 
 def write_atomically(path: Path, data: bytes, mode: int, *, durable: bool) -> None:
@@ -36,36 +43,47 @@ def write_atomically(path: Path, data: bytes, mode: int, *, durable: bool) -> No
 def remove(path: Path, *, durable: bool) -> None:
     """Delete ``path``; one that is gone already is no error. Raises StateError."""
     try:
-        if not os.path.lexists(path):
-            return
+        # Looked for first: a file system that is mounted read-only refuses to delete even what is not there.
+        path.lstat()
         path.unlink()
         if durable:
             sync_directory(path.parent)
+    except (FileNotFoundError, NotADirectoryError):
+        return
     except OSError as error:
         raise StateError(f"can't remove {path}: {error.strerror}") from error
 
 
-def claim_directory(directory: Path) -> None:
+def claim_directory(directory: Path, stop: threading.Event) -> None:
     """Keep every other plugin out of ``directory`` until this process ends, however it ends.
 
-    Raises EnvironmentFault where another process has it, naming that process, or where it can't be used.
+    Waits, until ``stop`` is set, while another process has it: a rolling update starts the new plugin beside the old
+    one. Raises EnvironmentFault where the directory can't be used.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Never closed: the kernel gives the lock back when the process is gone.
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        said = False
+        while not _locked(lock):
+            if not said:
+                owner = os.pread(lock, 32, 0).decode("utf-8", "replace").strip() or "unknown"
+                log.warning("waits for another node plugin to end", extra={"stateDir": str(directory), "pid": owner})
+                said = True
+            if stop.wait(LOOK_S):
+                return
+        os.ftruncate(lock, 0)
+        os.write(lock, f"{os.getpid()}\n".encode())
     except OSError as error:
         raise EnvironmentFault(f"--state-dir {directory}: can't be used: {error.strerror}") from error
+
+
+def _locked(lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        owner = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
-        os.close(lock)
-        raise EnvironmentFault(
-            f"--state-dir {directory} is in use by another node plugin, process {owner}; a node has one: end it first"
-        ) from None
-    os.ftruncate(lock, 0)
-    os.write(lock, f"{os.getpid()}\n".encode())
+        return False
+    return True
 
 
 def sync_directory(directory: Path) -> None:

@@ -7,13 +7,18 @@ held for microseconds; it is not the lock that keeps two claims apart on a GPU (
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from driver.model.device import Device, DeviceKind, devices_of, number_gpus
+from driver.model.device import SLICE_VALUE, Device, DeviceKind, devices_of, number_gpus, share_indices
 from driver.model.gpu import Gpu, MigMode
+from driver.model.health import Ailment
 from driver.model.occupancy import Occupancy
+from driver.model.plan import Offer, offer_of
+from driver.model.plan_gpus import GpuState
+from driver.model.selection import NO_GPU, Selection
 from driver.slices.build import PublishedGpu
+from driver.slices.limit import limited
 
 NOT_FOUND = "NVML does not find it any more"
 
@@ -41,11 +46,65 @@ class Foreign:
     offered: frozenset[str] = frozenset()
 
 
-class Inventory:
-    """Thread-safe. ``numbers`` gives each GPU's number in device names, by UUID."""
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Into how many shares a GPU is divided (0: none), and which GPUs are offered as shares only."""
 
-    def __init__(self, gpus: Iterable[Gpu], numbers: Mapping[str, int]) -> None:
+    shares_of: Callable[[Gpu], int]
+    only: Selection = NO_GPU
+
+
+UNSHARED = Sharing(lambda _: 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Directions:
+    """What to publish beside what prepared claims hold.
+
+    ``held`` are names of devices that claims have which nobody prepared yet; ``offers`` what to offer where it fits,
+    None: whatever fits; ``kept`` names of devices that were published before and must not go: somebody may have been
+    given one just now. They go where a prepared device overlaps them. One that is only allocated does not do: its
+    claim may have lost it again, and the scheduler, which still sees what overlaps it, have given that away; once
+    that is out of the slices, the scheduler no longer knows what it takes.
+
+    ``closing``: what is published beside ``offers`` gets a taint, so that nobody new is given it: what is on its way
+    out, and what is held, which would otherwise be given away again wherever it is the moment its claim ends.
+    """
+
+    held: frozenset[str] = frozenset()
+    offers: frozenset[Offer] | None = None
+    kept: frozenset[str] = frozenset()
+    closing: bool = False
+
+    def ask_for(self, device: Device) -> bool:
+        return self.offers is None or device.name in self.kept or offer_of(device) in self.offers
+
+    def close(self, held: Iterable[Device], others: Iterable[Device]) -> frozenset[str]:
+        """The names of those that nobody new shall be given: what is held, and of ``others`` what is not offered."""
+        if not self.closing or self.offers is None:
+            return frozenset()
+        return frozenset(d.name for d in held) | {d.name for d in others if offer_of(d) not in self.offers}
+
+
+WHATEVER_FITS = Directions()
+
+
+class Inventory:
+    """Thread-safe. ``numbers`` gives each GPU's number in device names, by UUID; ``sharing`` who is shared.
+
+    ``held_shares`` are the shares that are held at the start, by GPU: the number of each and of how many it is one.
+    """
+
+    def __init__(
+        self,
+        gpus: Iterable[Gpu],
+        numbers: Mapping[str, int],
+        sharing: Sharing = UNSHARED,
+        held_shares: Mapping[str, Mapping[int, int]] | None = None,
+    ) -> None:
         self._lock = threading.Lock()
+        self._held_shares = held_shares or {}
+        self._sharing = sharing
         self._gpus: dict[str, Gpu] = {}
         self._numbers = dict(numbers)
         self._by_gpu: dict[str, tuple[Device, ...]] = {}
@@ -53,6 +112,7 @@ class Inventory:
         self._faults: dict[str, str] = {}
         self._held: dict[str, tuple[Holder, tuple[Device, ...]]] = {}
         self._foreign: dict[str, Foreign] = {}
+        self._ailments: dict[str, tuple[Ailment, ...]] = {}
         self.update(gpus, {})
 
     @property
@@ -89,7 +149,7 @@ class Inventory:
         """The caller holds the lock."""
         self._numbers |= number_gpus(gpus.values(), self._numbers)
         self._by_gpu = {
-            uuid: self._by_gpu[uuid] if self._gpus.get(uuid) is gpu else devices_of(gpu, self._numbers[uuid])
+            uuid: self._by_gpu[uuid] if self._gpus.get(uuid) is gpu else self._devices_of(gpu)
             for uuid, gpu in gpus.items()
         }
         self._gpus = gpus
@@ -99,19 +159,31 @@ class Inventory:
             for uid, (holder, devices) in self._held.items()
         }
 
+    def _devices_of(self, gpu: Gpu) -> tuple[Device, ...]:
+        shares = self._sharing.shares_of(gpu)
+        indices = share_indices(shares, self._held_shares.get(gpu.uuid, {}))
+        return devices_of(gpu, self._numbers[gpu.uuid], shares, indices)
+
     def _renewed(self, held: Device) -> Device:
         """A held device with its GPU's facts of now; what it takes and what it is called never changes."""
         known = self._devices.get(held.name)
-        same = known is not None and known.gpu.uuid == held.gpu.uuid and known.mask == held.mask
-        return known if same and known is not None else held
+        if known is None or (known.gpu.uuid, known.mask, known.shares) != (held.gpu.uuid, held.mask, held.shares):
+            return held
+        return known
 
     def fault(self, gpu: Gpu) -> str | None:
         """Why the GPU can't be used at present, or None."""
         return self._faults.get(gpu.uuid)
 
     def device(self, name: str) -> Device | None:
-        """The device of this name, offered at present or not."""
-        return self._devices.get(name)
+        """The device of this name, held, offered or neither at present."""
+        known = self._devices.get(name)
+        if known is not None and known.kind is not DeviceKind.SHARE:
+            return known
+        # A share may have been given out when the GPU was divided otherwise: it stays what it was.
+        with self._lock:
+            held = (device for _, devices in self._held.values() for device in devices)
+            return next((device for device in held if device.name == name), known)
 
     def devices_on(self, gpu: Gpu) -> Sequence[Device]:
         """Every device the GPU could offer, offered at present or not."""
@@ -142,42 +214,98 @@ class Inventory:
             self._foreign[gpu.uuid] = foreign
         return changed
 
+    def note_ailments(self, uuid: str, ailments: tuple[Ailment, ...]) -> bool:
+        """All that is wrong with a GPU, known here or not, and its devices; says whether that is news."""
+        with self._lock:
+            changed = self._ailments.get(uuid, ()) != ailments
+            self._ailments[uuid] = ailments
+        return changed
+
     def existing(self, device: Device) -> bool:
         """Whether ``device`` is a partition that stood there before and is given out as it is."""
         with self._lock:
             return device.name in self._foreign.get(device.gpu.uuid, Foreign()).offered
 
     def conflict(self, uid: str, device: Device) -> tuple[Holder, Device] | None:
-        """Another claim that holds memory slices of ``device``, and the device by which it does."""
+        """Another claim because of which there is no room for ``device``, and the device by which it is so."""
         with self._lock:
-            for holder, devices in self._held.values():
-                for held in devices:
-                    if holder.uid != uid and held.gpu.uuid == device.gpu.uuid and held.mask & device.mask:
-                        return holder, held
-        return None
+            others = [
+                (holder, held)
+                for holder, devices in self._held.values()
+                for held in devices
+                if holder.uid != uid and held.gpu.uuid == device.gpu.uuid and held.mask & device.mask
+            ]
+        same = [(holder, held) for holder, held in others if held.name == device.name]
+        # Only shares leave anything of a slice to others.
+        full = sum(held.weight for _, held in others) + device.weight > SLICE_VALUE
+        return next(iter([*same, *(others if full else [])]), None)
 
-    def published(self) -> list[PublishedGpu]:
-        """What the slices should say: everything held, and everything that still fits beside it."""
+    def states(self) -> list[GpuState]:
+        """What is known of every GPU, for the controller."""
         with self._lock:
-            held = [device for _, devices in self._held.values() for device in devices]
-            foreign, gpus, faults = dict(self._foreign), list(self._gpus.values()), dict(self._faults)
-            return [self._publish(gpu, held, foreign.get(gpu.uuid, Foreign()), faults.get(gpu.uuid)) for gpu in gpus]
+            return [
+                GpuState(
+                    gpu,
+                    self._numbers[gpu.uuid],
+                    self._sharing.shares_of(gpu),
+                    gpu in self._sharing.only,
+                    self._foreign.get(gpu.uuid, Foreign()).mask | self._ill_slices(gpu),
+                    self._faults.get(gpu.uuid) or self._ill(gpu),
+                )
+                for gpu in self._gpus.values()
+            ]
 
-    def _publish(self, gpu: Gpu, all_held: Sequence[Device], foreign: Foreign, fault: str | None) -> PublishedGpu:
-        held = tuple(device for device in all_held if device.gpu.uuid == gpu.uuid)
-        taken, names = Occupancy.of(gpu, held, foreign.mask), {device.name for device in held}
-        offers = tuple(
+    def _ill(self, gpu: Gpu) -> str | None:
+        """Why none of the GPU's devices is for anybody new, though it answers. The caller holds the lock."""
+        whole = [each for each in self._ailments.get(gpu.uuid, ()) if each.slices is None and each.device is None]
+        return next((f"cordoned: {each}" if each.cordon else str(each) for each in whole), None)
+
+    def _ill_slices(self, gpu: Gpu) -> int:
+        """Bit mask of the memory slices that are for nobody new; the controller counts them as taken."""
+        mask = 0
+        for each in self._ailments.get(gpu.uuid, ()):
+            mask |= each.slices or 0
+        return mask
+
+    def published(self, directions: Directions = WHATEVER_FITS) -> list[PublishedGpu]:
+        """What the slices should say: everything held, and of what still fits beside it what ``directions`` ask for."""
+        with self._lock:
+            held = {device.name: device for _, devices in self._held.values() for device in devices}
+            names = directions.held - held.keys()
+            waiting = [self._devices[name] for name in names if name in self._devices]
+            return [self._publish(gpu, tuple(held.values()), waiting, directions) for gpu in self._gpus.values()]
+
+    def _publish(
+        self, gpu: Gpu, all_held: Sequence[Device], all_waiting: Sequence[Device], directions: Directions
+    ) -> PublishedGpu:
+        foreign = self._foreign.get(gpu.uuid, Foreign())
+        prepared = tuple(device for device in all_held if device.gpu.uuid == gpu.uuid)
+        held = (*prepared, *(device for device in all_waiting if device.gpu.uuid == gpu.uuid))
+        names = {device.name for device in held}
+        taken, gone = Occupancy.of(gpu, held, foreign.mask), Occupancy.of(gpu, prepared, foreign.mask)
+
+        def stays(device: Device) -> bool:
+            fits = gone if device.name in directions.kept else taken
+            return directions.ask_for(device) and fits.admits(device)
+
+        fitting = [
             device
             for device in self._by_gpu[gpu.uuid]
-            if device.name not in names
-            and _possible(device)
-            and (taken.admits(device) or device.name in foreign.offered)
-        )
-        return PublishedGpu(gpu, self._numbers[gpu.uuid], held, offers, foreign.mask, fault)
+            if device.name not in names and self._possible(device) and (device.name in foreign.offered or stays(device))
+        ]
+        there = directions.kept | foreign.offered
+        new = [device for device in fitting if device.name not in there]
+        chosen = limited(len(held) + len(fitting) - len(new), new, taken.mask)
+        offers = tuple(device for device in fitting if device.name in there or device.name in chosen)
+        closed = directions.close(held, offers) - foreign.offered
+        number, fault = self._numbers[gpu.uuid], self._faults.get(gpu.uuid)
+        ailments = self._ailments.get(gpu.uuid, ())
+        return PublishedGpu(gpu, number, held, offers, foreign.mask, fault, closed, ailments)
 
-
-def _possible(device: Device) -> bool:
-    """Without a reset of the GPU: one that needs it offers what its MIG mode in force allows."""
-    if device.gpu.toggles_freely:
-        return True
-    return (device.kind is DeviceKind.PARTITION) == device.gpu.mig_mode.in_force
+    def _possible(self, device: Device) -> bool:
+        """By the settings, and without a reset of the GPU: one that needs it offers what its MIG mode allows."""
+        if device.kind is not DeviceKind.SHARE and device.gpu in self._sharing.only:
+            return False
+        if device.gpu.toggles_freely:
+            return True
+        return (device.kind is DeviceKind.PARTITION) == device.gpu.mig_mode.in_force

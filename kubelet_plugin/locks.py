@@ -1,4 +1,4 @@
-"""Locks by key (a GPU, a claim), with deadlines and a name for whoever holds them.
+"""Locks by key (a GPU, a claim), with deadlines, a name for whoever holds them, and a word on who waits for whom.
 
 There is no node-wide lock: claims on different GPUs never wait for each other. Keys are always taken in
 sorted order, so two claims that share GPUs can't wait for each other in a circle.
@@ -6,6 +6,7 @@ sorted order, so two claims that share GPUs can't wait for each other in a circl
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,9 +15,20 @@ from dataclasses import dataclass, field
 
 from driver.errors import RecoverableError
 
+log = logging.getLogger(__name__)
+
 DEADLINE_S = 15.0
 """Longest wait. A prepare waits twice at most, for its claim and for its GPUs, and both waits together with its
 request to the API server end before the kubelet's 45 s: so it hears who was waited for."""
+
+
+LONG_S = 2.0
+"""A wait that is worth a line in the log: cutting a partition takes less."""
+
+
+def claim_key(uid: str) -> str:
+    """The key of a claim's lock; that of a GPU is its UUID."""
+    return f"claim {uid}"
 
 
 class LockTimeoutError(RecoverableError):
@@ -27,7 +39,9 @@ class LockTimeoutError(RecoverableError):
 class _Entry:
     lock: threading.Lock = field(default_factory=threading.Lock)
     owner: str = ""
+    since: float = 0.0
     users: int = 0
+    waiting: list[str] = field(default_factory=list)
 
 
 class KeyedLocks:
@@ -53,16 +67,43 @@ class KeyedLocks:
             for key in reversed(taken):
                 self._give_back(key)
 
+    def waits(self) -> list[str]:
+        """Who waits for whom now, a sentence each."""
+        with self._guard:
+            return [
+                f"{waiting} waits for {key}, which {self._holder(entry)}"
+                for key, entry in sorted(self._entries.items())
+                for waiting in entry.waiting
+            ]
+
     def _take(self, key: str, owner: str, deadline: float) -> None:
         with self._guard:
             entry = self._entries.setdefault(key, _Entry())
             entry.users += 1
-        if entry.lock.acquire(timeout=max(0.0, deadline - self._clock())):
-            entry.owner = owner
-            return
-        holder = entry.owner
-        self._leave(key, entry)
-        raise LockTimeoutError(f"{owner} waited {self._deadline_s:.0f} s for {key}, which is in use by {holder}")
+        if not entry.lock.acquire(blocking=False) and not self._wait(key, entry, owner, deadline):
+            holder = self._holder(entry)
+            self._leave(key, entry)
+            raise LockTimeoutError(f"{owner} waited {self._deadline_s:.0f} s for {key}, which {holder}")
+        entry.owner, entry.since = owner, self._clock()
+
+    def _wait(self, key: str, entry: _Entry, owner: str, deadline: float) -> bool:
+        """Whether the lock was to be had in time."""
+        with self._guard:
+            entry.waiting.append(owner)
+        try:
+            left = max(0.0, deadline - self._clock())
+            if entry.lock.acquire(timeout=min(LONG_S, left)):
+                return True
+            if left <= LONG_S:
+                return False
+            log.warning("waits", extra={"who": owner, "for": key, "which": self._holder(entry)})
+            return entry.lock.acquire(timeout=max(0.0, deadline - self._clock()))
+        finally:
+            with self._guard:
+                entry.waiting.remove(owner)
+
+    def _holder(self, entry: _Entry) -> str:
+        return f"is in use by {entry.owner or 'nobody'} since {self._clock() - entry.since:.0f} s"
 
     def _give_back(self, key: str) -> None:
         entry = self._entries[key]

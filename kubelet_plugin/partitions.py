@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 
 from driver.errors import HardwareError
-from driver.hardware.host import Host
-from driver.model.device import Device
+from driver.hardware.host import ComputeMode, Host
+from driver.model.device import Device, DeviceKind
 from driver.model.gpu import Gpu, Partition, Placement, Profile
-from kubelet_plugin.checkpoint import DeviceRecord
+from kubelet_plugin.records import DeviceRecord
 from kubelet_plugin.steps import Step, Steps
 
 log = logging.getLogger(__name__)
@@ -37,11 +37,18 @@ class Partitions:
         if foreign:
             raise occupied(device, foreign[0])
 
-    def ensure(self, device: Device) -> Partition | None:
-        """Make ``device`` usable and return its partition, or None for a full GPU."""
+    def ensure(self, device: Device, *, cut: bool = True) -> Partition | None:
+        """Make ``device`` usable and return its partition, or None for a full GPU or a share.
+
+        Without ``cut`` a partition that is not there is an error: somebody else made it.
+        """
         if device.profile is None or device.placement is None:
             self._mig_mode(device.gpu, enabled=False)
+            if device.kind is DeviceKind.SHARE:
+                self._check_shareable(device)
             return None
+        if not cut:
+            return self._standing(device, device.profile, device.placement)
         self._mig_mode(device.gpu, enabled=True)
         return self._ensure_partition(device, device.profile, device.placement)
 
@@ -63,7 +70,11 @@ class Partitions:
         # Names vary with the driver's version; a record may be older than the driver.
         profile = gpu.profile_named(record.profile) or gpu.profile_with_id(record.profile_id)
         if profile is None:
-            return None
+            # NVML may have kept it back just once, while it was asked what the GPU is: what stands there is not gone.
+            raise HardwareError(
+                f"{gpu.uuid}: NVML knows no profile {record.profile} (id {record.profile_id}) at present; "
+                f"{record.device} is removed once it does"
+            )
         return self._host.find_partition(gpu, profile, record.placement)
 
     def _mig_mode(self, gpu: Gpu, *, enabled: bool) -> None:
@@ -77,6 +88,23 @@ class Partitions:
         with self._step(Step.SET_MIG_MODE, gpu=gpu.uuid, enabled=enabled):
             self._host.set_mig_mode(gpu, enabled=enabled)
         log.info("switched MIG mode", extra={"gpu": gpu.uuid, "mode": "on" if enabled else "off"})
+
+    def _check_shareable(self, device: Device) -> None:
+        mode = self._host.compute_mode(device.gpu)
+        if mode is not ComputeMode.DEFAULT:
+            raise HardwareError(
+                f"{device}: the compute mode of {device.gpu.uuid} is {mode.name}, which keeps several processes from "
+                f"using it: set it back (nvidia-smi -i {device.gpu.uuid} -c DEFAULT) or offer no shares of this GPU"
+            )
+
+    def _standing(self, device: Device, profile: Profile, placement: Placement) -> Partition:
+        partition = self._host.find_partition(device.gpu, profile, placement)
+        if partition is None or not partition.complete:
+            raise HardwareError(
+                f"{device}: the partition that was given out as somebody else made it is gone; make it again "
+                f"(nvidia-smi mig -cgi, -cci) or delete the pod"
+            )
+        return partition
 
     def _ensure_partition(self, device: Device, profile: Profile, placement: Placement) -> Partition:
         gpu = device.gpu

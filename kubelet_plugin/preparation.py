@@ -9,23 +9,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import combinations
 
-from driver.errors import ClaimError, HardwareError, RecoverableError
-from driver.hardware.host import Host
+import msgspec
+
+from driver.errors import HardwareError, RecoverableError
 from driver.kube.claims import Claim
-from driver.model.device import Device, DeviceKind
+from driver.model.device import Device
 from driver.model.gpu import MigMode, Partition
-from driver.slices.names import Pool
-from kubelet_plugin.cdi import CdiDevice, CdiDirectory, build_spec, device_id
-from kubelet_plugin.checkpoint import VERSION, Checkpoint, ClaimRecord, DeviceRecord, device_record
+from kubelet_plugin.cdi import CdiDevice, build_spec, device_id
 from kubelet_plugin.claims import Allocated, ClaimReference, resolve
-from kubelet_plugin.driver_files import DriverFiles
-from kubelet_plugin.inventory import Inventory
-from kubelet_plugin.locks import KeyedLocks
+from kubelet_plugin.held import device_of
+from kubelet_plugin.inventory import Holder
+from kubelet_plugin.locks import KeyedLocks, claim_key
+from kubelet_plugin.node import Node
+from kubelet_plugin.overlap import refuse_overlap
 from kubelet_plugin.partitions import Partitions
+from kubelet_plugin.records import VERSION, ClaimRecord, DeviceRecord, device_record
+from kubelet_plugin.releasing import Listeners, Releaser
 from kubelet_plugin.steps import Step, Steps
+from kubelet_plugin.time_slices import TimeSlices
+from kubelet_plugin.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
 
@@ -43,33 +46,21 @@ class PreparedDevice:
     cdi_device_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """What preparing works on: everything the node plugin shares between claims."""
-
-    pool: Pool
-    host: Host
-    inventory: Inventory
-    checkpoint: Checkpoint
-    cdi: CdiDirectory
-    files: DriverFiles
-
-
 class Preparer:
-    """Thread-safe: claims that share no GPU never wait for each other.
-
-    ``on_change`` is called after what is held has changed; it must return quickly.
-    """
+    """Thread-safe: claims that share no GPU never wait for each other. ``upkeep`` shares its locks."""
 
     def __init__(
-        self, node: Node, read_claim: ClaimReader, on_change: Callable[[], None], steps: Steps, locks: KeyedLocks
+        self, node: Node, read_claim: ClaimReader, listeners: Listeners, steps: Steps, locks: KeyedLocks
     ) -> None:
         self._node = node
+        self._listeners = listeners
         self._read_claim = read_claim
-        self._on_change = on_change
         self._step = steps
         self._locks = locks
         self._partitions = Partitions(node.host, steps)
+        self._releaser = Releaser(node, listeners, steps)
+        self.upkeep = Upkeep(node, self._releaser, locks)
+        self._time_slices = TimeSlices(node.host, node.checkpoint, steps)
 
     def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
         """Make the claim's devices usable. Idempotent: a repeat verifies and repairs.
@@ -77,7 +68,7 @@ class Preparer:
         Raises RecoverableError; then a claim that was not prepared before leaves nothing behind, or what
         could not be undone stays recorded as owed and is undone at the next call or start.
         """
-        with self._locks.hold([f"claim {reference.uid}"], f"preparing claim {reference}"):
+        with self._locks.hold([claim_key(reference.uid)], f"preparing claim {reference}"):
             with self._step(Step.READ_CLAIM, claim=str(reference)):
                 claim = self._read_claim(reference.namespace, reference.name)
             with self._step(Step.RESOLVE_ALLOCATION, claim=str(reference)):
@@ -96,54 +87,38 @@ class Preparer:
         return [self._answer(record, device) for device in record.devices]
 
     def unprepare(self, reference: ClaimReference) -> None:
-        """Take the claim's devices away. Idempotent; a claim that is not known is done. Raises RecoverableError."""
-        with self._locks.hold([f"claim {reference.uid}"], f"unpreparing claim {reference}"):
+        """Take the claim's devices away. Idempotent; a claim that is not known is done. Raises RecoverableError.
+
+        From the first call on the claim counts as owed: what can't be removed now, ``upkeep`` removes later.
+        """
+        with self._locks.hold([claim_key(reference.uid)], f"unpreparing claim {reference}"):
             record = self._node.checkpoint.get(reference.uid)
             if record is None:
                 return
             with self._locks.hold(record.gpu_uuids, f"claim {reference}"):
-                self.undo(record)
+                self._releaser.release(record)
         log.info("unprepared claim", extra={"claim": str(reference)})
 
-    def undo(self, record: ClaimRecord) -> None:
-        """Remove spec, partitions and record, in this order. The caller holds the GPUs' locks.
+    def repair(self, uid: str) -> bool:
+        """Make again what a prepared claim has lost; False where it isn't prepared any more. Raises RecoverableError.
 
-        What can't be removed does not keep the rest: the record stays then, and the first error is raised.
+        A partition that is cut again has another UUID: containers that start from now on get that one.
         """
-        failures = [*self._attempt(lambda: self._remove_spec(record))]
-        for device in record.devices:
-            failures += self._attempt(partial(self._remove_partition, record, device))
-        for failure in failures[1:]:
-            log.error("could not undo", extra={"claim": f"{record.namespace}/{record.name}", "error": str(failure)})
-        if failures:
-            raise failures[0]
-        with self._step(Step.REMOVE_RECORD, claim=record.uid):
-            self._node.checkpoint.remove(record.uid)
-            self._node.inventory.release(record.uid)
-        self._on_change()
+        with self._locks.hold([claim_key(uid)], f"repairing claim {uid}"):
+            record = self._node.checkpoint.get(uid)
+            if record is None or not record.stands(self._node.boot):
+                return False
+            with self._locks.hold(record.gpu_uuids, f"repairing claim {record}"):
+                self._finish(record, [self._as_recorded(record, entry) for entry in record.devices])
+        self._listeners.changed()
+        return True
 
-    def _attempt(self, work: Callable[[], None]) -> Iterable[RecoverableError]:
-        try:
-            work()
-        except RecoverableError as error:
-            return [error]
-        return []
-
-    def _remove_spec(self, record: ClaimRecord) -> None:
-        with self._step(Step.REMOVE_CDI_SPEC, claim=record.uid):
-            self._node.cdi.remove(record.uid)
-
-    def _remove_partition(self, record: ClaimRecord, device: DeviceRecord) -> None:
-        if device.kind is DeviceKind.FULL or device.existing:
-            return
-        gpu = self._node.inventory.gpu(device.gpu_uuid)
-        if gpu is None:
-            raise ClaimError(
-                f"claim {record.namespace}/{record.name}: {device.device} is on {device.gpu_uuid}, which did not "
-                "answer when the plugin started; its partition can't be removed: restart the plugin once the GPU is "
-                f"back, or, where it is gone for good, delete {self._node.checkpoint.path(record.uid)} and restart it"
-            )
-        self._partitions.remove(gpu, device)
+    def _as_recorded(self, record: ClaimRecord, entry: DeviceRecord) -> Allocated:
+        device = device_of(self._node.inventory, entry)
+        fault = None if device is None else self._node.inventory.fault(device.gpu)
+        if device is None or fault is not None:
+            raise HardwareError(f"claim {record}: {entry.device} can't be used at present: {fault or 'no such device'}")
+        return Allocated(device, entry.requests, entry.time_slice)
 
     def _gpus_involved(self, reference: ClaimReference, allocated: Iterable[Allocated]) -> set[str]:
         known = self._node.checkpoint.get(reference.uid)
@@ -152,19 +127,21 @@ class Preparer:
     def _prepare(self, reference: ClaimReference, allocated: Sequence[Allocated]) -> ClaimRecord:
         """Everything between resolving and answering; the GPUs are locked."""
         record = self._current_record(reference, allocated)
-        self._refuse_overlap(reference, allocated)
-        repeat = record is not None and record.phase == "prepared"
-        if record is None:
-            record = self._write_intent(reference, allocated)
-        self._node.inventory.hold(record.holder, [item.device for item in allocated])
+        refuse_overlap(reference, allocated, self._node.inventory)
+        # Containers may be running on what was prepared before, also where its record got lost.
+        adopting = record is None and reference.uid in self._node.checkpoint.aside
+        repeat = adopting or (record is not None and record.stands(self._node.boot))
+        # Held before it is on disk: whatever comes between must find the device taken.
+        holder = Holder(reference.uid, reference.namespace, reference.name)
+        self._node.inventory.hold(holder, [item.device for item in allocated])
         try:
-            record = self._finish(record, allocated)
+            record = self._finish(record or self._write_intent(reference, allocated, adopting=adopting), allocated)
+            self._node.checkpoint.settle(reference.uid)
         except RecoverableError:
-            # Containers may be running on a claim that was prepared before: it keeps what it has.
             if not repeat:
-                self._undo_quietly(record)
+                self._undo_quietly(reference)
             raise
-        self._on_change()
+        self._listeners.changed()
         return record
 
     def _current_record(self, reference: ClaimReference, allocated: Sequence[Allocated]) -> ClaimRecord | None:
@@ -176,34 +153,18 @@ class Preparer:
             "claim was allocated anew while it was prepared: releasing the earlier devices",
             extra={"claim": str(reference), "devices": ",".join(d.device for d in record.devices)},
         )
-        self.undo(record)
+        self._releaser.release(record)
         return None
 
-    def _refuse_overlap(self, reference: ClaimReference, allocated: Sequence[Allocated]) -> None:
-        """The last defence against giving memory out twice (force-deleted pods make this real)."""
-        for item, other in combinations(allocated, 2):
-            if item.device.gpu.uuid == other.device.gpu.uuid and item.device.mask & other.device.mask:
-                raise ClaimError(
-                    f"claim {reference}: its own devices {item.device} and {other.device} overlap; "
-                    "the scheduler allocates only devices whose memory slices are disjoint"
-                )
-        for item in allocated:
-            fault = self._node.inventory.fault(item.device.gpu)
-            if fault is not None:
-                raise HardwareError(f"claim {reference}: {item.device} can't be used at present: {fault}")
-            conflict = self._node.inventory.conflict(reference.uid, item.device)
-            if conflict is not None:
-                holder, held = conflict
-                raise ClaimError(
-                    f"claim {reference}: {item.device} overlaps {held}, which {holder} still holds on this node; "
-                    "it is prepared once that claim is unprepared"
-                )
-
-    def _write_intent(self, reference: ClaimReference, allocated: Iterable[Allocated]) -> ClaimRecord:
+    def _write_intent(
+        self, reference: ClaimReference, allocated: Iterable[Allocated], *, adopting: bool
+    ) -> ClaimRecord:
         items = list(allocated)
         with self._step(Step.CHECK_FREE, claim=str(reference)):
             for item in items:
-                if not self._node.inventory.existing(item.device):
+                # A partition of the allocated placement is the claim's own where only its record got lost.
+                own = adopting and item.device.profile is not None
+                if not own and not self._node.inventory.existing(item.device):
                     self._partitions.check_free(item.device)
         record = ClaimRecord(
             version=VERSION,
@@ -212,6 +173,7 @@ class Preparer:
             uid=reference.uid,
             phase="preparing",
             devices=tuple(self._new_record(item) for item in items),
+            boot=self._node.boot,
         )
         with self._step(Step.WRITE_INTENT, claim=str(reference)):
             self._node.checkpoint.put(record)
@@ -220,25 +182,45 @@ class Preparer:
     def _new_record(self, item: Allocated) -> DeviceRecord:
         number = self._node.inventory.number(item.device.gpu)
         existing = self._node.inventory.existing(item.device)
-        return device_record(item.device, self._node.pool.name, item.requests, number, existing=existing)
+        return device_record(
+            item.device, self._node.pool.name, item.requests, number, existing=existing, time_slice=item.time_slice
+        )
 
     def _finish(self, record: ClaimRecord, allocated: Sequence[Allocated]) -> ClaimRecord:
         """Cut, write the spec, write "prepared"; each only where it is not so already."""
-        partitions = {item.device.name: self._ensure(item.device) for item in allocated}
+        given = {entry.device for entry in record.devices if entry.existing}
+        partitions = {item.device.name: self._ensure(item.device, item.device.name in given) for item in allocated}
+        for gpu in {item.device.gpu.uuid: item.device.gpu for item in allocated}.values():
+            self._time_slices.apply(gpu, record)
         spec = build_spec(
             self._node.pool.driver, record.uid, self._cdi_devices(allocated, partitions), self._node.files
         )
         with self._step(Step.WRITE_CDI_SPEC, claim=record.uid):
-            self._node.cdi.write(record.uid, spec)
-        devices = (device.with_partition(partitions[device.device]) for device in record.devices)
-        done = ClaimRecord(VERSION, record.namespace, record.name, record.uid, "prepared", tuple(devices))
+            written = self._node.cdi.write(record.uid, spec)
+        devices = tuple(device.with_partition(partitions[device.device]) for device in record.devices)
+        done = msgspec.structs.replace(record, phase="prepared", devices=devices, boot=self._node.boot, releasing=False)
         if done != record:
             with self._step(Step.WRITE_PREPARED, claim=record.uid):
                 self._node.checkpoint.put(done)
+        if record.stands(self._node.boot):
+            self._tell_repairs(record, done, spec_written=written)
         return done
 
-    def _ensure(self, device: Device) -> Partition | None:
-        partition = self._partitions.ensure(device)
+    def _tell_repairs(self, before: ClaimRecord, now: ClaimRecord, *, spec_written: bool) -> None:
+        """What a claim that was prepared already had lost."""
+        made = [
+            f"{new.device} was cut again: {new.uuid} instead of {old.uuid}; containers that start from now on get it"
+            for old, new in zip(before.devices, now.devices, strict=True)
+            if old.uuid != new.uuid
+        ]
+        if not made and spec_written:
+            made = ["its CDI spec was written again"]
+        if made:
+            log.warning("repaired a prepared claim", extra={"claim": str(now), "made": "; ".join(made)})
+            self._listeners.repaired(now, made)
+
+    def _ensure(self, device: Device, existing: bool) -> Partition | None:
+        partition = self._partitions.ensure(device, cut=not existing)
         if device.gpu.mig_capable:
             mode = MigMode.DISABLED if partition is None else MigMode.ENABLED
             self._node.inventory.note_mig_mode(device.gpu, mode)
@@ -251,17 +233,21 @@ class Preparer:
         for item in allocated:
             device, partition = item.device, partitions[item.device.name]
             if partition is None or partition.uuid is None:
-                yield CdiDevice(device.name, device.gpu.uuid, host.gpu_nodes(device.gpu))
+                yield CdiDevice(device.name, device.gpu.uuid, host.gpu_nodes(device.gpu), device.shares)
             else:
                 yield CdiDevice(device.name, partition.uuid, host.partition_nodes(device.gpu, partition))
 
-    def _undo_quietly(self, record: ClaimRecord) -> None:
+    def _undo_quietly(self, reference: ClaimReference) -> None:
+        record = self._node.checkpoint.get(reference.uid)
+        if record is None:
+            self._node.inventory.release(reference.uid)
+            return
         try:
-            self.undo(record)
+            self._releaser.undo(record)
         except RecoverableError as error:
             log.error(
-                "a failed prepare could not be undone; it stays recorded and is undone at the next call or start",
-                extra={"claim": f"{record.namespace}/{record.name}", "error": str(error)},
+                "a failed prepare could not be undone; it stays recorded and is undone later",
+                extra={"claim": str(reference), "error": str(error)},
             )
 
     def _answer(self, record: ClaimRecord, device: DeviceRecord) -> PreparedDevice:

@@ -16,14 +16,17 @@ from typing import Any
 import grpc
 
 from driver.errors import EnvironmentFault
+from kubelet_plugin.health_service import STREAMS
+from kubelet_plugin.health_service import VERSIONS as HEALTH_VERSIONS
 from kubelet_plugin.protocol.generated import registration_v1_pb2 as messages
 from kubelet_plugin.service import VERSIONS
 
 log = logging.getLogger(__name__)
 
 PLUGIN_TYPE = "DRAPlugin"
-CALLS_AT_ONCE = 16
-"""gRPC calls served at once; the kubelet makes one for each pod that starts or ends."""
+CALLS_AT_ONCE = 16 + STREAMS
+"""gRPC calls served at once: the kubelet makes one for each pod that starts or ends, and keeps one open to hear how
+devices are."""
 
 STOP_GRACE_S = 20.0
 """How long calls in progress may go on after SIGTERM; a pod's default grace period is 30 s."""
@@ -58,7 +61,7 @@ class Registration:
             type=PLUGIN_TYPE,
             name=self._driver,
             endpoint=str(self._endpoint),
-            supported_versions=[name for name, _ in VERSIONS],
+            supported_versions=[name for name, _ in (*VERSIONS, *HEALTH_VERSIONS)],
         )
 
     def _notify(self, status: Any, _context: grpc.ServicerContext) -> Any:

@@ -1,6 +1,7 @@
 """Looking at the hardware again and again: what changed outside our hands is published within seconds.
 
-An event of NVML makes it look at once, a timer in any case. It only reads the hardware, but for asking
+An event of NVML makes it look at once (``listening`` hears them, in a thread of its own: a GPU that hangs while it is
+looked at silences no other), a timer in any case. It only reads the hardware, but for asking
 for MIG mode on the GPUs that settings mean for MIG.
 """
 
@@ -9,13 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from driver.errors import RecoverableError
 from driver.hardware.host import GpuFault, Host
 from driver.model.device import Device
-from driver.model.gpu import Gpu, MigMode, Partition
+from driver.model.gpu import Gpu, MigMode, Partition, Placement
 from driver.model.selection import EVERY_GPU, NO_GPU, Selection
 from kubelet_plugin.inventory import Foreign, Inventory
 
@@ -39,12 +40,18 @@ class Choice:
 
 
 class Scanner:
-    """``on_change`` is called after a look that found something new; it must return quickly."""
+    """``on_change`` is called after a look that found something new; it must return quickly.
+
+    ``looked`` is called after every look, with the GPUs that answered.
+    """
 
     def __init__(self, host: Host, choice: Choice) -> None:
         self._host = host
         self._choice = choice
         self._reported: dict[str, str] = {}
+        self._gone: dict[str, set[Placement]] = {}
+        self._news = threading.Event()
+        self.looked: Callable[[Sequence[Gpu]], None] = lambda gpus: None
 
     def discover(self) -> tuple[list[Gpu], dict[int, str]]:
         """The GPUs that are ours, and why others did not answer, by index. Raises HardwareError."""
@@ -62,7 +69,13 @@ class Scanner:
         by_index = {gpu.index: gpu.uuid for gpu in inventory.gpus}
         faults = {by_index[index]: reason for index, reason in reasons.items() if index in by_index}
         changed = inventory.update(gpus, faults)
-        return self.look_at_partitions(inventory, gpus) or changed
+        changed = self.look_at_partitions(inventory, gpus) or changed
+        self.looked(gpus)
+        return changed
+
+    def look_soon(self) -> None:
+        """Something happened: look without waiting for the timer. Cheap, from any thread."""
+        self._news.set()
 
     def look_at_partitions(self, inventory: Inventory, gpus: Iterable[Gpu]) -> bool:
         """Tell ``inventory`` what stands on ``gpus`` that is not Tessera's; says whether any of it is news."""
@@ -81,20 +94,27 @@ class Scanner:
         ours = {device.placement for device in held if not inventory.existing(device)}
         foreign = self._foreign(inventory, gpu, [entry for entry in standing if entry.placement not in ours])
         news = inventory.note_foreign(gpu, foreign)
+        gone = {d.placement for d in before if d.placement is not None} - {entry.placement for entry in standing}
+        # Once may be a claim that is just being prepared or has just ended.
+        lasting = gone & self._gone.get(gpu.uuid, set())
+        self._gone[gpu.uuid] = gone
+        if gone - lasting:
+            self.look_soon()
         if news and foreign.mask:
             slices = [index for index in range(gpu.memory_slices) if foreign.mask >> index & 1]
             log.warning(
                 "left alone partitions that Tessera did not make",
                 extra={"gpu": gpu.uuid, "slices": ",".join(map(str, slices)), "offered": ",".join(foreign.offered)},
             )
-        return news
+        return news or bool(lasting)
 
     def run(self, inventory: Inventory, on_change: Callable[[], None], stop: threading.Event) -> None:
-        """Look until ``stop`` is set; whatever fails is logged, and looked at again."""
+        """Look until ``stop`` is set (then call ``look_soon``); whatever fails is logged, and looked at again."""
         while not stop.is_set():
             began = time.monotonic()
-            self._host.wait_for_event(RESCAN_S)
+            self._news.wait(RESCAN_S)
             stop.wait(max(0.0, PAUSE_S - (time.monotonic() - began)))
+            self._news.clear()
             try:
                 if not stop.is_set() and self.look(inventory):
                     on_change()

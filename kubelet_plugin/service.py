@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
@@ -24,8 +25,11 @@ VERSIONS: Sequence[tuple[str, ModuleType]] = (
 )
 """What is registered with the kubelet, newest first, and the messages of each."""
 
-PARALLEL_CLAIMS = 8
-"""Claims of one call that are worked on at once: as many as a node usually has GPUs."""
+PARALLEL_CLAIMS = 64
+"""Claims that are worked on at once. Threads are made when needed; one that NVML keeps must not keep the others."""
+
+ANSWER_S = 40.0
+"""The kubelet gives up after 45 s and would not hear why; what goes on after the answer is found by its next try."""
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 UID = re.compile(r"[A-Za-z0-9][-A-Za-z0-9]*")
@@ -44,8 +48,11 @@ class ClaimWork(Protocol):
 class DraService:
     """Answers for exactly the claims it was asked about: one that fails does not harm the others."""
 
-    def __init__(self, work: ClaimWork) -> None:
+    def __init__(self, work: ClaimWork, waits: Callable[[], Sequence[str]] = list, answer_s: float = ANSWER_S) -> None:
+        """``waits`` says who waits for whom, for the answer about a claim that takes longer than ``answer_s``."""
         self._work = work
+        self._waits = waits
+        self._answer_s = answer_s
         self._pool = ThreadPoolExecutor(PARALLEL_CLAIMS, thread_name_prefix="claim")
 
     def handlers(self) -> list[grpc.GenericRpcHandler]:
@@ -53,8 +60,8 @@ class DraService:
         return [self._handler(messages) for _, messages in VERSIONS]
 
     def close(self) -> None:
-        """Wait for the claims in work."""
-        self._pool.shutdown(wait=True)
+        """Begin nothing new. Calls in progress have been waited for by then; what hangs is left behind."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _handler(self, messages: ModuleType) -> grpc.GenericRpcHandler:
         service = messages.DESCRIPTOR.services_by_name["DRAPlugin"]
@@ -92,10 +99,21 @@ class DraService:
     def _each(
         self, claims: Iterable[Any], verb: str, call: Callable[[ClaimReference], T]
     ) -> list[tuple[str, T | None, str]]:
-        """(uid, result, error text) for each claim, worked on at once where there are several."""
-        todo = list({claim.uid: claim for claim in claims}.values())
-        run = map if len(todo) == 1 else self._pool.map
-        return list(run(lambda claim: _attempt(claim, verb, call), todo))
+        """(uid, result, error text) for each claim, worked on at once; all within the time for an answer."""
+        todo = {claim.uid: claim for claim in claims}
+        end = time.monotonic() + self._answer_s
+        work = {uid: self._pool.submit(_attempt, claim, verb, call) for uid, claim in todo.items()}
+        return [self._result(todo[uid], verb, future, end) for uid, future in work.items()]
+
+    def _result(self, claim: Any, verb: str, work: Future[tuple[str, T | None, str]], end: float) -> Any:
+        try:
+            return work.result(max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            where = f"{claim.namespace}/{claim.name}"
+            error = f"claim {where}: can't {verb} it within {self._answer_s:.0f} s, and still at it; "
+            error += "; ".join(self._waits()) or "a GPU or the API server does not answer"
+            log.error("no answer in time", extra={"claim": where, "error": error})
+            return claim.uid, None, error
 
 
 def _bound(call: Callable[[Any, Any], Any], messages: ModuleType) -> Callable[[Any, Any], Any]:

@@ -1,4 +1,4 @@
-"""The steps of preparing, by name.
+"""The steps of the node plugin's work, by name: starting, preparing, unpreparing, publishing.
 
 Each can be repeated after the process was killed at any instruction. Tests observe, fail or kill at them
 through an injected observer; operators see them in the log.
@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Literal
+
+from driver.steps import StepObserver, observed, unobserved
 
 log = logging.getLogger(__name__)
 
 
 class Step(StrEnum):
-    """In the order in which a claim goes through them; the second group undoes the first."""
+    """In order: a process starts, a claim is prepared and unprepared, and what came of it is told after the answer."""
+
+    LOAD_CHECKPOINT = "load-checkpoint"
+    DISCOVER = "discover"
+    RECOVER_RECORD = "recover-record"
+    TIDY_CDI_SPECS = "tidy-cdi-specs"
+    LISTEN = "listen"
+    OFFER_REGISTRATION = "offer-registration"
 
     READ_CLAIM = "read-claim"
     RESOLVE_ALLOCATION = "resolve-allocation"
@@ -26,21 +34,23 @@ class Step(StrEnum):
     SET_MIG_MODE = "set-mig-mode"
     CREATE_GPU_INSTANCE = "create-gpu-instance"
     CREATE_COMPUTE_INSTANCE = "create-compute-instance"
+    SET_TIME_SLICE = "set-time-slice"
     WRITE_CDI_SPEC = "write-cdi-spec"
     WRITE_PREPARED = "write-prepared"
 
+    MARK_RELEASING = "mark-releasing"
     REMOVE_CDI_SPEC = "remove-cdi-spec"
+    RESTORE_TIME_SLICE = "restore-time-slice"
     DESTROY_COMPUTE_INSTANCE = "destroy-compute-instance"
     DESTROY_GPU_INSTANCE = "destroy-gpu-instance"
     REMOVE_RECORD = "remove-record"
 
+    WRITE_SLICE = "write-slice"
+    DELETE_SLICE = "delete-slice"
+    WRITE_STATUS = "write-status"
 
-Moment = Literal["before", "after"]
-Observer = Callable[[Step, Moment], None]
 
-
-def unobserved(step: Step, moment: Moment) -> None:
-    """The observer of production: does nothing."""
+Observer = StepObserver[Step]
 
 
 class Steps:
@@ -51,10 +61,9 @@ class Steps:
 
     @contextmanager
     def __call__(self, step: Step, **context: object) -> Iterator[None]:
-        self._observer(step, "before")
-        started = time.perf_counter()
-        yield
-        if log.isEnabledFor(logging.DEBUG):
-            elapsed = (time.perf_counter() - started) * 1000
-            log.debug("step done", extra={"step": step.value, "ms": f"{elapsed:.2f}", **context})
-        self._observer(step, "after")
+        with observed(self._observer, step):
+            started = time.perf_counter()
+            yield
+            if log.isEnabledFor(logging.DEBUG):
+                elapsed = (time.perf_counter() - started) * 1000
+                log.debug("step done", extra={"step": step.value, "ms": f"{elapsed:.2f}", **context})
