@@ -1,0 +1,92 @@
+"""Which GPUs are alike to those who read only some attributes of their devices (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+from controller.fleet import FleetGpu
+from driver.model.device import Device, DeviceKind, full_device, partition_device, share_device
+from driver.model.gpu import Gpu
+from driver.placement import FULL, SHARE, Key
+from driver.slices.attributes import FACTS, Value
+
+BY_PLACEMENT = "placementStart"
+"""The only attribute in which partitions of one profile on one GPU differ."""
+
+FACT_OF = {kind: {fact.name: fact.of for fact in facts} for kind, facts in FACTS.items()}
+
+Names = frozenset[str] | None
+"""Attributes of ours as the slices spell them; None for all of them."""
+
+
+class Examples:
+    """One device of each kind of every GPU; remembered as long as the GPU is the same object."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Gpu, int, tuple[Device, ...]]] = {}
+
+    def of(self, entry: FleetGpu) -> tuple[Device, ...]:
+        known = self._known.get(entry.gpu.uuid)
+        if known is None or known[0] is not entry.gpu or known[1] != entry.shares:
+            firsts = (next(representatives(entry, kind, each_placement=False), None) for kind in DeviceKind)
+            devices = tuple(devices[0] for devices in firsts if devices)
+            known = self._known[entry.gpu.uuid] = (entry.gpu, entry.shares, devices)
+        return known[2]
+
+
+class Likeness:
+    """Which GPUs nobody can tell apart who reads ``names`` only, taken for each kind of device by itself."""
+
+    def __init__(self, names: Names, examples: Examples) -> None:
+        self.names = names
+        self.examples = examples
+        self._known: dict[str, tuple[Gpu, int, tuple[int, ...]]] = {}
+        self._numbers: dict[Hashable, int] = {}
+
+    def marks(self, entry: FleetGpu) -> tuple[int, ...]:
+        """A number for each kind of device that the GPU has; equal numbers are for devices that are alike."""
+        gpu = entry.gpu
+        known = self._known.get(gpu.uuid)
+        if known is None or known[0] is not gpu or known[1] != entry.shares:
+            marks = tuple(self._number(entry, example) for example in self.examples.of(entry))
+            known = self._known[gpu.uuid] = (gpu, entry.shares, marks)
+        return known[2]
+
+    def _number(self, entry: FleetGpu, example: Device) -> int:
+        """What devices of a kind say follows from their GPU's geometry and capacity, and from what one of them says."""
+        gpu = entry.gpu
+        size = (entry.state.geometry, gpu.memory_bytes, gpu.multiprocessors)
+        return self._numbers.setdefault((example.kind, *size, facts_of(example, self.names)), len(self._numbers))
+
+
+def representatives(entry: FleetGpu, kind: DeviceKind, *, each_placement: bool) -> Iterator[list[Device]]:
+    """For each key of that kind the devices that stand for all of it: one, or one for every placement."""
+    gpu, number = entry.gpu, entry.number
+    if kind is DeviceKind.FULL:
+        yield [full_device(gpu, number)]
+    elif kind is DeviceKind.SHARE:
+        if entry.shares:
+            yield [share_device(gpu, number, 0, entry.shares)]
+    else:
+        for profile in gpu.profiles:
+            if placements := profile.placements if each_placement else profile.placements[:1]:
+                yield [partition_device(gpu, number, profile, each) for each in placements]
+
+
+def device_at(entry: FleetGpu, key: Key, start: int) -> Device:
+    """The device of ``key`` on that GPU: the placement that begins at ``start``, the share of that number."""
+    if key == FULL:
+        return full_device(entry.gpu, entry.number)
+    if key == SHARE:
+        return share_device(entry.gpu, entry.number, start, entry.shares)
+    [profile] = [each for each in entry.gpu.profiles if each.name == key.profile]
+    [placement] = [each for each in profile.placements if each.start == start]
+    return partition_device(entry.gpu, entry.number, profile, placement)
+
+
+def facts_of(device: Device, names: Names) -> tuple[Value, ...]:
+    """The values of some attributes; None for what the device does not have."""
+    facts = FACT_OF[device.kind]
+    if names is None:
+        return tuple(of(device) for of in facts.values())
+    return tuple(facts[name](device) if name in facts else None for name in names)

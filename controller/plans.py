@@ -1,0 +1,162 @@
+"""The plan of each node, from what shall be offered and what is held (pure), and writing those that changed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from controller.fenced import PoolDevice
+from controller.fleet import Fleet
+from controller.picture import NodeView
+from controller.steps import Observer, Step
+from driver.errors import CONFLICT, ApiError
+from driver.kube.plans import GpuNodePlan
+from driver.kube.transport import KubeClient, Object
+from driver.model.plan import API_VERSION, KIND, OPERATORS, PATH, Offer, PlanSpec
+from driver.steps import observed, unobserved
+
+log = logging.getLogger(__name__)
+
+LAZY_S = 1.0
+"""How long a change may wait that no claim waits for; every write of a plan costs the API server milliseconds."""
+
+RETRY_S = 3.0
+"""After how long a plan that could not be written is tried again; the others don't wait for it."""
+
+WRITES_AT_ONCE = 8
+"""One change of the cluster changes several plans; claims wait for the last of them."""
+
+
+def plan_specs(
+    nodes: Iterable[NodeView], fleet: Fleet, offers: Collection[Offer], withdrawn: Collection[PoolDevice]
+) -> dict[str, PlanSpec]:
+    """What every node shall do, by node."""
+    by_node: dict[str, list[Offer]] = defaultdict(list)
+    for offer in offers:
+        by_node[fleet.gpus[offer.gpu].node].append(offer)
+    gone: dict[str, list[str]] = defaultdict(list)
+    for device in withdrawn:
+        gone[device.pool].append(device.device)
+    return {
+        node.name: PlanSpec(
+            epoch=node.status.epoch,
+            held=tuple(sorted(map(str, node.held.values()))),
+            offers=tuple(sorted(map(str, by_node[node.name]))),
+            withdrawn=tuple(sorted(gone[node.pool])),
+            dedicated_to=node.dedication.node,
+            dedicated_gpus=_dedicated_gpus(node, fleet),
+        )
+        for node in nodes
+    }
+
+
+def _dedicated_gpus(node: NodeView, fleet: Fleet) -> tuple[str, ...]:
+    """The GPUs that have a use of their own, and which."""
+    uses, gpus = node.dedication.gpus, fleet.nodes.get(node.name, ())
+    return tuple(f"{entry.gpu.uuid}={uses[entry.number]}" for entry in gpus if entry.number in uses)
+
+
+class PlanWriter:
+    """Writes the specs that differ from what the plans say; plans that a person has paused stay as they are.
+
+    What adds an offer is written at once, the rest when it is ``LAZY_S`` old or goes along. ``stored`` is called with
+    each plan as it was stored.
+    """
+
+    def __init__(
+        self,
+        client: KubeClient,
+        stored: Callable[[Object], None],
+        clock: Callable[[], float] = time.monotonic,
+        observer: Observer = unobserved,
+    ) -> None:
+        self._client = client
+        self._stored = stored
+        self._clock = clock
+        self._observer = observer
+        self._differs_since: dict[str, float] = {}
+        self._failed: dict[str, float] = {}
+
+    def write(
+        self,
+        wanted: Mapping[str, PlanSpec],
+        existing: Mapping[str, GpuNodePlan],
+        nodes: Mapping[str, str],
+    ) -> int:
+        """Bring ``existing`` in line; says how many were written. What can't be is logged and tried again later.
+
+        ``nodes`` are the uids of the Nodes: a plan goes with its node.
+        """
+        now, before = self._clock(), self._differs_since
+        self._differs_since, due = {}, []
+        self._failed = {node: until for node, until in self._failed.items() if until > now}
+        for node, spec in wanted.items():
+            plan = existing.get(node)
+            if plan is not None and (plan.metadata.paused or _says(plan.spec, spec)):
+                continue
+            if node in self._failed:
+                continue
+            since = before.get(node, now)
+            if plan is None or _is_urgent(plan.spec, spec) or now - since >= LAZY_S:
+                due.append((node, plan, nodes[node], spec))
+            else:
+                self._differs_since[node] = since
+        with ThreadPoolExecutor(WRITES_AT_ONCE) as pool:
+            pending = [pool.submit(self._observed, *each) for each in due]
+        failures = {node: str(error) for (node, *_), each in zip(due, pending, strict=True) if (error := each.result())}
+        if failures:
+            self._failed |= dict.fromkeys(failures, now + RETRY_S)
+            first, why = next(iter(failures.items()))
+            log.error("plans can't be written", extra={"plans": len(failures), "first": first, "error": why})
+        return len(due) - len(failures)
+
+    def due_in_s(self) -> float | None:
+        """After how many seconds to write what can wait; None: nothing waits."""
+        times = [*(since + LAZY_S for since in self._differs_since.values()), *self._failed.values()]
+        return max(0.0, min(times) - self._clock()) if times else None
+
+    def _observed(self, node: str, plan: GpuNodePlan | None, owner: str, spec: PlanSpec) -> ApiError | None:
+        with observed(self._observer, Step.WRITE_PLAN):
+            return self._write(node, plan, owner, spec)
+
+    def _write(self, node: str, plan: GpuNodePlan | None, owner: str, spec: PlanSpec) -> ApiError | None:
+        """A plan that has changed since it was seen is left for the next decision: another may lead by now."""
+        body = {"spec": {key: value for key, value in msgspec.to_builtins(spec).items() if key not in OPERATORS}}
+        try:
+            if plan is None:
+                metadata = {"name": node, "ownerReferences": [_reference(node, owner)]}
+                stored = self._client.create(
+                    PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, **body}
+                )
+            else:
+                precondition = {"metadata": {"resourceVersion": plan.metadata.resource_version}}
+                stored = self._client.patch(f"{PATH}/{node}", {**precondition, **body})
+        except ApiError as error:
+            if error.status != CONFLICT:
+                return error
+            log.debug("a plan has changed meanwhile", extra={"node": node})
+            return None
+        self._stored(stored)
+        return None
+
+
+def _reference(node: str, uid: str) -> Object:
+    return {"apiVersion": "v1", "kind": "Node", "name": node, "uid": uid}
+
+
+def _says(current: PlanSpec, wanted: PlanSpec) -> bool:
+    """Whether a plan needs no writing. That a device has gone from the slices is no news to the node."""
+    if not set(wanted.withdrawn) <= set(current.withdrawn):
+        return False
+    return msgspec.structs.replace(current.decided, withdrawn=()) == msgspec.structs.replace(wanted, withdrawn=())
+
+
+def _is_urgent(current: PlanSpec, wanted: PlanSpec) -> bool:
+    """Whether a claim may be waiting for it, or the node about to take away what somebody was given after all."""
+    given = wanted.held_devices & set(current.withdrawn)
+    return current.epoch != wanted.epoch or not set(wanted.offers) <= set(current.offers) or bool(given)

@@ -1,0 +1,93 @@
+"""Why the GPUs that a request selects can't give it devices at present (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from controller.fleet import FleetGpu
+from controller.search import slices_of
+from controller.survey import Kind, Nodes, Survey
+from controller.wishes import Ask
+from driver.model.device import DeviceKind
+
+SHOWN = 3
+"""GPUs that a sentence names."""
+
+
+class Obstacle(StrEnum):
+    """What keeps a GPU from giving what is selected, whatever is held on it."""
+
+    FAULT = "fault"
+    RESET = "reset"
+    DEDICATED = "dedicated"
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """The GPUs that a request selects on the nodes in question.
+
+    ``obstacles`` are GPUs that can't give it whatever is held; ``usable`` the others. Amounts are memory slices:
+    ``needed`` by one device, ``free`` on all usable GPUs together.
+    """
+
+    gpus: tuple[FleetGpu, ...]
+    obstacles: Mapping[Obstacle, tuple[FleetGpu, ...]]
+    usable: tuple[FleetGpu, ...]
+    needed: float
+    free: float
+
+    @property
+    def freest(self) -> list[FleetGpu]:
+        """The usable GPUs with most free slices, first."""
+        ordered = sorted(self.usable, key=lambda entry: (-entry.state.free, entry.node, entry.number))
+        return [entry for entry in ordered[:SHOWN] if entry.state.free]
+
+    @property
+    def main_obstacle(self) -> Obstacle:
+        """What keeps most GPUs away; only where none is usable."""
+        return max(self.obstacles, key=lambda each: len(self.obstacles[each]))
+
+
+def shortage(survey: Survey, ask: Ask, nodes: Nodes) -> Shortage:
+    """The GPUs on ``nodes`` that have what ``ask`` selects, sorted by why they don't give it."""
+    kinds = survey.kinds(ask.selector, nodes)
+    selected = frozenset().union(*kinds.values())
+    gpus = tuple(entry for entry in survey.on(nodes) if entry.gpu.uuid in selected)
+    obstacles: dict[Obstacle, list[FleetGpu]] = {}
+    usable = []
+    for entry in gpus:
+        obstacle = obstacle_of(entry, [kind for kind in kinds if entry.gpu.uuid in kinds[kind]])
+        if obstacle is None:
+            usable.append(entry)
+        else:
+            obstacles.setdefault(obstacle, []).append(entry)
+    needed = min(slices_of(entry.state, kind.key) for entry in gpus for kind in kinds if entry.gpu.uuid in kinds[kind])
+    free = sum(entry.state.free for entry in usable)
+    return Shortage(gpus, {each: tuple(found) for each, found in obstacles.items()}, tuple(usable), needed, free)
+
+
+def obstacle_of(entry: FleetGpu, kinds: Sequence[Kind]) -> Obstacle | None:
+    """What keeps ``entry`` from giving any of ``kinds``, whatever is held on it."""
+    if entry.fault is not None:
+        return Obstacle.FAULT
+    wanted = {kind.key.kind for kind in kinds}
+    if wanted & entry.state.kinds:
+        return None
+    meant = wanted & entry.uses & ({DeviceKind.SHARE} if entry.shares_only else set(DeviceKind))
+    return Obstacle.RESET if meant else Obstacle.DEDICATED
+
+
+def named(gpus: Iterable[FleetGpu]) -> str:
+    """``gpu-3 of node-a, gpu-0 of node-b (why it can't be used)``, and how many more there are."""
+    names = [f"gpu-{entry.number} of {entry.node}{f' ({entry.fault})' if entry.fault else ''}" for entry in gpus]
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def holders(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> Counter[str]:
+    """How many devices each claim has on ``gpus``; ``claim_of`` maps node and device to ``namespace/name``."""
+    held = ((entry.node, device.name) for entry in gpus for device in entry.held)
+    return Counter(claim_of[each] for each in held if each in claim_of)
