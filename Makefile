@@ -11,27 +11,38 @@ RUN := $(VENV)/bin
 export UV_PYTHON_DOWNLOADS := never
 export UV_LINK_MODE := copy
 
+# Simulated nodes are thousands of small files: in memory where there is a gigabyte, else where pytest puts them.
+MEMORY = $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 1000000 2>/dev/null && echo /dev/shm)
+WORKERS = $(shell echo $$(($$(nproc) + 1)))
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-fast test-cluster lint format bench cluster-up cluster-down binaries env lock protocol clean
+.PHONY: help demo demo-54 demo-curation test test-all test-fast test-cluster lint format bench bench-placement bench-refresh soak \
+	conformance manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
 	@echo "Tessera: NVIDIA GPUs for Kubernetes, carved on demand"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
 demo: env ## the main job on a real local cluster, told step by step (KEEP=1 leaves it running)
 	@$(RUN)/python -m tests.demo $(if $(KEEP),--keep)
 
-test: lint test-fast test-cluster ## everything: lint, types, layers, all tests, the real cluster (10 minutes warm)
+demo-54: env ## 54 workloads on 10 GPUs: training, inference and notebooks, as a picture (KEEP=1 as above)
+	@$(RUN)/python -m tests.demo.fifty_four $(if $(KEEP),--keep)
+
+demo-curation: binaries ## the same 40 claims with and without the controller, two pictures side by side
+	@$(RUN)/python -m tests.demo.curation
+
+test: lint test-fast test-cluster ## everything: lint, types, layers, all tests, the real cluster (12 minutes warm)
 
 test-all: lint binaries ## everything, the slow tests too
 	$(RUN)/pytest
 
-test-fast: env ## the tests that need no cluster (under a minute)
-	$(RUN)/pytest -n auto -m "not cluster and not slow"
+test-fast: env ## the tests that need no cluster (two minutes)
+	TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS) -m "not cluster and not slow"
 
 test-cluster: binaries ## the tests on the real local cluster (root)
-	$(RUN)/pytest -m "cluster and not slow"
+	$(RUN)/pytest -n 2 --dist loadscope -m "cluster and not slow"
 
 lint: env ## ruff, mypy --strict, import-linter
 	$(RUN)/ruff check
@@ -46,11 +57,32 @@ format: env ## let ruff put the code in shape
 bench: env ## measure, print a table, write bench-results.json
 	@$(RUN)/python -m tests.bench
 
+MIX ?= uniform
+ARRIVALS ?= 3000
+bench-placement: binaries ## the same claims on the real scheduler, by what is offered (MIX=, ARRIVALS=; 5 minutes per 1,000, root)
+	@$(RUN)/python -m tests.bench.placement.real --mix $(MIX) --arrivals $(ARRIVALS) --plot docs/placement-$(MIX)
+
+bench-refresh: binaries ## on 100 nodes, how soon an offer that was allocated is replaced (5 minutes, root)
+	@$(RUN)/python -m tests.bench.placement.refresh
+
+DURATION ?= 600
+RATE ?= 200
+soak: binaries ## random claims come and go; fails if anything leaks (DURATION= seconds, RATE= claims a minute, root)
+	@$(RUN)/python -m tests.soak --duration $(DURATION) --rate $(RATE)
+
+conformance: binaries ## ask a real cluster for the verdicts that our CEL engine has to give (2 minutes, root)
+	@$(RUN)/python -m tests.conformance
+
 cluster-up: env ## a local cluster that stays; prints KUBECONFIG and its nodes (NAME=...)
 	@$(RUN)/python -m tests.harness up --name $(NAME)
 
 cluster-down: env ## end it
 	@$(RUN)/python -m tests.harness down --name $(NAME)
+
+VALUES ?=
+manifests: ## what the Helm chart installs, as YAML for kubectl apply where there is no helm (VALUES=FILE)
+	@$(MAKE) -s env >&2
+	@$(RUN)/python -m tests.support.chart $(VALUES)
 
 binaries: env ## Kubernetes, etcd and containerd in the cache; built the first time, about 15 minutes
 	@test -n "$(TESSERA_BINARIES)$(KUBEBUILDER_ASSETS)" || $(RUN)/python -m tests.harness build
@@ -82,5 +114,5 @@ protocol: env ## generate the kubelet's gRPC messages from the .proto files
 		--pyi_out=$(PROTOCOL)/generated $(wildcard $(PROTOCOL)/*.proto)
 
 clean: ## remove what was made inside the checkout
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist bench-results.json
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist bench-results.json placement-results.json refresh-results.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

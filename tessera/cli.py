@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import click
 
 from driver.errors import FatalError, TesseraError
+from tessera.controller import controller
+from tessera.cordon import cordon, uncordon
+from tessera.lint import lint
 from tessera.logs import FORMATS, configure_logs
 from tessera.sim import sim
 from tessera.topology import topology
+
+log = logging.getLogger(__name__)
 
 
 class Command(click.Group):
@@ -35,6 +42,8 @@ def main() -> None:
     Examples:
       tessera sim list                                 the nodes that can be simulated
       tessera node --node-name n1 --gpus sim:dgx-h100  a node plugin without a GPU
+      tessera lint class.yaml                          what is wrong with a DeviceClass or claim
+      tessera cordon node-a/gpu-3                      keep new pods off a GPU; `uncordon` brings it back
       tessera sim smi                                  what nvidia-smi would print there
     """
 
@@ -45,6 +54,7 @@ def main() -> None:
 @click.option("--driver-name", help="DRA driver name and attribute domain.  [default: gpu.tessera.dev]")
 @click.option("--gpus", help="nvml, sim:NAME or sim:FILE.  [default: nvml]")
 @click.option("--kubelet-dir", type=click.Path(path_type=Path), help="[default: /var/lib/kubelet]")
+@click.option("--namespace", help="Where the controller's heartbeat is.  [default: tessera]")
 @click.option("--cdi-dir", type=click.Path(path_type=Path), help="Where CDI specs go.  [default: /var/run/cdi]")
 @click.option("--state-dir", type=click.Path(path_type=Path), help="[default: KUBELET_DIR/plugins/DRIVER_NAME]")
 @click.option(
@@ -55,8 +65,14 @@ def main() -> None:
 @click.option("--include-gpus", help="Only these: indices, UUIDs, PCI addresses, comma-separated.  [default: all]")
 @click.option("--exclude-gpus", help="Not these.  [default: none]")
 @click.option("--mig-gpus", help="Ampere GPUs meant for MIG, whose mode needs a reset to switch.  [default: none]")
+@click.option(
+    "--shares",
+    help="WHICH=R,...: GPUs (all, index, UUID, PCI address, product) as R time-sliced shares.  [default: none]",
+)
+@click.option("--shares-only", help="GPUs that are offered as shares and as nothing else.  [default: none]")
 @click.option("--existing-partitions", help="ignore or publish: partitions that others made.  [default: ignore]")
 @click.option("--sim-latency", help="default or zero: how long simulated GPU operations take.")
+@click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 is every address.  [default: none]")
 @click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True)
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info", show_default=True)
 def node(log_format: str, log_level: str, **flags: Any) -> None:
@@ -68,16 +84,27 @@ def node(log_format: str, log_level: str, **flags: Any) -> None:
     Examples:
       tessera node --node-name worker-1
       tessera node --node-name worker-1 --kubeconfig ~/.kube/config --gpus sim:dgx-h100
+      tessera node --node-name worker-1 --shares "NVIDIA L4=8,0=4" --shares-only 0
+      tessera node --node-name worker-1 --metrics-address :9400
     """
     from driver.config.settings import node_settings
+    from kubelet_plugin.files import claim_directory
+    from tessera.ending import leave
     from tessera.node import NodePlugin
 
     configure_logs(log_format, log_level)
-    plugin = NodePlugin(node_settings(**flags))
+    settings, stop = node_settings(**flags), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: plugin.stop())
-    plugin.run()
+        signal.signal(number, lambda *_: stop.set())
+    claim_directory(settings.state_dir, stop)
+    if not stop.is_set():
+        NodePlugin(settings, stop=stop).run()
+    leave(log)
 
 
+main.add_command(lint)
+main.add_command(controller)
+main.add_command(cordon)
+main.add_command(uncordon)
 main.add_command(sim)
 main.add_command(topology)

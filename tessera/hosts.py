@@ -26,7 +26,7 @@ def open_host(settings: NodeSettings, *, lasting: bool) -> Iterator[tuple[NvmlHo
     with ExitStack() as stack:
         if settings.simulated is None:
             paths = HostPaths(settings.host_root, HOST)
-            host = NvmlHost(load_nvml(settings.nvml_library), paths, simulated=False)
+            host = NvmlHost(load_nvml(settings.nvml_library), paths, simulated=False, driver_root=settings.driver_root)
         else:
             paths = _simulated_paths(settings, stack, lasting=lasting)
             host = _simulated(settings, paths, lasting=lasting)
@@ -49,8 +49,10 @@ def _simulated(settings: NodeSettings, paths: HostPaths, *, lasting: bool) -> Nv
     from driver.hardware.simulator import SimulatedNode, load_description, parse_latency
 
     description = load_description(str(settings.simulated))
+    if lasting:  # a cluster may have many nodes of one description, and no two GPUs of one UUID
+        description = description.model_copy(update={"serial": settings.node_name})
     node = SimulatedNode.open(description, paths.root, latency=parse_latency(settings.sim_latency))
     if lasting:
         note = {"stateDir": str(settings.state_dir), "driverName": settings.driver_name}
         (paths.root / "sim" / "plugin.json").write_text(json.dumps(note))
-    return NvmlHost(node.nvml, paths, simulated=True)
+    return NvmlHost(node.nvml, paths, simulated=True, driver_root=settings.driver_root)

@@ -5,33 +5,51 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-import msgspec
-
 from driver.config.settings import NodeSettings
-from driver.errors import ApiError
+from driver.hardware.boot import boot_id
+from driver.hardware.host import HostPaths
+from driver.hardware.nvml_host import NvmlHost
 from driver.kube.claims import Claim, read_claim
+from driver.kube.events import Recorder
+from driver.kube.nodes import owner_reference
 from driver.kube.transport import KubeClient, load_configuration
-from driver.model.device import number_gpus
+from driver.model.device import Device
+from driver.model.plan import PlanSpec
 from driver.slices.build import Content, SliceBuilder
 from driver.slices.names import Pool
-from driver.slices.publisher import Publisher
+from driver.slices.publisher import Publisher, SliceStep
+from driver.steps import unobserved
+from kubelet_plugin.caretaker import Caretaker
 from kubelet_plugin.cdi import CdiDirectory
-from kubelet_plugin.checkpoint import Checkpoint, ClaimRecord
+from kubelet_plugin.checkpoint import Checkpoint
+from kubelet_plugin.claim_status import Statuses, device_statuses, prepared_devices
 from kubelet_plugin.driver_files import find_driver_files
-from kubelet_plugin.files import claim_directory
-from kubelet_plugin.inventory import Inventory
-from kubelet_plugin.locks import KeyedLocks
-from kubelet_plugin.preparation import Node, Preparer
+from kubelet_plugin.health import Health
+from kubelet_plugin.health_service import HealthService
+from kubelet_plugin.listening import Listener
+from kubelet_plugin.meter import Sources
+from kubelet_plugin.node import Node
+from kubelet_plugin.orphans import Orphans
+from kubelet_plugin.plan import PlanFollower
+from kubelet_plugin.plan_fence import OwnFence
+from kubelet_plugin.plan_status import PlanStatusWriter
+from kubelet_plugin.plan_word import ControllersWord
+from kubelet_plugin.preparation import Preparer
+from kubelet_plugin.records import ClaimRecord, slices_of_instance
 from kubelet_plugin.recovery import hold_recorded, recover
 from kubelet_plugin.registration import Registration, SocketServer
-from kubelet_plugin.scan import Choice, Scanner
+from kubelet_plugin.releasing import Listeners
+from kubelet_plugin.scan import Scanner
 from kubelet_plugin.service import DraService
-from kubelet_plugin.steps import Observer, Steps, unobserved
+from kubelet_plugin.status_writer import StatusWriter
+from kubelet_plugin.steps import Observer, Step, Steps
+from kubelet_plugin.telling import Reason, Teller, ToldWork
 from tessera.hosts import open_host
+from tessera.node_parts import ApiClaims, choice_of, first_look, meter_of
 
 log = logging.getLogger(__name__)
 
@@ -43,92 +61,191 @@ SWITCH_INTERVAL_S = 0.0005
 class NodePlugin:
     """One node's plugin process. ``run`` returns after ``stop`` was called from another thread or a signal."""
 
-    def __init__(self, settings: NodeSettings, observer: Observer = unobserved) -> None:
-        """Discovers and recovers; touches neither the API server nor the kubelet. Raises FatalError."""
+    def __init__(
+        self, settings: NodeSettings, observer: Observer = unobserved, stop: threading.Event | None = None
+    ) -> None:
+        """Discovers and recovers; touches neither the API server nor the kubelet. Raises FatalError.
+
+        ``settings.state_dir`` has to be this process' own (``claim_directory``).
+        """
         self._settings = settings
-        self._stop = threading.Event()
+        self._stop = stop or threading.Event()
+        self._meter = meter_of(settings)
+        self._step = Steps(self._meter.observer(observer))
+        self._client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT, self._meter.requests)
+        self._recorder = Recorder(self._client, USER_AGENT, settings.node_name)
+        self._teller = Teller(self._meter.told(self._recorder.event), settings.node_name)
         self._hardware = ExitStack()
-        self._client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT)
-        claim_directory(settings.state_dir)
         host, paths = self._hardware.enter_context(open_host(settings, lasting=True))
         checkpoint = Checkpoint(settings.state_dir)
-        records = checkpoint.load()
-        self._scanner = Scanner(host, _choice(settings))
-        inventory = _first_look(self._scanner, records)
+        with self._step(Step.LOAD_CHECKPOINT):
+            records = checkpoint.load()
+        self._scanner = Scanner(host, choice_of(settings))
+        with self._step(Step.DISCOVER):
+            inventory = first_look(self._scanner, records, settings)
         pool = Pool(settings.node_name, settings.driver_name)
-        files = find_driver_files(paths, settings.driver_root)
         cdi = CdiDirectory(settings.cdi_dir, settings.driver_name)
-        self._node = Node(pool, host, inventory, checkpoint, cdi, files)
-        self._builder = SliceBuilder(pool)
-        self._publisher = Publisher(self._client, pool, self._desired, self._owner)
-        self._preparer = Preparer(self._node, self._read_claim, self._publisher.notify, Steps(observer), KeyedLocks())
-        recover(self._node, self._preparer, records)
+        files = find_driver_files(paths, settings.driver_root)
+        self._node = Node(pool, host, inventory, checkpoint, cdi, files, boot_id(paths))
+        self._watch_health(host, paths)
+        self._publish()
+        self._prepare()
+        recover(self._node, self._preparer, records, self._step)
         self._scanner.look_at_partitions(inventory, inventory.gpus)
+        self._health.look(inventory.gpus)
+        self._scanner.looked = self._health.look
+
+    def _watch_health(self, host: NvmlHost, paths: HostPaths) -> None:
+        checkpoint, inventory = self._node.checkpoint, self._node.inventory
+        self._health = Health(
+            inventory,
+            self._settings.state_dir,
+            host.recovery_action,
+            lambda: boot_id(paths) or None,
+            lambda gpu, instance: slices_of_instance(checkpoint.records(), gpu, instance),
+            self._health_changed,
+            lambda reason, message, warning: self._teller.node(reason, message, warning=warning),
+        )
+        self._health_service = HealthService(self._node.pool.name, self._published_devices, self._health.trouble)
+        self._listener = Listener(host, self._health.heard, lambda _: self._scanner.look_soon())
+
+    def _publish(self) -> None:
+        """What tells the cluster of the node: slices, the plan's status, the claims' status."""
+        settings, client, pool = self._settings, self._client, self._node.pool
+        self._builder = SliceBuilder(pool)
+        self._publisher = Publisher(client, pool, self._desired, self._owner, self._publishing, self._meter.written)
+        self._word = ControllersWord(client, settings.namespace, settings.node_name, self._plan_heard)
+        self._follower = PlanFollower(
+            self._word,
+            self._node.inventory,
+            settings.state_dir,
+            self._publisher.device_names,
+            self._told,
+            faults=self._health.described,
+        )
+        self._plan_status = PlanStatusWriter(client, self._word.plan, self._follower.status)
+        self._own_fence = OwnFence(client, settings.namespace, pool.name, self._follower.alone)
+        self._status = StatusWriter(client, settings.driver_name, self._statuses, steps=self._step)
+
+    def _prepare(self) -> None:
+        """What prepares claims, and looks after them."""
+        self._locks = self._meter.locks()
+        listeners = Listeners(self._held_changed, self._repaired, lambda: self._caretaker.notify())
+        self._preparer = Preparer(self._node, self._read_claim, listeners, self._step, self._locks)
+        claims = ApiClaims(self._client)
+        self._orphans = Orphans(self._node, self._preparer, claims, self._teller, self._meter.orphan)
+        self._caretaker = Caretaker(self._node, self._preparer, self._teller, self._health.note, self._orphans.look)
+        published = self._publisher.device_names
+        self._meter.read_from(Sources(self._node, published, self._health.trouble, self._health.faults_by_kind))
 
     def run(self) -> None:
         """Serve until ``stop``. Sockets are gone when this returns; slices stay, for what runs stays held."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        for target in (self._publisher.cache.run, self._publisher.run, self._scan):
+        self._meter.serve()
+        writing = (
+            self._publisher.run,
+            self._status.run,
+            self._plan_status.run,
+            self._own_fence.run,
+            self._recorder.run,
+        )
+        hearing = (self._publisher.cache.run, *self._word.loops, self._listener.run)
+        for target in (*hearing, *writing, self._scan, self._follower.run, self._caretaker.run):
             threading.Thread(target=target, args=(self._stop,), daemon=True, name=target.__qualname__).start()
-        registration = Registration(self._settings.driver_name, self._settings.plugin_socket, self._registered)
         with ExitStack() as stack:  # the last to start is the first to stop, also where the next can't start
+            stack.callback(self._meter.close)
             stack.callback(self.stop)
-            service = DraService(self._preparer)
-            stack.callback(service.close)
-            plugin = SocketServer(self._settings.plugin_socket, service.handlers())
-            stack.callback(plugin.stop)
-            registry = SocketServer(self._settings.registration_socket, [registration.handler()], calls=2)
-            stack.callback(registry.stop)
-            socket = str(self._settings.plugin_socket)
-            log.info("serving", extra={"driver": self._settings.driver_name, "socket": socket})
+            self._serve(stack)
             self._stop.wait()
             log.info("stopping")
+
+    def _serve(self, stack: ExitStack) -> None:
+        settings = self._settings
+        service = DraService(self._meter.work(ToldWork(self._preparer, self._teller)), self._locks.waits)
+        stack.callback(service.close)
+        with self._step(Step.LISTEN):
+            handlers = [*service.handlers(), *self._health_service.handlers()]
+            plugin = SocketServer(settings.plugin_socket, handlers)
+        stack.callback(plugin.stop)
+        stack.callback(self._health_service.close)
+        registration = Registration(settings.driver_name, settings.plugin_socket, self._registered)
+        with self._step(Step.OFFER_REGISTRATION):
+            registry = SocketServer(settings.registration_socket, [registration.handler()], calls=2)
+        stack.callback(registry.stop)
+        log.info("serving", extra={"driver": settings.driver_name, "socket": str(settings.plugin_socket)})
 
     def stop(self) -> None:
         """Ask ``run`` to return."""
         self._stop.set()
-        self._publisher.notify()
+        self._told()
+        self._status.notify()
+        self._caretaker.notify()
+        self._recorder.wake()
+        self._scanner.look_soon()
 
     def _scan(self, stop: threading.Event) -> None:
         self._scanner.run(self._node.inventory, self._hardware_changed, stop)
 
+    # What happened
+
     def _hardware_changed(self) -> None:
         hold_recorded(self._node)
+        self._caretaker.notify()
+        self._told()
+        self._health_service.notify()
+
+    def _health_changed(self) -> None:
+        self._told()
+        self._status.notify()
+        self._health_service.notify()
+
+    def _plan_heard(self) -> None:
+        if self._word.heard:
+            plan = self._word.plan()
+            self._health.obey(PlanSpec() if plan is None else plan.spec)
+        self._told()
+
+    def _held_changed(self) -> None:
+        self._publisher.notify_within(self._follower.held_lag_s)
+        self._plan_status.notify()
+        self._status.notify()
+
+    def _told(self) -> None:
         self._publisher.notify()
+        self._plan_status.notify()
+        self._own_fence.notify()
 
-    def _desired(self) -> Mapping[str, Content]:
-        return self._builder.build(self._node.inventory.published())
-
-    def _owner(self) -> Mapping[str, Any]:
-        name = self._settings.node_name
-        try:
-            node = msgspec.json.decode(self._client.get(f"/api/v1/nodes/{name}"), type=dict[str, Any])
-            uid = node["metadata"]["uid"]
-        except ApiError as error:
-            raise ApiError(f"--node-name {name}: its Node object can't be read: {error}", error.status) from error
-        except (msgspec.MsgspecError, KeyError) as error:
-            raise ApiError(f"--node-name {name}: what the API server sent is no Node object: {error}") from error
-        return {"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid, "controller": True}
-
-    def _read_claim(self, namespace: str, name: str) -> Claim:
-        return read_claim(self._client, namespace, name)
+    def _repaired(self, record: ClaimRecord, made: Sequence[str]) -> None:
+        self._teller.claim(record.reference, Reason.REPAIRED, "; ".join(made))
 
     def _registered(self, accepted: bool, reason: str) -> None:
         if accepted:
             # The kubelet has just started, and a kubelet that starts deletes the node's slices.
             self._publisher.notify()
 
+    # What is the case
 
-def _choice(settings: NodeSettings) -> Choice:
-    return Choice(
-        settings.include_gpus, settings.exclude_gpus, settings.mig_gpus, settings.existing_partitions == "publish"
-    )
+    def _statuses(self) -> Statuses:
+        return device_statuses(prepared_devices(self._node.checkpoint.records()), self._trouble)
 
+    def _trouble(self, name: str) -> str | None:
+        device = self._node.inventory.device(name)
+        return None if device is None else self._health.trouble(device)
 
-def _first_look(scanner: Scanner, records: Iterable[ClaimRecord]) -> Inventory:
-    """The node's GPUs, with the names that held devices were given out by."""
-    gpus, _ = scanner.discover()
-    kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
-    products = ", ".join(sorted({gpu.product_name for gpu in gpus}))
-    log.info("discovered GPUs", extra={"gpus": len(gpus), "products": products})
-    return Inventory(gpus, number_gpus(gpus, kept))
+    def _published_devices(self) -> list[Device]:
+        devices = (self._node.inventory.device(name) for name in sorted(self._follower.published_names))
+        return [device for device in devices if device is not None]
+
+    def _publishing(self, step: SliceStep, name: str) -> AbstractContextManager[None]:
+        return self._step(Step(step.value), slice=name)
+
+    def _desired(self) -> Mapping[str, Content]:
+        return self._builder.build(self._follower.published())
+
+    def _owner(self) -> Mapping[str, Any]:
+        return owner_reference(self._client, self._settings.node_name)
+
+    def _read_claim(self, namespace: str, name: str) -> Claim:
+        claim = read_claim(self._client, namespace, name)
+        self._teller.met(claim)
+        return claim

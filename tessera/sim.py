@@ -113,7 +113,7 @@ def holders(root: Path) -> dict[str, str]:
     """
     import msgspec
 
-    from kubelet_plugin.checkpoint import ClaimRecord
+    from kubelet_plugin.records import ClaimRecord
 
     try:
         folder = Path(json.loads((root / "sim" / "plugin.json").read_text(encoding="utf-8"))["stateDir"]) / "claims"
@@ -159,7 +159,14 @@ def _render_gpus(gpus: Sequence[dict[str, Any]]) -> list[str]:
     ]
     table = _boxed(["GPU", "NAME", "UUID", "BUS ID", "MEMORY", "MIG", "HOLDER"], rows)
     pending = any(gpu["migMode"] != gpu["migModePending"] for gpu in gpus)
-    return [*table, "* another MIG mode is pending: it needs a GPU reset"] if pending else table
+    notes = ["* another MIG mode is pending: it needs a GPU reset"] if pending else []
+    return [*table, *notes, *_unusual("Time-slice", "timeSlice", gpus), *_unusual("Compute mode", "computeMode", gpus)]
+
+
+def _unusual(title: str, field: str, gpus: Sequence[dict[str, Any]]) -> list[str]:
+    """A line with the GPUs whose ``field`` isn't the default; none where there are none."""
+    found = [f"GPU {gpu['index']} {gpu[field]}" for gpu in gpus if gpu[field].upper() != "DEFAULT"]
+    return [f"{title}: {', '.join(found)}"] if found else []
 
 
 def _render_partitions(slices: int, gpus: Sequence[dict[str, Any]]) -> list[str]:

@@ -91,6 +91,7 @@ def fail(root: Root, call: str, code: str, gpu: int | None, device: str | None, 
     Examples:
       tessera sim fault fail nvmlDeviceSetMigMode --code IN_USE --gpu 0 --times 2
       tessera sim fault fail --code UNKNOWN --times 1
+      tessera sim fault fail nvidia-smi --code NOT_SUPPORTED --gpu 0
     """
     number = root.node().faults.fail(call, code=_code(code), gpu=gpu, device=device, times=times)
     click.echo(f"fault {number}")

@@ -106,6 +106,26 @@ def event(root: Root, name: str, data: int, gpu: int) -> None:
 
 
 @fault.command()
+@click.argument("action")
+@_gpu
+@pass_root
+def recovery(root: Root, action: str, gpu: int) -> None:
+    """Let NVML say what a GPU needs to recover, by name (GPU_RESET, NODE_REBOOT, ...); NONE: nothing.
+
+    \b
+    Examples:
+      tessera sim fault recovery GPU_RESET --gpu 0
+      tessera sim fault recovery NONE --gpu 0
+    """
+    from driver.hardware.simulator.fault_control import recovery_names
+
+    actions = {known: number for number, known in recovery_names().items()}
+    if action.upper() not in actions:
+        raise UsageError(f"action: {action!r} is unknown; known: {', '.join(actions)}")
+    root.node().faults.recovery(gpu, actions[action.upper()])
+
+
+@fault.command()
 @pass_root
 def reboot(root: Root) -> None:
     """As if the machine had been rebooted: no partition survives, nor Hopper's MIG mode.

@@ -1,0 +1,137 @@
+"""``tessera lint``: what is wrong with classes and claims in files, before a cluster sees them.
+
+The engine for CEL is loaded only when the command runs: the node plugin, which shares this program, must not carry it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import yaml
+
+from driver.config.settings import DEFAULT_DRIVER
+from driver.errors import UsageError
+from tessera.output import columns
+
+if TYPE_CHECKING:
+    from deviceclasses.findings import Document, Finding
+
+SUFFIXES = {".yaml", ".yml", ".json"}
+STDIN = "-"
+FOUND = 1
+"""Exit code where there are findings."""
+
+
+@click.command()
+@click.argument("paths", metavar="FILE...", nargs=-1, required=True)
+@click.option("--driver-name", default=DEFAULT_DRIVER, show_default=True, help="DRA driver name and attribute domain.")
+@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+def lint(paths: Sequence[str], driver_name: str, output: str) -> None:
+    """Check DeviceClasses, ResourceClaims and ResourceClaimTemplates in YAML or JSON files.
+
+    FILE may be a folder (all .yaml, .yml and .json files below it) or - for standard input. Finds what the API
+    server lets through and a pod stumbles over later: wrong opaque parameters, selectors that don't compile or read
+    attributes nobody publishes, classes and requests that don't exist, two shares of one GPU. Other objects are
+    passed over. Exit code 0: nothing found; 1: findings, warnings among them; 2: usage.
+
+    \b
+    Examples:
+      tessera lint class.yaml claim.yaml
+      tessera lint deploy/examples -o json
+      helm template deploy/tessera | tessera lint -
+      kubectl get deviceclasses,resourceclaims -A -o yaml | tessera lint -
+    """
+    from deviceclasses.findings import Document
+    from deviceclasses.lint import kind_of
+    from deviceclasses.lint import lint as check
+
+    read = [part for path in paths for part in _read(path)]
+    documents = [part for part in read if isinstance(part, Document)]
+    unreadable = [part for part in read if not isinstance(part, Document)]
+    findings = [*unreadable, *check(documents, shipped_classes(), driver_name)]
+    if output == "json":
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        click.echo(as_text(findings, sum(kind_of(each.content) is not None for each in documents)))
+    sys.exit(FOUND if findings else 0)
+
+
+def as_text(findings: Sequence[Finding], objects: int) -> str:
+    """A table, and how many objects were looked at."""
+    if not findings:
+        return f"{_counted(objects, 'object')} checked, nothing found"
+    header = ("SEVERITY", "FILE", "DOCUMENT", "OBJECT", "PATH", "VALUE", "MESSAGE")
+    rows = [
+        (each.severity.value, each.file, str(each.document), each.object, each.path, each.value or "-", each.message)
+        for each in findings
+    ]
+    return f"{columns(header, rows)}\n\n{_counted(objects, 'object')} checked, {_counted(len(findings), 'finding')}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def shipped_classes() -> list[dict[str, Any]]:
+    """The classes that come with Tessera."""
+    folder = files("deviceclasses") / "manifests"
+    texts = [each.read_bytes() for each in folder.iterdir() if Path(each.name).suffix in SUFFIXES]
+    return [content for text in texts for content in yaml.safe_load_all(text) if isinstance(content, dict)]
+
+
+def _read(path: str) -> Iterator[Document | Finding]:
+    """The documents of a file, a folder or standard input. Raises UsageError where there is nothing to read."""
+    if path == STDIN:
+        yield from _documents(path, sys.stdin.buffer.read())
+        return
+    place = Path(path)
+    if not place.exists():
+        raise UsageError(f"{path}: no such file or folder")
+    found = [place]
+    if place.is_dir():
+        found = sorted(each for each in place.rglob("*") if each.suffix in SUFFIXES and each.is_file())
+        if not found:
+            raise UsageError(f"{path}: no file in this folder ends in {', '.join(sorted(SUFFIXES))}")
+    for file in found:
+        try:
+            text = file.read_bytes()
+        except OSError as error:
+            raise UsageError(f"{file}: can't be read: {error.strerror}") from error
+        yield from _documents(str(file), text)
+
+
+def _documents(file: str, text: bytes) -> Iterator[Document | Finding]:
+    """Each document; a List counts as its items. What doesn't parse is a finding and ends the file."""
+    from deviceclasses.findings import Document, Finding, Severity
+
+    number = 0
+    try:
+        for number, content in enumerate(yaml.load_all(text, _Loader), 1):
+            listed = content.get("items") if isinstance(content, dict) and content.get("kind") == "List" else None
+            for item in listed if isinstance(listed, list) else [content]:
+                yield Document(file, number, item)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        message = f"is no YAML: {getattr(error, 'problem', None) or error}"
+        yield Finding(file, number + 1, "-", place, "", message, Severity.ERROR)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in an object, as the API server does."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands here twice", key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,57 @@
+"""What the node plugin is put together from by its settings."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from driver.config.settings import NodeSettings
+from driver.config.shares import share_warnings
+from driver.kube.claims import Claim, list_claims, read_claim
+from driver.kube.transport import KubeClient
+from driver.model.device import number_gpus
+from kubelet_plugin.inventory import Inventory, Sharing
+from kubelet_plugin.meter import Meter
+from kubelet_plugin.records import ClaimRecord, held_shares
+from kubelet_plugin.scan import Choice, Scanner
+
+log = logging.getLogger(__name__)
+
+
+class ApiClaims:
+    """The claims of the API server, for who looks for orphans."""
+
+    def __init__(self, client: KubeClient) -> None:
+        self._client = client
+
+    def read(self, namespace: str, name: str, *, any_age: bool) -> Claim:
+        return read_claim(self._client, namespace, name, any_age=any_age)
+
+    def every(self) -> Iterable[Claim]:
+        return list_claims(self._client)
+
+
+def meter_of(settings: NodeSettings) -> Meter:
+    if settings.metrics_address is None:
+        return Meter()
+    from kubelet_plugin.metrics import Metrics  # a megabyte of the library, for those who want it
+
+    return Metrics(settings.metrics_address)
+
+
+def choice_of(settings: NodeSettings) -> Choice:
+    return Choice(
+        settings.include_gpus, settings.exclude_gpus, settings.mig_gpus, settings.existing_partitions == "publish"
+    )
+
+
+def first_look(scanner: Scanner, records: Iterable[ClaimRecord], settings: NodeSettings) -> Inventory:
+    """The node's GPUs, with the names that held devices were given out by. Raises HardwareError."""
+    gpus, _ = scanner.discover()
+    kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
+    products = ", ".join(sorted({gpu.product_name for gpu in gpus}))
+    log.info("discovered GPUs", extra={"gpus": len(gpus), "products": products})
+    for warning in share_warnings(settings.shares, settings.shares_only, gpus):
+        log.warning(warning)
+    sharing = Sharing(settings.shares.of, settings.shares_only)
+    return Inventory(gpus, number_gpus(gpus, kept), sharing, held_shares(records))
