@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from tests.bench import discovery, prepare
+from tests.bench import cel, discovery, prepare
 from tests.bench.results import Figure, machine, table, write
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings
-from tests.support.workloads import install
+from tests.support.chart import install
 
 RUNS = 5
 CLAIMS = 100
@@ -50,6 +50,8 @@ def _measure(cluster: Cluster, progress: Progress) -> list[Figure]:
         Figure("discovery.8gpus_ms", discovery.discovery_ms(), "ms", 150, None, where),
         Figure("prepare.mig.p50_ms", p50, "ms", 5, None, where),
         Figure("node.rss_mb", idle, "MiB", 60, 74, where),
+        Figure("cel.new_shape_p50_ms", cel.new_shape_ms(), "ms", 1, None, where),
+        Figure("cel.fleet_s", cel.fleet_s(), "s", 1, None, where),
     ]
 
 

@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,10 @@ import grpc
 
 from kubelet_plugin.protocol.generated import dra_v1_pb2
 from tests.harness.cluster import Cluster
-from tests.support.plugin import DRIVER, PluginProcess
+from tests.support.plugin import DRIVER, PluginProcess, bare_node
 from tests.support.workloads import CLAIMS, request
 
 SERVICE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
-
-
-@dataclass(frozen=True)
-class BenchNode:
-    """A Node object and the two directories a plugin needs; no kubelet behind it."""
-
-    name: str
-    kubelet_dir: Path
-    cdi_dir: Path
 
 
 class Kubelet:
@@ -70,11 +60,7 @@ class Kubelet:
 @contextmanager
 def bench_plugin(cluster: Cluster) -> Iterator[PluginProcess]:
     """A plugin for a Node object without a kubelet, as shipped but for log level and delay."""
-    name = "bench-0"
-    cluster.add_node_object(name)
-    root = cluster.directory / name
-    node = BenchNode(name, root / "kubelet", root / "cdi")
-    plugin = PluginProcess(cluster, node)
+    plugin = PluginProcess(cluster, bare_node(cluster, "bench-0"))
     plugin.flags.log_level = "info"
     plugin.spawn()
     plugin.wait_published()
@@ -85,11 +71,17 @@ def bench_plugin(cluster: Cluster) -> Iterator[PluginProcess]:
 
 
 def allocated_claim(cluster: Cluster, name: str, node: str, device: str) -> Any:
-    """A claim with its allocation written by us instead of the scheduler, named as the kubelet would."""
+    """A claim with its allocation written by us instead of the scheduler, named as the kubelet would.
+
+    The node selector is what the scheduler writes for a slice with a node name: by it the API server knows
+    which node's plugin may write ``status.devices``.
+    """
     body = {"metadata": {"name": name}, "spec": {"devices": {"requests": [request("gpu-inference")]}}}
     created = cluster.api.post(CLAIMS, body)
     result = {"request": "gpu", "driver": DRIVER, "pool": f"{node}-{DRIVER}", "device": device}
-    created["status"] = {"allocation": {"devices": {"results": [result]}}}
+    on_node = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
+    selector = {"nodeSelectorTerms": [on_node]}
+    created["status"] = {"allocation": {"devices": {"results": [result]}, "nodeSelector": selector}}
     cluster.api.request("PUT", f"{CLAIMS}/{name}/status", created)
     return dra_v1_pb2.Claim(namespace="default", name=name, uid=created["metadata"]["uid"])
 

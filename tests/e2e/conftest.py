@@ -12,8 +12,9 @@ from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings
 from tests.harness.waiting import wait_for
+from tests.support.chart import install
 from tests.support.plugin import PluginProcess
-from tests.support.workloads import Workloads, install
+from tests.support.workloads import Workloads
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +33,7 @@ def plugin_process(cluster: Cluster) -> Iterator[PluginProcess]:
     process.start()
     yield process
     process.stop()
+    assert process.refused() == []
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness.waiting import wait_for
 from tests.support.plugin import PluginProcess
-from tests.support.workloads import Workloads, request
+from tests.support.workloads import CLAIMS, Workloads, request
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -61,6 +61,17 @@ def test_a_pod_with_two_claims_sees_both_devices(workloads: Workloads, plugin: P
     uuids = {value for name, value in seen.items() if name.startswith("TESSERA")}
     assert uuids == {partition["uuid"] for partition in plugin.partitions()}
     assert len(uuids) == 2
+
+
+def test_a_running_pods_claim_says_which_partition_it_got(workloads: Workloads, plugin: PluginProcess) -> None:
+    workloads.pod("inference", workloads.claim("told", request(SMALL)))
+    workloads.running("inference")
+    [partition] = plugin.partitions()
+    [entry] = wait_for(lambda: workloads.cluster.api.get(f"{CLAIMS}/told")["status"].get("devices"), 20, "its status")
+    [condition] = entry["conditions"]
+    assert (condition["type"], condition["status"], condition["reason"]) == ("Ready", "True", "Prepared")
+    assert entry["data"]["uuid"] == partition["uuid"]
+    assert [entry["device"]] == workloads.allocated("told")
 
 
 def test_two_pods_that_share_a_claim_see_the_same_partition(workloads: Workloads, plugin: PluginProcess) -> None:

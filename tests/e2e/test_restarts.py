@@ -51,11 +51,12 @@ def test_a_restarted_kubelet_wipes_the_slices_and_they_are_back(
     uids = {item["metadata"]["uid"] for item in plugin.slices()}
     partitions = plugin.partitions()
     cluster.node(plugin.node.name).restart_kubelet()
-    wait_for(
-        lambda: plugin.slices() and not uids & {item["metadata"]["uid"] for item in plugin.slices()},
-        WIPE_S,
-        "the slices are new ones",
-    )
+
+    def renewed() -> bool:
+        found = {item["metadata"]["uid"] for item in plugin.slices()}
+        return bool(found) and not uids & found
+
+    wait_for(renewed, WIPE_S, "the slices are new ones")
     assert plugin.devices() == before
     assert plugin.partitions() == partitions
     workloads.running(workloads.pod("next", workloads.claim("next", request(SMALL))))

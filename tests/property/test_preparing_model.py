@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,9 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from driver.errors import HardwareError, RecoverableError
 from driver.model.device import Device
 from driver.model.gpu import Partition
+from driver.model.occupancy import Occupancy
+from driver.model.sharing import in_force
+from driver.steps import Moment
 from kubelet_plugin.claims import ClaimReference
-from kubelet_plugin.steps import Moment, Step
-from tests.support.claims import result
+from kubelet_plugin.inventory import Sharing
+from kubelet_plugin.steps import Step
+from tests.support.claims import opaque, result
 from tests.support.node import NodeUnderTest, start_node
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -34,7 +39,13 @@ DEVICES = [
     "gpu-0-mig-3g40gb-4",
     "gpu-0-mig-4g40gb-0",
     "gpu-0-mig-7g80gb-0",
+    *(f"gpu-0-share-{index}" for index in range(4)),
 ]
+
+
+def share_config(interval: str) -> dict[str, Any]:
+    sharing = {"strategy": "TimeSlicing", "timeSlicing": {"interval": interval}}
+    return opaque({"apiVersion": "gpu.tessera.dev/v1alpha1", "kind": "ShareConfig", "sharing": sharing})
 
 
 class Crash(BaseException):
@@ -48,7 +59,9 @@ class NodeLife(RuleBasedStateMachine):
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="tessera-model-", dir=MEMORY))
         self.trouble: tuple[Step, Moment, type[BaseException]] | None = None
-        self.node: NodeUnderTest = start_node(self.root, observer=self.observe, gpus="h100-1")
+        self.node: NodeUnderTest = start_node(
+            self.root, observer=self.observe, gpus="h100-1", sharing=Sharing(lambda _: 4)
+        )
         self.claims: dict[str, ClaimReference] = {}
         self.prepared: set[str] = set()
         self.foreign: list[Partition] = []
@@ -58,11 +71,17 @@ class NodeLife(RuleBasedStateMachine):
             raised, self.trouble = self.trouble[2], None
             raise raised("simulated")
 
-    @rule(name=CLAIMS, devices=st.lists(st.sampled_from(DEVICES), min_size=1, max_size=2, unique=True))
-    def allocate(self, name: str, devices: list[str]) -> None:
+    @rule(
+        name=CLAIMS,
+        devices=st.lists(st.sampled_from(DEVICES), min_size=1, max_size=2, unique=True),
+        interval=st.sampled_from([None, None, None, "Short", "Long"]),
+    )
+    def allocate(self, name: str, devices: list[str], interval: str | None) -> None:
         """A claim is allocated, or anew; nobody asks whether it fits."""
         self.prepared.discard(name)
-        self.claims[name] = self.node.api.allocate(name, *(result(d, f"r{i}") for i, d in enumerate(devices)))
+        results = [result(device, f"r{index}") for index, device in enumerate(devices)]
+        config = [share_config(interval)] if interval else []
+        self.claims[name] = self.node.api.allocate(name, *results, config=config)
 
     @rule(name=CLAIMS)
     def prepare(self, name: str) -> None:
@@ -88,10 +107,11 @@ class NodeLife(RuleBasedStateMachine):
             return
         assert f"{self.claims[name].uid}.json" not in self.node.records()
 
-    @rule()
-    def restart(self) -> None:
+    @rule(shares=st.sampled_from([2, 3, 4]))
+    def restart(self, shares: int = 4) -> None:
+        """A new process, maybe with another number of shares in its settings."""
         self.trouble = None
-        self.node = self.node.restart(self.observe)
+        self.node = self.node.restart(self.observe, Sharing(lambda _: shares))
 
     @rule(name=CLAIMS, preparing=st.booleans(), step=STEPS, moment=MOMENTS)
     def crash(self, name: str, preparing: bool, step: Step, moment: Moment) -> None:
@@ -133,16 +153,22 @@ class NodeLife(RuleBasedStateMachine):
     @invariant()
     def held_devices_are_disjoint(self) -> None:
         held = self.devices()
-        taken = 0
-        for device in held:
-            assert not taken & device.mask
-            taken |= device.mask
+        for index, device in enumerate(held):
+            assert Occupancy.of(device.gpu, held[:index]).admits(device)
+        assert len({device.name for device in held}) == len(held)
 
     @invariant()
     def offers_never_overlap_what_is_held(self) -> None:
         for entry in self.node.node.inventory.published():
             for held in entry.held:
-                assert not [offer.name for offer in entry.offers if offer.mask & held.mask]
+                assert not [offer.name for offer in entry.offers if offer.overlaps(held)]
+
+    @invariant()
+    def the_time_slice_is_what_the_claims_ask_for(self) -> None:
+        records = self.node.node.checkpoint.records()
+        if all(record.phase == "prepared" for record in records):  # else something is owed
+            wishes = [device.time_slice for record in records for device in record.devices]
+            assert self.node.simulated.gpu_state(0).time_slice == in_force(wishes).number
 
     @invariant()
     def every_partition_is_held_or_an_admins(self) -> None:

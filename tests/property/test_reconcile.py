@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driver.slices.build import Content, slice_object
+from driver.slices.build import CORDONED, UNHEALTHY, Content, slice_object
 from driver.slices.names import Pool
 from driver.slices.reconcile import Changes, Stored, changes, dropped_fields
 
@@ -125,5 +125,18 @@ def test_half_of_a_wiped_pool_is_completed_in_its_generation(desired: dict[str, 
 def test_dropped_fields_are_named_without_positions() -> None:
     sent = {"pool": {"name": "p"}, "devices": [{"name": "a", "taints": []}, {"name": "b"}], "sharedCounters": []}
     kept = {"pool": {"name": "p"}, "devices": [{"name": "a"}]}
-    assert set(dropped_fields(sent, kept)) == {"spec.devices[].taints", "spec.devices[1]", "spec.sharedCounters"}
+    assert set(dropped_fields(sent, kept)) == {"spec.devices[1]"}, "an empty list says no more than none"
     assert list(dropped_fields(sent, sent)) == []
+
+
+def test_the_time_of_a_fault_is_ours_and_of_any_other_taint_the_api_servers() -> None:
+    def tainted(*taints: dict[str, str]) -> dict[str, Content]:
+        return {NAMES[2]: {"devices": [{"name": "a", "taints": list(taints)}]}}
+
+    fault = {"key": UNHEALTHY, "value": "xid-48", "effect": "NoSchedule"}
+    then, later = ({**fault, "timeAdded": f"2026-11-21T21:30:0{second}Z"} for second in (0, 1))
+    stored = tainted(then, {**CORDONED, "timeAdded": "2026-11-21T21:31:00Z"})[NAMES[2]]
+    item = slice_object(NAMES[2], stored, POOL, 1, 1, None)
+    item["metadata"]["resourceVersion"] = "7"
+    assert not changes(tainted(then, CORDONED), {NAMES[2]: item}, {}, POOL)
+    assert changes(tainted(later, CORDONED), {NAMES[2]: item}, {}, POOL).write.keys() == {NAMES[2]}

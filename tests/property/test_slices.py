@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driver.hardware.simulator.products import facts, find_product
-from driver.model.device import Device, devices_of, number_gpus
+from driver.model.device import MOST_SHARES, Device, DeviceKind, devices_of, number_gpus, share_device
 from driver.model.occupancy import Occupancy
 from driver.slices.attributes import quantity
 from driver.slices.build import Content, PublishedGpu, SliceBuilder, build_slices, slice_object
 from driver.slices.counters import counters_of_gpu
-from driver.slices.names import Pool
+from driver.slices.limit import limited
+from driver.slices.names import DEVICES_PER_GPU, Pool
 from tests.support.gpus import H100, gpu_of
 
 
@@ -32,6 +34,7 @@ VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
 POOL = Pool("node-a", "gpu.tessera.dev")
 
 products = st.sampled_from([*PRODUCTS, "NVIDIA L40S"])
+share_counts = st.sampled_from([0, 0, 2, 3, 10, MOST_SHARES])
 
 
 def admitted(devices: list[Device]) -> list[Device]:
@@ -58,10 +61,12 @@ def held_gpus(draw: st.DrawFn, most: int = 9) -> Fleet:
     found = Fleet()
     for minor, number in enumerate(numbers):
         gpu = gpu_of(product, minor)
-        every = devices_of(gpu, number)
-        held = admitted(draw(st.lists(st.sampled_from(every), max_size=8)))
-        offers = tuple(device for device in every if Occupancy.of(gpu, held).admits(device))
-        found.append(PublishedGpu(gpu, number, tuple(held), offers))
+        every = devices_of(gpu, number, draw(share_counts))
+        held = admitted(draw(st.lists(st.sampled_from(every), max_size=8, unique_by=lambda device: device.name)))
+        offers = tuple(d for d in every if d not in held and Occupancy.of(gpu, held).admits(d))
+        entry = PublishedGpu(gpu, number, tuple(held), offers)
+        chosen = limited(len(held), offers, entry.occupied)
+        found.append(replace(entry, offers=tuple(device for device in offers if device.name in chosen)))
     return found
 
 
@@ -95,7 +100,7 @@ def test_every_rule_of_the_api_holds(gpus: Fleet) -> None:
 
 def check_device(device: Content, sets: dict[str, dict[str, Any]]) -> None:
     assert LABEL.fullmatch(device["name"])
-    assert len(device["attributes"]) + len(device["capacity"]) <= 32
+    assert len(device["attributes"]) + len(device.get("capacity", ())) <= 32
     for name, value in device["attributes"].items():
         [(kind, content)] = value.items()
         assert re.fullmatch(r"([a-z0-9.]+/)?[A-Za-z_][A-Za-z0-9_]{0,31}", name)
@@ -112,9 +117,28 @@ def check_device(device: Content, sets: dict[str, dict[str, Any]]) -> None:
 
 @given(held_gpus(most=3))
 def test_a_device_says_the_same_held_or_offered_whatever_else_is_held(gpus: Fleet) -> None:
-    everything = [PublishedGpu(e.gpu, e.number, (), devices_of(e.gpu, e.number)) for e in gpus]
-    free, busy = described(everything), described(gpus)
-    assert [name for name, device in busy.items() if free[name] != device] == []
+    every = [(entry, devices_of(entry.gpu, entry.number, shares_on(entry))) for entry in gpus]
+    # Alone on its GPU: beside all others some shares would have to wait.
+    free = {
+        d.name: described([PublishedGpu(e.gpu, e.number, (), (d,))])[d.name] for e, devices in every for d in devices
+    }
+    assert [name for name, device in described(gpus).items() if free[name] != device] == []
+
+
+def shares_on(entry: PublishedGpu) -> int:
+    return max((device.shares for device in (*entry.held, *entry.offers) if device.kind is DeviceKind.SHARE), default=0)
+
+
+@given(products, share_counts, st.integers(0, 10))
+def test_a_gpu_with_too_many_devices_lets_shares_wait_but_for_one(product: str, shares: int, published: int) -> None:
+    every = devices_of(gpu_of(product, 0), 0, shares)
+    chosen = limited(published, every, 0)
+    offered = [device for device in every if device.name in chosen]
+    left_out = [device for device in every if device.name not in chosen]
+    assert len(offered) == min(len(every), DEVICES_PER_GPU - published)
+    waits_too = any(device.kind is not DeviceKind.SHARE for device in left_out)
+    assert not left_out or not shares or sum(device.kind is DeviceKind.SHARE for device in offered) >= 1
+    assert not waits_too or sum(device.kind is DeviceKind.SHARE for device in offered) <= 1
 
 
 def described(gpus: list[PublishedGpu]) -> dict[str, tuple[str, Content]]:
@@ -147,8 +171,24 @@ def fits_counters(devices: list[Device], available: dict[str, Any]) -> bool:
 @given(products, st.data())
 def test_the_scheduler_admits_exactly_what_fits_one_after_another(product: str, data: st.DataObject) -> None:
     gpu = gpu_of(product)
-    devices = data.draw(st.lists(st.sampled_from(devices_of(gpu, 0)), max_size=8))
+    devices = data.draw(st.lists(st.sampled_from(devices_of(gpu, 0, data.draw(share_counts))), max_size=8))
     assert fits_counters(devices, counters_of_gpu(gpu)) == (admitted(devices) == devices)
+
+
+@given(products, st.lists(st.tuples(st.integers(0, MOST_SHARES - 1), st.integers(2, MOST_SHARES)), max_size=40))
+def test_a_gpu_is_never_given_out_more_than_once_however_often_the_number_of_shares_changes(
+    product: str, given_out: list[tuple[int, int]]
+) -> None:
+    gpu = gpu_of(product)
+    taken: list[Device] = []
+    for index, shares in given_out:
+        share = share_device(gpu, 0, index % shares, shares)
+        if Occupancy.of(gpu, taken).admits(share) and share.name not in {held.name for held in taken}:
+            taken.append(share)
+    assert fits_counters(taken, counters_of_gpu(gpu))
+    assert sum(1 / share.shares for share in taken) <= 1.04
+    for other in devices_of(gpu, 0):
+        assert not taken or not Occupancy.of(gpu, taken).admits(other)
 
 
 @given(st.integers(0, 1 << 60))

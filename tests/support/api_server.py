@@ -1,23 +1,25 @@
-"""A small real HTTP server in the place of the API server: ResourceSlices with list and watch, and Nodes.
+"""A small real HTTP server in the place of the API server: any objects, with list and watch.
 
-It speaks the wire protocol (pages, chunked watch events, bookmarks, Status objects, 409 for a stale version),
-and can be told to misbehave once: see ``SliceApi.once``.
+It speaks the wire protocol (pages, chunked watch events, bookmarks, Status objects, merge patches, dry runs,
+409 for a stale version), and can be told to misbehave: see ``ObjectApi.once``, ``admit`` and ``cut_off``.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
 from kubernetes.client.configuration import Configuration
 
-from driver.kube.transport import KubeClient
+from driver.kube.transport import KubeClient, RequestObserver
 
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 Object = dict[str, Any]
@@ -30,6 +32,8 @@ class Exchange(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server: HttpServer
+    ended = 0
+    """How often all watches had been ended when this one began."""
 
     def setup(self) -> None:
         super().setup()
@@ -46,7 +50,7 @@ class Exchange(BaseHTTPRequestHandler):
         self.query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         self.server.answer(self)
 
-    do_GET = do_POST = do_PUT = do_DELETE = handle_request  # noqa: N815 - http.server's names
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = handle_request  # noqa: N815 - http.server's names
 
     def send(self, status: int, body: bytes, kind: str = "application/json") -> None:
         self.send_response(status)
@@ -88,13 +92,13 @@ class HttpServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, port: int = 0) -> None:
         self.answer = answer
         self.open: set[Any] = set()
-        super().__init__(("127.0.0.1", 0), Exchange)
+        super().__init__(("127.0.0.1", port), Exchange)
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
-    def __enter__(self) -> HttpServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,32 +112,75 @@ class HttpServer(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def client(self, token: str = "") -> KubeClient:
+    def client(self, token: str = "", agent: str = "test", observe: RequestObserver | None = None) -> KubeClient:
         configuration = Configuration(host=self.url)
         configuration.retries = 0
         if token:
             configuration.api_key["BearerToken"] = f"Bearer {token}"
-        return KubeClient(configuration, "test")
+        return KubeClient(configuration, agent, observe)
 
 
-class SliceApi:
-    """ResourceSlices and one Node behind an HttpServer. Thread-safe."""
+ROUTE = re.compile(
+    r"(?P<group>/api/v1|/apis/[^/]+/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<kind>[^/]+)"
+    r"(?:/(?P<name>[^/]+))?(?:/(?P<part>[^/]+))?"
+)
+
+
+@dataclass(frozen=True)
+class Route:
+    """What a path names: a resource, perhaps one namespace, one object, one subresource of it."""
+
+    resource: str
+    namespace: str
+    name: str
+    part: str
+
+    @classmethod
+    def of(cls, path: str) -> Route:
+        found = ROUTE.fullmatch(path)
+        assert found, path
+        each = {key: value or "" for key, value in found.groupdict().items()}
+        return cls(f"{each['group']}/{each['kind']}", each["namespace"], each["name"], each["part"])
+
+    def covers(self, resource: str, namespace: str) -> bool:
+        return self.resource == resource and self.namespace in ("", namespace)
+
+
+@dataclass(frozen=True)
+class Happened:
+    """One line for the watches of one resource; of all resources where that is empty."""
+
+    version: int
+    resource: str
+    namespace: str
+    name: str
+    line: bytes
+
+
+Admit = Callable[[Route, Object, Object], str | None]
+"""Admission: why an update (old, new) is refused, or None."""
+
+
+class ObjectApi:
+    """Objects of any resource behind an HttpServer. Thread-safe."""
 
     def __init__(self, page: int = 500) -> None:
-        self.objects: dict[str, Object] = {}
-        self.node: Object | None = {"metadata": {"name": "node-a", "uid": "node-uid-1"}}
         self.requests: list[tuple[float, str, str]] = []
         self.writes: list[str] = []
         self.stored_as: Callable[[Object], Object] = lambda item: item
+        self.admit: Admit = lambda route, old, new: None
+        self.cut_off: set[str] = set()
+        """User agents that get no answer: their requests hang until they are taken out."""
+        self._folders: dict[tuple[str, str], dict[str, Object]] = defaultdict(dict)
         self._page = page
         self._faults: dict[str, deque[Answer]] = defaultdict(deque)
-        self._events: list[tuple[int, bytes]] = []
+        self._events: list[Happened] = []
         self._version, self._oldest = 100, 0
         self._ended, self._hang_up, self._closed = 0, False, False
         self._changed = threading.Condition()
         self.server = HttpServer(self._answer)
 
-    def __enter__(self) -> SliceApi:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,12 +189,18 @@ class SliceApi:
         self.end_watches()
         self.server.__exit__()
 
+    def folder(self, path: str) -> dict[str, Object]:
+        """The objects of one resource, in one namespace where it has them, by name."""
+        route = Route.of(path)
+        return self._folders[route.resource, route.namespace]
+
     def once(self, kind: str, *answers: Answer) -> None:
-        """Answer the next requests of ``kind`` (list, watch, node, POST, PUT, DELETE) with these instead."""
+        """Answer the next requests of ``kind`` (list, watch, get, POST, PUT, PATCH, DELETE) with these instead."""
         self._faults[kind].extend(answers)
 
-    def count(self, kind: str) -> int:
-        return sum(1 for _, found, _ in self.requests if found == kind)
+    def count(self, kind: str, part: str = "") -> int:
+        """How many requests of ``kind`` there were whose path has ``part`` in it."""
+        return sum(1 for path in self.queries(kind) if part in path)
 
     def times(self, kind: str) -> list[float]:
         return [when for when, found, _ in self.requests if found == kind]
@@ -155,28 +208,30 @@ class SliceApi:
     def queries(self, kind: str) -> list[str]:
         return [path for _, found, path in self.requests if found == kind]
 
-    def put(self, name: str, **fields: Any) -> Object:
-        """Somebody else creates or changes an object."""
+    def store(self, path: str, **fields: Any) -> Object:
+        """Somebody else creates or changes the object at ``path``."""
+        route = Route.of(path)
         with self._changed:
-            return self._store({"metadata": {"name": name}, **fields})
+            return self._store(route, {"metadata": {"name": route.name}, **fields})
 
-    def remove(self, name: str) -> None:
+    def drop(self, path: str) -> None:
+        """Somebody else deletes the object at ``path``."""
         with self._changed:
-            self._remove(name)
+            self._drop(Route.of(path))
 
     def bookmark(self) -> int:
         """The version that a bookmark now tells every watch."""
         with self._changed:
             self._version += 1
             event = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(self._version)}}}
-            self._tell(json.dumps(event).encode())
+            self._tell(Route("", "", "", ""), json.dumps(event).encode())
             return self._version
 
     def send_raw(self, line: bytes) -> None:
         """Every watch gets this line, once."""
         with self._changed:
             self._version += 1
-            self._tell(line)
+            self._tell(Route("", "", "", ""), line)
 
     def forget_history(self) -> None:
         """Watches from before now get 410 Gone, as after etcd's compaction."""
@@ -190,41 +245,68 @@ class SliceApi:
             self._hang_up = hang_up
             self._changed.notify_all()
 
+    def reconnect(self, *agents: str) -> None:
+        """End the partition of these clients; what they asked meanwhile is answered with a hang-up."""
+        with self._changed:
+            self.cut_off -= set(agents)
+            self._changed.notify_all()
+
     def _answer(self, exchange: Exchange) -> None:
         kind = self._kind(exchange)
+        if self._is_cut_off(exchange):
+            return exchange.cut()
         with self._changed:
             self.requests.append((time.monotonic(), kind, exchange.path))
+            exchange.ended = self._ended
             fault = self._faults[kind].popleft() if self._faults[kind] else None
         if fault is not None:
-            fault(exchange)
-        elif kind == "watch":
-            self._watch(exchange)
-        elif kind == "list":
-            self._list(exchange)
-        elif kind == "node":
-            exchange.refuse(404, "nodes not found") if self.node is None else exchange.send_json(self.node)
-        else:
-            self._write(exchange)
+            return fault(exchange)
+        return {"watch": self._watch, "list": self._list, "get": self._get}.get(kind, self._write)(exchange)
+
+    def _is_cut_off(self, exchange: Exchange) -> bool:
+        """Whether it was; then this returns when the client is connected again."""
+        agent = exchange.headers["User-Agent"]
+        with self._changed:
+            if agent not in self.cut_off:
+                return False
+            self._changed.wait_for(lambda: agent not in self.cut_off or self._closed)
+            return True
 
     def _kind(self, exchange: Exchange) -> str:
-        if exchange.route.startswith("/api/v1/nodes/"):
-            return "node"
         if exchange.command != "GET":
             return exchange.command
+        if Route.of(exchange.route).name:
+            return "get"
         return "watch" if "watch" in exchange.query else "list"
 
-    def _list(self, exchange: Exchange) -> None:
+    def _get(self, exchange: Exchange) -> None:
+        route = Route.of(exchange.route)
         with self._changed:
-            names, start = sorted(self.objects), int(exchange.query.get("continue", 0))
+            found = self._folders[route.resource, route.namespace].get(route.name)
+        if found is None:
+            return exchange.refuse(404, f"{route.name} not found")
+        return exchange.send_json(found)
+
+    def _list(self, exchange: Exchange) -> None:
+        route = Route.of(exchange.route)
+        with self._changed:
+            everything = [
+                folder[name]
+                for (resource, namespace), folder in sorted(self._folders.items())
+                if route.covers(resource, namespace)
+                for name in sorted(folder)
+                if selected(exchange, name)
+            ]
+            start = int(exchange.query.get("continue", 0))
             end = start + min(self._page, int(exchange.query["limit"]))
             metadata = {"resourceVersion": str(self._version)}
-            if end < len(names):
+            if end < len(everything):
                 metadata["continue"] = str(end)
-            body = {"metadata": metadata, "items": [self.objects[name] for name in names[start:end]]}
+            body = {"metadata": metadata, "items": everything[start:end]}
         exchange.send_json(body)
 
     def _watch(self, exchange: Exchange) -> None:
-        seen, ended = int(exchange.query["resourceVersion"]), self._ended
+        route, seen, ended = Route.of(exchange.route), int(exchange.query["resourceVersion"]), exchange.ended
         exchange.begin_stream()
         if seen < self._oldest:
             gone = {"type": "ERROR", "object": {"code": 410, "message": "too old resource version"}}
@@ -235,57 +317,132 @@ class SliceApi:
             with self._changed:
                 while len(self._events) == sent and self._ended == ended and not self._closed:
                     self._changed.wait()
-                fresh = [line for version, line in self._events[sent:] if version > seen]
+                fresh = [event for event in self._events[sent:] if event.version > seen]
                 sent = len(self._events)
                 over = self._ended > ended or self._closed
-            for line in fresh:
-                exchange.send_line(line)
+            for event in fresh:
+                mine = route.covers(event.resource, event.namespace) and selected(exchange, event.name)
+                if mine or not event.resource:
+                    exchange.send_line(event.line)
             if over:
                 return exchange.cut() if self._hang_up else exchange.end_stream()
 
     def _write(self, exchange: Exchange) -> None:
-        name = exchange.route.removeprefix(SLICES).lstrip("/")
+        route = Route.of(exchange.route)
         body = json.loads(exchange.body) if exchange.body not in (b"", b"null") else {}
-        name = name or body["metadata"]["name"]
+        route = Route(route.resource, route.namespace, route.name or body["metadata"]["name"], route.part)
         with self._changed:
-            known = self.objects.get(name)
+            known = self._folders[route.resource, route.namespace].get(route.name)
             problem = self._problem(exchange.command, known, body)
-            if problem is None:
-                self.writes.append(f"{exchange.command} {name}")
-                stored = self._remove(name) if exchange.command == "DELETE" else self._store(self.stored_as(body))
-        if problem is not None:
-            return exchange.refuse(problem, f"{name}: {problem}")
+            wanted = wanted_object(exchange.command, route, known, body)
+            refused = self.admit(route, known, wanted) if not problem and known and exchange.command != "DELETE" else ""
+            if not problem and not refused:
+                stored = self._written(exchange, route, known, wanted)
+        if problem:
+            return exchange.refuse(problem, f"{route.name}: {problem}")
+        if refused:
+            return exchange.refuse(422, refused)
         return exchange.send_json(stored, 201 if exchange.command == "POST" else 200)
+
+    def _written(self, exchange: Exchange, route: Route, known: Object | None, wanted: Object) -> Object:
+        if "dryRun" in exchange.query:
+            return wanted
+        self.writes.append(f"{exchange.command} {route.name}")
+        if exchange.command == "DELETE":
+            return self._drop(route)
+        if exchange.command == "PATCH" and known == wanted:
+            return wanted  # a patch that changes nothing makes no new version
+        return self._store(route, self.stored_as(wanted))
 
     def _problem(self, command: str, known: Object | None, body: Object) -> int | None:
         if command == "POST":
             return None if known is None else 409
         if known is None:
             return 404
-        if command == "PUT":
-            if body["spec"]["pool"]["name"] != known["spec"]["pool"]["name"]:
-                return 422
-            return None if body["metadata"]["resourceVersion"] == known["metadata"]["resourceVersion"] else 409
-        uid = body.get("preconditions", {}).get("uid")
-        return None if uid in (None, known["metadata"]["uid"]) else 409
+        if command == "DELETE":
+            uid = body.get("preconditions", {}).get("uid")
+            return None if uid in (None, known["metadata"]["uid"]) else 409
+        version = body.get("metadata", {}).get("resourceVersion")
+        return None if version in (None, known["metadata"]["resourceVersion"]) else 409
 
-    def _store(self, body: Object) -> Object:
-        name = body["metadata"]["name"]
-        known = self.objects.get(name)
+    def _store(self, route: Route, body: Object) -> Object:
+        folder = self._folders[route.resource, route.namespace]
+        known = folder.get(route.name)
         self._version += 1
-        uid = known["metadata"]["uid"] if known else f"uid-{self._version}"
-        item = {**body, "metadata": {**body["metadata"], "uid": uid, "resourceVersion": str(self._version)}}
-        self.objects[name] = item
-        self._tell(json.dumps({"type": "MODIFIED" if known else "ADDED", "object": item}).encode())
+        own = {"uid": known["metadata"]["uid"] if known else f"uid-{self._version}"}
+        if route.namespace:
+            own["namespace"] = route.namespace
+        item = {**body, "metadata": {**body["metadata"], **own, "resourceVersion": str(self._version)}}
+        folder[route.name] = item
+        self._tell(route, json.dumps({"type": "MODIFIED" if known else "ADDED", "object": item}).encode())
         return item
 
-    def _remove(self, name: str) -> Object:
+    def _drop(self, route: Route) -> Object:
         self._version += 1
-        item = self.objects.pop(name)
+        item = self._folders[route.resource, route.namespace].pop(route.name)
         gone = {**item, "metadata": {**item["metadata"], "resourceVersion": str(self._version)}}
-        self._tell(json.dumps({"type": "DELETED", "object": gone}).encode())
+        self._tell(route, json.dumps({"type": "DELETED", "object": gone}).encode())
         return gone
 
-    def _tell(self, line: bytes) -> None:
-        self._events.append((self._version, line))
+    def _tell(self, route: Route, line: bytes) -> None:
+        self._events.append(Happened(self._version, route.resource, route.namespace, route.name, line))
         self._changed.notify_all()
+
+
+class SliceApi(ObjectApi):
+    """The slices of one node, and its Node object (requests of kind "node")."""
+
+    def __init__(self, page: int = 500) -> None:
+        self.node: Object | None = {"metadata": {"name": "node-a", "uid": "node-uid-1"}}
+        super().__init__(page)
+        self.objects = self.folder(SLICES)
+
+    def put(self, name: str, **fields: Any) -> Object:
+        """Somebody else creates or changes a slice."""
+        return self.store(f"{SLICES}/{name}", **fields)
+
+    def remove(self, name: str) -> None:
+        self.drop(f"{SLICES}/{name}")
+
+    def _kind(self, exchange: Exchange) -> str:
+        return "node" if exchange.route.startswith("/api/v1/nodes/") else super()._kind(exchange)
+
+    def _answer(self, exchange: Exchange) -> None:
+        if self._kind(exchange) == "node" and not self._faults["node"]:
+            return exchange.refuse(404, "nodes not found") if self.node is None else exchange.send_json(self.node)
+        return super()._answer(exchange)
+
+    def _problem(self, command: str, known: Object | None, body: Object) -> int | None:
+        if command == "PUT" and known and body["spec"]["pool"]["name"] != known["spec"]["pool"]["name"]:
+            return 422
+        return super()._problem(command, known, body)
+
+
+def selected(exchange: Exchange, name: str) -> bool:
+    """Whether the request's field selector, where it is of an object's name, means this one."""
+    wanted = exchange.query.get("fieldSelector", "")
+    return not wanted.startswith("metadata.name=") or wanted == f"metadata.name={name}"
+
+
+def wanted_object(command: str, route: Route, known: Object | None, body: Object) -> Object:
+    """What a write would make of the object: status and the rest are written apart."""
+    if command == "PATCH":
+        return merged(known or {}, body)
+    if command != "PUT" or known is None:
+        return body
+    if route.part == "status":
+        return {**known, "status": body.get("status", {})}
+    return body if "status" not in known else {**body, "status": known["status"]}
+
+
+def merged(target: Object, patch: Object) -> Object:
+    """RFC 7396."""
+    result = dict(target)
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, dict):
+            result[key] = merged(result[key] if isinstance(result.get(key), dict) else {}, value)
+        else:
+            result[key] = value
+    return result

@@ -35,7 +35,7 @@ class ClaimApi:
     reads: int = 0
     away: bool = False
 
-    def read(self, namespace: str, name: str) -> Claim:
+    def read(self, namespace: str, name: str, *, any_age: bool = False) -> Claim:
         self.reads += 1
         if self.away:
             raise ApiError("GET resourceclaims: no answer from https://127.0.0.1:6443: connection refused")
@@ -43,6 +43,15 @@ class ClaimApi:
             return self.claims[namespace, name]
         except KeyError:
             raise ApiError(f'resourceclaims "{name}" not found', 404) from None
+
+    def every(self) -> list[Claim]:
+        self.reads += 1
+        if self.away:
+            raise ApiError("GET resourceclaims: no answer from https://127.0.0.1:6443: connection refused")
+        return list(self.claims.values())
+
+    def delete(self, claim: ClaimReference) -> None:
+        del self.claims[claim.namespace, claim.name]
 
     def allocate(self, name: str, *devices: str | dict[str, Any], config: Any = (), uid: str = "") -> ClaimReference:
         """Create (or allocate anew) a claim with these devices, and say how the kubelet would name it."""

@@ -1,4 +1,4 @@
-"""The node plugin as a real process beside a real kubelet, on a simulated DGX H100."""
+"""The node plugin as a real process beside a real kubelet, on a simulated node (a DGX H100 unless told otherwise)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ TESSERA = str(Path(sys.executable).with_name("tessera"))
 
 READY_S = 30.0
 
+REFUSED = "is forbidden: User"
+"""What the API server says to a request for which the ServiceAccount has no right."""
+
 
 class PluginNode(Protocol):
     """What a plugin needs of a node: a real one of the harness, or a Node object and two directories."""
@@ -34,13 +37,33 @@ class PluginNode(Protocol):
     def cdi_dir(self) -> Path: ...
 
 
+@dataclass(frozen=True)
+class BareNode:
+    """A Node object and the two directories a plugin needs; no kubelet behind it."""
+
+    name: str
+    kubelet_dir: Path
+    cdi_dir: Path
+
+
+def bare_node(cluster: Cluster, name: str) -> BareNode:
+    """Add it to the cluster."""
+    cluster.add_node_object(name)
+    root = cluster.directory / name
+    return BareNode(name, root / "kubelet", root / "cdi")
+
+
 @dataclass
 class PluginFlags:
-    """What differs between tests; the rest follows from the cluster's node."""
+    """What differs between tests; the rest follows from the cluster's node. An empty one is not given."""
 
     gpus: str = "sim:dgx-h100"
     sim_latency: str = "zero"
     log_level: str = "debug"
+    mig_gpus: str = ""
+    shares: str = ""
+    shares_only: str = ""
+    metrics_address: str = ""
 
 
 class PluginProcess:
@@ -65,6 +88,10 @@ class PluginProcess:
     def start(self) -> None:
         """Start it and wait until its slices are published and the kubelet knows it."""
         self.spawn()
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Wait until its slices are published and the kubelet knows it."""
         self.wait_published()
         wait_for(self.registered, READY_S, f"registration on {self.node.name}")
 
@@ -74,7 +101,8 @@ class PluginProcess:
 
     def spawn(self) -> None:
         """Start it without waiting for anything."""
-        kubeconfig = self.cluster.service_account_kubeconfig("tessera", "tessera-node")
+        # As the token in a pod of that node: the API server lets it write the status of that node's claims.
+        kubeconfig = self.cluster.service_account_kubeconfig("tessera", "tessera-node", node=self.node.name)
         self._mark = self.log.stat().st_size if self.log.exists() else 0
         self._table.spawn(self._name, self.command(kubeconfig), self.log)
 
@@ -88,13 +116,21 @@ class PluginProcess:
             "--host-root": self.host_root,
             "--sim-latency": self.flags.sim_latency,
             "--log-level": self.flags.log_level,
+            "--mig-gpus": self.flags.mig_gpus,
+            "--shares": self.flags.shares,
+            "--shares-only": self.flags.shares_only,
+            "--metrics-address": self.flags.metrics_address,
         }
-        pairs = [str(part) for pair in flags.items() for part in pair]
+        pairs = [str(part) for pair in flags.items() if pair[1] for part in pair]
         return [TESSERA, "node", *pairs]
 
     def kill(self) -> None:
         """SIGKILL: it gets no chance to tidy up."""
         kill(self._started())
+
+    def refused(self) -> list[str]:
+        """Lines of its log about a right that it lacks."""
+        return [line for line in self.log.read_text().splitlines() if REFUSED in line]
 
     def stop(self) -> None:
         """SIGTERM, and wait until it is gone; stopping twice is fine."""
@@ -138,8 +174,12 @@ class PluginProcess:
 
     def partitions(self) -> list[dict[str, Any]]:
         """What exists on the simulated hardware, as ``tessera sim smi -o json`` tells it."""
-        gpus = json.loads(self.smi("-o", "json"))
-        return [{**partition, "gpu": gpu["index"]} for gpu in gpus for partition in gpu["migDevices"]]
+        return [{**partition, "gpu": gpu["index"]} for gpu in self.gpus() for partition in gpu["migDevices"]]
+
+    def gpus(self) -> list[dict[str, Any]]:
+        """The simulated GPUs as they are now, as ``tessera sim smi -o json`` tells it."""
+        found: list[dict[str, Any]] = json.loads(self.smi("-o", "json"))
+        return found
 
     def cdi_specs(self) -> list[Path]:
         return sorted(self.node.cdi_dir.glob(f"{DRIVER}-claim_*.json"))
@@ -153,8 +193,15 @@ class PluginProcess:
 
     def smi(self, *flags: str) -> str:
         """What ``tessera sim smi`` prints for this node, from a process of its own."""
-        command = [TESSERA, "sim", "smi", "--host-root", str(self.host_root), *flags]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+        return self._sim("smi", *flags)
+
+    def fault(self, *arguments: str) -> None:
+        """``tessera sim fault`` on this node, from a process of its own."""
+        self._sim("fault", *arguments)
+
+    def _sim(self, command: str, *arguments: str) -> str:
+        whole = [TESSERA, "sim", command, "--host-root", str(self.host_root), *arguments]
+        return subprocess.run(whole, capture_output=True, text=True, check=True, timeout=30).stdout
 
     def _started(self) -> list[ProcessRecord]:
         """The process started last, running or not; empty before the first start."""

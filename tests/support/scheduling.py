@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from driver.model.device import Device, DeviceKind, number_gpus, share_index
+from driver.model.gpu import Gpu
+from driver.slices.build import build_slices, slice_object
+from driver.slices.names import Pool
+from kubelet_plugin.inventory import UNSHARED, Holder, Inventory, Sharing
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
+from tests.support.plugin import SLICES
+from tests.support.published import DRIVER
 from tests.support.workloads import CLAIMS, PODS, is_gone
 
 SCHEDULED_S = 20.0
@@ -42,13 +49,17 @@ class Scheduling:
 
     cluster: Cluster
     name: str = "wanted"
-    _paths: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
 
     def ask(
-        self, *requests: dict[str, Any], constraints: Sequence[dict[str, str]] = (), node: str | None = None
+        self,
+        *requests: dict[str, Any],
+        constraints: Sequence[dict[str, Any]] = (),
+        config: Sequence[dict[str, Any]] = (),
+        node: str | None = None,
     ) -> None:
         """A claim, and a pod that needs it, on ``node`` or on any."""
-        devices = {"requests": list(requests), "constraints": list(constraints)}
+        devices = {"requests": list(requests), "constraints": list(constraints), "config": list(config)}
         pod = busybox_pod(
             self.name,
             node=node,
@@ -62,24 +73,24 @@ class Scheduling:
         """What the scheduler gave, once it has."""
         return wait_for(self._results, SCHEDULED_S, "an allocation")
 
+    def claim(self) -> dict[str, Any]:
+        """The claim as the API server has it."""
+        return self.cluster.api.get(f"{CLAIMS}/{self.name}")
+
     def refused(self) -> str:
         """Why the scheduler gave nothing, once it says so."""
         return wait_for(self._reason, SCHEDULED_S, "the scheduler's refusal")
 
     def forget(self) -> None:
         """Delete pod and claim, and wait until the devices are free again."""
-        for path in reversed(self._paths):
-            self.cluster.api.request("DELETE", path, {"gracePeriodSeconds": 0})
-        for path in self._paths:
-            wait_for(partial(is_gone, self.cluster, path), SCHEDULED_S, f"{path} gone")
-        self._paths.clear()
+        forget(self)
 
     def _create(self, folder: str, body: dict[str, Any]) -> None:
         self.cluster.api.post(folder, body)
-        self._paths.append(f"{folder}/{self.name}")
+        self.paths.append(f"{folder}/{self.name}")
 
     def _results(self) -> list[Given]:
-        status = self.cluster.api.get(f"{CLAIMS}/{self.name}").get("status", {})
+        status = self.claim().get("status", {})
         results = status.get("allocation", {}).get("devices", {}).get("results", [])
         return [Given(each["request"], each["driver"], each["pool"], each["device"]) for each in results]
 
@@ -89,3 +100,80 @@ class Scheduling:
             if condition["type"] == "PodScheduled" and condition["status"] == "False":
                 return str(condition["message"])
         return ""
+
+
+def forget(*asked: Scheduling) -> None:
+    """Delete all their pods and claims, and wait until the devices are free again."""
+    paths = [(each.cluster, path) for each in asked for path in reversed(each.paths)]
+    for cluster, path in paths:
+        cluster.api.request("DELETE", path, {"gracePeriodSeconds": 0})
+    for cluster, path in paths:
+        wait_for(partial(is_gone, cluster, path), SCHEDULED_S, f"{path} gone")
+    for each in asked:
+        each.paths.clear()
+
+
+class Offering:
+    """What the plugin of a node would publish, by its own parts and without it: what is held, and what still fits.
+
+    The node exists as an object only. ``hold`` stands for a prepare, ``release`` for an unprepare, ``share`` for a
+    restart with other settings.
+    """
+
+    def __init__(self, cluster: Cluster, node: str, gpus: Iterable[Gpu], sharing: Sharing = UNSHARED) -> None:
+        self.node = node
+        self.pool = Pool(node, DRIVER)
+        self._cluster = cluster
+        self._gpus = tuple(gpus)
+        self._held: dict[str, Device] = {}
+        self.inventory = self._started(sharing)
+        cluster.add_node_object(node)
+        built = build_slices(self.pool, self.inventory.published())
+        for name, content in built.items():
+            cluster.api.post(SLICES, slice_object(name, content, self.pool, 1, len(built), None))
+
+    def hold(self, *names: str) -> None:
+        for name in names:
+            device = self.inventory.device(name)
+            assert device is not None
+            self._held[name] = device
+            self.inventory.hold(Holder(name, "default", name), [device])
+        self._publish()
+
+    def release(self, *names: str) -> None:
+        for name in names:
+            del self._held[name]
+            self.inventory.release(name)
+        self._publish()
+
+    def share(self, sharing: Sharing) -> None:
+        self.inventory = self._started(sharing)
+        self._publish()
+
+    def start_again(self, sharing: Sharing) -> None:
+        """With nothing held."""
+        self._held.clear()
+        self.share(sharing)
+
+    def devices(self) -> dict[str, dict[str, Any]]:
+        """What is published, by name, with the attributes' values alone."""
+        built = build_slices(self.pool, self.inventory.published()).values()
+        found = [device for content in built for device in content.get("devices", ())]
+        return {
+            device["name"]: {name: next(iter(value.values())) for name, value in device["attributes"].items()}
+            for device in found
+        }
+
+    def _started(self, sharing: Sharing) -> Inventory:
+        held: dict[str, dict[int, int]] = {}
+        for device in self._held.values():
+            if device.kind is DeviceKind.SHARE:
+                held.setdefault(device.gpu.uuid, {})[share_index(device.name)] = device.shares
+        inventory = Inventory(self._gpus, number_gpus(self._gpus, {}), sharing, held)
+        for name, device in self._held.items():
+            inventory.hold(Holder(name, "default", name), [device])
+        return inventory
+
+    def _publish(self) -> None:
+        for name, content in build_slices(self.pool, self.inventory.published()).items():
+            self._cluster.api.patch(f"{SLICES}/{name}", {"spec": content})

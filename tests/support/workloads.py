@@ -21,13 +21,6 @@ RUNNING_S = 120.0
 SLEEP = "trap exit TERM; sleep 100000 & wait"
 
 
-def install(cluster: Cluster) -> None:
-    """RBAC and workload classes, as an admin would apply them."""
-    for folder in ("deploy", "deviceclasses/manifests"):
-        for manifest in sorted((PROJECT / folder).glob("*.yaml")):
-            cluster.apply(manifest.read_text())
-
-
 def request(device_class: str, name: str = "gpu", selector: str = "") -> dict[str, Any]:
     """One device request of a claim; ``selector`` is CEL."""
     exactly: dict[str, Any] = {"deviceClassName": device_class}
@@ -115,10 +108,14 @@ class Workloads:
 
     def delete_pods(self, *pods: str) -> None:
         """Delete them and wait until they are gone, which is after their claims were unprepared."""
-        for pod in pods:
-            self._delete(f"{PODS}/{pod}")
+        self.end_pods(*pods)
         for pod in pods:
             self.cluster.wait_pod_gone(pod)
+
+    def end_pods(self, *pods: str) -> None:
+        """Delete them and wait for nothing."""
+        for pod in pods:
+            self._delete(f"{PODS}/{pod}")
 
     def delete_claims(self, *claims: str) -> None:
         for claim in claims:

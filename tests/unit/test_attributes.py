@@ -12,12 +12,13 @@ from driver.slices.attributes import FACTS, attributes, capacity, quantity
 from tests.support.node import NodeUnderTest
 
 DOCS = Path(__file__).parents[2] / "docs" / "attributes.md"
-ROW = re.compile(r"^\| `(?P<name>[^`]+)` \| (?P<kind>string|int|bool|version) \| (?P<on>all|gpu|mig) \|", re.MULTILINE)
+ROW = re.compile(r"^\| `(?P<name>[^`]+)` \| (?P<kind>string|int|bool|version) \| (?P<on>[a-z, ]+) \|", re.MULTILINE)
 API_LIMIT = 32
 
 
 def documented(kind: DeviceKind) -> dict[str, str]:
-    return {row["name"]: row["kind"] for row in ROW.finditer(DOCS.read_text()) if row["on"] in {"all", kind.value}}
+    rows = ((row, row["on"].split(", ")) for row in ROW.finditer(DOCS.read_text()))
+    return {row["name"]: row["kind"] for row, on in rows if "all" in on or kind.value in on}
 
 
 @pytest.mark.parametrize("kind", list(DeviceKind))
@@ -54,6 +55,16 @@ def test_a_partition_tells_its_own_size_and_place(node: NodeUnderTest) -> None:
         4,
         3,
     ]
+
+
+def test_a_share_tells_its_gpu_and_how_many_there_are_and_promises_no_memory(node: NodeUnderTest) -> None:
+    gpu = node.node.inventory.gpus[3]
+    share = {device.name: device for device in devices_of(gpu, 3, shares=10)}["gpu-3-share-9"]
+    found = attributes(share)
+    assert found["type"] == {"string": "share"}
+    assert found["parentUUID"] == {"string": gpu.uuid}
+    assert found["shares"] == {"int": 10}
+    assert capacity(share) == {}
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pytest
 from driver.errors import EnvironmentFault, StateError
 from driver.model.device import DeviceKind
 from driver.model.gpu import Partition, Placement
-from kubelet_plugin.checkpoint import Checkpoint, ClaimRecord, DeviceRecord
+from kubelet_plugin.checkpoint import Checkpoint
 from kubelet_plugin.files import remove, write_atomically
+from kubelet_plugin.records import ClaimRecord, DeviceRecord
 
 PARTITION = Partition("GPU-1", 19, Placement(6, 1), 3, 0, "MIG-1")
 
@@ -127,7 +128,6 @@ def test_a_directory_that_vanished_is_an_error_and_not_a_traceback(tmp_path: Pat
     (tmp_path / "claims").rmdir()
     with pytest.raises(StateError, match=f"can't write {tmp_path}/claims/u1.json: No such file"):
         checkpoint.put(record())
-    assert checkpoint.get("u1") is None
     with pytest.raises(StateError, match=f"can't read the checkpoint in {tmp_path}/claims"):
         checkpoint.load()
 

@@ -18,6 +18,7 @@ from driver.hardware.simulator import ZERO_LATENCY, SimulatedNode, load_descript
 from driver.hardware.simulator.products import facts
 from driver.model.device import number_gpus
 from driver.model.gpu import MigMode, Placement
+from tests.harness.waiting import wait_for
 from tests.support.gpus import H100, gpu_of
 
 
@@ -207,3 +208,19 @@ def test_missing_device_nodes_and_capability_files_are_named(simulated: Simulate
     (simulated.root / "proc/devices").unlink()
     with pytest.raises(HardwareError, match=r"can't read .*/proc/devices: No such file"):
         host.partition_nodes(gpu, partition)
+
+
+def test_a_gpu_that_hangs_keeps_nobody_waiting_for_the_others(
+    simulated: SimulatedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("driver.hardware.nvml_host.ANSWER_S", 0.5)
+    host = host_of(simulated)
+    simulated.faults.slow(2.0, "nvmlDeviceGetUUID", gpu=3, times=1)
+    first, second = host.discover(), host.discover()
+    assert [[gpu.index for gpu in each.gpus] for each in (first, second)] == [[0, 1, 2, 4, 5, 6, 7]] * 2
+    assert [fault.reason for fault in (*first.faults, *second.faults)] == [
+        "it did not answer within 0.5 s",
+        "it has not answered for more than 0.5 s",
+    ]
+    wait_for(lambda: len(host.discover().gpus) == 8, 10, "the GPU to be found again")
+    host.close()

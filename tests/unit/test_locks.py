@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from kubelet_plugin.locks import KeyedLocks, LockTimeoutError
+from tests.harness.waiting import wait_for
 
 
 def test_one_key_is_held_by_one_at_a_time() -> None:
@@ -77,3 +78,33 @@ def run_all(work: object, count: int) -> None:
     for thread in threads:
         thread.join(30)
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_who_waits_for_whom_can_be_seen() -> None:
+    locks = KeyedLocks(deadline_s=20)
+    with locks.hold(["GPU-1"], "claim default/slow"):
+        late = threading.Thread(target=run_late, args=(locks,))
+        late.start()
+        wait_for(locks.waits, 10, "somebody who waits")
+        [line] = locks.waits()
+    late.join(10)
+    assert line.startswith("claim default/late waits for GPU-1, which is in use by claim default/slow since ")
+    assert locks.waits() == []
+
+
+def test_a_long_wait_is_logged_and_ends_well(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("kubelet_plugin.locks.LONG_S", 0.01)
+    locks = KeyedLocks(deadline_s=20)
+    with locks.hold(["GPU-1"], "claim default/slow"):
+        late = threading.Thread(target=run_late, args=(locks,))
+        late.start()
+        wait_for(lambda: "waits" in caplog.messages, 10, "the line in the log")
+    late.join(10)
+    [record] = caplog.records
+    assert vars(record)["who"] == "claim default/late"
+    assert vars(record)["for"] == "GPU-1"
+
+
+def run_late(locks: KeyedLocks) -> None:
+    with locks.hold(["GPU-1"], "claim default/late"):
+        pass

@@ -9,8 +9,9 @@ import pytest
 
 from driver.errors import ClaimError
 from driver.model.gpu import Placement
+from driver.steps import Moment
 from kubelet_plugin.claims import ClaimReference
-from kubelet_plugin.steps import Moment, Step
+from kubelet_plugin.steps import Step
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest, start_node
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from driver.errors import HardwareError, RecoverableError
-from kubelet_plugin.steps import Moment, Observer, Step
+from driver.steps import Moment
+from kubelet_plugin.steps import Observer, Step
 from tests.support.node import start_node
 
 SMALL = "gpu-0-mig-1g10gb-6"
@@ -67,13 +68,16 @@ def test_a_crash_while_unpreparing_is_healed_by_the_retry(tmp_path: Path, step: 
     assert again.nothing_left()
 
 
-@pytest.mark.parametrize("step", [Step.CREATE_COMPUTE_INSTANCE, Step.WRITE_CDI_SPEC, Step.WRITE_PREPARED])
-def test_a_failed_prepare_undoes_what_it_did(tmp_path: Path, step: Step) -> None:
-    faults = [step]
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(
+    "step", [Step.WRITE_INTENT, Step.CREATE_COMPUTE_INSTANCE, Step.WRITE_CDI_SPEC, Step.WRITE_PREPARED]
+)
+def test_a_failed_prepare_undoes_what_it_did(tmp_path: Path, step: Step, moment: Moment) -> None:
+    faults = [(step, moment)]
 
     def fail(at: Step, when: Moment) -> None:
-        if when == "before" and at in faults:
-            faults.remove(at)
+        if (at, when) in faults:
+            faults.remove((at, when))
             raise HardwareError("simulated fault")
 
     node = start_node(tmp_path, observer=fail)

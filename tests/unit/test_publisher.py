@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from driver.errors import ApiError
+from driver.kube import loop
 from driver.kube.backoff import Backoff
-from driver.slices import publisher as module
+from driver.slices import publisher
 from driver.slices.build import Content
 from driver.slices.names import Pool
 from driver.slices.publisher import Publisher
@@ -31,8 +32,8 @@ def api() -> Iterator[SliceApi]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Backoff", partial(Backoff, first_s=0.01))
-    monkeypatch.setattr(module, "COALESCE_S", 0.0)
+    monkeypatch.setattr(loop, "Backoff", partial(Backoff, first_s=0.01))
+    monkeypatch.setattr(publisher, "COALESCE_S", 0.0)
 
 
 class Node:
@@ -45,7 +46,14 @@ class Node:
             "00100-devices": {"devices": [{"name": "gpu-0"}]},
         }
         self.client = api.server.client()
-        self.publisher = Publisher(self.client, POOL, lambda: copy.deepcopy(self.desired), self.owner)
+        self.written: list[tuple[int, float]] = []
+        self.publisher = Publisher(
+            self.client,
+            POOL,
+            lambda: copy.deepcopy(self.desired),
+            self.owner,
+            on_written=lambda *told: self.written.append(told),
+        )
 
     def owner(self) -> Mapping[str, Any]:
         if self.api.node is None:
@@ -95,6 +103,17 @@ def test_a_change_is_one_update_of_one_slice(api: SliceApi) -> None:
         node.change([{"name": "gpu-0-mig-1g10gb-6"}])
         node.settled()
         assert api.writes == ["PUT 00100-devices"]
+
+
+def test_only_rounds_that_wrote_something_are_measured(api: SliceApi) -> None:
+    with publishing(api) as node:
+        node.settled()
+        eventually(node.publisher.published.is_set, "a round without writes")
+        node.change([{"name": "gpu-7"}])
+        node.settled()
+        eventually(lambda: len(node.written) == 2, "what the second round wrote is told")
+    assert [slices for slices, _ in node.written] == [2, 1]
+    assert all(0 < seconds < 10 for _, seconds in node.written)
 
 
 def test_many_notifications_without_a_change_write_nothing(api: SliceApi) -> None:

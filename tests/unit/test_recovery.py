@@ -13,9 +13,10 @@ import pytest
 from driver.errors import ClaimError, HardwareError, RecoverableError, StateError
 from driver.model.gpu import Placement
 from driver.slices.build import build_slices
+from driver.steps import Moment
 from kubelet_plugin.cdi import CdiDirectory
 from kubelet_plugin.claims import ClaimReference
-from kubelet_plugin.steps import Moment, Step
+from kubelet_plugin.steps import Step
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest, start_node
 

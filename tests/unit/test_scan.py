@@ -13,6 +13,7 @@ from driver.model.device import DeviceKind
 from driver.model.gpu import Gpu, MigMode, Partition
 from driver.model.selection import Selection
 from driver.slices.build import UNAVAILABLE, build_slices
+from kubelet_plugin.listening import Listener
 from kubelet_plugin.recovery import hold_recorded
 from kubelet_plugin.scan import Choice
 from tests.support.node import NodeUnderTest, start_node
@@ -147,14 +148,15 @@ def test_our_own_switch_is_published_without_another_look(node: NodeUnderTest) -
 def test_an_event_makes_it_look_at_once(node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kubelet_plugin.scan.RESCAN_S", 60.0)
     monkeypatch.setattr("kubelet_plugin.scan.PAUSE_S", 0.0)
+    monkeypatch.setattr("kubelet_plugin.listening.WAIT_S", 0.05)
     seen = threading.Event()
+    listener = Listener(node.node.host, lambda _: node.scanner.look_soon())
 
     def run(stop: threading.Event) -> None:
         node.scanner.run(node.node.inventory, seen.set, stop)
 
-    with in_thread(run, lambda: node.simulated.faults.xid(0, 13)):
+    with in_thread(listener.run), in_thread(run, node.scanner.look_soon):
         cut(node, "1g.10gb")
-        node.simulated.faults.xid(0, 13)
         eventually(seen.is_set, "the change is noticed")
 
 

@@ -69,11 +69,11 @@ class Kubelet:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[[Any], Kubelet]]:
+def serve(tmp_path: Path) -> Iterator[Callable[..., Kubelet]]:
     opened: list[Callable[[], object]] = []
 
-    def start(work: Any) -> Kubelet:
-        service = DraService(work)
+    def start(work: Any, **settings: Any) -> Kubelet:
+        service = DraService(work, **settings)
         server = SocketServer(tmp_path / "dra.sock", service.handlers())
         kubelet = Kubelet(tmp_path / "dra.sock")
         opened.extend([service.close, server.stop, kubelet.channel.close])
@@ -85,7 +85,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[[Any], Kubelet]]:
 
 
 @pytest.mark.parametrize("messages", VERSIONS)
-def test_each_claim_of_a_call_gets_its_own_answer(serve: Callable[[Any], Kubelet], messages: ModuleType) -> None:
+def test_each_claim_of_a_call_gets_its_own_answer(serve: Callable[..., Kubelet], messages: ModuleType) -> None:
     claims = [("default", name, f"uid-{name}") for name in ("good", "bad", "defect", "fine")]
     answers = serve(Work()).call(messages, "Prepare", claims)
     assert set(answers) == {uid for _, _, uid in claims}
@@ -103,7 +103,7 @@ def test_each_claim_of_a_call_gets_its_own_answer(serve: Callable[[Any], Kubelet
 
 
 @pytest.mark.parametrize("messages", VERSIONS)
-def test_unprepare_answers_for_every_claim(serve: Callable[[Any], Kubelet], messages: ModuleType) -> None:
+def test_unprepare_answers_for_every_claim(serve: Callable[..., Kubelet], messages: ModuleType) -> None:
     claims = [("default", name, f"uid-{name}") for name in ("good", "bad", "defect")]
     answers = serve(Work()).call(messages, "Unprepare", claims)
     assert {uid: bool(answer.error) for uid, answer in answers.items()} == {
@@ -116,12 +116,12 @@ def test_unprepare_answers_for_every_claim(serve: Callable[[Any], Kubelet], mess
 @pytest.mark.parametrize("messages", VERSIONS)
 @pytest.mark.parametrize("verb", ["Prepare", "Unprepare"])
 def test_a_call_about_nothing_is_answered_with_nothing(
-    serve: Callable[[Any], Kubelet], messages: ModuleType, verb: str
+    serve: Callable[..., Kubelet], messages: ModuleType, verb: str
 ) -> None:
     assert serve(Work()).call(messages, verb, []) == {}
 
 
-def test_a_claim_named_twice_is_prepared_once_and_answered_once(serve: Callable[[Any], Kubelet]) -> None:
+def test_a_claim_named_twice_is_prepared_once_and_answered_once(serve: Callable[..., Kubelet]) -> None:
     work = Work()
     answers = serve(work).call(dra_v1_pb2, "Prepare", [("default", "good", "u1")] * 2)
     assert len(answers["u1"].devices) == 1
@@ -147,7 +147,7 @@ HOSTILE = {
 @pytest.mark.parametrize("claim", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("verb", ["Prepare", "Unprepare"])
 def test_a_reference_that_is_none_is_refused_before_anything_is_done(
-    serve: Callable[[Any], Kubelet], verb: str, claim: tuple[str, str, str]
+    serve: Callable[..., Kubelet], verb: str, claim: tuple[str, str, str]
 ) -> None:
     work = Work()
     answers = serve(work).call(dra_v1_pb2, verb, [claim, ("default", "good", "ok")])
@@ -156,7 +156,7 @@ def test_a_reference_that_is_none_is_refused_before_anything_is_done(
     assert work.calls == ["good"]
 
 
-def test_very_long_references_are_answered(serve: Callable[[Any], Kubelet], node: NodeUnderTest) -> None:
+def test_very_long_references_are_answered(serve: Callable[..., Kubelet], node: NodeUnderTest) -> None:
     long = "a" * 100_000
     kubelet = serve(node.preparer)
     assert kubelet.call(dra_v1_pb2, "Prepare", [("default", long, long)])[long].error
@@ -164,14 +164,31 @@ def test_very_long_references_are_answered(serve: Callable[[Any], Kubelet], node
     assert node.nothing_left()
 
 
-def test_eight_claims_of_one_call_are_worked_on_at_once(serve: Callable[[Any], Kubelet]) -> None:
+def test_eight_claims_of_one_call_are_worked_on_at_once(serve: Callable[..., Kubelet]) -> None:
     work = Work()
     work.meet = threading.Barrier(8, timeout=10)
     claims = [("default", f"good-{i}", f"u{i}") for i in range(8)]
     assert not any(answer.error for answer in serve(work).call(dra_v1_pb2, "Prepare", claims).values())
 
 
-def test_a_pod_with_a_good_and_a_bad_claim_on_real_parts(serve: Callable[[Any], Kubelet], node: NodeUnderTest) -> None:
+def test_the_kubelet_hears_in_time_of_a_claim_that_takes_too_long_and_the_others_are_prepared(
+    serve: Callable[..., Kubelet], node: NodeUnderTest
+) -> None:
+    slow = node.api.allocate("slow", "gpu-0-mig-1g10gb-6")
+    good = node.api.allocate("good", "gpu-1-mig-1g10gb-6")
+    claims = [("default", claim.name, claim.uid) for claim in (slow, good)]
+    kubelet = serve(node.preparer, waits=node.locks.waits, answer_s=1.0)
+    gpu = node.node.inventory.gpus[0].uuid
+    with node.locks.hold([gpu], "claim default/hung"):
+        answers = kubelet.call(dra_v1_pb2, "Prepare", claims)
+    assert answers[good.uid].devices[0].device_name == "gpu-1-mig-1g10gb-6"
+    error = answers[slow.uid].error
+    assert error.startswith("claim default/slow: can't prepare it within 1 s, and still at it; ")
+    assert f"claim default/slow waits for {gpu}, which is in use by claim default/hung" in error
+    assert kubelet.call(dra_v1_pb2, "Prepare", claims[:1])[slow.uid].devices[0].device_name == "gpu-0-mig-1g10gb-6"
+
+
+def test_a_pod_with_a_good_and_a_bad_claim_on_real_parts(serve: Callable[..., Kubelet], node: NodeUnderTest) -> None:
     good = node.api.allocate("good", "gpu-0-mig-1g10gb-6")
     far = node.api.allocate("far", result("gpu-0", pool="elsewhere"))
     claims = [("default", claim.name, claim.uid) for claim in (good, far)]
@@ -235,7 +252,8 @@ def test_registration_tells_who_where_and_which_versions_newest_first(tmp_path: 
         notify(registration_messages.RegistrationStatus(plugin_registered=False, error="no such version"), timeout=10)
     server.stop()
     assert (info.type, info.name, info.endpoint) == ("DRAPlugin", "gpu.tessera.dev", str(tmp_path / "dra.sock"))
-    assert list(info.supported_versions) == ["v1.DRAPlugin", "v1beta1.DRAPlugin"]
+    health = ["v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth"]
+    assert list(info.supported_versions) == ["v1.DRAPlugin", "v1beta1.DRAPlugin", *health]
     assert heard.heard == [(True, ""), (False, "no such version")]
 
 

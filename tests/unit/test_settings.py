@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from driver.config.settings import node_settings
+from driver.config.shares import share_warnings
 from driver.errors import UsageError
+from driver.model.gpu import Gpu
+from driver.model.selection import Selection
+from driver.model.shares import ShareCounts
+from tests.support.gpus import H100, gpu_of
 
 
 def test_only_the_node_name_is_needed() -> None:
@@ -43,6 +48,16 @@ def test_sockets_and_state_follow_driver_name_and_kubelet_directory() -> None:
         pytest.param("kubelet_dir", Path("k"), "--kubelet-dir k: must be an absolute path", id="relative kubelet"),
         pytest.param("state_dir", Path("s"), "--state-dir s: must be an absolute path", id="relative state"),
         pytest.param("driver_root", Path("r"), "--driver-root r: must be an absolute path", id="relative driver root"),
+        pytest.param("shares", "all", "--shares all: 'all' has no number of shares: write WHICH=R", id="no number"),
+        pytest.param("shares", "all=", "--shares all=: 'all=': '' is no number of shares", id="empty number"),
+        pytest.param("shares", "all=ten", "'ten' is no number of shares: 0 (none) or 2 to 32", id="number in letters"),
+        pytest.param("shares", "0=-2", "'-2' is no number of shares", id="negative shares"),
+        pytest.param("shares", "0=4,1=1", "'1=1': one share would be the full GPU", id="one share"),
+        pytest.param("shares", "all=33", "'all=33': 33 shares are more than a GPU switches between", id="too many"),
+        pytest.param("shares", "=4", "'' is no index (0), UUID (GPU-...), PCI address", id="shares of nothing"),
+        pytest.param("shares", "GPU-xyz=4", "'GPU-xyz' is no index (0), UUID", id="no UUID"),
+        pytest.param("shares", "0=4,0=8", "--shares 0=4,0=8: 0 has several numbers of shares", id="two numbers"),
+        pytest.param("shares_only", "H100", "--shares-only H100: 'H100' is no index", id="a product is no selection"),
         pytest.param("kubelet_dir", Path("/" + "k" * 90), "Linux takes 107", id="socket path too long"),
     ],
 )
@@ -55,3 +70,57 @@ def test_a_wrong_flag_is_named_with_its_value_and_what_is_accepted(flag: str, va
 def test_all_wrong_flags_are_told_at_once() -> None:
     with pytest.raises(UsageError, match=r"--node-name A: .*; --driver-name B: .*; --gpus c: "):
         node_settings(node_name="A", driver_name="B", gpus="c")
+
+
+def shares_of(text: str, gpu: Gpu) -> int:
+    return node_settings(node_name="n", shares=text).shares.of(gpu)
+
+
+def test_without_the_flag_no_gpu_has_shares() -> None:
+    settings = node_settings(node_name="n")
+    assert settings.shares.of(gpu_of()) == 0
+    assert gpu_of() not in settings.shares_only
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param("all=10", 10, id="all"),
+        pytest.param(f"{H100}=8", 8, id="product"),
+        pytest.param("NVIDIA L4=8", 0, id="another product"),
+        pytest.param("3=4", 4, id="index"),
+        pytest.param("GPU-3=5", 5, id="UUID"),
+        pytest.param("0000:03:00.0=6", 6, id="PCI address"),
+        pytest.param(f"all=10,{H100}=8", 8, id="a product before all"),
+        pytest.param(f" 3 = 4 ,{H100}=8, all=10", 4, id="a GPU before its product"),
+        pytest.param("all=10,3=0", 0, id="none for one GPU"),
+        pytest.param("3=4,0000:03:00.0=6,GPU-3=5", 5, id="the UUID before address and index"),
+        pytest.param("3=4,0000:03:00.0=6", 6, id="the address before the index"),
+        pytest.param("all=32", 32, id="the most"),
+        pytest.param("", 0, id="nothing"),
+    ],
+)
+def test_the_more_exact_name_decides_how_many_shares_a_gpu_has(text: str, expected: int) -> None:
+    assert shares_of(text, gpu_of(minor=3)) == expected
+
+
+def warnings(shares: str, shares_only: str = "") -> list[str]:
+    gpus = [gpu_of(minor=0), gpu_of(minor=1), gpu_of("NVIDIA L4", minor=2)]
+    return share_warnings(ShareCounts.parse(shares), Selection.parse(shares_only), gpus)
+
+
+def test_names_that_match_no_gpu_are_told_with_those_that_are_there() -> None:
+    there = f"there are {H100} (0, 1), NVIDIA L4 (2)"
+    assert warnings("NVIDIA H100 80GB=4,7=2,all=3", "9") == [
+        f"--shares 7: no GPU here has that name; {there}",
+        f"--shares NVIDIA H100 80GB: no GPU here has that name; {there}; did you mean {H100}?",
+        f"--shares-only 9: no GPU here has that name; {there}",
+    ]
+
+
+def test_only_shares_on_a_gpu_without_a_number_of_shares_is_told() -> None:
+    assert warnings("all=4", "all") == []
+    assert warnings("NVIDIA L4=4", "2") == []
+    assert warnings("NVIDIA L4=4", "1,2") == [
+        f"--shares-only: GPU 1 ({H100}, GPU-1) has no number of shares: set --shares 1=R, R from 2 to 32"
+    ]

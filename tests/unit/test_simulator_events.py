@@ -41,6 +41,8 @@ def test_an_xid_is_heard_once_with_its_number(node: SimulatedNode, listening: An
     assert (data.eventType, data.eventData) == (XID, 48)
     assert (data.gpuInstanceId, data.computeInstanceId) == (WHOLE_GPU, WHOLE_GPU)
     assert node.nvml.nvmlDeviceGetUUID(data.device) == node.description.gpu_uuid(0)
+    # What it makes the GPU need is an event of its own.
+    assert node.nvml.nvmlEventSetWait_v2(listening, 0).eventType == pynvml.nvmlEventTypeGpuRecoveryAction
     with failing(pynvml.NVML_ERROR_TIMEOUT):
         node.nvml.nvmlEventSetWait(listening, 0)
 

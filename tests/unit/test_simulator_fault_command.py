@@ -67,10 +67,14 @@ def test_a_gpu_is_lost_removed_returned_and_added(node: SimulatedNode) -> None:
 def test_events_are_raised_by_name(node: SimulatedNode) -> None:
     gpu, events = node.nvml.nvmlDeviceGetHandleByIndex(0), node.nvml.nvmlEventSetCreate()
     node.nvml.nvmlDeviceRegisterEvents(gpu, node.nvml.nvmlDeviceGetSupportedEventTypes(gpu), events)
-    run(node, "xid", "48", "--gpu", "0")
+    run(node, "xid", "13", "--gpu", "0")
     run(node, "event", "MigConfigChange", "--gpu", "0")
-    heard = [node.nvml.nvmlEventSetWait_v2(events, 0).eventType for _ in range(2)]
-    assert heard == [pynvml.nvmlEventTypeXidCriticalError, pynvml.nvmlEventMigConfigChange]
+    run(node, "recovery", "gpu_reset", "--gpu", "0")
+    heard = [node.nvml.nvmlEventSetWait_v2(events, 0).eventType for _ in range(3)]
+    recovery = pynvml.nvmlEventTypeGpuRecoveryAction
+    assert heard == [pynvml.nvmlEventTypeXidCriticalError, pynvml.nvmlEventMigConfigChange, recovery]
+    with pytest.raises(UsageError, match="action: 'Prayer' is unknown; known: NONE, GPU_RESET, NODE_REBOOT"):
+        run(node, "recovery", "Prayer", "--gpu", "0")
     with pytest.raises(UsageError, match="event: 'Fire' is unknown; known: SingleBitEccError"):
         run(node, "event", "Fire", "--gpu", "0")
 

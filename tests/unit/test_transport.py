@@ -57,6 +57,18 @@ def test_requests_carry_token_agent_query_and_body(script: Script) -> None:
     assert created.body == b'{"metadata":{"name":"x"}}'
 
 
+def test_an_apply_names_its_manager_and_takes_over_what_others_manage(script: Script) -> None:
+    script.answer = lambda exchange: exchange.send_json({"kind": "ResourceClaim"})
+    assert script.client.apply(f"{PATH}/x/status", {"metadata": {"uid": "u"}}, "gpu.tessera.dev") == {
+        "kind": "ResourceClaim"
+    }
+    (applied,) = script.seen
+    assert (applied.command, applied.route) == ("PATCH", f"{PATH}/x/status")
+    assert applied.query == {"fieldManager": "gpu.tessera.dev", "force": "true"}
+    assert applied.headers["Content-Type"] == "application/apply-patch+yaml"
+    assert applied.body == b'{"metadata":{"uid":"u"}}'
+
+
 def test_a_deletion_can_insist_on_one_object(script: Script) -> None:
     script.client.delete(f"{PATH}/x", "uid-1")
     assert script.seen[0].body == b'{"preconditions":{"uid":"uid-1"}}'

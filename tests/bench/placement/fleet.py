@@ -1,0 +1,276 @@
+"""A fleet in one process, against a real API server: the node plugin's own parts, and a kubelet that is played.
+
+What is left out of a node is the hardware and the preparing: a claim is held as soon as its pod is bound, and let go
+as soon as the pod is gone.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from controller.objects import Claim, Pod
+from driver.hardware.simulator import load_description
+from driver.kube.claims import GROUP
+from driver.kube.objects import Key as ObjectKey
+from driver.kube.transport import KubeClient, load_configuration
+from driver.kube.watch_cache import Change, WatchCache
+from driver.model.device import Device, number_gpus
+from driver.model.gpu import Gpu
+from driver.model.occupancy import Occupancy
+from driver.model.plan import PlanMode
+from driver.placement import Key, key_of
+from driver.slices.build import Content, PublishedGpu, SliceBuilder
+from driver.slices.names import Pool
+from driver.slices.publisher import Publisher
+from kubelet_plugin.inventory import UNSHARED, Holder, Inventory, Sharing
+from kubelet_plugin.plan import PlanFollower
+from kubelet_plugin.plan_status import PlanStatusWriter
+from kubelet_plugin.plan_word import ControllersWord
+from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
+from tests.support.published import DRIVER, discover
+
+NAMESPACE = "tessera"
+USER_AGENT = "tessera-fleet"
+READY_S = 60.0
+
+
+class Mode(StrEnum):
+    """What nodes offer."""
+
+    LOWEST_START = "everything, lowest start first"
+    BEST_FIRST = "everything, FGD order"
+    CURATED = "curated, K=2"
+
+
+class FleetNode:
+    """One node without hardware. ``notify`` when what it holds has changed.
+
+    ``labels`` and ``capacity`` are the Node's.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        gpus: Sequence[Gpu],
+        mode: Mode,
+        *,
+        sharing: Sharing = UNSHARED,
+        labels: Mapping[str, str] | None = None,
+        capacity: Mapping[str, str] | None = None,
+    ) -> None:
+        node = cluster.add_node_object(name, labels, capacity)
+        kubeconfig = cluster.service_account_kubeconfig("tessera", "tessera-node", node=name)
+        client = KubeClient(load_configuration(kubeconfig), USER_AGENT)
+        owner = {"apiVersion": "v1", "kind": "Node", "name": name, "uid": node["metadata"]["uid"], "controller": True}
+        state_dir = cluster.directory / "fleet" / name
+        state_dir.mkdir(parents=True)
+        self.name = name
+        self.pool = Pool(name, DRIVER)
+        self.inventory = Inventory(gpus, number_gpus(gpus, {}), sharing)
+        self.publisher = Publisher(client, self.pool, self._desired, lambda: owner)
+        self._builder = SliceBuilder(self.pool)
+        self._mode = mode
+        self._word = ControllersWord(client, NAMESPACE, name, self.notify)
+        self.follower = PlanFollower(
+            self._word, self.inventory, state_dir, self.publisher.device_names, self.notify, spread=random.random
+        )
+        self._plan_status = PlanStatusWriter(client, self._word.plan, self.follower.status)
+
+    def start(self, stop: threading.Event) -> None:
+        loops: list[Callable[[threading.Event], None]] = [self.publisher.cache.run, self.publisher.run]
+        if self._mode is Mode.CURATED:
+            loops += [*self._word.loops, self.follower.run, self._plan_status.run]
+        for loop in loops:
+            threading.Thread(target=loop, args=(stop,), daemon=True).start()
+
+    def held_changed(self) -> None:
+        self.publisher.notify_within(self.follower.held_lag_s if self._mode is Mode.CURATED else 0.0)
+        if self._mode is Mode.CURATED:
+            self._plan_status.notify()
+
+    def notify(self) -> None:
+        self.publisher.notify()
+        if self._mode is Mode.CURATED:
+            self._plan_status.notify()
+
+    def admits(self, key: Key) -> bool:
+        """Whether a device of ``key`` would fit beside what is held, offered or not."""
+        for gpu in self.inventory.gpus:
+            taken = Occupancy.of(gpu, self.inventory.held_on(gpu))
+            if any(key_of(device) == key and taken.admits(device) for device in self.inventory.devices_on(gpu)):
+                return True
+        return False
+
+    @property
+    def settled(self) -> bool:
+        """Follows the plan, and its slices have nothing that the plan doesn't."""
+        plan = self._word.plan()
+        planned = plan is not None and self.follower.mode is PlanMode.PLANNED
+        return planned and len(self.publisher.device_names()) == len(plan.spec.offers) + len(plan.spec.held)  # type: ignore[union-attr]
+
+    def _desired(self) -> Mapping[str, Content]:
+        if self._mode is Mode.CURATED:
+            return self._builder.build(self.follower.published())
+        published = self.inventory.published()
+        built = self._builder.build(published)
+        return built if self._mode is Mode.BEST_FIRST else lowest_start_first(built, published, self.inventory)
+
+
+def lowest_start_first(
+    built: Mapping[str, Content], published: Iterable[PublishedGpu], inventory: Inventory
+) -> dict[str, Content]:
+    """``built`` with the offers of every slice GPU after GPU, each profile's lowest start first: as the peers do."""
+    ranks: dict[str, tuple[int, int]] = {}
+    for entry in published:
+        devices = enumerate(inventory.devices_on(entry.gpu))
+        ranks |= {device.name: (entry.number, position) for position, device in devices}
+        ranks |= {device.name: (-1, 0) for device in entry.held}
+    return {
+        name: {**content, "devices": sorted(content["devices"], key=lambda device: ranks[device["name"]])}
+        if "devices" in content
+        else content
+        for name, content in built.items()
+    }
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """What one claim has: pool and name of each device."""
+
+    holder: Holder
+    devices: tuple[tuple[str, str], ...]
+
+
+class Kubelets:
+    """Plays the kubelets of all nodes: a claim is prepared while a pod of its own name runs.
+
+    ``overlaps`` are allocations of what another claim had. Overlaps are found in the order in which the API server
+    stored the allocations, whatever nodes know of them.
+    """
+
+    def __init__(self, client: KubeClient, nodes: Iterable[FleetNode]) -> None:
+        self._nodes = {node.pool.name: node for node in nodes}
+        self._lock = threading.Lock()
+        self._claims = WatchCache(client, f"{GROUP}/resourceclaims", Claim, _allocated, self._claims_changed)
+        self._pods = WatchCache(client, "/api/v1/pods", Pod, _bound, self._pods_changed)
+        self._holding: dict[str, Allocated] = {}
+        self.overlaps: list[str] = []
+        self.allocations = 0
+        self.slices_over_time: list[tuple[float, int]] = [(time.monotonic(), 0)]
+        """When it changed, and how many memory slices were allocated from then on."""
+
+    def start(self, stop: threading.Event) -> None:
+        for cache in (self._claims, self._pods):
+            threading.Thread(target=cache.run, args=(stop,), daemon=True).start()
+
+    def _claims_changed(self, changes: Sequence[Change[Allocated]]) -> None:
+        used = self.slices_over_time[-1][1]
+        for change in changes:
+            if change.new:
+                self.allocations += 1
+                self._look_for_overlaps(change.new)
+            used += self._slices(change.new) - self._slices(change.old)
+            self._sync(change.key.name)
+        self.slices_over_time.append((time.monotonic(), used))
+
+    def _pods_changed(self, changes: Sequence[Change[str]]) -> None:
+        for change in changes:
+            self._sync(change.key.name)
+
+    def _look_for_overlaps(self, new: Allocated) -> None:
+        devices = self._devices(new)
+        for other in self._claims.snapshot().values():
+            for device, theirs in product(devices, self._devices(other) if other.holder != new.holder else ()):
+                if device.overlaps(theirs):
+                    found = f"{new.holder} got {device.name} on {new.devices[0][0]}; {other.holder} has {theirs.name}"
+                    self.overlaps.append(f"{time.strftime('%H:%M:%S')} {found}")
+
+    def _sync(self, name: str) -> None:
+        """Hold or release what the claim of this name has; called at every change of it and of its pod."""
+        with self._lock:
+            key = ObjectKey("default", name)
+            wanted = self._claims.get(key) if self._pods.get(key) else None
+            known = self._holding.pop(name, None)
+            if wanted:
+                self._holding[name] = wanted
+            if wanted == known:
+                return
+            for node in self._nodes_of(known) | self._nodes_of(wanted):
+                if known:
+                    node.inventory.release(known.holder.uid)
+                if wanted:
+                    node.inventory.hold(wanted.holder, self._devices(wanted))
+                node.held_changed()
+
+    def _nodes_of(self, allocated: Allocated | None) -> set[FleetNode]:
+        return {self._nodes[pool] for pool, _ in allocated.devices} if allocated else set()
+
+    def _devices(self, allocated: Allocated) -> list[Device]:
+        found = (self._nodes[pool].inventory.device(name) for pool, name in allocated.devices)
+        return [device for device in found if device is not None]
+
+    def _slices(self, allocated: Allocated | None) -> int:
+        return sum(device.mask.bit_count() for device in self._devices(allocated)) if allocated else 0
+
+
+def _allocated(claim: Claim) -> Allocated | None:
+    if claim.status.allocation is None:
+        return None
+    results = claim.status.allocation.devices.results
+    devices = tuple((result.pool, result.device) for result in results if result.driver == DRIVER)
+    metadata = claim.metadata
+    return Allocated(Holder(metadata.uid, metadata.namespace, metadata.name), devices) if devices else None
+
+
+def _bound(pod: Pod) -> str | None:
+    return pod.spec.node_name or None
+
+
+@dataclass
+class RunningFleet:
+    nodes: list[FleetNode]
+    kubelets: Kubelets
+
+    def admits(self, key: Key) -> bool:
+        return any(node.admits(key) for node in self.nodes)
+
+    def wait_settled(self, deadline_s: float) -> None:
+        """Wait until all nodes follow their plans, and what they had offered before is withdrawn."""
+        wait_for(lambda: all(node.settled for node in self.nodes), deadline_s, "all nodes offer what is planned")
+
+
+@contextmanager
+def running_fleet(cluster: Cluster, count: int, mode: Mode, description: str = "dgx-h100") -> Iterator[RunningFleet]:
+    """``count`` nodes whose slices are published, until the block ends. The cluster must be installed."""
+    stop = threading.Event()
+    gpus: Callable[[str], Sequence[Gpu]] = partial(_gpus, description, cluster.directory)
+    nodes = [FleetNode(cluster, name, gpus(name), mode) for name in (f"node-{i:03}" for i in range(count))]
+    kubelets = Kubelets(KubeClient(load_configuration(cluster.kubeconfig), USER_AGENT), nodes)
+    kubelets.start(stop)
+    try:
+        for node in nodes:
+            node.start(stop)
+        for node in nodes:
+            assert node.publisher.published.wait(READY_S), f"{node.name} did not publish within {READY_S:g} s"
+        yield RunningFleet(nodes, kubelets)
+    finally:
+        stop.set()
+        for node in nodes:
+            node.notify()
+
+
+def _gpus(description: str, directory: Path, node: str) -> Sequence[Gpu]:
+    loaded: Any = load_description(description).model_copy(update={"serial": node})
+    return discover(loaded, directory / "fleet-gpus" / node)

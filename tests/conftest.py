@@ -1,0 +1,47 @@
+"""Hypothesis without its clock: how long one example takes says more about the machine than about the code.
+
+And who runs what where two processes share the cluster tests, which also decides where figures have to be shown from.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+settings.register_profile("full", deadline=None)
+settings.register_profile("fast", deadline=None, max_examples=20)
+settings.load_profile(os.environ.get("TESSERA_EXAMPLES", "full"))
+
+OWN_CLUSTER = ("Cluster.start(", "control_plane(")
+
+
+@cache
+def cluster_of(file: str) -> str:
+    """What tests of one file must not be separated from: the file, or all that share the session's cluster."""
+    text = Path(file).read_text()
+    return file if any(start in text for start in OWN_CLUSTER) else "the session's cluster"
+
+
+class ByCluster(LoadScopeScheduling):  # type: ignore[misc]
+    """Tests on one cluster go to one process. (xdist's own groups need a pytest older than 9.)"""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return cluster_of(nodeid.partition("::")[0])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    return ByCluster(config, log) if config.getvalue("dist") == "loadscope" else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Figures that a test wants seen, whichever process it ran in: ``record_property("said in the end", ...)``."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "said in the end":
+                terminalreporter.write_line(str(value))

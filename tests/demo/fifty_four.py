@@ -1,0 +1,124 @@
+"""``python -m tests.demo.fifty_four``, or ``make demo-54``: 54 workloads on 10 GPUs, each with what it asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from tessera.output import columns
+from tests.demo import nodes, pods
+from tests.demo.picture import draw
+from tests.demo.promises import broken, broken_time_slices, seen_in_words, tally
+from tests.demo.screen import Screen
+from tests.demo.stage import Play, options, perform, try_next
+from tests.harness.cluster import Cluster
+from tests.harness.progress import Progress
+from tests.harness.waiting import wait_for
+from tests.support.chart import install
+from tests.support.plugin import PluginProcess
+
+NAME = "demo-54"
+RUN_USUALLY_S = 30.0
+GO_USUALLY_S = 15.0
+
+PROMISE = {
+    "gpu": "a GPU of its own",
+    "mig": "a MIG partition of its own: memory and compute apart from everybody's",
+    "share": f"turns on a GPU with at most {nodes.SHARES - 1} others; no isolation of memory",
+}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@options
+def main(keep: bool, binaries: Path | None) -> None:
+    """Run 54 workloads on 10 simulated A100 of a real two-node Kubernetes cluster on this machine.
+
+    Four train on a full GPU each, twenty serve models on MIG partitions, thirty notebooks share three GPUs. What every
+    container got is checked; exit code 1 if anything is not as promised. Ctrl-C ends everything that was started.
+
+    \b
+    Examples:
+      make demo-54
+      make demo-54 KEEP=1
+    """
+    perform(Play(NAME, len(nodes.PLANS), _opening, _on), keep, binaries)
+
+
+def _opening(screen: Screen) -> None:
+    screen.act("54 workloads on 10 GPUs")
+    rows = [
+        [str(group.count), f"{group.prefix}-..", group.device_class, PROMISE[group.type]] for group in pods.EVERYBODY
+    ]
+    screen.show(columns(["PODS", "NAMES", "CLASS", "PROMISED TO EACH"], rows))
+
+
+def _on(screen: Screen, cluster: Cluster, keep: bool) -> None:
+    with screen.step("install the Helm chart: device classes, policies, RBAC"):
+        install(cluster)
+    plugins = nodes.node_plugins(cluster)
+    _set_up(screen, plugins)
+    before = nodes.offers(plugins)
+    _run(screen, cluster, plugins)
+    _go(screen, cluster, plugins, before)
+    if keep:
+        smi = "\n".join(f".venv/bin/tessera sim smi --host-root {plugin.host_root}" for plugin in plugins)
+        look, use = "kubectl get nodes,deviceclasses,resourceslices", "kubectl apply -f deploy/examples/dev.yaml"
+        try_next(screen, cluster, f"{look}\n{use}\n{smi}")
+
+
+def _set_up(screen: Screen, plugins: Sequence[PluginProcess]) -> None:
+    screen.act("Two nodes with five A100 80 GB each")
+    screen.say(
+        "By setting, three of the ten are meant for MIG and three for ten shares each; four are given out whole."
+    )
+    for plugin in plugins:
+        flags = plugin.flags
+        screen.command(
+            f"tessera node --node-name {plugin.node.name} --mig-gpus {flags.mig_gpus} "
+            f"--shares {flags.shares} --shares-only {flags.shares_only} ..."
+        )
+    with screen.step("start them, ask for MIG mode, register with the kubelets, publish the GPUs"):
+        nodes.start(plugins)
+    screen.say("An A100 switches to MIG mode when it is reset, which an admin does:")
+    with screen.step("reset the three GPUs; partitions are offered instead"):
+        for plugin, plan in zip(plugins, nodes.PLANS, strict=True):
+            nodes.reset_for_mig(plugin, plan)
+    screen.show(draw(nodes.slices(plugins), []))
+
+
+def _run(screen: Screen, cluster: Cluster, plugins: Sequence[PluginProcess]) -> None:
+    total = sum(group.count for group in pods.EVERYBODY)
+    screen.act(f"{total} pods")
+    with Progress().part(f"{total} pods: allocate, cut, share, start containers", RUN_USUALLY_S) as part:
+        pods.create(cluster, pods.EVERYBODY)
+        pods.wait_running(cluster, total, part.tick)
+    screen.act("Who is where")
+    screen.show(draw(nodes.slices(plugins), pods.held(cluster, plugins)))
+    screen.say("A MIG bar is eight memory slices of 10 GB; an A100 can give seven of them to 1g.10gb.")
+    screen.act("What each container sees")
+    with screen.step(f"read what {total} containers found inside, compare with slices and hardware"):
+        workloads = pods.look(cluster, plugins, pods.EVERYBODY)
+    screen.show(columns(["POD", "NODE", "DEVICE", "DEVICE NODES", "TOLD"], map(seen_in_words, workloads)))
+    pods.require([*broken(workloads), *broken_time_slices(workloads, nodes.time_slices(plugins))])
+    screen.say(f"Checked: {tally(workloads)}.")
+    screen.say(
+        "Each sees the one GPU it was given and no other. A partition's two capability nodes are in no second "
+        "container. Each is told the UUID that the hardware has at the place which the scheduler chose. No GPU "
+        "serves two kinds of use. The notebooks' GPUs have the short time-slice they ask for, others the default."
+    )
+
+
+def _go(screen: Screen, cluster: Cluster, plugins: Sequence[PluginProcess], before: frozenset[tuple[str, str]]) -> None:
+    screen.act("The pods go, and everything is back")
+    with Progress().part("delete the pods, remove partitions", GO_USUALLY_S) as part:
+        pods.delete(cluster, part.tick)
+    pods.require(nodes.left_behind(plugins))
+    wait_for(lambda: nodes.offers(plugins) == before, nodes.SETTLED_S, "everything is offered again")
+    screen.say("Checked: no partition, CDI spec or checkpoint record is left, time-slices are the default ones.")
+    screen.show(draw(nodes.slices(plugins), pods.held(cluster, plugins)))
+
+
+if __name__ == "__main__":
+    main()

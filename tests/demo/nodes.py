@@ -1,0 +1,108 @@
+"""Two nodes of five A100 80 GB each: which GPUs are full, cut and shared, and what is on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from tests.demo.picture import Object
+from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
+from tests.support.plugin import PluginFlags, PluginProcess
+
+SHARES = 10
+SETTLED_S = 60.0
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """Which of a node's five GPUs are meant for MIG and which for shares; the others are given out whole."""
+
+    mig: tuple[int, ...]
+    shared: tuple[int, ...]
+
+    def flags(self, gpus: str, sim_latency: str) -> PluginFlags:
+        """What the node's plugin is told."""
+        return PluginFlags(
+            gpus=gpus,
+            sim_latency=sim_latency,
+            mig_gpus=",".join(map(str, self.mig)),
+            shares=",".join(f"{number}={SHARES}" for number in self.shared),
+            shares_only=",".join(map(str, self.shared)),
+        )
+
+    @property
+    def types(self) -> dict[int, set[str]]:
+        """What each GPU is to offer once it is set."""
+        return {n: {"mig" if n in self.mig else "share" if n in self.shared else "gpu"} for n in range(5)}
+
+
+PLANS = (NodePlan(mig=(2, 3), shared=(4,)), NodePlan(mig=(2,), shared=(3, 4)))
+
+
+def node_plugins(cluster: Cluster, sim_latency: str = "default") -> list[PluginProcess]:
+    """A plugin for each node of the cluster, not started; its node is five A100 80 GB of its own."""
+    description = yaml.safe_load(Path(__file__).with_name("five-a100.yaml").read_text())
+    plugins = []
+    for node, plan in zip(cluster.nodes, PLANS, strict=True):
+        file = cluster.directory / f"gpus-{node.name}.yaml"
+        file.write_text(yaml.safe_dump({**description, "name": f"{description['name']}-{node.name}"}))
+        plugins.append(PluginProcess(cluster, node, plan.flags(f"sim:{file}", sim_latency)))
+    return plugins
+
+
+def start(plugins: Sequence[PluginProcess]) -> None:
+    """Start them side by side: each takes a while, since it asks its GPUs for MIG mode."""
+    for plugin in plugins:
+        plugin.spawn()
+    for plugin in plugins:
+        plugin.wait_ready()
+
+
+def reset_for_mig(plugin: PluginProcess, plan: NodePlan) -> None:
+    """What an admin does on Ampere: reset the GPUs whose MIG mode waits for it. Returns once the slices follow."""
+    for number in plan.mig:
+        plugin.fault("reset", "--gpu", str(number))
+    wait_for(lambda: offered_types(plugin) == plan.types, SETTLED_S, f"{plugin.node.name} offers {plan.types}")
+
+
+def offered_types(plugin: PluginProcess) -> dict[int, set[str]]:
+    """The types of devices in the slices, by number of the GPU."""
+    found: dict[int, set[str]] = {}
+    for name, device in plugin.devices().items():
+        found.setdefault(int(name.split("-")[1]), set()).add(device["attributes"]["type"]["string"])
+    return found
+
+
+def slices(plugins: Iterable[PluginProcess]) -> list[Object]:
+    """The slices of all nodes."""
+    return [item for plugin in plugins for item in plugin.slices()]
+
+
+def time_slices(plugins: Iterable[PluginProcess]) -> dict[tuple[str, int], str]:
+    """The interval in force on every GPU, by node and number."""
+    return {(plugin.node.name, gpu["index"]): gpu["timeSlice"] for plugin in plugins for gpu in plugin.gpus()}
+
+
+def left_behind(plugins: Iterable[PluginProcess]) -> list[str]:
+    """What should be gone with the pods, a sentence for each node's leavings; empty where nothing is left."""
+    found = []
+    for plugin in plugins:
+        gpus = plugin.gpus()
+        counts = {
+            "partitions": sum(len(gpu["migDevices"]) for gpu in gpus),
+            "CDI specs": len(plugin.cdi_specs()),
+            "checkpoint records": len(plugin.records()),
+            "GPUs with a time-slice of their own": sum(gpu["timeSlice"] != "Default" for gpu in gpus),
+            "GPUs with a compute mode of their own": sum(gpu["computeMode"] != "DEFAULT" for gpu in gpus),
+        }
+        found += [f"{count} {what} on {plugin.node.name}" for what, count in counts.items() if count]
+    return found
+
+
+def offers(plugins: Iterable[PluginProcess]) -> frozenset[tuple[str, str]]:
+    """Every published device, by node and name."""
+    return frozenset((plugin.node.name, name) for plugin in plugins for name in plugin.devices())

@@ -1,0 +1,223 @@
+"""The fence on the real API server: how soon it is in force, what it refuses, what it leaves alone, and the race."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from controller.canary import Canary
+from controller.fence import Fence, FenceSettings, Withdrawable
+from controller.fenced import MOST_ENTRIES, FencedDevices, PoolDevice
+from driver.errors import ApiError
+from driver.kube.clock import SystemClock
+from driver.kube.transport import KubeClient, load_configuration
+from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
+from tests.support.chart import install
+from tests.support.control_plane import control_plane
+from tests.support.fence_race import (
+    CLAIMS,
+    POOL,
+    ClaimsCache,
+    Race,
+    allocate,
+    claims_cache,
+    new_claim,
+    without_fence,
+)
+
+LONGEST = ".".join(["n" * 63] * 3 + ["n" * 61])
+"""A name of a pool as long as it may be."""
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+A, B, C = (PoolDevice(POOL, f"gpu-{number}") for number in range(3))
+CONFIG_MAP = "/api/v1/namespaces/tessera/configmaps/tessera-fence"
+POLICY = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/tessera-fence"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with control_plane("fence") as running:
+        install(running)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def scheduler(cluster: Cluster) -> KubeClient:
+    """Who allocates; as the admin."""
+    return KubeClient(load_configuration(cluster.kubeconfig), "scheduler")
+
+
+@pytest.fixture(scope="module")
+def controller(cluster: Cluster) -> KubeClient:
+    """With the rights of the chart and no others."""
+    kubeconfig = cluster.service_account_kubeconfig("tessera", "tessera-controller")
+    return KubeClient(load_configuration(kubeconfig), "controller")
+
+
+@pytest.fixture(scope="module")
+def claims(controller: KubeClient) -> Iterator[ClaimsCache]:
+    def wake() -> None:
+        Canary(controller, "tessera").touch()
+
+    with claims_cache(controller, wake) as claims:
+        yield claims
+
+
+@pytest.fixture
+def fence(controller: KubeClient, claims: ClaimsCache) -> Iterator[Fence]:
+    """Nothing is fenced before and after; the policy is in force."""
+    fence = Fence(controller, claims, FenceSettings(settle_s=0, probe_s=30, keep_s=0))
+    assert fence.take_back([PoolDevice("no-pool", "no-device")]).in_force
+    fence.expire()
+    yield fence
+    fence.expire()
+
+
+@pytest.fixture
+def claim(scheduler: KubeClient, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    claim = new_claim(scheduler, "wanted")
+    yield claim
+    scheduler.delete(f"{CLAIMS}/wanted")
+
+
+def test_a_fenced_device_is_refused_with_a_reason_and_an_unfenced_one_is_not(
+    fence: Fence, scheduler: KubeClient, claim: dict[str, Any]
+) -> None:
+    assert fence.take_back([A, B]) == Withdrawable(frozenset({A, B}))
+    with pytest.raises(ApiError) as refused:
+        allocate(scheduler, claim, C, A)
+    assert refused.value.status == 422
+    assert f"Tessera is taking back {POOL}/gpu-0; the pod is scheduled again" in str(refused.value)
+    assert allocate(scheduler, claim, C)["status"]["allocation"]["devices"]["results"][0]["device"] == "gpu-2"
+
+
+def test_what_was_allocated_before_can_be_reserved_reported_and_given_back(
+    fence: Fence, scheduler: KubeClient, claim: dict[str, Any], controller: KubeClient
+) -> None:
+    held = allocate(scheduler, claim, A)
+    # As if somebody fenced what is held: none of its updates may be stopped.
+    FencedDevices(controller, "tessera", SystemClock()).add([A])
+    wait_for(lambda: Canary(controller, "tessera").refusal(A), 5, "the fence is in force")
+    report = {"driver": "gpu.tessera.dev", "pool": A.pool, "device": A.device, "conditions": []}
+    for change in ({"reservedFor": [{"resource": "pods", "name": "pod", "uid": "uid-1"}]}, {"devices": [report]}):
+        changed = {**held, "status": {**held["status"], **change}}
+        stored = scheduler.replace(f"{CLAIMS}/wanted/status", changed, {"dryRun": "All"})
+        assert stored["status"].keys() >= change.keys()
+    free = scheduler.replace(f"{CLAIMS}/wanted/status", {**held, "status": {}})
+    assert "allocation" not in free.get("status", {})
+    with pytest.raises(ApiError, match="Tessera is taking back"):
+        allocate(scheduler, free, A)
+    fence.start(offered=[A])
+    wait_for(lambda: not Canary(controller, "tessera").refusal(A), 5, "it is offered again")
+
+
+def test_a_held_device_stays_and_the_longest_names_are_fenced_too(
+    fence: Fence, scheduler: KubeClient, claim: dict[str, Any]
+) -> None:
+    allocate(scheduler, claim, A)
+    long = PoolDevice(LONGEST, "g" * 63)
+    assert fence.take_back([A, long]) == Withdrawable(frozenset({long}), held=frozenset({A}))
+    other = new_claim(scheduler, "other")
+    with pytest.raises(ApiError, match="Tessera is taking back"):
+        allocate(scheduler, other, long)
+    scheduler.delete(f"{CLAIMS}/other")
+
+
+def test_without_the_config_map_everything_passes(
+    cluster: Cluster, fence: Fence, scheduler: KubeClient, claim: dict[str, Any]
+) -> None:
+    fence.take_back([A])
+    cluster.api.request("DELETE", CONFIG_MAP)
+    wait_for(lambda: allocate(scheduler, claim, A, dry_run=True), 5, "it fails open")
+
+
+def policy_status(cluster: Cluster) -> dict[str, Any]:
+    status: dict[str, Any] = cluster.api.get(POLICY).get("status", {})
+    return status
+
+
+def test_the_policy_has_no_fault_that_the_api_server_could_find(cluster: Cluster, fence: Fence) -> None:
+    def checked() -> dict[str, Any]:
+        return {"found": status["typeChecking"]} if "typeChecking" in (status := policy_status(cluster)) else {}
+
+    assert wait_for(checked, 20, "the expressions were checked") == {"found": {}}
+
+
+def test_it_is_in_force_within_milliseconds(
+    fence: Fence, controller: KubeClient, scheduler: KubeClient, claim: dict[str, Any]
+) -> None:
+    fenced = FencedDevices(controller, "tessera", SystemClock())
+    took = []
+    for number in range(50):
+        device = PoolDevice(POOL, f"gpu-{100 + number}")
+        fenced.add([device])
+        began = time.perf_counter()
+        while True:
+            asked = time.perf_counter()
+            try:
+                allocate(scheduler, claim, device, dry_run=True)
+            except ApiError:
+                break
+        took.append(((asked - began) * 1000, (time.perf_counter() - began) * 1000))
+    fence.start(offered=[])
+    for what, each in zip(("asked", "answered"), zip(*took, strict=True), strict=True):
+        print(
+            f"first refusal {what} after: p50 {statistics.median(each):.1f} ms, max {max(each):.1f} ms, {len(each)} x"
+        )
+    assert max(took)[0] < 1000
+
+
+def test_a_full_config_map_is_accepted_and_makes_an_allocation_hardly_slower(
+    fence: Fence, controller: KubeClient, scheduler: KubeClient, claim: dict[str, Any]
+) -> None:
+    fenced = FencedDevices(controller, "tessera", SystemClock())
+    many = [PoolDevice(LONGEST, f"gpu-{number:020}") for number in range(MOST_ENTRIES)]
+
+    def took_ms() -> float:
+        began = time.perf_counter()
+        for _ in range(100):
+            allocate(scheduler, claim, *[PoolDevice(POOL, f"gpu-{number}") for number in range(32)], dry_run=True)
+        return (time.perf_counter() - began) * 10
+
+    before = took_ms()
+    fenced.add(many)
+    wait_for(lambda: Canary(controller, "tessera").refusal(many[-1]), 10, "all of it is in force")
+    after = took_ms()
+    fence.start(offered=[])
+    print(f"an allocation of 32 devices: {before:.1f} ms; with {MOST_ENTRIES} fenced: {after:.1f} ms")
+    assert after < before + 20
+
+
+def race(
+    scheduler: KubeClient, controller: KubeClient, claims: ClaimsCache, *, fenced: bool, rounds: int, delay_s: float
+) -> None:
+    fence = Fence(controller, claims, FenceSettings(settle_s=0), observer=lambda step, moment: running.delay())
+    take_back = fence.take_back if fenced else without_fence(controller, claims)
+    running = Race(scheduler, take_back, fence.lift, seed=rounds, most_delay_s=delay_s)
+    outcome = running.run(rounds)
+    print(f"{'fenced' if fenced else 'not fenced'}, delays up to {delay_s} s: {outcome}")
+    assert outcome.allocated
+    assert outcome.withdrawn
+    assert (outcome.overlaps == 0) == fenced
+
+
+@pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "not fenced"])
+def test_no_device_is_both_withdrawn_and_allocated(
+    fence: Fence, scheduler: KubeClient, controller: KubeClient, claims: ClaimsCache, fenced: bool
+) -> None:
+    race(scheduler, controller, claims, fenced=fenced, rounds=50 if fenced else 20, delay_s=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("rounds", "delay_s"), [(600, 0.0), (600, 0.003), (300, 0.03), (10, 5.0)])
+def test_no_device_is_both_withdrawn_and_allocated_in_thousands_of_tries(
+    fence: Fence, scheduler: KubeClient, controller: KubeClient, claims: ClaimsCache, rounds: int, delay_s: float
+) -> None:
+    race(scheduler, controller, claims, fenced=True, rounds=rounds, delay_s=delay_s)

@@ -1,0 +1,99 @@
+"""The node plugin is killed before and after each of its steps: restarted, it has lost nothing and leaked nothing."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+import pytest
+
+from kubelet_plugin.steps import Step
+from tests.support.chart import install
+from tests.support.control_plane import control_plane
+from tests.support.kill_matrix import SCENARIOS, Case, Scenario, kill, quick, watch
+from tests.support.kill_node import KillNode
+from tests.support.killable import zygote
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+NODES = 3
+"""Plugins that are killed side by side; each waits for the API server most of the time."""
+
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+SHOWN = 5
+"""Failures whose whole story is told: the first explain the rest."""
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class Nodes:
+    """Several nodes on which cases happen side by side."""
+
+    def __init__(self, nodes: Iterable[KillNode]) -> None:
+        self._idle: SimpleQueue[KillNode] = SimpleQueue()
+        for node in nodes:
+            self._idle.put(node)
+
+    def each(self, work: Callable[[KillNode, A], list[R]], items: Iterable[A]) -> list[R]:
+        """What ``work`` returns for all items, in their order."""
+        with ThreadPoolExecutor(NODES) as pool:
+            return [found for each in pool.map(partial(self._on_one, work), items) for found in each]
+
+    def _on_one(self, work: Callable[[KillNode, A], list[R]], item: A) -> list[R]:
+        node = self._idle.get()
+        try:
+            return work(node, item)
+        finally:
+            self._idle.put(node)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    root = Path(tempfile.mkdtemp(prefix="tk-", dir=MEMORY))
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, root)
+        cluster = stack.enter_context(control_plane("kill"))
+        install(cluster)
+        parent = stack.enter_context(zygote(cluster))
+        found = [KillNode(cluster, parent, f"kill-{number}", root) for number in range(NODES)]
+        for node in found:
+            stack.callback(node.close)
+        yield Nodes(found)
+
+
+@pytest.fixture(scope="module")
+def cases(nodes: Nodes) -> list[Case]:
+    """Every kill there is, found by letting each scenario happen once unharmed."""
+    return nodes.each(watch, SCENARIOS)
+
+
+def killed(nodes: Nodes, cases: Iterable[Case]) -> None:
+    failures = nodes.each(kill, cases)
+    told = "\n\n".join(failures[:SHOWN])
+    assert not failures, f"{len(failures)} kills did harm, among them:\n\n{told}"
+
+
+def test_every_step_is_met_by_a_scenario(cases: list[Case], record_property: Callable[[str, object], None]) -> None:
+    counts = f"{sum(map(quick, cases))} kills in make test, {len(cases)} in make test-all"
+    record_property("said in the end", f"kill matrix: {counts}")
+    assert {case.point.step for case in cases} == set(Step)
+    assert {case.point.step for case in cases if quick(case)} == set(Step)
+
+
+@pytest.mark.parametrize("scenario", [each for each in SCENARIOS if each.quick], ids=str)
+def test_a_plugin_killed_at_a_step_loses_and_leaks_nothing(nodes: Nodes, cases: list[Case], scenario: Scenario) -> None:
+    killed(nodes, [case for case in cases if case.scenario is scenario and quick(case)])
+
+
+@pytest.mark.slow
+def test_a_plugin_killed_at_any_other_point_loses_and_leaks_nothing(nodes: Nodes, cases: list[Case]) -> None:
+    killed(nodes, [case for case in cases if not quick(case)])

@@ -1,0 +1,103 @@
+"""What goes wrong with claims on a real cluster is put right without anybody asking, and people hear of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
+from tests.support.plugin import PluginProcess
+from tests.support.workloads import CLAIMS, Workloads, request
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+SMALL = "gpu-inference-1g-10gb"
+SOON_S = 20.0
+EVENTS = "/api/v1/namespaces/default/events"
+
+
+@pytest.fixture
+def faults(plugin: PluginProcess) -> Iterator[PluginProcess]:
+    """The plugin's simulated node, whose faults end with the test."""
+    yield plugin
+    plugin.fault("clear")
+
+
+def told(cluster: Cluster, name: str, reason: str) -> list[dict[str, Any]]:
+    """The Events of that reason on a claim and on its pod, which are called the same; waits for both."""
+
+    def events() -> list[dict[str, Any]]:
+        items = [e for e in cluster.api.get(EVENTS)["items"] if e["reason"] == reason]
+        found = [e for e in items if e["involvedObject"]["name"] == name]
+        return found if {e["involvedObject"]["kind"] for e in found} == {"ResourceClaim", "Pod"} else []
+
+    return wait_for(events, 60, f"{reason} on {name} and its claim")
+
+
+def status_of(cluster: Cluster, claim: str) -> dict[str, Any]:
+    [entry] = cluster.api.get(f"{CLAIMS}/{claim}")["status"]["devices"]
+    return dict(entry)
+
+
+def test_a_partition_lost_to_a_reset_is_cut_again_and_claim_and_pod_say_so(
+    workloads: Workloads, faults: PluginProcess, cluster: Cluster
+) -> None:
+    workloads.running(workloads.pod("victim", workloads.claim("victim", request(SMALL))))
+    [before] = faults.partitions()
+    wait_for(lambda: status_of(cluster, "victim")["data"]["uuid"] == before["uuid"], SOON_S, "the claim's status")
+    faults.fault("reset", "--gpu", str(before["gpu"]))
+    [now] = wait_for(faults.partitions, SOON_S, "the partition is cut again")
+    assert (now["gpu"], now["placement"]) == (before["gpu"], before["placement"])
+    assert now["uuid"] != before["uuid"]
+    for event in told(cluster, "victim", "DeviceRepaired"):
+        assert before["uuid"] in event["message"]
+        assert now["uuid"] in event["message"]
+    wait_for(lambda: status_of(cluster, "victim")["data"]["uuid"] == now["uuid"], SOON_S, "the claim's new status")
+    [spec] = faults.cdi_specs()
+    assert now["uuid"] in spec.read_text()
+
+
+def test_a_prepare_that_fails_is_told_on_claim_and_pod_and_succeeds_once_the_fault_is_gone(
+    workloads: Workloads, faults: PluginProcess, cluster: Cluster
+) -> None:
+    faults.fault("fail", "nvmlDeviceCreateGpuInstanceWithPlacement", "--code", "UNKNOWN")
+    workloads.pod("unlucky", workloads.claim("unlucky", request(SMALL)))
+    for event in told(cluster, "unlucky", "PrepareFailed"):
+        assert event["type"] == "Warning"
+        assert "NVML says UNKNOWN" in event["message"]
+    assert not faults.partitions()
+    faults.fault("clear")
+    workloads.running("unlucky")
+
+
+def test_a_partition_in_use_when_its_pod_ends_is_removed_once_it_is_free(
+    workloads: Workloads, faults: PluginProcess, cluster: Cluster
+) -> None:
+    workloads.running(workloads.pod("leaver", workloads.claim("leaver", request(SMALL))))
+    [partition] = faults.partitions()
+    faults.fault("busy", partition["uuid"])
+    workloads.end_pods("leaver")
+    assert told(cluster, "leaver", "UnprepareFailed")
+    assert faults.partitions() == [partition]
+    faults.fault("clear")
+    wait_for(faults.nothing_left, 60, "nothing of it is left")
+
+
+def test_checkpoint_records_that_cannot_be_read_are_made_anew(
+    workloads: Workloads, plugin: PluginProcess, cluster: Cluster
+) -> None:
+    workloads.running(workloads.pod("steady", workloads.claim("steady", request(SMALL))))
+    partitions, specs = plugin.partitions(), [path.read_text() for path in plugin.cdi_specs()]
+    [record] = plugin.records()
+    good = record.read_bytes()
+    plugin.kill()
+    record.write_bytes(good[: len(good) // 2])
+    plugin.start()
+    wait_for(lambda: record.exists() and record.read_bytes() == good, SOON_S, "the record is there again")
+    assert (plugin.partitions(), [path.read_text() for path in plugin.cdi_specs()]) == (partitions, specs)
+    assert told(cluster, "steady", "CheckpointRecordRebuilt")
+    workloads.delete_pods("steady")
+    assert plugin.nothing_left()

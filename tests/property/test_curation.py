@@ -1,0 +1,203 @@
+"""Whatever is held and whoever waits: offers are possible, enough, and stay where nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.curation import Curator
+from controller.fleet import Fleet, FleetGpu
+from controller.offers import Curation, CurationSettings, Demand
+from driver.model.device import DeviceKind
+from driver.model.plan import Offer, offer_of
+from driver.placement import FULL, SHARE, Key, Ranking
+from tests.support.fleets import device_of, node, partition, take
+from tests.support.gpus import H100
+
+RANKING = Ranking()
+A100, A30, L40S = "NVIDIA A100-SXM4-80GB", "NVIDIA A30", "NVIDIA L40S"
+KEYS = [FULL, SHARE, *map(partition, ("1g.10gb", "1g.10gb+me", "1g.20gb", "2g.20gb", "3g.40gb", "4g.40gb", "7g.80gb"))]
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> Fleet:
+    """Up to four nodes of up to three GPUs of any sort, with anything held on them."""
+    gpus: list[FleetGpu] = []
+    for number in range(draw(st.integers(1, 4))):
+        product, shares = draw(st.sampled_from([H100, H100, A100, A30, L40S])), draw(st.sampled_from([0, 0, 3]))
+        gpus += node(f"n{number}", draw(st.integers(1, 3)), product, shares)
+    return Fleet.of(draw(_in_some_state(entry)) for entry in gpus)
+
+
+@st.composite
+def _in_some_state(draw: st.DrawFn, entry: FleetGpu) -> FleetGpu:
+    uses = draw(st.sampled_from([frozenset(DeviceKind)] * 3 + [frozenset({DeviceKind.PARTITION})]))
+    entry = replace(entry, uses=uses, fault=draw(st.sampled_from([None] * 7 + ["off the bus"])))
+    for _ in range(draw(st.integers(0, 4))):
+        if entry.possible:
+            entry = replace(entry, held=(*entry.held, draw(st.sampled_from(entry.possible))))
+    return entry
+
+
+def every_offer(fleet: Fleet) -> list[Offer]:
+    return [offer_of(device) for entry in fleet for device in entry.possible]
+
+
+def some_offers(fleet: Fleet) -> st.SearchStrategy[set[Offer]]:
+    every = every_offer(fleet)
+    return st.sets(st.sampled_from(every), max_size=8) if every else st.just(set())
+
+
+@st.composite
+def demands(draw: st.DrawFn, fleet: Fleet) -> Demand:
+    eligible = draw(st.one_of(st.none(), st.frozensets(st.sampled_from(sorted(fleet.gpus)), min_size=1)))
+    return Demand(draw(st.sampled_from(KEYS)), draw(st.integers(1, 5)), eligible)
+
+
+def cliques_of(fleet: Fleet) -> tuple[frozenset[str], ...]:
+    return tuple(frozenset(entry.gpu.uuid for entry in group) for group in fleet.cliques.values())
+
+
+def curate(
+    fleet: Fleet,
+    waiting: Collection[Demand] = (),
+    published: Collection[Offer] = (),
+    protected: Collection[Offer] = (),
+    stickiness: float = 0.5,
+) -> Curation:
+    settings = CurationSettings(offers=2, stickiness=stickiness)
+    return Curator(RANKING, settings).curate(fleet, waiting, published, protected)
+
+
+def among(offers: Collection[Offer], key: Key, eligible: frozenset[str] | None = None) -> list[Offer]:
+    return [o for o in offers if (o.type, o.profile) == key and (eligible is None or o.gpu in eligible)]
+
+
+def fits(fleet: Fleet, key: Key, count: int, eligible: frozenset[str] | None = None) -> int:
+    """How many of ``key``, at most ``count``, can be held at once on these GPUs, one after another."""
+    found = 0
+    for uuid in fleet.gpus if eligible is None else eligible & fleet.gpus.keys():
+        while found < count:
+            left = among([offer_of(device) for device in fleet.gpus[uuid].possible], key)
+            if not left:
+                break
+            fleet, found = take(fleet, left[0]), found + 1
+    return found
+
+
+@given(st.data())
+def test_there_are_enough_offers_and_all_are_possible(data: st.DataObject) -> None:
+    fleet = data.draw(fleets())
+    waiting = data.draw(st.lists(demands(fleet), max_size=3))
+    published, protected = data.draw(some_offers(fleet)), data.draw(some_offers(fleet))
+    offers = curate(fleet, waiting, published, published & protected).offers
+    assert set(offers) <= set(every_offer(fleet))
+    for key in KEYS:
+        of_key = [demand for demand in waiting if demand.key == key]
+        wanted = max(2, sum(demand.count for demand in of_key))
+        assert len(among(offers, key)) >= fits(fleet, key, wanted)
+        for demand in of_key:
+            served = len(among(offers, key, demand.eligible))
+            assert served >= fits(fleet, key, demand.count, demand.eligible)
+
+
+@given(st.data())
+def test_the_offers_of_a_key_can_all_be_taken_at_once(data: st.DataObject) -> None:
+    fleet = data.draw(fleets())
+    offers = curate(fleet, data.draw(st.lists(demands(fleet), max_size=2)), data.draw(some_offers(fleet))).offers
+    for key in KEYS:
+        left = fleet
+        for offer in among(offers, key):
+            left = take(left, offer)
+
+
+@given(st.data())
+def test_what_is_published_stays_while_nothing_changes(data: st.DataObject) -> None:
+    fleet, stickiness = data.draw(fleets()), data.draw(st.sampled_from([0.0, 0.1, 0.5]))
+    waiting = data.draw(st.lists(demands(fleet), max_size=3))
+    published = data.draw(some_offers(fleet))
+    protected = data.draw(some_offers(fleet)) & published
+    first = curate(fleet, waiting, published, protected, stickiness)
+    again = curate(fleet, waiting, first.offers, protected, stickiness)
+    assert again.offers == first.offers
+    assert again.taken_back == ()
+
+
+@given(st.data())
+def test_the_set_that_serves_devices_together_is_settled_soon(data: st.DataObject) -> None:
+    fleet = data.draw(fleets())
+    waiting = [
+        replace(demand, eligible=None, together=cliques_of(fleet))
+        for demand in data.draw(st.lists(demands(fleet), min_size=1, max_size=3))
+    ]
+    offers = curate(fleet, waiting, data.draw(some_offers(fleet))).offers
+    for _ in range(2):
+        offers = curate(fleet, waiting, offers).offers
+    assert curate(fleet, waiting, offers).offers == offers
+
+
+@given(st.data())
+def test_the_result_depends_on_no_order(data: st.DataObject) -> None:
+    fleet = data.draw(fleets())
+    waiting = data.draw(st.lists(demands(fleet), max_size=3))
+    published = sorted(data.draw(some_offers(fleet)), key=str)
+    first = curate(fleet, waiting, published)
+    mixed = Fleet({uuid: fleet.gpus[uuid] for uuid in data.draw(st.permutations(sorted(fleet.gpus)))})
+    again = curate(mixed, list(reversed(waiting)), data.draw(st.permutations(published)))
+    assert list(again.offers.items()) == list(first.offers.items())
+    assert again.taken_back == first.taken_back
+
+
+@given(st.data())
+def test_taking_a_device_takes_back_only_what_it_must(data: st.DataObject) -> None:
+    fleet = data.draw(fleets())
+    before = curate(fleet).offers
+    if not before:
+        return
+    after = take(fleet, data.draw(st.sampled_from(sorted(before, key=str))))
+    possible = set(every_offer(after))
+    changed = curate(after, published=before)
+    for entry in changed.taken_back:
+        if entry.offer in possible:
+            assert entry.reason == "worse"
+            assert entry.better is not None
+        else:
+            assert entry.reason == "gone"
+    patient = curate(after, published=before, stickiness=float("inf"))
+    assert {offer for offer in before if offer in possible} <= set(patient.offers)
+
+
+@given(st.data())
+def test_a_protected_offer_stays_while_it_is_possible(data: st.DataObject) -> None:
+    fleet = data.draw(fleets())
+    published = data.draw(some_offers(fleet))
+    protected = data.draw(some_offers(fleet)) & published
+    assert protected <= set(curate(fleet, (), published, protected, stickiness=0.0).offers)
+
+
+@given(st.data())
+def test_a_claim_for_everything_gets_every_possible_placement_where_it_may_run(data: st.DataObject) -> None:
+    fleet = data.draw(fleets())
+    demand = replace(data.draw(demands(fleet)), everything=True)
+    offers = curate(fleet, [demand]).offers
+    assert set(among(every_offer(fleet), demand.key, demand.eligible)) <= set(offers)
+
+
+@given(st.data())
+def test_devices_asked_for_together_are_offered_in_one_set_if_any_has_room(data: st.DataObject) -> None:
+    fleet = data.draw(fleets())
+    key, count = data.draw(st.sampled_from(KEYS)), data.draw(st.integers(1, 4))
+    cliques = cliques_of(fleet)
+    offers = curate(fleet, [Demand(key, count, together=cliques)], data.draw(some_offers(fleet))).offers
+    room = [fits(fleet, key, count, clique) for clique in cliques]
+    assert max(len(among(offers, key, clique)) for clique in cliques) >= (count if max(room) == count else 0)
+
+
+@given(st.data())
+def test_every_offer_stands_for_one_device(data: st.DataObject) -> None:
+    fleet = data.draw(fleets())
+    for offer in curate(fleet).offers:
+        assert offer_of(device_of(fleet, offer)) == offer

@@ -1,0 +1,208 @@
+"""Demand against the plain way: every device by itself through the CEL engine, every set of devices tried."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, product
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from controller.demand import demand_of
+from controller.fleet import FleetGpu
+from controller.matching import cel_device
+from controller.offers import Demand
+from controller.reasons import reasons_of
+from deviceclasses.cel import Program, compile_selector
+from driver.model.device import Device
+from driver.model.gpu import MigMode
+from driver.model.occupancy import Occupancy
+from driver.placement import key_of
+from tests.support.gpus import H100
+from tests.support.queues import DRIVER, FULL, SHARE, Situation, fleet_gpu, profile, request, selected_by
+
+A100, L40S = "NVIDIA A100-SXM4-80GB", "NVIDIA L40S"
+PARENT = "gpu.tessera.dev/parentUUID"
+NODES = ("a", "b", "c")
+
+SELECTORS = (
+    FULL,
+    SHARE,
+    profile("1g.10gb"),
+    profile("3g.40gb"),
+    profile("7g.80gb"),
+    selected_by('type == "mig"', "memorySlices == 2"),
+    selected_by('type == "mig"', 'profile == "1g.10gb"', "placementStart < 3"),
+    selected_by(f'productName == "{H100}"', 'type == "gpu"'),
+    selected_by('type == "gpu"', 'uuid == "b/0"'),
+    selected_by('type == "gpu"', 'nvlinkClique == "b"'),
+    'device.capacity["gpu.tessera.dev"].memory.isGreaterThan(quantity("30Gi"))',
+    selected_by('architecture == "Ampere"'),
+    'device.attributes["gpu.tessera.dev"].exists(name, name == "nvlinkClique")',
+)
+"""Some fail on some devices: that is part of the point."""
+
+
+@st.composite
+def gpus(draw: st.DrawFn, node: str, number: int) -> FleetGpu:
+    product = draw(st.sampled_from([H100, H100, A100, L40S]))
+    facts: dict[str, Any] = {"nvlink_clique": draw(st.sampled_from([node, None]))}
+    if product == A100:
+        facts["mig_mode"] = draw(st.sampled_from([MigMode.ENABLED, MigMode.DISABLED]))
+    shares = draw(st.sampled_from([0, 0, 2]))
+    fault = draw(st.sampled_from([None, None, None, "Xid 79"]))
+    entry = fleet_gpu(node, number, product, facts=facts, shares=shares)
+    for _ in range(draw(st.integers(0, 3))):
+        if entry.possible:
+            entry = replace(entry, held=(*entry.held, draw(st.sampled_from(entry.possible))))
+    return replace(entry, fault=fault)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> Situation:
+    """Three nodes with one or two GPUs each."""
+    return Situation([draw(gpus(node, n)) for node in NODES for n in range(draw(st.integers(1, 2)))])
+
+
+@cache
+def compiled(selector: str) -> Program:
+    return compile_selector(selector)
+
+
+def selected(entry: FleetGpu, selector: str) -> list[Device]:
+    """The devices of a GPU that the engine selects, each asked by itself."""
+    return [device for device in entry.devices if compiled(selector).evaluate(cel_device(DRIVER, device)) is True]
+
+
+def checked(demand: Demand, there: Situation, selector: str) -> None:
+    """The demand names the GPUs that have such devices, all of them, and no others."""
+    having = {e.gpu.uuid for e in there.gpus if demand.key in {key_of(device) for device in e.devices}}
+    right = {e.gpu.uuid for e in there.gpus if demand.key in {key_of(device) for device in selected(e, selector)}}
+    if demand.everything:
+        assert demand.eligible
+        assert demand.eligible <= right
+    else:
+        assert (having if demand.eligible is None else demand.eligible) == right
+    for group in demand.together:
+        assert group <= right
+        assert len({uuid.split("/")[0] for uuid in group}) == 1
+
+
+some = settings(suppress_health_check=[HealthCheck.too_slow])
+
+
+@some
+@given(situations(), st.sampled_from(SELECTORS), st.integers(1, 3))
+def test_demand_names_exactly_the_gpus_whose_devices_match_by_direct_evaluation(
+    there: Situation, selector: str, count: int
+) -> None:
+    there.wants(request(selector=selector, count=count))
+    found = demand_of(there.queue)
+    # Where everything of one node is asked for, that node need not have every key that others have.
+    whole = {uuid.split("/")[0] for demand in found if demand.everything for uuid in demand.eligible or ()}
+    asked = [entry for entry in there.gpus if entry.node in (whole or NODES)]
+    assert {demand.key for demand in found} == {key_of(d) for entry in asked for d in selected(entry, selector)}
+    for demand in found:
+        assert demand.count == count
+        checked(demand, there, selector)
+
+
+@some
+@given(situations(), st.sampled_from(SELECTORS), st.integers(1, 3), st.booleans())
+def test_a_claim_is_satisfiable_where_some_set_of_free_devices_of_one_node_would_do(
+    there: Situation, selector: str, count: int, one_gpu: bool
+) -> None:
+    constraints = [{"matchAttribute": PARENT}] if one_gpu else []
+    there.wants(request(selector=selector, count=count), constraints=constraints)
+    if not there.queue.wishes(there.waiting()):
+        return
+    possible = any(fits_by_trying(there, node, selector, count, one_gpu=one_gpu) for node in NODES)
+    assert there.queue.satisfiable(there.waiting()) == possible
+    assert bool(reasons_of(there.queue)) != possible
+    if possible:
+        assert demand_of(there.queue)
+
+
+def fits_by_trying(there: Situation, node: str, selector: str, count: int, *, one_gpu: bool) -> bool:
+    entries = {entry.gpu.uuid: entry for entry in there.gpus if entry.node == node}
+    names = {
+        uuid: {device.name for device in selected(entry, selector)} & {device.name for device in entry.possible}
+        for uuid, entry in entries.items()
+    }
+    devices = [device for uuid, entry in entries.items() for device in entry.devices if device.name in names[uuid]]
+    if one_gpu:
+        devices = [device for device in devices if device.name != f"gpu-{entries[device.gpu.uuid].number}"]
+    for chosen in combinations(devices, count):
+        if one_gpu and len({device.gpu.uuid for device in chosen}) > 1:
+            continue
+        if all(beside(entry, [d for d in chosen if d.gpu.uuid == uuid]) for uuid, entry in entries.items()):
+            return True
+    return False
+
+
+def beside(entry: FleetGpu, devices: list[Device]) -> bool:
+    """Whether ``devices`` can all be held beside what is held on the GPU."""
+    held = list(entry.held)
+    for device in devices:
+        if not Occupancy.of(entry.gpu, held, entry.foreign).admits(device):
+            return False
+        held.append(device)
+    return True
+
+
+@some
+@given(situations(), st.lists(st.sampled_from(SELECTORS[:5]), max_size=6))
+def test_counts_add_up_over_claims(there: Situation, selectors: list[str]) -> None:
+    for number, selector in enumerate(selectors):
+        there.wants(request(selector=selector), name=f"claim-{number}")
+    asked: Counter[str] = Counter()
+    for selector in selectors:
+        asked.update({str(key_of(device)) for entry in there.gpus for device in selected(entry, selector)})
+    given_out: Counter[str] = Counter()
+    for demand in demand_of(there.queue):
+        given_out[str(demand.key)] += demand.count
+    assert given_out == asked
+
+
+@some
+@given(situations(), st.sampled_from(SELECTORS), st.sampled_from(NODES))
+def test_demand_stays_on_the_nodes_where_the_pod_may_run(there: Situation, selector: str, node: str) -> None:
+    for name in NODES:
+        there.node(name, {"name": name})
+    there.wants(request(selector=selector), nodeSelector={"name": node})
+    for demand in demand_of(there.queue):
+        named = demand.eligible
+        if named is None:
+            named = frozenset(e.gpu.uuid for e in there.gpus if demand.key in map(key_of, e.devices))
+        assert {uuid.split("/")[0] for uuid in named} == {node}
+
+
+@some
+@given(situations(), st.lists(st.sampled_from(SELECTORS[:7]), min_size=2, max_size=3))
+def test_several_requests_are_satisfiable_where_one_node_has_free_devices_for_all_of_them(
+    there: Situation, selectors: list[str]
+) -> None:
+    there.wants(*(request(name=f"request-{n}", selector=selector) for n, selector in enumerate(selectors)))
+    if any(not any(selected(entry, selector) for entry in there.gpus) for selector in selectors):
+        return
+    possible = any(all_fit(there, node, selectors) for node in NODES)
+    assert there.queue.satisfiable(there.waiting()) == possible
+    if possible:
+        named = {demand.eligible for demand in demand_of(there.queue)}
+        assert len({uuid.split("/")[0] for eligible in named for uuid in eligible or NODES}) == 1
+
+
+def all_fit(there: Situation, node: str, selectors: list[str]) -> bool:
+    entries = {entry.gpu.uuid: entry for entry in there.gpus if entry.node == node}
+    choices = [
+        [device for entry in entries.values() for device in selected(entry, each) if device in entry.possible]
+        for each in selectors
+    ]
+    return any(
+        len({(device.gpu.uuid, device.name) for device in chosen}) == len(chosen)
+        and all(beside(entry, [d for d in chosen if d.gpu.uuid == uuid]) for uuid, entry in entries.items())
+        for chosen in product(*choices)
+    )

@@ -1,0 +1,168 @@
+"""What claims have, as the API server stored it: is any memory given out twice, is anything held ever touched?"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+
+from controller.fenced import PoolDevice
+from controller.objects import Claim
+from driver.errors import ApiError
+from driver.hardware.simulator import load_description
+from driver.kube.claims import GROUP
+from driver.kube.objects import Key, ObjectMeta
+from driver.kube.plans import GpuNodePlan
+from driver.kube.transport import KubeClient, load_configuration
+from driver.kube.watch_cache import Change, WatchCache
+from driver.model.device import Device, devices_of, number_gpus
+from driver.model.plan import PATH
+from tests.harness.cluster import Cluster
+from tests.support.plugin import SLICES
+from tests.support.published import DRIVER, discover
+from tests.support.running import eventually
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one claim has, and since when (monotonic, as this process heard of it)."""
+
+    uid: str
+    devices: tuple[PoolDevice, ...]
+    at: float = field(compare=False)
+
+
+class SliceDevice(msgspec.Struct, frozen=True):
+    name: str
+    counters: tuple[dict[str, Any], ...] = msgspec.field(default=(), name="consumesCounters")
+
+
+class SliceSpec(msgspec.Struct, frozen=True):
+    pool: dict[str, Any]
+    devices: tuple[SliceDevice, ...] = ()
+
+
+class Slice(msgspec.Struct, frozen=True):
+    metadata: ObjectMeta
+    spec: SliceSpec
+
+
+@cache
+def devices_by_name(hardware: str, shares: int = 0) -> Mapping[str, Device]:
+    """Everything a node of that hardware could ever offer, each GPU perhaps as so many shares."""
+    with TemporaryDirectory() as folder:
+        gpus = discover(load_description(hardware), Path(folder))
+    numbers = number_gpus(gpus, {})
+    return {device.name: device for gpu in gpus for device in devices_of(gpu, numbers[gpu.uuid], shares)}
+
+
+class Allocations:
+    """Watches while ``stop`` is not set. All nodes have the same hardware, and offer so many shares of each GPU.
+
+    ``overlaps`` are allocations of memory that another claim had, in the order in which the API server stored them.
+    ``touched`` are devices that left the slices, changed their counters or were withdrawn by a plan while a claim had
+    them.
+    ``on_change`` is told the name of each claim that got or lost devices, and what it has now.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        hardware: str,
+        on_change: Callable[[str, Held | None], None] = lambda name, held: None,
+        shares: int = 0,
+    ) -> None:
+        self._client = KubeClient(load_configuration(cluster.kubeconfig), "test-allocations")
+        self._devices = devices_by_name(hardware, shares)
+        self._on_change = on_change
+        self._claims = WatchCache(self._client, f"{GROUP}/resourceclaims", Claim, _held, self._claims_changed)
+        self._slices = WatchCache(self._client, SLICES, Slice, lambda found: found.spec, self._slices_changed)
+        self._plans = WatchCache(self._client, PATH, GpuNodePlan, lambda found: found, self._plans_changed)
+        self.times: list[float] = []
+        """Of every allocation (monotonic)."""
+        self.late = 0
+        """Devices that were no longer in the slices when they were given out."""
+        self.overlaps: list[str] = []
+        self.touched: list[str] = []
+
+    def start(self, stop: threading.Event) -> None:
+        for watched in (self._claims, self._slices, self._plans):
+            threading.Thread(target=watched.run, args=(stop,), daemon=True).start()
+        eventually(lambda: self._claims.synced and self._slices.synced and self._plans.synced, "all was listed")
+
+    def of(self, claim: str) -> tuple[PoolDevice, ...]:
+        """The devices of the claim ``default/<claim>``; none before it has any."""
+        found = self._claims.get(Key("default", claim))
+        return found.devices if found else ()
+
+    def held(self) -> dict[str, tuple[PoolDevice, ...]]:
+        return {key.name: found.devices for key, found in self._claims.snapshot().items()}
+
+    def published(self) -> set[PoolDevice]:
+        return {
+            PoolDevice(spec.pool["name"], device.name)
+            for spec in self._slices.snapshot().values()
+            for device in spec.devices
+        }
+
+    def _claims_changed(self, changes: Sequence[Change[Held]]) -> None:
+        for change in changes:
+            if change.new:
+                self.times.append(change.new.at)
+                self.late += len(set(change.new.devices) - self.published())
+                self._look_for_overlaps(change.key, change.new)
+            self._on_change(change.key.name, change.new)
+
+    def _look_for_overlaps(self, key: Key, new: Held) -> None:
+        for other, theirs in self._claims.snapshot().items():
+            if other == key:
+                continue
+            for mine, have in product(new.devices, theirs.devices):
+                if mine.pool == have.pool and self._devices[mine.device].overlaps(self._devices[have.device]):
+                    self.overlaps.append(f"{time.strftime('%H:%M:%S')} {key.name} got {mine}; {other.name} has {have}")
+
+    def _slices_changed(self, changes: Sequence[Change[SliceSpec]]) -> None:
+        for change in changes:
+            old, new = _counters(change.old), _counters(change.new)
+            for name, held in self._claims.snapshot().items():
+                for device in held.devices:
+                    if device in old and old[device] != new.get(device) and self._still(name, held):
+                        self.touched.append(f"{time.strftime('%H:%M:%S')} {device} of {name.name}: {new.get(device)}")
+
+    def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> None:
+        for change in changes:
+            pool = f"{change.key.name}-{DRIVER}"
+            before, now = (set(plan.spec.withdrawn) if plan else set() for plan in (change.old, change.new))
+            withdrawn = {PoolDevice(pool, device) for device in now - before}
+            for name, held in self._claims.snapshot().items():
+                if withdrawn & set(held.devices) and self._still(name, held):
+                    self.touched.append(f"{time.strftime('%H:%M:%S')} a plan withdraws what {name.name} has")
+
+    def _still(self, key: Key, held: Held) -> bool:
+        """Whether the claim has it now: after its slice was changed, and so when it was."""
+        try:
+            found = self._client.get(f"{GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}")
+        except ApiError:
+            return False
+        now = _held(msgspec.json.decode(found, type=Claim))
+        return now is not None and (now.uid, now.devices) == (held.uid, held.devices)
+
+
+def _counters(spec: SliceSpec | None) -> dict[PoolDevice, tuple[dict[str, Any], ...]]:
+    return {PoolDevice(spec.pool["name"], device.name): device.counters for device in spec.devices} if spec else {}
+
+
+def _held(claim: Claim) -> Held | None:
+    if claim.status.allocation is None:
+        return None
+    results = claim.status.allocation.devices.results
+    devices = tuple(PoolDevice(result.pool, result.device) for result in results if result.driver == DRIVER)
+    return Held(claim.metadata.uid, devices, time.monotonic())

@@ -1,0 +1,55 @@
+"""The caretaker of a node under test, by hand: rounds when a test wants them, a clock that stands, Events kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from driver.kube.events import Type
+from driver.kube.objects import Reference
+from driver.model.health import Trouble
+from kubelet_plugin.caretaker import Caretaker
+from kubelet_plugin.orphans import Orphans
+from kubelet_plugin.telling import Teller
+from tests.support.claims import NODE
+from tests.support.node import NodeUnderTest
+
+HOUR_S = 3600.0
+
+
+@dataclass
+class Care:
+    """``events`` are (kind and name of the object, reason, message); ``troubles`` what devices lack, by name."""
+
+    under: NodeUnderTest
+    now: float = 1000.0
+    events: list[tuple[str, str, str]] = field(default_factory=list)
+    troubles: dict[tuple[str, Trouble], str] = field(default_factory=dict)
+    orphans_of: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.teller = Teller(self._record, NODE)
+        node, preparer = self.under.node, self.under.preparer
+        self.orphans = Orphans(node, preparer, self.under.api, self.teller, self.orphans_of.append, lambda: self.now)
+        self.caretaker = Caretaker(node, preparer, self.teller, self.note, self.orphans.look, lambda: self.now)
+
+    def look(self, after_s: float = 0.0) -> None:
+        """One round, so much later."""
+        self.now += after_s
+        self.caretaker.look()
+
+    def look_long(self) -> None:
+        """As many rounds as an hour brings."""
+        for _ in range(30):
+            self.look(HOUR_S / 30)
+
+    def reasons(self, about: str) -> list[str]:
+        return [reason for each, reason, _ in self.events if each == about]
+
+    def note(self, device: str, kind: Trouble, reason: str | None) -> None:
+        if reason is None:
+            self.troubles.pop((device, kind), None)
+        else:
+            self.troubles[device, kind] = reason
+
+    def _record(self, about: Reference, reason: str, message: str, _type: Type) -> None:
+        self.events.append((f"{about.kind}/{about.name}", reason, message))

@@ -1,0 +1,59 @@
+"""Fleets as values: nodes of equal GPUs, written short."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from controller.fleet import Fleet, FleetGpu
+from driver.model.device import Device, DeviceKind
+from driver.model.plan import Offer, offer_of
+from driver.placement import Key
+from tests.support.gpus import H100, gpu_of
+
+SMALL = Key(DeviceKind.PARTITION, "1g.10gb")
+
+
+def partition(profile: str) -> Key:
+    return Key(DeviceKind.PARTITION, profile)
+
+
+def node(name: str, gpus: int = 2, product: str = H100, shares: int = 0) -> list[FleetGpu]:
+    """A node of free GPUs that NVLink joins; their UUIDs are ``<name>/<number>``."""
+    template = gpu_of(product)
+    return [
+        FleetGpu(
+            name,
+            replace(template, uuid=f"{name}/{number}", index=number, minor=number, nvlink_clique="0"),
+            number,
+            shares=shares,
+        )
+        for number in range(gpus)
+    ]
+
+
+def holding(fleet: Fleet, held: Mapping[str, str]) -> Fleet:
+    """``fleet`` once the devices of these names, blanks between them, are held on the GPUs of these UUIDs.
+
+    ``gpu-<number>-`` is left out of the names: ``mig-1g10gb-6``, ``share-0``, and ``full`` for the GPU itself.
+    """
+    gpus = dict(fleet.gpus)
+    for uuid, names in held.items():
+        for name in names.split():
+            entry = gpus[uuid]
+            spelled = f"gpu-{entry.number}" if name == "full" else f"gpu-{entry.number}-{name}"
+            [device] = [device for device in entry.possible if device.name == spelled]
+            gpus[uuid] = replace(entry, held=(*entry.held, device))
+    return Fleet(gpus)
+
+
+def device_of(fleet: Fleet, offer: Offer) -> Device:
+    """The device that ``offer`` stands for, which must be possible."""
+    [device] = [device for device in fleet.gpus[offer.gpu].possible if offer_of(device) == offer]
+    return device
+
+
+def take(fleet: Fleet, offer: Offer) -> Fleet:
+    """``fleet`` once ``offer`` is held."""
+    entry = fleet.gpus[offer.gpu]
+    return Fleet({**fleet.gpus, offer.gpu: replace(entry, held=(*entry.held, device_of(fleet, offer)))})

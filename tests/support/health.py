@@ -1,0 +1,84 @@
+"""Health of a simulated node: production parts, with events given by the test as a thread would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from driver.hardware.boot import boot_id
+from driver.hardware.host import HostPaths
+from driver.model.device import Device
+from driver.model.health import GpuEvent
+from driver.slices.build import UNHEALTHY, build_slices
+from kubelet_plugin.health import Health
+from kubelet_plugin.records import slices_of_instance
+from tests.support.node import NodeUnderTest
+
+
+@dataclass
+class HealthUnderTest:
+    """``told`` is what was said about the node: (reason, message)."""
+
+    node: NodeUnderTest
+    now: float = 1_800_000_000.0
+    told: list[tuple[str, str]] = field(default_factory=list)
+    changes: int = 0
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """A new process's, on what the last one left on disk."""
+        host, checkpoint = self.node.node.host, self.node.node.checkpoint
+        paths = HostPaths(self.node.simulated.root, self.node.simulated.root)
+        self.health = Health(
+            self.node.node.inventory,
+            self.node.root / "state",
+            host.recovery_action,
+            lambda: boot_id(paths) or None,
+            lambda gpu, instance: slices_of_instance(checkpoint.records(), gpu, instance),
+            self._changed,
+            lambda reason, message, _warning: self.told.append((reason, message)),
+            lambda: self.now,
+        )
+        self.node.scanner.looked = self.health.look
+        self.health.look(self.node.node.inventory.gpus)
+
+    def hear(self) -> list[GpuEvent]:
+        """Everything that happened since the last time, as the listener's thread would."""
+        found = []
+        while (event := self.node.node.host.wait_for_event(0.0)) is not None:
+            found.append(event)
+            self.health.heard(event)
+        return found
+
+    def look(self) -> None:
+        self.node.scanner.look(self.node.node.inventory)
+
+    def xid(self, gpu: int, number: int, device: str | None = None) -> None:
+        """It happens, is heard, and makes the scanner look."""
+        self.node.simulated.faults.xid(gpu, number, device)
+        self.hear()
+        self.look()
+
+    def restart(self) -> HealthUnderTest:
+        """A new process on the same disk and hardware."""
+        return HealthUnderTest(self.node.restart(), self.now)
+
+    def device(self, name: str) -> Device:
+        found = self.node.node.inventory.device(name)
+        assert found is not None, name
+        return found
+
+    def taints(self) -> dict[str, str]:
+        """The value of the taint of every device that is published as unhealthy, by name."""
+        slices = build_slices(self.node.node.pool, self.node.node.inventory.published())
+        devices = (device for content in slices.values() for device in content.get("devices", ()))
+        found = {device["name"]: taint for device in devices for taint in device.get("taints", ())}
+        return {name: taint["value"] for name, taint in found.items() if taint["key"] == UNHEALTHY}
+
+    def unhealthy(self) -> set[str]:
+        """The GPUs of which any device is published as unhealthy."""
+        return {"-".join(name.split("-")[:2]) for name in self.taints()}
+
+    def _changed(self) -> None:
+        self.changes += 1

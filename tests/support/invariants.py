@@ -1,0 +1,242 @@
+"""What must hold on a node at every moment after start-up, on plain facts: hardware, files, what the API server has.
+
+``read_facts`` looks at a simulated node, ``violations`` says in sentences what is wrong, ``leftovers`` what is still
+there when nothing should be. While claims are being prepared or unprepared look with ``at_rest=False``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from driver.hardware.simulator import SimulatedNode
+from driver.hardware.simulator.snapshot import describe
+from driver.model.device import DeviceKind
+from driver.model.sharing import in_force
+from kubelet_plugin.cdi import variable
+from kubelet_plugin.files import TEMPORARY
+from kubelet_plugin.records import ClaimRecord, DeviceRecord
+
+DRIVER = "gpu.tessera.dev"
+
+Object = Mapping[str, Any]
+Place = tuple[str, str, int]
+"""A partition: UUID of its GPU, name of its profile, first memory slice."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One look at a node.
+
+    gpus         as ``tessera sim smi -o json`` tells it
+    records      the checkpoint's files
+    specs        CDI specs of ours, by claim uid
+    temporary    names of files that a killed write left behind
+    allocations  device names by uid of the claim they are allocated to; None: the API server was not asked
+    published    device names in the node's slices; None: the API server was not asked
+    answered     uids of the claims that the kubelet was told are prepared and has not had unprepared
+    foreign      partitions that somebody else made
+    """
+
+    gpus: Sequence[Object]
+    records: Sequence[ClaimRecord]
+    specs: Mapping[str, Object]
+    temporary: Sequence[str] = ()
+    allocations: Mapping[str, frozenset[str]] | None = None
+    published: frozenset[str] | None = None
+    answered: frozenset[str] = frozenset()
+    foreign: frozenset[Place] = frozenset()
+
+    def partitions(self) -> Iterator[tuple[Place, Object]]:
+        for gpu in self.gpus:
+            for row in gpu["migDevices"]:
+                yield (gpu["uuid"], row["profile"], row["placement"]["start"]), row
+
+    def held(self) -> Iterator[tuple[ClaimRecord, DeviceRecord]]:
+        for record in self.records:
+            for device in record.devices:
+                yield record, device
+
+    def prepared(self) -> Iterator[tuple[ClaimRecord, DeviceRecord]]:
+        return ((record, device) for record, device in self.held() if not record.owed)
+
+    def gpu(self, uuid: str) -> Object | None:
+        return next((gpu for gpu in self.gpus if gpu["uuid"] == uuid), None)
+
+
+def read_facts(host: Path | SimulatedNode, state_dir: Path, cdi_dir: Path, **more: Any) -> Facts:
+    """Hardware (``host`` is the node or its directory) and files; ``more`` are fields that only the caller knows."""
+    node = SimulatedNode.attach(host) if isinstance(host, Path) else host
+    gpus, claims = describe(node, {}), state_dir / "claims"
+    records = [msgspec.json.decode(path.read_bytes(), type=ClaimRecord) for path in sorted(claims.glob("[!.]*.json"))]
+    specs = {
+        path.stem.removeprefix(f"{DRIVER}-claim_"): json.loads(path.read_bytes())
+        for path in sorted(cdi_dir.glob(f"{DRIVER}-claim_*.json"))
+    }
+    temporary = [path.name for folder in (claims, cdi_dir) for path in folder.glob(f".*{TEMPORARY}")]
+    return Facts(gpus, records, specs, temporary, **more)
+
+
+def allocations(claims: Iterable[Object]) -> dict[str, frozenset[str]]:
+    """Device names of ours by claim uid, from ResourceClaims as the API server has them."""
+    found = {}
+    for claim in claims:
+        results = ((claim.get("status") or {}).get("allocation") or {}).get("devices", {}).get("results", ())
+        found[claim["metadata"]["uid"]] = frozenset(r["device"] for r in results if r["driver"] == DRIVER)
+    return found
+
+
+def published(slices: Iterable[Object], node: str) -> frozenset[str]:
+    """Names of every device in the node's slices, from ResourceSlices as the API server has them."""
+    mine = (item["spec"] for item in slices if item["spec"].get("nodeName") == node)
+    return frozenset(device["name"] for spec in mine for device in spec.get("devices") or ())
+
+
+def violations(facts: Facts, *, at_rest: bool = True) -> list[str]:
+    """Everything that is wrong, as sentences; empty where all is well.
+
+    ``at_rest``: nobody prepares or unprepares at present, and nothing that failed is still owed.
+    """
+    rules = [*ALWAYS, *(AT_REST if at_rest else ())]
+    return [sentence for rule in rules for sentence in rule(facts)]
+
+
+def leftovers(facts: Facts) -> list[str]:
+    """Everything that is still there though every claim was unprepared; foreign partitions may stay."""
+    found = [f"record of {record.namespace}/{record.name} ({record.phase})" for record in facts.records]
+    found += [f"CDI spec of {uid}" for uid in facts.specs]
+    found += [f"partition {place}" for place, _ in facts.partitions() if place not in facts.foreign]
+    found += [f"time-slice {gpu['timeSlice']} of {gpu['uuid']}" for gpu in facts.gpus if gpu["timeSlice"] != "Default"]
+    return found + [f"temporary file {name}" for name in facts.temporary]
+
+
+def _partitions_have_one_claim(facts: Facts) -> Iterator[str]:
+    holders = Counter(place for _, device in facts.held() if (place := _place(device)) is not None)
+    for place, _ in facts.partitions():
+        if holders[place] != 1 and not (place in facts.foreign and not holders[place]):
+            yield f"partition {place} on the hardware belongs to {holders[place]} claims, not to one"
+
+
+def _specs_have_a_claim(facts: Facts) -> Iterator[str]:
+    known = {record.uid for record in facts.records}
+    yield from (f"the CDI spec of {uid} belongs to no recorded claim" for uid in facts.specs if uid not in known)
+
+
+def _memory_is_given_once(facts: Facts) -> Iterator[str]:
+    for (first, one), (second, other) in combinations(facts.held(), 2):
+        if one.gpu_uuid != other.gpu_uuid:
+            continue
+        shares = one.kind is other.kind is DeviceKind.SHARE and one.device != other.device
+        if not shares and _slices(one) & _slices(other):
+            yield f"{one.device} of {first.name} and {other.device} of {second.name} overlap on {one.gpu_uuid}"
+    for gpu in facts.gpus:
+        shares_held = [d for _, d in facts.held() if d.gpu_uuid == gpu["uuid"] and d.kind is DeviceKind.SHARE]
+        if sum(1 / device.shares for device in shares_held) > 1 + 1e-9:
+            yield f"{gpu['uuid']}: the shares {[device.device for device in shares_held]} are more than the GPU"
+
+
+def _prepared_devices_are_there(facts: Facts) -> Iterator[str]:
+    standing = dict(facts.partitions())
+    for record, device in facts.prepared():
+        what = f"{device.device} of prepared claim {record.name}"
+        gpu, place = facts.gpu(device.gpu_uuid), _place(device)
+        if gpu is None:
+            yield f"{what}: its GPU {device.gpu_uuid} is gone"
+        elif place is None:
+            if gpu["migMode"] == "Enabled":
+                yield f"{what}: its GPU is in MIG mode"
+        elif place not in standing:
+            yield f"{what}: there is no partition {place}"
+        elif (found := _ids(standing[place])) != (device.gpu_instance_id, device.compute_instance_id, device.uuid):
+            yield f"{what}: the record says {device}, the hardware {found}"
+
+
+def _prepared_devices_are_allocated(facts: Facts) -> Iterator[str]:
+    for record in facts.records if facts.allocations is not None else ():
+        recorded = frozenset(device.device for device in record.devices)
+        allocated = (facts.allocations or {}).get(record.uid)
+        if not record.owed and recorded != allocated:
+            yield f"prepared claim {record.name} has {sorted(recorded)}, allocated is {allocated and sorted(allocated)}"
+
+
+def _specs_name_the_devices(facts: Facts) -> Iterator[str]:
+    uuids = {place: row["uuid"] for place, row in facts.partitions()}
+    for record in facts.records:
+        if record.owed:
+            continue
+        if record.uid not in facts.specs:
+            yield f"prepared claim {record.name} has no CDI spec"
+            continue
+        wanted = {
+            f"{record.uid}-{d.device}": f"{variable(d.device)}={uuids.get(_place(d) or ('', '', 0), d.gpu_uuid)}"
+            for d in record.devices
+        }
+        found = {device["name"]: device["containerEdits"] for device in facts.specs[record.uid]["devices"]}
+        if found.keys() != wanted.keys():
+            yield f"the CDI spec of {record.name} names {sorted(found)}, not {sorted(wanted)}"
+        for name, edits in found.items():
+            if wanted.get(name) not in edits["env"]:
+                yield f"the CDI spec of {record.name} says {edits['env']} of {name}, not {wanted.get(name)}"
+            yield from (f"{name}: no node {path} on the host" for path in _missing_nodes(edits))
+
+
+def _held_devices_are_published(facts: Facts) -> Iterator[str]:
+    for record, device in facts.held() if facts.published is not None else ():
+        if device.device not in (facts.published or ()):
+            yield f"{device.device}, held by {record.name}, is not in the node's slices"
+
+
+def _nothing_is_half_done(facts: Facts) -> Iterator[str]:
+    prepared = {record.uid for record in facts.records if not record.owed}
+    yield from (f"claim {record.uid} is half prepared or unprepared" for record in facts.records if record.owed)
+    yield from (f"claim {uid} was answered and is not prepared" for uid in facts.answered - prepared)
+    yield from (f"a killed write left {name}" for name in facts.temporary)
+
+
+def _time_slices_are_as_asked(facts: Facts) -> Iterator[str]:
+    for gpu in facts.gpus:
+        asked = in_force(device.time_slice for _, device in facts.prepared() if device.gpu_uuid == gpu["uuid"])
+        if gpu["timeSlice"] != str(asked):
+            yield f"{gpu['uuid']} has time-slice {gpu['timeSlice']}, its claims ask for {asked}"
+
+
+Rule = Callable[[Facts], Iterable[str]]
+
+ALWAYS: Sequence[Rule] = (_partitions_have_one_claim, _specs_have_a_claim, _memory_is_given_once)
+"""Whatever is going on, if the hardware is read before the records, and nothing is being undone in between."""
+
+AT_REST: Sequence[Rule] = (
+    _prepared_devices_are_there,
+    _prepared_devices_are_allocated,
+    _specs_name_the_devices,
+    _held_devices_are_published,
+    _nothing_is_half_done,
+    _time_slices_are_as_asked,
+)
+
+
+def _place(device: DeviceRecord) -> Place | None:
+    if device.profile is None or device.start is None:
+        return None
+    return device.gpu_uuid, device.profile, device.start
+
+
+def _slices(device: DeviceRecord) -> int:
+    """The memory slices it takes, as a bit mask; of a GPU that is not divided all there could be."""
+    return (1 << 64) - 1 if device.placement is None else device.placement.mask
+
+
+def _ids(row: Object) -> tuple[int, int | None, str | None]:
+    return row["gpuInstance"], row["computeInstance"], row["uuid"]
+
+
+def _missing_nodes(edits: Object) -> Iterator[str]:
+    paths = (node.get("hostPath") for node in edits.get("deviceNodes", ()))
+    return (path for path in paths if path is not None and not Path(path).exists())

@@ -1,0 +1,286 @@
+"""One node for killing its plugin again and again: simulated GPUs, a plugin that obeys, a kubelet by script.
+
+Everything else is real: the plugin's process, its sockets, the API server, where claims are allocated as the
+scheduler would: only devices that the node's slices have at that moment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from driver.errors import ApiError
+from driver.hardware.host import HostPaths
+from driver.hardware.nvml_host import NvmlHost
+from driver.hardware.simulator import ZERO_LATENCY, SimulatedNode
+from driver.model.device import Device, devices_of
+from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
+from tests.support.invariants import DRIVER, Facts, allocations, published, read_facts, violations
+from tests.support.killable import KillablePlugin, Zygote
+from tests.support.kubelet import KnownClaim, Kubelet
+from tests.support.plugin import SLICES
+from tests.support.workloads import CLAIMS, request
+
+SOON_S = 10.0
+POLL_S = 0.03
+SHARES = 4
+NODE_LABEL = "tests.tessera.dev/node"
+
+TWO_H100 = """\
+name: two-h100
+summary: two H100 SXM, for killing plugins
+product: NVIDIA H100 80GB HBM3
+driverVersion: 580.95.05
+cudaDriverVersion: "13.0"
+gpus:
+  - {pciBusId: "0000:1b:00.0", numaNode: 0, cpus: 0-55, pcieRoot: "pci0000:15", bridges: ["0000:15:01.0"]}
+  - {pciBusId: "0000:43:00.0", numaNode: 0, cpus: 0-55, pcieRoot: "pci0000:3d", bridges: ["0000:3d:01.0"]}
+"""
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A claim to be: the devices it is allocated, and the time-slice interval it asks for."""
+
+    devices: Sequence[str]
+    interval: str = ""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is seen at one moment: facts, and the node's slices and claims as the API server has them."""
+
+    facts: Facts
+    slices: Sequence[Object]
+    claims: Sequence[Object]
+
+    def statuses(self) -> Iterator[tuple[Object, Object]]:
+        """Each claim with each entry of its ``status.devices``."""
+        for claim in self.claims:
+            for entry in claim["status"].get("devices") or ():
+                yield claim, entry
+
+
+class KillNode:
+    """``claims`` are those that exist now. Waiting raises DeadlineError, the kubelet AnswerError."""
+
+    def __init__(self, cluster: Cluster, parent: Zygote, name: str, root: Path) -> None:
+        cluster.add_node_object(name)
+        self.name = name
+        self.root = root / name
+        self._api = cluster.api
+        self._numbers = itertools.count()
+        description = root / "two-h100.yaml"
+        description.write_text(TWO_H100)
+        self.plugin = KillablePlugin(parent, self.root / "orders", self._settings(cluster, description))
+        sockets = (
+            self._state_dir / "dra.sock",
+            self.root / "kubelet" / "plugins_registry" / f"{DRIVER}-reg.sock",
+        )
+        self.kubelet = Kubelet(*sockets)
+        self.claims: list[KnownClaim] = []
+        self.stranger = f"99999-{name}"
+        self.start()
+        self._simulated = SimulatedNode.attach(self._host_root, latency=ZERO_LATENCY)
+        paths = HostPaths(self._host_root, self._host_root)
+        self._host = NvmlHost(self._simulated.nvml, paths, simulated=True)
+        self._gpus = self._host.discover().gpus
+        self._devices = {d.name: d for gpu in self._gpus for d in devices_of(gpu, gpu.minor, SHARES)}
+
+    # The plugin
+
+    def start(self) -> None:
+        """Start a plugin and wait until the kubelet has registered it: start-up has finished."""
+        self.plugin.start()
+        self.kubelet.meet()
+
+    def kill(self) -> None:
+        self.kubelet.part()
+        self.plugin.kill()
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    # What happens around it
+
+    def set_mig_mode(self, modes: Iterable[bool]) -> None:
+        """By an admin, GPU by GPU; nothing may be held."""
+        for gpu, enabled in zip(self._gpus, modes, strict=True):
+            self._host.set_mig_mode(gpu, enabled=enabled)
+
+    def reboot(self) -> None:
+        """The machine: partitions are gone, and what lies in memory (/var/run) too. The plugin is started again."""
+        self.kill()
+        self._simulated.reboot()
+        shutil.rmtree(self._cdi_dir)
+        self.start()
+
+    def lose(self) -> None:
+        """What is prepared loses its partitions and CDI specs, as by a reset of the GPUs and a tidy administrator."""
+        for gpu in self._gpus:
+            for partition in self._host.partitions(gpu):
+                self._host.destroy_compute_instance(gpu, partition)
+                self._host.destroy_gpu_instance(gpu, partition)
+        for spec in self._cdi_dir.iterdir():
+            spec.unlink()
+
+    def allocate(self, wanted: Iterable[Wanted]) -> None:
+        """New claims with these devices, once the slices have them."""
+        wanted = list(wanted)
+        names = {name for each in wanted for name in each.devices}
+        wait_for(lambda: names <= published(self._slices(), self.name), SOON_S, f"{names} are offered", POLL_S)
+        self.claims = [self._allocated(each) for each in wanted]
+
+    def meddle(self) -> None:
+        """Somebody adds a slice to the node's pool, which the plugin has to delete."""
+        spec = self._slices()[-1]["spec"]
+        self._api.post(SLICES, {"metadata": {"name": self.stranger}, "spec": {**spec, "devices": []}})
+
+    def forget_claims(self) -> None:
+        """The claims are deleted, as they are once their pod is gone."""
+        if self.claims:
+            self._api.request("DELETE", self._own_claims)
+        self.claims = []
+
+    # What is seen
+
+    def look(self) -> Look:
+        # The API server first: what a claim has now must have been in the slices before.
+        slices, claims = self._slices(), self._api.get(self._own_claims)["items"] if self.claims else []
+        facts = read_facts(
+            self._host_root,
+            self._state_dir,
+            self._cdi_dir,
+            allocations=allocations(claims),
+            published=published(slices, self.name),
+            answered=frozenset(self.kubelet.prepared) - self.kubelet.leaving,
+        )
+        return Look(facts, slices, claims)
+
+    def violations(self, look: Look) -> list[str]:
+        """What is wrong, with nobody at work."""
+        unknown = {record.uid for record in look.facts.records} - self.kubelet.prepared.keys()
+        unasked = [f"{uid} is recorded, the kubelet knows nothing of it" for uid in unknown if not self.kubelet.owed]
+        return violations(look.facts) + unasked
+
+    def untold(self, look: Look) -> list[str]:
+        """What slices and claims should say and don't yet: it follows the answer within moments."""
+        held, offered = {device.device for _, device in look.facts.held()}, look.facts.published or frozenset()
+        late = [f"{name} is offered beside what is held" for name in offered - held if self._overlaps(name, held)]
+        if not held:
+            late += [f"{name} is not offered" for name in ("gpu-0", "gpu-1") if name not in offered]
+        late += [f"{self.stranger} is there" for each in look.slices if each["metadata"]["name"] == self.stranger]
+        said = {(claim["metadata"]["uid"], entry["device"]): entry for claim, entry in look.statuses()}
+        for record, device in look.facts.prepared():
+            entry = said.get((record.uid, device.device))
+            if entry is None or entry["data"]["uuid"] != (device.uuid or device.gpu_uuid):
+                late.append(f"{record.name} does not say {device.device} with its UUID, but {entry}")
+        return late
+
+    def heal(self) -> None:
+        """Wait until nothing is wrong any more."""
+        wait_for(self._right, SOON_S, "everything is right", POLL_S)
+
+    def settle(self) -> None:
+        """Wait until everything is told."""
+        wait_for(self._told, SOON_S, "everything is told", POLL_S)
+
+    def wipe(self) -> None:
+        """Make it a new node after a failure, so that the next case starts well."""
+        self.kill()
+        self.forget_claims()
+        for directory in (self._state_dir / "claims", self._cdi_dir):
+            shutil.rmtree(directory, ignore_errors=True)
+        self._simulated.reboot()
+        self.kubelet.prepared.clear()
+        self.kubelet.owed = None
+        self.start()
+
+    def close(self) -> None:
+        self.kubelet.part()
+        self.plugin.close()
+        self._host.close()
+
+    # Private
+
+    @property
+    def _own_claims(self) -> str:
+        return f"{CLAIMS}?labelSelector={NODE_LABEL}%3D{self.name}"
+
+    @property
+    def _state_dir(self) -> Path:
+        return self.root / "kubelet" / "plugins" / DRIVER
+
+    @property
+    def _cdi_dir(self) -> Path:
+        return self.root / "cdi"
+
+    @property
+    def _host_root(self) -> Path:
+        return self.root / "gpus"
+
+    def _settings(self, cluster: Cluster, description: Path) -> Mapping[str, Any]:
+        return {
+            "node_name": self.name,
+            "kubeconfig": cluster.service_account_kubeconfig("tessera", "tessera-node", node=self.name),
+            "gpus": f"sim:{description}",
+            "kubelet_dir": self.root / "kubelet",
+            "cdi_dir": self._cdi_dir,
+            "host_root": self._host_root,
+            "sim_latency": "zero",
+            "shares": f"all={SHARES}",
+        }
+
+    def _allocated(self, wanted: Wanted) -> KnownClaim:
+        name = f"{self.name}-{next(self._numbers)}"
+        requests = [request("gpu-inference", f"r{number}") for number in range(len(wanted.devices))]
+        metadata = {"name": name, "labels": {NODE_LABEL: self.name}}
+        created = self._api.post(CLAIMS, {"metadata": metadata, "spec": {"devices": {"requests": requests}}})
+        pool = f"{self.name}-{DRIVER}"
+        results = [
+            {"request": f"r{number}", "driver": DRIVER, "pool": pool, "device": device}
+            for number, device in enumerate(wanted.devices)
+        ]
+        on_node = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [self.name]}]}
+        created["status"] = {
+            "allocation": {
+                "devices": {"results": results, "config": _config(wanted.interval)},
+                "nodeSelector": {"nodeSelectorTerms": [on_node]},
+            }
+        }
+        self._api.request("PUT", f"{CLAIMS}/{name}/status", created)
+        return KnownClaim(name, created["metadata"]["uid"], frozenset(wanted.devices))
+
+    def _slices(self) -> list[Object]:
+        found = self._api.get(f"{SLICES}?fieldSelector=spec.nodeName%3D{self.name}")["items"]
+        return sorted(found, key=lambda item: str(item["metadata"]["name"]))
+
+    def _overlaps(self, name: str, held: Iterable[str]) -> bool:
+        device: Device | None = self._devices.get(name)
+        return device is not None and any(device.overlaps(self._devices[other]) for other in held)
+
+    def _right(self) -> bool:
+        if wrong := self.violations(self.look()):
+            raise ApiError("; ".join(wrong))
+        return True
+
+    def _told(self) -> bool:
+        if late := self.untold(self.look()):
+            raise ApiError("; ".join(late))
+        return True
+
+
+def _config(interval: str) -> list[Object]:
+    if not interval:
+        return []
+    sharing = {"strategy": "TimeSlicing", "timeSlicing": {"interval": interval}}
+    parameters = {"apiVersion": "gpu.tessera.dev/v1alpha1", "kind": "ShareConfig", "sharing": sharing}
+    return [{"source": "FromClaim", "requests": ["r0"], "opaque": {"driver": DRIVER, "parameters": parameters}}]

@@ -1,0 +1,117 @@
+"""``python -P FILE SOCKET``: a process with the node plugin loaded that forks a real one for each request.
+
+A start costs what the plugin itself needs, without Python's second of imports. A request is one line of JSON on a
+connection: ``{"folder": ..., "settings": {flag: value}}``; the answer is the plugin's process id, with a pidfd of it.
+
+``log``    in the folder: what the plugin logs
+``seen``   gets a line "STEP MOMENT" for every moment of every step
+``order``  "NUMBER STEP MOMENT": the plugin kills itself when it comes there for the NUMBERth time since the order was
+           given; the file goes just before
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc._server  # noqa: F401 - the plugin loads this and the simulator when it needs them: here before the fork
+
+import driver.hardware.simulator  # noqa: F401
+from driver.config.settings import node_settings
+from driver.slices import publisher
+from driver.steps import Moment
+from kubelet_plugin import status_writer
+from kubelet_plugin.steps import Step
+from tessera.logs import configure_logs
+from tessera.node import NodePlugin
+
+
+class Orders:
+    """The observer. Thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        self._order = folder / "order"
+        self._seen = os.open(folder / "seen", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._lock = threading.Lock()
+        self._obeyed, self._reached = "", 0
+
+    def __call__(self, step: Step, moment: Moment) -> None:
+        with self._lock:
+            os.write(self._seen, f"{step.value} {moment}\n".encode())
+            try:
+                order = self._order.read_text()
+            except FileNotFoundError:
+                return
+            if order != self._obeyed:
+                self._obeyed, self._reached = order, 0
+            number, *point = order.split()
+            self._reached += point == [step.value, moment]
+            if self._reached == int(number):
+                self._order.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def warm(settings: dict[str, Any]) -> None:
+    """Make a plugin that never runs, so that what Python does only once is done before the forks."""
+    with tempfile.TemporaryDirectory(prefix="tz-") as elsewhere:
+        folders = {name: f"{elsewhere}/{name}" for name in ("kubelet_dir", "cdi_dir", "host_root")}
+        NodePlugin(node_settings(**{**settings, **folders}))
+    gc.freeze()
+
+
+def become_plugin(folder: Path, settings: dict[str, Any]) -> NoReturn:
+    status = 1
+    try:
+        os.setsid()
+        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        configure_logs("text", "info")
+        plugin = NodePlugin(node_settings(**settings), Orders(folder))
+        signal.signal(signal.SIGTERM, lambda *_: plugin.stop())
+        plugin.run()
+        status = 0
+    except Exception as error:
+        print(f"ended by {type(error).__name__}: {error}", flush=True)
+        raise
+    finally:
+        os._exit(status)
+
+
+def main(address: str) -> None:
+    # Hundreds of plugins wait for these in turn; but not the caretaker: it must find nothing to repair after a kill.
+    publisher.COALESCE_S = status_writer.COALESCE_S = 0.005
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        children: list[int] = []
+        warmed = False
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                request = json.loads(connection.makefile().readline())
+                if not warmed:
+                    warm(request["settings"])
+                    warmed = True
+                child = os.fork()
+                if not child:
+                    listener.close()
+                    connection.close()
+                    become_plugin(Path(request["folder"]), request["settings"])
+                handle = os.pidfd_open(child)
+                socket.send_fds(connection, [str(child).encode()], [handle])
+                os.close(handle)
+            # Not before: until then a process id means the process that it was given to.
+            children = [pid for pid in (*children, child) if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,306 @@
+"""The Helm chart: what a release has by its values, which values it refuses, and what its ServiceAccounts may do."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import pytest
+import yaml
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tessera.cli import main
+from tessera.lint import shipped_classes
+from tests.support.chart import CHART, CLASS_FILES, Object, Values, manifests, notes, rendered
+
+PROJECT = CHART.parents[1]
+WARNING = 2
+"""Helm's severity; 1 is a recommendation."""
+
+GROUP = "gpu.tessera.dev"
+OTHER = "gpu.nvidia.com"
+CRD = "CustomResourceDefinition"
+POLICIES = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+FENCE, ONE_SHARE = "tessera-fence", "one-share-of-a-gpu.gpu.tessera.dev"
+BOUNDARIES = ["own-fence.gpu.tessera.dev", "own-plan.gpu.tessera.dev"]
+"""Part of the rights: what a node's token may not do."""
+
+RIGHTS_ALONE = Counter(
+    ServiceAccount=2, ClusterRole=2, ClusterRoleBinding=2, Role=2, RoleBinding=2, **dict.fromkeys(POLICIES, 2)
+)
+EVERYTHING = RIGHTS_ALONE + Counter({CRD: 1, "DeviceClass": len(CLASS_FILES), **dict.fromkeys(POLICIES, 2)})
+
+NO_CLASSES = {file.stem: False for file in CLASS_FILES}
+OFF = {"enabled": False}
+NOTHING_ELSE = {"classes": NO_CLASSES, "fence": OFF, "admission": OFF, "crd": {"install": False}}
+
+VALUE_SETS: dict[str, tuple[Values, Counter[str]]] = {
+    "defaults": ({}, EVERYTHING),
+    "one class off": ({"classes": {"gpu-dev": False}}, EVERYTHING - Counter(DeviceClass=1)),
+    "a class on by name": ({"classes": {"gpu-dev": True}}, EVERYTHING),
+    "no classes": ({"classes": NO_CLASSES}, EVERYTHING - Counter(DeviceClass=len(CLASS_FILES))),
+    "another driver": ({"driverName": OTHER}, EVERYTHING),
+    "resource names": ({"extendedResourceNames": ["gpu-training", "gpu-dev"]}, EVERYTHING),
+    "no fence": ({"fence": OFF}, EVERYTHING - Counter(POLICIES)),
+    "no admission": ({"admission": OFF}, EVERYTHING - Counter(POLICIES)),
+    "no definition of plans": ({"crd": {"install": False}}, EVERYTHING - Counter([CRD])),
+    "a part of another chart": ({"global": {"imageRegistry": "example.com"}}, EVERYTHING),
+    "rights alone": (NOTHING_ELSE, RIGHTS_ALONE),
+}
+
+BAD_VALUES: dict[str, tuple[Values, str]] = {
+    "a slip": ({"fense": {}}, "at '': additional properties 'fense' not allowed"),
+    "a slip below": ({"crd": {"kep": True}}, "at '/crd': additional properties 'kep' not allowed"),
+    "a slip in the fence": ({"fence": {"on": True}}, "at '/fence': additional properties 'on' not allowed"),
+    "a slip in admission": ({"admission": {"off": 1}}, "at '/admission': additional properties 'off' not allowed"),
+    "no object": ({"fence": True}, "at '/fence': got boolean, want object"),
+    "a word for a switch": ({"crd": {"keep": "yes"}}, "at '/crd/keep': got string, want boolean"),
+    "capitals": ({"driverName": "GPU.tessera.dev"}, "at '/driverName': 'GPU.tessera.dev' does not match pattern"),
+    "a long name": ({"driverName": "g" * 64}, "at '/driverName': maxLength: got 64, want 63"),
+    "an injection": (
+        {"admission": {"shareClasses": ["a'b"]}},
+        "at '/admission/shareClasses/0': 'a\\'b' does not match",
+    ),
+    "no share class": ({"admission": {"shareClasses": []}}, "at '/admission/shareClasses': minItems: got 0, want 1"),
+    "a number for a class": ({"classes": {"gpu-dev": 1}}, "at '/classes/gpu-dev': got number, want boolean"),
+    "no such class": ({"classes": {"gpu-dve": False}}, "classes.gpu-dve: there is no such class; there are gpu-dev, "),
+    "twice": ({"extendedResourceNames": ["gpu-dev", "gpu-dev"]}, "at '/extendedResourceNames': items at 0 and 1 are"),
+    "a class without resource name": (
+        {"extendedResourceNames": ["gpu-dev", "gpu-inference"]},
+        "extendedResourceNames[1]: gpu-inference has no resource name; these have: gpu-dev, gpu-inference-1g-10gb, ",
+    ),
+}
+
+
+def of_kind(kind: str, objects: list[Object]) -> dict[str, Object]:
+    """By name."""
+    return {each["metadata"]["name"]: each for each in objects if each["kind"] == kind}
+
+
+def strings(content: object) -> Iterator[str]:
+    """All strings inside, keys included."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict):
+        for key, value in content.items():
+            yield from (key, *strings(value))
+    elif isinstance(content, list):
+        for value in content:
+            yield from strings(value)
+
+
+@pytest.mark.parametrize("values", [values for values, _ in VALUE_SETS.values()], ids=VALUE_SETS)
+def test_helm_finds_nothing_to_warn_of(values: Values) -> None:
+    report = helm_python.lint(CHART, dict(values), strict=True)
+    assert report["errors"] == []
+    assert [message for message in report["messages"] if message["severity"] >= WARNING] == []
+
+
+@pytest.mark.parametrize(("values", "kinds"), VALUE_SETS.values(), ids=VALUE_SETS)
+def test_a_release_has_what_its_values_say(values: Values, kinds: Counter[str]) -> None:
+    objects = rendered(values)
+    assert Counter(each["kind"] for each in objects) == kinds
+    names = [(each["kind"], each["metadata"]["name"]) for each in objects]
+    assert len(set(names)) == len(names)
+
+
+def test_no_key_is_without_a_value() -> None:
+    """As where a comma in an unquoted text begins a new key; kubectl only warns of it, helm does not install it."""
+    assert "null" not in re.findall(r"[a-z]+", json.dumps(rendered()))
+
+
+@pytest.mark.parametrize(("values", "complaint"), BAD_VALUES.values(), ids=BAD_VALUES)
+def test_a_bad_value_is_refused_with_its_path(values: Values, complaint: str) -> None:
+    with pytest.raises(helm_python.HelmError, match=re.escape(complaint)):
+        rendered(values)
+
+
+def test_the_classes_are_those_of_the_files_and_of_the_command() -> None:
+    classes = of_kind("DeviceClass", rendered())
+    assert classes == {file.stem: yaml.safe_load(file.read_text()) for file in CLASS_FILES}
+    assert classes == of_kind("DeviceClass", shipped_classes())
+
+
+def test_the_class_that_is_off_is_the_one_that_is_left_out() -> None:
+    classes = of_kind("DeviceClass", rendered({"classes": {"gpu-dev": False, "gpu-training": True}}))
+    assert classes.keys() == {file.stem for file in CLASS_FILES} - {"gpu-dev"}
+
+
+def test_only_the_named_classes_get_their_resource_name() -> None:
+    classes = of_kind("DeviceClass", rendered({"extendedResourceNames": ["gpu-training", "gpu-inference-1g-10gb"]}))
+    found = {name: each["spec"]["extendedResourceName"] for name, each in classes.items() if len(each["spec"]) > 2}
+    assert found == {"gpu-training": "nvidia.com/gpu", "gpu-inference-1g-10gb": "nvidia.com/mig-1g.10gb"}
+
+
+@pytest.mark.parametrize(("switch", "left"), [("fence", ONE_SHARE), ("admission", FENCE)])
+def test_each_policy_goes_alone_and_with_its_binding(switch: str, left: str) -> None:
+    objects = rendered({switch: OFF})
+    for kind in POLICIES:
+        assert sorted(of_kind(kind, objects)) == sorted([left, *BOUNDARIES])
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_plans_outlive_the_release_unless_told_otherwise(keep: bool) -> None:
+    [definition] = of_kind(CRD, rendered({"crd": {"keep": keep}})).values()
+    assert definition["metadata"].get("annotations") == ({"helm.sh/resource-policy": "keep"} if keep else None)
+
+
+def test_the_admission_policy_knows_share_classes_of_ones_own() -> None:
+    policy = of_kind(POLICIES[0], rendered({"admission": {"shareClasses": ["gpu-dev", "team-a.dev"]}}))[ONE_SHARE]
+    assert policy["spec"]["variables"][0] == {"name": "classes", "expression": '["gpu-dev","team-a.dev"]'}
+
+
+# A name that YAML would take for a number or a word of its own stays a name.
+@pytest.mark.parametrize("namespace", ["gpus", "2026", "true"])
+def test_everything_is_in_the_namespace_of_the_release(namespace: str) -> None:
+    objects = rendered(namespace=namespace)
+    placed = {each["kind"]: each["metadata"]["namespace"] for each in objects if "namespace" in each["metadata"]}
+    assert placed == dict.fromkeys(("Role", "RoleBinding", "ServiceAccount"), namespace)
+    subjects = [subject for each in objects for subject in each.get("subjects", ())]
+    assert {subject["namespace"] for subject in subjects} == {namespace}
+    assert of_kind(POLICIES[1], objects)[FENCE]["spec"]["paramRef"]["namespace"] == namespace
+
+
+class TestAnotherDriver:
+    def test_leaves_the_name_only_to_the_api_group_and_what_is_named_after_it(self) -> None:
+        kept = {GROUP, f"{GROUP}/v1alpha1", ONE_SHARE, *BOUNDARIES}
+        objects = [each for each in rendered({"driverName": OTHER}) if each["kind"] != CRD]
+        assert {text for text in strings(objects) if GROUP in text} == kept
+
+    def test_has_its_attributes_in_the_admission_policy(self) -> None:
+        before, after = (of_kind(POLICIES[0], rendered(values))[ONE_SHARE] for values in ({}, {"driverName": OTHER}))
+        told = json.dumps(before["spec"]).replace(f"{GROUP}/parentUUID", f"{OTHER}/parentUUID")
+        assert json.loads(told) == after["spec"]
+        assert before != after
+
+    def test_has_classes_that_the_linter_finds_right_for_it(self, tmp_path: Path) -> None:
+        file = tmp_path / "classes.yaml"
+        file.write_text(manifests({"driverName": OTHER})["classes.yaml"])
+        lint = ["lint", "--driver-name", OTHER, str(file)]
+        assert CliRunner().invoke(main, lint).output == f"{len(CLASS_FILES)} objects checked, nothing found\n"
+        file.write_text(file.read_text().replace("].type ==", "].typ =="))
+        assert CliRunner().invoke(main, lint).output.endswith("3 findings\n")
+
+    @given(st.from_regex(r"[a-z0-9]([-a-z0-9]{0,8}[a-z0-9])?(\.[a-z0-9]{1,8}){0,3}", fullmatch=True))
+    def test_is_a_name_everywhere_whatever_yaml_would_take_it_for(self, name: str) -> None:
+        objects = rendered({"driverName": name})
+        for each in of_kind("DeviceClass", objects).values():
+            assert each["spec"]["config"][0]["opaque"]["driver"] == name
+            [selector] = each["spec"]["selectors"]
+            guard = f'device.driver == "{name}" && device.attributes["{name}"].'
+            assert selector["cel"]["expression"].startswith(guard)
+        rules = of_kind("ClusterRole", objects)["tessera-node"]["rules"]
+        assert [rule["resourceNames"] for rule in rules if "resourceNames" in rule] == [[name]]
+
+
+class TestTheRights:
+    """A right is (who, where, what, names, verbs), as a line of the table in ``docs/install.md`` has it."""
+
+    Right = tuple[str, str, str, str, str]
+
+    def granted(self) -> Counter[Right]:
+        found: Counter[TestTheRights.Right] = Counter()
+        for kind, where in (("ClusterRole", "cluster"), ("Role", "here")):
+            for who, role in of_kind(kind, rendered()).items():
+                found.update(right for rule in role["rules"] for right in self._rights(who, where, rule))
+        return found
+
+    def _rights(self, who: str, where: str, rule: dict[str, Any]) -> Iterator[Right]:
+        [group] = rule["apiGroups"]
+        for resource in rule["resources"]:
+            what = f"{group}/{resource}" if group else resource
+            yield who, where, what, ", ".join(rule.get("resourceNames", ())), ", ".join(rule["verbs"])
+
+    def documented(self) -> Counter[Right]:
+        line = re.compile(r"^\| `(\S+)` \| (\w+) \| `(\S+?)`(?: of `(\S+)`)? \| ([^|]+) \| [^|]{6,} \|$", re.MULTILINE)
+        return Counter(line.findall((PROJECT / "docs" / "install.md").read_text()))
+
+    def test_are_exactly_the_documented_ones_each_with_a_reason(self) -> None:
+        assert self.granted() == self.documented()
+
+    def test_have_their_reason_in_the_chart_too(self) -> None:
+        for part in ("node-plugin", "controller"):
+            lines = (CHART / "templates" / f"{part}-rbac.yaml").read_text().splitlines()
+            rules = [number for number, line in enumerate(lines) if line.startswith("  - apiGroups")]
+            assert rules
+            for rule in rules:
+                # Its own comment, or that of the rule before it, which it continues.
+                before = next(line for line in reversed(lines[:rule]) if re.match(r"  #|rules:|  - apiGroups", line))
+                assert before != "rules:", lines[rule:]
+
+    def test_are_never_everything_nor_on_secrets(self) -> None:
+        assert not [right for right in self.granted() if "*" in "".join(right) or "secrets" in right[2]]
+
+    def test_belong_to_the_account_of_the_same_name_and_no_other(self) -> None:
+        objects = rendered()
+        accounts = of_kind("ServiceAccount", objects)
+        assert accounts.keys() == {"tessera-node", "tessera-controller"}
+        for kind in ("Role", "ClusterRole"):
+            bindings = of_kind(f"{kind}Binding", objects)
+            assert bindings.keys() == accounts.keys()
+            for name, binding in bindings.items():
+                assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == (kind, name)
+                assert [(each["kind"], each["name"]) for each in binding["subjects"]] == [("ServiceAccount", name)]
+
+
+class TestTheNotes:
+    @pytest.mark.parametrize("process", ["node", "controller"])
+    def test_tell_the_flags_that_the_processes_need_and_have(self, process: str) -> None:
+        assert re.search(rf"^ +tessera {process}( --node-name NODE)?$", notes(), re.MULTILINE)
+        other = notes({"driverName": OTHER}, namespace="gpus")
+        [line] = [line for line in other.splitlines() if f" tessera {process} " in line]
+        assert line.endswith(f" --namespace gpus --driver-name {OTHER}")
+        assert {*re.findall(r"--[a-z-]+", line)} <= {
+            *re.findall(r"--[a-z-]+", CliRunner().invoke(main, [process, "-h"]).output)
+        }
+
+    def test_name_only_files_that_are_there(self) -> None:
+        files = re.findall(r"(?:deploy|docs)/[\w/.-]*\w", notes())
+        assert files
+        assert all((PROJECT / file).exists() for file in files)
+
+    @pytest.mark.parametrize(("switch", "said"), [("fence", "The fence is off"), ("admission", "Admission is off")])
+    def test_say_what_is_off(self, switch: str, said: str) -> None:
+        assert said not in notes()
+        assert said in notes({switch: OFF})
+
+
+def settings(schema: dict[str, Any], path: str = "") -> Iterator[str]:
+    """Dotted names of all values a schema knows; every object in it must refuse others."""
+    assert schema["additionalProperties"] is False, path
+    for name, each in schema["properties"].items():
+        if "properties" in each:
+            yield from settings(each, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
+
+
+def defaults(values: dict[str, Any], path: str = "") -> Iterator[str]:
+    for name, each in values.items():
+        if isinstance(each, dict) and each:
+            yield from defaults(each, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
+
+
+def test_every_value_has_a_default_a_schema_and_a_line_in_the_docs() -> None:
+    known = [*settings(json.loads((CHART / "values.schema.json").read_text()))]
+    known.remove("global")
+    assert [*defaults(yaml.safe_load((CHART / "values.yaml").read_text()))] == known
+    docs = (PROJECT / "docs" / "install.md").read_text()
+    assert re.findall(r"^\| `([\w.]+)` \| `[^|]+` \| [^|]+ \|$", docs, re.MULTILINE) == known
+
+
+def test_the_packed_chart_is_complete_by_itself(tmp_path: Path) -> None:
+    with helm_python.Chart.load(helm_python.package(CHART, destination=tmp_path)) as packed:
+        files = packed.render(name="tessera", namespace="tessera")
+        assert packed.version == packed.metadata["appVersion"]
+        assert f'\nversion = "{packed.version}"\n' in (PROJECT / "pyproject.toml").read_text()
+    assert {Path(file).name: text for file, text in files.items() if file.endswith(".yaml")} == manifests()

@@ -1,0 +1,96 @@
+"""Parameters written for NVIDIA's driver keep their meaning, or are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from driver.config.opaque import GpuConfig, InvalidParameters, MigDeviceConfig, ShareConfig, parse_parameters
+from driver.model.device import DeviceKind
+from driver.model.sharing import TimeSlice
+
+
+def theirs(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"apiVersion": "resource.nvidia.com/v1beta1", "kind": kind, **fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        pytest.param({}, None, id="no sharing"),
+        pytest.param({"sharing": {"strategy": "TimeSlicing"}}, TimeSlice.DEFAULT, id="no timeSlicingConfig"),
+        pytest.param(
+            {"sharing": {"strategy": "TimeSlicing", "timeSlicingConfig": {}}},
+            TimeSlice.DEFAULT,
+            id="empty timeSlicingConfig",
+        ),
+        pytest.param(
+            {"sharing": {"strategy": "TimeSlicing", "timeSlicingConfig": None}},
+            TimeSlice.DEFAULT,
+            id="timeSlicingConfig is null",
+        ),
+        pytest.param(
+            {"sharing": {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}}},
+            TimeSlice.LONG,
+            id="interval",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("device", "kind"), [(DeviceKind.FULL, GpuConfig), (DeviceKind.SHARE, ShareConfig), (None, GpuConfig)]
+)
+def test_gpu_config_is_ours_and_on_a_share_it_is_a_share_config(
+    fields: dict[str, Any], expected: TimeSlice | None, device: DeviceKind | None, kind: type
+) -> None:
+    ours = parse_parameters(theirs("GpuConfig", **fields), "here", device)
+    assert type(ours) is kind
+    assert ours.time_slice is expected
+
+
+def test_mig_device_config_is_ours() -> None:
+    assert type(parse_parameters(theirs("MigDeviceConfig"), "here")) is MigDeviceConfig
+
+
+NO_MPS = "MPS is not supported, and time-slicing has no limits on memory or threads"
+FIELD = "timeSlicingConfig"
+KINDS = "accepted: GpuConfig, MigDeviceConfig"
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        pytest.param(
+            theirs("GpuConfig", sharing={"strategy": "MPS", "mpsConfig": {"defaultActiveThreadPercentage": 50}}),
+            [
+                f'sharing.strategy "MPS": {NO_MPS}; accepted: TimeSlicing',
+                f"sharing.mpsConfig {{...}}: {NO_MPS}; accepted: strategy, timeSlicingConfig",
+            ],
+            id="MPS",
+        ),
+        pytest.param(
+            theirs("MigDeviceConfig", sharing={"strategy": "MPS"}),
+            [f"sharing {{...}}: {NO_MPS}; this kind has no settings"],
+            id="MPS on a partition",
+        ),
+        pytest.param(
+            theirs("VfioDeviceConfig", iommu={"backendPolicy": "x"}),
+            [f'kind "VfioDeviceConfig": passing a GPU through to a virtual machine is not supported; {KINDS}'],
+            id="VFIO",
+        ),
+        pytest.param(
+            theirs("ShareConfig"),
+            [f'kind "ShareConfig": is a kind of gpu.tessera.dev/v1alpha1; {KINDS}'],
+            id="our kind under their version",
+        ),
+        pytest.param(
+            theirs("GpuConfig", sharing={"timeSlicing": {}}),
+            [f"sharing.timeSlicing {{}}: no such field; accepted: strategy, {FIELD}; did you mean {FIELD}?"],
+            id="our field in their kind",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(raw: dict[str, Any], expected: list[str]) -> None:
+    with pytest.raises(InvalidParameters) as refused:
+        parse_parameters(raw, "here")
+    assert [str(fault) for fault in refused.value.faults] == expected

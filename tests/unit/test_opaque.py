@@ -1,0 +1,155 @@
+"""Opaque parameters of our own kinds: what is accepted, and every fault told at once."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from driver.config.opaque import GpuConfig, InvalidParameters, MigDeviceConfig, ShareConfig, parse_parameters
+from driver.model.sharing import TimeSlice
+
+VERSION = "gpu.tessera.dev/v1alpha1"
+
+
+def parameters(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"apiVersion": VERSION, "kind": kind, **fields}
+
+
+def refusal(raw: object) -> list[str]:
+    with pytest.raises(InvalidParameters) as refused:
+        parse_parameters(raw, "here")
+    assert str(refused.value).startswith("here: opaque parameters are not valid: ")
+    return [str(fault) for fault in refused.value.faults]
+
+
+@pytest.mark.parametrize("kind", ["GpuConfig", "ShareConfig"])
+@pytest.mark.parametrize(
+    ("sharing", "expected"),
+    [
+        pytest.param({}, None, id="no sharing"),
+        pytest.param({"sharing": None}, None, id="sharing is null"),
+        pytest.param({"sharing": {}}, TimeSlice.DEFAULT, id="sharing is empty"),
+        pytest.param({"sharing": {"strategy": None}}, TimeSlice.DEFAULT, id="strategy is null"),
+        pytest.param({"sharing": {"strategy": "TimeSlicing"}}, TimeSlice.DEFAULT, id="only a strategy"),
+        pytest.param({"sharing": {"timeSlicing": None}}, TimeSlice.DEFAULT, id="timeSlicing is null"),
+        pytest.param({"sharing": {"timeSlicing": {}}}, TimeSlice.DEFAULT, id="timeSlicing is empty"),
+        pytest.param({"sharing": {"timeSlicing": {"interval": None}}}, TimeSlice.DEFAULT, id="interval is null"),
+        *(
+            pytest.param({"sharing": {"timeSlicing": {"interval": interval.value}}}, interval, id=interval.value)
+            for interval in TimeSlice
+        ),
+    ],
+)
+def test_the_interval_asked_for_is_understood_and_missing_pieces_are_the_default(
+    kind: str, sharing: dict[str, Any], expected: TimeSlice | None
+) -> None:
+    assert parse_parameters(parameters(kind, **sharing), "here").time_slice is expected
+
+
+def test_each_kind_is_its_own_type() -> None:
+    for kind in (GpuConfig, MigDeviceConfig, ShareConfig):
+        assert type(parse_parameters(parameters(kind.kind), "here")) is kind
+
+
+def test_a_partition_has_no_wish_for_a_time_slice() -> None:
+    assert parse_parameters(parameters("MigDeviceConfig"), "here").time_slice is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        pytest.param(
+            parameters("GpuConfg"),
+            r'kind "GpuConfg": is not known; accepted: GpuConfig, MigDeviceConfig, .*; did you mean GpuConfig\?$',
+            id="kind misspelt",
+        ),
+        pytest.param(parameters("gpuconfig"), r"did you mean GpuConfig\?", id="kind without capitals"),
+        pytest.param({"apiVersion": VERSION}, "kind: is missing; accepted: GpuConfig", id="no kind"),
+        pytest.param(parameters("GpuConfig") | {"kind": None}, "kind: is missing; accepted:", id="kind is null"),
+        pytest.param(parameters("GpuConfig") | {"kind": ["x"]}, r"kind \[\.\.\.\]: must be a string", id="kind a list"),
+        pytest.param({"kind": "GpuConfig"}, f"apiVersion: is missing; accepted: {VERSION}, ", id="no apiVersion"),
+        pytest.param(
+            {"apiVersion": "gpu.tessera.dev/v1", "kind": "GpuConfig"},
+            rf'apiVersion "gpu.tessera.dev/v1": is not known; .*did you mean {VERSION}\?',
+            id="another version",
+        ),
+        pytest.param(
+            {"apiVersion": 1, "kind": "GpuConfig"}, "apiVersion 1: must be a string", id="apiVersion a number"
+        ),
+        pytest.param(
+            parameters("GpuConfig", sharng={}),
+            r"sharng {}: no such field; accepted: sharing; did you mean sharing\?",
+            id="field misspelt",
+        ),
+        pytest.param(
+            parameters("ShareConfig", sharing={"time_slicing": {}}), r"did you mean timeSlicing\?", id="snake case"
+        ),
+        pytest.param(
+            parameters("GpuConfig", sharing={"timeSlicing": {"interval": "short"}}),
+            r'sharing.timeSlicing.interval "short": is not known; accepted: Default, Short, Medium, Long; '
+            r"did you mean Short\?",
+            id="interval without a capital",
+        ),
+        pytest.param(
+            parameters("GpuConfig", sharing={"timeSlicing": {"interval": 2}}),
+            "sharing.timeSlicing.interval 2: must be a string; accepted: Default, Short",
+            id="interval a number",
+        ),
+        pytest.param(
+            parameters("GpuConfig", sharing="TimeSlicing"),
+            'sharing "TimeSlicing": must be an object with fields strategy, timeSlicing, or left out',
+            id="sharing a string",
+        ),
+        pytest.param(
+            parameters("ShareConfig", sharing={"timeSlicing": ["Short"]}),
+            r"sharing.timeSlicing \[...\]: must be an object with fields interval",
+            id="timeSlicing a list",
+        ),
+        pytest.param(
+            parameters("ShareConfig", sharing={"strategy": "MPS"}),
+            'sharing.strategy "MPS": MPS is not supported, and time-slicing has no limits on memory .*: TimeSlicing',
+            id="MPS as the strategy",
+        ),
+        pytest.param(
+            parameters("GpuConfig", sharing={"mps": {"defaultActiveThreadPercentage": 50}}),
+            "sharing.mps {...}: MPS is not supported, .*; accepted: strategy, timeSlicing$",
+            id="MPS settings",
+        ),
+        pytest.param(
+            parameters("MigDeviceConfig", sharing={"strategy": "TimeSlicing"}),
+            "sharing {...}: time-slicing settings have no effect on a MIG partition; this kind has no settings",
+            id="time-slicing on a partition",
+        ),
+        pytest.param(parameters("GpuConfig") | {7: 1}, "7: is no field: names of fields are strings", id="YAML's 7: 1"),
+        pytest.param(parameters("x" * 500), f'kind "{"x" * 59}...: is not known', id="a long value is cut"),
+        pytest.param(["GpuConfig"], r"parameters \[...\]: must be an object with apiVersion and kind", id="a list"),
+        pytest.param(None, "parameters null: must be an object", id="null"),
+    ],
+)
+def test_a_wrong_name_or_value_is_told_with_what_would_be_accepted(raw: object, expected: str) -> None:
+    [fault] = refusal(raw)
+    assert re.search(expected, fault)
+
+
+def test_every_fault_is_told_at_once() -> None:
+    wrong = {
+        "apiVersion": "gpu.tessera.dev/v1",
+        "kind": "ShareConfg",
+        "sharing": {"strategy": "MPS", "timeSlicing": {"interval": "Quick"}, "timeslice": 3},
+        "extra": True,
+    }
+    paths = [fault.split(" ")[0].rstrip(":") for fault in refusal(wrong)]
+    assert paths == [
+        "apiVersion",
+        "kind",
+        "sharing.strategy",
+        "sharing.timeSlicing.interval",
+        "sharing.timeslice",
+        "extra",
+    ]
+
+
+def test_two_missing_names_are_two_faults() -> None:
+    assert len(refusal({})) == 2

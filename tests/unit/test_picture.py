@@ -1,0 +1,104 @@
+"""From what nodes and claims say to the fleet that curation sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from controller.dedication import Dedication
+from controller.fleet import FleetGpu
+from controller.picture import NodeView, Picture
+from driver.model.device import DeviceKind
+from driver.model.plan import Held, PlanStatus
+from driver.model.plan_gpus import GpuState, described
+from tests.support.gpus import H100, gpu_of
+
+L40S = "NVIDIA L40S"
+
+
+def view(*held: str, published: dict[str, int] | None = None, shares: int = 0, **more: object) -> NodeView:
+    """A node with an H100 and an L40S."""
+    states = [GpuState(gpu_of(H100, 0), 0, shares), GpuState(gpu_of(L40S, 1), 1)]
+    facts = {
+        "name": "n1",
+        "uid": "u",
+        "pool": "n1-gpu.tessera.dev",
+        "status": PlanStatus(epoch="e", inventory=described(states)),
+        "published": published or {},
+        "offered": frozenset(published or {}),
+        "held": {name: Held(name, "default/claim") for name in held},
+    }
+    return NodeView(**(facts | more))  # type: ignore[arg-type]
+
+
+def gpus(*views: NodeView) -> list[FleetGpu]:
+    return list(Picture().fleet(views))
+
+
+def kinds(gpu: FleetGpu) -> set[DeviceKind]:
+    return {device.kind for device in gpu.possible}
+
+
+def test_the_fleet_has_every_fact_that_the_node_told() -> None:
+    assert [entry.gpu for entry in gpus(view())] == [gpu_of(H100, 0), gpu_of(L40S, 1)]
+
+
+def test_what_claims_have_is_held_on_the_gpu_it_is_on() -> None:
+    first, second = gpus(view("gpu-0-mig-1g10gb-6", "gpu-1"))
+    assert [device.name for device in first.held] == ["gpu-0-mig-1g10gb-6"]
+    assert [device.name for device in second.held] == ["gpu-1"]
+    assert second.possible == ()
+
+
+def test_a_share_that_is_held_takes_what_it_was_given_out_as() -> None:
+    [first, _] = gpus(view("gpu-0-share-3", published={"gpu-0-share-3": 10}, shares=4))
+    assert [device.shares for device in first.held] == [10]
+    assert kinds(first) == {DeviceKind.SHARE}
+
+
+def test_a_gpu_whose_node_was_registered_again_is_the_new_nodes() -> None:
+    [first, _] = gpus(view(name="a"), view(name="b", open=False))
+    assert first.node == "a"
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        ("training", {DeviceKind.FULL}),
+        ("inference", {DeviceKind.PARTITION}),
+        ("dev", {DeviceKind.SHARE}),
+        (None, set(DeviceKind)),
+    ],
+)
+def test_a_dedicated_node_is_offered_for_its_use_alone(use: str | None, expected: set[DeviceKind]) -> None:
+    [first, _] = gpus(view(shares=4, dedication=Dedication(use)))
+    assert kinds(first) == expected
+
+
+def test_a_gpu_with_a_use_of_its_own_is_offered_for_that_and_the_others_for_the_nodes() -> None:
+    [first, second] = gpus(view(shares=4, dedication=Dedication("training", {0: "dev"})))
+    assert (kinds(first), kinds(second)) == ({DeviceKind.SHARE}, {DeviceKind.FULL})
+
+
+def test_what_is_held_stays_whatever_its_gpu_is_dedicated_to_from_now_on() -> None:
+    [first, _] = gpus(view("gpu-0-mig-1g10gb-6", dedication=Dedication(None, {0: "training"})))
+    assert [device.name for device in first.held] == ["gpu-0-mig-1g10gb-6"]
+    assert first.possible == ()
+
+
+def test_a_label_makes_only_its_node_anew_and_at_once() -> None:
+    picture = Picture()
+    picture.fleet([view()])
+    [first, _] = picture.fleet([view(dedication=Dedication(None, {0: "training"}))])
+    assert kinds(first) == {DeviceKind.FULL}
+
+
+def test_a_cordoned_node_offers_nothing() -> None:
+    assert [entry.possible for entry in gpus(view(open=False))] == [(), ()]
+
+
+def test_a_node_of_which_nothing_changed_is_not_made_anew() -> None:
+    picture = Picture()
+    before = list(picture.fleet([view()]))
+    assert all(one is other for one, other in zip(picture.fleet([view()]), before, strict=True))
+    changed = list(picture.fleet([view("gpu-1")]))
+    assert changed[1] is not before[1]
