@@ -1,6 +1,7 @@
 """Hypothesis without its clock: how long one example takes says more about the machine than about the code.
 
-And who runs what where two processes share the cluster tests, which also decides where figures have to be shown from.
+``make test`` tries the same examples every time, ``make test-all`` seeks new ones. And who runs what where two
+processes share the cluster tests, which also decides where figures have to be shown from.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-settings.register_profile("full", deadline=None)
-settings.register_profile("fast", deadline=None, max_examples=20)
+settings.register_profile("full", deadline=None, print_blob=True)
+settings.register_profile("fast", deadline=None, max_examples=20, derandomize=True)
 settings.load_profile(os.environ.get("TESSERA_EXAMPLES", "full"))
 
 OWN_CLUSTER = ("Cluster.start(", "control_plane(")
