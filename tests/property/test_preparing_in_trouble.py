@@ -130,13 +130,12 @@ class NodeInTrouble(RuleBasedStateMachine):
         if (claim := self.claims.get(name)) is None:
             return
         self.promised.discard(claim.uid)
-        with self.in_trouble(trouble):
-            try:
-                self.node.preparer.unprepare(claim)
-            except RecoverableError:
-                return
+        answered = False
+        with self.in_trouble(trouble), suppress(RecoverableError):
+            self.node.preparer.unprepare(claim)
+            answered = True
         # Only now: as long as files are in trouble, this look would be, too.
-        assert f"{claim.uid}.json" not in self.node.records()
+        assert not (answered and f"{claim.uid}.json" in self.node.records())
 
     # Trouble
 
