@@ -6,20 +6,26 @@ import logging
 import signal
 import sys
 import threading
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import click
 
 from driver.errors import FatalError, TesseraError
-from tessera.controller import controller
-from tessera.cordon import cordon, uncordon
-from tessera.lint import lint
 from tessera.logs import FORMATS, configure_logs
-from tessera.sim import sim
-from tessera.topology import topology
 
 log = logging.getLogger(__name__)
+
+ELSEWHERE = {
+    "controller": "tessera.controller",
+    "cordon": "tessera.cordon",
+    "lint": "tessera.lint",
+    "sim": "tessera.sim",
+    "topology": "tessera.topology",
+    "uncordon": "tessera.cordon",
+}
+"""Modules of the commands by name, each loaded only when it is asked for: the node plugin would keep them all."""
 
 
 class Command(click.Group):
@@ -31,6 +37,16 @@ class Command(click.Group):
         except TesseraError as error:
             click.secho(f"tessera: {error}", fg="red", err=True)
             sys.exit(error.exit_code if isinstance(error, FatalError) else FatalError.exit_code)
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted([*super().list_commands(context), *ELSEWHERE])
+
+    def get_command(self, context: click.Context, cmd_name: str) -> click.Command | None:
+        module = ELSEWHERE.get(cmd_name)
+        if module is None:
+            return super().get_command(context, cmd_name)
+        command: click.Command = getattr(import_module(module), cmd_name)
+        return command
 
 
 @click.group(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -100,11 +116,3 @@ def node(log_format: str, log_level: str, **flags: Any) -> None:
     if not stop.is_set():
         NodePlugin(settings, stop=stop).run()
     leave(log)
-
-
-main.add_command(lint)
-main.add_command(controller)
-main.add_command(cordon)
-main.add_command(uncordon)
-main.add_command(sim)
-main.add_command(topology)
