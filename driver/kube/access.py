@@ -144,9 +144,7 @@ def _named(config: Any, kind: str, name: str) -> Any:
 def _access(host: str, authority: str, authorization: Authorization) -> Access:
     # One context for all connections: each would else read the authority anew.
     context = ssl.create_default_context(cadata=authority)
-    return Access(
-        host, urllib3.PoolManager(ssl_context=context, retries=retries(), maxsize=CONNECTIONS), authorization
-    )
+    return Access(host, urllib3.PoolManager(ssl_context=context, retries=retries(), maxsize=CONNECTIONS), authorization)
 
 
 def _by_the_client(kubeconfig: Path | None) -> Access:

@@ -128,7 +128,9 @@ def test_a_redirect_is_not_followed_with_the_token(script: Script) -> None:
         exchange.end_headers()
 
     script.answer = elsewhere
-    client = KubeClient(Access(script.server.url, urllib3.PoolManager(retries=retries()), lambda: f"Bearer {TOKEN}"), "test")
+    client = KubeClient(
+        Access(script.server.url, urllib3.PoolManager(retries=retries()), lambda: f"Bearer {TOKEN}"), "test"
+    )
     with pytest.raises(ApiError):
         client.get(PATH)
     assert len(script.seen) == 1
