@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
@@ -103,6 +104,7 @@ def node(log_format: str, log_level: str, **flags: Any) -> None:
       tessera node --node-name worker-1 --shares "NVIDIA L4=8,0=4" --shares-only 0
       tessera node --node-name worker-1 --metrics-address :9400
     """
+    gc.disable()  # what is loaded and made from here on stays: the collector would look through it in vain
     from driver.config.settings import node_settings
     from kubelet_plugin.files import claim_directory
     from tessera.ending import leave
@@ -114,5 +116,8 @@ def node(log_format: str, log_level: str, **flags: Any) -> None:
         signal.signal(number, lambda *_: stop.set())
     claim_directory(settings.state_dir, stop)
     if not stop.is_set():
-        NodePlugin(settings, stop=stop).run()
+        plugin = NodePlugin(settings, stop=stop)
+        gc.freeze()  # from now on it looks through what came later, and so more often than every few hundred claims
+        gc.enable()
+        plugin.run()
     leave(log)
