@@ -7,6 +7,8 @@ import logging
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -104,20 +106,32 @@ def node(log_format: str, log_level: str, **flags: Any) -> None:
       tessera node --node-name worker-1 --shares "NVIDIA L4=8,0=4" --shares-only 0
       tessera node --node-name worker-1 --metrics-address :9400
     """
-    gc.disable()  # what is loaded and made from here on stays: the collector would look through it in vain
-    from driver.config.settings import node_settings
-    from kubelet_plugin.files import claim_directory
-    from tessera.ending import leave
-    from tessera.node import NodePlugin
+    with _lasting():
+        from driver.config.settings import node_settings
+        from kubelet_plugin.files import claim_directory
+        from tessera.ending import leave
+        from tessera.node import NodePlugin
 
-    configure_logs(log_format, log_level)
-    settings, stop = node_settings(**flags), threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    claim_directory(settings.state_dir, stop)
-    if not stop.is_set():
-        plugin = NodePlugin(settings, stop=stop)
-        gc.freeze()  # from now on it looks through what came later, and so more often than every few hundred claims
-        gc.enable()
+        configure_logs(log_format, log_level)
+        settings, stop = node_settings(**flags), threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        claim_directory(settings.state_dir, stop)
+        plugin = None if stop.is_set() else NodePlugin(settings, stop=stop)
+    if plugin is not None:
         plugin.run()
     leave(log)
+
+
+@contextmanager
+def _lasting() -> Iterator[None]:
+    """What is loaded and made inside the block stays, and the garbage collector never looks at it.
+
+    It would go through 200,000 objects several times during a start, and be called the more rarely later.
+    """
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()

@@ -50,7 +50,7 @@ def figures(cluster: Cluster, progress: Progress, where: str) -> list[Figure]:
         plugin.stop()
     having, lacking = (statistics.median(each) for each in zip(*times, strict=True))
     return [
-        Figure("pod.claim_overhead_ms", having - lacking, "ms", 30, 40, where),
+        Figure("pod.claim_overhead_ms", having - lacking, "ms", 30, 35, where),
         Figure("pod.created_to_running_ms", having, "ms", None, None, where),
     ]
 
