@@ -19,13 +19,13 @@ from tests.bench.kubelet import Kubelet, allocated_claim
 from tests.bench.results import Figure
 from tests.bench.watching import Watched, watched
 from tests.harness.cluster import Cluster
-from tests.harness.processes import ProcessRecord, ProcessTable, stop
+from tests.harness.processes import ProcessRecord, ProcessTable, kill
 from tests.harness.progress import Progress
 from tests.harness.waiting import wait_for
 from tests.support.plugin import SLICES, PluginFlags, PluginProcess, bare_node
 
 GPUS = 8
-STARTS = 7
+STARTS = 5
 CYCLES = 1000
 CLAIMS = 50
 
@@ -46,10 +46,10 @@ def figures(cluster: Cluster, progress: Progress, where: str) -> list[Figure]:
     """Start and memory of the plugin for a Node without a kubelet, as shipped but for the simulator's delay."""
     plugin = PluginProcess(cluster, bare_node(cluster, "bench-start"), PluginFlags(log_level="info"))
     with watched(cluster, SLICES, Slice, fieldSelector=f"spec.nodeName={plugin.node.name}") as slices:
-        with progress.part(f"starting the node plugin {STARTS + 1} times", 35):
+        with progress.part(f"starting the node plugin {STARTS + 1} times", 25):
             _started(plugin, slices, _resident)
             runs = [_started(plugin, slices, lambda pid: (*_resident(pid),)) for _ in range(STARTS)]
-        with progress.part(f"memory after {CYCLES} prepared and unprepared claims", 25):
+        with progress.part(f"memory after {CYCLES} prepared and unprepared claims", 40):
             grown = _started(plugin, slices, lambda pid: (_growth(plugin, pid),))[1]
     seconds, resident, anonymous = (statistics.median(values) for values in zip(*runs, strict=True))
     return [
@@ -80,7 +80,7 @@ def _process(plugin: PluginProcess) -> Iterator[tuple[float, ProcessRecord]]:
     try:
         yield began, process
     finally:
-        stop([process])
+        kill([process])
 
 
 def complete(slices: Mapping[Key, Slice]) -> bool:
