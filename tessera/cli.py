@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import click
 
 from driver.errors import FatalError, TesseraError
-from tessera.controller import controller
-from tessera.cordon import cordon, uncordon
-from tessera.lint import lint
 from tessera.logs import FORMATS, configure_logs
-from tessera.sim import sim
-from tessera.topology import topology
 
 log = logging.getLogger(__name__)
+
+ELSEWHERE = {
+    "controller": "tessera.controller",
+    "cordon": "tessera.cordon",
+    "lint": "tessera.lint",
+    "sim": "tessera.sim",
+    "topology": "tessera.topology",
+    "uncordon": "tessera.cordon",
+}
+"""Modules of the commands by name, each loaded only when it is asked for: the node plugin would keep them all."""
 
 
 class Command(click.Group):
@@ -31,6 +40,16 @@ class Command(click.Group):
         except TesseraError as error:
             click.secho(f"tessera: {error}", fg="red", err=True)
             sys.exit(error.exit_code if isinstance(error, FatalError) else FatalError.exit_code)
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted([*super().list_commands(context), *ELSEWHERE])
+
+    def get_command(self, context: click.Context, cmd_name: str) -> click.Command | None:
+        module = ELSEWHERE.get(cmd_name)
+        if module is None:
+            return super().get_command(context, cmd_name)
+        command: click.Command = getattr(import_module(module), cmd_name)
+        return command
 
 
 @click.group(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -87,24 +106,32 @@ def node(log_format: str, log_level: str, **flags: Any) -> None:
       tessera node --node-name worker-1 --shares "NVIDIA L4=8,0=4" --shares-only 0
       tessera node --node-name worker-1 --metrics-address :9400
     """
-    from driver.config.settings import node_settings
-    from kubelet_plugin.files import claim_directory
-    from tessera.ending import leave
-    from tessera.node import NodePlugin
+    with _lasting():
+        from driver.config.settings import node_settings
+        from kubelet_plugin.files import claim_directory
+        from tessera.ending import leave
+        from tessera.node import NodePlugin
 
-    configure_logs(log_format, log_level)
-    settings, stop = node_settings(**flags), threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    claim_directory(settings.state_dir, stop)
-    if not stop.is_set():
-        NodePlugin(settings, stop=stop).run()
+        configure_logs(log_format, log_level)
+        settings, stop = node_settings(**flags), threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        claim_directory(settings.state_dir, stop)
+        plugin = None if stop.is_set() else NodePlugin(settings, stop=stop)
+    if plugin is not None:
+        plugin.run()
     leave(log)
 
 
-main.add_command(lint)
-main.add_command(controller)
-main.add_command(cordon)
-main.add_command(uncordon)
-main.add_command(sim)
-main.add_command(topology)
+@contextmanager
+def _lasting() -> Iterator[None]:
+    """What is loaded and made inside the block stays, and the garbage collector never looks at it.
+
+    It would go through 200,000 objects several times during a start, and be called the more rarely later.
+    """
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()

@@ -50,7 +50,7 @@ def _simulated(settings: NodeSettings, paths: HostPaths, *, lasting: bool) -> Nv
 
     description = load_description(str(settings.simulated))
     if lasting:  # a cluster may have many nodes of one description, and no two GPUs of one UUID
-        description = description.model_copy(update={"serial": settings.node_name})
+        description = description.replaced(serial=settings.node_name)
     node = SimulatedNode.open(description, paths.root, latency=parse_latency(settings.sim_latency))
     if lasting:
         note = {"stateDir": str(settings.state_dir), "driverName": settings.driver_name}

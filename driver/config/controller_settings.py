@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from driver.config.listen import Listen
-from driver.config.settings import DEFAULT_DRIVER, Namespace, check_driver_name, describe_fault
+from driver.config.listen import ListenAddress, parse_listen_address
+from driver.config.settings import DEFAULT_DRIVER, check_driver_name, check_namespace
 from driver.errors import UsageError
 
 
@@ -28,6 +28,10 @@ def _weights(value: object) -> object:
         if not equals or not 0 <= found[name.strip()] < float("inf"):
             raise ValueError(f"{part!r} is no PROFILE=WEIGHT with a weight of 0 or more, such as 1g.10gb=3")
     return found
+
+
+def _listen(value: object) -> object:
+    return parse_listen_address(value) if isinstance(value, str) else value
 
 
 def _identity() -> str:
@@ -49,7 +53,7 @@ class ControllerSettings(BaseModel):
 
     kubeconfig: Path | None = None
     driver_name: Annotated[str, AfterValidator(check_driver_name)] = DEFAULT_DRIVER
-    namespace: Namespace = "tessera"
+    namespace: Annotated[str, AfterValidator(check_namespace)] = "tessera"
     identity: Annotated[str, Field(min_length=1, max_length=253)] = Field(default_factory=_identity)
     offers: Annotated[int, Field(ge=1, le=100)] = 2
     settle_s: Annotated[float, Field(ge=0, le=60)] = 1.0
@@ -58,7 +62,7 @@ class ControllerSettings(BaseModel):
     weights: Annotated[dict[str, float], BeforeValidator(_weights)] = Field(default_factory=dict)
     learn_hours: Annotated[float, Field(ge=0, le=168)] = 0.0
     unused_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
-    metrics_address: Listen = None
+    metrics_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
 
     @property
     def learns(self) -> bool:
@@ -72,5 +76,12 @@ def controller_settings(**values: object) -> ControllerSettings:
     try:
         return ControllerSettings.model_validate(given)
     except ValidationError as error:
-        faults = (describe_fault(fault["loc"], fault["msg"], fault["input"]) for fault in error.errors())
+        faults = (_described(fault["loc"], fault["msg"], fault["input"]) for fault in error.errors())
         raise UsageError("; ".join(faults)) from error
+
+
+def _described(location: tuple[int | str, ...], message: str, found: object) -> str:
+    flag = "--" + ".".join(str(part) for part in location).replace("_", "-")
+    if found is None or isinstance(found, dict):
+        return f"{flag}: {message}"
+    return f"{flag} {found}: {message.removeprefix('Value error, ')}"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, NamedTuple
-
-from pydantic import BeforeValidator
+from typing import NamedTuple
 
 PORT_LIMIT = 65535
 
@@ -22,13 +20,8 @@ class ListenAddress(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_listen_address(value: object) -> object:
-    """``HOST:PORT``, the host perhaps an IPv6 address in brackets; what is no text is left to pydantic.
-
-    Raises ValueError.
-    """
-    if not isinstance(value, str):
-        return value
+def parse_listen_address(value: str) -> ListenAddress:
+    """``HOST:PORT``, the host perhaps an IPv6 address in brackets. Raises ValueError."""
     found = ADDRESS.fullmatch(value)
     if found is None or int(found["port"]) > PORT_LIMIT:
         raise ValueError(
@@ -36,7 +29,3 @@ def parse_listen_address(value: object) -> object:
             "or :9400 for every address"
         )
     return ListenAddress(found["host"].strip("[]"), int(found["port"]))
-
-
-Listen = Annotated[ListenAddress | None, BeforeValidator(parse_listen_address)]
-"""A flag's value; None: don't listen."""

@@ -24,7 +24,7 @@ from driver.model.device import DeviceKind
 API_VERSION = "resource.nvidia.com/v1beta1"
 
 
-class NvidiaSharing(Strict):
+class NvidiaSharing(Strict, frozen=True):
     """``sharing`` of a GpuConfig."""
 
     REFUSED: ClassVar = {"MPS": NO_MPS, "mpsConfig": NO_MPS}
@@ -33,13 +33,13 @@ class NvidiaSharing(Strict):
     time_slicing_config: TimeSlicing | None = None
 
 
-class NvidiaGpuConfig(Strict):
+class NvidiaGpuConfig(Strict, frozen=True):
     """Their GpuConfig, for a full GPU or for a share of one."""
 
     sharing: NvidiaSharing | None = None
 
 
-class NvidiaMigDeviceConfig(Strict):
+class NvidiaMigDeviceConfig(Strict, frozen=True):
     """Their MigDeviceConfig, whose only setting is MPS."""
 
     REFUSED: ClassVar = {"sharing": NO_MPS}
@@ -64,10 +64,10 @@ def translate(theirs: Strict, device: DeviceKind | None) -> AnyParameters:
     if not isinstance(theirs, NvidiaGpuConfig):
         return MigDeviceConfig()
     ours = ShareConfig if device is DeviceKind.SHARE else GpuConfig
-    return ours.model_validate({"sharing": _sharing(theirs.sharing)})
+    return ours(sharing=_sharing(theirs.sharing))
 
 
 def _sharing(theirs: NvidiaSharing | None) -> Sharing | None:
     if theirs is None:
         return None
-    return Sharing.model_validate({"strategy": theirs.strategy, "timeSlicing": theirs.time_slicing_config})
+    return Sharing(strategy=theirs.strategy, time_slicing=theirs.time_slicing_config)

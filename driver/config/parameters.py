@@ -5,9 +5,7 @@ The API group is fixed; it does not follow the driver name.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
+from typing import ClassVar, Literal
 
 from driver.config.schema import Group, Strict
 from driver.model.sharing import TimeSlice
@@ -16,17 +14,14 @@ API_VERSION = "gpu.tessera.dev/v1alpha1"
 
 NO_MPS = "MPS is not supported, and time-slicing has no limits on memory or threads"
 
-Interval = Annotated[TimeSlice, Field(strict=False)]
-"""Strict would want the enum's members, which nobody can write in YAML."""
 
-
-class TimeSlicing(Strict):
+class TimeSlicing(Strict, frozen=True):
     """How long each process runs before the next has its turn."""
 
-    interval: Interval | None = None
+    interval: TimeSlice | None = None
 
 
-class Sharing(Strict):
+class Sharing(Strict, frozen=True):
     """How the processes on one device take turns."""
 
     REFUSED: ClassVar = {"MPS": NO_MPS, "mps": NO_MPS, "mpsConfig": NO_MPS}
@@ -35,7 +30,7 @@ class Sharing(Strict):
     time_slicing: TimeSlicing | None = None
 
 
-class Parameters(Strict):
+class Parameters(Strict, frozen=True):
     """What every kind has in common."""
 
     kind: ClassVar[str]
@@ -46,7 +41,7 @@ class Parameters(Strict):
         return None
 
 
-class TimeSliced(Parameters):
+class TimeSliced(Parameters, frozen=True):
     """Parameters of a device whose processes take turns on the whole GPU."""
 
     sharing: Sharing | None = None
@@ -59,13 +54,13 @@ class TimeSliced(Parameters):
         return slicing.interval or TimeSlice.DEFAULT
 
 
-class GpuConfig(TimeSliced):
+class GpuConfig(TimeSliced, frozen=True):
     """For a full GPU: how several processes of its claim take turns on it."""
 
     kind: ClassVar = "GpuConfig"
 
 
-class MigDeviceConfig(Parameters):
+class MigDeviceConfig(Parameters, frozen=True):
     """For a MIG partition. It has no settings: its presence says that the class means partitions."""
 
     kind: ClassVar = "MigDeviceConfig"
@@ -73,7 +68,7 @@ class MigDeviceConfig(Parameters):
     REFUSED: ClassVar = {"sharing": "time-slicing settings have no effect on a MIG partition"}
 
 
-class ShareConfig(TimeSliced):
+class ShareConfig(TimeSliced, frozen=True):
     """For a time-sliced share: how the claims on one GPU take turns, as far as this claim has a wish."""
 
     kind: ClassVar = "ShareConfig"

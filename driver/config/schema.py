@@ -6,15 +6,14 @@ null counts as left out, as everywhere in Kubernetes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic.alias_generators import to_camel
-from pydantic_core import ErrorDetails
+import msgspec
+from msgspec.structs import FieldInfo
 
 from driver.config.names import meant
 from driver.errors import ClaimError
@@ -23,13 +22,12 @@ SHOWN = 60
 """Characters of a wrong value that an error repeats."""
 
 
-class Strict(BaseModel):
-    """An object without any fields but its own, which are spelled in camelCase.
+class Strict(msgspec.Struct, frozen=True, rename="camel"):
+    """An object without any fields but its own, which are spelled in camelCase. None of them is needed.
 
-    ``REFUSED`` says why a field, or a value of one of its fields, that people know from elsewhere is not there.
+    A field's type is another Strict, a Literal or an Enum of strings, each ``| None``. ``REFUSED`` says why a field,
+    or a value of one of its fields, that people know from elsewhere is not there.
     """
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", alias_generator=to_camel)
 
     REFUSED: ClassVar[Mapping[str, str]] = {}
 
@@ -86,30 +84,34 @@ def wrong_name(path: str, found: object, known: Sequence[str], refused: Mapping[
     )
 
 
-def validate(model: type[Strict], settings: Mapping[str, Any]) -> Strict | list[Fault]:
+def validate(model: type[Strict], settings: Mapping[Any, Any]) -> Strict | list[Fault]:
     """``settings`` (apiVersion and kind taken off) as ``model``, or all that is wrong with them."""
-    try:
-        return model.model_validate(settings)
-    except ValidationError as error:
-        return [_fault(model, detail) for detail in error.errors(include_url=False)]
+    # msgspec itself would stop at the first fault, and doesn't know what people meant.
+    return list(_faults(model, settings, "")) or msgspec.convert(settings, model)
 
 
-def _fault(model: type[Strict], detail: ErrorDetails) -> Fault:
-    *parents, last = detail["loc"]
-    found: object = detail["input"]
-    path, name = ".".join(map(str, detail["loc"])), str(last)
-    for parent in parents:
-        model = _core(_field(model, str(parent)))
-    if detail["type"] == "extra_forbidden":
-        return _unknown_field(model, path, name, found)
-    if detail["type"] == "model_type":
-        fields = _accepted(_core(_field(model, name)))
-        return Fault(path, shown(found), f"must be an object with fields {', '.join(fields)}, or left out")
-    if detail["type"] in {"enum", "literal_error"}:
-        return wrong_name(path, found, _accepted(_core(_field(model, name))), model.REFUSED)
-    if detail["type"] == "invalid_key":
-        return Fault(path, "", "is no field: names of fields are strings")
-    return Fault(path, shown(found), detail["msg"])
+def _faults(model: type[Strict], settings: Mapping[Any, Any], place: str) -> Iterator[Fault]:
+    known = {field.encode_name: field for field in msgspec.structs.fields(model)}
+    for name, found in settings.items():
+        path = f"{place}{name}"
+        if not isinstance(name, str):
+            yield Fault(path, "", "is no field: names of fields are strings")
+        elif name not in known:
+            yield _unknown_field(model, path, name, found)
+        elif found is not None:
+            yield from _wrong_value(model, known[name], path, found)
+
+
+def _wrong_value(model: type[Strict], field: FieldInfo, path: str, found: object) -> Iterator[Fault]:
+    kind = _kind(field)
+    accepted = _accepted(kind)
+    if not (isinstance(kind, type) and issubclass(kind, Strict)):
+        if found not in accepted:
+            yield wrong_name(path, found, accepted, model.REFUSED)
+    elif isinstance(found, Mapping):
+        yield from _faults(kind, found, f"{path}.")
+    else:
+        yield Fault(path, shown(found), f"must be an object with fields {', '.join(accepted)}, or left out")
 
 
 def _unknown_field(model: type[Strict], path: str, name: str, found: object) -> Fault:
@@ -120,24 +122,16 @@ def _unknown_field(model: type[Strict], path: str, name: str, found: object) -> 
     return Fault(path, shown(found), message)
 
 
-def _field(model: type[Strict], name: str) -> Any:
-    return next(field.annotation for field in model.model_fields.values() if field.alias == name)
+def _kind(field: FieldInfo) -> Any:
+    """The field's type without ``| None``."""
+    [kind] = [each for each in get_args(field.type) if each is not NoneType]
+    return kind
 
 
-def _core(annotation: Any) -> Any:
-    """``annotation`` without Annotated and ``| None``."""
-    if get_origin(annotation) is Literal:
-        return annotation
-    inner = [argument for argument in get_args(annotation) if argument is not NoneType]
-    if get_origin(annotation) is Annotated or inner:
-        return _core(inner[0])
-    return annotation
-
-
-def _accepted(core: Any) -> list[str]:
+def _accepted(kind: Any) -> list[str]:
     """The values of a Literal or enum, the fields of an object."""
-    if get_origin(core) is Literal:
-        return list(get_args(core))
-    if issubclass(core, Enum):
-        return [member.value for member in core]
-    return [str(field.alias) for field in core.model_fields.values()]
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    if issubclass(kind, Enum):
+        return [member.value for member in kind]
+    return [field.encode_name for field in msgspec.structs.fields(kind)]

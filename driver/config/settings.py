@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-
-from driver.config.listen import Listen
+from driver.config.listen import ListenAddress, parse_listen_address
 from driver.errors import UsageError
 from driver.model.selection import EVERY_GPU, NO_GPU, Selection
 from driver.model.shares import NO_SHARES, ShareCounts
 
 DEFAULT_DRIVER = "gpu.tessera.dev"
 SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 DRIVER_LIMIT = 63
 NODE_LIMIT = 253
 SOCKET_PATH_LIMIT = 107
@@ -44,48 +45,49 @@ def _gpus(value: str) -> str:
     return value
 
 
-def _selection(value: object) -> object:
-    return Selection.parse(value) if isinstance(value, str) else value
-
-
-def _share_counts(value: object) -> object:
-    return ShareCounts.parse(value) if isinstance(value, str) else value
-
-
-def _absolute(value: Path) -> Path:
-    if not value.is_absolute():
-        raise ValueError("must be an absolute path")
+def check_namespace(value: str) -> str:
+    """Check a namespace's name. Raises ValueError."""
+    if not LABEL.fullmatch(value):
+        raise ValueError("must be the name of a namespace: a DNS label such as tessera")
     return value
 
 
-Namespace = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
-AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
+def _absolute(value: str | Path) -> Path:
+    if not Path(value).is_absolute():
+        raise ValueError("must be an absolute path")
+    return Path(value)
 
 
-class NodeSettings(BaseModel):
+def _existing_partitions(value: str) -> str:
+    if value not in {"ignore", "publish"}:
+        raise ValueError("must be ignore or publish")
+    return value
+
+
+# No pydantic here: it costs the node plugin 8 MiB, and nothing else in it needs it before a claim has parameters.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
     """What ``tessera node`` is told; field names are the flags' names."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    node_name: Annotated[str, AfterValidator(_node_name)]
-    driver_name: Annotated[str, AfterValidator(check_driver_name)] = DEFAULT_DRIVER
+    node_name: str
+    driver_name: str = DEFAULT_DRIVER
     kubeconfig: Path | None = None
-    namespace: Namespace = "tessera"
-    gpus: Annotated[str, AfterValidator(_gpus)] = "nvml"
-    kubelet_dir: AbsolutePath = Path("/var/lib/kubelet")
-    cdi_dir: AbsolutePath = Path("/var/run/cdi")
-    state_dir: AbsolutePath
-    driver_root: AbsolutePath = Path("/")
-    host_root: AbsolutePath = Path("/")
+    namespace: str = "tessera"
+    gpus: str = "nvml"
+    kubelet_dir: Path = Path("/var/lib/kubelet")
+    cdi_dir: Path = Path("/var/run/cdi")
+    state_dir: Path
+    driver_root: Path = Path("/")
+    host_root: Path = Path("/")
     nvml_library: Path | None = None
-    include_gpus: Annotated[Selection, BeforeValidator(_selection)] = EVERY_GPU
-    exclude_gpus: Annotated[Selection, BeforeValidator(_selection)] = NO_GPU
-    mig_gpus: Annotated[Selection, BeforeValidator(_selection)] = NO_GPU
-    shares: Annotated[ShareCounts, BeforeValidator(_share_counts)] = NO_SHARES
-    shares_only: Annotated[Selection, BeforeValidator(_selection)] = NO_GPU
-    existing_partitions: Literal["ignore", "publish"] = "ignore"
+    include_gpus: Selection = EVERY_GPU
+    exclude_gpus: Selection = NO_GPU
+    mig_gpus: Selection = NO_GPU
+    shares: ShareCounts = NO_SHARES
+    shares_only: Selection = NO_GPU
+    existing_partitions: str = "ignore"
     sim_latency: str = "default"
-    metrics_address: Listen = None
+    metrics_address: ListenAddress | None = None
 
     @property
     def simulated(self) -> str | None:
@@ -101,17 +103,37 @@ class NodeSettings(BaseModel):
         return self.kubelet_dir / "plugins_registry" / f"{self.driver_name}-reg.sock"
 
 
+READ: Mapping[str, Callable[[Any], object]] = {
+    "node_name": _node_name,
+    "driver_name": check_driver_name,
+    "kubeconfig": Path,
+    "namespace": check_namespace,
+    "gpus": _gpus,
+    "kubelet_dir": _absolute,
+    "cdi_dir": _absolute,
+    "state_dir": _absolute,
+    "driver_root": _absolute,
+    "host_root": _absolute,
+    "nvml_library": Path,
+    "include_gpus": Selection.parse,
+    "exclude_gpus": Selection.parse,
+    "mig_gpus": Selection.parse,
+    "shares": ShareCounts.parse,
+    "shares_only": Selection.parse,
+    "existing_partitions": _existing_partitions,
+    "sim_latency": str,
+    "metrics_address": parse_listen_address,
+}
+"""What a flag's value comes to; raises ValueError."""
+
+
 def node_settings(**values: object) -> NodeSettings:
     """Settings from flags; None means the default. Raises UsageError naming every flag that is wrong."""
     given = {name: value for name, value in values.items() if value is not None}
     driver = str(given.get("driver_name", DEFAULT_DRIVER))
     kubelet = Path(str(given.get("kubelet_dir", "/var/lib/kubelet")))
     given.setdefault("state_dir", kubelet / "plugins" / driver)
-    try:
-        settings = NodeSettings.model_validate(given)
-    except ValidationError as error:
-        faults = (describe_fault(fault["loc"], fault["msg"], fault["input"]) for fault in error.errors())
-        raise UsageError("; ".join(faults)) from error
+    settings = NodeSettings(**_read(given))
     for path in (settings.plugin_socket, settings.registration_socket):
         if len(str(path)) > SOCKET_PATH_LIMIT:
             raise UsageError(
@@ -121,8 +143,15 @@ def node_settings(**values: object) -> NodeSettings:
     return settings
 
 
-def describe_fault(location: tuple[int | str, ...], message: str, found: object) -> str:
-    flag = "--" + ".".join(str(part) for part in location).replace("_", "-")
-    if found is None or isinstance(found, dict):
-        return f"{flag}: {message}"
-    return f"{flag} {found}: {message.removeprefix('Value error, ')}"
+def _read(given: Mapping[str, object]) -> dict[str, Any]:
+    read, faults = {}, []
+    for name in sorted(given, key=[field.name for field in fields(NodeSettings)].index):
+        try:
+            read[name] = READ[name](given[name])
+        except ValueError as error:
+            faults.append(f"--{name.replace('_', '-')} {given[name]}: {error}")
+    if "node_name" not in given:
+        faults.append("--node-name: is needed")
+    if faults:
+        raise UsageError("; ".join(faults))
+    return read

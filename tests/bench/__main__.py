@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tests.bench import cel, discovery, prepare
+from tests.bench import cel, discovery, pods, prepare, process
 from tests.bench.results import Figure, machine, table, write
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
@@ -20,13 +20,14 @@ CLAIMS = 100
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--binaries", type=click.Path(path_type=Path), envvar=["TESSERA_BINARIES", "KUBEBUILDER_ASSETS"])
 @click.option("--output", type=click.Path(path_type=Path), default="bench-results.json", show_default=True)
-def main(binaries: Path | None, output: Path) -> None:
+@click.option("--name", default="bench", show_default=True, help="Of the cluster that is made for it.")
+def main(binaries: Path | None, output: Path, name: str) -> None:
     """Measure the node plugin against a real API server; print a table and write it as JSON.
 
     PEER is NVIDIA's Go driver, measured on the same kind of machine (2 cores) with the same client work.
     """
     progress = Progress()
-    with Cluster.start(Settings(name="bench", nodes=0, binaries=binaries), progress) as cluster:
+    with Cluster.start(Settings(name=name, nodes=1, binaries=binaries), progress) as cluster:
         install(cluster)
         figures = _measure(cluster, progress)
     click.echo(table(figures))
@@ -41,7 +42,6 @@ def _measure(cluster: Cluster, progress: Progress) -> list[Figure]:
         claims = [
             prepare.allocated_claim(cluster, f"bench-{i}", plugin.node.name, device) for i, device in enumerate(devices)
         ]
-        idle = prepare.resident_mb(plugin.pid)
         kubelet = prepare.Kubelet(plugin.socket)
         with progress.part(f"prepare and unprepare {CLAIMS} MIG claims, {RUNS + 1} times", 10):
             p50 = prepare.median_of_runs(kubelet, claims, RUNS)
@@ -49,7 +49,8 @@ def _measure(cluster: Cluster, progress: Progress) -> list[Figure]:
     return [
         Figure("discovery.8gpus_ms", discovery.discovery_ms(), "ms", 150, None, where),
         Figure("prepare.mig.p50_ms", p50, "ms", 5, None, where),
-        Figure("node.rss_mb", idle, "MiB", 60, 74, where),
+        *process.figures(cluster, progress, where),
+        *pods.figures(cluster, progress, where),
         Figure("cel.new_shape_p50_ms", cel.new_shape_ms(), "ms", 1, None, where),
         Figure("cel.fleet_s", cel.fleet_s(), "s", 1, None, where),
     ]

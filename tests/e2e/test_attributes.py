@@ -50,7 +50,7 @@ class Published:
 
 def old_node() -> NodeDescription:
     changes = {"driver_version": "550.54.15", "cuda_driver_version": "12.4", "ecc": False}
-    return load_description("t4-4").model_copy(update=changes)
+    return load_description("t4-4").replaced(**changes)
 
 
 def gpus_of(node: str, root: Path) -> list[Gpu]:

@@ -17,8 +17,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
 
-from kubernetes.client.configuration import Configuration
+from urllib3 import PoolManager
 
+from driver.kube.access import Access
 from driver.kube.transport import KubeClient, RequestObserver
 
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
@@ -113,11 +114,8 @@ class HttpServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def client(self, token: str = "", agent: str = "test", observe: RequestObserver | None = None) -> KubeClient:
-        configuration = Configuration(host=self.url)
-        configuration.retries = 0
-        if token:
-            configuration.api_key["BearerToken"] = f"Bearer {token}"
-        return KubeClient(configuration, agent, observe)
+        access = Access(self.url, PoolManager(retries=0), lambda: f"Bearer {token}" if token else None)
+        return KubeClient(access, agent, observe)
 
 
 ROUTE = re.compile(

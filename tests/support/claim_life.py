@@ -95,7 +95,7 @@ class Life:
         whole = load_description("dgx-h100")
         return start_node(
             self._folder / str(self._started),
-            gpus=whole.model_copy(update={"gpus": whole.gpus[:2]}),
+            gpus=whole.replaced(gpus=whole.gpus[:2]),
             sharing=SHARES,
             open_host=FaultyHost,
         )

@@ -31,7 +31,7 @@ class LogicalNode:
 
     def gpus(self, directory: Path) -> list[Gpu]:
         description: Any = load_description(self.description)
-        found = discover(description.model_copy(update={"serial": self.name}), directory / "twin-gpus" / self.name)
+        found = discover(description.replaced(serial=self.name), directory / "twin-gpus" / self.name)
         modes = dict.fromkeys(self.mig, MigMode.ENABLED)
         return [replace(found[at], mig_mode=modes.get(at, found[at].mig_mode)) for at in self.positions]
 

@@ -6,6 +6,7 @@ import re
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from driver.hardware.simulator import SimulatedNode
@@ -111,9 +112,9 @@ def test_an_unknown_xid_counts_only_where_the_driver_does_not_judge_itself(tmp_p
 def older_driver(folder: Path) -> Path:
     """A DGX H100 whose driver does not tell what a GPU needs."""
     known: NodeDescription = load_description("dgx-h100")
-    older = known.model_copy(update={"name": "older", "driver_version": "550.54.15"})
+    older = known.replaced(name="older", driver_version="550.54.15")
     file = folder / "older.yaml"
-    file.write_text(older.model_dump_json(by_alias=True, exclude_none=True))
+    file.write_bytes(msgspec.json.encode(older))
     return file
 
 

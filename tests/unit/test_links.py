@@ -208,7 +208,7 @@ ZERO = "00000000-0000-0000-0000-000000000000"
 def test_a_fabric_clique_is_named_once_a_multi_node_fabric_is_complete(
     fabric: FabricDescription | None, clique: str | None, tmp_path: Path
 ) -> None:
-    description = load_description("dgx-h100").model_copy(update={"fabric": fabric})
+    description = load_description("dgx-h100").replaced(fabric=fabric)
     assert read_fabric_clique(*opened(description, tmp_path)) == clique
 
 

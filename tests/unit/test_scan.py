@@ -89,7 +89,7 @@ def test_a_gpu_that_disappears_takes_no_other_with_it(node: NodeUnderTest) -> No
 def test_a_gpu_that_is_added_is_offered(node: NodeUnderTest) -> None:
     before = len(node.node.inventory.gpus)
     template = node.simulated.gpus[0]
-    node.simulated.faults.add_gpu(template.model_copy(update={"pci_bus_id": "0000:f1:00.0"}))
+    node.simulated.faults.add_gpu(template.replaced(pci_bus_id="0000:f1:00.0"))
     assert look(node)
     assert len(node.node.inventory.gpus) == before + 1
     assert "gpu-8" in published(node)

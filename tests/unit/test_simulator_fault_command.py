@@ -60,7 +60,7 @@ def test_a_gpu_is_lost_removed_returned_and_added(node: SimulatedNode) -> None:
     run(node, "lose", "--gpu", "1")
     with pytest.raises(pynvml.NVMLError_GpuIsLost):
         node.nvml.nvmlDeviceGetHandleByIndex(1)
-    with pytest.raises(UsageError, match=r"pciBusId: String should match"):
+    with pytest.raises(UsageError, match=r"pciBusId: Expected `str` matching"):
         run(node, "add", "--pci-bus-id", "E5:00.0")
 
 

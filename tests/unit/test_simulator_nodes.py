@@ -37,7 +37,7 @@ PIX, PXB, NODE, SYS = (
 
 
 def opened(name: str, root: Path, **changes: object) -> SimulatedNode:
-    description = load_description(name).model_copy(update=changes)
+    description = load_description(name).replaced(**changes)
     node = SimulatedNode.open(description, root, latency=ZERO_LATENCY)
     node.nvml.nvmlInit()
     return node
@@ -231,6 +231,6 @@ def test_an_x86_host_has_neither_cpu_link_nor_gpu_numa_node(tmp_path: Path) -> N
 def test_an_unfinished_fabric_says_so(tmp_path: Path) -> None:
     description = load_description("hgx-h100")
     assert description.fabric is not None
-    waiting = description.fabric.model_copy(update={"state": "in-progress"})
+    waiting = description.fabric.replaced(state="in-progress")
     node = opened("hgx-h100", tmp_path, fabric=waiting)
     assert fabric(node, 0).state == pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS

@@ -247,7 +247,7 @@ TABLE = [
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.node}: {row.source}")
 def test_the_simulator_obeys_the_recorded_rule(row: Row, tmp_path: Path) -> None:
     description = load_description(row.node)
-    alone = description.model_copy(update={"gpus": description.gpus[:1], "nics": ()})
+    alone = description.replaced(gpus=description.gpus[:1], nics=())
     gpu = Gpu(SimulatedNode.open(alone, tmp_path, latency=ZERO_LATENCY))
     row.state(gpu)
     if isinstance(row.result, Error):

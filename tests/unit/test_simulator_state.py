@@ -167,7 +167,7 @@ def test_a_directory_with_another_node_is_refused(tmp_path: Path) -> None:
     one_h100(tmp_path)
     with pytest.raises(UsageError, match="holds the simulated node 'h100-1', not 'dgx-h100'"):
         SimulatedNode.open(load_description("dgx-h100"), tmp_path)
-    other = load_description("h100-1").model_copy(update={"driver_version": "570.86.15"})
+    other = load_description("h100-1").replaced(driver_version="570.86.15")
     with pytest.raises(UsageError, match="another version of it"):
         SimulatedNode.open(other, tmp_path)
 

@@ -279,7 +279,7 @@ def test_the_fabric_of_one_dgx_has_a_zero_cluster_uuid(nvml: SimulatedNvml, gpu:
 
 
 def test_an_older_driver_lacks_the_newer_functions(tmp_path: Path) -> None:
-    description = load_description("dgx-h100").model_copy(update={"driver_version": "550.163.01"})
+    description = load_description("dgx-h100").replaced(driver_version="550.163.01")
     old = SimulatedNode.open(description, tmp_path / "old", latency=ZERO_LATENCY).nvml
     old.nvmlInit()
     gpu = old.nvmlDeviceGetHandleByIndex(0)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import urllib3
 import yaml
-from kubernetes.client.configuration import Configuration
 
 from driver.errors import ApiError, EnvironmentFault
 from driver.kube import transport
+from driver.kube.access import Access, retries
 from driver.kube.claims import read_claim
 from driver.kube.transport import KubeClient, load_configuration
 from tests.harness.certs import Authority
@@ -128,17 +128,12 @@ def test_a_redirect_is_not_followed_with_the_token(script: Script) -> None:
         exchange.end_headers()
 
     script.answer = elsewhere
-    client = KubeClient(load_from(script.server.url), "test")
+    client = KubeClient(
+        Access(script.server.url, urllib3.PoolManager(retries=retries()), lambda: f"Bearer {TOKEN}"), "test"
+    )
     with pytest.raises(ApiError):
         client.get(PATH)
     assert len(script.seen) == 1
-
-
-def load_from(url: str) -> Configuration:
-    """As ``load_configuration`` sets it up, without a file."""
-    configuration = Configuration(host=url)
-    configuration.retries = urllib3.Retry(total=1, connect=0, redirect=0, status=0)
-    return configuration
 
 
 def test_a_silent_server_is_given_up(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,11 +163,10 @@ def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(pair.certificate, pair.key)
         server.socket = context.wrap_socket(server.socket, server_side=True)
-        configuration = Configuration(host=server.url.replace("http:", "https:"))
-        configuration.ssl_ca_cert = str(ours.pair.certificate)
-        configuration.retries = 0
+        pool = urllib3.PoolManager(ca_certs=str(ours.pair.certificate), retries=0)
+        access = Access(server.url.replace("http:", "https:"), pool, lambda: None)
         with pytest.raises(ApiError, match=r"(?i)no answer from https://127\.0\.0\.1.*certificate verify failed"):
-            KubeClient(configuration, "test").get(PATH)
+            KubeClient(access, "test").get(PATH)
 
 
 @pytest.mark.parametrize("token", [f"{TOKEN}\n", f"{TOKEN}\r\nX: y", f"{TOKEN}\u20ac"], ids=["newline", "header", "€"])

@@ -7,28 +7,29 @@ where things sit, what is linked with what, which driver runs.
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
+import msgspec
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
-from pydantic.alias_generators import to_camel
+from msgspec import Meta
 
 from driver.errors import UsageError
 
+from .parts import Part, faults
 from .products import Product, find_product, product_names
 
-BusId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
-PcieRoot = Annotated[str, StringConstraints(pattern=r"^pci[0-9a-f]{4,8}:[0-9a-f]{2}$")]
-CpuList = Annotated[str, StringConstraints(pattern=r"^(\d+(-\d+)?(,\d+(-\d+)?)*)?$")]
-NodeName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$")]
-Uuid = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
+BusId = Annotated[str, Meta(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
+PcieRoot = Annotated[str, Meta(pattern=r"^pci[0-9a-f]{4,8}:[0-9a-f]{2}$")]
+CpuList = Annotated[str, Meta(pattern=r"^(\d+(-\d+)?(,\d+(-\d+)?)*)?$")]
+NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$")]
+Uuid = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
 
 MAX_GPUS = 64
 """GPUs of one node."""
@@ -37,18 +38,14 @@ MAX_GPUS = 64
 _GPU_NAMESPACE = uuid.UUID("6f0d3f0b-6a5e-5d43-9c1f-5f6d1f4f9a7e")
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", alias_generator=to_camel, populate_by_name=True)
-
-
-class NicDescription(_Part):
+class NicDescription(Part, frozen=True, kw_only=True):
     """The NIC next to a GPU: same PCIe switch, same NUMA node."""
 
     pci_bus_id: BusId
     rdma_device: str
 
 
-class Place(_Part):
+class Place(Part, frozen=True, kw_only=True):
     """Where a PCI device sits.
 
     ``bridges`` are the PCI bridges from the root bus down; two devices' common bridges decide how far apart
@@ -58,11 +55,11 @@ class Place(_Part):
     pci_bus_id: BusId
     pcie_root: PcieRoot
     bridges: tuple[BusId, ...] = ()
-    numa_node: Annotated[int, Field(ge=-1)] = -1
+    numa_node: Annotated[int, Meta(ge=-1)] = -1
     cpus: CpuList = ""
 
 
-class GpuDescription(Place):
+class GpuDescription(Place, frozen=True, kw_only=True):
     """One GPU and its place in the machine.
 
     GPUs of one ``nvlink_clique`` are NVLink peers. ``memory_numa_node`` is set only where the GPU's memory is
@@ -74,37 +71,37 @@ class GpuDescription(Place):
     nic: NicDescription | None = None
 
 
-class NodeNicDescription(Place):
+class NodeNicDescription(Place, frozen=True, kw_only=True):
     """A NIC with a place of its own: shared by several GPUs, or near none."""
 
     rdma_device: str
 
 
-class NvlinkDescription(_Part):
+class NvlinkDescription(Part, frozen=True, kw_only=True):
     """NVLink inside the node: links of each GPU, and where they end.
 
     At ``switches``, the node's own NVSwitches; at the rack's switch trays (``rack_switches``), which are no PCI
     devices of this node; or, with neither, at the GPUs of the same clique.
     """
 
-    links: Annotated[int, Field(ge=1, le=36)]
+    links: Annotated[int, Meta(ge=1, le=36)]
     switches: tuple[BusId, ...] = ()
     rack_switches: bool = False
 
 
-class FabricDescription(_Part):
+class FabricDescription(Part, frozen=True, kw_only=True):
     """The NVLink domain: a zero cluster UUID is one node's own NVSwitches.
 
     ``healthy`` false is "no health reported", as driver 580 says of an HGX H100.
     """
 
     cluster_uuid: Uuid
-    clique_id: Annotated[int, Field(ge=0, le=0xFFFFFFFF)]
+    clique_id: Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
     state: Literal["not-started", "in-progress", "completed"] = "completed"
     healthy: bool = False
 
 
-class NodeDescription(_Part):
+class NodeDescription(Part, frozen=True, kw_only=True):
     """One node. ``product`` is the GPUs' name (``products.product_names``); all GPUs of a node are of one product.
 
     ``pcie_generation`` limits the GPUs' links to what the host can; ``addressing_mode`` and ``c2c`` (NVLink to a
@@ -115,35 +112,16 @@ class NodeDescription(_Part):
     serial: str = ""
     summary: str = ""
     product: str
-    driver_version: Annotated[str, StringConstraints(pattern=r"^\d{3}(\.\d+){1,2}$")]
-    cuda_driver_version: Annotated[str, StringConstraints(pattern=r"^\d{2}\.\d$")]
-    pcie_generation: Annotated[int, Field(ge=1, le=6)] | None = None
+    driver_version: Annotated[str, Meta(pattern=r"^\d{3}(\.\d+){1,2}$")]
+    cuda_driver_version: Annotated[str, Meta(pattern=r"^\d{2}\.\d$")]
+    pcie_generation: Annotated[int, Meta(ge=1, le=6)] | None = None
     ecc: bool = True
     addressing_mode: Literal["none", "hmm", "ats"] = "hmm"
     c2c: bool = False
     nvlink: NvlinkDescription | None = None
     fabric: FabricDescription | None = None
-    gpus: Annotated[tuple[GpuDescription, ...], Field(min_length=1, max_length=MAX_GPUS)]
+    gpus: Annotated[tuple[GpuDescription, ...], Meta(min_length=1, max_length=MAX_GPUS)]
     nics: tuple[NodeNicDescription, ...] = ()
-
-    @field_validator("product")
-    @classmethod
-    def _known_product(cls, name: str) -> str:
-        product = find_product(name)
-        if product is None:
-            raise ValueError(f"product {name!r} is unknown; known: {', '.join(product_names())}")
-        if product.mig_capable and not product.profiles:
-            raise ValueError(f"product {name!r}: geometry unknown (no public record of its placements)")
-        return name
-
-    @model_validator(mode="after")
-    def _check_bus_ids(self) -> NodeDescription:
-        bus_ids = [place.pci_bus_id for place in (*self.gpus, *self.nics)]
-        bus_ids += [gpu.nic.pci_bus_id for gpu in self.gpus if gpu.nic]
-        twice = sorted({bus_id for bus_id in bus_ids if bus_ids.count(bus_id) > 1})
-        if twice:
-            raise ValueError(f"one PCI bus id for two devices: {', '.join(twice)}")
-        return self
 
     @property
     def gpu_product(self) -> Product:
@@ -165,7 +143,7 @@ class NodeDescription(_Part):
 
     def to_json(self) -> dict[str, Any]:
         """The description as plain JSON values with camelCase keys; :func:`parse_description` reads it."""
-        return self.model_dump(mode="json", by_alias=True)
+        return cast("dict[str, Any]", msgspec.to_builtins(self))
 
 
 def known_descriptions() -> dict[str, NodeDescription]:
@@ -213,12 +191,30 @@ def parse_description(content: object, source: str) -> NodeDescription:
     :param source: where it came from, for the message
     :raises UsageError: naming each field that is wrong
     """
-    try:
-        # Through JSON, where a list is as good as a tuple even to a strict model.
-        return NodeDescription.model_validate_json(json.dumps(content, default=str))
-    except ValidationError as error:
-        lines = [f"  {_path(e['loc'])}: {e['msg'].removeprefix('Value error, ')}" for e in error.errors()]
-        raise UsageError(f"node description {source} is not valid:\n" + "\n".join(lines)) from error
+    lines = list(faults(NodeDescription, content))
+    if isinstance(content, Mapping) and isinstance(product := content.get("product"), str):
+        lines += _product_faults(product)
+    if not lines:
+        description = msgspec.convert(content, NodeDescription)
+        lines += _bus_id_faults(description)
+    if lines:
+        raise UsageError(f"node description {source} is not valid:\n" + "\n".join(f"  {line}" for line in lines))
+    return description
+
+
+def _product_faults(name: str) -> Iterator[str]:
+    product = find_product(name)
+    if product is None:
+        yield f"product: product {name!r} is unknown; known: {', '.join(product_names())}"
+    elif product.mig_capable and not product.profiles:
+        yield f"product: product {name!r}: geometry unknown (no public record of its placements)"
+
+
+def _bus_id_faults(description: NodeDescription) -> Iterator[str]:
+    bus_ids = [place.pci_bus_id for place in (*description.gpus, *description.nics)]
+    bus_ids += [gpu.nic.pci_bus_id for gpu in description.gpus if gpu.nic]
+    if twice := sorted({bus_id for bus_id in bus_ids if bus_ids.count(bus_id) > 1}):
+        yield f"(the whole): one PCI bus id for two devices: {', '.join(twice)}"
 
 
 def parse_gpu(content: dict[str, Any]) -> GpuDescription:
@@ -229,13 +225,7 @@ def parse_gpu(content: dict[str, Any]) -> GpuDescription:
     domain, _, rest = str(content.get("pciBusId", "")).partition(":")
     bus = rest.partition(":")[0]
     guessed = f"pci{domain}:{max(int(bus, 16) - 1, 0):02x}" if re.fullmatch("[0-9a-f]{2}", bus) else ""
-    try:
-        return GpuDescription.model_validate_json(json.dumps({"pcieRoot": guessed} | content))
-    except ValidationError as error:
-        lines = [f"  {_path(e['loc'])}: {e['msg']}" for e in error.errors()]
-        raise UsageError("GPU is not valid:\n" + "\n".join(lines)) from error
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
-    return "".join(steps).removeprefix(".") or "(the whole)"
+    complete = {"pcieRoot": guessed} | content
+    if lines := list(faults(GpuDescription, complete)):
+        raise UsageError("GPU is not valid:\n" + "\n".join(f"  {line}" for line in lines))
+    return msgspec.convert(complete, GpuDescription)

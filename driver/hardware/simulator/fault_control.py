@@ -97,9 +97,9 @@ class FaultControl:
             raise UsageError(f"pciBusId: {gpu.pci_bus_id} is taken; on this node: {', '.join(sorted(taken))}")
         if len(present.gpus) >= MAX_GPUS:
             raise UsageError(f"the node has {len(present.gpus)} GPUs; accepted: up to {MAX_GPUS}")
-        added = gpu.model_dump(mode="json", by_alias=True)
+        added = msgspec.to_builtins(gpu)
         self._machine.prepare_gpu(len(present.gpus))
-        tree.build(present.model_copy(update={"gpus": (*present.gpus, gpu)}), self._machine.root)
+        tree.build(present.replaced(gpus=(*present.gpus, gpu)), self._machine.root)
         self._machine.faults.change(lambda now: (msgspec.structs.replace(now, added=(*now.added, added)), None))
         return len(present.gpus)
 

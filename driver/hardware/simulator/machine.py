@@ -64,7 +64,7 @@ class Machine:
     @property
     def current_description(self) -> NodeDescription:
         """The description with the GPUs that were added."""
-        return self.description.model_copy(update={"gpus": self.gpus})
+        return self.description.replaced(gpus=self.gpus)
 
     def initialise(self) -> None:
         """Give a state to each GPU that has none yet; what a killed process left half-done is tidied up."""
@@ -151,7 +151,7 @@ class Machine:
         now = self.faults.read()
         if now is not self._seen:
             with self._meeting:
-                added = tuple(GpuDescription.model_validate_json(msgspec.json.encode(gpu)) for gpu in now.added)
+                added = tuple(msgspec.convert(gpu, GpuDescription) for gpu in now.added)
                 self._gpus = (*self.description.gpus, *added)
                 self._meet_gpus()
                 self._present = [minor for minor in range(len(self._gpus)) if minor not in now.removed]

@@ -272,5 +272,5 @@ def running_fleet(cluster: Cluster, count: int, mode: Mode, description: str = "
 
 
 def _gpus(description: str, directory: Path, node: str) -> Sequence[Gpu]:
-    loaded: Any = load_description(description).model_copy(update={"serial": node})
+    loaded: Any = load_description(description).replaced(serial=node)
     return discover(loaded, directory / "fleet-gpus" / node)
