@@ -60,7 +60,7 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 SLICES_WAIT_S, STATUS_WAITS_S, LOOK_WAITS_S = 0.5, 2.0, 2.0
-"""How long slices, status and a look at the hardware give way to claims that are worked on: a pod may wait for slices."""
+"""How long slices, status and looks at the hardware give way to claims that are worked on: a pod may wait for slices."""
 
 
 class NodePlugin:
@@ -137,7 +137,9 @@ class NodePlugin:
             self._told,
             faults=self._health.described,
         )
-        self._plan_status = PlanStatusWriter(client, self._word.plan, self._follower.status, give_way=self._lull.within(STATUS_WAITS_S))
+        self._plan_status = PlanStatusWriter(
+            client, self._word.plan, self._follower.status, give_way=self._lull.within(STATUS_WAITS_S)
+        )
         self._own_fence = OwnFence(client, settings.namespace, pool.name, self._follower.alone)
         self._status = StatusWriter(
             client,

@@ -64,7 +64,7 @@ def figures(cluster: Cluster, progress: Progress, where: str) -> list[Figure]:
         first, requests = _first_of_a_process(cluster)
     with bench_plugin(cluster) as plugin:
         claims = Claims.create(cluster, plugin.node.name, "bench", CLAIMS)
-        kubelet = Kubelet(plugin.socket)
+        kubelet = Kubelet(plugin.socket).connect()
         with progress.part(f"prepare and unprepare {CLAIMS} claims, {RUNS + 1} times each way", 60):
             found = _measured(kubelet, claims)
         kubelet.close()
@@ -172,7 +172,7 @@ def _first(plugin: PluginProcess, claim: Any) -> float:
     plugin.stop()
     plugin.spawn()
     plugin.wait_published()
-    kubelet = Kubelet(plugin.socket)
+    kubelet = Kubelet(plugin.socket).connect()
     elapsed = kubelet.prepare(claim) * 1000
     kubelet.unprepare(claim)
     kubelet.close()
@@ -182,7 +182,7 @@ def _first(plugin: PluginProcess, claim: Any) -> float:
 def _requests_of_one(plugin: PluginProcess, claim: Any) -> float:
     """Requests that are over when the answer is there; what the plugin asks later, it asks after the answer."""
     port = port_in(plugin.log, READY_S)
-    kubelet = Kubelet(plugin.socket)
+    kubelet = Kubelet(plugin.socket).connect()
     time.sleep(SETTLE_S)
     before = total(families(port), "tessera_api_requests_total")
     kubelet.prepare(claim)
