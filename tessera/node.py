@@ -60,7 +60,7 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 SLICES_WAIT_S, STATUS_WAITS_S, LOOK_WAITS_S = 0.5, 2.0, 2.0
-"""How long slices, status and looks at the hardware give way to claims that are worked on: a pod may wait for slices."""
+"""How long slices, status and looks at the hardware give way to claims in work: a pod may wait for slices."""
 
 
 class NodePlugin:
