@@ -21,7 +21,9 @@ LOOK_S = 0.1
 
 def write_atomically(path: Path, data: bytes, mode: int, *, durable: bool) -> None:
     """Replace ``path``. ``durable``: on disk when this returns, also after a power cut. Raises StateError."""
-    temporary = path.with_name(f".{path.name}{TEMPORARY}")
+    # Strings, for a prepare waits three times: a Path costs as much as the call it is used for.
+    directory, name = os.path.split(path)
+    temporary = f"{directory}/.{name}{TEMPORARY}"
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
         try:
@@ -31,12 +33,12 @@ def write_atomically(path: Path, data: bytes, mode: int, *, durable: bool) -> No
                 os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
-        temporary.replace(path)
+        os.replace(temporary, path)  # noqa: PTH105
         if durable:
-            sync_directory(path.parent)
+            sync_directory(directory)
     except OSError as error:
         with suppress(OSError):
-            temporary.unlink()
+            os.unlink(temporary)  # noqa: PTH108
         raise StateError(f"can't write {path}: {error.strerror}") from error
 
 
@@ -86,7 +88,7 @@ def _locked(lock: int) -> bool:
     return True
 
 
-def sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path | str) -> None:
     """Make renames and deletions in ``directory`` durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:

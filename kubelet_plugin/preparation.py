@@ -126,7 +126,7 @@ class Preparer:
 
     def _prepare(self, reference: ClaimReference, allocated: Sequence[Allocated]) -> ClaimRecord:
         """Everything between resolving and answering; the GPUs are locked."""
-        record = self._current_record(reference, allocated)
+        record = known = self._current_record(reference, allocated)
         refuse_overlap(reference, allocated, self._node.inventory)
         # Containers may be running on what was prepared before, also where its record got lost.
         adopting = record is None and reference.uid in self._node.checkpoint.aside
@@ -141,7 +141,8 @@ class Preparer:
             if not repeat:
                 self._undo_quietly(reference)
             raise
-        self._listeners.changed()
+        if record is not known:
+            self._listeners.changed()
         return record
 
     def _current_record(self, reference: ClaimReference, allocated: Sequence[Allocated]) -> ClaimRecord | None:
@@ -199,7 +200,9 @@ class Preparer:
             written = self._node.cdi.write(record.uid, spec)
         devices = tuple(device.with_partition(partitions[device.device]) for device in record.devices)
         done = msgspec.structs.replace(record, phase="prepared", devices=devices, boot=self._node.boot, releasing=False)
-        if done != record:
+        if done == record:
+            done = record
+        else:
             with self._step(Step.WRITE_PREPARED, claim=record.uid):
                 self._node.checkpoint.put(done)
         if record.stands(self._node.boot):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from driver.errors import RecoverableError
 from driver.hardware.host import GpuFault, Host
+from driver.kube.loop import GiveWay, at_once
 from driver.model.device import Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement
 from driver.model.selection import EVERY_GPU, NO_GPU, Selection
@@ -45,8 +46,9 @@ class Scanner:
     ``looked`` is called after every look, with the GPUs that answered.
     """
 
-    def __init__(self, host: Host, choice: Choice) -> None:
+    def __init__(self, host: Host, choice: Choice, give_way: GiveWay = at_once) -> None:
         self._host = host
+        self._give_way = give_way
         self._choice = choice
         self._reported: dict[str, str] = {}
         self._gone: dict[str, set[Placement]] = {}
@@ -114,6 +116,7 @@ class Scanner:
             began = time.monotonic()
             self._news.wait(RESCAN_S)
             stop.wait(max(0.0, PAUSE_S - (time.monotonic() - began)))
+            self._give_way(stop)
             self._news.clear()
             try:
                 if not stop.is_set() and self.look(inventory):

@@ -12,7 +12,7 @@ import msgspec
 
 from driver.errors import CONFLICT, NOT_FOUND, ApiError, RecoverableError
 from driver.kube.clock import seconds_time
-from driver.kube.loop import Loop
+from driver.kube.loop import GiveWay, Loop, at_once
 from driver.kube.transport import KubeClient
 from kubelet_plugin.claim_status import (
     DeviceStatus,
@@ -81,6 +81,7 @@ class StatusWriter:
         desired: Callable[[], Statuses],
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         steps: Steps | None = None,
+        give_way: GiveWay = at_once,
     ) -> None:
         self._client = client
         self._driver = driver
@@ -91,7 +92,7 @@ class StatusWriter:
         # Prepared before this process: their status may be written already, with a time to keep.
         self._inherited: set[ClaimReference] | None = None
         self._forbidden = False
-        self._loop = Loop("writing claim status", self._write_changes, COALESCE_S, self._patience)
+        self._loop = Loop("writing claim status", self._write_changes, COALESCE_S, self._patience, give_way)
 
     def notify(self) -> None:
         """Write soon what changed; cheap, from any thread."""

@@ -31,6 +31,7 @@ from kubelet_plugin.driver_files import find_driver_files
 from kubelet_plugin.health import Health
 from kubelet_plugin.health_service import HealthService
 from kubelet_plugin.listening import Listener
+from kubelet_plugin.lull import Lull, LullWork
 from kubelet_plugin.meter import Sources
 from kubelet_plugin.node import Node
 from kubelet_plugin.orphans import Orphans
@@ -58,6 +59,10 @@ SWITCH_INTERVAL_S = 0.0005
 """How long a busy thread may keep the interpreter from one that has an answer to give; Python's own is 5 ms."""
 
 
+SLICES_WAIT_S, STATUS_WAITS_S, LOOK_WAITS_S = 0.5, 2.0, 2.0
+"""How long slices, status and looks at the hardware give way to claims in work: a pod may wait for slices."""
+
+
 class NodePlugin:
     """One node's plugin process. ``run`` returns after ``stop`` was called from another thread or a signal."""
 
@@ -80,7 +85,8 @@ class NodePlugin:
         checkpoint = Checkpoint(settings.state_dir)
         with self._step(Step.LOAD_CHECKPOINT):
             records = checkpoint.load()
-        self._scanner = Scanner(host, choice_of(settings))
+        self._lull = Lull()
+        self._scanner = Scanner(host, choice_of(settings), self._lull.within(LOOK_WAITS_S))
         with self._step(Step.DISCOVER):
             inventory = first_look(self._scanner, records, settings)
         pool = Pool(settings.node_name, settings.driver_name)
@@ -113,7 +119,15 @@ class NodePlugin:
         """What tells the cluster of the node: slices, the plan's status, the claims' status."""
         settings, client, pool = self._settings, self._client, self._node.pool
         self._builder = SliceBuilder(pool)
-        self._publisher = Publisher(client, pool, self._desired, self._owner, self._publishing, self._meter.written)
+        self._publisher = Publisher(
+            client,
+            pool,
+            self._desired,
+            self._owner,
+            self._publishing,
+            self._meter.written,
+            self._lull.within(SLICES_WAIT_S),
+        )
         self._word = ControllersWord(client, settings.namespace, settings.node_name, self._plan_heard)
         self._follower = PlanFollower(
             self._word,
@@ -123,9 +137,17 @@ class NodePlugin:
             self._told,
             faults=self._health.described,
         )
-        self._plan_status = PlanStatusWriter(client, self._word.plan, self._follower.status)
+        self._plan_status = PlanStatusWriter(
+            client, self._word.plan, self._follower.status, give_way=self._lull.within(STATUS_WAITS_S)
+        )
         self._own_fence = OwnFence(client, settings.namespace, pool.name, self._follower.alone)
-        self._status = StatusWriter(client, settings.driver_name, self._statuses, steps=self._step)
+        self._status = StatusWriter(
+            client,
+            settings.driver_name,
+            self._statuses,
+            steps=self._step,
+            give_way=self._lull.within(STATUS_WAITS_S),
+        )
 
     def _prepare(self) -> None:
         """What prepares claims, and looks after them."""
@@ -161,7 +183,8 @@ class NodePlugin:
 
     def _serve(self, stack: ExitStack) -> None:
         settings = self._settings
-        service = DraService(self._meter.work(ToldWork(self._preparer, self._teller)), self._locks.waits)
+        work = LullWork(ToldWork(self._preparer, self._teller), self._lull)
+        service = DraService(self._meter.work(work), self._locks.waits)
         stack.callback(service.close)
         with self._step(Step.LISTEN):
             handlers = [*service.handlers(), *self._health_service.handlers()]

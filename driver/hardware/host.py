@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -153,4 +154,18 @@ class HostPaths:
         return self.root / path.lstrip("/")
 
     def for_runtime(self, path: str) -> str:
-        return str(self.runtime_root / path.lstrip("/"))
+        return _joined(self.runtime_root, path)
+
+    def has(self, path: str) -> bool:
+        """Whether it is there."""
+        return os.access(_joined(self.root, path), os.F_OK)
+
+    def read(self, path: str) -> str:
+        """What is in the file. Raises OSError."""
+        with open(_joined(self.root, path), encoding="utf-8") as file:  # noqa: PTH123
+            return file.read()
+
+
+def _joined(root: Path, path: str) -> str:
+    """As a string: ten of them in every prepare, and a Path costs more than to look at what is there."""
+    return os.path.join(root, path.lstrip("/"))  # noqa: PTH118

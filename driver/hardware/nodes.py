@@ -22,7 +22,7 @@ CAPABILITIES = "/proc/driver/nvidia/capabilities"
 def gpu_nodes(paths: HostPaths, gpu: Gpu) -> Sequence[DeviceNode]:
     """The GPU's node and the control nodes. Raises HardwareError where one that CUDA needs is missing."""
     own = f"/dev/nvidia{gpu.minor}"
-    present = [node for node in (own, *CONTROL_NODES) if paths.here(node).exists()]
+    present = [node for node in (own, *CONTROL_NODES) if paths.has(node)]
     missing = [node for node in (own, *REQUIRED_NODES) if node not in present]
     if missing:
         found = ", ".join(present) or "none"
@@ -62,6 +62,6 @@ def _capability_minor(paths: HostPaths, file: str) -> int:
 
 def _read(paths: HostPaths, file: str) -> str:
     try:
-        return paths.here(file).read_text()
+        return paths.read(file)
     except OSError as error:
         raise HardwareError(f"can't read {paths.here(file)}: {error.strerror}") from error

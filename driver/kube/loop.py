@@ -13,6 +13,13 @@ from driver.kube.backoff import Backoff
 
 log = logging.getLogger(__name__)
 
+GiveWay = Callable[[threading.Event], None]
+"""Called before work that can wait; returns when it may be done, at the latest when its argument, a stop, is set."""
+
+
+def at_once(stop: threading.Event) -> None:
+    """Gives way to nothing."""
+
 
 class Loop:
     """Calls ``work`` soon after each ``notify``, changes within ``coalesce_s`` together; backs off after a failure."""
@@ -23,6 +30,7 @@ class Loop:
         work: Callable[[], float | None],
         coalesce_s: float,
         patience: Callable[[RecoverableError], float | None] = lambda _: None,
+        give_way: GiveWay = at_once,
     ) -> None:
         """``what`` names the work in the log: "publishing slices". It may say after how many seconds it is to be done
         again, though nothing was notified.
@@ -34,6 +42,7 @@ class Loop:
         self._work = work
         self._coalesce_s = coalesce_s
         self._patience = patience
+        self._give_way = give_way
         self._changed = threading.Condition()
         self._due = math.inf
 
@@ -53,6 +62,7 @@ class Loop:
         while not stop.is_set():
             self._wait()
             stop.wait(self._coalesce_s)
+            self._give_way(stop)
             with self._changed:
                 self._due = math.inf
             if stop.is_set():

@@ -14,7 +14,7 @@ import msgspec
 
 from driver.errors import NOT_FOUND, ApiError
 from driver.kube.claims import GROUP
-from driver.kube.loop import Loop
+from driver.kube.loop import GiveWay, Loop, at_once
 from driver.kube.objects import Key, ObjectMeta
 from driver.kube.transport import KubeClient, Object
 from driver.kube.watch_cache import WatchCache
@@ -74,6 +74,7 @@ class Publisher:
         owner: Callable[[], Mapping[str, Any]],
         around: Around = lambda *_: nullcontext(),
         on_written: Callable[[int, float], None] = lambda objects, seconds: None,
+        give_way: GiveWay = at_once,
     ) -> None:
         self._client = client
         self._pool = pool
@@ -84,7 +85,7 @@ class Publisher:
         self._owner: Mapping[str, Any] | None = None
         self._sent: dict[str, Stored] = {}
         self._reported: set[str] = set()
-        self._loop = Loop("publishing slices", self._reconcile, COALESCE_S)
+        self._loop = Loop("publishing slices", self._reconcile, COALESCE_S, give_way=give_way)
         self.published = threading.Event()
         selector = {"fieldSelector": f"spec.nodeName={pool.node},spec.driver={pool.driver}"}
         self.cache = WatchCache(client, SLICES, Slice, _kept, lambda _: self.notify(), selector)

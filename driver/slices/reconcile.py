@@ -116,6 +116,8 @@ def _same(spec: Mapping[str, Any], content: Content, pool: Pool, generation: int
 
 def dropped_fields(sent: Any, stored: Any, path: str = "spec") -> Iterator[str]:
     """Paths of what was sent but did not come back, with list indices left out."""
+    if sent == stored:
+        return
     if isinstance(sent, Mapping) and isinstance(stored, Mapping):
         for key, value in sent.items():
             if key in stored:

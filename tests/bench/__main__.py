@@ -13,9 +13,6 @@ from tests.harness.progress import Progress
 from tests.harness.settings import Settings
 from tests.support.chart import install
 
-RUNS = 5
-CLAIMS = 100
-
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--binaries", type=click.Path(path_type=Path), envvar=["TESSERA_BINARIES", "KUBEBUILDER_ASSETS"])
@@ -37,18 +34,9 @@ def main(binaries: Path | None, output: Path, name: str) -> None:
 
 def _measure(cluster: Cluster, progress: Progress) -> list[Figure]:
     where = machine()
-    with prepare.bench_plugin(cluster) as plugin:
-        devices = [f"gpu-{i % 8}-mig-1g10gb-{i // 8 % 7}" for i in range(CLAIMS)]
-        claims = [
-            prepare.allocated_claim(cluster, f"bench-{i}", plugin.node.name, device) for i, device in enumerate(devices)
-        ]
-        kubelet = prepare.Kubelet(plugin.socket)
-        with progress.part(f"prepare and unprepare {CLAIMS} MIG claims, {RUNS + 1} times", 10):
-            p50 = prepare.median_of_runs(kubelet, claims, RUNS)
-        kubelet.close()
     return [
+        *prepare.figures(cluster, progress, where),
         Figure("discovery.8gpus_ms", discovery.discovery_ms(), "ms", 150, None, where),
-        Figure("prepare.mig.p50_ms", p50, "ms", 5, None, where),
         *process.figures(cluster, progress, where),
         *pods.figures(cluster, progress, where),
         Figure("cel.new_shape_p50_ms", cel.new_shape_ms(), "ms", 1, None, where),

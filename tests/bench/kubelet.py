@@ -30,7 +30,6 @@ class Kubelet:
 
     def __init__(self, socket: Path) -> None:
         self._channel = grpc.insecure_channel(f"unix://{socket}")
-        grpc.channel_ready_future(self._channel).result(CONNECT_S)
         self._prepare = self._call("NodePrepareResources")
         self._unprepare = self._call("NodeUnprepareResources")
 
@@ -45,6 +44,11 @@ class Kubelet:
 
     def unprepare(self, *claims: Any) -> float:
         return _timed([self._unprepare], [dra_v1_pb2.NodeUnprepareResourcesRequest(claims=claims)])
+
+    def connect(self) -> Kubelet:
+        """Connect now, as a kubelet has by the time of its first call."""
+        grpc.channel_ready_future(self._channel).result(CONNECT_S)
+        return self
 
     def close(self) -> None:
         self._channel.close()

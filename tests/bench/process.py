@@ -116,7 +116,7 @@ def memory(pid: int) -> tuple[float, float]:
 def _growth(plugin: PluginProcess, pid: int) -> float:
     """MiB of resident memory that a process has more after CYCLES claims, half of them partitions."""
     before, _ = _resident(pid)
-    kubelet = Kubelet(plugin.socket)
+    kubelet = Kubelet(plugin.socket).connect()
     devices = [f"gpu-{i % GPUS}" if i % 2 else f"gpu-{i % GPUS}-mig-1g10gb-{i // GPUS}" for i in range(CLAIMS)]
     cluster, node = plugin.cluster, plugin.node.name
     claims = [allocated_claim(cluster, f"grow-{i}", node, device) for i, device in enumerate(devices)]

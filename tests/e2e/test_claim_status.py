@@ -14,7 +14,7 @@ from driver.model.sharing import TimeSlice
 from kubelet_plugin.claim_status import ReadyDevice, Share, apply_body, device_statuses, status_path
 from kubelet_plugin.claims import ClaimReference
 from kubelet_plugin.status_writer import StatusWriter
-from tests.bench.prepare import allocated_claim
+from tests.bench.kubelet import allocated_claim
 from tests.harness.cluster import Cluster
 from tests.support.chart import install
 from tests.support.control_plane import control_plane

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from driver.errors import ApiError
-from tests.bench.prepare import allocated_claim
+from tests.bench.kubelet import allocated_claim
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.chart import install

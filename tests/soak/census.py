@@ -9,7 +9,7 @@ from typing import Any
 
 from driver.hardware.simulator import SimulatedNode
 from driver.hardware.simulator.snapshot import describe
-from tests.bench.prepare import resident_mb
+from tests.bench.kubelet import resident_mb
 from tests.support.plugin import SLICES, PluginProcess
 from tests.support.workloads import CLAIMS, PODS
 

@@ -13,7 +13,7 @@ import grpc
 
 from driver.errors import ApiError
 from kubelet_plugin.protocol.generated import dra_v1_pb2
-from tests.bench.prepare import Kubelet
+from tests.bench.kubelet import Kubelet
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import DeadlineError, wait_for
 from tests.soak.mix import Fate

@@ -12,7 +12,7 @@ from random import Random
 
 from prometheus_client.core import Metric
 
-from tests.bench.prepare import Kubelet
+from tests.bench.kubelet import Kubelet
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Part, Progress
 from tests.harness.waiting import DeadlineError, wait_for

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from driver.errors import ApiError
 from kubelet_plugin.protocol.generated import dra_v1_pb2
-from tests.bench.prepare import Kubelet
+from tests.bench.kubelet import Kubelet
 from tests.harness.cluster import Cluster
 from tests.support.allocations import Held
 from tests.support.plugin import PluginProcess

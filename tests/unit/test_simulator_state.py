@@ -280,3 +280,18 @@ def test_nothing_but_device_nodes_is_writable_by_everybody_whatever_the_umask(tm
         mode = path.lstat().st_mode
         if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
             assert not mode & stat.S_IWOTH, path
+
+
+def test_a_capability_folder_that_a_killed_process_left_unfinished_is_made_whole_when_it_comes_back(
+    tmp_path: Path,
+) -> None:
+    node = one_h100(tmp_path)
+    gpu = enable_mig(node.nvml)
+    unfinished = tmp_path / "sim/capabilities/gpu0-gi1"
+    unfinished.mkdir(parents=True)
+    partition = cut(node.nvml, gpu, G3, 4, 4)
+    assert capability_folders(tmp_path) == {"gi1", "gi1/ci0"}
+    remove(node.nvml, partition)
+    assert capability_folders(tmp_path) == set()
+    cut(node.nvml, gpu, G3, 0, 4)
+    assert capability_folders(tmp_path) == {"gi1", "gi1/ci0"}

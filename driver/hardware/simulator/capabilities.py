@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from .files import write_file
+from .files import make_folder, write_file
 from .state import GpuState
 
 CONFIG_MINOR = 1
@@ -51,32 +51,57 @@ def minors_text(gpus: int) -> str:
 
 
 class Capabilities:
-    """The capability files of a node's GPUs. Calls for one GPU come from the holder of its lock only."""
+    """The capability files of a node's GPUs. Calls for one GPU come from the holder of its lock only.
+
+    What an instance's file says follows from its number. So the folder of one that is gone is kept aside until the
+    number comes back: to make and remove files costs the disk's journal more than all else that a simulated GPU does.
+    """
 
     def __init__(self, root: Path) -> None:
-        self._base = root / "proc/driver/nvidia/capabilities"
+        self._base = str(root / "proc/driver/nvidia/capabilities")
+        self._aside = str(root / "sim/capabilities")
 
     def add(self, gpu: int, state: GpuState) -> None:
         """Make the files that the state's instances lack."""
         for relative, minor in _wanted(gpu, state):
-            path = self._folder(gpu) / relative / "access"
-            if path.exists():
+            folder = f"{self._base}/gpu{gpu}/mig/{relative}"
+            if _complete(folder):
                 continue
-            write_file(path, access_text(minor), 0o444)
+            # What a killed process began is kept like the rest.
+            if not _moved(self._kept(gpu, relative), folder) or not _complete(folder):
+                write_file(Path(folder, "access"), access_text(minor), 0o444)
 
     def remove_stale(self, gpu: int, state: GpuState) -> None:
         """Remove the files that belong to no instance of the state."""
         wanted = {relative for relative, _ in _wanted(gpu, state)}
-        for gi in _folders(self._folder(gpu)):
-            if gi not in wanted:
-                shutil.rmtree(self._folder(gpu) / gi)
-                continue
-            for ci in _folders(self._folder(gpu) / gi):
-                if f"{gi}/{ci}" not in wanted:
-                    shutil.rmtree(self._folder(gpu) / gi / ci)
+        own = f"{self._base}/gpu{gpu}/mig"
+        # What is inside a GPU instance goes first, for it is kept by itself.
+        stale = [f"{gi}/{ci}" for gi in _folders(own) for ci in _folders(f"{own}/{gi}")]
+        for relative in (*stale, *_folders(own)):
+            if relative not in wanted:
+                self._put_aside(f"{own}/{relative}", self._kept(gpu, relative))
 
-    def _folder(self, gpu: int) -> Path:
-        return self._base / f"gpu{gpu}/mig"
+    def _kept(self, gpu: int, relative: str) -> str:
+        return f"{self._aside}/gpu{gpu}-{relative.replace('/', '-')}"
+
+    def _put_aside(self, folder: str, kept: str) -> None:
+        if not _moved(folder, kept):
+            make_folder(Path(self._aside))
+            if not _moved(folder, kept):
+                shutil.rmtree(folder)
+
+
+def _complete(folder: str) -> bool:
+    return os.access(f"{folder}/access", os.F_OK)
+
+
+def _moved(source: str, target: str) -> bool:
+    """Whether the folder could be moved: it is there, and the place for it."""
+    try:
+        os.rename(source, target)  # noqa: PTH104 - a Path costs as much as the call
+    except OSError:
+        return False
+    return True
 
 
 def _wanted(gpu: int, state: GpuState) -> Iterator[tuple[str, int]]:
@@ -86,7 +111,7 @@ def _wanted(gpu: int, state: GpuState) -> Iterator[tuple[str, int]]:
             yield f"gi{gi.id}/ci{ci.id}", compute_instance_minor(gpu, gi.id, ci.id)
 
 
-def _folders(path: Path) -> list[str]:
+def _folders(path: str) -> list[str]:
     try:
         return [entry.name for entry in os.scandir(path) if entry.is_dir()]
     except FileNotFoundError:

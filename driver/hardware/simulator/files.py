@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 
 
 def make_folder(path: Path) -> None:
@@ -28,6 +32,20 @@ def write_file(path: Path, text: str, mode: int = 0o644) -> None:
         file.write(text)
         os.fchmod(descriptor, mode)
     temporary.replace(path)
+
+
+def swap_in(new: str, path: str) -> None:
+    """Put the file ``new`` in the place of ``path``, at one instant, and remove what was there.
+
+    They are exchanged where the file system can: at a rename over a file ext4 begins to write the new one to disk,
+    and the next change would wait for that.
+
+    :raises OSError: neither is possible
+    """
+    if _LIBC.renameat2(_HERE, new.encode(), _HERE, path.encode(), _EXCHANGE) == 0:
+        os.unlink(new)  # noqa: PTH108 - a Path costs as much as the call
+    else:
+        os.replace(new, path)  # noqa: PTH105
 
 
 def link(path: Path, target: str) -> None:

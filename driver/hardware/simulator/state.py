@@ -1,6 +1,6 @@
 """What changes on a simulated GPU, and the file it lives in.
 
-One file a GPU, ``<root>/sim/gpu-<minor>.json``, replaced as a whole (write, then rename): a reader sees the
+One file a GPU, ``<root>/sim/gpu-<minor>.json``, replaced as a whole (write, then swap): a reader sees the
 state before or after a change, never between, whatever instruction the writer was killed at. Writers of one
 GPU take turns by ``flock`` on ``gpu-<minor>.lock``, which the kernel frees when its holder dies; readers
 take no lock. Nothing is fsynced: a power cut also ends a real GPU's instances.
@@ -17,6 +17,8 @@ from pathlib import Path
 import msgspec
 
 from driver.errors import StateError
+
+from .files import swap_in
 
 ANY_INSTANCE = 0xFFFFFFFF
 """Stands for the whole GPU where an event names no GPU instance or compute instance."""
@@ -128,7 +130,7 @@ class GpuFile:
             os.write(descriptor, content)
         finally:
             os.close(descriptor)
-        os.replace(self._temporary, self._text_path)  # noqa: PTH105 - a Path costs as much as the call
+        swap_in(self._temporary, self._text_path)
         self._cached = (content, state)
 
     @contextmanager
