@@ -36,6 +36,7 @@ from kubelet_plugin.node import Node
 from kubelet_plugin.orphans import Orphans
 from kubelet_plugin.plan import PlanFollower
 from kubelet_plugin.plan_fence import OwnFence
+from kubelet_plugin.plan_memory import MemoryFile
 from kubelet_plugin.plan_status import PlanStatusWriter
 from kubelet_plugin.plan_word import ControllersWord
 from kubelet_plugin.preparation import Preparer
@@ -118,7 +119,7 @@ class NodePlugin:
         self._follower = PlanFollower(
             self._word,
             self._node.inventory,
-            settings.state_dir,
+            MemoryFile(settings.state_dir),
             self._publisher.device_names,
             self._told,
             faults=self._health.described,
