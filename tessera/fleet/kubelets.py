@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -120,7 +121,7 @@ class Kubelets:
 
     def _end(self, key: Key, pod: Pod) -> None:
         try:
-            self._client.delete(f"{_path(key)}?gracePeriodSeconds=0", pod.metadata.uid)
+            self._client.delete(_path(key), pod.metadata.uid, grace_s=0)
         except ApiError as error:
             if error.status not in (NOT_FOUND, CONFLICT):
                 raise
@@ -185,6 +186,7 @@ def _path(pod: Key) -> str:
 
 
 def _ready(claim: ClaimReference, pool: str, device: Device) -> ReadyDevice:
-    partition = f"MIG-{device.gpu.uuid[4:]}/{device.name}" if device.kind is DeviceKind.PARTITION else None
+    made_up = uuid.uuid5(uuid.NAMESPACE_DNS, f"{device.gpu.uuid}/{device.name}")
+    partition = f"MIG-{made_up}" if device.kind is DeviceKind.PARTITION else None
     share = Share(device.shares) if device.kind is DeviceKind.SHARE else None
     return ReadyDevice(claim, pool, device.name, device.gpu.uuid, partition, share)
