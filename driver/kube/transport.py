@@ -113,7 +113,7 @@ class KubeClient:
         return _object("PATCH", path, self._request("PATCH", path, query=query, body=body, content=APPLY_PATCH))
 
     def delete(self, path: str, uid: str | None = None, grace_s: int | None = None) -> None:
-        """Delete the object; with ``uid`` only that very one (else status 409). ``grace_s``: another grace than its own."""
+        """Delete the object; with ``uid`` only that very one (else status 409). ``grace_s``: not its own grace."""
         body: Object = {"preconditions": {"uid": uid}} if uid else {}
         if grace_s is not None:
             body["gracePeriodSeconds"] = grace_s
