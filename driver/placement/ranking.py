@@ -122,6 +122,7 @@ class RankedClique:
         self._ranking = ranking
         self._free = sum(gpu.free for gpu in gpus)
         self._spoiled = self._free if all(gpu.whole for gpu in gpus) else 0.0
+        self.offered = frozenset[Key]().union(*{gpu.offered for gpu in gpus})
         self._best: dict[Key, Ranked | None] = {}
 
     def admits(self, position: int, spot: Spot) -> bool:

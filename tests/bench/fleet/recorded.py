@@ -222,7 +222,10 @@ def _slices(node: RecordedNode) -> Iterator[Object]:
 
 def claim_object(name: str, node: RecordedNode | None, devices: Iterable[Device], profile: str = "1g-10gb") -> Object:
     """A claim that has ``devices`` of ``node``, or waits."""
-    request = {"name": "gpu", "exactly": {"deviceClassName": f"gpu-inference-{profile}", "allocationMode": "ExactCount", "count": 1}}
+    request = {
+        "name": "gpu",
+        "exactly": {"deviceClassName": f"gpu-inference-{profile}", "allocationMode": "ExactCount", "count": 1},
+    }
     status: Object = {}
     if node is not None:
         results = [
