@@ -10,7 +10,7 @@ from typing import NamedTuple
 from controller.fleet import Fleet, FleetGpu, offer_at, spot_for
 from controller.offers import Eligible
 from driver.model.plan import Offer
-from driver.placement import Key, Ranked, Ranking, Spot, Terms
+from driver.placement import Key, Ranked, RankedClique, Ranking, Spot, Terms
 
 KNOWN_SETS = 64
 """Of how many sets of GPUs it is remembered where they are; a set that is asked for is asked for again."""
@@ -69,7 +69,7 @@ class Floor:
         self.groups = list(fleet.cliques.values())
         same = before if before is not None and before.hardware is self.hardware else None
         changed = range(len(self.groups)) if same is None else _changed(same.groups, self.groups)
-        self.cliques = [] if same is None else list(same.cliques)
+        self.cliques: list[RankedClique] = [] if same is None else list(same.cliques)
         for at in changed:
             self.cliques[at : at + 1] = [ranking.clique(tuple(ranking.gpu(entry.state) for entry in self.groups[at]))]
         self._found = same.found if same is not None else self._find()

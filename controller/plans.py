@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import msgspec
 
 from controller.fenced import PoolDevice
-from controller.fleet import Fleet
+from controller.fleet import Fleet, FleetGpu
 from controller.picture import NodeView
 from controller.steps import Observer, Step
 from driver.errors import CONFLICT, ApiError
@@ -32,32 +33,69 @@ WRITES_AT_ONCE = 8
 """One change of the cluster changes several plans; claims wait for the last of them."""
 
 
+class Reckoned(NamedTuple):
+    """A spec, and what it was made from."""
+
+    view: NodeView
+    gpus: tuple[FleetGpu, ...]
+    offers: list[Offer]
+    gone: list[str]
+    spec: PlanSpec
+
+
+Planned = dict[str, Reckoned]
+"""By node; where nothing has changed it holds on."""
+
+
 def plan_specs(
-    nodes: Iterable[NodeView], fleet: Fleet, offers: Collection[Offer], withdrawn: Collection[PoolDevice]
+    nodes: Iterable[NodeView],
+    fleet: Fleet,
+    offers: Collection[Offer],
+    withdrawn: Collection[PoolDevice],
+    known: Planned | None = None,
 ) -> dict[str, PlanSpec]:
-    """What every node shall do, by node."""
+    """What every node shall do, by node. ``known`` is what was found before, and is brought up to date."""
+    known = {} if known is None else known
     by_node: dict[str, list[Offer]] = defaultdict(list)
     for offer in offers:
         by_node[fleet.gpus[offer.gpu].node].append(offer)
     gone: dict[str, list[str]] = defaultdict(list)
     for device in withdrawn:
         gone[device.pool].append(device.device)
-    return {
-        node.name: PlanSpec(
-            epoch=node.status.epoch,
-            held=tuple(sorted(map(str, node.held.values()))),
-            offers=tuple(sorted(map(str, by_node[node.name]))),
-            withdrawn=tuple(sorted(gone[node.pool])),
-            dedicated_to=node.dedication.node,
-            dedicated_gpus=_dedicated_gpus(node, fleet),
-        )
-        for node in nodes
-    }
+    specs = {}
+    for node in nodes:
+        gpus, its_offers = fleet.nodes.get(node.name, ()), by_node.get(node.name, NOTHING)
+        made_from = (node, gpus, its_offers, gone.get(node.pool, NOTHING))
+        found = known.get(node.name)
+        if found is None or not _is_from(found, *made_from):
+            found = known[node.name] = Reckoned(*made_from, _spec(*made_from))
+        specs[node.name] = found.spec
+    return specs
 
 
-def _dedicated_gpus(node: NodeView, fleet: Fleet) -> tuple[str, ...]:
+NOTHING: list[Any] = []
+
+
+def _is_from(
+    found: Reckoned, view: NodeView, gpus: tuple[FleetGpu, ...], offers: Sequence[Offer], gone: Sequence[str]
+) -> bool:
+    return found.view is view and found.gpus is gpus and found.offers == offers and found.gone == gone
+
+
+def _spec(node: NodeView, gpus: tuple[FleetGpu, ...], offers: Sequence[Offer], gone: Sequence[str]) -> PlanSpec:
+    return PlanSpec(
+        epoch=node.status.epoch,
+        held=tuple(sorted(map(str, node.held.values()))),
+        offers=tuple(sorted(map(str, offers))),
+        withdrawn=tuple(sorted(gone)),
+        dedicated_to=node.dedication.node,
+        dedicated_gpus=_dedicated_gpus(node, gpus),
+    )
+
+
+def _dedicated_gpus(node: NodeView, gpus: tuple[FleetGpu, ...]) -> tuple[str, ...]:
     """The GPUs that have a use of their own, and which."""
-    uses, gpus = node.dedication.gpus, fleet.nodes.get(node.name, ())
+    uses = node.dedication.gpus
     return tuple(f"{entry.gpu.uuid}={uses[entry.number]}" for entry in gpus if entry.number in uses)
 
 
@@ -80,6 +118,8 @@ class PlanWriter:
         self._clock = clock
         self._observer = observer
         self._differs_since: dict[str, float] = {}
+        self._agree: dict[str, tuple[PlanSpec, PlanSpec]] = {}
+        """The spec of a plan, and the one that is wanted, where the first was found to say the second."""
         self._failed: dict[str, float] = {}
 
     def write(
@@ -97,7 +137,7 @@ class PlanWriter:
         self._failed = {node: until for node, until in self._failed.items() if until > now}
         for node, spec in wanted.items():
             plan = existing.get(node)
-            if plan is not None and (plan.metadata.paused or _says(plan.spec, spec)):
+            if plan is not None and (plan.metadata.paused or self._says(node, plan.spec, spec)):
                 continue
             if node in self._failed:
                 continue
@@ -106,7 +146,9 @@ class PlanWriter:
                 due.append((node, plan, nodes[node], spec))
             else:
                 self._differs_since[node] = since
-        with ThreadPoolExecutor(WRITES_AT_ONCE) as pool:
+        if not due:
+            return 0
+        with ThreadPoolExecutor(min(len(due), WRITES_AT_ONCE)) as pool:
             pending = [pool.submit(self._observed, *each) for each in due]
         failures = {node: str(error) for (node, *_), each in zip(due, pending, strict=True) if (error := each.result())}
         if failures:
@@ -119,6 +161,15 @@ class PlanWriter:
         """After how many seconds to write what can wait; None: nothing waits."""
         times = [*(since + LAZY_S for since in self._differs_since.values()), *self._failed.values()]
         return max(0.0, min(times) - self._clock()) if times else None
+
+    def _says(self, node: str, current: PlanSpec, wanted: PlanSpec) -> bool:
+        known = self._agree.get(node)
+        if known is not None and known[0] is current and known[1] is wanted:
+            return True
+        agree = _says(current, wanted)
+        if agree:
+            self._agree[node] = (current, wanted)
+        return agree
 
     def _observed(self, node: str, plan: GpuNodePlan | None, owner: str, spec: PlanSpec) -> ApiError | None:
         with observed(self._observer, Step.WRITE_PLAN):

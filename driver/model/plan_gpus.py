@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 
@@ -74,7 +75,7 @@ def _shared_links(
 
 def _shared(gpu: Gpu, profiles: tuple[Profile, ...]) -> Gpu:
     """``gpu`` with these profiles; what many GPUs have in common is there once."""
-    texts = {name: sys.intern(text) for name in TEXTS if isinstance(text := getattr(gpu, name), str)}
+    texts: dict[str, Any] = {name: sys.intern(text) for name in TEXTS if isinstance(text := getattr(gpu, name), str)}
     link = gpu.nvlink
     if link is not None:
         link = _shared_links(link.generation, link.links, link.bandwidth, tuple(link.peers.items()))

@@ -158,7 +158,7 @@ def _folders() -> dict[str, str]:
 
 def _meta(uid: str) -> Object:
     """What every object has beside its name; managed fields are a part of what is decoded."""
-    fields = {"f:spec": {f"f:field-{at}": {} for at in range(8)}}
+    fields: Object = {"f:spec": {f"f:field-{at}": {} for at in range(8)}}
     managed = {"manager": "tessera", "operation": "Update", "time": "2026-11-22T00:00:00Z", "fieldsV1": fields}
     return {
         "uid": f"00000000-0000-0000-0000-{uid:>012}",
