@@ -78,8 +78,8 @@ class Controller:
         self._decided_at = -math.inf
         self._patience = Patience()
         self._picture = Picture()
-        self._standing: Remembered = {}
-        self._planned: Planned = {}
+        self._standing = Remembered()
+        self._planned = Planned()
         self._curator = Curator(Ranking(Measure(Weights(settings.weights))), CurationSettings(offers=settings.offers))
         self._unused = Unused(settings.unused_s, SystemClock())
         self._learner = Learner(settings.learn_hours, SystemClock()) if settings.learns else None
@@ -120,13 +120,14 @@ class Controller:
         protected = [offer for offer in devices.open if Key(offer.type, offer.profile) in waited_for]
         self._learn(queue)
         curation = self._curator.curate(fleet, demands, devices.open, protected)
-        offers = devices.offerable(curation.offers, seen.plans)
+        offers = devices.offerable(curation.offers, seen.withdrawing)
         excess = (device for offer, device in devices.obeying.items() if offer not in offers)
         self._start(seen, devices)
         withdrawn = self._withdrawals.decide(frozenset(excess), devices.is_published)
         blocked = self._let_through(devices, offers)
         specs = plan_specs(seen.views, fleet, offers - blocked, withdrawn, self._planned)
-        if written := self._writer.write(specs, seen.plans, {view.name: view.uid for view in seen.views}):
+        new = {view.name: view.uid for view in seen.views if view.name not in seen.plans}
+        if written := self._writer.write(specs, seen.plans, new):
             elapsed = (time.perf_counter() - began) * 1000
             log.info("wrote plans", extra={"plans": written, "offers": len(curation.offers), "ms": f"{elapsed:.0f}"})
         self._teller.labels(seen.cluster.nodes, fleet)

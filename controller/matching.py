@@ -6,6 +6,7 @@ in those get one answer, worked out once and remembered as long as the GPU is th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
@@ -115,6 +116,7 @@ class SurveyMemory:
     hardware: Hardware | None
     kinds: dict[Any, Any] = field(default_factory=dict)
     free: dict[str, tuple[tuple[FleetGpu, ...], float]] = field(default_factory=dict)
+    having: Counter[Key] = field(default_factory=Counter)
     outcomes: dict[Any, dict[str, tuple[tuple[FleetGpu, ...], Any]]] = field(default_factory=dict)
 
 

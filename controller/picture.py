@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from controller.dedication import UNDEDICATED, Dedication
@@ -61,26 +61,32 @@ class Picture:
 
     _known: dict[str, Known] = field(default_factory=dict)
     _fleet: Fleet = field(default_factory=Fleet)
+    _nodes: Sequence[NodeView] = ()
+    _distinct: bool = True
+    """Whether no GPU is on two nodes."""
 
-    def fleet(self, nodes: Collection[NodeView]) -> Fleet:
-        before = self._known
-        self._known = {node.name: self._node(node, before.get(node.name)) for node in nodes}
-        changed = [name for name, known in self._known.items() if before.get(name) is not known]
-        if self._same_gpus(before, changed):
-            entries = [entry for name in changed for entry in _differing(before[name].gpus, self._known[name].gpus)]
-            self._fleet = self._fleet.changed(entries) if entries else self._fleet
-        else:
-            # A GPU whose node was registered again by another name is the new node's.
-            ordered = sorted(nodes, key=lambda node: node.open)
-            self._fleet = Fleet.of(gpu for node in ordered for gpu in self._known[node.name].gpus)
+    def fleet(self, nodes: Sequence[NodeView]) -> Fleet:
+        """Fast where most of ``nodes`` are the same objects, at the same places, as the last time."""
+        before, self._nodes = self._nodes, nodes
+        changed = [now for was, now in zip(before, nodes, strict=False) if was is not now]
+        if len(before) != len(nodes) or any(now.name not in self._known for now in changed):
+            return self._anew(nodes)
+        old = [self._known[node.name] for node in changed]
+        new = [self._node(node, known) for node, known in zip(changed, old, strict=True)]
+        self._known |= {known.view.name: known for known in new}
+        if not self._distinct or not all(map(_same_hardware, old, new)):
+            return self._anew(nodes)
+        entries = [entry for was, now in zip(old, new, strict=True) for entry in _differing(was.gpus, now.gpus)]
+        self._fleet = self._fleet.changed(entries) if entries else self._fleet
         return self._fleet
 
-    def _same_gpus(self, before: Mapping[str, Known], changed: Collection[str]) -> bool:
-        """Whether there are the GPUs that there were, none of them on two nodes, and only what is held differs."""
-        same = len(before) == len(self._known) and all(
-            _same_hardware(before.get(name), self._known[name]) for name in changed
-        )
-        return same and sum(len(known.gpus) for known in self._known.values()) == len(self._fleet.gpus)
+    def _anew(self, nodes: Sequence[NodeView]) -> Fleet:
+        self._known = {node.name: self._node(node, self._known.get(node.name)) for node in nodes}
+        # A GPU whose node was registered again by another name is the new node's.
+        ordered = sorted(nodes, key=lambda node: node.open)
+        self._fleet = Fleet.of(gpu for node in ordered for gpu in self._known[node.name].gpus)
+        self._distinct = sum(len(known.gpus) for known in self._known.values()) == len(self._fleet.gpus)
+        return self._fleet
 
     def _node(self, node: NodeView, known: Known | None) -> Known:
         if known is not None and known.view is node:
@@ -99,10 +105,8 @@ def _alike(before: NodeView, after: NodeView) -> bool:
     )
 
 
-def _same_hardware(before: Known | None, after: Known) -> bool:
-    return before is not None and [(entry.gpu, entry.shares) for entry in before.gpus] == [
-        (entry.gpu, entry.shares) for entry in after.gpus
-    ]
+def _same_hardware(before: Known, after: Known) -> bool:
+    return [(entry.gpu, entry.shares) for entry in before.gpus] == [(entry.gpu, entry.shares) for entry in after.gpus]
 
 
 def _differing(before: Sequence[FleetGpu], after: Sequence[FleetGpu]) -> list[FleetGpu]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -33,53 +33,40 @@ WRITES_AT_ONCE = 8
 """One change of the cluster changes several plans; claims wait for the last of them."""
 
 
-class Reckoned(NamedTuple):
-    """A spec, and what it was made from."""
+@dataclass
+class Planned:
+    """The specs by node as found last, and from what; ``special`` nodes had offers, or something to let go."""
 
-    view: NodeView
-    gpus: tuple[FleetGpu, ...]
-    offers: list[Offer]
-    gone: list[str]
-    spec: PlanSpec
-
-
-Planned = dict[str, Reckoned]
-"""By node; where nothing has changed it holds on."""
+    views: dict[str, NodeView] = field(default_factory=dict)
+    specs: dict[str, PlanSpec] = field(default_factory=dict)
+    special: frozenset[str] = frozenset()
 
 
 def plan_specs(
-    nodes: Iterable[NodeView],
+    nodes: Collection[NodeView],
     fleet: Fleet,
     offers: Collection[Offer],
     withdrawn: Collection[PoolDevice],
     known: Planned | None = None,
 ) -> dict[str, PlanSpec]:
     """What every node shall do, by node. ``known`` is what was found before, and is brought up to date."""
-    known = {} if known is None else known
+    known = known or Planned()
     by_node: dict[str, list[Offer]] = defaultdict(list)
     for offer in offers:
         by_node[fleet.gpus[offer.gpu].node].append(offer)
     gone: dict[str, list[str]] = defaultdict(list)
     for device in withdrawn:
         gone[device.pool].append(device.device)
-    specs = {}
+    special = by_node.keys() | {node.name for node in nodes if node.pool in gone or node.dedication.gpus}
     for node in nodes:
-        gpus, its_offers = fleet.nodes.get(node.name, ()), by_node.get(node.name, NOTHING)
-        made_from = (node, gpus, its_offers, gone.get(node.pool, NOTHING))
-        found = known.get(node.name)
-        if found is None or not _is_from(found, *made_from):
-            found = known[node.name] = Reckoned(*made_from, _spec(*made_from))
-        specs[node.name] = found.spec
-    return specs
-
-
-NOTHING: list[Any] = []
-
-
-def _is_from(
-    found: Reckoned, view: NodeView, gpus: tuple[FleetGpu, ...], offers: Sequence[Offer], gone: Sequence[str]
-) -> bool:
-    return found.view is view and found.gpus is gpus and found.offers == offers and found.gone == gone
+        if known.views.get(node.name) is not node or node.name in known.special or node.name in special:
+            gpus = fleet.nodes.get(node.name, ())
+            spec = _spec(node, gpus, by_node.get(node.name, ()), gone.get(node.pool, ()))
+            known.views[node.name] = node
+            # An equal one stays the same object: it need not be compared with the plan again.
+            known.specs[node.name] = spec if spec != known.specs.get(node.name) else known.specs[node.name]
+    known.special = frozenset(special)
+    return {node.name: known.specs[node.name] for node in nodes}
 
 
 def _spec(node: NodeView, gpus: tuple[FleetGpu, ...], offers: Sequence[Offer], gone: Sequence[str]) -> PlanSpec:
@@ -118,8 +105,8 @@ class PlanWriter:
         self._clock = clock
         self._observer = observer
         self._differs_since: dict[str, float] = {}
-        self._agree: dict[str, tuple[PlanSpec, PlanSpec]] = {}
-        """The spec of a plan, and the one that is wanted, where the first was found to say the second."""
+        self._agree: dict[str, tuple[GpuNodePlan, PlanSpec]] = {}
+        """A plan, and what is wanted, where the first was found to say the second."""
         self._failed: dict[str, float] = {}
 
     def write(
@@ -130,20 +117,21 @@ class PlanWriter:
     ) -> int:
         """Bring ``existing`` in line; says how many were written. What can't be is logged and tried again later.
 
-        ``nodes`` are the uids of the Nodes: a plan goes with its node.
+        ``nodes`` are the uids of the Nodes that have no plan yet: a plan goes with its node.
         """
         now, before = self._clock(), self._differs_since
         self._differs_since, due = {}, []
         self._failed = {node: until for node, until in self._failed.items() if until > now}
-        for node, spec in wanted.items():
-            plan = existing.get(node)
-            if plan is not None and (plan.metadata.paused or self._says(node, plan.spec, spec)):
+        for node in self._doubtful(wanted, existing):
+            plan, spec = existing.get(node), wanted[node]
+            if plan is not None and (plan.metadata.paused or _says(plan.spec, spec)):
+                self._agree[node] = (plan, spec)
                 continue
             if node in self._failed:
                 continue
             since = before.get(node, now)
             if plan is None or _is_urgent(plan.spec, spec) or now - since >= LAZY_S:
-                due.append((node, plan, nodes[node], spec))
+                due.append((node, plan, nodes.get(node, ""), spec))
             else:
                 self._differs_since[node] = since
         if not due:
@@ -162,14 +150,14 @@ class PlanWriter:
         times = [*(since + LAZY_S for since in self._differs_since.values()), *self._failed.values()]
         return max(0.0, min(times) - self._clock()) if times else None
 
-    def _says(self, node: str, current: PlanSpec, wanted: PlanSpec) -> bool:
-        known = self._agree.get(node)
-        if known is not None and known[0] is current and known[1] is wanted:
-            return True
-        agree = _says(current, wanted)
-        if agree:
-            self._agree[node] = (current, wanted)
-        return agree
+    def _doubtful(self, wanted: Mapping[str, PlanSpec], existing: Mapping[str, GpuNodePlan]) -> list[str]:
+        """The nodes of which plan or spec is another object than when the one was found to say the other."""
+        agree = self._agree
+        return [
+            node
+            for node, spec in wanted.items()
+            if (known := agree.get(node)) is None or known[1] is not spec or known[0] is not existing.get(node)
+        ]
 
     def _observed(self, node: str, plan: GpuNodePlan | None, owner: str, spec: PlanSpec) -> ApiError | None:
         with observed(self._observer, Step.WRITE_PLAN):

@@ -155,16 +155,13 @@ class Survey:
 
     def having(self, key: Key) -> int:
         """How many GPUs of the whole fleet have devices of ``key``."""
-        return self._having[key]
-
-    @cached_property
-    def _having(self) -> Counter[Key]:
-        alike = Counter((entry.state.geometry, bool(entry.shares)) for entry in self.fleet)
-        found: Counter[Key] = Counter()
-        for (geometry, shared), count in alike.items():
-            for key in GpuState(geometry, shares=int(shared)).offered():
-                found[key] += count
-        return found
+        having = self._memory.having
+        if not having:
+            alike = Counter((entry.state.geometry, bool(entry.shares)) for entry in self.fleet)
+            for (geometry, shared), count in alike.items():
+                for each in GpuState(geometry, shares=int(shared)).offered():
+                    having[each] += count
+        return having[key]
 
     def groups(self, ask: Ask, kind: Kind, nodes: Nodes, attributes: tuple[str, ...] = ()) -> tuple[Group, ...]:
         """The GPUs of one node, with the same values of ``attributes``, that can give the ask's devices of ``kind``.

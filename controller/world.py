@@ -81,6 +81,8 @@ class Snapshot:
     plans: Mapping[str, GpuNodePlan]
     views: tuple[NodeView, ...]
     incomplete: Mapping[str, str]
+    withdrawing: Mapping[str, GpuNodePlan]
+    """Of the plans those that tell their nodes to take something away."""
 
 
 class World:
@@ -93,6 +95,7 @@ class World:
         self._book = ClaimBook(driver)
         self._nodes_now: dict[str, Node] = {}
         self._plans_now: dict[str, GpuNodePlan] = {}
+        self._withdrawing: dict[str, GpuNodePlan] = {}
         self._slices_now: dict[str, dict[Key, Published]] = {}
         self._node_of: dict[str, str] = {}
         """By the name of its pool."""
@@ -166,6 +169,7 @@ class World:
                 dict(self._plans_now),
                 self._views.all(),
                 dict(self._views.incomplete),
+                dict(self._withdrawing),
             )
 
     # What has changed: each says whether it is news
@@ -198,6 +202,10 @@ class World:
 
     def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> bool:
         self._take(changes, self._plans_now)
+        for name, new in ((change.key.name, change.new) for change in changes):
+            self._withdrawing.pop(name, None)
+            if new is not None and new.spec.withdrawn:
+                self._withdrawing[name] = new
         return any(kept.says_more(change.old, change.new) for change in changes)
 
     def _take(self, changes: Sequence[Change[T]], into: dict[str, T]) -> bool:
