@@ -7,11 +7,9 @@ a partition, and 25 are free; some offers stand on the free ones.
 from __future__ import annotations
 
 import json
-import queue
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -26,6 +24,7 @@ from driver.slices.build import PublishedGpu, SliceBuilder, slice_object
 from driver.slices.names import Pool
 from driver.slices.publisher import SLICES
 from tessera.fleet.gpus import discover, gpus_of
+from tests.bench.fleet.replaying import folder_of
 from tests.support.chart import CLASS_FILES
 
 DRIVER = "gpu.tessera.dev"
@@ -33,6 +32,8 @@ GROUP = "/apis/resource.k8s.io/v1"
 CLAIMS, CLASSES, PODS, NODES = f"{GROUP}/resourceclaims", f"{GROUP}/deviceclasses", "/api/v1/pods", "/api/v1/nodes"
 EPOCH = "0123456789ab"
 LISTED_AT = 1_000_000
+NAME = "node-name-of-template"
+"""Of a node that stands for all of its kind."""
 
 
 @dataclass(frozen=True)
@@ -49,111 +50,83 @@ class RecordedNode:
         return Pool(self.name, DRIVER)
 
 
-def nodes(count: int) -> Iterator[RecordedNode]:
-    """``count`` nodes, one after the other."""
-    like = discover(load_description("dgx-h100"))
-    for index in range(count):
-        name = f"node-{index:05}"
-        gpus = gpus_of(name, like)
-        devices = [device for gpu in gpus for device in devices_of(gpu, gpu.minor)]
-        small = tuple(device for device in devices if device.profile and device.profile.name == "1g.10gb")
-        if index % 20 < 12:
-            held = {f"train-{index}": tuple(device for device in devices if device.kind is DeviceKind.FULL)}
-            yield RecordedNode(name, gpus, held, ())
-        elif index % 20 < 15:
-            yield RecordedNode(name, gpus, {f"serve-{index}-{i}": (each,) for i, each in enumerate(small)}, ())
-        else:
-            offers = tuple(device for device in devices if device.gpu is gpus[0]) if index < 20 else ()
-            yield RecordedNode(name, gpus, {}, offers)
+def node_like(kind: str, gpus: tuple[Gpu, ...]) -> RecordedNode:
+    """A node that is held whole, cut into small partitions, or free with offers or without."""
+    devices = [device for gpu in gpus for device in devices_of(gpu, gpu.minor)]
+    if kind == "whole":
+        return RecordedNode(NAME, gpus, {f"train-{NAME}": tuple(d for d in devices if d.kind is DeviceKind.FULL)}, ())
+    if kind == "cut":
+        small = [device for device in devices if device.profile and device.profile.name == "1g.10gb"]
+        return RecordedNode(NAME, gpus, {f"serve-{i}-{NAME}": (each,) for i, each in enumerate(small)}, ())
+    return RecordedNode(NAME, gpus, {}, tuple(d for d in devices if d.gpu is gpus[0]) if kind == "offering" else ())
+
+
+def kind_of(index: int) -> str:
+    """Of the node of that number: 60, 15 and 25 of a hundred are whole, cut and free."""
+    turn = index % 20
+    return "whole" if turn < 12 else "cut" if turn < 15 else "offering" if index == 15 else "free"
 
 
 def record(count: int, directory: Path) -> None:
-    """Write the lists of ``count`` nodes into ``directory``."""
+    """Write the lists of ``count`` nodes into ``directory``.
+
+    Made once for each kind of node, as text, in which names and UUIDs are then replaced.
+    """
     writers = {path: _Pages(directory, path) for path in (SLICES, CLAIMS, NODES, PATH, PODS, CLASSES)}
-    for node in nodes(count):
-        writers[NODES].add([_node(node)])
-        writers[PATH].add([plan_object(node)])
-        writers[SLICES].add(_slices(node))
-        writers[CLAIMS].add(claim_object(name, node, devices) for name, devices in node.held.items())
-    writers[CLASSES].add(
-        {**each, "metadata": {**each["metadata"], **_meta(str(at))}}
-        for at, file in enumerate(CLASS_FILES)
-        for each in yaml.safe_load_all(file.read_text())
-    )
+    like = discover(load_description("dgx-h100"))
+    template = gpus_of(NAME, like)
+    texts = {kind: _texts(node_like(kind, template)) for kind in ("whole", "cut", "offering", "free")}
+    for index in range(count):
+        name = f"node-{index:05}"
+        own = gpus_of(name, like)
+        for path, items in texts[kind_of(index)].items():
+            for item in items:
+                text = item.replace(NAME, name)
+                for ours, theirs in zip(template, own, strict=True):
+                    text = text.replace(ours.uuid, theirs.uuid)
+                writers[path].add(text)
+    for at, file in enumerate(CLASS_FILES):
+        for each in yaml.safe_load_all(file.read_text()):
+            writers[CLASSES].add(_text({**each, "metadata": {**each["metadata"], **_meta(str(at))}}))
     for writer in writers.values():
         writer.close()
 
 
-class Recorded:
-    """Stands for a KubeClient: lists come from the files, watches from ``events``, writes are answered and counted."""
+def _texts(node: RecordedNode) -> dict[str, list[str]]:
+    return {
+        NODES: [_text(_node(node))],
+        PATH: [_text(plan_object(node))],
+        SLICES: [_text(each) for each in _slices(node)],
+        CLAIMS: [_text(claim_object(name, node, devices)) for name, devices in node.held.items()],
+    }
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.events: dict[str, queue.Queue[bytes]] = {path: queue.Queue() for path in _folders()}
-        self.version = LISTED_AT
-        self.writes = 0
-        self.on_write: Any = lambda path, stored: None
 
-    def get(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
-        file = self._directory / _folders()[path] / (query or {}).get("continue", "0")
-        return file.read_bytes()
-
-    def get_object(self, path: str) -> Object:
-        return {"metadata": {"resourceVersion": "1"}, "data": {}}
-
-    def stream(self, path: str, query: Mapping[str, str], read_timeout_s: float) -> Iterator[bytes]:
-        while True:
-            yield self.events[path].get()
-
-    def create(self, path: str, body: Object) -> Object:
-        return self._stored(path, body)
-
-    def patch(self, path: str, body: Object) -> Object:
-        return self._stored(path, body)
-
-    def replace(self, path: str, body: Object, query: Mapping[str, str] | None = None) -> Object:
-        return self._stored(path, body)
-
-    def tell(self, path: str, kind: str, item: Object) -> None:
-        """An event of the watch of ``path``."""
-        self.version += 1
-        item["metadata"]["resourceVersion"] = str(self.version)
-        self.events[path].put(json.dumps({"type": kind, "object": item}).encode())
-
-    def _stored(self, path: str, body: Object) -> Object:
-        self.writes += 1
-        self.version += 1
-        metadata = {"name": path.rpartition("/")[2], **body.get("metadata", {}), "resourceVersion": str(self.version)}
-        stored: Object = {**body, "metadata": metadata}
-        return self.on_write(path, stored) or stored
+def _text(item: Object) -> str:
+    return json.dumps(item, separators=(",", ":"))
 
 
 class _Pages:
     """Items of one list, page by page into files."""
 
     def __init__(self, directory: Path, path: str) -> None:
-        self._folder = directory / _folders()[path]
+        self._folder = directory / folder_of(path)
         self._folder.mkdir(parents=True)
-        self._items: list[Object] = []
+        self._items: list[str] = []
         self._page = 0
 
-    def add(self, items: Iterable[Object]) -> None:
-        for item in items:
-            if len(self._items) == PAGE:
-                self._write(f"{self._page + 1}")
-            self._items.append(item)
+    def add(self, item: str) -> None:
+        if len(self._items) == PAGE:
+            self._write(f"{self._page + 1}")
+        self._items.append(item)
 
     def close(self) -> None:
         self._write("")
 
     def _write(self, following: str) -> None:
-        page = {"metadata": {"resourceVersion": str(LISTED_AT), "continue": following}, "items": self._items}
-        (self._folder / str(self._page)).write_text(json.dumps(page, separators=(",", ":")))
+        metadata = _text({"resourceVersion": str(LISTED_AT), "continue": following})
+        page = f'{{"metadata":{metadata},"items":[{",".join(self._items)}]}}'
+        (self._folder / str(self._page)).write_text(page)
         self._page, self._items = self._page + 1, []
-
-
-def _folders() -> dict[str, str]:
-    return {path: path.rpartition("/")[2] for path in (SLICES, CLAIMS, NODES, PATH, PODS, CLASSES)}
 
 
 def _meta(uid: str) -> Object:
@@ -172,7 +145,7 @@ def _node(node: RecordedNode) -> Object:
     labels = {f"example.com/label-{at}": f"value-{at}" for at in range(20)}
     images = [{"names": [f"registry/image-{at}@sha256:{at:064}"], "sizeBytes": at * 1000} for at in range(50)]
     conditions = [{"type": each, "status": "False", "reason": "Fine"} for each in ("MemoryPressure", "DiskPressure")]
-    metadata = {"name": node.name, "labels": {"kubernetes.io/hostname": node.name, **labels}, **_meta(node.name[5:])}
+    metadata = {"name": node.name, "labels": {"kubernetes.io/hostname": node.name, **labels}, **_meta("1")}
     return {"metadata": metadata, "spec": {}, "status": {"images": images, "conditions": conditions}}
 
 
@@ -197,7 +170,7 @@ def plan_object(node: RecordedNode) -> Object:
         "gpus": list(status.gpus),
         "inventory": status.inventory,
     }
-    metadata = {"name": node.name, "generation": 1, **_meta(node.name[5:])}
+    metadata = {"name": node.name, "generation": 1, **_meta("1")}
     return {"apiVersion": API_VERSION, "kind": "GpuNodePlan", "metadata": metadata, "spec": spec, "status": told}
 
 
@@ -217,7 +190,7 @@ def _slices(node: RecordedNode) -> Iterator[Object]:
     built = SliceBuilder(node.pool).build(published)
     for name, content in built.items():
         item = slice_object(name, content, node.pool, 1, len(built), None)
-        yield {"metadata": {**item["metadata"], **_meta(node.name[5:])}, "spec": item["spec"]}
+        yield {"metadata": {**item["metadata"], **_meta("1")}, "spec": item["spec"]}
 
 
 def claim_object(name: str, node: RecordedNode | None, devices: Iterable[Device], profile: str = "1g-10gb") -> Object:
