@@ -131,8 +131,8 @@ class Publisher:
             self._owner = self._find_owner()
         started = time.perf_counter()
         self._write(todo)
+        self.published.set()
         if not todo:
-            self.published.set()
             return
         self._on_written(len(todo.write) + len(todo.delete), time.perf_counter() - started)
         log.info(
