@@ -110,12 +110,14 @@ class Selector:
 class SurveyMemory:
     """What surveys of fleets with the same hardware need not find out again (``controller.survey``).
 
-    ``kinds`` by selector and nodes; ``free`` and ``outcomes`` by node hold as long as its GPUs are as they were.
+    ``kinds`` by selector and nodes. ``free`` slices and ``outcomes`` of a node hold as long as its GPUs are as they
+    were; ``order`` are the nodes by free slices.
     """
 
     hardware: Hardware | None
     kinds: dict[Any, Any] = field(default_factory=dict)
     free: dict[str, tuple[tuple[FleetGpu, ...], float]] = field(default_factory=dict)
+    order: list[tuple[float, str]] = field(default_factory=list)
     having: Counter[Key] = field(default_factory=Counter)
     outcomes: dict[Any, dict[str, tuple[tuple[FleetGpu, ...], Any]]] = field(default_factory=dict)
 

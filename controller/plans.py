@@ -37,13 +37,21 @@ WRITES_AT_ONCE = 8
 class Planned:
     """The specs by node as found last, and from what; ``special`` nodes had offers, or something to let go."""
 
-    views: dict[str, NodeView] = field(default_factory=dict)
+    views: Sequence[NodeView] = ()
     specs: dict[str, PlanSpec] = field(default_factory=dict)
     special: frozenset[str] = frozenset()
 
+    def other(self, nodes: Sequence[NodeView]) -> set[str]:
+        """Those of ``nodes`` of which something has changed since."""
+        pairs = [(was, now) for was, now in zip(self.views, nodes, strict=False) if was is not now]
+        if len(self.views) != len(nodes) or any(was.name != now.name for was, now in pairs):
+            self.specs = {}
+            return {node.name for node in nodes}
+        return {now.name for _, now in pairs}
+
 
 def plan_specs(
-    nodes: Collection[NodeView],
+    nodes: Sequence[NodeView],
     fleet: Fleet,
     offers: Collection[Offer],
     withdrawn: Collection[PoolDevice],
@@ -57,16 +65,16 @@ def plan_specs(
     gone: dict[str, list[str]] = defaultdict(list)
     for device in withdrawn:
         gone[device.pool].append(device.device)
-    special = by_node.keys() | {node.name for node in nodes if node.pool in gone or node.dedication.gpus}
-    for node in nodes:
-        if known.views.get(node.name) is not node or node.name in known.special or node.name in special:
+    special = frozenset([*by_node, *(node.name for node in nodes if node.dedication.gpus or node.pool in gone)])
+    todo = known.other(nodes) | known.special | special
+    for node in nodes if todo else ():
+        if node.name in todo:
             gpus = fleet.nodes.get(node.name, ())
             spec = _spec(node, gpus, by_node.get(node.name, ()), gone.get(node.pool, ()))
-            known.views[node.name] = node
             # An equal one stays the same object: it need not be compared with the plan again.
             known.specs[node.name] = spec if spec != known.specs.get(node.name) else known.specs[node.name]
-    known.special = frozenset(special)
-    return {node.name: known.specs[node.name] for node in nodes}
+    known.views, known.special = nodes, special
+    return dict(known.specs)
 
 
 def _spec(node: NodeView, gpus: tuple[FleetGpu, ...], offers: Sequence[Offer], gone: Sequence[str]) -> PlanSpec:

@@ -5,6 +5,7 @@ Everything is remembered; a survey is made anew when the fleet changes, the matc
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property
@@ -62,14 +63,15 @@ class Survey:
     @cached_property
     def nodes(self) -> tuple[str, ...]:
         """The nodes with GPUs, the fullest first: what fits there leaves the others whole."""
-        return tuple(sorted(self.fleet.nodes, key=lambda node: (self._free(node), node)))
-
-    def _free(self, node: str) -> float:
-        """Free memory slices."""
-        gpus, known = self.fleet.nodes[node], self._memory.free.get(node)
-        if known is None or known[0] is not gpus:
-            known = self._memory.free[node] = (gpus, sum(state.free for state in self.states(node)))
-        return known[1]
+        free, order = self._memory.free, self._memory.order
+        for node, gpus in self.fleet.nodes.items():
+            known = free.get(node)
+            if known is None or known[0] is not gpus:
+                if known is not None:
+                    del order[bisect_left(order, (known[1], node))]
+                free[node] = (gpus, sum(state.free for state in self.states(node)))
+                insort(order, (free[node][1], node))
+        return tuple(node for _, node in order)
 
     def states(self, node: str) -> States:
         """Those of the node's GPUs, by number."""
@@ -103,7 +105,10 @@ class Survey:
         for node in self.nodes:
             if node not in nodes:
                 continue
-            gpus, before = self.fleet.nodes[node], known.get(node)
+            gpus, free = self._memory.free[node]
+            if not free:
+                continue
+            before = known.get(node)
             if before is not None and before[0] is gpus:
                 outcome = before[1]
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -36,16 +37,18 @@ class Views:
     def __init__(self, driver: str) -> None:
         self._driver = driver
         self._views: dict[str, NodeView] = {}
-        self._ordered: tuple[NodeView, ...] | None = ()
+        self._names: list[str] = []
+        self._ordered: list[NodeView] = []
+        self._all: tuple[NodeView, ...] | None = None
         self.incomplete: dict[str, str] = {}
         """By pool why the scheduler leaves it aside."""
         self._pools: dict[str, frozenset[str]] = {}
 
     def all(self) -> tuple[NodeView, ...]:
         """The same tuple as long as nothing has changed."""
-        if self._ordered is None:
-            self._ordered = tuple(self._views[name] for name in sorted(self._views))
-        return self._ordered
+        if self._all is None:
+            self._all = tuple(self._ordered)
+        return self._all
 
     def make(
         self,
@@ -59,13 +62,20 @@ class Views:
         self._look_at_pools(name, slices)
         is_ours = plan is not None or slices
         found = self._view(node, plan, slices, held) if node is not None and is_ours else None
-        if found == self._views.get(name):
+        before = self._views.get(name)
+        if found == before:
             return
-        self._ordered = None
+        at = bisect_left(self._names, name)
+        self._all = None
         if found is None:
-            del self._views[name]
+            del self._views[name], self._names[at], self._ordered[at]
+            return
+        self._views[name] = found
+        if before is not None:
+            self._ordered[at] = found
         else:
-            self._views[name] = found
+            self._names.insert(at, name)
+            self._ordered.insert(at, found)
 
     def _look_at_pools(self, node: str, slices: Collection[Published]) -> None:
         for pool in self._pools.pop(node, frozenset()):
