@@ -6,6 +6,7 @@ any instruction is replaced by one that reads the same.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import threading
@@ -74,7 +75,7 @@ class Controller:
         self._matching = Matching(settings.driver_name)
         self._nodes: tuple[Node, ...] = ()
         self._eligibility = Eligibility(())
-        self._started = False
+        self._started = self._settled = False
         self._decided_at = -math.inf
         self._patience = Patience()
         self._picture = Picture()
@@ -101,7 +102,13 @@ class Controller:
 
     def _turn(self) -> float | None:
         with observed(self._observer, Step.DECIDE):
-            return self._decide()
+            again = self._decide()
+        if not self._settled and self._decided_at > 0:
+            # What was listed stays, as a rule: the collector need not go through all of it again and again.
+            gc.collect()
+            gc.freeze()
+            self._settled = True
+        return again
 
     def _decide(self) -> float | None:
         """Read everything, decide, and write the plans that changed; the next time in as many seconds as returned.

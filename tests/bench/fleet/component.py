@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -14,6 +15,7 @@ from subprocess import run
 
 from controller.controller import Controller
 from driver.config.controller_settings import ControllerSettings
+from tessera.controller import YOUNG
 from tests.bench.fleet.replaying import Recorded
 from tests.harness.waiting import wait_for
 
@@ -58,6 +60,7 @@ class Watched(Controller):
 
 def measure(nodes: int, directory: Path) -> Resync:
     logging.basicConfig(level=logging.CRITICAL)
+    gc.set_threshold(YOUNG, 20, 100)
     client = Recorded(directory)
     work = Watched(client, ControllerSettings())  # type: ignore[arg-type]
     began, cpu = time.perf_counter(), time.process_time()
