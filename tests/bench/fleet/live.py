@@ -148,8 +148,8 @@ OURS = frozenset({"gpunodeplans", "resourceslices", "configmaps"})
 """What only Tessera writes here; ``status.devices`` of claims comes with each claim."""
 
 
-def storm(live: Live) -> Storm:
-    """Kill the controller and start it again; then stop it until all nodes stand alone, and start it again."""
+def storm(live: Live, *, lost: bool) -> Storm:
+    """Kill the controller and start it again; if ``lost``, stop it until all nodes stand alone, and start it again."""
     stop = threading.Event()
     writes = Writes(live.client)
     threading.Thread(target=writes.run, args=(stop,), daemon=True).start()
@@ -158,14 +158,15 @@ def storm(live: Live) -> Storm:
     live.controller.kill()
     live.controller.start()
     time.sleep(2 * AFTER_S)
-    writes.mark("controller stopped")
-    live.controller.stop()
-    live.wait_following(0, ALONE_S)
-    writes.mark("controller started")
-    live.controller.start()
-    live.wait_following(live.nodes, PLANNED_S)
-    writes.mark("all nodes follow")
-    time.sleep(2 * AFTER_S)
+    if lost:
+        writes.mark("controller stopped")
+        live.controller.stop()
+        live.wait_following(0, ALONE_S)
+        writes.mark("controller started")
+        live.controller.start()
+        live.wait_following(live.nodes, PLANNED_S)
+        writes.mark("all nodes follow")
+        time.sleep(2 * AFTER_S)
     stop.set()
     rates = writes.per_second(OURS)
     ends = [at for at, _ in writes.marks[1:]] + [float("inf")]

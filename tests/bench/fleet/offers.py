@@ -64,7 +64,7 @@ class Refreshing:
                 for device in change.new or ():
                     self._held[device] = change.key
                     self._take(device)
-                    if change.key.namespace == "default" and change.old is None:
+                    if change.key.namespace == "default" and change.old is None and device in self._published:
                         self._since[self._published[device].profile].append(time.monotonic())
             self._look()
 
