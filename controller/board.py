@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import islice
 
-from controller.floor import Floor, Head, Place
+from controller.floor import NO_HEADS, Floor, Head, Heads, Place
 from controller.offers import Eligible
 from driver.placement import Key, RankedClique, Terms
 
@@ -21,9 +23,11 @@ class Board:
         self.seated: set[Place] = set()
         self.growth = 0.0
         self._cliques = list(floor.cliques)
-        self._heads: dict[Eligible, dict[int, Head]] = {None: dict(floor.heads.get(key, {}))}
-        self._stale: dict[Eligible, set[int]] = {None: set()}
-        self._eligible: dict[Eligible, Mapping[int, list[int]]] = {}
+        self._base: dict[Eligible, Heads] = {None: floor.heads.get(key, NO_HEADS)}
+        self._changed: set[int] = set()
+        """Cliques that are not as on the floor."""
+        self._heads: dict[Eligible, dict[int, Head | None]] = defaultdict(dict)
+        """Theirs, as far as they were asked for."""
 
     def admits(self, place: Place) -> bool:
         return self._cliques[place.clique].admits(place.position, place.spot)
@@ -50,12 +54,12 @@ class Board:
 
     def best(self, eligible: Eligible) -> Head | None:
         """The best place that is left on the GPUs of ``eligible``."""
-        return min(self._heads_of(eligible).values(), default=None)
+        return min(self._candidates(eligible), default=None)
 
     def instead_of(self, place: Place, eligible: Eligible) -> tuple[Terms, Head | None]:
         """The terms of ``place`` beside the others that are seated, and the best on ``eligible`` if it weren't."""
         clique = self._without(place)
-        heads = [head for at, head in self._heads_of(eligible, but=place.clique).items() if at != place.clique]
+        heads = [head for head in self._candidates(eligible, but=place.clique) if head.clique != place.clique]
         own = self._head(place.clique, clique, eligible)
         best = min([*heads, own] if own else heads, default=None)
         return clique.rank(place.position, place.spot), best
@@ -70,27 +74,33 @@ class Board:
 
     def _change(self, at: int, clique: RankedClique) -> None:
         self._cliques[at] = clique
-        for stale in self._stale.values():
-            stale.add(at)
+        self._changed.add(at)
+        for heads in self._heads.values():
+            heads.pop(at, None)
 
-    def _heads_of(self, eligible: Eligible, but: int | None = None) -> dict[int, Head]:
-        """The best place of each clique; that of the clique ``but`` may be out of date."""
-        if eligible not in self._heads:
-            self._eligible[eligible] = self.floor.positions(eligible)
-            self._heads[eligible], self._stale[eligible] = {}, set(self._eligible[eligible])
-        heads, stale = self._heads[eligible], self._stale[eligible]
-        for at in stale - {but}:
-            stale.remove(at)
-            head = self._head(at, self._cliques[at], eligible)
-            if head is not None:
-                heads[at] = head
-            else:
-                heads.pop(at, None)
-        return heads
+    def _candidates(self, eligible: Eligible, but: int | None = None) -> Iterator[Head]:
+        """The heads of the cliques that have changed, and the best of the others; that of ``but`` may be left out."""
+        passed = self._changed | {but}
+        unchanged = (head for head in self._heads_of(eligible).ordered if head.clique not in passed)
+        yield from islice(unchanged, 1)
+        known = self._heads[eligible]
+        for at in self._changed - {but}:
+            if at not in known:
+                known[at] = self._head(at, self._cliques[at], eligible)
+            if (head := known[at]) is not None:
+                yield head
+
+    def _heads_of(self, eligible: Eligible) -> Heads:
+        """The best place of each clique on the floor."""
+        if eligible not in self._base:
+            found = (self._head(at, self.floor.cliques[at], eligible) for at in self.floor.positions(eligible))
+            heads = [head for head in found if head is not None]
+            self._base[eligible] = Heads({head.clique: head for head in heads}, sorted(heads))
+        return self._base[eligible]
 
     def _head(self, at: int, clique: RankedClique, eligible: Eligible) -> Head | None:
         if eligible is None:
             found = clique.best(self.key)
         else:
-            found = clique.best_among(self.key, self._eligible[eligible].get(at, ()))
+            found = clique.best_among(self.key, self.floor.positions(eligible).get(at, ()))
         return None if found is None else Head(found, at)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
 
+from controller.claim_book import ClaimBook
 from controller.eligibility import Eligibility
 from controller.fleet import Fleet
 from controller.matching import Matching
@@ -22,7 +23,7 @@ from driver.slices.names import Pool
 class Cluster:
     """What the API server has, as the controller's caches know it."""
 
-    claims: tuple[Claim, ...]
+    claims: ClaimBook
     classes: tuple[DeviceClass, ...]
     pods: tuple[Pod, ...]
     nodes: tuple[Node, ...]
@@ -36,11 +37,10 @@ class Queue:
     ) -> None:
         self.cluster = cluster
         self.survey = Survey(fleet, matching)
-        self.waiting = waiting_claims(cluster.claims, cluster.classes, cluster.pods)
+        self.waiting = waiting_claims(cluster.claims.unallocated, cluster.classes, cluster.pods)
         self._eligibility = eligibility or Eligibility(cluster.nodes)
         self._wishes = Wishes(matching, cluster.classes, self.survey.selects_any)
         self._read = {each.key: self._wishes.of(each.claim) for each in self.waiting}
-        self._allocations = {each.metadata.path: each.status.allocation for each in cluster.claims}
         self._claims_of_pod: dict[str, list[Waiting]] = {}
         for each in self.waiting:
             for pod in each.pods:
@@ -56,7 +56,7 @@ class Queue:
 
     def nodes_for(self, pod: Pod) -> Nodes:
         """The nodes ``pod`` may run on, given the claims of its that are allocated."""
-        allocations = (self._allocations.get(key) for key in claims_of(pod))
+        allocations = (self.cluster.claims.allocation(key) for key in claims_of(pod))
         selectors = [each.node_selector for each in allocations if each is not None and each.node_selector is not None]
         return self._eligibility.nodes_for(pod, selectors)
 

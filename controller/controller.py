@@ -6,26 +6,26 @@ any instruction is replaced by one that reads the same.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from controller.claim_queue import Queue
 from controller.curation import Curator
 from controller.demand import demand_of
+from controller.devices import Devices, Remembered
 from controller.eligibility import Eligibility
 from controller.fence import Fence, FenceSettings
-from controller.fenced import PoolDevice
-from controller.fleet import Fleet
 from controller.learning import Learner
 from controller.matching import Matching
 from controller.objects import Node
 from controller.offers import CurationSettings
 from controller.patience import Patience
-from controller.picture import NodeView, Picture
-from controller.plans import PlanWriter, plan_specs
+from controller.picture import Picture
+from controller.plans import Planned, PlanWriter, plan_specs
 from controller.reasons import reasons_of
 from controller.steps import Observer, Step
 from controller.telling import Teller
@@ -37,7 +37,6 @@ from driver.errors import ApiError
 from driver.kube.clock import SystemClock
 from driver.kube.events import Recorder
 from driver.kube.loop import Loop
-from driver.kube.plans import GpuNodePlan
 from driver.kube.transport import KubeClient
 from driver.model.plan import Offer
 from driver.placement import Key, Measure, Ranking, Weights
@@ -60,49 +59,6 @@ def soonest(*times: float | None) -> float:
     return min([LOOK_S, *(seconds for seconds in times if seconds is not None)])
 
 
-class Devices:
-    """Offers and the devices that carry them, over the cluster."""
-
-    def __init__(self, views: Iterable[NodeView], fleet: Fleet) -> None:
-        self.published: set[PoolDevice] = set()
-        self.standing: dict[Offer, PoolDevice] = {}
-        """What the slices have and nobody holds."""
-        self.open: set[Offer] = set()
-        """Of these what new claims may get."""
-        self.obeying: dict[Offer, PoolDevice] = {}
-        """Of these what is on nodes that do what their plans say; others offer as they or a person like."""
-        self._pools = {view.name: view.pool for view in views}
-        self._fleet = fleet
-        for view in views:
-            self.published |= {PoolDevice(view.pool, name) for name in view.published}
-            free = view.published.keys() - view.held.keys()
-            for gpu in fleet.nodes.get(view.name, ()):
-                standing = {offer: device.name for offer, device in gpu.by_offer.items() if device.name in free}
-                self.standing |= {offer: PoolDevice(view.pool, name) for offer, name in standing.items()}
-                self.open |= {offer for offer, name in standing.items() if name in view.offered}
-                if view.follows:
-                    self.obeying |= {offer: self.standing[offer] for offer in standing}
-
-    def offerable(self, offers: Iterable[Offer], plans: Mapping[str, GpuNodePlan]) -> set[Offer]:
-        """Without those that a node was told to take away and has not yet: it may be doing so just now.
-
-        Offered again and let out of the fence, they could be given to somebody while they leave the slices.
-        """
-        told = ((pool, plans[node].spec.withdrawn) for node, pool in self._pools.items() if node in plans)
-        going = {PoolDevice(pool, name) for pool, names in told for name in names} & self.published
-        return {offer for offer in offers if not going & self.of([offer])} if going else set(offers)
-
-    def of(self, offers: Iterable[Offer]) -> set[PoolDevice]:
-        """The devices that would carry ``offers``; those of GPUs that are gone, or have no such device, have none."""
-        found = set()
-        for offer in offers:
-            gpu = self._fleet.gpus.get(offer.gpu)
-            device = gpu.by_offer.get(offer) if gpu is not None else None
-            if gpu is not None and device is not None:
-                found.add(PoolDevice(self._pools[gpu.node], device.name))
-        return found
-
-
 class Controller:
     """One leader's work. ``run`` returns when ``stop`` is set."""
 
@@ -119,10 +75,12 @@ class Controller:
         self._matching = Matching(settings.driver_name)
         self._nodes: tuple[Node, ...] = ()
         self._eligibility = Eligibility(())
-        self._started = False
+        self._started = self._settled = False
         self._decided_at = -math.inf
         self._patience = Patience()
         self._picture = Picture()
+        self._standing = Remembered()
+        self._planned = Planned()
         self._curator = Curator(Ranking(Measure(Weights(settings.weights))), CurationSettings(offers=settings.offers))
         self._unused = Unused(settings.unused_s, SystemClock())
         self._learner = Learner(settings.learn_hours, SystemClock()) if settings.learns else None
@@ -144,7 +102,13 @@ class Controller:
 
     def _turn(self) -> float | None:
         with observed(self._observer, Step.DECIDE):
-            return self._decide()
+            again = self._decide()
+        if not self._settled and self._decided_at > 0:
+            # What was listed stays, as a rule: the collector need not go through all of it again and again.
+            gc.collect()
+            gc.freeze()
+            self._settled = True
+        return again
 
     def _decide(self) -> float | None:
         """Read everything, decide, and write the plans that changed; the next time in as many seconds as returned.
@@ -156,20 +120,21 @@ class Controller:
         began = time.perf_counter()
         seen = self._world.snapshot()
         fleet = self._picture.fleet(seen.views)
-        devices = Devices(seen.views, fleet)
+        devices = Devices(seen.views, fleet, self._standing)
         queue = Queue(seen.cluster, fleet, self._matching, self._eligible(seen.cluster.nodes))
         demands = demand_of(queue, self._patience.widened(queue))
         waited_for = {demand.key for demand in demands}
         protected = [offer for offer in devices.open if Key(offer.type, offer.profile) in waited_for]
         self._learn(queue)
         curation = self._curator.curate(fleet, demands, devices.open, protected)
-        offers = devices.offerable(curation.offers, seen.plans)
+        offers = devices.offerable(curation.offers, seen.withdrawing)
         excess = (device for offer, device in devices.obeying.items() if offer not in offers)
         self._start(seen, devices)
-        withdrawn = self._withdrawals.decide(frozenset(excess), devices.published)
+        withdrawn = self._withdrawals.decide(frozenset(excess), devices.is_published)
         blocked = self._let_through(devices, offers)
-        specs = plan_specs(seen.views, fleet, offers - blocked, withdrawn)
-        if written := self._writer.write(specs, seen.plans, {view.name: view.uid for view in seen.views}):
+        specs = plan_specs(seen.views, fleet, offers - blocked, withdrawn, self._planned)
+        new = {view.name: view.uid for view in seen.views if view.name not in seen.plans}
+        if written := self._writer.write(specs, seen.plans, new):
             elapsed = (time.perf_counter() - began) * 1000
             log.info("wrote plans", extra={"plans": written, "offers": len(curation.offers), "ms": f"{elapsed:.0f}"})
         self._teller.labels(seen.cluster.nodes, fleet)

@@ -9,8 +9,22 @@ from functools import cached_property
 from driver.model.device import Device, DeviceKind, devices_of
 from driver.model.gpu import Gpu
 from driver.model.occupancy import Occupancy
-from driver.model.plan import Offer, offer_of
-from driver.placement import GpuState
+from driver.model.plan import Offer
+from driver.placement import GpuState, Key, Spot, spot_of
+from driver.placement.geometry import Geometry
+
+
+class Layout:
+    """The devices that GPUs of one geometry, number and number of shares have: names and spots, each by the other."""
+
+    def __init__(self, devices: Iterable[Device]) -> None:
+        self.devices = {device.name: device for device in devices}
+        self.spots = {name: spot_of(device) for name, device in self.devices.items()}
+        self.names = {spot: name for name, spot in self.spots.items()}
+
+
+LAYOUTS: dict[tuple[Geometry, int, int], Layout] = {}
+"""A cluster has few, whatever its size."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +56,26 @@ class FleetGpu:
         return devices_of(self.gpu, self.number, self.shares)
 
     @cached_property
-    def by_offer(self) -> Mapping[Offer, Device]:
-        """Those devices by the offers that stand for them."""
-        return {offer_of(device): device for device in self.devices}
+    def layout(self) -> Layout:
+        """The same for all GPUs with the same devices."""
+        key = (self.state.geometry, self.number, self.shares)
+        if key not in LAYOUTS:
+            LAYOUTS[key] = Layout(devices_of(self.gpu, self.number, self.shares))
+        return LAYOUTS[key]
+
+    def device(self, name: str) -> Device | None:
+        """Its device of that name."""
+        found = self.layout.devices.get(name)
+        return None if found is None else replace(found, gpu=self.gpu)
+
+    def offer(self, name: str) -> Offer | None:
+        """What stands for its device of that name."""
+        spot = self.layout.spots.get(name)
+        return None if spot is None else offer_at(self.gpu.uuid, spot)
+
+    def name(self, offer: Offer) -> str | None:
+        """The name of the device for which ``offer`` stands."""
+        return self.layout.names.get(spot_for(offer))
 
     @cached_property
     def occupancy(self) -> Occupancy:
@@ -80,6 +111,22 @@ class FleetGpu:
         return self.gpu.toggles_freely or (kind is DeviceKind.PARTITION) == self.gpu.mig_mode.in_force
 
 
+def offer_at(uuid: str, spot: Spot) -> Offer:
+    """The offer of ``spot`` on the GPU of that UUID."""
+    (kind, profile), at = spot
+    start = at if kind is DeviceKind.PARTITION else None
+    return Offer(uuid, kind, profile, start, at if kind is DeviceKind.SHARE else None)
+
+
+def spot_for(offer: Offer) -> Spot:
+    """Where on its GPU ``offer`` lies."""
+    return Spot(Key(offer.type, offer.profile), offer.start or offer.index or 0)
+
+
+class Hardware:
+    """Stands for which GPUs there are, on which nodes and with which facts; what is held does not matter."""
+
+
 @dataclass(frozen=True)
 class Fleet:
     """Every GPU of the cluster by UUID."""
@@ -89,6 +136,23 @@ class Fleet:
     @classmethod
     def of(cls, gpus: Iterable[FleetGpu]) -> Fleet:
         return cls({entry.gpu.uuid: entry for entry in gpus})
+
+    def changed(self, entries: Iterable[FleetGpu]) -> Fleet:
+        """This fleet with something else held or allowed on some of its GPUs, the hardware being the same."""
+        new = {entry.gpu.uuid: entry for entry in entries}
+        found = Fleet({**self.gpus, **new})
+        nodes = {entry.node for entry in new.values()}
+        cliques = {entry.clique for entry in new.values()}
+        # What is the same is kept: a fleet has thousands of GPUs, and one of them changes.
+        vars(found)["hardware"] = self.hardware
+        vars(found)["nodes"] = {**self.nodes, **{each: _renewed(self.nodes[each], new) for each in nodes}}
+        vars(found)["cliques"] = {**self.cliques, **{each: _renewed(self.cliques[each], new) for each in cliques}}
+        return found
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        """The same object as long as no GPU comes, goes, or becomes another."""
+        return Hardware()
 
     def __iter__(self) -> Iterator[FleetGpu]:
         return iter(self.gpus.values())
@@ -113,3 +177,7 @@ class Fleet:
     def clique_sizes(self) -> frozenset[int]:
         """How many GPUs the cliques have."""
         return frozenset(map(len, self.cliques.values()))
+
+
+def _renewed(before: Iterable[FleetGpu], new: Mapping[str, FleetGpu]) -> tuple[FleetGpu, ...]:
+    return tuple(new.get(entry.gpu.uuid, entry) for entry in before)

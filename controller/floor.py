@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from controller.fleet import Fleet, FleetGpu
+from controller.fleet import Fleet, FleetGpu, offer_at, spot_for
 from controller.offers import Eligible
-from driver.model.device import DeviceKind
 from driver.model.plan import Offer
-from driver.placement import Key, Ranked, RankedClique, RankedGpu, Ranking, Spot, Terms
+from driver.placement import Key, Ranked, RankedClique, Ranking, Spot, Terms
+
+KNOWN_SETS = 64
+"""Of how many sets of GPUs it is remembered where they are; a set that is asked for is asked for again."""
 
 
 class Place(NamedTuple):
@@ -32,6 +35,28 @@ class Head(NamedTuple):
         return Place(self.clique, self.ranked.position, self.ranked.spot)
 
 
+class Heads:
+    """The best place of each clique that has one, and all of them in order: few change at a time."""
+
+    def __init__(self, by_clique: dict[int, Head], ordered: list[Head]) -> None:
+        self.by_clique = by_clique
+        self.ordered = ordered
+
+    def changed(self, new: Mapping[int, Head | None]) -> Heads:
+        by_clique, ordered = dict(self.by_clique), list(self.ordered)
+        for at, head in new.items():
+            before = by_clique.pop(at, None)
+            if before is not None:
+                del ordered[bisect_left(ordered, before)]
+            if head is not None:
+                by_clique[at] = head
+                insort(ordered, head)
+        return Heads(by_clique, ordered)
+
+
+NO_HEADS = Heads({}, [])
+
+
 class Floor:
     """One state of the fleet.
 
@@ -40,13 +65,30 @@ class Floor:
     """
 
     def __init__(self, fleet: Fleet, ranking: Ranking, before: Floor | None = None) -> None:
+        self.hardware = fleet.hardware
         self.groups = list(fleet.cliques.values())
-        self._same = _same(before.groups, self.groups) if before else ()
-        self.cliques = [self._clique(at, ranking, before) for at in range(len(self.groups))]
-        self._found = {e.gpu.uuid: (at, i) for at, group in enumerate(self.groups) for i, e in enumerate(group)}
-        self.keys = sorted(frozenset[Key]().union(*(gpu.offered for gpu in self._gpus())), key=str)
-        self.heads = {key: self._heads(key, before) for key in self.keys}
+        same = before if before is not None and before.hardware is self.hardware else None
+        changed = range(len(self.groups)) if same is None else _changed(same.groups, self.groups)
+        self.cliques: list[RankedClique] = [] if same is None else list(same.cliques)
+        for at in changed:
+            self.cliques[at : at + 1] = [ranking.clique(tuple(ranking.gpu(entry.state) for entry in self.groups[at]))]
+        self._found = same.found if same is not None else self._find()
+        self._positions: dict[frozenset[str], Mapping[int, list[int]]] = same.known_positions if same else {}
+        self.keys = sorted(frozenset[Key]().union(*{clique.offered for clique in self.cliques}), key=str)
+        self.heads = {key: self._heads(key, same, changed) for key in self.keys}
         """By key, the best place of each clique that has one."""
+
+    @property
+    def found(self) -> Mapping[str, tuple[int, int]]:
+        """Clique and position of every GPU; the same as long as the hardware is."""
+        return self._found
+
+    @property
+    def known_positions(self) -> dict[frozenset[str], Mapping[int, list[int]]]:
+        return self._positions
+
+    def _find(self) -> Mapping[str, tuple[int, int]]:
+        return {e.gpu.uuid: (at, i) for at, group in enumerate(self.groups) for i, e in enumerate(group)}
 
     def uuid(self, place: Place) -> str:
         return self.groups[place.clique][place.position].gpu.uuid
@@ -59,25 +101,28 @@ class Floor:
         return self.cliques[place.clique].rank(place.position, place.spot)
 
     def offer(self, place: Place) -> Offer:
-        (kind, profile), at = place.spot
-        start = at if kind is DeviceKind.PARTITION else None
-        return Offer(self.uuid(place), kind, profile, start, at if kind is DeviceKind.SHARE else None)
+        return offer_at(self.uuid(place), place.spot)
 
     def place(self, offer: Offer) -> Place | None:
         """Where ``offer`` lies; None if its GPU is gone or it is not possible beside what is held."""
         if offer.gpu not in self._found:
             return None
         clique, position = self._found[offer.gpu]
-        spot = Spot(Key(offer.type, offer.profile), offer.start or offer.index or 0)
+        spot = spot_for(offer)
         return Place(clique, position, spot) if self.cliques[clique].admits(position, spot) else None
 
     def positions(self, eligible: Eligible) -> Mapping[int, list[int]]:
         """The GPUs of ``eligible`` that are there, by clique."""
-        wanted = self._found.keys() if eligible is None else eligible & self._found.keys()
-        found: dict[int, list[int]] = defaultdict(list)
-        for clique, position in sorted(self._found[uuid] for uuid in wanted):
-            found[clique].append(position)
-        return found
+        if eligible is None:
+            return {at: list(range(len(group))) for at, group in enumerate(self.groups)}
+        if eligible not in self._positions:
+            if len(self._positions) >= KNOWN_SETS:
+                self._positions.clear()
+            found: dict[int, list[int]] = defaultdict(list)
+            for clique, position in sorted(self._found[uuid] for uuid in eligible if uuid in self._found):
+                found[clique].append(position)
+            self._positions[eligible] = found
+        return self._positions[eligible]
 
     def places(self, key: Key, eligible: Eligible) -> Iterator[Place]:
         """Every possible place of ``key`` on the GPUs of ``eligible``."""
@@ -86,23 +131,18 @@ class Floor:
                 for spot in self.cliques[clique].gpus[position].places(key):
                     yield Place(clique, position, spot)
 
-    def _gpus(self) -> set[RankedGpu]:
-        return {gpu for clique in self.cliques for gpu in clique.gpus}
-
-    def _clique(self, at: int, ranking: Ranking, before: Floor | None) -> RankedClique:
-        if before is not None and at in self._same:
-            return before.cliques[at]
-        return ranking.clique(tuple(ranking.gpu(entry.state) for entry in self.groups[at]))
-
-    def _heads(self, key: Key, before: Floor | None) -> dict[int, Head]:
+    def _heads(self, key: Key, before: Floor | None, changed: Collection[int]) -> Heads:
         known = before.heads.get(key) if before is not None else None
-        heads = {} if known is None else {at: head for at, head in known.items() if at in self._same}
-        for at in range(len(self.cliques)):
-            if (known is None or at not in self._same) and (best := self.cliques[at].best(key)) is not None:
-                heads[at] = Head(best, at)
-        return heads
+        places = changed if known is not None else range(len(self.cliques))
+        found = ((at, self.cliques[at].best(key)) for at in places)
+        heads = {at: None if best is None else Head(best, at) for at, best in found}
+        if known is not None:
+            return known.changed(heads)
+        there = {at: head for at, head in heads.items() if head is not None}
+        return Heads(there, sorted(there.values()))
 
 
-def _same(before: Sequence[tuple[FleetGpu, ...]], after: Sequence[tuple[FleetGpu, ...]]) -> Collection[int]:
-    """The places at which the same clique stands in both."""
-    return {at for at, (was, now) in enumerate(zip(before, after, strict=False)) if was == now}
+def _changed(before: Sequence[tuple[FleetGpu, ...]], after: Sequence[tuple[FleetGpu, ...]]) -> list[int]:
+    """The places at which another clique stands."""
+    pairs = enumerate(zip(before, after, strict=True))
+    return [at for at, (was, now) in pairs if was is not now and was != now]

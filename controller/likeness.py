@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from dataclasses import fields
+from operator import attrgetter
 
 from controller.fleet import FleetGpu
 from driver.model.device import Device, DeviceKind, full_device, partition_device, share_device
@@ -42,21 +44,45 @@ class Likeness:
         self.examples = examples
         self._known: dict[str, tuple[Gpu, int, tuple[int, ...]]] = {}
         self._numbers: dict[Hashable, int] = {}
+        self._by_facts: dict[Hashable, tuple[int, ...]] | None = {} if names is not None and not names & OWN else None
+        """By what GPUs may have in common, where nothing is read that each has of its own."""
 
     def marks(self, entry: FleetGpu) -> tuple[int, ...]:
         """A number for each kind of device that the GPU has; equal numbers are for devices that are alike."""
         gpu = entry.gpu
         known = self._known.get(gpu.uuid)
         if known is None or known[0] is not gpu or known[1] != entry.shares:
-            marks = tuple(self._number(entry, example) for example in self.examples.of(entry))
-            known = self._known[gpu.uuid] = (gpu, entry.shares, marks)
+            known = self._known[gpu.uuid] = (gpu, entry.shares, self._marks(entry))
         return known[2]
+
+    def _marks(self, entry: FleetGpu) -> tuple[int, ...]:
+        if self._by_facts is None:
+            return tuple(self._number(entry, example) for example in self.examples.of(entry))
+        facts = common_facts(entry)
+        if facts not in self._by_facts:
+            self._by_facts[facts] = tuple(self._number(entry, example) for example in self.examples.of(entry))
+        return self._by_facts[facts]
 
     def _number(self, entry: FleetGpu, example: Device) -> int:
         """What devices of a kind say follows from their GPU's geometry and capacity, and from what one of them says."""
         gpu = entry.gpu
         size = (entry.state.geometry, gpu.memory_bytes, gpu.multiprocessors)
         return self._numbers.setdefault((example.kind, *size, facts_of(example, self.names)), len(self._numbers))
+
+
+OWN = frozenset({"uuid", "parentUUID"})
+"""Attributes that no two GPUs have in common."""
+
+COMMON_FACTS = attrgetter(
+    *(each.name for each in fields(Gpu) if each.name not in {"uuid", "index", "minor", "nvlink", "profiles"})
+)
+
+
+def common_facts(entry: FleetGpu) -> Hashable:
+    """Everything about a GPU that another one may have, too, and by which devices can differ."""
+    link = entry.gpu.nvlink
+    links = None if link is None else (link.generation, link.links, link.bandwidth)
+    return (COMMON_FACTS(entry.gpu), links, entry.state.geometry, entry.shares)
 
 
 def representatives(entry: FleetGpu, kind: DeviceKind, *, each_placement: bool) -> Iterator[list[Device]]:

@@ -6,13 +6,14 @@ in those get one answer, worked out once and remembered as long as the GPU is th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from operator import or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from controller.fleet import FleetGpu
+from controller.fleet import FleetGpu, Hardware
 from controller.likeness import BY_PLACEMENT, FACT_OF, Examples, Likeness, Names, device_at, representatives
 from deviceclasses.cel import CelDevice, Mentions, Program, compile_selector, from_slice_device
 from driver.errors import CelError
@@ -105,6 +106,22 @@ class Selector:
         return True
 
 
+@dataclass
+class SurveyMemory:
+    """What surveys of fleets with the same hardware need not find out again (``controller.survey``).
+
+    ``kinds`` by selector and nodes. ``free`` slices and ``outcomes`` of a node hold as long as its GPUs are as they
+    were; ``order`` are the nodes by free slices.
+    """
+
+    hardware: Hardware | None
+    kinds: dict[Any, Any] = field(default_factory=dict)
+    free: dict[str, tuple[tuple[FleetGpu, ...], float]] = field(default_factory=dict)
+    order: list[tuple[float, str]] = field(default_factory=list)
+    having: Counter[Key] = field(default_factory=Counter)
+    outcomes: dict[Any, dict[str, tuple[tuple[FleetGpu, ...], Any]]] = field(default_factory=dict)
+
+
 class Matching:
     """Selectors by their text; GPUs speak for ``driver``. Meant to be kept: what it has learnt makes it fast."""
 
@@ -112,8 +129,15 @@ class Matching:
         self.driver = driver
         self.program = lru_cache(SELECTORS)(_compiled)
         self.selector = lru_cache(SELECTORS)(self._selector)
+        self._survey_memory = SurveyMemory(None)
         examples = Examples()
         self._likeness = lru_cache(SELECTORS)(lambda names: Likeness(names, examples))
+
+    def survey_memory(self, hardware: Hardware) -> SurveyMemory:
+        """What was found about a fleet of that hardware."""
+        if self._survey_memory.hardware is not hardware:
+            self._survey_memory = SurveyMemory(hardware)
+        return self._survey_memory
 
     def _selector(self, expressions: tuple[str, ...]) -> Selector | CelError:
         """The selector, or why one of its expressions is refused."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import msgspec
 
 from controller.fenced import PoolDevice
-from controller.fleet import Fleet
+from controller.fleet import Fleet, FleetGpu
 from controller.picture import NodeView
 from controller.steps import Observer, Step
 from driver.errors import CONFLICT, ApiError
@@ -32,32 +33,64 @@ WRITES_AT_ONCE = 8
 """One change of the cluster changes several plans; claims wait for the last of them."""
 
 
+@dataclass
+class Planned:
+    """The specs by node as found last, and from what; ``special`` nodes had offers, or something to let go."""
+
+    views: Sequence[NodeView] = ()
+    specs: dict[str, PlanSpec] = field(default_factory=dict)
+    special: frozenset[str] = frozenset()
+
+    def other(self, nodes: Sequence[NodeView]) -> set[str]:
+        """Those of ``nodes`` of which something has changed since."""
+        pairs = [(was, now) for was, now in zip(self.views, nodes, strict=False) if was is not now]
+        if len(self.views) != len(nodes) or any(was.name != now.name for was, now in pairs):
+            self.specs = {}
+            return {node.name for node in nodes}
+        return {now.name for _, now in pairs}
+
+
 def plan_specs(
-    nodes: Iterable[NodeView], fleet: Fleet, offers: Collection[Offer], withdrawn: Collection[PoolDevice]
+    nodes: Sequence[NodeView],
+    fleet: Fleet,
+    offers: Collection[Offer],
+    withdrawn: Collection[PoolDevice],
+    known: Planned | None = None,
 ) -> dict[str, PlanSpec]:
-    """What every node shall do, by node."""
+    """What every node shall do, by node. ``known`` is what was found before, and is brought up to date."""
+    known = known or Planned()
     by_node: dict[str, list[Offer]] = defaultdict(list)
     for offer in offers:
         by_node[fleet.gpus[offer.gpu].node].append(offer)
     gone: dict[str, list[str]] = defaultdict(list)
     for device in withdrawn:
         gone[device.pool].append(device.device)
-    return {
-        node.name: PlanSpec(
-            epoch=node.status.epoch,
-            held=tuple(sorted(map(str, node.held.values()))),
-            offers=tuple(sorted(map(str, by_node[node.name]))),
-            withdrawn=tuple(sorted(gone[node.pool])),
-            dedicated_to=node.dedication.node,
-            dedicated_gpus=_dedicated_gpus(node, fleet),
-        )
-        for node in nodes
-    }
+    special = frozenset([*by_node, *(node.name for node in nodes if node.dedication.gpus or node.pool in gone)])
+    todo = known.other(nodes) | known.special | special
+    for node in nodes if todo else ():
+        if node.name in todo:
+            gpus = fleet.nodes.get(node.name, ())
+            spec = _spec(node, gpus, by_node.get(node.name, ()), gone.get(node.pool, ()))
+            # An equal one stays the same object: it need not be compared with the plan again.
+            known.specs[node.name] = spec if spec != known.specs.get(node.name) else known.specs[node.name]
+    known.views, known.special = nodes, special
+    return dict(known.specs)
 
 
-def _dedicated_gpus(node: NodeView, fleet: Fleet) -> tuple[str, ...]:
+def _spec(node: NodeView, gpus: tuple[FleetGpu, ...], offers: Sequence[Offer], gone: Sequence[str]) -> PlanSpec:
+    return PlanSpec(
+        epoch=node.status.epoch,
+        held=tuple(sorted(map(str, node.held.values()))),
+        offers=tuple(sorted(map(str, offers))),
+        withdrawn=tuple(sorted(gone)),
+        dedicated_to=node.dedication.node,
+        dedicated_gpus=_dedicated_gpus(node, gpus),
+    )
+
+
+def _dedicated_gpus(node: NodeView, gpus: tuple[FleetGpu, ...]) -> tuple[str, ...]:
     """The GPUs that have a use of their own, and which."""
-    uses, gpus = node.dedication.gpus, fleet.nodes.get(node.name, ())
+    uses = node.dedication.gpus
     return tuple(f"{entry.gpu.uuid}={uses[entry.number]}" for entry in gpus if entry.number in uses)
 
 
@@ -80,6 +113,8 @@ class PlanWriter:
         self._clock = clock
         self._observer = observer
         self._differs_since: dict[str, float] = {}
+        self._agree: dict[str, tuple[GpuNodePlan, PlanSpec]] = {}
+        """A plan, and what is wanted, where the first was found to say the second."""
         self._failed: dict[str, float] = {}
 
     def write(
@@ -90,23 +125,26 @@ class PlanWriter:
     ) -> int:
         """Bring ``existing`` in line; says how many were written. What can't be is logged and tried again later.
 
-        ``nodes`` are the uids of the Nodes: a plan goes with its node.
+        ``nodes`` are the uids of the Nodes that have no plan yet: a plan goes with its node.
         """
         now, before = self._clock(), self._differs_since
         self._differs_since, due = {}, []
         self._failed = {node: until for node, until in self._failed.items() if until > now}
-        for node, spec in wanted.items():
-            plan = existing.get(node)
+        for node in self._doubtful(wanted, existing):
+            plan, spec = existing.get(node), wanted[node]
             if plan is not None and (plan.metadata.paused or _says(plan.spec, spec)):
+                self._agree[node] = (plan, spec)
                 continue
             if node in self._failed:
                 continue
             since = before.get(node, now)
             if plan is None or _is_urgent(plan.spec, spec) or now - since >= LAZY_S:
-                due.append((node, plan, nodes[node], spec))
+                due.append((node, plan, nodes.get(node, ""), spec))
             else:
                 self._differs_since[node] = since
-        with ThreadPoolExecutor(WRITES_AT_ONCE) as pool:
+        if not due:
+            return 0
+        with ThreadPoolExecutor(min(len(due), WRITES_AT_ONCE)) as pool:
             pending = [pool.submit(self._observed, *each) for each in due]
         failures = {node: str(error) for (node, *_), each in zip(due, pending, strict=True) if (error := each.result())}
         if failures:
@@ -119,6 +157,15 @@ class PlanWriter:
         """After how many seconds to write what can wait; None: nothing waits."""
         times = [*(since + LAZY_S for since in self._differs_since.values()), *self._failed.values()]
         return max(0.0, min(times) - self._clock()) if times else None
+
+    def _doubtful(self, wanted: Mapping[str, PlanSpec], existing: Mapping[str, GpuNodePlan]) -> list[str]:
+        """The nodes of which plan or spec is another object than when the one was found to say the other."""
+        agree = self._agree
+        return [
+            node
+            for node, spec in wanted.items()
+            if (known := agree.get(node)) is None or known[1] is not spec or known[0] is not existing.get(node)
+        ]
 
     def _observed(self, node: str, plan: GpuNodePlan | None, owner: str, spec: PlanSpec) -> ApiError | None:
         with observed(self._observer, Step.WRITE_PLAN):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from controller.board import Board
-from controller.floor import Place
+from controller.floor import NO_HEADS, Place
 from controller.needs import Need
 from controller.offers import Eligible
 from driver.placement import Terms
@@ -80,9 +80,10 @@ class Selection:
         They are not if each of them alone is about as good as the best there is.
         """
         floor, seated = self.board.floor, self.board.seated
-        best = min(floor.heads.get(self.board.key, {}).values(), default=None)
-        if best is None:
+        heads = floor.heads.get(self.board.key, NO_HEADS)
+        if not heads.ordered:
             return False
+        best = heads.ordered[0]
         beside = Counter(place.clique for place in seated)
         shared = (place for place in seated if beside[place.clique] > 1)
         return any(floor.terms(place).growth - best.ranked.terms.growth > self.stickiness for place in shared)

@@ -5,19 +5,23 @@ Everything is remembered; a survey is made anew when the fleet changes, the matc
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from controller.fleet import Fleet, FleetGpu
-from controller.matching import Matches, Matching, Selector
+from controller.matching import Matches, Matching, Selector, SurveyMemory
 from controller.search import Budget, Outcome, States, fits, is_taken, most
 from controller.wishes import Ask, Wish
 from driver.placement import GpuState, Key
 
 DOUBTS = 4
 """On so many nodes a search may be given up before the answer is that nobody knows."""
+
+KNOWN_WISHES, KNOWN_KINDS = 64, 256
+"""What is remembered of a fleet whose hardware stays; there are not many different claims at a time."""
 
 Nodes = frozenset[str]
 Group = frozenset[str]
@@ -45,11 +49,11 @@ class Survey:
         self.fleet = fleet
         self.matching = matching
         self._empty = empty
+        self._memory = SurveyMemory(None) if empty else matching.survey_memory(fleet.hardware)
         self._states: dict[str, States] = {}
         self._single: dict[Kind, Matches] = {}
         self._outcomes: dict[Hashable, Outcome] = {}
         self._found: dict[tuple[Wish, Nodes], Found] = {}
-        self._kinds: dict[tuple[Selector, Nodes], dict[Kind, Group]] = {}
         self._groups: dict[Hashable, tuple[Group, ...]] = {}
 
     @cached_property
@@ -59,7 +63,15 @@ class Survey:
     @cached_property
     def nodes(self) -> tuple[str, ...]:
         """The nodes with GPUs, the fullest first: what fits there leaves the others whole."""
-        return tuple(sorted(self.fleet.nodes, key=lambda node: (sum(state.free for state in self.states(node)), node)))
+        free, order = self._memory.free, self._memory.order
+        for node, gpus in self.fleet.nodes.items():
+            known = free.get(node)
+            if known is None or known[0] is not gpus:
+                if known is not None:
+                    del order[bisect_left(order, (known[1], node))]
+                free[node] = (gpus, sum(state.free for state in self.states(node)))
+                insort(order, (free[node][1], node))
+        return tuple(node for _, node in order)
 
     def states(self, node: str) -> States:
         """Those of the node's GPUs, by number."""
@@ -89,16 +101,32 @@ class Survey:
 
     def _look(self, wish: Wish, nodes: Nodes) -> Found:
         doubts, budget = 0, Budget()
+        known = self._outcomes_of(wish)
         for node in self.nodes:
             if node not in nodes:
                 continue
-            outcome = self._outcome(wish, node, budget)
+            gpus, free = self._memory.free[node]
+            if not free:
+                continue
+            before = known.get(node)
+            if before is not None and before[0] is gpus:
+                outcome = before[1]
+            else:
+                outcome = self._outcome(wish, node, budget)
+                if outcome is not Outcome.UNKNOWN:  # that says how much had been searched before, too
+                    known[node] = (gpus, outcome)
             if outcome is Outcome.FITS:
                 return Found(outcome, node)
             doubts += outcome is Outcome.UNKNOWN
             if doubts >= DOUBTS:
                 break
         return Found(Outcome.UNKNOWN if doubts else Outcome.NONE)
+
+    def _outcomes_of(self, wish: Wish) -> dict[str, tuple[tuple[FleetGpu, ...], Outcome]]:
+        outcomes = self._memory.outcomes
+        if wish not in outcomes and len(outcomes) >= KNOWN_WISHES:
+            outcomes.clear()
+        return outcomes.setdefault(wish, {})
 
     def _outcome(self, wish: Wish, node: str, budget: Budget) -> Outcome:
         """Nodes whose GPUs look the same have the same answer, unless values or what is held on them matter."""
@@ -116,7 +144,10 @@ class Survey:
     def kinds(self, selector: Selector, nodes: Nodes) -> dict[Kind, Group]:
         """What ``selector`` selects on ``nodes``, and the GPUs that have it, whatever is held there."""
         where = (selector, nodes)
-        if where not in self._kinds:
+        memory = self._memory.kinds
+        if where not in memory:
+            if len(memory) >= KNOWN_KINDS:
+                memory.clear()
             alike: dict[Matches, list[str]] = {}
             for entry in self.on(nodes):
                 alike.setdefault(selector.on(entry), []).append(entry.gpu.uuid)
@@ -124,21 +155,18 @@ class Survey:
             for matches, gpus in alike.items():
                 for kind in matches.keys.items():
                     found.setdefault(Kind(*kind), []).extend(gpus)
-            self._kinds[where] = {kind: frozenset(gpus) for kind, gpus in found.items()}
-        return self._kinds[where]
+            memory[where] = {kind: frozenset(gpus) for kind, gpus in found.items()}
+        return cast("dict[Kind, Group]", memory[where])
 
     def having(self, key: Key) -> int:
         """How many GPUs of the whole fleet have devices of ``key``."""
-        return self._having[key]
-
-    @cached_property
-    def _having(self) -> Counter[Key]:
-        alike = Counter((entry.state.geometry, bool(entry.shares)) for entry in self.fleet)
-        found: Counter[Key] = Counter()
-        for (geometry, shared), count in alike.items():
-            for key in GpuState(geometry, shares=int(shared)).offered():
-                found[key] += count
-        return found
+        having = self._memory.having
+        if not having:
+            alike = Counter((entry.state.geometry, bool(entry.shares)) for entry in self.fleet)
+            for (geometry, shared), count in alike.items():
+                for each in GpuState(geometry, shares=int(shared)).offered():
+                    having[each] += count
+        return having[key]
 
     def groups(self, ask: Ask, kind: Kind, nodes: Nodes, attributes: tuple[str, ...] = ()) -> tuple[Group, ...]:
         """The GPUs of one node, with the same values of ``attributes``, that can give the ask's devices of ``kind``.

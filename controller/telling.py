@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 from controller.claim_queue import Queue
 from controller.dedication import faults_in
-from controller.fleet import Fleet
+from controller.fleet import Fleet, Hardware
 from controller.objects import Node
 from controller.reasons import Reason
 from driver.kube.events import Recorder
@@ -25,6 +25,7 @@ class Teller:
         self._recorder = recorder
         self._nodes: dict[str, tuple[Node, tuple[int, ...]]] = {}
         self._faults: dict[str, list[str]] = {}
+        self._seen: tuple[Collection[Node], Hardware | None] = ((), None)
 
     def claims(self, queue: Queue, reasons: Iterable[Reason]) -> None:
         """One Event for each claim and code, updated when the sentence changes; on the pod where none is made yet."""
@@ -39,6 +40,9 @@ class Teller:
 
     def labels(self, nodes: Collection[Node], fleet: Fleet) -> None:
         """One Event for each node with labels about dedication that are ignored."""
+        if nodes is self._seen[0] and fleet.hardware is self._seen[1]:
+            return
+        self._seen = (nodes, fleet.hardware)
         there = {node.metadata.name for node in nodes}
         self._nodes = {name: known for name, known in self._nodes.items() if name in there}
         self._faults = {name: known for name, known in self._faults.items() if name in there}

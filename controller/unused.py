@@ -95,7 +95,8 @@ class Unused:
         for offer, name in standing.items():
             if self._is_over(self._devices[name]):
                 entry = queue.survey.fleet.gpus[offer.gpu]
-                found.setdefault(entry.node, []).append(Standing(entry, entry.by_offer[offer], name))
+                if (device := entry.device(name.device)) is not None:
+                    found.setdefault(entry.node, []).append(Standing(entry, device, name))
         return found
 
     def _reason(

@@ -22,6 +22,7 @@ from controller.objects import (
 )
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.values import EvaluationError
+from driver.kube.objects import Key
 
 IMPLICIT = "deviceclass.resource.kubernetes.io/"
 """Before the name of a class: an extended resource that every class has."""
@@ -47,14 +48,14 @@ class Waiting:
 def waiting_claims(claims: Iterable[Claim], classes: Iterable[DeviceClass], pods: Iterable[Pod]) -> list[Waiting]:
     """Everything that waits, in the order of ``claims``, then of ``pods``."""
     queued = [pod for pod in pods if waits(pod)]
-    users: dict[str, list[Pod]] = {}
+    users: dict[Key, list[Pod]] = {}
     for pod in queued:
         for key in claims_of(pod):
             users.setdefault(key, []).append(pod)
     found = [
-        Waiting(claim, tuple(users[claim.metadata.path]))
+        Waiting(claim, tuple(users[claim.metadata.key]))
         for claim in claims
-        if claim.metadata.path in users and claim.status.allocation is None and not claim.metadata.deletion_timestamp
+        if claim.metadata.key in users and claim.status.allocation is None and not claim.metadata.deletion_timestamp
     ]
     by_resource = classes_by_resource(classes)
     made_up = ((pod, claim_for(pod, by_resource)) for pod in queued)
@@ -66,14 +67,14 @@ def waits(pod: Pod) -> bool:
     return pod.status.phase == "Pending" and not pod.metadata.deletion_timestamp and not pod.spec.scheduling_gates
 
 
-def claims_of(pod: Pod) -> Iterator[str]:
-    """``namespace/name`` of the pod's claims, as far as they have a name yet."""
+def claims_of(pod: Pod) -> Iterator[Key]:
+    """The pod's claims, as far as they have a name yet."""
     generated = {each.name: each.resource_claim_name for each in pod.status.resource_claim_statuses}
     extended = pod.status.extended_resource_claim_status
     named = [each.resource_claim_name or generated.get(each.name) for each in pod.spec.resource_claims]
     for name in (*named, extended.resource_claim_name if extended else None):
         if name:
-            yield f"{pod.metadata.namespace}/{name}"
+            yield Key(pod.metadata.namespace, name)
 
 
 def classes_by_resource(classes: Iterable[DeviceClass]) -> dict[str, str]:

@@ -52,11 +52,13 @@ class Withdrawals:
         self.run = self._loop.run
         self.notify = self._loop.notify
 
-    def decide(self, excess: Collection[PoolDevice], published: Collection[PoolDevice]) -> frozenset[PoolDevice]:
-        """Take ``excess`` back; returns what may go now. ``published`` is everything in the slices."""
+    def decide(
+        self, excess: Collection[PoolDevice], is_published: Callable[[PoolDevice], bool]
+    ) -> frozenset[PoolDevice]:
+        """Take ``excess`` back; returns what may go now."""
         with self._lock:
             excess, now = set(excess), self._clock()
-            self._withdrawn &= excess & set(published)
+            self._withdrawn = {device for device in self._withdrawn & excess if is_published(device)}
             # Its fence has run out before the node took it away: once more from the start.
             self._withdrawn = {device for device in self._withdrawn if self._fence.is_fenced(device)}
             wanted = excess - self._withdrawn

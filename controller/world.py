@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
+from controller import kept
+from controller.claim_book import ClaimBook
 from controller.claim_queue import Cluster
-from controller.dedication import dedication_of
 from controller.fenced import PoolDevice
 from controller.objects import Claim, DeviceClass, Node, Pod
 from controller.picture import NodeView
-from controller.pools import PoolPart, incomplete_pools
+from controller.pools import PoolPart
+from controller.views import Published, Views
 from driver.kube.objects import Key, ObjectMeta
 from driver.kube.plans import GpuNodePlan
 from driver.kube.transport import KubeClient
-from driver.kube.watch_cache import WatchCache
-from driver.model.plan import PATH, Held, PlanStatus
+from driver.kube.watch_cache import Change, WatchCache
+from driver.model.plan import PATH
 from driver.slices.build import CLOSED as NOT_OFFERED
 from driver.slices.names import Pool
 
-CLOSED = frozenset({"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"})
-"""Taints of a node that answers nobody: what is offered there would be offered in vain."""
-
 RESOURCE = "/apis/resource.k8s.io/v1"
+
+T = TypeVar("T")
 
 
 class SliceAttribute(msgspec.Struct, frozen=True):
     number: int | None = msgspec.field(default=None, name="int")
+
+
+class SliceAttributes(msgspec.Struct, frozen=True):
+    """The only one that is read here: of how many shares a device is one."""
+
+    shares: SliceAttribute | None = None
 
 
 class SliceTaint(msgspec.Struct, frozen=True):
@@ -40,7 +48,7 @@ class SliceTaint(msgspec.Struct, frozen=True):
 
 class SliceDevice(msgspec.Struct, frozen=True):
     name: str
-    attributes: dict[str, SliceAttribute] = {}
+    attributes: SliceAttributes = SliceAttributes()
     taints: tuple[SliceTaint, ...] = ()
 
 
@@ -62,27 +70,19 @@ class ResourceSlice(msgspec.Struct, frozen=True):
     spec: SliceSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """One slice: its node and pool, its devices by name with the number of shares of that kind (1: no share).
-
-    ``open`` are those that new claims may get.
-    """
-
-    node: str
-    part: PoolPart
-    devices: Mapping[str, int]
-    open: frozenset[str]
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything as known at one moment; ``incomplete`` are pools that the scheduler leaves aside, and why."""
+    """Everything as known at one moment; ``incomplete`` are pools that the scheduler leaves aside, and why.
+
+    What has not changed since the snapshot before is the same object.
+    """
 
     cluster: Cluster
     plans: Mapping[str, GpuNodePlan]
     views: tuple[NodeView, ...]
     incomplete: Mapping[str, str]
+    withdrawing: Mapping[str, GpuNodePlan]
+    """Of the plans those that tell their nodes to take something away."""
 
 
 class World:
@@ -90,18 +90,38 @@ class World:
 
     def __init__(self, client: KubeClient, driver: str, on_change: Callable[[], None]) -> None:
         self._driver = driver
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._book = ClaimBook(driver)
+        self._nodes_now: dict[str, Node] = {}
+        self._plans_now: dict[str, GpuNodePlan] = {}
+        self._withdrawing: dict[str, GpuNodePlan] = {}
+        self._slices_now: dict[str, dict[Key, Published]] = {}
+        self._node_of: dict[str, str] = {}
+        """By the name of its pool."""
+        self._views = Views(driver)
+        self._dirty: set[str] = set()
+        """Nodes of which something has changed since the last snapshot."""
+        self._node_objects: tuple[Node, ...] = ()
 
-        def cache(path: str, kind: type[Any], project: Callable[[Any], Any], **selectors: str) -> WatchCache[Any, Any]:
-            return WatchCache(client, path, kind, project, lambda _: on_change(), selectors)
+        def cache(
+            path: str,
+            kind: type[Any],
+            project: Callable[[Any], Any],
+            changed: Callable[[Sequence[Change[Any]]], bool],
+            **selectors: str,
+        ) -> WatchCache[Any, Any]:
+            return WatchCache(client, path, kind, project, partial(self._changed, changed), selectors)
 
-        self._claims = cache(f"{RESOURCE}/resourceclaims", Claim, lambda claim: claim)
-        self._classes = cache(f"{RESOURCE}/deviceclasses", DeviceClass, lambda found: found)
+        of_driver = f"spec.driver={driver}"
+        self._claims = cache(f"{RESOURCE}/resourceclaims", Claim, kept.claim, self._claims_changed)
+        self._classes = cache(f"{RESOURCE}/deviceclasses", DeviceClass, lambda found: found, bool)
         self._slices = cache(
-            f"{RESOURCE}/resourceslices", ResourceSlice, _published, fieldSelector=f"spec.driver={driver}"
+            f"{RESOURCE}/resourceslices", ResourceSlice, _published, self._slices_changed, fieldSelector=of_driver
         )
-        self._pods = cache("/api/v1/pods", Pod, _with_demand, fieldSelector="status.phase=Pending")
-        self._nodes = cache("/api/v1/nodes", Node, lambda node: node)
-        self._plans = cache(PATH, GpuNodePlan, lambda plan: plan)
+        self._pods = cache("/api/v1/pods", Pod, kept.pod, bool, fieldSelector="status.phase=Pending")
+        self._nodes = cache("/api/v1/nodes", Node, kept.node, self._nodes_changed)
+        self._plans = cache(PATH, GpuNodePlan, kept.plan, self._plans_changed)
         self._all = (self._claims, self._classes, self._slices, self._pods, self._nodes, self._plans)
 
     def start(self, stop: threading.Event) -> list[threading.Thread]:
@@ -122,84 +142,89 @@ class World:
 
     def held(self) -> frozenset[PoolDevice]:
         """What is allocated by all changes of claims that were processed."""
-        found = _held(self._claims.snapshot().values(), self._driver)
-        return frozenset(PoolDevice(pool, device) for pool, devices in found.items() for device in devices)
+        with self._lock:
+            return frozenset(PoolDevice(pool, name) for pool in self._book.pools for name in self._book.held(pool))
 
     def observe_plan(self, stored: Mapping[str, Any]) -> None:
         """Take over a plan as it was stored, before the watch brings it."""
         self._plans.observe(stored)
 
     def snapshot(self) -> Snapshot:
-        claims = tuple(self._claims.snapshot().values())
-        nodes = tuple(self._nodes.snapshot().values())
-        plans: Mapping[Key, GpuNodePlan] = self._plans.snapshot()
-        slices = tuple(cast("Iterable[Published]", self._slices.snapshot().values()))
-        by_name = {key.name: plan for key, plan in plans.items()}
         classes, pods = tuple(self._classes.snapshot().values()), tuple(self._pods.snapshot().values())
-        return Snapshot(
-            Cluster(claims, classes, pods, nodes),
-            by_name,
-            tuple(_views(self._driver, nodes, by_name, slices, _held(claims, self._driver))),
-            incomplete_pools(each.part for each in slices),
-        )
+        with self._lock:
+            dirty, self._dirty = self._dirty, set()
+            for name in dirty:
+                self._views.make(
+                    name,
+                    self._nodes_now.get(name),
+                    self._plans_now.get(name),
+                    self._slices_now.get(name, {}).values(),
+                    self._book.held(Pool(name, self._driver).name),
+                )
+            if len(self._node_objects) != len(self._nodes_now) or dirty:
+                objects = tuple(self._nodes_now.values())
+                self._node_objects = self._node_objects if objects == self._node_objects else objects
+            return Snapshot(
+                Cluster(self._book.reading(), classes, pods, self._node_objects),
+                dict(self._plans_now),
+                self._views.all(),
+                dict(self._views.incomplete),
+                dict(self._withdrawing),
+            )
 
+    # What has changed: each says whether it is news
 
-def _views(
-    driver: str,
-    nodes: Iterable[Node],
-    plans: Mapping[str, GpuNodePlan],
-    slices: Iterable[Published],
-    held: Mapping[str, Mapping[str, Held]],
-) -> Iterable[NodeView]:
-    """The nodes that publish our devices or did; one that is gone takes its plan with it."""
-    published: dict[str, dict[str, int]] = {}
-    offered: dict[str, frozenset[str]] = defaultdict(frozenset)
-    for each in slices:
-        published.setdefault(each.node, {}).update(each.devices)
-        offered[each.node] |= each.open
-    known = {node.metadata.name: node for node in nodes}
-    for name in sorted((published.keys() | plans.keys()) & known.keys()):
-        node, pool, plan = known[name], Pool(name, driver).name, plans.get(name)
-        paused = plan is not None and plan.metadata.paused
-        yield NodeView(
-            name=name,
-            uid=node.metadata.uid,
-            pool=pool,
-            status=plan.status if plan is not None else PlanStatus(),
-            published=published.get(name, {}),
-            offered=offered[name],
-            held=held.get(pool, {}),
-            dedication=dedication_of(node.metadata.labels),
-            open=not paused and not node.spec.unschedulable and not {taint.key for taint in node.spec.taints} & CLOSED,
-            follows=not paused and plan is not None and plan.followed,
-        )
+    def _changed(self, take_over: Callable[[Sequence[Change[Any]]], bool], changes: Sequence[Change[Any]]) -> None:
+        with self._lock:
+            news = take_over(changes)
+        # A list that changed nothing tells that there is one now.
+        if news or not changes:
+            self._on_change()
 
+    def _claims_changed(self, changes: Sequence[Change[Claim]]) -> bool:
+        for change in changes:
+            pools = self._book.put(change.key, change.new)
+            self._dirty |= {self._node_of[pool] for pool in pools if pool in self._node_of}
+        return True
 
-def _held(claims: Iterable[Claim], driver: str) -> dict[str, dict[str, Held]]:
-    found: dict[str, dict[str, Held]] = {}
-    for claim in claims:
-        allocation = claim.status.allocation
-        for result in allocation.devices.results if allocation is not None else ():
-            if result.driver == driver and not result.admin_access:
-                held = Held(result.device, claim.metadata.path)
-                found.setdefault(result.pool, {})[result.device] = held
-    return found
+    def _slices_changed(self, changes: Sequence[Change[Published]]) -> bool:
+        for change in changes:
+            for each in filter(None, (change.old, change.new)):
+                self._dirty.add(each.node)
+                self._slices_now.setdefault(each.node, {}).pop(change.key, None)
+            if change.new is not None:
+                self._slices_now[change.new.node][change.key] = change.new
+        return True
+
+    def _nodes_changed(self, changes: Sequence[Change[Node]]) -> bool:
+        self._node_of |= {Pool(change.key.name, self._driver).name: change.key.name for change in changes}
+        return self._take(changes, self._nodes_now)
+
+    def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> bool:
+        self._take(changes, self._plans_now)
+        for name, new in ((change.key.name, change.new) for change in changes):
+            self._withdrawing.pop(name, None)
+            if new is not None and new.spec.withdrawn:
+                self._withdrawing[name] = new
+        return any(kept.says_more(change.old, change.new) for change in changes)
+
+    def _take(self, changes: Sequence[Change[T]], into: dict[str, T]) -> bool:
+        for change in changes:
+            self._dirty.add(change.key.name)
+            into.pop(change.key.name, None)
+            if change.new is not None:
+                into[change.key.name] = change.new
+        return True
 
 
 def _published(found: ResourceSlice) -> Published:
+    devices = found.spec.devices
     shares = {
-        device.name: device.attributes.get("shares", SliceAttribute()).number or 1 for device in found.spec.devices
+        sys.intern(each.name): each.attributes.shares.number or 1 if each.attributes.shares is not None else 1
+        for each in devices
     }
     closed = NOT_OFFERED["key"]
-    offered = (device.name for device in found.spec.devices if closed not in {taint.key for taint in device.taints})
+    offered = (sys.intern(each.name) for each in devices if all(taint.key != closed for taint in each.taints))
     pool = found.spec.pool
-    part = PoolPart(pool.name, pool.generation, pool.resource_slice_count)
-    return Published(found.spec.node_name, part, shares, frozenset(offered))
-
-
-def _with_demand(pod: Pod) -> Pod | None:
-    """Pods that may want devices: those with claims, or with resources beyond what every node has."""
-    common = {"cpu", "memory", "ephemeral-storage", "pods"}
-    containers = (*pod.spec.containers, *pod.spec.init_containers)
-    asked = {name for each in containers for name in (*each.resources.requests, *each.resources.limits)}
-    return pod if pod.spec.resource_claims or asked - common else None
+    part = PoolPart(sys.intern(pool.name), pool.generation, pool.resource_slice_count)
+    return Published(sys.intern(found.spec.node_name), part, shares, frozenset(offered))

@@ -12,9 +12,7 @@ import logging
 import random
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -24,8 +22,8 @@ from driver.kube.plans import GpuNodePlan
 from driver.model.plan import Offer, PlanMode, PlanStatus, Summary, offer_of
 from driver.model.plan_gpus import described, line
 from driver.slices.build import PublishedGpu
-from kubelet_plugin.files import write_atomically
 from kubelet_plugin.inventory import Directions, Inventory
+from kubelet_plugin.plan_memory import Keeper, Memory, new_epoch
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +53,6 @@ class Word(Protocol):
         ...
 
 
-class Memory(msgspec.Struct, frozen=True):
-    """What survives a restart. ``published``: the devices in the slices, which may get lost meanwhile."""
-
-    epoch: str
-    mode: PlanMode
-    published: tuple[str, ...] = ()
-
-
 class PlanFollower:
     """Thread-safe. ``on_change`` is called after the mode changed; it must return quickly."""
 
@@ -70,27 +60,28 @@ class PlanFollower:
         self,
         word: Word,
         inventory: Inventory,
-        state_dir: Path,
+        kept: Keeper,
         published_before: Callable[[], Iterable[str]],
         on_change: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         spread: Callable[[], float] = random.random,
         faults: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
-        """``published_before`` names the devices in the node's slices; asked once, when they are known.
+        """``kept`` is what survives this process. ``published_before`` names the devices in the node's slices; asked
+        once, when they are known.
 
         ``faults`` are the lines of the status about what operators can clear.
         """
         self._word = word
         self._inventory = inventory
-        self._path = state_dir / "plan.json"
+        self._kept = kept
         self._published_before = published_before
         self._on_change = on_change
         self._clock = clock
         self._spread = spread
         self._faults = faults
         self._lock = threading.Lock()
-        self._memory = self._load()
+        self._memory = kept.load() or Memory(new_epoch(), PlanMode.ALONE)
         self._offered: frozenset[str] | None = None
         self._held: frozenset[str] = frozenset()
         self._alone_at: float | None = clock() + PATIENCE_S + SPREAD_S * spread()
@@ -144,10 +135,14 @@ class PlanFollower:
     def run(self, stop: threading.Event) -> None:
         """Watch the clock until ``stop`` is set."""
         while not stop.wait(LOOK_S):
-            with self._lock:
-                changed = self._decide()
-            if changed:
-                self._on_change()
+            self.look()
+
+    def look(self) -> None:
+        """Take another mode if it is time to."""
+        with self._lock:
+            changed = self._decide()
+        if changed:
+            self._on_change()
 
     def _directions(self, before: frozenset[str]) -> Directions:
         plan = self._word.plan()
@@ -173,7 +168,7 @@ class PlanFollower:
             return False
         if self._alone_at is None:
             self._alone_at = self._clock() + SPREAD_S * self._spread()
-        return self._clock() >= self._alone_at and self._enter(PlanMode.ALONE, _new_epoch())
+        return self._clock() >= self._alone_at and self._enter(PlanMode.ALONE, new_epoch())
 
     def _known_before(self) -> frozenset[str]:
         """What was published before this process: by the slices, and by what the last one kept, for a kubelet that
@@ -186,7 +181,7 @@ class PlanFollower:
             return
         self._memory = wanted
         try:
-            write_atomically(self._path, msgspec.json.encode(wanted), 0o600, durable=durable)
+            self._kept.keep(wanted, durable=durable)
         except StateError as error:
             log.error("can't keep what the plan needs after a restart", extra={"error": str(error)})
 
@@ -206,13 +201,3 @@ class PlanFollower:
                 yield f"{text}: there is no such device on this node"
             elif names[offer] not in published:
                 yield f"{text}: it does not fit beside what is held, or its GPU can't be used at present"
-
-    def _load(self) -> Memory:
-        try:
-            return msgspec.json.decode(self._path.read_bytes(), type=Memory)
-        except (OSError, msgspec.MsgspecError):
-            return Memory(_new_epoch(), PlanMode.ALONE)
-
-
-def _new_epoch() -> str:
-    return uuid.uuid4().hex[:12]

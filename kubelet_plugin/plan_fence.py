@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from driver.errors import NOT_FOUND, ApiError
-from driver.kube.loop import Loop
+from driver.kube.loop import Loop, MakeLoop
 from driver.kube.transport import KubeClient
 from driver.model.plan import FENCE
 
@@ -22,13 +22,20 @@ COALESCE_S = 0.05
 class OwnFence:
     """``alone`` says in which epoch the node stands alone, None: it follows a plan; ``notify`` when that changed."""
 
-    def __init__(self, client: KubeClient, namespace: str, pool: str, alone: Callable[[], str | None]) -> None:
+    def __init__(
+        self,
+        client: KubeClient,
+        namespace: str,
+        pool: str,
+        alone: Callable[[], str | None],
+        loop: MakeLoop = Loop,
+    ) -> None:
         self._client = client
         self._path = f"/api/v1/namespaces/{namespace}/configmaps/{FENCE}"
         self._pool = pool
         self._alone = alone
         self._lifted: str | None = None
-        self._loop = Loop("lifting the fence of a controller that is gone", self._lift, COALESCE_S)
+        self._loop = loop("lifting the fence of a controller that is gone", self._lift, COALESCE_S)
         self.notify = self._loop.notify
         self.run = self._loop.run
 

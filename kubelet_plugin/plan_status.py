@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from driver.errors import CONFLICT, NOT_FOUND, ApiError
-from driver.kube.loop import GiveWay, Loop, at_once
+from driver.kube.loop import Loop, MakeLoop
 from driver.kube.plans import GpuNodePlan
 from driver.kube.transport import KubeClient
 from driver.model.plan import PATH, PlanMode, PlanStatus
@@ -28,7 +28,7 @@ class PlanStatusWriter:
         plan: Callable[[], GpuNodePlan | None],
         status: Callable[[], PlanStatus],
         clock: Callable[[], float] = time.monotonic,
-        give_way: GiveWay = at_once,
+        loop: MakeLoop = Loop,
     ) -> None:
         self._client = client
         self._plan = plan
@@ -36,7 +36,7 @@ class PlanStatusWriter:
         self._clock = clock
         self._said: tuple[str, PlanStatus] | None = None
         self._said_at = 0.0
-        self._loop = Loop("writing the plan's status", self._write, COALESCE_S, give_way=give_way)
+        self._loop = loop("writing the plan's status", self._write, COALESCE_S)
         self.notify = self._loop.notify
         self.run = self._loop.run
 

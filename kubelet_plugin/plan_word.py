@@ -17,7 +17,7 @@ class ControllersWord:
 
     def __init__(self, client: KubeClient, namespace: str, node: str, on_change: Callable[[], None]) -> None:
         selector = {"fieldSelector": f"metadata.name={node}"}
-        self._plans = WatchCache(client, PATH, GpuNodePlan, _plan, lambda _: on_change(), selector)
+        self._plans = WatchCache(client, PATH, GpuNodePlan, plan_as_told, lambda _: on_change(), selector)
         self._heartbeat = HeartbeatWatch(client, namespace)
         self.loops: tuple[Callable[[threading.Event], None], ...] = (self._plans.run, self._heartbeat.run)
 
@@ -35,7 +35,7 @@ class ControllersWord:
         return self._heartbeat.alive()
 
 
-def _plan(found: GpuNodePlan) -> GpuNodePlan:
+def plan_as_told(found: GpuNodePlan) -> GpuNodePlan:
     """Of the plan what its node reads: its own status, and each new version that it makes, are no news to it."""
     metadata = found.metadata
     return GpuNodePlan(PlanMetadata(metadata.name, uid=metadata.uid, generation=metadata.generation), found.spec)

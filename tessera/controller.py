@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import sys
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 
 USER_AGENT = "tessera-controller"
 LEASE = "tessera-controller"
+
+YOUNG = 50_000
+"""New objects until the collector looks at them: lists of a big cluster make millions, none of them garbage."""
 
 
 @click.command()
@@ -76,6 +80,7 @@ def run(
     from driver.kube.transport import KubeClient, load_configuration
     from driver.steps import unobserved
 
+    gc.set_threshold(YOUNG, 20, 100)
     with _measured(settings.metrics_address) as observe:
         client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT, observe)
         heartbeat = Heartbeat(client, settings.namespace, settings.identity)

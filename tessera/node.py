@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 from driver.config.settings import NodeSettings
@@ -15,6 +16,7 @@ from driver.hardware.host import HostPaths
 from driver.hardware.nvml_host import NvmlHost
 from driver.kube.claims import Claim, read_claim
 from driver.kube.events import Recorder
+from driver.kube.loop import Loop
 from driver.kube.nodes import owner_reference
 from driver.kube.transport import KubeClient, load_configuration
 from driver.model.device import Device
@@ -37,6 +39,7 @@ from kubelet_plugin.node import Node
 from kubelet_plugin.orphans import Orphans
 from kubelet_plugin.plan import PlanFollower
 from kubelet_plugin.plan_fence import OwnFence
+from kubelet_plugin.plan_memory import MemoryFile
 from kubelet_plugin.plan_status import PlanStatusWriter
 from kubelet_plugin.plan_word import ControllersWord
 from kubelet_plugin.preparation import Preparer
@@ -126,19 +129,22 @@ class NodePlugin:
             self._owner,
             self._publishing,
             self._meter.written,
-            self._lull.within(SLICES_WAIT_S),
+            loop=partial(Loop, give_way=self._lull.within(SLICES_WAIT_S)),
         )
         self._word = ControllersWord(client, settings.namespace, settings.node_name, self._plan_heard)
         self._follower = PlanFollower(
             self._word,
             self._node.inventory,
-            settings.state_dir,
+            MemoryFile(settings.state_dir),
             self._publisher.device_names,
             self._told,
             faults=self._health.described,
         )
         self._plan_status = PlanStatusWriter(
-            client, self._word.plan, self._follower.status, give_way=self._lull.within(STATUS_WAITS_S)
+            client,
+            self._word.plan,
+            self._follower.status,
+            loop=partial(Loop, give_way=self._lull.within(STATUS_WAITS_S)),
         )
         self._own_fence = OwnFence(client, settings.namespace, pool.name, self._follower.alone)
         self._status = StatusWriter(

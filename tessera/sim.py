@@ -12,6 +12,7 @@ import click
 from driver.errors import EnvironmentFault
 from tessera.output import columns
 from tessera.sim_fault_gpu import fault
+from tessera.sim_fleet import fleet
 
 if TYPE_CHECKING:
     from driver.hardware.simulator import NodeDescription, SimulatedNode
@@ -34,10 +35,12 @@ def sim() -> None:
       tessera node --node-name n1 --gpus sim:dgx-h100  run one of them
       tessera sim smi                                  see its GPUs and who holds them
       tessera sim fault lose --gpu 3                   break something
+      tessera sim fleet --nodes 100                    a hundred of them in one process
     """
 
 
 sim.add_command(fault)
+sim.add_command(fleet)
 
 
 @sim.command("list")

@@ -83,10 +83,12 @@ class KubeClient:
         query = {"fieldManager": manager, "force": "true"}
         return _object("PATCH", path, self._request("PATCH", path, query=query, body=body, content=APPLY_PATCH))
 
-    def delete(self, path: str, uid: str | None = None) -> None:
-        """Delete the object; with ``uid`` only that very one (else status 409)."""
-        body = {"preconditions": {"uid": uid}} if uid else None
-        self._request("DELETE", path, body=body)
+    def delete(self, path: str, uid: str | None = None, grace_s: int | None = None) -> None:
+        """Delete the object; with ``uid`` only that very one (else status 409). ``grace_s``: not its own grace."""
+        body: Object = {"preconditions": {"uid": uid}} if uid else {}
+        if grace_s is not None:
+            body["gracePeriodSeconds"] = grace_s
+        self._request("DELETE", path, body=body or None)
 
     def stream(self, path: str, query: Mapping[str, str], read_timeout_s: float) -> Iterator[bytes]:
         """Lines of a watch until the server ends it. A cut connection raises ApiError."""

@@ -4,13 +4,16 @@ that could be offered as the node does.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
 
 import msgspec
 
 from driver.errors import StateError
-from driver.model.gpu import Gpu, Profile
+from driver.model.gpu import Gpu, NvLink, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,36 @@ def states_of(inventory: str) -> list[GpuState]:
         return []
     try:
         told = msgspec.json.decode(inventory, type=Described)
-        return [replace(s, gpu=replace(s.gpu, profiles=told.geometries[place])) for s, place in told.gpus]
+        geometries = tuple(map(_shared_profiles, told.geometries))
+        return [replace(state, gpu=_shared(state.gpu, geometries[place])) for state, place in told.gpus]
     except (msgspec.MsgspecError, LookupError) as error:
         raise StateError(f"status.inventory of a plan can't be read: {error}") from error
+
+
+@lru_cache(1024)
+def _shared_profiles(profiles: tuple[Profile, ...]) -> tuple[Profile, ...]:
+    """The one tuple of all that are equal: a cluster has few geometries and many GPUs."""
+    return profiles
+
+
+@lru_cache(1024)
+def _shared_links(
+    generation: int | None, links: int, bandwidth: int | None, peers: tuple[tuple[str, int], ...]
+) -> NvLink:
+    return NvLink(generation, links, bandwidth, dict(peers))
+
+
+def _shared(gpu: Gpu, profiles: tuple[Profile, ...]) -> Gpu:
+    """``gpu`` with these profiles; what many GPUs have in common is there once."""
+    texts: dict[str, Any] = {name: sys.intern(text) for name in TEXTS if isinstance(text := getattr(gpu, name), str)}
+    link = gpu.nvlink
+    if link is not None:
+        link = _shared_links(link.generation, link.links, link.bandwidth, tuple(link.peers.items()))
+    return replace(gpu, profiles=profiles, nvlink=link, **texts)
+
+
+TEXTS = tuple(each.name for each in fields(Gpu) if each.name != "uuid" and "str" in str(each.type))
+"""The texts that GPUs have in common."""
 
 
 def line(state: GpuState) -> str:

@@ -80,7 +80,7 @@ class RankedGpu:
         self.state = state
         self.free = state.free
         self.whole = state.whole
-        self.offered = frozenset(state.offered())
+        self.offered = _one(frozenset(state.offered()))
         self.fragmentation = ranking.measure.fragmentation(state)
         self.clique_weight = ranking.measure.classes(state)[CLIQUE_CLASS]
         self._ranking = ranking
@@ -122,6 +122,7 @@ class RankedClique:
         self._ranking = ranking
         self._free = sum(gpu.free for gpu in gpus)
         self._spoiled = self._free if all(gpu.whole for gpu in gpus) else 0.0
+        self.offered = _one(frozenset[Key]().union(*{gpu.offered for gpu in gpus}))
         self._best: dict[Key, Ranked | None] = {}
 
     def admits(self, position: int, spot: Spot) -> bool:
@@ -180,6 +181,12 @@ class RankedClique:
 
     def _terms(self, gpu: RankedGpu, local: LocalTerms) -> Terms:
         return Terms(self._growth(gpu, local), gpu.free, self._free, local.left, local.at, local.of_gpu)
+
+
+@lru_cache(1024)
+def _one(keys: frozenset[Key]) -> frozenset[Key]:
+    """The one of all that are equal: there are few, and thousands of cliques to compare."""
+    return keys
 
 
 def placements_left(state: GpuState) -> int:

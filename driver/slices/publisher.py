@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from driver.errors import NOT_FOUND, ApiError
 from driver.kube.claims import GROUP
-from driver.kube.loop import GiveWay, Loop, at_once
+from driver.kube.loop import Loop, MakeLoop
 from driver.kube.objects import Key, ObjectMeta
 from driver.kube.transport import KubeClient, Object
 from driver.kube.watch_cache import WatchCache
@@ -55,6 +55,19 @@ def _kept(item: Slice) -> Object:
     return {"metadata": names, "spec": item.spec}
 
 
+class Store(Protocol):
+    """The node's slices, as far as they are known; ``observe`` and ``forget`` tell of writes of our own."""
+
+    @property
+    def synced(self) -> bool: ...
+
+    def snapshot(self) -> Mapping[Key, Object]: ...
+
+    def observe(self, stored: Object) -> None: ...
+
+    def forget(self, key: Key) -> None: ...
+
+
 class Publisher:
     """The only writer of its node's slices.
 
@@ -63,7 +76,8 @@ class Publisher:
     needed and for every new slice: a Node that was deleted and registered again has another uid, and what
     the old one owns is garbage. ``around`` is entered around every request that changes a slice; ``on_written`` is
     told after each reconciliation that wrote something how many slices were written or deleted, and how many seconds
-    that took.
+    that took. ``store`` knows the slices instead of a watch of its own; who gives one calls ``notify`` when the API
+    server has others than it says.
     """
 
     def __init__(
@@ -74,7 +88,8 @@ class Publisher:
         owner: Callable[[], Mapping[str, Any]],
         around: Around = lambda *_: nullcontext(),
         on_written: Callable[[int, float], None] = lambda objects, seconds: None,
-        give_way: GiveWay = at_once,
+        store: Store | None = None,
+        loop: MakeLoop = Loop,
     ) -> None:
         self._client = client
         self._pool = pool
@@ -85,14 +100,15 @@ class Publisher:
         self._owner: Mapping[str, Any] | None = None
         self._sent: dict[str, Stored] = {}
         self._reported: set[str] = set()
-        self._loop = Loop("publishing slices", self._reconcile, COALESCE_S, give_way=give_way)
+        self._loop = loop("publishing slices", self._reconcile, COALESCE_S)
         self.published = threading.Event()
         selector = {"fieldSelector": f"spec.nodeName={pool.node},spec.driver={pool.driver}"}
         self.cache = WatchCache(client, SLICES, Slice, _kept, lambda _: self.notify(), selector)
+        self._store: Store = store or self.cache
 
     def device_names(self) -> set[str]:
         """The devices in the slices as they are."""
-        specs = [item["spec"] for item in self.cache.snapshot().values()]
+        specs = [item["spec"] for item in self._store.snapshot().values()]
         return {device["name"] for spec in specs for device in spec.get("devices") or ()}
 
     def notify(self) -> None:
@@ -108,15 +124,15 @@ class Publisher:
         self._loop.run(stop)
 
     def _reconcile(self) -> None:
-        if not self.cache.synced:
+        if not self._store.synced:
             return
         todo = changes(self._desired(), self._stored(), self._sent, self._pool)
         if todo.write and (self._owner is None or not todo.write.keys() <= todo.existing.keys()):
             self._owner = self._find_owner()
         started = time.perf_counter()
         self._write(todo)
+        self.published.set()
         if not todo:
-            self.published.set()
             return
         self._on_written(len(todo.write) + len(todo.delete), time.perf_counter() - started)
         log.info(
@@ -136,15 +152,15 @@ class Publisher:
                 stored = self._put(wanted, todo.existing.get(name))
             self._sent[name] = Stored(_version(stored), wanted["spec"])
             self._report_dropped(wanted, stored)
-            self.cache.observe(stored)
+            self._store.observe(stored)
         for name, item in todo.delete.items():
             with self._around(SliceStep.DELETE, name):
                 self._delete(item)
             self._sent.pop(name, None)
-            self.cache.forget(Key("", name))
+            self._store.forget(Key("", name))
 
     def _stored(self) -> dict[str, Object]:
-        return {key.name: item for key, item in self.cache.snapshot().items()}
+        return {key.name: item for key, item in self._store.snapshot().items()}
 
     def _put(self, wanted: Object, existing: Object | None) -> Object:
         if existing is not None and existing["spec"]["pool"]["name"] != self._pool.name:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from controller.claim_book import ClaimBook
 from controller.claim_queue import Cluster, Queue
 from controller.fleet import Fleet, FleetGpu
 from controller.matching import Matching
@@ -116,7 +117,7 @@ class Situation:
     @property
     def queue(self) -> Queue:
         objects = Cluster(
-            tuple(self.claims), tuple(self.classes.values()), tuple(self.pods), tuple(self.nodes.values())
+            ClaimBook(DRIVER, self.claims), tuple(self.classes.values()), tuple(self.pods), tuple(self.nodes.values())
         )
         return Queue(objects, Fleet.of(self.gpus), self.matching)
 

@@ -414,15 +414,15 @@ def test_an_offer_wanted_again_and_not_again_while_it_is_taken_back_is_withdrawn
     def observer(step: Step, when: Moment) -> None:
         if (step, when) == moment and not changed_its_mind.is_set():
             changed_its_mind.set()
-            withdrawals.decide([], [A, B])
+            withdrawals.decide([], {A, B}.__contains__)
             fence.lift([A, B])  # offered: somebody may be given it from now on
-            withdrawals.decide([A, B], [A, B])
+            withdrawals.decide([A, B], {A, B}.__contains__)
 
     fence = Fence(api.server.client(), claims, AT_ONCE, observer=observer)
     withdrawals = Withdrawals(fence, lambda: None, 1.0, count().__next__, observer)
-    withdrawals.decide([A, B], [A, B])
+    withdrawals.decide([A, B], {A, B}.__contains__)
     with in_thread(withdrawals.run, withdrawals.notify):
-        eventually(lambda: withdrawals.decide([A, B], [A, B]), "it is withdrawn")
+        eventually(lambda: withdrawals.decide([A, B], {A, B}.__contains__), "it is withdrawn")
         assert changed_its_mind.is_set()
         assert fence.is_fenced(A)
         assert fence.is_fenced(B)

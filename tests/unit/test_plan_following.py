@@ -15,6 +15,7 @@ from driver.slices.build import CLOSED, build_slices
 from driver.slices.names import DEVICES_PER_GPU, Pool
 from kubelet_plugin.inventory import Sharing
 from kubelet_plugin.plan import PATIENCE_S, SPREAD_S, PlanFollower
+from kubelet_plugin.plan_memory import MemoryFile
 from tests.support.node import NodeUnderTest, start_node
 
 SMALL, OTHER, FULL = "gpu-0-mig-1g10gb-6", "gpu-0-mig-1g10gb-5", "gpu-0"
@@ -52,7 +53,7 @@ class Followed:
         self.follower = PlanFollower(
             self.controller,
             self.node.node.inventory,
-            self.node.root / "state",
+            MemoryFile(self.node.root / "state"),
             lambda: self.in_slices,
             self.count,
             lambda: self.now,

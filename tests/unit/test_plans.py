@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from controller.controller import LOOK_S, Devices, soonest
+from controller.controller import LOOK_S, soonest
 from controller.dedication import Dedication
+from controller.devices import Devices
 from controller.fenced import PoolDevice
 from controller.picture import Picture
 from controller.plans import LAZY_S, RETRY_S, PlanWriter, plan_specs

@@ -30,7 +30,7 @@ class Taking:
         self.changes += 1
 
     def decide(self, *excess: PoolDevice, published: tuple[PoolDevice, ...] = (A, B, C)) -> frozenset[PoolDevice]:
-        return self.withdrawals.decide(excess, published)
+        return self.withdrawals.decide(excess, published.__contains__)
 
     def after(self, seconds: float) -> None:
         """Time passes, and the work that is due is done."""

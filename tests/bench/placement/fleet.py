@@ -34,6 +34,7 @@ from driver.slices.names import Pool
 from driver.slices.publisher import Publisher
 from kubelet_plugin.inventory import UNSHARED, Holder, Inventory, Sharing
 from kubelet_plugin.plan import PlanFollower
+from kubelet_plugin.plan_memory import Unkept
 from kubelet_plugin.plan_status import PlanStatusWriter
 from kubelet_plugin.plan_word import ControllersWord
 from tests.harness.cluster import Cluster
@@ -74,8 +75,6 @@ class FleetNode:
         kubeconfig = cluster.service_account_kubeconfig("tessera", "tessera-node", node=name)
         client = KubeClient(load_configuration(kubeconfig), USER_AGENT)
         owner = {"apiVersion": "v1", "kind": "Node", "name": name, "uid": node["metadata"]["uid"], "controller": True}
-        state_dir = cluster.directory / "fleet" / name
-        state_dir.mkdir(parents=True)
         self.name = name
         self.pool = Pool(name, DRIVER)
         self.inventory = Inventory(gpus, number_gpus(gpus, {}), sharing)
@@ -84,7 +83,7 @@ class FleetNode:
         self._mode = mode
         self._word = ControllersWord(client, NAMESPACE, name, self.notify)
         self.follower = PlanFollower(
-            self._word, self.inventory, state_dir, self.publisher.device_names, self.notify, spread=random.random
+            self._word, self.inventory, Unkept(), self.publisher.device_names, self.notify, spread=random.random
         )
         self._plan_status = PlanStatusWriter(client, self._word.plan, self.follower.status)
 

@@ -118,8 +118,8 @@ class Watching:
         self._held: dict[Key, tuple[DeviceId, ...]] = {}
         self._allocated_at: dict[str, float] = {}
         self.updates = 0
-        slices = WatchCache(client, SLICES, Slice, _devices, self._slices_changed)
-        claims = WatchCache(client, CLAIMS, Claim, _allocated, self._claims_changed)
+        slices = WatchCache(client, SLICES, Slice, devices, self._slices_changed)
+        claims = WatchCache(client, CLAIMS, Claim, allocated, self._claims_changed)
         for cache in (slices, claims):
             threading.Thread(target=cache.run, args=(stop,), daemon=True).start()
         wait_for(lambda: slices.synced and claims.synced, REFRESHED_S, "claims and slices were listed")
@@ -132,7 +132,7 @@ class Watching:
             return (time.monotonic() - self._allocated_at[name]) * 1000
 
     def _free(self, profile: str) -> int:
-        held = {device for devices in self._held.values() for device in devices}
+        held = {device for each in self._held.values() for device in each}
         taken = frozenset().union(*(self._published[device].memory for device in held if device in self._published))
         offers = ((device, each) for device, each in self._published.items() if each.open and each.profile == profile)
         return sum(device not in held and each.memory.isdisjoint(taken) for device, each in offers)
@@ -156,7 +156,7 @@ class Watching:
             self._changed.notify_all()
 
 
-def _devices(found: Slice) -> dict[DeviceId, Published]:
+def devices(found: Slice) -> dict[DeviceId, Published]:
     pool = found.spec.pool.name
     return {
         (pool, device.name): Published(
@@ -168,7 +168,7 @@ def _devices(found: Slice) -> dict[DeviceId, Published]:
     }
 
 
-def _allocated(found: Claim) -> tuple[DeviceId, ...] | None:
+def allocated(found: Claim) -> tuple[DeviceId, ...] | None:
     allocation = found.status.allocation
     return tuple((each.pool, each.device) for each in allocation.devices.results) if allocation else None
 

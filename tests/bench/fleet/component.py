@@ -1,0 +1,80 @@
+"""The controller alone on recorded lists of a big cluster: how long until it has decided, and how much it keeps."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from subprocess import run
+
+from controller.controller import Controller
+from driver.config.controller_settings import ControllerSettings
+from tessera.controller import YOUNG
+from tests.bench.fleet.replaying import Recorded
+from tests.harness.waiting import wait_for
+
+SYNCED_S = 600.0
+
+
+@dataclass(frozen=True)
+class Resync:
+    """``seconds`` until all lists are read and the first plans are decided, ``cpu_s`` of it; megabytes in all and at
+    most; ``claims`` that are held."""
+
+    nodes: int
+    claims: int
+    seconds: float
+    cpu_s: float
+    rss_mb: float
+    most_rss_mb: float
+
+
+def resync(nodes: int) -> Resync:
+    """Measured in a process of its own."""
+    from tests.bench.fleet.recorded import record
+
+    with tempfile.TemporaryDirectory(prefix="tessera-recorded-") as directory:
+        record(nodes, Path(directory))
+        command = [sys.executable, "-m", "tests.bench.fleet.component", str(nodes), directory]
+        answer = run(command, check=True, capture_output=True, text=True)
+    return Resync(**json.loads(answer.stdout))
+
+
+class Watched(Controller):
+    """Says when it has decided."""
+
+    decided = threading.Event()
+
+    def _decide(self) -> float | None:
+        found = super()._decide()
+        if self._decided_at > 0:
+            self.decided.set()
+        return found
+
+
+def measure(nodes: int, directory: Path) -> Resync:
+    logging.basicConfig(level=logging.CRITICAL)
+    gc.set_threshold(YOUNG, 20, 100)
+    client = Recorded(directory)
+    work = Watched(client, ControllerSettings())  # type: ignore[arg-type]
+    began, cpu = time.perf_counter(), time.process_time()
+    threading.Thread(target=work.run, args=(threading.Event(),), daemon=True).start()
+    wait_for(work.decided.is_set, SYNCED_S, "the controller has decided")
+    seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    return Resync(nodes, len(work._world.held()), seconds, cpu_s, memory_mb("VmRSS"), memory_mb("VmHWM"))
+
+
+def memory_mb(field: str, pid: int | str = "self") -> float:
+    """``VmRSS`` or ``VmHWM`` (the most there was) of a process, in MiB."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure(int(sys.argv[1]), Path(sys.argv[2])))))

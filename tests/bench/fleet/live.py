@@ -1,0 +1,182 @@
+"""A thousand nodes in one process against the real API server and scheduler, and ``tessera controller``, measured."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from driver.kube.transport import KubeClient, load_configuration
+from tests.bench.fleet.component import memory_mb
+from tests.bench.fleet.load import Load
+from tests.bench.fleet.occupancy import hold
+from tests.bench.fleet.offers import Refreshing
+from tests.bench.fleet.watching import Usage, Writes
+from tests.bench.placement.measures import percentile
+from tests.harness.cluster import Cluster
+from tests.harness.processes import ProcessTable
+from tests.harness.progress import Progress
+from tests.harness.waiting import wait_for
+from tests.support.controller import ControllerProcess
+from tests.support.plugin import TESSERA
+
+RATE = 5.0
+"""Claims a second."""
+
+STAY_S = 20.0
+WARM_S, MEASURED_S = 15.0, 60.0
+PUBLISHED_S, PLANNED_S, ALONE_S = 600.0, 300.0, 240.0
+AFTER_S = 20.0
+"""How long is watched what comes after everything seems done."""
+
+PLANS = "/apis/gpu.tessera.dev/v1alpha1/gpunodeplans"
+
+
+@dataclass
+class Steady:
+    """The controller while claims come and go. ``core_share``: of one core. Milliseconds, mebibytes."""
+
+    nodes: int
+    held: int
+    claims_per_s: float
+    core_share: float
+    rss_mb: float
+    refreshed: int
+    p50_ms: float
+    p99_ms: float
+    writes_per_s: float
+    fleet_core_share: float
+    fleet_rss_mb: float
+
+
+@dataclass
+class Storm:
+    """Writes a second of all that Tessera writes, over time, and what was done when."""
+
+    writes: list[tuple[float, float]]
+    marks: list[tuple[float, str]]
+    most_per_s: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Live:
+    """The parts that run."""
+
+    cluster: Cluster
+    client: KubeClient
+    nodes: int
+    held: int
+    fleet: int
+    controller: ControllerProcess
+    log: Path
+
+    @property
+    def controller_pid(self) -> int:
+        record = ProcessTable(self.cluster.directory).get("tessera-controller")
+        assert record is not None
+        return record.pid
+
+    def following(self) -> int:
+        """How many nodes follow their plans, by the last line of the fleet."""
+        lines = [line for line in self.log.read_text().splitlines() if "follow the controller" in line]
+        return int(lines[-1].split(", ")[1].split()[0]) if lines else 0
+
+    def wait_following(self, count: int, deadline_s: float) -> None:
+        wait_for(lambda: self.following() == count, deadline_s, f"{count} nodes follow the controller")
+
+
+@contextmanager
+def running(cluster: Cluster, nodes: int, progress: Progress) -> Iterator[Live]:
+    """Three quarters held, published, planned."""
+    client = KubeClient(load_configuration(cluster.kubeconfig), "tessera-bench")
+    with progress.part("claims that hold three quarters", 30):
+        held = hold(client, [f"sim-{number:04}" for number in range(nodes)])
+    controller = ControllerProcess(cluster, flags=("--linger-s", "10"))
+    controller.start()
+    log = cluster.logs_dir / "fleet.log"
+    command = [TESSERA, "sim", "fleet", "--nodes", str(nodes), "--kubeconfig", str(cluster.kubeconfig), "--no-leases"]
+    with log.open("wb") as output:
+        fleet = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    live = Live(cluster, client, nodes, held, fleet.pid, controller, log)
+    try:
+        with progress.part(f"{nodes} nodes publish and follow the controller", 60):
+            live.wait_following(nodes, PUBLISHED_S)
+        yield live
+    finally:
+        controller.stop()
+        fleet.send_signal(signal.SIGKILL)  # the cluster goes, too: nothing has to be removed from it
+        fleet.wait()
+
+
+def steady(live: Live, measured_s: float = MEASURED_S) -> Steady:
+    """Claims come at RATE and go; what the controller needs meanwhile."""
+    stop = threading.Event()
+    refreshing, writes = Refreshing(live.client, stop), Writes(live.client)
+    load = Load(live.client, RATE, STAY_S)
+    for target in (load.run, writes.run):
+        threading.Thread(target=target, args=(stop,), daemon=True).start()
+    time.sleep(STAY_S + WARM_S)
+    refreshing.took.clear()
+    asked, before = load.asked, len(writes.counts)
+    usage, fleet = Usage(live.controller_pid).start(), Usage(live.fleet).start()
+    time.sleep(measured_s)
+    shares, took = (usage.core_share, fleet.core_share), sorted(refreshing.took)
+    rate, rss = (load.asked - asked) / measured_s, (usage.rss_mb, fleet.rss_mb)
+    of_tessera = [each for _, each in writes.per_second(OURS)[before:]]
+    stop.set()
+    return Steady(
+        live.nodes,
+        live.held,
+        rate,
+        shares[0],
+        rss[0],
+        len(took),
+        percentile(took, 0.5) * 1000,
+        percentile(took, 0.99) * 1000,
+        sum(of_tessera) / max(1, len(of_tessera)),
+        shares[1],
+        rss[1],
+    )
+
+
+OURS = frozenset({"gpunodeplans", "resourceslices", "configmaps"})
+"""What only Tessera writes here; ``status.devices`` of claims comes with each claim."""
+
+
+def storm(live: Live, *, lost: bool) -> Storm:
+    """Kill the controller and start it again; if ``lost``, stop it until all nodes stand alone, and start it again."""
+    stop = threading.Event()
+    writes = Writes(live.client)
+    threading.Thread(target=writes.run, args=(stop,), daemon=True).start()
+    time.sleep(AFTER_S / 2)
+    writes.mark("controller killed, started")
+    live.controller.kill()
+    live.controller.start()
+    time.sleep(2 * AFTER_S)
+    if lost:
+        writes.mark("controller stopped")
+        live.controller.stop()
+        live.wait_following(0, ALONE_S)
+        writes.mark("controller started")
+        live.controller.start()
+        live.wait_following(live.nodes, PLANNED_S)
+        writes.mark("all nodes follow")
+        time.sleep(2 * AFTER_S)
+    stop.set()
+    rates = writes.per_second(OURS)
+    ends = [at for at, _ in writes.marks[1:]] + [float("inf")]
+    most = {
+        what: max((rate for at, rate in rates if begin <= at < end), default=0.0)
+        for (begin, what), end in zip(writes.marks, ends, strict=True)
+    }
+    return Storm(rates, writes.marks, most)
+
+
+def most_memory_mb(live: Live) -> float:
+    """The most memory the controller has had since it was started last."""
+    return memory_mb("VmHWM", live.controller_pid)

@@ -1,0 +1,46 @@
+"""A client that reads recorded lists, for a process that shall load nothing else."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from driver.kube.transport import Object
+
+
+class Recorded:
+    """Stands for a KubeClient: lists come from the files, watches stay silent, writes are answered."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._silence: queue.Queue[bytes] = queue.Queue()
+        self._version = 2_000_000
+
+    def get(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
+        return (self._directory / folder_of(path) / (query or {}).get("continue", "0")).read_bytes()
+
+    def get_object(self, path: str) -> Object:
+        return {"metadata": {"resourceVersion": "1"}, "data": {}}
+
+    def stream(self, path: str, query: Mapping[str, str], read_timeout_s: float) -> Iterator[bytes]:
+        yield self._silence.get()
+
+    def create(self, path: str, body: Object) -> Object:
+        return self._stored(path, body)
+
+    def patch(self, path: str, body: Object) -> Object:
+        return self._stored(path, body)
+
+    def replace(self, path: str, body: Object, query: Mapping[str, str] | None = None) -> Object:
+        return self._stored(path, body)
+
+    def _stored(self, path: str, body: Object) -> Object:
+        self._version += 1
+        name = {"name": path.rpartition("/")[2]}
+        return {**body, "metadata": {**name, **body.get("metadata", {}), "resourceVersion": str(self._version)}}
+
+
+def folder_of(path: str) -> str:
+    """Where the pages of a list are."""
+    return path.rpartition("/")[2]
