@@ -179,6 +179,11 @@ class Cluster:
         file = layout.kubeconfig("-".join(filter(None, ("sa", namespace, name, node, pod))))
         return write_kubeconfig(file, self.server, layout.pki / "ca.crt", token_user(answer["status"]["token"]))
 
+    @property
+    def control_plane(self) -> ControlPlane:
+        """Its parts, for who has to end one and start it anew."""
+        return ControlPlane(self._state)
+
     # Starting it
 
     def _bring_up(self) -> None:

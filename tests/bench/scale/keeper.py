@@ -1,0 +1,91 @@
+"""Plays all nodes and their controller while pods are measured: slices follow what claims get."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from controller.fleet import Fleet
+from controller.objects import Claim
+from driver.kube.loop import Loop
+from driver.kube.transport import KubeClient
+from driver.kube.watch_cache import Change, WatchCache
+from driver.model.device import Device
+from driver.slices.publisher import COALESCE_S
+from tests.bench.scale.fleet import ServedFleet
+from tests.bench.scale.layouts import Publishing
+from tests.bench.scale.nodes import pool_of
+from tests.bench.scale.pods import SYNC_S, Pods
+from tests.harness.waiting import wait_for
+from tests.support.workloads import CLAIMS
+
+Allocated = tuple[tuple[str, str], ...]
+"""Pool and name of each device of a claim."""
+
+
+class Keeper:
+    """Tells ``publishing`` what claims get and which pods wait, and writes what it says."""
+
+    def __init__(
+        self, client: KubeClient, served: ServedFleet, publishing: Publishing, fleet: Fleet, pods: Pods
+    ) -> None:
+        self._served = served
+        self._publishing = publishing
+        self._pods = pods
+        self._fleet = fleet
+        self._node_of_pool = {pool_of(node).name: node for node in fleet.nodes}
+        self._changed: set[str] = set()
+        self._claims = WatchCache(client, CLAIMS, Claim, _allocated, self._claims_changed)
+        self._loop = Loop("keeping slices", self._keep, COALESCE_S)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Slices are kept while the block runs."""
+        stop = threading.Event()
+        for loop in (self._claims.run, self._loop.run):
+            threading.Thread(target=loop, args=(stop,), daemon=True).start()
+        self._pods.on_change = self._loop.notify
+        wait_for(lambda: self._claims.synced, SYNC_S, "the claims were listed")
+        try:
+            yield
+        finally:
+            stop.set()
+            self._loop.notify()
+
+    def _claims_changed(self, changes: Sequence[Change[Allocated]]) -> None:
+        for change in changes:
+            self._changed |= {device.gpu.uuid for device in self._devices(change.new or change.old or ())}
+        self._loop.notify()
+
+    def _keep(self) -> float | None:
+        changed, self._changed = self._changed, set()
+        self._publishing.changed(self._held(changed) if changed else {}, self._pods.waiting())
+        for node in self._publishing.due():
+            self._served.update(node, self._publishing)
+        again = self._publishing.due_in_s()
+        return None if again == math.inf else again
+
+    def _held(self, gpus: set[str]) -> Mapping[str, Sequence[Device]]:
+        """All that claims have of each of ``gpus``."""
+        held = {uuid: list(self._fleet.gpus[uuid].held) for uuid in gpus}
+        for allocated in self._claims.snapshot().values():
+            for device in self._devices(allocated):
+                if device.gpu.uuid in held:
+                    held[device.gpu.uuid].append(device)
+        return held
+
+    def _devices(self, allocated: Allocated) -> Iterator[Device]:
+        wanted: defaultdict[str, set[str]] = defaultdict(set)
+        for pool, device in allocated:
+            wanted[self._node_of_pool[pool]].add(device)
+        for node, names in wanted.items():
+            for entry in self._fleet.nodes[node]:
+                yield from (device for device in entry.devices if device.name in names)
+
+
+def _allocated(found: Claim) -> Allocated | None:
+    allocation = found.status.allocation
+    return tuple((each.pool, each.device) for each in allocation.devices.results) if allocation else None
