@@ -184,6 +184,11 @@ class Cluster:
         """Its parts, for who has to end one and start it anew."""
         return ControlPlane(self._state)
 
+    @property
+    def etcd(self) -> str:
+        """Where etcd answers, for who puts more objects into it than the API server takes in reasonable time."""
+        return f"http://{self._state.addresses.control_plane}:{self._state.control.etcd}"
+
     # Starting it
 
     def _bring_up(self) -> None:

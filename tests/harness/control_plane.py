@@ -57,7 +57,7 @@ class ControlPlane:
         stop([record] if record else [])
 
     def restart_scheduler(self) -> ProcessRecord:
-        """Start the scheduler anew and wait until it has its caches; a new one knows nothing and has its memory back."""
+        """Start the scheduler anew, with nothing in its memory, and wait until it has its caches."""
         self.stop_scheduler()
         self._spawn("kube-scheduler", scheduler_flags(self._state))
         address, port = self._state.addresses.control_plane, self._state.control.scheduler

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from driver.kube.claims import GROUP
 from driver.kube.transport import KubeClient
-from driver.slices.build import slice_object
+from driver.slices.build import Content, slice_object
 from driver.slices.publisher import SLICES
+from tests.bench.scale.bulk import Etcd
 from tests.bench.scale.layouts import Publishing
 from tests.bench.scale.nodes import HELD_PROFILE, HeldGpu, pool_of
 from tests.bench.scale.writing import in_parallel
@@ -21,17 +22,19 @@ NODES = "/api/v1/nodes"
 HELD_NAMESPACE = "held"
 HELD_CLAIMS = f"{GROUP}/namespaces/{HELD_NAMESPACE}/resourceclaims"
 DEVICE_CLASS = f"gpu-inference-{HELD_PROFILE.replace('.', '-')}"
+API_VERSION = "resource.k8s.io/v1"
 
 NODES_READY_S = 180.0
 
 
 class ServedFleet:
-    """Writes the objects of the fleet, several at a time."""
+    """Writes the objects of the fleet."""
 
-    def __init__(self, client: KubeClient) -> None:
+    def __init__(self, client: KubeClient, etcd: Etcd) -> None:
         self._client = client
+        self._etcd = etcd
+        self._published: dict[str, Content] = {}
         self.slice_updates = 0
-        self._published: dict[str, dict[str, Any]] = {}
 
     def create_nodes(self, part: Part, names: Iterable[str]) -> None:
         """Nodes that take pods: with no taint left on them."""
@@ -41,39 +44,49 @@ class ServedFleet:
     def hold(self, part: Part, held: Iterable[HeldGpu]) -> None:
         """A claim for each device, allocated as the scheduler would have done it."""
         self._client.create("/api/v1/namespaces", {"metadata": {"name": HELD_NAMESPACE}})
-        each = ((gpu.node, device.name) for gpu in held for device in gpu.devices)
-        in_parallel(part, lambda device: self._hold(*device), each)
+        claims = (_held_claim(gpu.node, device.name) for gpu in held for device in gpu.devices)
+        first = next(claims)
+        self._client.create(HELD_CLAIMS, first)
+        self._client.patch(f"{HELD_CLAIMS}/{first['metadata']['name']}/status", {"status": first["status"]})
+        self._etcd.put("resourceclaims", claims, part.tick)
 
     def publish(self, part: Part, nodes: Iterable[str], publishing: Publishing) -> None:
         """Slices of this layout in the place of all there were."""
-        in_parallel(part, lambda name: self._client.delete(f"{SLICES}/{name}"), list(self._published))
+        self._etcd.delete_all("resourceslices")
         self._published.clear()
-        in_parallel(part, lambda node: self.update(node, publishing), nodes)
+        first, *others = nodes
+        for item in self._slices(first, publishing.contents(first)):
+            self._client.create(SLICES, item)
+        slices = (item for node in others for item in self._slices(node, publishing.contents(node)))
+        self._etcd.put("resourceslices", slices, part.tick)
 
     def update(self, node: str, publishing: Publishing) -> None:
-        """Write those slices of the node whose content has changed."""
-        pool, contents = pool_of(node), publishing.contents(node)
-        for name, content in contents.items():
-            known = self._published.get(name)
-            if known is not None and known["content"] == content:
-                continue
-            body = slice_object(name, content, pool, 1, len(contents), None)
-            if known is None:
-                stored = self._client.create(SLICES, body)
-            else:
-                body["metadata"]["resourceVersion"] = known["version"]
-                stored = self._client.replace(f"{SLICES}/{name}", body)
-                self.slice_updates += 1
-            self._published[name] = {"content": content, "version": stored["metadata"]["resourceVersion"]}
+        """Write those slices of the node whose content has changed, as a node plugin does."""
+        contents = publishing.contents(node)
+        changed = {name: each for name, each in contents.items() if self._published[name] != each}
+        for name, content in changed.items():
+            item = slice_object(name, content, pool_of(node), 1, len(contents), None)
+            self._client.replace(f"{SLICES}/{name}", item)
+            self._published[name] = content
+            self.slice_updates += 1
 
-    def _hold(self, node: str, device: str) -> None:
-        name, request = f"{node}-{device}", "gpu"
-        exactly = {"deviceClassName": DEVICE_CLASS}
-        spec = {"devices": {"requests": [{"name": request, "exactly": exactly}]}}
-        self._client.create(HELD_CLAIMS, {"metadata": {"name": name}, "spec": spec})
-        result = {"request": request, "driver": DRIVER, "pool": pool_of(node).name, "device": device}
-        status = {"status": {"allocation": {"devices": {"results": [result]}}}}
-        self._client.patch(f"{HELD_CLAIMS}/{name}/status", status)
+    def _slices(self, node: str, contents: Mapping[str, Content]) -> Iterator[dict[str, Any]]:
+        """The objects of ``contents``; they count as published."""
+        for name, content in contents.items():
+            self._published[name] = content
+            yield slice_object(name, content, pool_of(node), 1, len(contents), None)
 
     def _untainted(self) -> bool:
         return not any(node["spec"].get("taints") for node in self._client.get_object(NODES)["items"])
+
+
+def _held_claim(node: str, device: str) -> dict[str, Any]:
+    request = {"name": "gpu", "exactly": {"deviceClassName": DEVICE_CLASS, "allocationMode": "ExactCount", "count": 1}}
+    result = {"request": "gpu", "driver": DRIVER, "pool": pool_of(node).name, "device": device}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "ResourceClaim",
+        "metadata": {"name": f"{node}-{device}", "namespace": HELD_NAMESPACE},
+        "spec": {"devices": {"requests": [request]}},
+        "status": {"allocation": {"devices": {"results": [result]}}},
+    }

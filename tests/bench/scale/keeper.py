@@ -38,6 +38,7 @@ class Keeper:
         self._fleet = fleet
         self._node_of_pool = {pool_of(node).name: node for node in fleet.nodes}
         self._changed: set[str] = set()
+        self._changing = threading.Lock()
         self._claims = WatchCache(client, CLAIMS, Claim, _allocated, self._claims_changed)
         self._loop = Loop("keeping slices", self._keep, COALESCE_S)
 
@@ -56,13 +57,16 @@ class Keeper:
             self._loop.notify()
 
     def _claims_changed(self, changes: Sequence[Change[Allocated]]) -> None:
-        for change in changes:
-            self._changed |= {device.gpu.uuid for device in self._devices(change.new or change.old or ())}
+        devices = [device for change in changes for device in self._devices(change.new or change.old or ())]
+        with self._changing:
+            self._changed |= {device.gpu.uuid for device in devices}
         self._loop.notify()
 
     def _keep(self) -> float | None:
-        changed, self._changed = self._changed, set()
-        self._publishing.changed(self._held(changed) if changed else {}, self._pods.waiting())
+        with self._changing:
+            changed, self._changed = self._changed, set()
+        served = {key.name for key in self._claims.snapshot()}
+        self._publishing.changed(self._held(changed) if changed else {}, self._pods.waiting(served))
         for node in self._publishing.due():
             self._served.update(node, self._publishing)
         again = self._publishing.due_in_s()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from driver.kube.transport import KubeClient, load_configuration
 from tests.bench.placement.trace import FULL_NODE, SKEW_SMALL, Request
 from tests.bench.scale import scheduler
+from tests.bench.scale.bulk import Etcd
 from tests.bench.scale.fleet import ServedFleet
 from tests.bench.scale.keeper import Keeper
 from tests.bench.scale.layouts import PUBLISHING, Layout, devices_published
@@ -22,7 +23,7 @@ SMALL = next(request for request in SKEW_SMALL.weights if str(request) == "1g.10
 MIX = {request: weight for request, weight in SKEW_SMALL.weights.items() if str(request) not in {"7g.80gb", "4g.40gb"}}
 
 WARM_UP = 3
-WARM_UP_S, PARKED_S = 120.0, 600.0
+WARM_UP_S, PARKED_S = 120.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Found:
     """One layout on one fleet.
 
     ``devices`` are published in the whole fleet before the first pod, ``parking_s`` is how long the scheduler took to
-    give all parked pods up once, ``slice_updates`` were written during the bursts.
+    give ``parked`` pods up once, ``slice_updates`` were written during the bursts.
     """
 
     layout: str
@@ -49,6 +50,7 @@ class Found:
     small: Burst
     mix: Burst
     small_beside_parked: Burst
+    parked: int
     parking_s: float
     slice_updates: int
     cost: scheduler.Cost
@@ -66,8 +68,9 @@ class Measurement:
     def run(self, layouts: Sequence[Layout], found: Callable[[Found], None]) -> None:
         """Calls ``found`` after each layout."""
         self.client = KubeClient(load_configuration(self.cluster.kubeconfig), "tessera-bench")
-        self.fleet, self.served = loaded_fleet(self.plan.nodes), ServedFleet(self.client)
-        self.pods = Pods(self.client)
+        etcd = Etcd(self.cluster.etcd)
+        self.fleet, self.served = loaded_fleet(self.plan.nodes), ServedFleet(self.client, etcd)
+        self.pods = Pods(self.client, etcd)
         self.cluster.control_plane.stop_scheduler()
         with self.progress.part(f"{self.plan.nodes} Node objects") as part:
             self.served.create_nodes(part, self.fleet.nodes)
@@ -99,17 +102,19 @@ class Measurement:
         small = self._burst(layout, "small", [SMALL] * plan.pods)
         mix = self._burst(layout, "mix", _mixed(plan.pods))
         with self.progress.part(f"{layout}: {plan.parked} pods are parked"):
-            parking_s = self.pods.park("parked", plan.parked, FULL_NODE, PARKED_S) if plan.parked else 0.0
+            parked, parking_s = self.pods.park("parked", plan.parked, FULL_NODE, PARKED_S)
         beside = self._burst(layout, "beside", [SMALL] * plan.pods)
         updates = self.served.slice_updates - before
         cost = scheduler.cost(process)
-        return Found(layout.value, plan.nodes, devices, small, mix, beside, parking_s, updates, cost)
+        return Found(layout.value, plan.nodes, devices, small, mix, beside, parked, parking_s, updates, cost)
 
     def _burst(self, layout: Layout, name: str, requests: Sequence[Request]) -> Burst:
         with self.progress.part(f"{layout}: {len(requests)} pods ({name})"):
             burst = self.pods.burst(name, requests, self.plan.burst_s)
             self.pods.give_up(name)
-        self.progress.say(f"    {burst.pods_a_second:.1f} pods/s: {burst.bound} of {burst.made} in {burst.seconds:.1f} s")
+        self.progress.say(
+            f"    {burst.pods_a_second:.1f} pods/s: {burst.bound} of {burst.made} in {burst.seconds:.1f} s"
+        )
         return burst
 
 

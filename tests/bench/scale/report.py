@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tessera.output import columns
 from tests.bench.scale.layouts import Layout
 from tests.bench.scale.measure import Found
 from tests.bench.scale.pods import Burst
-from tessera.output import columns
 
 HEADER = ("NODES", "LAYOUT", "DEVICES", "1g.10gb/s", "MIX/s", "1g.10gb/s BESIDE PARKED", "MEMORY MiB", "UPDATES")
 
@@ -28,9 +28,9 @@ def _peer(results: Sequence[Found], nodes: int) -> Found | None:
 
 def _row(found: Found, peer: Found | None) -> list[str]:
     bursts = [
-        _rate(found.small, peer and peer.small),
-        _rate(found.mix, peer and peer.mix),
-        _rate(found.small_beside_parked, peer and peer.small_beside_parked),
+        _rate(found.small, peer.small if peer else None),
+        _rate(found.mix, peer.mix if peer else None),
+        _rate(found.small_beside_parked, peer.small_beside_parked if peer else None),
     ]
     memory = _beside(f"{found.cost.peak_mib:.0f}", ratio(found.cost.peak_mib, peer.cost.peak_mib) if peer else None, 2)
     return [str(found.nodes), found.layout, str(found.devices), *bursts, memory, str(found.slice_updates)]
