@@ -23,7 +23,7 @@ SMALL = next(request for request in SKEW_SMALL.weights if str(request) == "1g.10
 MIX = {request: weight for request, weight in SKEW_SMALL.weights.items() if str(request) not in {"7g.80gb", "4g.40gb"}}
 
 WARM_UP = 3
-WARM_UP_S, PARKED_S = 120.0, 60.0
+WARM_UP_S, PARKED_S = 120.0, 110.0
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,8 @@ class Measurement:
         with self.progress.part(f"{layout}: {len(requests)} pods ({name})"):
             burst = self.pods.burst(name, requests, self.plan.burst_s)
             self.pods.give_up(name)
-        self.progress.say(
-            f"    {burst.pods_a_second:.1f} pods/s: {burst.bound} of {burst.made} in {burst.seconds:.1f} s"
-        )
+        bound = f"{burst.bound} of {burst.made} in {burst.seconds:.1f} s"
+        self.progress.say(f"    {bound}: {burst.pods_a_second:.1f} pods/s")
         return burst
 
 
