@@ -16,7 +16,7 @@ MEMORY = $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)" 
 WORKERS = $(shell echo $$(($$(nproc) + 1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-54 demo-curation test test-all test-fast test-cluster lint format bench bench-placement bench-refresh soak \
+.PHONY: help demo demo-54 demo-curation test test-all test-fast test-cluster lint format bench bench-placement bench-refresh bench-scale soak \
 	conformance manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
@@ -64,6 +64,9 @@ bench-placement: binaries ## the same claims on the real scheduler, by what is o
 
 bench-refresh: binaries ## on 100 nodes, how soon an offer that was allocated is replaced (5 minutes, root)
 	@$(RUN)/python -m tests.bench.placement.refresh
+
+bench-scale: binaries ## what published devices cost the scheduler, against NVIDIA's layout: 200 and 1,000 nodes (20 minutes, root)
+	@$(RUN)/python -m tests.bench.scale --plot docs/scale
 
 DURATION ?= 600
 RATE ?= 200
@@ -114,5 +117,5 @@ protocol: env ## generate the kubelet's gRPC messages from the .proto files
 		--pyi_out=$(PROTOCOL)/generated $(wildcard $(PROTOCOL)/*.proto)
 
 clean: ## remove what was made inside the checkout
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist bench-results.json placement-results.json refresh-results.json
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist bench-results.json placement-results.json refresh-results.json scale-results.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

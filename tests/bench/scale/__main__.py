@@ -28,7 +28,7 @@ from tests.support.control_plane import control_plane
 @click.option("--nodes", "fleets", type=click.IntRange(min=1), multiple=True, default=(200, 1000), show_default=True)
 @click.option("--layout", "layouts", multiple=True, type=click.Choice([each.name.lower() for each in Layout]))
 @click.option("--pods", type=click.IntRange(min=1), default=300, show_default=True, help="In one burst.")
-@click.option("--burst-s", type=float, default=30.0, show_default=True, help="Seconds that a burst may take.")
+@click.option("--burst-s", type=float, default=25.0, show_default=True, help="Seconds that a burst may take.")
 @click.option("--parked", type=click.IntRange(min=0), default=200, show_default=True, help="Pods nothing can serve.")
 @click.option("--output", type=click.Path(path_type=Path), default="scale-results.json", show_default=True)
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="Draw FILE.png and FILE.svg.")

@@ -53,6 +53,10 @@ class Etcd:
         prefix = f"/registry/{folder}/"
         self._ask("deleterange", {"key": _base64(prefix), "range_end": _base64(prefix[:-1] + "0")})  # "0" follows "/"
 
+    def close(self) -> None:
+        """Close the connection."""
+        self._pool.clear()
+
     def _ask(self, what: str, body: Object) -> None:
         answer = self._pool.request("POST", f"{self._url}/v3/kv/{what}", json=body, timeout=TIMEOUT_S)
         if answer.status != 200:

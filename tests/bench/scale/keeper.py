@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from controller.fleet import Fleet
@@ -19,6 +19,7 @@ from tests.bench.scale.fleet import ServedFleet
 from tests.bench.scale.layouts import Publishing
 from tests.bench.scale.nodes import pool_of
 from tests.bench.scale.pods import SYNC_S, Pods
+from tests.bench.scale.writing import WRITERS
 from tests.harness.waiting import wait_for
 from tests.support.workloads import CLAIMS
 
@@ -37,6 +38,7 @@ class Keeper:
         self._pods = pods
         self._fleet = fleet
         self._node_of_pool = {pool_of(node).name: node for node in fleet.nodes}
+        self._by_name: dict[str, dict[str, Device]] = {}
         self._changed: set[str] = set()
         self._changing = threading.Lock()
         self._claims = WatchCache(client, CLAIMS, Claim, _allocated, self._claims_changed)
@@ -46,15 +48,18 @@ class Keeper:
     def running(self) -> Iterator[None]:
         """Slices are kept while the block runs."""
         stop = threading.Event()
-        for loop in (self._claims.run, self._loop.run):
-            threading.Thread(target=loop, args=(stop,), daemon=True).start()
-        self._pods.on_change = self._loop.notify
-        wait_for(lambda: self._claims.synced, SYNC_S, "the claims were listed")
-        try:
-            yield
-        finally:
-            stop.set()
-            self._loop.notify()
+        keeping = threading.Thread(target=self._loop.run, args=(stop,), daemon=True)
+        with ThreadPoolExecutor(WRITERS) as self._nodes_at_once:
+            threading.Thread(target=self._claims.run, args=(stop,), daemon=True).start()
+            keeping.start()
+            self._pods.on_change = self._loop.notify
+            try:
+                wait_for(lambda: self._claims.synced, SYNC_S, "the claims were listed")
+                yield
+            finally:
+                stop.set()
+                self._loop.notify()
+                keeping.join()
 
     def _claims_changed(self, changes: Sequence[Change[Allocated]]) -> None:
         devices = [device for change in changes for device in self._devices(change.new or change.old or ())]
@@ -67,10 +72,12 @@ class Keeper:
             changed, self._changed = self._changed, set()
         served = {key.name for key in self._claims.snapshot()}
         self._publishing.changed(self._held(changed) if changed else {}, self._pods.waiting(served))
-        for node in self._publishing.due():
-            self._served.update(node, self._publishing)
+        list(self._nodes_at_once.map(self._update, self._publishing.due()))
         again = self._publishing.due_in_s()
         return None if again == math.inf else again
+
+    def _update(self, node: str) -> None:
+        self._served.update(node, self._publishing)
 
     def _held(self, gpus: set[str]) -> Mapping[str, Sequence[Device]]:
         """All that claims have of each of ``gpus``."""
@@ -82,12 +89,11 @@ class Keeper:
         return held
 
     def _devices(self, allocated: Allocated) -> Iterator[Device]:
-        wanted: defaultdict[str, set[str]] = defaultdict(set)
-        for pool, device in allocated:
-            wanted[self._node_of_pool[pool]].add(device)
-        for node, names in wanted.items():
-            for entry in self._fleet.nodes[node]:
-                yield from (device for device in entry.devices if device.name in names)
+        for pool, name in allocated:
+            if pool not in self._by_name:
+                gpus = self._fleet.nodes[self._node_of_pool[pool]]
+                self._by_name[pool] = {device.name: device for entry in gpus for device in entry.devices}
+            yield self._by_name[pool][name]
 
 
 def _allocated(found: Claim) -> Allocated | None:

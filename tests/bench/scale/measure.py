@@ -23,7 +23,7 @@ SMALL = next(request for request in SKEW_SMALL.weights if str(request) == "1g.10
 MIX = {request: weight for request, weight in SKEW_SMALL.weights.items() if str(request) not in {"7g.80gb", "4g.40gb"}}
 
 WARM_UP = 3
-WARM_UP_S, PARKED_S = 120.0, 110.0
+WARM_UP_S, PARKED_S = 120.0, 100.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Measurement:
         for layout in layouts:
             found(self._measure(layout))
         self._stop.set()
+        etcd.close()
 
     def _measure(self, layout: Layout) -> Found:
         publishing = PUBLISHING[layout](self.fleet)
