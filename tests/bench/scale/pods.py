@@ -52,7 +52,7 @@ class SeenPod(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Burst:
-    """Pods that were made at once: how many were bound, and within how many seconds from the first one's creation."""
+    """Pods that were made at once: how many were bound, and within how many seconds: of the last, or of the limit."""
 
     made: int
     bound: int
@@ -96,7 +96,8 @@ class Pods:
         with self._changed:
             self._changed.wait_for(lambda: self._bound_at.keys() >= set(names), limit_s)
             bound = [self._bound_at[each] for each in names if each in self._bound_at]
-        return Burst(len(names), len(bound), max(bound, default=began + limit_s) - began)
+        ended = max(bound) if len(bound) == len(names) else time.monotonic()
+        return Burst(len(names), len(bound), ended - began)
 
     def park(self, name: str, count: int, request: Request, limit_s: float) -> tuple[int, float]:
         """Make pods that nothing can serve; says how many the scheduler had given up once after how many seconds.
