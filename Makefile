@@ -16,7 +16,7 @@ MEMORY = $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)" 
 WORKERS = $(shell echo $$(($$(nproc) + 1)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-54 demo-curation test test-all test-fast test-cluster lint format bench bench-placement bench-refresh bench-fleet soak \
+.PHONY: help demo demo-54 demo-curation test test-all test-fast test-cluster lint format bench bench-placement bench-refresh bench-fleet bench-scale soak \
 	conformance manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
@@ -68,6 +68,9 @@ bench-refresh: binaries ## on 100 nodes, how soon an offer that was allocated is
 bench-fleet: binaries ## the controller at 1,000 simulated nodes, and a full resync of 5,000 (8 minutes, 8 GB, root)
 	@$(RUN)/python -m tests.bench.fleet --plot docs/fleet
 
+bench-scale: binaries ## what published devices cost the scheduler, against NVIDIA's layout: 200 and 1,000 nodes (20 minutes, root)
+	@$(RUN)/python -m tests.bench.scale --plot docs/scale
+
 DURATION ?= 600
 RATE ?= 200
 soak: binaries ## random claims come and go; fails if anything leaks (DURATION= seconds, RATE= claims a minute, root)
@@ -117,5 +120,5 @@ protocol: env ## generate the kubelet's gRPC messages from the .proto files
 		--pyi_out=$(PROTOCOL)/generated $(wildcard $(PROTOCOL)/*.proto)
 
 clean: ## remove what was made inside the checkout
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist bench-results.json placement-results.json refresh-results.json fleet-results.json
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist bench-results.json placement-results.json refresh-results.json fleet-results.json scale-results.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -179,6 +179,16 @@ class Cluster:
         file = layout.kubeconfig("-".join(filter(None, ("sa", namespace, name, node, pod))))
         return write_kubeconfig(file, self.server, layout.pki / "ca.crt", token_user(answer["status"]["token"]))
 
+    @property
+    def control_plane(self) -> ControlPlane:
+        """Its parts, for who has to end one and start it anew."""
+        return ControlPlane(self._state)
+
+    @property
+    def etcd(self) -> str:
+        """Where etcd answers, for who puts more objects into it than the API server takes in reasonable time."""
+        return f"http://{self._state.addresses.control_plane}:{self._state.control.etcd}"
+
     # Starting it
 
     def _bring_up(self) -> None:

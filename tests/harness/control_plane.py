@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.harness.certs import Authority, Pair, service_account_keys
 from tests.harness.kubeconfig import certificate_user, token_user, write_kubeconfig
-from tests.harness.processes import ProcessTable
+from tests.harness.processes import ProcessRecord, ProcessTable, stop
 from tests.harness.readiness import http_ok, wait_ready
 from tests.harness.state import ClusterState
 
@@ -50,6 +50,21 @@ class ControlPlane:
         address, ports = self._state.addresses.control_plane, self._state.control
         self._wait("kube-scheduler", f"https://{address}:{ports.scheduler}/healthz")
         self._wait("kube-controller-manager", f"https://{address}:{ports.controller_manager}/healthz")
+
+    def stop_scheduler(self) -> None:
+        """End the scheduler; ``restart_scheduler`` starts another."""
+        record = self._table.get("kube-scheduler")
+        stop([record] if record else [])
+
+    def restart_scheduler(self) -> ProcessRecord:
+        """Start the scheduler anew, with nothing in its memory, and wait until it has its caches."""
+        self.stop_scheduler()
+        self._spawn("kube-scheduler", scheduler_flags(self._state))
+        address, port = self._state.addresses.control_plane, self._state.control.scheduler
+        self._wait("kube-scheduler", f"https://{address}:{port}/readyz")
+        record = self._table.get("kube-scheduler")
+        assert record is not None
+        return record
 
     def _spawn(self, name: str, flags: list[str]) -> None:
         command = [self._state.program(name), *flags, *self._state.extra_args.get(name, [])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,9 +13,9 @@ from tests.harness.settings import Settings
 
 
 @contextmanager
-def control_plane(name: str) -> Iterator[Cluster]:
+def control_plane(name: str, extra_args: Mapping[str, Sequence[str]] | None = None) -> Iterator[Cluster]:
     """Running while the block runs; ``TESSERA_BINARIES`` names a folder of its programs, as for every cluster test."""
     binaries = os.environ.get("TESSERA_BINARIES")
-    settings = Settings(name=name, nodes=0, binaries=Path(binaries) if binaries else None)
+    settings = Settings(name=name, nodes=0, binaries=Path(binaries) if binaries else None, extra_args=extra_args or {})
     with Cluster.start(settings, Progress()) as cluster:
         yield cluster

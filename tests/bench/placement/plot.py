@@ -29,6 +29,13 @@ def draw(results: Sequence[RealResult], path: Path) -> None:
     figure.suptitle(
         f"{results[0].mix}: the same {results[0].arrivals} arrivals on the stock kube-scheduler, by what is offered"
     )
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes ``figure`` as ``path`` with the suffixes .png and .svg, and lets it go."""
+    from matplotlib import pyplot
+
     for suffix, metadata in (("png", None), ("svg", {"Date": None})):
         figure.savefig(path.with_suffix(f".{suffix}"), dpi=120, metadata=metadata)
     pyplot.close(figure)

@@ -1,0 +1,168 @@
+"""What nodes publish, by layout, and keeping it so while claims get devices."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Protocol
+
+from controller.curation import Curator
+from controller.fleet import Fleet, FleetGpu
+from controller.offers import Demand
+from driver.model.device import Device
+from driver.model.plan import Offer, offer_of
+from driver.placement import Key, key_of
+from driver.slices.build import Content, PublishedGpu, SliceBuilder
+from kubelet_plugin.plan import HELD_LAG_S
+from tests.bench.scale.nodes import pool_of
+from tests.bench.scale.peer import peer_slices
+
+
+class Layout(StrEnum):
+    """Who decides what is published."""
+
+    PEER = "like NVIDIA's driver"
+    FITTING = "every offer that fits"
+    CURATED = "curated"
+
+
+class Publishing(Protocol):
+    """What the nodes of a fleet publish."""
+
+    def contents(self, node: str) -> Mapping[str, Content]:
+        """The content of the node's slices by name, as it should be now."""
+
+    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[Key, int]) -> None:
+        """``held`` is all that claims have by now of each GPU that has changed, ``waiting`` how many pods wait."""
+
+    def due(self) -> Iterable[str]:
+        """Nodes whose slices are to be written now; they count as written."""
+
+    def due_in_s(self) -> float:
+        """When to ask again if nothing changes."""
+
+
+class Peer:
+    """Never changes."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def contents(self, node: str) -> Mapping[str, Content]:
+        return peer_slices(pool_of(node), self._fleet.nodes[node])
+
+    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[Key, int]) -> None:
+        pass
+
+    def due(self) -> Iterable[str]:
+        return ()
+
+    def due_in_s(self) -> float:
+        return math.inf
+
+
+class Fitting:
+    """Node plugins alone: what is held, and everything that still fits beside it; an allocation is an update."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._nodes = {node: {entry.gpu.uuid: entry for entry in gpus} for node, gpus in fleet.nodes.items()}
+        self._node_of = {entry.gpu.uuid: entry.node for entry in fleet}
+        self._builders = {node: SliceBuilder(pool_of(node)) for node in fleet.nodes}
+        self._changed: dict[str, float] = {}
+        """When the slices of each node have to be written."""
+
+    def offers(self, entry: FleetGpu) -> tuple[Device, ...]:
+        """What the GPU offers."""
+        return entry.possible
+
+    @property
+    def lag_s(self) -> float:
+        """How long slices may say nothing of what was given out."""
+        return 0.0
+
+    def contents(self, node: str) -> Mapping[str, Content]:
+        published = [PublishedGpu(e.gpu, e.number, e.held, self.offers(e)) for e in self._nodes[node].values()]
+        return self._builders[node].build(published)
+
+    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[Key, int]) -> None:
+        for uuid, devices in held.items():
+            node = self._node_of[uuid]
+            self._nodes[node][uuid] = self._nodes[node][uuid].holding(devices)
+            self.write_in(node, self.lag_s)
+
+    def write_in(self, node: str, seconds: float) -> None:
+        """The slices of ``node`` are to be written within so many seconds."""
+        self._changed[node] = min(self._changed.get(node, math.inf), time.monotonic() + seconds)
+
+    def due(self) -> Iterable[str]:
+        now = time.monotonic()
+        nodes = [node for node, when in self._changed.items() if when <= now]
+        for node in nodes:
+            del self._changed[node]
+        return nodes
+
+    def due_in_s(self) -> float:
+        return max(0.0, min(self._changed.values(), default=math.inf) - time.monotonic())
+
+    def fleet(self) -> Fleet:
+        """The fleet as it is now."""
+        return Fleet({uuid: entry for gpus in self._nodes.values() for uuid, entry in gpus.items()})
+
+
+class Curated(Fitting):
+    """Node plugins that follow a controller: the product's choice of offers, and its rule when to tell what is held.
+
+    An offer stays until something held overlaps it; the product takes others back, too, once they have stood unused
+    for a while, which is longer than a measurement. The seam for the real controller with a simulated fleet.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__(fleet)
+        self._curator = Curator()
+        self._keys = {key_of(device) for entry in fleet.nodes["node-0000"] for device in entry.devices}
+        self._offers: dict[str, frozenset[Offer]] = {}
+        self._offer({})
+
+    @property
+    def lag_s(self) -> float:
+        return HELD_LAG_S
+
+    def offers(self, entry: FleetGpu) -> tuple[Device, ...]:
+        asked = self._offers.get(entry.gpu.uuid, frozenset())
+        return tuple(d for d in entry.possible if offer_of(d) in asked) if asked else ()
+
+    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[Key, int]) -> None:
+        super().changed(held, waiting)
+        standing = self._standing()
+        if any(standing[key] < max(self._curator.settings.offers, waiting.get(key, 0)) for key in self._keys):
+            self._offer(waiting)
+
+    def _standing(self) -> Counter[Key]:
+        """How many offers of each key can still be taken."""
+        entries = (self._nodes[self._node_of[uuid]][uuid] for uuid in self._offers)
+        return Counter(key_of(device) for entry in entries for device in self.offers(entry))
+
+    def _offer(self, waiting: Mapping[Key, int]) -> None:
+        demands = [Demand(key) for key, count in waiting.items() for _ in range(count)]
+        published = [offer for offers in self._offers.values() for offer in offers]
+        for offer in self._curator.curate(self.fleet(), demands, published, published).offers:
+            standing = self._offers.get(offer.gpu, frozenset())
+            if offer not in standing:
+                self._offers[offer.gpu] = standing | {offer}
+                self.write_in(self._node_of[offer.gpu], 0.0)
+
+
+PUBLISHING: Mapping[Layout, Callable[[Fleet], Publishing]] = {
+    Layout.PEER: Peer,
+    Layout.FITTING: Fitting,
+    Layout.CURATED: Curated,
+}
+
+
+def devices_published(publishing: Publishing, nodes: Iterable[str]) -> Iterator[int]:
+    """How many devices each node publishes."""
+    for node in nodes:
+        yield sum(len(content.get("devices", ())) for content in publishing.contents(node).values())

@@ -1,0 +1,122 @@
+"""One fleet on one cluster: each layout in turn, the same bursts of pods."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from driver.kube.transport import KubeClient, load_configuration
+from tests.bench.placement.trace import FULL_NODE, SKEW_SMALL, Request
+from tests.bench.scale import scheduler
+from tests.bench.scale.bulk import Etcd
+from tests.bench.scale.fleet import ServedFleet
+from tests.bench.scale.keeper import Keeper
+from tests.bench.scale.layouts import PUBLISHING, Layout, devices_published
+from tests.bench.scale.nodes import held, loaded_fleet
+from tests.bench.scale.pods import Burst, Pods
+from tests.harness.cluster import Cluster
+from tests.harness.progress import Progress
+
+SMALL = next(request for request in SKEW_SMALL.weights if str(request) == "1g.10gb")
+MIX = {request: weight for request, weight in SKEW_SMALL.weights.items() if str(request) not in {"7g.80gb", "4g.40gb"}}
+
+WARM_UP = 3
+WARM_UP_S, PARKED_S = 120.0, 100.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: bursts of ``pods`` for ``burst_s`` seconds at most, ``parked`` pods that nothing can serve."""
+
+    nodes: int
+    pods: int
+    burst_s: float
+    parked: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """One layout on one fleet.
+
+    ``devices`` are published in the whole fleet before the first pod, ``parking_s`` is how long the scheduler took to
+    give ``parked`` pods up once, ``slice_updates`` were written during the bursts.
+    """
+
+    layout: str
+    nodes: int
+    devices: int
+    small: Burst
+    mix: Burst
+    small_beside_parked: Burst
+    parked: int
+    parking_s: float
+    slice_updates: int
+    cost: scheduler.Cost
+
+
+@dataclass
+class Measurement:
+    """Measures one layout after the other on one cluster, whose scheduler is started anew for each."""
+
+    cluster: Cluster
+    plan: Plan
+    progress: Progress
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, layouts: Sequence[Layout], found: Callable[[Found], None]) -> None:
+        """Calls ``found`` after each layout."""
+        self.client = KubeClient(load_configuration(self.cluster.kubeconfig), "tessera-bench")
+        etcd = Etcd(self.cluster.etcd)
+        self.fleet, self.served = loaded_fleet(self.plan.nodes), ServedFleet(self.client, etcd)
+        self.pods = Pods(self.client, etcd)
+        self.cluster.control_plane.stop_scheduler()
+        with self.progress.part(f"{self.plan.nodes} Node objects") as part:
+            self.served.create_nodes(part, self.fleet.nodes)
+        with self.progress.part(f"{sum(len(entry.held) for entry in self.fleet)} allocated claims") as part:
+            self.served.hold(part, held(self.fleet))
+        self.pods.start(self._stop)
+        for layout in layouts:
+            found(self._measure(layout))
+        self._stop.set()
+        etcd.close()
+
+    def _measure(self, layout: Layout) -> Found:
+        publishing = PUBLISHING[layout](self.fleet)
+        devices = sum(devices_published(publishing, self.fleet.nodes))
+        with self.progress.part(f"{layout}: {devices} devices in the slices") as part:
+            self.served.publish(part, self.fleet.nodes, publishing)
+        keeper = Keeper(self.client, self.served, publishing, self.fleet, self.pods)
+        with keeper.running():
+            found = self._bursts(layout, devices)
+        with self.progress.part("pods go"):
+            self.cluster.control_plane.stop_scheduler()
+            self.pods.remove()
+        return found
+
+    def _bursts(self, layout: Layout, devices: int) -> Found:
+        plan, before = self.plan, self.served.slice_updates
+        with self.progress.part(f"{layout}: the scheduler starts and warms up"):
+            process = self.cluster.control_plane.restart_scheduler()
+            self.pods.burst("warm", [SMALL] * WARM_UP, WARM_UP_S)
+        small = self._burst(layout, "small", [SMALL] * plan.pods)
+        mix = self._burst(layout, "mix", _mixed(plan.pods))
+        with self.progress.part(f"{layout}: {plan.parked} pods are parked"):
+            parked, parking_s = self.pods.park("parked", plan.parked, FULL_NODE, PARKED_S)
+        beside = self._burst(layout, "beside", [SMALL] * plan.pods)
+        updates = self.served.slice_updates - before
+        cost = scheduler.cost(process)
+        return Found(layout.value, plan.nodes, devices, small, mix, beside, parked, parking_s, updates, cost)
+
+    def _burst(self, layout: Layout, name: str, requests: Sequence[Request]) -> Burst:
+        with self.progress.part(f"{layout}: {len(requests)} pods ({name})"):
+            burst = self.pods.burst(name, requests, self.plan.burst_s)
+            self.pods.give_up(name)
+        bound = f"{burst.bound} of {burst.made} in {burst.seconds:.1f} s"
+        self.progress.say(f"    {bound}: {burst.pods_a_second:.1f} pods/s")
+        return burst
+
+
+def _mixed(count: int) -> list[Request]:
+    return random.Random(count).choices(list(MIX), list(MIX.values()), k=count)
