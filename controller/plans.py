@@ -29,6 +29,9 @@ LAZY_S = 1.0
 RETRY_S = 3.0
 """After how long a plan that could not be written is tried again; the others don't wait for it."""
 
+MOST_WRITES = 48
+"""In one go: what a claim waits for must not stand behind the news of a thousand nodes."""
+
 WRITES_AT_ONCE = 8
 """One change of the cluster changes several plans; claims wait for the last of them."""
 
@@ -144,6 +147,10 @@ class PlanWriter:
                 self._differs_since[node] = since
         if not due:
             return 0
+        if len(due) > MOST_WRITES:
+            due.sort(key=lambda each: _priority(each[1], each[3]))
+            self._differs_since |= dict.fromkeys((node for node, *_ in due[MOST_WRITES:]), now - LAZY_S)
+            due = due[:MOST_WRITES]
         with ThreadPoolExecutor(min(len(due), WRITES_AT_ONCE)) as pool:
             pending = [pool.submit(self._observed, *each) for each in due]
         failures = {node: str(error) for (node, *_), each in zip(due, pending, strict=True) if (error := each.result())}
@@ -205,5 +212,21 @@ def _says(current: PlanSpec, wanted: PlanSpec) -> bool:
 
 def _is_urgent(current: PlanSpec, wanted: PlanSpec) -> bool:
     """Whether a claim may be waiting for it, or the node about to take away what somebody was given after all."""
-    given = wanted.held_devices & set(current.withdrawn)
-    return current.epoch != wanted.epoch or not set(wanted.offers) <= set(current.offers) or bool(given)
+    return current.epoch != wanted.epoch or _adds_offers(current, wanted) or _gives_back(current, wanted)
+
+
+def _adds_offers(current: PlanSpec, wanted: PlanSpec) -> bool:
+    return not set(wanted.offers) <= set(current.offers)
+
+
+def _gives_back(current: PlanSpec, wanted: PlanSpec) -> bool:
+    """Whether somebody was given what the node is told to take away."""
+    return not wanted.held_devices.isdisjoint(current.withdrawn)
+
+
+def _priority(current: GpuNodePlan | None, wanted: PlanSpec) -> int:
+    """The least is written first."""
+    before = current.spec if current is not None else PlanSpec()
+    if _gives_back(before, wanted):
+        return 0
+    return 1 if _adds_offers(before, wanted) else 2

@@ -92,6 +92,7 @@ class World:
         self._driver = driver
         self._on_change = on_change
         self._lock = threading.Lock()
+        self._ours = threading.local()
         self._book = ClaimBook(driver)
         self._nodes_now: dict[str, Node] = {}
         self._plans_now: dict[str, GpuNodePlan] = {}
@@ -146,8 +147,12 @@ class World:
             return frozenset(PoolDevice(pool, name) for pool in self._book.pools for name in self._book.held(pool))
 
     def observe_plan(self, stored: Mapping[str, Any]) -> None:
-        """Take over a plan as it was stored, before the watch brings it."""
-        self._plans.observe(stored)
+        """Take over a plan as we stored it, before the watch brings it; that is no news to who decided it."""
+        self._ours.write = True
+        try:
+            self._plans.observe(stored)
+        finally:
+            self._ours.write = False
 
     def snapshot(self) -> Snapshot:
         classes, pods = tuple(self._classes.snapshot().values()), tuple(self._pods.snapshot().values())
@@ -178,7 +183,7 @@ class World:
         with self._lock:
             news = take_over(changes)
         # A list that changed nothing tells that there is one now.
-        if news or not changes:
+        if (news or not changes) and not getattr(self._ours, "write", False):
             self._on_change()
 
     def _claims_changed(self, changes: Sequence[Change[Claim]]) -> bool:

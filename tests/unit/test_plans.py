@@ -15,7 +15,7 @@ from controller.dedication import Dedication
 from controller.devices import Devices
 from controller.fenced import PoolDevice
 from controller.picture import Picture
-from controller.plans import LAZY_S, RETRY_S, PlanWriter, plan_specs
+from controller.plans import LAZY_S, MOST_WRITES, RETRY_S, PlanWriter, plan_specs
 from driver.kube.heartbeat import SILENT_S
 from driver.kube.plans import PAUSED, GpuNodePlan, PlanMetadata
 from driver.kube.transport import Object
@@ -247,3 +247,18 @@ def test_no_plan_waits_for_the_writing_of_another() -> None:
             PlanWriter(slow.client(), ignored).write({"n1": spec(SMALL), "n2": spec(SMALL)}, {}, {"n1": "a", "n2": "b"})
             == 2
         )
+
+
+def test_of_many_plans_those_that_offer_something_are_written_first_and_the_rest_at_once_after_that(
+    writing: Writing,
+) -> None:
+    names = [f"n{number:03}" for number in range(2 * MOST_WRITES)]
+    wanted = {name: PlanSpec(epoch="one") for name in names} | {names[-1]: spec(SMALL)}
+    uids = dict.fromkeys(names, "uid")
+    assert writing.writer.write(wanted, {}, uids) == MOST_WRITES
+    written = {body["metadata"]["name"] for body in writing.server.bodies}
+    assert names[-1] in written
+    assert writing.writer.due_in_s() == 0.0
+    there = {name: GpuNodePlan(PlanMetadata(name, "1"), wanted[name]) for name in written}
+    assert writing.writer.write(wanted, there, uids) == MOST_WRITES
+    assert writing.writer.due_in_s() is None

@@ -39,6 +39,8 @@ def main(*, nodes: int, component: bool, recorded: int, storm: bool, output: Pat
         with control_plane("bench-fleet") as cluster:
             install(cluster)
             with live.running(cluster, nodes, progress) as running:
+                found["refreshed"] = asdict(live.refreshed(running))
+                _show("refreshed", found["refreshed"])
                 found["steady"] = asdict(live.steady(running))
                 _show("steady", found["steady"])
                 told = live.storm(running, lost=storm)

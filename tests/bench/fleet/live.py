@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import threading
@@ -18,19 +19,22 @@ from tests.bench.fleet.occupancy import hold
 from tests.bench.fleet.offers import Refreshing
 from tests.bench.fleet.watching import Usage, Writes
 from tests.bench.placement.measures import percentile
+from tests.bench.placement.replay import claim, pod
+from tests.bench.placement.trace import PROFILES
 from tests.harness.cluster import Cluster
 from tests.harness.processes import ProcessTable
 from tests.harness.progress import Progress
 from tests.harness.waiting import wait_for
 from tests.support.controller import ControllerProcess
 from tests.support.plugin import TESSERA
+from tests.support.workloads import CLAIMS, PODS
 
 RATE = 5.0
 """Claims a second."""
 
 STAY_S = 20.0
 WARM_S, MEASURED_S = 15.0, 60.0
-PUBLISHED_S, PLANNED_S, ALONE_S = 600.0, 300.0, 240.0
+PUBLISHED_S, PLANNED_S, ALONE_S, REFRESHED_S = 600.0, 300.0, 240.0, 60.0
 AFTER_S = 20.0
 """How long is watched what comes after everything seems done."""
 
@@ -46,12 +50,19 @@ class Steady:
     claims_per_s: float
     core_share: float
     rss_mb: float
-    refreshed: int
-    p50_ms: float
-    p99_ms: float
     writes_per_s: float
     fleet_core_share: float
     fleet_rss_mb: float
+
+
+@dataclass
+class Refreshed:
+    """From an allocation to offers that are whole again, one claim after the other."""
+
+    nodes: int
+    allocations: int
+    p50_ms: float
+    p99_ms: float
 
 
 @dataclass
@@ -116,16 +127,15 @@ def running(cluster: Cluster, nodes: int, progress: Progress) -> Iterator[Live]:
 def steady(live: Live, measured_s: float = MEASURED_S) -> Steady:
     """Claims come at RATE and go; what the controller needs meanwhile."""
     stop = threading.Event()
-    refreshing, writes = Refreshing(live.client, stop), Writes(live.client)
+    writes = Writes(live.client)
     load = Load(live.client, RATE, STAY_S)
     for target in (load.run, writes.run):
         threading.Thread(target=target, args=(stop,), daemon=True).start()
     time.sleep(STAY_S + WARM_S)
-    refreshing.took.clear()
     asked, before = load.asked, len(writes.counts)
     usage, fleet = Usage(live.controller_pid).start(), Usage(live.fleet).start()
     time.sleep(measured_s)
-    shares, took = (usage.core_share, fleet.core_share), sorted(refreshing.took)
+    shares = (usage.core_share, fleet.core_share)
     rate, rss = (load.asked - asked) / measured_s, (usage.rss_mb, fleet.rss_mb)
     of_tessera = [each for _, each in writes.per_second(OURS)[before:]]
     stop.set()
@@ -135,13 +145,25 @@ def steady(live: Live, measured_s: float = MEASURED_S) -> Steady:
         rate,
         shares[0],
         rss[0],
-        len(took),
-        percentile(took, 0.5) * 1000,
-        percentile(took, 0.99) * 1000,
         sum(of_tessera) / max(1, len(of_tessera)),
         shares[1],
         rss[1],
     )
+
+
+def refreshed(live: Live, allocations: int = 60) -> Refreshed:
+    """One pod after the other, of any profile, none of which ends."""
+    stop, rng = threading.Event(), random.Random(live.nodes)
+    refreshing = Refreshing(live.client, stop)
+    for number in range(allocations):
+        name = f"one-{number}"
+        live.client.create(CLAIMS, claim(name, rng.choice(PROFILES)))
+        live.client.create(PODS, pod(name))
+        done = f"claim {number} got a device and its offers are whole again"
+        wait_for(lambda count=number + 1: len(refreshing.took) >= count, REFRESHED_S, done)  # type: ignore[misc]
+    stop.set()
+    took = sorted(refreshing.took)
+    return Refreshed(live.nodes, allocations, percentile(took, 0.5) * 1000, percentile(took, 0.99) * 1000)
 
 
 OURS = frozenset({"gpunodeplans", "resourceslices", "configmaps"})

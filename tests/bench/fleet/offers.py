@@ -1,4 +1,4 @@
-"""How soon the offers of each profile are whole again, while several claims come a second."""
+"""How soon the offers of each profile are whole again."""
 
 from __future__ import annotations
 

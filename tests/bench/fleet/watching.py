@@ -15,7 +15,7 @@ from tests.bench.fleet.component import memory_mb
 
 PERIOD_S = 2.0
 WRITE = re.compile(
-    r'^apiserver_request_total\{[^}]*resource="(?P<resource>[^"]*)"[^}]*verb="(?P<verb>POST|PUT|PATCH|APPLY|DELETE)"'
+    r'^apiserver_request_total\{[^}]*[{,]resource="(?P<resource>[^"]*)"[^}]*verb="(?P<verb>POST|PUT|PATCH|APPLY|DELETE)"'
     r"[^}]*\} (?P<count>[0-9.e+]+)$",
     re.MULTILINE,
 )
