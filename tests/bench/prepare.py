@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from tests.bench.bare import bare_ms
 from tests.bench.kubelet import Kubelet, allocated_claim, bench_plugin
 from tests.bench.results import Figure
 from tests.harness.cluster import Cluster
@@ -68,7 +69,10 @@ def figures(cluster: Cluster, progress: Progress, where: str) -> list[Figure]:
         with progress.part(f"prepare and unprepare {CLAIMS} claims, {RUNS + 1} times each way", 60):
             found = _measured(kubelet, claims)
         kubelet.close()
+        with progress.part("the bare path, for comparison", 5):
+            bare = bare_ms(cluster, plugin.node.name, claims.full)
     found += [
+        Figure("prepare.bare_path.p50_ms", bare, "ms", None, None, where),
         Figure("prepare.first.p50_ms", first, "ms", None, None, where),
         Figure("prepare.api_requests", requests, "", 1, 1, where),
     ]
