@@ -25,6 +25,9 @@ class Kept(msgspec.Struct, frozen=True):
     record: Record
 
 
+KEPT = msgspec.json.Decoder(Kept)
+
+
 class HealthFile:
     """``<state-dir>/health.json``."""
 
@@ -34,7 +37,7 @@ class HealthFile:
     def load(self) -> Record:
         """What was kept; nothing where there is no file, or none that can be read: that one is set aside, loudly."""
         try:
-            kept = msgspec.json.decode(self._path.read_bytes(), type=Kept)
+            kept = KEPT.decode(self._path.read_bytes())
         except FileNotFoundError:
             return Record()
         except (OSError, msgspec.MsgspecError) as error:

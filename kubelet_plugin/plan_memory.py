@@ -20,6 +20,9 @@ class Memory(msgspec.Struct, frozen=True):
     published: tuple[str, ...] = ()
 
 
+MEMORY = msgspec.json.Decoder(Memory)
+
+
 class Keeper(Protocol):
     """Where it is kept."""
 
@@ -40,7 +43,7 @@ class MemoryFile:
 
     def load(self) -> Memory | None:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=Memory)
+            return MEMORY.decode(self._path.read_bytes())
         except (OSError, msgspec.MsgspecError):
             return None
 

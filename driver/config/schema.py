@@ -60,6 +60,12 @@ class Group:
     kinds: Mapping[str, type[Strict]]
     refused: Mapping[str, str]
 
+    def __post_init__(self) -> None:
+        # Two threads that are the first to use a type end the process (see kubelet_plugin/records.py): claims of one
+        # call are worked on at once.
+        for kind in self.kinds.values():
+            msgspec.json.Decoder(kind)
+
 
 def shown(found: object) -> str:
     """A value as an error repeats it: short, and objects and lists only by their type."""

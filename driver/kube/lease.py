@@ -62,6 +62,9 @@ class Lease(msgspec.Struct, frozen=True):
     spec: LeaseSpec = LeaseSpec()
 
 
+LEASE = msgspec.json.Decoder(Lease)
+
+
 def leases(namespace: str) -> str:
     """The path of a namespace's Leases."""
     return f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
@@ -200,7 +203,7 @@ class LeaderElector:
     def _look(self) -> None:
         path = f"{leases(self._namespace)}/{self._name}"
         try:
-            found = msgspec.json.decode(self._client.get(path), type=Lease)
+            found = LEASE.decode(self._client.get(path))
         except ApiError as error:
             if error.status != NOT_FOUND:
                 raise

@@ -39,6 +39,9 @@ class Described(msgspec.Struct, frozen=True):
     geometries: tuple[tuple[Profile, ...], ...] = ()
 
 
+DESCRIBED = msgspec.json.Decoder(Described)
+
+
 def described(states: Iterable[GpuState]) -> str:
     """The inventory of a status: one string, which the API server need not look into (5 ms less at each write)."""
     states = tuple(states)
@@ -53,7 +56,7 @@ def states_of(inventory: str) -> list[GpuState]:
     if not inventory:
         return []
     try:
-        told = msgspec.json.decode(inventory, type=Described)
+        told = DESCRIBED.decode(inventory)
         geometries = tuple(map(_shared_profiles, told.geometries))
         return [replace(state, gpu=_shared(state.gpu, geometries[place])) for state, place in told.gpus]
     except (msgspec.MsgspecError, LookupError) as error:

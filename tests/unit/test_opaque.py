@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -153,3 +155,31 @@ def test_every_fault_is_told_at_once() -> None:
 
 def test_two_missing_names_are_two_faults() -> None:
     assert len(refusal({})) == 2
+
+
+FIRST_USE = """
+import sys, threading
+from typing import Literal
+from msgspec import defstruct
+from driver.config.schema import Group, Strict, validate
+
+def strict(name, kind):
+    fields = [(f"{name}{number}", kind | None, None) for number in range(20)]
+    return defstruct(name, fields, bases=(Strict,), frozen=True, rename="camel")
+
+def use(kind, all_there):
+    all_there.wait()
+    validate(kind, {"outer1": {"inner1": "x"}})
+
+sys.setswitchinterval(1e-6)
+for _ in range(100):
+    kind, all_there = strict("outer", strict("inner", Literal["x"])), threading.Barrier(4)
+    Group("v1", {"Kind": kind}, {})
+    threads = [threading.Thread(target=use, args=(kind, all_there)) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+"""
+
+
+def test_claims_that_are_the_first_to_use_a_kind_at_the_same_time_do_not_end_the_process() -> None:
+    subprocess.run([sys.executable, "-c", FIRST_USE], check=True)

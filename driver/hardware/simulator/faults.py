@@ -71,6 +71,8 @@ class Disturbances(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tr
 
 NOTHING = Disturbances()
 
+_DISTURBANCES = msgspec.json.Decoder(Disturbances)
+
 
 class FaultFile:
     """The file of one node's disturbances. Safe to share between threads and processes."""
@@ -91,7 +93,7 @@ class FaultFile:
         try:
             content, (known, current) = self.path.read_bytes(), self._known
             if content != known:
-                current = msgspec.json.decode(content, type=Disturbances)
+                current = _DISTURBANCES.decode(content)
                 self._known = (content, current)
         except FileNotFoundError:
             return NOTHING

@@ -95,6 +95,9 @@ class GpuState(msgspec.Struct, frozen=True, rename="camel"):
         return msgspec.structs.replace(self, events=kept, next_event=self.next_event + 1)
 
 
+_STATE = msgspec.json.Decoder(GpuState)
+
+
 class GpuFile:
     """The file of one GPU's state. Safe to share between threads and processes."""
 
@@ -115,7 +118,7 @@ class GpuFile:
             cached = self._cached
             if cached is not None and cached[0] == content:
                 return cached[1]
-            state = msgspec.json.decode(content, type=GpuState)
+            state = _STATE.decode(content)
         except (OSError, msgspec.MsgspecError) as error:
             raise StateError(f"state of a simulated GPU, {self.path}: {error}") from error
         self._cached = (content, state)
