@@ -172,8 +172,7 @@ def watch(node: KillNode, scenario: Scenario) -> list[Case]:
         node.kubelet.meet()
     if scenario.deed.heals:
         node.heal()
-    node.settle()
-    wait_for(node.plugin.between_steps, SOON_S, "no step is under way")
+    _rest(node)
     points = [point for point in node.plugin.seen() if _sure(point, scenario)]
     _end(node, scenario.deed)
     return [Case(scenario, point) for point in points]
@@ -217,7 +216,13 @@ def _begin_quietly(node: KillNode, scenario: Scenario) -> None:
     node.start()
     _begin(node, scenario)
     if node.plugin.running:
-        node.settle()
+        _rest(node)
+
+
+def _rest(node: KillNode) -> None:
+    """Wait until everything is told, and the step that told the last of it is over."""
+    node.settle()
+    wait_for(node.plugin.between_steps, SOON_S, "no step is under way")
 
 
 def _sure(point: Point, scenario: Scenario) -> bool:
