@@ -115,16 +115,21 @@ class CdiDirectory:
         remove(self._path(uid), durable=False)
 
     def claim_uids(self) -> list[str]:
-        """The claims that have a spec of ours; a temporary file that a crash left is removed."""
-        try:
-            names = [path.name for path in self._directory.iterdir()]
-        except OSError as error:
-            raise StateError(f"can't list {self._directory}: {error.strerror}") from error
-        for name in names:
+        """The claims that have a spec of ours."""
+        ours = (name for name in self._names() if name.startswith(self._prefix) and name.endswith(".json"))
+        return [name.removeprefix(self._prefix).removesuffix(".json") for name in ours]
+
+    def remove_half_written(self) -> None:
+        """Remove what a crash left of specs of ours. At start only: later a prepare may be writing one."""
+        for name in self._names():
             if name.startswith(f".{self._prefix}") and name.endswith(TEMPORARY):
                 remove(self._directory / name, durable=False)
-        ours = (name for name in names if name.startswith(self._prefix) and name.endswith(".json"))
-        return [name.removeprefix(self._prefix).removesuffix(".json") for name in ours]
+
+    def _names(self) -> list[str]:
+        try:
+            return [path.name for path in self._directory.iterdir()]
+        except OSError as error:
+            raise StateError(f"can't list {self._directory}: {error.strerror}") from error
 
     def _path(self, uid: str) -> Path:
         return self._directory / f"{self._prefix}{uid}.json"

@@ -73,8 +73,9 @@ def _undo(preparer: Preparer, record: ClaimRecord) -> None:
 
 
 def _tidy_specs(node: Node, preparer: Preparer) -> None:
-    """Remove specs that no record explains."""
+    """Remove specs that no record explains, and half of one."""
     try:
+        node.cdi.remove_half_written()
         for uid in node.cdi.claim_uids():
             preparer.upkeep.remove_stray_spec(uid)
     except RecoverableError as error:

@@ -128,6 +128,15 @@ class TestSpecsWithoutAClaim:
         assert care.orphans_of == ["cdi-spec"]
 
 
+def test_a_spec_that_is_being_written_is_left_to_who_writes_it(node: NodeUnderTest) -> None:
+    half = node.root / "cdi" / ".gpu.tessera.dev-claim_new.json.tmp"
+    half.write_text("{")
+    care = Care(node)
+    care.look()
+    care.look_long()
+    assert half.exists()
+
+
 class TestRecordsThatCannotBeRead:
     @pytest.mark.parametrize(
         "content", [b"", b'{"version": 1, "name', b'{"version": 2, "new": true}', b'{"version": 0}', b"\xff\x00garbage"]
