@@ -1,0 +1,69 @@
+"""`tessera sim fleet` on a real cluster: its nodes take pods, and Ctrl-C leaves nothing of them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
+from tests.support.chart import install
+from tests.support.control_plane import control_plane
+from tests.support.plugin import SLICES, TESSERA
+from tests.support.workloads import Workloads, request
+
+pytestmark = pytest.mark.cluster
+
+NODES = 5
+READY_S = 60.0
+FLEET_NODES = "/api/v1/nodes"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with control_plane("sim-fleet") as running:
+        install(running)
+        yield running
+
+
+def names(cluster: Cluster, path: str) -> list[str]:
+    return [item["metadata"]["name"] for item in cluster.api.get(path)["items"]]
+
+
+def test_a_pod_runs_on_a_fleet_and_ctrl_c_leaves_nothing_of_it(cluster: Cluster) -> None:
+    workloads = Workloads(cluster)
+    command = [
+        TESSERA,
+        "sim",
+        "fleet",
+        "--nodes",
+        str(NODES),
+        "--mode",
+        "alone",
+        "--kubeconfig",
+        str(cluster.kubeconfig),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as fleet:
+        try:
+            wait_for(lambda: len(names(cluster, FLEET_NODES)) == NODES, READY_S, "the fleet's nodes are there")
+            wait_for(
+                lambda: len({each["spec"]["nodeName"] for each in cluster.api.get(SLICES)["items"]}) == NODES,
+                READY_S,
+                "every node publishes",
+            )
+            device = cluster.api.get(SLICES)["items"][-1]["spec"]["devices"][0]
+            assert device["attributes"]["simulated"] == {"bool": True}
+            workloads.claim("one", request("gpu-inference"))
+            workloads.pod("one", "one")
+            workloads.running("one")
+            workloads.end_pods("one")
+        finally:
+            fleet.send_signal(signal.SIGINT)
+        said, _ = fleet.communicate(timeout=READY_S)
+    assert fleet.returncode == 0, said
+    assert "all of it is removed" in said
+    assert not names(cluster, FLEET_NODES)
+    assert not names(cluster, SLICES)
