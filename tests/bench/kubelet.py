@@ -104,11 +104,3 @@ def allocated_claim(cluster: Cluster, name: str, node: str, device: str) -> Any:
     created["status"] = {"allocation": {"devices": {"results": [result]}, "nodeSelector": selector}}
     cluster.api.request("PUT", f"{CLAIMS}/{name}/status", created)
     return dra_v1_pb2.Claim(namespace="default", name=name, uid=created["metadata"]["uid"])
-
-
-def resident_mb(pid: int) -> float:
-    """Resident memory of a process, in MB as the peers' figures (10^6 bytes would be 5 % more: MiB it is)."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"process {pid} has no VmRSS: it ended")

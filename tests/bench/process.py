@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ import msgspec
 from driver.kube.objects import Key, ObjectMeta
 from tests.bench.kubelet import Kubelet, allocated_claim
 from tests.bench.results import Figure
+from tests.bench.usage import memory_mb
 from tests.bench.watching import Watched, watched
 from tests.harness.cluster import Cluster
 from tests.harness.processes import ProcessRecord, ProcessTable, kill
@@ -107,10 +107,8 @@ def _resident(pid: int) -> tuple[float, float]:
 
 
 def memory(pid: int) -> tuple[float, float]:
-    """MiB of VmRSS and RssAnon (proc_pid_status(5))."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    sizes = {name: value for name, _, value in (line.partition(":") for line in lines)}
-    return int(sizes["VmRSS"].split()[0]) / 1024, int(sizes["RssAnon"].split()[0]) / 1024
+    """Resident and anonymous memory, in MiB."""
+    return memory_mb(pid), memory_mb(pid, "RssAnon")
 
 
 def _growth(plugin: PluginProcess, pid: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from driver.hardware.simulator import SimulatedNode
 from driver.hardware.simulator.snapshot import describe
-from tests.bench.kubelet import resident_mb
+from tests.bench.usage import memory_mb
 from tests.support.plugin import SLICES, PluginProcess
 from tests.support.workloads import CLAIMS, PODS
 
@@ -62,7 +62,7 @@ def take(plugin: PluginProcess, at_s: float, alive: Callable[[], int]) -> Census
         pid = plugin.pid
         process = Path(f"/proc/{pid}")
         threads, fds = (sum(1 for _ in (process / what).iterdir()) for what in ("task", "fd"))
-        rss = resident_mb(pid)
+        rss = memory_mb(pid)
     except (OSError, RuntimeError):
         return None
     api = plugin.cluster.api

@@ -10,6 +10,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from driver.errors import RecoverableError
 from driver.hardware.simulator import load_description
 from driver.model.gpu import Gpu
@@ -49,6 +51,14 @@ class Operation(StrEnum):
     PREPARE = "prepare"
     REPEAT = "repeat"
     UNPREPARE = "unprepare"
+
+
+CASES = [
+    pytest.param(shape, operation, id=f"{operation} {shape}".replace(" ", "-"))
+    for shape in SHAPES
+    for operation in Operation
+]
+"""Every operation on every shape, for a test of both."""
 
 
 class Aftermath(StrEnum):

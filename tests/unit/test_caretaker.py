@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pynvml
@@ -11,6 +13,7 @@ from driver.errors import HardwareError, StateError
 from driver.model.gpu import Placement
 from driver.model.health import Trouble
 from kubelet_plugin.cdi import CdiDirectory
+from kubelet_plugin.claims import ClaimReference
 from kubelet_plugin.scan import Choice
 from tests.support.care import Care
 from tests.support.claims import result
@@ -31,13 +34,20 @@ def care(node: NodeUnderTest) -> Care:
     return Care(node)
 
 
+@contextmanager
+def prepared_and_in_use(node: NodeUnderTest, claim: ClaimReference) -> Iterator[None]:
+    """A process uses the claim's partition while the block runs."""
+    node.preparer.prepare(claim)
+    [partition] = node.partitions()
+    assert partition.uuid is not None
+    with node.simulated.process_on(partition.uuid):
+        yield
+
+
 class TestWhatIsOwed:
     def test_a_partition_in_use_at_unprepare_is_removed_once_it_is_free(self, node: NodeUnderTest, care: Care) -> None:
         claim = node.api.allocate("infer", SMALL)
-        node.preparer.prepare(claim)
-        [partition] = node.partitions()
-        assert partition.uuid is not None
-        with node.simulated.process_on(partition.uuid):
+        with prepared_and_in_use(node, claim):
             with pytest.raises(HardwareError, match="IN_USE"):
                 node.preparer.unprepare(claim)
             care.look()
@@ -52,10 +62,7 @@ class TestWhatIsOwed:
         self, node: NodeUnderTest, care: Care
     ) -> None:
         claim = node.api.allocate("infer", SMALL)
-        node.preparer.prepare(claim)
-        [partition] = node.partitions()
-        assert partition.uuid is not None
-        with node.simulated.process_on(partition.uuid):
+        with prepared_and_in_use(node, claim):
             with pytest.raises(HardwareError):
                 node.preparer.unprepare(claim)
             care.look()
@@ -68,10 +75,7 @@ class TestWhatIsOwed:
 
     def test_the_report_ends_too_when_the_kubelets_own_try_succeeds(self, node: NodeUnderTest, care: Care) -> None:
         claim = node.api.allocate("infer", SMALL)
-        node.preparer.prepare(claim)
-        [partition] = node.partitions()
-        assert partition.uuid is not None
-        with node.simulated.process_on(partition.uuid):
+        with prepared_and_in_use(node, claim):
             with pytest.raises(HardwareError):
                 node.preparer.unprepare(claim)
             care.look()
@@ -85,10 +89,7 @@ class TestWhatIsOwed:
         self, node: NodeUnderTest
     ) -> None:
         claim = node.api.allocate("infer", SMALL)
-        node.preparer.prepare(claim)
-        [partition] = node.partitions()
-        assert partition.uuid is not None
-        with node.simulated.process_on(partition.uuid):
+        with prepared_and_in_use(node, claim):
             with pytest.raises(HardwareError):
                 node.preparer.unprepare(claim)
             again = node.restart()
@@ -100,10 +101,7 @@ class TestWhatIsOwed:
         self, node: NodeUnderTest, care: Care
     ) -> None:
         claim = node.api.allocate("infer", SMALL)
-        node.preparer.prepare(claim)
-        [partition] = node.partitions()
-        assert partition.uuid is not None
-        with node.simulated.process_on(partition.uuid), pytest.raises(HardwareError):
+        with prepared_and_in_use(node, claim), pytest.raises(HardwareError):
             node.preparer.unprepare(claim)
         node.preparer.prepare(claim)
         care.look_long()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -11,23 +10,11 @@ from pathlib import Path
 import pytest
 
 from driver.errors import StateError
-from tests.support.claim_life import SHAPES, Aftermath, Life, Operation, aftermaths
+from tests.support.claim_life import CASES, SHAPES, Aftermath, Life, Operation, aftermaths
 from tests.support.faulty_files import FaultyFiles, FileTrouble, plausible
 from tests.support.node import NodeUnderTest, start_node
 
-CASES = [
-    pytest.param(shape, operation, id=f"{operation} {shape}".replace(" ", "-"))
-    for shape in SHAPES
-    for operation in Operation
-]
-
-
-@pytest.fixture(autouse=True)
-def silence() -> Iterator[None]:
-    """Thousands of expected errors in the log take longer than what they are about."""
-    logging.disable()
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("silent_log")
 
 
 def troubles(operations: Sequence[str]) -> Iterator[FileTrouble]:

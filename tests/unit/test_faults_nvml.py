@@ -6,7 +6,6 @@ mode for each call in turn; the slow tests the whole product.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -15,22 +14,10 @@ import pytest
 
 from driver.hardware.calls import ABSENT
 from driver.hardware.simulator.smi_tool import CALL as SMI
-from tests.support.claim_life import SHAPES, Aftermath, Life, Operation, aftermaths
+from tests.support.claim_life import CASES, SHAPES, Aftermath, Life, Operation, aftermaths
 from tests.support.faulty_nvml import CODES, Mode, Trouble, modes_of
 
-CASES = [
-    pytest.param(shape, operation, id=f"{operation} {shape}".replace(" ", "-"))
-    for shape in SHAPES
-    for operation in Operation
-]
-
-
-@pytest.fixture(autouse=True)
-def silence() -> Iterator[None]:
-    """Thousands of expected errors in the log take longer than what they are about."""
-    logging.disable()
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("silent_log")
 
 
 def troubles(calls: Sequence[str]) -> Iterator[Trouble]:

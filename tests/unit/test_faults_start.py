@@ -5,8 +5,7 @@ Whatever it found is there again at the next look, and nothing of what it found 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import cycle
 from pathlib import Path
@@ -22,12 +21,7 @@ from tests.support.start_life import Found, Next, StartLife
 Fault = Callable[[StartLife], AbstractContextManager[object]]
 
 
-@pytest.fixture(autouse=True)
-def silence() -> Iterator[None]:
-    """Thousands of expected errors in the log take longer than what they are about."""
-    logging.disable()
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("silent_log")
 
 
 def run(life: StartLife, what: str, cases: Sequence[tuple[object, Fault]]) -> None:

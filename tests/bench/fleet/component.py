@@ -17,6 +17,7 @@ from controller.controller import Controller
 from driver.config.controller_settings import ControllerSettings
 from tessera.controller import YOUNG
 from tests.bench.fleet.replaying import Recorded
+from tests.bench.usage import memory_mb
 from tests.harness.waiting import wait_for
 
 SYNCED_S = 600.0
@@ -67,13 +68,7 @@ def measure(nodes: int, directory: Path) -> Resync:
     threading.Thread(target=work.run, args=(threading.Event(),), daemon=True).start()
     wait_for(work.decided.is_set, SYNCED_S, "the controller has decided")
     seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-    return Resync(nodes, len(work._world.held()), seconds, cpu_s, memory_mb("VmRSS"), memory_mb("VmHWM"))
-
-
-def memory_mb(field: str, pid: int | str = "self") -> float:
-    """``VmRSS`` or ``VmHWM`` (the most there was) of a process, in MiB."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024
+    return Resync(nodes, len(work._world.held()), seconds, cpu_s, memory_mb("self"), memory_mb("self", "VmHWM"))
 
 
 if __name__ == "__main__":

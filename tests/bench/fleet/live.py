@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from driver.kube.transport import KubeClient, load_configuration
-from tests.bench.fleet.component import memory_mb
 from tests.bench.fleet.load import Load
 from tests.bench.fleet.occupancy import hold
 from tests.bench.fleet.offers import Refreshing
@@ -197,8 +196,3 @@ def storm(live: Live, *, lost: bool) -> Storm:
         for (begin, what), end in zip(writes.marks, ends, strict=True)
     }
     return Storm(rates, writes.marks, most)
-
-
-def most_memory_mb(live: Live) -> float:
-    """The most memory the controller has had since it was started last."""
-    return memory_mb("VmHWM", live.controller_pid)

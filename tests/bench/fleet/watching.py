@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 
 from driver.kube.transport import KubeClient
-from tests.bench.fleet.component import memory_mb
+from tests.bench.usage import cpu_s, memory_mb
 
 PERIOD_S = 2.0
 WRITE = re.compile(
@@ -19,12 +17,6 @@ WRITE = re.compile(
     r"[^}]*\} (?P<count>[0-9.e+]+)$",
     re.MULTILINE,
 )
-
-
-def cpu_s(pid: int) -> float:
-    """User and system time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -76,4 +68,4 @@ class Usage:
 
     @property
     def rss_mb(self) -> float:
-        return memory_mb("VmRSS", self.pid)
+        return memory_mb(self.pid)

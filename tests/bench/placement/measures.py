@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,12 +56,6 @@ def thinned(steps: Sequence[tuple[float, float]], every_s: float = 0.5) -> list[
     """One value for each ``every_s``, the last one."""
     found = {int(at / every_s): (round(at, 2), round(value, 4)) for at, value in steps if at >= 0}
     return list(found.values())
-
-
-def cpu_s(pid: int) -> float:
-    """Seconds of CPU that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def count_refusals(log: Path) -> int:

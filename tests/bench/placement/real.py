@@ -25,10 +25,11 @@ from driver.kube.watch_cache import WatchCache
 from driver.model.plan import PATH
 from tests.bench.placement import experiment, plot, report
 from tests.bench.placement.fleet import Mode, RunningFleet, running_fleet
-from tests.bench.placement.measures import Writes, Written, count_refusals, cpu_s, mean, percentile, thinned
+from tests.bench.placement.measures import Writes, Written, count_refusals, mean, percentile, thinned
 from tests.bench.placement.replay import PATIENCE_S, Fate, Replay
 from tests.bench.placement.trace import MIXES, NODE_GPUS, WITH_TRAINING, Arrival, Scenario
 from tests.bench.results import machine
+from tests.bench.usage import cpu_s
 from tests.harness.cluster import Cluster
 from tests.harness.processes import ProcessTable
 from tests.support.chart import install

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from tests.bench.placement.measures import cpu_s
+from tests.bench.usage import cpu_s, memory_mb
 from tests.harness.processes import ProcessRecord
 
 CLIENT_LIMITS = ("--kube-api-qps=2000", "--kube-api-burst=4000")
@@ -18,8 +17,6 @@ EXTRA_ARGS: Mapping[str, Sequence[str]] = {
     "kube-apiserver": ("--max-requests-inflight=800", "--max-mutating-requests-inflight=400"),
     "kube-controller-manager": ("--kube-api-qps=1000", "--kube-api-burst=2000"),
 }
-
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,5 @@ class Cost:
 
 def cost(scheduler: ProcessRecord) -> Cost:
     """What the process has used so far (``/proc``)."""
-    lines = Path(f"/proc/{scheduler.pid}/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    resident, peak = (int(fields[name].split()[0]) * 1024 / MIB for name in ("VmRSS", "VmHWM"))
-    return Cost(cpu_s(scheduler.pid), resident, peak)
+    pid = scheduler.pid
+    return Cost(cpu_s(pid), memory_mb(pid), memory_mb(pid, "VmHWM"))
