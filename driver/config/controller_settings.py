@@ -63,6 +63,7 @@ class ControllerSettings(BaseModel):
     learn_hours: Annotated[float, Field(ge=0, le=168)] = 0.0
     unused_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
     metrics_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
+    health_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
 
     @property
     def learns(self) -> bool:

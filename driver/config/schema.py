@@ -109,8 +109,8 @@ def _faults(model: type[Strict], settings: Mapping[Any, Any], place: str) -> Ite
 
 
 def _wrong_value(model: type[Strict], field: FieldInfo, path: str, found: object) -> Iterator[Fault]:
-    kind = _kind(field)
-    accepted = _accepted(kind)
+    kind = kind_of_field(field)
+    accepted = accepted_names(kind)
     if not (isinstance(kind, type) and issubclass(kind, Strict)):
         if found not in accepted:
             yield wrong_name(path, found, accepted, model.REFUSED)
@@ -121,21 +121,21 @@ def _wrong_value(model: type[Strict], field: FieldInfo, path: str, found: object
 
 
 def _unknown_field(model: type[Strict], path: str, name: str, found: object) -> Fault:
-    known = _accepted(model)
+    known = accepted_names(model)
     reason = model.REFUSED.get(name)
     accepted = f"accepted: {', '.join(known)}" if known else "this kind has no settings"
     message = f"{reason}; {accepted}" if reason else f"no such field; {accepted}{meant(name, known)}"
     return Fault(path, shown(found), message)
 
 
-def _kind(field: FieldInfo) -> Any:
-    """The field's type without ``| None``."""
+def kind_of_field(field: FieldInfo) -> Any:
+    """Its type without ``| None``."""
     [kind] = [each for each in get_args(field.type) if each is not NoneType]
     return kind
 
 
-def _accepted(kind: Any) -> list[str]:
-    """The values of a Literal or enum, the fields of an object."""
+def accepted_names(kind: Any) -> list[str]:
+    """What may stand in a field of this type: the values of a Literal or enum, the fields of an object."""
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     if issubclass(kind, Enum):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from driver.config.listen import ListenAddress, parse_listen_address
+from driver.config.sockets import SOCKET_PATH_LIMIT, check_pod_uid, plugin_socket, registration_socket
 from driver.errors import UsageError
 from driver.model.selection import EVERY_GPU, NO_GPU, Selection
 from driver.model.shares import NO_SHARES, ShareCounts
@@ -18,8 +19,6 @@ SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 DRIVER_LIMIT = 63
 NODE_LIMIT = 253
-SOCKET_PATH_LIMIT = 107
-"""Characters of a unix socket's path that Linux takes (unix(7))."""
 
 
 def check_driver_name(value: str) -> str:
@@ -64,6 +63,12 @@ def _existing_partitions(value: str) -> str:
     return value
 
 
+def _neighbours(value: str) -> str:
+    if value not in {"refuse", "exclude"}:
+        raise ValueError("must be refuse or exclude")
+    return value
+
+
 # No pydantic here: it costs the node plugin 8 MiB, and nothing else in it needs it before a claim has parameters.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
@@ -86,8 +91,11 @@ class NodeSettings:
     shares: ShareCounts = NO_SHARES
     shares_only: Selection = NO_GPU
     existing_partitions: str = "ignore"
+    neighbours: str = "refuse"
     sim_latency: str = "default"
     metrics_address: ListenAddress | None = None
+    health_address: ListenAddress | None = None
+    pod_uid: str = ""
 
     @property
     def simulated(self) -> str | None:
@@ -96,11 +104,11 @@ class NodeSettings:
 
     @property
     def plugin_socket(self) -> Path:
-        return self.kubelet_dir / "plugins" / self.driver_name / "dra.sock"
+        return plugin_socket(self.kubelet_dir / "plugins" / self.driver_name, self.pod_uid)
 
     @property
     def registration_socket(self) -> Path:
-        return self.kubelet_dir / "plugins_registry" / f"{self.driver_name}-reg.sock"
+        return registration_socket(self.kubelet_dir / "plugins_registry", self.driver_name, self.pod_uid)
 
 
 READ: Mapping[str, Callable[[Any], object]] = {
@@ -121,8 +129,11 @@ READ: Mapping[str, Callable[[Any], object]] = {
     "shares": ShareCounts.parse,
     "shares_only": Selection.parse,
     "existing_partitions": _existing_partitions,
+    "neighbours": _neighbours,
     "sim_latency": str,
     "metrics_address": parse_listen_address,
+    "health_address": parse_listen_address,
+    "pod_uid": check_pod_uid,
 }
 """What a flag's value comes to; raises ValueError."""
 

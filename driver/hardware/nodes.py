@@ -19,21 +19,23 @@ REQUIRED_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
 
 
-def gpu_nodes(paths: HostPaths, gpu: Gpu) -> Sequence[DeviceNode]:
-    """The GPU's node and the control nodes. Raises HardwareError where one that CUDA needs is missing."""
+def gpu_nodes(paths: HostPaths, gpu: Gpu, device_root: str = "/") -> Sequence[DeviceNode]:
+    """The GPU's node and the control nodes, as they lie below ``device_root``. Raises HardwareError where one that
+    CUDA needs is missing."""
+    below = device_root.rstrip("/")
     own = f"/dev/nvidia{gpu.minor}"
-    present = [node for node in (own, *CONTROL_NODES) if paths.has(node)]
+    present = [node for node in (own, *CONTROL_NODES) if paths.has(below + node)]
     missing = [node for node in (own, *REQUIRED_NODES) if node not in present]
     if missing:
         found = ", ".join(present) or "none"
         raise HardwareError(
-            f"device node {', '.join(missing)} is missing under {paths.root}: found {found}; "
+            f"device node {', '.join(missing)} is missing under {paths.here(device_root)}: found {found}; "
             "nvidia-modprobe creates them"
         )
-    return [DeviceNode(node, host_path=paths.for_runtime(node)) for node in present]
+    return [DeviceNode(node, host_path=paths.for_runtime(below + node)) for node in present]
 
 
-def partition_nodes(paths: HostPaths, gpu: Gpu, partition: Partition) -> Sequence[DeviceNode]:
+def partition_nodes(paths: HostPaths, gpu: Gpu, partition: Partition, device_root: str = "/") -> Sequence[DeviceNode]:
     """The GPU's nodes plus the capability nodes of both instances.
 
     Capability nodes carry explicit numbers: the host's /dev/nvidia-caps may be empty.
@@ -43,7 +45,7 @@ def partition_nodes(paths: HostPaths, gpu: Gpu, partition: Partition) -> Sequenc
     files = (f"{instance}/access", f"{instance}/ci{partition.compute_instance_id}/access")
     minors = [_capability_minor(paths, file) for file in files]
     nodes = [DeviceNode(f"/dev/nvidia-caps/nvidia-cap{minor}", major=major, minor=minor) for minor in minors]
-    return [*gpu_nodes(paths, gpu), *nodes]
+    return [*gpu_nodes(paths, gpu, device_root), *nodes]
 
 
 def _capability_major(paths: HostPaths) -> int:

@@ -14,6 +14,7 @@ from driver.errors import EnvironmentFault, HardwareError
 from driver.hardware import nodes
 from driver.hardware.calls import described, fact, nvml_call
 from driver.hardware.discovery import read_gpu, with_cliques
+from driver.hardware.driver_root import HOST, device_root
 from driver.hardware.events import Events
 from driver.hardware.host import ComputeMode, DeviceNode, Discovery, GpuFault, HostPaths
 from driver.hardware.mig import MigOperations
@@ -39,8 +40,6 @@ def load_nvml(library: Path | None) -> Any:
     return pynvml
 
 
-HOST = Path("/")
-
 ANSWER_S = 15.0
 """How long discovery waits for a GPU; one in order answers in milliseconds, a cold one in a few seconds."""
 
@@ -53,6 +52,7 @@ class NvmlHost:
         self._nvml = nvml
         self._paths = paths
         self._simulated = simulated
+        self._driver_root = driver_root
         self._handles: dict[str, Any] = {}
         self._mig = MigOperations(nvml)
         self._events = Events(nvml)
@@ -148,10 +148,10 @@ class NvmlHost:
         self._mig.destroy_gpu_instance(self._handle(gpu), gpu, partition)
 
     def gpu_nodes(self, gpu: Gpu) -> Sequence[DeviceNode]:
-        return nodes.gpu_nodes(self._paths, gpu)
+        return nodes.gpu_nodes(self._paths, gpu, device_root(self._paths, self._driver_root))
 
     def partition_nodes(self, gpu: Gpu, partition: Partition) -> Sequence[DeviceNode]:
-        return nodes.partition_nodes(self._paths, gpu, partition)
+        return nodes.partition_nodes(self._paths, gpu, partition, device_root(self._paths, self._driver_root))
 
     def _handle(self, gpu: Gpu) -> Any:
         if gpu.uuid not in self._handles:

@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
 
 from driver.errors import NOT_FOUND, ApiError
 from driver.kube.clock import Clock, SystemClock, micro_time
-from driver.kube.lease import Lease, LeaseSpec, lease_object, leases
+from driver.kube.lease import LeaseSpec, lease_object, leases
+from driver.kube.objects import ObjectMeta
 from driver.kube.transport import KubeClient
 from driver.kube.watch_cache import Change, WatchCache
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT = "tessera-controller-heartbeat"
+
+LEAVING = "gpu.tessera.dev/uninstalling"
+"""Annotation of the Lease: Tessera is being uninstalled, so that nodes are to offer nothing any more.
+
+Every node watches the Lease anyway, whether a controller renews it or not."""
 
 RENEW_S = 10.0
 """Each renewal is an event at every node, so as seldom as three of them fit into SILENT_S."""
@@ -62,18 +71,47 @@ class Heartbeat:
             self._client.create(folder, body)
 
 
+class Annotated(ObjectMeta, frozen=True, rename="camel"):
+    annotations: Mapping[str, str] = msgspec.field(default_factory=dict)
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """The Lease, as far as nodes look at it."""
+
+    metadata: Annotated
+    spec: LeaseSpec = LeaseSpec()
+
+
+class Said(NamedTuple):
+    """What the Lease says: when it was renewed, and whether Tessera is being uninstalled."""
+
+    renewed: str | None
+    leaving: bool
+
+
 class HeartbeatWatch:
     """Whether a controller renews the Lease ``namespace/name``, by this process's own clock.
 
-    A Lease found when the watch begins is no sign of life: it may have been left. The next renewal is.
+    A Lease found when the watch begins is no sign of life: it may have been left. The next renewal is. ``leaving``
+    says whether Tessera is being uninstalled, also when the Lease is gone in the course of that; ``on_leaving`` is
+    called when that has changed.
     """
 
-    def __init__(self, client: KubeClient, namespace: str, name: str = HEARTBEAT, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        client: KubeClient,
+        namespace: str,
+        name: str = HEARTBEAT,
+        clock: Clock | None = None,
+        on_leaving: Callable[[], None] = lambda: None,
+    ) -> None:
         self._clock = clock or SystemClock()
         self._looked = False
         self._renewed_at = float("-inf")
+        self._on_leaving = on_leaving
+        self.leaving = False
         selector = {"fieldSelector": f"metadata.name={name}"}
-        self._cache = WatchCache(client, leases(namespace), Lease, _renewal, self._changed, selector)
+        self._cache = WatchCache(client, leases(namespace), Seen, _said, self._changed, selector)
 
     def run(self, stop: threading.Event) -> None:
         """Watch until ``stop`` is set."""
@@ -83,11 +121,21 @@ class HeartbeatWatch:
         """Whether a renewal was seen within SILENT_S."""
         return self._clock.monotonic() - self._renewed_at <= SILENT_S
 
-    def _changed(self, changes: Sequence[Change[str]]) -> None:
-        if self._looked and any(change.new for change in changes):
+    def _changed(self, changes: Sequence[Change[Said]]) -> None:
+        if self._looked and any(_is_renewal(change) for change in changes):
             self._renewed_at = self._clock.monotonic()
         self._looked = True
+        for change in changes:
+            if change.new is not None and change.new.leaving != self.leaving:
+                self.leaving = change.new.leaving
+                self._on_leaving()
 
 
-def _renewal(lease: Lease) -> str | None:
-    return lease.spec.renew_time
+def _is_renewal(change: Change[Said]) -> bool:
+    if change.new is None or change.new.renewed is None:
+        return False
+    return change.old is None or change.old.renewed != change.new.renewed
+
+
+def _said(lease: Seen) -> Said:
+    return Said(lease.spec.renew_time, LEAVING in lease.metadata.annotations)

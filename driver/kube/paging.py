@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from driver.kube.transport import KubeClient
+from driver.kube.transport import KubeClient, Object
 
 PAGE = 500
 """Objects of one answer."""
@@ -38,3 +38,12 @@ def pages(
         if not page.metadata.next_page:
             return
         query["continue"] = page.metadata.next_page
+
+
+_OBJECTS = msgspec.json.Decoder(Page[Object])
+
+
+def objects(client: KubeClient, path: str, selectors: Mapping[str, str] | None = None) -> Iterator[Object]:
+    """Every object of a list, whole: for commands, which ask once. Raises as ``pages`` does."""
+    for page in pages(client, path, _OBJECTS, selectors):
+        yield from page.items or ()

@@ -148,14 +148,14 @@ class KubeClient:
         timeout: urllib3.Timeout,
         content: str = JSON,
     ) -> Any:
-        url = f"{self._access.host}{path}" + (f"?{urlencode(query)}" if query else "")
+        url = self._access.url(path) + (f"?{urlencode(query)}" if query else "")
         headers = dict(self._headers)
         try:
             if (shown := self._access.authorization()) is not None:
                 headers["Authorization"] = shown
             if body is not None:
                 headers["Content-Type"] = content
-            response = self._access.pool.request(
+            response = self._access.pool.urlopen(
                 method,
                 url,
                 headers=headers,
