@@ -32,6 +32,11 @@ class ClaimBook:
         claim = self._claims.get(key)
         return None if claim is None else claim.status.allocation
 
+    def satisfies(self, keys: Iterable[Key]) -> bool:
+        """Whether all claims of those keys have what they asked for; False where there are none."""
+        allocations = [self.allocation(key) for key in keys]
+        return bool(allocations) and None not in allocations
+
     def held(self, pool: str) -> Mapping[str, Held]:
         """Who has which devices of ``pool``. Of several claims on one device, which there never should be, the last."""
         return {device: holders[-1] for device, holders in self._held.get(pool, {}).items()}

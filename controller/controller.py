@@ -119,6 +119,7 @@ class Controller:
             return None
         began = time.perf_counter()
         seen = self._world.snapshot()
+        self._planned.changed |= seen.changed  # they are told once; a decision that fails is made again
         fleet = self._picture.fleet(seen.views)
         devices = Devices(seen.views, fleet, self._standing)
         queue = Queue(seen.cluster, fleet, self._matching, self._eligible(seen.cluster.nodes))
@@ -133,8 +134,9 @@ class Controller:
         withdrawn = self._withdrawals.decide(frozenset(excess), devices.is_published)
         blocked = self._let_through(devices, offers)
         specs = plan_specs(seen.views, fleet, offers - blocked, withdrawn, self._planned)
-        new = {view.name: view.uid for view in seen.views if view.name not in seen.plans}
-        if written := self._writer.write(specs, seen.plans, new):
+        written = self._writer.write(specs, seen.plans, self._planned.owners, self._planned.changed)
+        self._planned.changed.clear()
+        if written:
             elapsed = (time.perf_counter() - began) * 1000
             log.info("wrote plans", extra={"plans": written, "offers": len(curation.offers), "ms": f"{elapsed:.0f}"})
         self._teller.labels(seen.cluster.nodes, fleet)
@@ -174,7 +176,7 @@ class Controller:
         try:
             self._fence.lift(fenced)
         except ApiError as error:
-            log.warning("what is fenced can't be offered now", extra={"devices": len(fenced), "error": str(error)})
+            log.warning("what is fenced can't be offered now", extra={"count": len(fenced), "error": str(error)})
             return {offer for offer in offers if devices.of([offer]) & fenced}
         return set()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -40,17 +40,42 @@ WRITES_AT_ONCE = 8
 class Planned:
     """The specs by node as found last, and from what; ``special`` nodes had offers, or something to let go."""
 
-    views: Sequence[NodeView] = ()
     specs: dict[str, PlanSpec] = field(default_factory=dict)
     special: frozenset[str] = frozenset()
+    changed: set[str] = field(default_factory=set)
+    """Nodes that got another spec since somebody emptied this."""
+    owners: dict[str, str] = field(default_factory=dict)
+    """The uids of the Nodes."""
+    _views: Sequence[NodeView] = ()
+    _by_name: dict[str, NodeView] = field(default_factory=dict)
+    _names: dict[str, str] = field(default_factory=dict)
+    """Of the nodes, by pool."""
+    _dedicated: set[str] = field(default_factory=set)
 
-    def other(self, nodes: Sequence[NodeView]) -> set[str]:
-        """Those of ``nodes`` of which something has changed since."""
-        pairs = [(was, now) for was, now in zip(self.views, nodes, strict=False) if was is not now]
-        if len(self.views) != len(nodes) or any(was.name != now.name for was, now in pairs):
-            self.specs = {}
-            return {node.name for node in nodes}
-        return {now.name for _, now in pairs}
+    def take_over(self, views: Sequence[NodeView]) -> set[str]:
+        """The nodes of which something has changed since the last time."""
+        before, self._views = self._views, views
+        changed: Sequence[NodeView] = [now for was, now in zip(before, views, strict=False) if was is not now]
+        if len(before) != len(views) or any(view.name not in self._by_name for view in changed):
+            self.specs, self.owners, self._by_name, self._names, self._dedicated = {}, {}, {}, {}, set()
+            changed = views
+        for view in changed:
+            self._by_name[view.name], self._names[view.pool], self.owners[view.name] = view, view.name, view.uid
+            (self._dedicated.add if view.dedication.gpus else self._dedicated.discard)(view.name)
+        return {view.name for view in changed}
+
+    def special_with(self, offered: Iterable[str], pools: Iterable[str]) -> frozenset[str]:
+        """Nodes whose plans may change though they don't: with offers, uses of their own, devices to let go."""
+        return frozenset([*offered, *self._dedicated, *(self._names[pool] for pool in pools if pool in self._names)])
+
+    def view(self, name: str) -> NodeView:
+        return self._by_name[name]
+
+    def put(self, name: str, spec: PlanSpec) -> None:
+        """An equal one stays the same object."""
+        if spec != self.specs.get(name):
+            self.specs[name] = spec
+            self.changed.add(name)
 
 
 def plan_specs(
@@ -59,7 +84,7 @@ def plan_specs(
     offers: Collection[Offer],
     withdrawn: Collection[PoolDevice],
     known: Planned | None = None,
-) -> dict[str, PlanSpec]:
+) -> Mapping[str, PlanSpec]:
     """What every node shall do, by node. ``known`` is what was found before, and is brought up to date."""
     known = known or Planned()
     by_node: dict[str, list[Offer]] = defaultdict(list)
@@ -68,16 +93,13 @@ def plan_specs(
     gone: dict[str, list[str]] = defaultdict(list)
     for device in withdrawn:
         gone[device.pool].append(device.device)
-    special = frozenset([*by_node, *(node.name for node in nodes if node.dedication.gpus or node.pool in gone)])
-    todo = known.other(nodes) | known.special | special
-    for node in nodes if todo else ():
-        if node.name in todo:
-            gpus = fleet.nodes.get(node.name, ())
-            spec = _spec(node, gpus, by_node.get(node.name, ()), gone.get(node.pool, ()))
-            # An equal one stays the same object: it need not be compared with the plan again.
-            known.specs[node.name] = spec if spec != known.specs.get(node.name) else known.specs[node.name]
-    known.views, known.special = nodes, special
-    return dict(known.specs)
+    changed = known.take_over(nodes)
+    special = known.special_with(by_node, gone)
+    for name in changed | (known.special & known.owners.keys()) | special:
+        view = known.view(name)
+        known.put(name, _spec(view, fleet.nodes.get(name, ()), by_node.get(name, ()), gone.get(view.pool, ())))
+    known.special = special
+    return known.specs
 
 
 def _spec(node: NodeView, gpus: tuple[FleetGpu, ...], offers: Sequence[Offer], gone: Sequence[str]) -> PlanSpec:
@@ -95,6 +117,10 @@ def _dedicated_gpus(node: NodeView, gpus: tuple[FleetGpu, ...]) -> tuple[str, ..
     """The GPUs that have a use of their own, and which."""
     uses = node.dedication.gpus
     return tuple(f"{entry.gpu.uuid}={uses[entry.number]}" for entry in gpus if entry.number in uses)
+
+
+Due = tuple[str, GpuNodePlan | None, str, PlanSpec]
+"""A node, its plan, the uid of its Node, what the plan shall say."""
 
 
 class PlanWriter:
@@ -116,41 +142,26 @@ class PlanWriter:
         self._clock = clock
         self._observer = observer
         self._differs_since: dict[str, float] = {}
-        self._agree: dict[str, tuple[GpuNodePlan, PlanSpec]] = {}
-        """A plan, and what is wanted, where the first was found to say the second."""
+        self._differ: set[str] = set()
+        """Nodes whose plans did not say what is wanted when they were looked at last."""
         self._failed: dict[str, float] = {}
 
     def write(
         self,
         wanted: Mapping[str, PlanSpec],
         existing: Mapping[str, GpuNodePlan],
-        nodes: Mapping[str, str],
+        owners: Mapping[str, str],
+        changed: Collection[str] | None = None,
     ) -> int:
         """Bring ``existing`` in line; says how many were written. What can't be is logged and tried again later.
 
-        ``nodes`` are the uids of the Nodes that have no plan yet: a plan goes with its node.
+        ``owners`` are the uids of the Nodes: a plan goes with its node. ``changed`` are those of which spec or plan is
+        another than at the last call; None: all may be.
         """
-        now, before = self._clock(), self._differs_since
-        self._differs_since, due = {}, []
-        self._failed = {node: until for node, until in self._failed.items() if until > now}
-        for node in self._doubtful(wanted, existing):
-            plan, spec = existing.get(node), wanted[node]
-            if plan is not None and (plan.metadata.paused or _says(plan.spec, spec)):
-                self._agree[node] = (plan, spec)
-                continue
-            if node in self._failed:
-                continue
-            since = before.get(node, now)
-            if plan is None or _is_urgent(plan.spec, spec) or now - since >= LAZY_S:
-                due.append((node, plan, nodes.get(node, ""), spec))
-            else:
-                self._differs_since[node] = since
+        now = self._clock()
+        due = self._due(wanted, existing, owners, changed, now)
         if not due:
             return 0
-        if len(due) > MOST_WRITES:
-            due.sort(key=lambda each: _priority(each[1], each[3]))
-            self._differs_since |= dict.fromkeys((node for node, *_ in due[MOST_WRITES:]), now - LAZY_S)
-            due = due[:MOST_WRITES]
         with ThreadPoolExecutor(min(len(due), WRITES_AT_ONCE)) as pool:
             pending = [pool.submit(self._observed, *each) for each in due]
         failures = {node: str(error) for (node, *_), each in zip(due, pending, strict=True) if (error := each.result())}
@@ -160,19 +171,41 @@ class PlanWriter:
             log.error("plans can't be written", extra={"plans": len(failures), "first": first, "error": why})
         return len(due) - len(failures)
 
+    def _due(
+        self,
+        wanted: Mapping[str, PlanSpec],
+        existing: Mapping[str, GpuNodePlan],
+        owners: Mapping[str, str],
+        changed: Collection[str] | None,
+        now: float,
+    ) -> list[Due]:
+        """What is to be written now; what differs besides is remembered."""
+        before, self._differs_since = self._differs_since, {}
+        self._failed = {node: until for node, until in self._failed.items() if until > now}
+        differ: set[str] = set()
+        due: list[Due] = []
+        for node in wanted.keys() & (wanted if changed is None else self._differ | {*changed}):
+            plan, spec = existing.get(node), wanted[node]
+            if plan is not None and (plan.metadata.paused or _says(plan.spec, spec)):
+                continue
+            differ.add(node)
+            if node in self._failed:
+                continue
+            since = before.get(node, now)
+            if plan is None or _is_urgent(plan.spec, spec) or now - since >= LAZY_S:
+                due.append((node, plan, owners.get(node, ""), spec))
+            else:
+                self._differs_since[node] = since
+        self._differ = differ
+        if len(due) > MOST_WRITES:
+            due.sort(key=lambda each: _priority(each[1], each[3]))
+            self._differs_since |= dict.fromkeys((node for node, *_ in due[MOST_WRITES:]), now - LAZY_S)
+        return due[:MOST_WRITES]
+
     def due_in_s(self) -> float | None:
         """After how many seconds to write what can wait; None: nothing waits."""
         times = [*(since + LAZY_S for since in self._differs_since.values()), *self._failed.values()]
         return max(0.0, min(times) - self._clock()) if times else None
-
-    def _doubtful(self, wanted: Mapping[str, PlanSpec], existing: Mapping[str, GpuNodePlan]) -> list[str]:
-        """The nodes of which plan or spec is another object than when the one was found to say the other."""
-        agree = self._agree
-        return [
-            node
-            for node, spec in wanted.items()
-            if (known := agree.get(node)) is None or known[1] is not spec or known[0] is not existing.get(node)
-        ]
 
     def _observed(self, node: str, plan: GpuNodePlan | None, owner: str, spec: PlanSpec) -> ApiError | None:
         with observed(self._observer, Step.WRITE_PLAN):

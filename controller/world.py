@@ -19,6 +19,7 @@ from controller.objects import Claim, DeviceClass, Node, Pod
 from controller.picture import NodeView
 from controller.pools import PoolPart
 from controller.views import Published, Views
+from controller.waiting import claims_of
 from driver.kube.objects import Key, ObjectMeta
 from driver.kube.plans import GpuNodePlan
 from driver.kube.transport import KubeClient
@@ -83,6 +84,8 @@ class Snapshot:
     incomplete: Mapping[str, str]
     withdrawing: Mapping[str, GpuNodePlan]
     """Of the plans those that tell their nodes to take something away."""
+    changed: frozenset[str]
+    """Nodes of which anything has changed since the snapshot before."""
 
 
 class World:
@@ -120,7 +123,7 @@ class World:
         self._slices = cache(
             f"{RESOURCE}/resourceslices", ResourceSlice, _published, self._slices_changed, fieldSelector=of_driver
         )
-        self._pods = cache("/api/v1/pods", Pod, kept.pod, bool, fieldSelector="status.phase=Pending")
+        self._pods = cache("/api/v1/pods", Pod, kept.pod, self._pods_changed, fieldSelector="status.phase=Pending")
         self._nodes = cache("/api/v1/nodes", Node, kept.node, self._nodes_changed)
         self._plans = cache(PATH, GpuNodePlan, kept.plan, self._plans_changed)
         self._all = (self._claims, self._classes, self._slices, self._pods, self._nodes, self._plans)
@@ -175,6 +178,7 @@ class World:
                 self._views.all(),
                 dict(self._views.incomplete),
                 dict(self._withdrawing),
+                frozenset(dirty),
             )
 
     # What has changed: each says whether it is news
@@ -191,6 +195,13 @@ class World:
             pools = self._book.put(change.key, change.new)
             self._dirty |= {self._node_of[pool] for pool in pools if pool in self._node_of}
         return True
+
+    def _pods_changed(self, changes: Sequence[Change[Pod]]) -> bool:
+        """That a pod starts, all of whose claims have what they asked for, changes nothing for those that wait."""
+        return any(
+            change.new is not None or change.old is None or not self._book.satisfies(claims_of(change.old))
+            for change in changes
+        )
 
     def _slices_changed(self, changes: Sequence[Change[Published]]) -> bool:
         for change in changes:
