@@ -8,6 +8,7 @@ gone. A file that makes no sense is set aside and kept, until the claim's record
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -111,3 +112,16 @@ class Checkpoint:
         except OSError as error:
             log.error("can't set a checkpoint record aside", extra={"path": str(path), "error": str(error)})
         log.error("set a checkpoint record aside", extra={"error": str(why), "keptAs": str(aside)})
+
+
+def check_readable(state_dir: Path) -> None:
+    """Raises StateError naming the first record that this version can't read: another version's, or a damaged one.
+
+    Only reads, beside the plugin at work.
+    """
+    try:
+        for path in sorted((state_dir / "claims").glob("[!.]*.json")):
+            with suppress(FileNotFoundError):  # released meanwhile
+                decode_record(path.read_bytes(), path)
+    except OSError as error:
+        raise StateError(f"can't read the checkpoint in {state_dir}: {error.strerror}") from error

@@ -6,11 +6,11 @@ under their short names too, so that nothing in the container has to make links.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from driver.hardware.driver_root import LIBRARY_DIRECTORIES, resolve_inside
+from driver.hardware.driver_root import LIBRARY_DIRECTORIES, find_inside, resolve_inside
 from driver.hardware.host import HostPaths
 
 LIBRARIES = (
@@ -29,14 +29,21 @@ LIBRARIES = (
 )
 
 BINARIES = (
-    "usr/bin/nvidia-smi",
-    "usr/bin/nvidia-debugdump",
-    "usr/bin/nvidia-persistenced",
-    "usr/bin/nvidia-cuda-mps-control",
-    "usr/bin/nvidia-cuda-mps-server",
+    "nvidia-smi",
+    "nvidia-debugdump",
+    "nvidia-persistenced",
+    "nvidia-cuda-mps-control",
+    "nvidia-cuda-mps-server",
 )
 
-FIRMWARE = ("lib/firmware/nvidia/*/gsp*.bin",)
+FIRMWARE = ("*/gsp*.bin",)
+
+PLACES = (
+    *((directory, LIBRARIES) for directory in LIBRARY_DIRECTORIES),
+    ("usr/bin", BINARIES),
+    ("lib/firmware/nvidia", FIRMWARE),
+)
+"""Below the driver root: directories, and what is looked for in each."""
 
 CDI_HOOK = "usr/bin/nvidia-cdi-hook"
 """NVIDIA's helper from the container toolkit; used where it is installed."""
@@ -62,22 +69,19 @@ class DriverFiles:
 def find_driver_files(paths: HostPaths, driver_root: Path) -> DriverFiles:
     """Look once; a driver that is upgraded needs its pods drained and the plugin restarted anyway."""
     root = paths.here(str(driver_root))
-    patterns = [f"{directory}/{library}" for directory in LIBRARY_DIRECTORIES for library in LIBRARIES]
-    found = sorted(set(_matches(root, [*patterns, *BINARIES, *FIRMWARE])))
+    found = sorted(set(_matches(root)))
     mounts = tuple(Mount(paths.for_runtime(str(driver_root / real)), f"/{name}") for name, real in found)
     directories = sorted({str(Path(m.container_path).parent) for m in mounts if ".so" in m.container_path})
-    hook = paths.for_runtime(str(driver_root / CDI_HOOK)) if (root / CDI_HOOK).exists() else None
+    hook = paths.for_runtime(str(driver_root / CDI_HOOK)) if resolve_inside(root, CDI_HOOK) is not None else None
     return DriverFiles(mounts, tuple(directories), hook)
 
 
-def _matches(root: Path, patterns: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _matches(root: Path) -> Iterator[tuple[str, str]]:
     """Name and file behind it, both relative to ``root``. On merged-usr systems /lib is a link into /usr: each once."""
     seen: set[tuple[str | None, str]] = set()
-    for pattern in patterns:
-        for path in sorted(root.glob(pattern)):
-            name = str(path.relative_to(root))
-            real = resolve_inside(root, name)
-            identity = (resolve_inside(root, str(Path(name).parent)), path.name)
-            if real is not None and identity not in seen:
+    for directory, patterns in PLACES:
+        for name, real in find_inside(root, directory, patterns):
+            identity = (resolve_inside(root, str(Path(name).parent)), Path(name).name)
+            if identity not in seen:
                 seen.add(identity)
                 yield name, real

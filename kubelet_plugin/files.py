@@ -63,13 +63,11 @@ def claim_directory(directory: Path, stop: threading.Event) -> None:
     one. Raises EnvironmentFault where the directory can't be used.
     """
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Never closed: the kernel gives the lock back when the process is gone.
-        lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        lock = open_lock(directory)
         said = False
-        while not _locked(lock):
+        while not locked(lock):
             if not said:
-                owner = os.pread(lock, 32, 0).decode("utf-8", "replace").strip() or "unknown"
+                owner = os.pread(lock, 32, 0).decode("utf-8", "replace").partition("\n")[0] or "unknown"
                 log.warning("waits for another node plugin to end", extra={"stateDir": str(directory), "pid": owner})
                 said = True
             if stop.wait(LOOK_S):
@@ -80,7 +78,17 @@ def claim_directory(directory: Path, stop: threading.Event) -> None:
         raise EnvironmentFault(f"--state-dir {directory}: can't be used: {error.strerror}") from error
 
 
-def _locked(lock: int) -> bool:
+def open_lock(directory: Path) -> int:
+    """The file in ``directory`` that the plugin at work has locked. Raises OSError.
+
+    Never closed: the kernel gives the lock back when the process is gone.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def locked(lock: int) -> bool:
+    """Lock that file; False where another process has. Raises OSError."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -57,9 +57,9 @@ class HealthFile:
 
     def _set_aside(self, why: str) -> None:
         aside = self._path.with_name(f"{NAME}.damaged-{time.time_ns()}")
-        extra = {"file": str(self._path), "movedTo": str(aside), "error": why}
+        extra = {"path": str(self._path), "keptAs": str(aside), "error": why}
         log.error("can't read what was wrong with GPUs before the restart: it is forgotten", extra=extra)
         try:
             self._path.rename(aside)
         except OSError as error:
-            log.error("a damaged file can't be moved", extra={"file": str(self._path), "error": str(error)})
+            log.error("a damaged file can't be moved", extra={"path": str(self._path), "error": str(error)})

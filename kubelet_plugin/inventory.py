@@ -113,6 +113,7 @@ class Inventory:
         self._held: dict[str, tuple[Holder, tuple[Device, ...]]] = {}
         self._foreign: dict[str, Foreign] = {}
         self._ailments: dict[str, tuple[Ailment, ...]] = {}
+        self._owned: Mapping[str, str] = {}
         self.update(gpus, {})
 
     @property
@@ -221,6 +222,20 @@ class Inventory:
             self._ailments[uuid] = ailments
         return changed
 
+    def note_owned(self, owned: Mapping[str, str]) -> bool:
+        """Which GPUs are a neighbour's (by UUID), and why; says whether that is news. What is held on one, or may have
+        been given out just now, stays published; nothing new is offered."""
+        with self._lock:
+            changed = self._owned != owned
+            self._owned = dict(owned)
+        return changed
+
+    def owner(self, uid: str, gpu: Gpu) -> str | None:
+        """Why ``gpu`` is a neighbour's, unless the claim ``uid`` has it since before."""
+        with self._lock:
+            _, devices = self._held.get(uid, (None, ()))
+            return None if any(d.gpu.uuid == gpu.uuid for d in devices) else self._owned.get(gpu.uuid)
+
     def existing(self, device: Device) -> bool:
         """Whether ``device`` is a partition that stood there before and is given out as it is."""
         with self._lock:
@@ -250,7 +265,7 @@ class Inventory:
                     self._sharing.shares_of(gpu),
                     gpu in self._sharing.only,
                     self._foreign.get(gpu.uuid, Foreign()).mask | self._ill_slices(gpu),
-                    self._faults.get(gpu.uuid) or self._ill(gpu),
+                    self._faults.get(gpu.uuid) or self._owned.get(gpu.uuid) or self._ill(gpu),
                 )
                 for gpu in self._gpus.values()
             ]
@@ -284,20 +299,28 @@ class Inventory:
         names = {device.name for device in held}
         taken, gone = Occupancy.of(gpu, held, foreign.mask), Occupancy.of(gpu, prepared, foreign.mask)
 
+        owned = gpu.uuid in self._owned
+
         def stays(device: Device) -> bool:
+            if owned and device.name not in directions.kept:
+                return False
+            if device.name in foreign.offered:
+                return True
             fits = gone if device.name in directions.kept else taken
             return directions.ask_for(device) and fits.admits(device)
 
         fitting = [
             device
             for device in self._by_gpu[gpu.uuid]
-            if device.name not in names and self._possible(device) and (device.name in foreign.offered or stays(device))
+            if device.name not in names and self._possible(device) and stays(device)
         ]
         there = directions.kept | foreign.offered
         new = [device for device in fitting if device.name not in there]
         chosen = limited(len(held) + len(fitting) - len(new), new, taken.mask)
         offers = tuple(device for device in fitting if device.name in there or device.name in chosen)
         closed = directions.close(held, offers) - foreign.offered
+        if owned:  # what a claim has is its own until it ends; nobody new gets any of it
+            closed |= {device.name for device in (*held, *offers)}
         number, fault = self._numbers[gpu.uuid], self._faults.get(gpu.uuid)
         ailments = self._ailments.get(gpu.uuid, ())
         return PublishedGpu(gpu, number, held, offers, foreign.mask, fault, closed, ailments)

@@ -96,7 +96,7 @@ class KeyedLocks:
                 return True
             if left <= LONG_S:
                 return False
-            log.warning("waits", extra={"who": owner, "for": key, "which": self._holder(entry)})
+            log.warning("waits", extra={"work": owner, "lock": key, "holder": self._holder(entry)})
             return entry.lock.acquire(timeout=max(0.0, deadline - self._clock()))
         finally:
             with self._guard:

@@ -41,6 +41,11 @@ class Lull:
                 self._working -= 1
                 self._worked_at = self._clock()
 
+    @property
+    def broken_now(self) -> bool:
+        """Whether a claim is being worked on, also one whose answer came without it."""
+        return self._working > 0
+
     def within(self, most_s: float) -> Callable[[threading.Event], None]:
         """What to call before work that can wait: it waits for a lull, or for ``most_s`` or its argument, a stop."""
         return partial(self._wait, most_s)

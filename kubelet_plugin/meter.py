@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from driver.kube.transport import RequestObserver
 from driver.model.device import Device
@@ -16,6 +17,9 @@ from kubelet_plugin.node import Node
 from kubelet_plugin.service import ClaimWork
 from kubelet_plugin.steps import Observer
 from kubelet_plugin.telling import Record
+
+if TYPE_CHECKING:
+    from driver.web import Page
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +70,6 @@ class Meter:
     def fault(self, kind: str) -> None:
         """Something failed; ``kind`` is one of a few words."""
 
-    def serve(self) -> None:
-        """Answer scrapes from now on. Raises EnvironmentFault where the address can't be had."""
-
-    def close(self) -> None:
-        """Answer no more scrapes; to be called also where ``serve`` was not."""
+    def pages(self) -> Mapping[str, Page]:
+        """What to serve over HTTP, by path."""
+        return {}

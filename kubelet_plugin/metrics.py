@@ -6,16 +6,17 @@ No label has the name of a claim, a pod, a GPU or anything else of which there m
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from driver.config.listen import ListenAddress
 from driver.errors import ApiError, ClaimError, HardwareError, StateError, TesseraError
 from driver.kube.transport import RequestObserver
 from driver.metrics.api import SECONDS, ApiMetrics
-from driver.metrics.endpoint import MetricsEndpoint
+from driver.metrics.endpoint import PATH, metrics_page
 from driver.metrics.process import process_registry
+from driver.web import Page
 from kubelet_plugin.gauges import NodeGauges
 from kubelet_plugin.health import UNHEALTHY
 from kubelet_plugin.locks import KeyedLocks, LockTimeoutError
@@ -51,12 +52,10 @@ def fault_kind(error: Exception) -> str:
 
 
 class Metrics(Meter):
-    """Counts and times what the node plugin does, and serves it at ``address``. Thread-safe."""
+    """Counts and times what the node plugin does. Thread-safe."""
 
-    def __init__(self, address: ListenAddress, registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or process_registry()
-        self._address = address
-        self._endpoint: MetricsEndpoint | None = None
         self._durations()
         self._counters()
         self.requests: RequestObserver | None = ApiMetrics(self.registry).observe
@@ -118,12 +117,8 @@ class Metrics(Meter):
     def fault(self, kind: str) -> None:
         self._faults.labels(kind).inc()
 
-    def serve(self) -> None:
-        self._endpoint = MetricsEndpoint(self.registry, self._address)
-
-    def close(self) -> None:
-        if self._endpoint is not None:
-            self._endpoint.close()
+    def pages(self) -> Mapping[str, Page]:
+        return {PATH: metrics_page(self.registry)}
 
     def _event(self, reason: str) -> None:
         if reason in REPAIRS:

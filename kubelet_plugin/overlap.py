@@ -11,8 +11,8 @@ from kubelet_plugin.inventory import Inventory
 
 
 def refuse_overlap(reference: ClaimReference, allocated: Sequence[Allocated], inventory: Inventory) -> None:
-    """Raises ClaimError where devices overlap each other or what another claim holds, HardwareError where a GPU can't
-    be used at present."""
+    """Raises ClaimError where devices overlap each other or what another claim holds, or are a neighbour's,
+    HardwareError where a GPU can't be used at present."""
     for item, other in combinations(allocated, 2):
         if item.device.overlaps(other.device):
             raise ClaimError(
@@ -23,6 +23,9 @@ def refuse_overlap(reference: ClaimReference, allocated: Sequence[Allocated], in
         fault = inventory.fault(item.device.gpu)
         if fault is not None:
             raise HardwareError(f"claim {reference}: {item.device} can't be used at present: {fault}")
+        owner = inventory.owner(reference.uid, item.device.gpu)
+        if owner is not None:
+            raise ClaimError(f"claim {reference}: {item.device} is not ours to give: {owner}; delete the pod")
         conflict = inventory.conflict(reference.uid, item.device)
         if conflict is not None:
             holder, held = conflict

@@ -85,7 +85,7 @@ class Partitions:
                 f"{gpu.uuid}: MIG mode is {'off' if enabled else 'on'}, and this {gpu.architecture} GPU needs a reset "
                 "with nobody using it to switch; --mig-gpus says which GPUs are meant for MIG"
             )
-        with self._step(Step.SET_MIG_MODE, gpu=gpu.uuid, enabled=enabled):
+        with self._step(Step.SET_MIG_MODE, gpu=gpu.uuid, mode="on" if enabled else "off"):
             self._host.set_mig_mode(gpu, enabled=enabled)
         log.info("switched MIG mode", extra={"gpu": gpu.uuid, "mode": "on" if enabled else "off"})
 

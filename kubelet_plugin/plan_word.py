@@ -13,12 +13,12 @@ from driver.model.plan import PATH
 
 
 class ControllersWord:
-    """``on_change`` is called when the plan has changed; it must return quickly."""
+    """``on_change`` is called when the plan has changed, or ``leaving``; it must return quickly."""
 
     def __init__(self, client: KubeClient, namespace: str, node: str, on_change: Callable[[], None]) -> None:
         selector = {"fieldSelector": f"metadata.name={node}"}
         self._plans = WatchCache(client, PATH, GpuNodePlan, plan_as_told, lambda _: on_change(), selector)
-        self._heartbeat = HeartbeatWatch(client, namespace)
+        self._heartbeat = HeartbeatWatch(client, namespace, on_leaving=on_change)
         self.loops: tuple[Callable[[threading.Event], None], ...] = (self._plans.run, self._heartbeat.run)
 
     @property
@@ -29,6 +29,10 @@ class ControllersWord:
     def plan(self) -> GpuNodePlan | None:
         """The node's plan; None where there is none, or none has been heard of yet."""
         return next(iter(self._plans.snapshot().values()), None)
+
+    def leaving(self) -> bool:
+        """Whether Tessera is being uninstalled."""
+        return self._heartbeat.leaving
 
     def alive(self) -> bool:
         """Whether the controller has shown a sign of life of late."""

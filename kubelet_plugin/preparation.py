@@ -110,7 +110,7 @@ class Preparer:
                 return False
             with self._locks.hold(record.gpu_uuids, f"repairing claim {record}"):
                 self._finish(record, [self._as_recorded(record, entry) for entry in record.devices])
-        self._listeners.changed()
+        self._listeners.held()
         return True
 
     def _as_recorded(self, record: ClaimRecord, entry: DeviceRecord) -> Allocated:
@@ -142,7 +142,7 @@ class Preparer:
                 self._undo_quietly(reference)
             raise
         if record is not known:
-            self._listeners.changed()
+            self._listeners.held()
         return record
 
     def _current_record(self, reference: ClaimReference, allocated: Sequence[Allocated]) -> ClaimRecord | None:
@@ -196,14 +196,14 @@ class Preparer:
         spec = build_spec(
             self._node.pool.driver, record.uid, self._cdi_devices(allocated, partitions), self._node.files
         )
-        with self._step(Step.WRITE_CDI_SPEC, claim=record.uid):
+        with self._step(Step.WRITE_CDI_SPEC, claim=str(record)):
             written = self._node.cdi.write(record.uid, spec)
         devices = tuple(device.with_partition(partitions[device.device]) for device in record.devices)
         done = msgspec.structs.replace(record, phase="prepared", devices=devices, boot=self._node.boot, releasing=False)
         if done == record:
             done = record
         else:
-            with self._step(Step.WRITE_PREPARED, claim=record.uid):
+            with self._step(Step.WRITE_PREPARED, claim=str(record)):
                 self._node.checkpoint.put(done)
         if record.stands(self._node.boot):
             self._tell_repairs(record, done, spec_written=written)

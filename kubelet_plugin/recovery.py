@@ -30,7 +30,7 @@ def recover(node: Node, preparer: Preparer, records: Iterable[ClaimRecord], step
     for record in records:
         node.inventory.hold(record.holder, _devices(node, record))
     for record in records:
-        with steps(Step.RECOVER_RECORD, claim=record.uid):
+        with steps(Step.RECOVER_RECORD, claim=str(record)):
             if record.owed:
                 _undo(preparer, record)
     with steps(Step.TIDY_CDI_SPECS):

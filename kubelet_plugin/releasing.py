@@ -31,11 +31,12 @@ def nobody(*_: object) -> None:
 class Listeners:
     """Who is told what became of claims; each must return quickly.
 
-    ``changed``: what is held is another. ``repaired``: a claim that was prepared got what it had lost, and what that
-    is. ``owed``: something could not be released, and is to be later.
+    ``held``: a claim has something new; ``let_go``: a claim has something no more. ``repaired``: a claim that was
+    prepared got what it had lost, and what that is. ``owed``: something could not be released, and is to be later.
     """
 
-    changed: Callable[[], None]
+    held: Callable[[], None]
+    let_go: Callable[[], None]
     repaired: Callable[[ClaimRecord, Sequence[str]], None] = nobody
     owed: Callable[[], None] = nobody
 
@@ -54,7 +55,7 @@ class Releaser:
         """Undo a claim that may be prepared: from here on it counts as owed, also after a restart."""
         if not record.owed:
             record = msgspec.structs.replace(record, releasing=True)
-            with self._step(Step.MARK_RELEASING, claim=record.uid):
+            with self._step(Step.MARK_RELEASING, claim=str(record)):
                 self._mark(record)
         self.undo(record)
 
@@ -68,7 +69,7 @@ class Releaser:
         except RecoverableError:
             self._listeners.owed()
             raise
-        self._listeners.changed()
+        self._listeners.let_go()
 
     def _undo(self, record: ClaimRecord) -> None:
         failures = [*_attempt(lambda: self._remove_spec(record))]
@@ -80,7 +81,7 @@ class Releaser:
             log.error("could not undo", extra={"claim": str(record), "error": str(failure)})
         if failures:
             raise failures[0]
-        with self._step(Step.REMOVE_RECORD, claim=record.uid):
+        with self._step(Step.REMOVE_RECORD, claim=str(record)):
             self._node.checkpoint.remove(record.uid)
             self._node.inventory.release(record.uid)
 
@@ -93,7 +94,7 @@ class Releaser:
             log.warning("can't mark a claim as being released", extra={"claim": str(record), "error": str(error)})
 
     def _remove_spec(self, record: ClaimRecord) -> None:
-        with self._step(Step.REMOVE_CDI_SPEC, claim=record.uid):
+        with self._step(Step.REMOVE_CDI_SPEC, claim=str(record)):
             self._node.cdi.remove(record.uid)
 
     def _restore_time_slice(self, record: ClaimRecord, uuid: str) -> None:

@@ -43,22 +43,32 @@ class Choice:
 class Scanner:
     """``on_change`` is called after a look that found something new; it must return quickly.
 
-    ``looked`` is called after every look, with the GPUs that answered.
+    ``looked`` is called after every look, with the GPUs that answered. ``hands_off`` says which GPUs nothing may be
+    done to. ``left_out`` is how many GPUs are there that settings exclude.
     """
 
-    def __init__(self, host: Host, choice: Choice, give_way: GiveWay = at_once) -> None:
+    def __init__(
+        self,
+        host: Host,
+        choice: Choice,
+        give_way: GiveWay = at_once,
+        hands_off: Callable[[Gpu], bool] = lambda _: False,
+    ) -> None:
         self._host = host
+        self._hands_off = hands_off
         self._give_way = give_way
         self._choice = choice
         self._reported: dict[str, str] = {}
         self._gone: dict[str, set[Placement]] = {}
         self._news = threading.Event()
+        self.left_out = 0
         self.looked: Callable[[Sequence[Gpu]], None] = lambda gpus: None
 
     def discover(self) -> tuple[list[Gpu], dict[int, str]]:
         """The GPUs that are ours, and why others did not answer, by index. Raises HardwareError."""
         discovery, choice = self._host.discover(), self._choice
         ours = [gpu for gpu in discovery.gpus if gpu in choice.include and gpu not in choice.exclude]
+        self.left_out = sum(gpu in choice.exclude for gpu in discovery.gpus)
         self._report(discovery.faults, ours)
         return ours, {fault.index: fault.reason for fault in discovery.faults}
 
@@ -142,7 +152,7 @@ class Scanner:
             log.info("a GPU is well again", extra={"gpu": gone})
         for where, reason in current.items():
             if self._reported.get(where) != reason:
-                log.error("a GPU can't be used as it should", extra={"gpu": where, "reason": reason})
+                log.error("a GPU can't be used as it should", extra={"gpu": where, "why": reason})
         self._reported = current
 
     def _waits_for(self, gpu: Gpu) -> str | None:
@@ -150,6 +160,8 @@ class Scanner:
         if gpu.mig_mode in (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE):
             return f"waits for a reset: MIG mode {gpu.mig_mode}"
         if gpu.toggles_freely or gpu.mig_mode is not MigMode.DISABLED or gpu not in self._choice.mig:
+            return None
+        if self._hands_off(gpu):
             return None
         try:
             in_force = self._host.request_mig_mode(gpu, enabled=True)

@@ -38,7 +38,7 @@ class Upkeep:
             if self._node.checkpoint.get(uid) is not None or uid in self._node.checkpoint.aside:
                 return False
             self._node.cdi.remove(uid)
-        log.warning("removed a CDI spec that no claim has", extra={"uid": uid})
+        log.warning("removed a CDI spec that no claim has", extra={"claimUID": uid})
         return True
 
     def rebuild_from_spec(self, uid: str) -> bool:
