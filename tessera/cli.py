@@ -25,7 +25,9 @@ ELSEWHERE = {
     "cordon": "tessera.cordon",
     "lint": "tessera.lint",
     "sim": "tessera.sim",
+    "status": "tessera.status",
     "topology": "tessera.topology",
+    "uninstall": "tessera.uninstall",
     "uncordon": "tessera.cordon",
 }
 """Modules of the commands by name, each loaded only when it is asked for: the node plugin would keep them all."""
@@ -63,6 +65,7 @@ def main() -> None:
       tessera node --node-name n1 --gpus sim:dgx-h100  a node plugin without a GPU
       tessera lint class.yaml                          what is wrong with a DeviceClass or claim
       tessera cordon node-a/gpu-3                      keep new pods off a GPU; `uncordon` brings it back
+      tessera status                                   whether the installation is sound, and what to do
       tessera sim smi                                  what nvidia-smi would print there
     """
 
@@ -90,8 +93,11 @@ def main() -> None:
 )
 @click.option("--shares-only", help="GPUs that are offered as shares and as nothing else.  [default: none]")
 @click.option("--existing-partitions", help="ignore or publish: partitions that others made.  [default: ignore]")
+@click.option("--neighbours", help="refuse or exclude: GPUs that others on this node hand out.  [default: refuse]")
 @click.option("--sim-latency", help="default or zero: how long simulated GPU operations take.")
 @click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 is every address.  [default: none]")
+@click.option("--health-address", help="HOST:PORT to serve /livez and /readyz at.  [default: none]")
+@click.option("--pod-uid", help="Of this process' pod: then a node may have two plugins while it is updated.")
 @click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True)
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info", show_default=True)
 def node(log_format: str, log_level: str, **flags: Any) -> None:
@@ -108,16 +114,14 @@ def node(log_format: str, log_level: str, **flags: Any) -> None:
     """
     with _lasting():
         from driver.config.settings import node_settings
-        from kubelet_plugin.files import claim_directory
         from tessera.ending import leave
-        from tessera.node import NodePlugin
+        from tessera.start import node_plugin
 
         configure_logs(log_format, log_level)
         settings, stop = node_settings(**flags), threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
-        claim_directory(settings.state_dir, stop)
-        plugin = None if stop.is_set() else NodePlugin(settings, stop=stop)
+        plugin = node_plugin(settings, stop)
     if plugin is not None:
         plugin.run()
     leave(log)

@@ -7,8 +7,8 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from driver.config.listen import ListenAddress
     from driver.kube.lease import Timing
     from driver.kube.transport import RequestObserver
+    from driver.web import Page
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ YOUNG = 50_000
 @click.option("--learn-hours", type=float, help="Learn them: after so long a claim counts half.  [default: 0, equal]")
 @click.option("--unused-s", type=float, help="Seconds beside a fitting offer until a claim is reported.  [default: 60]")
 @click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 is every address.  [default: none]")
+@click.option("--health-address", help="HOST:PORT to serve /livez and /readyz at.  [default: none]")
 @click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True)
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info", show_default=True)
 def controller(log_format: str, log_level: str, **flags: Any) -> None:
@@ -79,36 +81,38 @@ def run(
     from driver.kube.lease import LeaderElector
     from driver.kube.transport import KubeClient, load_configuration
     from driver.steps import unobserved
+    from tessera.controller_health import ControllerHealth
 
     gc.set_threshold(YOUNG, 20, 100)
-    with _measured(settings.metrics_address) as observe:
-        client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT, observe)
-        heartbeat = Heartbeat(client, settings.namespace, settings.identity)
+    pages, observe = _measured(settings.metrics_address)
+    health = ControllerHealth(settings, stop)
+    client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT, health.reach.observer(observe))
+    heartbeat = Heartbeat(client, settings.namespace, settings.identity)
+    steps = health.observer(observer or unobserved)
 
-        def lead(lost: threading.Event) -> None:
-            # Made anew for each term: what was known in the last one may have been changed by another leader.
-            work = Controller(client, settings, observer or unobserved)
-            threading.Thread(target=heartbeat.run, args=(lost, work.decides), daemon=True, name="heartbeat").start()
+    def lead(lost: threading.Event) -> None:
+        # Made anew for each term: what was known in the last one may have been changed by another leader.
+        work = Controller(client, settings, steps)
+        threading.Thread(target=heartbeat.run, args=(lost, work.decides), daemon=True, name="heartbeat").start()
+        health.leads(work.decides)
+        try:
             work.run(lost)
+        finally:
+            health.leads(None)
 
+    with ExitStack() as stack:
+        health.serve(stack, pages)
         log.info("candidate for leadership", extra={"identity": settings.identity, "driver": settings.driver_name})
         LeaderElector(client, settings.namespace, LEASE, settings.identity, timing).run(stop, lead)
 
 
-@contextmanager
-def _measured(address: ListenAddress | None) -> Iterator[RequestObserver | None]:
-    """What counts a client's requests, served at ``address`` meanwhile; None: nothing is measured."""
+def _measured(address: ListenAddress | None) -> tuple[Callable[[], Mapping[str, Page]], RequestObserver | None]:
+    """The pages to serve at ``address``, and what counts a client's requests; without one nothing is measured."""
     if address is None:
-        yield None
-        return
+        return dict, None
     from driver.metrics.api import ApiMetrics
-    from driver.metrics.endpoint import MetricsEndpoint
+    from driver.metrics.endpoint import PATH, metrics_page
     from driver.metrics.process import process_registry
 
     registry = process_registry()
-    metrics = ApiMetrics(registry)
-    endpoint = MetricsEndpoint(registry, address)
-    try:
-        yield metrics.observe
-    finally:
-        endpoint.close()
+    return lambda: {PATH: metrics_page(registry)}, ApiMetrics(registry).observe

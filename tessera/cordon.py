@@ -13,29 +13,23 @@ from typing import Any
 import click
 import msgspec
 
-from driver.config.settings import DEFAULT_DRIVER
 from driver.errors import CONFLICT, NOT_FOUND, ApiError, EnvironmentFault, StateError
 from driver.kube.claims import GROUP
-from driver.kube.paging import Page, pages
+from driver.kube.paging import objects
 from driver.kube.plans import GpuNodePlan
-from driver.kube.transport import KubeClient, Object, load_configuration
+from driver.kube.transport import Object
 from driver.model.plan import API_VERSION, KIND, PATH, ClearedFaults, PlanSpec
+from tessera.asking import client_of, with_driver_name, with_kubeconfig
 from tessera.gpu_names import Fault, GpuName, faults_of, find, names_of
 
 USER_AGENT = "tessera-command"
-OBJECTS = msgspec.json.Decoder(Page[dict[str, Any]])
 TRIES = 5
 """Writes of one plan: the controller may change it at the same time."""
 
 _options = (
     click.argument("gpu", metavar="GPU"),
-    click.option(
-        "--kubeconfig",
-        envvar="KUBECONFIG",
-        type=click.Path(path_type=Path),
-        help="Default: ~/.kube/config, or the pod's own ServiceAccount.",
-    ),
-    click.option("--driver-name", default=DEFAULT_DRIVER, show_default=True, help="The DRA driver's name."),
+    with_kubeconfig,
+    with_driver_name,
     click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True),
 )
 
@@ -99,9 +93,7 @@ class Cluster:
     """
 
     def __init__(self, kubeconfig: Path | None, driver_name: str) -> None:
-        usual = Path("~/.kube/config").expanduser()
-        configuration = load_configuration(kubeconfig or (usual if usual.exists() else None))
-        self._client = KubeClient(configuration, USER_AGENT)
+        self._client = client_of(kubeconfig, USER_AGENT)
         self.slices = self._list(f"{GROUP}/resourceslices", {"fieldSelector": f"spec.driver={driver_name}"})
         try:
             found = [msgspec.convert(item, GpuNodePlan) for item in self._list(PATH, {})]
@@ -146,7 +138,7 @@ class Cluster:
         self._client.create(PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, **body})
 
     def _list(self, path: str, selector: Mapping[str, str]) -> list[Object]:
-        return [item for page in pages(self._client, path, OBJECTS, selector) for item in page.items or ()]
+        return list(objects(self._client, path, selector))
 
 
 def _uncordoned(spec: PlanSpec, name: GpuName, cleared: Sequence[str]) -> Object:

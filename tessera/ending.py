@@ -7,8 +7,24 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
+
+from driver.errors import FatalError
 
 GRACE_S = 3.0
+
+WRITERS_S = 15.0
+"""How long those that write may take to end: longer than a request to the API server."""
+
+
+def ended(threads: Iterable[threading.Thread], within_s: float = WRITERS_S) -> None:
+    """Wait until they have ended. Raises FatalError where one goes on: only the end of the process ends it then."""
+    end = time.monotonic() + within_s
+    threads = list(threads)
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if hung := [thread.name for thread in threads if thread.is_alive()]:
+        raise FatalError(f"does not answer, so that this process has to end: {', '.join(hung)}")
 
 
 def leave(log: logging.Logger) -> None:

@@ -9,29 +9,55 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from driver.config.settings import NodeSettings
+from driver.errors import EnvironmentFault
+from driver.hardware.driver_root import find_nvml
 from driver.hardware.host import HostPaths
 from driver.hardware.nvml_host import NvmlHost, load_nvml
+from driver.hardware.real_gpus import real_gpus, told
 from tessera.sim import SIMULATED_NODES
 
 HOST = Path("/")
 
 
 @contextmanager
-def open_host(settings: NodeSettings, *, lasting: bool) -> Iterator[tuple[NvmlHost, HostPaths]]:
+def open_host(settings: NodeSettings, *, lasting: bool, machine: Path = HOST) -> Iterator[tuple[NvmlHost, HostPaths]]:
     """The node's hardware for the length of the block. Raises UsageError and EnvironmentFault.
 
     A simulated node lives in ``host_root``, or else, if it is to be ``lasting``, under SIMULATED_NODES by the
-    node's name; one that is not lasting is made up and removed again.
+    node's name; one that is not lasting is made up and removed again. A lasting one is refused where ``machine``, the
+    root directory of this one, shows a real GPU.
     """
     with ExitStack() as stack:
         if settings.simulated is None:
             paths = HostPaths(settings.host_root, HOST)
-            host = NvmlHost(load_nvml(settings.nvml_library), paths, simulated=False, driver_root=settings.driver_root)
+            host = NvmlHost(
+                load_nvml(_nvml_library(settings, paths)), paths, simulated=False, driver_root=settings.driver_root
+            )
         else:
+            if lasting:
+                refuse_beside_real_gpus(settings.gpus, machine)
             paths = _simulated_paths(settings, stack, lasting=lasting)
             host = _simulated(settings, paths, lasting=lasting)
         stack.callback(host.close)
         yield host, paths
+
+
+def _nvml_library(settings: NodeSettings, paths: HostPaths) -> Path | None:
+    """The library that was named, or that of the driver root, which in a container is below the host's root; None: what
+    the dynamic linker finds."""
+    root = paths.here(str(settings.driver_root))
+    if settings.nvml_library is not None or root == HOST:
+        return settings.nvml_library
+    return find_nvml(root)
+
+
+def refuse_beside_real_gpus(gpus: str, machine: Path) -> None:
+    """Pods must never be sent to simulated GPUs of a machine that has real ones. Raises EnvironmentFault."""
+    if signs := real_gpus(machine):
+        raise EnvironmentFault(
+            f"--gpus {gpus}: this machine has real GPUs ({told(signs)}); simulated ones are for machines without; "
+            "leave --gpus out, or keep the node plugin off this node"
+        )
 
 
 def _simulated_paths(settings: NodeSettings, stack: ExitStack, *, lasting: bool) -> HostPaths:

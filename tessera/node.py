@@ -20,6 +20,7 @@ from driver.kube.loop import Loop
 from driver.kube.nodes import owner_reference
 from driver.kube.transport import KubeClient, load_configuration
 from driver.model.device import Device
+from driver.model.gpu import Gpu
 from driver.model.plan import PlanSpec
 from driver.slices.build import Content, SliceBuilder
 from driver.slices.names import Pool
@@ -30,6 +31,7 @@ from kubelet_plugin.cdi import CdiDirectory
 from kubelet_plugin.checkpoint import Checkpoint
 from kubelet_plugin.claim_status import Statuses, device_statuses, prepared_devices
 from kubelet_plugin.driver_files import find_driver_files
+from kubelet_plugin.front import Front
 from kubelet_plugin.health import Health
 from kubelet_plugin.health_service import HealthService
 from kubelet_plugin.listening import Listener
@@ -47,13 +49,16 @@ from kubelet_plugin.records import ClaimRecord, slices_of_instance
 from kubelet_plugin.recovery import hold_recorded, recover
 from kubelet_plugin.registration import Registration, SocketServer
 from kubelet_plugin.releasing import Listeners
+from kubelet_plugin.retirement import Retirement
 from kubelet_plugin.scan import Scanner
 from kubelet_plugin.service import DraService
 from kubelet_plugin.status_writer import StatusWriter
 from kubelet_plugin.steps import Observer, Step, Steps
 from kubelet_plugin.telling import Reason, Teller, ToldWork
+from tessera.ending import ended
 from tessera.hosts import open_host
-from tessera.node_parts import ApiClaims, choice_of, first_look, meter_of
+from tessera.node_health import NodeHealth
+from tessera.node_parts import ApiClaims, choice_of, first_look, meter_of, neighbour_watch
 
 log = logging.getLogger(__name__)
 
@@ -65,22 +70,33 @@ SWITCH_INTERVAL_S = 0.0005
 SLICES_WAIT_S, STATUS_WAITS_S, LOOK_WAITS_S = 0.5, 2.0, 2.0
 """How long slices, status and looks at the hardware give way to claims in work: a pod may wait for slices."""
 
+STARTING_S = 0.3
+"""How long the slices may say nothing of what was prepared, while its pod's containers start: nobody gains by it."""
+
 
 class NodePlugin:
     """One node's plugin process. ``run`` returns after ``stop`` was called from another thread or a signal."""
 
     def __init__(
-        self, settings: NodeSettings, observer: Observer = unobserved, stop: threading.Event | None = None
+        self,
+        settings: NodeSettings,
+        observer: Observer = unobserved,
+        stop: threading.Event | None = None,
+        front: Front | None = None,
     ) -> None:
         """Discovers and recovers; touches neither the API server nor the kubelet. Raises FatalError.
 
-        ``settings.state_dir`` has to be this process' own (``claim_directory``).
+        ``settings.state_dir`` has to be this process' own (``claim_directory``). ``front`` has the sockets where they
+        outlive the plugin; then nothing of it goes on when ``run`` has returned.
         """
         self._settings = settings
+        self._front = front
         self._stop = stop or threading.Event()
         self._meter = meter_of(settings)
         self._step = Steps(self._meter.observer(observer))
-        self._client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT, self._meter.requests)
+        self._soundness = NodeHealth(settings, self._stop)
+        observe = self._soundness.reach.observer(self._meter.requests)
+        self._client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT, observe)
         self._recorder = Recorder(self._client, USER_AGENT, settings.node_name)
         self._teller = Teller(self._meter.told(self._recorder.event), settings.node_name)
         self._hardware = ExitStack()
@@ -89,7 +105,10 @@ class NodePlugin:
         with self._step(Step.LOAD_CHECKPOINT):
             records = checkpoint.load()
         self._lull = Lull()
-        self._scanner = Scanner(host, choice_of(settings), self._lull.within(LOOK_WAITS_S))
+        self._neighbours = neighbour_watch(
+            settings, self._client, self._told, lambda *told: self._teller.node(told[0], told[1], warning=told[2])
+        )
+        self._scanner = Scanner(host, choice_of(settings), self._lull.within(LOOK_WAITS_S), self._neighbours.hands_off)
         with self._step(Step.DISCOVER):
             inventory = first_look(self._scanner, records, settings)
         pool = Pool(settings.node_name, settings.driver_name)
@@ -102,7 +121,10 @@ class NodePlugin:
         recover(self._node, self._preparer, records, self._step)
         self._scanner.look_at_partitions(inventory, inventory.gpus)
         self._health.look(inventory.gpus)
-        self._scanner.looked = self._health.look
+        self._soundness.hardware(inventory)
+        self._soundness.also("neighbours", self._neighbours.look)
+        self._neighbours.serve(inventory, lambda: self._scanner.left_out)
+        self._scanner.looked = self._looked
 
     def _watch_health(self, host: NvmlHost, paths: HostPaths) -> None:
         checkpoint, inventory = self._node.checkpoint, self._node.inventory
@@ -121,6 +143,7 @@ class NodePlugin:
     def _publish(self) -> None:
         """What tells the cluster of the node: slices, the plan's status, the claims' status."""
         settings, client, pool = self._settings, self._client, self._node.pool
+        watchdog = self._soundness.watchdog
         self._builder = SliceBuilder(pool)
         self._publisher = Publisher(
             client,
@@ -129,8 +152,9 @@ class NodePlugin:
             self._owner,
             self._publishing,
             self._meter.written,
-            loop=partial(Loop, give_way=self._lull.within(SLICES_WAIT_S)),
+            loop=watchdog.loops(partial(Loop, give_way=self._lull.within(SLICES_WAIT_S)), self._soundness.publishing),
         )
+        self._soundness.slices(self._publisher.published)
         self._word = ControllersWord(client, settings.namespace, settings.node_name, self._plan_heard)
         self._follower = PlanFollower(
             self._word,
@@ -144,8 +168,11 @@ class NodePlugin:
             client,
             self._word.plan,
             self._follower.status,
-            loop=partial(Loop, give_way=self._lull.within(STATUS_WAITS_S)),
+            loop=watchdog.loops(
+                partial(Loop, give_way=self._lull.within(STATUS_WAITS_S)), self._soundness.telling_plan
+            ),
         )
+        self._retirement = Retirement(self._word.leaving, self._node.checkpoint, self._node.cdi, settings.state_dir)
         self._own_fence = OwnFence(client, settings.namespace, pool.name, self._follower.alone)
         self._status = StatusWriter(
             client,
@@ -158,7 +185,7 @@ class NodePlugin:
     def _prepare(self) -> None:
         """What prepares claims, and looks after them."""
         self._locks = self._meter.locks()
-        listeners = Listeners(self._held_changed, self._repaired, lambda: self._caretaker.notify())
+        listeners = Listeners(self._held, self._let_go, self._repaired, lambda: self._caretaker.notify())
         self._preparer = Preparer(self._node, self._read_claim, listeners, self._step, self._locks)
         claims = ApiClaims(self._client)
         self._orphans = Orphans(self._node, self._preparer, claims, self._teller, self._meter.orphan)
@@ -169,7 +196,6 @@ class NodePlugin:
     def run(self) -> None:
         """Serve until ``stop``. Sockets are gone when this returns; slices stay, for what runs stays held."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._meter.serve()
         writing = (
             self._publisher.run,
             self._status.run,
@@ -177,23 +203,37 @@ class NodePlugin:
             self._own_fence.run,
             self._recorder.run,
         )
-        hearing = (self._publisher.cache.run, *self._word.loops, self._listener.run)
-        for target in (*hearing, *writing, self._scan, self._follower.run, self._caretaker.run):
-            threading.Thread(target=target, args=(self._stop,), daemon=True, name=target.__qualname__).start()
+        neighbours = (self._neighbours.cache.run, self._neighbours.run)
+        hearing = (*neighbours, self._publisher.cache.run, *self._word.loops, self._listener.run)
+        acting = (*writing, self._scan, self._follower.run, self._caretaker.run)
         with ExitStack() as stack:  # the last to start is the first to stop, also where the next can't start
-            stack.callback(self._meter.close)
+            self._soundness.serve(stack, self._meter.pages)
+            start = self._soundness.watchdog.start
+            for target in hearing:
+                start(target)
+            stack.callback(self._wind_up, [start(target) for target in acting])
             stack.callback(self.stop)
             self._serve(stack)
             self._stop.wait()
             log.info("stopping")
+
+    def _wind_up(self, acting: Sequence[threading.Thread]) -> None:
+        """Nothing is written any more where another plugin takes over, or where nothing is to be left."""
+        if self._front is not None or self._retirement.due():
+            ended(acting)
+            self._retirement.finish()
 
     def _serve(self, stack: ExitStack) -> None:
         settings = self._settings
         work = LullWork(ToldWork(self._preparer, self._teller), self._lull)
         service = DraService(self._meter.work(work), self._locks.waits)
         stack.callback(service.close)
+        handlers = [*service.handlers(), *self._health_service.handlers(), self._soundness.handler()]
+        if self._front is not None:
+            stack.callback(self._health_service.close)
+            stack.enter_context(self._front.answering(handlers, self._registered))
+            return
         with self._step(Step.LISTEN):
-            handlers = [*service.handlers(), *self._health_service.handlers()]
             plugin = SocketServer(settings.plugin_socket, handlers)
         stack.callback(plugin.stop)
         stack.callback(self._health_service.close)
@@ -210,12 +250,22 @@ class NodePlugin:
         self._status.notify()
         self._caretaker.notify()
         self._recorder.wake()
+        self._neighbours.wake()
         self._scanner.look_soon()
+
+    @property
+    def working(self) -> bool:
+        """Whether a claim is being worked on."""
+        return self._lull.broken_now
 
     def _scan(self, stop: threading.Event) -> None:
         self._scanner.run(self._node.inventory, self._hardware_changed, stop)
 
     # What happened
+
+    def _looked(self, answering: Sequence[Gpu]) -> None:
+        self._health.look(answering)
+        self._soundness.looked(answering)
 
     def _hardware_changed(self) -> None:
         hold_recorded(self._node)
@@ -234,8 +284,14 @@ class NodePlugin:
             self._health.obey(PlanSpec() if plan is None else plan.spec)
         self._told()
 
-    def _held_changed(self) -> None:
-        self._publisher.notify_within(self._follower.held_lag_s)
+    def _held(self) -> None:
+        self._held_changed(within_s=max(self._follower.held_lag_s, STARTING_S))
+
+    def _let_go(self) -> None:
+        self._held_changed(within_s=self._follower.held_lag_s)
+
+    def _held_changed(self, within_s: float) -> None:
+        self._publisher.notify_within(within_s)
         self._plan_status.notify()
         self._status.notify()
 
@@ -248,6 +304,7 @@ class NodePlugin:
         self._teller.claim(record.reference, Reason.REPAIRED, "; ".join(made))
 
     def _registered(self, accepted: bool, reason: str) -> None:
+        self._soundness.kubelet.heard(accepted, reason)
         if accepted:
             # The kubelet has just started, and a kubelet that starts deletes the node's slices.
             self._publisher.notify()
@@ -269,6 +326,9 @@ class NodePlugin:
         return self._step(Step(step.value), slice=name)
 
     def _desired(self) -> Mapping[str, Content]:
+        if self._retirement.due():
+            return {}
+        self._neighbours.first()
         return self._builder.build(self._follower.published())
 
     def _owner(self) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from driver.config.settings import NodeSettings
 from driver.config.shares import share_warnings
@@ -12,6 +12,8 @@ from driver.kube.transport import KubeClient
 from driver.model.device import number_gpus
 from kubelet_plugin.inventory import Inventory, Sharing
 from kubelet_plugin.meter import Meter
+from kubelet_plugin.neighbour_watch import NeighbourWatch
+from kubelet_plugin.neighbours import Neighbours
 from kubelet_plugin.records import ClaimRecord, held_shares
 from kubelet_plugin.scan import Choice, Scanner
 
@@ -36,7 +38,7 @@ def meter_of(settings: NodeSettings) -> Meter:
         return Meter()
     from kubelet_plugin.metrics import Metrics  # a megabyte of the library, for those who want it
 
-    return Metrics(settings.metrics_address)
+    return Metrics()
 
 
 def choice_of(settings: NodeSettings) -> Choice:
@@ -50,8 +52,19 @@ def first_look(scanner: Scanner, records: Iterable[ClaimRecord], settings: NodeS
     gpus, _ = scanner.discover()
     kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
     products = ", ".join(sorted({gpu.product_name for gpu in gpus}))
-    log.info("discovered GPUs", extra={"gpus": len(gpus), "products": products})
+    log.info("discovered GPUs", extra={"count": len(gpus), "products": products})
     for warning in share_warnings(settings.shares, settings.shares_only, gpus):
         log.warning(warning)
     sharing = Sharing(settings.shares.of, settings.shares_only)
     return Inventory(gpus, number_gpus(gpus, kept), sharing, held_shares(records))
+
+
+def neighbour_watch(
+    settings: NodeSettings,
+    client: KubeClient,
+    on_change: Callable[[], None],
+    tell: Callable[[str, str, bool], None],
+) -> NeighbourWatch:
+    """Who else is on the node, for ``tell`` and for whoever publishes."""
+    mode = Neighbours(settings.neighbours)
+    return NeighbourWatch(client, settings.node_name, settings.driver_name, settings.kubelet_dir, mode, on_change, tell)

@@ -1,0 +1,155 @@
+"""Checks of ``tessera status`` about the cluster and the controller (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from driver.kube.heartbeat import HEARTBEAT, SILENT_S
+from driver.kube.transport import Object
+from tessera.status_finding import Finding, Told
+from tessera.status_picture import Picture, read_time, written_at
+
+CONTROLLER_LEASE = "tessera-controller"
+NODE, CONTROLLER = "tessera-node", "tessera-controller"
+OLDEST = (1, 34)
+SKEW_S = 5.0
+"""More than the resolution of the API server's times and a slow request."""
+
+
+def api(picture: Picture) -> Told:
+    yield f"Kubernetes {picture.version}"
+    found = re.match(r"v(\d+)\.(\d+)", picture.version)
+    if found and (int(found[1]), int(found[2])) < OLDEST:
+        yield Finding("API server", f"is {picture.version}", "update it to 1.34 or newer: resource.k8s.io/v1 is needed")
+    for what, why in picture.unreadable.items():
+        yield Finding(what, f"can't be read: {why}", "use a kubeconfig that may list them; this check is incomplete")
+
+
+def definition(picture: Picture) -> Told:
+    if picture.plans is None:
+        remedy = "install the chart with crd.install=true; without it no controller and no cordon works"
+        yield Finding("GpuNodePlan", "the cluster does not know this kind", remedy)
+    else:
+        yield f"{len(picture.plans)} plans"
+
+
+def classes(picture: Picture) -> Told:
+    ours = [item["metadata"]["name"] for item in picture.classes if picture.driver in str(item["spec"])]
+    yield f"{len(ours)} DeviceClasses"
+    if "DeviceClasses" in picture.unreadable:
+        return
+    if not ours:
+        yield Finding(
+            "DeviceClasses", f"none selects devices of {picture.driver}", "install the chart's (values: classes)"
+        )
+    known = {item["metadata"]["name"] for item in picture.classes}
+    missing = {name for claim in picture.claims for name in _classes_asked(claim)} - known
+    for name in sorted(missing):
+        yield Finding(f"DeviceClass {name}", "is gone, and claims name it", "create it again (values: classes)")
+
+
+def policies(picture: Picture) -> Told:
+    ours = [item["metadata"]["name"] for item in picture.policies if _is_policy(item["metadata"]["name"])]
+    bound = {item["spec"].get("policyName") for item in picture.bindings}
+    yield f"{len(ours)} admission policies"
+    if "own-plan.gpu.tessera.dev" not in ours and "admission policies" not in picture.unreadable:
+        remedy = "helm upgrade: without it a node's token may write about other nodes"
+        yield Finding("own-plan.gpu.tessera.dev", "this admission policy is missing", remedy)
+    for name in sorted(set(ours) - bound):
+        yield Finding(name, "this admission policy has no binding, so it refuses nothing", "helm upgrade restores it")
+
+
+def controller(picture: Picture) -> Told:
+    lease = picture.leases.get(CONTROLLER_LEASE)
+    holder = (lease or {}).get("spec", {}).get("holderIdentity")
+    age = age_of(picture, picture.leases.get(HEARTBEAT))
+    alone = "every node offers whatever fits"
+    if lease is None and not picture.pods_of(CONTROLLER):
+        yield f"none: {alone}"
+        return
+    yield f"leader {holder}" if holder else "no leader"
+    if not holder:
+        yield Finding(
+            "controller", f"nobody leads; {alone}", "start it, or read its log: kubectl logs deploy/tessera-controller"
+        )
+    elif age is None or age > SILENT_S:
+        said = "has shown no sign of life yet" if age is None else f"showed the last sign of life {age:.0f} s ago"
+        yield Finding("controller", f"{holder} {said}; {alone}", "read its log: it can't decide, or is gone")
+    else:
+        yield f"heartbeat {age:.0f} s ago"
+    yield from tell_pods(picture, CONTROLLER)
+
+
+def versions(picture: Picture) -> Told:
+    images = Counter(
+        str(container.get("image"))
+        for account in (NODE, CONTROLLER)
+        for pod in picture.pods_of(account)
+        for container in pod["spec"].get("containers", ())[:1]
+    )
+    yield f"this command {version('tessera-dra')}"
+    yield ", ".join(f"{image} x{count}" for image, count in images.items()) or "no pods: processes run elsewhere"
+    if len(images) > 1:
+        yield Finding("images", f"{len(images)} versions run at once", "let the rollout end: kubectl rollout status")
+
+
+def clocks(picture: Picture) -> Told:
+    skews = {}
+    for lease in (*picture.leases.values(), *picture.node_leases):
+        renewed, written = read_time(lease["spec"].get("renewTime")), written_at(lease)
+        if renewed is not None and written is not None:
+            who = str(lease["spec"].get("holderIdentity") or lease["metadata"]["name"])
+            skews[who] = (renewed - written).total_seconds()
+    worst = max((abs(seconds) for seconds in skews.values()), default=0.0)
+    yield f"within {max(1.0, worst):.0f} s of the API server's ({len(skews)} seen)"
+    for who, seconds in sorted(skews.items()):
+        if abs(seconds) > SKEW_S:
+            word = "ahead of" if seconds > 0 else "behind"
+            yield Finding(
+                who, f"its clock is {abs(seconds):.0f} s {word} the API server's", "synchronise it (chrony, NTP)"
+            )
+
+
+def age_of(picture: Picture, lease: Object | None) -> float | None:
+    """Seconds since a Lease was renewed, by the API server's clock."""
+    written = None if lease is None else written_at(lease)
+    return None if written is None else (picture.now - written).total_seconds()
+
+
+def tell_pods(picture: Picture, account: str) -> Told:
+    pods = picture.pods_of(account)
+    ready = [pod for pod in pods if _condition(pod, "Ready") == "True"]
+    if pods:
+        yield f"{len(ready)} of {len(pods)} pods ready"
+    for pod in pods:
+        if pod not in ready:
+            name, why = pod["metadata"]["name"], _why(pod)
+            where = pod["spec"].get("nodeName", "no node")
+            remedy = f"kubectl -n {picture.namespace} describe pod {name}; its /readyz?verbose names what is missing"
+            yield Finding(f"pod {name}", f"is not ready on {where}{why}", remedy)
+
+
+def _condition(item: Object, kind: str) -> str:
+    conditions: Sequence[Any] = item.get("status", {}).get("conditions") or ()
+    return next((str(entry["status"]) for entry in conditions if entry["type"] == kind), "")
+
+
+def _why(pod: Object) -> str:
+    states = [entry.get("state", {}) for entry in pod.get("status", {}).get("containerStatuses") or ()]
+    reasons = [str(state["waiting"].get("reason")) for state in states if "waiting" in state]
+    return f": {', '.join(reasons)}" if reasons else ""
+
+
+def _classes_asked(claim: Object) -> Iterator[str]:
+    for request in claim["spec"].get("devices", {}).get("requests") or ():
+        for one in (request.get("exactly"), *(request.get("firstAvailable") or ())):
+            if one and one.get("deviceClassName"):
+                yield str(one["deviceClassName"])
+
+
+def _is_policy(name: str) -> bool:
+    return name.startswith("tessera-") or name.endswith(".gpu.tessera.dev")
