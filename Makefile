@@ -11,12 +11,19 @@ RUN := $(VENV)/bin
 export UV_PYTHON_DOWNLOADS := never
 export UV_LINK_MODE := copy
 
+# A test run starts a thousand processes: what they import is compiled once, and outside the checkout.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(CACHE)/bytecode
+
 # Simulated nodes are thousands of small files: in memory where there is a gigabyte, else where pytest puts them.
 MEMORY = $(shell test "$$(df -k --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 1000000 2>/dev/null && echo /dev/shm)
+# What the processes asked of the API server while the cluster tests ran.
+AUDIT := $(CURDIR)/.audit
 WORKERS = $(shell echo $$(($$(nproc) + 1)))
+WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-54 demo-curation test test-all test-fast test-cluster lint format bench bench-placement bench-refresh bench-fleet bench-scale soak \
+.PHONY: help demo demo-54 demo-curation demo-helm image test test-all test-fast test-unit test-cluster lint format bench bench-placement bench-refresh bench-fleet bench-scale soak \
 	conformance manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
@@ -33,16 +40,30 @@ demo-54: env ## 54 workloads on 10 GPUs: training, inference and notebooks, as a
 demo-curation: binaries ## the same 40 claims with and without the controller, two pictures side by side
 	@$(RUN)/python -m tests.demo.curation
 
-test: lint test-fast test-cluster ## everything: lint, types, layers, all tests, the real cluster (12 minutes warm)
+demo-helm: env ## the chart and the image on a real two-node cluster: everything runs in pods (KEEP=1 as above)
+	@$(RUN)/python -m tests.demo.helm $(if $(KEEP),--keep)
+
+image: ## the container image as an OCI archive in the cache, without a Docker engine (root, Debian 12)
+	@$(MAKE) -s env >&2
+	@$(RUN)/python -m deploy.image --cache $(CACHE)
+
+test: lint test-unit test-cluster ## everything: lint, types, layers, all tests, the real cluster (10 minutes warm)
 
 test-all: lint binaries ## everything, the slow tests too
-	$(RUN)/pytest
+	@rm -rf $(AUDIT) && mkdir -m 700 $(AUDIT)
+	TESSERA_AUDIT_DIR=$(AUDIT) $(RUN)/pytest
+	@$(RUN)/python -m tests.audit $(AUDIT)
 
-test-fast: env ## the tests that need no cluster (two minutes)
-	TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS) -m "not cluster and not slow"
+test-fast: env ## the tests that need no cluster and little time (a minute)
+	$(WITHOUT_CLUSTER) -m "not cluster and not slow and not long"
 
-test-cluster: binaries ## the tests on the real local cluster (root)
-	$(RUN)/pytest -n 2 --dist loadscope -m "cluster and not slow"
+test-unit: env ## all tests that need no cluster (two minutes)
+	$(WITHOUT_CLUSTER) -m "not cluster and not slow"
+
+test-cluster: binaries ## the tests on the real local cluster (root), and whether the processes' rights are as few as needed
+	@rm -rf $(AUDIT) && mkdir -m 700 $(AUDIT)
+	TESSERA_AUDIT_DIR=$(AUDIT) $(RUN)/pytest -n 2 --dist loadscope -m "cluster and not slow"
+	@$(RUN)/python -m tests.audit $(AUDIT)
 
 lint: env ## ruff, mypy --strict, import-linter
 	$(RUN)/ruff check
@@ -113,6 +134,8 @@ $(CACHE)/uv/bin/uv:
 lock: | $(UV) ## find newer versions of the Python packages and pin them by hash
 	$(UV) pip compile --quiet --upgrade --group dev --generate-hashes --no-header --no-emit-index-url \
 		--python-version 3.11 --output-file requirements.lock pyproject.toml
+	$(UV) pip compile --quiet --constraint requirements.lock --generate-hashes --no-header --no-emit-index-url \
+		--no-annotate --python-version 3.11 --output-file deploy/image/requirements.lock pyproject.toml
 
 PROTOCOL := kubelet_plugin/protocol
 protocol: env ## generate the kubelet's gRPC messages from the .proto files
@@ -120,5 +143,5 @@ protocol: env ## generate the kubelet's gRPC messages from the .proto files
 		--pyi_out=$(PROTOCOL)/generated $(wildcard $(PROTOCOL)/*.proto)
 
 clean: ## remove what was made inside the checkout
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist bench-results.json placement-results.json refresh-results.json fleet-results.json scale-results.json
+	rm -rf $(VENV) $(AUDIT) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist bench-results.json placement-results.json refresh-results.json fleet-results.json scale-results.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

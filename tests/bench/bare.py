@@ -78,9 +78,7 @@ class BarePath:
 
     def _read(self, path: str) -> Claim:
         headers = {"Accept": "application/json", "Authorization": self._access.authorization() or ""}
-        return self._decoder.decode(
-            self._access.pool.request("GET", f"{self._access.host}{path}", headers=headers).data
-        )
+        return self._decoder.decode(self._access.pool.urlopen("GET", self._access.url(path), headers=headers).data)
 
     def _write(self, name: str, data: bytes, *, durable: bool) -> None:
         temporary = f"{self._directory}/.{name}.tmp"

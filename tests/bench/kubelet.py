@@ -89,8 +89,12 @@ def bench_plugin(cluster: Cluster, name: str = "bench-0", metrics_address: str =
         plugin.stop()
 
 
-def allocated_claim(cluster: Cluster, name: str, node: str, device: str) -> Any:
+def allocated_claim(
+    cluster: Cluster, name: str, node: str, device: str, of_others: Sequence[tuple[str, str, str]] = ()
+) -> Any:
     """A claim with its allocation written by us instead of the scheduler, named as the kubelet would.
+
+    ``of_others``: driver, pool and name of devices that it is allocated besides.
 
     The node selector is what the scheduler writes for a slice with a node name: by it the API server knows
     which node's plugin may write ``status.devices``.
@@ -98,9 +102,10 @@ def allocated_claim(cluster: Cluster, name: str, node: str, device: str) -> Any:
     device_class = "gpu-inference" if "-mig-" in device else "gpu-training"
     body = {"metadata": {"name": name}, "spec": {"devices": {"requests": [request(device_class)]}}}
     created = cluster.api.post(CLAIMS, body)
-    result = {"request": "gpu", "driver": DRIVER, "pool": f"{node}-{DRIVER}", "device": device}
+    devices = [(DRIVER, f"{node}-{DRIVER}", device), *of_others]
+    results = [dict(zip(("request", "driver", "pool", "device"), ("gpu", *each), strict=True)) for each in devices]
     on_node = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
     selector = {"nodeSelectorTerms": [on_node]}
-    created["status"] = {"allocation": {"devices": {"results": [result]}, "nodeSelector": selector}}
+    created["status"] = {"allocation": {"devices": {"results": results}, "nodeSelector": selector}}
     cluster.api.request("PUT", f"{CLAIMS}/{name}/status", created)
     return dra_v1_pb2.Claim(namespace="default", name=name, uid=created["metadata"]["uid"])

@@ -24,12 +24,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Play:
-    """One demo. ``opening`` needs no cluster; ``story`` gets a running one and whether it is kept afterwards."""
+    """One demo. ``opening`` needs no cluster; ``story`` gets a running one and whether it is kept afterwards.
+
+    ``usual_places``: Tessera runs in pods, which look for the kubelet where every DaemonSet does.
+    """
 
     name: str
     nodes: int
     opening: Callable[[Screen], None]
     story: Callable[[Screen, Cluster, bool], None]
+    usual_places: bool = False
 
 
 def options(command: F) -> F:
@@ -46,7 +50,9 @@ def perform(play: Play, keep: bool, binaries: Path | None) -> None:
     """Play it; whatever ends it, Ctrl-C included, ends what was started. Exits with 130, 1 or an error's own code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     screen = Screen()
-    settings = Settings(name=play.name, nodes=play.nodes, binaries=binaries, ephemeral=not keep)
+    settings = Settings(
+        name=play.name, nodes=play.nodes, binaries=binaries, ephemeral=not keep, usual_places=play.usual_places
+    )
     try:
         _tell(play, screen, settings)
     except KeyboardInterrupt:

@@ -121,5 +121,6 @@ def test_a_running_pods_status_says_that_its_device_is_unhealthy_and_well_again(
     faulty.fault("xid", "95", "--gpu", number)
     [(_, message)] = wait_for(lambda: says("Unhealthy"), TOLD_S, "the device is told to be ill")
     assert "XID 95" in message
+    wait_for(lambda: tainted(faulty), SEEN_S, "the fault is shown, which the operator calls dealt with")
     operator(faulty, "uncordon", number)
     wait_for(lambda: says("Healthy"), TOLD_S, "the device is told to be well again")

@@ -47,6 +47,7 @@ def test_a_restarted_kubelet_wipes_the_slices_and_they_are_back(
     workloads: Workloads, plugin: PluginProcess, cluster: Cluster
 ) -> None:
     workloads.running(workloads.pod("steady", workloads.claim("steady", request(SMALL))))
+    wait_for(lambda: not plugin.everything_offered(), WIPE_S, "the slices know what is held")
     before = plugin.devices()
     uids = {item["metadata"]["uid"] for item in plugin.slices()}
     partitions = plugin.partitions()

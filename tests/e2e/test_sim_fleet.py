@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,15 @@ def names(cluster: Cluster, path: str) -> list[str]:
     return [item["metadata"]["name"] for item in cluster.api.get(path)["items"]]
 
 
+def devices_by_node(cluster: Cluster) -> dict[str, list[dict[str, Any]]]:
+    """Of the nodes that have published any."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for item in cluster.api.get(SLICES)["items"]:
+        if devices := item["spec"].get("devices"):
+            found.setdefault(item["spec"]["nodeName"], []).extend(devices)
+    return found
+
+
 def test_a_pod_runs_on_a_fleet_and_ctrl_c_leaves_nothing_of_it(cluster: Cluster) -> None:
     workloads = Workloads(cluster)
     command = [
@@ -49,13 +59,9 @@ def test_a_pod_runs_on_a_fleet_and_ctrl_c_leaves_nothing_of_it(cluster: Cluster)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as fleet:
         try:
             wait_for(lambda: len(names(cluster, FLEET_NODES)) == NODES, READY_S, "the fleet's nodes are there")
-            wait_for(
-                lambda: len({each["spec"]["nodeName"] for each in cluster.api.get(SLICES)["items"]}) == NODES,
-                READY_S,
-                "every node publishes",
-            )
-            device = cluster.api.get(SLICES)["items"][-1]["spec"]["devices"][0]
-            assert device["attributes"]["simulated"] == {"bool": True}
+            wait_for(lambda: len(devices_by_node(cluster)) == NODES, READY_S, "every node publishes")
+            for devices in devices_by_node(cluster).values():
+                assert all(device["attributes"]["simulated"] == {"bool": True} for device in devices)
             workloads.claim("one", request("gpu-inference"))
             workloads.pod("one", "one")
             workloads.running("one")

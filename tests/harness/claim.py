@@ -63,4 +63,5 @@ def _state(settings: Settings, binaries: Path, network: Network, owner: ProcessR
         nodes=[NodePorts(*(choose_port(node, port) for port in (10250, 10248))) for node in nodes],
         extra_args={name: list(values) for name, values in settings.extra_args.items()},
         owner=owner,
+        usual_places=settings.usual_places,
     )

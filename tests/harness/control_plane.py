@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.harness.audit import flags_of_the_suite
 from tests.harness.certs import Authority, Pair, service_account_keys
 from tests.harness.kubeconfig import certificate_user, token_user, write_kubeconfig
 from tests.harness.processes import ProcessRecord, ProcessTable, stop
@@ -37,7 +38,7 @@ class ControlPlane:
         """Wait for etcd and start the API server without waiting for it; needs the certificates."""
         address, port = self._state.addresses.control_plane, self._state.control.etcd
         self._wait("etcd", f"http://{address}:{port}/health")
-        self._spawn("kube-apiserver", apiserver_flags(self._state))
+        self._spawn("kube-apiserver", [*apiserver_flags(self._state), *flags_of_the_suite(self._layout.root)])
 
     def start_controllers(self) -> None:
         """Wait for the API server and start scheduler and controller manager without waiting for them."""

@@ -27,8 +27,10 @@ SYSCTLS = tuple(
     )
 )
 DEVICE_PLUGINS = Path("/var/lib/kubelet/device-plugins")
+MOUNT_POINTS = (Path("/run/cdi"), Path("/var/lib/tessera"))
+"""Of nodes in their usual places (usual_places.py)."""
 KUBELET_SOCKET = DEVICE_PLUGINS / "kubelet.sock"
-FOLDERS = (DEVICE_PLUGINS, DEVICE_PLUGINS.parent, Path("/var/log/containers"))
+FOLDERS = (DEVICE_PLUGINS, DEVICE_PLUGINS.parent, Path("/var/log/containers"), *MOUNT_POINTS)
 """Inner folders first."""
 
 

@@ -65,6 +65,11 @@ class NodeLayout:
         return self.root / "cdi"
 
     @property
+    def tessera(self) -> Path:
+        """Where pods of a node in its usual places have their simulated GPUs."""
+        return self.root / "tessera"
+
+    @property
     def cni(self) -> Path:
         return self.root / "cni"
 

@@ -17,6 +17,7 @@ from tests.harness.node_config import CNI, containerd_config, kubelet_config, ku
 from tests.harness.processes import ProcessRecord, ProcessTable
 from tests.harness.readiness import Probe, accepts, http_ok, log_end, wait_ready
 from tests.harness.state import ClusterState
+from tests.harness.usual_places import UsualPlaces
 
 READY_S = 60.0
 COMMAND_S = 60.0
@@ -40,6 +41,8 @@ class Node:
         self._table = ProcessTable(state.layout.root)
         self._layout = state.layout.node(index)
         self._index = index
+        log = state.layout.logs / f"mounts-{self._layout.name}.log"
+        self._places = UsualPlaces(self._layout, self._table, log) if state.usual_places else None
         self.name = self._layout.name
         self.address = state.addresses.node(index)
         self.kubelet_dir = self._layout.kubelet
@@ -107,6 +110,10 @@ class Node:
         fifos = self._layout.containerd / "fifo"
         return self._ctr("tasks", "exec", "--fifo-dir", str(fifos), "--exec-id", exec_id, identity, *command)
 
+    def kill_container(self, namespace: str, pod: str, container: str | None = None) -> None:
+        """SIGKILL to the container's first process; whether another is started is the kubelet's affair."""
+        self._ctr("tasks", "kill", "--signal", "SIGKILL", self._container(namespace, pod, container))
+
     def read_log(self, pod: str, namespace: str = "default", container: str | None = None) -> str:
         """Everything the pod's containers (or that one) wrote; empty if there is nothing yet.
 
@@ -127,9 +134,14 @@ class Node:
         (layout.root / "containerd.toml").write_text(containerd_config(layout))
         (layout.cni / "10-loopback.conflist").write_text(json.dumps(CNI))
         Cgroups.detect().create(config["cgroupRoot"].lstrip("/"))
+        if self._places:
+            self._places.open()
 
     def spawn_kubelet(self) -> None:
         """Start the kubelet and wait only until another may start (see ``host.kubelet_start``), half a second."""
+        if self._places:  # it has a /var/lib/kubelet of its own
+            self._spawn("kubelet", kubelet_flags(self._state, self._layout))
+            return
         with host.kubelet_start(self._state.layout.root.parent) as done:
             self._spawn("kubelet", kubelet_flags(self._state, self._layout))
             self._wait("kubelet", done)
@@ -151,6 +163,7 @@ class Node:
         if any(record.alive for record in self._records(program)):
             raise EnvironmentFault(f"the {program} of {self.name} runs already; stop or kill it first")
         command = [self._state.program(program), *flags, *self._state.extra_args.get(program, [])]
+        command = self._places.inside(command) if self._places else command
         self._table.spawn(f"{program}-{self.name}", command, self._log(program))
 
     def _wait(self, program: str, probe: Probe) -> None:

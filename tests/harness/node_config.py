@@ -14,6 +14,7 @@ from tests.harness.images import BUSYBOX_IMAGE
 from tests.harness.layout import NodeLayout
 from tests.harness.packages import CNI_PLUGINS
 from tests.harness.state import ClusterState
+from tests.harness.usual_places import KUBELET
 
 CONTAINERD = """\
 version = 3
@@ -140,7 +141,8 @@ def kubelet_flags(state: ClusterState, node: NodeLayout) -> list[str]:
         f"--config={node.root / 'kubelet.yaml'}",
         f"--kubeconfig={state.layout.kubeconfig(node.name)}",
         f"--hostname-override={node.name}",
-        f"--root-dir={node.kubelet}",
+        # By the usual name where it has one: the kubelet connects to sockets below, whose paths must be short.
+        f"--root-dir={KUBELET if state.usual_places else node.kubelet}",
         f"--cert-dir={node.kubelet / 'pki'}",
         "--cloud-provider=external",
     ]

@@ -25,6 +25,7 @@ class Settings:
     binaries    a folder with all programs; None: the cache, built into if need be
     ephemeral   True: the cluster ends with the process that started it, however that ends;
                 False: it stays until ``Cluster.stop`` or ``python -m tests.harness down``
+    usual_places  nodes whose pods find the kubelet in /var/lib/kubelet and CDI specs in /var/run/cdi
     extra_args  more flags for a component, after the harness's own, so that they win:
                 ``{"kube-apiserver": ["--feature-gates=DRAPrioritizedList=false"]}``
     """
@@ -35,6 +36,7 @@ class Settings:
     binaries: Path | None = None
     cache: Path = field(default_factory=lambda: Path.home() / ".cache" / "tessera")
     ephemeral: bool = True
+    usual_places: bool = False
     extra_args: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

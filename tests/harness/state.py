@@ -43,6 +43,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     nodes: list[NodePorts]
     extra_args: dict[str, list[str]]
     owner: ProcessRecord | None
+    usual_places: bool = False
 
     @property
     def layout(self) -> Layout:

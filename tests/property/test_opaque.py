@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ NEARLY = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @given(JSON | NEARLY)
 def test_random_json_is_parsed_or_refused_with_its_place_and_nothing_else(raw: object) -> None:
     try:

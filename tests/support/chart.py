@@ -20,15 +20,18 @@ CHART = Path(__file__).parents[2] / "deploy" / "tessera"
 CLASS_FILES = sorted((CHART / "classes").glob("*.yaml"))
 
 RELEASE = "tessera"
+HOOK = "helm.sh/hook:"
 NAMESPACE = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "tessera"}}
 
 Object = dict[str, Any]
 Values = Mapping[str, Any]
 
+NO_PROCESS: Values = {"nodePlugin": {"enabled": False}, "controller": {"enabled": False}}
+
 
 def install(cluster: Cluster, values: Values | None = None) -> None:
-    """What ``helm install tessera deploy/tessera -n tessera --create-namespace`` installs."""
-    cluster.apply([NAMESPACE, *rendered(values)])
+    """All that helm installs but the pods: most tests run node plugins and controllers as processes of their own."""
+    cluster.apply([NAMESPACE, *rendered({**NO_PROCESS, **(values or {})})])
 
 
 def rendered(values: Values | None = None, namespace: str = "tessera") -> list[Object]:
@@ -42,8 +45,13 @@ def rendered(values: Values | None = None, namespace: str = "tessera") -> list[O
 
 def manifests(values: Values | None = None, namespace: str = "tessera") -> dict[str, str]:
     """The rendered text of every template that makes objects, by its name, in alphabetical order."""
-    files = _render(values, namespace)
-    return {Path(file).name: files[file] for file in sorted(files) if file.endswith(".yaml")}
+    files = sorted(_render(values, namespace).items())
+    return {Path(file).name: text for file, text in files if file.endswith(".yaml") and HOOK not in text}
+
+
+def hooks(values: Values | None = None, namespace: str = "tessera") -> dict[str, str]:
+    """The rendered text of the templates that helm applies at certain moments only; ``manifests`` has none of them."""
+    return {Path(file).name: text for file, text in _render(values, namespace).items() if HOOK in text}
 
 
 def notes(values: Values | None = None, namespace: str = "tessera") -> str:

@@ -111,7 +111,7 @@ class FaultyApi(ObjectApi):
 class PluginOnApi:
     """The node plugin of a node with one H100, its kubelet, and ``api``."""
 
-    def __init__(self, root: Path, api: FaultyApi) -> None:
+    def __init__(self, root: Path, api: FaultyApi, **flags: object) -> None:
         self.root, self.api = root, api
         api.store(f"/api/v1/nodes/{NODE}")
         api.store(f"{PATH}/{NODE}", spec={})
@@ -129,6 +129,7 @@ class PluginOnApi:
             state_dir=root / "state",
             host_root=root / "host",
             sim_latency="zero",
+            **flags,
         )
 
     @contextmanager

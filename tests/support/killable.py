@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from tests.support import plugin_zygote
 
 READY_S = 20.0
 DEAD_S = 10.0
+STOPPED_S = 30.0
 
 
 class Point(NamedTuple):
@@ -54,12 +55,17 @@ class Zygote:
         return False
 
 
-@contextmanager
-def zygote(cluster: Cluster) -> Iterator[Zygote]:
+def zygote(cluster: Cluster) -> AbstractContextManager[Zygote]:
     """Running while the block runs; it belongs to the cluster, and so do its children."""
-    address, table = cluster.directory / "zygote.sock", ProcessTable(cluster.directory)
+    return zygote_in(cluster.directory, cluster.logs_dir)
+
+
+@contextmanager
+def zygote_in(directory: Path, logs: Path) -> Iterator[Zygote]:
+    """The same without a cluster."""
+    address, table = directory / "zygote.sock", ProcessTable(directory)
     command = [sys.executable, "-P", plugin_zygote.__file__, str(address)]
-    record = table.spawn("zygote", command, cluster.logs_dir / "zygote.log")
+    record = table.spawn("zygote", command, logs / "zygote.log")
     try:
         wait_for(address.exists, READY_S, "the process that plugins are forked from")
         yield Zygote(address)
@@ -101,6 +107,13 @@ class KillablePlugin:
             self._ended(DEAD_S)
         (self.folder / "order").unlink(missing_ok=True)
 
+    def end(self) -> None:
+        """SIGTERM, and wait until it is gone."""
+        assert self._handle is not None
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, signal.SIGTERM)
+        assert self._ended(STOPPED_S)
+
     def killed(self) -> bool:
         """Wait until the process has obeyed its order; False where it did not come there in time."""
         return self._ended(DEAD_S) and not (self.folder / "order").exists()
@@ -122,7 +135,9 @@ class KillablePlugin:
         (self.folder / "seen").write_bytes(b"")
 
     def log(self) -> str:
-        return (self.folder / "log").read_text()
+        """Empty before the first line."""
+        path = self.folder / "log"
+        return path.read_text() if path.exists() else ""
 
     def close(self) -> None:
         self.kill()

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.harness.waiting import wait_for
 
-ADDRESS = re.compile(r"serving metrics address=\S*:(\d+)")
+ADDRESS = r"serving over HTTP address=\S*:(\d+) paths=\S*{path}"
 
 
 def fetch(port: int, path: str = "/metrics", method: str = "GET", host: str = "127.0.0.1") -> tuple[int, str]:
@@ -26,9 +26,10 @@ def fetch(port: int, path: str = "/metrics", method: str = "GET", host: str = "1
             return error.code, error.read().decode()
 
 
-def port_in(log: Path, deadline_s: float) -> int:
-    """The port that the process started last serves its metrics at, as its log says."""
-    found = wait_for(lambda: ADDRESS.findall(log.read_text()), deadline_s, f"{log} names the address of the metrics")
+def port_in(log: Path, deadline_s: float, path: str = "/metrics") -> int:
+    """The port that the process started last serves ``path`` at, as its log says."""
+    address = re.compile(ADDRESS.format(path=path))
+    found = wait_for(lambda: address.findall(log.read_text()), deadline_s, f"{log} names the address of {path}")
     return int(found[-1])
 
 

@@ -44,7 +44,7 @@ def paths_of(simulated: SimulatedNode) -> HostPaths:
 
 @dataclass
 class NodeUnderTest:
-    """The parts a test looks at. ``changes`` counts how often the publisher was told of a change; whoever is in
+    """The parts a test looks at. ``changes`` is what the publisher was told: "held" or "let go"; whoever is in
     ``repaired`` is told of repairs."""
 
     root: Path
@@ -53,7 +53,7 @@ class NodeUnderTest:
     preparer: Preparer
     scanner: Scanner
     api: ClaimApi
-    changes: list[None]
+    changes: list[str]
     locks: KeyedLocks
     repaired: list[Callable[[ClaimRecord, Sequence[str]], None]]
     open_host: Callable[[SimulatedNode], NvmlHost] = usual_host
@@ -109,7 +109,7 @@ def start_node(
     node = Node(
         Pool(NODE, DRIVER), host, inventory, checkpoint, CdiDirectory(root / "cdi", DRIVER), files, boot_id(paths)
     )
-    changes: list[None] = []
+    changes: list[str] = []
     repaired: list[Callable[[ClaimRecord, Sequence[str]], None]] = []
     locks = KeyedLocks(deadline_s=5)
 
@@ -117,7 +117,7 @@ def start_node(
         for each in repaired:
             each(record, made)
 
-    listeners = Listeners(lambda: changes.append(None), tell)
+    listeners = Listeners(lambda: changes.append("held"), lambda: changes.append("let go"), tell)
     steps = Steps(observer)
     preparer = Preparer(node, api.read, listeners, steps, locks)
     recover(node, preparer, records, steps)

@@ -64,6 +64,9 @@ class PluginFlags:
     shares: str = ""
     shares_only: str = ""
     metrics_address: str = ""
+    health_address: str = ""
+    neighbours: str = ""
+    exclude_gpus: str = ""
 
 
 class PluginProcess:
@@ -120,6 +123,9 @@ class PluginProcess:
             "--shares": self.flags.shares,
             "--shares-only": self.flags.shares_only,
             "--metrics-address": self.flags.metrics_address,
+            "--health-address": self.flags.health_address,
+            "--neighbours": self.flags.neighbours,
+            "--exclude-gpus": self.flags.exclude_gpus,
         }
         pairs = [str(part) for pair in flags.items() if pair[1] for part in pair]
         return [TESSERA, "node", *pairs]

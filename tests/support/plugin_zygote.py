@@ -19,17 +19,18 @@ import socket
 import sys
 import tempfile
 import threading
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc._server  # noqa: F401 - the plugin loads this and the simulator when it needs them: here before the fork
 
 import driver.hardware.simulator  # noqa: F401
-from driver.config.settings import node_settings
+from driver.config.settings import NodeSettings, node_settings
 from driver.slices import publisher
 from driver.steps import Moment
 from kubelet_plugin import status_writer
-from kubelet_plugin.steps import Step
+from tessera.instance import Instance
 from tessera.logs import configure_logs
 from tessera.node import NodePlugin
 
@@ -43,7 +44,7 @@ class Orders:
         self._lock = threading.Lock()
         self._obeyed, self._reached = "", 0
 
-    def __call__(self, step: Step, moment: Moment) -> None:
+    def __call__(self, step: StrEnum, moment: Moment) -> None:
         with self._lock:
             os.write(self._seen, f"{step.value} {moment}\n".encode())
             try:
@@ -75,15 +76,23 @@ def become_plugin(folder: Path, settings: dict[str, Any]) -> NoReturn:
         os.dup2(log, 1)
         os.dup2(log, 2)
         configure_logs("text", "info")
-        plugin = NodePlugin(node_settings(**settings), Orders(folder))
-        signal.signal(signal.SIGTERM, lambda *_: plugin.stop())
-        plugin.run()
+        run_plugin(node_settings(**settings), Orders(folder))
         status = 0
     except Exception as error:
         print(f"ended by {type(error).__name__}: {error}", flush=True)
         raise
     finally:
         os._exit(status)
+
+
+def run_plugin(settings: NodeSettings, orders: Orders) -> None:
+    if settings.pod_uid:
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        return Instance(settings, stop, orders).run()
+    plugin = NodePlugin(settings, orders)
+    signal.signal(signal.SIGTERM, lambda *_: plugin.stop())
+    return plugin.run()
 
 
 def main(address: str) -> None:

@@ -148,3 +148,10 @@ def test_the_node_plugin_loads_nothing_that_it_has_no_use_for(tmp_path: Path, au
     )
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=True)
     assert not UNUSED & set(loaded.stdout.split())
+
+
+def test_a_server_below_a_path_is_asked_there(tmp_path: Path, authority: Path) -> None:
+    found = load_configuration(kubeconfig(tmp_path, authority, {"token": "t"}, server="https://h:1/k8s/c-1/"), {})
+    assert (found.host, found.url("/api")) == ("https://h:1/k8s/c-1", "/k8s/c-1/api")
+    assert isinstance(found.pool, urllib3.HTTPSConnectionPool)
+    assert (found.pool.host, found.pool.port) == ("h", 1)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tessera.cli import main
 from tessera.lint import shipped_classes
-from tests.support.chart import CHART, CLASS_FILES, Object, Values, manifests, notes, rendered
+from tests.support.chart import CHART, CLASS_FILES, NO_PROCESS, Object, Values, hooks, manifests, notes, rendered
 
 PROJECT = CHART.parents[1]
 WARNING = 2
@@ -29,17 +29,51 @@ OTHER = "gpu.nvidia.com"
 CRD = "CustomResourceDefinition"
 POLICIES = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
 FENCE, ONE_SHARE = "tessera-fence", "one-share-of-a-gpu.gpu.tessera.dev"
-BOUNDARIES = ["own-fence.gpu.tessera.dev", "own-plan.gpu.tessera.dev"]
+PARAMETERS, MISUSE = "valid-parameters.gpu.tessera.dev", "fitting-class.gpu.tessera.dev"
+ADMISSION = [MISUSE, ONE_SHARE, PARAMETERS]
+BOUNDARIES = [f"own-{what}.gpu.tessera.dev" for what in ("claims", "events", "fence", "plan", "slices")]
 """Part of the rights: what a node's token may not do."""
 
 RIGHTS_ALONE = Counter(
-    ServiceAccount=2, ClusterRole=2, ClusterRoleBinding=2, Role=2, RoleBinding=2, **dict.fromkeys(POLICIES, 2)
+    ServiceAccount=3,
+    ClusterRole=3,
+    ClusterRoleBinding=3,
+    Role=3,
+    RoleBinding=3,
+    **dict.fromkeys(POLICIES, len(BOUNDARIES)),
 )
-EVERYTHING = RIGHTS_ALONE + Counter({CRD: 1, "DeviceClass": len(CLASS_FILES), **dict.fromkeys(POLICIES, 2)})
+NODE_PLUGIN = Counter(["DaemonSet"])
+UNINSTALLING = Counter(["ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"])
+CONTROLLER = Counter(["Deployment", "PodDisruptionBudget"])
+PROCESSES = NODE_PLUGIN + CONTROLLER
+EVERYTHING = RIGHTS_ALONE + PROCESSES + Counter({CRD: 1, "DeviceClass": len(CLASS_FILES), **dict.fromkeys(POLICIES, 4)})
 
 NO_CLASSES = {file.stem: False for file in CLASS_FILES}
 OFF = {"enabled": False}
-NOTHING_ELSE = {"classes": NO_CLASSES, "fence": OFF, "admission": OFF, "crd": {"install": False}}
+NOTHING_ELSE = {"classes": NO_CLASSES, "fence": OFF, "admission": OFF, "crd": {"install": False}, **NO_PROCESS}
+
+PARTS = ("nodePlugin", "controller")
+ELABORATE: Values = {
+    "neighbours": "exclude",
+    "nodePlugin": {
+        "nodeSelector": {"pool": "gpus"},
+        "affinity": {"nodeAffinity": {}},
+        "tolerations": [],
+        "resources": {},
+        "kubeletDir": "/var/data/kubelet",
+        "cdiDir": "/etc/cdi",
+        "stateDir": "/var/lib/tessera/state",
+        "logLevel": "debug",
+        "extraArgs": ["--shares=all=4", "--mig-gpus=0"],
+    },
+    "controller": {
+        "replicas": 1,
+        "nodeSelector": {"node-role.kubernetes.io/control-plane": ""},
+        "tolerations": [{"key": "node-role.kubernetes.io/control-plane", "operator": "Exists"}],
+        "resources": {},
+        "extraArgs": ["--learn-hours=24"],
+    },
+}
 
 VALUE_SETS: dict[str, tuple[Values, Counter[str]]] = {
     "defaults": ({}, EVERYTHING),
@@ -49,10 +83,36 @@ VALUE_SETS: dict[str, tuple[Values, Counter[str]]] = {
     "another driver": ({"driverName": OTHER}, EVERYTHING),
     "resource names": ({"extendedResourceNames": ["gpu-training", "gpu-dev"]}, EVERYTHING),
     "no fence": ({"fence": OFF}, EVERYTHING - Counter(POLICIES)),
-    "no admission": ({"admission": OFF}, EVERYTHING - Counter(POLICIES)),
+    "no admission": ({"admission": OFF}, EVERYTHING - Counter(POLICIES * len(ADMISSION))),
+    "any parameters": ({"admission": {"parameters": False}}, EVERYTHING - Counter(POLICIES)),
+    "any use": ({"admission": {"misuse": False}}, EVERYTHING - Counter(POLICIES)),
     "no definition of plans": ({"crd": {"install": False}}, EVERYTHING - Counter([CRD])),
     "a part of another chart": ({"global": {"imageRegistry": "example.com"}}, EVERYTHING),
     "rights alone": (NOTHING_ELSE, RIGHTS_ALONE),
+    "no process": (NO_PROCESS, EVERYTHING - PROCESSES),
+    "no node plugin": ({"nodePlugin": OFF}, EVERYTHING - NODE_PLUGIN),
+    "no controller": ({"controller": OFF}, EVERYTHING - CONTROLLER),
+    "no hook": ({"uninstall": {"hook": False}}, EVERYTHING - UNINSTALLING),
+    "no budget": ({"controller": {"pdb": OFF}}, EVERYTHING - Counter(["PodDisruptionBudget"])),
+    "simulated GPUs": ({"gpus": "sim:dgx-h100"}, EVERYTHING),
+    "null for nvml": ({"gpus": None, "nodePlugin": {"stateDir": None}}, EVERYTHING),
+    "the GPU Operator's driver": ({"nodePlugin": {"driverRoot": "/run/nvidia/driver"}}, EVERYTHING),
+    "the host's network": ({each: {"hostNetwork": True} for each in PARTS}, EVERYTHING),
+    "no ports": ({each: {"hostNetwork": True, "metricsPort": 0, "healthPort": 0} for each in PARTS}, EVERYTHING),
+    "GKE": (
+        {"priorityQuota": {"enabled": True}, "nodePlugin": {"driverRoot": "/home/kubernetes/bin/nvidia"}},
+        EVERYTHING + Counter(["ResourceQuota"]),
+    ),
+    "no priority": ({each: {"priorityClassName": ""} for each in PARTS}, EVERYTHING),
+    "Prometheus operator": (
+        {"podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
+        EVERYTHING + Counter(["PodMonitor"]),
+    ),
+    "a registry of ones own": (
+        {"image": {"repository": "example.com:5000/gpu/tessera", "tag": "7"}, "imagePullSecrets": [{"name": "pull"}]},
+        EVERYTHING,
+    ),
+    "everything said of a node plugin": ({"excludeGpus": [0, "0000:17:00.0"], **ELABORATE}, EVERYTHING),
 }
 
 BAD_VALUES: dict[str, tuple[Values, str]] = {
@@ -63,10 +123,47 @@ BAD_VALUES: dict[str, tuple[Values, str]] = {
     "no object": ({"fence": True}, "at '/fence': got boolean, want object"),
     "a word for a switch": ({"crd": {"keep": "yes"}}, "at '/crd/keep': got string, want boolean"),
     "capitals": ({"driverName": "GPU.tessera.dev"}, "at '/driverName': 'GPU.tessera.dev' does not match pattern"),
+    "a name that CDI refuses": ({"driverName": "3gpu.dev"}, "at '/driverName': '3gpu.dev' does not match pattern"),
     "a long name": ({"driverName": "g" * 64}, "at '/driverName': maxLength: got 64, want 63"),
     "an injection": (
         {"admission": {"shareClasses": ["a'b"]}},
         "at '/admission/shareClasses/0': 'a\\'b' does not match",
+    ),
+    "a slip in a process": (
+        {"nodePlugin": {"driverRot": "/"}},
+        "at '/nodePlugin': additional properties 'driverRot' not",
+    ),
+    "a slip in an image": ({"image": {"name": "x"}}, "at '/image': additional properties 'name' not allowed"),
+    "a slip in a toleration": (
+        {"controller": {"tolerations": [{"op": "Exists"}]}},
+        "at '/controller/tolerations/0': additional properties 'op' not allowed",
+    ),
+    "a slip in resources": (
+        {"nodePlugin": {"resources": {"limit": {}}}},
+        "at '/nodePlugin/resources': additional properties 'limit' not allowed",
+    ),
+    "a relative path": ({"nodePlugin": {"cdiDir": "run/cdi"}}, "at '/nodePlugin/cdiDir': 'run/cdi' does not match"),
+    "no such hardware": ({"gpus": "amd"}, "at '/gpus': 'amd' does not match pattern"),
+    "a file of the host": ({"gpus": "sim:/tmp/mine.yaml"}, "at '/gpus': 'sim:/tmp/mine.yaml' does not match pattern"),
+    "a neighbour ignored": ({"neighbours": "ignore"}, "at '/neighbours': value must be one of 'refuse', 'exclude'"),
+    "a short digest": ({"image": {"digest": "sha256:12"}}, "at '/image/digest': 'sha256:12' does not match pattern"),
+    "a tag in the repository": ({"image": {"tag": ":1"}}, "at '/image/tag': ':1' does not match pattern"),
+    "a high port": (
+        {"controller": {"healthPort": 65536}},
+        "at '/controller/healthPort': maximum: got 65,536, want 65,535",
+    ),
+    "nobody to lead": ({"controller": {"replicas": 0}}, "at '/controller/replicas': minimum: got 0, want 1"),
+    "no flag": (
+        {"nodePlugin": {"extraArgs": ["shares"]}},
+        "at '/nodePlugin/extraArgs/0': 'shares' does not match pattern",
+    ),
+    "no metrics to look at": (
+        {"podMonitor": {"enabled": True}, **{each: {"metricsPort": 0} for each in PARTS}},
+        "podMonitor.enabled: there are no metrics: nodePlugin.metricsPort and controller.metricsPort are 0",
+    ),
+    "a quota of nothing": (
+        {"priorityQuota": {"enabled": True}, **{each: {"priorityClassName": ""} for each in PARTS}},
+        "priorityQuota.enabled: no pod has a priority class",
     ),
     "no share class": ({"admission": {"shareClasses": []}}, "at '/admission/shareClasses': minItems: got 0, want 1"),
     "a number for a class": ({"classes": {"gpu-dev": 1}}, "at '/classes/gpu-dev': got number, want boolean"),
@@ -111,9 +208,11 @@ def test_a_release_has_what_its_values_say(values: Values, kinds: Counter[str]) 
     assert len(set(names)) == len(names)
 
 
-def test_no_key_is_without_a_value() -> None:
+@pytest.mark.parametrize("values", [values for values, _ in VALUE_SETS.values()], ids=VALUE_SETS)
+def test_no_key_is_without_a_value(values: Values) -> None:
     """As where a comma in an unquoted text begins a new key; kubectl only warns of it, helm does not install it."""
-    assert "null" not in re.findall(r"[a-z]+", json.dumps(rendered()))
+    # As a value, not as a word of CEL.
+    assert not re.findall(r'[^\\]": null|[\[,] ?null[,\]]', json.dumps(rendered(values)))
 
 
 @pytest.mark.parametrize(("values", "complaint"), BAD_VALUES.values(), ids=BAD_VALUES)
@@ -139,11 +238,19 @@ def test_only_the_named_classes_get_their_resource_name() -> None:
     assert found == {"gpu-training": "nvidia.com/gpu", "gpu-inference-1g-10gb": "nvidia.com/mig-1g.10gb"}
 
 
-@pytest.mark.parametrize(("switch", "left"), [("fence", ONE_SHARE), ("admission", FENCE)])
-def test_each_policy_goes_alone_and_with_its_binding(switch: str, left: str) -> None:
-    objects = rendered({switch: OFF})
+@pytest.mark.parametrize(
+    ("switched", "gone"),
+    [
+        ({"fence": OFF}, [FENCE]),
+        ({"admission": OFF}, ADMISSION),
+        ({"admission": {"parameters": False}}, [PARAMETERS]),
+        ({"admission": {"misuse": False}}, [MISUSE]),
+    ],
+)
+def test_each_policy_goes_alone_and_with_its_binding(switched: Values, gone: list[str]) -> None:
+    objects = rendered(switched)
     for kind in POLICIES:
-        assert sorted(of_kind(kind, objects)) == sorted([left, *BOUNDARIES])
+        assert sorted(of_kind(kind, objects)) == sorted({FENCE, *ADMISSION, *BOUNDARIES} - {*gone})
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -162,7 +269,7 @@ def test_the_admission_policy_knows_share_classes_of_ones_own() -> None:
 def test_everything_is_in_the_namespace_of_the_release(namespace: str) -> None:
     objects = rendered(namespace=namespace)
     placed = {each["kind"]: each["metadata"]["namespace"] for each in objects if "namespace" in each["metadata"]}
-    assert placed == dict.fromkeys(("Role", "RoleBinding", "ServiceAccount"), namespace)
+    assert placed == dict.fromkeys(("Role", "RoleBinding", "ServiceAccount", *PROCESSES), namespace)
     subjects = [subject for each in objects for subject in each.get("subjects", ())]
     assert {subject["namespace"] for subject in subjects} == {namespace}
     assert of_kind(POLICIES[1], objects)[FENCE]["spec"]["paramRef"]["namespace"] == namespace
@@ -170,9 +277,10 @@ def test_everything_is_in_the_namespace_of_the_release(namespace: str) -> None:
 
 class TestAnotherDriver:
     def test_leaves_the_name_only_to_the_api_group_and_what_is_named_after_it(self) -> None:
-        kept = {GROUP, f"{GROUP}/v1alpha1", ONE_SHARE, *BOUNDARIES}
+        kept = {GROUP, f"{GROUP}/v1alpha1", f"{GROUP}/node", *ADMISSION, *BOUNDARIES}
         objects = [each for each in rendered({"driverName": OTHER}) if each["kind"] != CRD]
-        assert {text for text in strings(objects) if GROUP in text} == kept
+        texts = (text.replace(f"{GROUP}/v1alpha1", "the API group") for text in strings(objects))
+        assert {text for text in texts if GROUP in text} == kept - {f"{GROUP}/v1alpha1"}
 
     def test_has_its_attributes_in_the_admission_policy(self) -> None:
         before, after = (of_kind(POLICIES[0], rendered(values))[ONE_SHARE] for values in ({}, {"driverName": OTHER}))
@@ -188,7 +296,7 @@ class TestAnotherDriver:
         file.write_text(file.read_text().replace("].type ==", "].typ =="))
         assert CliRunner().invoke(main, lint).output.endswith("3 findings\n")
 
-    @given(st.from_regex(r"[a-z0-9]([-a-z0-9]{0,8}[a-z0-9])?(\.[a-z0-9]{1,8}){0,3}", fullmatch=True))
+    @given(st.from_regex(r"[a-z]([-a-z0-9]{0,8}[a-z0-9])?(\.[a-z0-9]{1,8}){0,3}", fullmatch=True))
     def test_is_a_name_everywhere_whatever_yaml_would_take_it_for(self, name: str) -> None:
         objects = rendered({"driverName": name})
         for each in of_kind("DeviceClass", objects).values():
@@ -226,7 +334,7 @@ class TestTheRights:
         assert self.granted() == self.documented()
 
     def test_have_their_reason_in_the_chart_too(self) -> None:
-        for part in ("node-plugin", "controller"):
+        for part in ("node-plugin", "controller", "uninstall"):
             lines = (CHART / "templates" / f"{part}-rbac.yaml").read_text().splitlines()
             rules = [number for number, line in enumerate(lines) if line.startswith("  - apiGroups")]
             assert rules
@@ -241,7 +349,7 @@ class TestTheRights:
     def test_belong_to_the_account_of_the_same_name_and_no_other(self) -> None:
         objects = rendered()
         accounts = of_kind("ServiceAccount", objects)
-        assert accounts.keys() == {"tessera-node", "tessera-controller"}
+        assert accounts.keys() == {"tessera-node", "tessera-controller", "tessera-uninstall"}
         for kind in ("Role", "ClusterRole"):
             bindings = of_kind(f"{kind}Binding", objects)
             assert bindings.keys() == accounts.keys()
@@ -252,9 +360,10 @@ class TestTheRights:
 
 class TestTheNotes:
     @pytest.mark.parametrize("process", ["node", "controller"])
-    def test_tell_the_flags_that_the_processes_need_and_have(self, process: str) -> None:
-        assert re.search(rf"^ +tessera {process}( --node-name NODE)?$", notes(), re.MULTILINE)
-        other = notes({"driverName": OTHER}, namespace="gpus")
+    def test_tell_the_flags_of_a_process_that_somebody_else_has_to_start(self, process: str) -> None:
+        assert f" tessera {process}" not in notes()
+        assert re.search(rf"^ +tessera {process}( --node-name NODE)?$", notes(NO_PROCESS), re.MULTILINE)
+        other = notes({"driverName": OTHER, **NO_PROCESS}, namespace="gpus")
         [line] = [line for line in other.splitlines() if f" tessera {process} " in line]
         assert line.endswith(f" --namespace gpus --driver-name {OTHER}")
         assert {*re.findall(r"--[a-z-]+", line)} <= {
@@ -266,10 +375,27 @@ class TestTheNotes:
         assert files
         assert all((PROJECT / file).exists() for file in files)
 
-    @pytest.mark.parametrize(("switch", "said"), [("fence", "The fence is off"), ("admission", "Admission is off")])
-    def test_say_what_is_off(self, switch: str, said: str) -> None:
+    @pytest.mark.parametrize("values", [values for values, _ in VALUE_SETS.values()], ids=VALUE_SETS)
+    def test_name_only_objects_that_are_there(self, values: Values) -> None:
+        there = {f"{each['kind'].lower()}/{each['metadata']['name']}" for each in rendered(values)}
+        named = re.findall(r"rollout status (\S+)", notes(values))
+        assert {*named} == {each for each in there if each.startswith(("daemonset/", "deployment/"))}
+
+    @pytest.mark.parametrize(
+        ("values", "said"),
+        [
+            ({"fence": OFF}, "The fence is off"),
+            ({"admission": OFF}, "Admission is off"),
+            ({"nodePlugin": OFF}, "The node plugin is off"),
+            ({"controller": OFF}, "The controller is off: each node offers whatever fits"),
+            ({"controller": {"healthPort": 0}}, "A health port is 0"),
+            ({"gpus": "sim:dgx-h100"}, "GPUs are SIMULATED (sim:dgx-h100)"),
+        ],
+        ids=["fence", "admission", "node plugin", "controller", "health", "simulator"],
+    )
+    def test_warn_of_what_is_off_or_not_real(self, values: Values, said: str) -> None:
         assert said not in notes()
-        assert said in notes({switch: OFF})
+        assert said in notes(values)
 
 
 def settings(schema: dict[str, Any], path: str = "") -> Iterator[str]:
@@ -282,10 +408,11 @@ def settings(schema: dict[str, Any], path: str = "") -> Iterator[str]:
             yield f"{path}{name}"
 
 
-def defaults(values: dict[str, Any], path: str = "") -> Iterator[str]:
+def defaults(values: dict[str, Any], known: set[str], path: str = "") -> Iterator[str]:
+    """Dotted names of what a file of values says, down to the names that are ``known``."""
     for name, each in values.items():
-        if isinstance(each, dict) and each:
-            yield from defaults(each, f"{path}{name}.")
+        if f"{path}{name}" not in known and isinstance(each, dict):
+            yield from defaults(each, known, f"{path}{name}.")
         else:
             yield f"{path}{name}"
 
@@ -293,9 +420,17 @@ def defaults(values: dict[str, Any], path: str = "") -> Iterator[str]:
 def test_every_value_has_a_default_a_schema_and_a_line_in_the_docs() -> None:
     known = [*settings(json.loads((CHART / "values.schema.json").read_text()))]
     known.remove("global")
-    assert [*defaults(yaml.safe_load((CHART / "values.yaml").read_text()))] == known
+    assert [*defaults(yaml.safe_load((CHART / "values.yaml").read_text()), {*known})] == known
     docs = (PROJECT / "docs" / "install.md").read_text()
     assert re.findall(r"^\| `([\w.]+)` \| `[^|]+` \| [^|]+ \|$", docs, re.MULTILINE) == known
+
+
+def test_every_value_has_a_comment_of_its_own_or_of_the_group_that_it_begins() -> None:
+    lines = (CHART / "values.yaml").read_text().splitlines()
+    keys = [number for number, line in enumerate(lines) if re.match(r" *[A-Za-z]+:", line)]
+    bare = [lines[number] for number in keys if not re.match(r" *#|[A-Za-z]+:$", lines[number - 1])]
+    # What is inside of a value is described with it.
+    assert {line.strip().split(":")[0] for line in bare} <= {"requests", "limits"}
 
 
 def test_the_packed_chart_is_complete_by_itself(tmp_path: Path) -> None:
@@ -303,4 +438,15 @@ def test_the_packed_chart_is_complete_by_itself(tmp_path: Path) -> None:
         files = packed.render(name="tessera", namespace="tessera")
         assert packed.version == packed.metadata["appVersion"]
         assert f'\nversion = "{packed.version}"\n' in (PROJECT / "pyproject.toml").read_text()
-    assert {Path(file).name: text for file, text in files.items() if file.endswith(".yaml")} == manifests()
+    assert {Path(file).name: text for file, text in files.items() if file.endswith(".yaml")} == manifests() | hooks()
+
+
+def test_the_hook_that_uninstalls_has_what_its_values_say() -> None:
+    assert hooks({"uninstall": {"hook": False}}) == {}
+    [text] = hooks({"uninstall": {"force": True, "timeoutSeconds": 7}, "driverName": OTHER}).values()
+    job = yaml.safe_load(text)
+    assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete"
+    pod = job["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == "tessera-uninstall"
+    arguments = pod["containers"][0]["args"]
+    assert arguments == ["uninstall", "--namespace=tessera", f"--driver-name={OTHER}", "--timeout=7", "--force"]

@@ -69,3 +69,10 @@ def test_a_reader_is_not_disturbed_by_what_comes_later(book: ClaimBook) -> None:
     reading = book.reading()
     book.put(key("two"), claim("two", OTHER))
     assert [each.metadata.name for each in reading.unallocated] == ["two"]
+
+
+def test_a_pod_is_satisfied_when_all_of_its_claims_are(book: ClaimBook) -> None:
+    assert book.satisfies([key("one")])
+    assert not book.satisfies([key("one"), key("two")])
+    assert not book.satisfies([key("one"), key("unheard-of")])
+    assert not book.satisfies([])

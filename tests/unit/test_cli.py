@@ -111,6 +111,7 @@ def tessera(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
+@pytest.mark.long
 def test_without_nvidias_library_the_remedy_is_told_and_the_exit_code_is_3(flags: list[str]) -> None:
     answer = tessera("node", *flags, "--gpus", "nvml", "--nvml-library", "/nowhere/libnvidia-ml.so.1")
     assert answer.returncode == 3
@@ -118,6 +119,7 @@ def test_without_nvidias_library_the_remedy_is_told_and_the_exit_code_is_3(flags
     assert "--nvml-library /nowhere/libnvidia-ml.so.1: can't be loaded" in line
 
 
+@pytest.mark.long
 def test_sockets_that_cannot_be_made_end_the_process_and_leave_nothing(flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "kubelet").mkdir()
     (tmp_path / "kubelet" / "plugins_registry").write_text("in the way")
@@ -154,6 +156,7 @@ def prepare(socket: Path) -> str:
         return str(call(request, timeout=20).claims["1234"].error)
 
 
+@pytest.mark.long
 def test_without_an_api_server_it_serves_and_says_what_is_missing(flags: list[str], tmp_path: Path) -> None:
     socket = tmp_path / "kubelet" / "plugins" / "gpu.tessera.dev" / "dra.sock"
     with running(*flags) as process:
@@ -165,6 +168,7 @@ def test_without_an_api_server_it_serves_and_says_what_is_missing(flags: list[st
     assert not list((tmp_path / "kubelet" / "plugins_registry").iterdir())
 
 
+@pytest.mark.long
 def test_a_second_plugin_on_the_same_node_waits_until_the_first_has_ended(flags: list[str], tmp_path: Path) -> None:
     socket = tmp_path / "kubelet" / "plugins" / "gpu.tessera.dev" / "dra.sock"
     with ExitStack() as both:

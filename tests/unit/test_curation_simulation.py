@@ -21,6 +21,7 @@ def outcome_of(scenario: Scenario, policy: Policy) -> Outcome:
     return Simulation(scenario, policy).run()
 
 
+@pytest.mark.long
 def test_curation_admits_clearly_more_than_first_fit() -> None:
     def acceptance(policy: Callable[[], Policy]) -> float:
         return sum(outcome_of(replace(SMALL, seed=seed), policy()).acceptance for seed in (1, 2, 3)) / 3
@@ -30,6 +31,7 @@ def test_curation_admits_clearly_more_than_first_fit() -> None:
     assert chosen > first_fit + 0.03
 
 
+@pytest.mark.long
 def test_whole_nodes_are_there_for_training_only_under_curation() -> None:
     scenario = replace(SMALL, mix=WITH_TRAINING, load=0.7, seed=2)
     assert outcome_of(scenario, LowestStart()).admitted[FULL_NODE] == 0

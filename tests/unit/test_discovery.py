@@ -210,6 +210,7 @@ def test_missing_device_nodes_and_capability_files_are_named(simulated: Simulate
         host.partition_nodes(gpu, partition)
 
 
+@pytest.mark.long
 def test_a_gpu_that_hangs_keeps_nobody_waiting_for_the_others(
     simulated: SimulatedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,6 +157,7 @@ def test_an_event_that_is_refused_is_dropped_and_the_next_is_written(
     assert "an Event can't be written" in caplog.text
 
 
+@pytest.mark.long
 def test_a_flood_is_written_at_the_rate_that_is_allowed(api: ObjectApi, clock: FakeClock) -> None:
     with recording(api, clock) as recorder:
         for number in range(100):

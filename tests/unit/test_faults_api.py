@@ -78,6 +78,7 @@ def live(root: Path, trouble: ApiTrouble | None) -> FaultyApi:
     return api
 
 
+@pytest.mark.long
 def test_the_kinds_of_requests_are_known(root: Path) -> None:
     """A new kind has to be added here, and is tried by the others then."""
     seen = set(live(root, None).kinds)
@@ -89,6 +90,7 @@ FAST = (ApiFault.HANG_UP, ApiFault.CONFLICT)
 """The others are slow tests."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [*FAST, *(pytest.param(f, marks=SLOW) for f in ApiFault if f not in FAST)])
 def test_when_the_first_request_of_every_kind_fails_all_is_well_later(
     root: Path, fault: ApiFault, caplog: pytest.LogCaptureFixture

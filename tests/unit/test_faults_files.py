@@ -52,6 +52,7 @@ def run(
         pytest.fail(f"{len(wrong)} things are wrong, such as\n" + "\n".join(wrong[:10]), pytrace=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shape", "operation"), CASES)
 def test_a_fault_of_any_file_operation_loses_and_leaks_nothing(
     tmp_path: Path, shape: str, operation: Operation

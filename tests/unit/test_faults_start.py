@@ -44,6 +44,7 @@ def nvml_calls(life: StartLife) -> Sequence[str]:
     return nvml.seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("found", list(Found))
 def test_a_start_with_nvml_in_trouble_loses_nothing(tmp_path: Path, found: Found) -> None:
     life = StartLife(tmp_path, found)
@@ -86,6 +87,7 @@ def file_faults(life: StartLife) -> list[tuple[FileTrouble, Fault]]:
     return [(trouble, file_fault(trouble)) for trouble in every]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("found", list(Found))
 def test_a_start_with_a_disk_in_trouble_loses_nothing(tmp_path: Path, found: Found) -> None:
     life = StartLife(tmp_path, found)

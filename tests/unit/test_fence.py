@@ -270,6 +270,7 @@ def test_two_leaders_for_a_moment_undo_nothing_of_each_other(api: FencedApi, cla
     assert api.fenced() == {A}
 
 
+@pytest.mark.long
 def test_leaders_that_write_at_once_undo_nothing_of_each_other(api: FencedApi, claims: ClaimsCache) -> None:
     """Each sees what the other has stored since it last looked."""
     one, two = fence_of(api, claims), fence_of(api, claims)
@@ -391,6 +392,7 @@ def test_a_leader_whose_term_has_ended_changes_nothing_any_more(api: FencedApi, 
 # The race
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fenced", [True, False])
 def test_no_device_is_both_withdrawn_and_allocated(api: FencedApi, claims: ClaimsCache, fenced: bool) -> None:
     client = api.server.client()

@@ -344,6 +344,7 @@ class TestHearing:
         assert event is not None
         assert event.xid == 48
 
+    @pytest.mark.long
     def test_a_gpu_that_hangs_while_it_is_looked_at_silences_no_other(self, ill: HealthUnderTest) -> None:
         ill.node.simulated.faults.slow(3, "nvmlDeviceGetMemoryInfo", gpu=1, times=1)
         heard: list[GpuEvent] = []

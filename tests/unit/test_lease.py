@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driver.errors import ApiError, UsageError
-from driver.kube.heartbeat import HEARTBEAT, UNWELL_S, Heartbeat, HeartbeatWatch
+from driver.kube.heartbeat import HEARTBEAT, LEAVING, UNWELL_S, Heartbeat, HeartbeatWatch
 from driver.kube.lease import LeaderElector, Timing, leases
 from tests.support.api_server import Answer, Exchange, Object, ObjectApi
 from tests.support.clock import FakeClock
@@ -147,6 +147,7 @@ MOVES = st.lists(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=10, deadline=None)
 @given(MOVES)
 def test_never_do_two_lead_whatever_gets_lost_and_however_late_they_come(moves: list[str]) -> None:
@@ -306,6 +307,26 @@ def test_a_controller_is_alive_while_it_renews_and_for_thirty_seconds_after(api:
         assert watch.alive()
         clock.advance(0.1)
         assert not watch.alive()
+
+
+def test_word_of_being_uninstalled_is_heard_is_no_sign_of_life_and_outlives_its_lease(
+    api: ObjectApi, clock: FakeClock
+) -> None:
+    path = f"{leases('tessera')}/{HEARTBEAT}"
+    heart(api, clock).beat()
+    with watched(api, clock) as watch:
+        eventually(lambda: watch._cache.synced, "the list")
+        client = api.server.client()
+        client.patch(path, {"metadata": {"annotations": {LEAVING: "true"}}})
+        eventually(lambda: watch.leaving, "heard")
+        assert not watch.alive()
+        client.patch(path, {"metadata": {"annotations": {LEAVING: None}}})
+        eventually(lambda: not watch.leaving, "it was not meant")
+        client.patch(path, {"metadata": {"annotations": {LEAVING: "true"}}})
+        eventually(lambda: watch.leaving, "heard again")
+        client.delete(path)
+        eventually(lambda: not watch._cache.snapshot(), "the Lease is gone")
+        assert watch.leaving
 
 
 def test_a_lease_that_was_left_by_a_dead_controller_is_no_sign_of_life(api: ObjectApi, clock: FakeClock) -> None:

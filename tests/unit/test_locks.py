@@ -101,8 +101,8 @@ def test_a_long_wait_is_logged_and_ends_well(monkeypatch: pytest.MonkeyPatch, ca
         wait_for(lambda: "waits" in caplog.messages, 10, "the line in the log")
     late.join(10)
     [record] = caplog.records
-    assert vars(record)["who"] == "claim default/late"
-    assert vars(record)["for"] == "GPU-1"
+    assert vars(record)["work"] == "claim default/late"
+    assert vars(record)["lock"] == "GPU-1"
 
 
 def run_late(locks: KeyedLocks) -> None:

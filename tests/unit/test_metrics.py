@@ -11,7 +11,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
-from driver.config.listen import ListenAddress
 from driver.errors import ApiError, ClaimError, HardwareError, RecoverableError, StateError
 from driver.model.device import Device
 from driver.steps import unobserved
@@ -31,7 +30,6 @@ from tests.support.node import NodeUnderTest, start_node
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"\| `(\w+)` \| (\w+) \|([^|]*)\|")
-NOWHERE = ListenAddress("127.0.0.1", 0)
 SMALL, OTHER, FULL = "gpu-0-mig-1g10gb-0", "gpu-0-mig-1g10gb-1", "gpu-1"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
 
@@ -40,7 +38,7 @@ class Measured:
     """A node whose every part is measured, and what a scrape would say of it."""
 
     def __init__(self, root: Path) -> None:
-        self.metrics = Metrics(NOWHERE)
+        self.metrics = Metrics()
         self.api = ClaimApi()
         self.node: NodeUnderTest = start_node(root, self.api, self.metrics.observer(unobserved))
         self.published: set[str] = set()
@@ -247,7 +245,7 @@ def test_without_an_address_every_part_is_what_it_was(measured: Measured) -> Non
     meter.written(1, 0.1)
     meter.orphan("claim")
     meter.fault("hardware")
-    meter.close()
+    assert meter.pages() == {}
 
 
 def test_what_others_find_is_counted_by_kind(measured: Measured) -> None:

@@ -18,7 +18,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from driver.config.listen import ListenAddress, parse_listen_address
 from driver.errors import EnvironmentFault
 from driver.kube.requests import Asked, what_is_asked
-from driver.metrics.endpoint import MetricsEndpoint
+from driver.metrics.endpoint import PATH, metrics_page
+from driver.web import Endpoint
 from tessera.cli import main
 from tests.harness.waiting import wait_for
 from tests.support.metrics import families, fetch, port_in, total
@@ -28,9 +29,13 @@ from tests.unit.test_metrics import documented
 LOCAL = ListenAddress("127.0.0.1", 0)
 
 
+def metrics_endpoint(registry: CollectorRegistry, address: ListenAddress) -> Endpoint:
+    return Endpoint({PATH: metrics_page(registry)}, address, "--metrics-address")
+
+
 @contextmanager
 def served(registry: CollectorRegistry, address: ListenAddress = LOCAL) -> Iterator[int]:
-    endpoint = MetricsEndpoint(registry, address)
+    endpoint = metrics_endpoint(registry, address)
     try:
         yield endpoint.address.port
     finally:
@@ -77,7 +82,7 @@ def test_every_address_of_the_machine_means_both_families() -> None:
 
 def test_a_port_is_free_again_after_the_endpoint_was_closed() -> None:
     with served(CollectorRegistry()) as port, pytest.raises(EnvironmentFault, match=f":{port}: can't listen there"):
-        MetricsEndpoint(CollectorRegistry(), ListenAddress("127.0.0.1", port))
+        metrics_endpoint(CollectorRegistry(), ListenAddress("127.0.0.1", port))
     with served(CollectorRegistry(), ListenAddress("127.0.0.1", port)):
         assert fetch(port)[0] == 200
 
@@ -85,7 +90,7 @@ def test_a_port_is_free_again_after_the_endpoint_was_closed() -> None:
 @pytest.mark.parametrize("host", ["nowhere.invalid", "a..b", "192.0.2.1"])
 def test_a_host_that_is_not_this_machine_is_said_with_its_flag(host: str) -> None:
     with pytest.raises(EnvironmentFault, match=f"--metrics-address {host}:0: can't listen there"):
-        MetricsEndpoint(CollectorRegistry(), ListenAddress(host, 0))
+        metrics_endpoint(CollectorRegistry(), ListenAddress(host, 0))
 
 
 @pytest.mark.parametrize(
@@ -161,6 +166,7 @@ def scraped(folder: Path, command: list[str]) -> Iterator[int]:
             process.wait(20)
 
 
+@pytest.mark.long
 def test_a_running_node_plugin_exports_what_the_docs_say(folder: Path) -> None:
     with scraped(folder, node_command(folder)) as port:
 
@@ -174,6 +180,7 @@ def test_a_running_node_plugin_exports_what_the_docs_say(folder: Path) -> None:
         assert found["process_threads"].samples[0].value > 3
 
 
+@pytest.mark.long
 def test_a_running_controller_exports_its_requests_and_its_process(folder: Path) -> None:
     with scraped(folder, ["controller", "--kubeconfig", str(folder / "config")]) as port:
         found = families(port)
@@ -188,6 +195,7 @@ def test_a_port_in_use_ends_the_plugin_with_exit_code_3(folder: Path) -> None:
     assert f"--metrics-address 127.0.0.1:{port}: can't listen there" in result.output
 
 
+@pytest.mark.long
 def test_the_library_is_loaded_only_where_metrics_are_asked_for() -> None:
     check = "import sys, tessera.cli, tessera.node; sys.exit('prometheus_client' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False, timeout=60).returncode == 0

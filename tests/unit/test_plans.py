@@ -15,7 +15,7 @@ from controller.dedication import Dedication
 from controller.devices import Devices
 from controller.fenced import PoolDevice
 from controller.picture import Picture
-from controller.plans import LAZY_S, MOST_WRITES, RETRY_S, PlanWriter, plan_specs
+from controller.plans import LAZY_S, MOST_WRITES, RETRY_S, Planned, PlanWriter, plan_specs
 from driver.kube.heartbeat import SILENT_S
 from driver.kube.plans import PAUSED, GpuNodePlan, PlanMetadata
 from driver.kube.transport import Object
@@ -227,6 +227,31 @@ def test_a_plan_that_can_not_be_written_keeps_nobody_and_is_tried_again(caplog: 
         now += RETRY_S
         assert writer.write({"n1": both["n1"]}, {}, owners) == 1
         assert writer.due_in_s() is None
+
+
+def test_only_plans_are_looked_at_of_which_something_has_changed_or_that_wait_to_be_written(writing: Writing) -> None:
+    writing.has(spec(SMALL))
+    lazy, owners = {"n1": spec()}, {"n1": "node-uid"}
+    assert writing.writer.write(lazy, writing.plans, owners, {"n1"}) == 0
+    writing.now += LAZY_S
+    assert writing.writer.write(lazy, writing.plans, owners, ()) == 1
+    assert writing.writer.write({"n1": spec(OTHER)}, writing.plans, owners, ()) == 1  # that one was written, not seen
+    assert writing.writer.write({"n1": spec(OTHER)}, writing.plans, owners, {"n1"}) == 0
+    assert writing.writer.write({"n1": spec(SMALL)}, writing.plans, owners, ()) == 0
+
+
+def test_what_is_remembered_of_earlier_plans_changes_nothing_but_what_is_made_anew() -> None:
+    known, nodes = Planned(), [view(), view(name="n2", pool="n2-gpu.tessera.dev", status=PlanStatus(epoch="e2"))]
+    fleet = Picture().fleet(nodes)
+    first = dict(plan_specs(nodes, fleet, [offer(SMALL)], [], known))
+    assert known.changed == {"n1", "n2"}
+    known.changed.clear()
+    again = plan_specs(nodes, fleet, [offer(SMALL)], [], known)
+    assert all(again[name] is first[name] for name in first)
+    assert not known.changed
+    assert plan_specs(nodes, fleet, [], [PoolDevice(POOL, SMALL)], known)["n1"] == spec(withdrawn=(SMALL,))
+    assert plan_specs(nodes, fleet, [], [], known)["n1"] == spec()
+    assert plan_specs(nodes[:1], Picture().fleet(nodes[:1]), [], [], known) == {"n1": spec()}
 
 
 def test_what_somebody_was_given_though_it_was_to_go_is_told_at_once(writing: Writing) -> None:

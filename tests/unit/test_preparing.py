@@ -91,10 +91,15 @@ def test_a_repeated_prepare_gives_the_same_answer_and_cuts_nothing(node: NodeUnd
 def test_a_repeated_prepare_that_finds_everything_in_order_is_no_news(node: NodeUnderTest) -> None:
     claim = node.api.allocate("c", "gpu-0-mig-3g40gb-4")
     node.preparer.prepare(claim)
-    told = len(node.changes)
     node.preparer.prepare(claim)
-    assert told > 0
-    assert len(node.changes) == told
+    assert node.changes == ["held"]
+
+
+def test_only_what_is_let_go_is_to_be_told_at_once(node: NodeUnderTest) -> None:
+    claim = node.api.allocate("c", "gpu-0-mig-3g40gb-4")
+    node.preparer.prepare(claim)
+    node.preparer.unprepare(claim)
+    assert node.changes == ["held", "let go"]
 
 
 def test_a_repeated_prepare_repairs_what_got_lost_meanwhile(node: NodeUnderTest) -> None:

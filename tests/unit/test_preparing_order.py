@@ -165,6 +165,7 @@ def test_of_a_pods_claims_those_that_fail_do_not_harm_the_others_and_the_retry_a
     assert node.held() == {SMALL}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", ["nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlDeviceGetMigMode"])
 def test_a_slow_gpu_does_not_delay_claims_on_the_others(tmp_path: Path, call: str) -> None:
     node = start_node(tmp_path)

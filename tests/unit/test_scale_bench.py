@@ -151,6 +151,7 @@ def found(layout: Layout, rate: float, memory: float) -> Found:
     return Found(layout.value, 200, 1000, burst, burst, burst, 200, 5.0, 40, Cost(10.0, memory, memory))
 
 
+@pytest.mark.long
 def test_the_table_and_the_picture_set_every_layout_against_the_peer_of_the_same_run(tmp_path: Path) -> None:
     results = [found(Layout.PEER, 4.0, 900.0), found(Layout.CURATED, 48.0, 300.0)]
     line = report.table(results).splitlines()[-1]

@@ -271,4 +271,4 @@ def test_a_gpu_whose_memory_is_lost_midway_is_reported_once(
         look(node)
     reports = [record for record in caplog.records if "can't be used" in record.message]
     assert len(reports) == 1
-    assert "GPU_IS_LOST" in reports[0].reason  # type: ignore[attr-defined]
+    assert "GPU_IS_LOST" in reports[0].why  # type: ignore[attr-defined]

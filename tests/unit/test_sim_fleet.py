@@ -53,6 +53,7 @@ def test_a_kubeconfig_that_is_not_there_is_the_environments_fault() -> None:
     assert "/nowhere" in result.output
 
 
+@pytest.mark.long
 def test_a_cluster_that_does_not_answer_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "config").write_text(yaml.safe_dump(KUBECONFIG))
     result = fleet("--nodes", "1", "--kubeconfig", str(tmp_path / "config"))

@@ -73,6 +73,7 @@ def expected_folders(node: SimulatedNode) -> set[str]:
     return cis | {f"gi{gi.id}" for gi in instances}
 
 
+@pytest.mark.long
 def test_a_process_killed_at_any_line_leaves_a_consistent_gpu(tmp_path: Path) -> None:
     node, seen = one_h100(tmp_path), set[int]()
     nvml, gpu, line = node.nvml, enable_mig(node.nvml), 0
@@ -99,6 +100,7 @@ def _clear(node: SimulatedNode) -> None:
         node.nvml.nvmlGpuInstanceDestroy(node.nvml.nvmlDeviceGetGpuInstanceById(gpu, number))
 
 
+@pytest.mark.long
 def test_processes_that_cut_at_once_never_get_the_same_slice(tmp_path: Path) -> None:
     root = tmp_path / "node"
     enable_mig(one_h100(root).nvml)

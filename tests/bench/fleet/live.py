@@ -16,7 +16,7 @@ from driver.kube.transport import KubeClient, load_configuration
 from tests.bench.fleet.load import Load
 from tests.bench.fleet.occupancy import hold
 from tests.bench.fleet.offers import Refreshing
-from tests.bench.fleet.watching import Usage, Writes
+from tests.bench.fleet.watching import PERIOD_S, Usage, Writes
 from tests.bench.placement.measures import percentile
 from tests.bench.placement.replay import claim, pod
 from tests.bench.placement.trace import PROFILES
@@ -34,6 +34,8 @@ RATE = 5.0
 STAY_S = 20.0
 WARM_S, MEASURED_S = 15.0, 60.0
 PUBLISHED_S, PLANNED_S, ALONE_S, REFRESHED_S = 600.0, 300.0, 240.0, 60.0
+SLOWEST = 6
+CALM_PER_S, CALM_LOOKS, CALM_S = 2.0, 3, 300.0
 AFTER_S = 20.0
 """How long is watched what comes after everything seems done."""
 
@@ -59,9 +61,12 @@ class Refreshed:
     """From an allocation to offers that are whole again, one claim after the other."""
 
     nodes: int
+    calm_after_s: float
     allocations: int
     p50_ms: float
     p99_ms: float
+    slowest: list[tuple[int, str, int]]
+    """Milliseconds, profile, the how manieth claim it was."""
 
 
 @dataclass
@@ -84,6 +89,8 @@ class Live:
     fleet: int
     controller: ControllerProcess
     log: Path
+    calm_after_s: float = 0.0
+    """From the moment all nodes followed until hardly anything was written any more."""
 
     @property
     def controller_pid(self) -> int:
@@ -116,11 +123,27 @@ def running(cluster: Cluster, nodes: int, progress: Progress) -> Iterator[Live]:
     try:
         with progress.part(f"{nodes} nodes publish and follow the controller", 60):
             live.wait_following(nodes, PUBLISHED_S)
+        with progress.part("what they hold is told", 30):
+            live.calm_after_s = wait_calm(client)
         yield live
     finally:
         controller.stop()
         fleet.send_signal(signal.SIGKILL)  # the cluster goes, too: nothing has to be removed from it
         fleet.wait()
+
+
+def wait_calm(client: KubeClient) -> float:
+    """Wait until Tessera writes next to nothing; returns after how many seconds."""
+    stop, writes = threading.Event(), Writes(client)
+    threading.Thread(target=writes.run, args=(stop,), daemon=True).start()
+
+    def is_calm() -> bool:
+        last = [rate for _, rate in writes.per_second(OURS)][-CALM_LOOKS:]
+        return len(last) == CALM_LOOKS and max(last) <= CALM_PER_S
+
+    wait_for(is_calm, CALM_S, "hardly anything is written")
+    stop.set()
+    return writes.counts[-1][0] - CALM_LOOKS * PERIOD_S
 
 
 def steady(live: Live, measured_s: float = MEASURED_S) -> Steady:
@@ -161,8 +184,11 @@ def refreshed(live: Live, allocations: int = 60) -> Refreshed:
         done = f"claim {number} got a device and its offers are whole again"
         wait_for(lambda count=number + 1: len(refreshing.took) >= count, REFRESHED_S, done)  # type: ignore[misc]
     stop.set()
-    took = sorted(refreshing.took)
-    return Refreshed(live.nodes, allocations, percentile(took, 0.5) * 1000, percentile(took, 0.99) * 1000)
+    took = [seconds * 1000 for seconds, _ in refreshing.took]
+    slowest = sorted(((round(ms), refreshing.took[at][1], at) for at, ms in enumerate(took)), reverse=True)[:SLOWEST]
+    took.sort()
+    p50, p99 = percentile(took, 0.5), percentile(took, 0.99)
+    return Refreshed(live.nodes, live.calm_after_s, allocations, p50, p99, slowest)
 
 
 OURS = frozenset({"gpunodeplans", "resourceslices", "configmaps"})

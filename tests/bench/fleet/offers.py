@@ -29,8 +29,8 @@ class Refreshing:
         self._held: dict[DeviceId, object] = {}
         self._taken: defaultdict[str, dict[DeviceId, frozenset[tuple[str, str, str]]]] = defaultdict(dict)
         self._since: defaultdict[str, list[float]] = defaultdict(list)
-        self.took: list[float] = []
-        """Seconds."""
+        self.took: list[tuple[float, str]] = []
+        """Seconds, and of which profile."""
         slices = WatchCache(client, EVERY_SLICE, Slice, devices, self._slices_changed)
         claims = WatchCache(client, CLAIMS.replace("/namespaces/default", ""), Claim, allocated, self._claims_changed)
         for cache in (slices, claims):
@@ -76,7 +76,7 @@ class Refreshing:
         now = time.monotonic()
         for profile, since in self._since.items():
             if since and sum(map(self._is_free, self._open[profile])) >= OFFERS:
-                self.took += [now - each for each in since]
+                self.took += [(now - each, profile) for each in since]
                 since.clear()
 
     def _is_free(self, device: DeviceId) -> bool:

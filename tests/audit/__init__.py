@@ -1,0 +1,1 @@
+"""Least privilege, proven: what the chart grants compared with what the processes asked for while the tests ran."""

@@ -1,0 +1,328 @@
+"""Whether an installation is sound, on a real cluster: health pages, neighbours, ``tessera status``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from driver.kube.clock import micro_time
+from driver.kube.lease import leases
+from kubelet_plugin.neighbours import NVIDIA_DRIVER
+from tests.harness.cluster import Cluster
+from tests.harness.processes import ProcessTable, kill
+from tests.harness.progress import Progress
+from tests.harness.settings import Settings
+from tests.harness.waiting import wait_for
+from tests.support.chart import install
+from tests.support.controller import ControllerProcess
+from tests.support.metrics import fetch, port_in
+from tests.support.plugin import DRIVER, SLICES, TESSERA, PluginFlags, PluginProcess
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+SEEN_S = 60.0
+NODES = "/api/v1/nodes"
+POLICIES = "/apis/admissionregistration.k8s.io/v1"
+CLASSES = "/apis/resource.k8s.io/v1/deviceclasses"
+NODE_LEASES = leases("kube-node-lease")
+JSON_PATCH = "application/json-patch+json"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    binaries = os.environ.get("TESSERA_BINARIES")
+    settings = Settings(name="sound", binaries=Path(binaries) if binaries else None)
+    with Cluster.start(settings, Progress()) as running:
+        install(running)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plugin(cluster: Cluster) -> Iterator[PluginProcess]:
+    process = PluginProcess(cluster, cluster.nodes[0], PluginFlags(gpus="sim:h100-1", health_address="127.0.0.1:0"))
+    process.spawn()
+    process.wait_ready()
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="module")
+def controller(cluster: Cluster, plugin: PluginProcess) -> Iterator[ControllerProcess]:
+    process = ControllerProcess(cluster, flags=("--health-address", "127.0.0.1:0"))
+    process.start()
+    wait_for(
+        lambda: process.plans().get(plugin.node.name, {}).get("status", {}).get("mode") == "Planned", SEEN_S, "led"
+    )
+    yield process
+    process.stop()
+
+
+def page(process: PluginProcess | ControllerProcess, path: str) -> str:
+    return fetch(port_in(process.log, 20, "/readyz"), path)[1]
+
+
+def ready(process: PluginProcess | ControllerProcess) -> bool:
+    return "readyz check passed" in page(process, "/readyz?verbose")
+
+
+def status(cluster: Cluster, *flags: str) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code of ``tessera status``, and what it says of each check."""
+    command = [TESSERA, "status", "--kubeconfig", str(cluster.kubeconfig), "-o", "json", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert not done.stderr, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def told(cluster: Cluster) -> dict[str, str]:
+    """What ``tessera status`` finds wrong: message by check."""
+    _, checks = status(cluster)
+    return {c["check"]: "; ".join(f"{f['about']} {f['message']}" for f in c["findings"]) for c in checks if not c["ok"]}
+
+
+def wait_sound(cluster: Cluster) -> None:
+    wait_for(lambda: not told(cluster), SEEN_S, "all is well")
+
+
+def test_a_plugin_is_ready_once_the_kubelet_has_it(plugin: PluginProcess) -> None:
+    wait_for(lambda: ready(plugin), 20, "it is ready")
+    log = plugin.log.read_text()
+    assert log.index("serving over HTTP") < log.index("registered with the kubelet")
+    assert page(plugin, "/livez") == "ok"
+
+
+@pytest.mark.slow
+def test_a_plugin_is_unready_while_its_hardware_hangs_and_lives(plugin: PluginProcess) -> None:
+    wait_for(lambda: ready(plugin), 20, "it is ready")
+    plugin.fault("slow", "--seconds", "20")
+    wait_for(lambda: "[-]hardware failed: " in page(plugin, "/readyz"), SEEN_S, "it is not ready")
+    assert page(plugin, "/livez") == "ok"
+    plugin.fault("clear")
+    wait_for(lambda: ready(plugin), SEEN_S, "it is ready again")
+
+
+def test_a_plugin_lives_through_an_outage_of_the_api_server(cluster: Cluster, plugin: PluginProcess) -> None:
+    wait_for(lambda: ready(plugin), 20, "it is ready")
+    with outage(cluster):
+        wait_for(lambda: "[-]api failed: " in page(plugin, "/readyz"), SEEN_S, "it is not ready")
+        assert page(plugin, "/livez") == "ok"
+    wait_for(lambda: ready(plugin), SEEN_S, "it is ready again")
+    assert page(plugin, "/livez") == "ok"
+
+
+@contextmanager
+def outage(cluster: Cluster) -> Iterator[None]:
+    """No API server inside the block."""
+    record = ProcessTable(cluster.directory).get("kube-apiserver")
+    kill([record] if record else [])
+    try:
+        yield
+    finally:
+        cluster.control_plane.start_apiserver()
+        cluster.control_plane.wait()
+
+
+def test_a_leader_is_ready_when_it_decides_and_a_candidate_when_it_reaches_the_api_server(
+    cluster: Cluster, controller: ControllerProcess
+) -> None:
+    wait_for(lambda: ready(controller), 20, "the leader is ready")
+    assert page(controller, "/livez") == "ok"
+    second = ControllerProcess(cluster, "second", ("--health-address", "127.0.0.1:0", "--identity", "second"))
+    second.start()
+    wait_for(lambda: ready(second), 20, "the candidate is ready")
+    second.stop()
+
+
+def test_a_gpu_in_a_slice_of_nvidias_driver_is_offered_to_nobody_new_while_that_is_there(
+    cluster: Cluster, controller: ControllerProcess, plugin: PluginProcess
+) -> None:
+    wait_sound(cluster)
+    uuid = next(d["attributes"]["uuid"] for d in plugin.devices().values() if "uuid" in d["attributes"])
+    pool = {"name": plugin.node.name, "generation": 1, "resourceSliceCount": 1}
+    theirs = {"driver": NVIDIA_DRIVER, "nodeName": plugin.node.name, "pool": pool}
+    device = {"name": "gpu-0", "attributes": {"uuid": uuid}}
+    cluster.api.post(SLICES, {"metadata": {"name": "theirs"}, "spec": {**theirs, "devices": [device]}})
+    wait_for(lambda: "[-]neighbours failed: the DRA driver" in page(plugin, "/readyz"), SEEN_S, "it is named")
+    wait_for(lambda: all(d.get("taints") for d in plugin.devices().values()), SEEN_S, "nothing is offered")
+    assert "1 GPUs are in its slices and in ours" in told(cluster)["neighbours"]
+    cluster.api.request("DELETE", f"{SLICES}/theirs")
+    wait_for(lambda: any(not d.get("taints") for d in plugin.devices().values()), SEEN_S, "it is offered again")
+    wait_for(lambda: ready(plugin), 20, "it is ready again")
+
+
+@pytest.mark.slow
+def test_a_device_plugin_beside_ours_takes_the_gpus_and_is_named(
+    cluster: Cluster, controller: ControllerProcess, plugin: PluginProcess
+) -> None:
+    wait_sound(cluster)
+    capacity = f"{NODES}/{plugin.node.name}/status"
+    patch = {"status": {"capacity": {"nvidia.com/gpu": "8"}, "allocatable": {"nvidia.com/gpu": "8"}}}
+    cluster.api.patch(capacity, patch)
+    try:
+        wait_for(lambda: "[-]neighbours failed: a device plugin" in page(plugin, "/readyz"), SEEN_S, "it is named")
+        wait_for(lambda: all(d.get("taints") for d in plugin.devices().values()), SEEN_S, "nothing is offered")
+        found = wait_for(lambda: told(cluster).get("neighbours", ""), SEEN_S, "status finds it")
+        assert "nvidia.com/gpu: 8 in the Node's status.allocatable" in found
+        assert "NeighbourFound" in cluster.kubectl("get", "events", "-o", "wide")
+    finally:
+        cluster.api.patch(
+            capacity, {"status": {"capacity": {"nvidia.com/gpu": None}, "allocatable": {"nvidia.com/gpu": None}}}
+        )
+    wait_for(lambda: any(not d.get("taints") for d in plugin.devices().values()), SEEN_S, "it is offered again")
+
+
+def test_status_says_that_all_is_well_and_what_there_is(
+    cluster: Cluster, controller: ControllerProcess, plugin: PluginProcess
+) -> None:
+    def sound() -> dict[str, str]:
+        code, checks = status(cluster)
+        assert code in (0, 1)
+        return {check["check"]: check["summary"] for check in checks} if code == 0 else {}
+
+    said = wait_for(sound, SEEN_S, "all is well")
+    assert "1 of 1 nodes publish" in said["node plugins"]
+    assert "leader" in said["controller"]
+    assert "1 nodes follow the controller, 0 stand alone" in said["mode"]
+    assert "simulated GPUs" in said["devices"]
+    command = [TESSERA, "status", "--kubeconfig", str(cluster.kubeconfig)]
+
+    def text() -> str:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        return done.stdout if done.returncode == 0 else ""
+
+    shown = wait_for(text, SEEN_S, "all is well, for people")
+    assert "All is well." in shown
+    assert "\x1b" not in shown
+
+
+@contextmanager
+def deleted(cluster: Cluster, *paths: str) -> Iterator[None]:
+    """Without these objects inside the block."""
+    kept = [cluster.api.get(path) for path in paths]
+    for path in paths:
+        cluster.api.request("DELETE", path)
+    try:
+        yield
+    finally:
+        for path, item in zip(paths, kept, strict=True):
+            item["metadata"] = {key: item["metadata"][key] for key in ("name", "labels") if key in item["metadata"]}
+            item.pop("status", None)
+            cluster.api.post(path.rpartition("/")[0], item)
+
+
+@contextmanager
+def created(cluster: Cluster, folder: str, item: dict[str, Any]) -> Iterator[None]:
+    """With this object inside the block."""
+    cluster.api.post(folder, item)
+    try:
+        yield
+    finally:
+        at_once = {"gracePeriodSeconds": 0}
+        cluster.api.request("DELETE", f"{folder}/{item['metadata']['name']}", at_once)
+
+
+def trouble(cluster: Cluster, plugin: PluginProcess, kind: str) -> AbstractContextManager[None]:
+    """One thing that is wrong, and right again after the block."""
+    if kind == "no binding":
+        return deleted(cluster, f"{POLICIES}/validatingadmissionpolicybindings/own-fence.gpu.tessera.dev")
+    if kind == "no policy":
+        return deleted(cluster, f"{POLICIES}/validatingadmissionpolicies/own-plan.gpu.tessera.dev")
+    if kind == "no classes":
+        names = [item["metadata"]["name"] for item in cluster.api.get(CLASSES)["items"]]
+        return deleted(cluster, *(f"{CLASSES}/{name}" for name in names))
+    if kind == "a GPU with an XID":
+        return unwell(plugin)
+    return created(cluster, *OBJECTS[kind]())
+
+
+@contextmanager
+def unwell(plugin: PluginProcess) -> Iterator[None]:
+    plugin.fault("xid", "48", "--gpu", "0")
+    try:
+        yield
+    finally:
+        plugin.fault("reset", "--gpu", "0")
+
+
+def node_without_plugin() -> tuple[str, dict[str, Any]]:
+    return NODES, {"metadata": {"name": "other", "labels": {"gpu.tessera.dev/node": "true"}}}
+
+
+def stuck_pod() -> tuple[str, dict[str, Any]]:
+    containers = [{"name": "node", "image": "none"}]
+    spec = {"serviceAccountName": "tessera-node", "nodeName": "nowhere", "containers": containers}
+    return "/api/v1/namespaces/tessera/pods", {"metadata": {"name": "stuck"}, "spec": spec}
+
+
+def fast_clock() -> tuple[str, dict[str, Any]]:
+    ahead = micro_time(datetime.now(UTC) + timedelta(seconds=90))
+    return NODE_LEASES, {"metadata": {"name": "fast"}, "spec": {"holderIdentity": "fast", "renewTime": ahead}}
+
+
+def half_a_pool() -> tuple[str, dict[str, Any]]:
+    pool = {"name": "ghost", "generation": 1, "resourceSliceCount": 2}
+    spec = {"driver": DRIVER, "nodeName": "ghost", "pool": pool, "devices": [{"name": "gpu-0"}]}
+    return SLICES, {"metadata": {"name": "ghost"}, "spec": spec}
+
+
+OBJECTS = {
+    "a GPU node without a plugin": node_without_plugin,
+    "a pod that is not ready": stuck_pod,
+    "a clock that is ahead": fast_clock,
+    "an incomplete pool": half_a_pool,
+}
+
+
+TROUBLES = {
+    "no binding": ("policies", "own-fence.gpu.tessera.dev this admission policy has no binding"),
+    "no policy": ("policies", "own-plan.gpu.tessera.dev this admission policy is missing"),
+    "no classes": ("classes", "none selects devices of gpu.tessera.dev"),
+    "a GPU with an XID": ("health", "unhealthy=xid-48"),
+    "a GPU node without a plugin": ("node plugins", "other publishes nothing"),
+    "a pod that is not ready": ("node plugins", "pod stuck is not ready on nowhere"),
+    "a clock that is ahead": ("clocks", "fast its clock is 9"),
+    "an incomplete pool": ("slices", "ghost its pool is incomplete: 1 of 2 slices"),
+}
+
+
+@pytest.mark.parametrize("kind", TROUBLES)
+def test_status_finds(cluster: Cluster, controller: ControllerProcess, plugin: PluginProcess, kind: str) -> None:
+    wait_sound(cluster)
+    check, message = TROUBLES[kind]
+    with trouble(cluster, plugin, kind):
+        found = wait_for(lambda: told(cluster).get(check, ""), SEEN_S, f"{kind} is found")
+        assert message in found
+        assert status(cluster)[0] == 1
+    wait_sound(cluster)
+
+
+def test_status_finds_that_nobody_leads(cluster: Cluster, controller: ControllerProcess) -> None:
+    wait_sound(cluster)
+    controller.stop()
+    assert "nobody leads" in wait_for(lambda: told(cluster).get("controller", ""), SEEN_S, "it is found")
+    controller.start()
+    wait_sound(cluster)
+
+
+def test_status_without_a_cluster_ends_with_3_and_without_sense_with_2(tmp_path: Path, cluster: Cluster) -> None:
+    elsewhere = tmp_path / "config"
+    elsewhere.write_text(cluster.kubeconfig.read_text().replace(cluster.server, "https://127.0.0.1:1"))
+    for flags, code in ((["--kubeconfig", str(elsewhere)], 3), (["--nonsense"], 2)):
+        assert (
+            subprocess.run([TESSERA, "status", *flags], capture_output=True, timeout=60, check=False).returncode == code
+        )
+
+
+def test_status_says_what_it_may_not_read(cluster: Cluster, plugin: PluginProcess) -> None:
+    kubeconfig = cluster.service_account_kubeconfig("default", "default")
+    code, checks = status(cluster, "--kubeconfig", str(kubeconfig))
+    [api] = [check for check in checks if check["check"] == "API server"]
+    assert code == 1
+    assert {"ResourceSlices", "pods"} <= {finding["about"] for finding in api["findings"]}

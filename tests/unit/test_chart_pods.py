@@ -1,0 +1,297 @@
+"""The pods of the Helm chart: what they may do on a node, what they are told, and how Kubernetes looks after them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from tessera.cli import main
+from tests.support.chart import CHART, Object, Values, manifests, rendered
+
+SIMULATED: Values = {"gpus": "sim:dgx-h100"}
+PROCESSES = {"node": "nodePlugin", "controller": "controller"}
+"""The container's name, which is the command's too, and the name of its values."""
+
+OF_OTHERS: dict[str, set[str]] = {"node": {"--pod-uid"}, "controller": set()}
+"""Flags of the pods that the commands don't have yet: made at the same time as the chart. To be emptied."""
+
+DIGEST = f"sha256:{'0123456789abcdef' * 4}"
+
+Pod = Mapping[str, Any]
+
+
+def workload(process: str, values: Values | None = None) -> Object:
+    """The DaemonSet or Deployment."""
+    [found] = (
+        each
+        for each in rendered(values)
+        if each["kind"] in {"DaemonSet", "Deployment"} and each["metadata"]["name"] == f"tessera-{process}"
+    )
+    return found
+
+
+def pod(process: str, values: Values | None = None) -> Pod:
+    spec: Pod = workload(process, values)["spec"]["template"]["spec"]
+    return spec
+
+
+def container(process: str, values: Values | None = None) -> Mapping[str, Any]:
+    [found] = pod(process, values)["containers"]
+    assert found["name"] == process
+    only: Mapping[str, Any] = found
+    return only
+
+
+def args(process: str, values: Values | None = None) -> dict[str, str]:
+    """What each flag is set to; of one given twice, the last."""
+    command, *flags = container(process, values)["args"]
+    assert command == process
+    return dict(flag.split("=", 1) for flag in flags)
+
+
+def host_paths(values: Values | None = None) -> dict[str, str]:
+    """Where a container of the node plugin sees which directory of its node."""
+    volumes = {each["name"]: each["hostPath"]["path"] for each in pod("node", values)["volumes"]}
+    mounts = container("node", values)["volumeMounts"]
+    assert sorted(each["name"] for each in mounts) == sorted(volumes)
+    return {each["mountPath"]: volumes[each["name"]] for each in mounts}
+
+
+class TestTheController:
+    def test_has_no_right_on_its_node(self) -> None:
+        assert pod("controller")["securityContext"] == {
+            "runAsNonRoot": True,
+            "runAsUser": 65532,
+            "runAsGroup": 65532,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        assert container("controller")["securityContext"] == {
+            "privileged": False,
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert "volumes" not in pod("controller")
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod("controller").keys()
+
+    def test_spreads_where_it_can_and_runs_where_it_cannot(self) -> None:
+        spread = pod("controller")["topologySpreadConstraints"]
+        assert [each["topologyKey"] for each in spread] == ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]
+        assert {each["whenUnsatisfiable"] for each in spread} == {"ScheduleAnyway"}
+
+    @pytest.mark.parametrize("replicas", [1, 3])
+    def test_can_always_be_drained_but_not_all_of_it_at_once(self, replicas: int) -> None:
+        objects = rendered({"controller": {"replicas": replicas}})
+        [budget] = (each for each in objects if each["kind"] == "PodDisruptionBudget")
+        assert budget["spec"]["maxUnavailable"] == 1
+        assert budget["spec"]["selector"] == workload("controller")["spec"]["selector"]
+        assert workload("controller", {"controller": {"replicas": replicas}})["spec"]["replicas"] == replicas
+
+
+class TestTheNodePlugin:
+    def test_is_privileged_for_real_gpus_and_writes_nowhere_but_into_its_own_directories(self) -> None:
+        assert container("node")["securityContext"] == {
+            "runAsUser": 0,
+            "runAsGroup": 0,
+            "readOnlyRootFilesystem": True,
+            "privileged": True,
+        }
+        writable = {each["mountPath"] for each in container("node")["volumeMounts"] if not each.get("readOnly")}
+        kubelet = "/var/lib/kubelet"
+        assert writable == {f"{kubelet}/plugins/gpu.tessera.dev", f"{kubelet}/plugins_registry", "/var/run/cdi"}
+
+    def test_is_not_privileged_with_simulated_gpus_and_sees_nothing_of_its_node(self) -> None:
+        assert container("node", SIMULATED)["securityContext"] == {
+            "runAsUser": 0,
+            "runAsGroup": 0,
+            "readOnlyRootFilesystem": True,
+            "privileged": False,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"], "add": ["MKNOD"]},
+        }
+        assert pod("node", SIMULATED)["securityContext"] == {"seccompProfile": {"type": "RuntimeDefault"}}
+        assert set(host_paths()) - set(host_paths(SIMULATED)) == {"/host"}
+        assert set(host_paths(SIMULATED)) - set(host_paths()) == {"/var/lib/tessera/sim"}
+
+    def test_sees_at_the_same_path_what_the_kubelet_and_the_runtime_look_for_there(self) -> None:
+        values = {"nodePlugin": {"kubeletDir": "/data/kubelet", "cdiDir": "/etc/cdi", "stateDir": "/data/tessera"}}
+        found = host_paths(values)
+        assert found.pop("/host") == "/"
+        assert found == {path: path for path in found}
+        assert {*found} == {
+            "/data/kubelet/plugins/gpu.tessera.dev",
+            "/data/kubelet/plugins_registry",
+            "/data/kubelet/device-plugins",
+            "/etc/cdi",
+            "/data/tessera",
+        }
+        flags = args("node", values)
+        assert [flags[f"--{name}-dir"] for name in ("kubelet", "cdi", "state")] == [
+            "/data/kubelet",
+            "/etc/cdi",
+            "/data/tessera",
+        ]
+
+    def test_sees_a_driver_that_is_mounted_later(self) -> None:
+        [host] = (each for each in container("node")["volumeMounts"] if each["mountPath"] == "/host")
+        assert host["readOnly"]
+        assert host["mountPropagation"] == "HostToContainer"
+        flags = args("node", {"nodePlugin": {"driverRoot": "/run/nvidia/driver"}})
+        assert (flags["--host-root"], flags["--driver-root"]) == ("/host", "/run/nvidia/driver")
+        assert not {"--host-root", "--driver-root"} & args("node", SIMULATED).keys()
+
+    def test_has_a_reason_for_each_mount_and_each_right_in_the_template(self) -> None:
+        lines = (CHART / "templates" / "node-plugin.yaml").read_text().splitlines()
+        lines = [line.strip() for line in lines if not re.match(r" *\{\{-", line)]
+        mounts = lines[lines.index("volumeMounts:") : lines.index("volumes:")]
+        rights = lines[lines.index("runAsUser: 0") - 2 : lines.index("volumeMounts:")]
+        asked = [number for number, line in enumerate(mounts) if line.startswith("- name:")]
+        assert len(asked) == len(
+            {*host_paths(), *host_paths({"nodePlugin": {"stateDir": "/s"}}), *host_paths(SIMULATED)}
+        )
+        assert all(mounts[number - 1].startswith("# ") for number in asked)
+        for right in ("runAsUser: 0", "privileged: true", "add: [MKNOD]"):
+            assert rights[rights.index(right) - 1].startswith("# ")
+
+    def test_runs_where_gpus_are_known_to_be(self) -> None:
+        def node_affinity(values: Values | None = None) -> Any:
+            return pod("node", values).get("affinity", {}).get("nodeAffinity")
+
+        terms = node_affinity()["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+        keys = {term["matchExpressions"][0]["key"] for term in terms}
+        assert {"gpu.tessera.dev/node", "nvidia.com/gpu.present", "feature.node.kubernetes.io/pci-10de.present"} <= keys
+        assert all(len(term["matchExpressions"]) == 1 for term in terms), "one label is enough"
+        own: Values = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}
+        assert node_affinity({"nodePlugin": {"affinity": {"nodeAffinity": own}}}) == own
+        assert node_affinity(SIMULATED) is None, "simulated GPUs are on every node"
+
+    @pytest.mark.parametrize(
+        ("values", "surge"),
+        [
+            ({}, 1),
+            ({"hostNetwork": True}, 0),
+            ({"hostNetwork": True, "healthPort": 0}, 0),
+            ({"hostNetwork": True, "metricsPort": 0, "healthPort": 0}, 1),
+        ],
+    )
+    def test_is_updated_without_a_hole_unless_two_would_need_one_port(self, values: Values, surge: int) -> None:
+        strategy = workload("node", {"nodePlugin": values})["spec"]["updateStrategy"]
+        assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": surge, "maxUnavailable": 1 - surge}}
+
+    def test_is_told_which_gpus_are_not_its_own(self) -> None:
+        flags = args("node", {"neighbours": "exclude", "excludeGpus": [0, "0000:17:00.0", "GPU-1"]})
+        assert (flags["--neighbours"], flags["--exclude-gpus"]) == ("exclude", "0,0000:17:00.0,GPU-1")
+        assert "--exclude-gpus" not in args("node")
+
+    @pytest.mark.parametrize("gpus", ["nvml", "sim:dgx-h100", None])
+    def test_simulates_only_when_told_to(self, gpus: str | None) -> None:
+        assert args("node", {"gpus": gpus})["--gpus"] == (gpus or "nvml")
+        assert args("node")["--gpus"] == "nvml"
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+class TestBoth:
+    def test_are_found_by_their_selectors_and_by_no_others(self, process: str) -> None:
+        spec = workload(process)["spec"]
+        labels = spec["template"]["metadata"]["labels"].items()
+        assert spec["selector"]["matchLabels"].items() <= labels
+        [other] = PROCESSES.keys() - {process}
+        assert not workload(other)["spec"]["selector"]["matchLabels"].items() <= labels
+
+    def test_keep_their_selectors_through_upgrades(self, process: str) -> None:
+        labels = {"app.kubernetes.io/name": "tessera", "app.kubernetes.io/component": process}
+        assert workload(process)["spec"]["selector"] == {"matchLabels": labels}
+
+    def test_have_the_token_of_their_own_account_and_only_because_they_ask(self, process: str) -> None:
+        assert pod(process)["serviceAccountName"] == f"tessera-{process}"
+        assert pod(process)["automountServiceAccountToken"] is True
+        accounts = {each["metadata"]["name"]: each for each in rendered() if each["kind"] == "ServiceAccount"}
+        assert accounts[f"tessera-{process}"]["automountServiceAccountToken"] is False
+
+    @pytest.mark.parametrize(
+        ("image", "name"),
+        [
+            ({}, "tessera:0.1.0"),
+            ({"tag": "7"}, "tessera:7"),
+            ({"tag": "7", "digest": DIGEST}, f"tessera@{DIGEST}"),
+            ({"repository": "example.com:5000/gpu/tessera"}, "example.com:5000/gpu/tessera:0.1.0"),
+        ],
+    )
+    def test_run_the_image_of_the_values_a_digest_before_a_tag(self, process: str, image: Values, name: str) -> None:
+        assert container(process, {"image": image})["image"] == name
+
+    def test_get_flags_that_their_command_knows(self, process: str) -> None:
+        known = {*re.findall(r"^  (--[a-z-]+) ", CliRunner().invoke(main, [process, "-h"]).output, re.MULTILINE)}
+        elaborate = {PROCESSES[process]: {"stateDir": "/s"}} if process == "node" else {}
+        given = {*args(process), *args(process, {"excludeGpus": [0], **elaborate})}
+        assert given - known - OF_OTHERS[process] == set()
+
+    def test_get_what_the_downward_api_knows_of_them(self, process: str) -> None:
+        names = {each["name"] for each in container(process)["env"]}
+        assert names == {"NODE_NAME", "POD_NAME", "POD_NAMESPACE", "POD_UID"}
+        referred = {name for arg in container(process)["args"] for name in re.findall(r"\$\((\w+)\)", arg)}
+        assert referred <= names
+
+    def test_let_flags_of_ones_own_win(self, process: str) -> None:
+        values = {PROCESSES[process]: {"extraArgs": ["--log-level=debug", "--log-format=text"]}}
+        assert (args(process, values)["--log-level"], args(process, values)["--log-format"]) == ("debug", "text")
+
+    def test_are_probed_at_the_port_they_serve(self, process: str) -> None:
+        values = {PROCESSES[process]: {"healthPort": 8099}}
+        assert args(process, values)["--health-address"] == ":8099"
+        assert {each["name"]: each["containerPort"] for each in container(process, values)["ports"]}["health"] == 8099
+        probes = {
+            name: container(process, values)[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")
+        }
+        assert {name: each["path"] for name, each in probes.items()} == {
+            "startup": "/livez",
+            "liveness": "/livez",
+            "readiness": "/readyz",
+        }
+        assert {each["port"] for each in probes.values()} == {"health"}
+
+    def test_listen_nowhere_with_both_ports_0(self, process: str) -> None:
+        values = {PROCESSES[process]: {"metricsPort": 0, "healthPort": 0}}
+        assert not {"--health-address", "--metrics-address"} & args(process, values).keys()
+        assert not {"ports", "startupProbe", "livenessProbe", "readinessProbe"} & container(process, values).keys()
+
+    def test_find_services_by_name_on_either_network(self, process: str) -> None:
+        on_host = pod(process, {PROCESSES[process]: {"hostNetwork": True}})
+        assert (on_host["hostNetwork"], on_host["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+        assert (pod(process).get("hostNetwork"), pod(process)["dnsPolicy"]) == (None, "ClusterFirst")
+
+    def test_have_a_priority_that_can_be_changed_or_left_out(self, process: str) -> None:
+        assert pod(process)["priorityClassName"].startswith("system-")
+        for name in ("mine", ""):
+            values = {PROCESSES[process]: {"priorityClassName": name}}
+            assert pod(process, values).get("priorityClassName", "") == name
+
+    def test_ask_for_resources_and_have_a_limit_of_memory_alone(self, process: str) -> None:
+        resources = container(process)["resources"]
+        assert resources["requests"].keys() == {"cpu", "memory"}
+        assert resources["limits"].keys() == {"memory"}, "a process that is throttled keeps pods waiting"
+
+
+def test_the_quota_is_for_the_priority_classes_of_the_pods() -> None:
+    values = {"priorityQuota": {"enabled": True, "pods": 12}, "controller": {"priorityClassName": "mine"}}
+    [quota] = (each for each in rendered(values) if each["kind"] == "ResourceQuota")
+    assert quota["spec"]["hard"] == {"pods": "12"}
+    [scope] = quota["spec"]["scopeSelector"]["matchExpressions"]
+    assert scope == {"scopeName": "PriorityClass", "operator": "In", "values": ["system-node-critical", "mine"]}
+
+
+def test_the_monitor_finds_both_by_label_and_port_name() -> None:
+    [monitor] = yaml.safe_load_all(
+        manifests({"podMonitor": {"enabled": True, "labels": {"a": "b"}}})["pod-monitor.yaml"]
+    )
+    assert monitor["metadata"]["labels"]["a"] == "b"
+    for process in PROCESSES:
+        labels = workload(process)["spec"]["template"]["metadata"]["labels"]
+        assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        ports = {each["name"] for each in container(process)["ports"]}
+        assert {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]} <= ports

@@ -1,0 +1,294 @@
+"""Two plugins of one node take turns while claims are prepared and unprepared, and die wherever they can."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from driver.config.sockets import plugin_socket
+from driver.kube.claims import GROUP
+from tests.harness.waiting import wait_for
+from tests.support.api_server import SLICES, ObjectApi
+from tests.support.claims import DRIVER, NODE, result
+from tests.support.killable import KillablePlugin, Point, Zygote, zygote_in
+from tests.support.kubelet import KnownClaim
+from tests.support.rolling_kubelet import Cycle, RollingKubelet, rounds
+
+AT_WORK, BACK = "at work on this node", "takes the node back"
+DEVICES = ("gpu-0-mig-1g10gb-6", "gpu-1", "gpu-2-mig-3g40gb-0", "gpu-3-mig-1g10gb-0")
+
+OLD_DIES = [
+    Point(step, moment) for step in ("finish-claims", "stop-writing", "release") for moment in ("before", "after")
+]
+NEW_DIES = [Point("ask", "before"), Point("ask", "after"), Point("recover", "before"), Point("recover", "after")]
+LEAVING_DIES = [Point("leave", "before"), Point("leave", "after")]
+
+
+@pytest.fixture(scope="module")
+def parent() -> Iterator[Zygote]:
+    with tempfile.TemporaryDirectory(prefix="tz-") as name:
+        (Path(name) / "run").mkdir()
+        with zygote_in(Path(name), Path(name)) as found:
+            yield found
+
+
+@dataclass
+class Site:
+    """A node with four GPUs, a kubelet, an API server, and as many plugins as a test wants."""
+
+    root: Path
+    api: ObjectApi
+    kubelet: RollingKubelet
+    parent: Zygote
+    stack: ExitStack
+    cycles: list[Cycle] = field(default_factory=list)
+
+    def plugin(self, uid: str, **more: str) -> KillablePlugin:
+        settings = {
+            "node_name": NODE,
+            "kubeconfig": self.root / "config",
+            "gpus": "sim:h100-pcie-4",
+            "sim_latency": "zero",
+            "kubelet_dir": self.root / "kubelet",
+            "cdi_dir": self.root / "cdi",
+            "host_root": self.root / "host",
+            "pod_uid": uid,
+            **more,
+        }
+        found = KillablePlugin(self.parent, self.root / uid, settings)
+        self.stack.callback(found.close)
+        return found
+
+    def at_work(self, uid: str) -> KillablePlugin:
+        """A plugin that is started, and waited for."""
+        found = self.plugin(uid)
+        found.start()
+        wait_at_work(self, found)
+        return found
+
+    def known(self, plugin: KillablePlugin) -> bool:
+        """Whether the kubelet calls it."""
+        return self.kubelet.knows(plugin_socket(self.root / "kubelet" / "plugins" / DRIVER, plugin.folder.name))
+
+    def work(self) -> None:
+        """Prepare and unprepare a claim on every GPU from now on."""
+        for number, device in enumerate(DEVICES):
+            claim = KnownClaim(f"claim-{number}", f"uid-{number}", frozenset({device}))
+            path = f"{GROUP}/namespaces/default/resourceclaims/{claim.name}"
+            status = {"allocation": {"devices": {"results": [result(device)]}}}
+            self.api.store(path, status=status)
+            stored = self.api.folder(path)[claim.name]
+            stored["metadata"].update(uid=claim.uid, namespace="default")
+            self.cycles.append(Cycle(self.kubelet, claim))
+        for cycle in self.cycles:
+            cycle.start()
+        self.goes_on()
+
+    def goes_on(self, more: int = 3) -> None:
+        """Wait until every claim has been prepared so often again."""
+        wanted = rounds(self.cycles) + more
+        wait_for(lambda: rounds(self.cycles) >= wanted, 30, "claims are prepared and unprepared")
+
+    def all_well(self) -> None:
+        """Every answer was right, and nothing is left of any claim."""
+        for cycle in self.cycles:
+            cycle.end()
+        assert [sentence for cycle in self.cycles for sentence in cycle.wrong] == []
+        assert list((self.root / "kubelet" / "plugins" / DRIVER / "claims").iterdir()) == []
+        assert list((self.root / "cdi").glob("*.json")) == []
+
+    @property
+    def cut(self) -> int:
+        """How many calls were cut off."""
+        return sum(cycle.cut for cycle in self.cycles)
+
+    def written(self) -> int:
+        """How many requests were made that change slices."""
+        return sum(self.api.count(verb, "resourceslices") for verb in ("POST", "PUT", "PATCH", "DELETE"))
+
+
+@pytest.fixture
+def site(parent: Zygote) -> Iterator[Site]:
+    with site_in(parent) as found:
+        yield found
+
+
+@contextmanager
+def site_in(parent: Zygote) -> Iterator[Site]:
+    with ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tho-")))
+        api = stack.enter_context(ObjectApi())
+        api.store(f"/api/v1/nodes/{NODE}")
+        (root / "config").write_text(yaml.safe_dump(_kubeconfig(api.server.url)))
+        kubelet = RollingKubelet(root / "kubelet" / "plugins_registry")
+        kubelet.start()
+        stack.callback(kubelet.close)
+        yield Site(root, api, kubelet, parent, stack)
+
+
+def _kubeconfig(server: str) -> dict[str, Any]:
+    return {
+        "clusters": [{"name": "c", "cluster": {"server": server}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def page(address: str, name: str) -> tuple[int, str]:
+    """Status and text of a health page; 0 while nobody answers."""
+    host, _, port = address.partition(":")
+    connection = HTTPConnection(host, int(port), timeout=10)
+    with closing(connection), suppress(OSError):
+        connection.request("GET", f"/{name}")
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    return 0, ""
+
+
+def wait_at_work(site: Site, plugin: KillablePlugin) -> None:
+    wait_for(lambda: AT_WORK in plugin.log(), 20, f"{plugin.folder.name} is at work")
+    wait_for(lambda: site.known(plugin), 20, f"the kubelet knows {plugin.folder.name}")
+
+
+@pytest.mark.long
+def test_no_call_fails_while_one_plugin_takes_over_from_another(site: Site) -> None:
+    old = site.at_work("old")
+    site.work()
+    new = site.at_work("new")
+    site.goes_on()
+    old.end()
+    assert not site.known(old)
+    site.goes_on()
+    assert new.running
+    assert site.cut == 0
+    site.all_well()
+
+
+@pytest.mark.long
+def test_a_plugin_that_takes_over_an_idle_node_writes_no_slice(site: Site) -> None:
+    old = site.at_work("old")
+    wait_for(lambda: "published slices" in old.log(), 10, "the slices are there")
+    before = {name: item["metadata"]["resourceVersion"] for name, item in site.api.folder(SLICES).items()}
+    written = site.written()
+    new = site.at_work("new")
+    old.end()
+    wait_for(lambda: "registered with the kubelet" in new.log(), 10, "the newcomer serves alone")
+    assert site.written() == written
+    assert {name: item["metadata"]["resourceVersion"] for name, item in site.api.folder(SLICES).items()} == before
+
+
+def test_a_plugin_that_could_not_do_the_work_takes_nothing_from_one_that_does(site: Site) -> None:
+    site.at_work("old")
+    site.work()
+    claims = site.root / "kubelet" / "plugins" / DRIVER / "claims"
+    (claims / "later.json").write_text(
+        '{"version": 2, "namespace": "a", "name": "b", "uid": "later", "phase": "prepared", "devices": []}'
+    )
+    address = f"127.0.0.1:{free_port()}"
+    new = site.plugin("new", health_address=address)
+    new.start()
+    wait_for(lambda: "could not do the work itself" in new.log(), 10, "the newcomer says why it waits")
+    assert "version is 2, this program reads version 1" in new.log()
+    assert page(address, "livez")[0] == HTTPStatus.OK
+    status, text = page(address, "readyz")
+    assert status == HTTPStatus.SERVICE_UNAVAILABLE
+    assert "version is 2" in text
+    site.goes_on()
+    assert not site.known(new)
+    (claims / "later.json").unlink()
+    wait_at_work(site, new)
+    wait_for(lambda: page(address, "readyz")[0] == HTTPStatus.OK, 10, "it is ready")
+    assert page(address, "livez")[0] == HTTPStatus.OK
+    site.goes_on()
+    assert site.cut == 0
+    site.all_well()
+
+
+def test_sockets_of_a_plugin_that_was_killed_are_removed_by_the_next(site: Site) -> None:
+    dead = site.at_work("dead")
+    dead.kill()
+    assert plugin_socket(site.root / "kubelet" / "plugins" / DRIVER, "dead").exists()
+    site.at_work("next")
+    wait_for(lambda: not site.known(dead), 10, "the kubelet forgets who is dead")
+    assert not plugin_socket(site.root / "kubelet" / "plugins" / DRIVER, "dead").exists()
+
+
+@pytest.mark.parametrize("point", [OLD_DIES[4]], ids=str)
+def test_the_newcomer_goes_on_where_the_old_plugin_dies_handing_over(site: Site, point: Point) -> None:
+    old_dies(site, point)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", [NEW_DIES[1]], ids=str)
+def test_the_old_plugin_takes_the_node_back_where_the_newcomer_dies(site: Site, point: Point) -> None:
+    new_dies(site, point)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(3))
+def test_whoever_dies_wherever_in_a_hand_over_nothing_is_lost(parent: Zygote, number: int) -> None:
+    for point in OLD_DIES:
+        with site_in(parent) as site:
+            old_dies(site, point)
+    for point in NEW_DIES:
+        with site_in(parent) as site:
+            new_dies(site, point)
+    for point in LEAVING_DIES:
+        with site_in(parent) as site:
+            leaving_dies(site, point)
+
+
+def old_dies(site: Site, point: Point) -> None:
+    old = site.at_work("old")
+    site.work()
+    old.order(point)
+    new = site.plugin("new")
+    new.start()
+    assert old.killed()
+    wait_at_work(site, new)
+    site.goes_on()
+    site.all_well()
+
+
+def new_dies(site: Site, point: Point) -> None:
+    old = site.at_work("old")
+    site.work()
+    new = site.plugin("new")
+    new.order(point)
+    new.start()
+    assert new.killed()
+    site.goes_on()
+    assert old.running
+    new.start()
+    wait_for(lambda: old.log().count("hands over") >= 1, 20, "the next try")
+    wait_at_work(site, new)
+    old.end()
+    site.goes_on()
+    site.all_well()
+
+
+def leaving_dies(site: Site, point: Point) -> None:
+    old = site.at_work("old")
+    site.work()
+    site.at_work("new")
+    old.order(point)
+    old.end()
+    site.goes_on()
+    site.all_well()

@@ -1,0 +1,130 @@
+"""What ``tessera status`` says of an installation, as far as no real cluster is needed for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import click
+import pytest
+
+from driver.kube.plans import GpuNodePlan, PlanMetadata
+from driver.model.plan import PlanMode, PlanSpec, PlanStatus
+from tessera.status import as_text
+from tessera.status_checks import look_at
+from tessera.status_picture import Picture
+
+NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
+NODE, POOL, DRIVER = "node-a", "node-a-gpu.tessera.dev", "gpu.tessera.dev"
+
+
+def stamp(at: datetime) -> str:
+    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def lease(name: str, holder: str | None, ago_s: float = 0.0, ahead_s: float = 0.0) -> dict[str, Any]:
+    at = NOW - timedelta(seconds=ago_s)
+    fields = [{"manager": "x", "time": stamp(at)}]
+    spec = {"holderIdentity": holder, "renewTime": stamp(at + timedelta(seconds=ahead_s))}
+    return {"metadata": {"name": name, "managedFields": fields}, "spec": spec}
+
+
+def item(count: int = 1, **device: Any) -> dict[str, Any]:
+    pool = {"name": POOL, "generation": 1, "resourceSliceCount": count}
+    return {"spec": {"nodeName": NODE, "driver": DRIVER, "pool": pool, "devices": [{"name": "gpu-0", **device}]}}
+
+
+def plan(mode: PlanMode = PlanMode.PLANNED, generation: int = 3, observed: int = 3) -> GpuNodePlan:
+    status = PlanStatus(observed_generation=observed, mode=mode)
+    return GpuNodePlan(PlanMetadata(NODE, generation=generation), PlanSpec(), status)
+
+
+def pod(image: str, ready: str = "True") -> dict[str, Any]:
+    spec = {"serviceAccountName": "tessera-node", "nodeName": NODE, "containers": [{"image": image}]}
+    status = {"phase": "Running", "conditions": [{"type": "Ready", "status": ready}]}
+    return {"metadata": {"name": f"pod-{image}"}, "spec": spec, "status": status}
+
+
+def claim(device: str) -> dict[str, Any]:
+    results = [{"driver": DRIVER, "pool": POOL, "device": device, "request": "r"}]
+    requests = [{"name": "r", "exactly": {"deviceClassName": "gpu-training"}}]
+    return {
+        "metadata": {"name": "train", "namespace": "team"},
+        "spec": {"devices": {"requests": requests}},
+        "status": {"allocation": {"devices": {"results": results}}},
+    }
+
+
+SOUND = Picture(
+    DRIVER,
+    "tessera",
+    version="v1.37.1",
+    nodes=[{"metadata": {"name": NODE}}],
+    slices=[item()],
+    plans={NODE: plan()},
+    claims=[claim("gpu-0")],
+    classes=[{"metadata": {"name": "gpu-training"}, "spec": {"selectors": [{"cel": {"expression": DRIVER}}]}}],
+    policies=[{"metadata": {"name": "own-plan.gpu.tessera.dev"}}],
+    bindings=[{"spec": {"policyName": "own-plan.gpu.tessera.dev"}}],
+    leases={
+        name: lease(name, "controller-1", ago_s=3) for name in ("tessera-controller", "tessera-controller-heartbeat")
+    },
+    node_leases=[lease(NODE, NODE)],
+)
+
+
+def found(picture: Picture) -> dict[str, str]:
+    results = look_at(picture)
+    return {r.check: "; ".join(f"{f.about} {f.message}" for f in r.findings) for r in results if r.findings}
+
+
+def test_nothing_is_wrong_with_a_sound_installation() -> None:
+    assert found(SOUND) == {}
+    text = as_text(look_at(SOUND))
+    assert "leader controller-1, heartbeat 3 s ago" in text
+    assert "1 held, 0 offered" in text
+
+
+BEAT = "tessera-controller-heartbeat"
+
+
+@pytest.mark.parametrize(
+    ("picture", "check", "message"),
+    [
+        (replace(SOUND, version="v1.33.2"), "API server", "is v1.33.2"),
+        (replace(SOUND, plans=None), "definition", "the cluster does not know this kind"),
+        (replace(SOUND, classes=[]), "classes", "DeviceClass gpu-training is gone, and claims name it"),
+        (replace(SOUND, leases={**SOUND.leases, BEAT: lease(BEAT, "c", ago_s=95)}), "controller", "95 s ago"),
+        (replace(SOUND, pods=[pod("tessera:1"), pod("tessera:2")]), "versions", "2 versions run at once"),
+        (replace(SOUND, pods=[pod("tessera:1", ready="False")]), "node plugins", "is not ready on node-a"),
+        (replace(SOUND, nodes=[{"metadata": {"name": "other"}}]), "node plugins", "there is no such Node"),
+        (replace(SOUND, slices=[item(count=2)]), "slices", "incomplete: 1 of 2 slices"),
+        (
+            replace(SOUND, claims=[claim("gpu-7")]),
+            "devices",
+            "gpu-7 of pool node-a-gpu.tessera.dev is held by claim team",
+        ),
+        (replace(SOUND, plans={NODE: plan(PlanMode.ALONE)}), "mode", "stands alone although a controller is there"),
+        (replace(SOUND, plans={NODE: plan(observed=1)}), "mode", "is 2 versions of its plan behind"),
+        (replace(SOUND, node_leases=[lease(NODE, NODE, ahead_s=-30)]), "clocks", "30 s behind the API server's"),
+        (replace(SOUND, unreadable={"pods": "403"}), "API server", "pods can't be read: 403"),
+    ],
+)
+def test_trouble_is_found_by_its_check_and_nothing_else_is(picture: Picture, check: str, message: str) -> None:
+    told = found(picture)
+    assert message in told.pop(check)
+    assert told.keys() <= {"node plugins"}
+
+
+def test_a_cluster_without_a_controller_is_sound_where_nobody_installed_one() -> None:
+    alone = replace(SOUND, leases={}, plans={})
+    assert found(alone) == {}
+    assert "every node offers whatever fits" in as_text(look_at(alone))
+
+
+def test_a_gpu_that_is_unwell_is_named_as_the_command_that_brings_it_back_takes_it() -> None:
+    taint = {"key": "gpu.tessera.dev/unhealthy", "value": "xid-48", "effect": "NoSchedule"}
+    text = click.unstyle(as_text(look_at(replace(SOUND, slices=[item(taints=[taint])]))))
+    assert "node-a/gpu-0 is unhealthy=xid-48" in text
+    assert "tessera uncordon node-a/gpu-0" in text
