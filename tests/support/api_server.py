@@ -174,7 +174,8 @@ class ObjectApi:
         self._faults: dict[str, deque[Answer]] = defaultdict(deque)
         self._events: list[Happened] = []
         self._version, self._oldest = 100, 0
-        self._ended, self._hang_up, self._closed = 0, False, False
+        self._ends: list[int] = []  # how many events there were each time that all watches were ended
+        self._hang_up, self._closed = False, False
         self._changed = threading.Condition()
         self.server = HttpServer(self._answer)
 
@@ -238,8 +239,9 @@ class ObjectApi:
             self._version += 1
 
     def end_watches(self, *, hang_up: bool = False) -> None:
+        """End every watch here and now: what happens after this reaches none of them, however late they wake."""
         with self._changed:
-            self._ended += 1
+            self._ends.append(len(self._events))
             self._hang_up = hang_up
             self._changed.notify_all()
 
@@ -255,7 +257,7 @@ class ObjectApi:
             return exchange.cut()
         with self._changed:
             self.requests.append((time.monotonic(), kind, exchange.path))
-            exchange.ended = self._ended
+            exchange.ended = len(self._ends)
             fault = self._faults[kind].popleft() if self._faults[kind] else None
         if fault is not None:
             return fault(exchange)
@@ -313,11 +315,12 @@ class ObjectApi:
         sent = 0
         while True:
             with self._changed:
-                while len(self._events) == sent and self._ended == ended and not self._closed:
+                while len(self._events) == sent and len(self._ends) == ended and not self._closed:
                     self._changed.wait()
-                fresh = [event for event in self._events[sent:] if event.version > seen]
-                sent = len(self._events)
-                over = self._ended > ended or self._closed
+                until = [*self._ends, len(self._events)][ended]
+                fresh = [event for event in self._events[sent:until] if event.version > seen]
+                sent = until
+                over = len(self._ends) > ended or self._closed
             for event in fresh:
                 mine = route.covers(event.resource, event.namespace) and selected(exchange, event.name)
                 if mine or not event.resource:

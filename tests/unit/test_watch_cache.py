@@ -112,6 +112,21 @@ def test_a_watch_that_was_cut_off_resumes_from_the_last_bookmark(api: SliceApi) 
     assert api.count("list") == 1
 
 
+def test_a_client_that_is_cut_off_hears_of_nothing_until_it_is_back(
+    api: SliceApi, caplog: pytest.LogCaptureFixture
+) -> None:
+    with cache_of(api) as cache:
+        watching(api)
+        with api._changed:  # the watch wakes when both have happened
+            api.cut_off.add("test")
+            api.end_watches(hang_up=True)
+            api.put("meanwhile")
+        eventually(lambda: "watch failed" in caplog.text, "it was cut off")
+        assert not cache.snapshot()
+        api.reconnect("test")
+        same(cache, api)
+
+
 def test_a_history_that_is_gone_is_listed_again(api: SliceApi) -> None:
     api.put("lost")
     with cache_of(api) as cache:
