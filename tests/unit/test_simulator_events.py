@@ -70,7 +70,7 @@ def test_waiting_ends_with_its_timeout(node: SimulatedNode, listening: Any) -> N
     began = time.monotonic()
     with failing(pynvml.NVML_ERROR_TIMEOUT):
         node.nvml.nvmlEventSetWait_v2(listening, 100)
-    assert 0.1 <= time.monotonic() - began < 2
+    assert time.monotonic() - began >= 0.1
 
 
 def test_each_change_of_the_mig_configuration_is_an_event(node: SimulatedNode, listening: Any) -> None:
