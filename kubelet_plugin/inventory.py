@@ -13,12 +13,10 @@ from dataclasses import dataclass, replace
 from driver.model.device import SLICE_VALUE, Device, DeviceKind, devices_of, number_gpus, share_indices
 from driver.model.gpu import Gpu, MigMode
 from driver.model.health import Ailment
-from driver.model.occupancy import Occupancy
-from driver.model.plan import Offer, offer_of
 from driver.model.plan_gpus import GpuState
 from driver.model.selection import NO_GPU, Selection
 from driver.slices.build import PublishedGpu
-from driver.slices.limit import limited
+from kubelet_plugin.offering import WHATEVER_FITS, Directions, Foreign, Offering
 
 NOT_FOUND = "NVML does not find it any more"
 
@@ -36,17 +34,6 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
-    """Partitions on one GPU that Tessera did not make.
-
-    ``mask`` is the memory slices they take, ``offered`` the names of those devices that are given out as they are.
-    """
-
-    mask: int = 0
-    offered: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
 class Sharing:
     """Into how many shares a GPU is divided (0: none), and which GPUs are offered as shares only."""
 
@@ -55,38 +42,6 @@ class Sharing:
 
 
 UNSHARED = Sharing(lambda _: 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Directions:
-    """What to publish beside what prepared claims hold.
-
-    ``held`` are names of devices that claims have which nobody prepared yet; ``offers`` what to offer where it fits,
-    None: whatever fits; ``kept`` names of devices that were published before and must not go: somebody may have been
-    given one just now. They go where a prepared device overlaps them. One that is only allocated does not do: its
-    claim may have lost it again, and the scheduler, which still sees what overlaps it, have given that away; once
-    that is out of the slices, the scheduler no longer knows what it takes.
-
-    ``closing``: what is published beside ``offers`` gets a taint, so that nobody new is given it: what is on its way
-    out, and what is held, which would otherwise be given away again wherever it is the moment its claim ends.
-    """
-
-    held: frozenset[str] = frozenset()
-    offers: frozenset[Offer] | None = None
-    kept: frozenset[str] = frozenset()
-    closing: bool = False
-
-    def ask_for(self, device: Device) -> bool:
-        return self.offers is None or device.name in self.kept or offer_of(device) in self.offers
-
-    def close(self, held: Iterable[Device], others: Iterable[Device]) -> frozenset[str]:
-        """The names of those that nobody new shall be given: what is held, and of ``others`` what is not offered."""
-        if not self.closing or self.offers is None:
-            return frozenset()
-        return frozenset(d.name for d in held) | {d.name for d in others if offer_of(d) not in self.offers}
-
-
-WHATEVER_FITS = Directions()
 
 
 class Inventory:
@@ -288,47 +243,20 @@ class Inventory:
             held = {device.name: device for _, devices in self._held.values() for device in devices}
             names = directions.held - held.keys()
             waiting = [self._devices[name] for name in names if name in self._devices]
-            return [self._publish(gpu, tuple(held.values()), waiting, directions) for gpu in self._gpus.values()]
+            offerings = [self._offering(gpu, tuple(held.values()), waiting) for gpu in self._gpus.values()]
+        return [offering.published(directions) for offering in offerings]
 
-    def _publish(
-        self, gpu: Gpu, all_held: Sequence[Device], all_waiting: Sequence[Device], directions: Directions
-    ) -> PublishedGpu:
-        foreign = self._foreign.get(gpu.uuid, Foreign())
-        prepared = tuple(device for device in all_held if device.gpu.uuid == gpu.uuid)
-        held = (*prepared, *(device for device in all_waiting if device.gpu.uuid == gpu.uuid))
-        names = {device.name for device in held}
-        taken, gone = Occupancy.of(gpu, held, foreign.mask), Occupancy.of(gpu, prepared, foreign.mask)
-
-        owned = gpu.uuid in self._owned
-
-        def stays(device: Device) -> bool:
-            if owned and device.name not in directions.kept:
-                return False
-            if device.name in foreign.offered:
-                return True
-            fits = gone if device.name in directions.kept else taken
-            return directions.ask_for(device) and fits.admits(device)
-
-        fitting = [
-            device
-            for device in self._by_gpu[gpu.uuid]
-            if device.name not in names and self._possible(device) and stays(device)
-        ]
-        there = directions.kept | foreign.offered
-        new = [device for device in fitting if device.name not in there]
-        chosen = limited(len(held) + len(fitting) - len(new), new, taken.mask)
-        offers = tuple(device for device in fitting if device.name in there or device.name in chosen)
-        closed = directions.close(held, offers) - foreign.offered
-        if owned:  # what a claim has is its own until it ends; nobody new gets any of it
-            closed |= {device.name for device in (*held, *offers)}
-        number, fault = self._numbers[gpu.uuid], self._faults.get(gpu.uuid)
-        ailments = self._ailments.get(gpu.uuid, ())
-        return PublishedGpu(gpu, number, held, offers, foreign.mask, fault, closed, ailments)
-
-    def _possible(self, device: Device) -> bool:
-        """By the settings, and without a reset of the GPU: one that needs it offers what its MIG mode allows."""
-        if device.kind is not DeviceKind.SHARE and device.gpu in self._sharing.only:
-            return False
-        if device.gpu.toggles_freely:
-            return True
-        return (device.kind is DeviceKind.PARTITION) == device.gpu.mig_mode.in_force
+    def _offering(self, gpu: Gpu, all_held: Sequence[Device], all_waiting: Sequence[Device]) -> Offering:
+        """The caller holds the lock."""
+        return Offering(
+            gpu,
+            self._numbers[gpu.uuid],
+            self._by_gpu[gpu.uuid],
+            prepared=tuple(device for device in all_held if device.gpu.uuid == gpu.uuid),
+            waiting=tuple(device for device in all_waiting if device.gpu.uuid == gpu.uuid),
+            shares_only=gpu in self._sharing.only,
+            foreign=self._foreign.get(gpu.uuid, Foreign()),
+            owned=gpu.uuid in self._owned,
+            fault=self._faults.get(gpu.uuid),
+            ailments=self._ailments.get(gpu.uuid, ()),
+        )

@@ -22,7 +22,8 @@ from driver.kube.plans import GpuNodePlan
 from driver.model.plan import Offer, PlanMode, PlanStatus, Summary, offer_of
 from driver.model.plan_gpus import described, line
 from driver.slices.build import PublishedGpu
-from kubelet_plugin.inventory import Directions, Inventory
+from kubelet_plugin.inventory import Inventory
+from kubelet_plugin.offering import Directions
 from kubelet_plugin.plan_memory import Keeper, Memory, new_epoch
 
 log = logging.getLogger(__name__)

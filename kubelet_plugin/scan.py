@@ -19,7 +19,8 @@ from driver.kube.loop import GiveWay, at_once
 from driver.model.device import Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement
 from driver.model.selection import EVERY_GPU, NO_GPU, Selection
-from kubelet_plugin.inventory import Foreign, Inventory
+from kubelet_plugin.inventory import Inventory
+from kubelet_plugin.offering import Foreign
 
 log = logging.getLogger(__name__)
 

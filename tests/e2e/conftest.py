@@ -42,7 +42,7 @@ def plugin(plugin_process: PluginProcess) -> PluginProcess:
     if not plugin_process.running:
         plugin_process.stop()
         plugin_process.start()
-    wait_for(plugin_process.everything_offered, 10, "what the test before used is offered again")
+    wait_for(plugin_process.everything_offered, 60, "what the test before used is offered again")
     return plugin_process
 
 

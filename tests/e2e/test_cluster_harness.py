@@ -76,7 +76,7 @@ def test_a_pod_on_each_of_two_nodes(pair: Cluster) -> None:
     pair.apply(busybox_pod(pod, command, node=node.name) for pod, node in pods.items())
     for pod, node in pods.items():
         assert pair.wait_pod(pod)["spec"]["nodeName"] == node.name
-        wait_for(lambda node=node, pod=pod: node.read_log(pod) == "to the log\n", 10, f"the log of {pod}")  # type: ignore[misc]
+        wait_for(lambda node=node, pod=pod: node.read_log(pod) == "to the log\n", 60, f"the log of {pod}")  # type: ignore[misc]
         assert node.exec("default", pod, ["/bin/echo", "inside"]) == "inside\n"
         assert pair.kubectl("logs", pod) == "to the log\n"
         assert pair.kubectl("exec", pod, "--", "/bin/echo", "inside") == "inside\n"
@@ -103,7 +103,7 @@ def test_a_node_object_without_a_kubelet_takes_pods(pair: Cluster) -> None:
     assert node["metadata"]["labels"]["kind"] == "paper"
     pair.apply(busybox_pod("scheduled", node="paper"))
     path = "/api/v1/namespaces/default/pods/scheduled"
-    assert wait_for(lambda: pair.api.get(path)["spec"].get("nodeName"), 30, "scheduled") == "paper"
+    assert wait_for(lambda: pair.api.get(path)["spec"].get("nodeName"), 60, "scheduled") == "paper"
     pair.kubectl("delete", "pod", "scheduled", "--force", "--grace-period=0")
     pair.kubectl("delete", "node", "paper")
 
@@ -153,7 +153,7 @@ def test_nothing_stays_after_a_kill_9_of_the_owner(how: str, binaries: Path | No
         subprocess.run([sys.executable, "-m", "tests.harness", "down", "--name", name], cwd=REPOSITORY, check=True)
     if how == "guard killed, then another start":
         Cluster.start(Settings(name=name, binaries=binaries)).stop()
-    wait_for(lambda: traces(name) == {}, 30, f"no traces: {traces(name)}")
+    wait_for(lambda: traces(name) == {}, 60, f"no traces: {traces(name)}")
 
 
 def _listen_to_ctrl_c() -> None:
@@ -179,7 +179,7 @@ def test_ctrl_c_in_the_middle_of_up_leaves_nothing(binaries: Path | None, unused
         cwd=REPOSITORY, stderr=subprocess.PIPE, text=True, preexec_fn=_listen_to_ctrl_c,
     )  # fmt: skip
     with up, up.stderr as output:  # type: ignore[union-attr]
-        wait_for(lambda: (BASE / name / "run" / "kube-apiserver.json").exists(), 30, "the API server's start")
+        wait_for(lambda: (BASE / name / "run" / "kube-apiserver.json").exists(), 60, "the API server's start")
         up.send_signal(signal.SIGINT)
         assert "interrupted: what was started is stopped" in output.read()
     assert up.returncode == 130

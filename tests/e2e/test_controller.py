@@ -24,7 +24,7 @@ EVERYTHING = 208
 KINDS = 8
 """Full GPUs and seven profiles."""
 
-SOON_S = 30.0
+SOON_S = 60.0
 
 
 @pytest.fixture(scope="module")

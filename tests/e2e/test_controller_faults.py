@@ -56,7 +56,7 @@ def points_of(nodes: Field, cluster: Cluster) -> list[Point]:
     """Every point that a controller comes to in its life, in that order, found by watching one."""
     first = FaultyController(cluster, "watched")
     first.start()
-    wait_for(first.leads, 20, "the first leads")
+    wait_for(first.leads, 60, "the first leads")
     nodes.wait_curated()
     jobs = stir(nodes, [])
     nodes.served(*jobs)
@@ -77,7 +77,7 @@ class Succession:
         self._leader = self._next()
         self._jobs: list[str] = []
         self.took: dict[str, float] = {}
-        wait_for(self._leader.leads, 20, "the first of them leads")
+        wait_for(self._leader.leads, 60, "the first of them leads")
 
     def _next(self) -> FaultyController:
         self._made += 1
@@ -111,7 +111,7 @@ class Succession:
         wait_for(lambda: not self._nodes.fenced_though_offered(), PROMISED_S, f"{name}: nothing offered is fenced")
         self._nodes.jobs.end(*waiting)
         # Only then may there be another candidate: who is served from what was offered before says nothing of this.
-        wait_for(standby.leads, 20, f"{name}: the next leads")
+        wait_for(standby.leads, 60, f"{name}: the next leads")
         self._leader = standby
 
 
@@ -177,7 +177,7 @@ def nobody_schedules(cluster: Cluster) -> Iterator[None]:
 
 
 def leading(nodes: Field, controller: FaultyController) -> FaultyController:
-    wait_for(controller.leads, 20, "it leads")
+    wait_for(controller.leads, 60, "it leads")
     nodes.wait_curated()
     return controller
 
@@ -199,8 +199,8 @@ def stopped_while_taking_back(nodes: Field, cluster: Cluster, start: Start, *poi
     second = start("second")
     first.order(signal.SIGSTOP, *points)
     surplus(nodes, cluster)
-    wait_for(first.obeyed, 20, "the first is stopped")
-    wait_for(second.leads, 20, "the second leads")
+    wait_for(first.obeyed, 60, "the first is stopped")
+    wait_for(second.leads, 60, "the second leads")
     return first
 
 
@@ -213,7 +213,7 @@ def test_a_plan_that_a_stopped_leader_writes_late_touches_nothing_that_was_given
     quiet.served(*jobs)
     written = len(first.seen())
     first.signal(signal.SIGCONT)
-    wait_for(lambda: Point("write-plan", "after") in [seen.point for seen in first.seen()[written:]], 20, "it writes")
+    wait_for(lambda: Point("write-plan", "after") in [seen.point for seen in first.seen()[written:]], 60, "it writes")
     more = quiet.ask(FULL, 2)
     quiet.served(*more)
     quiet.kubelets.working.set()
@@ -332,11 +332,11 @@ def test_controllers_whose_clocks_are_hours_off_lead_and_follow_as_any(
         renewals.add(spec["renewTime"])
         return len(renewals) > 15
 
-    wait_for(renewed, 30, "fifteen renewals")
+    wait_for(renewed, 60, "fifteen renewals")
     assert quiet.modes() == ["Planned", "Planned"]
     first.kill()
     killed = time.monotonic()
-    wait_for(second.leads, 10, "the second leads")
+    wait_for(second.leads, 60, "the second leads")
     print(f"clocks 4 hours apart: taken over {time.monotonic() - killed:.1f} s after the kill")
     quiet.served(*quiet.ask(SMALL, BEYOND_K))
     assert quiet.modes() == ["Planned", "Planned"]

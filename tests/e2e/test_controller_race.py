@@ -50,7 +50,7 @@ def scheduler(cluster: Cluster, nodes: Field) -> Iterator[HeldScheduler]:
 def controller(cluster: Cluster, nodes: Field) -> Iterator[FaultyController]:
     found = FaultyController(cluster, "late", Circumstances(hasty=True, offers=4))
     found.start()
-    wait_for(found.leads, 20, "the controller leads")
+    wait_for(found.leads, 60, "the controller leads")
     nodes.wait_curated()
     yield found
     nodes.end_all()
@@ -107,7 +107,7 @@ def test_of_two_claims_that_were_given_the_same_memory_the_node_prepares_one(clu
     kubelets = nodes.kubelets
     for name, device in (("first", "gpu-3-mig-1g10gb-0"), ("second", "gpu-3")):
         allocated_claim(cluster, name, "n1", device)
-        wait_for(lambda: kubelets.prepared.keys() | kubelets.refused.keys() >= {name}, 10, "an answer")  # noqa: B023
+        wait_for(lambda: kubelets.prepared.keys() | kubelets.refused.keys() >= {name}, 60, "an answer")  # noqa: B023
     assert list(nodes.kubelets.prepared) == ["first"]
     assert "overlaps" in nodes.kubelets.refused.pop("second")
     [overlap] = nodes.allocations.overlaps

@@ -148,7 +148,7 @@ def test_a_pod_gets_another_device_where_an_admin_has_tainted_what_is_offered(fl
     for rule in rules:
         fleets.cluster.api.request("DELETE", f"{RULES}/{rule}")
     assert found.bound, found.refused
-    wait_for(lambda: len(fleets.offers("gpu")) == 2, 30, "what was offered more widely is taken back")
+    wait_for(lambda: len(fleets.offers("gpu")) == 2, 60, "what was offered more widely is taken back")
 
 
 FULL = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import timeit
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_what_was_allocated_before_can_be_reserved_reported_and_given_back(
     held = allocate(scheduler, claim, A)
     # As if somebody fenced what is held: none of its updates may be stopped.
     FencedDevices(controller, "tessera", SystemClock()).add([A])
-    wait_for(lambda: Canary(controller, "tessera").refusal(A), 5, "the fence is in force")
+    wait_for(lambda: Canary(controller, "tessera").refusal(A), 60, "the fence is in force")
     report = {"driver": "gpu.tessera.dev", "pool": A.pool, "device": A.device, "conditions": []}
     for change in ({"reservedFor": [{"resource": "pods", "name": "pod", "uid": "uid-1"}]}, {"devices": [report]}):
         changed = {**held, "status": {**held["status"], **change}}
@@ -114,7 +115,7 @@ def test_what_was_allocated_before_can_be_reserved_reported_and_given_back(
     with pytest.raises(ApiError, match="Tessera is taking back"):
         allocate(scheduler, free, A)
     fence.start(offered=[A])
-    wait_for(lambda: not Canary(controller, "tessera").refusal(A), 5, "it is offered again")
+    wait_for(lambda: not Canary(controller, "tessera").refusal(A), 60, "it is offered again")
 
 
 def test_a_held_device_stays_and_the_longest_names_are_fenced_too(
@@ -134,7 +135,7 @@ def test_without_the_config_map_everything_passes(
 ) -> None:
     fence.take_back([A])
     cluster.api.request("DELETE", CONFIG_MAP)
-    wait_for(lambda: allocate(scheduler, claim, A, dry_run=True), 5, "it fails open")
+    wait_for(lambda: allocate(scheduler, claim, A, dry_run=True), 60, "it fails open")
 
 
 def policy_status(cluster: Cluster) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def test_the_policy_has_no_fault_that_the_api_server_could_find(cluster: Cluster
     def checked() -> dict[str, Any]:
         return {"found": status["typeChecking"]} if "typeChecking" in (status := policy_status(cluster)) else {}
 
-    assert wait_for(checked, 20, "the expressions were checked") == {"found": {}}
+    assert wait_for(checked, 60, "the expressions were checked") == {"found": {}}
 
 
 def test_it_is_in_force_within_milliseconds(
@@ -179,15 +180,17 @@ def test_a_full_config_map_is_accepted_and_makes_an_allocation_hardly_slower(
     fenced = FencedDevices(controller, "tessera", SystemClock())
     many = [PoolDevice(LONGEST, f"gpu-{number:020}") for number in range(MOST_ENTRIES)]
 
+    devices = [PoolDevice(POOL, f"gpu-{number}") for number in range(32)]
+
     def took_ms() -> float:
-        began = time.perf_counter()
-        for _ in range(100):
-            allocate(scheduler, claim, *[PoolDevice(POOL, f"gpu-{number}") for number in range(32)], dry_run=True)
-        return (time.perf_counter() - began) * 10
+        times = [
+            timeit.timeit(lambda: allocate(scheduler, claim, *devices, dry_run=True), number=1) for _ in range(100)
+        ]
+        return statistics.median(times) * 1000
 
     before = took_ms()
     fenced.add(many)
-    wait_for(lambda: Canary(controller, "tessera").refusal(many[-1]), 10, "all of it is in force")
+    wait_for(lambda: Canary(controller, "tessera").refusal(many[-1]), 60, "all of it is in force")
     after = took_ms()
     fence.start(offered=[])
     print(f"an allocation of 32 devices: {before:.1f} ms; with {MOST_ENTRIES} fenced: {after:.1f} ms")
@@ -200,7 +203,7 @@ def race(
     fence = Fence(controller, claims, FenceSettings(settle_s=0), observer=lambda step, moment: running.delay())
     take_back = fence.take_back if fenced else without_fence(controller, claims)
     running = Race(scheduler, take_back, fence.lift, seed=rounds, most_delay_s=delay_s)
-    outcome = running.run(rounds)
+    outcome = running.run(rounds, until=lambda seen: fenced or seen.overlaps)
     print(f"{'fenced' if fenced else 'not fenced'}, delays up to {delay_s} s: {outcome}")
     assert outcome.allocated
     assert outcome.withdrawn

@@ -78,7 +78,7 @@ def _one_too_many(cluster: Cluster) -> dict[str, str]:
         found = {pod: look.why_waiting(pod) for pod in names}
         return found if all(found.values()) else {}
 
-    return wait_for(reasons, 30, f"why {names} wait")
+    return wait_for(reasons, 60, f"why {names} wait")
 
 
 def _offered_again(plugins: list[PluginProcess], before: frozenset[tuple[str, str]]) -> frozenset[tuple[str, str]]:

@@ -15,7 +15,7 @@ from tests.support.workloads import PODS, Workloads, request
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-SEEN_S = 10.0
+SEEN_S = 60.0
 TOLD_S = 60.0
 """The kubelet writes a pod's status when it comes to it."""
 

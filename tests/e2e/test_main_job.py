@@ -67,7 +67,7 @@ def test_a_running_pods_claim_says_which_partition_it_got(workloads: Workloads, 
     workloads.pod("inference", workloads.claim("told", request(SMALL)))
     workloads.running("inference")
     [partition] = plugin.partitions()
-    [entry] = wait_for(lambda: workloads.cluster.api.get(f"{CLAIMS}/told")["status"].get("devices"), 20, "its status")
+    [entry] = wait_for(lambda: workloads.cluster.api.get(f"{CLAIMS}/told")["status"].get("devices"), 60, "its status")
     [condition] = entry["conditions"]
     assert (condition["type"], condition["status"], condition["reason"]) == ("Ready", "True", "Prepared")
     assert entry["data"]["uuid"] == partition["uuid"]
@@ -112,7 +112,7 @@ def test_eight_full_gpus_at_once(workloads: Workloads, plugin: PluginProcess) ->
     workloads.running(*pods)
     assert {device for pod in pods for device in workloads.allocated(pod)} == {f"gpu-{i}" for i in range(8)}
     ninth = workloads.pod("ninth", workloads.claim("ninth", request(SMALL)))
-    reason = wait_for(lambda: workloads.why_waiting(ninth), 30, "the scheduler's reason")
+    reason = wait_for(lambda: workloads.why_waiting(ninth), 60, "the scheduler's reason")
     assert "cannot allocate all claims" in reason
 
 
@@ -129,7 +129,7 @@ def test_full_gpu_and_partition_of_one_gpu_exclude_each_other(
     holder = workloads.pod("holder", workloads.claim("holder", request(first, selector=on_gpu(bus_id))))
     workloads.running(holder)
     late = workloads.pod("late", workloads.claim("late", request(second, selector=on_gpu(bus_id))))
-    reason = wait_for(lambda: workloads.why_waiting(late), 30, "the scheduler's reason")
+    reason = wait_for(lambda: workloads.why_waiting(late), 60, "the scheduler's reason")
     assert "cannot allocate all claims" in reason
     assert workloads.allocated("late") == []
     workloads.delete_pods(holder)
@@ -145,10 +145,10 @@ def test_what_no_longer_fits_leaves_the_slice_and_what_is_held_stays(
     workloads.running(workloads.pod("large", workloads.claim("large", request(LARGE))))
     [held] = workloads.allocated("large")
     number = held.split("-")[1]
-    wait_for(lambda: f"gpu-{number}" not in plugin.devices(), 10, "the full GPU leaves the slice")
+    wait_for(lambda: f"gpu-{number}" not in plugin.devices(), 60, "the full GPU leaves the slice")
     after = plugin.devices()
     assert held in after
     assert after[held] == before[held]
     workloads.delete_pods("large")
     # Attributes may differ: MIG mode stays on once it was needed.
-    wait_for(lambda: plugin.devices().keys() == before.keys(), 10, "everything is offered again")
+    wait_for(lambda: plugin.devices().keys() == before.keys(), 60, "everything is offered again")

@@ -49,10 +49,10 @@ def cluster() -> Iterator[Cluster]:
 def node_a(cluster: Cluster) -> KubeClient:
     """With the token of node-a's plugin; returned when the policies are in force."""
     found = client(cluster, "tessera-node", "node-a")
-    told = wait_for(lambda: refusal(found, status_of("node-b"), {"status": {"epoch": "x"}}), 20, "a policy in force")
+    told = wait_for(lambda: refusal(found, status_of("node-b"), {"status": {"epoch": "x"}}), 60, "a policy in force")
     assert told
     for attempt in (slice_of("node-b"), slice_of("node-b") | {"metadata": {"name": "other"}}):
-        wait_for(lambda body=attempt: refused(found.create, f"{SLICES}?dryRun=All", body), 20, "another")  # type: ignore[misc]
+        wait_for(lambda body=attempt: refused(found.create, f"{SLICES}?dryRun=All", body), 60, "another")  # type: ignore[misc]
     return found
 
 
@@ -326,4 +326,4 @@ def test_the_policies_have_no_fault_that_the_api_server_could_find(cluster: Clus
             status = cluster.api.get(f"{POLICIES}/{name}").get("status", {})
             return {"found": status["typeChecking"]} if "typeChecking" in status else {}
 
-        assert wait_for(checked, 20, "the expressions were checked") == {"found": {}}, name
+        assert wait_for(checked, 60, "the expressions were checked") == {"found": {}}, name

@@ -32,7 +32,7 @@ DEVICE = f'device.attributes["{DRIVER}"]'
 def cluster() -> Iterator[Cluster]:
     with control_plane("misuse") as running:
         install(running)
-        wait_for(lambda: refusal(running, [request(FULL)], [parameters("ShareConfig")]), 20, "the policy is in force")
+        wait_for(lambda: refusal(running, [request(FULL)], [parameters("ShareConfig")]), 60, "the policy is in force")
         yield running
 
 
@@ -233,4 +233,4 @@ def test_the_policy_has_no_fault_that_the_api_server_could_find(cluster: Cluster
         status = cluster.api.get(f"{POLICIES}/{POLICY}").get("status", {})
         return {"found": status["typeChecking"]} if "typeChecking" in status else {}
 
-    assert wait_for(checked, 20, "the expressions were checked") == {"found": {}}
+    assert wait_for(checked, 60, "the expressions were checked") == {"found": {}}

@@ -106,7 +106,7 @@ NEARLY = st.fixed_dictionaries(
 def cluster() -> Iterator[Cluster]:
     with control_plane("parameters") as running:
         install(running)
-        wait_for(lambda: refusal(running, [{}]), 20, "the policy is in force")
+        wait_for(lambda: refusal(running, [{}]), 60, "the policy is in force")
         yield running
 
 
@@ -229,4 +229,4 @@ def test_the_policy_has_no_fault_that_the_api_server_could_find(cluster: Cluster
         status = cluster.api.get(f"{POLICIES}/{POLICY}").get("status", {})
         return {"found": status["typeChecking"]} if "typeChecking" in status else {}
 
-    assert wait_for(checked, 20, "the expressions were checked") == {"found": {}}
+    assert wait_for(checked, 60, "the expressions were checked") == {"found": {}}

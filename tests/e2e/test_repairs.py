@@ -15,7 +15,7 @@ from tests.support.workloads import CLAIMS, Workloads, request
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 SMALL = "gpu-inference-1g-10gb"
-SOON_S = 20.0
+SOON_S = 60.0
 EVENTS = "/api/v1/namespaces/default/events"
 
 

@@ -22,7 +22,7 @@ def test_a_claim_allocated_but_not_prepared_keeps_its_device_through_restart_and
     plugin.stop()
     claim = workloads.claim("early", request(SMALL))
     workloads.pod("early", claim)
-    [device] = wait_for(lambda: workloads.allocated(claim), 30, "the allocation")
+    [device] = wait_for(lambda: workloads.allocated(claim), 60, "the allocation")
     cluster.node(plugin.node.name).restart_kubelet()
     wait_for(lambda: not plugin.slices(), WIPE_S, "the kubelet wipes the slices")
     plugin.start()
@@ -78,7 +78,7 @@ def test_slices_edited_or_deleted_by_hand_are_put_right(plugin: PluginProcess, c
     def put_right() -> bool:
         return plugin.devices() == before and len(plugin.slices()) == 1 + len(devices)
 
-    wait_for(put_right, 20, "the slices are as before")
+    wait_for(put_right, 60, "the slices are as before")
 
 
 def test_an_idle_plugin_writes_nothing(plugin: PluginProcess) -> None:

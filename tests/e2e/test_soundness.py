@@ -92,7 +92,7 @@ def wait_sound(cluster: Cluster) -> None:
 
 
 def test_a_plugin_is_ready_once_the_kubelet_has_it(plugin: PluginProcess) -> None:
-    wait_for(lambda: ready(plugin), 20, "it is ready")
+    wait_for(lambda: ready(plugin), 60, "it is ready")
     log = plugin.log.read_text()
     assert log.index("serving over HTTP") < log.index("registered with the kubelet")
     assert page(plugin, "/livez") == "ok"
@@ -100,7 +100,7 @@ def test_a_plugin_is_ready_once_the_kubelet_has_it(plugin: PluginProcess) -> Non
 
 @pytest.mark.slow
 def test_a_plugin_is_unready_while_its_hardware_hangs_and_lives(plugin: PluginProcess) -> None:
-    wait_for(lambda: ready(plugin), 20, "it is ready")
+    wait_for(lambda: ready(plugin), 60, "it is ready")
     plugin.fault("slow", "--seconds", "20")
     wait_for(lambda: "[-]hardware failed: " in page(plugin, "/readyz"), SEEN_S, "it is not ready")
     assert page(plugin, "/livez") == "ok"
@@ -109,7 +109,7 @@ def test_a_plugin_is_unready_while_its_hardware_hangs_and_lives(plugin: PluginPr
 
 
 def test_a_plugin_lives_through_an_outage_of_the_api_server(cluster: Cluster, plugin: PluginProcess) -> None:
-    wait_for(lambda: ready(plugin), 20, "it is ready")
+    wait_for(lambda: ready(plugin), 60, "it is ready")
     with outage(cluster):
         wait_for(lambda: "[-]api failed: " in page(plugin, "/readyz"), SEEN_S, "it is not ready")
         assert page(plugin, "/livez") == "ok"
@@ -132,11 +132,11 @@ def outage(cluster: Cluster) -> Iterator[None]:
 def test_a_leader_is_ready_when_it_decides_and_a_candidate_when_it_reaches_the_api_server(
     cluster: Cluster, controller: ControllerProcess
 ) -> None:
-    wait_for(lambda: ready(controller), 20, "the leader is ready")
+    wait_for(lambda: ready(controller), 60, "the leader is ready")
     assert page(controller, "/livez") == "ok"
     second = ControllerProcess(cluster, "second", ("--health-address", "127.0.0.1:0", "--identity", "second"))
     second.start()
-    wait_for(lambda: ready(second), 20, "the candidate is ready")
+    wait_for(lambda: ready(second), 60, "the candidate is ready")
     second.stop()
 
 
@@ -154,7 +154,7 @@ def test_a_gpu_in_a_slice_of_nvidias_driver_is_offered_to_nobody_new_while_that_
     assert "1 GPUs are in its slices and in ours" in told(cluster)["neighbours"]
     cluster.api.request("DELETE", f"{SLICES}/theirs")
     wait_for(lambda: any(not d.get("taints") for d in plugin.devices().values()), SEEN_S, "it is offered again")
-    wait_for(lambda: ready(plugin), 20, "it is ready again")
+    wait_for(lambda: ready(plugin), 60, "it is ready again")
 
 
 @pytest.mark.slow

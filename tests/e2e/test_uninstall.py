@@ -52,7 +52,7 @@ def test_uninstalling_is_refused_while_claims_have_devices(
 ) -> None:
     claim = workloads.claim("in-use", request("gpu-inference-1g-10gb"))
     workloads.running(workloads.pod("user", claim))
-    wait_for(lambda: not plugin.everything_offered(), 20, "the slices know what is held")
+    wait_for(lambda: not plugin.everything_offered(), 60, "the slices know what is held")
     before = plugin.slices()
     answer = uninstall(cluster)
     assert answer.returncode == 1
@@ -79,4 +79,4 @@ def test_uninstalling_leaves_nothing_and_names_nodes_that_are_down(cluster: Clus
     assert not plugin.state_dir.exists()
     assert plugin.cdi_specs() == []
     plugin.start()
-    wait_for(plugin.everything_offered, 20, "installed again, it offers everything")
+    wait_for(plugin.everything_offered, 60, "installed again, it offers everything")

@@ -19,7 +19,7 @@ from tests.support.workloads import CLAIMS, PODS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
-SOON_S = 30.0
+SOON_S = 60.0
 PATIENCE_S = 2
 """Instead of the minute."""
 

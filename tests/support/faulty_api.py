@@ -25,6 +25,7 @@ from tessera.node import NodePlugin
 from tests.support.api_server import SLICES, Exchange, HttpServer, ObjectApi, Route
 from tests.support.claims import DRIVER, NODE, POOL, result
 from tests.support.invariants import Facts, read_facts
+from tests.support.running import eventually
 from tests.unit.test_service import Kubelet
 
 CLAIMS = f"{GROUP}/namespaces/default/resourceclaims"
@@ -150,10 +151,11 @@ class PluginOnApi:
     def _wait_for_end(others: set[threading.Thread]) -> None:
         """Of every thread of the plugin: what it works on is removed next."""
         names = ("plugin", "NodePlugin.", "Listener.", "Scanner.")
-        for thread in set(threading.enumerate()) - others:
-            if thread.name.startswith(names):
-                thread.join(20)
-                assert not thread.is_alive(), thread.name
+
+        def over() -> bool:
+            return not any(each.name.startswith(names) for each in set(threading.enumerate()) - others)
+
+        eventually(over, "the plugin's threads have ended")
 
     def allocate(self, name: str, *devices: str) -> ClaimReference:
         results = [result(device, f"r{index}") for index, device in enumerate(devices)]

@@ -104,6 +104,7 @@ class Race:
     """Rounds in which ``CLAIMANTS`` claims are allocated while half of the devices are taken back."""
 
     CLAIMANTS, DEVICES, TAKEN = 12, 20, 10
+    MOST_ROUNDS = 200
 
     def __init__(
         self,
@@ -128,10 +129,13 @@ class Race:
     def delay(self) -> None:
         self._never.wait(self._random.uniform(0, self._most_delay_s))
 
-    def run(self, rounds: int) -> Outcome:
+    def run(self, rounds: int, until: Callable[[Outcome], object] = lambda _: True) -> Outcome:
+        """So many rounds, and as many more, to a limit, until ``until`` is true."""
         try:
             with ThreadPoolExecutor(self.CLAIMANTS) as pool:
-                for _ in range(rounds):
+                for number in range(self.MOST_ROUNDS):
+                    if number >= rounds and until(self.outcome):
+                        break
                     self._round(pool)
         finally:
             for claim in self._claims:

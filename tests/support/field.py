@@ -104,11 +104,11 @@ class Field:
 
     def wait_curated(self) -> None:
         """Until the nodes publish what the plans offer and what is held, and nothing else."""
-        wait_for(self._curated, 30, "nothing superfluous is offered")
+        wait_for(self._curated, 60, "nothing superfluous is offered")
 
     def end_all(self) -> None:
         self.jobs.end_all()
-        wait_for(lambda: not self.allocations.held(), 20, "nothing is held")
+        wait_for(lambda: not self.allocations.held(), 60, "nothing is held")
 
     def _curated(self) -> bool:
         held = {device for devices in self.allocations.held().values() for device in devices}

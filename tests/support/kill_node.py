@@ -26,7 +26,7 @@ from tests.support.kubelet import KnownClaim, Kubelet
 from tests.support.plugin import SLICES
 from tests.support.workloads import CLAIMS, request
 
-SOON_S = 10.0
+SOON_S = 60.0
 POLL_S = 0.03
 SHARES = 4
 NODE_LABEL = "tests.tessera.dev/node"

@@ -18,8 +18,8 @@ from tests.harness.processes import STOP_GRACE_S, ProcessTable, stop
 from tests.harness.waiting import wait_for
 from tests.support import plugin_zygote
 
-READY_S = 20.0
-DEAD_S = 10.0
+READY_S = 60.0
+DEAD_S = 60.0
 STOPPED_S = 30.0
 
 

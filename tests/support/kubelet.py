@@ -22,7 +22,7 @@ DRIVER = "gpu.tessera.dev"
 PLUGIN = "k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
 REGISTRATION = "pluginregistration.Registration"
 DEADLINE_S = 45.0
-STARTED_S = 20.0
+STARTED_S = 60.0
 
 CUT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 

@@ -18,7 +18,7 @@ SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 
 TESSERA = str(Path(sys.executable).with_name("tessera"))
 
-READY_S = 30.0
+READY_S = 60.0
 
 REFUSED = "is forbidden: User"
 """What the API server says to a request for which the ServiceAccount has no right."""

@@ -57,7 +57,7 @@ class SliceWatch:
 
     def run(self, stop: threading.Event) -> None:
         threading.Thread(target=self._cache.run, args=(stop,), daemon=True).start()
-        wait_for(lambda: self._cache.synced, 10, "the slices are listed")
+        wait_for(lambda: self._cache.synced, 60, "the slices are listed")
 
     def _changed(self, changes: Sequence[Any]) -> None:
         for change in changes:

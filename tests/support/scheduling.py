@@ -19,7 +19,7 @@ from tests.support.plugin import SLICES
 from tests.support.published import DRIVER
 from tests.support.workloads import CLAIMS, PODS, is_gone
 
-SCHEDULED_S = 20.0
+SCHEDULED_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -399,10 +399,11 @@ def test_no_device_is_both_withdrawn_and_allocated(api: FencedApi, claims: Claim
     fence = Fence(client, claims, AT_ONCE, observer=lambda step, moment: race.delay())
     take_back = fence.take_back if fenced else without_fence(client, claims)
     race = Race(client, take_back, fence.lift, seed=7, most_delay_s=0.01)
-    outcome = race.run(5)
-    assert outcome.tried == 50
+    # Either way until it was close: the fence refused somebody, or the one that is not there would have had to.
+    outcome = race.run(5, until=lambda seen: seen.refused or seen.overlaps)
+    assert outcome.tried >= 50
     assert outcome.allocated > 30
-    assert (outcome.overlaps == 0) == fenced  # without the fence it is really needed
+    assert (outcome.overlaps == 0) == fenced
     assert (outcome.refused > 0) == fenced
 
 

@@ -15,8 +15,8 @@ import pytest
 from driver.errors import ClaimError
 from driver.model.plan_gpus import GpuState
 from kubelet_plugin import listening, neighbour_watch
-from kubelet_plugin.inventory import Directions
 from kubelet_plugin.neighbours import NVIDIA_DRIVER, Neighbours, Signs, advice, neighbours_of, owners
+from kubelet_plugin.offering import Directions
 from tests.harness.waiting import wait_for
 from tests.support.api_server import SLICES
 from tests.support.claims import NODE
