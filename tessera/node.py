@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 from driver.config.settings import NodeSettings
 from driver.hardware.boot import boot_id
@@ -16,20 +14,13 @@ from driver.hardware.host import HostPaths
 from driver.hardware.nvml_host import NvmlHost
 from driver.kube.claims import Claim, read_claim
 from driver.kube.events import Recorder
-from driver.kube.loop import Loop
-from driver.kube.nodes import owner_reference
 from driver.kube.transport import KubeClient, load_configuration
-from driver.model.device import Device
 from driver.model.gpu import Gpu
-from driver.model.plan import PlanSpec
-from driver.slices.build import Content, SliceBuilder
 from driver.slices.names import Pool
-from driver.slices.publisher import Publisher, SliceStep
 from driver.steps import unobserved
 from kubelet_plugin.caretaker import Caretaker
 from kubelet_plugin.cdi import CdiDirectory
 from kubelet_plugin.checkpoint import Checkpoint
-from kubelet_plugin.claim_status import Statuses, device_statuses, prepared_devices
 from kubelet_plugin.driver_files import find_driver_files
 from kubelet_plugin.front import Front
 from kubelet_plugin.health import Health
@@ -39,39 +30,31 @@ from kubelet_plugin.lull import Lull, LullWork
 from kubelet_plugin.meter import Sources
 from kubelet_plugin.node import Node
 from kubelet_plugin.orphans import Orphans
-from kubelet_plugin.plan import PlanFollower
-from kubelet_plugin.plan_fence import OwnFence
-from kubelet_plugin.plan_memory import MemoryFile
-from kubelet_plugin.plan_status import PlanStatusWriter
-from kubelet_plugin.plan_word import ControllersWord
 from kubelet_plugin.preparation import Preparer
 from kubelet_plugin.records import ClaimRecord, slices_of_instance
 from kubelet_plugin.recovery import hold_recorded, recover
 from kubelet_plugin.registration import Registration, SocketServer
 from kubelet_plugin.releasing import Listeners
-from kubelet_plugin.retirement import Retirement
 from kubelet_plugin.scan import Scanner
 from kubelet_plugin.service import DraService
-from kubelet_plugin.status_writer import StatusWriter
 from kubelet_plugin.steps import Observer, Step, Steps
 from kubelet_plugin.telling import Reason, Teller, ToldWork
 from tessera.ending import ended
 from tessera.hosts import open_host
 from tessera.node_health import NodeHealth
 from tessera.node_parts import ApiClaims, choice_of, first_look, meter_of, neighbour_watch
+from tessera.node_reports import Means, Reports
 
 log = logging.getLogger(__name__)
 
 USER_AGENT = "tessera-node"
+
 SWITCH_INTERVAL_S = 0.0005
 """How long a busy thread may keep the interpreter from one that has an answer to give; Python's own is 5 ms."""
 
 
-SLICES_WAIT_S, STATUS_WAITS_S, LOOK_WAITS_S = 0.5, 2.0, 2.0
-"""How long slices, status and looks at the hardware give way to claims in work: a pod may wait for slices."""
-
-STARTING_S = 0.3
-"""How long the slices may say nothing of what was prepared, while its pod's containers start: nobody gains by it."""
+LOOK_WAITS_S = 2.0
+"""How long looks at the hardware give way to claims in work."""
 
 
 class NodePlugin:
@@ -116,7 +99,8 @@ class NodePlugin:
         files = find_driver_files(paths, settings.driver_root)
         self._node = Node(pool, host, inventory, checkpoint, cdi, files, boot_id(paths))
         self._watch_health(host, paths)
-        self._publish()
+        means = Means(settings, self._client, self._step, self._lull, self._meter, self._soundness)
+        self._reports = Reports(means, self._node, self._health, self._neighbours.first)
         self._prepare()
         recover(self._node, self._preparer, records, self._step)
         self._scanner.look_at_partitions(inventory, inventory.gpus)
@@ -137,75 +121,29 @@ class NodePlugin:
             self._health_changed,
             lambda reason, message, warning: self._teller.node(reason, message, warning=warning),
         )
-        self._health_service = HealthService(self._node.pool.name, self._published_devices, self._health.trouble)
+        self._health_service = HealthService(
+            self._node.pool.name, lambda: self._reports.devices(), self._health.trouble
+        )
         self._listener = Listener(host, self._health.heard, lambda _: self._scanner.look_soon())
-
-    def _publish(self) -> None:
-        """What tells the cluster of the node: slices, the plan's status, the claims' status."""
-        settings, client, pool = self._settings, self._client, self._node.pool
-        watchdog = self._soundness.watchdog
-        self._builder = SliceBuilder(pool)
-        self._publisher = Publisher(
-            client,
-            pool,
-            self._desired,
-            self._owner,
-            self._publishing,
-            self._meter.written,
-            loop=watchdog.loops(partial(Loop, give_way=self._lull.within(SLICES_WAIT_S)), self._soundness.publishing),
-        )
-        self._soundness.slices(self._publisher.published)
-        self._word = ControllersWord(client, settings.namespace, settings.node_name, self._plan_heard)
-        self._follower = PlanFollower(
-            self._word,
-            self._node.inventory,
-            MemoryFile(settings.state_dir),
-            self._publisher.device_names,
-            self._told,
-            faults=self._health.described,
-        )
-        self._plan_status = PlanStatusWriter(
-            client,
-            self._word.plan,
-            self._follower.status,
-            loop=watchdog.loops(
-                partial(Loop, give_way=self._lull.within(STATUS_WAITS_S)), self._soundness.telling_plan
-            ),
-        )
-        self._retirement = Retirement(self._word.leaving, self._node.checkpoint, self._node.cdi, settings.state_dir)
-        self._own_fence = OwnFence(client, settings.namespace, pool.name, self._follower.alone)
-        self._status = StatusWriter(
-            client,
-            settings.driver_name,
-            self._statuses,
-            steps=self._step,
-            give_way=self._lull.within(STATUS_WAITS_S),
-        )
 
     def _prepare(self) -> None:
         """What prepares claims, and looks after them."""
         self._locks = self._meter.locks()
-        listeners = Listeners(self._held, self._let_go, self._repaired, lambda: self._caretaker.notify())
+        reports = self._reports
+        listeners = Listeners(reports.held, reports.let_go, self._repaired, lambda: self._caretaker.notify())
         self._preparer = Preparer(self._node, self._read_claim, listeners, self._step, self._locks)
         claims = ApiClaims(self._client)
         self._orphans = Orphans(self._node, self._preparer, claims, self._teller, self._meter.orphan)
         self._caretaker = Caretaker(self._node, self._preparer, self._teller, self._health.note, self._orphans.look)
-        published = self._publisher.device_names
-        self._meter.read_from(Sources(self._node, published, self._health.trouble, self._health.faults_by_kind))
+        trouble, by_kind = self._health.trouble, self._health.faults_by_kind
+        self._meter.read_from(Sources(self._node, reports.device_names, trouble, by_kind))
 
     def run(self) -> None:
         """Serve until ``stop``. Sockets are gone when this returns; slices stay, for what runs stays held."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        writing = (
-            self._publisher.run,
-            self._status.run,
-            self._plan_status.run,
-            self._own_fence.run,
-            self._recorder.run,
-        )
-        neighbours = (self._neighbours.cache.run, self._neighbours.run)
-        hearing = (*neighbours, self._publisher.cache.run, *self._word.loops, self._listener.run)
-        acting = (*writing, self._scan, self._follower.run, self._caretaker.run)
+        reports, neighbours = self._reports, self._neighbours
+        hearing = (neighbours.cache.run, neighbours.run, *reports.hearing, self._listener.run)
+        acting = (*reports.writing, self._recorder.run, self._scan, reports.following, self._caretaker.run)
         with ExitStack() as stack:  # the last to start is the first to stop, also where the next can't start
             self._soundness.serve(stack, self._meter.pages)
             start = self._soundness.watchdog.start
@@ -219,9 +157,9 @@ class NodePlugin:
 
     def _wind_up(self, acting: Sequence[threading.Thread]) -> None:
         """Nothing is written any more where another plugin takes over, or where nothing is to be left."""
-        if self._front is not None or self._retirement.due():
+        if self._front is not None or self._reports.retirement.due():
             ended(acting)
-            self._retirement.finish()
+            self._reports.retirement.finish()
 
     def _serve(self, stack: ExitStack) -> None:
         settings = self._settings
@@ -247,7 +185,7 @@ class NodePlugin:
         """Ask ``run`` to return."""
         self._stop.set()
         self._told()
-        self._status.notify()
+        self._reports.claims_told()
         self._caretaker.notify()
         self._recorder.wake()
         self._neighbours.wake()
@@ -275,30 +213,11 @@ class NodePlugin:
 
     def _health_changed(self) -> None:
         self._told()
-        self._status.notify()
+        self._reports.claims_told()
         self._health_service.notify()
 
-    def _plan_heard(self) -> None:
-        if self._word.heard:
-            plan = self._word.plan()
-            self._health.obey(PlanSpec() if plan is None else plan.spec)
-        self._told()
-
-    def _held(self) -> None:
-        self._held_changed(within_s=max(self._follower.held_lag_s, STARTING_S))
-
-    def _let_go(self) -> None:
-        self._held_changed(within_s=self._follower.held_lag_s)
-
-    def _held_changed(self, within_s: float) -> None:
-        self._publisher.notify_within(within_s)
-        self._plan_status.notify()
-        self._status.notify()
-
     def _told(self) -> None:
-        self._publisher.notify()
-        self._plan_status.notify()
-        self._own_fence.notify()
+        self._reports.told()
 
     def _repaired(self, record: ClaimRecord, made: Sequence[str]) -> None:
         self._teller.claim(record.reference, Reason.REPAIRED, "; ".join(made))
@@ -307,32 +226,7 @@ class NodePlugin:
         self._soundness.kubelet.heard(accepted, reason)
         if accepted:
             # The kubelet has just started, and a kubelet that starts deletes the node's slices.
-            self._publisher.notify()
-
-    # What is the case
-
-    def _statuses(self) -> Statuses:
-        return device_statuses(prepared_devices(self._node.checkpoint.records()), self._trouble)
-
-    def _trouble(self, name: str) -> str | None:
-        device = self._node.inventory.device(name)
-        return None if device is None else self._health.trouble(device)
-
-    def _published_devices(self) -> list[Device]:
-        devices = (self._node.inventory.device(name) for name in sorted(self._follower.published_names))
-        return [device for device in devices if device is not None]
-
-    def _publishing(self, step: SliceStep, name: str) -> AbstractContextManager[None]:
-        return self._step(Step(step.value), slice=name)
-
-    def _desired(self) -> Mapping[str, Content]:
-        if self._retirement.due():
-            return {}
-        self._neighbours.first()
-        return self._builder.build(self._follower.published())
-
-    def _owner(self) -> Mapping[str, Any]:
-        return owner_reference(self._client, self._settings.node_name)
+            self._reports.slices_doubtful()
 
     def _read_claim(self, namespace: str, name: str) -> Claim:
         claim = read_claim(self._client, namespace, name)
