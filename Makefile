@@ -61,6 +61,7 @@ test-unit: env ## all tests that need no cluster (two minutes)
 	$(WITHOUT_CLUSTER) -m "not cluster and not slow"
 
 test-cluster: binaries ## the tests on the real local cluster (root), and whether the processes' rights are as few as needed
+	@$(RUN)/python -m tests.harness preflight --mend
 	@rm -rf $(AUDIT) && mkdir -m 700 $(AUDIT)
 	TESSERA_AUDIT_DIR=$(AUDIT) $(RUN)/pytest -n 2 --dist loadscope -m "cluster and not slow"
 	@$(RUN)/python -m tests.audit $(AUDIT)

@@ -7,6 +7,7 @@ processes share the cluster tests, which also decides where figures have to be s
 from __future__ import annotations
 
 import os
+import signal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 settings.register_profile("full", deadline=None, print_blob=True)
 settings.register_profile("fast", deadline=None, max_examples=20, derandomize=True)
 settings.load_profile(os.environ.get("TESSERA_EXAMPLES", "full"))
+
+# A shell that starts us in the background ignores Ctrl-C on our behalf, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 OWN_CLUSTER = ("Cluster.start(", "control_plane(")
 

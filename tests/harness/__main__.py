@@ -120,9 +120,12 @@ def build(kubernetes: str, cache: Path) -> None:
 @_kubernetes
 @_binaries
 @_cache
-def preflight_(kubernetes: str, binaries: Path | None, cache: Path) -> None:
-    """Say what this machine lacks for a cluster, a line each with its remedy. Changes nothing."""
+@click.option("--mend", is_flag=True, help="Mend what can be mended first: install packages, load a module (root).")
+def preflight_(kubernetes: str, binaries: Path | None, cache: Path, mend: bool) -> None:
+    """Say what this machine lacks for a cluster, a line each with its remedy. Changes nothing without --mend."""
     settings = Settings(release=release(kubernetes), binaries=binaries, cache=cache)
+    if mend:
+        preflight.prepare(settings, Progress())
     found = preflight.failures(preflight.Machine.here(), settings)
     for failure in found:
         click.echo(failure)

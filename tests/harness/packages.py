@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from driver.errors import EnvironmentFault
+from tests.harness.layout import BASE
+from tests.harness.locks import file_lock
 from tests.harness.progress import Progress
 
 APT_GET = Path("/usr/bin/apt-get")
+WAIT = ("--option", "DPkg::Lock::Timeout=300")
+"""For what a fresh machine installs by itself meanwhile."""
 CNI_PLUGINS = Path("/usr/lib/cni")
 
 
@@ -39,13 +43,26 @@ def missing_packages(packages: tuple[Package, ...] = PACKAGES) -> list[str]:
     return [package.name for package in packages if not package.present()]
 
 
+def ensure_packages(
+    progress: Progress, packages: tuple[Package, ...] = PACKAGES, lock: Path = BASE / ".packages.lock"
+) -> None:
+    """Install what is missing; who asks at the same time waits for it. Raises EnvironmentFault.
+
+    Two apt-get at once don't work: the first to end takes away the archives that the other has fetched.
+    """
+    if missing_packages(packages):
+        with file_lock(lock):
+            if missing := missing_packages(packages):
+                install_packages(missing, progress)
+
+
 def install_packages(names: list[str], progress: Progress) -> None:
     """Install ``names`` with apt-get; raises EnvironmentFault with the end of its output."""
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     with progress.part(f"installing packages: {' '.join(names)}", 20) as part:
         for arguments in (["update"], ["install", "--yes", "--no-install-recommends", *names]):
             process = subprocess.Popen(
-                [str(APT_GET), "--quiet", *arguments], env=environment, text=True,
+                [str(APT_GET), "--quiet", *WAIT, *arguments], env=environment, text=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
             with process, process.stdout as output:  # type: ignore[union-attr]

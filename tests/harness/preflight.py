@@ -14,7 +14,7 @@ from tests.harness.addresses import API_PORT, Network, is_free
 from tests.harness.binaries import cached
 from tests.harness.cgroups import Cgroups
 from tests.harness.layout import BASE
-from tests.harness.packages import APT_GET, install_packages, missing_packages
+from tests.harness.packages import APT_GET, ensure_packages, missing_packages
 from tests.harness.processes import MARKER, environ_of
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings
@@ -85,9 +85,8 @@ def prepare(settings: Settings, progress: Progress) -> None:
     As root it installs missing packages and loads the overlayfs module, which a fresh Debian has but not loaded.
     """
     if os.geteuid() == 0:
-        missing = missing_packages()
-        if missing and APT_GET.exists():
-            install_packages(missing, progress)
+        if APT_GET.exists():
+            ensure_packages(progress)
         if "overlay" not in filesystems() and MODPROBE.exists():
             subprocess.run([str(MODPROBE), "overlay"], capture_output=True, check=False)  # the check below tells
     found = failures(Machine.here(), settings)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from driver.errors import EnvironmentFault, UsageError
-from tests.harness import preflight
+from tests.harness import packages, preflight
 from tests.harness.addresses import Network, choose_network, choose_port, is_free
 from tests.harness.cgroups import Cgroups
 from tests.harness.packages import Package, missing_packages
 from tests.harness.preflight import GB, Machine, failures
-from tests.harness.progress import SILENT
+from tests.harness.progress import SILENT, Progress
 from tests.harness.settings import Settings
 
 PORTS_LINE = (
@@ -110,18 +112,39 @@ def test_all_failures_are_told_at_once(settings: Settings, monkeypatch: pytest.M
 def test_missing_packages_are_installed_first(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     installed: list[str] = []
     monkeypatch.setattr(preflight.Machine, "here", lambda: GOOD)
-    monkeypatch.setattr(preflight, "missing_packages", lambda: ["runc"])
-    monkeypatch.setattr(preflight, "install_packages", lambda names, progress: installed.extend(names))
+    monkeypatch.setattr(packages, "missing_packages", lambda _: ["runc"])
+    monkeypatch.setattr(packages, "install_packages", lambda names, progress: installed.extend(names))
     monkeypatch.setattr("os.geteuid", lambda: 0)
     preflight.prepare(settings, SILENT)
     assert installed == ["runc"]
 
 
+def test_who_comes_while_packages_are_being_installed_waits_and_installs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = (Package("runc", (tmp_path / "runc",)),)
+    installed: list[list[str]] = []
+    ensure = partial(packages.ensure_packages, SILENT, wanted, tmp_path / "lock")
+    second = threading.Thread(target=ensure)
+
+    def install(names: list[str], progress: Progress) -> None:
+        installed.append(names)
+        if len(installed) == 1:
+            second.start()
+            second.join(0.2)
+            (tmp_path / "runc").touch()
+
+    monkeypatch.setattr(packages, "install_packages", install)
+    ensure()
+    second.join(30)
+    assert installed == [["runc"]]
+
+
 def test_any_of_its_files_shows_a_package(tmp_path: Path) -> None:
     (tmp_path / "there").touch()
     absent = tmp_path / "absent"
-    packages = (Package("one", (absent, tmp_path / "there")), Package("two", (absent,)))
-    assert missing_packages(packages) == ["two"]
+    wanted = (Package("one", (absent, tmp_path / "there")), Package("two", (absent,)))
+    assert missing_packages(wanted) == ["two"]
 
 
 def test_a_kubelet_of_a_cluster_is_not_foreign() -> None:
