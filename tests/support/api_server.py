@@ -36,14 +36,6 @@ class Exchange(BaseHTTPRequestHandler):
     ended = 0
     """How often all watches had been ended when this one began."""
 
-    def setup(self) -> None:
-        super().setup()
-        self.server.open.add(self.connection)
-
-    def finish(self) -> None:
-        self.server.open.discard(self.connection)
-        super().finish()
-
     def handle_request(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         parts = urlsplit(self.path)
@@ -105,6 +97,14 @@ class HttpServer(ThreadingHTTPServer):
     def __exit__(self, *_: object) -> None:
         self.shutdown()
         self.server_close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.open.add(request)  # not by its own thread, which may begin late: whoever closes all must know of it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.open.discard(request)
+        super().shutdown_request(request)
 
     def handle_error(self, *_: object) -> None:
         """A client that hangs up is what some tests are about."""

@@ -25,6 +25,7 @@ from tessera.node import NodePlugin
 from tests.support.api_server import SLICES, Exchange, HttpServer, ObjectApi, Route
 from tests.support.claims import DRIVER, NODE, POOL, result
 from tests.support.invariants import Facts, read_facts
+from tests.support.ports import keep_port
 from tests.support.running import eventually
 from tests.unit.test_service import Kubelet
 
@@ -91,12 +92,14 @@ class FaultyApi(ObjectApi):
         """Nobody listens any more: every connection is refused, and those there are end."""
         self.server.shutdown()
         self.server.server_close()
+        self._kept = keep_port(self.server.server_address[1])
         for connection in list(self.server.open):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def up(self) -> None:
         self.server = HttpServer(self._answer, self.server.server_address[1])
+        self._kept.close()
 
     def _answer(self, exchange: Exchange) -> None:
         route = Route.of(exchange.route)
@@ -144,15 +147,14 @@ class PluginOnApi:
         finally:
             kubelet.channel.close()
             plugin.stop()
-            self.api.end_watches()
             self._wait_for_end(others)
 
-    @staticmethod
-    def _wait_for_end(others: set[threading.Thread]) -> None:
+    def _wait_for_end(self, others: set[threading.Thread]) -> None:
         """Of every thread of the plugin: what it works on is removed next."""
         names = ("plugin", "NodePlugin.", "Listener.", "Scanner.")
 
         def over() -> bool:
+            self.api.end_watches()  # again and again: one may be begun by a thread that had just not seen the stop
             return not any(each.name.startswith(names) for each in set(threading.enumerate()) - others)
 
         eventually(over, "the plugin's threads have ended")

@@ -137,8 +137,9 @@ def _wait_for_a_round(node: Node) -> None:
     desired = node.writer._desired
 
     def counted() -> Any:
+        found = desired()  # first: what is prepared once it was asked for is news
         asked.set()
-        return desired()
+        return found
 
     node.writer._desired = counted
     node.writer.notify()

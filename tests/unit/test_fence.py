@@ -99,6 +99,7 @@ def test_what_somebody_holds_stays_and_is_not_fenced(api: FencedApi, claims: Cla
 
 
 def test_nothing_to_take_back_asks_nobody(api: FencedApi, claims: ClaimsCache) -> None:
+    eventually(lambda: api.count("watch"), "the cache of claims asks for nothing more")
     before = len(api.requests)
     fence = fence_of(api, claims)
     assert fence.take_back([]) == Withdrawable()

@@ -16,11 +16,11 @@ import pytest
 from driver.model.device import Device
 from kubelet_plugin.health_service import MESSAGE_LIMIT, STREAMS, HealthService
 from kubelet_plugin.protocol.generated import dra_health_v1_pb2, dra_health_v1alpha1_pb2, dra_v1_pb2
-from kubelet_plugin.registration import CALLS_AT_ONCE, SocketServer
+from kubelet_plugin.registration import CALLS_AT_ONCE, STOP_GRACE_S, SocketServer
 from kubelet_plugin.service import DraService
 from tests.support.health import HealthUnderTest
 from tests.support.node import NodeUnderTest
-from tests.support.running import eventually
+from tests.support.running import SOON_S, eventually
 from tests.unit.test_service import Kubelet, Work
 
 VERSIONS = [pytest.param(dra_health_v1_pb2, id="v1"), pytest.param(dra_health_v1alpha1_pb2, id="v1alpha1")]
@@ -131,9 +131,11 @@ def test_a_long_reason_is_cut_to_what_the_kubelet_takes(node: NodeUnderTest, ser
 
 def test_streams_never_keep_a_claim_waiting(serve: Serve) -> None:
     served = serve()
-    watches = [served.watch() for _ in range(CALLS_AT_ONCE + 5)]
-    for watch in watches[-STREAMS:]:
-        eventually(lambda watch=watch: watch.heard, "the newest are served")  # type: ignore[misc]
+    watches: list[Watch] = []
+    for _ in range(CALLS_AT_ONCE + 5):
+        watches.append(served.watch())
+        # One after the other: which is the newest is what the server meets last.
+        eventually(lambda: watches[-1].heard, "the newest is served")
     eventually(lambda: sum(watch.ended.is_set() for watch in watches) >= len(watches) - STREAMS, "older ones end")
     kubelet = Kubelet(served.socket)
     answer = kubelet.call(dra_v1_pb2, "Prepare", [("default", "good", "uid-1")])
@@ -148,8 +150,8 @@ def test_a_stream_ends_with_the_plugin_without_keeping_it(serve: Serve) -> None:
     began = time.monotonic()
     served.service.close()
     served.server.stop()
-    assert watch.ended.wait(5)
-    assert time.monotonic() - began < 5
+    assert watch.ended.wait(SOON_S)
+    assert time.monotonic() - began < STOP_GRACE_S
 
 
 def test_a_stream_ends_when_the_kubelet_hangs_up(serve: Serve) -> None:
@@ -159,4 +161,4 @@ def test_a_stream_ends_when_the_kubelet_hangs_up(serve: Serve) -> None:
     eventually(lambda: watch.heard, "the first message")
     watch.call.cancel()
     eventually(lambda: not served.service.streams, "the plugin forgets it")
-    assert threading.active_count() <= before + 3
+    eventually(lambda: threading.active_count() <= before + 3, "no thread is left for it")

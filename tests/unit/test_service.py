@@ -20,8 +20,10 @@ from kubelet_plugin.protocol.generated import dra_v1_pb2, dra_v1beta1_pb2
 from kubelet_plugin.protocol.generated import registration_v1_pb2 as registration_messages
 from kubelet_plugin.registration import Registration, SocketServer
 from kubelet_plugin.service import DraService
+from tests.harness.waiting import wait_for
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest
+from tests.support.running import SOON_S
 
 VERSIONS = [pytest.param(dra_v1_pb2, id="v1"), pytest.param(dra_v1beta1_pb2, id="v1beta1")]
 
@@ -179,13 +181,20 @@ def test_the_kubelet_hears_in_time_of_a_claim_that_takes_too_long_and_the_others
     claims = [("default", claim.name, claim.uid) for claim in (slow, good)]
     kubelet = serve(node.preparer, waits=node.locks.waits, answer_s=1.0)
     gpu = node.node.inventory.gpus[0].uuid
+
+    def prepared(wanted: Sequence[tuple[str, str, str]]) -> Any:
+        """The answers to a call once the last claim of it was prepared in time, which takes a moment."""
+        answers = kubelet.call(dra_v1_pb2, "Prepare", wanted)
+        return None if answers[wanted[-1][2]].error else answers
+
     with node.locks.hold([gpu], "claim default/hung"):
-        answers = kubelet.call(dra_v1_pb2, "Prepare", claims)
+        answers = wait_for(lambda: prepared(claims), SOON_S, "the other claim is prepared")
     assert answers[good.uid].devices[0].device_name == "gpu-1-mig-1g10gb-6"
     error = answers[slow.uid].error
     assert error.startswith("claim default/slow: can't prepare it within 1 s, and still at it; ")
     assert f"claim default/slow waits for {gpu}, which is in use by claim default/hung" in error
-    assert kubelet.call(dra_v1_pb2, "Prepare", claims[:1])[slow.uid].devices[0].device_name == "gpu-0-mig-1g10gb-6"
+    answers = wait_for(lambda: prepared(claims[:1]), SOON_S, "the hung one has let go")
+    assert answers[slow.uid].devices[0].device_name == "gpu-0-mig-1g10gb-6"
 
 
 def test_a_pod_with_a_good_and_a_bad_claim_on_real_parts(serve: Callable[..., Kubelet], node: NodeUnderTest) -> None:

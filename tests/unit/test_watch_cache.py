@@ -132,8 +132,8 @@ def test_a_history_that_is_gone_is_listed_again(api: SliceApi) -> None:
     with cache_of(api) as cache:
         watching(api)
         eventually(lambda: cache.synced, "the first list")
-        api.end_watches()  # nobody is told of what happens between two watches ...
         with api._changed:
+            api.end_watches()  # nobody is told of what happens between two watches ...
             api._drop(Route.of(f"{SLICES}/lost"))
             api.objects["found"] = {"metadata": {"name": "found", "uid": "u", "resourceVersion": str(api._version)}}
             api._oldest = api._version + 1  # ... and the server has forgotten it
@@ -450,4 +450,4 @@ def test_a_cluster_restored_from_a_backup_is_taken_as_it_is(api: SliceApi) -> No
         api.once("watch", refuse(410))
         api.end_watches()
         same(cache, api)
-        assert cache.resource_version == 50
+        eventually(lambda: cache.resource_version == 50, "the version of the backup")
