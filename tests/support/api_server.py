@@ -84,6 +84,7 @@ class HttpServer(ThreadingHTTPServer):
     """Answers every request with ``answer`` until closed; one thread a connection."""
 
     daemon_threads = True
+    request_queue_size = 128  # of the usual 5 a crowd of clients has some that try again a second later
 
     def __init__(self, answer: Answer, port: int = 0) -> None:
         self.answer = answer

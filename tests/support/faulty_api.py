@@ -51,7 +51,7 @@ class ApiFault(StrEnum):
         if self is ApiFault.NONSENSE:
             return exchange.send(200, b"<html>a proxy that knows better</html>", "text/html")
         if self is ApiFault.TIMEOUT:
-            released.wait(20)
+            released.wait(60)
         if self is ApiFault.CUT:
             exchange.send_response(200)
             exchange.send_header("Content-Type", "application/json")
@@ -186,7 +186,7 @@ def ask(kubelet: Kubelet, verb: str, *claims: ClaimReference) -> dict[str, str]:
     return {claim.name: answers[claim.uid].error for claim in claims}
 
 
-def until_well(kubelet: Kubelet, verb: str, claim: ClaimReference, deadline_s: float = 20.0) -> list[str]:
+def until_well(kubelet: Kubelet, verb: str, claim: ClaimReference, deadline_s: float = 60.0) -> list[str]:
     """Ask again as the kubelet does until it is well; the errors on the way."""
     end, errors = time.monotonic() + deadline_s, []
     while error := ask(kubelet, verb, claim)[claim.name]:

@@ -21,6 +21,7 @@ from kubelet_plugin.protocol.generated import dra_v1_pb2, registration_v1_pb2
 from tests.support.kubelet import CUT, DEADLINE_S, PLUGIN, REGISTRATION, KnownClaim
 
 SCAN_S = 0.05
+REGISTER_S = 20.0
 
 
 @dataclass
@@ -93,11 +94,11 @@ class RollingKubelet:
     def _register(self, path: Path, inode: int) -> None:
         with connect(path) as channel:
             info = _call(channel, REGISTRATION, "GetInfo", registration_v1_pb2, "PluginInfo")
-            endpoint = Path(info(registration_v1_pb2.InfoRequest(), timeout=1.0).endpoint)
+            endpoint = Path(info(registration_v1_pb2.InfoRequest(), timeout=REGISTER_S).endpoint)
             with self._lock:
                 self._known.append(Known(path, inode, endpoint, connect(endpoint)))
             notify = _call(channel, REGISTRATION, "NotifyRegistrationStatus", registration_v1_pb2, STATUS_RESPONSE)
-            notify(registration_v1_pb2.RegistrationStatus(plugin_registered=True), timeout=1.0)
+            notify(registration_v1_pb2.RegistrationStatus(plugin_registered=True), timeout=REGISTER_S)
 
 
 STATUS_RESPONSE = "RegistrationStatusResponse"

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 from tests.harness.waiting import wait_for
 
-SOON_S = 30.0
+SOON_S = 60.0
 
 
 def eventually(predicate: Callable[[], object], what: str) -> None:
-    """Wait until ``predicate`` is true; fails after half a minute, saying ``what`` did not happen."""
+    """Wait until ``predicate`` is true; fails after a minute, saying ``what`` did not happen."""
     wait_for(predicate, SOON_S, what, interval_s=0.005)
 
 

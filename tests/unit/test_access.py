@@ -146,7 +146,7 @@ def test_the_node_plugin_loads_nothing_that_it_has_no_use_for(tmp_path: Path, au
         f"load_configuration(Path({str(path)!r}), {{}})\n"
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=True)
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert not UNUSED & set(loaded.stdout.split())
 
 

@@ -87,7 +87,7 @@ def test_a_thread_that_ended_is_named() -> None:
     dog.start(lasts)
     assert dog.look() is None
     dog.start(ends)
-    assert "ends has ended" in str(wait_for(dog.look, 5, "the thread that ended is noticed"))
+    assert "ends has ended" in str(wait_for(dog.look, 60, "the thread that ended is noticed"))
     stop.set()
     assert dog.look() is None
 
@@ -99,18 +99,18 @@ def test_work_that_does_not_end_is_named_and_work_that_fails_is_not() -> None:
 
     def work() -> None:
         begun.set()
-        go.wait(20)
+        go.wait(60)
         raise ApiError("refused")
 
     loop = dog.loops(Loop, watched)("publishing", work, 0.0)
     loop.notify()
     dog.start(loop.run)
-    assert begun.wait(10)
+    assert begun.wait(60)
     assert dog.look() is None
     clock.now += STUCK_S + 1
     assert dog.look() == f"publishing takes {STUCK_S + 1:.0f} s"
     go.set()
-    wait_for(lambda: watched.failure == "refused", 10, "the turn ended")
+    wait_for(lambda: watched.failure == "refused", 60, "the turn ended")
     assert dog.look() is None
     stop.set()
     loop.notify()

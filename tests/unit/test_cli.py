@@ -25,7 +25,7 @@ KUBECONFIG = {
     "current-context": "x",
 }
 
-START_S = 40.0
+START_S = 60.0
 """A process that shares two cores with everything else may take its time."""
 
 
@@ -108,7 +108,7 @@ def test_a_directory_that_cannot_be_made_is_exit_code_3(flags: list[str], tmp_pa
 def tessera(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A process of its own: what it leaves running would keep it from ending."""
     command = [str(Path(sys.executable).with_name("tessera")), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.long
@@ -139,7 +139,7 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.terminate()
-            process.communicate(timeout=30)
+            process.communicate(timeout=60)
 
 
 def prepare(socket: Path) -> str:
@@ -153,7 +153,7 @@ def prepare(socket: Path) -> str:
             request_serializer=dra_v1_pb2.NodePrepareResourcesRequest.SerializeToString,
             response_deserializer=dra_v1_pb2.NodePrepareResourcesResponse.FromString,
         )
-        return str(call(request, timeout=20).claims["1234"].error)
+        return str(call(request, timeout=60, wait_for_ready=True).claims["1234"].error)
 
 
 @pytest.mark.long

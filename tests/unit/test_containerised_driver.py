@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from tessera.hosts import open_host, refuse_beside_real_gpus
 from tests.harness.waiting import wait_for
 from tests.support.metrics import fetch
 from tests.support.node import NodeUnderTest, start_node
+from tests.support.ports import kept_port
 from tests.unit.test_scan import published
 
 DRIVER = Path("/run/nvidia/driver")
@@ -117,10 +118,9 @@ def settings(host: Path, **more: object) -> NodeSettings:
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        free = probe.getsockname()[1]
-    return int(free)
+def port() -> Iterator[int]:
+    with kept_port() as kept:
+        yield kept
 
 
 def test_a_plugin_that_starts_before_the_driver_waits_says_so_and_is_not_killed_for_it(
@@ -134,11 +134,11 @@ def test_a_plugin_that_starts_before_the_driver_waits_says_so_and_is_not_killed_
     waiting = threading.Thread(target=wait_for_driver, args=(wanted, stop), daemon=True)
     with caplog.at_level(logging.INFO):
         waiting.start()
-        wait_for(lambda: "waits for the NVIDIA driver of --driver-root" in caplog.messages, 10, "it says so")
+        wait_for(lambda: "waits for the NVIDIA driver of --driver-root" in caplog.messages, 60, "it says so")
         assert fetch(port, "/livez")[0] == 200
         assert "[-]driver failed" in fetch(port, "/readyz")[1]
         (host / "later").rename(version)
-        waiting.join(10)
+        waiting.join(60)
     assert not waiting.is_alive()
     assert caplog.messages[-1] == "the NVIDIA driver is there"
 
@@ -148,7 +148,7 @@ def test_waiting_for_the_driver_ends_with_the_process(tmp_path: Path) -> None:
     waiting = threading.Thread(target=wait_for_driver, args=(settings(tmp_path), stop), daemon=True)
     waiting.start()
     stop.set()
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,14 +215,21 @@ def test_missing_device_nodes_and_capability_files_are_named(simulated: Simulate
 def test_a_gpu_that_hangs_keeps_nobody_waiting_for_the_others(
     simulated: SimulatedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("driver.hardware.nvml_host.ANSWER_S", 0.5)
-    host = host_of(simulated)
-    simulated.faults.slow(2.0, "nvmlDeviceGetUUID", gpu=3, times=1)
+    monkeypatch.setattr("driver.hardware.nvml_host.ANSWER_S", 2.0)
+    go_on = threading.Event()
+
+    def hangs(handle: Any) -> str:
+        uuid = str(simulated.nvml.nvmlDeviceGetUUID(handle))
+        assert uuid != simulated.description.gpu_uuid(3) or go_on.wait(60)
+        return uuid
+
+    host = host_of(simulated, nvmlDeviceGetUUID=hangs)
     first, second = host.discover(), host.discover()
     assert [[gpu.index for gpu in each.gpus] for each in (first, second)] == [[0, 1, 2, 4, 5, 6, 7]] * 2
     assert [fault.reason for fault in (*first.faults, *second.faults)] == [
-        "it did not answer within 0.5 s",
-        "it has not answered for more than 0.5 s",
+        "it did not answer within 2 s",
+        "it has not answered for more than 2 s",
     ]
-    wait_for(lambda: len(host.discover().gpus) == 8, 10, "the GPU to be found again")
+    go_on.set()
+    wait_for(lambda: len(host.discover().gpus) == 8, 60, "the GPU to be found again")
     host.close()

@@ -67,14 +67,14 @@ def live(root: Path, trouble: ApiTrouble | None) -> FaultyApi:
             errors = until_well(kubelet, "Prepare", claim)
             assert all("resourceclaims/infer" in error or "default/infer" in error for error in errors), errors
             assert violations(plugin.facts()) == []
-            wait_for(lambda: PARTITION in plugin.published(), 20, "the held device was published", 0.01)
-            wait_for(lambda: "gpu-0" not in plugin.published(), 20, "what it takes was withdrawn", 0.01)
-            wait_for(lambda: plugin.told("infer"), 20, "the claim's status told of its device", 0.01)
-            wait_for(lambda: STALE not in api.folder(SLICES), 20, "the stale slice was deleted", 0.01)
+            wait_for(lambda: PARTITION in plugin.published(), 60, "the held device was published", 0.01)
+            wait_for(lambda: "gpu-0" not in plugin.published(), 60, "what it takes was withdrawn", 0.01)
+            wait_for(lambda: plugin.told("infer"), 60, "the claim's status told of its device", 0.01)
+            wait_for(lambda: STALE not in api.folder(SLICES), 60, "the stale slice was deleted", 0.01)
             assert until_well(kubelet, "Unprepare", claim) == []
             assert leftovers(plugin.facts()) == []
-            wait_for(lambda: "gpu-0" in plugin.published(), 20, "the whole GPU was offered again", 0.01)
-            wait_for(lambda: api.kinds["watch resourceslices"] > 1, 20, "a second watch", 0.01)
+            wait_for(lambda: "gpu-0" in plugin.published(), 60, "the whole GPU was offered again", 0.01)
+            wait_for(lambda: api.kinds["watch resourceslices"] > 1, 60, "a second watch", 0.01)
     return api
 
 
@@ -146,6 +146,6 @@ def test_while_the_api_server_refuses_every_connection_claims_can_still_be_given
             assert leftovers(plugin.facts()) == []
             api.up()
             until_well(kubelet, "Prepare", second)
-            wait_for(lambda: "gpu-0-mig-1g10gb-1" in plugin.published(), 20, "what is held was published", 0.01)
+            wait_for(lambda: "gpu-0-mig-1g10gb-1" in plugin.published(), 60, "what is held was published", 0.01)
             assert ask(kubelet, "Unprepare", second) == {"c1": ""}
             assert leftovers(plugin.facts()) == []

@@ -158,7 +158,7 @@ def test_several_api_servers_are_given_their_time(api: FencedApi, claims: Claims
         clock.advance(0.9)
         assert not job.done()
         clock.advance(0.1)
-        assert job.result(10).devices == {A}
+        assert job.result(60).devices == {A}
 
 
 def test_without_the_policy_it_goes_on_and_says_so(
@@ -278,7 +278,7 @@ def test_leaders_that_write_at_once_undo_nothing_of_each_other(api: FencedApi, c
     devices = [PoolDevice(POOL, f"gpu-{number}") for number in range(10, 40)]
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(fence.take_back, [device]) for device in devices for fence in (one, two)]
-        results = [job.result(30) for job in jobs]
+        results = [job.result(60) for job in jobs]
     assert all(len(result.devices) == 1 for result in results)
     assert api.fenced() == set(devices)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -22,6 +21,7 @@ from tests.support.api_server import SLICES, ObjectApi
 from tests.support.claims import DRIVER, NODE, result
 from tests.support.killable import KillablePlugin, Point, Zygote, zygote_in
 from tests.support.kubelet import KnownClaim
+from tests.support.ports import kept_port
 from tests.support.rolling_kubelet import Cycle, RollingKubelet, rounds
 
 AT_WORK, BACK = "at work on this node", "takes the node back"
@@ -97,7 +97,7 @@ class Site:
     def goes_on(self, more: int = 3) -> None:
         """Wait until every claim has been prepared so often again."""
         wanted = rounds(self.cycles) + more
-        wait_for(lambda: rounds(self.cycles) >= wanted, 30, "claims are prepared and unprepared")
+        wait_for(lambda: rounds(self.cycles) >= wanted, 60, "claims are prepared and unprepared")
 
     def all_well(self) -> None:
         """Every answer was right, and nothing is left of any claim."""
@@ -145,16 +145,10 @@ def _kubeconfig(server: str) -> dict[str, Any]:
     }
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def page(address: str, name: str) -> tuple[int, str]:
     """Status and text of a health page; 0 while nobody answers."""
     host, _, port = address.partition(":")
-    connection = HTTPConnection(host, int(port), timeout=10)
+    connection = HTTPConnection(host, int(port), timeout=60)
     with closing(connection), suppress(OSError):
         connection.request("GET", f"/{name}")
         answer = connection.getresponse()
@@ -163,8 +157,8 @@ def page(address: str, name: str) -> tuple[int, str]:
 
 
 def wait_at_work(site: Site, plugin: KillablePlugin) -> None:
-    wait_for(lambda: AT_WORK in plugin.log(), 20, f"{plugin.folder.name} is at work")
-    wait_for(lambda: site.known(plugin), 20, f"the kubelet knows {plugin.folder.name}")
+    wait_for(lambda: AT_WORK in plugin.log(), 60, f"{plugin.folder.name} is at work")
+    wait_for(lambda: site.known(plugin), 60, f"the kubelet knows {plugin.folder.name}")
 
 
 @pytest.mark.long
@@ -184,12 +178,12 @@ def test_no_call_fails_while_one_plugin_takes_over_from_another(site: Site) -> N
 @pytest.mark.long
 def test_a_plugin_that_takes_over_an_idle_node_writes_no_slice(site: Site) -> None:
     old = site.at_work("old")
-    wait_for(lambda: "published slices" in old.log(), 10, "the slices are there")
+    wait_for(lambda: "published slices" in old.log(), 60, "the slices are there")
     before = {name: item["metadata"]["resourceVersion"] for name, item in site.api.folder(SLICES).items()}
     written = site.written()
     new = site.at_work("new")
     old.end()
-    wait_for(lambda: "registered with the kubelet" in new.log(), 10, "the newcomer serves alone")
+    wait_for(lambda: "registered with the kubelet" in new.log(), 60, "the newcomer serves alone")
     assert site.written() == written
     assert {name: item["metadata"]["resourceVersion"] for name, item in site.api.folder(SLICES).items()} == before
 
@@ -201,10 +195,10 @@ def test_a_plugin_that_could_not_do_the_work_takes_nothing_from_one_that_does(si
     (claims / "later.json").write_text(
         '{"version": 2, "namespace": "a", "name": "b", "uid": "later", "phase": "prepared", "devices": []}'
     )
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{site.stack.enter_context(kept_port())}"
     new = site.plugin("new", health_address=address)
     new.start()
-    wait_for(lambda: "could not do the work itself" in new.log(), 10, "the newcomer says why it waits")
+    wait_for(lambda: "could not do the work itself" in new.log(), 60, "the newcomer says why it waits")
     assert "version is 2, this program reads version 1" in new.log()
     assert page(address, "livez")[0] == HTTPStatus.OK
     status, text = page(address, "readyz")
@@ -214,7 +208,7 @@ def test_a_plugin_that_could_not_do_the_work_takes_nothing_from_one_that_does(si
     assert not site.known(new)
     (claims / "later.json").unlink()
     wait_at_work(site, new)
-    wait_for(lambda: page(address, "readyz")[0] == HTTPStatus.OK, 10, "it is ready")
+    wait_for(lambda: page(address, "readyz")[0] == HTTPStatus.OK, 60, "it is ready")
     assert page(address, "livez")[0] == HTTPStatus.OK
     site.goes_on()
     assert site.cut == 0
@@ -226,7 +220,7 @@ def test_sockets_of_a_plugin_that_was_killed_are_removed_by_the_next(site: Site)
     dead.kill()
     assert plugin_socket(site.root / "kubelet" / "plugins" / DRIVER, "dead").exists()
     site.at_work("next")
-    wait_for(lambda: not site.known(dead), 10, "the kubelet forgets who is dead")
+    wait_for(lambda: not site.known(dead), 60, "the kubelet forgets who is dead")
     assert not plugin_socket(site.root / "kubelet" / "plugins" / DRIVER, "dead").exists()
 
 
@@ -277,7 +271,7 @@ def new_dies(site: Site, point: Point) -> None:
     site.goes_on()
     assert old.running
     new.start()
-    wait_for(lambda: old.log().count("hands over") >= 1, 20, "the next try")
+    wait_for(lambda: old.log().count("hands over") >= 1, 60, "the next try")
     wait_at_work(site, new)
     old.end()
     site.goes_on()

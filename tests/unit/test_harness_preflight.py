@@ -136,7 +136,7 @@ def test_who_comes_while_packages_are_being_installed_waits_and_installs_nothing
 
     monkeypatch.setattr(packages, "install_packages", install)
     ensure()
-    second.join(30)
+    second.join(60)
     assert installed == [["runc"]]
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from driver.hardware.simulator import SimulatedNode
+from driver.hardware.simulator import SimulatedNode, injection
 from driver.hardware.simulator.description import NodeDescription, load_description
 from driver.model.health import EventKind, GpuEvent, Trouble, written_time
 from driver.model.plan import ClearedFaults, PlanSpec
@@ -345,7 +346,12 @@ class TestHearing:
         assert event.xid == 48
 
     @pytest.mark.long
-    def test_a_gpu_that_hangs_while_it_is_looked_at_silences_no_other(self, ill: HealthUnderTest) -> None:
+    def test_a_gpu_that_hangs_while_it_is_looked_at_silences_no_other(
+        self, ill: HealthUnderTest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        go_on = threading.Event()
+        # However long the others take to be heard.
+        monkeypatch.setattr(injection, "time", SimpleNamespace(sleep=lambda _: go_on.wait(60)))
         ill.node.simulated.faults.slow(3, "nvmlDeviceGetMemoryInfo", gpu=1, times=1)
         heard: list[GpuEvent] = []
         looking = threading.Thread(target=ill.look)
@@ -354,6 +360,7 @@ class TestHearing:
             ill.node.simulated.faults.xid(2, 48)
             eventually(lambda: 48 in [event.xid for event in heard], "the XID is heard")
             assert looking.is_alive()
+        go_on.set()
         looking.join()
 
     def test_nothing_is_lost_between_two_waits(self, ill: HealthUnderTest) -> None:

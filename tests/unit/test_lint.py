@@ -422,5 +422,5 @@ def test_help_has_examples() -> None:
 def test_the_node_plugin_loads_neither_the_rules_nor_the_cel_engine() -> None:
     loaded = "[name for name in sys.modules if name.startswith(('deviceclasses', 'celpy', 'lark'))]"
     code = f"import sys, tessera.cli, tessera.node; print({loaded})"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout == "[]\n"

@@ -76,7 +76,7 @@ def run_all(work: object, count: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
 
 
@@ -85,9 +85,9 @@ def test_who_waits_for_whom_can_be_seen() -> None:
     with locks.hold(["GPU-1"], "claim default/slow"):
         late = threading.Thread(target=run_late, args=(locks,))
         late.start()
-        wait_for(locks.waits, 10, "somebody who waits")
+        wait_for(locks.waits, 60, "somebody who waits")
         [line] = locks.waits()
-    late.join(10)
+    late.join(60)
     assert line.startswith("claim default/late waits for GPU-1, which is in use by claim default/slow since ")
     assert locks.waits() == []
 
@@ -98,8 +98,8 @@ def test_a_long_wait_is_logged_and_ends_well(monkeypatch: pytest.MonkeyPatch, ca
     with locks.hold(["GPU-1"], "claim default/slow"):
         late = threading.Thread(target=run_late, args=(locks,))
         late.start()
-        wait_for(lambda: "waits" in caplog.messages, 10, "the line in the log")
-    late.join(10)
+        wait_for(lambda: "waits" in caplog.messages, 60, "the line in the log")
+    late.join(60)
     [record] = caplog.records
     assert vars(record)["work"] == "claim default/late"
     assert vars(record)["lock"] == "GPU-1"

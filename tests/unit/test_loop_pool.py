@@ -65,11 +65,11 @@ def test_a_change_during_the_work_is_worked_on_afterwards(pool: LoopPool) -> Non
     def work() -> None:
         rounds.append("once")
         began.set()
-        go_on.wait(30)
+        go_on.wait(60)
 
     loop = pool.loop("testing", work, 0.0)
     loop.notify()
-    assert began.wait(30)
+    assert began.wait(60)
     loop.notify()
     go_on.set()
     eventually(lambda: len(rounds) == 2, "worked a second time")

@@ -187,8 +187,8 @@ def test_waiting_for_a_lock_is_measured(measured: Measured) -> None:
     with locks.hold(["gpu"], "first"):
         assert measured.value("tessera_lock_wait_seconds_count") == 1
         second.start()
-        assert asks.wait(10)
-    second.join(10)
+        assert asks.wait(60)
+    second.join(60)
     assert measured.value("tessera_lock_wait_seconds_count") == 2
 
 

@@ -163,7 +163,7 @@ def scraped(folder: Path, command: list[str]) -> Iterator[int]:
             yield port_in(log, START_S)
         finally:
             process.terminate()
-            process.wait(20)
+            process.wait(60)
 
 
 @pytest.mark.long
@@ -173,7 +173,7 @@ def test_a_running_node_plugin_exports_what_the_docs_say(folder: Path) -> None:
         def unanswered() -> float:
             return total(families(port), "tessera_api_requests_total", code="error")
 
-        wait_for(unanswered, 20, "a request that nobody answers")
+        wait_for(unanswered, 60, "a request that nobody answers")
         found = families(port)
         assert {name: family.type for name, family in found.items()} == {n: t for n, (t, _) in documented().items()}
         assert found["tessera_gpus"].samples[0].value == 1

@@ -185,12 +185,12 @@ def test_a_plugin_beside_a_device_plugin_publishes_nothing_until_that_is_gone(
         plugin = PluginOnApi(root, api)
         store_node(api, gpu="1")
         with plugin.running():
-            wait_for(lambda: told(caplog), 20, "the neighbour is named")
-            wait_for(lambda: "00000-stale" not in api.folder(SLICES), 20, "slices are published")
+            wait_for(lambda: told(caplog), 60, "the neighbour is named")
+            wait_for(lambda: "00000-stale" not in api.folder(SLICES), 60, "slices are published")
             assert ours(plugin) == set()
             assert "owns all 1 GPUs" in told(caplog)[0]
             store_node(api, gpu="0")
-            wait_for(lambda: "gpu-0" in ours(plugin), 20, "the GPU is offered")
+            wait_for(lambda: "gpu-0" in ours(plugin), 60, "the GPU is offered")
 
 
 def test_a_slice_of_nvidias_driver_takes_its_gpu_away_from_new_claims(
@@ -199,7 +199,7 @@ def test_a_slice_of_nvidias_driver_takes_its_gpu_away_from_new_claims(
     with FaultyApi() as api, caplog.at_level(logging.INFO):
         plugin = PluginOnApi(root, api)
         with plugin.running():
-            wait_for(lambda: "gpu-0" in ours(plugin), 20, "the GPU is offered")
+            wait_for(lambda: "gpu-0" in ours(plugin), 60, "the GPU is offered")
             api.store(f"{SLICES}/theirs", spec=their_slice(uuid_of("gpu-0", api)))
 
             def closed() -> bool:
@@ -207,7 +207,7 @@ def test_a_slice_of_nvidias_driver_takes_its_gpu_away_from_new_claims(
                 devices = [d for s in specs if s["driver"] == DRIVER for d in s.get("devices") or ()]
                 return all(any(t["key"].endswith("/not-offered") for t in d.get("taints", ())) for d in devices)
 
-            wait_for(closed, 20, "what is published is closed to new claims")
+            wait_for(closed, 60, "what is published is closed to new claims")
             assert "the DRA driver gpu.nvidia.com" in told(caplog)[-1]
 
 
@@ -220,7 +220,7 @@ def test_a_socket_counts_while_somebody_listens_at_it(root: Path, caplog: pytest
             server.bind(str(folder / "nvidia-gpu.sock"))
             server.listen()
             with plugin.running():
-                wait_for(lambda: told(caplog), 20, "the neighbour is named")
+                wait_for(lambda: told(caplog), 60, "the neighbour is named")
                 assert "listens at device-plugins/nvidia-gpu.sock" in told(caplog)[0]
                 server.close()
-                wait_for(lambda: "gpu-0" in ours(plugin), 20, "the GPU is offered")
+                wait_for(lambda: "gpu-0" in ours(plugin), 60, "the GPU is offered")

@@ -178,14 +178,14 @@ def test_5_a_gpu_that_hangs_does_not_block_claims_on_the_others(tmp_path: Path) 
     def hang(step: Step, moment: Moment) -> None:
         if (step, moment) == (Step.CREATE_GPU_INSTANCE, "before") and threading.current_thread().name == "slow":
             hanging.set()
-            assert go_on.wait(30)
+            assert go_on.wait(60)
 
     node = start_node(tmp_path, observer=hang)
     slow = node.api.allocate("slow", SMALL)
     thread = threading.Thread(target=node.preparer.prepare, args=(slow,), name="slow")
     thread.start()
     try:
-        assert hanging.wait(30)
+        assert hanging.wait(60)
         for gpu in range(1, 8):
             claim = node.api.allocate(f"quick-{gpu}", f"gpu-{gpu}-mig-1g10gb-6")
             node.preparer.prepare(claim)
@@ -193,7 +193,7 @@ def test_5_a_gpu_that_hangs_does_not_block_claims_on_the_others(tmp_path: Path) 
         assert thread.is_alive()
     finally:
         go_on.set()
-        thread.join(30)
+        thread.join(60)
     assert wrong(node) == []
 
 

@@ -260,7 +260,7 @@ def test_what_somebody_was_given_though_it_was_to_go_is_told_at_once(writing: Wr
 
 
 def test_no_plan_waits_for_the_writing_of_another() -> None:
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=60)
 
     class Slow(Server):
         def _answer(self, exchange: Exchange) -> None:

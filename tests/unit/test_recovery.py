@@ -223,7 +223,7 @@ def run_at_once(*calls: Callable[[], object]) -> list[BaseException | None]:
     outcome: list[BaseException | None] = [None] * len(calls)
 
     def run(index: int) -> None:
-        start.wait(10)
+        start.wait(60)
         try:
             calls[index]()
         except RecoverableError as error:
@@ -233,7 +233,7 @@ def run_at_once(*calls: Callable[[], object]) -> list[BaseException | None]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     return outcome
 

@@ -33,7 +33,7 @@ class Work:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.meet = threading.Barrier(1, timeout=10)
+        self.meet = threading.Barrier(1, timeout=60)
 
     def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
         self._do(reference)
@@ -67,7 +67,7 @@ class Kubelet:
             request_serializer=type(request).SerializeToString,
             response_deserializer=getattr(messages, f"Node{verb}ResourcesResponse").FromString,
         )
-        return dict(method(request, timeout=10, wait_for_ready=True).claims)
+        return dict(method(request, timeout=60, wait_for_ready=True).claims)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_very_long_references_are_answered(serve: Callable[..., Kubelet], node: 
 
 def test_eight_claims_of_one_call_are_worked_on_at_once(serve: Callable[..., Kubelet]) -> None:
     work = Work()
-    work.meet = threading.Barrier(8, timeout=10)
+    work.meet = threading.Barrier(8, timeout=60)
     claims = [("default", f"good-{i}", f"u{i}") for i in range(8)]
     assert not any(answer.error for answer in serve(work).call(dra_v1_pb2, "Prepare", claims).values())
 
@@ -211,7 +211,7 @@ def test_a_pod_with_a_good_and_a_bad_claim_on_real_parts(serve: Callable[..., Ku
 
 def test_a_running_call_ends_before_the_server_does(tmp_path: Path) -> None:
     work = Work()
-    work.meet = threading.Barrier(2, timeout=10)
+    work.meet = threading.Barrier(2, timeout=60)
     service = DraService(work)
     server = SocketServer(tmp_path / "dra.sock", service.handlers())
     kubelet = Kubelet(tmp_path / "dra.sock")
@@ -225,7 +225,7 @@ def test_a_running_call_ends_before_the_server_does(tmp_path: Path) -> None:
     stopper.start()
     work.meet.wait()
     for thread in (caller, stopper):
-        thread.join(10)
+        thread.join(60)
     service.close()
     kubelet.channel.close()
     assert answers[0]["u1"].error == ""
@@ -251,14 +251,14 @@ def test_registration_tells_who_where_and_which_versions_newest_first(tmp_path: 
             "/pluginregistration.Registration/GetInfo",
             request_serializer=registration_messages.InfoRequest.SerializeToString,
             response_deserializer=registration_messages.PluginInfo.FromString,
-        )(registration_messages.InfoRequest(), timeout=10)
+        )(registration_messages.InfoRequest(), timeout=60)
         notify = channel.unary_unary(
             "/pluginregistration.Registration/NotifyRegistrationStatus",
             request_serializer=registration_messages.RegistrationStatus.SerializeToString,
             response_deserializer=registration_messages.RegistrationStatusResponse.FromString,
         )
-        notify(registration_messages.RegistrationStatus(plugin_registered=True), timeout=10)
-        notify(registration_messages.RegistrationStatus(plugin_registered=False, error="no such version"), timeout=10)
+        notify(registration_messages.RegistrationStatus(plugin_registered=True), timeout=60)
+        notify(registration_messages.RegistrationStatus(plugin_registered=False, error="no such version"), timeout=60)
     server.stop()
     assert (info.type, info.name, info.endpoint) == ("DRAPlugin", "gpu.tessera.dev", str(tmp_path / "dra.sock"))
     health = ["v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth"]

@@ -245,7 +245,7 @@ def test_a_slow_cut_holds_up_neither_other_gpus_nor_readers(tmp_path: Path) -> N
 
     def sleep(_: float) -> None:
         cutting.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
 
     slow = Latency(0, 0, create_gpu_instance=1, create_compute_instance=0)
     node = SimulatedNode.open(load_description("dgx-h100"), tmp_path, latency=slow, sleep=sleep)
@@ -253,7 +253,7 @@ def test_a_slow_cut_holds_up_neither_other_gpus_nor_readers(tmp_path: Path) -> N
     gpu = enable_mig(node.nvml)
     cutter = threading.Thread(target=create, args=(node.nvml, gpu, G3, 0, 4))
     cutter.start()
-    assert cutting.wait(20)
+    assert cutting.wait(60)
 
     assert gpu_instances(node.nvml, gpu) == {}
     other = SimulatedNode.attach(tmp_path, latency=ZERO_LATENCY)

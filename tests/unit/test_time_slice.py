@@ -121,7 +121,7 @@ def test_a_tool_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
     root, began = driver_root(tmp_path, "exec sleep 30"), time.monotonic()
     with pytest.raises(HardwareError, match=r"gave no answer in 0\.2 s"):
         TimeSliceTool(root).set(UUID, TimeSlice.LONG)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 def test_a_driver_root_of_its_own_brings_its_library_and_follows_its_own_links(tmp_path: Path) -> None:

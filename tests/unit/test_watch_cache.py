@@ -344,7 +344,7 @@ def test_changes_are_told_with_key_old_and_new_value_and_only_when_the_value_cha
         put_pod(api, "one", "late", team="grey")
         api.drop("/api/v1/namespaces/one/pods/late")
         put_pod(api, "one", "nobody")
-        assert cache.wait_for_version(put_pod(api, "one", "nobody", phase="Failed"), 10)
+        assert cache.wait_for_version(put_pod(api, "one", "nobody", phase="Failed"), 60)
     late = Key("one", "late")
     assert told == [
         [Change(Key("one", "early"), None, "red")],
@@ -386,7 +386,7 @@ def test_an_empty_list_is_told_too_so_that_waiting_for_it_ends(api: SliceApi) ->
 
 def test_a_version_is_reached_when_its_event_was_processed_even_if_nothing_of_it_is_kept(api: SliceApi) -> None:
     with teams(api, []) as cache:
-        assert cache.wait_for_version(put_pod(api, "one", "nobody"), 10)
+        assert cache.wait_for_version(put_pod(api, "one", "nobody"), 60)
         assert cache.resource_version == api._version
 
 
@@ -401,7 +401,7 @@ def test_a_version_is_reached_only_after_the_change_was_told(api: SliceApi) -> N
 
     def slow(changes: Sequence[Change[str]]) -> None:
         if changes:
-            going_on.wait(10)
+            going_on.wait(60)
             told_at.append(True)
 
     cache = WatchCache(api.server.client(), PODS, Pod, team, slow)
@@ -411,7 +411,7 @@ def test_a_version_is_reached_only_after_the_change_was_told(api: SliceApi) -> N
         eventually(lambda: cache.get(Key("one", "pod")), "the value is there")
         assert not cache.wait_for_version(version, 0.01)
         going_on.set()
-        assert cache.wait_for_version(version, 10)
+        assert cache.wait_for_version(version, 60)
         assert told_at
 
 
@@ -433,7 +433,7 @@ def test_the_late_answer_to_a_write_does_not_bring_back_what_was_deleted_since(a
         watching(api)
         stored = api.put("slice")
         api.remove("slice")
-        assert cache.wait_for_version(api._version, 10)
+        assert cache.wait_for_version(api._version, 60)
         cache.observe(stored)
         assert not cache.snapshot()
 
