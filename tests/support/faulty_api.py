@@ -150,12 +150,12 @@ class PluginOnApi:
             self._wait_for_end(others)
 
     def _wait_for_end(self, others: set[threading.Thread]) -> None:
-        """Of every thread of the plugin: what it works on is removed next."""
-        names = ("plugin", "NodePlugin.", "Listener.", "Scanner.")
+        """Of every thread of the plugin: what it works on is removed next, and its log is the next test's."""
+        lasting = ("Thread-", "nvml")  # the server's, and one that waits for questions about GPUs
 
         def over() -> bool:
             self.api.end_watches()  # again and again: one may be begun by a thread that had just not seen the stop
-            return not any(each.name.startswith(names) for each in set(threading.enumerate()) - others)
+            return all(each.name.startswith(lasting) for each in set(threading.enumerate()) - others)
 
         eventually(over, "the plugin's threads have ended")
 
