@@ -18,6 +18,7 @@ from kubelet_plugin.scan import Choice
 from tests.support.care import Care
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest, start_node
+from tests.support.running import eventually
 
 PUBLISHED = Choice(publish_existing=True)
 SMALL = "gpu-0-mig-1g10gb-6"
@@ -233,9 +234,9 @@ def test_a_hung_release_does_not_keep_others_from_being_released(
                 node.preparer.unprepare(claim)
     with node.locks.hold([node.node.inventory.gpus[0].uuid], "something that hangs"):
         Care(node).look()
-        assert node.records() == [f"{claims[0].uid}.json"]
+        eventually(lambda: node.records() == [f"{claims[0].uid}.json"], "the other one is released")
     Care(node).look()
-    assert node.nothing_left()
+    eventually(node.nothing_left, "both are released")
 
 
 def refuse(self: CdiDirectory, uid: str) -> None:

@@ -23,6 +23,7 @@ from driver.web import Endpoint
 from tessera.cli import main
 from tests.harness.waiting import wait_for
 from tests.support.metrics import families, fetch, port_in, total
+from tests.support.ports import kept_port
 from tests.unit.test_cli import KUBECONFIG, START_S
 from tests.unit.test_metrics import documented
 
@@ -81,10 +82,12 @@ def test_every_address_of_the_machine_means_both_families() -> None:
 
 
 def test_a_port_is_free_again_after_the_endpoint_was_closed() -> None:
-    with served(CollectorRegistry()) as port, pytest.raises(EnvironmentFault, match=f":{port}: can't listen there"):
-        metrics_endpoint(CollectorRegistry(), ListenAddress("127.0.0.1", port))
-    with served(CollectorRegistry(), ListenAddress("127.0.0.1", port)):
-        assert fetch(port)[0] == 200
+    with kept_port() as port:
+        address, taken = ListenAddress("127.0.0.1", port), pytest.raises(EnvironmentFault, match=f":{port}: can't")
+        with served(CollectorRegistry(), address), taken:
+            metrics_endpoint(CollectorRegistry(), address)
+        with served(CollectorRegistry(), address):
+            assert fetch(port)[0] == 200
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "a..b", "192.0.2.1"])

@@ -107,7 +107,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "RESCAN_S", 0.2)
     monkeypatch.setattr(scan, "PAUSE_S", 0.1)
     monkeypatch.setattr(listening, "WAIT_S", 0.3)
-    monkeypatch.setattr(nvml_host, "ANSWER_S", 0.3)
+    monkeypatch.setattr(nvml_host, "ANSWER_S", 1.0)
     monkeypatch.setattr(soundness, "LATE_S", 3.0)
 
 
