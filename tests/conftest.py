@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-settings.register_profile("full", deadline=None, print_blob=True)
-settings.register_profile("fast", deadline=None, max_examples=20, derandomize=True)
+settings.register_profile("full", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fast", settings.get_profile("full"), max_examples=20, derandomize=True, print_blob=False)
 settings.load_profile(os.environ.get("TESSERA_EXAMPLES", "full"))
 
 # A shell that starts us in the background ignores Ctrl-C on our behalf, and so would all that tests start.

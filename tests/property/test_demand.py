@@ -8,7 +8,7 @@ from functools import cache
 from itertools import combinations, product
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.demand import demand_of
@@ -91,10 +91,6 @@ def checked(demand: Demand, there: Situation, selector: str) -> None:
         assert len({uuid.split("/")[0] for uuid in group}) == 1
 
 
-some = settings(suppress_health_check=[HealthCheck.too_slow])
-
-
-@some
 @given(situations(), st.sampled_from(SELECTORS), st.integers(1, 3))
 def test_demand_names_exactly_the_gpus_whose_devices_match_by_direct_evaluation(
     there: Situation, selector: str, count: int
@@ -110,7 +106,6 @@ def test_demand_names_exactly_the_gpus_whose_devices_match_by_direct_evaluation(
         checked(demand, there, selector)
 
 
-@some
 @given(situations(), st.sampled_from(SELECTORS), st.integers(1, 3), st.booleans())
 def test_a_claim_is_satisfiable_where_some_set_of_free_devices_of_one_node_would_do(
     there: Situation, selector: str, count: int, one_gpu: bool
@@ -153,7 +148,6 @@ def beside(entry: FleetGpu, devices: list[Device]) -> bool:
     return True
 
 
-@some
 @given(situations(), st.lists(st.sampled_from(SELECTORS[:5]), max_size=6))
 def test_counts_add_up_over_claims(there: Situation, selectors: list[str]) -> None:
     for number, selector in enumerate(selectors):
@@ -167,7 +161,6 @@ def test_counts_add_up_over_claims(there: Situation, selectors: list[str]) -> No
     assert given_out == asked
 
 
-@some
 @given(situations(), st.sampled_from(SELECTORS), st.sampled_from(NODES))
 def test_demand_stays_on_the_nodes_where_the_pod_may_run(there: Situation, selector: str, node: str) -> None:
     for name in NODES:
@@ -180,7 +173,6 @@ def test_demand_stays_on_the_nodes_where_the_pod_may_run(there: Situation, selec
         assert {uuid.split("/")[0] for uuid in named} == {node}
 
 
-@some
 @given(situations(), st.lists(st.sampled_from(SELECTORS[:7]), min_size=2, max_size=3))
 def test_several_requests_are_satisfiable_where_one_node_has_free_devices_for_all_of_them(
     there: Situation, selectors: list[str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from controller.curation import Curator
@@ -69,7 +69,6 @@ def _gpu(node: str, number: int, shares: int, held: tuple[int, ...]) -> FleetGpu
     return entry
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.tuples(nodes, nodes), st.lists(wanted, min_size=1, max_size=3), RULES, st.booleans())
 @example([EMPTY, EMPTY], [(FULL, 2), (profile("1g.10gb"), 1)], None, True)
 @example([EMPTY, EMPTY], [(FULL, 1), (profile("7g.80gb"), 2)], None, False)

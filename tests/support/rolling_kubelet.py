@@ -79,12 +79,20 @@ class RollingKubelet:
 
     def _run(self) -> None:
         while not self._stop.wait(SCAN_S):
-            found = {path: path.stat().st_ino for path in self._registry.glob("*.sock") if path.exists()}
+            found = self._sockets()
             for known in [k for k in self._known if found.get(k.socket) != k.inode]:
                 self._forget(known)
             for path in found.keys() - {known.socket for known in self._known}:
                 with suppress(grpc.RpcError, FileNotFoundError):
                     self._register(path, found[path])
+
+    def _sockets(self) -> dict[Path, int]:
+        """Those that are there, and their inodes; any may go while they are looked at."""
+        found: dict[Path, int] = {}
+        for path in self._registry.glob("*.sock"):
+            with suppress(FileNotFoundError):
+                found[path] = path.stat().st_ino
+        return found
 
     def _forget(self, known: Known) -> None:
         with self._lock:
