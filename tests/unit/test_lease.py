@@ -277,7 +277,7 @@ def test_what_the_leader_raises_ends_the_election_after_giving_up_the_lease(api:
             raised.append(error)
 
     with in_thread(run):
-        eventually(lambda: raised, "the defect shows")
+        clock.run_until(lambda: raised, "the defect shows")
     assert "holderIdentity" not in spec(api)
 
 
