@@ -84,12 +84,13 @@ def test_a_thread_that_ended_is_named() -> None:
     def ends(_: threading.Event) -> None:
         pass
 
-    dog.start(lasts)
+    lasting = dog.start(lasts)
     assert dog.look() is None
     dog.start(ends)
     assert "ends has ended" in str(wait_for(dog.look, 60, "the thread that ended is noticed"))
     stop.set()
     assert dog.look() is None
+    lasting.join(60)
 
 
 def test_work_that_does_not_end_is_named_and_work_that_fails_is_not() -> None:
@@ -104,7 +105,7 @@ def test_work_that_does_not_end_is_named_and_work_that_fails_is_not() -> None:
 
     loop = dog.loops(Loop, watched)("publishing", work, 0.0)
     loop.notify()
-    dog.start(loop.run)
+    working = dog.start(loop.run)
     assert begun.wait(60)
     assert dog.look() is None
     clock.now += STUCK_S + 1
@@ -114,6 +115,7 @@ def test_work_that_does_not_end_is_named_and_work_that_fails_is_not() -> None:
     assert dog.look() is None
     stop.set()
     loop.notify()
+    working.join(60)  # what it still has to log is not for the next test
 
 
 def test_a_step_that_does_not_end_is_named() -> None:

@@ -19,6 +19,7 @@ from tests.harness.packages import Package, missing_packages
 from tests.harness.preflight import GB, Machine, failures
 from tests.harness.progress import SILENT, Progress
 from tests.harness.settings import Settings
+from tests.support.ports import kept_port
 
 PORTS_LINE = (
     "ports: port 443 is taken on every loopback address; "
@@ -180,14 +181,12 @@ def test_networks_do_not_overlap() -> None:
 
 
 def test_a_port_in_use_is_evaded() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        port = server.getsockname()[1]
-        assert not is_free("127.0.0.1", port)
-        other = choose_port("127.0.0.1", port)
-    assert other != port
-    assert choose_port("127.0.0.1", port) == port
+    with kept_port() as port:
+        with socket.create_server(("127.0.0.1", port)):
+            assert not is_free("127.0.0.1", port)
+            other = choose_port("127.0.0.1", port)
+        assert other != port
+        assert choose_port("127.0.0.1", port) == port
 
 
 @pytest.mark.parametrize("name", ["", "Upper", "-a", "a-", "a_b", "../x", "a" * 21])
