@@ -20,7 +20,7 @@ from tests.support import plugin_zygote
 
 READY_S = 60.0
 DEAD_S = 60.0
-STOPPED_S = 30.0
+STOPPED_S = 60.0
 
 
 class Point(NamedTuple):

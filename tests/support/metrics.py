@@ -19,7 +19,7 @@ def fetch(port: int, path: str = "/metrics", method: str = "GET", host: str = "1
     """Status and body of any request."""
     request = urllib.request.Request(f"http://{host}:{port}{path}", method=method)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
