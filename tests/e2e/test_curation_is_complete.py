@@ -143,7 +143,7 @@ def test_a_pod_gets_another_device_where_an_admin_has_tainted_what_is_offered(fl
     assert rules
     claim: dict[str, Any] = {"metadata": {"name": "full"}, "spec": {"devices": {"requests": [FULL]}}}
     pod = pod_with("pod", [{"name": "full", "resourceClaimName": "full"}], tolerations=[{"operator": "Exists"}])
-    found = fleets.run_curated(Case("taint", [pod], [claim]), lambda seen: bool(seen.bound), PATIENCE_S)
+    found = fleets.run_curated(Case("taint", [pod], [claim]), lambda seen: bool(seen.bound), 60)
     fleets.forget(fleets.sides[CURATED])
     for rule in rules:
         fleets.cluster.api.request("DELETE", f"{RULES}/{rule}")
