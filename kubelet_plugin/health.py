@@ -21,7 +21,7 @@ from driver.model.health import Ailment, EventKind, GpuEvent, Trouble
 from driver.model.plan import ClearedFaults, PlanSpec
 from driver.model.xid import meaning_of
 from kubelet_plugin import faults
-from kubelet_plugin.faults import Record
+from kubelet_plugin.faults import FaultKind, Record
 from kubelet_plugin.health_file import HealthFile
 from kubelet_plugin.inventory import Inventory
 
@@ -172,9 +172,12 @@ class Health:
         return any(news)
 
     def _ailments(self) -> dict[str, tuple[Ailment, ...]]:
-        """What is wrong, by GPU: faults as they were found, then what is noted of devices, then the cordon."""
+        """What is wrong, by GPU: faults as they were found, then what is noted of devices, then the cordon.
+
+        What NVML says a GPU needs comes after its other faults: it follows from them, even where it is seen first.
+        """
         found: dict[str, list[Ailment]] = {}
-        for fault in self._record.faults:
+        for fault in sorted(self._record.faults, key=lambda each: each.kind is FaultKind.RECOVERY):
             found.setdefault(fault.gpu, []).append(fault.ailment())
         for (name, kind), (reason, stamp) in sorted(self._notes.items()):
             device = self._inventory.device(name)

@@ -2,6 +2,9 @@
 
 NVML refuses to wait on a set as soon as one of its GPUs is lost, so then a new set is made of those that can still be
 reached. What the old one had is heard first: an event may be told twice, and none is lost.
+
+Only a GPU that answered when it was last looked at is asked for anything: one that hangs would keep us there, and the
+events of all others with it.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class Events:
         self._nvml = nvml
         self._lock = threading.Lock()
         self._set: Any | None = None
+        self._answering: set[str] = set()
         self._registered: set[str] = set()
         self._uuids: dict[int | None, str] = {}
         self._left: deque[GpuEvent] = deque()
@@ -52,6 +56,7 @@ class Events:
         """Hear of this GPU from now on; one that can't be reached just now is tried again at the next wait."""
         with self._lock, suppress(pynvml.NVMLError):
             self._uuids[_address(handle)] = uuid
+            self._answering.add(uuid)
             if uuid in self._registered:
                 return
             if self._set is None:
@@ -62,7 +67,8 @@ class Events:
     def keep(self, uuids: Collection[str]) -> None:
         """These GPUs answer; any other has to be registered anew when it is back."""
         with self._lock:
-            self._registered &= set(uuids)
+            self._answering = set(uuids)
+            self._registered &= self._answering
 
     def wait(self, handles: Mapping[str, Any], timeout_s: float) -> GpuEvent | None:
         """The next event of one of the GPUs (by UUID), or None in time. Without events it is just a pause."""
@@ -90,7 +96,8 @@ class Events:
 
     def _register_all(self, handles: Mapping[str, Any]) -> None:
         for uuid, handle in handles.items():
-            self.register(uuid, handle)
+            if uuid in self._answering:
+                self.register(uuid, handle)
 
     def _renew(self, handles: Mapping[str, Any]) -> None:
         with self._lock:

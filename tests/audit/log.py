@@ -20,6 +20,9 @@ BOUNDARY = re.compile(r"ValidatingAdmissionPolicy 'own-|resourceclaims/(driver|b
 AUTHORIZER = re.compile(r"is forbidden: User .* cannot ")
 """In the message of a refusal that is."""
 
+STARTING = "not yet ready to handle request"
+"""In the message with which an API server refuses any write until it knows its admission policies: it waits 10 s."""
+
 
 @dataclass
 class Asked:

@@ -17,7 +17,7 @@ from tests.support.workloads import CLAIMS, request
 
 SERVICE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
 
-CONNECT_S = 10.0
+CONNECT_S = 60.0
 DEADLINE_S = 45.0
 """The kubelet's own."""
 

@@ -21,7 +21,7 @@ from tests.support.plugin import SLICES
 from tests.support.published import DRIVER, devices_in, discover, slices_of
 from tests.support.scheduling import Scheduling, asked, matching
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 DOCS = Path(__file__).parents[2] / "docs" / "attributes.md"
 NODES = ("a100-pcie-bridged", "dgx-a100", "dgx-h100", "gb200-nvl72-tray", "l40s-8", "rtx-pro-6000-8")

@@ -15,7 +15,7 @@ from tests.support.chart import CHART, RELEASE, Object, Values, rendered
 from tests.support.control_plane import control_plane
 from tests.support.helm import helm
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 NAMESPACE = "tessera"
 OTHER_NAMESPACE = "2026"

@@ -22,7 +22,7 @@ from tests.support.plugin import DRIVER
 from tests.support.running import eventually, in_thread
 from tests.support.workloads import CLAIMS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 NODE = "node-a"
 

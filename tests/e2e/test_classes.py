@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from tests.support.published import DRIVER, discover
 from tests.support.scheduling import SCHEDULED_S, Offering, Scheduling, asked, forget
 from tests.support.workloads import CLAIMS, PODS, PROJECT, TEMPLATES, is_gone
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 CLASSES = "/apis/resource.k8s.io/v1/deviceclasses"
 QUOTAS = "/api/v1/namespaces/default/resourcequotas"
@@ -59,7 +60,8 @@ def cluster() -> Iterator[Cluster]:
         install(running)
         running.apply(nic_class())
         # The policy is in force some milliseconds after it was created.
-        wait_for(partial(refusal, running, asked(DEV, count=2)), SCHEDULED_S, "the policy in force")
+        two = "two shares of one GPU"
+        wait_for(lambda: two in refusal(running, asked(DEV, count=2)), SCHEDULED_S, "the policy in force")
         yield running
 
 
@@ -514,53 +516,76 @@ def scheduling_trouble(cluster: Cluster, pod: str) -> str:
     return next((str(each["message"]) for each in conditions if "denied request" in each.get("message", "")), "")
 
 
+MANY = 32
+"""The most that a claim may ask for, and more than any quota here allows."""
+
+
 def in_force(cluster: Cluster, quota: str) -> bool:
     """Whether the quota's controller has counted what there is."""
     return "used" in status_of(cluster, quota)
 
 
-def test_the_quota_example_limits_every_class(cluster: Cluster) -> None:
-    quotas = example("quota")
-    for quota in quotas:
-        cluster.api.post(QUOTAS, quota)
+@contextmanager
+def limited(cluster: Cluster, quotas: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """With these quotas inside the block. The API server judges by its own copy of them, which is of a moment ago."""
     paths = [f"{QUOTAS}/{quota['metadata']['name']}" for quota in quotas]
     try:
+        for quota in quotas:
+            cluster.api.post(QUOTAS, quota)
         for path in paths:
             wait_for(partial(in_force, cluster, path), SCHEDULED_S, f"{path} in force")
-        hard = {key: int(number) for quota in quotas for key, number in quota["spec"]["hard"].items()}
-        assert hard.keys() == {f"{name}.deviceclass.resource.k8s.io/devices" for name in SHIPPED}
-        for name in SHIPPED:
-            limit = hard[f"{name}.deviceclass.resource.k8s.io/devices"]
-            constraints = [DIFFERENT_GPUS] if name == DEV else []
-            assert limit == 0 or refusal(cluster, asked(name, count=limit), constraints=constraints) == ""
-            message = refusal(cluster, asked(name, count=limit + 1), constraints=constraints)
-            assert "exceeded quota" in message
-            assert f"limited: {name}.deviceclass.resource.k8s.io/devices={limit}" in message
+        yield
     finally:
         for path in paths:
             cluster.api.request("DELETE", path)
+        for name in SHIPPED:
+            wait_taken(cluster, name, MANY)
+
+
+def said_to(cluster: Cluster, name: str, count: int) -> str:
+    constraints = [DIFFERENT_GPUS] if name == DEV else []
+    return refusal(cluster, asked(name, count=count), constraints=constraints)
+
+
+def wait_taken(cluster: Cluster, name: str, count: int) -> None:
+    """Wait until the API server would take a claim for so many."""
+    wait_for(lambda: not said_to(cluster, name, count), SCHEDULED_S, f"{count} {name} allowed")
+
+
+def wait_refused(cluster: Cluster, name: str, count: int, told: str) -> None:
+    """Wait until it says this to such a claim."""
+    wait_for(lambda: told in said_to(cluster, name, count), SCHEDULED_S, f"of {count} {name}: {told}")
+
+
+def test_the_quota_example_limits_every_class(cluster: Cluster) -> None:
+    quotas = example("quota")
+    hard = {key: int(number) for quota in quotas for key, number in quota["spec"]["hard"].items()}
+    assert hard.keys() == {f"{name}.deviceclass.resource.k8s.io/devices" for name in SHIPPED}
+    with limited(cluster, quotas):
+        for name in SHIPPED:
+            limit = hard[f"{name}.deviceclass.resource.k8s.io/devices"]
+            wait_refused(cluster, name, limit + 1, f"limited: {name}.deviceclass.resource.k8s.io/devices={limit}")
+            assert "exceeded quota" in said_to(cluster, name, limit + 1)
+            if limit:
+                wait_taken(cluster, name, limit)
 
 
 def test_quota_refuses_a_second_claim_and_counts_every_alternative(cluster: Cluster) -> None:
     keys = {name: f"{name}.deviceclass.resource.k8s.io/devices" for name in (TRAINING, DEV, SMALL)}
     hard = dict.fromkeys(keys.values(), "1")
-    cluster.api.post(QUOTAS, {"metadata": {"name": "one-each"}, "spec": {"hard": hard}})
-    created = []
-    try:
-        wait_for(partial(in_force, cluster, f"{QUOTAS}/one-each"), SCHEDULED_S, "quota in force")
-        for name, request in (("training", asked(TRAINING)), ("dev", alternatives(DEV, SMALL))):
-            spec = {"devices": {"requests": [request]}}
-            cluster.api.post(CLAIMS, {"metadata": {"name": name}, "spec": spec})
-            created.append(f"{CLAIMS}/{name}")
-        for name, key in keys.items():
-            told = f"exceeded quota: one-each, requested: {key}=1, used: {key}=1"
-
-            def refused(name: str = name, told: str = told) -> bool:
-                return told in refusal(cluster, asked(name))
-
-            wait_for(refused, SCHEDULED_S, told)  # the API server may judge by a count of a moment ago
-    finally:
-        for path in (*created, f"{QUOTAS}/one-each"):
-            cluster.api.request("DELETE", path)
-    for path in created:
+    paths = [f"{CLAIMS}/training", f"{CLAIMS}/dev"]
+    with limited(cluster, [{"metadata": {"name": "one-each"}, "spec": {"hard": hard}}]):
+        for name in keys:
+            wait_taken(cluster, name, 1)
+        try:
+            for name, request in (("training", asked(TRAINING)), ("dev", alternatives(DEV, SMALL))):
+                spec = {"devices": {"requests": [request]}}
+                cluster.api.post(CLAIMS, {"metadata": {"name": name}, "spec": spec})
+            for name, key in keys.items():
+                wait_refused(cluster, name, 1, f"exceeded quota: one-each, requested: {key}=1, used: {key}=1")
+        finally:
+            for path in paths:
+                if not is_gone(cluster, path):
+                    cluster.api.request("DELETE", path)
+    for path in paths:
         wait_for(partial(is_gone, cluster, path), SCHEDULED_S, f"{path} gone")

@@ -11,7 +11,7 @@ from tests.conformance.__main__ import rows_of
 from tests.conformance.judge import Judge, judging
 from tests.conformance.table import Row
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 ASKED = 25
 RENEW = "renew the table with `make conformance` and see what our engine says of the difference"

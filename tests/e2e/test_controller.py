@@ -15,7 +15,7 @@ from tests.support.controller import ControllerProcess, plugins
 from tests.support.plugin import PluginFlags, PluginProcess
 from tests.support.scheduling import Scheduling, asked
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 SMALL, TRAINING = "gpu-inference-1g-10gb", "gpu-training"
 EVERYTHING = 208
@@ -77,7 +77,7 @@ def full_gpus_asked_for(controller: ControllerProcess) -> int:
 def test_with_a_controller_two_of_each_kind_are_offered_and_plans_are_readable(
     cluster: Cluster, nodes: list[PluginProcess], controller: ControllerProcess
 ) -> None:
-    assert set(offered(nodes).values()) == {2}
+    wait_for(lambda: set(offered(nodes).values()) == {2}, SOON_S, "two of each kind")
     assert wait_for(lambda: told(controller) == 2 * KINDS, SOON_S, "the plans' summaries")
     table = cluster.kubectl("get", "gpunodeplans").splitlines()
     assert table[0].split() == ["NAME", "MODE", "GPUS", "HELD", "OFFERED", "DEDICATED", "PAUSED", "AGE"]

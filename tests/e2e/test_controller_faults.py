@@ -16,7 +16,7 @@ from tests.harness.waiting import DeadlineError, wait_for
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
 from tests.support.faults import Circumstances, FaultyController, Point, signal_scheduler
-from tests.support.field import FULL, LARGE, MIDDLE, PROMISED_S, SMALL, Field, field, take_lease
+from tests.support.field import FULL, LARGE, MIDDLE, SERVED_S, SMALL, SOON_S, Field, field, take_lease
 from tests.support.partition import Wire
 from tests.support.slow_watches import SlowWatches
 
@@ -106,9 +106,9 @@ class Succession:
             take_lease(self._cluster)
         waiting = self._nodes.ask(SMALL, BEYOND_K)
         name = ", then ".join(map(str, points))
-        self.took[name] = self._nodes.served(*self._jobs, *waiting, within_s=PROMISED_S + 5)
+        self.took[name] = self._nodes.served(*self._jobs, *waiting, within_s=SERVED_S)
         self._nodes.untouched()
-        wait_for(lambda: not self._nodes.fenced_though_offered(), PROMISED_S, f"{name}: nothing offered is fenced")
+        wait_for(lambda: not self._nodes.fenced_though_offered(), SOON_S, f"{name}: nothing offered is fenced")
         self._nodes.jobs.end(*waiting)
         # Only then may there be another candidate: who is served from what was offered before says nothing of this.
         wait_for(standby.leads, 60, f"{name}: the next leads")
@@ -189,7 +189,7 @@ def surplus(nodes: Field, cluster: Cluster) -> None:
     """Many small devices are offered on the second node, and then nobody wants them."""
     with nobody_schedules(cluster):
         impatient = nodes.ask(SMALL, MANY, node="n2")
-        wait_for(lambda: len(nodes.offered_on("n2", SMALL_PROFILE)) >= MANY, PROMISED_S, "offers for all of them")
+        wait_for(lambda: len(nodes.offered_on("n2", SMALL_PROFILE)) >= MANY, SOON_S, "offers for all of them")
         nodes.jobs.end(*impatient)
 
 
@@ -218,7 +218,7 @@ def test_a_plan_that_a_stopped_leader_writes_late_touches_nothing_that_was_given
     quiet.served(*more)
     quiet.kubelets.working.set()
     quiet.untouched()
-    wait_for(lambda: all(map(quiet.kubelets.settled, jobs + more)), PROMISED_S, "all are prepared")
+    wait_for(lambda: all(map(quiet.kubelets.settled, jobs + more)), SOON_S, "all are prepared")
     assert not quiet.kubelets.refused
 
 
@@ -229,11 +229,11 @@ def test_a_fence_that_a_stopped_leader_writes_late_keeps_nobody_waiting(
     first = stopped_while_taking_back(quiet, cluster, start, Point("fence", "before"))
     with nobody_schedules(cluster):
         jobs = quiet.ask(SMALL, MANY, node="n2")
-        wait_for(lambda: len(quiet.offered_on("n2", SMALL_PROFILE)) >= MANY, PROMISED_S, "offers for all of them")
+        wait_for(lambda: len(quiet.offered_on("n2", SMALL_PROFILE)) >= MANY, SOON_S, "offers for all of them")
         before = quiet.fenced()
         first.signal(signal.SIGCONT)
-        wait_for(lambda: quiet.fenced() != before, PROMISED_S, "the late fence")
-    quiet.served(*jobs, within_s=2 * PROMISED_S)
+        wait_for(lambda: quiet.fenced() != before, SOON_S, "the late fence")
+    quiet.served(*jobs, within_s=2 * SERVED_S)
     quiet.untouched()
 
 
@@ -252,7 +252,7 @@ def test_a_leader_that_is_cut_off_gives_way_and_does_no_harm_when_it_is_back(
         print(f"cut off: who waited was served after {took:.1f} s")
         quiet.untouched()
         wire.mend()
-        wait_for(lambda: "leadership lost" in first.log.read_text(), PROMISED_S, "the first gives way")
+        wait_for(lambda: "leadership lost" in first.log.read_text(), SOON_S, "the first gives way")
         decisions = [seen for seen in first.seen() if seen.point == ("decide", "before")]
         quiet.served(*quiet.ask(SMALL, BEYOND_K))
         quiet.untouched()
@@ -273,8 +273,8 @@ def test_a_controller_that_hears_late_harms_nothing(
         for _ in range(6):
             jobs = stir(quiet, jobs)
             jobs += quiet.ask(SMALL, BEYOND_K)
-            took.append(quiet.served(*jobs[-BEYOND_K:], within_s=PROMISED_S + 3 * watches.delay_s))
-            quiet.served(*jobs, within_s=PROMISED_S + 3 * watches.delay_s)
+            took.append(quiet.served(*jobs[-BEYOND_K:], within_s=SERVED_S + 3 * watches.delay_s))
+            quiet.served(*jobs, within_s=SERVED_S + 3 * watches.delay_s)
             quiet.untouched()
         print(f"{resource} 3 to 6 s late: served after {min(took):.1f} to {max(took):.1f} s")
         watches.delay_s = 0.0
@@ -287,7 +287,7 @@ def test_a_node_that_ignores_its_plan_harms_nobody_and_what_waits_is_served_else
     leading(quiet, start("first"))
     holders = [*quiet.ask(MIDDLE, 2, node="n1"), *quiet.ask(SMALL, node="n2")]
     quiet.served(*holders)
-    wait_for(lambda: all(map(quiet.kubelets.settled, holders)), PROMISED_S, "they are prepared")
+    wait_for(lambda: all(map(quiet.kubelets.settled, holders)), SOON_S, "they are prepared")
     quiet.kubelets.working.clear()
     os.kill(quiet.nodes[0].pid, signal.SIGSTOP)
     try:
@@ -296,7 +296,7 @@ def test_a_node_that_ignores_its_plan_harms_nobody_and_what_waits_is_served_else
         os.kill(quiet.nodes[0].pid, signal.SIGCONT)
         quiet.kubelets.working.set()
     print(f"one of two nodes ignores its plan: served after at most {max(took):.1f} s")
-    wait_for(lambda: all(map(quiet.kubelets.settled, quiet.jobs.names)), PROMISED_S, "all are prepared")
+    wait_for(lambda: all(map(quiet.kubelets.settled, quiet.jobs.names)), SOON_S, "all are prepared")
     assert not quiet.kubelets.refused
     quiet.untouched()
 

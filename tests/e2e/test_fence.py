@@ -186,7 +186,7 @@ def test_a_full_config_map_is_accepted_and_makes_an_allocation_hardly_slower(
         times = [
             timeit.timeit(lambda: allocate(scheduler, claim, *devices, dry_run=True), number=1) for _ in range(100)
         ]
-        return statistics.median(times) * 1000
+        return min(times) * 1000  # what else the machine does says nothing of the fence
 
     before = took_ms()
     fenced.add(many)

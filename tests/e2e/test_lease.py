@@ -25,7 +25,7 @@ from tests.support.partition import Wire
 from tests.support.running import in_thread
 from tests.support.workloads import CLAIMS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_a_node_sees_the_controllers_heart_beat_with_the_right_to_that_lease_alo
         heart.beat()
         wait_for(watch.alive, 60, "alive")
         lease = cluster.api.get(f"{leases('tessera')}/tessera-controller-heartbeat")
-        assert watch._cache.wait_for_version(int(lease["metadata"]["resourceVersion"]), 5)
+        assert watch._cache.wait_for_version(int(lease["metadata"]["resourceVersion"]), 60)
 
 
 def events_of(cluster: Cluster, name: str) -> list[dict[str, object]]:

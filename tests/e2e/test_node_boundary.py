@@ -22,7 +22,7 @@ from tests.support.control_plane import control_plane
 from tests.support.plugin import DRIVER, SLICES
 from tests.support.workloads import CLAIMS, request
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 CONFIG_MAPS = "/api/v1/namespaces/tessera/configmaps"
 EVENTS = "/api/v1/namespaces/default/events"

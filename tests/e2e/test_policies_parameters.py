@@ -19,7 +19,7 @@ from tests.support.control_plane import control_plane
 from tests.support.plugin import DRIVER
 from tests.support.workloads import CLAIMS, TEMPLATES, request
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 Object = dict[str, Any]
 

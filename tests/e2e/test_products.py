@@ -18,7 +18,7 @@ from tests.support.control_plane import control_plane
 from tests.support.plugin import SLICES
 from tests.support.published import devices_in, discover, slices_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 DEVICES_PER_SLICE = 64
 """Of a slice whose devices consume counters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +44,15 @@ def devices_by_node(cluster: Cluster) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_a_pod_runs_on_a_fleet_and_ctrl_c_leaves_nothing_of_it(cluster: Cluster) -> None:
+def end(fleet: subprocess.Popen[bytes]) -> None:
+    """Wait for its end, but not for ever, as Popen itself would where the block ends."""
+    try:
+        fleet.wait(READY_S)
+    except subprocess.TimeoutExpired:
+        fleet.kill()
+
+
+def test_a_pod_runs_on_a_fleet_and_ctrl_c_leaves_nothing_of_it(cluster: Cluster, tmp_path: Path) -> None:
     workloads = Workloads(cluster)
     command = [
         TESSERA,
@@ -56,7 +65,8 @@ def test_a_pod_runs_on_a_fleet_and_ctrl_c_leaves_nothing_of_it(cluster: Cluster)
         "--kubeconfig",
         str(cluster.kubeconfig),
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as fleet:
+    log = tmp_path / "fleet.log"
+    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as fleet:
         try:
             wait_for(lambda: len(names(cluster, FLEET_NODES)) == NODES, READY_S, "the fleet's nodes are there")
             wait_for(lambda: len(devices_by_node(cluster)) == NODES, READY_S, "every node publishes")
@@ -68,7 +78,8 @@ def test_a_pod_runs_on_a_fleet_and_ctrl_c_leaves_nothing_of_it(cluster: Cluster)
             workloads.end_pods("one")
         finally:
             fleet.send_signal(signal.SIGINT)
-        said, _ = fleet.communicate(timeout=READY_S)
+            end(fleet)
+    said = log.read_text()
     assert fleet.returncode == 0, said
     assert "all of it is removed" in said
     assert not names(cluster, FLEET_NODES)

@@ -10,7 +10,7 @@ import urllib3
 
 from driver.errors import ApiError
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 MERGE_PATCH = "application/merge-patch+json"
 
 

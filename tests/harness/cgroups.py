@@ -59,20 +59,26 @@ class Cgroups:
         Raises EnvironmentFault where v2 controllers can't be handed down to it.
         """
         for mount in self.mounts:
-            parent = mount
-            for element in Path(group).parts:
-                if self.unified:
-                    _delegate(parent)
-                parent = _make_child(parent, element)
+            try:
+                self._create(mount, group)
+            except FileNotFoundError:  # the end of another cluster has taken the folder that all share away
+                self._create(mount, group)
+
+    def _create(self, mount: Path, group: str) -> None:
+        parent = mount
+        for element in Path(group).parts:
             if self.unified:
-                _check_delegated(parent)
+                _delegate(parent)
+            parent = _make_child(parent, element)
+        if self.unified:
+            _check_delegated(parent)
 
     def processes(self, group: str) -> set[int]:
         """The process ids in ``group`` and below it, in any hierarchy."""
         files = (file for folder in self._folders(group) for file in folder.rglob("cgroup.procs"))
         return {int(pid) for file in files for pid in _read(file).split()}
 
-    def kill(self, group: str, deadline_s: float = 10.0) -> None:
+    def kill(self, group: str, deadline_s: float = 60.0) -> None:
         """SIGKILL everything in ``group`` until it is empty; raises EnvironmentFault if that takes too long."""
         end = time.monotonic() + deadline_s
         while pids := self.processes(group):
@@ -82,7 +88,7 @@ class Cgroups:
                 raise EnvironmentFault(f"processes in cgroup {group} survive SIGKILL: {sorted(pids)}")
             time.sleep(0.02)
 
-    def remove(self, group: str, deadline_s: float = 5.0) -> None:
+    def remove(self, group: str, deadline_s: float = 60.0) -> None:
         """Remove ``group`` and all below it from every hierarchy. It must be empty of processes."""
         end = time.monotonic() + deadline_s
         while folders := [folder for top in self._folders(group) for folder in _deepest_first(top)]:

@@ -26,7 +26,8 @@ from tests.harness.settings import Settings, check_name
 from tests.harness.state import ClusterState, cluster_directories, read_state
 from tests.harness.waiting import wait_for
 
-NODE_READY_S = 90.0
+NODE_READY_S = 180.0
+POD_S = 120.0
 KUBECTL_S = 300.0
 TOKEN_S = 24 * 3600
 
@@ -138,10 +139,12 @@ class Cluster:
         self.api.post("/api/v1/nodes", node_object(name, labels))
         node = self.api.patch(f"/api/v1/nodes/{name}/status", ready_status(capacity))
         # Until its controllers have seen it Ready they keep it tainted, and the scheduler away from it.
-        return wait_for(lambda: self._ready_node(name) or None, 30, f"node object {name} without taints") or node
+        return (
+            wait_for(lambda: self._ready_node(name) or None, NODE_READY_S, f"node object {name} without taints") or node
+        )
 
     def wait_pod(
-        self, name: str, phase: str = "Running", namespace: str = "default", deadline_s: float = 90
+        self, name: str, phase: str = "Running", namespace: str = "default", deadline_s: float = POD_S
     ) -> dict[str, Any]:
         """Wait until the pod is in ``phase`` and return it; DeadlineError shows its last status."""
         path = f"/api/v1/namespaces/{namespace}/pods/{name}"
@@ -157,7 +160,7 @@ class Cluster:
         wait_for(arrived, deadline_s, f"pod {namespace}/{name} {phase}")
         return seen
 
-    def wait_pod_gone(self, name: str, namespace: str = "default", deadline_s: float = 90) -> None:
+    def wait_pod_gone(self, name: str, namespace: str = "default", deadline_s: float = POD_S) -> None:
         """Wait until there is no such pod."""
         path = f"/api/v1/namespaces/{namespace}/pods/{name}"
         wait_for(lambda: self._is_gone(path), deadline_s, f"pod {namespace}/{name} gone")

@@ -19,8 +19,8 @@ from tests.harness.readiness import Probe, accepts, http_ok, log_end, wait_ready
 from tests.harness.state import ClusterState
 from tests.harness.usual_places import UsualPlaces
 
-READY_S = 60.0
-COMMAND_S = 60.0
+READY_S = 180.0
+COMMAND_S = 180.0
 """For one call of ctr, an exec in a container included."""
 
 

@@ -15,7 +15,7 @@ from tests.harness.processes import ProcessRecord
 from tests.harness.waiting import POLL_S
 
 LOG_LINES = 20
-PROBE_TIMEOUT_S = 2.0
+PROBE_TIMEOUT_S = 10.0
 
 Probe = Callable[[], bool]
 

@@ -20,7 +20,7 @@ CDI = Path("/run/cdi")
 TESSERA = Path("/var/lib/tessera")
 """Where simulated GPUs of a pod are."""
 HOLDER = ["/usr/bin/unshare", "--mount", "--propagation", "private", "/bin/sleep", "infinity"]
-READY_S = 10.0
+READY_S = 60.0
 
 
 def places(node: NodeLayout) -> dict[Path, Path]:
@@ -39,9 +39,8 @@ class UsualPlaces:
     def open(self) -> None:
         """Make the namespace and the mounts in it."""
         holder = self._table.spawn(self._name, HOLDER, self._log)
-        wait_for(
-            lambda: _mounts_of(holder.pid) != _mounts_of("self"), READY_S, f"a mount namespace for {self._node.name}"
-        )
+        # It becomes ``sleep`` when the namespace is its own in every respect; before, mounts in it might spread.
+        wait_for(lambda: _name_of(holder.pid) == "sleep", READY_S, f"a mount namespace for {self._node.name}")
         for place, own in places(self._node).items():
             for folder in (place, own):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -66,5 +65,5 @@ def _namespace(holder: ProcessRecord) -> str:
     return f"/proc/{holder.pid}/ns/mnt"
 
 
-def _mounts_of(pid: int | str) -> str:
-    return str(Path(f"/proc/{pid}/ns/mnt").readlink())
+def _name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()

@@ -29,7 +29,7 @@ AT_ONCE = 96
 
 WARM_S = 60.0
 DRAINED_S = 60.0
-SCRAPED_S = 10.0
+SCRAPED_S = 60.0
 NOTHING = Things(0, 0, 0, 0, 0)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from driver.errors import ApiError
 from driver.model.plan import PATH
 from tests.harness.cluster import Cluster
-from tests.harness.processes import STOP_GRACE_S, ProcessRecord, ProcessTable, kill, stop
-from tests.support.plugin import REFUSED, TESSERA, PluginFlags, PluginProcess, bare_node
+from tests.harness.processes import ProcessRecord, ProcessTable, kill, stop
+from tests.support.plugin import REFUSED, STOPPED_S, TESSERA, PluginFlags, PluginProcess, bare_node
 
 QUICK = ("--linger-s", "0.5")
 """Offers go sooner than they need to, so that tests needn't wait."""
@@ -50,7 +50,7 @@ class ControllerProcess:
         kill(self._records())
 
     def stop(self) -> None:
-        stop(self._records(), STOP_GRACE_S)
+        stop(self._records(), STOPPED_S)
 
     def refused(self) -> list[str]:
         """Lines of its log about a right that it lacks."""

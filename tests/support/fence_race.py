@@ -81,7 +81,7 @@ def without_fence(client: KubeClient, claims: ClaimsCache) -> Callable[[Collecti
     canary = Canary(client, "tessera")
 
     def take_back(devices: Collection[PoolDevice]) -> Withdrawable:
-        assert claims.wait_for_version(canary.touch(), 10)
+        assert claims.wait_for_version(canary.touch(), 60)
         held = frozenset(devices).intersection(claims.held())
         return Withdrawable(frozenset(devices) - held, held)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tests.harness.cluster import Cluster
-from tests.harness.processes import STOP_GRACE_S, ProcessRecord, ProcessTable, kill, stop, wait_gone
+from tests.harness.processes import ProcessRecord, ProcessTable, kill, stop, wait_gone
 from tests.harness.waiting import wait_for
 
 DRIVER = "gpu.tessera.dev"
@@ -19,6 +19,11 @@ SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 TESSERA = str(Path(sys.executable).with_name("tessera"))
 
 READY_S = 60.0
+
+STOPPED_S = 60.0
+"""What is killed instead of ending by itself leaves its sockets, its Lease and all that an uninstall should take."""
+
+COMMAND_S = 120.0
 
 REFUSED = "is forbidden: User"
 """What the API server says to a request for which the ServiceAccount has no right."""
@@ -140,7 +145,7 @@ class PluginProcess:
 
     def stop(self) -> None:
         """SIGTERM, and wait until it is gone; stopping twice is fine."""
-        stop(self._started(), STOP_GRACE_S)
+        stop(self._started(), STOPPED_S)
 
     def restart(self) -> None:
         self.stop()
@@ -171,6 +176,21 @@ class PluginProcess:
     def everything_offered(self) -> bool:
         """Whether all eight GPUs are offered whole: nothing is held then, and nothing is about to be published."""
         return {f"gpu-{number}" for number in range(8)} <= self.devices().keys()
+
+    def holds_something(self) -> bool:
+        """Whether its slices, all of them, say that something is held."""
+        devices = self.devices()
+        return bool(devices) and not {f"gpu-{number}" for number in range(8)} <= devices.keys()
+
+    def faults_of_gpus(self) -> dict[str, list[dict[str, Any]]]:
+        """What it keeps of faults, by GPU, of those of which it also knows what NVML says they need."""
+        file = self.state_dir / "health.json"
+        kept = json.loads(file.read_text())["record"] if file.exists() else {"faults": [], "actions": {}}
+        found: dict[str, list[dict[str, Any]]] = {}
+        for fault in kept["faults"]:
+            if fault["gpu"] in kept["actions"]:
+                found.setdefault(fault["gpu"], []).append(fault)
+        return found
 
     def registered(self) -> bool:
         """Whether the kubelet accepted this process (and not an earlier one)."""
@@ -207,7 +227,7 @@ class PluginProcess:
 
     def _sim(self, command: str, *arguments: str) -> str:
         whole = [TESSERA, "sim", command, "--host-root", str(self.host_root), *arguments]
-        return subprocess.run(whole, capture_output=True, text=True, check=True, timeout=30).stdout
+        return subprocess.run(whole, capture_output=True, text=True, check=True, timeout=COMMAND_S).stdout
 
     def _started(self) -> list[ProcessRecord]:
         """The process started last, running or not; empty before the first start."""

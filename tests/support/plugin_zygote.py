@@ -99,8 +99,11 @@ def main(address: str) -> None:
     # Hundreds of plugins wait for these in turn; but not the caretaker: it must find nothing to repair after a kill.
     publisher.COALESCE_S = status_writer.COALESCE_S = 0.005
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
+        # Whoever sees the address may connect: it gets its name when somebody listens.
+        unnamed = Path(address).with_name("z")
+        listener.bind(str(unnamed))
         listener.listen()
+        unnamed.rename(address)
         children: list[int] = []
         warmed = False
         while True:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from driver.errors import ApiError
 from driver.model.device import Device, DeviceKind, number_gpus, share_index
 from driver.model.gpu import Gpu
 from driver.slices.build import build_slices, slice_object
@@ -20,6 +21,8 @@ from tests.support.published import DRIVER
 from tests.support.workloads import CLAIMS, PODS, is_gone
 
 SCHEDULED_S = 60.0
+
+REFUSAL = "cannot allocate all claims"
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,9 @@ class Scheduling:
         return self.cluster.api.get(f"{CLAIMS}/{self.name}")
 
     def refused(self) -> str:
-        """Why the scheduler gave nothing, once it says so."""
-        return wait_for(self._reason, SCHEDULED_S, "the scheduler's refusal")
+        """Why the scheduler gave nothing, once it has looked at what there is: its first word may be of another matter,
+        a node that it has only just heard of, say."""
+        return wait_for(self._reason, SCHEDULED_S, f'the scheduler to say "{REFUSAL}"')
 
     def forget(self) -> None:
         """Delete pod and claim, and wait until the devices are free again."""
@@ -98,7 +102,10 @@ class Scheduling:
         assert self._results() == []
         for condition in self.cluster.api.get(f"{PODS}/{self.name}")["status"].get("conditions", ()):
             if condition["type"] == "PodScheduled" and condition["status"] == "False":
-                return str(condition["message"])
+                message = str(condition["message"])
+                if REFUSAL not in message:
+                    raise ApiError(message)
+                return message
         return ""
 
 

@@ -56,6 +56,7 @@ def test_what_a_test_asks_with_the_token_counts_for_nothing(tmp_path: Path) -> N
     ("code", "message", "refused"),
     [
         (403, 'configmaps "tessera-fence" is forbidden', True),
+        (403, 'configmaps "tessera-fence" is forbidden: not yet ready to handle request', False),
         (422, "ValidatingAdmissionPolicy 'own-fence.gpu.tessera.dev' denied request", True),
         (422, 'changing status.devices requires resource="resourceclaims/driver"', True),
         (422, "ValidatingAdmissionPolicy 'tessera-fence' denied request: is taking back", False),

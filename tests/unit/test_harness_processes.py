@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from driver.errors import EnvironmentFault
-from tests.harness import cleanup, host, processes
+from tests.harness import cgroups, cleanup, host, processes
 from tests.harness.cgroups import Cgroups
 from tests.harness.guard import _still_of
 from tests.harness.mounts import mounts_below
@@ -258,6 +258,44 @@ def test_v2_controllers_that_are_not_handed_down_are_a_fault(tmp_path: Path) -> 
     with pytest.raises(EnvironmentFault, match="cpu, cpuset, memory, pids can't be handed down"):
         Cgroups((v2,), unified=True).create("top/cluster")
     assert (v2 / "cgroup.subtree_control").read_text() == "+pids", "the last of one write each"
+
+
+def test_a_cgroup_of_all_clusters_that_goes_with_another_one_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, gone = cgroups._make_child, list[Path]()
+
+    def going(parent: Path, element: str) -> Path:
+        if element == "mine" and not gone:
+            gone.append(parent)
+            parent.rmdir()
+        return made(parent, element)
+
+    monkeypatch.setattr(cgroups, "_make_child", going)
+    Cgroups((tmp_path,), unified=False).create("top/mine")
+    assert gone == [tmp_path / "top"]
+    assert (tmp_path / "top/mine").is_dir()
+
+
+def test_a_log_link_of_another_cluster_may_go_while_ours_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links, ours = tmp_path / "links", tmp_path / "ours"
+    links.mkdir()
+    for name in ("a", "b", "c"):
+        (links / name).symlink_to((ours if name == "c" else tmp_path) / name)
+    is_link = Path.is_symlink
+
+    def going(link: Path) -> bool:
+        found = is_link(link)
+        if link.name != "c":
+            link.unlink()
+        return found
+
+    monkeypatch.setattr(cleanup, "CONTAINER_LOG_LINKS", links)
+    monkeypatch.setattr(Path, "is_symlink", going)
+    cleanup._remove_log_links(ours)
+    assert not list(links.iterdir())
 
 
 HEADLESS = """

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from driver.hardware.patient import Patient
 from driver.hardware.simulator import SimulatedNode, injection
 from driver.hardware.simulator.description import NodeDescription, load_description
 from driver.model.health import EventKind, GpuEvent, Trouble, written_time
@@ -327,6 +328,12 @@ def test_the_taint_says_when_by_the_nodes_own_clock(ill: HealthUnderTest) -> Non
 class TestHearing:
     """Events reach whoever listens, whatever else is wrong with the node."""
 
+    def test_the_cause_is_told_although_what_it_makes_the_gpu_need_is_seen_first(self, ill: HealthUnderTest) -> None:
+        ill.node.simulated.faults.xid(0, 48)
+        ill.look()  # by its timer, just before the event is heard
+        ill.hear()
+        assert set(ill.taints().values()) == {"xid-48"}
+
     def test_a_lost_gpu_silences_no_other(self, ill: HealthUnderTest) -> None:
         ill.node.simulated.faults.lose_gpu(0)
         for number in (48, 119):
@@ -362,6 +369,22 @@ class TestHearing:
             assert looking.is_alive()
         go_on.set()
         looking.join()
+
+    def test_a_gpu_that_hangs_for_good_silences_no_other(
+        self, ill: HealthUnderTest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        let_go = threading.Event()
+        monkeypatch.setattr("driver.hardware.simulator.injection.time", SimpleNamespace(sleep=lambda _: let_go.wait()))
+        monkeypatch.setattr(ill.node.node.host, "_patient", Patient(0.1))
+        ill.node.simulated.faults.slow(1, gpu=1)
+        ill.look()
+        heard: list[GpuEvent] = []
+        with in_thread(Listener(ill.node.node.host, heard.append).run, lambda: ill.node.simulated.faults.xid(2, 13)):
+            ill.node.simulated.faults.xid(2, 48)
+            try:
+                eventually(lambda: 48 in [event.xid for event in heard], "the XID is heard")
+            finally:
+                let_go.set()
 
     def test_nothing_is_lost_between_two_waits(self, ill: HealthUnderTest) -> None:
         numbers = list(range(200, 210))
