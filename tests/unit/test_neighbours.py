@@ -242,7 +242,7 @@ def test_readiness_is_asked_for_in_the_moment_in_which_a_neighbour_is_found(root
         watch = NeighbourWatch(api.server.client(), *everything)
         inventory: Any = SimpleNamespace(gpus=[SimpleNamespace(uuid="GPU-a")], note_owned=lambda _: False)
         watch.serve(inventory, lambda: 0)
-        with in_thread(watch.cache.run), in_thread(watch.run, watch.wake):
+        with in_thread(watch.cache.run, api.end_watches), in_thread(watch.run, watch.wake):
             wait_for(lambda: watch.look() is None, 20, "nobody is there")
             store_node(api, gpu="1")
             wait_for(lambda: watch.look() is not None, 20, "somebody is")
