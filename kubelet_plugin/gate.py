@@ -32,6 +32,9 @@ STREAMS = frozenset(
     for _, messages in health_service.VERSIONS
 )
 
+PASSED_ON = (("tessera-passed-on", "1"),)
+"""Metadata of a call that another process has passed on."""
+
 Handlers = Sequence[grpc.GenericRpcHandler]
 
 
@@ -124,9 +127,12 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[misc]
         owner = self._owner()
         if owner is None:
             return None
+        if PASSED_ON[0] in map(tuple, context.invocation_metadata()):
+            # It could come back to where a thread waits for it, for as long as it may take where all threads do.
+            return _refuse(context, grpc.StatusCode.UNAVAILABLE, "another plugin is at work by now")
         try:
             with connect(owner) as channel:
-                answer: bytes = channel.unary_unary(method)(request, timeout=left)
+                answer: bytes = channel.unary_unary(method)(request, timeout=left, metadata=PASSED_ON)
                 return answer
         except grpc.RpcError as error:
             if error.code() in CUT:

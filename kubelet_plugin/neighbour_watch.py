@@ -133,7 +133,8 @@ class NeighbourWatch:
             return "it is not known yet who else hands out GPUs of this node"
         if self._mode is Neighbours.EXCLUDE or not self._owned:
             return None
-        return "; ".join(sorted({self._said[each.name] for each in self._owned.values()}))
+        said = self._said  # a moment behind what is owned
+        return "; ".join(sorted({said.get(each.name, str(each)) for each in self._owned.values()}))
 
     def run(self, stop: threading.Event) -> None:
         """Look until ``stop`` is set (then call ``wake``)."""

@@ -9,6 +9,7 @@ docs/upgrade.md.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ TAKEN_S = 5.0
 """How long a plugin that has handed over leaves the node to whom it did."""
 
 ASK_AGAIN_S = 1.0
+"""Each time the newcomer looks at its Node and all GPUs before, and the plugin at work keeps claims waiting."""
 
 SUCCESSOR_S = 5.0
 """How long a plugin that ends waits until the kubelet knows the one that stays."""
@@ -111,21 +113,26 @@ class Instance:
         self._remove_dead_sockets()
 
     def _wait_for_node(self, lasting: ExitStack) -> None:
-        asking, warned = True, ""
+        awake = lasting.enter_context(ExitStack())
+        again, warned = 0.0, ""
         while not self._stop.is_set() and not self._take():
             owner = self._ownership.owner()
-            answer = self._ask(owner, lasting) if asking and owner is not None else Answer(Said.SILENT)
-            if answer.said is Said.UNABLE:
-                asking = False
-                self._relay(answer.why)
-            elif answer.said is not Said.HANDED_OVER and answer.why not in ("", warned):
-                warned = self._waiting_for = answer.why
-                log.warning("waits for the plugin at work to hand over", extra={"atWork": str(owner), "why": warned})
-            self._stop.wait(ASK_AGAIN_S if answer.said is Said.NOT_YET else LOOK_S)
+            if owner is not None and time.monotonic() >= again:
+                answer = self._ask(owner, awake)
+                again = time.monotonic() + ASK_AGAIN_S
+                if answer.said is Said.UNABLE:
+                    again = math.inf
+                    self._relay(answer.why)
+                elif answer.said is not Said.HANDED_OVER and answer.why not in ("", warned):
+                    warned = self._waiting_for = answer.why
+                    log.warning(
+                        "waits for the plugin at work to hand over", extra={"atWork": str(owner), "why": warned}
+                    )
+            self._stop.wait(LOOK_S)
 
-    def _ask(self, owner: Path, lasting: ExitStack) -> Answer:
+    def _ask(self, owner: Path, awake: ExitStack) -> Answer:
         try:
-            preflight.check(self._settings, lasting)
+            preflight.check(self._settings, awake)
         except RecoverableError as error:
             return Answer(Said.NOT_YET, f"could not do the work itself: {error}")
         with observed(self._observer, HandOver.ASK):

@@ -14,14 +14,15 @@ from tessera.node import USER_AGENT
 from tessera.node_parts import choice_of
 
 
-def check(settings: NodeSettings, lasting: ExitStack) -> None:
+def check(settings: NodeSettings, awake: ExitStack) -> None:
     """Only reads. Raises RecoverableError for what may pass, FatalError for what will not.
 
-    The driver's library stays open as long as ``lasting``: GPUs that nobody uses take seconds to wake.
+    The driver's library stays open in ``awake`` until the next check: GPUs that nobody uses take seconds to wake.
     """
     check_readable(settings.state_dir)
     owner_reference(KubeClient(load_configuration(settings.kubeconfig), USER_AGENT), settings.node_name)
     with ExitStack() as stack:
         host, _ = stack.enter_context(open_host(settings, lasting=True))
         Scanner(host, choice_of(settings)).discover()
-        lasting.push(stack.pop_all())
+        awake.close()
+        awake.push(stack.pop_all())

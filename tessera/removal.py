@@ -48,7 +48,11 @@ class Removal:
 
     def recall(self) -> None:
         """Tell them that it was not meant: they offer again."""
-        self.client.patch(self._lease(HEARTBEAT), {"metadata": {"annotations": {LEAVING: None}}})
+        try:
+            self.client.patch(self._lease(HEARTBEAT), {"metadata": {"annotations": {LEAVING: None}}})
+        except ApiError as error:
+            if error.status != NOT_FOUND:  # nobody has been told yet
+                raise
 
     def publishing(self) -> dict[str, list[str]]:
         """The slices that there are, by node."""
@@ -91,3 +95,8 @@ class Removal:
         except ApiError as error:
             if error.status != NOT_FOUND:
                 raise
+
+
+def taking_back(namespace: str) -> str:
+    """The command by which nodes offer again."""
+    return f"kubectl -n {namespace} annotate lease {HEARTBEAT} {LEAVING}-"

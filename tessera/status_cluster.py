@@ -8,13 +8,15 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from driver.kube.heartbeat import HEARTBEAT, SILENT_S
+from driver.kube.heartbeat import HEARTBEAT, LEAVING, SILENT_S
 from driver.kube.transport import Object
+from tessera.removal import taking_back
 from tessera.status_finding import Finding, Told
 from tessera.status_picture import Picture, read_time, written_at
 
 CONTROLLER_LEASE = "tessera-controller"
 NODE, CONTROLLER = "tessera-node", "tessera-controller"
+BOUNDARIES = tuple(f"own-{what}.gpu.tessera.dev" for what in ("claims", "events", "fence", "plan", "slices"))
 OLDEST = (1, 34)
 SKEW_S = 5.0
 """More than the resolution of the API server's times and a slow request."""
@@ -54,13 +56,17 @@ def classes(picture: Picture) -> Told:
 
 def policies(picture: Picture) -> Told:
     ours = [item["metadata"]["name"] for item in picture.policies if _is_policy(item["metadata"]["name"])]
-    bound = {item["spec"].get("policyName") for item in picture.bindings}
+    specs = [item["spec"] for item in picture.bindings]
+    denied = {spec.get("policyName") for spec in specs if "Deny" in (spec.get("validationActions") or ())}
     yield f"{len(ours)} admission policies"
-    if "own-plan.gpu.tessera.dev" not in ours and "admission policies" not in picture.unreadable:
+    if "admission policies" in picture.unreadable:
+        return
+    for name in sorted(set(BOUNDARIES) - set(ours)):
         remedy = "helm upgrade: without it a node's token may write about other nodes"
-        yield Finding("own-plan.gpu.tessera.dev", "this admission policy is missing", remedy)
-    for name in sorted(set(ours) - bound):
-        yield Finding(name, "this admission policy has no binding, so it refuses nothing", "helm upgrade restores it")
+        yield Finding(name, "this admission policy is missing", remedy)
+    for name in sorted(set(ours) - denied):
+        message = "this admission policy has no binding that denies, so it refuses nothing"
+        yield Finding(name, message, "helm upgrade restores it")
 
 
 def controller(picture: Picture) -> Told:
@@ -68,6 +74,7 @@ def controller(picture: Picture) -> Told:
     holder = (lease or {}).get("spec", {}).get("holderIdentity")
     age = age_of(picture, picture.leases.get(HEARTBEAT))
     alone = "every node offers whatever fits"
+    yield from _uninstalling(picture)
     if lease is None and not picture.pods_of(CONTROLLER):
         yield f"none: {alone}"
         return
@@ -82,6 +89,14 @@ def controller(picture: Picture) -> Told:
     else:
         yield f"heartbeat {age:.0f} s ago"
     yield from tell_pods(picture, CONTROLLER)
+
+
+def _uninstalling(picture: Picture) -> Told:
+    """It may have come to no end, and nodes go on by what they were told."""
+    if LEAVING in (picture.leases.get(HEARTBEAT, {}).get("metadata", {}).get("annotations") or {}):
+        message = "nodes were told that Tessera is being uninstalled, and offer nothing"
+        remedy = f"let `tessera uninstall` end (helm uninstall), or take it back: {taking_back(picture.namespace)}"
+        yield Finding(HEARTBEAT, message, remedy)
 
 
 def versions(picture: Picture) -> Told:

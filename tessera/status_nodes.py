@@ -10,12 +10,19 @@ from driver.kube.heartbeat import HEARTBEAT, SILENT_S
 from driver.kube.transport import Object
 from driver.model.plan import PlanMode
 from driver.model.plan_gpus import GpuState, states_of
+from driver.slices.names import Pool
 from kubelet_plugin.neighbours import OWNED, Signs, neighbours_of
 from tessera.status_cluster import NODE, age_of, tell_pods
 from tessera.status_finding import Finding, Told
 from tessera.status_picture import Picture, results_of
 
-GPU_LABELS = ("gpu.tessera.dev/node", "nvidia.com/gpu.present", "feature.node.kubernetes.io/pci-10de.present")
+GPU_LABELS = (
+    "gpu.tessera.dev/node",
+    "nvidia.com/gpu.present",
+    *(f"feature.node.kubernetes.io/pci-{each}.present" for each in ("10de", "0302_10de", "0300_10de")),
+)
+"""Any of them, with the value true, or GKE_LABEL: the chart's node plugin runs there."""
+GKE_LABEL = "cloud.google.com/gke-accelerator"
 UNWELL = ("unavailable", "unhealthy")
 
 
@@ -130,7 +137,7 @@ def neighbours(picture: Picture) -> Told:
 
 def _has_gpus(node: Object) -> bool:
     labels = node["metadata"].get("labels") or {}
-    return any(labels.get(label) == "true" for label in GPU_LABELS)
+    return GKE_LABEL in labels or any(labels.get(label) == "true" for label in GPU_LABELS)
 
 
 def _signs(picture: Picture, node: Object) -> Signs:
@@ -159,7 +166,9 @@ def _refused_gpus(picture: Picture, node: str) -> int:
     if plan is not None and plan.status.inventory:
         return sum((state.fault or "").endswith(OWNED) for state in _states(plan.status.inventory))
     devices = [device for item in picture.slices_of(node) for device in item["spec"].get("devices") or ()]
-    taken = any(result["pool"].startswith(f"{node}-") for claim in picture.claims for result in results_of(claim))
+    taken = any(
+        result["pool"] == Pool(node, picture.driver).name for claim in picture.claims for result in results_of(claim)
+    )
     return int(not taken and all(device.get("taints") for device in devices))
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 
 import click
 
-from driver.errors import FatalError
+from driver.errors import ApiError, FatalError
 from driver.kube.claims import Claim
 from tessera.asking import client_of, with_driver_name, with_kubeconfig
 from tessera.output import columns
-from tessera.removal import LOOK_S, Removal
+from tessera.removal import LOOK_S, Removal, taking_back
 from tessera.waiting import within
 
 USER_AGENT = "tessera-uninstall"
@@ -48,20 +51,51 @@ def uninstall(
         click.echo("no claim has a device: nothing is in use")
         return
     click.echo("telling the nodes to withdraw their slices")
-    removal.announce()
-    within(timeout, lambda: not removal.publishing(), LOOK_S)
-    if not force and (late := removal.holders()):
-        removal.recall()
-        _refuse_while_held(late)
+    with _taken_back_if_it_fails(removal):
+        removal.announce()
+        within(timeout, lambda: _none(removal.publishing), LOOK_S)
+        if not force:
+            _refuse_while_held(removal.holders())
     click.echo("ending node plugins and controller")
     removal.end_processes()
     silent = removal.publishing()
-    if not within(timeout, lambda: not removal.running(), LOOK_S):
+    if not within(timeout, lambda: _none(removal.running), LOOK_S):
         click.secho(f"still ending: {', '.join(removal.running())}", fg="yellow")
     for names in silent.values():
         removal.delete_slices(names)
     removal.delete_own_objects()
     _tell_of(sorted(silent), driver_name)
+
+
+@contextmanager
+def _taken_back_if_it_fails(removal: Removal) -> Iterator[None]:
+    """Nodes would offer nothing for ever. It may end at any moment: by the hook's deadline, a drain, a person."""
+    before = signal.signal(signal.SIGTERM, _ended)
+    try:
+        yield
+    except BaseException:
+        try:
+            removal.recall()
+        except ApiError as error:
+            click.secho(f"nodes may go on offering nothing: it could not be taken back: {error}", fg="red", err=True)
+            click.echo(f"{taking_back(removal.namespace)}, or uninstall again", err=True)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _ended(number: int, _frame: object) -> None:
+    raise FatalError(f"{signal.Signals(number).name}: ended before the nodes had withdrawn their slices")
+
+
+def _none(look: Callable[[], object]) -> bool:
+    """Whether there are none any more, as far as the API server answers."""
+    try:
+        return not look()
+    except ApiError as error:
+        if error.status is not None and error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise
+        return False
 
 
 def _refuse_while_held(claims: Sequence[Claim]) -> None:

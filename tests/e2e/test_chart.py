@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from driver.errors import EnvironmentFault
 from tests.harness.cluster import Cluster
 from tests.harness.versions import DEFAULT, OLDER, KubernetesRelease
 from tests.support.chart import CHART, RELEASE, Object, Values, rendered
@@ -118,8 +119,9 @@ class Release:
 
     cluster: Cluster
 
-    def install(self) -> None:
-        helm(self.cluster, NAMESPACE, "install", str(CHART), RELEASE, NO_HOOK, create_namespace=True)
+    def install(self, values: Values | None = None) -> None:
+        given = {**NO_HOOK, **(values or {})}
+        helm(self.cluster, NAMESPACE, "install", str(CHART), RELEASE, given, create_namespace=True)
 
     def upgrade(self, values: Values | None = None) -> None:
         helm(self.cluster, NAMESPACE, "upgrade", str(CHART), RELEASE, {**NO_HOOK, **(values or {})})
@@ -153,6 +155,33 @@ def test_an_upgrade_to_the_same_changes_nothing(release: Release) -> None:
     assert installed.keys() == {identity(each) for each in rendered(NO_HOOK)}
     release.upgrade()
     assert release.stored() == installed
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"driverName": "gpu.example.com"}, 'driverName: "gpu.tessera.dev" is installed'),
+        ({"nodePlugin": {"stateDir": "/var/lib/tessera"}}, 'nodePlugin.stateDir: "" is installed'),
+    ],
+    ids=["driverName", "stateDir"],
+)
+def test_an_upgrade_after_which_held_devices_would_be_offered_again_is_refused(
+    release: Release, values: Values, said: str
+) -> None:
+    """Node plugins of two names, or with two directories, know nothing of what the other has prepared."""
+    release.install()
+    installed = release.stored()
+    with pytest.raises(EnvironmentFault, match=said):
+        release.upgrade(values)
+    assert release.stored() == installed
+
+
+def test_an_upgrade_keeps_a_directory_that_a_flag_of_ones_own_names(release: Release) -> None:
+    own: Values = {"nodePlugin": {"extraArgs": ["--state-dir=/var/lib/tessera"]}}
+    release.install(own)
+    release.upgrade(own)
+    with pytest.raises(EnvironmentFault, match=r"nodePlugin\.stateDir"):
+        release.upgrade()
 
 
 def test_a_class_that_is_switched_off_goes_and_nothing_else(release: Release) -> None:

@@ -11,7 +11,7 @@ import yaml
 from click.testing import CliRunner
 
 from tessera.cli import main
-from tests.support.chart import CHART, Object, Values, manifests, rendered
+from tests.support.chart import CHART, Object, Values, hooks, manifests, rendered
 
 SIMULATED: Values = {"gpus": "sim:dgx-h100"}
 PROCESSES = {"node": "nodePlugin", "controller": "controller"}
@@ -283,6 +283,14 @@ def test_the_quota_is_for_the_priority_classes_of_the_pods() -> None:
     assert quota["spec"]["hard"] == {"pods": "12"}
     [scope] = quota["spec"]["scopeSelector"]["matchExpressions"]
     assert scope == {"scopeName": "PriorityClass", "operator": "In", "values": ["system-node-critical", "mine"]}
+
+
+def test_the_quota_lets_the_hook_in_that_uninstalls_without_a_controller() -> None:
+    values: Values = {"priorityQuota": {"enabled": True}, "controller": {"enabled": False}}
+    [quota] = (each for each in rendered(values) if each["kind"] == "ResourceQuota")
+    [scope] = quota["spec"]["scopeSelector"]["matchExpressions"]
+    [hook] = hooks(values).values()
+    assert yaml.safe_load(hook)["spec"]["template"]["spec"]["priorityClassName"] in scope["values"]
 
 
 def test_the_monitor_finds_both_by_label_and_port_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ import yaml
 
 from driver.config.sockets import plugin_socket
 from driver.kube.claims import GROUP
+from kubelet_plugin.handover import HandOver
+from kubelet_plugin.ownership import Ownership
+from tessera.instance import ASK_AGAIN_S
 from tests.harness.waiting import wait_for
 from tests.support.api_server import SLICES, ObjectApi
 from tests.support.claims import DRIVER, NODE, result
@@ -213,6 +217,26 @@ def test_a_plugin_that_could_not_do_the_work_takes_nothing_from_one_that_does(si
     site.goes_on()
     assert site.cut == 0
     site.all_well()
+
+
+def test_a_plugin_at_work_that_does_not_answer_is_asked_once_a_second(site: Site) -> None:
+    """Each time the newcomer looks at its Node and at all GPUs."""
+    folder = site.root / "kubelet" / "plugins" / DRIVER
+    owner = Ownership(folder, plugin_socket(folder, "silent"), plugin_socket(folder, ""))
+    assert owner.take()
+    new = site.plugin("new")
+    new.start()
+    asked = wait_for(lambda: asks(new), 20, "it asks")
+    began = time.monotonic()
+    wait_for(lambda: asks(new) >= asked + 3, 30, "it asks again")
+    assert time.monotonic() - began > 2 * ASK_AGAIN_S
+    owner.release()
+    wait_at_work(site, new)
+
+
+def asks(plugin: KillablePlugin) -> int:
+    """How often it has asked another for the node."""
+    return sum(point.step == HandOver.ASK and point.moment == "before" for point in plugin.seen())
 
 
 def test_sockets_of_a_plugin_that_was_killed_are_removed_by_the_next(site: Site) -> None:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from driver.errors import ClaimError
 from driver.model.plan_gpus import GpuState
 from kubelet_plugin import listening, neighbour_watch
+from kubelet_plugin.neighbour_watch import NeighbourWatch
 from kubelet_plugin.neighbours import NVIDIA_DRIVER, Neighbours, Signs, advice, neighbours_of, owners
 from kubelet_plugin.offering import Directions
 from tests.harness.waiting import wait_for
@@ -22,6 +24,7 @@ from tests.support.api_server import SLICES
 from tests.support.claims import NODE
 from tests.support.faulty_api import FaultyApi, PluginOnApi
 from tests.support.node import NodeUnderTest, start_node
+from tests.support.running import in_thread
 
 OURS = ("GPU-a", "GPU-b")
 PLUGIN = Signs(allocatable={"nvidia.com/gpu": "2", "cpu": "8"})
@@ -224,3 +227,25 @@ def test_a_socket_counts_while_somebody_listens_at_it(root: Path, caplog: pytest
                 assert "listens at device-plugins/nvidia-gpu.sock" in told(caplog)[0]
                 server.close()
                 wait_for(lambda: "gpu-0" in ours(plugin), 60, "the GPU is offered")
+
+
+def test_readiness_is_asked_for_in_the_moment_in_which_a_neighbour_is_found(root: Path) -> None:
+    """The page would tell people of a defect instead of a neighbour."""
+    heard: list[str | None] = []
+    with FaultyApi() as api:
+        store_node(api)
+
+        def tell(*_: object) -> None:
+            heard.append(watch.look())
+
+        everything = (NODE, DRIVER, root, Neighbours.REFUSE, lambda: None, tell)
+        watch = NeighbourWatch(api.server.client(), *everything)
+        inventory: Any = SimpleNamespace(gpus=[SimpleNamespace(uuid="GPU-a")], note_owned=lambda _: False)
+        watch.serve(inventory, lambda: 0)
+        with in_thread(watch.cache.run, api.end_watches), in_thread(watch.run, watch.wake):
+            wait_for(lambda: watch.look() is None, 20, "nobody is there")
+            store_node(api, gpu="1")
+            wait_for(lambda: watch.look() is not None, 20, "somebody is")
+    assert heard
+    assert heard[0] is not None
+    assert "a device plugin (nvidia.com/gpu: 1" in heard[0]

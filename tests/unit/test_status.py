@@ -8,12 +8,15 @@ from typing import Any
 
 import click
 import pytest
+import yaml
 
+from driver.kube.heartbeat import LEAVING
 from driver.kube.plans import GpuNodePlan, PlanMetadata
 from driver.model.plan import PlanMode, PlanSpec, PlanStatus
 from tessera.status import as_text
 from tessera.status_checks import look_at
 from tessera.status_picture import Picture
+from tests.support.chart import manifests
 
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 NODE, POOL, DRIVER = "node-a", "node-a-gpu.tessera.dev", "gpu.tessera.dev"
@@ -56,6 +59,13 @@ def claim(device: str) -> dict[str, Any]:
     }
 
 
+BOUNDARIES = [
+    each["metadata"]["name"]
+    for each in yaml.safe_load_all(manifests()["node-boundary.yaml"])
+    if each["kind"] == "ValidatingAdmissionPolicy"
+]
+"""What holds a node's token to its own node, by the chart."""
+
 SOUND = Picture(
     DRIVER,
     "tessera",
@@ -65,8 +75,8 @@ SOUND = Picture(
     plans={NODE: plan()},
     claims=[claim("gpu-0")],
     classes=[{"metadata": {"name": "gpu-training"}, "spec": {"selectors": [{"cel": {"expression": DRIVER}}]}}],
-    policies=[{"metadata": {"name": "own-plan.gpu.tessera.dev"}}],
-    bindings=[{"spec": {"policyName": "own-plan.gpu.tessera.dev"}}],
+    policies=[{"metadata": {"name": name}} for name in BOUNDARIES],
+    bindings=[{"spec": {"policyName": name, "validationActions": ["Deny"]}} for name in BOUNDARIES],
     leases={
         name: lease(name, "controller-1", ago_s=3) for name in ("tessera-controller", "tessera-controller-heartbeat")
     },
@@ -87,6 +97,55 @@ def test_nothing_is_wrong_with_a_sound_installation() -> None:
 
 
 BEAT = "tessera-controller-heartbeat"
+
+
+@pytest.mark.parametrize("gone", BOUNDARIES)
+def test_each_policy_that_holds_a_nodes_token_to_its_node_is_missed(gone: str) -> None:
+    assert found(replace(SOUND, policies=[each for each in SOUND.policies if each["metadata"]["name"] != gone])) == {
+        "policies": f"{gone} this admission policy is missing"
+    }
+
+
+def test_a_policy_whose_binding_only_warns_refuses_nothing() -> None:
+    warns, *others = SOUND.bindings
+    told = found(
+        replace(SOUND, bindings=[{"spec": {**warns["spec"], "validationActions": ["Warn", "Audit"]}}, *others])
+    )
+    assert told == {
+        "policies": f"{BOUNDARIES[0]} this admission policy has no binding that denies, so it refuses nothing"
+    }
+
+
+def terms() -> list[dict[str, Any]]:
+    """The labels that each make the chart's node plugin run on a node."""
+    [daemon_set] = yaml.safe_load_all(manifests()["node-plugin.yaml"])
+    affinity = daemon_set["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+    selected = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    return [expression for term in selected for expression in term["matchExpressions"]]
+
+
+@pytest.mark.parametrize("term", terms(), ids=lambda term: str(term["key"]))
+def test_a_node_on_which_the_plugin_should_run_is_missed_where_it_publishes_nothing(term: dict[str, Any]) -> None:
+    node = {"metadata": {"name": "idle", "labels": {term["key"]: term.get("values", ["nvidia-l4"])[0]}}}
+    assert found(replace(SOUND, nodes=[*SOUND.nodes, node])) == {"node plugins": "idle publishes nothing"}
+
+
+def test_an_uninstalling_that_came_to_no_end_is_told_with_the_way_back() -> None:
+    told = lease(BEAT, "controller-1", ago_s=3)
+    told["metadata"]["annotations"] = {LEAVING: "true"}
+    picture = replace(SOUND, leases={**SOUND.leases, BEAT: told})
+    assert "nodes were told that Tessera is being uninstalled" in found(picture)["controller"]
+    text = click.unstyle(as_text(look_at(picture)))
+    assert f"kubectl -n tessera annotate lease {BEAT} {LEAVING}-" in text
+
+
+def test_a_claim_on_a_node_whose_name_begins_alike_hides_no_refusal() -> None:
+    """A plugin that refuses beside a device plugin, on a node without a plan."""
+    node = {"metadata": {"name": "node"}, "status": {"allocatable": {"nvidia.com/gpu": "8"}}}
+    closed = item(taints=[{"key": "gpu.tessera.dev/not-offered", "effect": "NoSchedule"}])
+    closed["spec"].update(nodeName="node", pool={**closed["spec"]["pool"], "name": f"node-{DRIVER}"})
+    picture = replace(SOUND, nodes=[*SOUND.nodes, node], slices=[*SOUND.slices, closed])
+    assert "1 GPUs are not offered" in found(picture)["neighbours"]
 
 
 @pytest.mark.parametrize(
