@@ -388,7 +388,7 @@ class TestTheNotes:
             ({"admission": OFF}, "Admission is off"),
             ({"nodePlugin": OFF}, "The node plugin is off"),
             ({"controller": OFF}, "The controller is off: each node offers whatever fits"),
-            ({"controller": {"healthPort": 0}}, "A health port is 0"),
+            ({"controller": {"healthPort": 0}}, "controller.healthPort is 0"),
             ({"gpus": "sim:dgx-h100"}, "GPUs are SIMULATED (sim:dgx-h100)"),
         ],
         ids=["fence", "admission", "node plugin", "controller", "health", "simulator"],
@@ -396,6 +396,10 @@ class TestTheNotes:
     def test_warn_of_what_is_off_or_not_real(self, values: Values, said: str) -> None:
         assert said not in notes()
         assert said in notes(values)
+
+    def test_warn_of_a_kubernetes_that_is_too_old(self) -> None:
+        """Offline helm stands for the one that it was built with: 1.36."""
+        assert "WARNING: Kubernetes v1.36.0 drops" in notes()
 
 
 def settings(schema: dict[str, Any], path: str = "") -> Iterator[str]:
