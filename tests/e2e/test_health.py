@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from driver.model.health import written_time
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import DeadlineError, wait_for
-from tests.support.plugin import TESSERA, PluginProcess
+from tests.support.plugin import COMMAND_S, TESSERA, PluginProcess
 from tests.support.workloads import PODS, Workloads, request
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -43,10 +44,17 @@ def tainted(plugin: PluginProcess) -> dict[str, str]:
     return found
 
 
+def all_told(plugin: PluginProcess) -> bool:
+    """Whether its slices show the newest fault of each GPU that has one; the last is what NVML says the GPU needs."""
+    newest = {written_time(max(each["stamp"] for each in faults)) for faults in plugin.faults_of_gpus().values()}
+    taints = [taint for device in plugin.devices().values() for taint in device.get("taints", ())]
+    return bool(newest) and {taint["timeAdded"] for taint in taints if taint["key"] == UNHEALTHY} == newest
+
+
 def operator(plugin: PluginProcess, verb: str, gpu: str, *more: str) -> str:
     """``tessera cordon`` or ``uncordon``, with an administrator's kubeconfig."""
     command = [TESSERA, verb, f"{plugin.node.name}/gpu-{gpu}", "--kubeconfig", str(plugin.cluster.kubeconfig), *more]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMMAND_S).stdout
 
 
 def health_of(cluster: Cluster, pod: str) -> dict[str, tuple[str, str]]:
@@ -63,6 +71,7 @@ def test_a_fatal_xid_taints_its_gpu_survives_a_restart_and_ends_with_a_reset(fau
     faulty.fault("xid", "13", "--gpu", "1")  # an application's: it would show as soon as the other
     faulty.fault("xid", "48", "--gpu", "3")
     wait_for(lambda: tainted(faulty) == {"gpu-3": f"{UNHEALTHY}=xid-48"}, SEEN_S, "its devices are tainted")
+    wait_for(lambda: all_told(faulty), SEEN_S, "all of it is told")
     faulty.restart()
     assert tainted(faulty) == {"gpu-3": f"{UNHEALTHY}=xid-48"}
     versions = [item["metadata"]["resourceVersion"] for item in faulty.slices()]
@@ -78,6 +87,7 @@ def test_new_pods_pass_by_an_unhealthy_gpu_until_an_operator_has_dealt_with_it(
     for gpu in range(7):
         faulty.fault("xid", "48", "--gpu", str(gpu))
     wait_for(lambda: len(tainted(faulty)) == 7, SEEN_S, "all GPUs but one are tainted")
+    wait_for(lambda: all_told(faulty), SEEN_S, "what an operator deals with is told whole")
     workloads.running(workloads.pod("first", workloads.claim("first", request("gpu-training"))))
     assert workloads.allocated("first") == ["gpu-7"]
     second = workloads.pod("second", workloads.claim("second", request("gpu-training")))
@@ -119,8 +129,7 @@ def test_a_running_pods_status_says_that_its_device_is_unhealthy_and_well_again(
     wait_for(lambda: says("Healthy"), TOLD_S, "the device is told to be well")
     number = workloads.allocated("watched")[0].split("-")[1]
     faulty.fault("xid", "95", "--gpu", number)
-    [(_, message)] = wait_for(lambda: says("Unhealthy"), TOLD_S, "the device is told to be ill")
-    assert "XID 95" in message
-    wait_for(lambda: tainted(faulty), SEEN_S, "the fault is shown, which the operator calls dealt with")
+    wait_for(lambda: "XID 95" in str(says("Unhealthy")), TOLD_S, "the device is told to be ill, and why")
+    wait_for(lambda: all_told(faulty), SEEN_S, "the fault is shown, which the operator calls dealt with")
     operator(faulty, "uncordon", number)
     wait_for(lambda: says("Healthy"), TOLD_S, "the device is told to be well again")

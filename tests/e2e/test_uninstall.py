@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def uninstall(cluster: Cluster, *flags: str) -> subprocess.CompletedProcess[str]
     """What the hook of the chart runs, with the rights that it has."""
     kubeconfig: Path = cluster.service_account_kubeconfig("tessera", "tessera-uninstall")
     command = [TESSERA, "uninstall", "--kubeconfig", str(kubeconfig), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def as_a_controller_leaves_it_that_never_led(cluster: Cluster) -> None:
@@ -39,12 +40,14 @@ def as_a_controller_leaves_it_that_never_led(cluster: Cluster) -> None:
     cluster.api.post(CLAIMS, {"metadata": {"name": "tessera-canary"}, "spec": {"devices": {"requests": [request_]}}})
 
 
-def slice_of_a_node_that_is_down(cluster: Cluster) -> str:
+@pytest.fixture
+def slice_of_a_node_that_is_down(cluster: Cluster) -> Iterator[str]:
     cluster.add_node_object("down")
     pool = {"name": f"down-{DRIVER}", "generation": 1, "resourceSliceCount": 1}
     spec = {"driver": DRIVER, "nodeName": "down", "pool": pool, "devices": []}
     cluster.api.post(SLICES, {"metadata": {"name": "00001-down"}, "spec": spec})
-    return f"{SLICES}/00001-down"
+    yield f"{SLICES}/00001-down"
+    cluster.api.request("DELETE", "/api/v1/nodes/down")  # pods would be placed there
 
 
 def test_uninstalling_is_refused_while_claims_have_devices(
@@ -52,7 +55,7 @@ def test_uninstalling_is_refused_while_claims_have_devices(
 ) -> None:
     claim = workloads.claim("in-use", request("gpu-inference-1g-10gb"))
     workloads.running(workloads.pod("user", claim))
-    wait_for(lambda: not plugin.everything_offered(), 60, "the slices know what is held")
+    wait_for(plugin.holds_something, 60, "the slices know what is held")
     before = plugin.slices()
     answer = uninstall(cluster)
     assert answer.returncode == 1
@@ -64,15 +67,16 @@ def test_uninstalling_is_refused_while_claims_have_devices(
     assert is_gone(cluster, OWN[1])
 
 
-def test_uninstalling_leaves_nothing_and_names_nodes_that_are_down(cluster: Cluster, plugin: PluginProcess) -> None:
+def test_uninstalling_leaves_nothing_and_names_nodes_that_are_down(
+    cluster: Cluster, plugin: PluginProcess, slice_of_a_node_that_is_down: str
+) -> None:
     assert uninstall(cluster, "--check").returncode == 0
     as_a_controller_leaves_it_that_never_led(cluster)
-    left = slice_of_a_node_that_is_down(cluster)
-    answer = uninstall(cluster, "--timeout", "4")
+    answer = uninstall(cluster, "--timeout", "15")  # all of it is spent on the node that is down
     assert answer.returncode == 0, answer.stderr
     assert "1 nodes did not answer: down" in answer.stdout
     assert plugin.node.name not in answer.stdout
-    for path in (*OWN, left):
+    for path in (*OWN, slice_of_a_node_that_is_down):
         assert is_gone(cluster, path), path
     assert cluster.api.get(SLICES)["items"] == []
     plugin.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.support.plugin import PluginFlags
 from tests.support.scheduling import asked
 from tests.support.workloads import CLAIMS, PODS
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 SOON_S = 60.0
 PATIENCE_S = 2
@@ -71,8 +72,18 @@ def test_what_the_scheduler_misses_instead_is_quoted(cluster: Cluster) -> None:
 
 
 def test_a_claim_that_is_served_is_not_reported(cluster: Cluster) -> None:
-    ask(cluster, "served")
-    wait_for(lambda: cluster.api.get(f"{CLAIMS}/served").get("status", {}).get("allocation"), SOON_S, "an allocation")
+    served = served_in_time(cluster)
     ask(cluster, "later", schedulerName="nobody")
     assert unused(cluster, "later")
-    assert told(cluster, "served") == {}
+    assert told(cluster, served) == {}
+
+
+def served_in_time(cluster: Cluster) -> str:
+    """A claim that was allocated before anybody lost patience; of one for which that took long, somebody is told."""
+    for number in range(10):
+        name, began = f"served-{number}", time.monotonic()
+        ask(cluster, name)
+        wait_for(lambda: cluster.api.get(f"{CLAIMS}/{name}").get("status", {}).get("allocation"), SOON_S, name)  # noqa: B023
+        if time.monotonic() - began < PATIENCE_S:
+            return name
+    raise AssertionError(f"no claim was allocated within {PATIENCE_S} s")
