@@ -12,6 +12,7 @@ import msgspec
 
 from driver.errors import CONFLICT, NOT_FOUND, ApiError, RecoverableError
 from driver.kube.clock import seconds_time
+from driver.kube.backoff import Backoff
 from driver.kube.loop import GiveWay, Loop, at_once
 from driver.kube.transport import KubeClient
 from kubelet_plugin.claim_status import (
@@ -31,8 +32,9 @@ log = logging.getLogger(__name__)
 COALESCE_S = 0.25
 """How long to gather changes: a share that comes or goes is news for every claim on its GPU."""
 
-FORBIDDEN_RETRY_S = 300.0
-"""Until another try where RBAC forbids it: somebody has to change a role first."""
+FORBIDDEN_AGAIN_S = (5.0, 300.0)
+"""Until the second try where RBAC forbids it, and at most between two: an API server that has just started forbids
+much for a moment; later somebody has to change a role first."""
 
 FORBIDDEN, INVALID = 403, 422
 
@@ -91,7 +93,7 @@ class StatusWriter:
         self._known: dict[ClaimReference, Known] = {}
         # Prepared before this process: their status may be written already, with a time to keep.
         self._inherited: set[ClaimReference] | None = None
-        self._forbidden = False
+        self._forbidden: Backoff | None = None
         self._loop = Loop("writing claim status", self._write_changes, COALESCE_S, self._patience, give_way)
 
     def notify(self) -> None:
@@ -107,10 +109,10 @@ class StatusWriter:
         """Where RBAC forbids it somebody has to change a role first: said once."""
         if not isinstance(error, ApiError) or error.status != FORBIDDEN:
             return None
-        if not self._forbidden:
+        if self._forbidden is None:
             log.error("claim status may not be written", extra={"error": str(error), "role": ROLE % self._driver})
-        self._forbidden = True
-        return FORBIDDEN_RETRY_S
+            self._forbidden = Backoff(*FORBIDDEN_AGAIN_S)
+        return self._forbidden.next_s()
 
     def _write_changes(self) -> None:
         desired = self._desired()
@@ -128,7 +130,7 @@ class StatusWriter:
                 failure = failure or error
         if failure is not None:
             raise failure
-        self._forbidden = False
+        self._forbidden = None
 
     def _bring_up_to_date(self, claim: ClaimReference, devices: Sequence[DeviceStatus]) -> None:
         known = self._known.get(claim) or self._meet(claim, devices)

@@ -317,7 +317,7 @@ def test_an_api_server_that_is_away_gets_the_status_once_it_is_back(
 def test_a_missing_permission_is_said_once_with_the_role_it_takes(
     api: ClaimApi, status: int, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "FORBIDDEN_RETRY_S", 0.01)
+    monkeypatch.setattr(module, "FORBIDDEN_AGAIN_S", (0.01, 0.01))
     api.allocate("a")
     api.refusals += [("a", status, message)] * 3
     with writing(api) as node:
@@ -330,7 +330,10 @@ def test_a_missing_permission_is_said_once_with_the_role_it_takes(
         assert part in text
 
 
-def test_a_missing_permission_is_tried_again_only_minutes_later(api: ClaimApi) -> None:
+def test_a_missing_permission_is_not_tried_again_with_every_change(
+    api: ClaimApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FORBIDDEN_AGAIN_S", (600.0, 600.0))
     api.allocate("a", "b")
     api.refusals += [("a", 403, "forbidden")]
     with writing(api) as node:
@@ -339,7 +342,17 @@ def test_a_missing_permission_is_tried_again_only_minutes_later(api: ClaimApi) -
         for _ in range(20):
             node.prepare(full("a"), full("b", "GPU-1"))
     assert api.applied == ["a"]
-    assert module.FORBIDDEN_RETRY_S >= 60
+
+
+def test_an_api_server_that_forbids_it_for_a_moment_is_asked_again_soon(
+    api: ClaimApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FORBIDDEN_AGAIN_S", (0.01, 600.0))
+    api.allocate("a")
+    api.refusals += [("a", 403, "not yet ready to handle request")]
+    with writing(api) as node:
+        node.prepare(full("a"))
+        eventually(lambda: api.entries("a"), "the entry")
 
 
 def test_a_defect_in_what_is_desired_does_not_end_the_writer(api: ClaimApi, caplog: pytest.LogCaptureFixture) -> None:
