@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 import msgspec
 
 from driver.errors import CONFLICT, NOT_FOUND, ApiError, RecoverableError
-from driver.kube.clock import seconds_time
 from driver.kube.backoff import Backoff
+from driver.kube.clock import seconds_time
 from driver.kube.loop import GiveWay, Loop, at_once
 from driver.kube.transport import KubeClient
 from kubelet_plugin.claim_status import (
