@@ -38,6 +38,9 @@ LOOK_S = 0.02
 FINISH_S, RELEASE_S = 15.0, 20.0
 """How long a plugin that is asked to hand over waits for claims in work, and for what writes."""
 
+UNDISTURBED_S = 30.0
+"""How long a plugin that waited for claims in vain goes on before it tries again: no call comes through meanwhile."""
+
 TAKEN_S = 5.0
 """How long a plugin that has handed over leaves the node to whom it did."""
 
@@ -49,6 +52,8 @@ SUCCESSOR_S = 5.0
 
 QUIET_S = 1.0
 """The kubelet has chosen whom to call some time before the call is here, and lets go of who withdrew once a second."""
+
+BUSY = "claims are still being worked on"
 
 
 class Instance:
@@ -67,6 +72,7 @@ class Instance:
         self._ended, self._released = threading.Event(), threading.Event()
         self._plugin: NodePlugin | None = None
         self._successor: Path | None = None
+        self._undisturbed_until = 0.0
         self._waiting_for = "starting"
 
     def run(self) -> None:
@@ -189,12 +195,15 @@ class Instance:
         if plugin is None or not self._asked.acquire(blocking=False):
             return Answer(Said.NOT_YET, "it is not at work yet, or is handing over already")
         try:
+            if time.monotonic() < self._undisturbed_until:
+                return Answer(Said.NOT_YET, BUSY)
             log.info("hands over", extra={"to": request.socket, "version": request.version})
             with observed(self._observer, HandOver.FINISH_CLAIMS):
                 finished = self._front.emptied(FINISH_S) and within(FINISH_S, lambda: not plugin.working, LOOK_S)
             if not finished:
                 self._front.reopen()
-                return Answer(Said.NOT_YET, "claims are still being worked on")
+                self._undisturbed_until = time.monotonic() + UNDISTURBED_S
+                return Answer(Said.NOT_YET, BUSY)
             self._successor = Path(request.socket)
             with observed(self._observer, HandOver.STOP_WRITING):
                 self._ended.set()

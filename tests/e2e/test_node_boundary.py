@@ -49,8 +49,8 @@ def cluster() -> Iterator[Cluster]:
 def node_a(cluster: Cluster) -> KubeClient:
     """With the token of node-a's plugin; returned when the policies are in force."""
     found = client(cluster, "tessera-node", "node-a")
-    told = wait_for(lambda: refusal(found, status_of("node-b"), {"status": {"epoch": "x"}}), 60, "a policy in force")
-    assert told
+    tried = f"{status_of('node-b')}?dryRun=All"
+    assert wait_for(lambda: refusal(found, tried, {"status": {"epoch": "x"}}), 60, "a policy in force")
     for attempt in (slice_of("node-b"), slice_of("node-b") | {"metadata": {"name": "other"}}):
         wait_for(lambda body=attempt: refused(found.create, f"{SLICES}?dryRun=All", body), 60, "another")  # type: ignore[misc]
     return found
@@ -96,6 +96,10 @@ def slice_of(node: str, **spec: Any) -> Object:
         "metadata": {"name": f"slice-{node}"},
         "spec": {name: each for name, each in whole.items() if each is not None},
     }
+
+
+SOURCE = {"component": "tessera-node"}
+"""What `kubectl get events -o wide` shows, with a host where one is given."""
 
 
 def event_from(node: str, name: str, component: str = "tessera-node") -> Object:
@@ -306,6 +310,7 @@ class TestEvents:
         for name, body in {
             "of-node-b": event_from("node-b", "of-node-b"),
             "of-the-kubelet": event_from("node-a", "of-the-kubelet", "kubelet"),
+            "from-node-b": {**event_from("node-a", "from-node-b"), "source": {**SOURCE, "host": "node-b"}},
         }.items():
             assert "only Events of its own" in refused(node_a.create, EVENTS, body), name
         assert "only Events of its own" in refusal(node_a, f"{EVENTS}/mine", {"reportingInstance": "node-b"})

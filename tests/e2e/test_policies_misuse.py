@@ -147,6 +147,7 @@ class TestSelectors:
             (PARTITION, f'{DEVICE}.type == "gpu" && {DEVICE}.memorySlices > 1', "take class gpu-training"),
             (ONE, f'{DEVICE}.profile == "2g.20gb"', "take class gpu-inference-2g-20gb"),
             (SHARE, f'{DEVICE}.type=="gpu"', "which gives shares, never what its selector asks for"),
+            (FULL, f'{DEVICE}.type ==\n"mig"', "request gpu has class gpu-training, which gives full GPUs, never what"),
         ],
     )
     def test_for_another_kind_of_device_are_refused(
@@ -163,6 +164,10 @@ class TestSelectors:
             pytest.param(FULL, f'{DEVICE}.type == "mig" || {DEVICE}.type == "gpu"', id="one of two"),
             pytest.param(FULL, f'[1].all(n, n > 1 && {DEVICE}.type == "mig" && n > 2) || true', id="in a loop"),
             pytest.param(FULL, f'{DEVICE}.ecc ? {DEVICE}.type == "mig" : true', id="on a condition"),
+            pytest.param(FULL, f'{DEVICE}.ecc\n// && {DEVICE}.type == "mig"', id="in a comment"),
+            pytest.param(
+                FULL, f'({DEVICE}.ecc && {DEVICE}.type == "mig" && {DEVICE}.ecc) == false', id="equal to false"
+            ),
             pytest.param(FULL, 'device.attributes["nic.example.com"].type == "mig"', id="of another domain"),
             pytest.param(PARTITION, f'{DEVICE}.profile == "1g.10gb"', id="a profile of the class of all"),
             pytest.param(ONE, f'{DEVICE}.profile == "1g.10gb"', id="the profile of the class"),

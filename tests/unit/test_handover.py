@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -10,16 +11,19 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from driver.config.settings import node_settings
 from driver.config.sockets import plugin_socket
 from driver.kube.claims import GROUP
-from kubelet_plugin.handover import HandOver
+from kubelet_plugin.front import Front
+from kubelet_plugin.handover import HandOver, Request, Said
 from kubelet_plugin.ownership import Ownership
-from tessera.instance import ASK_AGAIN_S
+from tessera.instance import ASK_AGAIN_S, Instance
 from tests.harness.waiting import wait_for
 from tests.support.api_server import SLICES, ObjectApi
 from tests.support.claims import DRIVER, NODE, result
@@ -232,6 +236,25 @@ def test_a_plugin_at_work_that_does_not_answer_is_asked_once_a_second(site: Site
     assert time.monotonic() - began > 2 * ASK_AGAIN_S
     owner.release()
     wait_at_work(site, new)
+
+
+def test_a_claim_that_hangs_does_not_keep_all_others_waiting_for_a_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing comes through while the plugin at work waits for what it has begun: after a try in vain it goes on."""
+    monkeypatch.setattr("tessera.instance.FINISH_S", 0.05)
+    tries: list[str] = []
+
+    def observer(step: HandOver, moment: str) -> None:
+        if moment == "before":
+            tries.append(step)
+
+    with tempfile.TemporaryDirectory(prefix="tho-") as folder:
+        settings = node_settings(node_name=NODE, gpus="sim:h100-pcie-4", kubelet_dir=folder, pod_uid="old")
+        old: Any = Instance(settings, threading.Event(), observer)
+        with closing(Front(settings, old._ownership)) as old._front:
+            old._plugin = SimpleNamespace(working=True)
+            answers = {old._hand_over(Request("new")).said for _ in range(3)}
+    assert answers == {Said.NOT_YET}
+    assert tries == [HandOver.FINISH_CLAIMS]
 
 
 def asks(plugin: KillablePlugin) -> int:
