@@ -54,6 +54,7 @@ QUIET_S = 1.0
 """The kubelet has chosen whom to call some time before the call is here, and lets go of who withdrew once a second."""
 
 BUSY = "claims are still being worked on"
+UNINSTALLING = "Tessera is being uninstalled"
 
 
 class Instance:
@@ -195,6 +196,8 @@ class Instance:
         if plugin is None or not self._asked.acquire(blocking=False):
             return Answer(Said.NOT_YET, "it is not at work yet, or is handing over already")
         try:
+            if plugin.retiring:
+                return Answer(Said.NOT_YET, UNINSTALLING)
             if time.monotonic() < self._undisturbed_until:
                 return Answer(Said.NOT_YET, BUSY)
             log.info("hands over", extra={"to": request.socket, "version": request.version})

@@ -192,6 +192,11 @@ class NodePlugin:
         self._scanner.look_soon()
 
     @property
+    def retiring(self) -> bool:
+        """Whether the node offers nothing any more, and what it has of Tessera goes when this plugin ends."""
+        return self._reports.retirement.due()
+
+    @property
     def working(self) -> bool:
         """Whether a claim is being worked on."""
         return self._lull.broken_now

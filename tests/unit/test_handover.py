@@ -20,10 +20,12 @@ import yaml
 from driver.config.settings import node_settings
 from driver.config.sockets import plugin_socket
 from driver.kube.claims import GROUP
+from driver.kube.heartbeat import HEARTBEAT, LEAVING
+from driver.kube.lease import leases
 from kubelet_plugin.front import Front
 from kubelet_plugin.handover import HandOver, Request, Said
 from kubelet_plugin.ownership import Ownership
-from tessera.instance import ASK_AGAIN_S, Instance
+from tessera.instance import ASK_AGAIN_S, UNINSTALLING, Instance
 from tests.harness.waiting import wait_for
 from tests.support.api_server import SLICES, ObjectApi
 from tests.support.claims import DRIVER, NODE, result
@@ -223,6 +225,21 @@ def test_a_plugin_that_could_not_do_the_work_takes_nothing_from_one_that_does(si
     site.all_well()
 
 
+def test_a_node_that_is_being_taken_out_does_not_change_hands(site: Site) -> None:
+    """What the one at work removes then, its lock among it, is nothing for another to go on with."""
+    old = site.at_work("old")
+    wait_for(lambda: "published slices" in old.log(), 60, "the slices are there")
+    lease = f"{leases('tessera')}/{HEARTBEAT}"
+    site.api.store(lease, metadata={"name": HEARTBEAT, "annotations": {LEAVING: "true"}}, spec={})
+    wait_for(lambda: "Tessera is being uninstalled" in old.log(), 60, "it has heard of it")
+    new = site.plugin("new")
+    new.start()
+    wait_for(lambda: UNINSTALLING in new.log(), 60, "the newcomer says why it waits")
+    assert (site.root / "kubelet" / "plugins" / DRIVER / "lock").exists()
+    site.api.store(lease, metadata={"name": HEARTBEAT}, spec={})
+    wait_at_work(site, new)
+
+
 def test_a_plugin_at_work_that_does_not_answer_is_asked_once_a_second(site: Site) -> None:
     """Each time the newcomer looks at its Node and at all GPUs."""
     folder = site.root / "kubelet" / "plugins" / DRIVER
@@ -251,7 +268,7 @@ def test_a_claim_that_hangs_does_not_keep_all_others_waiting_for_a_hand_over(mon
         settings = node_settings(node_name=NODE, gpus="sim:h100-pcie-4", kubelet_dir=folder, pod_uid="old")
         old: Any = Instance(settings, threading.Event(), observer)
         with closing(Front(settings, old._ownership)) as old._front:
-            old._plugin = SimpleNamespace(working=True)
+            old._plugin = SimpleNamespace(working=True, retiring=False)
             answers = {old._hand_over(Request("new")).said for _ in range(3)}
     assert answers == {Said.NOT_YET}
     assert tries == [HandOver.FINISH_CLAIMS]
