@@ -64,7 +64,7 @@ def _on(screen: Screen, cluster: Cluster, keep: bool) -> None:
     if keep:
         smi = "\n".join(f".venv/bin/tessera sim smi --host-root {plugin.host_root}" for plugin in plugins)
         look, use = "kubectl get nodes,deviceclasses,resourceslices", "kubectl apply -f deploy/examples/dev.yaml"
-        try_next(screen, cluster, f"{look}\n{use}\n{smi}")
+        try_next(screen, cluster, f"{look}\n{use}\n{smi}", example="dev")
 
 
 def _set_up(screen: Screen, plugins: Sequence[PluginProcess]) -> None:
