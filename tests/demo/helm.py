@@ -63,7 +63,7 @@ def _on(screen: Screen, cluster: Cluster, keep: bool) -> None:
             cluster,
             "kubectl get pods -A -o wide\n"
             ".venv/bin/tessera status\n"
-            f"kubectl -n {HERE} logs ds/tessera-node\n"
+            f"kubectl -n {HERE} logs -l app.kubernetes.io/component=node --prefix\n"
             "kubectl apply -f deploy/examples/inference.yaml\n"
             "kubectl wait --for=condition=Ready --timeout=2m pod/inference\n"
             "# the GPUs of the node on which it runs, as that node's plugin sees them:\n"
