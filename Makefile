@@ -104,7 +104,7 @@ conformance: binaries ## ask a real cluster for the verdicts that our CEL engine
 cluster-up: env ## a local cluster that stays; prints KUBECONFIG and its nodes (NAME=...)
 	@$(RUN)/python -m tests.harness up --name $(NAME)
 
-cluster-down: env ## end it
+cluster-down: env ## end it (NAME=... as above); says which there are where that is none
 	@$(RUN)/python -m tests.harness down --name $(NAME)
 
 VALUES ?=

@@ -15,7 +15,6 @@ from tests.demo.screen import Screen
 from tests.demo.stage import Play, options, perform, try_next
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
-from tests.harness.waiting import wait_for
 from tests.support.chart import install
 from tests.support.plugin import PluginProcess
 
@@ -65,7 +64,7 @@ def _on(screen: Screen, cluster: Cluster, keep: bool) -> None:
     if keep:
         smi = "\n".join(f".venv/bin/tessera sim smi --host-root {plugin.host_root}" for plugin in plugins)
         look, use = "kubectl get nodes,deviceclasses,resourceslices", "kubectl apply -f deploy/examples/dev.yaml"
-        try_next(screen, cluster, f"{look}\n{use}\n{smi}")
+        try_next(screen, cluster, f"{look}\n{use}\n{smi}", example="dev")
 
 
 def _set_up(screen: Screen, plugins: Sequence[PluginProcess]) -> None:
@@ -79,12 +78,16 @@ def _set_up(screen: Screen, plugins: Sequence[PluginProcess]) -> None:
             f"tessera node --node-name {plugin.node.name} --mig-gpus {flags.mig_gpus} "
             f"--shares {flags.shares} --shares-only {flags.shares_only} ..."
         )
-    with screen.step("start them, ask for MIG mode, register with the kubelets, publish the GPUs"):
+    with screen.step("start them, register with the kubelets, publish the GPUs"):
         nodes.start(plugins)
-    screen.say("An A100 switches to MIG mode when it is reset, which an admin does:")
+    screen.say(
+        "They ask the GPUs that are meant for it for MIG mode. An A100 only notes the wish until an admin resets it; "
+        "its slices say that it waits (migMode: enabled-after-reset), and it is given out whole until then."
+    )
+    with screen.step("wait until all three GPUs say so"):
+        nodes.wait_for_mode(plugins)
     with screen.step("reset the three GPUs; partitions are offered instead"):
-        for plugin, plan in zip(plugins, nodes.PLANS, strict=True):
-            nodes.reset_for_mig(plugin, plan)
+        nodes.reset_for_mig(plugins)
     screen.show(draw(nodes.slices(plugins), []))
 
 
@@ -115,7 +118,7 @@ def _go(screen: Screen, cluster: Cluster, plugins: Sequence[PluginProcess], befo
     with Progress().part("delete the pods, remove partitions", GO_USUALLY_S) as part:
         pods.delete(cluster, part.tick)
     pods.require(nodes.left_behind(plugins))
-    wait_for(lambda: nodes.offers(plugins) == before, nodes.SETTLED_S, "everything is offered again")
+    nodes.wait_offered_again(plugins, before)
     screen.say("Checked: no partition, CDI spec or checkpoint record is left, time-slices are the default ones.")
     screen.show(draw(nodes.slices(plugins), pods.held(cluster, plugins)))
 

@@ -9,9 +9,9 @@ import click
 from deploy.image.build import Built, ensure_image
 from deploy.image.summary import summary
 from driver.errors import RecoverableError
-from tests.demo import views
 from tests.demo.screen import Screen
 from tests.demo.stage import Play, options, perform, try_next
+from tests.demo.story import seen_inside
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.in_pods import CACHE, HERE, IMAGE, READY_S, Release
@@ -63,9 +63,14 @@ def _on(screen: Screen, cluster: Cluster, keep: bool) -> None:
             cluster,
             "kubectl get pods -A -o wide\n"
             ".venv/bin/tessera status\n"
-            f"kubectl -n {HERE} logs ds/tessera-node\n"
+            f"kubectl -n {HERE} logs -l app.kubernetes.io/component=node --prefix\n"
             "kubectl apply -f deploy/examples/inference.yaml\n"
-            f"kubectl -n {HERE} exec ds/tessera-node -- tessera sim smi",
+            "kubectl wait --for=condition=Ready --timeout=2m pod/inference\n"
+            "# the GPUs of the node on which it runs, as that node's plugin sees them:\n"
+            "NODE=$(kubectl get pod inference -o jsonpath={.spec.nodeName})\n"
+            f"PLUGIN=$(kubectl -n {HERE} get pods -l app.kubernetes.io/component=node "
+            "--field-selector spec.nodeName=$NODE -o name)\n"
+            f"kubectl -n {HERE} exec $PLUGIN -- tessera sim smi",
         )
         return
     screen.act("And helm takes it away again")
@@ -83,8 +88,8 @@ def _install(screen: Screen, release: Release) -> None:
         release.install()
     screen.command(f"kubectl -n {HERE} get pods -o wide")
     screen.show(release.cluster.kubectl("-n", HERE, "get", "pods", "-o", "wide"))
-    for node in release.cluster.nodes:
-        screen.show(views.slices_table(release.slices(node.name)))
+    screen.command("kubectl get resourceslices")
+    screen.show(release.cluster.kubectl("get", "resourceslices"))
 
 
 def _pods_run(screen: Screen, release: Release) -> None:
@@ -109,9 +114,7 @@ def _inside(screen: Screen, cluster: Cluster) -> None:
     screen.act("What each container sees")
     workloads = Workloads(cluster)
     for pod in PODS:
-        screen.command(f"kubectl exec {pod} -- sh -c 'env; ls /dev/nvidia*'")
-        screen.show(workloads.exec(pod, "sh", "-c", "env | grep -E '^TESSERA'"))
-        screen.show(workloads.exec(pod, "sh", "-c", "find /dev -name 'nvidia*' -type c | sort | xargs ls -l"))
+        seen_inside(screen, workloads, pod)
 
 
 def _plugin_dies(screen: Screen, release: Release) -> None:

@@ -9,12 +9,11 @@ from pathlib import Path
 import yaml
 
 from tests.demo.picture import Object
+from tests.demo.resets import SETTLED_S, in_time, reset, wait_asked
 from tests.harness.cluster import Cluster
-from tests.harness.waiting import wait_for
 from tests.support.plugin import PluginFlags, PluginProcess
 
 SHARES = 10
-SETTLED_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -55,26 +54,35 @@ def node_plugins(cluster: Cluster, sim_latency: str = "default") -> list[PluginP
 
 
 def start(plugins: Sequence[PluginProcess]) -> None:
-    """Start them side by side: each takes a while, since it asks its GPUs for MIG mode."""
+    """Start them side by side."""
     for plugin in plugins:
         plugin.spawn()
     for plugin in plugins:
         plugin.wait_ready()
 
 
-def reset_for_mig(plugin: PluginProcess, plan: NodePlan) -> None:
+def wait_for_mode(plugins: Iterable[PluginProcess]) -> None:
+    """Until they have asked their GPUs for MIG mode, which they do once nobody else is found to own the GPUs."""
+    for plugin, plan in zip(plugins, PLANS, strict=True):
+        wait_asked(plugin, plan.mig)
+
+
+def reset_for_mig(plugins: Iterable[PluginProcess]) -> None:
     """What an admin does on Ampere: reset the GPUs whose MIG mode waits for it. Returns once the slices follow."""
-    for number in plan.mig:
-        plugin.fault("reset", "--gpu", str(number))
-    wait_for(lambda: offered_types(plugin) == plan.types, SETTLED_S, f"{plugin.node.name} offers {plan.types}")
+    for plugin, plan in zip(plugins, PLANS, strict=True):
+        reset(plugin, plan.mig, plan.types)
 
 
-def offered_types(plugin: PluginProcess) -> dict[int, set[str]]:
-    """The types of devices in the slices, by number of the GPU."""
-    found: dict[int, set[str]] = {}
-    for name, device in plugin.devices().items():
-        found.setdefault(int(name.split("-")[1]), set()).add(device["attributes"]["type"]["string"])
-    return found
+def wait_offered_again(plugins: Sequence[PluginProcess], before: frozenset[tuple[str, str]]) -> None:
+    """Until what was offered ``before`` is offered again, and nothing else."""
+
+    def words() -> str:
+        now = offers(plugins)
+        lacking = [f"{name} of {node} is not offered again" for node, name in sorted(before - now)]
+        more = [f"{name} of {node} is offered, which was not before" for node, name in sorted(now - before)]
+        return f"{SETTLED_S:g} s after the pods went: {'; '.join([*lacking, *more])}"
+
+    in_time(lambda: offers(plugins) == before, SETTLED_S, words)
 
 
 def slices(plugins: Iterable[PluginProcess]) -> list[Object]:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from driver.errors import RecoverableError
-from tests.demo.nodes import SETTLED_S, SHARES, slices
+from tests.demo.nodes import SHARES, slices
 from tests.demo.picture import Holding, Object, holdings
 from tests.demo.promises import DEFAULT_INTERVAL, Group, Seen, Workload
+from tests.demo.resets import SETTLED_S
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.plugin import DRIVER, PluginProcess

@@ -16,6 +16,7 @@ from tests.demo.screen import Screen
 from tests.harness import preflight
 from tests.harness.binaries import cached, ensure_binaries
 from tests.harness.cluster import Cluster
+from tests.harness.layout import BASE
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings
 
@@ -64,10 +65,20 @@ def perform(play: Play, keep: bool, binaries: Path | None) -> None:
     _farewell(screen, settings)
 
 
-def try_next(screen: Screen, cluster: Cluster, commands: str) -> None:
-    """What to try on a cluster that is kept."""
+def try_next(screen: Screen, cluster: Cluster, commands: str, example: str = "inference") -> None:
+    """What to try on a cluster that is kept; ``example`` is one of deploy/examples whose devices it has."""
     screen.act("Try it yourself")
     screen.show(f"export KUBECONFIG={cluster.kubeconfig} PATH={cluster.binaries}:$PATH\n{commands}")
+    screen.say(
+        "A pod of your own: this cluster has no pod network and reaches no registry, so any pod here needs "
+        "`hostNetwork: true` and the image `docker.io/tessera/busybox:local`. The README's pod lacks them, those in "
+        "deploy/examples have them:"
+    )
+    screen.show(
+        f"sed 's/: {example}$/: mine/' deploy/examples/{example}.yaml | kubectl apply -f -\n"
+        "kubectl wait --for=condition=Ready --timeout=2m pod/mine\n"
+        "kubectl logs mine"
+    )
 
 
 def _tell(play: Play, screen: Screen, settings: Settings) -> None:
@@ -100,6 +111,7 @@ def _farewell(screen: Screen, settings: Settings) -> None:
         f"built programs, uv            rm -rf {settings.cache}\n"
         "Go's modules and build cache  go clean -modcache -cache   (needed again only for another version)\n"
         "Python packages               make clean\n"
-        "Debian packages               apt-get remove runc busybox-static containernetworking-plugins"
+        "Debian packages               apt-get remove runc busybox-static containernetworking-plugins\n"
+        f"locks, logs of failed starts  rm -rf {BASE}   (while no cluster runs)"
     )
     screen.end()

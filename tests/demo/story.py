@@ -49,6 +49,8 @@ def published(screen: Screen, plugin: PluginProcess) -> None:
     with screen.step("start `tessera node`, register with the kubelet, publish the node's GPUs"):
         plugin.start()
     screen.command("kubectl get resourceslices")
+    screen.show(plugin.cluster.kubectl("get", "resourceslices"))
+    screen.say("What is in them: what every GPU has to give, and the devices that can be had.")
     screen.show(views.slices_table(plugin.slices()))
     screen.show(views.offers_table(plugin.slices()))
 
@@ -68,7 +70,9 @@ def pods_run(screen: Screen, cluster: Cluster, plugin: PluginProcess) -> None:
     screen.act("What that did to the GPUs")
     screen.command(f"tessera sim smi --host-root {plugin.host_root}")
     screen.show(plugin.smi())
-    screen.say("What no longer fits has left the slices, so the scheduler does not waste time on it:")
+    screen.say(
+        "What no longer fits has left the slices, so the scheduler wastes no time on it (held devices stay listed):"
+    )
     screen.show(views.offers_table(plugin.slices()))
 
 
@@ -80,9 +84,17 @@ def inside(screen: Screen, cluster: Cluster, plugin: PluginProcess) -> None:
     screen.show(views.cdi_essentials(spec))
     for pod in PODS:
         screen.say(f"Seen inside {pod}:")
-        screen.command(f"kubectl exec {pod} -- sh -c 'env; ls /dev/nvidia*'")
-        screen.show(workloads.exec(pod, "sh", "-c", "env | grep -E '^(TESSERA|NVIDIA)' | sort"))
-        screen.show(workloads.exec(pod, "sh", "-c", "find /dev -name 'nvidia*' -type c | sort | xargs ls -l"))
+        seen_inside(screen, workloads, pod)
+
+
+def seen_inside(screen: Screen, workloads: Workloads, pod: str) -> None:
+    """The GPU variables and device nodes that the pod's container has."""
+    for script in (
+        "env | grep -E '^(TESSERA|NVIDIA)' | sort",
+        "find /dev -name 'nvidia*' -type c | sort | xargs ls -l",
+    ):
+        screen.command(f'kubectl exec {pod} -- sh -c "{script}"')
+        screen.show(workloads.exec(pod, "sh", "-c", script))
 
 
 def pods_go(screen: Screen, cluster: Cluster, plugin: PluginProcess) -> None:

@@ -167,7 +167,7 @@ def _listen_to_ctrl_c() -> None:
 def unused_name() -> Iterator[str]:
     """The name of a cluster that is not there, also after a test that failed half-way."""
     name = "harness-ctrl-c"
-    command = [sys.executable, "-m", "tests.harness", "down", "--name", name]
+    command = [sys.executable, "-m", "tests.harness", "down", "--if-there", "--name", name]
     subprocess.run(command, cwd=REPOSITORY, check=True)
     yield name
     subprocess.run(command, cwd=REPOSITORY, check=True)

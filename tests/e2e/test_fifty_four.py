@@ -13,6 +13,7 @@ import pytest
 from tests.demo import nodes, pods
 from tests.demo.picture import draw
 from tests.demo.promises import Group, Workload, broken, broken_time_slices
+from tests.demo.resets import SETTLED_S
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings
@@ -54,8 +55,7 @@ def story(cluster: Cluster) -> Story:
     """The whole scenario, from plugins that start to pods that are gone."""
     plugins = nodes.node_plugins(cluster, sim_latency="zero")
     nodes.start(plugins)
-    for plugin, plan in zip(plugins, nodes.PLANS, strict=True):
-        nodes.reset_for_mig(plugin, plan)
+    nodes.reset_for_mig(plugins)
     before = nodes.offers(plugins)
     pods.create(cluster, pods.EVERYBODY)
     pods.wait_running(cluster, 54)
@@ -82,7 +82,7 @@ def _one_too_many(cluster: Cluster) -> dict[str, str]:
 
 
 def _offered_again(plugins: list[PluginProcess], before: frozenset[tuple[str, str]]) -> frozenset[tuple[str, str]]:
-    wait_for(lambda: nodes.offers(plugins) >= before, nodes.SETTLED_S, "everything is offered again")
+    wait_for(lambda: nodes.offers(plugins) >= before, SETTLED_S, "everything is offered again")
     return nodes.offers(plugins)
 
 

@@ -83,14 +83,25 @@ def up(name: str, nodes: int, kubernetes: str, binaries: Path | None, cache: Pat
 @main.command()
 @_name
 @click.option("--all", "everything", is_flag=True, help="Every cluster.")
-def down(name: str, everything: bool) -> None:
-    """End a cluster, running or crashed, and remove everything it made on this machine."""
+@click.option("--if-there", is_flag=True, help="It is fine if there is none of that name.")
+def down(name: str, everything: bool, if_there: bool) -> None:
+    """End a cluster, running or crashed, and remove everything it made on this machine.
+
+    Exit code 1 if there is none of that name.
+    """
     check_name(name)
     folders = cluster_directories(BASE) if everything else [BASE / name]
+    if not everything and not cleanup.left_something(BASE / name):
+        click.echo(f"no cluster {name} is here; {_there_are()}", err=True)
+        sys.exit(0 if if_there else 1)
     for folder in folders:
-        known = folder.exists()
         cleanup.destroy(folder)
-        click.echo(f"cluster {folder.name}: {'ended' if known else 'not there'}", err=True)
+        click.echo(f"cluster {folder.name}: ended", err=True)
+
+
+def _there_are() -> str:
+    names = [folder.name for folder in cluster_directories(BASE)]
+    return f"there are: {', '.join(names)} (make cluster-down NAME={names[0]})" if names else "there is none at all"
 
 
 @main.command()
@@ -99,7 +110,7 @@ def status() -> None:
     for folder in cluster_directories(BASE):
         state = read_state(folder)
         alive = [record for record in ProcessTable(folder).all() if record.alive]
-        word = "running" if cleanup.in_use(folder) else "left by a crash: end it with `down`"
+        word = "running" if cleanup.in_use(folder) else f"left by a crash: `make cluster-down NAME={folder.name}`"
         version = state.release.kubernetes if state else "unknown version"
         owner = f", of process {state.owner.pid}" if state and state.owner else ""
         click.echo(f"{folder.name}: {word}, Kubernetes {version}{owner}")

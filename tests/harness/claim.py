@@ -30,8 +30,7 @@ def claim(settings: Settings, binaries: Path) -> ClusterState:
     with file_lock(host.base_lock(BASE)), file_lock(Layout(settings.directory).lock):
         if cleanup.in_use(settings.directory):
             raise UsageError(
-                f"cluster {settings.name} runs already; end it with "
-                f"`python -m tests.harness down --name {settings.name}` or choose another name"
+                f"cluster {settings.name} runs already; end it with `make cluster-down NAME={settings.name}`"
             )
         cleanup.destroy_locked(settings.directory)
         host.remember(BASE)

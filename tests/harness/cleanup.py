@@ -68,6 +68,12 @@ def end_processes(directory: Path) -> None:
     Cgroups.detect().kill(cgroup_of(directory))
 
 
+def left_something(directory: Path) -> bool:
+    """Whether anything is there to be ended, be it what a crash or an interrupted cleanup left."""
+    layout = Layout(directory)
+    return any(folder.exists() for folder in (directory, layout.sockets)) or bool(processes.marked(directory))
+
+
 def in_use(directory: Path) -> bool:
     """Whether the cluster in ``directory`` is one that somebody still wants."""
     state = read_state(directory)

@@ -1,7 +1,8 @@
-"""What kubelets change on the machine outside of their own directories, and putting it back.
+"""What a cluster changes on the machine outside of its own directory, and putting it back.
 
-A kubelet sets a few sysctls and makes two fixed folders, whatever its root directory is. The first cluster on the
-machine remembers how things were; the end of the last one restores them. (A foreign kubelet is refused by preflight.)
+A kubelet sets a few sysctls and makes two fixed folders, whatever its root directory is; the harness adds a few more.
+The first cluster on the machine remembers how things were; the end of the last one restores them. (A foreign kubelet
+is refused by preflight.)
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from tests.harness.layout import RUN
 from tests.harness.locks import file_lock
 from tests.harness.processes import boot_id
 
@@ -30,7 +32,7 @@ DEVICE_PLUGINS = Path("/var/lib/kubelet/device-plugins")
 MOUNT_POINTS = (Path("/run/cdi"), Path("/var/lib/tessera"))
 """Of nodes in their usual places (usual_places.py)."""
 KUBELET_SOCKET = DEVICE_PLUGINS / "kubelet.sock"
-FOLDERS = (DEVICE_PLUGINS, DEVICE_PLUGINS.parent, Path("/var/log/containers"), *MOUNT_POINTS)
+FOLDERS = (DEVICE_PLUGINS, DEVICE_PLUGINS.parent, Path("/var/log/containers"), *MOUNT_POINTS, RUN)
 """Inner folders first."""
 
 
