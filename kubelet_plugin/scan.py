@@ -30,6 +30,8 @@ RESCAN_S = 5.0
 PAUSE_S = 1.0
 """Shortest time between two looks: cutting partitions ourselves makes events, too."""
 
+WAITS = "waits for a reset"
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -45,7 +47,8 @@ class Scanner:
     """``on_change`` is called after a look that found something new; it must return quickly.
 
     ``looked`` is called after every look, with the GPUs that answered. ``hands_off`` says which GPUs nothing may be
-    done to. ``left_out`` is how many GPUs are there that settings exclude.
+    done to; ``tell_reset`` hears of each that begins to wait for a reset. ``left_out`` is how many GPUs are there that
+    settings exclude.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class Scanner:
         choice: Choice,
         give_way: GiveWay = at_once,
         hands_off: Callable[[Gpu], bool] = lambda _: False,
+        tell_reset: Callable[[Gpu], None] = lambda _: None,
     ) -> None:
         self._host = host
+        self._tell_reset = tell_reset
         self._hands_off = hands_off
         self._give_way = give_way
         self._choice = choice
@@ -148,18 +153,22 @@ class Scanner:
     def _report(self, faults: Iterable[GpuFault], ours: Iterable[Gpu]) -> None:
         """Log what keeps GPUs from being used as they should, each once for as long as it lasts."""
         current = {str(fault): fault.reason for fault in faults}
-        current |= {gpu.uuid: reason for gpu in ours if (reason := self._waits_for(gpu)) is not None}
+        by_uuid = {gpu.uuid: gpu for gpu in ours}
+        current |= {uuid: reason for uuid, gpu in by_uuid.items() if (reason := self._waits_for(gpu)) is not None}
         for gone in self._reported.keys() - current.keys():
             log.info("a GPU is well again", extra={"gpu": gone})
         for where, reason in current.items():
             if self._reported.get(where) != reason:
                 log.error("a GPU can't be used as it should", extra={"gpu": where, "why": reason})
+                if reason.startswith(WAITS):
+                    self._tell_reset(by_uuid[where])
+                    self.look_soon()  # for the slices to say so, too
         self._reported = current
 
     def _waits_for(self, gpu: Gpu) -> str | None:
         """What a GPU that needs a reset to switch waits for; one that is meant for MIG is asked to."""
         if gpu.mig_mode in (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE):
-            return f"waits for a reset: MIG mode {gpu.mig_mode}"
+            return f"{WAITS}: MIG mode {gpu.mig_mode}"
         if gpu.toggles_freely or gpu.mig_mode is not MigMode.DISABLED or gpu not in self._choice.mig:
             return None
         if self._hands_off(gpu):
@@ -168,7 +177,7 @@ class Scanner:
             in_force = self._host.request_mig_mode(gpu, enabled=True)
         except RecoverableError as error:
             return f"is meant for MIG, but refuses the mode: {error}"
-        return None if in_force else f"waits for a reset: MIG mode {MigMode.RESET_TO_ENABLE}"
+        return None if in_force else f"{WAITS}: MIG mode {MigMode.RESET_TO_ENABLE}"
 
 
 def _device_of(inventory: Inventory, gpu: Gpu, partition: Partition) -> Device | None:

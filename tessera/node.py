@@ -42,7 +42,7 @@ from kubelet_plugin.telling import Reason, Teller, ToldWork
 from tessera.ending import ended
 from tessera.hosts import open_host
 from tessera.node_health import NodeHealth
-from tessera.node_parts import ApiClaims, choice_of, first_look, meter_of, neighbour_watch
+from tessera.node_parts import ApiClaims, choice_of, first_look, meter_of, needs_reset, neighbour_watch
 from tessera.node_reports import Means, Reports
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,13 @@ class NodePlugin:
         self._neighbours = neighbour_watch(
             settings, self._client, self._told, lambda *told: self._teller.node(told[0], told[1], warning=told[2])
         )
-        self._scanner = Scanner(host, choice_of(settings), self._lull.within(LOOK_WAITS_S), self._neighbours.hands_off)
+        self._scanner = Scanner(
+            host,
+            choice_of(settings),
+            self._lull.within(LOOK_WAITS_S),
+            self._neighbours.hands_off,
+            lambda gpu: self._teller.node("GpuNeedsReset", needs_reset(gpu)),
+        )
         with self._step(Step.DISCOVER):
             inventory = first_look(self._scanner, records, settings)
         pool = Pool(settings.node_name, settings.driver_name)

@@ -10,6 +10,7 @@ from driver.config.shares import share_warnings
 from driver.kube.claims import Claim, list_claims, read_claim
 from driver.kube.transport import KubeClient
 from driver.model.device import number_gpus
+from driver.model.gpu import Gpu
 from kubelet_plugin.inventory import Inventory, Sharing
 from kubelet_plugin.meter import Meter
 from kubelet_plugin.neighbour_watch import NeighbourWatch
@@ -57,6 +58,14 @@ def first_look(scanner: Scanner, records: Iterable[ClaimRecord], settings: NodeS
         log.warning(warning)
     sharing = Sharing(settings.shares.of, settings.shares_only)
     return Inventory(gpus, number_gpus(gpus, kept), sharing, held_shares(records))
+
+
+def needs_reset(gpu: Gpu) -> str:
+    """What an operator has to do for a GPU that waits for its MIG mode to switch."""
+    return (
+        f"GPU {gpu.index} ({gpu.uuid}) changes its MIG mode with the next reset, and offers until then what it did "
+        f"before. With nothing running on it: nvidia-smi --gpu-reset -i {gpu.index}"
+    )
 
 
 def neighbour_watch(

@@ -15,7 +15,7 @@ from driver.model.selection import Selection
 from driver.slices.build import UNAVAILABLE, build_slices
 from kubelet_plugin.listening import Listener
 from kubelet_plugin.recovery import hold_recorded
-from kubelet_plugin.scan import Choice
+from kubelet_plugin.scan import Choice, Scanner
 from tests.support.node import NodeUnderTest, start_node
 from tests.support.running import eventually, in_thread
 
@@ -214,6 +214,19 @@ class TestAmpere:
         node.simulated.reset_gpu(2)
         assert look(node)
         assert self.kinds(node, 2) == {DeviceKind.PARTITION}
+
+    def test_whoever_can_reset_a_gpu_is_told_once_that_it_waits_for_that(self, tmp_path: Path) -> None:
+        node = start_node(tmp_path, gpus="dgx-a100")
+        told: list[int] = []
+        scanner = Scanner(
+            node.node.host, Choice(mig=Selection.parse("2")), tell_reset=lambda gpu: told.append(gpu.index)
+        )
+        for _ in range(3):
+            scanner.look(node.node.inventory)
+        assert told == [2]
+        node.simulated.reset_gpu(2)
+        scanner.look(node.node.inventory)
+        assert told == [2]
 
     def test_a_claim_that_would_need_a_reset_is_refused_and_nothing_is_switched(self, tmp_path: Path) -> None:
         node = start_node(tmp_path, gpus="dgx-a100")
