@@ -36,12 +36,17 @@ def never(survey: Survey, wish: Wish, nodes: Nodes, shortage_of: ShortageOf) -> 
             return _too_many(survey, ask, nodes)
     if not survey.emptied.could(wish, nodes):
         return _not_together(survey, wish, nodes)
-    if survey.unheld.could(wish, nodes):
+    if not any(shortage_of(ask, nodes).hindered for ask in wish.asks) or survey.unheld.could(wish, nodes):
         return None
     return _hindered(survey, wish, nodes, shortage_of)
 
 
 def _too_many(survey: Survey, ask: Ask, nodes: Nodes) -> Why:
+    if ask.count is None:
+        sentence = (
+            f"request {ask.request} asks for all devices of a node: more than the {RESULTS} that one claim can have"
+        )
+        return Why(Code.TOO_MANY, sentence, {"request": ask.request, "most": RESULTS}, never=True)
     most = survey.emptied.most_on_one_node(ask, nodes)
     where = "no node" if nodes >= survey.fleet.nodes.keys() else "no node where its pod may run"
     sentence = f"request {ask.request} asks for {ask.count} devices of one node; {where} has more than {most}"

@@ -163,6 +163,13 @@ def test_what_is_only_held_is_still_said_to_be_held() -> None:
     assert reason(there).code is Code.HELD
 
 
+def test_all_devices_of_nodes_that_have_more_than_a_claim_can_have() -> None:
+    there = Situation(node_of("a", gpus=5)).wants(request(selector=profile("1g.10gb"), allocationMode="All"))
+    assert reason(there).code is Code.TOO_MANY
+    assert "all devices of a node" in reason(there).sentence
+    assert "more than the 32" in reason(there).sentence
+
+
 def test_more_than_a_node_has_where_the_pod_may_run_is_not_called_more_than_any_node_has() -> None:
     there = Situation([*node_of("a"), *node_of("b", gpus=4)])
     there.node("a", {"pool": "a"})
