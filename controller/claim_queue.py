@@ -65,13 +65,14 @@ class Queue:
         sets = [self.nodes_for(pod) for pod in waiting.pods]
         return sets[0] if len(sets) == 1 else frozenset().union(*sets)
 
-    def found(self, waiting: Waiting) -> Found:
-        """A node that could meet it, together with the other claims of one of its pods."""
+    def found(self, waiting: Waiting, survey: Survey | None = None) -> Found:
+        """A node that could meet it, together with the other claims of one of its pods; now, or by another survey."""
+        survey = survey or self.survey
         doubt = False
         for pod in waiting.pods:
             nodes = self.nodes_for(pod)
             for wish in self.combinations(pod):
-                found = self.survey.fitting(wish, nodes)
+                found = survey.fitting(wish, nodes)
                 if found.outcome is Outcome.FITS:
                     return found
                 doubt |= found.outcome is Outcome.UNKNOWN

@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from controller.claim_queue import Queue
 from controller.curation import Curator
@@ -19,6 +19,7 @@ from controller.demand import demand_of
 from controller.devices import Devices, Remembered
 from controller.eligibility import Eligibility
 from controller.fence import Fence, FenceSettings
+from controller.hearing import Hearing
 from controller.learning import Learner
 from controller.matching import Matching
 from controller.objects import Node
@@ -78,6 +79,7 @@ class Controller:
         self._started = self._settled = False
         self._decided_at = -math.inf
         self._patience = Patience()
+        self._hearing = Hearing()
         self._picture = Picture()
         self._standing = Remembered()
         self._planned = Planned()
@@ -140,7 +142,7 @@ class Controller:
             elapsed = (time.perf_counter() - began) * 1000
             log.info("wrote plans", extra={"plans": written, "offers": len(curation.offers), "ms": f"{elapsed:.0f}"})
         self._teller.labels(seen.cluster.nodes, fleet)
-        self._tell_claims(queue, devices, seen.incomplete)
+        self._tell_claims(queue, devices, seen)
         self._decided_at = time.monotonic()
         return soonest(
             self._writer.due_in_s(), self._unused.next_s, self._patience.next_s, RETRY_S if blocked else None
@@ -180,8 +182,9 @@ class Controller:
             return {offer for offer in offers if devices.of([offer]) & fenced}
         return set()
 
-    def _tell_claims(self, queue: Queue, devices: Devices, incomplete: Mapping[str, str]) -> None:
+    def _tell_claims(self, queue: Queue, devices: Devices, seen: Snapshot) -> None:
         """Why claims wait: nothing could satisfy them, or something else than offers keeps them waiting."""
         found = {offer: devices.standing[offer] for offer in devices.open}
         free = {offer: device for offer, device in found.items() if not self._fence.is_fenced(device)}
-        self._teller.claims(queue, [*reasons_of(queue), *self._unused.look(queue, free, incomplete)])
+        reasons = reasons_of(queue, self._hearing.listen(seen.views))
+        self._teller.claims(queue, [*reasons, *self._unused.look(queue, free, seen.incomplete)])

@@ -48,7 +48,19 @@ class FleetGpu:
 
     def holding(self, held: Iterable[Device]) -> FleetGpu:
         """The same GPU with other devices held."""
-        return replace(self, held=tuple(held))
+        found = replace(self, held=tuple(held))
+        if not self.held:
+            vars(found)["_unheld"] = self
+        return found
+
+    @property
+    def unheld(self) -> FleetGpu:
+        """The same GPU with nothing held."""
+        return self._unheld if self.held else self
+
+    @cached_property
+    def _unheld(self) -> FleetGpu:
+        return replace(self, held=())
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,18 +23,21 @@ class Obstacle(StrEnum):
     FAULT = "fault"
     RESET = "reset"
     DEDICATED = "dedicated"
+    FOREIGN = "foreign"
 
 
 @dataclass(frozen=True)
 class Shortage:
     """The GPUs that a request selects on the nodes in question.
 
-    ``obstacles`` are GPUs that can't give it whatever is held; ``usable`` the others. Amounts are memory slices:
-    ``needed`` by one device, ``free`` on all usable GPUs together.
+    ``obstacles`` are GPUs that can't give any of it whatever is held; ``usable`` the others. ``hindered`` are GPUs that
+    could give more but for an obstacle, those with obstacles among them. Amounts are memory slices: ``needed`` by one
+    device, ``free`` on all usable GPUs together.
     """
 
     gpus: tuple[FleetGpu, ...]
     obstacles: Mapping[Obstacle, tuple[FleetGpu, ...]]
+    hindered: Mapping[Obstacle, tuple[FleetGpu, ...]]
     usable: tuple[FleetGpu, ...]
     needed: float
     free: float
@@ -45,28 +48,28 @@ class Shortage:
         ordered = sorted(self.usable, key=lambda entry: (-entry.state.free, entry.node, entry.number))
         return [entry for entry in ordered[:SHOWN] if entry.state.free]
 
-    @property
-    def main_obstacle(self) -> Obstacle:
-        """What keeps most GPUs away; only where none is usable."""
-        return max(self.obstacles, key=lambda each: len(self.obstacles[each]))
-
 
 def shortage(survey: Survey, ask: Ask, nodes: Nodes) -> Shortage:
     """The GPUs on ``nodes`` that have what ``ask`` selects, sorted by why they don't give it."""
     kinds = survey.kinds(ask.selector, nodes)
     selected = frozenset().union(*kinds.values())
     gpus = tuple(entry for entry in survey.on(nodes) if entry.gpu.uuid in selected)
+    kinds_of = {entry.gpu.uuid: [kind for kind, having in kinds.items() if entry.gpu.uuid in having] for entry in gpus}
     obstacles: dict[Obstacle, list[FleetGpu]] = {}
+    hindered: dict[Obstacle, list[FleetGpu]] = {}
     usable = []
     for entry in gpus:
-        obstacle = obstacle_of(entry, [kind for kind in kinds if entry.gpu.uuid in kinds[kind]])
-        if obstacle is None:
+        its_kinds = kinds_of[entry.gpu.uuid]
+        whole, part = obstacle_of(entry, its_kinds), hindrance_of(entry, its_kinds)
+        if whole is None:
             usable.append(entry)
         else:
-            obstacles.setdefault(obstacle, []).append(entry)
-    needed = min(slices_of(entry.state, kind.key) for entry in gpus for kind in kinds if entry.gpu.uuid in kinds[kind])
+            obstacles.setdefault(whole, []).append(entry)
+        if part is not None:
+            hindered.setdefault(part, []).append(entry)
+    needed = min(slices_of(entry.state, kind.key) for entry in gpus for kind in kinds_of[entry.gpu.uuid])
     free = sum(entry.state.free for entry in usable)
-    return Shortage(gpus, {each: tuple(found) for each, found in obstacles.items()}, tuple(usable), needed, free)
+    return Shortage(gpus, _frozen(obstacles), _frozen(hindered), tuple(usable), needed, free)
 
 
 def obstacle_of(entry: FleetGpu, kinds: Sequence[Kind]) -> Obstacle | None:
@@ -74,10 +77,34 @@ def obstacle_of(entry: FleetGpu, kinds: Sequence[Kind]) -> Obstacle | None:
     if entry.fault is not None:
         return Obstacle.FAULT
     wanted = {kind.key.kind for kind in kinds}
-    if wanted & entry.state.kinds:
-        return None
+    if not wanted & entry.state.kinds:
+        return _forbidden(entry, wanted)
+    if entry.foreign and not any(_fits(entry.unheld, kind) for kind in kinds):
+        return Obstacle.FOREIGN
+    return None
+
+
+def hindrance_of(entry: FleetGpu, kinds: Sequence[Kind]) -> Obstacle | None:
+    """What keeps ``entry`` from giving all that it could of ``kinds``, whatever is held on it."""
+    if entry.fault is not None:
+        return Obstacle.FAULT
+    if missing := {kind.key.kind for kind in kinds} - entry.state.kinds:
+        return _forbidden(entry, missing)
+    return Obstacle.FOREIGN if entry.foreign else None
+
+
+def _forbidden(entry: FleetGpu, wanted: Set[DeviceKind]) -> Obstacle:
+    """Why its devices of the kinds ``wanted`` are not offered."""
     meant = wanted & entry.uses & ({DeviceKind.SHARE} if entry.shares_only else set(DeviceKind))
     return Obstacle.RESET if meant else Obstacle.DEDICATED
+
+
+def _fits(entry: FleetGpu, kind: Kind) -> bool:
+    return any(kind.starts is None or spot.at in kind.starts for spot in entry.state.spots(kind.key))
+
+
+def _frozen(found: Mapping[Obstacle, list[FleetGpu]]) -> dict[Obstacle, tuple[FleetGpu, ...]]:
+    return {each: tuple(gpus) for each, gpus in found.items()}
 
 
 def named(gpus: Iterable[FleetGpu]) -> str:

@@ -43,13 +43,16 @@ class Kind(NamedTuple):
 
 
 class Survey:
-    """``empty``: as if nothing were held, no GPU had a fault and none were kept from any use."""
+    """``empty``: as if nothing were held, no GPU had a fault and none were kept from any use.
 
-    def __init__(self, fleet: Fleet, matching: Matching, *, empty: bool = False) -> None:
+    What is found is forgotten with the survey if it is only ``imagined``.
+    """
+
+    def __init__(self, fleet: Fleet, matching: Matching, *, empty: bool = False, imagined: bool = False) -> None:
         self.fleet = fleet
         self.matching = matching
         self._empty = empty
-        self._memory = SurveyMemory(None) if empty else matching.survey_memory(fleet.hardware)
+        self._memory = SurveyMemory(None) if imagined else matching.survey_memory(fleet.hardware)
         self._states: dict[str, States] = {}
         self._single: dict[Kind, Matches] = {}
         self._outcomes: dict[Hashable, Outcome] = {}
@@ -58,7 +61,16 @@ class Survey:
 
     @cached_property
     def emptied(self) -> Survey:
-        return Survey(self.fleet, self.matching, empty=True)
+        return Survey(self.fleet, self.matching, empty=True, imagined=True)
+
+    @cached_property
+    def unheld(self) -> Survey:
+        """As if nothing were held, and everything else as it is."""
+        return Survey(Fleet.of(entry.unheld for entry in self.fleet), self.matching, imagined=True)
+
+    def could(self, wish: Wish, nodes: Nodes) -> bool:
+        """Whether ``wish`` can be met, or might be."""
+        return self.fitting(wish, nodes).outcome is not Outcome.NONE
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:

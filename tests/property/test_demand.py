@@ -15,7 +15,7 @@ from controller.demand import demand_of
 from controller.fleet import FleetGpu
 from controller.matching import cel_device
 from controller.offers import Demand
-from controller.reasons import reasons_of
+from controller.reasons import Code, reasons_of
 from deviceclasses.cel import Program, compile_selector
 from driver.model.device import Device
 from driver.model.gpu import MigMode
@@ -44,6 +44,9 @@ SELECTORS = (
     'device.attributes["gpu.tessera.dev"].exists(name, name == "nvlinkClique")',
 )
 """Some fail on some devices: that is part of the point."""
+
+PASSING = {Code.HELD, Code.FRAGMENTED, Code.CONSTRAINT, Code.NOT_TOGETHER}
+"""Reasons that end by themselves once claims do."""
 
 
 @st.composite
@@ -119,6 +122,19 @@ def test_a_claim_is_satisfiable_where_some_set_of_free_devices_of_one_node_would
     assert bool(reasons_of(there.queue)) != possible
     if possible:
         assert demand_of(there.queue)
+
+
+@given(situations(), st.sampled_from(SELECTORS), st.integers(1, 3), st.booleans())
+def test_what_nothing_held_keeps_from_a_claim_is_its_reason_whatever_is_held(
+    there: Situation, selector: str, count: int, one_gpu: bool
+) -> None:
+    constraints = [{"matchAttribute": PARENT}] if one_gpu else []
+    there.wants(request(selector=selector, count=count), constraints=constraints)
+    idle = replace(there, gpus=[entry.unheld for entry in there.gpus])
+    if lasting := reasons_of(idle.queue):
+        assert reasons_of(there.queue) == lasting
+    else:
+        assert {each.code for each in reasons_of(there.queue)} <= PASSING
 
 
 def fits_by_trying(there: Situation, node: str, selector: str, count: int, *, one_gpu: bool) -> bool:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from controller.reasons import Code, Reason, reasons_of
+from driver.kube.events import shortened
 from driver.model.device import DeviceKind
+from driver.model.gpu import MigMode
 from tests.support.gpus import H100
 from tests.support.queues import (
     FULL,
@@ -23,6 +25,7 @@ from tests.support.queues import (
 )
 
 A100 = "NVIDIA A100-SXM4-80GB"
+L4 = "NVIDIA L4"
 CLIQUE = "gpu.tessera.dev/nvlinkClique"
 
 
@@ -68,6 +71,30 @@ def test_a_profile_that_no_gpu_has_is_answered_with_those_there_are() -> None:
 
 def test_a_selector_that_matches_nothing_is_shown_as_it_is() -> None:
     told(Situation(node_of("a")).wants(request(selector=f"{FULL} && 1 > 2")), Code.NOTHING_MATCHES, "1 > 2", "2 GPUs")
+
+
+def test_where_no_gpu_is_divided_who_wants_a_share_is_told_how_to_divide_them() -> None:
+    there = Situation(node_of("a"))
+    there.device_class("gpu-dev", SHARE)
+    told(
+        there.wants(request("gpu-dev")),
+        Code.NOTHING_MATCHES,
+        "request gpu: no GPU is divided into shares (",
+        "nodePlugin.extraArgs={--shares=all=10}",
+    )
+    assert "device." not in reason(there).sentence
+
+
+@pytest.mark.parametrize("selector", [selected_by('type == "mig"'), profile("1g.10gb")])
+def test_where_no_gpu_can_be_cut_who_wants_a_partition_is_told_which_gpus_there_are(selector: str) -> None:
+    there = Situation(node_of("a", product=L4)).wants(request(selector=selector))
+    told(there, Code.NOTHING_MATCHES, "no GPU can be cut into MIG partitions", "NVIDIA L4")
+    assert "device." not in reason(there).sentence
+
+
+def test_a_type_that_no_device_can_have_is_answered_with_those_there_are() -> None:
+    there = Situation(node_of("a")).wants(request(selector=selected_by('type == "shares"')))
+    told(there, Code.NOTHING_MATCHES, "type shares: no GPU has it; there are gpu, mig")
 
 
 def test_devices_on_other_nodes_only_are_named_by_their_nodes() -> None:
@@ -123,9 +150,49 @@ def test_shares_are_held_while_partitions_cut_the_gpu() -> None:
     told(there, Code.HELD)
 
 
-def test_a_gpu_that_needs_a_reset_says_so() -> None:
-    there = Situation(node_of("a", product=A100)).wants(request(selector=profile("1g.10gb")))
-    assert told(there, Code.RESET, "reset", "gpu-0 of a, gpu-1 of a")["obstacles"] == {"reset": 2}
+ASKED = "start its node plugin with --mig-gpus=a/0 (nodePlugin.extraArgs={--mig-gpus=a/0})"
+RESET = "nvidia-smi --gpu-reset -i a/0"
+UNASKED = "name it no more in its node plugin's --mig-gpus, then nvidia-smi -i a/0 -mig 0"
+
+
+@pytest.mark.parametrize(
+    ("mode", "selector", "steps", "others"),
+    [
+        pytest.param(MigMode.DISABLED, profile("1g.10gb"), (ASKED, RESET), ("-mig 0",), id="MIG was never asked for"),
+        pytest.param(
+            MigMode.RESET_TO_ENABLE, profile("1g.10gb"), ("set already", RESET), ("--mig-gpus",), id="MIG is pending"
+        ),
+        pytest.param(MigMode.ENABLED, FULL, (UNASKED, RESET), ("start its",), id="MIG is on"),
+        pytest.param(
+            MigMode.RESET_TO_DISABLE, FULL, ("set already", RESET), ("--mig-gpus", "-mig 0"), id="MIG ends by a reset"
+        ),
+    ],
+)
+def test_a_gpu_that_needs_a_reset_says_so_and_which_steps_are_left(
+    mode: MigMode, selector: str, steps: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    there = Situation(node_of("a", product=A100, facts={"mig_mode": mode})).wants(request(selector=selector))
+    assert told(there, Code.RESET, "a reset must first give them another MIG mode", "gpu-0 of a, gpu-1 of a", *steps)[
+        "obstacles"
+    ] == {"reset": 2}
+    assert not [each for each in others if each in reason(there).sentence]
+
+
+def test_of_gpus_that_need_a_reset_those_with_the_least_left_to_do_are_named() -> None:
+    pending = fleet_gpu("a", 3, A100, facts={"mig_mode": MigMode.RESET_TO_ENABLE})
+    there = Situation([*node_of("a", product=A100), pending]).wants(request(selector=profile("1g.10gb")))
+    told(there, Code.RESET, "3 GPUs have it", "MIG mode: gpu-3 of a;", "nvidia-smi --gpu-reset -i a/3")
+    assert "--mig-gpus" not in reason(there).sentence
+
+
+def test_the_steps_to_a_reset_are_told_in_full_where_names_are_long() -> None:
+    nodes = [f"{letter * 50}.gpu.example" for letter in "abc"]
+    uuid = "GPU-" + "0" * 36
+    gpus = [entry for node in nodes for entry in node_of(node, product=A100)]
+    gpus[0] = replace(gpus[0], gpu=replace(gpus[0].gpu, uuid=uuid))
+    found = reason(Situation(gpus).wants(request(name="r" * 63, selector=profile("1g.10gb"))))
+    assert shortened(found.sentence) == found.sentence
+    assert found.sentence.endswith(f"nvidia-smi --gpu-reset -i {uuid}")
 
 
 def test_gpus_with_faults_are_named() -> None:
