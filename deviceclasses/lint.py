@@ -10,16 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deviceclasses.documents import SPEC, kind_of, wrong_kind
 from deviceclasses.findings import Document, Finding, Issue, Severity
 from deviceclasses.requests import Constraint, Request, constraints_of, entries, request_names, requests_of, text
 from deviceclasses.selectors import ATTRIBUTES, may_select_share, selector_issues, selectors_of, unpublished
 from driver.config.names import meant
 from driver.config.opaque import InvalidParameters, ShareConfig, kinds_of, parse_parameters
 from driver.config.schema import shown
-
-GROUP = "resource.k8s.io/"
-SPEC = {"DeviceClass": "spec", "ResourceClaim": "spec.devices", "ResourceClaimTemplate": "spec.spec.devices"}
-"""The kinds that are looked at, and where their settings are."""
 
 PARENT = "parentUUID"
 
@@ -49,22 +46,20 @@ def lint(documents: Sequence[Document], installed: Iterable[Mapping[str, Any]], 
     contents = [each.content for each in documents if isinstance(each.content, Mapping)]
     known = _known([*installed, *(each for each in contents if kind_of(each) == "DeviceClass")], driver)
     for document in documents:
-        kind = kind_of(document.content)
-        if kind is None or not isinstance(document.content, Mapping):
-            continue
-        named = f"{kind} {_name(document.content)}"
-        rules = _class if kind == "DeviceClass" else _claim
-        for issue in rules(_settings(document.content, SPEC[kind]), SPEC[kind], known):
-            where = (document.file, document.number, named)
-            yield Finding(*where, issue.path, issue.value, issue.message, issue.severity)
+        if isinstance(document.content, Mapping):
+            named = f"{text(document.content, 'kind')} {_name(document.content)}"
+            for issue in _issues(document.content, known):
+                where = (document.file, document.number, named)
+                yield Finding(*where, issue.path, issue.value, issue.message, issue.severity)
 
 
-def kind_of(content: object) -> str | None:
-    """The kind of an object that the rules look at, else None."""
-    if not isinstance(content, Mapping) or not text(content, "apiVersion").startswith(GROUP):
-        return None
-    kind = text(content, "kind")
-    return kind if kind in SPEC else None
+def _issues(content: Mapping[str, Any], known: Known) -> Iterator[Issue]:
+    kind = kind_of(content)
+    if kind is None:
+        yield from wrong_kind(content)
+        return
+    rules = _class if kind == "DeviceClass" else _claim
+    yield from rules(_settings(content, SPEC[kind]), SPEC[kind], known)
 
 
 def _settings(content: Mapping[str, Any], path: str) -> Mapping[str, Any]:

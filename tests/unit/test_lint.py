@@ -376,7 +376,6 @@ def test_json_is_a_list_of_findings() -> None:
         "message": "no such class in these files or among Tessera's; did you mean gpu-training?",
         "severity": "warning",
     }
-    assert json.loads(run("-", "-o", "json", given="").output) == []
 
 
 def test_a_list_as_kubectl_prints_it_is_looked_into() -> None:
@@ -402,6 +401,57 @@ def test_a_file_that_is_no_yaml_is_a_finding_after_what_could_be_read(text: str,
     assert expected in answer.output
 
 
+NOTHING = "nothing here is a DeviceClass, ResourceClaim or ResourceClaimTemplate: "
+
+
+@pytest.mark.parametrize(
+    ("text", "there"),
+    [
+        pytest.param("", "it is empty", id="what a command that failed leaves"),
+        pytest.param("---\n---\n", "it is empty", id="empty documents"),
+        pytest.param("[a, b]", "there is a list", id="a list"),
+        pytest.param("root:x:0:0:root:/root:/bin/bash\n", "there is text", id="no YAML object"),
+        pytest.param("spec: {}", "there is an object without kind", id="no kind"),
+        pytest.param("{kind: Pod}\n---\n{kind: Pod}\n---\n{kind: Role}", "there is Pod, Role", id="other kinds"),
+        pytest.param(
+            "{apiVersion: resource.k8s.io/v1, kind: Deviceclass}",
+            "there is Deviceclass (did you mean DeviceClass?)",
+            id="a typo",
+        ),
+        pytest.param("{apiVersion: v1, kind: ResourceQuota}", "there is ResourceQuota", id="no typo"),
+        pytest.param("{apiVersion: v1, kind: List, items: []}", "there is an empty List", id="an empty answer"),
+    ],
+)
+def test_files_without_anything_to_check_are_a_finding_that_says_what_there_is(text: str, there: str) -> None:
+    answer = run("-", "-o", "json", given=text)
+    assert answer.exit_code == 1
+    assert json.loads(answer.output)[-1]["message"] == NOTHING + there
+    assert "0 objects checked, " in run("-", given=text).output
+
+
+def test_files_that_hold_nothing_of_ours_are_passed_over_beside_those_that_do(tmp_path: Path) -> None:
+    (tmp_path / "claim.yaml").write_text(yaml.safe_dump(claim(request())))
+    (tmp_path / "pod.yaml").write_text("kind: Pod")
+    (tmp_path / "empty.yaml").write_text("")
+    assert run(str(tmp_path)).output == "1 object checked, nothing found\n"
+
+
+def test_a_kind_with_a_slip_in_it_is_a_finding_beside_good_objects() -> None:
+    for kind, meant in (("Deviceclass", "DeviceClass"), ("ResourceClaimTemplates", "ResourceClaimTemplate")):
+        wrong = {**device_class("x"), "kind": kind}
+        [finding] = findings(claim(request()), wrong)
+        assert (finding.document, finding.object, finding.path) == (2, f"{kind} x", "kind")
+        assert finding.message.endswith(f"; did you mean {meant}?")
+    other = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice"}
+    assert found(claim(request()), other, {**other, "kind": "DeviceTaintRule"}) == []
+
+
+def test_a_list_of_one_kind_as_the_api_server_answers_it_is_looked_into() -> None:
+    items = [{"metadata": {"name": "x"}, "spec": {"selectors": [{"cel": {"expression": "device.drivr"}}]}}]
+    answer = run("-", given=json.dumps({"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClassList", "items": items}))
+    assert "1 object checked, 1 finding\n" in answer.output
+
+
 def test_nothing_to_read_is_exit_code_2(tmp_path: Path) -> None:
     for arguments, expected in (
         ([], "Missing argument 'FILE...'"),
@@ -416,7 +466,7 @@ def test_nothing_to_read_is_exit_code_2(tmp_path: Path) -> None:
 def test_help_has_examples() -> None:
     answer = run("--help")
     assert answer.exit_code == 0
-    assert "tessera lint -" in answer.output
+    assert "helm template --kube-version 1.37 deploy/tessera | tessera lint -" in answer.output
 
 
 def test_the_node_plugin_loads_neither_the_rules_nor_the_cel_engine() -> None:
