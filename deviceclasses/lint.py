@@ -12,8 +12,9 @@ from typing import Any
 
 from deviceclasses.documents import SPEC, kind_of, wrong_kind
 from deviceclasses.findings import Document, Finding, Issue, Severity
+from deviceclasses.published import ATTRIBUTES, unpublished
 from deviceclasses.requests import Constraint, Request, constraints_of, entries, request_names, requests_of, text
-from deviceclasses.selectors import ATTRIBUTES, may_select_share, selector_issues, selectors_of, unpublished
+from deviceclasses.selectors import may_select_share, selector_issues, selectors_of
 from driver.config.names import meant
 from driver.config.opaque import InvalidParameters, ShareConfig, kinds_of, parse_parameters
 from driver.config.schema import shown
@@ -162,7 +163,7 @@ def _constraint_attribute(constraint: Constraint, known: Known) -> Iterator[Issu
             constraint.path, shown(name), message + meant(name, (f"{known.driver}/{each}" for each in ATTRIBUTES))
         )
     elif domain == known.driver and name not in ATTRIBUTES:
-        yield Issue(constraint.path, shown(constraint.attribute), unpublished(name, ATTRIBUTES, domain))
+        yield Issue(constraint.path, shown(constraint.attribute), unpublished("attributes", name, domain))
 
 
 def _shares_of_one_gpu(requests: Sequence[Request], constraints: Sequence[Constraint], known: Known) -> Iterator[Issue]:

@@ -11,18 +11,28 @@ from functools import cache
 from typing import Any
 
 from deviceclasses.cel import CelDevice, Program, compile_selector, from_slice_device
-from deviceclasses.findings import Issue
+from deviceclasses.comparing import comparison_issues
+from deviceclasses.documents import misspelt
+from deviceclasses.findings import Issue, Severity
+from deviceclasses.published import (
+    ATTRIBUTES,
+    CAPACITIES,
+    IN_STANDARD,
+    STANDARD_DOMAIN,
+    TYPES,
+    names_of,
+    unpublished,
+)
 from deviceclasses.requests import entries, text
 from driver.config.names import meant
 from driver.config.schema import shown
 from driver.errors import CelError
 from driver.model.device import DeviceKind
-from driver.slices.attributes import FACTS, NO_PROFILE
+from driver.slices.attributes import FACTS, NO_PROFILE, STANDARD
 
-ATTRIBUTES = frozenset(fact.name for facts in FACTS.values() for fact in facts if "/" not in fact.name)
-CAPACITIES = frozenset({"memory", "multiprocessors"})
 MADE_UP = {"string": "", "int": 0, "bool": False, "version": "0.0.0"}
-SURE = ("no such key", "no such overload")
+MISSING = "no such key: "
+SURE = (MISSING, "no such overload")
 """Errors that come of names and types, whatever the values are."""
 
 KINDS = {DeviceKind.FULL: "a full GPU", DeviceKind.PARTITION: "a partition", DeviceKind.SHARE: "a share"}
@@ -52,8 +62,8 @@ def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: It
         if isinstance(program, CelError):
             yield _refused(place, program, expression)
             continue
-        wrong_names = list(_wrong_names(place, program, driver))
-        yield from wrong_names or _failures(place, program, sound, driver)
+        wrong = [*_wrong_names(place, program, driver), *comparison_issues(place, expression, driver)]
+        yield from wrong or _failures(place, program, sound, driver)
         sound.append(expression)
 
 
@@ -64,16 +74,16 @@ def may_select_share(expressions: Iterable[str], driver: str) -> bool:
     return all(program.verdict(share) is not False for program in programs)
 
 
-def unpublished(name: str, accepted: Iterable[str], domain: str) -> str:
-    """The message about a name in our domain that no device has."""
-    return f"Tessera publishes no such name in {domain} (docs/attributes.md has them all){meant(name, accepted)}"
-
-
 def _wrong_names(place: str, program: Program, driver: str) -> Iterator[Issue]:
-    for names, accepted in ((program.mentions.attributes, ATTRIBUTES), (program.mentions.capacity, CAPACITIES)):
-        for domain, name in sorted(names):
-            if domain == driver and name not in accepted:
-                yield Issue(place, shown(name), unpublished(name, accepted, domain))
+    for section, domain, name in program.mentions.reads:
+        if domain == driver and name not in (ATTRIBUTES if section == "attributes" else CAPACITIES):
+            yield Issue(place, shown(name), unpublished(section, name, domain))
+        elif close := misspelt(domain, [driver, STANDARD_DOMAIN]):
+            message = f"is almost a domain of Tessera's devices; did you mean {close}?"
+            yield Issue(place, shown(domain), message, Severity.WARNING)
+        elif domain == STANDARD_DOMAIN and misspelt(name, list(IN_STANDARD)):
+            message = f"Tessera publishes no such name in {domain}{meant(name, IN_STANDARD)}"
+            yield Issue(place, shown(name), message, Severity.WARNING)
 
 
 def _failures(place: str, program: Program, before: Iterable[str], driver: str) -> Iterator[Issue]:
@@ -85,10 +95,27 @@ def _failures(place: str, program: Program, before: Iterable[str], driver: str) 
             and verdict.startswith(SURE)
             and all(each.verdict(device) is True for each in earlier)
         ):
-            remedy = f'ask for device.driver == "{driver}" and .type first, with &&'
-            message = f"fails on {name}, which stops the pod's scheduling: {verdict}; {remedy}"
+            message = (
+                f"fails on {name}, which stops the pod's scheduling: {verdict}; {_remedy(program, verdict, driver)}"
+            )
             yield Issue(place, shown(program.expression), message)
             return
+
+
+def _remedy(program: Program, verdict: str, driver: str) -> str:
+    """What to write instead."""
+    if not verdict.startswith(MISSING):
+        full = {driver: "", STANDARD_DOMAIN: STANDARD}
+        read = [
+            (name, TYPES.get(f"{full[domain]}{name}")) for _, domain, name in program.mentions.reads if domain in full
+        ]
+        told = ", ".join(f"{name} is a {kind}" for name, kind in read if kind)
+        return f"{told or 'each has one type'} (docs/attributes.md)"
+    key = verdict.removeprefix(MISSING)
+    having = [kind for kind in DeviceKind if key in names_of(kind)]
+    kinds = " || ".join(f'.type == "{kind}"' for kind in having) if len(having) < len(DeviceKind) else ".type"
+    kinds = f"({kinds})" if len(having) == len(DeviceKind) - 1 else kinds or ".type"
+    return f'ask for device.driver == "{driver}" and {kinds} first, with &&'
 
 
 def _refused(place: str, error: CelError, expression: str) -> Issue:
@@ -109,5 +136,5 @@ def _published(kind: DeviceKind) -> dict[str, Any]:
     attributes: dict[str, dict[str, Any]] = {fact.name: {fact.kind: MADE_UP[fact.kind]} for fact in FACTS[kind]}
     attributes["type"] = {"string": kind.value}
     attributes["profile"] = {"string": "1g.10gb" if kind is DeviceKind.PARTITION else NO_PROFILE}
-    capacity = {} if kind is DeviceKind.SHARE else {name: {"value": "1Gi"} for name in CAPACITIES}
+    capacity = {name: {"value": "1Gi"} for name in CAPACITIES & names_of(kind)}
     return {"name": kind.value, "attributes": attributes, "capacity": capacity}

@@ -15,56 +15,26 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deviceclasses.findings import Document, Finding
-from deviceclasses.lint import lint
-from deviceclasses.selectors import CAPACITIES
+from deviceclasses.published import CAPACITIES
 from driver.model.device import devices_of
 from driver.slices.attributes import capacity
 from tessera.cli import main
-from tessera.lint import shipped_classes
 from tests.support.chart import CHART
 from tests.support.gpus import gpu_of
-
-DRIVER = "gpu.tessera.dev"
-SHARE = 'device.driver == "gpu.tessera.dev" && device.attributes["gpu.tessera.dev"].type == "share"'
-APART = {"distinctAttribute": "gpu.tessera.dev/parentUUID"}
-
-
-def opaque(kind: str, driver: str = DRIVER, **more: Any) -> dict[str, Any]:
-    return {"opaque": {"driver": driver, "parameters": {"apiVersion": f"{DRIVER}/v1alpha1", "kind": kind, **more}}}
-
-
-def device_class(name: str, *selectors: str, config: Any = ()) -> dict[str, Any]:
-    cel = [{"cel": {"expression": expression}} for expression in selectors]
-    spec = {"selectors": cel, "config": list(config)}
-    return {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": name}, "spec": spec}
-
-
-def request(name: str = "gpu", device_class: str = "gpu-training", **more: Any) -> dict[str, Any]:
-    return {"name": name, "exactly": {"deviceClassName": device_class, **more}}
-
-
-def claim(*requests: dict[str, Any], **more: Any) -> dict[str, Any]:
-    devices = {"requests": list(requests), **more}
-    metadata = {"name": "work", "namespace": "team"}
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaim",
-        "metadata": metadata,
-        "spec": {"devices": devices},
-    }
-
-
-def findings(*contents: object) -> list[Finding]:
-    documents = [Document("file.yaml", number, content) for number, content in enumerate(contents, 1)]
-    return [*lint(documents, CLASSES, DRIVER)]
-
-
-def found(*contents: object) -> list[tuple[str, str, str]]:
-    return [(finding.path, finding.value, finding.message) for finding in findings(*contents)]
-
-
-CLASSES = [*shipped_classes(), device_class("gpu-shared", SHARE, config=[opaque("ShareConfig")])]
+from tests.support.linting import (
+    APART,
+    DRIVER,
+    OURS,
+    SHARE,
+    TYPE,
+    claim,
+    device_class,
+    findings,
+    found,
+    opaque,
+    request,
+    request_for,
+)
 
 
 def test_what_is_shipped_has_no_errors_and_names_only_one_class_that_is_not_ours() -> None:
@@ -228,15 +198,6 @@ def test_two_shares_of_one_gpu_are_found_before_the_driver_refuses_them(
     assert all("distinctAttribute: gpu.tessera.dev/parentUUID" in message for _, _, message in answer)
 
 
-def request_for(class_name: str, *selectors: str, **more: Any) -> dict[str, Any]:
-    cel = [{"cel": {"expression": expression}} for expression in selectors]
-    return request(device_class=class_name, selectors=cel, **more)
-
-
-TYPE = 'device.attributes["gpu.tessera.dev"].type'
-OURS = 'device.driver == "gpu.tessera.dev"'
-
-
 @pytest.mark.parametrize(
     ("selectors", "several"),
     [
@@ -289,12 +250,12 @@ def test_selectors_that_let_shares_pass_are_known_by_what_they_do(selectors: lis
         (
             f'{OURS} && device.attributes["gpu.tessera.dev"].memoryBandwidth >= 3000',
             "device.driver ==",
-            "fails on a partition, .*: no such key: memoryBandwidth",
+            'fails on a partition, .*: no such key: memoryBandwidth; ask for .* and .type == "gpu" first',
         ),
         (
             f'{OURS} && device.capacity["gpu.tessera.dev"].memory.compareTo(quantity("40Gi")) >= 0',
             "device.driver ==",
-            "fails on a share, .*: no such key: memory",
+            r'fails on a share, .*: no such key: memory; .* and \(.type == "gpu" \|\| .type == "mig"\) first',
         ),
     ],
 )
