@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from deviceclasses.cel import CelDevice, Program, compile_selector, from_slice_device
+from deviceclasses.cel.comparisons import comparisons_of
 from deviceclasses.comparing import comparison_issues
 from deviceclasses.documents import misspelt
 from deviceclasses.findings import Issue, Severity
@@ -22,8 +23,9 @@ from deviceclasses.published import (
     TYPES,
     names_of,
     unpublished,
+    values,
 )
-from deviceclasses.requests import entries, text
+from deviceclasses.requests import selectors_of
 from driver.config.names import meant
 from driver.config.schema import shown
 from driver.errors import CelError
@@ -46,14 +48,6 @@ def compiled(expression: str) -> Program | CelError:
         return error
 
 
-def selectors_of(owner: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
-    """Path and text of each CEL selector of a class or request."""
-    for index, entry in entries(owner, "selectors"):
-        cel = entry.get("cel")
-        if isinstance(cel, Mapping) and (expression := text(cel, "expression")):
-            yield f"{path}.selectors[{index}].cel.expression", expression
-
-
 def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: Iterable[str] = ()) -> Iterator[Issue]:
     """The issues of ``owner``'s selectors; ``before`` are those of its class, which are asked first."""
     sound = list(before)
@@ -67,11 +61,31 @@ def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: It
         sound.append(expression)
 
 
-def may_select_share(expressions: Iterable[str], driver: str) -> bool:
-    """Whether a share could pass, going by what all shares have alike; unknown values and broken selectors may."""
-    share = CelDevice(driver, {driver: {"type": DeviceKind.SHARE.value, "profile": NO_PROFILE}})
-    programs = (program for program in map(compiled, expressions) if isinstance(program, Program))
-    return all(program.verdict(share) is not False for program in programs)
+@cache
+def may_select(expressions: tuple[str, ...], driver: str) -> frozenset[DeviceKind]:
+    """The kinds of our devices that could pass, going by what all of a kind have alike.
+
+    Unknown values and broken selectors may let anything pass.
+    """
+    programs = [program for program in map(compiled, expressions) if isinstance(program, Program)]
+    compared = {found.value for each in programs for found in comparisons_of(each.expression)}
+    profiles = {*values()["profile"].accepted, *(each for each in compared if isinstance(each, str))} - {NO_PROFILE}
+    alike = {
+        DeviceKind.FULL: [NO_PROFILE],
+        DeviceKind.PARTITION: sorted(profiles),
+        DeviceKind.SHARE: [NO_PROFILE],
+    }
+    return frozenset(
+        kind
+        for kind, names in alike.items()
+        if any(
+            _may_pass(CelDevice(driver, {driver: {"type": kind.value, "profile": name}}), programs) for name in names
+        )
+    )
+
+
+def _may_pass(device: CelDevice, programs: Iterable[Program]) -> bool:
+    return all(program.verdict(device) is not False for program in programs)
 
 
 def _wrong_names(place: str, program: Program, driver: str) -> Iterator[Issue]:
