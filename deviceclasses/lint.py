@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from deviceclasses.documents import SPEC, kind_of, misspelt, wrong_kind
+from deviceclasses.fields import shape_issues
 from deviceclasses.findings import Document, Finding, Issue, Severity
 from deviceclasses.fitting import misfit_issues, never_issues, stranger_issues
 from deviceclasses.known import Known, known_of, name_of, settings_of
@@ -48,6 +49,7 @@ def _issues(content: Mapping[str, Any], known: Known) -> Iterator[Issue]:
     if kind is None:
         yield from wrong_kind(content)
         return
+    yield from shape_issues(content, kind)
     rules = _class if kind == "DeviceClass" else _claim
     yield from rules(settings_of(content, SPEC[kind]), SPEC[kind], known)
 

@@ -114,7 +114,7 @@ def test_nvidias_gpu_config_fits_full_gpus_and_shares() -> None:
 @pytest.mark.parametrize("field", ["config", "constraints"])
 def test_requests_that_do_not_exist_are_found_with_the_nearest(field: str) -> None:
     alternatives = {"name": "any", "firstAvailable": [{"name": "big", "deviceClassName": "gpu-training"}]}
-    entry = {"requests": ["gpu", "any", "any/big", "gpuu", 7], "matchAttribute": "resource.kubernetes.io/pcieRoot"}
+    entry = {"requests": ["gpu", "any", "any/big", "gpuu", 7]}
     answer = found(claim(request(), alternatives, **{field: [entry]}))
     assert [(path, value) for path, value, _ in answer] == [
         (f"spec.devices.{field}[0].requests[3]", '"gpuu"'),
