@@ -362,6 +362,14 @@ def test_a_file_that_is_no_yaml_is_a_finding_after_what_could_be_read(text: str,
     assert expected in answer.output
 
 
+def test_the_shipped_classes_are_those_of_a_driver_with_another_name() -> None:
+    unfit = yaml.safe_dump(claim(request(), config=[opaque("MigDeviceConfig", driver="gpu.nvidia.com")]))
+    answer = run("-", "--driver-name", "gpu.nvidia.com", given=unfit)
+    assert "does not fit request gpu: class gpu-training gives full GPUs" in answer.output
+    fit = yaml.safe_dump(claim(request(), config=[opaque("GpuConfig", driver="gpu.nvidia.com")]))
+    assert run("-", "--driver-name", "gpu.nvidia.com", given=fit).exit_code == 0
+
+
 NOTHING = "nothing here is a DeviceClass, ResourceClaim or ResourceClaimTemplate: "
 
 
