@@ -11,9 +11,9 @@ from typing import Any
 
 from deviceclasses.findings import Issue
 from deviceclasses.known import ClassFacts, Known
+from deviceclasses.passing import may_select
 from deviceclasses.published import ATTRIBUTES, names_of
 from deviceclasses.requests import Constraint, Request, parameters_of, request_names, selectors_of
-from deviceclasses.selectors import may_select
 from driver.config.opaque import devices_for
 from driver.config.schema import shown
 from driver.model.device import DeviceKind

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deviceclasses.passing import may_select
 from deviceclasses.requests import Request, parameters_of, selectors_of, text
-from deviceclasses.selectors import may_select
 from driver.config.opaque import devices_for
 from driver.model.device import DeviceKind
 

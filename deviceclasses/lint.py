@@ -23,9 +23,10 @@ from deviceclasses.requests import (
     parameters_of,
     request_names,
     requests_of,
+    selectors_of,
     text,
 )
-from deviceclasses.selectors import selector_issues
+from deviceclasses.selectors import selector_issues, selects_nothing
 from deviceclasses.sharing import PARENT, share_issues
 from driver.config.names import meant
 from driver.config.opaque import InvalidParameters, parse_parameters
@@ -55,7 +56,9 @@ def _issues(content: Mapping[str, Any], known: Known) -> Iterator[Issue]:
 
 
 def _class(spec: Mapping[str, Any], path: str, known: Known) -> Iterator[Issue]:
-    yield from selector_issues(spec, path, known.driver)
+    expressions = tuple(expression for _, expression in selectors_of(spec, path))
+    wrong = list(selector_issues(spec, path, known.driver))
+    yield from wrong or selects_nothing(expressions, path, known.driver)
     yield from _parameter_issues(spec, path, known)
 
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from deviceclasses.cel import CelDevice, Program, compile_selector, from_slice_device
-from deviceclasses.cel.comparisons import comparisons_of
+from deviceclasses.cel import CelDevice, Program, from_slice_device
 from deviceclasses.comparing import comparison_issues
 from deviceclasses.documents import misspelt
 from deviceclasses.findings import Issue, Severity
+from deviceclasses.passing import compared, compiled, may_select, sound
 from deviceclasses.published import (
     ATTRIBUTES,
     CAPACITIES,
@@ -33,6 +33,7 @@ from driver.model.device import DeviceKind
 from driver.slices.attributes import FACTS, NO_PROFILE, STANDARD
 
 MADE_UP = {"string": "", "int": 0, "bool": False, "version": "0.0.0"}
+ANY_PROFILE = "1g.10gb"
 MISSING = "no such key: "
 SURE = (MISSING, "no such overload")
 """Errors that come of names and types, whatever the values are."""
@@ -40,52 +41,27 @@ SURE = (MISSING, "no such overload")
 KINDS = {DeviceKind.FULL: "a full GPU", DeviceKind.PARTITION: "a partition", DeviceKind.SHARE: "a share"}
 
 
-@cache
-def compiled(expression: str) -> Program | CelError:
-    try:
-        return compile_selector(expression)
-    except CelError as error:
-        return error
-
-
 def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: Iterable[str] = ()) -> Iterator[Issue]:
     """The issues of ``owner``'s selectors; ``before`` are those of its class, which are asked first."""
-    sound = list(before)
+    earlier = list(before)
     for place, expression in selectors_of(owner, path):
         program = compiled(expression)
         if isinstance(program, CelError):
             yield _refused(place, program, expression)
             continue
         wrong = [*_wrong_names(place, program, driver), *comparison_issues(place, expression, driver)]
-        yield from wrong or _failures(place, program, sound, driver)
-        sound.append(expression)
+        yield from wrong or _failures(place, program, earlier, driver)
+        earlier.append(expression)
 
 
-@cache
-def may_select(expressions: tuple[str, ...], driver: str) -> frozenset[DeviceKind]:
-    """The kinds of our devices that could pass, going by what all of a kind have alike.
-
-    Unknown values and broken selectors may let anything pass.
-    """
-    programs = [program for program in map(compiled, expressions) if isinstance(program, Program)]
-    compared = {found.value for each in programs for found in comparisons_of(each.expression)}
-    profiles = {*values()["profile"].accepted, *(each for each in compared if isinstance(each, str))} - {NO_PROFILE}
-    alike = {
-        DeviceKind.FULL: [NO_PROFILE],
-        DeviceKind.PARTITION: sorted(profiles),
-        DeviceKind.SHARE: [NO_PROFILE],
-    }
-    return frozenset(
-        kind
-        for kind, names in alike.items()
-        if any(
-            _may_pass(CelDevice(driver, {driver: {"type": kind.value, "profile": name}}), programs) for name in names
-        )
+def selects_nothing(expressions: tuple[str, ...], path: str, driver: str) -> Iterator[Issue]:
+    """Selectors, sound by themselves, that are about our devices and let none of them pass."""
+    ours = any(
+        driver in {domain for _, domain, _ in each.mentions.reads} | compared([each]) for each in sound(expressions)
     )
-
-
-def _may_pass(device: CelDevice, programs: Iterable[Program]) -> bool:
-    return all(program.verdict(device) is not False for program in programs)
+    if ours and not may_select(expressions, driver):
+        message = "selects none of Tessera's devices: none has the type and profile that it asks for"
+        yield Issue(f"{path}.selectors", "", message, Severity.WARNING)
 
 
 def _wrong_names(place: str, program: Program, driver: str) -> Iterator[Issue]:
@@ -101,8 +77,9 @@ def _wrong_names(place: str, program: Program, driver: str) -> Iterator[Issue]:
 
 
 def _failures(place: str, program: Program, before: Iterable[str], driver: str) -> Iterator[Issue]:
-    earlier = [each for each in map(compiled, before) if isinstance(each, Program)]
-    for name, device in _samples(driver).items():
+    earlier = sound(before)
+    profiles = compared([program, *earlier]) & {*values()["profile"].accepted} - {NO_PROFILE}
+    for name, device in _samples(driver, profiles or frozenset({ANY_PROFILE})):
         verdict = program.verdict(device)
         if (
             isinstance(verdict, str)
@@ -140,15 +117,20 @@ def _refused(place: str, error: CelError, expression: str) -> Issue:
 
 
 @cache
-def _samples(driver: str) -> dict[str, CelDevice]:
-    """A device of each kind with every name it can have, and one of some other driver."""
-    ours = {KINDS[kind]: from_slice_device(driver, _published(kind)) for kind in DeviceKind}
-    return {**ours, "a device of another driver": CelDevice("another-driver.example.com")}
+def _samples(driver: str, profiles: frozenset[str]) -> list[tuple[str, CelDevice]]:
+    """A device of each kind, and partition of each profile, with every name it can have; one of some other driver."""
+    alike = [
+        (DeviceKind.FULL, NO_PROFILE),
+        *((DeviceKind.PARTITION, each) for each in sorted(profiles)),
+        (DeviceKind.SHARE, NO_PROFILE),
+    ]
+    ours = [(KINDS[kind], from_slice_device(driver, _published(kind, profile))) for kind, profile in alike]
+    return [*ours, ("a device of another driver", CelDevice("another-driver.example.com"))]
 
 
-def _published(kind: DeviceKind) -> dict[str, Any]:
+def _published(kind: DeviceKind, profile: str) -> dict[str, Any]:
     attributes: dict[str, dict[str, Any]] = {fact.name: {fact.kind: MADE_UP[fact.kind]} for fact in FACTS[kind]}
     attributes["type"] = {"string": kind.value}
-    attributes["profile"] = {"string": "1g.10gb" if kind is DeviceKind.PARTITION else NO_PROFILE}
+    attributes["profile"] = {"string": profile}
     capacity = {name: {"value": "1Gi"} for name in CAPACITIES & names_of(kind)}
     return {"name": kind.value, "attributes": attributes, "capacity": capacity}

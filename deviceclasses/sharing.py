@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from deviceclasses.findings import Issue
 from deviceclasses.known import Known
+from deviceclasses.passing import may_select
 from deviceclasses.requests import Constraint, Request, selectors_of
-from deviceclasses.selectors import may_select
 from driver.config.schema import shown
 from driver.model.device import DeviceKind
 from driver.slices.attributes import PARENT as PARENT_UUID

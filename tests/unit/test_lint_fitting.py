@@ -131,6 +131,13 @@ class TestSelectors:
             pytest.param(PARTITION, f'{DEVICE}.profile == "1g.10gb"', id="a profile of the class of all"),
             pytest.param(PARTITION, f'{DEVICE}.profile.startsWith("3g.")', id="profiles by their beginning"),
             pytest.param(ONE, f'{DEVICE}.profile == "1g.10gb"', id="the profile of the class"),
+            pytest.param(FULL, f'{DEVICE}.?memoryType.orValue("").startsWith("HBM")', id="what may be absent"),
+            pytest.param(FULL, f"has({DEVICE}.nvlinkClique)", id="that it is there"),
+            pytest.param(FULL, f'"ecc" in {DEVICE} && {DEVICE}.ecc', id="that it is among those that are there"),
+            pytest.param(FULL, f'{DEVICE}.exists(name, name == "ecc")', id="one of all"),
+            pytest.param(FULL, f"size({DEVICE}) > 7", id="how many there are"),
+            pytest.param(FULL, 'device.attributes[?"resource.kubernetes.io"].hasValue()', id="that a domain is there"),
+            pytest.param(FULL, f'device.capacity["{DRIVER}"].?memory.hasValue()', id="that a capacity is there"),
         ],
     )
     def test_that_some_device_of_the_class_may_pass_are_let_be(self, device_class: str, selector: str) -> None:

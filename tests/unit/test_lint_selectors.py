@@ -90,7 +90,7 @@ def test_a_value_that_no_device_has_is_found_with_the_nearest(
         f'{ATTRIBUTES}.?profile.orValue("") != ""',
         f'{ATTRIBUTES}.productName == "NVIDIA X1"',
         f'{FULL} && {ATTRIBUTES}.brand == "whatever"',
-        'device.driver == "gpu.nvidia.com" && device.attributes["gpu.nvidia.com"].type == "card"',
+        'device.attributes["gpu.nvidia.com"].?type.orValue("card") == "card"',
         '["gpuu"].exists(type, type == "gpuu")',
     ],
 )
@@ -220,3 +220,38 @@ def test_a_name_that_stands_elsewhere_is_told_with_its_place(expression: str, me
 def test_a_function_for_another_type_is_told_with_the_types() -> None:
     [(_, _, told)] = found(device_class("x", f'{FULL} && {ATTRIBUTES}.driverVersion.startsWith("550")'))
     assert told.endswith("; driverVersion is a version, type is a string (docs/attributes.md)")
+
+
+@pytest.mark.parametrize(
+    ("device_class_name", "expression"),
+    [
+        ("gpu-inference-2g-20gb", f"{ATTRIBUTES}.memoryBandwidth >= 3000"),
+        ("gpu-inference", f'{ATTRIBUTES}.profile == "3g.40gb" && {ATTRIBUTES}.memoryBandwidth >= 3000'),
+    ],
+)
+def test_a_selector_is_held_against_partitions_of_the_profile_that_is_asked_for(
+    device_class_name: str, expression: str
+) -> None:
+    [(_, _, message)] = found(claim(request_for(device_class_name, expression)))
+    assert message.startswith("fails on a partition, which stops")
+
+
+@pytest.mark.parametrize(
+    "selectors",
+    [
+        [f'{FULL} && {ATTRIBUTES}.profile == "1g.10gb"'],
+        [FULL, f'{OURS} && {TYPE} == "mig"'],
+        [f'{OURS} && {ATTRIBUTES}.profile.startsWith("1g-")'],
+    ],
+)
+def test_a_class_that_selects_none_of_our_devices_is_a_warning(selectors: list[str]) -> None:
+    [finding] = findings(device_class("x", *selectors))
+    assert (finding.path, finding.severity) == ("spec.selectors", "warning")
+    assert finding.message == "selects none of Tessera's devices: none has the type and profile that it asks for"
+
+
+def test_a_class_of_another_driver_may_select_none_of_our_devices() -> None:
+    other = 'device.attributes["dra.net"]'
+    assert (
+        found(device_class("x", f'device.driver == "dra.net" && {other}.type == "gpu" && {other}.profile == "a"')) == []
+    )
