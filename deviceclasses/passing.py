@@ -42,6 +42,10 @@ def may_select(expressions: tuple[str, ...], driver: str) -> frozenset[DeviceKin
     """The kinds of our devices that could pass all of them; broken ones let anything pass."""
     programs = sound(expressions)
     partitions = sorted({*values()["profile"].accepted, *compared(programs)} - {NO_PROFILE})
+    if not any(
+        each.mentions.everything or ("attributes", driver, "profile") in each.mentions.reads for each in programs
+    ):
+        partitions = partitions[:1]
     profiles = {kind: partitions if kind is DeviceKind.PARTITION else [NO_PROFILE] for kind in DeviceKind}
     return frozenset(
         kind
