@@ -7,96 +7,58 @@ documents is passed over. The rules are those that the API server does not know:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from deviceclasses.documents import SPEC, kind_of, misspelt, wrong_kind
+from deviceclasses.fields import shape_issues
 from deviceclasses.findings import Document, Finding, Issue, Severity
-from deviceclasses.requests import Constraint, Request, constraints_of, entries, request_names, requests_of, text
-from deviceclasses.selectors import ATTRIBUTES, may_select_share, selector_issues, selectors_of, unpublished
+from deviceclasses.fitting import misfit_issues, never_issues, stranger_issues
+from deviceclasses.known import Known, known_of, name_of, settings_of
+from deviceclasses.published import ATTRIBUTES, CAPACITIES, IN_STANDARD, STANDARD_DOMAIN, unpublished
+from deviceclasses.requests import (
+    Constraint,
+    Request,
+    constraints_of,
+    entries,
+    parameters_of,
+    request_names,
+    requests_of,
+    selectors_of,
+    text,
+)
+from deviceclasses.selectors import selector_issues, selects_nothing
+from deviceclasses.sharing import PARENT, share_issues
 from driver.config.names import meant
-from driver.config.opaque import InvalidParameters, ShareConfig, kinds_of, parse_parameters
+from driver.config.opaque import InvalidParameters, parse_parameters
 from driver.config.schema import shown
-
-GROUP = "resource.k8s.io/"
-SPEC = {"DeviceClass": "spec", "ResourceClaim": "spec.devices", "ResourceClaimTemplate": "spec.spec.devices"}
-"""The kinds that are looked at, and where their settings are."""
-
-PARENT = "parentUUID"
-
-
-@dataclass(frozen=True, slots=True)
-class ClassFacts:
-    """Of a class that exists: its selectors, the kinds of our parameters it carries, and whether shares are meant."""
-
-    selectors: tuple[str, ...]
-    kinds: frozenset[str]
-    shares: bool
-
-
-UNKNOWN = ClassFacts((), frozenset(), shares=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What the rules need to know of the driver and of the classes that exist, by name."""
-
-    driver: str
-    classes: Mapping[str, ClassFacts]
 
 
 def lint(documents: Sequence[Document], installed: Iterable[Mapping[str, Any]], driver: str) -> Iterator[Finding]:
     """Every finding, in the order of ``documents``; ``installed`` are classes that exist beside those in them."""
     contents = [each.content for each in documents if isinstance(each.content, Mapping)]
-    known = _known([*installed, *(each for each in contents if kind_of(each) == "DeviceClass")], driver)
+    known = known_of([*installed, *(each for each in contents if kind_of(each) == "DeviceClass")], driver)
     for document in documents:
-        kind = kind_of(document.content)
-        if kind is None or not isinstance(document.content, Mapping):
-            continue
-        named = f"{kind} {_name(document.content)}"
-        rules = _class if kind == "DeviceClass" else _claim
-        for issue in rules(_settings(document.content, SPEC[kind]), SPEC[kind], known):
-            where = (document.file, document.number, named)
-            yield Finding(*where, issue.path, issue.value, issue.message, issue.severity)
+        if isinstance(document.content, Mapping):
+            named = f"{text(document.content, 'kind')} {name_of(document.content)}"
+            for issue in _issues(document.content, known):
+                where = (document.file, document.number, named)
+                yield Finding(*where, issue.path, issue.value, issue.message, issue.severity)
 
 
-def kind_of(content: object) -> str | None:
-    """The kind of an object that the rules look at, else None."""
-    if not isinstance(content, Mapping) or not text(content, "apiVersion").startswith(GROUP):
-        return None
-    kind = text(content, "kind")
-    return kind if kind in SPEC else None
-
-
-def _settings(content: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """What stands at a dotted path; empty where nothing, or no object, does."""
-    for field in path.split("."):
-        found = content.get(field)
-        content = found if isinstance(found, Mapping) else {}
-    return content
-
-
-def _name(content: Mapping[str, Any]) -> str:
-    metadata = content.get("metadata")
-    if not isinstance(metadata, Mapping):
-        return "without a name"
-    name = text(metadata, "name") or text(metadata, "generateName") or "without a name"
-    namespace = text(metadata, "namespace")
-    return f"{namespace}/{name}" if namespace else name
-
-
-def _known(classes: Sequence[Mapping[str, Any]], driver: str) -> Known:
-    return Known(driver, {_name(each): _facts(_settings(each, "spec"), driver) for each in classes})
-
-
-def _facts(spec: Mapping[str, Any], driver: str) -> ClassFacts:
-    parameters = [opaque.get("parameters") for _, _, opaque in _ours(spec, driver)]
-    kinds = [kinds_of(each) for each in parameters]
-    selectors = tuple(expression for _, expression in selectors_of(spec, ""))
-    return ClassFacts(selectors, frozenset().union(*kinds), {ShareConfig.kind} in kinds)
+def _issues(content: Mapping[str, Any], known: Known) -> Iterator[Issue]:
+    kind = kind_of(content)
+    if kind is None:
+        yield from wrong_kind(content)
+        return
+    yield from shape_issues(content, kind)
+    rules = _class if kind == "DeviceClass" else _claim
+    yield from rules(settings_of(content, SPEC[kind]), SPEC[kind], known)
 
 
 def _class(spec: Mapping[str, Any], path: str, known: Known) -> Iterator[Issue]:
-    yield from selector_issues(spec, path, known.driver)
+    expressions = tuple(expression for _, expression in selectors_of(spec, path))
+    wrong = list(selector_issues(spec, path, known.driver))
+    yield from wrong or selects_nothing(expressions, path, known.driver)
     yield from _parameter_issues(spec, path, known)
 
 
@@ -107,26 +69,25 @@ def _claim(devices: Mapping[str, Any], path: str, known: Known) -> Iterator[Issu
         if request.class_name and request.class_name not in known.classes:
             message = f"no such class in these files or among Tessera's{meant(request.class_name, known.classes)}"
             yield Issue(f"{request.path}.deviceClassName", shown(request.class_name), message, Severity.WARNING)
-        facts = known.classes.get(request.class_name, UNKNOWN)
-        yield from selector_issues(request.raw, request.path, known.driver, facts.selectors)
+        wrong = list(selector_issues(request.raw, request.path, known.driver, known.facts(request).selectors))
+        yield from wrong or stranger_issues(request, known)
     yield from _parameter_issues(devices, path, known)
-    yield from _misfits(devices, path, requests, known)
+    yield from misfit_issues(devices, path, requests, known)
     yield from _request_names(devices, path, requests)
     for constraint in constraints:
         yield from _constraint_attribute(constraint, known)
-    yield from _shares_of_one_gpu(requests, constraints, known)
-
-
-def _ours(owner: Mapping[str, Any], driver: str) -> Iterator[tuple[int, Mapping[str, Any], Mapping[str, Any]]]:
-    """The entries for our driver: place in ``config``, entry, its ``opaque``."""
-    for index, entry in entries(owner, "config"):
-        opaque = entry.get("opaque")
-        if isinstance(opaque, Mapping) and opaque.get("driver") == driver:
-            yield index, entry, opaque
+    yield from never_issues(requests, constraints, known)
+    yield from share_issues(requests, constraints, known)
 
 
 def _parameter_issues(owner: Mapping[str, Any], path: str, known: Known) -> Iterator[Issue]:
-    for index, _, opaque in _ours(owner, known.driver):
+    for index, entry in entries(owner, "config"):
+        opaque = entry.get("opaque")
+        other = text(opaque, "driver") if isinstance(opaque, Mapping) else ""
+        if misspelt(other, [known.driver]):
+            message = f"is almost the driver's name; did you mean {known.driver}?"
+            yield Issue(f"{path}.config[{index}].opaque.driver", shown(other), message, Severity.WARNING)
+    for index, _, opaque in parameters_of(owner, known.driver):
         try:
             parse_parameters(opaque.get("parameters"), path)
         except InvalidParameters as error:
@@ -134,18 +95,6 @@ def _parameter_issues(owner: Mapping[str, Any], path: str, known: Known) -> Iter
             for fault in error.faults:
                 place = there if fault.path in {"", "parameters"} else f"{there}.{fault.path}"
                 yield Issue(place, fault.found, fault.message)
-
-
-def _misfits(devices: Mapping[str, Any], path: str, requests: Sequence[Request], known: Known) -> Iterator[Issue]:
-    """Parameters that name a request whose class is for another kind of device: the driver would refuse them."""
-    for index, entry, opaque in _ours(devices, known.driver):
-        named, given = request_names(entry), kinds_of(opaque.get("parameters"))
-        for request in requests if given else ():
-            facts = known.classes.get(request.class_name, UNKNOWN)
-            if request.name in named and facts.kinds and not facts.kinds & given:
-                wanted = f"class {request.class_name} has {', '.join(sorted(facts.kinds))}"
-                place = f"{path}.config[{index}].opaque.parameters.kind"
-                yield Issue(place, shown(min(given)), f"does not fit request {request.name}: {wanted}")
 
 
 def _request_names(devices: Mapping[str, Any], path: str, requests: Sequence[Request]) -> Iterator[Issue]:
@@ -161,40 +110,21 @@ def _request_names(devices: Mapping[str, Any], path: str, requests: Sequence[Req
 
 def _constraint_attribute(constraint: Constraint, known: Known) -> Iterator[Issue]:
     domain, slash, name = constraint.attribute.rpartition("/")
+    domains = [known.driver, STANDARD_DOMAIN]
     if not slash:
         message = f"must be qualified by a domain, such as {known.driver}/{PARENT}"
-        yield Issue(
-            constraint.path, shown(name), message + meant(name, (f"{known.driver}/{each}" for each in ATTRIBUTES))
-        )
+        hint = meant(name, (f"{known.driver}/{each}" for each in ATTRIBUTES))
+        yield Issue(constraint.path, shown(name), f"{message}{hint}")
+    elif misspelt(domain, domains):
+        message = f"is almost a domain of Tessera's devices{meant(domain, domains)}"
+        yield Issue(constraint.path, shown(constraint.attribute), message, Severity.WARNING)
     elif domain == known.driver and name not in ATTRIBUTES:
-        yield Issue(constraint.path, shown(constraint.attribute), unpublished(name, ATTRIBUTES, domain))
+        yield Issue(constraint.path, shown(constraint.attribute), _no_attribute(name, domain))
 
 
-def _shares_of_one_gpu(requests: Sequence[Request], constraints: Sequence[Constraint], known: Known) -> Iterator[Issue]:
-    """A claim must not be given two shares of one GPU: the driver would refuse it when the pod starts."""
-    parent = f"{known.driver}/{PARENT}"
-    apart = [each for each in constraints if each.distinct and each.attribute == parent]
-    shares = [request for request in requests if _may_be_share(request, known)]
-    remedy = (
-        "may give two shares of one GPU to this claim, which the driver refuses: ask for one share (of a GPU with "
-        "fewer shares, if that is too little), a partition or a full GPU; for shares of different GPUs add the "
-        f"constraint distinctAttribute: {parent}"
-    )
-    for request in shares:
-        if request.several and not any(each.covers(request) for each in apart):
-            yield Issue(f"{request.path}.{request.several}", shown(request.raw.get(request.several)), remedy)
-    for index, other in enumerate(shares):
-        beside = (one for one in shares[:index] if one.base != other.base)
-        one = next((one for one in beside if not any(each.covers(one) and each.covers(other) for each in apart)), None)
-        if one is not None:
-            yield Issue(
-                f"{other.path}.deviceClassName", shown(other.class_name), f"together with request {one.name} {remedy}"
-            )
-
-
-def _may_be_share(request: Request, known: Known) -> bool:
-    facts = known.classes.get(request.class_name)
-    if facts is None:
-        return False
-    expressions = [*facts.selectors, *(expression for _, expression in selectors_of(request.raw, ""))]
-    return facts.shares or may_select_share(expressions, known.driver)
+def _no_attribute(name: str, domain: str) -> str:
+    if name in IN_STANDARD:
+        return f"is in Kubernetes' domain: {STANDARD_DOMAIN}/{name}"
+    if name in CAPACITIES:
+        return "is a capacity; constraints are on attributes"
+    return unpublished("attributes", name, domain)

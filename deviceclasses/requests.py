@@ -85,3 +85,19 @@ def text(owner: Mapping[str, Any], field: str) -> str:
     """A string field; empty where there is none."""
     found = owner.get(field)
     return found if isinstance(found, str) else ""
+
+
+def selectors_of(owner: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    """Path and text of each CEL selector of a class or request."""
+    for index, entry in entries(owner, "selectors"):
+        cel = entry.get("cel")
+        if isinstance(cel, Mapping) and (expression := text(cel, "expression")):
+            yield f"{path}.selectors[{index}].cel.expression", expression
+
+
+def parameters_of(owner: Mapping[str, Any], driver: str) -> Iterator[tuple[int, Mapping[str, Any], Mapping[str, Any]]]:
+    """The entries for ``driver``: place in ``config``, entry, its ``opaque``."""
+    for index, entry in entries(owner, "config"):
+        opaque = entry.get("opaque")
+        if isinstance(opaque, Mapping) and opaque.get("driver") == driver:
+            yield index, entry, opaque

@@ -10,85 +10,103 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from deviceclasses.cel import CelDevice, Program, compile_selector, from_slice_device
-from deviceclasses.findings import Issue
-from deviceclasses.requests import entries, text
+from deviceclasses.cel import CelDevice, Program, from_slice_device
+from deviceclasses.comparing import comparison_issues
+from deviceclasses.documents import misspelt
+from deviceclasses.findings import Issue, Severity
+from deviceclasses.passing import compared, compiled, may_select, sound
+from deviceclasses.published import (
+    ATTRIBUTES,
+    CAPACITIES,
+    IN_STANDARD,
+    STANDARD_DOMAIN,
+    TYPES,
+    names_of,
+    unpublished,
+    values,
+)
+from deviceclasses.requests import selectors_of
 from driver.config.names import meant
 from driver.config.schema import shown
 from driver.errors import CelError
 from driver.model.device import DeviceKind
-from driver.slices.attributes import FACTS, NO_PROFILE
+from driver.slices.attributes import FACTS, NO_PROFILE, STANDARD
 
-ATTRIBUTES = frozenset(fact.name for facts in FACTS.values() for fact in facts if "/" not in fact.name)
-CAPACITIES = frozenset({"memory", "multiprocessors"})
 MADE_UP = {"string": "", "int": 0, "bool": False, "version": "0.0.0"}
-SURE = ("no such key", "no such overload")
+ANY_PROFILE = "1g.10gb"
+MISSING = "no such key: "
+SURE = (MISSING, "no such overload")
 """Errors that come of names and types, whatever the values are."""
 
 KINDS = {DeviceKind.FULL: "a full GPU", DeviceKind.PARTITION: "a partition", DeviceKind.SHARE: "a share"}
 
 
-@cache
-def compiled(expression: str) -> Program | CelError:
-    try:
-        return compile_selector(expression)
-    except CelError as error:
-        return error
-
-
-def selectors_of(owner: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
-    """Path and text of each CEL selector of a class or request."""
-    for index, entry in entries(owner, "selectors"):
-        cel = entry.get("cel")
-        if isinstance(cel, Mapping) and (expression := text(cel, "expression")):
-            yield f"{path}.selectors[{index}].cel.expression", expression
-
-
 def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: Iterable[str] = ()) -> Iterator[Issue]:
     """The issues of ``owner``'s selectors; ``before`` are those of its class, which are asked first."""
-    sound = list(before)
+    earlier = list(before)
     for place, expression in selectors_of(owner, path):
         program = compiled(expression)
         if isinstance(program, CelError):
             yield _refused(place, program, expression)
             continue
-        wrong_names = list(_wrong_names(place, program, driver))
-        yield from wrong_names or _failures(place, program, sound, driver)
-        sound.append(expression)
+        wrong = [*_wrong_names(place, program, driver), *comparison_issues(place, expression, driver)]
+        yield from wrong or _failures(place, program, earlier, driver)
+        earlier.append(expression)
 
 
-def may_select_share(expressions: Iterable[str], driver: str) -> bool:
-    """Whether a share could pass, going by what all shares have alike; unknown values and broken selectors may."""
-    share = CelDevice(driver, {driver: {"type": DeviceKind.SHARE.value, "profile": NO_PROFILE}})
-    programs = (program for program in map(compiled, expressions) if isinstance(program, Program))
-    return all(program.verdict(share) is not False for program in programs)
-
-
-def unpublished(name: str, accepted: Iterable[str], domain: str) -> str:
-    """The message about a name in our domain that no device has."""
-    return f"Tessera publishes no such name in {domain} (docs/attributes.md has them all){meant(name, accepted)}"
+def selects_nothing(expressions: tuple[str, ...], path: str, driver: str) -> Iterator[Issue]:
+    """Selectors, sound by themselves, that are about our devices and let none of them pass."""
+    ours = any(
+        driver in {domain for _, domain, _ in each.mentions.reads} | compared([each]) for each in sound(expressions)
+    )
+    if ours and not may_select(expressions, driver):
+        message = "selects none of Tessera's devices: none has the type and profile that it asks for"
+        yield Issue(f"{path}.selectors", "", message, Severity.WARNING)
 
 
 def _wrong_names(place: str, program: Program, driver: str) -> Iterator[Issue]:
-    for names, accepted in ((program.mentions.attributes, ATTRIBUTES), (program.mentions.capacity, CAPACITIES)):
-        for domain, name in sorted(names):
-            if domain == driver and name not in accepted:
-                yield Issue(place, shown(name), unpublished(name, accepted, domain))
+    for section, domain, name in program.mentions.reads:
+        if domain == driver and name not in (ATTRIBUTES if section == "attributes" else CAPACITIES):
+            yield Issue(place, shown(name), unpublished(section, name, domain))
+        elif close := misspelt(domain, [driver, STANDARD_DOMAIN]):
+            message = f"is almost a domain of Tessera's devices; did you mean {close}?"
+            yield Issue(place, shown(domain), message, Severity.WARNING)
+        elif domain == STANDARD_DOMAIN and misspelt(name, list(IN_STANDARD)):
+            message = f"Tessera publishes no such name in {domain}{meant(name, IN_STANDARD)}"
+            yield Issue(place, shown(name), message, Severity.WARNING)
 
 
 def _failures(place: str, program: Program, before: Iterable[str], driver: str) -> Iterator[Issue]:
-    earlier = [each for each in map(compiled, before) if isinstance(each, Program)]
-    for name, device in _samples(driver).items():
+    earlier = sound(before)
+    profiles = compared([program, *earlier]) & {*values()["profile"].accepted} - {NO_PROFILE}
+    for name, device in _samples(driver, profiles or frozenset({ANY_PROFILE})):
         verdict = program.verdict(device)
         if (
             isinstance(verdict, str)
             and verdict.startswith(SURE)
             and all(each.verdict(device) is True for each in earlier)
         ):
-            remedy = f'ask for device.driver == "{driver}" and .type first, with &&'
-            message = f"fails on {name}, which stops the pod's scheduling: {verdict}; {remedy}"
+            message = (
+                f"fails on {name}, which stops the pod's scheduling: {verdict}; {_remedy(program, verdict, driver)}"
+            )
             yield Issue(place, shown(program.expression), message)
             return
+
+
+def _remedy(program: Program, verdict: str, driver: str) -> str:
+    """What to write instead."""
+    if not verdict.startswith(MISSING):
+        full = {driver: "", STANDARD_DOMAIN: STANDARD}
+        read = [
+            (name, TYPES.get(f"{full[domain]}{name}")) for _, domain, name in program.mentions.reads if domain in full
+        ]
+        told = ", ".join(f"{name} is a {kind}" for name, kind in read if kind)
+        return f"{told or 'each has one type'} (docs/attributes.md)"
+    key = verdict.removeprefix(MISSING)
+    having = [kind for kind in DeviceKind if key in names_of(kind)]
+    kinds = " || ".join(f'.type == "{kind}"' for kind in having) if len(having) < len(DeviceKind) else ".type"
+    kinds = f"({kinds})" if len(having) == len(DeviceKind) - 1 else kinds or ".type"
+    return f'ask for device.driver == "{driver}" and {kinds} first, with &&'
 
 
 def _refused(place: str, error: CelError, expression: str) -> Issue:
@@ -99,15 +117,20 @@ def _refused(place: str, error: CelError, expression: str) -> Issue:
 
 
 @cache
-def _samples(driver: str) -> dict[str, CelDevice]:
-    """A device of each kind with every name it can have, and one of some other driver."""
-    ours = {KINDS[kind]: from_slice_device(driver, _published(kind)) for kind in DeviceKind}
-    return {**ours, "a device of another driver": CelDevice("another-driver.example.com")}
+def _samples(driver: str, profiles: frozenset[str]) -> list[tuple[str, CelDevice]]:
+    """A device of each kind, and partition of each profile, with every name it can have; one of some other driver."""
+    alike = [
+        (DeviceKind.FULL, NO_PROFILE),
+        *((DeviceKind.PARTITION, each) for each in sorted(profiles)),
+        (DeviceKind.SHARE, NO_PROFILE),
+    ]
+    ours = [(KINDS[kind], from_slice_device(driver, _published(kind, profile))) for kind, profile in alike]
+    return [*ours, ("a device of another driver", CelDevice("another-driver.example.com"))]
 
 
-def _published(kind: DeviceKind) -> dict[str, Any]:
+def _published(kind: DeviceKind, profile: str) -> dict[str, Any]:
     attributes: dict[str, dict[str, Any]] = {fact.name: {fact.kind: MADE_UP[fact.kind]} for fact in FACTS[kind]}
     attributes["type"] = {"string": kind.value}
-    attributes["profile"] = {"string": "1g.10gb" if kind is DeviceKind.PARTITION else NO_PROFILE}
-    capacity = {} if kind is DeviceKind.SHARE else {name: {"value": "1Gi"} for name in CAPACITIES}
+    attributes["profile"] = {"string": profile}
+    capacity = {name: {"value": "1Gi"} for name in CAPACITIES & names_of(kind)}
     return {"name": kind.value, "attributes": attributes, "capacity": capacity}

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from driver.config.opaque import AnyParameters, GpuConfig, MigDeviceConfig, ShareConfig, parse_parameters
+from driver.config.opaque import FITTING, AnyParameters, parse_parameters
 from driver.errors import ClaimError
 from driver.kube.claims import Claim, Configuration, Result
 from driver.model.device import Device, DeviceKind
 from driver.model.sharing import TimeSlice
 from driver.slices.names import Pool
 from kubelet_plugin.inventory import Inventory
-
-FITTING: Mapping[type[AnyParameters], DeviceKind] = {
-    GpuConfig: DeviceKind.FULL,
-    MigDeviceConfig: DeviceKind.PARTITION,
-    ShareConfig: DeviceKind.SHARE,
-}
-"""Which kind of device each kind of parameters is for."""
 
 FROM_CLASS = "FromClass"
 

@@ -37,29 +37,33 @@ def lint(paths: Sequence[str], driver_name: str, output: str) -> None:
     """Check DeviceClasses, ResourceClaims and ResourceClaimTemplates in YAML or JSON files.
 
     FILE may be a folder (all .yaml, .yml and .json files below it) or - for standard input. Finds what the API
-    server lets through and a pod stumbles over later: wrong opaque parameters, selectors that don't compile or read
-    attributes nobody publishes, classes and requests that don't exist, two shares of one GPU. Other objects are
-    passed over. Exit code 0: nothing found; 1: findings, warnings among them; 2: usage.
+    server lets through and a pod stumbles over later, and what it or the chart's policies refuse: wrong opaque
+    parameters and fields, selectors that don't compile, read attributes nobody publishes or compare with what no
+    device has, classes and requests that don't exist or don't fit, two shares of one GPU. Other objects are passed
+    over, but something to check there must be. Exit code 0: nothing found; 1: findings, warnings among them; 2: usage.
 
     \b
     Examples:
       tessera lint class.yaml claim.yaml
       tessera lint deploy/examples -o json
-      helm template deploy/tessera | tessera lint -
+      helm template --kube-version 1.37 deploy/tessera | tessera lint -
       kubectl get deviceclasses,resourceclaims -A -o yaml | tessera lint -
     """
+    from deviceclasses.documents import kind_of, nothing_to_check
     from deviceclasses.findings import Document
-    from deviceclasses.lint import kind_of
     from deviceclasses.lint import lint as check
 
     read = [part for path in paths for part in _read(path)]
     documents = [part for part in read if isinstance(part, Document)]
     unreadable = [part for part in read if not isinstance(part, Document)]
-    findings = [*unreadable, *check(documents, shipped_classes(), driver_name)]
+    findings = [*unreadable, *check(documents, shipped_classes(driver_name), driver_name)]
+    objects = sum(kind_of(each.content) is not None for each in documents)
+    if not objects and not unreadable:
+        findings.append(nothing_to_check(paths, documents))
     if output == "json":
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        click.echo(as_text(findings, sum(kind_of(each.content) is not None for each in documents)))
+        click.echo(as_text(findings, objects))
     sys.exit(FOUND if findings else 0)
 
 
@@ -79,11 +83,16 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def shipped_classes() -> list[dict[str, Any]]:
-    """The classes that come with Tessera."""
+def shipped_classes(driver: str = DEFAULT_DRIVER) -> list[dict[str, Any]]:
+    """The classes that come with Tessera, for a driver of this name as the chart makes them."""
     folder = files("deviceclasses") / "manifests"
-    texts = [each.read_bytes() for each in folder.iterdir() if Path(each.name).suffix in SUFFIXES]
-    return [content for text in texts for content in yaml.safe_load_all(text) if isinstance(content, dict)]
+    texts = [each.read_text("utf-8") for each in folder.iterdir() if Path(each.name).suffix in SUFFIXES]
+    # The API group of the parameters has the same name and stays.
+    named = [
+        text.replace(f'"{DEFAULT_DRIVER}"', f'"{driver}"').replace(f"driver: {DEFAULT_DRIVER}\n", f"driver: {driver}\n")
+        for text in texts
+    ]
+    return [content for text in named for content in yaml.safe_load_all(text) if isinstance(content, dict)]
 
 
 def _read(path: str) -> Iterator[Document | Finding]:
@@ -108,14 +117,14 @@ def _read(path: str) -> Iterator[Document | Finding]:
 
 
 def _documents(file: str, text: bytes) -> Iterator[Document | Finding]:
-    """Each document; a List counts as its items. What doesn't parse is a finding and ends the file."""
+    """Each document; a list counts as its items. What doesn't parse is a finding and ends the file."""
+    from deviceclasses.documents import items_of
     from deviceclasses.findings import Document, Finding, Severity
 
     number = 0
     try:
         for number, content in enumerate(yaml.load_all(text, _Loader), 1):
-            listed = content.get("items") if isinstance(content, dict) and content.get("kind") == "List" else None
-            for item in listed if isinstance(listed, list) else [content]:
+            for item in items_of(content):
                 yield Document(file, number, item)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)

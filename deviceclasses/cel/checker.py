@@ -23,6 +23,7 @@ from deviceclasses.cel.signatures import (
     TYPES,
     VARIABLES,
     accepted,
+    advice,
     dotted,
     nearest,
     parameters,
@@ -178,8 +179,9 @@ class _Checker:
                 elif not is_dynamic(found) and result != found:
                     found = DYN
         if found is None:
-            shown = ", ".join(str(self.bindings.resolve(each, final=True)) for each in types)
-            raise self.error(node, f"{name} does not take ({shown}){accepted(declared)}")
+            given = [self.bindings.resolve(each, final=True) for each in types]
+            instead = advice(name, node, given) or accepted(declared)
+            raise self.error(node, f"{name} does not take ({', '.join(map(str, given))}){instead}")
         return found, tuple(fitting)
 
     def _instance(self, overload: Overload) -> tuple[tuple[Type, ...], Type]:

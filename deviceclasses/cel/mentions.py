@@ -61,16 +61,16 @@ def mentions_of(root: Node) -> Mentions:
 
 
 def _visit(node: Node, known: Mapping[str, Path]) -> Mentions:
-    path = _path(node, known)
+    path = path_of(node, known)
     if path is None:
         path = _asked_for(node, known)
     if path is not None:
         return _read(path)
     if isinstance(node, nodes.Bind):
-        bound = _path(node.value, known)
+        bound = path_of(node.value, known)
         if bound is not None and len(bound) < 3:
             return _visit(node.body, {**known, node.variable: bound})
-    hidden = {name: path for name, path in known.items() if name not in _declares(node)}
+    hidden = {name: path for name, path in known.items() if name not in declares(node)}
     found = Mentions()
     for each in children(node):
         found |= _visit(each, hidden if each is not getattr(node, "over", None) else known)
@@ -84,11 +84,11 @@ def _asked_for(node: Node, known: Mapping[str, Path]) -> Path | None:
     name, section = node.operands
     if not isinstance(name, nodes.Literal) or not isinstance(name.value, str):
         return None
-    before = _path(section, known)
+    before = path_of(section, known)
     return (*before, name.value) if before is not None and len(before) == 2 else None
 
 
-def _declares(node: Node) -> tuple[str, ...]:
+def declares(node: Node) -> tuple[str, ...]:
     if isinstance(node, (nodes.Quantifier, nodes.Transform)):
         return node.variables
     if isinstance(node, (nodes.SortBy, nodes.Bind, nodes.OptionalMap)):
@@ -106,7 +106,7 @@ def _read(path: Path) -> Mentions:
     return Mentions(attributes=only) if section == "attributes" else Mentions(capacity=only)
 
 
-def _path(node: Node, known: Mapping[str, Path]) -> Path | None:
+def path_of(node: Node, known: Mapping[str, Path]) -> Path | None:
     """How a node is reached from ``device``, where it is nothing but that."""
     if isinstance(node, nodes.Name):
         return known.get(node.name)
@@ -116,7 +116,7 @@ def _path(node: Node, known: Mapping[str, Path]) -> Path | None:
         step, operand = node.key.value, node.operand
     else:
         return None
-    before = _path(operand, known)
+    before = path_of(operand, known)
     if before is None or len(before) >= 3 or (before and before[0] in WHOLE):
         return None
     return (*before, step)

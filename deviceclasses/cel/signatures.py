@@ -20,6 +20,8 @@ from deviceclasses.cel.types import (
     INT,
     IP,
     NULL,
+    QUANTITY,
+    SEMVER,
     STRING,
     TIMESTAMP,
     UINT,
@@ -61,6 +63,11 @@ OPTIONAL_INDEX = tuple(_signature(*each.takes, gives=optional_of(unwrapped(each.
 SORT_KEYS = tuple(_signature(list_of(each), gives=BOOL) for each in COMPARABLE)
 STRUCTURAL = {"_==_": EQUALITY, "_!=_": EQUALITY}
 
+COMPARISONS = {"_==_": "==", "_!=_": "!=", "_<_": "<", "_<=_": "<=", "_>_": ">", "_>=_": ">="}
+FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+BY_FUNCTION = {QUANTITY: ("quantities", "quantity", "100Gi"), SEMVER: ("versions", "semver", "550.0.0")}
+"""Types that no operator compares: what they are called, what makes one of a string, and an example of that."""
+
 
 def dotted(node: Node) -> str | None:
     """``a.b.c`` as it is written, where a node is nothing but names."""
@@ -82,6 +89,27 @@ def parameters(one: Type) -> Iterator[str]:
 def accepted(declared: Sequence[Overload]) -> str:
     ways = sorted({f"({', '.join(map(str, each.takes))})" for each in declared})
     return f"; it takes {' or '.join(ways)}" if ways else "; it is not called this way"
+
+
+def advice(name: str, node: Node, types: Sequence[Type]) -> str:
+    """What everybody tries first, and how it is written; empty where ``name`` is something else."""
+    kind = next((each for each in types if each in BY_FUNCTION), None)
+    if name not in COMPARISONS or kind is None or not isinstance(node, nodes.Call):
+        return ""
+    many, function, example = BY_FUNCTION[kind]
+    given = [_literal(each) for each in node.operands]
+    operator = COMPARISONS[name]
+    if given[0] is not None:
+        operator = FLIPPED.get(operator, operator)
+    written = next((each for each in given if each is not None), example)
+    return f'; {many} are compared with .compareTo({function}("{written}")) {operator} 0'
+
+
+def _literal(node: Node) -> str | None:
+    """The literal that a node is, or that a function makes its value of."""
+    if isinstance(node, nodes.Call) and len(node.operands) == 1:
+        return _literal(node.operands[0])
+    return str(node.value) if isinstance(node, nodes.Literal) else None
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

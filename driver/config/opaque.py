@@ -15,14 +15,22 @@ from driver.config.schema import Fault, Group, InvalidParameters, Strict, shown,
 from driver.model.device import DeviceKind
 
 __all__ = [
+    "FITTING",
     "AnyParameters",
     "GpuConfig",
     "InvalidParameters",
     "MigDeviceConfig",
     "ShareConfig",
-    "kinds_of",
+    "devices_for",
     "parse_parameters",
 ]
+
+FITTING: Mapping[type[AnyParameters], DeviceKind] = {
+    GpuConfig: DeviceKind.FULL,
+    MigDeviceConfig: DeviceKind.PARTITION,
+    ShareConfig: DeviceKind.SHARE,
+}
+"""Which kind of device each kind of parameters is for."""
 
 GROUPS = {group.api_version: group for group in (TESSERA, NVIDIA)}
 
@@ -44,10 +52,10 @@ def parse_parameters(raw: object, where: str, device: DeviceKind | None = None) 
     return cast("AnyParameters", parsed) if group is TESSERA else translate(parsed, device)
 
 
-def kinds_of(raw: object) -> frozenset[str]:
-    """The kinds that ``raw`` may come to, by the device it is used on; none where it is not valid."""
+def devices_for(raw: object) -> frozenset[DeviceKind]:
+    """The kinds of devices that ``raw`` is for; none where it is not valid."""
     try:
-        return frozenset(parse_parameters(raw, "", device).kind for device in DeviceKind)
+        return frozenset(kind for kind in DeviceKind if FITTING[type(parse_parameters(raw, "", kind))] is kind)
     except InvalidParameters:
         return frozenset()
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import msgspec
 
-from driver.config.opaque import GROUPS, parse_parameters
+from driver.config.opaque import GROUPS, devices_for
 from driver.config.schema import Strict, accepted_names, kind_of_field
 from driver.model.device import DeviceKind
 from driver.slices.attributes import FACTS
-from kubelet_plugin.claims import FITTING
 from tests.support.chart import CHART
 
 FILE = CHART / "parameters.json"
@@ -72,8 +71,8 @@ def _values(model: type[Strict]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _serves(version: str, kind: str) -> list[str]:
-    raw = {"apiVersion": version, "kind": kind}
-    return [device.value for device in DeviceKind if FITTING[type(parse_parameters(raw, kind, device))] is device]
+    served = devices_for({"apiVersion": version, "kind": kind})
+    return [device.value for device in DeviceKind if device in served]
 
 
 def _is_object(kind: Any) -> bool:

@@ -15,56 +15,26 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deviceclasses.findings import Document, Finding
-from deviceclasses.lint import lint
-from deviceclasses.selectors import CAPACITIES
+from deviceclasses.published import CAPACITIES
 from driver.model.device import devices_of
 from driver.slices.attributes import capacity
 from tessera.cli import main
-from tessera.lint import shipped_classes
 from tests.support.chart import CHART
 from tests.support.gpus import gpu_of
-
-DRIVER = "gpu.tessera.dev"
-SHARE = 'device.driver == "gpu.tessera.dev" && device.attributes["gpu.tessera.dev"].type == "share"'
-APART = {"distinctAttribute": "gpu.tessera.dev/parentUUID"}
-
-
-def opaque(kind: str, driver: str = DRIVER, **more: Any) -> dict[str, Any]:
-    return {"opaque": {"driver": driver, "parameters": {"apiVersion": f"{DRIVER}/v1alpha1", "kind": kind, **more}}}
-
-
-def device_class(name: str, *selectors: str, config: Any = ()) -> dict[str, Any]:
-    cel = [{"cel": {"expression": expression}} for expression in selectors]
-    spec = {"selectors": cel, "config": list(config)}
-    return {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": name}, "spec": spec}
-
-
-def request(name: str = "gpu", device_class: str = "gpu-training", **more: Any) -> dict[str, Any]:
-    return {"name": name, "exactly": {"deviceClassName": device_class, **more}}
-
-
-def claim(*requests: dict[str, Any], **more: Any) -> dict[str, Any]:
-    devices = {"requests": list(requests), **more}
-    metadata = {"name": "work", "namespace": "team"}
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaim",
-        "metadata": metadata,
-        "spec": {"devices": devices},
-    }
-
-
-def findings(*contents: object) -> list[Finding]:
-    documents = [Document("file.yaml", number, content) for number, content in enumerate(contents, 1)]
-    return [*lint(documents, CLASSES, DRIVER)]
-
-
-def found(*contents: object) -> list[tuple[str, str, str]]:
-    return [(finding.path, finding.value, finding.message) for finding in findings(*contents)]
-
-
-CLASSES = [*shipped_classes(), device_class("gpu-shared", SHARE, config=[opaque("ShareConfig")])]
+from tests.support.linting import (
+    APART,
+    DRIVER,
+    OURS,
+    SHARE,
+    TYPE,
+    claim,
+    device_class,
+    findings,
+    found,
+    opaque,
+    request,
+    request_for,
+)
 
 
 def test_what_is_shipped_has_no_errors_and_names_only_one_class_that_is_not_ours() -> None:
@@ -128,10 +98,10 @@ def test_parameters_that_are_no_object_are_found(parameters: object) -> None:
         ("gpu-shared", "ShareConfig", True),
     ],
 )
-def test_parameters_that_name_a_request_must_fit_its_class(class_name: str, kind: str, fits: bool) -> None:
-    answer = found(claim(request(device_class=class_name), config=[{**opaque(kind), "requests": ["gpu"]}]))
-    assert not answer if fits else "does not fit request gpu: class " + class_name in answer[0][2]
-    assert found(claim(request(device_class=class_name), config=[opaque(kind)])) == []
+def test_parameters_must_fit_the_class_of_their_request(class_name: str, kind: str, fits: bool) -> None:
+    for config in ({**opaque(kind), "requests": ["gpu"]}, opaque(kind)):
+        answer = found(claim(request(device_class=class_name), config=[config]))
+        assert not answer if fits else "does not fit request gpu: class " + class_name in answer[0][2]
 
 
 def test_nvidias_gpu_config_fits_full_gpus_and_shares() -> None:
@@ -144,7 +114,7 @@ def test_nvidias_gpu_config_fits_full_gpus_and_shares() -> None:
 @pytest.mark.parametrize("field", ["config", "constraints"])
 def test_requests_that_do_not_exist_are_found_with_the_nearest(field: str) -> None:
     alternatives = {"name": "any", "firstAvailable": [{"name": "big", "deviceClassName": "gpu-training"}]}
-    entry = {"requests": ["gpu", "any", "any/big", "gpuu", 7], "matchAttribute": "resource.kubernetes.io/pcieRoot"}
+    entry = {"requests": ["gpu", "any", "any/big", "gpuu", 7]}
     answer = found(claim(request(), alternatives, **{field: [entry]}))
     assert [(path, value) for path, value, _ in answer] == [
         (f"spec.devices.{field}[0].requests[3]", '"gpuu"'),
@@ -187,7 +157,7 @@ OTHER = "spec.devices.requests[1].exactly.deviceClassName"
             id="of the same GPU on purpose",
         ),
         pytest.param(
-            [request(device_class="gpu-shared", count=2), request("b")],
+            [request(device_class="gpu-shared", count=2), request("b", "gpu-inference")],
             [{**APART, "requests": ["b"]}],
             [COUNT],
             id="a constraint on another request",
@@ -228,15 +198,6 @@ def test_two_shares_of_one_gpu_are_found_before_the_driver_refuses_them(
     assert all("distinctAttribute: gpu.tessera.dev/parentUUID" in message for _, _, message in answer)
 
 
-def request_for(class_name: str, *selectors: str, **more: Any) -> dict[str, Any]:
-    cel = [{"cel": {"expression": expression}} for expression in selectors]
-    return request(device_class=class_name, selectors=cel, **more)
-
-
-TYPE = 'device.attributes["gpu.tessera.dev"].type'
-OURS = 'device.driver == "gpu.tessera.dev"'
-
-
 @pytest.mark.parametrize(
     ("selectors", "several"),
     [
@@ -257,7 +218,7 @@ def test_selectors_that_let_shares_pass_are_known_by_what_they_do(selectors: lis
     mine = device_class("mine", *selectors)
     assert [path for path, _, _ in found(mine, claim(request(device_class="mine", count=3)))] == [COUNT] * several
     by_request = claim(request_for("any", *selectors, count=3))
-    assert [path for path, _, _ in found(device_class("any", OURS), by_request)] == [COUNT] * several
+    assert [path for path, _, _ in found(device_class("any", OURS), by_request)].count(COUNT) == several
 
 
 @pytest.mark.parametrize(
@@ -289,12 +250,12 @@ def test_selectors_that_let_shares_pass_are_known_by_what_they_do(selectors: lis
         (
             f'{OURS} && device.attributes["gpu.tessera.dev"].memoryBandwidth >= 3000',
             "device.driver ==",
-            "fails on a partition, .*: no such key: memoryBandwidth",
+            'fails on a partition, .*: no such key: memoryBandwidth; ask for .* and .type == "gpu" first',
         ),
         (
             f'{OURS} && device.capacity["gpu.tessera.dev"].memory.compareTo(quantity("40Gi")) >= 0',
             "device.driver ==",
-            "fails on a share, .*: no such key: memory",
+            r'fails on a share, .*: no such key: memory; .* and \(.type == "gpu" \|\| .type == "mig"\) first',
         ),
     ],
 )
@@ -376,7 +337,6 @@ def test_json_is_a_list_of_findings() -> None:
         "message": "no such class in these files or among Tessera's; did you mean gpu-training?",
         "severity": "warning",
     }
-    assert json.loads(run("-", "-o", "json", given="").output) == []
 
 
 def test_a_list_as_kubectl_prints_it_is_looked_into() -> None:
@@ -402,6 +362,65 @@ def test_a_file_that_is_no_yaml_is_a_finding_after_what_could_be_read(text: str,
     assert expected in answer.output
 
 
+def test_the_shipped_classes_are_those_of_a_driver_with_another_name() -> None:
+    unfit = yaml.safe_dump(claim(request(), config=[opaque("MigDeviceConfig", driver="gpu.nvidia.com")]))
+    answer = run("-", "--driver-name", "gpu.nvidia.com", given=unfit)
+    assert "does not fit request gpu: class gpu-training gives full GPUs" in answer.output
+    fit = yaml.safe_dump(claim(request(), config=[opaque("GpuConfig", driver="gpu.nvidia.com")]))
+    assert run("-", "--driver-name", "gpu.nvidia.com", given=fit).exit_code == 0
+
+
+NOTHING = "nothing here is a DeviceClass, ResourceClaim or ResourceClaimTemplate: "
+
+
+@pytest.mark.parametrize(
+    ("text", "there"),
+    [
+        pytest.param("", "it is empty", id="what a command that failed leaves"),
+        pytest.param("---\n---\n", "it is empty", id="empty documents"),
+        pytest.param("[a, b]", "there is a list", id="a list"),
+        pytest.param("root:x:0:0:root:/root:/bin/bash\n", "there is text", id="no YAML object"),
+        pytest.param("spec: {}", "there is an object without kind", id="no kind"),
+        pytest.param("{kind: Pod}\n---\n{kind: Pod}\n---\n{kind: Role}", "there is Pod, Role", id="other kinds"),
+        pytest.param(
+            "{apiVersion: resource.k8s.io/v1, kind: Deviceclass}",
+            "there is Deviceclass (did you mean DeviceClass?)",
+            id="a typo",
+        ),
+        pytest.param("{apiVersion: v1, kind: ResourceQuota}", "there is ResourceQuota", id="no typo"),
+        pytest.param("{apiVersion: v1, kind: List, items: []}", "there is an empty List", id="an empty answer"),
+    ],
+)
+def test_files_without_anything_to_check_are_a_finding_that_says_what_there_is(text: str, there: str) -> None:
+    answer = run("-", "-o", "json", given=text)
+    assert answer.exit_code == 1
+    assert json.loads(answer.output)[-1]["message"] == NOTHING + there
+    assert "0 objects checked, " in run("-", given=text).output
+
+
+def test_files_that_hold_nothing_of_ours_are_passed_over_beside_those_that_do(tmp_path: Path) -> None:
+    (tmp_path / "claim.yaml").write_text(yaml.safe_dump(claim(request())))
+    (tmp_path / "pod.yaml").write_text("kind: Pod")
+    (tmp_path / "empty.yaml").write_text("")
+    assert run(str(tmp_path)).output == "1 object checked, nothing found\n"
+
+
+def test_a_kind_with_a_slip_in_it_is_a_finding_beside_good_objects() -> None:
+    for kind, meant in (("Deviceclass", "DeviceClass"), ("ResourceClaimTemplates", "ResourceClaimTemplate")):
+        wrong = {**device_class("x"), "kind": kind}
+        [finding] = findings(claim(request()), wrong)
+        assert (finding.document, finding.object, finding.path) == (2, f"{kind} x", "kind")
+        assert finding.message.endswith(f"; did you mean {meant}?")
+    other = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice"}
+    assert found(claim(request()), other, {**other, "kind": "DeviceTaintRule"}) == []
+
+
+def test_a_list_of_one_kind_as_the_api_server_answers_it_is_looked_into() -> None:
+    items = [{"metadata": {"name": "x"}, "spec": {"selectors": [{"cel": {"expression": "device.drivr"}}]}}]
+    answer = run("-", given=json.dumps({"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClassList", "items": items}))
+    assert "1 object checked, 1 finding\n" in answer.output
+
+
 def test_nothing_to_read_is_exit_code_2(tmp_path: Path) -> None:
     for arguments, expected in (
         ([], "Missing argument 'FILE...'"),
@@ -416,7 +435,7 @@ def test_nothing_to_read_is_exit_code_2(tmp_path: Path) -> None:
 def test_help_has_examples() -> None:
     answer = run("--help")
     assert answer.exit_code == 0
-    assert "tessera lint -" in answer.output
+    assert "helm template --kube-version 1.37 deploy/tessera | tessera lint -" in answer.output
 
 
 def test_the_node_plugin_loads_neither_the_rules_nor_the_cel_engine() -> None:

@@ -1,0 +1,195 @@
+"""What a claim asks of a class that it never gives: ``tessera lint`` finds what the chart's policies would refuse.
+
+The policies themselves are tried at a real API server, with the same claims (tests/e2e/test_policies_misuse.py).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.support.linting import DRIVER, OURS, TYPE, claim, device_class, found, opaque, request, request_for
+
+FULL, PARTITION, SHARE = "gpu-training", "gpu-inference", "gpu-dev"
+ONE = "gpu-inference-1g-10gb"
+DEVICE = f'device.attributes["{DRIVER}"]'
+KIND = "spec.devices.config[0].opaque.parameters.kind"
+SELECTOR = "spec.devices.requests[0].exactly.selectors[0].cel.expression"
+
+
+def parameters(kind: str, *requests: str) -> dict[str, Any]:
+    return {**opaque(kind), **({"requests": list(requests)} if requests else {})}
+
+
+def alternatives(name: str, *classes: str) -> dict[str, Any]:
+    """A request for the first of these classes that fits; the alternatives are named a, b, ..."""
+    return {"name": name, "firstAvailable": [{"name": n, "deviceClassName": c} for n, c in zip("abc", classes)]}  # noqa: B905
+
+
+def told(*requests: dict[str, Any], **more: Any) -> list[str]:
+    return [message for _, _, message in found(claim(*requests, **more))]
+
+
+class TestParameters:
+    @pytest.mark.parametrize(
+        ("device_class", "kind", "message"),
+        [
+            (
+                FULL,
+                "MigDeviceConfig",
+                (
+                    "does not fit request gpu: class gpu-training gives full GPUs; take class gpu-inference or one of "
+                    r"\d+ more, or parameters for what the class gives"
+                ),
+            ),
+            (
+                PARTITION,
+                "GpuConfig",
+                (
+                    "does not fit request gpu: class gpu-inference gives partitions; take class gpu-training, or "
+                    "parameters for what the class gives"
+                ),
+            ),
+        ],
+    )
+    def test_of_another_kind_of_device_are_found(self, device_class: str, kind: str, message: str) -> None:
+        answer = found(claim(request(device_class=device_class), config=[parameters(kind)]))
+        [(path, value, said)] = answer
+        assert (path, value) == (KIND, f'"{kind}"')
+        assert re.fullmatch(message, said)
+
+    def test_have_to_fit_every_request_that_they_name_and_one_where_they_name_none(self) -> None:
+        both = [request("train", FULL), request("try", SHARE)]
+        assert not told(*both, config=[parameters("ShareConfig")])
+        assert not told(*both, config=[parameters("ShareConfig", "try"), parameters("GpuConfig", "train")])
+        assert len(told(*both, config=[parameters("ShareConfig", "train", "try")])) == 1
+        assert len(told(*both, config=[parameters("MigDeviceConfig")])) == 2
+        nic = device_class("nic", 'device.driver == "dra.net"')
+        assert found(claim(*both, request("nic", "nic"), config=[parameters("MigDeviceConfig")]), nic) == []
+
+    def test_for_one_of_several_alternatives_are_let_be(self) -> None:
+        either = alternatives("gpu", SHARE, PARTITION)
+        assert not told(either, config=[parameters("ShareConfig")])
+        assert not told(either, config=[parameters("MigDeviceConfig", "gpu")])
+        assert not told(either, config=[parameters("MigDeviceConfig", "gpu/b")])
+        [message] = told(either, config=[parameters("MigDeviceConfig", "gpu/a")])
+        assert message.startswith("does not fit request gpu/a: class gpu-dev gives shares; take")
+        assert len(told(either, config=[parameters("GpuConfig", "gpu")])) == 2
+
+    def test_must_fit_classes_of_the_same_files_by_what_they_select(self) -> None:
+        whole = device_class("mine", f'{OURS} && {TYPE} == "gpu"')
+        answer = found(whole, claim(request(device_class="mine"), config=[parameters("MigDeviceConfig")]))
+        assert [message.split(";")[0] for _, _, message in answer] == [
+            "does not fit request gpu: class mine gives full GPUs"
+        ]
+        anything = device_class("mine", OURS)
+        assert found(anything, claim(request(device_class="mine"), config=[parameters("MigDeviceConfig")])) == []
+        narrowed = claim(request_for("mine", f'{TYPE} == "share"'), config=[parameters("MigDeviceConfig")])
+        assert len(found(anything, narrowed)) == 1
+
+
+class TestSelectors:
+    @pytest.mark.parametrize(
+        ("device_class", "selector", "message"),
+        [
+            (
+                FULL,
+                f'{TYPE} == "mig"',
+                "gives full GPUs, never what this selector asks for; take class gpu-inference or one",
+            ),
+            (FULL, f'{OURS} && {DEVICE}.profile == "1g.10gb"', f"take class {PARTITION} or {ONE}"),
+            (PARTITION, f'{TYPE} == "gpu" && {DEVICE}.memorySlices > 1', "gives partitions, never what this selector"),
+            (ONE, f'{DEVICE}.profile == "2g.20gb"', f"take class {PARTITION} or gpu-inference-2g-20gb"),
+            (SHARE, f'{TYPE} == "gpu"', "gives shares, never what this selector asks for; take class gpu-training"),
+            (
+                FULL,
+                f'({TYPE} == "mig" || {TYPE} == "share") && {DEVICE}.simulated',
+                "never what this selector asks for",
+            ),
+            (
+                FULL,
+                'device.driver == "dra.net"',
+                "class gpu-training gives full GPUs, never what this selector asks for",
+            ),
+        ],
+    )
+    def test_for_another_kind_of_device_are_found(self, device_class: str, selector: str, message: str) -> None:
+        [(path, _, said)] = found(claim(request_for(device_class, selector)))
+        assert path == SELECTOR
+        assert message in said
+
+    @pytest.mark.parametrize(
+        ("device_class", "selector"),
+        [
+            pytest.param(FULL, f'{TYPE} == "gpu" && {DEVICE}.profile == "none"', id="the same again"),
+            pytest.param(FULL, f'{TYPE} != "mig"', id="anything but"),
+            pytest.param(FULL, f'!({DEVICE}.ecc && {TYPE} == "mig" && {DEVICE}.migCapable)', id="negated"),
+            pytest.param(FULL, f'{TYPE} == "mig" || {TYPE} == "gpu"', id="one of two"),
+            pytest.param(FULL, f'{DEVICE}.ecc ? {TYPE} == "mig" : true', id="on a condition"),
+            pytest.param(PARTITION, f'{DEVICE}.profile == "1g.10gb"', id="a profile of the class of all"),
+            pytest.param(PARTITION, f'{DEVICE}.profile.startsWith("3g.")', id="profiles by their beginning"),
+            pytest.param(ONE, f'{DEVICE}.profile == "1g.10gb"', id="the profile of the class"),
+            pytest.param(FULL, f'{DEVICE}.?memoryType.orValue("").startsWith("HBM")', id="what may be absent"),
+            pytest.param(FULL, f"has({DEVICE}.nvlinkClique)", id="that it is there"),
+            pytest.param(FULL, f'"ecc" in {DEVICE} && {DEVICE}.ecc', id="that it is among those that are there"),
+            pytest.param(FULL, f'{DEVICE}.exists(name, name == "ecc")', id="one of all"),
+            pytest.param(FULL, f"size({DEVICE}) > 7", id="how many there are"),
+            pytest.param(FULL, 'device.attributes[?"resource.kubernetes.io"].hasValue()', id="that a domain is there"),
+            pytest.param(FULL, f'device.capacity["{DRIVER}"].?memory.hasValue()', id="that a capacity is there"),
+        ],
+    )
+    def test_that_some_device_of_the_class_may_pass_are_let_be(self, device_class: str, selector: str) -> None:
+        assert found(claim(request_for(device_class, selector))) == []
+
+    def test_for_a_profile_that_is_not_known_fit_a_class_that_asks_for_it(self) -> None:
+        selector = f'{DEVICE}.profile == "1g.99gb"'
+        mine = device_class("mine", f"{OURS} && {selector}")
+        answer = found(mine, claim(request_for("mine", selector)))
+        assert [message.split(";")[0] for _, _, message in answer] == ["no known GPU has this profile"] * 2
+
+
+class TestConstraints:
+    def constraint(self, name: str, *requests: str, field: str = "matchAttribute") -> dict[str, Any]:
+        return {field: f"{DRIVER}/{name}", **({"requests": list(requests)} if requests else {})}
+
+    def test_on_what_such_devices_never_have_are_found(self) -> None:
+        apart = self.constraint("parentUUID", field="distinctAttribute")
+        answer = found(claim(request(), request("part", PARTITION), constraints=[apart]))
+        [(path, value, message)] = answer
+        assert (path, value) == ("spec.devices.constraints[0].distinctAttribute", '"gpu.tessera.dev/parentUUID"')
+        assert message.startswith("can't hold for request gpu: class gpu-training gives full GPUs, which never have it")
+        assert message.endswith("or name under requests of the constraint those that it is for")
+        two = [request("a", ONE), request("b", ONE)]
+        assert len(told(*two, constraints=[self.constraint("nvlinkClique")])) == 2
+        [message] = told(alternatives("gpu", PARTITION, SHARE), constraints=[self.constraint("uuid")])
+        assert (
+            "request gpu/a: class gpu-inference gives partitions, request gpu/b: class gpu-dev gives shares" in message
+        )
+
+    def test_that_can_hold_are_let_be(self) -> None:
+        assert not told(request("a"), request("b"), constraints=[self.constraint("nvlinkClique")])
+        parts = [request("whole"), request("a", PARTITION), request("b", PARTITION)]
+        assert not told(*parts, constraints=[self.constraint("parentUUID", "a", "b")])
+        either = alternatives("gpu", PARTITION, FULL)
+        assert not told(either, constraints=[self.constraint("nvlinkClique")])
+        assert not told(either, constraints=[self.constraint("nvlinkClique", "gpu/a")])
+        assert not told(
+            request(device_class=SHARE), constraints=[{"matchAttribute": "resource.kubernetes.io/pcieRoot"}]
+        )
+
+
+def test_a_slip_in_the_drivers_name_is_found_in_parameters_and_constraints() -> None:
+    [(path, value, message)] = found(claim(request(), config=[opaque("GpuConfig", driver="gpu.tesera.dev")]))
+    assert (path, value) == ("spec.devices.config[0].opaque.driver", '"gpu.tesera.dev"')
+    assert message == "is almost the driver's name; did you mean gpu.tessera.dev?"
+    slip = {"matchAttribute": "gpu.tesera.dev/nvlinkClique"}
+    assert told(request(), constraints=[slip]) == [
+        "is almost a domain of Tessera's devices; did you mean gpu.tessera.dev?"
+    ]
+    elsewhere = [{"matchAttribute": f"{DRIVER}/{name}"} for name in ("numaNode", "memory")]
+    assert told(request(), constraints=elsewhere) == [
+        "is in Kubernetes' domain: resource.kubernetes.io/numaNode",
+        "is a capacity; constraints are on attributes",
+    ]
