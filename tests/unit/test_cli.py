@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -166,6 +167,19 @@ def test_without_an_api_server_it_serves_and_says_what_is_missing(flags: list[st
     assert process.returncode == 0
     assert not socket.exists()
     assert not list((tmp_path / "kubelet" / "plugins_registry").iterdir())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_without_leaving_anything_behind(flags: list[str], tmp_path: Path, number: int) -> None:
+    socket = tmp_path / "kubelet" / "plugins" / "gpu.tessera.dev" / "dra.sock"
+    with running(*flags, "--log-level", "info") as process:
+        wait_for(socket.exists, START_S, "the plugin's socket")
+        process.send_signal(number)
+        told = process.communicate(timeout=60)[1].splitlines()
+    assert process.returncode == 0
+    assert any(line.endswith("stopping") for line in told)
+    assert not [line for line in told if "left behind" in line]
 
 
 @pytest.mark.long
