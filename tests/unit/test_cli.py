@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -104,6 +106,42 @@ def test_a_directory_that_cannot_be_made_is_exit_code_3(flags: list[str], tmp_pa
     answer = run("node", *flags, flag, str(tmp_path / "file" / "below"))
     assert answer.exit_code == 3
     assert f"{flag} {tmp_path / 'file' / 'below'}" in answer.output
+
+
+@pytest.mark.parametrize("arguments", [["sim", "list"], ["sim", "list", "-o", "json"], ["--help"], ["sim", "--help"]])
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_1(arguments: list[str]) -> None:
+    command = [str(Path(sys.executable).with_name("tessera")), *arguments]
+    with Path("/dev/full").open("w") as full:
+        answer = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (answer.returncode, answer.stderr) == (
+        1,
+        "tessera: the output can't be written: No space left on device\n",
+    )
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False), ("0", False)])
+def test_who_wants_no_colours_gets_none_on_a_terminal_either(no_color: str, coloured: bool) -> None:
+    shown = on_a_terminal({"NO_COLOR": no_color}, "sim", "list")
+    assert "NAME" in shown
+    assert ("\x1b" in shown) == coloured
+    error = on_a_terminal({"NO_COLOR": no_color}, "topology", "--gpus", "sim:none")
+    assert "tessera: " in error
+    assert ("\x1b" in error) == coloured
+
+
+def on_a_terminal(environment: dict[str, str], *arguments: str) -> str:
+    """What the command shows there, errors too."""
+    command = [str(Path(sys.executable).with_name("tessera")), *arguments]
+    ours, its = pty.openpty()
+    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env={**os.environ, **environment}) as process:
+        os.close(its)
+        shown = b""
+        with suppress(OSError):  # EIO: nobody writes any more
+            while chunk := os.read(ours, 4096):
+                shown += chunk
+        process.wait(60)
+    os.close(ours)
+    return shown.decode()
 
 
 def tessera(*arguments: str) -> subprocess.CompletedProcess[str]:
