@@ -90,12 +90,19 @@ def main() -> None:
 
     \b
     Examples:
-      tessera sim list                                 the nodes that can be simulated
-      tessera node --node-name n1 --gpus sim:dgx-h100  a node plugin without a GPU
-      tessera lint class.yaml                          what is wrong with a DeviceClass or claim
-      tessera cordon node-a/gpu-3                      keep new pods off a GPU; `uncordon` brings it back
-      tessera status                                   whether the installation is sound, and what to do
-      tessera sim smi                                  what nvidia-smi would print there
+      tessera sim list                      the nodes that can be simulated
+      tessera topology --gpus sim:dgx-h100  look at one of them; leaves nothing behind
+      tessera lint class.yaml               what is wrong with a DeviceClass or claim
+
+    \b
+    With a kubeconfig:
+      tessera status                        whether the installation is sound, and what to do
+      tessera cordon node-a/gpu-3           keep new pods off a GPU; `uncordon` brings it back
+
+    \b
+    As root on the machine of the Node n1, without a GPU:
+      tessera node --node-name n1 --kubeconfig ~/.kube/config --gpus sim:dgx-h100
+      tessera sim smi                       what nvidia-smi would print there
     """
 
 
@@ -132,11 +139,12 @@ def main() -> None:
 def node(log_format: str, log_level: str, **flags: Any) -> None:
     """Run the node plugin: publish this node's GPUs and prepare claims.
 
-    Runs until SIGTERM or Ctrl-C. Needs root, a kubelet, and the NVIDIA driver (or --gpus sim:...).
+    Runs until SIGTERM or Ctrl-C. Needs root, a kubelet, and the NVIDIA driver (or --gpus sim:...); outside a pod
+    --kubeconfig, too.
 
     \b
     Examples:
-      tessera node --node-name worker-1
+      tessera node --node-name worker-1 --kubeconfig ~/.kube/config
       tessera node --node-name worker-1 --kubeconfig ~/.kube/config --gpus sim:dgx-h100
       tessera node --node-name worker-1 --shares "NVIDIA L4=8,0=4" --shares-only 0
       tessera node --node-name worker-1 --metrics-address :9400

@@ -18,7 +18,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from kubelet_plugin.protocol.generated import dra_v1_pb2
-from tessera.cli import main
+from tessera.cli import main, node
 from tests.harness.waiting import wait_for
 
 KUBECONFIG = {
@@ -65,6 +65,18 @@ def test_help_of_every_command_has_examples() -> None:
         assert answer.exit_code == 0
         assert "Examples:" in answer.output
         assert "tessera " in answer.output
+
+
+SIMULATOR_DOC = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("text", [run("--help").output, run("sim", "--help").output, SIMULATOR_DOC])
+def test_every_example_of_a_simulated_node_says_which_cluster_it_needs(text: str) -> None:
+    lines = [line.partition("#")[0].split() for line in text.splitlines()]
+    examples = [line[2:] for line in lines if line[:2] == ["tessera", "node"]]
+    assert examples
+    for example in examples:
+        assert node.make_context("node", list(example)).params["kubeconfig"] is not None
 
 
 def test_the_version_is_told() -> None:

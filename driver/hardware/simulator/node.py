@@ -84,7 +84,7 @@ class SimulatedNode:
         if description is None:
             raise EnvironmentFault(
                 f"no simulated node in {root}: {_node_file(root)} does not exist;"
-                " `tessera node --gpus sim:NAME` makes one"
+                " `tessera node --node-name NODE --kubeconfig FILE --gpus sim:NAME` makes one"
             )
         return cls(Machine(description, root, latency, sleep))
 
