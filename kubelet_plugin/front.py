@@ -12,7 +12,7 @@ import grpc
 from driver.config.settings import NodeSettings
 from kubelet_plugin.gate import Gate, Handlers
 from kubelet_plugin.ownership import Ownership
-from kubelet_plugin.registration import STOP_GRACE_S, Registration, SocketServer
+from kubelet_plugin.registration import STOP_GRACE_S, Registry, SocketServer
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,7 @@ class Front:
         with self._lock:
             if self._registry is None:
                 settings = self._settings
-                registration = Registration(settings.driver_name, settings.plugin_socket, self._heard)
-                self._registry = SocketServer(settings.registration_socket, [registration.handler()], calls=2)
+                self._registry = Registry(settings, self._heard)
                 log.info("serving", extra={"driver": settings.driver_name, "socket": str(settings.plugin_socket)})
 
     def quiet_s(self) -> float:

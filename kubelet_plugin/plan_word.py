@@ -11,13 +11,18 @@ from driver.kube.transport import KubeClient
 from driver.kube.watch_cache import WatchCache
 from driver.model.plan import PATH
 
+NO_KIND = (
+    "the cluster knows no GpuNodePlan: this node hears of no plan and no cordon; is the chart's CRD installed? "
+    "(docs/install.md)"
+)
+
 
 class ControllersWord:
     """``on_change`` is called when the plan has changed, or ``leaving``; it must return quickly."""
 
     def __init__(self, client: KubeClient, namespace: str, node: str, on_change: Callable[[], None]) -> None:
         selector = {"fieldSelector": f"metadata.name={node}"}
-        self._plans = WatchCache(client, PATH, GpuNodePlan, plan_as_told, lambda _: on_change(), selector)
+        self._plans = WatchCache(client, PATH, GpuNodePlan, plan_as_told, lambda _: on_change(), selector, NO_KIND)
         self._heartbeat = HeartbeatWatch(client, namespace, on_leaving=on_change)
         self.loops: tuple[Callable[[threading.Event], None], ...] = (self._plans.run, self._heartbeat.run)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from driver.config.settings import NodeSettings
 from driver.errors import EnvironmentFault
 from kubelet_plugin.health_service import STREAMS
 from kubelet_plugin.health_service import VERSIONS as HEALTH_VERSIONS
@@ -30,6 +32,9 @@ devices are."""
 
 STOP_GRACE_S = 20.0
 """How long calls in progress may go on after SIGTERM; a pod's default grace period is 30 s."""
+
+SILENT_S = 15.0
+"""A kubelet that watches the directory calls within a second."""
 
 
 class Registration:
@@ -98,3 +103,31 @@ class SocketServer:
         self._path.unlink(missing_ok=True)
         self._server.stop(STOP_GRACE_S).wait()
         self._path.unlink(missing_ok=True)
+
+
+class Registry(SocketServer):
+    """The registration socket. Where no kubelet comes to it within SILENT_S the log says so, once."""
+
+    def __init__(self, settings: NodeSettings, registered: Callable[[bool, str], None]) -> None:
+        """``registered`` is called with the outcome the kubelet reports. Raises EnvironmentFault."""
+        self._registered = registered
+        self._kubelet_dir = settings.kubelet_dir
+        self._silence = threading.Timer(SILENT_S, self._tell)
+        self._silence.daemon, self._silence.name = True, "registration"
+        registration = Registration(settings.driver_name, settings.plugin_socket, self._heard)
+        super().__init__(settings.registration_socket, [registration.handler()], calls=2)
+        self._silence.start()
+
+    def stop(self) -> None:
+        self._silence.cancel()
+        super().stop()
+
+    def _heard(self, accepted: bool, reason: str) -> None:
+        self._silence.cancel()
+        self._registered(accepted, reason)
+
+    def _tell(self) -> None:
+        log.warning(
+            "the kubelet has not registered this plugin: is its --root-dir really %s? (--kubelet-dir)",
+            self._kubelet_dir,
+        )

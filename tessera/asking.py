@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from driver.config.settings import DEFAULT_DRIVER
-from driver.kube.transport import KubeClient, load_configuration
+from driver.errors import EnvironmentFault
+
+if TYPE_CHECKING:
+    from driver.kube.transport import KubeClient
 
 USUAL = Path("~/.kube/config")
 """Where kubectl looks, too."""
@@ -16,7 +22,7 @@ with_kubeconfig = click.option(
     "--kubeconfig",
     envvar="KUBECONFIG",
     type=click.Path(path_type=Path),
-    help=f"Default: {USUAL}, or the pod's own ServiceAccount.",
+    help=f"Default: $KUBECONFIG, {USUAL}, or the pod's own ServiceAccount.",
 )
 with_driver_name = click.option(
     "--driver-name", default=DEFAULT_DRIVER, show_default=True, help="The DRA driver's name."
@@ -25,5 +31,19 @@ with_driver_name = click.option(
 
 def client_of(kubeconfig: Path | None, user_agent: str) -> KubeClient:
     """Asks the cluster that ``--kubeconfig`` or its default names. Raises EnvironmentFault where there is none."""
-    usual = USUAL.expanduser()
-    return KubeClient(load_configuration(kubeconfig or (usual if usual.exists() else None)), user_agent)
+    from driver.kube.access import POD, load_configuration
+    from driver.kube.transport import KubeClient
+
+    usual, named = USUAL.expanduser(), _named()
+    if kubeconfig is None and usual.exists():
+        kubeconfig, named = usual, "the usual kubeconfig"
+    if kubeconfig is None and POD not in os.environ:
+        raise EnvironmentFault(f"no kubeconfig: neither --kubeconfig, $KUBECONFIG nor {USUAL}, and this is no pod")
+    return KubeClient(load_configuration(kubeconfig, named=named), user_agent)
+
+
+def _named() -> str:
+    """What the running command has its kubeconfig from."""
+    context = click.get_current_context(silent=True)
+    source = context.get_parameter_source("kubeconfig") if context else None
+    return "$KUBECONFIG" if source is ParameterSource.ENVIRONMENT else "--kubeconfig"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import sys
 import threading
@@ -11,11 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import click
 
-from driver.errors import FatalError, TesseraError
+from driver.errors import ApiError, EnvironmentFault, FatalError, TesseraError
 from tessera.logs import FORMATS, configure_logs
 
 log = logging.getLogger(__name__)
@@ -36,12 +38,27 @@ ELSEWHERE = {
 class Command(click.Group):
     """A group whose errors end the process with one line and the right exit code."""
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            if not _of_writing(error):
+                raise
+            click.secho(f"tessera: the output can't be written: {error.strerror}", fg="red", err=True)
+            sys.exit(FatalError.exit_code)
+
+    def make_context(self, *args: Any, **options: Any) -> click.Context:
+        if os.environ.get("NO_COLOR"):  # https://no-color.org
+            options["color"] = False
+        return super().make_context(*args, **options)
+
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
         except TesseraError as error:
-            click.secho(f"tessera: {error}", fg="red", err=True)
-            sys.exit(error.exit_code if isinstance(error, FatalError) else FatalError.exit_code)
+            fault = _fatal(error)
+            click.secho(f"tessera: {fault}", fg="red", err=True)
+            sys.exit(fault.exit_code)
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted([*super().list_commands(context), *ELSEWHERE])
@@ -54,6 +71,18 @@ class Command(click.Group):
         return command
 
 
+def _fatal(error: TesseraError) -> FatalError:
+    """What an error of a request means where nobody can try again."""
+    if isinstance(error, ApiError) and error.status is None:
+        return EnvironmentFault(f"the cluster can't be asked: {error}; is --kubeconfig the right one?")
+    return error if isinstance(error, FatalError) else FatalError(str(error))
+
+
+def _of_writing(error: OSError) -> bool:
+    """Whether it is the command's output that could not be written."""
+    return any(frame.f_code is click.echo.__code__ for frame, _ in walk_tb(error.__traceback__))
+
+
 @click.group(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="tessera-dra", prog_name="tessera")
 def main() -> None:
@@ -61,12 +90,19 @@ def main() -> None:
 
     \b
     Examples:
-      tessera sim list                                 the nodes that can be simulated
-      tessera node --node-name n1 --gpus sim:dgx-h100  a node plugin without a GPU
-      tessera lint class.yaml                          what is wrong with a DeviceClass or claim
-      tessera cordon node-a/gpu-3                      keep new pods off a GPU; `uncordon` brings it back
-      tessera status                                   whether the installation is sound, and what to do
-      tessera sim smi                                  what nvidia-smi would print there
+      tessera sim list                      the nodes that can be simulated
+      tessera topology --gpus sim:dgx-h100  look at one of them; leaves nothing behind
+      tessera lint class.yaml               what is wrong with a DeviceClass or claim
+
+    \b
+    With a kubeconfig:
+      tessera status                        whether the installation is sound, and what to do
+      tessera cordon node-a/gpu-3           keep new pods off a GPU; `uncordon` brings it back
+
+    \b
+    As root on the machine of the Node n1, without a GPU:
+      tessera node --node-name n1 --kubeconfig ~/.kube/config --gpus sim:dgx-h100
+      tessera sim smi                       what nvidia-smi would print there
     """
 
 
@@ -103,11 +139,12 @@ def main() -> None:
 def node(log_format: str, log_level: str, **flags: Any) -> None:
     """Run the node plugin: publish this node's GPUs and prepare claims.
 
-    Runs until SIGTERM or Ctrl-C. Needs root, a kubelet, and the NVIDIA driver (or --gpus sim:...).
+    Runs until SIGTERM or Ctrl-C. Needs root, a kubelet, and the NVIDIA driver (or --gpus sim:...); outside a pod
+    --kubeconfig, too.
 
     \b
     Examples:
-      tessera node --node-name worker-1
+      tessera node --node-name worker-1 --kubeconfig ~/.kube/config
       tessera node --node-name worker-1 --kubeconfig ~/.kube/config --gpus sim:dgx-h100
       tessera node --node-name worker-1 --shares "NVIDIA L4=8,0=4" --shares-only 0
       tessera node --node-name worker-1 --metrics-address :9400

@@ -33,7 +33,7 @@ from kubelet_plugin.orphans import Orphans
 from kubelet_plugin.preparation import Preparer
 from kubelet_plugin.records import ClaimRecord, slices_of_instance
 from kubelet_plugin.recovery import hold_recorded, recover
-from kubelet_plugin.registration import Registration, SocketServer
+from kubelet_plugin.registration import Registry, SocketServer
 from kubelet_plugin.releasing import Listeners
 from kubelet_plugin.scan import Scanner
 from kubelet_plugin.service import DraService
@@ -181,9 +181,8 @@ class NodePlugin:
             plugin = SocketServer(settings.plugin_socket, handlers)
         stack.callback(plugin.stop)
         stack.callback(self._health_service.close)
-        registration = Registration(settings.driver_name, settings.plugin_socket, self._registered)
         with self._step(Step.OFFER_REGISTRATION):
-            registry = SocketServer(settings.registration_socket, [registration.handler()], calls=2)
+            registry = Registry(settings, self._registered)
         stack.callback(registry.stop)
         log.info("serving", extra={"driver": settings.driver_name, "socket": str(settings.plugin_socket)})
 

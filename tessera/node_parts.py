@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from driver.config.settings import NodeSettings
-from driver.config.shares import share_warnings
+from driver.config.shares import mig_warnings, share_warnings
 from driver.kube.claims import Claim, list_claims, read_claim
 from driver.kube.transport import KubeClient
 from driver.model.device import number_gpus
@@ -54,7 +54,8 @@ def first_look(scanner: Scanner, records: Iterable[ClaimRecord], settings: NodeS
     kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
     products = ", ".join(sorted({gpu.product_name for gpu in gpus}))
     log.info("discovered GPUs", extra={"count": len(gpus), "products": products})
-    for warning in share_warnings(settings.shares, settings.shares_only, gpus):
+    warnings = share_warnings(settings.shares, settings.shares_only, gpus)
+    for warning in (*mig_warnings(settings.mig_gpus, gpus), *warnings):
         log.warning(warning)
     sharing = Sharing(settings.shares.of, settings.shares_only)
     return Inventory(gpus, number_gpus(gpus, kept), sharing, held_shares(records))

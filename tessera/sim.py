@@ -31,11 +31,15 @@ def sim() -> None:
 
     \b
     Examples:
-      tessera sim list                                 which nodes there are
-      tessera node --node-name n1 --gpus sim:dgx-h100  run one of them
-      tessera sim smi                                  see its GPUs and who holds them
-      tessera sim fault lose --gpu 3                   break something
-      tessera sim fleet --nodes 100                    a hundred of them in one process
+      tessera sim list                      which nodes there are
+      tessera topology --gpus sim:dgx-h100  look at one of them; leaves nothing behind
+      tessera sim fleet --nodes 100         a hundred of them in one process (needs a kubeconfig)
+
+    \b
+    Running one, as root on the machine of the Node n1:
+      tessera node --node-name n1 --kubeconfig ~/.kube/config --gpus sim:dgx-h100
+      tessera sim smi                       see its GPUs and who holds them
+      tessera sim fault lose --gpu 3        break something
     """
 
 
@@ -103,8 +107,8 @@ def find_roots(base: Path) -> list[Path]:
     roots = sorted(path.parent.parent for path in base.glob("*/sim/node.json"))
     if not roots:
         raise EnvironmentFault(
-            f"no simulated node under {base}: start one with `tessera node --gpus sim:NAME`,"
-            " or name its directory with --host-root"
+            f"no simulated node under {base}: start one as root with"
+            " `tessera node --node-name NODE --kubeconfig FILE --gpus sim:NAME`, or name its directory with --host-root"
         )
     return roots
 

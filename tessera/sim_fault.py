@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from driver.config.names import meant
 from driver.errors import UsageError
 from tessera.output import columns
 
@@ -123,7 +124,13 @@ def busy(root: Root, device: str) -> None:
     Examples:
       tessera sim fault busy MIG-0f3c9d1e-7a41-4b8e-9c60-1d2e3f4a5b6c
     """
-    click.echo("\n".join(f"fault {number}" for number in root.node().faults.keep_busy(device)))
+    node = root.node()
+    states = [node.gpu_state(minor) for minor in range(len(node.gpus))]
+    known = [made.uuid for state in states for cut in state.instances for made in cut.compute]
+    if device not in known:
+        there = f"there are {', '.join(known)}" if known else "the node has none now"
+        raise UsageError(f"{device}: no partition has that UUID{meant(device, known)}; {there}")
+    click.echo("\n".join(f"fault {number}" for number in node.faults.keep_busy(device)))
 
 
 @fault.command("list")

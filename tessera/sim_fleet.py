@@ -14,6 +14,7 @@ import click
 
 from driver.config.settings import DEFAULT_DRIVER, check_driver_name
 from driver.errors import UsageError
+from tessera.asking import client_of, with_kubeconfig
 from tessera.logs import FORMATS, configure_logs
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ TOLD_S = 10.0
     "--gpus", default="dgx-h100", show_default=True, help="NAME (`tessera sim list`) or FILE: each node's GPUs."
 )
 @click.option("--name", default="sim", show_default=True, help="Nodes are called NAME-0000, NAME-0001, ...")
-@click.option("--kubeconfig", type=click.Path(path_type=Path), help="Default: the pod's own ServiceAccount.")
+@with_kubeconfig
 @click.option("--driver-name", default=DEFAULT_DRIVER, show_default=True, help="DRA driver name.")
 @click.option("--namespace", default="tessera", show_default=True, help="Where the controller's heartbeat is.")
 @click.option(
@@ -75,7 +76,6 @@ def fleet(
       tessera sim fleet --nodes 20 --gpus dgx-a100 --mode alone
     """
     from driver.hardware.simulator import load_description
-    from driver.kube.transport import KubeClient, load_configuration
     from tessera.fleet.fleet import FleetSettings, running_fleet
 
     configure_logs(log_format, log_level)
@@ -88,7 +88,7 @@ def fleet(
     settings = FleetSettings(
         name, nodes, load_description(gpus.removeprefix("sim:")), driver_name, namespace, mode == FOLLOW, leases
     )
-    client = KubeClient(load_configuration(kubeconfig), "tessera-fleet")
+    client = client_of(kubeconfig, "tessera-fleet")
     stop = threading.Event()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

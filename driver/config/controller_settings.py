@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Annotated
@@ -10,24 +11,36 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from driver.config.listen import ListenAddress, parse_listen_address
+from driver.config.names import meant
 from driver.config.settings import DEFAULT_DRIVER, check_driver_name, check_namespace
 from driver.errors import UsageError
+from driver.placement.measure import CLIQUE_CLASS, FULL_CLASS, SHARE_CLASS
+
+PROFILE = re.compile(r"\d+g\.\d+gb([+-][a-z.]+)*")
+"""As NVML names them: 1g.10gb, 1g.24gb+me.all, 2g.48gb-me."""
+
+OTHER_CLASSES = (FULL_CLASS, SHARE_CLASS, CLIQUE_CLASS)
 
 
 def _weights(value: object) -> object:
     """``1g.10gb=3,7g.80gb=1`` as a mapping."""
     if not isinstance(value, str):
         return value
-    found: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in value.split(","))):
-        name, equals, number = part.partition("=")
-        try:
-            found[name.strip()] = float(number)
-        except ValueError:
-            equals = ""
-        if not equals or not 0 <= found[name.strip()] < float("inf"):
-            raise ValueError(f"{part!r} is no PROFILE=WEIGHT with a weight of 0 or more, such as 1g.10gb=3")
-    return found
+    return dict(_weight(part.strip()) for part in value.split(",") if part.strip())
+
+
+def _weight(part: str) -> tuple[str, float]:
+    name, _, number = (piece.strip() for piece in part.partition("="))
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = -1.0
+    if not 0 <= weight < float("inf"):
+        raise ValueError(f"{part!r} is no PROFILE=WEIGHT with a weight of 0 or more, such as 1g.10gb=3")
+    if name not in OTHER_CLASSES and not PROFILE.fullmatch(name):
+        there = f"there are {', '.join(OTHER_CLASSES)}, and the MIG profiles, such as 1g.10gb"
+        raise ValueError(f"{part!r}: nothing is called {name!r}; {there}{meant(name, OTHER_CLASSES)}")
+    return name, weight
 
 
 def _listen(value: object) -> object:

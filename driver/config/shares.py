@@ -1,4 +1,4 @@
-"""What the settings of shares come to on the GPUs that are there."""
+"""What the settings that name GPUs come to on those that are there."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def share_warnings(shares: ShareCounts, shares_only: Selection, gpus: Sequence[G
             if gpu in shares_only and not shares.of(gpu)
         ),
     ]
+
+
+def mig_warnings(mig_gpus: Selection, gpus: Sequence[Gpu]) -> list[str]:
+    """One line for each name of no GPU in ``--mig-gpus``."""
+    return [f"--mig-gpus {name}: no GPU here has that name{_known(gpus)}" for name in mig_gpus.unmatched(gpus)]
 
 
 def _known(gpus: Sequence[Gpu]) -> str:

@@ -69,7 +69,6 @@ class NvmlHost:
 
     def close(self) -> None:
         """End the NVML session; no method may be called afterwards."""
-        self._patient.close()
         with nvml_call("closing NVML"):
             self._nvml.nvmlShutdown()
 

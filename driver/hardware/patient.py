@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from driver.errors import HardwareError
 
 T = TypeVar("T")
 
-MOST_HUNG = 64
-"""Threads that may hang at once: one a GPU."""
-
 
 class Patient:
-    """Runs questions in threads of its own. For one caller; a question that hangs is left behind, and not asked again
-    before it has come back."""
+    """Runs each question in a thread of its own. For one caller; a question that hangs is left behind, and not asked
+    again before it has come back.
+
+    The thread ends with the answer: a process that ends waits for those that hang, and for no others.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(MOST_HUNG, thread_name_prefix="nvml")
         self._hung: dict[object, Future[Any]] = {}
 
     def ask(self, key: object, question: Callable[[], T]) -> T:
@@ -29,7 +29,8 @@ class Patient:
         earlier = self._hung.get(key)
         if earlier is not None and not earlier.done():
             raise HardwareError(f"it has not answered for more than {self._timeout_s:g} s")
-        asked = self._pool.submit(question)
+        asked: Future[T] = Future()
+        threading.Thread(target=_answer, args=(asked, question), name="nvml", daemon=False).start()
         try:
             answer = asked.result(self._timeout_s)
         except TimeoutError:
@@ -38,6 +39,9 @@ class Patient:
         self._hung.pop(key, None)
         return answer
 
-    def close(self) -> None:
-        """Ask nothing any more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+
+def _answer(asked: Future[T], question: Callable[[], T]) -> None:
+    try:
+        asked.set_result(question())
+    except BaseException as error:  # noqa: BLE001 - whoever asked is to raise it
+        asked.set_exception(error)

@@ -35,6 +35,11 @@ PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 OTHERWISE = (OSError, ValueError, LookupError, TypeError, msgspec.MsgspecError)
 """What a kubeconfig that is missing or says more than we read comes to."""
 
+POD = "KUBERNETES_SERVICE_HOST"
+"""Set in every pod."""
+
+A_KUBECONFIG = "a kubeconfig has clusters, users, contexts and current-context, as `kubectl config view` shows"
+
 Authorization = Callable[[], str | None]
 """The header's value for the next request. Raises CredentialsError."""
 
@@ -61,14 +66,18 @@ class Access:
         return f"{self.host if self.base is None else self.base}{path}"
 
 
-def load_configuration(kubeconfig: Path | None, environment: Mapping[str, str] = os.environ) -> Access:
-    """The named kubeconfig, or the pod's own ServiceAccount. Raises EnvironmentFault."""
+def load_configuration(
+    kubeconfig: Path | None, environment: Mapping[str, str] = os.environ, *, named: str = "--kubeconfig"
+) -> Access:
+    """The kubeconfig that ``named`` names, or the pod's own ServiceAccount. Raises EnvironmentFault."""
+    if kubeconfig is None and POD not in environment:
+        raise EnvironmentFault(f"no kubeconfig: {named} names none, and this is no pod")
     try:
         if any(environment.get(name) for name in environment if name.lower() in PROXIES):
             raise LookupError("proxies are the client's")
         return _of_pod(environment) if kubeconfig is None else _of_file(kubeconfig)
     except OTHERWISE:
-        return _by_the_client(kubeconfig)
+        return _by_the_client(kubeconfig, f"{named} {kubeconfig}")
 
 
 def retries() -> urllib3.Retry:
@@ -103,7 +112,7 @@ class FileToken:
 
 
 def _of_pod(environment: Mapping[str, str]) -> Access:
-    host, port = environment["KUBERNETES_SERVICE_HOST"], environment["KUBERNETES_SERVICE_PORT"]
+    host, port = environment[POD], environment["KUBERNETES_SERVICE_PORT"]
     authority = (SERVICE_ACCOUNT / "ca.crt").read_text(encoding="ascii")
     address = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
     return _access(address, authority, FileToken(SERVICE_ACCOUNT / "token"))
@@ -157,24 +166,19 @@ def _access(host: str, authority: str, authorization: Authorization) -> Access:
     return Access(host, manager.connection_from_url(host), authorization, base=urllib3.util.parse_url(host).path or "")
 
 
-def _by_the_client(kubeconfig: Path | None) -> Access:
-    import yaml
+def _by_the_client(kubeconfig: Path | None, called: str) -> Access:
     from kubernetes.client.api_client import ApiClient
     from kubernetes.client.configuration import Configuration
-    from kubernetes.config import ConfigException, load_incluster_config, load_kube_config
+    from kubernetes.config import ConfigException, load_incluster_config
 
     configuration = Configuration()
-    try:
-        if kubeconfig is None:
+    if kubeconfig is not None:
+        _read_by_the_client(kubeconfig, called, configuration)
+    else:
+        try:
             load_incluster_config(configuration)
-        else:
-            load_kube_config(str(kubeconfig), client_configuration=configuration)
-    except (ConfigException, AttributeError, yaml.YAMLError, *OTHERWISE) as error:
-        wanted = f"--kubeconfig {kubeconfig}" if kubeconfig else "in-cluster configuration"
-        reason = " ".join(str(error).split())
-        raise EnvironmentFault(
-            f"{wanted} can't be used: {reason}; outside a pod name a kubeconfig file with --kubeconfig"
-        ) from error
+        except (ConfigException, *OTHERWISE) as error:
+            raise EnvironmentFault(f"in-cluster configuration can't be used: {_line(error)}") from error
     configuration.retries = retries()
     configuration.connection_pool_maxsize = CONNECTIONS
 
@@ -185,3 +189,23 @@ def _by_the_client(kubeconfig: Path | None) -> Access:
             raise CredentialsError(f"the credentials can't be renewed: {error}") from error
 
     return Access(configuration.host, ApiClient(configuration).rest_client.pool_manager, authorization)
+
+
+def _read_by_the_client(kubeconfig: Path, called: str, configuration: Any) -> None:
+    import yaml
+    from kubernetes.config import ConfigException, load_kube_config
+
+    try:
+        if os.pathsep not in str(kubeconfig):  # else it is a list of files, of which some may be missing
+            kubeconfig.read_bytes()
+        load_kube_config(str(kubeconfig), client_configuration=configuration)
+    except OSError as error:
+        raise EnvironmentFault(f"{called} can't be used: {error.strerror or error}: {error.filename}") from error
+    except (ConfigException, yaml.YAMLError) as error:
+        raise EnvironmentFault(f"{called} can't be used: {_line(error)}; {A_KUBECONFIG}") from error
+    except (AttributeError, *OTHERWISE) as error:  # of the client's own code, about what it did not expect
+        raise EnvironmentFault(f"{called} can't be used: it is no kubeconfig; {A_KUBECONFIG}") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

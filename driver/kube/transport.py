@@ -164,7 +164,7 @@ class KubeClient:
                 preload_content=False,
             )
         except CUT_OFF as error:
-            raise ApiError(f"{method} {path}: no answer from {self._access.host}: {error}") from error
+            raise ApiError(f"{method} {path}: no answer from {self._access.host}: {_cause(error)}") from error
         except CredentialsError as error:
             raise ApiError(f"{method} {path}: {error}") from error
         except ValueError:
@@ -176,6 +176,16 @@ class KubeClient:
         if response.status >= http.client.BAD_REQUEST:
             raise _refusal(method, path, response)
         return response
+
+
+def _cause(error: BaseException) -> str:
+    """What was at the bottom of it, without the layers that each repeat where they were going."""
+    while True:
+        inner = getattr(error, "reason", None) or error.__cause__ or (error.args[-1] if error.args else None)
+        if not isinstance(inner, BaseException):
+            break
+        error = inner
+    return str((error.strerror if isinstance(error, OSError) else None) or error or type(error).__name__)
 
 
 def _refusal(method: str, path: str, response: Any) -> ApiError:

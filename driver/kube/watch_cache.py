@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from driver.errors import ApiError
+from driver.errors import NOT_FOUND, ApiError
 from driver.kube.backoff import Backoff
 from driver.kube.objects import Key, KubeObject
 from driver.kube.paging import ListMeta, Page, pages
@@ -81,7 +81,9 @@ class WatchCache(Generic[S, T]):
         project: Callable[[S], T | None],
         on_change: Callable[[Sequence[Change[T]]], None] = lambda _: None,
         selectors: Mapping[str, str] | None = None,
+        without: str = "",
     ) -> None:
+        """``without`` is what it means where the API server does not know the resource: said once, and asked on."""
         self._client = client
         self._path = path
         self._kind = kind
@@ -91,6 +93,7 @@ class WatchCache(Generic[S, T]):
         self._project = project
         self._on_change = on_change
         self._selectors = dict(selectors or {})
+        self._without, self._said_without = without, False
         self._changing = threading.RLock()  # held from a change until it was told, so that changes are told in order
         self._reading = threading.Condition()
         self._values: dict[Key, T] = {}
@@ -161,7 +164,8 @@ class WatchCache(Generic[S, T]):
                 if not self._watch(stop, backoff):
                     stop.wait(backoff.next_s())  # a server or proxy that ends every watch at once
             except ApiError as error:
-                self._failed(str(error), backoff, stop, again=error.status is not None)
+                answered, unknown = error.status is not None, error.status == NOT_FOUND
+                self._failed(str(error), backoff, stop, again=answered, unknown=unknown)
             except SENSELESS as error:
                 what = f"the answer for {self._path} makes no sense: {type(error).__name__}: {error}"
                 self._failed(what, backoff, stop, again=True)
@@ -170,11 +174,17 @@ class WatchCache(Generic[S, T]):
                 log.exception("defect while watching")
                 self._failed(f"{type(error).__name__}: {error}", backoff, stop, again=True)
 
-    def _failed(self, error: str, backoff: Backoff, stop: threading.Event, *, again: bool) -> None:
+    def _failed(
+        self, error: str, backoff: Backoff, stop: threading.Event, *, again: bool, unknown: bool = False
+    ) -> None:
         if again:
             self._resume_at = ""
         delay = backoff.next_s()
-        log.warning("watch failed, trying again", extra={"error": error, "retryIn": f"{delay:.1f}s"})
+        if self._without and unknown:
+            log.log(logging.DEBUG if self._said_without else logging.WARNING, self._without)
+        else:
+            log.warning("watch failed, trying again", extra={"error": error, "retryIn": f"{delay:.1f}s"})
+        self._said_without = unknown
         stop.wait(delay)
 
     def _list(self) -> str:
@@ -187,6 +197,7 @@ class WatchCache(Generic[S, T]):
                 if value is not None:
                     values[item.metadata.key], versions[item.metadata.key] = value, item.metadata.version
         self._replace_all(values, versions, int(page.metadata.resource_version))
+        self._said_without = False
         return page.metadata.resource_version
 
     def _replace_all(self, values: dict[Key, T], versions: dict[Key, int], listed_at: int) -> None:

@@ -73,9 +73,20 @@ _LOADER: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def main(file: str | None = None) -> None:
-    values = helm_python.values_from_yaml(Path(file).read_text()) if file else None
-    texts = (yaml.safe_dump(NAMESPACE), *manifests(values).values())
+    try:
+        values = helm_python.values_from_yaml(Path(file).read_text(encoding="utf-8")) if file else None
+        texts = (yaml.safe_dump(NAMESPACE), *manifests(values).values())
+    except (OSError, UnicodeDecodeError, helm_python.HelmError) as error:
+        sys.exit(f"manifests: VALUES={file}: {_told(error)}")
     print("---\n".join(f"{text.strip()}\n" for text in texts if text.strip()), end="")
+
+
+def _told(error: Exception) -> str:
+    """Without helm's first words, which name the chart and none of the values."""
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "; ".join(line.removeprefix("- ") for line in lines[1:] if line.startswith("- ")) or " ".join(lines)
 
 
 if __name__ == "__main__":

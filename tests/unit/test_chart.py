@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -454,3 +456,28 @@ def test_the_hook_that_uninstalls_has_what_its_values_say() -> None:
     assert pod["serviceAccountName"] == "tessera-uninstall"
     arguments = pod["containers"][0]["args"]
     assert arguments == ["uninstall", "--namespace=tessera", f"--driver-name={OTHER}", "--timeout=7", "--force"]
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        pytest.param(None, "No such file or directory", id="no file"),
+        pytest.param("controler: {}", "at '': additional properties 'controler' not allowed", id="a typo"),
+        pytest.param("controller: {offers: 3}\nnodePlugin: 1", "'offers' not allowed; at '/nodePlugin'", id="two"),
+        pytest.param("a: [b", "yaml: line 1: did not find expected", id="no YAML"),
+        pytest.param("- 1", "cannot unmarshal array", id="a list"),
+        pytest.param(b"\xff", "can't decode byte 0xff", id="no text"),
+    ],
+)
+def test_manifests_of_values_that_cannot_be_used_are_one_line_that_names_them(
+    values: str | bytes | None, told: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "values.yaml"
+    if values is not None:
+        file.write_bytes(values.encode() if isinstance(values, str) else values)
+    command = [sys.executable, "-m", "tests.support.chart", str(file)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (answer.returncode, answer.stdout) == (1, "")
+    [line] = answer.stderr.splitlines()
+    assert line.startswith(f"manifests: VALUES={file}: ")
+    assert told in line

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -15,7 +18,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from kubelet_plugin.protocol.generated import dra_v1_pb2
-from tessera.cli import main
+from tessera.cli import main, node
 from tests.harness.waiting import wait_for
 
 KUBECONFIG = {
@@ -64,6 +67,18 @@ def test_help_of_every_command_has_examples() -> None:
         assert "tessera " in answer.output
 
 
+SIMULATOR_DOC = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("text", [run("--help").output, run("sim", "--help").output, SIMULATOR_DOC])
+def test_every_example_of_a_simulated_node_says_which_cluster_it_needs(text: str) -> None:
+    lines = [line.partition("#")[0].split() for line in text.splitlines()]
+    examples = [line[2:] for line in lines if line[:2] == ["tessera", "node"]]
+    assert examples
+    for example in examples:
+        assert node.make_context("node", list(example)).params["kubeconfig"] is not None
+
+
 def test_the_version_is_told() -> None:
     assert run("--version").output.startswith("tessera, version ")
 
@@ -103,6 +118,42 @@ def test_a_directory_that_cannot_be_made_is_exit_code_3(flags: list[str], tmp_pa
     answer = run("node", *flags, flag, str(tmp_path / "file" / "below"))
     assert answer.exit_code == 3
     assert f"{flag} {tmp_path / 'file' / 'below'}" in answer.output
+
+
+@pytest.mark.parametrize("arguments", [["sim", "list"], ["sim", "list", "-o", "json"], ["--help"], ["sim", "--help"]])
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_1(arguments: list[str]) -> None:
+    command = [str(Path(sys.executable).with_name("tessera")), *arguments]
+    with Path("/dev/full").open("w") as full:
+        answer = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (answer.returncode, answer.stderr) == (
+        1,
+        "tessera: the output can't be written: No space left on device\n",
+    )
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False), ("0", False)])
+def test_who_wants_no_colours_gets_none_on_a_terminal_either(no_color: str, coloured: bool) -> None:
+    shown = on_a_terminal({"NO_COLOR": no_color}, "sim", "list")
+    assert "NAME" in shown
+    assert ("\x1b" in shown) == coloured
+    error = on_a_terminal({"NO_COLOR": no_color}, "topology", "--gpus", "sim:none")
+    assert "tessera: " in error
+    assert ("\x1b" in error) == coloured
+
+
+def on_a_terminal(environment: dict[str, str], *arguments: str) -> str:
+    """What the command shows there, errors too."""
+    command = [str(Path(sys.executable).with_name("tessera")), *arguments]
+    ours, its = pty.openpty()
+    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env={**os.environ, **environment}) as process:
+        os.close(its)
+        shown = b""
+        with suppress(OSError):  # EIO: nobody writes any more
+            while chunk := os.read(ours, 4096):
+                shown += chunk
+        process.wait(60)
+    os.close(ours)
+    return shown.decode()
 
 
 def tessera(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -166,6 +217,19 @@ def test_without_an_api_server_it_serves_and_says_what_is_missing(flags: list[st
     assert process.returncode == 0
     assert not socket.exists()
     assert not list((tmp_path / "kubelet" / "plugins_registry").iterdir())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_without_leaving_anything_behind(flags: list[str], tmp_path: Path, number: int) -> None:
+    socket = tmp_path / "kubelet" / "plugins" / "gpu.tessera.dev" / "dra.sock"
+    with running(*flags, "--log-level", "info") as process:
+        wait_for(socket.exists, START_S, "the plugin's socket")
+        process.send_signal(number)
+        told = process.communicate(timeout=60)[1].splitlines()
+    assert process.returncode == 0
+    assert any(line.endswith("stopping") for line in told)
+    assert not [line for line in told if "left behind" in line]
 
 
 @pytest.mark.long

@@ -32,3 +32,20 @@ print("left")
 def test_a_thread_that_is_just_being_started_is_waited_for_as_any_other() -> None:
     ended = subprocess.run([sys.executable, "-c", LATE_START], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout.split(), ended.stderr) == (0, ["worked", "left"], "")
+
+
+HANGING = """
+import logging, threading
+from tessera import ending
+
+ending.GRACE_S = 0.1
+threading.Thread(target=threading.Event().wait, name="nvml").start()
+ending.leave(logging.getLogger())
+print("left")
+"""
+
+
+def test_a_thread_that_hangs_is_named_and_left_behind() -> None:
+    ended = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "")
+    assert "left behind what does not answer" in ended.stderr

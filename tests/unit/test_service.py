@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,17 +14,19 @@ from typing import Any
 import grpc
 import pytest
 
+from driver.config.settings import node_settings
 from driver.errors import ClaimError, EnvironmentFault
+from kubelet_plugin import registration as registration_module
 from kubelet_plugin.claims import ClaimReference
 from kubelet_plugin.preparation import PreparedDevice
 from kubelet_plugin.protocol.generated import dra_v1_pb2, dra_v1beta1_pb2
 from kubelet_plugin.protocol.generated import registration_v1_pb2 as registration_messages
-from kubelet_plugin.registration import Registration, SocketServer
+from kubelet_plugin.registration import Registration, Registry, SocketServer
 from kubelet_plugin.service import DraService
 from tests.harness.waiting import wait_for
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest
-from tests.support.running import SOON_S
+from tests.support.running import SOON_S, eventually
 
 VERSIONS = [pytest.param(dra_v1_pb2, id="v1"), pytest.param(dra_v1beta1_pb2, id="v1beta1")]
 
@@ -264,6 +267,52 @@ def test_registration_tells_who_where_and_which_versions_newest_first(tmp_path: 
     health = ["v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth"]
     assert list(info.supported_versions) == ["v1.DRAPlugin", "v1beta1.DRAPlugin", *health]
     assert heard.heard == [(True, ""), (False, "no such version")]
+
+
+UNHEARD = "the kubelet has not registered this plugin: is its --root-dir really"
+
+
+def waiting_for_the_kubelet() -> bool:
+    return any(thread.name == "registration" for thread in threading.enumerate())
+
+
+@pytest.fixture
+def kubelet_dir() -> Iterator[Path]:
+    """Shorter than pytest's own: a socket's path has at most 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="tessera-") as directory:
+        yield Path(directory)
+
+
+def test_a_kubelet_that_never_comes_is_told_of_once(
+    kubelet_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(registration_module, "SILENT_S", 0.05)
+    registry = Registry(node_settings(node_name="n1", kubelet_dir=kubelet_dir), Registered())
+    eventually(lambda: f"{UNHEARD} {kubelet_dir}? (--kubelet-dir)" in caplog.text, "it is told")
+    eventually(lambda: not waiting_for_the_kubelet(), "nobody waits for more")
+    registry.stop()
+    assert caplog.text.count(UNHEARD) == 1
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_once_the_kubelet_has_come_or_the_plugin_ends_nobody_waits_for_it(
+    kubelet_dir: Path, caplog: pytest.LogCaptureFixture, accepted: bool
+) -> None:
+    heard, settings = Registered(), node_settings(node_name="n1", kubelet_dir=kubelet_dir)
+    registry = Registry(settings, heard)
+    assert waiting_for_the_kubelet()
+    with grpc.insecure_channel(f"unix://{settings.registration_socket}") as channel:
+        channel.unary_unary(
+            "/pluginregistration.Registration/NotifyRegistrationStatus",
+            request_serializer=registration_messages.RegistrationStatus.SerializeToString,
+            response_deserializer=registration_messages.RegistrationStatusResponse.FromString,
+        )(registration_messages.RegistrationStatus(plugin_registered=accepted), timeout=60)
+    eventually(lambda: not waiting_for_the_kubelet(), "the kubelet has come")
+    registry.stop()
+    Registry(settings, heard).stop()
+    eventually(lambda: not waiting_for_the_kubelet(), "the plugin has ended")
+    assert heard.heard == [(accepted, "")]
+    assert UNHEARD not in caplog.text
 
 
 def test_the_socket_is_for_root_alone_and_replaces_a_stale_one(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_kubeconfig_that_is_not_there_is_the_environments_fault() -> None:
 def test_a_cluster_that_does_not_answer_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "config").write_text(yaml.safe_dump(KUBECONFIG))
     result = fleet("--nodes", "1", "--kubeconfig", str(tmp_path / "config"))
-    assert result.exit_code == 1
+    assert result.exit_code == EnvironmentFault.exit_code
     assert "127.0.0.1:1" in result.output
 
 

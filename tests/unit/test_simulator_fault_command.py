@@ -94,6 +94,15 @@ def test_a_busy_partition_outlives_a_destroy_but_no_reboot(node: SimulatedNode) 
     assert node.nvml.nvmlDeviceGetMigMode(gpu) == [0, 0]
 
 
+def test_a_partition_that_is_not_there_cannot_be_kept_busy(node: SimulatedNode) -> None:
+    with pytest.raises(UsageError, match="MIG-foo: no partition has that UUID; the node has none now"):
+        run(node, "busy", "MIG-foo")
+    partition = cut(node.nvml, enable_mig(node.nvml), G3, 0, 4)
+    with pytest.raises(UsageError, match=f"MIG-foo: no partition has that UUID.*; there are {partition.uuid}"):
+        run(node, "busy", "MIG-foo")
+    assert run(node, "list").output == "No faults.\n"
+
+
 def test_one_of_several_nodes_must_be_named(
     node: SimulatedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,7 +158,7 @@ def test_smi_finds_every_node_that_runs_here(tmp_path: Path) -> None:
     for name in ("b", "a"):
         one_h100(tmp_path / name)
     assert find_roots(tmp_path) == [tmp_path / "a", tmp_path / "b"]
-    with pytest.raises(EnvironmentFault, match="tessera node --gpus sim:NAME"):
+    with pytest.raises(EnvironmentFault, match="tessera node --node-name NODE --kubeconfig FILE --gpus sim:NAME"):
         find_roots(tmp_path / "nowhere")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -217,6 +218,29 @@ def test_a_senseless_event_costs_a_new_list_and_nothing_else(
         same(cache, api)
     assert "watch failed, trying again" in caplog.text
     assert "Traceback" not in caplog.text
+
+
+def test_a_resource_that_the_server_does_not_know_is_told_once_and_asked_for_until_it_is_there(
+    api: SliceApi, caplog: pytest.LogCaptureFixture
+) -> None:
+    api.put("there")
+    api.once("list", *[refuse(404)] * 4)
+    cache = WatchCache(api.server.client(), SLICES, Slice, lambda item: item, lambda _: None, without="no such kind")
+    with in_thread(cache.run, api.end_watches):
+        same(cache, api)
+    told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert told.count("no such kind") == 1
+    assert "watch failed, trying again" not in told
+
+
+def test_a_resource_that_is_gone_again_is_told_again(api: SliceApi, caplog: pytest.LogCaptureFixture) -> None:
+    api.put("there")
+    api.once("list", refuse(404), refuse(503), refuse(404))
+    cache = WatchCache(api.server.client(), SLICES, Slice, lambda item: item, lambda _: None, without="no such kind")
+    with in_thread(cache.run, api.end_watches):
+        same(cache, api)
+    told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert told[:3] == ["no such kind", "watch failed, trying again", "no such kind"]
 
 
 def test_a_defect_of_ours_does_not_end_the_thread(api: SliceApi, caplog: pytest.LogCaptureFixture) -> None:

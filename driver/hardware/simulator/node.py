@@ -49,13 +49,14 @@ class SimulatedNode:
         latency: Latency = DEFAULT_LATENCY,
         sleep: Callable[[float], None] = time.sleep,
     ) -> SimulatedNode:
-        """The node in ``root``, which is made where it does not exist; what its GPUs hold stays.
+        """The node in ``root``, which is made where it does not exist or is empty; what its GPUs hold stays.
 
-        :raises UsageError: ``root`` holds a node of another description
+        :raises UsageError: ``root`` holds a node of another description, or what is no simulated node at all
         :raises EnvironmentFault: ``root`` can't be written
         """
         machine = Machine(description, root, latency, sleep)
         try:
+            _refuse_strangers_directory(root)
             with _exclusively(root):
                 _refuse_another(root, description)
                 tree.build(machine.current_description, root)
@@ -83,9 +84,14 @@ class SimulatedNode:
         if description is None:
             raise EnvironmentFault(
                 f"no simulated node in {root}: {_node_file(root)} does not exist;"
-                " `tessera node --gpus sim:NAME` makes one"
+                " `tessera node --node-name NODE --kubeconfig FILE --gpus sim:NAME` makes one"
             )
         return cls(Machine(description, root, latency, sleep))
+
+    @staticmethod
+    def is_in(root: Path) -> bool:
+        """Whether ``attach`` finds a node there."""
+        return _node_file(root).exists()
 
     @property
     def gpus(self) -> tuple[GpuDescription, ...]:
@@ -167,14 +173,18 @@ def _edited_mig(
 
 @contextmanager
 def _exclusively(root: Path) -> Iterator[None]:
-    folder = root / "sim"
-    make_folder(folder)
-    descriptor = os.open(folder / "node.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    make_folder(root / "sim")
+    descriptor = os.open(_lock_file(root), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock_file(root: Path) -> Path:
+    """Made before all others, so also there where the making was interrupted."""
+    return root / "sim" / "node.lock"
 
 
 def _node_file(root: Path) -> Path:
@@ -193,6 +203,17 @@ def _read_description(root: Path) -> NodeDescription | None:
     if found != _FORMAT:
         raise EnvironmentFault(f"simulated node in {root}: format {found}, this version reads {_FORMAT}")
     return parse_description(description, str(path))
+
+
+def _refuse_strangers_directory(root: Path) -> None:
+    """A node is a thousand files: they must not get among somebody's own, least of all those of the machine."""
+    try:
+        found = [each for each in root.iterdir() if each.name != "sim" or any(each.iterdir())]
+    except FileNotFoundError:
+        return
+    # Looked for last: another process may have begun to make the node while we looked.
+    if found and not _lock_file(root).exists():
+        raise UsageError(f"{root} is not empty, and no simulated node: choose another directory for it")
 
 
 def _refuse_another(root: Path, description: NodeDescription) -> None:
