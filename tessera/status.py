@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,9 +89,8 @@ def _verdict(found: int, unread: int) -> str:
     if not found and not unread:
         return click.style("All is well.", fg="green")
     parts = [f"{some(found, 'thing')} to deal with"] if found else []
-    parts += (
-        [f"{some(unread, 'check')} without all that {'it needs' if unread == 1 else 'they need'}"] if unread else []
-    )
+    if unread:
+        parts.append(f"{some(unread, 'check')} without all that {'it needs' if unread == 1 else 'they need'}")
     return click.style("; ".join(parts) + ".", fg="red" if found else "yellow")
 
 
@@ -103,5 +101,4 @@ def _print(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter tries again as it ends
         raise EnvironmentFault(f"the output can't be written: {error}") from error

@@ -438,9 +438,12 @@ def test_a_cordon_is_shown_and_is_a_finding_once_no_gpu_is_left(
     wait_sound(cluster)
 
 
-def test_a_daemon_set_that_runs_nowhere_is_found(cluster: Cluster, plugin: PluginProcess) -> None:
+def test_a_daemon_set_that_runs_nowhere_is_found(
+    cluster: Cluster, controller: ControllerProcess, plugin: PluginProcess
+) -> None:
     """The chart's own, on a cluster without a label of GPUs, and nothing else that publishes."""
     [daemon_set] = [each for each in rendered() if each["kind"] == "DaemonSet"]
+    wait_sound(cluster)
     plugin.stop()
     for folder in (SLICES, PATH):
         for item in cluster.api.get(folder)["items"]:
@@ -451,3 +454,4 @@ def test_a_daemon_set_that_runs_nowhere_is_found(cluster: Cluster, plugin: Plugi
         assert status(cluster)[0] == 1
     plugin.spawn()
     plugin.wait_ready()
+    wait_sound(cluster)

@@ -8,7 +8,7 @@ from typing import Any
 
 from driver.model.plan import PlanMode
 from tessera.status_picture import Picture
-from tests.unit.test_status import NODE, NOW, SOUND, found, item, plan, result, stamp
+from tests.unit.test_status import NODE, NOW, SOUND, claim, found, item, plan, result, stamp
 
 
 def wish(name: str, code: str, ago_s: float = 20.0, message: str = "why") -> tuple[dict[str, Any], dict[str, Any]]:
@@ -62,6 +62,16 @@ def test_a_cordon_is_shown_with_its_reason_and_is_no_finding() -> None:
     picture = cordoned("fan on Friday", "cordoned", offered=1)
     assert found(picture) == {}
     assert result(picture, "health").summary == "0 unwell, 1 cordoned: node-a/gpu-0 (fan on Friday)"
+
+
+def test_a_cordon_is_no_finding_while_others_have_the_other_gpus() -> None:
+    """Nothing is offered, but not for the cordon."""
+    assert "health" not in found(replace(cordoned("", "cordoned", offered=1), claims=[claim("gpu-1")]))
+
+
+def test_a_cordon_that_its_node_does_not_follow_yet_is_no_finding() -> None:
+    """Its devices are still offered."""
+    assert found(cordoned("fan")) == {}
 
 
 def test_it_is_a_finding_that_every_gpu_is_cordoned() -> None:

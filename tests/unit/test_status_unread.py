@@ -13,7 +13,7 @@ from tessera.status import as_json, as_text
 from tessera.status_checks import CHECKS, look_at
 from tessera.status_picture import Picture, Refused, What
 from tests.support.chart import manifests
-from tests.unit.test_status import DRIVER, NODE, SOUND, found, plan, result
+from tests.unit.test_status import DRIVER, NODE, NOW, SOUND, found, plan, pod, result
 
 DAEMON_SET = next(yaml.safe_load_all(manifests()["node-plugin.yaml"]))
 EMPTY = replace(SOUND, slices=[], plans={}, claims=[], daemon_set=DAEMON_SET)
@@ -46,12 +46,11 @@ def test_nobody_publishing_is_found_where_the_daemon_set_can_not_be_read() -> No
 
 
 def test_a_plan_of_an_earlier_install_is_told_as_that() -> None:
-    left = replace(EMPTY, plans={NODE: plan()})
+    left = replace(EMPTY, plans={NODE: plan()}, planned_at={NODE: NOW})
     assert f"{NODE} no node plugin runs there, and a plan of an earlier one is left" in found(left)["node plugins"]
     assert "read its log" not in as_text(look_at(left))
-    assert result(left, "mode").summary.startswith(
-        "0 nodes follow the controller, 0 stand alone, 1 plan of nodes that publish nothing"
-    )
+    told = "0 nodes follow the controller, 0 stand alone, 1 plan of nodes that publish nothing"
+    assert result(left, "mode").summary == told
 
 
 def test_without_a_trace_of_tessera_there_is_one_finding() -> None:
@@ -107,3 +106,18 @@ def test_who_may_read_nothing_hears_that_once_and_that_nothing_is_known() -> Non
     assert "every node offers whatever fits" not in text
     assert "All is well." not in text
     assert "1 thing to deal with; 13 checks without all that they need." in text
+
+
+def test_without_the_right_to_list_pods_nobody_says_that_there_is_none() -> None:
+    silent = without(replace(SOUND, slices=[], claims=[], leases={}, plans={}), What.PODS)
+    labelled = {"metadata": {"name": NODE, "labels": {"gpu.tessera.dev/node": "true"}}}
+    assert found(replace(silent, nodes=[labelled]))["node plugins"] == f"{NODE} publishes nothing"
+    assert result(silent, "controller").summary == "no Lease of one, pods can't be listed"
+
+
+def test_without_the_right_to_list_leases_nobody_says_that_no_controller_is_there() -> None:
+    unled = without(
+        replace(SOUND, pods=[{**pod("x"), "spec": {"serviceAccountName": "tessera-controller"}}]), What.LEASES
+    )
+    assert result(unled, "controller").summary == "1 of 1 pod ready, Leases can't be listed"
+    assert result(without(SOUND, What.LEASES), "controller").summary == "Leases can't be listed"
