@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tessera import status_claims as claims
 from tessera import status_cluster as cluster
+from tessera import status_health as health
 from tessera import status_nodes as nodes
 from tessera import status_plugins as plugins
 from tessera.status_finding import Finding, Result, Told
@@ -34,7 +35,7 @@ CHECKS: Mapping[str, Check] = {
     "slices": Check(nodes.slices, (What.SLICES,)),
     "devices": Check(nodes.held, (What.SLICES, What.CLAIMS)),
     "claims": Check(claims.waiting, (What.CLAIMS, What.EVENTS)),
-    "health": Check(nodes.health, (What.SLICES,), (What.PLANS,)),
+    "health": Check(health.health, (What.SLICES,), (What.PLANS,)),
     "mode": Check(nodes.mode, (What.PLANS, What.SLICES), (What.LEASES,)),
     "clocks": Check(cluster.clocks, (), (What.LEASES, What.NODE_LEASES)),
     "neighbours": Check(nodes.neighbours, (What.NODES, What.SLICES, What.PLANS, What.CLAIMS)),

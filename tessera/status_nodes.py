@@ -13,12 +13,9 @@ from driver.model.plan import PlanMode
 from driver.model.plan_gpus import GpuState, states_of
 from driver.slices.names import Pool
 from kubelet_plugin.neighbours import OWNED, Signs, neighbours_of
-from tessera.gpu_names import names_of
 from tessera.status_cluster import age_of
-from tessera.status_finding import Finding, Told, first, some
-from tessera.status_picture import Picture, What, results_of
-
-UNWELL = ("unavailable", "unhealthy")
+from tessera.status_finding import Finding, Told, some
+from tessera.status_picture import Picture, results_of
 
 
 def slices(picture: Picture) -> Told:
@@ -36,29 +33,13 @@ def slices(picture: Picture) -> Told:
 def held(picture: Picture) -> Told:
     devices, taken = _devices(picture), _taken(picture)
     yield f"{len(taken)} held"
-    yield f"{len(_offered(picture))} offered"
+    yield f"{len(offered(picture))} offered"
     if any(device.get("attributes", {}).get("simulated", {}).get("bool") for device in devices.values()):
         yield "simulated GPUs among them"
     for name in sorted(taken.keys() - devices.keys()):
         claim = taken[name]["metadata"]
         message = f"of pool {name[0]} is held by claim {claim['namespace']}/{claim['name']}, but not published"
         yield Finding(name[1], message, "start the node's plugin; until then its memory may be given out twice")
-
-
-def health(picture: Picture) -> Told:
-    ill, cordons = _unwell(picture), _cordons(picture)
-    lines = [f"{gpu} ({reason})" if reason else gpu for gpu, reason in sorted(cordons.items())]
-    yield f"{len(ill)} unwell"
-    yield f"{len(lines)} cordoned" + (f": {first(lines)}" if lines else "")
-    for gpu, what in sorted(ill.items()):
-        yield Finding(
-            gpu, f"is {what}: no new pods get it", f"docs/health.md says what to do; then tessera uncordon {gpu}"
-        )
-    gpus = _served_gpus(picture)
-    kept = ill.keys() | cordons.keys()
-    if cordons and gpus and gpus <= kept and picture.has_read(What.CLAIMS) and not _offered(picture):
-        message = "are cordoned or unwell: nothing is offered to new pods"
-        yield Finding("all GPUs", message, f"tessera uncordon {min(cordons)}")
 
 
 def mode(picture: Picture) -> Told:
@@ -136,45 +117,10 @@ def _taken(picture: Picture) -> dict[tuple[str, str], Object]:
     }
 
 
-def _offered(picture: Picture) -> list[tuple[str, str]]:
+def offered(picture: Picture) -> list[tuple[str, str]]:
+    """What anybody new can have."""
     taken = _taken(picture)
     return [name for name, device in _devices(picture).items() if name not in taken and not device.get("taints")]
-
-
-def _unwell(picture: Picture) -> dict[str, str]:
-    """What is wrong with each GPU that a fault keeps from use."""
-    ill: dict[str, str] = {}
-    for item in picture.slices:
-        for device in item["spec"].get("devices") or ():
-            for taint in device.get("taints") or ():
-                word = taint["key"].partition("/")[2]
-                if word in UNWELL:
-                    told = "=".join(filter(None, (word, taint.get("value"))))
-                    ill.setdefault(_gpu_of(item, device), told)
-    return ill
-
-
-def _cordons(picture: Picture) -> dict[str, str]:
-    """Why each GPU is cordoned, by plans."""
-    plans = picture.plans or {}
-    names = {name.uuid: str(name) for name in names_of(picture.slices, plans.values())}
-    return {
-        names.get(uuid, f"{node}/{uuid}"): reason
-        for node, plan in plans.items()
-        for uuid, reason in plan.spec.cordons.items()
-    }
-
-
-def _served_gpus(picture: Picture) -> set[str]:
-    """GPUs of nodes that publish, by devices and, where none of theirs is there, by plans."""
-    plans = [plan for name, plan in (picture.plans or {}).items() if picture.slices_of(name)]
-    published = {_gpu_of(item, device) for item in picture.slices for device in item["spec"].get("devices") or ()}
-    return published | {str(name) for name in names_of(picture.slices, plans)}
-
-
-def _gpu_of(item: Object, device: Mapping[str, Any]) -> str:
-    """As commands take it."""
-    return f"{item['spec'].get('nodeName')}/{'-'.join(device['name'].split('-')[:2])}"
 
 
 def _signs(picture: Picture, node: Object) -> Signs:
@@ -201,7 +147,7 @@ def _refused_gpus(picture: Picture, node: str) -> int:
     node can be had and nothing is held."""
     plan = (picture.plans or {}).get(node)
     if plan is not None and plan.status.inventory:
-        return sum((state.fault or "").endswith(OWNED) for state in _states(plan.status.inventory))
+        return sum((state.fault or "").endswith(OWNED) for state in states(plan.status.inventory))
     devices = [device for item in picture.slices_of(node) for device in item["spec"].get("devices") or ()]
     taken = any(
         result["pool"] == Pool(node, picture.driver).name for claim in picture.claims for result in results_of(claim)
@@ -209,7 +155,8 @@ def _refused_gpus(picture: Picture, node: str) -> int:
     return int(not taken and all(device.get("taints") for device in devices))
 
 
-def _states(inventory: str) -> Sequence[GpuState]:
+def states(inventory: str) -> Sequence[GpuState]:
+    """What a plan's status tells of GPUs, as far as it can be read."""
     try:
         return states_of(inventory)
     except StateError:

@@ -306,6 +306,16 @@ def test_status_finds(cluster: Cluster, controller: ControllerProcess, plugin: P
     wait_sound(cluster)
 
 
+def test_a_gpu_that_is_unwell_is_still_found_when_nothing_of_it_is_published_any_more(
+    cluster: Cluster, controller: ControllerProcess, plugin: PluginProcess
+) -> None:
+    wait_sound(cluster)
+    with unwell(plugin):
+        wait_for(lambda: not plugin.devices(), SEEN_S, "its offers are taken back")
+        assert "unhealthy=xid-48" in wait_for(lambda: told(cluster).get("health", ""), SEEN_S, "it is found")
+    wait_sound(cluster)
+
+
 def test_status_finds_that_nobody_leads(cluster: Cluster, controller: ControllerProcess) -> None:
     wait_sound(cluster)
     controller.stop()

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from driver.model.plan import PlanMode
+from driver.kube.plans import GpuNodePlan, PlanMetadata
+from driver.model.plan import PlanMode, PlanSpec, PlanStatus
+from driver.model.plan_gpus import GpuState, described
+from kubelet_plugin.neighbours import OWNED
+from tessera.status_claims import LASTING
 from tessera.status_picture import Picture
+from tests.support.gpus import gpu_of
 from tests.unit.test_status import NODE, NOW, SOUND, claim, found, item, plan, result, stamp
+
+GPU = gpu_of()
+SOUNDNESS = Path(__file__).parents[2] / "docs" / "soundness.md"
 
 
 def wish(name: str, code: str, ago_s: float = 20.0, message: str = "why") -> tuple[dict[str, Any], dict[str, Any]]:
@@ -38,6 +48,11 @@ def test_claims_that_wait_for_what_never_comes_are_named_at_most_three() -> None
     assert [each.about for each in findings] == ["claim team/c0", "claim team/c1", "claim team/c2", "2 more"]
     assert findings[0].message.endswith("NothingMatches: no GPU has it")
     assert result(waiting(wish("c", "SelectorFails")), "claims").findings[0].remedy.endswith("tessera lint")
+
+
+def test_the_documentation_names_the_reasons_that_are_findings() -> None:
+    row = next(line for line in SOUNDNESS.read_text().splitlines() if line.startswith("| `claims` |"))
+    assert set(re.findall(r"`([A-Z]\w+)`", row)) == set(LASTING)
 
 
 def test_only_the_last_word_on_a_claim_counts_and_none_on_one_that_no_longer_waits() -> None:
@@ -78,3 +93,31 @@ def test_it_is_a_finding_that_every_gpu_is_cordoned() -> None:
     assert found(cordoned("", "cordoned")) == {
         "health": "all GPUs are cordoned or unwell: nothing is offered to new pods"
     }
+
+
+def test_a_gpu_that_is_unwell_and_in_no_slice_is_found_by_its_plan() -> None:
+    """As soon as a controller has taken its offers back."""
+    idle = replace(SOUND, slices=[nothing_published()], claims=[])
+    faults = (f"{GPU.uuid} 2026-11-22T11:00:00Z xid-48: XID 48",)
+    ill = told_by_plan(GpuState(GPU, 3, fault="xid-48: XID 48"), *faults)
+    assert found(replace(idle, plans=ill)) == {"health": "node-a/gpu-3 is unhealthy=xid-48: no new pods get it"}
+    partly = told_by_plan(GpuState(GPU, 3), f"{GPU.uuid} 2026-11-22T11:00:00Z xid-94: contained")
+    assert found(replace(idle, plans=partly)) == {"health": "node-a/gpu-3 is unhealthy=xid-94: no new pods get it"}
+    lost = told_by_plan(GpuState(GPU, 3, fault="NVML says: GPU is lost"))
+    assert "node-a/gpu-3 is unavailable: NVML says: GPU is lost" in found(replace(idle, plans=lost))["health"]
+    assert found(replace(SOUND, slices=[], claims=[], plans=ill)).keys() == {"node plugins"}
+
+
+def test_a_gpu_that_is_cordoned_or_a_neighbours_is_not_unwell() -> None:
+    idle = replace(SOUND, slices=[nothing_published()], claims=[])
+    for fault in ("cordoned: fan", f"a device plugin{OWNED}"):
+        assert result(replace(idle, plans=told_by_plan(GpuState(GPU, 3, fault=fault))), "health").findings == ()
+
+
+def nothing_published() -> dict[str, Any]:
+    return {"spec": {**item()["spec"], "devices": []}}
+
+
+def told_by_plan(state: GpuState, *faults: str) -> dict[str, GpuNodePlan]:
+    status = PlanStatus(3, mode=PlanMode.PLANNED, inventory=described([state]), faults=faults)
+    return {NODE: GpuNodePlan(PlanMetadata(NODE, generation=3), PlanSpec(), status)}
