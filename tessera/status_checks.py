@@ -34,7 +34,7 @@ CHECKS: Mapping[str, Check] = {
     "versions": Check(cluster.versions, (), (What.PODS,)),
     "slices": Check(nodes.slices, (What.SLICES,)),
     "devices": Check(nodes.held, (What.SLICES, What.CLAIMS)),
-    "claims": Check(claims.waiting, (What.CLAIMS, What.EVENTS)),
+    "claims": Check(claims.waiting, (What.CLAIMS, What.EVENTS), (What.LEASES,)),
     "health": Check(health.health, (What.SLICES,), (What.PLANS,)),
     "mode": Check(nodes.mode, (What.PLANS, What.SLICES), (What.LEASES,)),
     "clocks": Check(cluster.clocks, (), (What.LEASES, What.NODE_LEASES)),

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from controller.reasons import Code
+from driver.kube.heartbeat import HEARTBEAT, SILENT_S
 from driver.kube.transport import Object
+from tessera.status_cluster import age_of
 from tessera.status_finding import Finding, Told
-from tessera.status_picture import Picture, read_time
+from tessera.status_picture import Picture, What, read_time
 
 PASSED = timedelta(minutes=10)
 """The controller repeats its Events within a minute or, with thousands of them, a few: an older one is over."""
@@ -36,7 +38,8 @@ LASTING: Mapping[str, str] = {
 def waiting(picture: Picture) -> Told:
     told = _told(picture)
     if not told:
-        yield "the controller tells of none that waits"
+        if picture.has_read(What.LEASES):
+            yield "the controller tells of none that waits" if _is_led(picture) else "nobody tells why any waits"
         return
     codes = Counter(str(event["reason"]) for _, event in told)
     spaces = {claim["metadata"]["namespace"] for claim, _ in told}
@@ -49,6 +52,12 @@ def waiting(picture: Picture) -> Told:
     if (more := len(lasting) - SHOWN) > 0:
         remedy = "kubectl get events -A --field-selector reportingComponent=tessera-controller"
         yield Finding(f"{more} more", "of the same kind", remedy)
+
+
+def _is_led(picture: Picture) -> bool:
+    """Whether a controller is there that would tell."""
+    beat = age_of(picture, picture.leases.get(HEARTBEAT))
+    return beat is not None and beat <= SILENT_S
 
 
 def _told(picture: Picture) -> list[tuple[Object, Object]]:

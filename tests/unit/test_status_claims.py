@@ -40,6 +40,11 @@ def test_claims_that_wait_for_what_others_hold_are_no_finding() -> None:
     assert result(picture, "claims").summary == told
 
 
+def test_without_a_controller_nobody_says_that_no_claim_waits() -> None:
+    assert result(SOUND, "claims").summary == "the controller tells of none that waits"
+    assert result(replace(SOUND, leases={}), "claims").summary == "nobody tells why any waits"
+
+
 def test_claims_that_wait_for_what_never_comes_are_named_at_most_three() -> None:
     picture = waiting(
         *(wish(f"c{n}", "NothingMatches", message="no GPU has it") for n in range(5)), wish("d", "AllHeld")
