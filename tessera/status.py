@@ -42,7 +42,7 @@ def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: st
       tessera status --driver-name gpu.nvidia.com --namespace gpus
     """
     results = look_at(read(kubeconfig, driver_name, namespace))
-    _print(json.dumps(as_json(results), indent=2) if output == "json" else as_text(results))
+    click.echo(json.dumps(as_json(results), indent=2) if output == "json" else as_text(results))
     sys.exit(0 if all(result.state is State.OK for result in results) else FINDINGS)
 
 
@@ -92,13 +92,3 @@ def _verdict(found: int, unread: int) -> str:
     if unread:
         parts.append(f"{some(unread, 'check')} without all that {'it needs' if unread == 1 else 'they need'}")
     return click.style("; ".join(parts) + ".", fg="red" if found else "yellow")
-
-
-def _print(text: str) -> None:
-    """Raises EnvironmentFault where nobody takes it, as a full disk."""
-    try:
-        click.echo(text)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise EnvironmentFault(f"the output can't be written: {error}") from error
