@@ -6,7 +6,7 @@ What they write is in the GpuNodePlan of the GPU's node, which its plugin follow
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,9 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.command()
-@click.option("--reason", default="", help="Shown to whoever wonders.")
+@click.option("--reason", help="Shown to whoever wonders.  [default: the one that it has]")
 @_with_options
-def cordon(gpu: str, reason: str, kubeconfig: Path | None, driver_name: str, output: str) -> None:
+def cordon(gpu: str, reason: str | None, kubeconfig: Path | None, driver_name: str, output: str) -> None:
     """Keep new pods off a GPU: every device of it gets the taint gpu.tessera.dev/cordoned. What runs is left alone.
 
     GPU is a UUID, or NODE/gpu-N with the number that device names have.
@@ -56,9 +56,10 @@ def cordon(gpu: str, reason: str, kubeconfig: Path | None, driver_name: str, out
     """
     cluster = Cluster(kubeconfig, driver_name)
     name = find(gpu, cluster.names())
-    line = " ".join([name.uuid, *reason.split()])
-    cluster.edit(name.node, lambda spec: {"cordoned": [*_others(spec.cordoned, name), line]})
-    _say(output, name, f"cordoned {name} ({name.uuid})", {"cordoned": True, "reason": " ".join(reason.split())})
+    cluster.edit(name.node, lambda spec: _cordoned(spec, name, reason))
+    why = _reason(cluster.spec(name.node), name, reason)
+    kept = f", as before: {why}" if why and reason is None else ""
+    _say(output, name, f"cordoned {name} ({name.uuid}){kept}", {"cordoned": True, "reason": why})
 
 
 @click.command()
@@ -81,9 +82,9 @@ def uncordon(gpu: str, kubeconfig: Path | None, driver_name: str, output: str) -
     if cordoned or stamps:
         cleared = [str(ClearedFaults(name.uuid, max(stamps)))] if stamps else []
         cluster.edit(name.node, lambda spec: _uncordoned(spec, name, cleared))
-    shown = {"cordoned": False, "cleared": [f.value for f in faults if f.stamp is not None]}
-    left = [fault.value for fault in faults if fault.stamp is None]
-    _say(output, name, _told(name, cordoned, faults), {**shown, "left": left})
+    dealt = _values(fault for fault in faults if fault.stamp is not None)
+    left = _values(fault for fault in faults if fault.stamp is None)
+    _say(output, name, _told(name, cordoned, dealt, left), {"cordoned": False, "cleared": dealt, "left": left})
 
 
 class Cluster:
@@ -141,6 +142,16 @@ class Cluster:
         return list(objects(self._client, path, selector))
 
 
+def _cordoned(spec: PlanSpec, name: GpuName, reason: str | None) -> Object:
+    line = f"{name.uuid} {_reason(spec, name, reason)}".rstrip()
+    return {"cordoned": [*_others(spec.cordoned, name), line]}
+
+
+def _reason(spec: PlanSpec, name: GpuName, reason: str | None) -> str:
+    """On one line; the reason of an earlier cordon where none is given."""
+    return spec.cordons.get(name.uuid, "") if reason is None else " ".join(reason.split())
+
+
 def _uncordoned(spec: PlanSpec, name: GpuName, cleared: Sequence[str]) -> Object:
     kept = spec.cleared if not cleared else _others(spec.cleared, name)
     return {"cordoned": _others(spec.cordoned, name), "cleared": [*kept, *cleared]}
@@ -151,13 +162,20 @@ def _others(lines: Sequence[str], name: GpuName) -> list[str]:
     return [text for text in lines if text.partition(" ")[0] != name.uuid]
 
 
-def _told(name: GpuName, cordoned: bool, faults: Sequence[Fault]) -> str:
-    lines = [f"uncordoned {name} ({name.uuid})" if cordoned else f"{name} ({name.uuid}) was not cordoned"]
-    lines += [f"dealt with: {fault.value}" for fault in faults if fault.stamp is not None]
-    lines += [
-        f"still there: {fault.value}, which the node plugin itself ends" for fault in faults if fault.stamp is None
-    ]
-    return "\n".join(lines)
+def _values(faults: Iterable[Fault]) -> list[str]:
+    """Each once: the taints of a GPU's devices and its node's plan tell the same."""
+    return list(dict.fromkeys(fault.value for fault in faults))
+
+
+def _told(name: GpuName, cordoned: bool, dealt: Sequence[str], left: Sequence[str]) -> str:
+    gpu = f"{name} ({name.uuid})"
+    if cordoned:
+        lines = [f"uncordoned {gpu}", *(f"dealt with: {value}" for value in dealt)]
+    elif dealt:
+        lines = [f"dealt with on {gpu}: {', '.join(dealt)}", "it was not cordoned"]
+    else:
+        lines = [f"{gpu} was not cordoned"]
+    return "\n".join([*lines, *(f"still there: {value}, which the node plugin itself ends" for value in left)])
 
 
 def _say(output: str, name: GpuName, text: str, facts: Mapping[str, Any]) -> None:

@@ -13,23 +13,27 @@ from driver.errors import ApiError, EnvironmentFault
 from tessera.asking import client_of, with_driver_name, with_kubeconfig
 from tessera.output import columns
 from tessera.status_checks import look_at
-from tessera.status_finding import Finding, Result
-from tessera.status_picture import Picture, Reader
+from tessera.status_finding import Finding, Result, State, some
+from tessera.status_picture import Picture
+from tessera.status_reader import NAMESPACE, Reader
 
 USER_AGENT = "tessera-command"
 FINDINGS = 1
-"""Exit code where something has to be dealt with."""
+"""Exit code where something has to be dealt with, or could not be read."""
+
+COLOURS = {State.OK: "green", State.LOOK: "red", State.UNREAD: "yellow"}
 
 
 @click.command()
 @with_kubeconfig
 @with_driver_name
-@click.option("--namespace", default="tessera", show_default=True, help="Where the processes and their Leases are.")
+@click.option("--namespace", default=NAMESPACE, show_default=True, help="Where the processes and their Leases are.")
 @click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
 def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: str) -> None:
     """Tell whether the installation is sound, and what to do about what is not.
 
-    Only reads, from the API server alone. Ends with 0 where all is well, 1 where something has to be dealt with.
+    Only reads, from the API server alone. Ends with 0 where all is well, 1 where something has to be dealt with or
+    could not be read, 2 where --namespace is not Tessera's.
 
     \b
     Examples:
@@ -39,11 +43,14 @@ def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: st
     """
     results = look_at(read(kubeconfig, driver_name, namespace))
     click.echo(json.dumps(as_json(results), indent=2) if output == "json" else as_text(results))
-    sys.exit(FINDINGS if any(result.findings for result in results) else 0)
+    sys.exit(0 if all(result.state is State.OK for result in results) else FINDINGS)
 
 
 def read(kubeconfig: Path | None, driver_name: str, namespace: str) -> Picture:
-    """Everything that is looked at. Raises EnvironmentFault where there is no cluster to ask."""
+    """Everything that is looked at.
+
+    Raises EnvironmentFault where there is no cluster to ask, UsageError where Tessera is in another namespace.
+    """
     client = client_of(kubeconfig, USER_AGENT)
     try:
         return Reader(client, driver_name, namespace).read()
@@ -53,11 +60,11 @@ def read(kubeconfig: Path | None, driver_name: str, namespace: str) -> Picture:
 
 def as_text(results: Sequence[Result]) -> str:
     """A line a check, then what to do."""
-    rows = [[result.check, _state(result), result.summary] for result in results]
+    rows = [[result.check, click.style(result.state, fg=COLOURS[result.state]), result.summary] for result in results]
     found = [(result.check, finding) for result in results for finding in result.findings]
-    return "\n".join(
-        [columns(["CHECK", "STATE", "WHAT"], rows), "", *(_told(*each) for each in found), _verdict(found)]
-    )
+    unread = sum(result.state is State.UNREAD for result in results)
+    table = columns(["CHECK", "STATE", "WHAT"], rows)
+    return "\n".join([table, "", *(_told(*each) for each in found), _verdict(len(found), unread)])
 
 
 def as_json(results: Sequence[Result]) -> list[dict[str, object]]:
@@ -65,7 +72,8 @@ def as_json(results: Sequence[Result]) -> list[dict[str, object]]:
     return [
         {
             "check": result.check,
-            "ok": not result.findings,
+            "ok": result.state is State.OK,
+            "state": result.state.value,
             "summary": result.summary,
             "findings": [{"about": f.about, "message": f.message, "remedy": f.remedy} for f in result.findings],
         }
@@ -73,15 +81,14 @@ def as_json(results: Sequence[Result]) -> list[dict[str, object]]:
     ]
 
 
-def _state(result: Result) -> str:
-    return click.style("look", fg="red") if result.findings else click.style("ok", fg="green")
-
-
 def _told(check: str, finding: Finding) -> str:
     return f"{check}: {click.style(finding.about, bold=True)} {finding.message}\n    -> {finding.remedy}"
 
 
-def _verdict(found: Sequence[tuple[str, Finding]]) -> str:
-    if not found:
+def _verdict(found: int, unread: int) -> str:
+    if not found and not unread:
         return click.style("All is well.", fg="green")
-    return click.style(f"{len(found)} thing{'s' if len(found) > 1 else ''} to deal with.", fg="red")
+    parts = [f"{some(found, 'thing')} to deal with"] if found else []
+    if unread:
+        parts.append(f"{some(unread, 'check')} without all that {'it needs' if unread == 1 else 'they need'}")
+    return click.style("; ".join(parts) + ".", fg="red" if found else "yellow")

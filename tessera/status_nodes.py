@@ -7,41 +7,19 @@ from typing import Any
 
 from driver.errors import StateError
 from driver.kube.heartbeat import HEARTBEAT, SILENT_S
+from driver.kube.plans import GpuNodePlan
 from driver.kube.transport import Object
 from driver.model.plan import PlanMode
 from driver.model.plan_gpus import GpuState, states_of
 from driver.slices.names import Pool
 from kubelet_plugin.neighbours import OWNED, Signs, neighbours_of
-from tessera.status_cluster import NODE, age_of, tell_pods
-from tessera.status_finding import Finding, Told
+from tessera.status_cluster import age_of
+from tessera.status_finding import Finding, Told, some
 from tessera.status_picture import Picture, results_of
-
-GPU_LABELS = (
-    "gpu.tessera.dev/node",
-    "nvidia.com/gpu.present",
-    *(f"feature.node.kubernetes.io/pci-{each}.present" for each in ("10de", "0302_10de", "0300_10de")),
-)
-"""Any of them, with the value true, or GKE_LABEL: the chart's node plugin runs there."""
-GKE_LABEL = "cloud.google.com/gke-accelerator"
-UNWELL = ("unavailable", "unhealthy")
-
-
-def plugins(picture: Picture) -> Told:
-    names = {item["metadata"]["name"]: item for item in picture.nodes}
-    serving = [name for name in picture.gpu_nodes if picture.slices_of(name)]
-    yield f"{len(serving)} of {len(picture.gpu_nodes)} nodes publish"
-    yield from tell_pods(picture, NODE)
-    for name in picture.gpu_nodes:
-        if names and name not in names:
-            yield Finding(name, "has slices or a plan, but there is no such Node", "delete them, or register the node")
-    for name, node in names.items():
-        if not picture.slices_of(name) and (name in picture.gpu_nodes or _has_gpus(node)):
-            remedy = f"is the plugin there and ready? kubectl -n {picture.namespace} get pods -o wide; read its log"
-            yield Finding(name, "publishes nothing", remedy)
 
 
 def slices(picture: Picture) -> Told:
-    yield f"{len(picture.slices)} ResourceSlices"
+    yield some(len(picture.slices), "ResourceSlice")
     for node in picture.gpu_nodes:
         specs = [item["spec"] for item in picture.slices_of(node)]
         newest = max((spec["pool"]["generation"] for spec in specs), default=0)
@@ -53,66 +31,49 @@ def slices(picture: Picture) -> Told:
 
 
 def held(picture: Picture) -> Told:
-    devices = {
-        (item["spec"]["pool"]["name"], device["name"]): device
-        for item in picture.slices
-        for device in item["spec"].get("devices") or ()
-    }
-    taken = {
-        (str(result["pool"]), str(result["device"])): claim
-        for claim in picture.claims
-        for result in results_of(claim)
-        if result["driver"] == picture.driver
-    }
-    free = [device for name, device in devices.items() if name not in taken and not device.get("taints")]
+    devices, taken = _devices(picture), _taken(picture)
     yield f"{len(taken)} held"
-    yield f"{len(free)} offered"
+    yield f"{len(offered(picture))} offered"
     if any(device.get("attributes", {}).get("simulated", {}).get("bool") for device in devices.values()):
         yield "simulated GPUs among them"
     for name in sorted(taken.keys() - devices.keys()):
         claim = taken[name]["metadata"]
-        message = (
-            f"{name[1]} of pool {name[0]} is held by claim {claim['namespace']}/{claim['name']}, but not published"
-        )
+        message = f"of pool {name[0]} is held by claim {claim['namespace']}/{claim['name']}, but not published"
         yield Finding(name[1], message, "start the node's plugin; until then its memory may be given out twice")
-
-
-def health(picture: Picture) -> Told:
-    ill: dict[str, str] = {}
-    for item in picture.slices:
-        for device in item["spec"].get("devices") or ():
-            for taint in device.get("taints") or ():
-                word = taint["key"].partition("/")[2]
-                if word in UNWELL:
-                    gpu = f"{item['spec'].get('nodeName')}/{'-'.join(device['name'].split('-')[:2])}"
-                    ill.setdefault(gpu, "=".join(filter(None, (word, taint.get("value")))))
-    yield f"{len(ill)} GPUs unwell"
-    for gpu, what in sorted(ill.items()):
-        yield Finding(
-            gpu, f"is {what}: no new pods get it", f"docs/health.md says what to do; then tessera uncordon {gpu}"
-        )
 
 
 def mode(picture: Picture) -> Told:
     plans = picture.plans or {}
-    alone = [name for name, plan in plans.items() if plan.status.mode is PlanMode.ALONE and picture.slices_of(name)]
-    yield f"{len(plans) - len(alone)} nodes follow the controller, {len(alone)} stand alone"
-    ages = [(picture.now - at).total_seconds() for at in picture.planned_at.values()]
-    if ages:
-        yield f"plans were written {max(0.0, min(ages)):.0f} to {max(0.0, *ages):.0f} s ago"
+    serving = {str(item["spec"].get("nodeName", "")) for item in picture.slices} - {""}
+    alone = {name for name in serving if name not in plans or plans[name].status.mode is PlanMode.ALONE}
+    follow = len(serving - alone)
+    yield f"{some(follow, 'node follows', 'nodes follow')} the controller"
+    yield f"{len(alone)} {'stands' if len(alone) == 1 else 'stand'} alone"
+    if idle := len(plans.keys() - serving):
+        yield f"{some(idle, 'plan')} of nodes that publish nothing"
+    yield from _ages([(picture.now - at).total_seconds() for name, at in picture.planned_at.items() if name in serving])
     beat = age_of(picture, picture.leases.get(HEARTBEAT))
-    for name in sorted(alone) if beat is not None and beat <= SILENT_S else ():
+    for name in sorted(alone & plans.keys()) if beat is not None and beat <= SILENT_S else ():
         remedy = "it follows within two minutes of hearing the controller; after that read the log of its plugin"
         yield Finding(name, "stands alone although a controller is there", remedy)
-    for name, plan in sorted(plans.items()):
-        if plan.status.mode is PlanMode.PLANNED and plan.status.observed_generation < plan.metadata.generation:
-            behind = plan.metadata.generation - plan.status.observed_generation
-            yield Finding(name, f"is {behind} versions of its plan behind", "restart its plugin if it stays so")
-        for refused in plan.status.refused[:1]:
-            more = f" and {len(plan.status.refused) - 1} more" if len(plan.status.refused) > 1 else ""
-            yield Finding(
-                name, f"can't offer what its plan says: {refused}{more}", "the next plan takes it into account"
-            )
+    for name in sorted(serving & plans.keys()):
+        yield from _behind(name, plans[name])
+
+
+def _ages(ages: Sequence[float]) -> Told:
+    if ages:
+        youngest, oldest = (f"{max(0.0, age):.0f}" for age in (min(ages), max(ages)))
+        span = youngest if youngest == oldest else f"{youngest} to {oldest}"
+        yield f"{'plan was' if len(ages) == 1 else 'plans were'} written {span} s ago"
+
+
+def _behind(name: str, plan: GpuNodePlan) -> Told:
+    behind = plan.metadata.generation - plan.status.observed_generation
+    if plan.status.mode is PlanMode.PLANNED and behind > 0:
+        yield Finding(name, f"is {some(behind, 'version')} of its plan behind", "restart its plugin if it stays so")
+    for refused in plan.status.refused[:1]:
+        more = f" and {len(plan.status.refused) - 1} more" if len(plan.status.refused) > 1 else ""
+        yield Finding(name, f"can't offer what its plan says: {refused}{more}", "the next plan takes it into account")
 
 
 def neighbours(picture: Picture) -> Told:
@@ -126,7 +87,9 @@ def neighbours(picture: Picture) -> Told:
             both = (each.gpus or frozenset()) & _published_gpus(picture, name)
             if both or refused:
                 shared = (
-                    f"{len(both)} GPUs are in its slices and in ours" if both else f"{refused} GPUs are not offered"
+                    f"{some(len(both), 'GPU is', 'GPUs are')} in its slices and in ours"
+                    if both
+                    else f"{some(refused, 'GPU is', 'GPUs are')} not offered"
                 )
                 message = f"{each}: {shared}"
                 yield Finding(
@@ -135,9 +98,29 @@ def neighbours(picture: Picture) -> Told:
     yield "; ".join(found) or "none"
 
 
-def _has_gpus(node: Object) -> bool:
-    labels = node["metadata"].get("labels") or {}
-    return GKE_LABEL in labels or any(labels.get(label) == "true" for label in GPU_LABELS)
+def _devices(picture: Picture) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """What is published, by pool and name."""
+    return {
+        (item["spec"]["pool"]["name"], device["name"]): device
+        for item in picture.slices
+        for device in item["spec"].get("devices") or ()
+    }
+
+
+def _taken(picture: Picture) -> dict[tuple[str, str], Object]:
+    """The claim that holds each device, by pool and name."""
+    return {
+        (str(result["pool"]), str(result["device"])): claim
+        for claim in picture.claims
+        for result in results_of(claim)
+        if result["driver"] == picture.driver
+    }
+
+
+def offered(picture: Picture) -> list[tuple[str, str]]:
+    """What anybody new can have."""
+    taken = _taken(picture)
+    return [name for name, device in _devices(picture).items() if name not in taken and not device.get("taints")]
 
 
 def _signs(picture: Picture, node: Object) -> Signs:
@@ -164,7 +147,7 @@ def _refused_gpus(picture: Picture, node: str) -> int:
     node can be had and nothing is held."""
     plan = (picture.plans or {}).get(node)
     if plan is not None and plan.status.inventory:
-        return sum((state.fault or "").endswith(OWNED) for state in _states(plan.status.inventory))
+        return sum((state.fault or "").endswith(OWNED) for state in states(plan.status.inventory))
     devices = [device for item in picture.slices_of(node) for device in item["spec"].get("devices") or ()]
     taken = any(
         result["pool"] == Pool(node, picture.driver).name for claim in picture.claims for result in results_of(claim)
@@ -172,7 +155,8 @@ def _refused_gpus(picture: Picture, node: str) -> int:
     return int(not taken and all(device.get("taints") for device in devices))
 
 
-def _states(inventory: str) -> Sequence[GpuState]:
+def states(inventory: str) -> Sequence[GpuState]:
+    """What a plan's status tells of GPUs, as far as it can be read."""
     try:
         return states_of(inventory)
     except StateError:

@@ -5,27 +5,48 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from enum import StrEnum
+from typing import Any, NamedTuple
 
-import msgspec
-
-from driver.errors import NOT_FOUND, ApiError
-from driver.kube.claims import GROUP
-from driver.kube.lease import leases
-from driver.kube.paging import objects
+from driver.kube.heartbeat import HEARTBEAT
 from driver.kube.plans import GpuNodePlan
-from driver.kube.transport import KubeClient, Object
-from driver.model.plan import PATH
+from driver.kube.transport import Object
 
-POLICIES = "/apis/admissionregistration.k8s.io/v1"
-NODE_LEASES = leases("kube-node-lease")
+CONTROLLER_LEASE = "tessera-controller"
+NODE, CONTROLLER = "tessera-node", "tessera-controller"
+"""ServiceAccounts of the processes, and names of the DaemonSet and the Deployment."""
+
+
+class What(StrEnum):
+    """What is listed, as people read it."""
+
+    NODES = "nodes"
+    SLICES = "ResourceSlices"
+    PLANS = "GpuNodePlans"
+    CLAIMS = "ResourceClaims"
+    CLASSES = "DeviceClasses"
+    POLICIES = "ValidatingAdmissionPolicies"
+    BINDINGS = "ValidatingAdmissionPolicyBindings"
+    PODS = "pods"
+    LEASES = "Leases"
+    NODE_LEASES = "Leases of nodes"
+    EVENTS = "Events"
+
+
+class Refused(NamedTuple):
+    """Why something could not be read; ``forbidden`` for want of a right."""
+
+    why: str
+    forbidden: bool = False
 
 
 @dataclass(frozen=True)
 class Picture:
-    """``slices`` and ``claims`` are our driver's, ``others`` NVIDIA's slices. ``plans`` is None where the cluster has
-    no such resource; ``planned_at`` is when the controller wrote each. ``unreadable`` is what could not be
-    read, and why."""
+    """``slices`` and ``claims`` are our driver's, ``others`` NVIDIA's slices, ``pending`` claims of anybody without an
+    allocation, ``events`` what the controller says of claims. ``plans`` is None where the cluster has no such
+    resource; ``planned_at`` is when the controller wrote each. ``daemon_set`` is None where there is none, or it
+    can't be read. ``unreadable`` is what could not be read, and why: its field is empty, which means nothing.
+    """
 
     driver: str
     namespace: str
@@ -36,13 +57,20 @@ class Picture:
     plans: Mapping[str, GpuNodePlan] | None = None
     planned_at: Mapping[str, datetime] = field(default_factory=dict)
     claims: Sequence[Object] = ()
+    pending: Sequence[Object] = ()
+    events: Sequence[Object] = ()
     classes: Sequence[Object] = ()
     policies: Sequence[Object] = ()
     bindings: Sequence[Object] = ()
     pods: Sequence[Object] = ()
     leases: Mapping[str, Object] = field(default_factory=dict)
     node_leases: Sequence[Object] = ()
-    unreadable: Mapping[str, str] = field(default_factory=dict)
+    daemon_set: Object | None = None
+    unreadable: Mapping[What, Refused] = field(default_factory=dict)
+
+    def has_read(self, *whats: What) -> bool:
+        """Whether all of these were read."""
+        return not any(what in self.unreadable for what in whats)
 
     @property
     def now(self) -> datetime:
@@ -59,6 +87,12 @@ class Picture:
             and pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
         ]
 
+    @property
+    def is_in_namespace(self) -> bool:
+        """Whether the namespace shows anything of Tessera's, as far as it was read."""
+        seen = self.leases.keys() & {CONTROLLER_LEASE, HEARTBEAT}
+        return bool(seen or self.pods_of(NODE) or self.pods_of(CONTROLLER) or self.daemon_set)
+
     def slices_of(self, node: str) -> list[Object]:
         """The driver's slices of a node."""
         return [item for item in self.slices if item["spec"].get("nodeName") == node]
@@ -67,7 +101,7 @@ class Picture:
     def gpu_nodes(self) -> list[str]:
         """Nodes on which a plugin runs or has run: by slices, plans and pods."""
         found = {str(item["spec"].get("nodeName", "")) for item in self.slices} | set(self.plans or ())
-        found |= {str(pod["spec"].get("nodeName", "")) for pod in self.pods_of("tessera-node")}
+        found |= {str(pod["spec"].get("nodeName", "")) for pod in self.pods_of(NODE)}
         return sorted(found - {""})
 
 
@@ -84,78 +118,6 @@ def written_at(item: Object, manager: str = "") -> datetime | None:
     fields = item.get("metadata", {}).get("managedFields") or ()
     stamps = [read_time(entry.get("time")) for entry in fields if str(entry.get("manager", "")).startswith(manager)]
     return max((stamp for stamp in stamps if stamp is not None), default=None)
-
-
-class Reader:
-    """Reads a Picture; what is refused is noted, not fatal. Raises ApiError where the API server does not answer."""
-
-    def __init__(self, client: KubeClient, driver: str, namespace: str) -> None:
-        self._client, self._driver, self._namespace = client, driver, namespace
-        self._unreadable: dict[str, str] = {}
-        self._planned_at: dict[str, datetime] = {}
-
-    def read(self) -> Picture:
-        """Everything, as of now."""
-        ours = {"fieldSelector": f"spec.driver={self._driver}"}
-        theirs = {"fieldSelector": "spec.driver=gpu.nvidia.com"}
-        return Picture(
-            self._driver,
-            self._namespace,
-            version=self._version(),
-            nodes=self._list("nodes", "/api/v1/nodes"),
-            slices=self._list("ResourceSlices", f"{GROUP}/resourceslices", ours),
-            others=self._list("ResourceSlices", f"{GROUP}/resourceslices", theirs) if self._others else (),
-            plans=self._plans(),
-            planned_at=self._planned_at,
-            claims=[claim for claim in self._list("ResourceClaims", f"{GROUP}/resourceclaims") if self._is_ours(claim)],
-            classes=self._list("DeviceClasses", f"{GROUP}/deviceclasses"),
-            policies=self._list("admission policies", f"{POLICIES}/validatingadmissionpolicies"),
-            bindings=self._list("admission policies", f"{POLICIES}/validatingadmissionpolicybindings"),
-            pods=self._list("pods", f"/api/v1/namespaces/{self._namespace}/pods"),
-            leases={item["metadata"]["name"]: item for item in self._list("Leases", leases(self._namespace))},
-            node_leases=self._list("Leases of nodes", NODE_LEASES),
-            unreadable=self._unreadable,
-        )
-
-    @property
-    def _others(self) -> bool:
-        return self._driver != "gpu.nvidia.com"
-
-    def _is_ours(self, claim: Object) -> bool:
-        return any(result["driver"] == self._driver for result in results_of(claim))
-
-    def _version(self) -> str:
-        return str(self._client.get_object("/version").get("gitVersion", ""))
-
-    def _plans(self) -> Mapping[str, GpuNodePlan] | None:
-        try:
-            items = self._items(PATH, {})
-            self._planned_at |= {
-                item["metadata"]["name"]: at for item in items if (at := written_at(item, "tessera-controller"))
-            }
-            return {item["metadata"]["name"]: msgspec.convert(item, GpuNodePlan) for item in items}
-        except ApiError as error:
-            if error.status == NOT_FOUND:
-                return None
-            self._note("GpuNodePlans", error)
-        except msgspec.ValidationError as error:
-            self._unreadable["GpuNodePlans"] = str(error)
-        return {}
-
-    def _list(self, what: str, path: str, selectors: Mapping[str, str] | None = None) -> list[Object]:
-        try:
-            return self._items(path, selectors or {})
-        except ApiError as error:
-            self._note(what, error)
-            return []
-
-    def _note(self, what: str, error: ApiError) -> None:
-        if error.status is None:
-            raise error
-        self._unreadable[what] = str(error)
-
-    def _items(self, path: str, selectors: Mapping[str, str]) -> list[Object]:
-        return list(objects(self._client, path, selectors))
 
 
 def results_of(claim: Object) -> Sequence[Mapping[str, Any]]:

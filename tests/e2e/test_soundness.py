@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from driver.kube.clock import micro_time
 from driver.kube.lease import leases
+from driver.model.plan import PATH
 from kubelet_plugin.neighbours import NVIDIA_DRIVER
 from tests.harness.cluster import Cluster
 from tests.harness.processes import ProcessTable, kill
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings
 from tests.harness.waiting import wait_for
-from tests.support.chart import install
+from tests.support.chart import install, rendered
 from tests.support.controller import ControllerProcess
 from tests.support.metrics import fetch, port_in
 from tests.support.plugin import COMMAND_S, DRIVER, SLICES, TESSERA, PluginFlags, PluginProcess
@@ -30,6 +32,7 @@ from tests.support.workloads import is_gone
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 SEEN_S = 60.0
+SOUNDNESS = Path(__file__).parents[2] / "docs" / "soundness.md"
 NODES = "/api/v1/nodes"
 POLICIES = "/apis/admissionregistration.k8s.io/v1"
 CLASSES = "/apis/resource.k8s.io/v1/deviceclasses"
@@ -165,7 +168,7 @@ def test_a_gpu_in_a_slice_of_nvidias_driver_is_offered_to_nobody_new_while_that_
     cluster.api.post(SLICES, {"metadata": {"name": "theirs"}, "spec": {**theirs, "devices": [device]}})
     wait_for(lambda: "[-]neighbours failed: the DRA driver" in page(plugin, "/readyz"), SEEN_S, "it is named")
     wait_for(lambda: nothing_offered(plugin), SEEN_S, "nothing is offered")
-    found = "1 GPUs are in its slices and in ours"
+    found = "1 GPU is in its slices and in ours"
     wait_for(lambda: found in told(cluster).get("neighbours", ""), SEEN_S, "status finds it")
     cluster.api.request("DELETE", f"{SLICES}/theirs")
     wait_for(lambda: any(not d.get("taints") for d in plugin.devices().values()), SEEN_S, "it is offered again")
@@ -204,7 +207,7 @@ def test_status_says_that_all_is_well_and_what_there_is(
     said = wait_for(sound, SEEN_S, "all is well")
     assert "1 of 1 nodes publish" in said["node plugins"]
     assert "leader" in said["controller"]
-    assert "1 nodes follow the controller, 0 stand alone" in said["mode"]
+    assert "1 node follows the controller, 0 stand alone" in said["mode"]
     assert "simulated GPUs" in said["devices"]
     command = [TESSERA, "status", "--kubeconfig", str(cluster.kubeconfig)]
 
@@ -320,6 +323,16 @@ def test_status_finds(cluster: Cluster, controller: ControllerProcess, plugin: P
     wait_sound(cluster)
 
 
+def test_a_gpu_that_is_unwell_is_still_found_when_nothing_of_it_is_published_any_more(
+    cluster: Cluster, controller: ControllerProcess, plugin: PluginProcess
+) -> None:
+    wait_sound(cluster)
+    with unwell(plugin):
+        wait_for(lambda: not plugin.devices(), SEEN_S, "its offers are taken back")
+        wait_for(lambda: "unhealthy=xid-48" in told(cluster).get("health", ""), SEEN_S, "it is found")
+    wait_sound(cluster)
+
+
 def test_status_finds_that_nobody_leads(cluster: Cluster, controller: ControllerProcess) -> None:
     wait_sound(cluster)
     controller.stop()
@@ -338,9 +351,133 @@ def test_status_without_a_cluster_ends_with_3_and_without_sense_with_2(tmp_path:
         )
 
 
-def test_status_says_what_it_may_not_read(cluster: Cluster, plugin: PluginProcess) -> None:
-    kubeconfig = cluster.service_account_kubeconfig("default", "default")
+def status_as(cluster: Cluster, account: str, *roles: dict[str, Any]) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Exit code and checks, as a ServiceAccount sees it that has these ClusterRoles, or the one of Kubernetes' own."""
+    metadata = {"name": account}
+    subject = {"kind": "ServiceAccount", "name": account, "namespace": "default"}
+    service_account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {**metadata, "namespace": "default"}}
+    bindings = [
+        {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "ClusterRoleBinding",
+            "metadata": {"name": f"{account}-{role['metadata']['name']}"},
+            "roleRef": {
+                "apiGroup": "rbac.authorization.k8s.io",
+                "kind": "ClusterRole",
+                "name": role["metadata"]["name"],
+            },
+            "subjects": [subject],
+        }
+        for role in roles
+    ]
+    cluster.apply([service_account, *(role for role in roles if "rules" in role), *bindings])
+    kubeconfig = cluster.service_account_kubeconfig("default", account)
     code, checks = status(cluster, "--kubeconfig", str(kubeconfig))
-    [api] = [check for check in checks if check["check"] == "API server"]
+    return code, {check["check"]: check for check in checks}
+
+
+def test_the_rights_in_the_documentation_are_enough(
+    cluster: Cluster, controller: ControllerProcess, plugin: PluginProcess
+) -> None:
+    role = yaml.safe_load(SOUNDNESS.read_text().partition("```yaml\n")[2].partition("```")[0])
+    wait_sound(cluster)
+
+    def whole() -> bool:
+        """The binding is heard of by then, and nothing has to be dealt with."""
+        code, checks = status_as(cluster, "documented", role)
+        return code == 0 and all(check["state"] == "ok" for check in checks.values())
+
+    wait_for(whole, SEEN_S, "all is read, and well")
+
+
+def test_what_may_not_be_read_is_neither_well_nor_an_alarm(
+    cluster: Cluster, controller: ControllerProcess, plugin: PluginProcess
+) -> None:
+    wait_sound(cluster)
+    view = {"metadata": {"name": "view"}}
+
+    def viewed() -> dict[str, dict[str, Any]]:
+        code, checks = status_as(cluster, "viewer", view)
+        assert code == 1
+        [finding] = checks["API server"]["findings"]
+        return {} if "pods" in finding["about"] else checks
+
+    with_view = wait_for(viewed, SEEN_S, "the binding is heard of")
+    assert "ResourceSlices" in with_view["API server"]["findings"][0]["about"]
+    assert with_view["versions"]["state"] == "ok"
+    for name in ("classes", "policies", "controller", "node plugins", "slices", "devices", "health", "mode"):
+        assert (with_view[name]["state"], with_view[name]["findings"]) == ("unread", []), name
+    code, without = status_as(cluster, "default")
     assert code == 1
-    assert {"ResourceSlices", "pods"} <= {finding["about"] for finding in api["findings"]}
+    assert {name for name, check in without.items() if check["findings"]} == {"API server"}
+    assert {check["state"] for name, check in without.items() if name != "API server"} == {"unread"}
+
+
+def test_a_wrong_namespace_is_a_mistake_and_the_right_one_is_named(
+    cluster: Cluster, controller: ControllerProcess
+) -> None:
+    wait_sound(cluster)
+    for name in ("nope", "default"):
+        command = [TESSERA, "status", "--kubeconfig", str(cluster.kubeconfig), "--namespace", name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+        assert done.returncode == 2, done.stdout
+        assert f"--namespace {name}: nothing of Tessera is there; it is in --namespace tessera" in done.stderr
+
+
+def test_a_claim_for_what_there_is_not_is_found_with_the_controllers_words(
+    cluster: Cluster, controller: ControllerProcess, plugin: PluginProcess
+) -> None:
+    wait_sound(cluster)
+    impossible = {"exactly": {"deviceClassName": "gpu-of-nobody"}}
+    claim = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": "hopeless", "namespace": "default"},
+    }
+    pod = {
+        "metadata": {"name": "hopeless"},
+        "spec": {
+            "containers": [{"name": "main", "image": "none", "resources": {"claims": [{"name": "gpu"}]}}],
+            "resourceClaims": [{"name": "gpu", "resourceClaimName": "hopeless"}],
+        },
+    }
+    claims = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
+    spec = {"devices": {"requests": [{"name": "gpu", **impossible}]}}
+    with created(cluster, claims, {**claim, "spec": spec}), created(cluster, "/api/v1/namespaces/default/pods", pod):
+        waits = "claim default/hopeless waits, and not for GPUs that others hold: NoSuchClass"
+        wait_for(lambda: waits in told(cluster).get("claims", ""), SEEN_S, "it is found")
+    wait_sound(cluster)
+
+
+def test_a_cordon_is_shown_and_is_a_finding_once_no_gpu_is_left(
+    cluster: Cluster, controller: ControllerProcess, plugin: PluginProcess
+) -> None:
+    wait_sound(cluster)
+    gpu = f"{plugin.node.name}/gpu-0"
+    for_command = ["--kubeconfig", str(cluster.kubeconfig)]
+    subprocess.run([TESSERA, "cordon", gpu, "--reason", "fan on Friday", *for_command], check=True, timeout=COMMAND_S)
+    wait_for(lambda: "all GPUs are cordoned or unwell" in told(cluster).get("health", ""), SEEN_S, "it is found")
+    _, checks = status(cluster)
+    [health] = [check for check in checks if check["check"] == "health"]
+    assert health["summary"] == f"0 unwell, 1 cordoned: {gpu} (fan on Friday)"
+    subprocess.run([TESSERA, "uncordon", gpu, *for_command], check=True, timeout=COMMAND_S)
+    wait_sound(cluster)
+
+
+def test_a_daemon_set_that_runs_nowhere_is_found(
+    cluster: Cluster, controller: ControllerProcess, plugin: PluginProcess
+) -> None:
+    """The chart's own, on a cluster without a label of GPUs, and nothing else that publishes."""
+    [daemon_set] = [each for each in rendered() if each["kind"] == "DaemonSet"]
+    wait_sound(cluster)
+    plugin.stop()
+    for folder in (SLICES, PATH):
+        for item in cluster.api.get(folder)["items"]:
+            cluster.api.request("DELETE", f"{folder}/{item['metadata']['name']}")
+    with created(cluster, "/apis/apps/v1/namespaces/tessera/daemonsets", daemon_set):
+        wanted = "the DaemonSet tessera-node has no node to run on: none has a label of NVIDIA GPUs"
+        wait_for(lambda: wanted in told(cluster).get("node plugins", ""), SEEN_S, "it is found")
+        assert status(cluster)[0] == 1
+    plugin.spawn()
+    plugin.wait_ready()
+    wait_sound(cluster)

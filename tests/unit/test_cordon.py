@@ -87,6 +87,17 @@ def test_a_cordon_leaves_the_rest_of_a_plan_alone(cluster: Cluster) -> None:
     assert (spec["epoch"], spec["offers"]) == ("e1", ["x/full"])
 
 
+def test_a_second_cordon_without_a_reason_keeps_the_first_ones(cluster: Cluster) -> None:
+    cluster.run("cordon", f"{NODE}/gpu-3", "--reason", "fan on Friday")
+    answer = cluster.run("cordon", f"{NODE}/gpu-3")
+    assert answer.output == f"cordoned {NODE}/gpu-3 ({cluster.uuids[3]}), as before: fan on Friday\n"
+    assert cluster.plan()["spec"]["cordoned"] == [f"{cluster.uuids[3]} fan on Friday"]
+    [told] = json.loads(cluster.run("cordon", f"{NODE}/gpu-3", "-o", "json").output)
+    assert told["reason"] == "fan on Friday"
+    cluster.run("cordon", f"{NODE}/gpu-3", "--reason", "")
+    assert cluster.plan()["spec"]["cordoned"] == [cluster.uuids[3]]
+
+
 def test_uncordon_brings_it_back_and_clears_what_is_shown(cluster: Cluster) -> None:
     cluster.run("cordon", f"{NODE}/gpu-3")
     cluster.follow()
@@ -118,6 +129,20 @@ def test_uncordon_clears_what_only_the_plan_tells(cluster: Cluster) -> None:
         "cleared": ["xid-48", "needs-reset"],
         "left": [],
     }
+    cluster.follow()
+    assert cluster.ill.taints() == {}
+
+
+def test_uncordon_says_once_what_it_dealt_with_and_that_first(cluster: Cluster) -> None:
+    """One fault by the GPU's taints, and the same again in its plan, a minute later."""
+    cluster.ill.xid(3, 48)
+    cluster.publish()
+    cluster.ill.now += 60
+    cluster.ill.xid(3, 48)
+    cluster.api.store(PLAN, spec={}, status=msgspec.to_builtins(PlanStatus(faults=cluster.ill.health.described())))
+    answer = cluster.run("uncordon", f"{NODE}/gpu-3")
+    shown = f"dealt with on {NODE}/gpu-3 ({cluster.uuids[3]}): needs-reset, xid-48\nit was not cordoned\n"
+    assert answer.output == shown
     cluster.follow()
     assert cluster.ill.taints() == {}
 

@@ -15,7 +15,8 @@ from driver.kube.plans import GpuNodePlan, PlanMetadata
 from driver.model.plan import PlanMode, PlanSpec, PlanStatus
 from tessera.status import as_text
 from tessera.status_checks import look_at
-from tessera.status_picture import Picture
+from tessera.status_finding import Result
+from tessera.status_picture import Picture, Refused, What
 from tests.support.chart import manifests
 
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
@@ -38,14 +39,18 @@ def item(count: int = 1, **device: Any) -> dict[str, Any]:
     return {"spec": {"nodeName": NODE, "driver": DRIVER, "pool": pool, "devices": [{"name": "gpu-0", **device}]}}
 
 
-def plan(mode: PlanMode = PlanMode.PLANNED, generation: int = 3, observed: int = 3) -> GpuNodePlan:
+def plan(mode: PlanMode = PlanMode.PLANNED, generation: int = 3, observed: int = 3, *cordoned: str) -> GpuNodePlan:
     status = PlanStatus(observed_generation=observed, mode=mode)
-    return GpuNodePlan(PlanMetadata(NODE, generation=generation), PlanSpec(), status)
+    return GpuNodePlan(PlanMetadata(NODE, generation=generation), PlanSpec(cordoned=cordoned), status)
 
 
-def pod(image: str, ready: str = "True") -> dict[str, Any]:
+def pod(image: str, ready: str = "True", *containers: dict[str, Any]) -> dict[str, Any]:
     spec = {"serviceAccountName": "tessera-node", "nodeName": NODE, "containers": [{"image": image}]}
-    status = {"phase": "Running", "conditions": [{"type": "Ready", "status": ready}]}
+    status = {
+        "phase": "Running",
+        "conditions": [{"type": "Ready", "status": ready}],
+        "containerStatuses": list(containers) or [{"state": {"running": {}}}],
+    }
     return {"metadata": {"name": f"pod-{image}"}, "spec": spec, "status": status}
 
 
@@ -89,6 +94,10 @@ def found(picture: Picture) -> dict[str, str]:
     return {r.check: "; ".join(f"{f.about} {f.message}" for f in r.findings) for r in results if r.findings}
 
 
+def result(picture: Picture, check: str) -> Result:
+    return next(each for each in look_at(picture) if each.check == check)
+
+
 def test_nothing_is_wrong_with_a_sound_installation() -> None:
     assert found(SOUND) == {}
     text = as_text(look_at(SOUND))
@@ -127,7 +136,9 @@ def terms() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("term", terms(), ids=lambda term: str(term["key"]))
 def test_a_node_on_which_the_plugin_should_run_is_missed_where_it_publishes_nothing(term: dict[str, Any]) -> None:
     node = {"metadata": {"name": "idle", "labels": {term["key"]: term.get("values", ["nvidia-l4"])[0]}}}
-    assert found(replace(SOUND, nodes=[*SOUND.nodes, node])) == {"node plugins": "idle publishes nothing"}
+    assert found(replace(SOUND, nodes=[*SOUND.nodes, node])) == {
+        "node plugins": "idle publishes nothing: no pod of a node plugin is there"
+    }
 
 
 def test_an_uninstalling_that_came_to_no_end_is_told_with_the_way_back() -> None:
@@ -145,7 +156,7 @@ def test_a_claim_on_a_node_whose_name_begins_alike_hides_no_refusal() -> None:
     closed = item(taints=[{"key": "gpu.tessera.dev/not-offered", "effect": "NoSchedule"}])
     closed["spec"].update(nodeName="node", pool={**closed["spec"]["pool"], "name": f"node-{DRIVER}"})
     picture = replace(SOUND, nodes=[*SOUND.nodes, node], slices=[*SOUND.slices, closed])
-    assert "1 GPUs are not offered" in found(picture)["neighbours"]
+    assert "1 GPU is not offered" in found(picture)["neighbours"]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +178,7 @@ def test_a_claim_on_a_node_whose_name_begins_alike_hides_no_refusal() -> None:
         (replace(SOUND, plans={NODE: plan(PlanMode.ALONE)}), "mode", "stands alone although a controller is there"),
         (replace(SOUND, plans={NODE: plan(observed=1)}), "mode", "is 2 versions of its plan behind"),
         (replace(SOUND, node_leases=[lease(NODE, NODE, ahead_s=-30)]), "clocks", "30 s behind the API server's"),
-        (replace(SOUND, unreadable={"pods": "403"}), "API server", "pods can't be read: 403"),
+        (replace(SOUND, unreadable={What.PODS: Refused("500: why")}), "API server", "pods can't be read: 500: why"),
     ],
 )
 def test_trouble_is_found_by_its_check_and_nothing_else_is(picture: Picture, check: str, message: str) -> None:
@@ -187,3 +198,27 @@ def test_a_gpu_that_is_unwell_is_named_as_the_command_that_brings_it_back_takes_
     text = click.unstyle(as_text(look_at(replace(SOUND, slices=[item(taints=[taint])]))))
     assert "node-a/gpu-0 is unhealthy=xid-48" in text
     assert "tessera uncordon node-a/gpu-0" in text
+
+
+def test_a_pod_that_ends_again_and_again_is_looked_for_in_its_log() -> None:
+    crashing = {"restartCount": 4, "state": {"waiting": {"reason": "CrashLoopBackOff"}}}
+    [finding] = result(replace(SOUND, pods=[pod("x", "False", crashing)]), "node plugins").findings
+    assert finding.message == "is not ready on node-a: CrashLoopBackOff, started again 4 times"
+    assert finding.remedy == "read why it ended: kubectl -n tessera logs pod-x --previous"
+    pulling = {"restartCount": 0, "state": {"waiting": {"reason": "ImagePullBackOff"}}}
+    [finding] = result(replace(SOUND, pods=[pod("x", "False", pulling)]), "node plugins").findings
+    assert finding.remedy == "kubectl -n tessera describe pod pod-x"
+
+
+def test_the_controllers_log_is_looked_for_in_its_namespace() -> None:
+    nobody = replace(SOUND, leases={"tessera-controller": lease("tessera-controller", None)})
+    [finding] = result(nobody, "controller").findings
+    assert "kubectl -n tessera logs deploy/tessera-controller" in finding.remedy
+
+
+def test_numbers_agree_with_their_nouns() -> None:
+    one = replace(SOUND, planned_at={NODE: NOW - timedelta(seconds=39)})
+    assert result(one, "mode").summary == "1 node follows the controller, 0 stand alone, plan was written 39 s ago"
+    alone = replace(SOUND, plans={}, leases={})
+    assert result(alone, "mode").summary == "0 nodes follow the controller, 1 stands alone"
+    assert result(SOUND, "classes").summary == "1 DeviceClass"
