@@ -84,7 +84,8 @@ class SocketServer:
     def __init__(self, path: Path, handlers: Sequence[grpc.GenericRpcHandler], calls: int = CALLS_AT_ONCE) -> None:
         """Listens when this returns. Raises EnvironmentFault where the socket can't be made."""
         self._path = path
-        self._server = grpc.server(ThreadPoolExecutor(calls, thread_name_prefix=path.stem), handlers=tuple(handlers))
+        self._calls = ThreadPoolExecutor(calls, thread_name_prefix=path.stem)
+        self._server = grpc.server(self._calls, handlers=tuple(handlers))
         try:
             path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
@@ -102,6 +103,7 @@ class SocketServer:
         """Refuse new calls, let running ones end, remove the socket."""
         self._path.unlink(missing_ok=True)
         self._server.stop(STOP_GRACE_S).wait()
+        self._calls.shutdown(wait=False)
         self._path.unlink(missing_ok=True)
 
 
