@@ -86,7 +86,8 @@ def _told(error: Exception) -> str:
     if isinstance(error, OSError):
         return str(error.strerror)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return "; ".join(line.removeprefix("- ") for line in lines[1:] if line.startswith("- ")) or " ".join(lines)
+    found = sorted(line.removeprefix("- ") for line in lines[1:] if line.startswith("- "))  # helm's order is chance
+    return "; ".join(found) or " ".join(lines)
 
 
 if __name__ == "__main__":
