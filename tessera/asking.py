@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from driver.config.settings import DEFAULT_DRIVER
-from driver.errors import EnvironmentFault
+from driver.errors import ApiError, EnvironmentFault
 
 if TYPE_CHECKING:
     from driver.kube.transport import KubeClient
@@ -40,6 +40,11 @@ def client_of(kubeconfig: Path | None, user_agent: str) -> KubeClient:
     if kubeconfig is None and POD not in os.environ:
         raise EnvironmentFault(f"no kubeconfig: neither --kubeconfig, $KUBECONFIG nor {USUAL}, and this is no pod")
     return KubeClient(load_configuration(kubeconfig, named=named), user_agent)
+
+
+def unasked(error: ApiError) -> EnvironmentFault:
+    """What it means for a command that the cluster did not answer."""
+    return EnvironmentFault(f"the cluster can't be asked: {error}; is --kubeconfig the right one?")
 
 
 def _named() -> str:

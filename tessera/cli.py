@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from driver.errors import ApiError, EnvironmentFault, FatalError, TesseraError
+from driver.errors import ApiError, FatalError, TesseraError
 from tessera.logs import FORMATS, configure_logs
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,9 @@ class Command(click.Group):
 def _fatal(error: TesseraError) -> FatalError:
     """What an error of a request means where nobody can try again."""
     if isinstance(error, ApiError) and error.status is None:
-        return EnvironmentFault(f"the cluster can't be asked: {error}; is --kubeconfig the right one?")
+        from tessera.asking import unasked
+
+        return unasked(error)
     return error if isinstance(error, FatalError) else FatalError(str(error))
 
 

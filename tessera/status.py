@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from driver.errors import ApiError, EnvironmentFault
-from tessera.asking import client_of, with_driver_name, with_kubeconfig
+from driver.errors import ApiError
+from tessera.asking import client_of, unasked, with_driver_name, with_kubeconfig
 from tessera.output import columns
 from tessera.status_checks import look_at
 from tessera.status_finding import Finding, Result, State, some
@@ -55,7 +55,7 @@ def read(kubeconfig: Path | None, driver_name: str, namespace: str) -> Picture:
     try:
         return Reader(client, driver_name, namespace).read()
     except ApiError as error:
-        raise EnvironmentFault(f"the cluster can't be asked: {error}; is --kubeconfig the right one?") from error
+        raise unasked(error) from error
 
 
 def as_text(results: Sequence[Result]) -> str:
