@@ -23,7 +23,7 @@ WORKERS = $(shell echo $$(($$(nproc) + 1)))
 WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-54 demo-curation demo-helm image test test-all test-fast test-unit test-cluster lint format bench bench-placement bench-refresh bench-fleet bench-scale soak \
+.PHONY: help demo demo-54 demo-curation demo-helm image test test-all test-fast test-unit test-cluster lint format size bench bench-placement bench-refresh bench-fleet bench-scale fuzz soak \
 	conformance manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
@@ -34,8 +34,8 @@ help: ## show this list
 demo: env ## the main job on a real local cluster, told step by step (KEEP=1 leaves it running)
 	@$(RUN)/python -m tests.demo $(if $(KEEP),--keep)
 
-demo-54: env ## 54 workloads on 10 GPUs: training, inference and notebooks, as a picture (KEEP=1 as above)
-	@$(RUN)/python -m tests.demo.fifty_four $(if $(KEEP),--keep)
+demo-54: env ## 54 workloads on 10 GPUs: training, inference and notebooks, as a picture (KEEP=1 as above, SVG=FILE)
+	@$(RUN)/python -m tests.demo.fifty_four $(if $(KEEP),--keep) $(if $(SVG),--svg $(SVG))
 
 demo-curation: binaries ## the same 40 claims with and without the controller, two pictures side by side
 	@$(RUN)/python -m tests.demo.curation
@@ -45,7 +45,7 @@ demo-helm: env ## the chart and the image on a real two-node cluster: everything
 
 image: ## the container image as an OCI archive in the cache, without a Docker engine (root, Debian 12)
 	@$(MAKE) -s env >&2
-	@$(RUN)/python -m deploy.image --cache $(CACHE)
+	@$(RUN)/python -m tests.image --cache $(CACHE)
 
 test: lint test-unit test-cluster ## everything: lint, types, layers, all tests, the real cluster (10 minutes warm)
 
@@ -76,6 +76,10 @@ format: env ## let ruff put the code in shape
 	$(RUN)/ruff check --fix-only --quiet
 	$(RUN)/ruff format
 
+size: ## lines and modules by area, and folders with more than 12 modules (-o json: python -m tests.size -o json)
+	@$(MAKE) -s env >&2
+	@$(RUN)/python -m tests.size
+
 bench: env ## measure, print a table, write bench-results.json
 	@$(RUN)/python -m tests.bench
 
@@ -92,6 +96,10 @@ bench-fleet: binaries ## the controller at 1,000 simulated nodes, and a full res
 
 bench-scale: binaries ## what published devices cost the scheduler, against NVIDIA's layout: 200 and 1,000 nodes (20 minutes, root)
 	@$(RUN)/python -m tests.bench.scale --plot docs/scale
+
+OBJECTS ?= 1000000
+fuzz: env ## hostile API objects against the controller's reading and deciding (OBJECTS=; half an hour per million)
+	@$(RUN)/python -m tests.fuzz --objects $(OBJECTS)
 
 DURATION ?= 600
 RATE ?= 200
@@ -138,7 +146,7 @@ lock: | $(UV) ## find newer versions of the Python packages and pin them by hash
 	$(UV) pip compile --quiet --constraint requirements.lock --generate-hashes --no-header --no-emit-index-url \
 		--no-annotate --python-version 3.11 --output-file deploy/image/requirements.lock pyproject.toml
 
-PROTOCOL := kubelet_plugin/protocol
+PROTOCOL := kubelet_plugin/dra/protocol
 protocol: env ## generate the kubelet's gRPC messages from the .proto files
 	$(RUN)/python -m grpc_tools.protoc -I $(PROTOCOL) --python_out=$(PROTOCOL)/generated \
 		--pyi_out=$(PROTOCOL)/generated $(wildcard $(PROTOCOL)/*.proto)

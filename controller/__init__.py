@@ -1,1 +1,1 @@
-"""The cluster-wide controller: decides what is offered. Not built yet; node plugins stand alone without it."""
+"""The controller of the cluster: decides which devices each node offers, and explains pending claims."""

@@ -1,7 +1,7 @@
-"""The controller's one decision, made anew after every change: what every node shall offer.
+"""The controller's decision, made anew after every change: the devices that each node offers.
 
-Everything it knows comes from the API server, and everything it decides is in the plans: a controller that is killed at
-any instruction is replaced by one that reads the same.
+All input comes from the API server, and all output goes into the plans: a controller that is killed at any instruction
+is replaced by one that reads the same state.
 """
 
 from __future__ import annotations
@@ -11,87 +11,82 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 
-from controller.claim_queue import Queue
-from controller.curation import Curator
-from controller.demand import demand_of
-from controller.devices import Devices, Remembered
-from controller.eligibility import Eligibility
-from controller.fence import Fence, FenceSettings
-from controller.hearing import Hearing
-from controller.learning import Learner
-from controller.matching import Matching
-from controller.objects import Node
-from controller.offers import CurationSettings
-from controller.patience import Patience
-from controller.picture import Picture
-from controller.plans import Planned, PlanWriter, plan_specs
-from controller.reasons import reasons_of
+from controller.cluster.cache import ClusterCache, Snapshot
+from controller.cluster.devices import DeviceIndex
+from controller.cluster.fleet_builder import FleetBuilder
+from controller.curation.curator import CurationSettings, Curator
+from controller.demand.demand import demand_of
+from controller.demand.matching import Matching
+from controller.demand.pending_claims import Eligibility, Queue
+from controller.demand.starvation import StarvationFallback
+from controller.explain.events import EventReporter
+from controller.explain.reasons import reasons_of
+from controller.explain.unreported_nodes import UnreportedNodesTracker
+from controller.explain.unscheduled import UnscheduledClaims
+from controller.fence.protocol import Fence, FenceSettings
+from controller.fence.withdrawal import Withdrawals
+from controller.plans import PlanSpecs, PlanWriter
+from controller.settings import ControllerSettings
 from controller.steps import Observer, Step
-from controller.telling import Teller
-from controller.unused import Unused
-from controller.withdrawal import Withdrawals
-from controller.world import Snapshot, World
-from driver.config.controller_settings import ControllerSettings
 from driver.errors import ApiError
+from driver.kube.client import KubeClient
 from driver.kube.clock import SystemClock
 from driver.kube.events import Recorder
-from driver.kube.loop import Loop
-from driver.kube.transport import KubeClient
+from driver.kube.work_loop import Loop
 from driver.model.plan import Offer
 from driver.placement import Key, Measure, Ranking, Weights
 from driver.steps import observed, unobserved
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 2.0
-"""After how long to try again what failed and must not keep the rest waiting."""
+LIFT_RETRY_INTERVAL_SECONDS = 2.0
+"""Time until the next decision after an offered device could not be removed from the fence."""
 
-LOOK_S = 10.0
-"""Longest time between two decisions: that they are made is what the sign of life stands for."""
+DECISION_INTERVAL_SECONDS = 10.0
+"""Longest time between two decisions. The heartbeat is renewed only while decisions are made."""
 
-COALESCE_S = 0.02
-"""How long to gather changes: claims come in bursts, and what they leave to offer is decided once."""
+COALESCE_SECONDS = 0.02
+"""Time in which changes are collected: claims come in bursts, which one decision answers."""
 
 
 def soonest(*times: float | None) -> float:
-    """In how many seconds to decide again though nothing changed; None is for what is not due at all."""
-    return min([LOOK_S, *(seconds for seconds in times if seconds is not None)])
+    """Seconds until the next decision without a change; None: not due at all."""
+    return min([DECISION_INTERVAL_SECONDS, *(seconds for seconds in times if seconds is not None)])
 
 
 class Controller:
-    """One leader's work. ``run`` returns when ``stop`` is set."""
+    """The work of the leader, for one term."""
 
     def __init__(self, client: KubeClient, settings: ControllerSettings, observer: Observer = unobserved) -> None:
-        self._loop = Loop("deciding what to offer", self._turn, COALESCE_S)
+        self._loop = Loop("deciding what to offer", self._turn, COALESCE_SECONDS)
         self._observer = observer
-        self._world = World(client, settings.driver_name, self._loop.notify)
+        self._recorder = Recorder(client, "tessera-controller", settings.identity)
+        self._events = EventReporter(self._recorder)
+        self._cache = ClusterCache(client, settings.driver_name, self._loop.notify)
         fence_settings = FenceSettings(
             settings.settle_s, keep_s=settings.fence_minutes * 60, namespace=settings.namespace
         )
-        self._fence = Fence(client, self._world, fence_settings, observer=observer)
-        self._recorder = Recorder(client, "tessera-controller", settings.identity)
-        self._teller = Teller(self._recorder)
+        self._fence = Fence(client, self._cache, fence_settings, observer=observer)
         self._matching = Matching(settings.driver_name)
-        self._nodes: tuple[Node, ...] = ()
         self._eligibility = Eligibility(())
         self._started = self._settled = False
         self._decided_at = -math.inf
-        self._patience = Patience()
-        self._hearing = Hearing()
-        self._picture = Picture()
-        self._standing = Remembered()
-        self._planned = Planned()
+        self._starvation = StarvationFallback()
+        self._unreported = UnreportedNodesTracker()
+        self._fleet_builder = FleetBuilder()
+        self._devices = DeviceIndex()
+        self._specs = PlanSpecs()
         self._curator = Curator(Ranking(Measure(Weights(settings.weights))), CurationSettings(offers=settings.offers))
-        self._unused = Unused(settings.unused_s, SystemClock())
-        self._learner = Learner(settings.learn_hours, SystemClock()) if settings.learns else None
-        self._writer = PlanWriter(client, self._world.observe_plan, observer=observer)
+        self._unscheduled = UnscheduledClaims(settings.unused_s, SystemClock())
+        self._writer = PlanWriter(client, self._cache.observe_plan, observer=observer)
         self._withdrawals = Withdrawals(self._fence, self._loop.notify, settings.linger_s, observer=observer)
 
     def run(self, stop: threading.Event) -> None:
         """Lead until ``stop`` is set."""
-        self._world.start(stop)
+        self._cache.start(stop)
         for target in (self._withdrawals.run, self._recorder.run, self._wake_at):
             threading.Thread(target=target, args=(stop,), daemon=True, name=target.__qualname__).start()
         self._loop.run(stop)
@@ -106,85 +101,86 @@ class Controller:
         with observed(self._observer, Step.DECIDE):
             again = self._decide()
         if not self._settled and self._decided_at > 0:
-            # What was listed stays, as a rule: the collector need not go through all of it again and again.
+            # Most listed objects stay: the garbage collector need not visit them again and again.
             gc.collect()
             gc.freeze()
             self._settled = True
         return again
 
     def _decide(self) -> float | None:
-        """Read everything, decide, and write the plans that changed; the next time in as many seconds as returned.
+        """Decide from one snapshot and write the plans that changed. Returns seconds until the next decision.
 
         Raises ApiError.
         """
-        if not self._world.synced:
+        if not self._cache.synced:
             return None
         began = time.perf_counter()
-        seen = self._world.snapshot()
-        self._planned.changed |= seen.changed  # they are told once; a decision that fails is made again
-        fleet = self._picture.fleet(seen.views)
-        devices = Devices(seen.views, fleet, self._standing)
-        queue = Queue(seen.cluster, fleet, self._matching, self._eligible(seen.cluster.nodes))
-        demands = demand_of(queue, self._patience.widened(queue))
-        waited_for = {demand.key for demand in demands}
-        protected = [offer for offer in devices.open if Key(offer.type, offer.profile) in waited_for]
-        self._learn(queue)
-        curation = self._curator.curate(fleet, demands, devices.open, protected)
+        seen = self._cache.snapshot()
+        fleet = self._fleet_builder.build(seen.views, seen.changed)
+        self._devices.update(seen.views, seen.changed, fleet)
+        if seen.changed.nodes:
+            self._eligibility = Eligibility(seen.cluster.nodes)
+        devices, queue = self._devices, Queue(seen.cluster, fleet, self._matching, self._eligibility)
+        demands = demand_of(queue, self._starvation.widened(queue))
+        requested = {demand.key for demand in demands}
+        protected = [offer for offer in devices.offered if Key(offer.type, offer.profile) in requested]
+        curation = self._curator.curate(fleet, demands, devices.offered, protected)
         offers = devices.offerable(curation.offers, seen.withdrawing)
-        excess = (device for offer, device in devices.obeying.items() if offer not in offers)
-        self._start(seen, devices)
+        excess = (device for offer, device in devices.managed.items() if offer not in offers)
+        self._start(seen)
         withdrawn = self._withdrawals.decide(frozenset(excess), devices.is_published)
-        blocked = self._let_through(devices, offers)
-        specs = plan_specs(seen.views, fleet, offers - blocked, withdrawn, self._planned)
-        written = self._writer.write(specs, seen.plans, self._planned.owners, self._planned.changed)
-        self._planned.changed.clear()
+        blocked = self._unfence(offers)
+        specs = self._specs.update(seen.views, seen.changed, fleet, offers - blocked, withdrawn)
+        changed = self._specs.changed | seen.changed.names
+        written = self._writer.write(specs, seen.plans, self._specs.owners, changed)
+        self._specs.changed.clear()
         if written:
             elapsed = (time.perf_counter() - began) * 1000
             log.info("wrote plans", extra={"plans": written, "offers": len(curation.offers), "ms": f"{elapsed:.0f}"})
-        self._teller.labels(seen.cluster.nodes, fleet)
-        self._tell_claims(queue, devices, seen)
+        self._events.labels(seen.cluster.nodes, seen.changed.nodes, fleet)
+        self._cache.acknowledge()
+        self._events.unreadable(self._cache.unreadable())
+        self._explain(queue, seen)
         self._decided_at = time.monotonic()
-        return soonest(
-            self._writer.due_in_s(), self._unused.next_s, self._patience.next_s, RETRY_S if blocked else None
-        )
+        retry = LIFT_RETRY_INTERVAL_SECONDS if blocked else None
+        return soonest(self._writer.due_in_s(), self._unscheduled.next_s, self._starvation.next_s, retry)
 
-    def decides(self) -> bool:
-        """Whether decisions are made: nodes may rely on their plans then."""
-        return time.monotonic() - self._decided_at < 2 * LOOK_S
+    def failure(self) -> str | None:
+        """Why nodes must not rely on their plans: the caches are out of date, or no decisions are made."""
+        if (stale := self._cache.stale()) is not None:
+            return stale
+        since = time.monotonic() - self._decided_at
+        if since < 2 * DECISION_INTERVAL_SECONDS:
+            return None
+        return "no decision has been made yet" if since == math.inf else f"no decision has been made for {since:.0f} s"
 
-    def _eligible(self, nodes: tuple[Node, ...]) -> Eligibility:
-        """Where pods may run; what was found stays known until a node changes."""
-        if nodes != self._nodes:
-            self._nodes, self._eligibility = nodes, Eligibility(nodes)
-        return self._eligibility
+    def unreadable(self) -> Mapping[str, int]:
+        """Number of unreadable objects by kind."""
+        return Counter(about.kind for about, _ in self._cache.unreadable())
 
-    def _learn(self, queue: Queue) -> None:
-        """Rank by what claims ask for; other weights need another curator, since what it remembers is for its own."""
-        if self._learner is not None and self._learner.learn(queue):
-            self._curator = Curator(Ranking(Measure(self._learner.weights)), self._curator.settings)
-
-    def _start(self, seen: Snapshot, devices: Devices) -> None:
-        """Go on with the fence of the leader before; once."""
+    def _start(self, seen: Snapshot) -> None:
+        """Take over the fence of the previous leader; once."""
         if not self._started:
-            self._fence.start(devices.of(offer for plan in seen.plans.values() for offer in plan.spec.offered))
+            self._fence.start(self._devices.of(offer for plan in seen.plans.values() for offer in plan.spec.offered))
             self._started = True
 
-    def _let_through(self, devices: Devices, offers: Collection[Offer]) -> set[Offer]:
-        """What is offered must not be fenced, by whomever; returns which of ``offers`` are all the same."""
-        free = {device for offer, device in devices.standing.items() if offer not in devices.obeying}
-        fenced = {device for device in devices.of(offers) | free if self._fence.is_fenced(device)}
+    def _unfence(self, offers: Collection[Offer]) -> set[Offer]:
+        """Lift the fence from offered devices. Returns those of ``offers`` that stay fenced because that failed."""
+        devices = self._devices
+        unmanaged = {device for offer, device in devices.free.items() if offer not in devices.managed}
+        fenced = {device for device in devices.of(offers) | unmanaged if self._fence.is_fenced(device)}
         if not fenced:
             return set()
         try:
             self._fence.lift(fenced)
         except ApiError as error:
-            log.warning("what is fenced can't be offered now", extra={"count": len(fenced), "error": str(error)})
+            log.warning("fenced devices cannot be offered now", extra={"count": len(fenced), "error": str(error)})
             return {offer for offer in offers if devices.of([offer]) & fenced}
         return set()
 
-    def _tell_claims(self, queue: Queue, devices: Devices, seen: Snapshot) -> None:
-        """Why claims wait: nothing could satisfy them, or something else than offers keeps them waiting."""
-        found = {offer: devices.standing[offer] for offer in devices.open}
-        free = {offer: device for offer, device in found.items() if not self._fence.is_fenced(device)}
-        reasons = reasons_of(queue, self._hearing.listen(seen.views))
-        self._teller.claims(queue, [*reasons, *self._unused.look(queue, free, seen.incomplete)])
+    def _explain(self, queue: Queue, seen: Snapshot) -> None:
+        """Report why claims are pending: no device can satisfy them, or the scheduler does not allocate what can."""
+        offered = {offer: self._devices.free[offer] for offer in self._devices.offered}
+        unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
+        reasons = reasons_of(queue, self._unreported.update(seen.views))
+        self._events.claims(queue, [*reasons, *self._unscheduled.reasons(queue, unfenced, seen.incomplete)])

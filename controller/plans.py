@@ -1,105 +1,98 @@
-"""The plan of each node, from what shall be offered and what is held (pure), and writing those that changed."""
+"""The plan of each node, from what is to be offered and what is held, and the writer of changed plans."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import msgspec
 
-from controller.fenced import PoolDevice
-from controller.fleet import Fleet, FleetGpu
-from controller.picture import NodeView
+from controller.cluster.claim_index import PoolDevice
+from controller.cluster.fleet import Fleet, FleetGpu
+from controller.cluster.node_views import Changes, NodeView
 from controller.steps import Observer, Step
 from driver.errors import CONFLICT, ApiError
-from driver.kube.plans import GpuNodePlan
-from driver.kube.transport import KubeClient, Object
+from driver.kube.client import KubeClient, Object
+from driver.kube.types import GpuNodePlan
 from driver.model.plan import API_VERSION, KIND, OPERATORS, PATH, Offer, PlanSpec
 from driver.steps import observed, unobserved
 
 log = logging.getLogger(__name__)
 
-LAZY_S = 1.0
-"""How long a change may wait that no claim waits for; every write of a plan costs the API server milliseconds."""
+LAZY_WRITE_DELAY_SECONDS = 1.0
+"""Longest delay of a change that no pending claim depends on: a write of a plan costs the API server milliseconds."""
 
-RETRY_S = 3.0
-"""After how long a plan that could not be written is tried again; the others don't wait for it."""
+RETRY_INTERVAL_SECONDS = 3.0
+"""Time until a failed write of a plan is repeated; other plans are written meanwhile."""
 
-MOST_WRITES = 48
-"""In one go: what a claim waits for must not stand behind the news of a thousand nodes."""
+MAX_WRITES = 48
+"""Plans written per decision: an urgent plan must not wait for the updates of a thousand nodes."""
 
-WRITES_AT_ONCE = 8
-"""One change of the cluster changes several plans; claims wait for the last of them."""
+PARALLEL_WRITES = 8
+"""One change of the cluster changes several plans, and claims wait for the last of them."""
 
 
-@dataclass
-class Planned:
-    """The specs by node as found last, and from what; ``special`` nodes had offers, or something to let go."""
+class PlanSpecs:
+    """The spec of each node's plan, brought up to date at every decision for the nodes that it concerns.
 
-    specs: dict[str, PlanSpec] = field(default_factory=dict)
-    special: frozenset[str] = frozenset()
-    changed: set[str] = field(default_factory=set)
-    """Nodes that got another spec since somebody emptied this."""
-    owners: dict[str, str] = field(default_factory=dict)
-    """The uids of the Nodes."""
-    _views: Sequence[NodeView] = ()
-    _by_name: dict[str, NodeView] = field(default_factory=dict)
-    _names: dict[str, str] = field(default_factory=dict)
-    """Of the nodes, by pool."""
-    _dedicated: set[str] = field(default_factory=set)
+    ``owners`` are the uids of the Nodes. ``changed`` are nodes whose spec is another than when ``changed`` was cleared.
+    """
 
-    def take_over(self, views: Sequence[NodeView]) -> set[str]:
-        """The nodes of which something has changed since the last time."""
-        before, self._views = self._views, views
-        changed: Sequence[NodeView] = [now for was, now in zip(before, views, strict=False) if was is not now]
-        if len(before) != len(views) or any(view.name not in self._by_name for view in changed):
-            self.specs, self.owners, self._by_name, self._names, self._dedicated = {}, {}, {}, {}, set()
-            changed = views
-        for view in changed:
-            self._by_name[view.name], self._names[view.pool], self.owners[view.name] = view, view.name, view.uid
+    def __init__(self) -> None:
+        self.specs: dict[str, PlanSpec] = {}
+        self.owners: dict[str, str] = {}
+        self.changed: set[str] = set()
+        self._views: dict[str, NodeView] = {}
+        self._node_of_pool: dict[str, str] = {}
+        self._dedicated: set[str] = set()
+        """Nodes with a use for single GPUs: their specs depend on the fleet, too."""
+        self._special: set[str] = set()
+        """Nodes that had offers or withdrawn devices last time."""
+
+    def update(
+        self,
+        views: Sequence[NodeView],
+        changes: Changes,
+        fleet: Fleet,
+        offers: Collection[Offer],
+        withdrawn: Collection[PoolDevice],
+    ) -> Mapping[str, PlanSpec]:
+        """The specs by node, given what is to be offered and what is to be withdrawn."""
+        offers_of: dict[str, list[Offer]] = defaultdict(list)
+        for offer in offers:
+            offers_of[fleet.gpus[offer.gpu].node].append(offer)
+        withdrawn_of: dict[str, list[str]] = defaultdict(list)
+        for device in withdrawn:
+            withdrawn_of[device.pool].append(device.device)
+        renewed = self._take_over(views, changes)
+        nodes_of_withdrawn = {self._node_of_pool[pool] for pool in withdrawn_of if pool in self._node_of_pool}
+        special = offers_of.keys() | self._dedicated | nodes_of_withdrawn
+        for name in renewed | (self._special & self._views.keys()) | special:
+            view = self._views[name]
+            gpus, gone = fleet.nodes.get(name, ()), withdrawn_of.get(view.pool, ())
+            self._put(name, _spec(view, gpus, offers_of.get(name, ()), gone))
+        self._special = special
+        return self.specs
+
+    def _take_over(self, views: Sequence[NodeView], changes: Changes) -> set[str]:
+        """Returns the nodes whose views are new."""
+        renewed = changes.views
+        if changes.membership:
+            self.specs, self.owners, self._views, self._node_of_pool, self._dedicated = {}, {}, {}, {}, set()
+            renewed = views
+        for view in renewed:
+            self._views[view.name], self._node_of_pool[view.pool], self.owners[view.name] = view, view.name, view.uid
             (self._dedicated.add if view.dedication.gpus else self._dedicated.discard)(view.name)
-        return {view.name for view in changed}
+        return {view.name for view in renewed}
 
-    def special_with(self, offered: Iterable[str], pools: Iterable[str]) -> frozenset[str]:
-        """Nodes whose plans may change though they don't: with offers, uses of their own, devices to let go."""
-        return frozenset([*offered, *self._dedicated, *(self._names[pool] for pool in pools if pool in self._names)])
-
-    def view(self, name: str) -> NodeView:
-        return self._by_name[name]
-
-    def put(self, name: str, spec: PlanSpec) -> None:
-        """An equal one stays the same object."""
+    def _put(self, name: str, spec: PlanSpec) -> None:
+        """Store ``spec``; an equal one stays the same object."""
         if spec != self.specs.get(name):
             self.specs[name] = spec
             self.changed.add(name)
-
-
-def plan_specs(
-    nodes: Sequence[NodeView],
-    fleet: Fleet,
-    offers: Collection[Offer],
-    withdrawn: Collection[PoolDevice],
-    known: Planned | None = None,
-) -> Mapping[str, PlanSpec]:
-    """What every node shall do, by node. ``known`` is what was found before, and is brought up to date."""
-    known = known or Planned()
-    by_node: dict[str, list[Offer]] = defaultdict(list)
-    for offer in offers:
-        by_node[fleet.gpus[offer.gpu].node].append(offer)
-    gone: dict[str, list[str]] = defaultdict(list)
-    for device in withdrawn:
-        gone[device.pool].append(device.device)
-    changed = known.take_over(nodes)
-    special = known.special_with(by_node, gone)
-    for name in changed | (known.special & known.owners.keys()) | special:
-        view = known.view(name)
-        known.put(name, _spec(view, fleet.nodes.get(name, ()), by_node.get(name, ()), gone.get(view.pool, ())))
-    known.special = special
-    return known.specs
 
 
 def _spec(node: NodeView, gpus: tuple[FleetGpu, ...], offers: Sequence[Offer], gone: Sequence[str]) -> PlanSpec:
@@ -114,20 +107,20 @@ def _spec(node: NodeView, gpus: tuple[FleetGpu, ...], offers: Sequence[Offer], g
 
 
 def _dedicated_gpus(node: NodeView, gpus: tuple[FleetGpu, ...]) -> tuple[str, ...]:
-    """The GPUs that have a use of their own, and which."""
+    """``UUID=USE`` of the GPUs that have a use of their own."""
     uses = node.dedication.gpus
     return tuple(f"{entry.gpu.uuid}={uses[entry.number]}" for entry in gpus if entry.number in uses)
 
 
 Due = tuple[str, GpuNodePlan | None, str, PlanSpec]
-"""A node, its plan, the uid of its Node, what the plan shall say."""
+"""A node, its plan, the uid of its Node, and the spec to be written."""
 
 
 class PlanWriter:
-    """Writes the specs that differ from what the plans say; plans that a person has paused stay as they are.
+    """Writes the plans whose spec is to be changed, except paused ones.
 
-    What adds an offer is written at once, the rest when it is ``LAZY_S`` old or goes along. ``stored`` is called with
-    each plan as it was stored.
+    Urgent changes are written at once, others after ``LAZY_WRITE_DELAY_SECONDS`` or together with an urgent one.
+    ``stored`` is called with each plan as the API server returns it.
     """
 
     def __init__(
@@ -143,7 +136,7 @@ class PlanWriter:
         self._observer = observer
         self._differs_since: dict[str, float] = {}
         self._differ: set[str] = set()
-        """Nodes whose plans did not say what is wanted when they were looked at last."""
+        """Nodes whose plans differed from the wanted spec at the last call."""
         self._failed: dict[str, float] = {}
 
     def write(
@@ -153,22 +146,22 @@ class PlanWriter:
         owners: Mapping[str, str],
         changed: Collection[str] | None = None,
     ) -> int:
-        """Bring ``existing`` in line; says how many were written. What can't be is logged and tried again later.
+        """Write what differs from ``existing``. Returns the number of written plans; failed writes are repeated later.
 
-        ``owners`` are the uids of the Nodes: a plan goes with its node. ``changed`` are those of which spec or plan is
-        another than at the last call; None: all may be.
+        ``owners`` are the uids of the Nodes: a plan is deleted with its Node. ``changed`` are the nodes whose spec or
+        plan changed since the last call; None: any.
         """
         now = self._clock()
         due = self._due(wanted, existing, owners, changed, now)
         if not due:
             return 0
-        with ThreadPoolExecutor(min(len(due), WRITES_AT_ONCE)) as pool:
+        with ThreadPoolExecutor(min(len(due), PARALLEL_WRITES)) as pool:
             pending = [pool.submit(self._observed, *each) for each in due]
         failures = {node: str(error) for (node, *_), each in zip(due, pending, strict=True) if (error := each.result())}
         if failures:
-            self._failed |= dict.fromkeys(failures, now + RETRY_S)
+            self._failed |= dict.fromkeys(failures, now + RETRY_INTERVAL_SECONDS)
             first, why = next(iter(failures.items()))
-            log.error("plans can't be written", extra={"plans": len(failures), "first": first, "error": why})
+            log.error("writing plans failed", extra={"plans": len(failures), "first": first, "error": why})
         return len(due) - len(failures)
 
     def _due(
@@ -179,32 +172,34 @@ class PlanWriter:
         changed: Collection[str] | None,
         now: float,
     ) -> list[Due]:
-        """What is to be written now; what differs besides is remembered."""
+        """The plans to be written now; other differences are remembered for later."""
         before, self._differs_since = self._differs_since, {}
         self._failed = {node: until for node, until in self._failed.items() if until > now}
         differ: set[str] = set()
         due: list[Due] = []
         for node in wanted.keys() & (wanted if changed is None else self._differ | {*changed}):
             plan, spec = existing.get(node), wanted[node]
-            if plan is not None and (plan.metadata.paused or _says(plan.spec, spec)):
+            if plan is not None and (plan.metadata.paused or _is_current(plan.spec, spec)):
                 continue
             differ.add(node)
             if node in self._failed:
                 continue
             since = before.get(node, now)
-            if plan is None or _is_urgent(plan.spec, spec) or now - since >= LAZY_S:
+            if plan is None or _is_urgent(plan.spec, spec) or now - since >= LAZY_WRITE_DELAY_SECONDS:
                 due.append((node, plan, owners.get(node, ""), spec))
             else:
                 self._differs_since[node] = since
         self._differ = differ
-        if len(due) > MOST_WRITES:
+        if len(due) > MAX_WRITES:
             due.sort(key=lambda each: _priority(each[1], each[3]))
-            self._differs_since |= dict.fromkeys((node for node, *_ in due[MOST_WRITES:]), now - LAZY_S)
-        return due[:MOST_WRITES]
+            self._differs_since |= dict.fromkeys(
+                (node for node, *_ in due[MAX_WRITES:]), now - LAZY_WRITE_DELAY_SECONDS
+            )
+        return due[:MAX_WRITES]
 
     def due_in_s(self) -> float | None:
-        """After how many seconds to write what can wait; None: nothing waits."""
-        times = [*(since + LAZY_S for since in self._differs_since.values()), *self._failed.values()]
+        """Seconds until a delayed or failed write is due; None if there is none."""
+        times = [*(since + LAZY_WRITE_DELAY_SECONDS for since in self._differs_since.values()), *self._failed.values()]
         return max(0.0, min(times) - self._clock()) if times else None
 
     def _observed(self, node: str, plan: GpuNodePlan | None, owner: str, spec: PlanSpec) -> ApiError | None:
@@ -212,7 +207,7 @@ class PlanWriter:
             return self._write(node, plan, owner, spec)
 
     def _write(self, node: str, plan: GpuNodePlan | None, owner: str, spec: PlanSpec) -> ApiError | None:
-        """A plan that has changed since it was seen is left for the next decision: another may lead by now."""
+        """Write one plan, unless it changed meanwhile: another controller may lead by now."""
         body = {"spec": {key: value for key, value in msgspec.to_builtins(spec).items() if key not in OPERATORS}}
         try:
             if plan is None:
@@ -226,7 +221,7 @@ class PlanWriter:
         except ApiError as error:
             if error.status != CONFLICT:
                 return error
-            log.debug("a plan has changed meanwhile", extra={"node": node})
+            log.debug("plan changed meanwhile: not written", extra={"node": node})
             return None
         self._stored(stored)
         return None
@@ -236,30 +231,30 @@ def _reference(node: str, uid: str) -> Object:
     return {"apiVersion": "v1", "kind": "Node", "name": node, "uid": uid}
 
 
-def _says(current: PlanSpec, wanted: PlanSpec) -> bool:
-    """Whether a plan needs no writing. That a device has gone from the slices is no news to the node."""
+def _is_current(current: PlanSpec, wanted: PlanSpec) -> bool:
+    """Whether a plan needs no write. Withdrawn devices that have left the slices need not be removed from it."""
     if not set(wanted.withdrawn) <= set(current.withdrawn):
         return False
     return msgspec.structs.replace(current.decided, withdrawn=()) == msgspec.structs.replace(wanted, withdrawn=())
 
 
 def _is_urgent(current: PlanSpec, wanted: PlanSpec) -> bool:
-    """Whether a claim may be waiting for it, or the node about to take away what somebody was given after all."""
-    return current.epoch != wanted.epoch or _adds_offers(current, wanted) or _gives_back(current, wanted)
+    """Whether a pending claim may depend on the change, or the node is about to withdraw an allocated device."""
+    return current.epoch != wanted.epoch or _adds_offers(current, wanted) or _keeps_withdrawn(current, wanted)
 
 
 def _adds_offers(current: PlanSpec, wanted: PlanSpec) -> bool:
     return not set(wanted.offers) <= set(current.offers)
 
 
-def _gives_back(current: PlanSpec, wanted: PlanSpec) -> bool:
-    """Whether somebody was given what the node is told to take away."""
+def _keeps_withdrawn(current: PlanSpec, wanted: PlanSpec) -> bool:
+    """Whether a device that the plan withdraws is allocated: the node must keep it."""
     return not wanted.held_devices.isdisjoint(current.withdrawn)
 
 
 def _priority(current: GpuNodePlan | None, wanted: PlanSpec) -> int:
-    """The least is written first."""
+    """Sort key: the lowest is written first."""
     before = current.spec if current is not None else PlanSpec()
-    if _gives_back(before, wanted):
+    if _keeps_withdrawn(before, wanted):
         return 0
     return 1 if _adds_offers(before, wanted) else 2

@@ -8,9 +8,9 @@ from driver.steps import StepObserver
 
 
 class Step(StrEnum):
-    """``decide`` has a ``write-plan`` for each plan that changed; beside it run those of the fence, in this order.
+    """``decide`` includes a ``write-plan`` for each changed plan; the steps of the fence run beside it, in this order.
 
-    ``lift`` is wherever devices are let go; ``withdraw`` hands what is free to the next decision.
+    ``lift`` occurs wherever the fence is lifted; ``withdraw`` hands unheld devices to the next decision.
     """
 
     DECIDE = "decide"

@@ -1,1 +1,1 @@
-"""The workload classes, as files that people install and edit (``manifests/``, a link to those in the Helm chart)."""
+"""The workload classes (``manifests/``, a link to those of the Helm chart), CEL selectors and the linter."""

@@ -6,8 +6,7 @@
     │   ├── HardwareError        NVML, sysfs or a device node answered with an error
     │   ├── ApiError             the API server refused, or could not be reached
     │   ├── StateError           a file of ours can't be read or written
-    │   ├── CelError             a CEL expression that no device can be held against
-    │   └── CelRuntimeError      a CEL expression that has no answer for one device
+    │   └── CelError             a CEL expression that no device can be held against
     └── FatalError               the process ends with ``exit_code`` and this message
         ├── UsageError           exit code 2: what was asked for makes no sense
         └── EnvironmentFault     exit code 3: the machine lacks something
@@ -60,7 +59,7 @@ class StateError(RecoverableError):
 
 
 class CelError(RecoverableError):
-    """A CEL expression is refused: its syntax, a name, a type, its cost, or something that Tessera can't evaluate.
+    """A CEL expression is refused: its syntax, a name, a type, or something that Tessera can't evaluate.
 
     Recoverable, because expressions stand in other people's claims and classes: the object is reported, the rest goes
     on. ``position`` counts characters from 0, or is None where the whole expression is meant.
@@ -70,19 +69,6 @@ class CelError(RecoverableError):
         super().__init__(message)
         self.expression = expression
         self.position = position
-
-
-class CelRuntimeError(RecoverableError):
-    """A CEL expression has no answer for one device (as a rule it reads an attribute that the device lacks).
-
-    ``reason`` is the cause alone, without expression and device: equal for all devices that fail alike.
-    """
-
-    def __init__(self, expression: str, device: str, reason: str) -> None:
-        super().__init__(f"CEL expression {expression!r} on device {device}: {reason}")
-        self.expression = expression
-        self.device = device
-        self.reason = reason
 
 
 class FatalError(TesseraError):

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from driver.errors import TesseraError
-from driver.kube.loop import MakeLoop, Repeating
+from driver.kube.work_loop import MakeLoop, Repeating
 from driver.steps import Moment, StepObserver
 
 S = TypeVar("S", bound=StrEnum)

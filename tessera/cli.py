@@ -18,21 +18,21 @@ from typing import Any
 import click
 
 from driver.errors import ApiError, FatalError, TesseraError
-from tessera.logs import FORMATS, configure_logs
+from driver.logs import FORMATS, configure_logs
 
 log = logging.getLogger(__name__)
 
-ELSEWHERE = {
-    "controller": "tessera.controller",
-    "cordon": "tessera.cordon",
-    "lint": "tessera.lint",
-    "sim": "tessera.sim",
-    "status": "tessera.status",
-    "topology": "tessera.topology",
-    "uninstall": "tessera.uninstall",
-    "uncordon": "tessera.cordon",
+COMMAND_MODULES = {
+    "controller": "controller.app",
+    "cordon": "tessera.commands.cordon",
+    "lint": "tessera.commands.lint",
+    "sim": "tessera.sim.commands",
+    "status": "tessera.commands.status",
+    "topology": "tessera.commands.topology",
+    "uninstall": "tessera.commands.uninstall",
+    "uncordon": "tessera.commands.cordon",
 }
-"""Modules of the commands by name, each loaded only when it is asked for: the node plugin would keep them all."""
+"""Modules of the commands by name, each loaded only when its command runs: the node plugin must not load them all."""
 
 
 class Command(click.Group):
@@ -42,7 +42,7 @@ class Command(click.Group):
         try:
             return super().main(*args, **options)
         except OSError as error:
-            if not _of_writing(error):
+            if not _is_output_error(error):
                 raise
             click.secho(f"tessera: the output can't be written: {error.strerror}", fg="red", err=True)
             sys.exit(FatalError.exit_code)
@@ -61,10 +61,10 @@ class Command(click.Group):
             sys.exit(fault.exit_code)
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted([*super().list_commands(context), *ELSEWHERE])
+        return sorted([*super().list_commands(context), *COMMAND_MODULES])
 
     def get_command(self, context: click.Context, cmd_name: str) -> click.Command | None:
-        module = ELSEWHERE.get(cmd_name)
+        module = COMMAND_MODULES.get(cmd_name)
         if module is None:
             return super().get_command(context, cmd_name)
         command: click.Command = getattr(import_module(module), cmd_name)
@@ -72,16 +72,16 @@ class Command(click.Group):
 
 
 def _fatal(error: TesseraError) -> FatalError:
-    """What an error of a request means where nobody can try again."""
+    """The fatal error that ends a command, which does not retry."""
     if isinstance(error, ApiError) and error.status is None:
-        from tessera.asking import unasked
+        from tessera.cluster_options import unreachable
 
-        return unasked(error)
+        return unreachable(error)
     return error if isinstance(error, FatalError) else FatalError(str(error))
 
 
-def _of_writing(error: OSError) -> bool:
-    """Whether it is the command's output that could not be written."""
+def _is_output_error(error: OSError) -> bool:
+    """Whether the error comes from writing the command's output."""
     return any(frame.f_code is click.echo.__code__ for frame, _ in walk_tb(error.__traceback__))
 
 
@@ -93,18 +93,18 @@ def main() -> None:
     \b
     Examples:
       tessera sim list                      the nodes that can be simulated
-      tessera topology --gpus sim:dgx-h100  look at one of them; leaves nothing behind
-      tessera lint class.yaml               what is wrong with a DeviceClass or claim
+      tessera topology --gpus sim:dgx-h100  show one of them; leaves nothing behind
+      tessera lint class.yaml               find errors in a DeviceClass or claim
 
     \b
     With a kubeconfig:
-      tessera status                        whether the installation is sound, and what to do
+      tessera status                        check the installation, with remedies
       tessera cordon node-a/gpu-3           keep new pods off a GPU; `uncordon` brings it back
 
     \b
     As root on the machine of the Node n1, without a GPU:
       tessera node --node-name n1 --kubeconfig ~/.kube/config --gpus sim:dgx-h100
-      tessera sim smi                       what nvidia-smi would print there
+      tessera sim smi                       the output of nvidia-smi there
     """
 
 
@@ -130,12 +130,12 @@ def main() -> None:
     help="WHICH=R,...: GPUs (all, index, UUID, PCI address, product) as R time-sliced shares.  [default: none]",
 )
 @click.option("--shares-only", help="GPUs that are offered as shares and as nothing else.  [default: none]")
-@click.option("--existing-partitions", help="ignore or publish: partitions that others made.  [default: ignore]")
-@click.option("--neighbours", help="refuse or exclude: GPUs that others on this node hand out.  [default: refuse]")
+@click.option("--existing-partitions", help="ignore or publish: partitions not made by Tessera.  [default: ignore]")
+@click.option("--neighbours", help="refuse or exclude: GPUs that other drivers here allocate.  [default: refuse]")
 @click.option("--sim-latency", help="default or zero: how long simulated GPU operations take.")
 @click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 is every address.  [default: none]")
 @click.option("--health-address", help="HOST:PORT to serve /livez and /readyz at.  [default: none]")
-@click.option("--pod-uid", help="Of this process' pod: then a node may have two plugins while it is updated.")
+@click.option("--pod-uid", help="UID of this process' pod; allows two plugins on a node during a rolling update.")
 @click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True)
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info", show_default=True)
 def node(log_format: str, log_level: str, **flags: Any) -> None:
@@ -151,10 +151,10 @@ def node(log_format: str, log_level: str, **flags: Any) -> None:
       tessera node --node-name worker-1 --shares "NVIDIA L4=8,0=4" --shares-only 0
       tessera node --node-name worker-1 --metrics-address :9400
     """
-    with _lasting():
-        from driver.config.settings import node_settings
-        from tessera.ending import leave
-        from tessera.start import node_plugin
+    with _kept_out_of_garbage_collection():
+        from driver.shutdown import leave
+        from kubelet_plugin.settings import node_settings
+        from kubelet_plugin.start import node_plugin
 
         configure_logs(log_format, log_level)
         settings, stop = node_settings(**flags), threading.Event()
@@ -167,10 +167,10 @@ def node(log_format: str, log_level: str, **flags: Any) -> None:
 
 
 @contextmanager
-def _lasting() -> Iterator[None]:
-    """What is loaded and made inside the block stays, and the garbage collector never looks at it.
+def _kept_out_of_garbage_collection() -> Iterator[None]:
+    """Exclude what the block creates from garbage collection.
 
-    It would go through 200,000 objects several times during a start, and be called the more rarely later.
+    Otherwise the collector would traverse 200,000 objects several times during a start, and again later.
     """
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What commands print for people: tables. Colours vanish by themselves where there is no terminal."""
+"""Tables for people. click removes colours if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A plain table, columns aligned, header in bold: what ``kubectl get`` looks like."""
+    """A table with aligned columns and a bold header, as of ``kubectl get``."""
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(click.unstyle(line[i])) for line in lines) for i in range(len(header))]
     first, *rest = ("  ".join(padded(cell, width) for cell, width in zip(line, widths, strict=True)) for line in lines)
@@ -16,5 +16,5 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def padded(cell: str, width: int) -> str:
-    """``cell`` filled up with spaces to ``width`` visible characters."""
+    """``cell`` padded with spaces to ``width`` visible characters."""
     return cell + " " * (width - len(click.unstyle(cell)))

@@ -1,16 +1,13 @@
 """Kubernetes' CEL for device selectors."""
 
 from deviceclasses.cel.device import CelDevice, from_slice_device
-from deviceclasses.cel.engine import Program, Verdicts, compile_selector, evaluate, evaluate_all
-from deviceclasses.cel.mentions import Mentions
+from deviceclasses.cel.engine import Program, compile_selector
+from deviceclasses.cel.referenced_attributes import ReferencedAttributes
 
 __all__ = [
     "CelDevice",
-    "Mentions",
     "Program",
-    "Verdicts",
+    "ReferencedAttributes",
     "compile_selector",
-    "evaluate",
-    "evaluate_all",
     "from_slice_device",
 ]

@@ -1,4 +1,4 @@
-"""A device as CEL sees it, made from a ResourceSlice.
+"""Devices as values of CEL, made from ResourceSlices.
 
 Source: Kubernetes' DeviceAttribute and DeviceCapacity. A name without a domain belongs to the driver's.
 """
@@ -28,21 +28,17 @@ KINDS: dict[str, Callable[[Any], Value]] = {
     "bools": tuple,
     "versions": lambda values: tuple(map(parse_semver, values)),
 }
-"""How an attribute says what it is, and the value of CEL that it becomes."""
+"""The kinds of attributes in a ResourceSlice, and their conversion to values of CEL."""
 
 
 @dataclass(frozen=True, eq=False)
 class CelDevice:
-    """``attributes`` hold str, int, bool, versions or tuples of them, ``capacity`` quantities.
-
-    ``name`` is what error messages call the device; it has no say in what an expression gives.
-    """
+    """``attributes`` hold str, int, bool, versions or tuples of them, ``capacity`` quantities."""
 
     driver: str
     attributes: Domains = field(default_factory=dict)
     capacity: Domains = field(default_factory=dict)
     allow_multiple_allocations: bool = False
-    name: str = ""
 
     @cached_property
     def value(self) -> Map:
@@ -57,7 +53,7 @@ class CelDevice:
         )
 
     def read(self, section: str, domain: str, name: str) -> Hashable:
-        """What there is of one attribute or capacity: equal, and of equal type, only where CEL sees the same."""
+        """The value of one attribute or capacity, None if missing; equal only for values that are equal in CEL."""
         found = (self.attributes if section == "attributes" else self.capacity).get(domain, NOTHING).get(name)
         return (bool, found) if type(found) is bool else found
 
@@ -67,18 +63,16 @@ def _domain_map(domains: Domains) -> Map:
 
 
 def from_slice_device(driver: str, device: Mapping[str, Any]) -> CelDevice:
-    """One entry of a slice's ``spec.devices``; raises CelError for a value that Kubernetes would not have stored."""
-    name = str(device.get("name", ""))
+    """The device of one entry in ``spec.devices``. Raises CelError for a value that Kubernetes would not store."""
     try:
         return CelDevice(
             driver=driver,
             attributes=_by_domain(driver, device.get("attributes") or {}, _attribute),
             capacity=_by_domain(driver, device.get("capacity") or {}, lambda entry: parse_quantity(entry["value"])),
             allow_multiple_allocations=bool(device.get("allowMultipleAllocations")),
-            name=name,
         )
     except (EvaluationError, KeyError) as error:
-        raise CelError(f"device {name}: {error}") from None
+        raise CelError(f"device {device.get('name', '')}: {error}") from None
 
 
 def _attribute(entry: Mapping[str, Any]) -> Value:

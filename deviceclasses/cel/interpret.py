@@ -1,6 +1,7 @@
-"""A checked expression becomes a Python function: one closure a node, variables in numbered places.
+"""The interpreter: builds a Python function of a checked expression, one closure per node.
 
-An error is raised as EvaluationError; ``&&``, ``||``, ``all`` and ``exists`` forget one where another term decides.
+Variables are kept in the numbered slots of a frame. Errors are raised as EvaluationError; ``&&``, ``||``, ``all`` and
+``exists`` ignore an error if another term decides.
 """
 
 from __future__ import annotations
@@ -9,27 +10,27 @@ from collections.abc import Callable
 from functools import singledispatchmethod
 
 from deviceclasses.cel import nodes
-from deviceclasses.cel.checked import Checked
-from deviceclasses.cel.library.conversions import CONVERSIONS
-from deviceclasses.cel.library.lists import sort_by
+from deviceclasses.cel.checker import TypeInfo
+from deviceclasses.cel.library.collections import sort_by
+from deviceclasses.cel.library.operators import CONVERSIONS
 from deviceclasses.cel.library.registry import chosen
 from deviceclasses.cel.library.text import regex
-from deviceclasses.cel.nodes import Node
-from deviceclasses.cel.steps import (
+from deviceclasses.cel.nodes import Node, children
+from deviceclasses.cel.primitives import (
     Evaluate,
-    Places,
-    among_constants,
-    assembled,
+    Frame,
+    absent_or,
+    as_bool,
     bound_value,
-    either,
+    built_collection,
+    combined,
     entries_of,
-    joined,
+    in_constants,
+    iterate,
     member,
     members,
     optional_member,
     present,
-    rounds,
-    truth,
 )
 from deviceclasses.cel.values import (
     NONE,
@@ -46,22 +47,27 @@ from driver.errors import CelError
 PATTERN_FUNCTIONS = ("matches", "find", "findAll")
 
 
-def build(expression: str, root: Node, checked: Checked) -> Callable[[Value], Value]:
-    """The function from a device to the expression's value, which raises EvaluationError where there is none.
+def build(expression: str, root: Node, type_info: TypeInfo) -> Callable[[Value], Value]:
+    """Return the function from a device to the value of the expression. It raises EvaluationError on failure.
 
     Raises CelError for constants that can't be converted and for patterns that RE2 refuses, as Kubernetes does.
     """
-    builder = _Builder(expression, checked)
+    builder = _Builder(expression, type_info)
     evaluate = builder.build(root)
     size = builder.size
     return lambda device: evaluate([device, *[None] * size])
 
 
+def _work_of(body: Node) -> int:
+    """The units of work of one round of a loop: the nodes of its body except literals, and the round itself."""
+    return 1 + sum(_work_of(each) for each in children(body)) if not isinstance(body, nodes.Literal) else 1
+
+
 class _Builder:
-    def __init__(self, expression: str, checked: Checked) -> None:
+    def __init__(self, expression: str, type_info: TypeInfo) -> None:
         self._expression = expression
-        self._checked = checked
-        self._places: dict[str, int] = {"device": 0}
+        self._type_info = type_info
+        self._slots: dict[str, int] = {"device": 0}
         self._constants: dict[Evaluate, Value] = {}
         self._bound: set[int] = set()
         self.size = 0
@@ -71,7 +77,7 @@ class _Builder:
         raise NotImplementedError(type(node).__name__)
 
     def _constant(self, value: Value) -> Evaluate:
-        def constant(_: Places) -> Value:
+        def constant(_: Frame) -> Value:
             return value
 
         self._constants[constant] = value
@@ -80,18 +86,18 @@ class _Builder:
     def _with_variables(
         self, names: tuple[str, ...], *below: Node, bound: bool = False
     ) -> tuple[list[int], list[Evaluate]]:
-        """Places for variables, and what is below them built where they are known."""
-        outer = dict(self._places)
-        places = []
+        """Allocate slots for variables, and build the nodes below in their scope."""
+        outer = dict(self._slots)
+        frame = []
         for name in names:
             self.size += 1
-            places.append(self.size)
-            self._places[name] = self.size
+            frame.append(self.size)
+            self._slots[name] = self.size
         if bound:
-            self._bound.update(places)
+            self._bound.update(frame)
         built = [self.build(each) for each in below]
-        self._places = outer
-        return places, built
+        self._slots = outer
+        return frame, built
 
     @build.register
     def _literal(self, node: nodes.Literal) -> Evaluate:
@@ -99,51 +105,51 @@ class _Builder:
 
     @build.register
     def _name(self, node: nodes.Name) -> Evaluate:
-        if node in self._checked.type_names:
-            return self._constant(TypeValue(self._checked.type_names[node]))
-        place = self._places[node.name]
-        return bound_value(place) if place in self._bound else lambda places: places[place]
+        if node in self._type_info.type_names:
+            return self._constant(TypeValue(self._type_info.type_names[node]))
+        slot = self._slots[node.name]
+        return bound_value(slot) if slot in self._bound else lambda frame: frame[slot]
 
     @build.register
     def _select(self, node: nodes.Select) -> Evaluate:
-        if node in self._checked.type_names:
-            return self._constant(TypeValue(self._checked.type_names[node]))
+        if node in self._type_info.type_names:
+            return self._constant(TypeValue(self._type_info.type_names[node]))
         operand, name = self.build(node.operand), node.field
         if node.test:
-            return lambda places: present(operand(places), name)
+            return lambda frame: present(operand(frame), name)
         if node.optional:
-            return lambda places: optional_member(operand(places), name)
-        return lambda places: member(operand(places), name)
+            return lambda frame: optional_member(operand(frame), name)
+        return lambda frame: member(operand(frame), name)
 
     @build.register
     def _index(self, node: nodes.Index) -> Evaluate:
         operand, key = self.build(node.operand), self.build(node.key)
         take = optional_member if node.optional else member
-        return lambda places: take(operand(places), key(places))
+        return lambda frame: take(operand(frame), key(frame))
 
     @build.register
     def _call(self, node: nodes.Call) -> Evaluate:
-        name, operands, overloads = self._checked.calls[node]
+        name, operands, overloads = self._type_info.calls[node]
         built = [self.build(each) for each in operands]
         if name in ("_==_", "_!=_"):
             left, right = built
             wanted = name == "_==_"
-            return lambda places: equal(left(places), right(places)) is wanted
+            return lambda frame: equal(left(frame), right(frame)) is wanted
         if name in ("or", "orValue"):
-            return either(name, built[0], built[1])
+            return absent_or(name, built[0], built[1])
         self._check_constants(node, name, operands)
         if name == "@in" and built[1] in self._constants and overloads[0].takes[1].name == "list":
-            return among_constants(built[0], self._constants[built[1]])
+            return in_constants(built[0], self._constants[built[1]])
         body = chosen(name, overloads)
         if name in CONVERSIONS and len(built) == 1 and built[0] in self._constants:
             return self._constant(self._converted(node, body, self._constants[built[0]]))
         if len(built) == 1:
             [only] = built
-            return lambda places: body(only(places))
+            return lambda frame: body(only(frame))
         if len(built) == 2:
             left, right = built
-            return lambda places: body(left(places), right(places))
-        return lambda places: body(*[each(places) for each in built])
+            return lambda frame: body(left(frame), right(frame))
+        return lambda frame: body(*[each(frame) for each in built])
 
     def _check_constants(self, node: nodes.Call, name: str, operands: tuple[Node, ...]) -> None:
         if name not in PATTERN_FUNCTIONS:
@@ -155,7 +161,7 @@ class _Builder:
                 self._converted(each, regex, each.value)
 
     def _converted(self, node: Node, body: Callable[[Value], Value], value: Value) -> Value:
-        """A conversion of a constant, made now, so that a wrong one is refused before there is a device."""
+        """Convert a constant at compile time, so that a wrong one is refused without a device."""
         try:
             return body(value)
         except EvaluationError as error:
@@ -166,12 +172,12 @@ class _Builder:
         terms = [self.build(each) for each in node.terms]
         decisive = not node.is_and
         operator = "_&&_" if node.is_and else "_||_"
-        return lambda places: joined(terms, places, decisive, operator)
+        return lambda frame: combined(terms, frame, decisive, operator)
 
     @build.register
     def _choice(self, node: nodes.Choice) -> Evaluate:
         condition, yes, no = (self.build(each) for each in (node.condition, node.yes, node.no))
-        return lambda places: yes(places) if truth(condition(places), "_?_:_") else no(places)
+        return lambda frame: yes(frame) if as_bool(condition(frame), "_?_:_") else no(frame)
 
     @build.register
     def _list(self, node: nodes.ListLiteral) -> Evaluate:
@@ -180,43 +186,43 @@ class _Builder:
             return self._constant(tuple(self._constants[each] for each, _ in built))
         if not any(optional for _, optional in built):
             plain = [each for each, _ in built]
-            return lambda places: tuple([each(places) for each in plain])
-        return lambda places: tuple(members(built, places))
+            return lambda frame: tuple([each(frame) for each in plain])
+        return lambda frame: tuple(members(built, frame))
 
     @build.register
     def _map(self, node: nodes.MapLiteral) -> Evaluate:
         entries = [(self.build(each.key), self.build(each.value), each.optional) for each in node.entries]
-        return lambda places: Map(entries_of(entries, places))
+        return lambda frame: Map(entries_of(entries, frame))
 
     @build.register
     def _bind(self, node: nodes.Bind) -> Evaluate:
         value = self.build(node.value)
-        [place], [body] = self._with_variables((node.variable,), node.body, bound=True)
+        [slot], [body] = self._with_variables((node.variable,), node.body, bound=True)
 
-        def bind(places: Places) -> Value:
+        def bind(frame: Frame) -> Value:
             try:
-                places[place] = value(places)
+                frame[slot] = value(frame)
             except EvaluationError as error:
                 # Kubernetes evaluates a bound value when it is first read.
-                places[place] = error
-            return body(places)
+                frame[slot] = error
+            return body(frame)
 
         return bind
 
     @build.register
     def _optional_map(self, node: nodes.OptionalMap) -> Evaluate:
         target = self.build(node.target)
-        [place], [body] = self._with_variables((node.variable,), node.body)
+        [slot], [body] = self._with_variables((node.variable,), node.body)
         flat = node.flat
 
-        def mapped(places: Places) -> Value:
-            found = target(places)
+        def mapped(frame: Frame) -> Value:
+            found = target(frame)
             if type(found) is not Optional:
                 raise no_overload("hasValue", found)
             if not found.present:
                 return NONE
-            places[place] = found.content
-            result = body(places)
+            frame[slot] = found.content
+            result = body(frame)
             return result if flat else Optional(present=True, content=result)
 
         return mapped
@@ -224,15 +230,18 @@ class _Builder:
     @build.register
     def _quantifier(self, node: nodes.Quantifier) -> Evaluate:
         over = self.build(node.over)
-        at, [predicate] = self._with_variables(node.variables, node.predicate)
+        slots, [predicate] = self._with_variables(node.variables, node.predicate)
+        units = _work_of(node.predicate)
         if node.kind == "exists_one":
-            return lambda places: sum(truth(predicate(places), "_?_:_") for _ in rounds(over(places), at, places)) == 1
+            return lambda frame: (
+                sum(as_bool(predicate(frame), "_?_:_") for _ in iterate(over(frame), slots, frame, units)) == 1
+            )
         decisive = node.kind == "exists"
         operator = "_||_" if decisive else "_&&_"
 
-        def quantify(places: Places) -> bool:
-            terms = (predicate for _ in rounds(over(places), at, places))
-            return joined(terms, places, decisive, operator)
+        def quantify(frame: Frame) -> bool:
+            terms = (predicate for _ in iterate(over(frame), slots, frame, units))
+            return combined(terms, frame, decisive, operator)
 
         return quantify
 
@@ -240,28 +249,29 @@ class _Builder:
     def _transform(self, node: nodes.Transform) -> Evaluate:
         over = self.build(node.over)
         below = [node.result] if node.predicate is None else [node.result, node.predicate]
-        at, [result, *conditions] = self._with_variables(node.variables, *below)
-        kind = node.kind
+        slots, [result, *conditions] = self._with_variables(node.variables, *below)
+        kind, units = node.kind, sum(map(_work_of, below))
 
-        def transform(places: Places) -> Value:
+        def transform(frame: Frame) -> Value:
             found = [
-                (places[at[0]], result(places))
-                for _ in rounds(over(places), at, places)
-                if all(truth(each(places), "_?_:_") for each in conditions)
+                (frame[slots[0]], result(frame))
+                for _ in iterate(over(frame), slots, frame, units)
+                if all(as_bool(each(frame), "_?_:_") for each in conditions)
             ]
-            return assembled(kind, found)
+            return built_collection(kind, found)
 
         return transform
 
     @build.register
     def _sort_by(self, node: nodes.SortBy) -> Evaluate:
         over = self.build(node.over)
-        at, [key] = self._with_variables((node.variable,), node.key)
+        slots, [key] = self._with_variables((node.variable,), node.key)
+        units = _work_of(node.key)
 
-        def sort(places: Places) -> Value:
-            members = over(places)
+        def sort(frame: Frame) -> Value:
+            members = over(frame)
             if type(members) is not tuple:
                 raise no_overload("sortBy", members)
-            return sort_by(members, tuple(key(places) for _ in rounds(members, at, places)))
+            return sort_by(members, tuple(key(frame) for _ in iterate(members, slots, frame, units)))
 
         return sort

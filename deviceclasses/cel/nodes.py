@@ -1,4 +1,4 @@
-"""An expression as a tree. Macros have nodes of their own, since each is checked and evaluated in its own way."""
+"""The nodes of an expression's tree. Macros have node types of their own, since each is checked in its own way."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from dataclasses import dataclass, fields
 
 from deviceclasses.cel.values import Value
 
+COMPARISONS = {"_==_": "==", "_!=_": "!=", "_<_": "<", "_<=_": "<=", "_>_": ">", "_>=_": ">="}
+"""The functions of the operators that compare, and how those are written."""
+FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+"""The operator that says the same with its operands exchanged; the others say the same as they are."""
+
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """``position``: where it begins in the expression, in characters from 0."""
+    """Base of all nodes; ``position`` is its offset in the expression, in characters from 0."""
 
     position: int
 
@@ -46,7 +51,7 @@ class Index(Node):
 
 @dataclass(frozen=True, eq=False)
 class Call(Node):
-    """A function or operator, such as ``size`` or ``_+_``; ``target`` is what stands before the dot."""
+    """A function or operator, such as ``size`` or ``_+_``; ``target`` is the operand before the dot."""
 
     function: str
     target: Node | None
@@ -54,7 +59,7 @@ class Call(Node):
 
     @property
     def operands(self) -> tuple[Node, ...]:
-        """All that is handed to the function, the target first."""
+        """The target, if any, and the arguments."""
         return self.arguments if self.target is None else (self.target, *self.arguments)
 
 
@@ -110,7 +115,7 @@ class Quantifier(Node):
 
 @dataclass(frozen=True, eq=False)
 class Transform(Node):
-    """``map``, ``filter`` and their like: ``kind`` "list", "map" or "entry" is what is built of the results."""
+    """``map``, ``filter`` and the like; ``kind`` ("list", "map" or "entry") is the type of the result."""
 
     kind: str
     over: Node
@@ -153,3 +158,13 @@ def children(node: Node) -> Iterator[Node]:
             yield value
         elif isinstance(value, tuple):
             yield from (item for item in value if isinstance(item, Node))
+
+
+def dotted(node: Node) -> str | None:
+    """The text ``a.b.c`` of a node that consists of names only, else None."""
+    if isinstance(node, Name):
+        return node.name
+    if isinstance(node, Select) and not node.optional and not node.test:
+        prefix = dotted(node.operand)
+        return None if prefix is None else f"{prefix}.{node.field}"
+    return None

@@ -1,4 +1,8 @@
-"""From the text of an expression to its tree."""
+"""The parser: from the tree of grammar rules to the nodes of an expression, macros expanded.
+
+Source of the macros: the CEL language definition, cel-go's extensions (bindings, lists, two-variable comprehensions,
+optionals).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,9 @@ from typing import cast
 
 from lark import Token, Tree
 
-from deviceclasses.cel import literals
-from deviceclasses.cel.grammar import parse_tree
-from deviceclasses.cel.macros import MacroError, expand
+from deviceclasses.cel.grammar import double, integer, parse_tree, string, unsigned
 from deviceclasses.cel.nodes import (
+    Bind,
     Call,
     Choice,
     Entry,
@@ -23,56 +26,141 @@ from deviceclasses.cel.nodes import (
     MapLiteral,
     Name,
     Node,
+    OptionalMap,
+    Quantifier,
     Select,
+    SortBy,
+    Transform,
 )
 from deviceclasses.cel.values import EvaluationError, Value
 from driver.errors import CelError
 
+Arguments = tuple[Node, ...]
+
+
+class MacroError(Exception):
+    """Wrong arguments of a macro; ``position`` is that of the first wrong one."""
+
+    def __init__(self, message: str, position: int) -> None:
+        super().__init__(message)
+        self.position = position
+
+
+def expand(position: int, function: str, target: Node | None, arguments: Arguments) -> Node | None:
+    """The node of a macro, or None for an ordinary call."""
+    if target is None:
+        return _has(position, arguments) if function == "has" and len(arguments) == 1 else None
+    if isinstance(target, Name) and target.name == "cel" and function == "bind" and len(arguments) == 3:
+        return Bind(position, _variable("cel.bind", arguments[0]), arguments[1], arguments[2])
+    make = MACROS.get((function, len(arguments)))
+    return None if make is None else make(position, target, arguments)
+
+
+def _has(position: int, arguments: Arguments) -> Node:
+    [tested] = arguments
+    if not isinstance(tested, Select) or tested.optional or tested.test:
+        raise MacroError('has() takes a field after a dot, such as device.attributes["domain"].name', tested.position)
+    return Select(position, tested.operand, tested.field, test=True)
+
+
+def _variable(macro: str, node: Node) -> str:
+    if not isinstance(node, Name):
+        raise MacroError(f"the variable of {macro} must be a simple name", node.position)
+    if node.name == "__result__":
+        raise MacroError("__result__ can't be a variable", node.position)
+    return node.name
+
+
+def _two(macro: str, arguments: Arguments) -> tuple[str, str]:
+    first, second = _variable(macro, arguments[0]), _variable(macro, arguments[1])
+    if first == second:
+        raise MacroError(f"both variables of {macro} are named {first}", arguments[1].position)
+    return first, second
+
+
+Maker = Callable[[int, Node, Arguments], Node]
+
+
+def _quantifier(kind: str) -> Maker:
+    return lambda at, over, rest: Quantifier(at, kind, over, (_variable(kind, rest[0]),), rest[1])
+
+
+def _quantifier_of_two(kind: str) -> Maker:
+    return lambda at, over, rest: Quantifier(at, kind, over, _two(kind, rest), rest[2])
+
+
+def _transform_of_two(name: str, kind: str) -> Maker:
+    def make(at: int, over: Node, rest: Arguments) -> Node:
+        return Transform(at, kind, over, _two(name, rest), rest[2] if len(rest) == 4 else None, rest[-1])
+
+    return make
+
+
+def _map_macro(at: int, over: Node, rest: Arguments) -> Node:
+    return Transform(at, "list", over, (_variable("map", rest[0]),), rest[1] if len(rest) == 3 else None, rest[-1])
+
+
+def _filter(at: int, over: Node, rest: Arguments) -> Node:
+    return Transform(at, "list", over, (_variable("filter", rest[0]),), rest[1], rest[0])
+
+
+def _sort_by(at: int, over: Node, rest: Arguments) -> Node:
+    return SortBy(at, over, _variable("sortBy", rest[0]), rest[1])
+
+
+def _optional_map(name: str) -> Maker:
+    flat = name == "optFlatMap"
+    return lambda at, target, rest: OptionalMap(at, target, _variable(name, rest[0]), rest[1], flat)
+
+
+MACROS: dict[tuple[str, int], Maker] = {
+    ("all", 2): _quantifier("all"),
+    ("exists", 2): _quantifier("exists"),
+    ("exists_one", 2): _quantifier("exists_one"),
+    ("all", 3): _quantifier_of_two("all"),
+    ("exists", 3): _quantifier_of_two("exists"),
+    ("exists_one", 3): _quantifier_of_two("exists_one"),
+    ("existsOne", 3): _quantifier_of_two("exists_one"),
+    ("map", 2): _map_macro,
+    ("map", 3): _map_macro,
+    ("filter", 2): _filter,
+    ("sortBy", 2): _sort_by,
+    ("optMap", 2): _optional_map("optMap"),
+    ("optFlatMap", 2): _optional_map("optFlatMap"),
+    **{
+        (name, count): _transform_of_two(name, kind)
+        for name, kind in (("transformList", "list"), ("transformMap", "map"), ("transformMapEntry", "entry"))
+        for count in (3, 4)
+    },
+}
+"""Macros with a target, by name and number of arguments."""
+
 MAX_CHARACTERS = 10 * 1024
 """Kubernetes' limit for a selector, in bytes of UTF-8."""
 MAX_DEPTH = 100
-"""How deep calls and operators may be nested. Kubernetes allows 250; no selector comes near; Python's stack ends."""
+"""Maximum nesting of calls and operators. Kubernetes allows 250, which would exceed Python's stack."""
 MAX_PARENTHESES = 250
-"""How deep all of it may be nested, parentheses included."""
+"""Maximum nesting including parentheses."""
 
 RESERVED = frozenset(
-    [
-        "as",
-        "break",
-        "const",
-        "continue",
-        "else",
-        "for",
-        "function",
-        "if",
-        "import",
-        "in",
-        "let",
-        "loop",
-        "package",
-        "namespace",
-        "return",
-        "true",
-        "false",
-        "null",
-        "var",
-        "void",
-        "while",
-    ]
-)
+    {
+        "as", "break", "const", "continue", "else", "for", "function", "if", "import", "in", "let", "loop", "package",
+        "namespace", "return", "true", "false", "null", "var", "void", "while",
+    }
+)  # fmt: skip
 OPERATORS = {
     "relation_lt": "_<_", "relation_le": "_<=_", "relation_gt": "_>_", "relation_ge": "_>=_", "relation_eq": "_==_",
     "relation_ne": "_!=_", "relation_in": "@in", "addition_add": "_+_", "addition_sub": "_-_",
     "multiplication_mul": "_*_", "multiplication_div": "_/_", "multiplication_mod": "_%_",
 }  # fmt: skip
-"""The rule that holds an operator and its left side, and the function that stands for it."""
+"""The function of each operator, by the grammar rule of the operator and its left side."""
 LITERALS: dict[str, Callable[[str], Value]] = {
-    "INT_LIT": literals.integer,
-    "UINT_LIT": literals.unsigned,
-    "FLOAT_LIT": literals.double,
-    "STRING_LIT": literals.string,
-    "MLSTRING_LIT": literals.string,
-    "BYTES_LIT": literals.string,
+    "INT_LIT": integer,
+    "UINT_LIT": unsigned,
+    "FLOAT_LIT": double,
+    "STRING_LIT": string,
+    "MLSTRING_LIT": string,
+    "BYTES_LIT": string,
     "BOOL_LIT": lambda text: text == "true",
     "NULL_LIT": lambda _: None,
 }
@@ -81,7 +169,7 @@ Part = Tree[Token]
 
 
 def parse(expression: str) -> Node:
-    """The tree of an expression, macros expanded. Raises CelError with the place of the first thing that is wrong."""
+    """The tree of an expression with macros expanded. Raises CelError with the position of the first error."""
     size = len(expression.encode())
     if size > MAX_CHARACTERS:
         raise CelError(f"the expression has {size} bytes; {MAX_CHARACTERS} are allowed", expression)
@@ -97,7 +185,7 @@ class _Builder:
     parentheses: int = 0
 
     def node(self, tree: Part) -> Node:
-        """The node of any grammar rule; a rule that only hands on another costs no recursion."""
+        """The node of any grammar rule. Rules with a single child are skipped without recursion."""
         before = self.parentheses
         while tree.data not in RULES or tree.data in PASSING:
             parts = [each for each in tree.children if each is not None]
@@ -118,11 +206,11 @@ class _Builder:
         return CelError(message, self.expression, position_of(tree))
 
     def all(self, tree: object) -> tuple[Node, ...]:
-        """The nodes of an argument list, which may be missing."""
+        """The nodes of an argument list; none if the list is missing."""
         return () if tree is None else tuple(self.node(cast("Part", each)) for each in cast("Part", tree).children)
 
     def call(self, tree: Part, function: str, target: Node | None, arguments: tuple[Node, ...]) -> Node:
-        """A macro expanded, or a plain call."""
+        """The node of a call, expanded if it is a macro."""
         position = position_of(tree)
         try:
             expanded = expand(position, function, target, arguments)
@@ -137,13 +225,13 @@ class _Builder:
 
 
 def position_of(tree: Part | Token) -> int:
-    """Where the text of a rule begins."""
+    """The offset of a rule's text."""
     found = tree.start_pos if isinstance(tree, Token) else getattr(tree.meta, "start_pos", 0)
     return found or 0
 
 
 def _operation(builder: _Builder, tree: Part) -> Node:
-    """A rule with an operator: its left side and the operator are a rule of their own, or the rule itself repeats."""
+    """A binary operator. The operator and its left side are one grammar rule."""
     left, right = cast("Part", tree.children[0]), cast("Part", tree.children[1])
     function = OPERATORS[left.data]
     operands = (builder.node(cast("Part", left.children[0])), builder.node(right))
@@ -227,7 +315,7 @@ def _index(builder: _Builder, tree: Part) -> Node:
 
 
 def _flattened(tree: Part, rule: str) -> list[Part]:
-    """The members of a rule that holds its predecessor and one member."""
+    """The members of a left-recursive rule."""
     found: list[Part] = []
     while tree.data == rule and len(tree.children) == 2:
         found.append(cast("Part", tree.children[1]))
@@ -256,7 +344,7 @@ def _map(builder: _Builder, tree: Part) -> Node:
 
 
 PASSING = frozenset({"expr", "conditionalor", "conditionaland", "unary"})
-"""Rules that only hand on what they hold, where that is one thing."""
+"""Rules that are skipped if they have a single child."""
 RULES: dict[str, Callable[[_Builder, Part], Node]] = {
     "expr": _choice,
     "conditionalor": _logic,

@@ -1,4 +1,4 @@
-"""The types of CEL as its checker knows them, and when one may stand for another.
+"""The types of the checker, and the rules for assigning one to another.
 
 Source: the CEL language definition ("Gradual type checking"), tried against Kubernetes 1.37's API server.
 """
@@ -8,17 +8,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from deviceclasses.cel.values import WorkLimitError, spend
+
+MAX_TYPE_SIZE = 1000
+"""Maximum names in one type. ``{x: x}`` doubles the type of ``x``, so a short expression can build a huge type."""
+
 
 @dataclass(frozen=True)
 class Type:
     """A type by name. ``params``: element of a list, key and value of a map, content of an optional, and so on.
 
-    ``name`` "var" is a type that is found while checking, and ``key`` tells one such type from another.
+    ``name`` "var" is a type variable, identified by ``key``, which checking replaces by a type.
     """
 
     name: str
     params: tuple[Type, ...] = ()
     key: str = ""
+    size: int = field(default=1, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.params:
+            object.__setattr__(self, "size", 1 + sum(each.size for each in self.params))
+            if self.size > MAX_TYPE_SIZE:
+                raise WorkLimitError("its types are nested too deeply")
 
     def __str__(self) -> str:
         if self.name == "var":
@@ -56,12 +68,12 @@ def type_of_type(content: Type) -> Type:
 
 
 def param(name: str) -> Type:
-    """A parameter of a function's signature: the same type wherever it appears in one call."""
+    """A type parameter of a signature: the same type wherever it appears in one call."""
     return Type("var", (), name)
 
 
 ATTRIBUTES = map_of(STRING, map_of(STRING, ANY))
-"""``any``: what an attribute holds is known only for each device."""
+"""``any``: the type of an attribute's value is known only during evaluation."""
 CAPACITIES = map_of(STRING, map_of(STRING, QUANTITY))
 DEVICE_FIELDS = {
     "driver": STRING,
@@ -69,33 +81,44 @@ DEVICE_FIELDS = {
     "capacity": CAPACITIES,
     "allowMultipleAllocations": BOOL,
 }
-"""Of Kubernetes 1.34 and newer."""
+"""The fields of ``device`` in Kubernetes 1.34 and newer."""
+VARIABLES = {"device": DEVICE}
+TYPES = {
+    each.name: each
+    for each in (
+        BOOL, BYTES, DOUBLE, INT, NULL, STRING, UINT, DURATION, TIMESTAMP, IP, CIDR,
+        list_of(DYN), map_of(DYN, DYN), optional_of(DYN), type_of_type(DYN),
+    )
+}  # fmt: skip
+"""Types that have a name in expressions, as in ``type(x) == int``."""
+LITERAL_TYPES = {each.name: each for each in (BOOL, BYTES, DOUBLE, INT, NULL, STRING, UINT)}
 
 
 def is_dynamic(one: Type) -> bool:
-    """Whether only evaluation can tell what it is."""
+    """Whether the type is known only during evaluation."""
     return one.name in ("dyn", "any")
 
 
 def unwrapped(one: Type) -> Type:
-    """What an optional holds; any other type as it is."""
+    """The content type of an optional; any other type unchanged."""
     return one.params[0] if one.name == "optional_type" else one
 
 
 @dataclass
 class Bindings:
-    """What the types that are still to be found turned out to be."""
+    """The types that type variables stand for."""
 
     found: dict[str, Type] = field(default_factory=dict)
     _made: int = 0
 
     def fresh(self) -> Type:
-        """A type that is still to be found."""
+        """A new type variable."""
         self._made += 1
         return Type("var", (), f"_{self._made}")
 
     def resolve(self, one: Type, *, final: bool = False) -> Type:
-        """``one`` with everything that is known filled in; ``final``: what stays unknown is ``dyn``."""
+        """``one`` with its type variables replaced; ``final`` replaces unbound ones by ``dyn``."""
+        spend(1)
         if one.name == "var":
             known = self.found.get(one.key)
             if known is not None:
@@ -106,7 +129,7 @@ class Bindings:
         return Type(one.name, tuple(self.resolve(each, final=final) for each in one.params))
 
     def accepts(self, given: Sequence[Type], wanted: Sequence[Type]) -> bool:
-        """Whether every type in ``given`` can stand where ``wanted`` says; what that tells is kept only if so."""
+        """Whether every type in ``given`` is assignable to that in ``wanted``. Keeps the new bindings only if so."""
         before = dict(self.found)
         if len(given) == len(wanted) and all(map(self._assignable, given, wanted)):
             return True
@@ -114,6 +137,7 @@ class Bindings:
         return False
 
     def _assignable(self, given: Type, wanted: Type) -> bool:
+        spend(1)
         if wanted.name == "var":
             fits, known = self._substitutes(given, wanted)
             if fits or known:
@@ -132,7 +156,7 @@ class Bindings:
         return len(given.params) == len(wanted.params) and all(map(self._assignable, given.params, wanted.params))
 
     def _substitutes(self, one: Type, variable: Type) -> tuple[bool, bool]:
-        """Whether ``one`` can be what ``variable`` stands for, and whether that was known already."""
+        """Whether ``one`` can be bound to ``variable``, and whether ``variable`` was bound already."""
         if one == variable:
             return True, True
         known = self.found.get(variable.key)
@@ -151,6 +175,7 @@ class Bindings:
         return True, True
 
     def _occurs(self, variable: Type, within: Type) -> bool:
+        spend(1)
         if within == variable:
             return True
         if within.name == "var":
@@ -160,7 +185,7 @@ class Bindings:
 
 
 def most_general(one: Type, other: Type) -> Type:
-    """Of two types that fit each other, the one that says less."""
+    """The less specific of two types that are assignable to each other."""
     return one if _says_no_more(one, other) else other
 
 

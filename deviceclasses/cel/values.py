@@ -1,24 +1,70 @@
-"""The values that CEL works with, their equality and their order.
+"""The values of CEL, their equality and order, and the work limit of an evaluation.
 
 ``None``, ``bool``, ``int`` (64 bits), ``float`` (CEL's double), ``str`` and ``bytes`` are Python's own; a list is a
-tuple. What else there is has a class here or in the module of its functions. Source: the CEL language definition.
+tuple. Other types have a class here or in the module of their functions. Source: the CEL language definition.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 Value = Any
-"""Any value of CEL: its type is known to the checker, or not before evaluation."""
+"""Any value of CEL."""
 
 INT_MIN, INT_MAX, UINT_MAX = -(2**63), 2**63 - 1, 2**64 - 1
 
+MAX_DIGITS = 400
+"""Maximum digits of a number; Python's own ``int`` raises ValueError from 4,300 on."""
+
+
+def whole_number(text: str) -> int:
+    """The value of decimal digits with an optional sign; a value too large for every type beyond MAX_DIGITS."""
+    digits = text.lstrip("+-").lstrip("0") or "0"
+    value = int(digits) if len(digits) <= MAX_DIGITS else 10**MAX_DIGITS
+    return -value if text.startswith("-") else value
+
 
 class EvaluationError(Exception):
-    """There is no answer; never leaves this package but as a CelRuntimeError."""
+    """Evaluation has no result, for the reason in the message. Callers get it as CelError or as a verdict."""
+
+
+MAX_WORK = 1_000_000
+"""Units of work of one evaluation: about one function call, round of a loop or member of a list each.
+
+Kubernetes refuses selectors with a higher estimate when they are written, so that selectors in a cluster stay below.
+"""
+
+
+class WorkLimitError(Exception):
+    """The evaluation takes more than MAX_WORK units. No operator of CEL recovers from it."""
+
+
+class _Work(threading.local):
+    left = MAX_WORK
+
+
+_work = _Work()
+
+
+def start_work() -> None:
+    """Give the current thread MAX_WORK units for the evaluation that begins."""
+    _work.left = MAX_WORK
+
+
+CHARACTERS_PER_UNIT = 16
+LONG_KEY = 1000
+"""Characters of a key from which its lookup counts as work."""
+
+
+def spend(units: int) -> None:
+    """Count work of the current evaluation. Raises WorkLimitError beyond MAX_WORK units."""
+    _work.left -= units
+    if _work.left < 0:
+        raise WorkLimitError(f"it takes more than {MAX_WORK} steps")
 
 
 class Uint(int):
@@ -28,10 +74,7 @@ class Uint(int):
 
 
 class Opaque:
-    """A value that equals only values of its own class, and has no answer for others.
-
-    ``identical`` says whether two of a class are the same value.
-    """
+    """A value that can be compared only with values of its own class, by ``identical``."""
 
     __slots__ = ()
     type_name = ""
@@ -42,7 +85,7 @@ class Opaque:
 
 @dataclass(frozen=True)
 class Optional:
-    """A value that may be absent: ``present`` tells."""
+    """A value that may be absent."""
 
     present: bool
     content: Value = None
@@ -77,7 +120,7 @@ class Map:
     __slots__ = ("_entries",)
 
     def __init__(self, entries: Iterable[tuple[Value, Value]] = (), *, unique: bool = False) -> None:
-        """``unique``: a key that comes twice is an EvaluationError, rather than the last one winning."""
+        """Build a map. ``unique`` raises EvaluationError for a repeated key; else its last value counts."""
         self._entries: dict[Hashable, tuple[Value, Value]] = {}
         for key, value in entries:
             plain = _plain_key(key)
@@ -86,14 +129,16 @@ class Map:
             self._entries[plain] = (key, value)
 
     def find(self, key: Value) -> tuple[Value] | None:
-        """The value in a tuple, or None where there is no such key; raises EvaluationError for what can be no key."""
+        """The value in a tuple of one, or None if there is no such key. Raises EvaluationError for invalid keys."""
+        if type(key) is str and len(key) > LONG_KEY:
+            spend(len(key) // CHARACTERS_PER_UNIT)
         entry = self._entries.get(_plain_key(key))
         if entry is None and type(key) is float and key.is_integer():
             entry = self._entries.get(int(key))
         return None if entry is None else (entry[1],)
 
     def has(self, key: Value) -> bool:
-        """Whether the key is among those that are iterated over."""
+        """Whether the key is among the keys of an iteration."""
         return Map.find(self, key) is not None
 
     def items(self) -> Iterator[tuple[Value, Value]]:
@@ -107,7 +152,7 @@ class Map:
 
 
 class DomainMap(Map):
-    """``device.attributes`` or ``device.capacity``: a domain without any entry is found, as an empty map."""
+    """``device.attributes`` or ``device.capacity``: a missing domain reads as an empty map."""
 
     __slots__ = ()
 
@@ -119,7 +164,7 @@ EMPTY_MAP = Map()
 
 
 def string_map(entries: Mapping[str, Value], kind: type[Map] = Map) -> Map:
-    """A map with those keys, made without looking at each."""
+    """A map with these string keys, built without checking each."""
     made = kind()
     made._entries = {key: (key, value) for key, value in entries.items()}  # noqa: SLF001 - its own class
     return made
@@ -155,24 +200,33 @@ PLAIN_NAMES: dict[type, str] = {
 
 
 def type_name(value: Value) -> str:
-    """The name of a value's type, as the checker calls it."""
+    """The name of a value's type in the checker."""
     return PLAIN_NAMES.get(type(value)) or str(value.type_name)
 
 
 def shown(value: Value) -> str:
-    """A value as an error message quotes it."""
-    return repr(value) if isinstance(value, str) else str(value)
+    """A value quoted for an error message: only the beginning of a string, and of a container only its type.
+
+    The text of a list that contains another one twice, and so on, doubles with each level.
+    """
+    if type(value) in SIZED:
+        return repr(value[:MAX_SHOWN])
+    return str(value) if value is None or type(value) in PLAIN_NUMBERS else type_name(value)
+
+
+MAX_SHOWN = 100
+PLAIN_NUMBERS = (bool, int, Uint, float)
 
 
 def no_overload(function: str, *values: Value) -> EvaluationError:
-    """What a function raises that is not made for such values."""
+    """The error of a function without an overload for these values."""
     return EvaluationError(f"no such overload: {function}({', '.join(map(type_name, values))})")
 
 
 def equal(one: Value, other: Value) -> bool:
     """CEL's ``==``. Numbers compare across types; values of other different types differ.
 
-    Raises EvaluationError where the left value can be compared with its own type only (a quantity, say).
+    Raises EvaluationError if the left value is Opaque (such as a quantity) and the right one has another type.
     """
     if one is None or other is None:
         return one is other
@@ -186,17 +240,23 @@ def equal(one: Value, other: Value) -> bool:
     if kind is Optional:
         return _equal_optionals(one, other)
     if kind is tuple:
+        spend(len(one))
         return type(other) is tuple and len(one) == len(other) and all(map(not_different, one, other))
     if isinstance(one, Map):
         return isinstance(other, Map) and _equal_maps(one, other)
-    return kind is type(other) and bool(one == other)
+    if kind is not type(other):
+        return False
+    if kind in SIZED and one is not other and len(one) == len(other):
+        spend(len(one) // CHARACTERS_PER_UNIT)
+    return bool(one == other)
 
 
+SIZED = (str, bytes)
 NUMERIC = {int, Uint, float}
 
 
 def not_different(one: Value, other: Value) -> bool:
-    """Like ``equal``, for members: what can't be compared does not count as a difference."""
+    """Like ``equal``, for members of lists and maps: values that can't be compared count as equal."""
     try:
         return equal(one, other)
     except EvaluationError:
@@ -204,7 +264,7 @@ def not_different(one: Value, other: Value) -> bool:
 
 
 def same(one: Value, other: Value) -> bool:
-    """Like ``equal``, for searches: what can't be compared is not what is searched for."""
+    """Like ``equal``, for searches: values that can't be compared count as different."""
     try:
         return equal(one, other)
     except EvaluationError:
@@ -220,6 +280,7 @@ def _equal_optionals(one: Optional, other: Value) -> bool:
 def _equal_maps(one: Map, other: Map) -> bool:
     if len(one) != len(other):
         return False
+    spend(len(one))
     for key, value in one.items():
         found = other.find(key)
         if found is None or not not_different(value, found[0]):
@@ -228,7 +289,7 @@ def _equal_maps(one: Map, other: Map) -> bool:
 
 
 def compare_numbers(one: Value, other: Value) -> int | None:
-    """-1, 0 or 1; None where one of them is not a number (NaN)."""
+    """-1, 0 or 1; None if one of them is not a number (NaN)."""
     if type(one) is float or type(other) is float:
         if math.isnan(one) or math.isnan(other):
             return None
@@ -237,7 +298,7 @@ def compare_numbers(one: Value, other: Value) -> int | None:
 
 
 def _as_double(number: Value) -> Value:
-    """An integer next to a double counts as the double that is nearest to it."""
+    """The nearest double of an integer that is compared with a double."""
     return number if math.isinf(number) else float(number)
 
 

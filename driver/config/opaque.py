@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from driver.config.names import nearest
-from driver.config.nvidia import NVIDIA, translate
-from driver.config.parameters import TESSERA, AnyParameters, GpuConfig, MigDeviceConfig, ShareConfig
+from driver.config.parameters import NVIDIA, TESSERA, AnyParameters, GpuConfig, MigDeviceConfig, ShareConfig, translate
 from driver.config.schema import Fault, Group, InvalidParameters, Strict, shown, validate, wrong_name
+from driver.config.suggestions import nearest
 from driver.model.device import DeviceKind
 
 __all__ = [

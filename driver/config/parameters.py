@@ -1,6 +1,8 @@
-"""The opaque parameters of classes and claims, ``gpu.tessera.dev/v1alpha1``.
+"""Kinds of opaque parameters: Tessera's own, ``gpu.tessera.dev/v1alpha1``, and those of NVIDIA's DRA driver.
 
-The API group is fixed; it does not follow the driver name.
+The API group of Tessera's kinds does not change with the driver name. Parameters for ``resource.nvidia.com/v1beta1``
+are translated, so that existing classes and claims keep their meaning; unsupported ones are rejected by name. Their
+field names are from kubernetes-sigs/dra-driver-nvidia-gpu, ``api/nvidia.com/resource/v1beta1``.
 """
 
 from __future__ import annotations
@@ -8,9 +10,11 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from driver.config.schema import Group, Strict
+from driver.model.device import DeviceKind
 from driver.model.sharing import TimeSlice
 
 API_VERSION = "gpu.tessera.dev/v1alpha1"
+NVIDIA_API_VERSION = "resource.nvidia.com/v1beta1"
 
 NO_MPS = "MPS is not supported, and time-slicing has no limits on memory or threads"
 
@@ -77,3 +81,52 @@ class ShareConfig(TimeSliced, frozen=True):
 AnyParameters = GpuConfig | MigDeviceConfig | ShareConfig
 
 TESSERA = Group(API_VERSION, {kind.kind: kind for kind in (GpuConfig, MigDeviceConfig, ShareConfig)}, {})
+
+
+class NvidiaSharing(Strict, frozen=True):
+    """``sharing`` of a GpuConfig."""
+
+    REFUSED: ClassVar = {"MPS": NO_MPS, "mpsConfig": NO_MPS}
+
+    strategy: Literal["TimeSlicing"] | None = None
+    time_slicing_config: TimeSlicing | None = None
+
+
+class NvidiaGpuConfig(Strict, frozen=True):
+    """Their GpuConfig, for a full GPU or for a share of one."""
+
+    sharing: NvidiaSharing | None = None
+
+
+class NvidiaMigDeviceConfig(Strict, frozen=True):
+    """Their MigDeviceConfig, whose only setting is MPS."""
+
+    REFUSED: ClassVar = {"sharing": NO_MPS}
+
+
+COMPUTE_DOMAIN = "is for the driver compute-domain.nvidia.com, not for GPUs"
+
+NVIDIA = Group(
+    NVIDIA_API_VERSION,
+    {"GpuConfig": NvidiaGpuConfig, "MigDeviceConfig": NvidiaMigDeviceConfig},
+    {
+        "VfioDeviceConfig": "passing a GPU through to a virtual machine is not supported",
+        "ComputeDomainChannelConfig": COMPUTE_DOMAIN,
+        "ComputeDomainDaemonConfig": COMPUTE_DOMAIN,
+        "ShareConfig": f"is a kind of {TESSERA.api_version}",
+    },
+)
+
+
+def translate(theirs: Strict, device: DeviceKind | None) -> AnyParameters:
+    """Our kind for theirs. They know no shares: a GpuConfig on one is a ShareConfig."""
+    if not isinstance(theirs, NvidiaGpuConfig):
+        return MigDeviceConfig()
+    ours = ShareConfig if device is DeviceKind.SHARE else GpuConfig
+    return ours(sharing=_sharing(theirs.sharing))
+
+
+def _sharing(theirs: NvidiaSharing | None) -> Sharing | None:
+    if theirs is None:
+        return None
+    return Sharing(strategy=theirs.strategy, time_slicing=theirs.time_slicing_config)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin
 import msgspec
 from msgspec.structs import FieldInfo
 
-from driver.config.names import meant
+from driver.config.suggestions import meant
 from driver.errors import ClaimError
 
 SHOWN = 60
@@ -61,8 +61,8 @@ class Group:
     refused: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        # Two threads that are the first to use a type end the process (see kubelet_plugin/records.py): claims of one
-        # call are worked on at once.
+        # Two threads that are the first to use a type end the process (see
+        # kubelet_plugin/checkpoint/records.py): claims of one call are worked on at once.
         for kind in self.kinds.values():
             msgspec.json.Decoder(kind)
 

@@ -1,1 +1,1 @@
-"""The node's GPUs: the Host protocol, NVML and sysfs behind it, and a simulator of both."""
+"""Hardware access: NVML, MIG, discovery, links, device nodes, sysfs."""

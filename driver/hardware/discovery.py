@@ -1,20 +1,92 @@
-"""Reading one GPU's facts through the pynvml functions and sysfs."""
+"""Read the properties of one GPU through the pynvml functions and sysfs.
+
+NVML reports neither type nor bandwidth of the memory. Bandwidth follows from clock and bus width (checked against
+NVIDIA's data sheets for A100, H100, B200, L40S, T4); the type is known by product, and None for other products.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from ctypes import byref, c_uint
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pynvml
 
-from driver.hardware import sysfs
-from driver.hardware.calls import ABSENT, fact, text
 from driver.hardware.links import nvlink_cliques, read_fabric_clique, read_nvlink
-from driver.hardware.memory import memory_type, read_memory_bandwidth
+from driver.hardware.nvml_errors import ABSENT, fact, text
+from driver.hardware.topology import numa_node, pci_address, pcie_root
 from driver.model.gpu import Gpu, MigMode, Placement, Profile
+
+TRANSFERS_PER_CLOCK = 2
+"""Double data rate: NVML's memory clock counts full cycles."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownMemory:
+    """Type and data-sheet bandwidth in GB/s of the products whose name matches ``pattern``.
+
+    ``over_gib`` distinguishes two memory sizes of one product name.
+    """
+
+    pattern: re.Pattern[str]
+    kind: str
+    bandwidth: int
+    over_gib: int
+
+
+def _known(pattern: str, kind: str, bandwidth: int, over_gib: int = 0) -> KnownMemory:
+    return KnownMemory(re.compile(pattern), kind, bandwidth, over_gib)
+
+
+PRODUCTS = (
+    _known(r"Tesla T4\b", "GDDR6", 320),
+    _known(r"V100", "HBM2", 900),
+    _known(r"\bA10\b", "GDDR6", 600),
+    _known(r"\bL4\b", "GDDR6", 300),
+    _known(r"\bL40S\b", "GDDR6", 864),
+    _known(r"\bA30\b", "HBM2", 933),
+    _known(r"A[18]00.*40GB", "HBM2", 1555),
+    _known(r"A[18]00-SXM4-80GB", "HBM2e", 2039),
+    _known(r"A[18]00 80GB PCIe", "HBM2e", 1935),
+    _known(r"GH200 144G", "HBM3e", 4900),
+    _known(r"GH200", "HBM3", 4000),
+    _known(r"H[18]00 PCIe", "HBM2e", 2039),
+    _known(r"H[18]00 NVL", "HBM3", 3938),
+    _known(r"H[18]00", "HBM3", 3352),
+    _known(r"H200", "HBM3e", 4800),
+    _known(r"\bH20\b", "HBM3e", 4800, over_gib=100),  # the later H20 has the memory of an H200
+    _known(r"\bH20\b", "HBM3", 4000),
+    _known(r"G?B[23]00\b", "HBM3e", 8000),
+    _known(r"RTX PRO 6000 Blackwell", "GDDR7", 1597),
+    _known(r"RTX PRO 5000 Blackwell", "GDDR7", 1344),
+)
+"""First match wins: narrower names stand in front of wider ones."""
+
+
+def read_memory_bandwidth(nvml: Any, handle: Any, product: str, memory_bytes: int) -> int | None:
+    """GB/s: 2 x highest memory clock x bus width / 8, else the product's data sheet, else None."""
+    clock_mhz = fact(nvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM)
+    width_bits = fact(nvml.nvmlDeviceGetMemoryBusWidth, handle)
+    if clock_mhz and width_bits:
+        bandwidth: int = round(TRANSFERS_PER_CLOCK * clock_mhz * width_bits / 8 / 1000)
+        return bandwidth
+    known = _find(product, memory_bytes)
+    return known.bandwidth if known else None
+
+
+def memory_type(product: str, memory_bytes: int) -> str | None:
+    """``HBM3``, ``GDDR6`` and so on, or None for a product that is not in the table."""
+    known = _find(product, memory_bytes)
+    return known.kind if known else None
+
+
+def _find(product: str, memory_bytes: int) -> KnownMemory | None:
+    rows = (known for known in PRODUCTS if known.pattern.search(product))
+    return next((known for known in rows if memory_bytes > known.over_gib << 30), None)
+
 
 MIB = 1 << 20
 
@@ -38,12 +110,12 @@ BRANDS = {
     pynvml.NVML_BRAND_GEFORCE_RTX: "GeForceRTX",
     pynvml.NVML_BRAND_TITAN_RTX: "TitanRTX",
 }
-"""Spelled as users of NVIDIA's driver know them."""
+"""Brand names in the form that users of NVIDIA's driver know."""
 
 
 def read_gpu(nvml: Any, handle: Any, index: int, root: Path, *, simulated: bool) -> Gpu:
-    """Everything Tessera knows about one GPU. Raises NVMLError for a fact it can't do without."""
-    address = sysfs.pci_address(text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+    """Read all properties of one GPU. Raises NVMLError for a missing mandatory property."""
+    address = pci_address(text(nvml.nvmlDeviceGetPciInfo(handle).busId))
     mig_mode = fact(nvml.nvmlDeviceGetMigMode, handle)
     profiles = tuple(read_profiles(nvml, handle)) if mig_mode is not None else ()
     product = text(nvml.nvmlDeviceGetName(handle))
@@ -59,8 +131,8 @@ def read_gpu(nvml: Any, handle: Any, index: int, root: Path, *, simulated: bool)
         driver_version=semantic_version(text(nvml.nvmlSystemGetDriverVersion())),
         cuda_driver_version=_cuda_driver_version(nvml),
         pci_bus_id=address,
-        pcie_root=sysfs.pcie_root(root, address),
-        numa_node=sysfs.numa_node(root, address),
+        pcie_root=pcie_root(root, address),
+        numa_node=numa_node(root, address),
         memory_bytes=memory_bytes,
         multiprocessors=max((profile.multiprocessors for profile in profiles), default=None),
         memory_type=memory_type(product, memory_bytes),
@@ -68,7 +140,7 @@ def read_gpu(nvml: Any, handle: Any, index: int, root: Path, *, simulated: bool)
         pcie_generation=fact(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         pcie_width=fact(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
         nvlink=read_nvlink(nvml, handle),
-        nvlink_clique=None,  # takes all GPUs to know
+        nvlink_clique=None,  # requires all GPUs of the node
         fabric_clique=read_fabric_clique(nvml, handle),
         ecc=_ecc(nvml, handle),
         mig_capable=bool(profiles),
@@ -80,14 +152,14 @@ def read_gpu(nvml: Any, handle: Any, index: int, root: Path, *, simulated: bool)
 
 
 def with_cliques(gpus: Iterable[Gpu]) -> list[Gpu]:
-    """The GPUs of one node, each with the NVLink clique it is in."""
+    """Return the GPUs of one node with their NVLink cliques."""
     found = list(gpus)
     cliques = nvlink_cliques({gpu.pci_bus_id: gpu.nvlink for gpu in found})
     return [replace(gpu, nvlink_clique=cliques.get(gpu.pci_bus_id)) for gpu in found]
 
 
 def read_mig_mode(modes: Sequence[int] | None, *, capable: bool) -> MigMode:
-    """From NVML's current and pending mode; they differ while a GPU waits for a reset."""
+    """Convert NVML's current and pending MIG mode; they differ while a GPU waits for a reset."""
     if modes is None or not capable:
         return MigMode.UNSUPPORTED
     current, pending = (mode == pynvml.NVML_DEVICE_MIG_ENABLE for mode in modes)

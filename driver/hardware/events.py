@@ -1,10 +1,9 @@
-"""Hearing from the hardware that something happened, through NVML's event sets.
+"""NVML events, received through an event set.
 
-NVML refuses to wait on a set as soon as one of its GPUs is lost, so then a new set is made of those that can still be
-reached. What the old one had is heard first: an event may be told twice, and none is lost.
+NVML refuses to wait on a set as soon as one of its GPUs is lost; then a new set of the reachable GPUs replaces it.
+Events of the old set are read first: an event may be returned twice, and none is lost.
 
-Only a GPU that answered when it was last looked at is asked for anything: one that hangs would keep us there, and the
-events of all others with it.
+Only GPUs that answered in the most recent scan are registered: a GPU that hangs would block the events of all others.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 import pynvml
 
-from driver.hardware.calls import ABSENT
+from driver.hardware.nvml_errors import ABSENT
 from driver.model.health import EventKind, GpuEvent
 
 KINDS = {
@@ -31,32 +30,32 @@ KINDS = {
 WANTED = sum(KINDS)
 
 WHOLE_GPU = 0xFFFFFFFF
-"""Stands for no instance id."""
+"""The instance id of an event that concerns the whole GPU."""
 
-RETRY_S = 1.0
-"""Longest pause after an error before waiting again."""
+RETRY_INTERVAL_SECONDS = 1.0
+"""Longest pause after an error before the next wait."""
 
-MOST_LEFT = 1000
-"""Events taken over from a set that is given up; a GPU that reports without end must not keep us there."""
+MAX_PENDING_EVENTS = 1000
+"""Most events that are read from a set that is replaced; a GPU may report events endlessly."""
 
 
 class Events:
-    """One event set for all GPUs that can be reached. ``wait`` is for one thread, ``register`` and ``keep`` for any."""
+    """One event set for all reachable GPUs. ``wait`` is for one thread, ``register`` and ``keep`` are thread-safe."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
         self._lock = threading.Lock()
         self._set: Any | None = None
-        self._answering: set[str] = set()
+        self._reachable: set[str] = set()
         self._registered: set[str] = set()
         self._uuids: dict[int | None, str] = {}
         self._left: deque[GpuEvent] = deque()
 
     def register(self, uuid: str, handle: Any) -> None:
-        """Hear of this GPU from now on; one that can't be reached just now is tried again at the next wait."""
+        """Receive events of this GPU; an unreachable one is retried at the next wait."""
         with self._lock, suppress(pynvml.NVMLError):
             self._uuids[_address(handle)] = uuid
-            self._answering.add(uuid)
+            self._reachable.add(uuid)
             if uuid in self._registered:
                 return
             if self._set is None:
@@ -65,13 +64,13 @@ class Events:
             self._registered.add(uuid)
 
     def keep(self, uuids: Collection[str]) -> None:
-        """These GPUs answer; any other has to be registered anew when it is back."""
+        """Keep only these GPUs registered; others must be registered again when they return."""
         with self._lock:
-            self._answering = set(uuids)
-            self._registered &= self._answering
+            self._reachable = set(uuids)
+            self._registered &= self._reachable
 
     def wait(self, handles: Mapping[str, Any], timeout_s: float) -> GpuEvent | None:
-        """The next event of one of the GPUs (by UUID), or None in time. Without events it is just a pause."""
+        """Return the next event of one of the GPUs (by UUID), or None after the timeout."""
         if self._left:
             return self._left.popleft()
         began = time.monotonic()
@@ -81,7 +80,7 @@ class Events:
         except pynvml.NVMLError as error:
             if error.value != pynvml.NVML_ERROR_TIMEOUT:
                 self._renew(handles)
-                time.sleep(max(0.0, min(RETRY_S, timeout_s - (time.monotonic() - began))))
+                time.sleep(max(0.0, min(RETRY_INTERVAL_SECONDS, timeout_s - (time.monotonic() - began))))
         return self._left.popleft() if self._left else None
 
     def _subscribe(self, handle: Any) -> None:
@@ -96,7 +95,7 @@ class Events:
 
     def _register_all(self, handles: Mapping[str, Any]) -> None:
         for uuid, handle in handles.items():
-            if uuid in self._answering:
+            if uuid in self._reachable:
                 self.register(uuid, handle)
 
     def _renew(self, handles: Mapping[str, Any]) -> None:
@@ -105,8 +104,8 @@ class Events:
         self._register_all(handles)
         if given_up is None:
             return
-        with suppress(pynvml.NVMLError):  # TIMEOUT: nothing is left; GPU_IS_LOST comes after what is left
-            for _ in range(MOST_LEFT):
+        with suppress(pynvml.NVMLError):  # TIMEOUT: no more events; GPU_IS_LOST is returned after the last event
+            for _ in range(MAX_PENDING_EVENTS):
                 self._left.append(self._event(self._nvml.nvmlEventSetWait_v2(given_up, 0)))
         with suppress(pynvml.NVMLError):
             self._nvml.nvmlEventSetFree(given_up)
@@ -115,7 +114,7 @@ class Events:
         kind = KINDS.get(data.eventType, EventKind.MIG_CHANGED)
         return GpuEvent(
             kind,
-            self._uuids.get(_address(data.device)),  # a GPU that is lost can't be asked
+            self._uuids.get(_address(data.device)),  # a lost GPU cannot be queried
             data.eventData if kind is EventKind.XID else None,
             _instance(data.gpuInstanceId),
             _instance(data.computeInstanceId),

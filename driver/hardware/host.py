@@ -1,22 +1,35 @@
-"""What the node plugin asks of a node's hardware, and nothing more."""
+"""The node's GPUs through the pynvml functions: the real module, or the simulator's."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from ctypes import CDLL
 from dataclasses import dataclass
-from enum import IntEnum
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, TypeVar
 
+import pynvml
+
+from driver.errors import EnvironmentFault, HardwareError
+from driver.hardware import device_nodes as nodes
+from driver.hardware.device_nodes import DeviceNode
+from driver.hardware.discovery import read_gpu, with_cliques
+from driver.hardware.events import Events
+from driver.hardware.host_paths import HOST, HostPaths, device_root
+from driver.hardware.mig import MigOperations
+from driver.hardware.nvml_errors import described, fact, nvml_call
+from driver.hardware.time_slice import TimeSliceTool
 from driver.model.gpu import Gpu, Partition, Placement, Profile
 from driver.model.health import GpuEvent
-from driver.model.sharing import TimeSlice
+from driver.model.sharing import ComputeMode, TimeSlice
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFault:
-    """A GPU that discovery had to leave out, and why."""
+    """A GPU that discovery could not read, and the reason."""
 
     index: int
     reason: str
@@ -27,145 +40,211 @@ class GpuFault:
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """Every GPU that answered, by index, and those that did not."""
+    """The GPUs that answered, by index, and those that did not."""
 
     gpus: tuple[Gpu, ...]
     faults: tuple[GpuFault, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceNode:
-    """A character device for a container.
+T = TypeVar("T")
 
-    ``path`` is the path inside the container. ``host_path`` is where the runtime finds the node; it is
-    None for a node that need not exist on the host, and then ``major`` and ``minor`` are set.
+
+class TimeoutRunner:
+    """Runs NVML calls with a timeout, each in its own thread: NVML itself has no timeouts. For use by one thread.
+
+    A call that hangs is abandoned, and not repeated until it has returned. The threads are not daemons: a process
+    that exits waits for calls that still hang.
     """
 
-    path: str
-    host_path: str | None = None
-    major: int | None = None
-    minor: int | None = None
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._hung: dict[object, Future[Any]] = {}
+
+    def run(self, key: object, call: Callable[[], T]) -> T:
+        """Return the result of ``call``, or raise what it raises.
+
+        Raises HardwareError after the timeout, and while an earlier call for ``key`` still hangs.
+        """
+        earlier = self._hung.get(key)
+        if earlier is not None and not earlier.done():
+            raise HardwareError(f"it has not answered for more than {self._timeout_seconds:g} s")
+        pending: Future[T] = Future()
+        threading.Thread(target=_complete, args=(pending, call), name="nvml", daemon=False).start()
+        try:
+            result = pending.result(self._timeout_seconds)
+        except TimeoutError:
+            self._hung[key] = pending
+            raise HardwareError(f"it did not answer within {self._timeout_seconds:g} s") from None
+        self._hung.pop(key, None)
+        return result
 
 
-class ComputeMode(IntEnum):
-    """How many processes may use a GPU, by NVML's numbers (``nvmlComputeMode_t``); only DEFAULT lets several."""
-
-    DEFAULT = 0
-    EXCLUSIVE_THREAD = 1
-    PROHIBITED = 2
-    EXCLUSIVE_PROCESS = 3
+def _complete(pending: Future[T], call: Callable[[], T]) -> None:
+    try:
+        pending.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+        pending.set_exception(error)
 
 
-class Host(Protocol):
-    """A node with GPUs. Every method raises HardwareError; none keeps a lock between calls.
+def load_nvml(library: Path | None) -> Any:
+    """The real pynvml module, bound to ``library`` (default: what the dynamic linker finds).
 
-    Callers serialise the methods that change a GPU (the ones that return a Partition or None) for each
-    GPU; different GPUs may be used from different threads at once.
+    Raises EnvironmentFault where the library can't be loaded.
     """
+    if library is not None:
+        try:
+            pynvml.nvmlLib = CDLL(str(library))
+        except OSError as error:
+            raise EnvironmentFault(
+                f"--nvml-library {library}: can't be loaded ({error}); expected the driver's libnvidia-ml.so.1"
+            ) from error
+    return pynvml
+
+
+GPU_ANSWER_TIMEOUT_SECONDS = 15.0
+"""How long discovery waits for a GPU. A healthy GPU answers in milliseconds, after a cold start in a few seconds."""
+
+
+class Host:
+    """A node with GPUs, in one NVML session. Handles are cached, because lookups are slow under load.
+
+    Every method raises HardwareError; none keeps a lock between calls. Callers serialise the methods that change a
+    GPU (those that return a Partition or None) for each GPU; different GPUs may be used from several threads at once.
+    """
+
+    def __init__(self, nvml: Any, paths: HostPaths, *, simulated: bool, driver_root: Path = HOST) -> None:
+        """Start the session. Raises EnvironmentFault where NVML is missing or refuses to start."""
+        self._nvml = nvml
+        self._paths = paths
+        self._simulated = simulated
+        self._driver_root = driver_root
+        self._handles: dict[str, Any] = {}
+        self._mig = MigOperations(nvml)
+        self._events = Events(nvml)
+        self._timeouts = TimeoutRunner(GPU_ANSWER_TIMEOUT_SECONDS)
+        # The simulator's tool is a script; the file in the place of NVML's library can't be loaded.
+        self._time_slice = TimeSliceTool(paths.here(str(driver_root)), needs_library=not simulated)
+        try:
+            nvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            raise EnvironmentFault(
+                f"NVML can't be used: {described(error)}; is the NVIDIA driver (550 or newer) installed and loaded? "
+                "--nvml-library names the library, --gpus sim:dgx-h100 simulates a node without GPUs"
+            ) from error
+
+    def close(self) -> None:
+        """End the NVML session; no method may be called afterwards."""
+        with nvml_call("closing NVML"):
+            self._nvml.nvmlShutdown()
 
     def discover(self) -> Discovery:
-        """Ask every GPU what it is. One that fails is reported; the others are unaffected."""
-        ...
+        """Read the facts of every GPU. A GPU that fails is reported; the others are unaffected."""
+        with nvml_call("counting GPUs"):
+            count = self._nvml.nvmlDeviceGetCount()
+        found: list[Gpu] = []
+        faults: list[GpuFault] = []
+        for index in range(count):
+            try:
+                handle, gpu = self._timeouts.run(index, partial(self._read, index))
+            except pynvml.NVMLError as error:
+                faults.append(GpuFault(index, f"NVML says {described(error)}"))
+                continue
+            except HardwareError as error:
+                faults.append(GpuFault(index, str(error)))
+                continue
+            self._handles[gpu.uuid] = handle
+            self._events.register(gpu.uuid, handle)
+            found.append(gpu)
+        self._events.keep([gpu.uuid for gpu in found])
+        return Discovery(tuple(with_cliques(found)), tuple(faults))
+
+    def _read(self, index: int) -> tuple[Any, Gpu]:
+        handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+        return handle, read_gpu(self._nvml, handle, index, self._paths.root, simulated=self._simulated)
 
     def partitions(self, gpu: Gpu) -> Sequence[Partition]:
         """All MIG instances that exist on ``gpu``, whoever made them; empty with MIG mode off."""
-        ...
+        if not self.mig_enabled(gpu):
+            return ()
+        return tuple(self._mig.partitions(self._handle(gpu), gpu))
 
     def find_partition(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition | None:
         """The instance of ``profile`` at exactly ``placement``, complete or not."""
-        ...
+        return self._mig.find(self._handle(gpu), gpu, profile, placement) if self.mig_enabled(gpu) else None
 
     def mig_enabled(self, gpu: Gpu) -> bool:
         """Whether MIG mode is in force now."""
-        ...
+        return gpu.mig_capable and self._mig.enabled(self._handle(gpu), gpu)
 
     def set_mig_mode(self, gpu: Gpu, *, enabled: bool) -> None:
         """Switch MIG mode; returns only once it is in force, else raises (in use, reset required)."""
-        ...
+        self._mig.set_mode(self._handle(gpu), gpu, enabled=enabled)
 
     def request_mig_mode(self, gpu: Gpu, *, enabled: bool) -> bool:
-        """Ask for MIG mode; False where it comes into force only with a reset of the GPU."""
-        ...
+        """Request a MIG mode; False where it takes effect only with a reset of the GPU."""
+        return self._mig.request_mode(self._handle(gpu), gpu, enabled=enabled)
 
     def compute_mode(self, gpu: Gpu) -> ComputeMode:
         """Whether several processes may use ``gpu``. An administrator sets it; a reboot sets it to DEFAULT."""
-        ...
+        with nvml_call(f"reading the compute mode of {gpu.uuid}"):
+            return ComputeMode(self._nvml.nvmlDeviceGetComputeMode(self._handle(gpu)))
 
     def processes(self, gpu: Gpu) -> int:
         """How many compute processes run on ``gpu`` itself; those on its partitions are not counted."""
-        ...
+        with nvml_call(f"listing the processes of {gpu.uuid}"):
+            return len(self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle(gpu)))
 
     def set_time_slice(self, gpu: Gpu, interval: TimeSlice) -> None:
-        """How long each process on ``gpu`` runs before the next; a GPU reset and a reboot set it to DEFAULT.
+        """Set how long each process on ``gpu`` runs before the next; a GPU reset and a reboot set it to DEFAULT.
 
         Without effect on partitions. Not every product has it (before Volta: NOT_SUPPORTED), so that nobody
         should set DEFAULT on a GPU that has it already.
         """
-        ...
+        self._time_slice.set(gpu.uuid, interval)
 
     def wait_for_event(self, timeout_s: float) -> GpuEvent | None:
-        """Wait for news from the hardware; None when none came in time. For one thread.
+        """Wait for an NVML event; None on timeout. For use by one thread.
 
-        None is lost between two calls; one may be told twice.
+        No event is lost between two calls; an event may be returned twice.
         """
-        ...
+        return self._events.wait(dict(self._handles), timeout_s)
 
     def recovery_action(self, gpu: Gpu) -> int | None:
-        """What NVML says ``gpu`` needs to recover, by its numbers (0: nothing); None where the driver can't tell."""
-        ...
+        """NVML's recovery action of ``gpu`` (0: none); None where the driver does not report it."""
+        with nvml_call(f"reading the recovery action of {gpu.uuid}"):
+            wanted = [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+            values = fact(self._nvml.nvmlDeviceGetFieldValues, self._handle(gpu), wanted)
+        reported = values[0] if values else None
+        if reported is None or reported.nvmlReturn != pynvml.NVML_SUCCESS:
+            return None
+        return int(reported.value.uiVal)
 
     def create_gpu_instance(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition:
-        """Cut the GPU instance at exactly ``placement``; the result has no compute instance yet."""
-        ...
+        """Create the GPU instance at exactly ``placement``; the result has no compute instance yet."""
+        return self._mig.create_gpu_instance(self._handle(gpu), gpu, profile, placement)
 
     def create_compute_instance(self, gpu: Gpu, partition: Partition) -> Partition:
         """Give ``partition`` the one compute instance that spans it; the result is complete."""
-        ...
+        return self._mig.create_compute_instance(self._handle(gpu), gpu, partition)
 
     def destroy_compute_instance(self, gpu: Gpu, partition: Partition) -> None:
         """Remove the compute instance; one that is gone already is no error."""
-        ...
+        self._mig.destroy_compute_instance(self._handle(gpu), gpu, partition)
 
     def destroy_gpu_instance(self, gpu: Gpu, partition: Partition) -> None:
         """Remove the GPU instance; one that is gone already is no error."""
-        ...
+        self._mig.destroy_gpu_instance(self._handle(gpu), gpu, partition)
 
     def gpu_nodes(self, gpu: Gpu) -> Sequence[DeviceNode]:
         """The device nodes a container needs to use ``gpu``, the control nodes included."""
-        ...
+        return nodes.gpu_nodes(self._paths, gpu, device_root(self._paths, self._driver_root))
 
     def partition_nodes(self, gpu: Gpu, partition: Partition) -> Sequence[DeviceNode]:
-        """What a container needs to use ``partition``: the GPU's nodes plus both capability nodes."""
-        ...
+        """The device nodes a container needs to use ``partition``: the GPU's nodes and both capability nodes."""
+        return nodes.partition_nodes(self._paths, gpu, partition, device_root(self._paths, self._driver_root))
 
-
-@dataclass(frozen=True, slots=True)
-class HostPaths:
-    """Where the host's files are.
-
-    ``root`` is where this process sees the host's root directory. ``runtime_root`` is what the container
-    runtime has to put in front of the same path: "/" for a real host, the simulated node's directory else.
-    """
-
-    root: Path
-    runtime_root: Path
-
-    def here(self, path: str) -> Path:
-        return self.root / path.lstrip("/")
-
-    def for_runtime(self, path: str) -> str:
-        return _joined(self.runtime_root, path)
-
-    def has(self, path: str) -> bool:
-        """Whether it is there."""
-        return os.access(_joined(self.root, path), os.F_OK)
-
-    def read(self, path: str) -> str:
-        """What is in the file. Raises OSError."""
-        with open(_joined(self.root, path), encoding="utf-8") as file:  # noqa: PTH123
-            return file.read()
-
-
-def _joined(root: Path, path: str) -> str:
-    """As a string: ten of them in every prepare, and a Path costs more than to look at what is there."""
-    return os.path.join(root, path.lstrip("/"))  # noqa: PTH118
+    def _handle(self, gpu: Gpu) -> Any:
+        if gpu.uuid not in self._handles:
+            with nvml_call(f"looking up {gpu.uuid}"):
+                self._handles[gpu.uuid] = self._nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+        return self._handles[gpu.uuid]

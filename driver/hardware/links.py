@@ -13,8 +13,8 @@ from uuid import UUID
 
 import pynvml
 
-from driver.hardware import sysfs
-from driver.hardware.calls import ABSENT, fact, text
+from driver.hardware.nvml_errors import ABSENT, fact, text
+from driver.hardware.topology import pci_address
 from driver.model.gpu import NvLink
 
 GENERATIONS = {
@@ -117,4 +117,4 @@ def _far_end(nvml: Any, handle: Any, link: int) -> str | None:
     if kind != pynvml.NVML_NVLINK_DEVICE_TYPE_GPU:
         return None
     remote = fact(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
-    return None if remote is None else sysfs.pci_address(text(remote.busId))
+    return None if remote is None else pci_address(text(remote.busId))

@@ -1,7 +1,7 @@
-"""MIG operations through the pynvml functions: listing, cutting and removing instances.
+"""MIG operations through the pynvml functions: list, create and destroy instances.
 
 Order and rules from the MIG user guide: MIG mode, then GPU instance, then compute instance; removal in
-reverse. A GPU instance is always cut at an explicit placement: the driver's own choice fragments.
+reverse. A GPU instance is always created at an explicit placement: the driver's own choice causes fragmentation.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 import pynvml
 
 from driver.errors import HardwareError
-from driver.hardware.calls import nvml_call, text
 from driver.hardware.discovery import NO_SUCH_PROFILE
+from driver.hardware.nvml_errors import nvml_call, text
 from driver.model.gpu import Gpu, Partition, Placement, Profile
 
 GONE = pynvml.NVML_ERROR_NOT_FOUND
 
 
 class MigOperations:
-    """MIG on one node. Stateless but for the table of which compute instance spans which GPU instance."""
+    """MIG on one node. Stateless except for a cache of the compute-instance profiles that span a GPU instance."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
@@ -38,7 +38,7 @@ class MigOperations:
         what = f"switching MIG mode {'on' if enabled else 'off'} on {gpu.uuid}"
         with nvml_call(what):
             activation = self._nvml.nvmlDeviceSetMigMode(handle, wanted)
-        # NVML returns success for a mode that is only pending; the activation status tells.
+        # NVML returns success for a pending mode; the activation status shows the difference.
         if activation != pynvml.NVML_SUCCESS:
             with nvml_call(what):
                 raise pynvml.NVMLError(activation)
@@ -46,7 +46,7 @@ class MigOperations:
             raise HardwareError(f"{what}: NVML says SUCCESS, but the mode is only pending; the GPU needs a reset")
 
     def request_mode(self, handle: Any, gpu: Gpu, *, enabled: bool) -> bool:
-        """Whether the mode is in force now; else it is pending until the GPU is reset."""
+        """Request a MIG mode; False if it is pending until the GPU is reset."""
         wanted = pynvml.NVML_DEVICE_MIG_ENABLE if enabled else pynvml.NVML_DEVICE_MIG_DISABLE
         with nvml_call(f"asking for MIG mode on {gpu.uuid}"):
             self._nvml.nvmlDeviceSetMigMode(handle, wanted)
@@ -90,7 +90,7 @@ class MigOperations:
             with nvml_call(what):
                 if error.value != GONE:
                     raise
-            # Once nobody has a record of it, it would stay for ever: believed only where the list agrees.
+            # Without a record the instance would stay forever, so NOT_FOUND is accepted only if the list agrees.
             if any(p.gpu_instance_id == partition.gpu_instance_id for p in self.partitions(handle, gpu)):
                 raise HardwareError(f"{what}: NVML says NOT_FOUND and lists it all the same", GONE) from error
 
@@ -107,7 +107,7 @@ class MigOperations:
                 yield partition if compute is None else self._complete(partition, compute)
 
     def _compute_instance(self, instance: Any) -> Any | None:
-        """The first compute instance found; Tessera makes exactly one, which spans the GPU instance."""
+        """Return the first compute instance; Tessera creates exactly one, which spans the GPU instance."""
         for info in self._compute_profiles(instance):
             count = c_uint(info.instanceCount)
             handles = (pynvml.c_nvmlComputeInstance_t * info.instanceCount)()
@@ -158,7 +158,7 @@ class MigOperations:
 
 @contextmanager
 def _gone_is_fine() -> Iterator[None]:
-    """Swallow NOT_FOUND: what should be removed is gone already."""
+    """Ignore NOT_FOUND: the object to remove does not exist any more."""
     try:
         yield
     except pynvml.NVMLError as error:

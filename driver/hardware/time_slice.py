@@ -1,6 +1,6 @@
 """A GPU's time-slice interval, by ``nvidia-smi compute-policy``: NVML has no function for it.
 
-What the tool says where a GPU can't: exit status 3 and "Failed to set timeslice policy with value Default
+On a GPU without support the tool exits with status 3 and "Failed to set timeslice policy with value Default
 for GPU 0 : Not Supported" (a public log of a Tesla P4). Exit statuses up to 15 are NVML's return codes
 (nvidia-smi's manual, "Return Value").
 """
@@ -15,33 +15,33 @@ from pathlib import Path
 import pynvml
 
 from driver.errors import HardwareError
-from driver.hardware.calls import NAMES
-from driver.hardware.driver_root import LIBRARY_DIRECTORIES, resolve_inside
+from driver.hardware.host_paths import LIBRARY_DIRECTORIES, resolve_inside
+from driver.hardware.nvml_errors import NAMES
 from driver.model.sharing import TimeSlice
 
 TOOL = "usr/bin/nvidia-smi"
 LIBRARY = "libnvidia-ml.so.1"
-DEADLINE_S = 15.0
-"""Of one run: it takes well under a second, and the kubelet waits 45 s for everything a pod needs."""
+NVIDIA_SMI_TIMEOUT_SECONDS = 15.0
+"""Timeout of one run, which normally takes less than a second; the kubelet waits 45 s for a whole pod."""
 
 OUTPUT_LIMIT = 500
-"""Characters of what the tool printed that go into an error."""
+"""Most characters of the tool's output in an error message."""
 
 LAST_NVML_STATUS = 15
 
 
 class TimeSliceTool:
-    """The nvidia-smi of the driver below ``root``, looked for when it is needed: most nodes never need it."""
+    """The nvidia-smi of the driver below ``root``, found on first use: most nodes never need it."""
 
     def __init__(self, root: Path, *, needs_library: bool = True) -> None:
         self._root = root
-        # Below another root than "/" the dynamic linker doesn't find NVML's library by itself.
+        # Below a root other than "/" the dynamic linker does not find NVML's library.
         self._needs_library = needs_library and root != Path("/")
 
     def set(self, gpu_uuid: str, interval: TimeSlice) -> None:
-        """Returns once ``interval`` is in force on the GPU.
+        """Set the interval of a GPU.
 
-        Raises HardwareError, with NVML's code where it has one: NOT_SUPPORTED also where there is no tool.
+        Raises HardwareError, with NVML's code if there is one; NOT_SUPPORTED also if the tool is missing.
         """
         what = f"setting time-slice {interval} on {gpu_uuid}"
         tool = self._found(what)
@@ -64,7 +64,7 @@ class TimeSliceTool:
         return str(self._root / real)
 
     def _run(self, command: list[str], what: str) -> tuple[int, str]:
-        """Exit status and what was printed."""
+        """Run the tool; return exit status and output."""
         try:
             process = subprocess.Popen(
                 command,
@@ -78,16 +78,16 @@ class TimeSliceTool:
         except OSError as error:
             raise HardwareError(f"{what}: {command[0]} can't be run: {error}") from error
         try:
-            output, _ = process.communicate(timeout=DEADLINE_S)
+            output, _ = process.communicate(timeout=NVIDIA_SMI_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired as error:
             process.kill()
-            # A process that is stuck in the kernel module ends when that lets go, and not before.
+            # A process that is stuck in the kernel module cannot be killed; reap it when it ends.
             threading.Thread(target=process.communicate, daemon=True, name="reap nvidia-smi").start()
-            raise HardwareError(f"{what}: {command[0]} gave no answer in {DEADLINE_S:g} s") from error
+            raise HardwareError(f"{what}: {command[0]} gave no answer in {NVIDIA_SMI_TIMEOUT_SECONDS:g} s") from error
         return process.returncode, output
 
     def _environment(self) -> dict[str, str]:
-        """LD_PRELOAD names the one library: a library path would bring the driver root's libc with it, and a crash."""
+        """Environment with LD_PRELOAD of NVML only: a library path would also load the driver root's libc."""
         library = self._library() if self._needs_library else None
         return {**os.environ, **({"LD_PRELOAD": library} if library else {})}
 

@@ -1,4 +1,4 @@
-"""How near two PCI devices are, and which NICs a node has, from the kernel's device tree.
+"""PCI places of GPUs and NICs and the distance between them, from sysfs.
 
 The levels are those of ``nvidia-smi topo -m``: PIX at most one PCIe switch between them, PXB several,
 PHB the host bridge, NODE two host bridges of one NUMA node, SYS the link between NUMA nodes.
@@ -6,20 +6,63 @@ PHB the host bridge, NODE two host bridges of one NUMA node, SYS the link betwee
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from driver.hardware import sysfs
 from driver.model.gpu import Gpu
+
+PCI_ROOT = re.compile(r"pci[0-9a-f]{4}:[0-9a-f]{2}")
+
+
+def pci_address(nvml_bus_id: str) -> str:
+    """NVML's ``00000000:1B:00.0`` in the kernel's form: ``0000:1b:00.0``.
+
+    Only the four leading digits of the domain are removed; a non-zero domain stays.
+    """
+    domain, rest = nvml_bus_id.lower().split(":", 1)
+    return f"{domain[-4:]}:{rest}"
+
+
+def pcie_root(root: Path, address: str) -> str | None:
+    """The PCIe root complex of a device, such as ``pci0000:1a``, or None if unknown.
+
+    This is the value of the standard attribute ``resource.kubernetes.io/pcieRoot`` (KEP-4381).
+    """
+    link = root / "sys/bus/pci/devices" / address
+    try:
+        parts = link.readlink().parts
+    except OSError:
+        return None
+    return next((part for part in parts if PCI_ROOT.fullmatch(part)), None)
+
+
+def numa_node(root: Path, address: str) -> int | None:
+    """The NUMA node of a PCI device, or None if unknown."""
+    path = root / "sys/bus/pci/devices" / address / "numa_node"
+    try:
+        node = int(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def local_cpus(root: Path, address: str) -> str | None:
+    """The kernel's list of CPUs near a PCI device (``0-55,112-167``), or None if unknown."""
+    try:
+        return (root / "sys/bus/pci/devices" / address / "local_cpulist").read_text().strip() or None
+    except OSError:
+        return None
+
 
 SWITCH_BRIDGES = 2
 """A PCIe switch shows as two bridges on the way: one down-port to each device below its common up-port."""
 
 
 class Level(StrEnum):
-    """How far two devices are apart, near to far."""
+    """Distance between two devices, from near to far."""
 
     SELF = "X"
     PIX = "PIX"
@@ -31,7 +74,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a PCI device sits: its root, the bridges from there down, itself last, and what is near it."""
+    """The place of a PCI device: root complex, path of bridges down to the device, NUMA node and local CPUs."""
 
     address: str
     root: str | None
@@ -49,18 +92,18 @@ class Nic:
 
 
 def place_of(root: Path, address: str) -> Place:
-    """The place of a PCI device; what the kernel doesn't tell is None or empty."""
+    """Return the place of a PCI device; unknown values are None or empty."""
     try:
         parts = (root / "sys/bus/pci/devices" / address).readlink().parts
     except OSError:
         parts = ()
-    top = sysfs.pcie_root(root, address)
+    top = pcie_root(root, address)
     path = parts[parts.index(top) + 1 :] if top in parts else ()
-    return Place(address, top, tuple(path), sysfs.numa_node(root, address), sysfs.local_cpus(root, address))
+    return Place(address, top, tuple(path), numa_node(root, address), local_cpus(root, address))
 
 
 def find_nics(root: Path) -> list[Nic]:
-    """The node's RDMA devices, in the order of their numbers; empty where the kernel knows none."""
+    """Return the node's RDMA devices in the order of their numbers."""
     folder = root / "sys/class/infiniband"
     try:
         names = sorted((entry.name for entry in folder.iterdir()), key=lambda name: (len(name), name))
@@ -71,7 +114,7 @@ def find_nics(root: Path) -> list[Nic]:
 
 
 def level(one: Place, other: Place) -> Level:
-    """How far ``one`` and ``other`` are apart."""
+    """Return the distance between ``one`` and ``other``."""
     if one.address == other.address:
         return Level.SELF
     if one.root is None or one.root != other.root:
@@ -85,7 +128,7 @@ def level(one: Place, other: Place) -> Level:
 
 
 def links_between(one: Gpu, other: Gpu) -> int:
-    """NVLinks that join two GPUs, directly or through the node's switches.
+    """Count the NVLinks between two GPUs, direct or through the node's switches.
 
     Through switches every link of the narrower GPU reaches the other (NVSwitch is non-blocking).
     """

@@ -11,13 +11,14 @@ import logging
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Literal
 
-from driver.errors import CONFLICT, NOT_FOUND, ApiError
-from driver.kube.backoff import Backoff
+from driver.errors import CONFLICT, ApiError
+from driver.kube.client import KubeClient, Object
 from driver.kube.clock import Clock, SystemClock, seconds_time
-from driver.kube.objects import Reference
-from driver.kube.transport import KubeClient, Object
+from driver.kube.types import Reference
+from driver.kube.work_loop import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +47,13 @@ Identity = tuple[str, str, str, str, str]
 
 @dataclass
 class Waiting:
-    """What is to be written about one object for one reason: the last message, and how often it happened."""
+    """What is to be written about one object for one reason: the last message, when, and how often it happened."""
 
     about: Reference
     reason: str
     message: str
     type: Type
+    at: datetime
     count: int = 0
 
 
@@ -87,8 +89,9 @@ class Recorder:
         """
         key = (about.kind, about.namespace, about.name, about.uid, reason)
         with self._lock:
-            waiting = self._waiting.setdefault(key, Waiting(about, reason[:REASON_LETTERS], message, type))
-            waiting.message, waiting.type = shortened(message), type
+            now = self._clock.now()
+            waiting = self._waiting.setdefault(key, Waiting(about, reason[:REASON_LETTERS], message, type, now))
+            waiting.message, waiting.type, waiting.at = shortened(message), type, now
             waiting.count += 1
             if len(self._waiting) > MOST_WAITING:
                 (_, dropped) = self._waiting.popitem(last=False)
@@ -174,14 +177,8 @@ class Recorder:
         name = event_name(key)
         known = self._written.get(key)
         count = waiting.count + (known.count if known else 0)
-        if known is not None:
-            try:
-                self._client.patch(f"{path}/{name}", self._update(waiting, count))
-            except ApiError as error:
-                if error.status != NOT_FOUND:  # it expired
-                    raise
-                known, count = None, waiting.count
-        if known is None:
+        update = self._update(waiting, count)
+        if known is None or self._client.patch_existing(f"{path}/{name}", update) is None:  # None: it expired
             count = self._create(path, name, waiting)
         return Written(waiting.message, count, self._clock.monotonic())
 
@@ -197,8 +194,9 @@ class Recorder:
         return waiting.count
 
     def _update(self, waiting: Waiting, count: int | None) -> Object:
-        now = seconds_time(self._clock.now())
-        changed: Object = {"message": waiting.message, "type": waiting.type, "lastTimestamp": now}
+        # When it happened, not when it could be written: Events are compared by their times.
+        at = seconds_time(waiting.at)
+        changed: Object = {"message": waiting.message, "type": waiting.type, "lastTimestamp": at}
         return changed if count is None else {**changed, "count": count}
 
     def _object(self, name: str, waiting: Waiting) -> Object:
@@ -214,7 +212,7 @@ class Recorder:
             "source": {"component": self._component},
             "reportingComponent": self._component,
             "reportingInstance": self._instance,
-            "firstTimestamp": seconds_time(self._clock.now()),
+            "firstTimestamp": seconds_time(waiting.at),
             **self._update(waiting, waiting.count),
         }
 

@@ -1,6 +1,6 @@
-"""The controller's sign of life: one Lease, renewed while it leads, watched by every node.
+"""Heartbeat of the controller: a Lease that the leader renews and that every node watches.
 
-Nodes don't compare clocks: what counts is when they themselves saw it renewed.
+Clocks are not compared: each node measures the time since it saw the last renewal.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from driver.errors import NOT_FOUND, ApiError
+from driver.errors import ApiError
+from driver.kube.client import KubeClient
 from driver.kube.clock import Clock, SystemClock, micro_time
 from driver.kube.lease import LeaseSpec, lease_object, leases
-from driver.kube.objects import ObjectMeta
-from driver.kube.transport import KubeClient
+from driver.kube.types import ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
 
 log = logging.getLogger(__name__)
@@ -28,14 +28,14 @@ LEAVING = "gpu.tessera.dev/uninstalling"
 
 Every node watches the Lease anyway, whether a controller renews it or not."""
 
-RENEW_S = 10.0
+RENEW_INTERVAL_SECONDS = 10.0
 """Each renewal is an event at every node, so as seldom as three of them fit into SILENT_S."""
 
-UNWELL_S = 0.2
-"""Between two looks at whether there is something to show a sign of life for."""
+FAILURE_INTERVAL_SECONDS = 0.2
+"""Interval between checks whether the failure that stops the heartbeat is over."""
 
 SILENT_S = 30.0
-"""How long without a renewal until a node stands alone."""
+"""Time without a renewal after which a node runs standalone."""
 
 
 class Heartbeat:
@@ -48,27 +48,31 @@ class Heartbeat:
         self._namespace, self._name, self._identity = namespace, name, identity
         self._clock = clock or SystemClock()
 
-    def run(self, stop: threading.Event, is_well: Callable[[], bool] = lambda: True) -> None:
-        """Renew every RENEW_S while ``is_well``, until ``stop`` is set; what fails is tried at the next turn."""
+    def run(self, stop: threading.Event, failure: Callable[[], str | None] = lambda: None) -> None:
+        """Renew every RENEW_INTERVAL_SECONDS until ``stop`` is set, except during a ``failure``.
+
+        ``failure`` returns the reason why nodes must not rely on this controller, or None if they may.
+        """
+        renewing = False
         while not stop.is_set():
-            well = is_well()
+            why = failure()
+            if renewing and why is not None:
+                log.warning("the heartbeat stops: nodes must not rely on the plans", extra={"why": why})
+            elif not renewing and why is None:
+                log.info("the heartbeat is renewed", extra={"lease": self._name})
+            renewing = why is None
             try:
-                if well:
+                if renewing:
                     self.beat()
             except ApiError as error:
                 log.warning("no heartbeat", extra={"lease": self._name, "error": str(error)})
-            self._clock.wait(stop, RENEW_S if well else UNWELL_S)
+            self._clock.wait(stop, RENEW_INTERVAL_SECONDS if renewing else FAILURE_INTERVAL_SECONDS)
 
     def beat(self) -> None:
         """One renewal, without a precondition. Raises ApiError."""
         spec = LeaseSpec(self._identity, int(SILENT_S), renew_time=micro_time(self._clock.now()))
-        body, folder = lease_object(self._namespace, self._name, spec), leases(self._namespace)
-        try:
-            self._client.patch(f"{folder}/{self._name}", body)
-        except ApiError as error:
-            if error.status != NOT_FOUND:
-                raise
-            self._client.create(folder, body)
+        body = lease_object(self._namespace, self._name, spec)
+        self._client.create_or_patch(f"{leases(self._namespace)}/{self._name}", body)
 
 
 class Annotated(ObjectMeta, frozen=True, rename="camel"):

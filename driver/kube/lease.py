@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import msgspec
 
 from driver.errors import CONFLICT, NOT_FOUND, ApiError, UsageError
+from driver.kube.client import KubeClient, Object
 from driver.kube.clock import Clock, SystemClock, micro_time
-from driver.kube.objects import ObjectMeta
-from driver.kube.transport import KubeClient, Object
+from driver.kube.types import ObjectMeta
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,6 @@ class LeaseSpec(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True)
 class Lease(msgspec.Struct, frozen=True):
     metadata: ObjectMeta
     spec: LeaseSpec = LeaseSpec()
-
-
-LEASE = msgspec.json.Decoder(Lease)
 
 
 def leases(namespace: str) -> str:
@@ -202,18 +199,14 @@ class LeaderElector:
 
     def _look(self) -> None:
         path = f"{leases(self._namespace)}/{self._name}"
+        stored = self._client.find(path)
         try:
-            found = LEASE.decode(self._client.get(path))
-        except ApiError as error:
-            if error.status != NOT_FOUND:
-                raise
-            self._lease = None
+            found = None if stored is None else msgspec.convert(stored, Lease)
         except msgspec.MsgspecError as error:
             raise ApiError(f"GET {path}: the answer is no Lease: {error}") from error
-        else:
-            if self._lease is None or found.spec != self._lease.spec:
-                self._seen_at = self._clock.monotonic()
-            self._lease = found
+        if found is not None and (self._lease is None or found.spec != self._lease.spec):
+            self._seen_at = self._clock.monotonic()
+        self._lease = found
 
     def _write(self, began: float) -> None:
         """Take or renew it, over what we know of it: whoever wrote since then wins (status 409)."""

@@ -3,7 +3,7 @@
 The client library's own informer retries without a pause and asks for no bookmarks; this one backs off
 with jitter, resumes from bookmarks and lists again after 410 Gone. Objects are decoded into the caller's
 own msgspec struct, page by page, so that fields nobody reads are never built, and projected to what is
-kept: 5,000 slices in 71 MB instead of 1 GB.
+kept: 5,000 slices in 71 MB instead of 1 GB. One object that can't be read does not keep the others from being read.
 """
 
 from __future__ import annotations
@@ -11,24 +11,32 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from driver.errors import NOT_FOUND, ApiError
-from driver.kube.backoff import Backoff
-from driver.kube.objects import Key, KubeObject
-from driver.kube.paging import ListMeta, Page, pages
-from driver.kube.transport import KubeClient
+from driver.kube.client import KubeClient
+from driver.kube.decoding import decode
+from driver.kube.reads import ListMeta, Page, page_reader, pages
+from driver.kube.types import Key, KubeObject, ObjectMeta, Unreadable
+from driver.kube.work_loop import Backoff
 
 log = logging.getLogger(__name__)
 
 WATCH_S = (240, 480)
 """Range from which the length of a watch is drawn, so that watches of a fleet end apart."""
 
-READ_GRACE_S = 30.0
-"""How much longer than the watch a silent connection is kept: the server ends the watch first."""
+SILENCE_TIMEOUT_SECONDS = 90.0
+"""How long a watch may bring nothing until everything is listed anew: the API server sends a bookmark each minute."""
+
+STALE_AFTER_SECONDS = 120.0
+"""Age of the last list, event or bookmark from which on a cache counts as stale: a list after silence fits in."""
+
+FAILING_AFTER_SECONDS = 15.0
+"""How long lists and watches may fail until a cache counts as stale."""
 
 SENSELESS = (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError)
 """What an answer that is no list, no event or no object of Kubernetes makes our reading of it raise."""
@@ -63,6 +71,12 @@ class Bookmark(msgspec.Struct, frozen=True):
     metadata: ListMeta
 
 
+class Named(msgspec.Struct, frozen=True):
+    """What every object has, whatever else it is."""
+
+    metadata: ObjectMeta
+
+
 class WatchCache(Generic[S, T]):
     """What ``project`` keeps of each object of one resource, by namespace and name. Thread-safe.
 
@@ -71,6 +85,9 @@ class WatchCache(Generic[S, T]):
     (perhaps nothing: the picture is complete now), and after every event that changed a value; one call at
     a time and in order, from the thread of ``run`` or of ``observe``. It must return quickly; what it raises
     is logged as a defect and everything is listed anew.
+
+    Of an object that can't be decoded or projected the last value that could be is kept, until it is deleted;
+    ``unreadable`` has all of them, and each is logged once.
     """
 
     def __init__(
@@ -82,18 +99,22 @@ class WatchCache(Generic[S, T]):
         on_change: Callable[[Sequence[Change[T]]], None] = lambda _: None,
         selectors: Mapping[str, str] | None = None,
         without: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``without`` is what it means where the API server does not know the resource: said once, and asked on."""
         self._client = client
         self._path = path
         self._kind = kind
-        pages: type[Page[S]] = Page[kind]  # type: ignore[valid-type]
-        self._page_decoder = msgspec.json.Decoder(pages)
+        self._read_plain_page = page_reader(kind)
         self._decoder = msgspec.json.Decoder(kind)
         self._project = project
         self._on_change = on_change
         self._selectors = dict(selectors or {})
         self._without, self._said_without = without, False
+        self._clock = clock
+        self._current_at = clock()
+        self._failing_since: float | None = None
+        self._unreadable: dict[Key, Unreadable] = {}
         self._changing = threading.RLock()  # held from a change until it was told, so that changes are told in order
         self._reading = threading.Condition()
         self._values: dict[Key, T] = {}
@@ -126,6 +147,32 @@ class WatchCache(Generic[S, T]):
         with self._reading:
             return self._reading.wait_for(lambda: self._version >= version, timeout_s)
 
+    def stale(self) -> str | None:
+        """Why the values may be older than STALE_AFTER_SECONDS; None while lists, events or bookmarks arrive."""
+        now, failing_since = self._clock(), self._failing_since
+        if not self.synced:
+            return f"{self._path} has not been listed yet"
+        if failing_since is not None and now - failing_since > FAILING_AFTER_SECONDS:
+            return f"{self._path} can't be listed or watched for {now - failing_since:.0f} s"
+        silent = now - self._current_at
+        return f"{self._path} has brought nothing for {silent:.0f} s" if silent > STALE_AFTER_SECONDS else None
+
+    @property
+    def api_version(self) -> str:
+        """API group and version: "v1", "resource.k8s.io/v1"."""
+        return self._path.removeprefix("/apis/").removeprefix("/api/").rpartition("/")[0]
+
+    @property
+    def resource(self) -> str:
+        """The resource as RBAC names it: "resourceclaims"."""
+        return self._path.rpartition("/")[2]
+
+    @property
+    def unreadable(self) -> list[Unreadable]:
+        """The objects that can't be read at present."""
+        with self._reading:
+            return list(self._unreadable.values())
+
     def snapshot(self) -> dict[Key, T]:
         """The values by key; treat them as read-only."""
         with self._reading:
@@ -154,19 +201,19 @@ class WatchCache(Generic[S, T]):
 
         A silent watch is left when the server ends it, so run this in a daemon thread.
 
-        A connection that is cut goes on where it was; after a refusal (410 Gone among them) or an answer
-        that makes no sense everything is listed anew.
+        A connection that is cut goes on where it was; after a refusal (410 Gone among them), an answer that makes no
+        sense or SILENCE_TIMEOUT_SECONDS without a bookmark everything is listed anew.
         """
         backoff = Backoff()
         while not stop.is_set():
             try:
                 self._resume_at = self._resume_at or self._list()
-                if not self._watch(stop, backoff):
+                if not self._watch(stop, backoff) and not self._silent(backoff):
                     stop.wait(backoff.next_s())  # a server or proxy that ends every watch at once
             except ApiError as error:
-                answered, unknown = error.status is not None, error.status == NOT_FOUND
-                self._failed(str(error), backoff, stop, again=answered, unknown=unknown)
-            except SENSELESS as error:
+                again = self._silent(backoff) or error.status is not None
+                self._failed(str(error), backoff, stop, again=again, unknown=error.status == NOT_FOUND)
+            except (*SENSELESS, RecursionError) as error:
                 what = f"the answer for {self._path} makes no sense: {type(error).__name__}: {error}"
                 self._failed(what, backoff, stop, again=True)
             except Exception as error:
@@ -174,11 +221,24 @@ class WatchCache(Generic[S, T]):
                 log.exception("defect while watching")
                 self._failed(f"{type(error).__name__}: {error}", backoff, stop, again=True)
 
+    def _silent(self, backoff: Backoff) -> bool:
+        """Whether nothing has come for SILENCE_TIMEOUT_SECONDS, so that everything is to be listed anew.
+
+        Without a delay that grows if only the watch is silent: a server without bookmarks is silent again and again.
+        """
+        if self._clock() - self._current_at < SILENCE_TIMEOUT_SECONDS:
+            return False
+        self._resume_at = ""
+        if self._failing_since is None:
+            backoff.reset()
+        return True
+
     def _failed(
         self, error: str, backoff: Backoff, stop: threading.Event, *, again: bool, unknown: bool = False
     ) -> None:
         if again:
             self._resume_at = ""
+        self._failing_since = self._failing_since or self._clock()
         delay = backoff.next_s()
         if self._without and unknown:
             log.log(logging.DEBUG if self._said_without else logging.WARNING, self._without)
@@ -191,17 +251,59 @@ class WatchCache(Generic[S, T]):
         """Read every page, keeping of each only what is to be kept; returns the version of the list."""
         values: dict[Key, T] = {}
         versions: dict[Key, int] = {}
-        for page in pages(self._client, self._path, self._page_decoder, self._selectors):
+        unreadable: list[Unreadable] = []
+        for page in pages(self._client, self._path, self._read_page, self._selectors):
             for item in page.items or ():
-                value = self._project(item)
-                if value is not None:
+                value = item if isinstance(item, Unreadable) else self._projected(item)
+                if isinstance(value, Unreadable):
+                    unreadable.append(value)
+                elif value is not None:
                     values[item.metadata.key], versions[item.metadata.key] = value, item.metadata.version
-        self._replace_all(values, versions, int(page.metadata.resource_version))
+        with self._changing:
+            keys = {item.metadata.key for item in unreadable}
+            with self._reading:
+                self._unreadable = {key: item for key, item in self._unreadable.items() if key in keys}
+            for item in unreadable:
+                self._note_unreadable(item)
+            self._replace_all(values, versions, int(page.metadata.resource_version))
         self._said_without = False
         return page.metadata.resource_version
 
+    def _read_page(self, data: bytes) -> Page[S | Unreadable]:
+        """A page of a list; raises MsgspecError where it is none."""
+        try:
+            return self._read_plain_page(data)  # type: ignore[return-value]  # a list of S is one of S | Unreadable
+        except msgspec.ValidationError:
+            page = READ_RAW_PAGE(data)
+            return Page(page.metadata, [self._read(item) for item in page.items or ()])
+
+    def _read(self, data: msgspec.Raw) -> S | Unreadable:
+        """One object; raises MsgspecError where it has no name either."""
+        try:
+            return decode(data, self._decoder)
+        except msgspec.MsgspecError as error:
+            return Unreadable(decode(data, NAMED).metadata, str(error))
+
+    def _projected(self, item: S) -> T | Unreadable | None:
+        try:
+            return self._project(item)
+        except Exception as error:
+            log.debug("defect while projecting", exc_info=True)
+            return Unreadable(item.metadata, f"{type(error).__name__}: {error}")
+
+    def _note_unreadable(self, item: Unreadable) -> None:
+        """Report an object that can't be read, unless that was reported already."""
+        key = item.metadata.key
+        with self._reading:
+            known, self._unreadable[key] = self._unreadable.get(key), item
+        if known is None:
+            extra = {"resource": self.resource, "object": str(key), "error": item.why}
+            log.warning("an object can't be read, its last readable state is kept", extra=extra)
+
     def _replace_all(self, values: dict[Key, T], versions: dict[Key, int], listed_at: int) -> None:
         with self._changing:
+            for key in self._unreadable.keys() & self._values.keys():
+                values[key], versions[key] = self._values[key], self._versions[key]
             if listed_at >= self._version:  # else etcd was restored from a backup: versions began anew
                 # What we wrote after the list was taken is newer than the list.
                 for key in [key for key, version in self._versions.items() if version > listed_at]:
@@ -224,16 +326,18 @@ class WatchCache(Generic[S, T]):
             "resourceVersion": self._resume_at,
             "timeoutSeconds": str(seconds),
         }
-        heard = False
-        for line in self._client.stream(self._path, query, seconds + READ_GRACE_S):
-            self._resume_at = str(self._heard(EVENT.decode(line)))
-            heard = True
-            backoff.reset()
-            if stop.is_set():
-                break
-        return heard
+        received = False
+        with self._client.stream(self._path, query, SILENCE_TIMEOUT_SECONDS) as lines:
+            self._failing_since = None
+            for line in lines:
+                self._resume_at = str(self._process(decode(line, EVENT)))
+                received = True
+                backoff.reset()
+                if stop.is_set():
+                    break
+        return received
 
-    def _heard(self, event: Event) -> int:
+    def _process(self, event: Event) -> int:
         """Process one event and return its version."""
         if event.type == "ERROR":
             status = STATUS.decode(event.object)
@@ -241,7 +345,7 @@ class WatchCache(Generic[S, T]):
         if event.type == "BOOKMARK":
             version = int(BOOKMARK.decode(event.object).metadata.resource_version)
         else:
-            item = self._decoder.decode(event.object)
+            item = self._read(event.object)
             version = item.metadata.version
             with self._changing:
                 if version >= self._versions.get(item.metadata.key, 0):  # our own writes overtake the watch
@@ -249,10 +353,14 @@ class WatchCache(Generic[S, T]):
         self._reached(version)
         return version
 
-    def _apply(self, key: Key, item: S | None) -> None:
+    def _apply(self, key: Key, item: S | Unreadable | None) -> None:
         """Keep this state of an object, None where it is gone, and tell what that changed."""
-        new = None if item is None else self._project(item)
+        new = item if item is None or isinstance(item, Unreadable) else self._projected(item)
+        if isinstance(new, Unreadable):
+            self._note_unreadable(new)
+            return
         with self._reading:
+            self._unreadable.pop(key, None)
             old = self._values.pop(key, None)
             self._versions.pop(key, None)
             if item is not None and new is not None:
@@ -261,11 +369,14 @@ class WatchCache(Generic[S, T]):
             self._on_change([Change(key, old, new)])
 
     def _reached(self, version: int) -> None:
+        self._current_at, self._failing_since = self._clock(), None
         with self._reading:
             self._version = version
             self._reading.notify_all()
 
 
+NAMED = msgspec.json.Decoder(Named)
+READ_RAW_PAGE = page_reader(msgspec.Raw)
 EVENT = msgspec.json.Decoder(Event)
 STATUS = msgspec.json.Decoder(Status)
 BOOKMARK = msgspec.json.Decoder(Bookmark)

@@ -19,17 +19,17 @@ class DeviceKind(StrEnum):
 
 
 SLICE_VALUE = 840
-"""What a whole memory slice is worth: 840 divides by every number of shares up to 8, by 10, 12, 20 and 30."""
+"""The value of a whole memory slice: divisible by every number of shares up to 8, and by 10, 12, 20 and 30."""
 
 MOST_SHARES = 32
-"""Shares of one GPU: each is at least one CUDA context, and a GPU takes turns between about this many."""
+"""Most shares of one GPU: each has at least one CUDA context, and a GPU time-slices about this many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """What a ResourceSlice publishes: a full GPU, a placement that is or can become a partition, or a share.
 
-    ``shares`` is into how many equal parts the GPU is divided of which this is one; 1 for what is not a share.
+    ``shares`` is the number of equal parts of the GPU of which this device is one; 1 for other kinds.
     """
 
     name: str
@@ -41,16 +41,16 @@ class Device:
 
     @property
     def mask(self) -> int:
-        """The memory slices it takes, as a bit mask."""
+        """Bit mask of the memory slices that it uses."""
         return self.gpu.all_slices if self.placement is None else self.placement.mask
 
     @property
     def weight(self) -> int:
-        """What it takes of each of its memory slices, of SLICE_VALUE."""
+        """Its part of each of its memory slices, of SLICE_VALUE."""
         return SLICE_VALUE // self.shares
 
     def overlaps(self, other: Device) -> bool:
-        """Whether the two can't be held at once."""
+        """Whether the two devices exclude each other."""
         if self.gpu.uuid != other.gpu.uuid or not self.mask & other.mask:
             return False
         return self.name == other.name or self.weight + other.weight > SLICE_VALUE
@@ -81,9 +81,9 @@ def share_index(name: str) -> int:
 
 
 def share_indices(shares: int, held: Mapping[int, int]) -> tuple[int, ...]:
-    """Numbers for ``shares`` shares of a GPU. ``held``: those that claims have, with of how many each is one.
+    """Return the numbers of ``shares`` shares of a GPU. ``held`` maps numbers of allocated shares to their ``shares``.
 
-    A number that is held stays that very share's: of another kind it is left out, of the same kind it is kept.
+    A number in use stays with its share: it is kept for the same ``shares`` and skipped for another.
     """
     ours = sorted(index for index, of in held.items() if of == shares)
     free = (index for index in count() if index not in held)
@@ -91,9 +91,9 @@ def share_indices(shares: int, held: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def devices_of(gpu: Gpu, number: int, shares: int = 0, indices: Iterable[int] | None = None) -> tuple[Device, ...]:
-    """Every device ``gpu`` could ever offer under the number ``number``: full, then small to large, then shares.
+    """All devices of ``gpu`` under the number ``number``: full, partitions from small to large, shares.
 
-    ``indices`` are the numbers of the shares, 0 to ``shares`` - 1 unless told.
+    ``indices`` are the numbers of the shares, by default 0 to ``shares`` - 1.
     """
     partitions = (
         partition_device(gpu, number, profile, placement)
@@ -105,10 +105,10 @@ def devices_of(gpu: Gpu, number: int, shares: int = 0, indices: Iterable[int] | 
 
 
 def number_gpus(gpus: Iterable[Gpu], kept: Mapping[str, int]) -> dict[str, int]:
-    """The number each GPU's device names carry, by UUID.
+    """Return the number in each GPU's device names, by UUID.
 
-    It is the minor, except that a GPU on which something is held keeps the number it had
-    (``kept``, by UUID) even when minors move, and nobody else gets that number meanwhile.
+    The number is the minor, except that a GPU with held devices keeps its number (``kept``, by UUID) even if minors
+    change, and no other GPU gets that number in the meantime.
     """
     ordered = sorted(gpus, key=lambda gpu: gpu.minor)
     numbers = {gpu.uuid: kept[gpu.uuid] for gpu in ordered if gpu.uuid in kept}

@@ -1,4 +1,4 @@
-"""A GPU as its driver describes it: facts only, nothing that changes while it is in use.
+"""A GPU as its driver describes it: properties that do not change while it is in use.
 
 Memory sizes are bytes; placements count memory slices. MIG geometry always comes from NVML
 (``nvmlDeviceGetGpuInstanceProfileInfo``, ``...PossiblePlacements``), never from a table.
@@ -13,14 +13,14 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """Where a partition lies on its GPU: memory slices ``start`` to ``start + size - 1``."""
+    """The placement of a partition: memory slices ``start`` to ``start + size - 1``."""
 
     start: int
     size: int
 
     @property
     def mask(self) -> int:
-        """The slices as a bit mask: bit i stands for memory slice i."""
+        """Bit mask of the memory slices."""
         return ((1 << self.size) - 1) << self.start
 
     @property
@@ -35,8 +35,8 @@ class Placement:
 class Profile:
     """A MIG GPU-instance profile.
 
-    ``id`` is what create, capacity and placement calls take; it is not the enum index under
-    which NVML lists the profile. ``max_instances`` is the driver's own limit for this profile.
+    ``id`` is the argument of create, capacity and placement calls; it is not the enum index of the
+    profile in NVML. ``max_instances`` is the driver's own limit for this profile.
     """
 
     name: str
@@ -67,7 +67,7 @@ class MigMode(StrEnum):
 
     @property
     def in_force(self) -> bool:
-        """Whether the GPU takes partitions now."""
+        """Whether MIG mode is in force, so that partitions can be created."""
         return self in {MigMode.ENABLED, MigMode.RESET_TO_DISABLE}
 
 
@@ -88,8 +88,8 @@ class NvLink:
 class Gpu:
     """One physical GPU.
 
-    ``memory_slices`` is 1 and ``profiles`` empty on a GPU without MIG. Whatever is None is not known, or
-    there is no such thing on this GPU. ``memory_bandwidth`` is GB/s.
+    ``memory_slices`` is 1 and ``profiles`` empty on a GPU without MIG. A value of None is unknown, or
+    the GPU does not have that property. ``memory_bandwidth`` is GB/s.
     """
 
     uuid: str
@@ -150,5 +150,5 @@ class Partition:
 
     @property
     def complete(self) -> bool:
-        """Whether a container could use it."""
+        """Whether a container can use it."""
         return self.compute_instance_id is not None and self.uuid is not None

@@ -1,4 +1,4 @@
-"""What hardware reports of a GPU's health, and what is wrong with devices because of it: values."""
+"""Values about the health of GPUs: NVML events, recovery actions, and the conditions of devices."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from driver.model.device import Device
 
 
 class EventKind(StrEnum):
-    """What an event of NVML is about."""
+    """Kinds of NVML events."""
 
     XID = "xid"
     MIG_CHANGED = "mig-changed"
     UNAVAILABLE = "unavailable"
     RECOVERY = "recovery-action"
-    """What the GPU needs to recover has changed; what it is now has to be asked."""
+    """The recovery action of the GPU has changed; NVML must be asked for the new one."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuEvent:
-    """Something that happened to a GPU.
+    """One event of a GPU.
 
-    ``gpu_uuid`` is None for a GPU that was never looked at; ``xid`` is set for XIDs. The instance ids are None where
-    the whole GPU is meant.
+    ``gpu_uuid`` is None for a GPU that was never scanned; ``xid`` is set for XIDs. The instance ids are None if the
+    event concerns the whole GPU.
     """
 
     kind: EventKind
@@ -35,7 +35,7 @@ class GpuEvent:
 
 
 NO_ACTION = 0
-"""Of NVML's recovery actions (``NVML_GPU_RECOVERY_ACTION_*``) the one that says that the GPU is well."""
+"""The recovery action (``NVML_GPU_RECOVERY_ACTION_*``) of a healthy GPU."""
 
 RECOVERY_ACTIONS = {
     1: ("needs-reset", "a reset of the GPU"),
@@ -46,26 +46,26 @@ RECOVERY_ACTIONS = {
     6: ("needs-reset", "a reset of its PCIe bus"),
     7: ("needs-reboot", "a reboot of the system"),
 }
-"""What each of the others asks for, as a word and for people (NVIDIA, "Error Recovery and Response Flags")."""
+"""The other recovery actions: taint value and description (NVIDIA, "Error Recovery and Response Flags")."""
 
 
-class Trouble(StrEnum):
-    """What those who prepare claims report of a device; it ends when they say so, and no operator can clear it."""
+class ConditionType(StrEnum):
+    """Conditions of single devices, set and cleared by claim preparation; an operator cannot clear them."""
 
     LOST = "lost"
-    """A partition that is gone under a running claim and can't be made again."""
+    """A partition of a running claim has disappeared and can't be created again."""
 
     STUCK = "stuck"
-    """A partition that can't be removed after its claim has ended."""
+    """A partition can't be removed after its claim has ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ailment:
-    """Why some devices of a GPU must not be given to anybody new.
+class DeviceCondition:
+    """A reason why devices of a GPU must not be allocated to new claims.
 
-    ``value`` is a word such as ``xid-48``, ``lost`` or ``stuck``. It concerns what lies on ``slices`` (bit mask of
-    memory slices; None: the whole GPU), or only ``device`` where that is set. ``stamp`` is when it was found, in
-    seconds since 1970. A ``cordon`` is an operator's wish: the device is well.
+    ``value`` is the value of the taint, such as ``xid-48``, ``lost`` or ``stuck``. The condition affects the devices on
+    ``slices`` (bit mask of memory slices; None: the whole GPU), or only ``device`` if that is set. ``stamp`` is when it
+    was found, in seconds since 1970. A ``cordon`` was requested by an operator; the device is healthy.
     """
 
     value: str
@@ -75,8 +75,8 @@ class Ailment:
     stamp: int = 0
     cordon: bool = False
 
-    def concerns(self, device: Device) -> bool:
-        """Whether ``device``, which is on the GPU, is among those meant."""
+    def affects(self, device: Device) -> bool:
+        """Whether the condition affects ``device``, which is on the GPU."""
         if self.device is not None:
             return device.name == self.device
         return self.slices is None or bool(self.slices & device.mask)
@@ -86,12 +86,12 @@ class Ailment:
 
 
 def written_time(stamp: int) -> str:
-    """Seconds since 1970 as Kubernetes writes times (RFC 3339, UTC)."""
+    """``stamp`` (seconds since 1970) in the format of Kubernetes (RFC 3339, UTC)."""
     return datetime.fromtimestamp(stamp, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def read_time(text: str) -> int | None:
-    """What ``written_time`` was given; None where ``text`` is no such time."""
+    """The inverse of ``written_time``; None if ``text`` is not such a time."""
     try:
         return int(datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp())
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the controller tells one node, and what the node tells the controller: ``GpuNodePlan`` (wire types).
+"""``GpuNodePlan``: the controller's plan for one node, and the node's status (wire types).
 
 ``spec`` is the controller's but for what operators write in it, ``status`` the node's. The API group is fixed; it does
 not follow the driver name.
@@ -7,11 +7,18 @@ not follow the driver name.
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from functools import lru_cache
+from typing import Any
 
 import msgspec
 
+from driver.errors import StateError
 from driver.model.device import Device, DeviceKind, share_index
+from driver.model.gpu import Gpu, NvLink, Profile
 from driver.model.health import read_time, written_time
 
 API_VERSION = "gpu.tessera.dev/v1alpha1"
@@ -19,7 +26,7 @@ KIND = "GpuNodePlan"
 PATH = f"/apis/{API_VERSION}/gpunodeplans"
 
 FENCE = "tessera-fence"
-"""Of the admission policy, its binding, and the ConfigMap that names the fenced devices by pool."""
+"""Name of the admission policy, its binding, and the ConfigMap with the fenced devices by pool."""
 
 WRITTEN_OFFER = re.compile(
     r"(?P<gpu>[^/]+)/(?:full|share-(?P<index>[0-9]{1,2})|(?P<profile>[0-9A-Za-z.+-]+)@(?P<start>[0-9]{1,2}))"
@@ -56,7 +63,7 @@ class Offer(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Offer | None:
-        """What ``str`` made; None where it is none."""
+        """Parse the result of ``str``; None if it is not an offer."""
         found = WRITTEN_OFFER.fullmatch(text)
         if found is None:
             return None
@@ -67,7 +74,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class ClearedFaults(msgspec.Struct, frozen=True):
-    """An operator has dealt with the faults of a GPU up to this stamp (``kubelet_plugin.faults``).
+    """An operator has dealt with the faults of a GPU up to this stamp (``kubelet_plugin.health.conditions``).
 
     Written ``GPU-<uuid> 2026-11-21T21:30:00Z``, by the node's own clock.
     """
@@ -80,14 +87,14 @@ class ClearedFaults(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> ClearedFaults | None:
-        """What ``str`` made, whatever comes after it; None where it is none."""
+        """Parse the result of ``str``, ignoring any text after it; None if it is invalid."""
         gpu, _, rest = text.partition(" ")
         stamp = read_time(rest.partition(" ")[0])
         return None if stamp is None else cls(gpu, stamp)
 
 
 class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
-    """What the node does while it follows the plan.
+    """The controller's plan for a node, and the operators' cordons.
 
     ``epoch`` is the one of the node's status that the controller answers; the node follows no other. ``held`` and
     ``offers`` are Held and Offer as they are written: one string each costs the API server a third of what objects
@@ -111,22 +118,22 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
 
     @property
     def held_devices(self) -> frozenset[str]:
-        """Names of the devices that claims have."""
+        """Names of the held devices."""
         return frozenset(entry.partition(" ")[0] for entry in self.held)
 
     @property
     def cordons(self) -> dict[str, str]:
-        """The reason for which each GPU is kept from new pods, by UUID."""
+        """The reason of each cordon, by GPU UUID."""
         return {gpu: reason for gpu, _, reason in (text.partition(" ") for text in self.cordoned)}
 
     @property
     def decided(self) -> PlanSpec:
-        """The part that is the controller's."""
+        """The fields that the controller writes."""
         return msgspec.structs.replace(self, cordoned=(), cleared=())
 
     @property
     def offered(self) -> frozenset[Offer]:
-        """What is to be offered, of what can be read."""
+        """The offers that could be parsed."""
         return frozenset(offer for text in self.offers if (offer := Offer.parse(text)) is not None)
 
 
@@ -135,7 +142,7 @@ OPERATORS = ("cordoned", "cleared")
 
 
 class PlanMode(StrEnum):
-    """Whether the node follows the plan or, without word from the controller, offers whatever fits."""
+    """Whether the node follows the plan or, without a controller, offers everything that fits."""
 
     PLANNED = "Planned"
     ALONE = "Alone"
@@ -153,7 +160,7 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     """``epoch`` changes whenever the node has stood alone: what it offers then is no plan's doing.
 
     ``gpus`` has a line for each GPU, for people; ``inventory`` every fact of theirs, for the controller
-    (``driver.model.plan_gpus``). ``refused`` are offers that are not published, and why. ``faults`` are those that an
+    (``driver.model.plan``). ``refused`` are offers that are not published, and why. ``faults`` are those that an
     operator can clear, each as ClearedFaults writes it, and what it is.
     """
 
@@ -168,9 +175,91 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def offer_of(device: Device) -> Offer:
-    """The offer that stands for ``device``."""
+    """Return the offer of ``device``."""
     if device.kind is DeviceKind.SHARE:
         return Offer(device.gpu.uuid, device.kind, index=share_index(device.name))
     if device.profile is None or device.placement is None:
         return Offer(device.gpu.uuid, device.kind)
     return Offer(device.gpu.uuid, device.kind, profile=device.profile.name, start=device.placement.start)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReport:
+    """A GPU as a node reports it to the controller.
+
+    ``number`` is the one in its device names; ``shares`` the number of its shares (0: none); ``foreign`` the bit mask
+    of memory slices of partitions that Tessera did not create; ``fault`` the reason why it cannot be used at present.
+    """
+
+    gpu: Gpu
+    number: int
+    shares: int = 0
+    shares_only: bool = False
+    foreign: int = 0
+    fault: str | None = None
+
+
+class Inventory(msgspec.Struct, frozen=True):
+    """The GPUs of a node without profiles, each with its index in ``geometries``: most GPUs have the same profiles."""
+
+    gpus: tuple[tuple[GpuReport, int], ...] = ()
+    geometries: tuple[tuple[Profile, ...], ...] = ()
+
+
+_INVENTORY = msgspec.json.Decoder(Inventory)
+
+
+def described(states: Iterable[GpuReport]) -> str:
+    """Encode the inventory as one string, which the API server need not parse (5 ms less at each write)."""
+    states = tuple(states)
+    geometries = tuple(dict.fromkeys(state.gpu.profiles for state in states))
+    plain = (replace(state, gpu=replace(state.gpu, profiles=())) for state in states)
+    places = (geometries.index(state.gpu.profiles) for state in states)
+    return msgspec.json.encode(Inventory(tuple(zip(plain, places, strict=True)), geometries)).decode()
+
+
+def states_of(inventory: str) -> list[GpuReport]:
+    """Decode the inventory; empty if the node has not reported yet. Raises StateError if it is invalid."""
+    if not inventory:
+        return []
+    try:
+        found = _INVENTORY.decode(inventory)
+        geometries = tuple(map(_shared_profiles, found.geometries))
+        return [replace(state, gpu=_shared(state.gpu, geometries[place])) for state, place in found.gpus]
+    except (msgspec.MsgspecError, LookupError) as error:
+        raise StateError(f"status.inventory of a plan can't be read: {error}") from error
+
+
+@lru_cache(1024)
+def _shared_profiles(profiles: tuple[Profile, ...]) -> tuple[Profile, ...]:
+    """Return one shared tuple for equal ones: a cluster has few geometries and many GPUs."""
+    return profiles
+
+
+@lru_cache(1024)
+def _shared_links(
+    generation: int | None, links: int, bandwidth: int | None, peers: tuple[tuple[str, int], ...]
+) -> NvLink:
+    return NvLink(generation, links, bandwidth, dict(peers))
+
+
+def _shared(gpu: Gpu, profiles: tuple[Profile, ...]) -> Gpu:
+    """Return ``gpu`` with these profiles; equal values of several GPUs are shared in memory."""
+    texts: dict[str, Any] = {name: sys.intern(text) for name in TEXTS if isinstance(text := getattr(gpu, name), str)}
+    link = gpu.nvlink
+    if link is not None:
+        link = _shared_links(link.generation, link.links, link.bandwidth, tuple(link.peers.items()))
+    return replace(gpu, profiles=profiles, nvlink=link, **texts)
+
+
+TEXTS = tuple(each.name for each in fields(Gpu) if each.name != "uuid" and "str" in str(each.type))
+"""String fields that many GPUs have in common."""
+
+
+def line(state: GpuReport) -> str:
+    """Describe a GPU in one line for people."""
+    gpu = state.gpu
+    mode = f", MIG {gpu.mig_mode}" if gpu.mig_capable else ""
+    shares = f", {state.shares} shares" if state.shares else ""
+    fault = f"; can't be used: {state.fault}" if state.fault else ""
+    return f"gpu-{state.number} {gpu.uuid}: {gpu.product_name}{mode}{shares}{fault}"

@@ -1,11 +1,12 @@
-"""Naming GPUs: by index, UUID or PCI address."""
+"""Settings that select GPUs: some of them, and the number of shares by GPU, product, or for all."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from driver.model.device import MOST_SHARES
 from driver.model.gpu import Gpu
 
 ALL = "all"
@@ -13,13 +14,13 @@ ENTRY = re.compile(r"all|\d+|GPU-[0-9a-f-]+|[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class GpuSelection:
     """Some of a node's GPUs. No entries mean none; ``all`` means every one."""
 
     entries: frozenset[str] = frozenset()
 
     @classmethod
-    def parse(cls, text: str) -> Selection:
+    def parse(cls, text: str) -> GpuSelection:
         """``0,GPU-...,0000:1b:00.0`` or ``all``. Raises ValueError naming the entry that is none of these."""
         entries = [entry.strip() for entry in text.split(",") if entry.strip()]
         for entry in entries:
@@ -31,10 +32,68 @@ class Selection:
         return bool(self.entries & {ALL, str(gpu.index), gpu.uuid, gpu.pci_bus_id})
 
     def unmatched(self, gpus: Sequence[Gpu]) -> list[str]:
-        """Entries that name none of ``gpus``: a slip of the pen, or a GPU that is not there."""
+        """Entries that match none of ``gpus``: a typing error, or a missing GPU."""
         known = {ALL, *(name for gpu in gpus for name in (str(gpu.index), gpu.uuid, gpu.pci_bus_id))}
         return sorted(self.entries - known)
 
 
-EVERY_GPU = Selection(frozenset({ALL}))
-NO_GPU = Selection()
+EVERY_GPU = GpuSelection(frozenset({ALL}))
+NO_GPU = GpuSelection()
+
+
+PRODUCT = re.compile(r"(?!GPU-)[A-Za-z][\w .()/+-]*")
+FEWEST_SHARES = 2
+ACCEPTED = f"0 (none) or {FEWEST_SHARES} to {MOST_SHARES}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShareCounts:
+    """Number of shares by name of a GPU. The most specific name wins: UUID, PCI address, index, product, ``all``."""
+
+    entries: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> ShareCounts:
+        """``all=10,0=4,NVIDIA H100 80GB HBM3=8``. Raises ValueError naming the entry that is wrong."""
+        entries = [_entry(part.strip()) for part in text.split(",") if part.strip()]
+        names = [name for name, _ in entries]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{name} has several numbers of shares; give it one")
+        return cls(tuple(entries))
+
+    def of(self, gpu: Gpu) -> int:
+        """The number of shares of ``gpu``; 0 if no entry matches."""
+        counts = dict(self.entries)
+        return next((counts[name] for name in _names(gpu) if name in counts), 0)
+
+    def unmatched(self, gpus: Sequence[Gpu]) -> list[str]:
+        """Entries that match none of ``gpus``: a typing error, or a missing GPU."""
+        known = {ALL, *(name for gpu in gpus for name in _names(gpu))}
+        return sorted(name for name, _ in self.entries if name not in known)
+
+
+NO_SHARES = ShareCounts()
+
+
+def _names(gpu: Gpu) -> Iterator[str]:
+    """Names of ``gpu`` in an entry, the most specific first."""
+    yield from (gpu.uuid, gpu.pci_bus_id, str(gpu.index), gpu.product_name, ALL)
+
+
+def _entry(part: str) -> tuple[str, int]:
+    name, equals, number = (piece.strip() for piece in part.rpartition("="))
+    if not equals:
+        raise ValueError(f"{part!r} has no number of shares: write WHICH=R, such as all=10")
+    if not ENTRY.fullmatch(name) and not PRODUCT.fullmatch(name):
+        raise ValueError(
+            f"{name!r} is no index (0), UUID (GPU-...), PCI address (0000:1b:00.0) or product (NVIDIA L4), nor `all`"
+        )
+    if not number.isascii() or not number.isdigit():
+        raise ValueError(f"{part!r}: {number!r} is no number of shares: {ACCEPTED}")
+    shares = int(number)
+    if shares == 1:
+        raise ValueError(f"{part!r}: one share would be the full GPU, which is offered anyway: {ACCEPTED}")
+    if shares > MOST_SHARES:
+        raise ValueError(f"{part!r}: {number} shares are more than a GPU switches between: {ACCEPTED}")
+    return name, shares

@@ -1,13 +1,22 @@
-"""Several processes on one GPU: how long each runs before the next has its turn."""
+"""Several processes on one GPU: time-slice interval and compute mode."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import StrEnum
+from enum import IntEnum, StrEnum
+
+
+class ComputeMode(IntEnum):
+    """How many processes may use a GPU, by NVML's numbers (``nvmlComputeMode_t``); only DEFAULT lets several."""
+
+    DEFAULT = 0
+    EXCLUSIVE_THREAD = 1
+    PROHIBITED = 2
+    EXCLUSIVE_PROCESS = 3
 
 
 class TimeSlice(StrEnum):
-    """A GPU's time-slice interval. What each means in milliseconds is the driver's own business."""
+    """The time-slice interval of a GPU. The driver defines its length in milliseconds."""
 
     DEFAULT = "Default"
     SHORT = "Short"
@@ -16,14 +25,14 @@ class TimeSlice(StrEnum):
 
     @property
     def number(self) -> int:
-        """What ``nvidia-smi compute-policy --set-timeslice`` takes."""
+        """The argument of ``nvidia-smi compute-policy --set-timeslice``."""
         return list(TimeSlice).index(self)
 
 
 def in_force(asked: Iterable[TimeSlice | None]) -> TimeSlice:
-    """The interval of a GPU whose claims ask for ``asked`` (None: no wish): the shortest, whatever their order.
+    """Return the interval of a GPU whose claims request ``asked`` (None: no request): the shortest of them.
 
-    A GPU has one interval; the claim that needs the quickest answer decides, and nobody is refused for it.
+    A GPU has one interval; the claim with the shortest request decides, and no claim is refused.
     """
-    wishes = [wish for wish in asked if wish is not None and wish is not TimeSlice.DEFAULT]
-    return min(wishes, key=lambda wish: wish.number, default=TimeSlice.DEFAULT)
+    requested = [each for each in asked if each is not None and each is not TimeSlice.DEFAULT]
+    return min(requested, key=lambda each: each.number, default=TimeSlice.DEFAULT)

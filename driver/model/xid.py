@@ -76,15 +76,15 @@ XIDS = {
 
 
 def meaning_of(number: int) -> Xid:
-    """The table's line, or one that says that there is none."""
+    """The entry of the table, or a placeholder if there is none."""
     return XIDS.get(number, Xid(Meaning.UNKNOWN, "not in our table"))
 
 
-def is_fatal(number: int, *, driver_tells: bool) -> bool:
-    """Whether nobody new may be given what reported it.
+def is_fatal(number: int, *, recovery_supported: bool) -> bool:
+    """Whether devices that reported the XID must not be allocated to new claims.
 
-    ``driver_tells``: NVML says of this GPU what it needs to recover (drivers 570 and newer), so that an XID which we
-    don't know need not keep a GPU from use: any user could bring some of them about.
+    ``recovery_supported``: NVML reports recovery actions of this GPU (drivers 570 and newer), so an unknown XID need
+    not make the GPU unhealthy: any user can cause some of them.
     """
     meaning = meaning_of(number).meaning
-    return meaning is Meaning.FATAL or (meaning is Meaning.UNKNOWN and not driver_tells)
+    return meaning is Meaning.FATAL or (meaning is Meaning.UNKNOWN and not recovery_supported)

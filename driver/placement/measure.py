@@ -1,4 +1,4 @@
-"""How much free memory the requests to come could not use: the fragmentation of GPUs and cliques (pure).
+"""The fragmentation of GPUs and cliques: free memory that future requests cannot use (pure).
 
 The measure is FGD (Weng et al., "Beware of Fragmentation", USENIX ATC'23) applied to MIG: over the classes of
 request, each with its weight, the mean of the free memory slices that the class can't use. Classes are the
@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from driver.model.device import DeviceKind
-from driver.placement.geometry import Geometry
-from driver.placement.state import SHARE, GpuState
+from driver.placement.state import SHARE, Geometry, GpuState
 
 FULL_CLASS, SHARE_CLASS, CLIQUE_CLASS = "full", "share", "clique"
 
 
 @dataclass(frozen=True)
 class Weights:
-    """How much each class counts: profile names, ``full``, ``share``, ``clique``; ``default`` for those not named.
+    """The weight of each class: profile names, ``full``, ``share``, ``clique``; ``default`` for those not named.
 
     Only ratios matter. The default takes every class as equally likely.
     """
@@ -37,24 +36,26 @@ EQUAL = Weights()
 
 
 class Measure:
-    """Fragmentation under ``weights``, remembered by state."""
+    """Fragmentation under ``weights``, cached by state."""
 
     def __init__(self, weights: Weights = EQUAL) -> None:
         self.weights = weights
         self._classes_of = lru_cache(1024)(self._weighted)
 
     def classes(self, state: GpuState) -> dict[str, float]:
-        """The weight of each class a GPU can serve, alone or with its clique; together 1."""
+        """The weight of each class a GPU can serve, alone or with its clique; together 1.
+
+        Shares count on top of that: a GPU must not seem worth less for other uses because it can also be shared.
+        """
         return self._classes_of(state.geometry, state.shares > 0)
 
     def _weighted(self, geometry: Geometry, shared: bool) -> dict[str, float]:
-        names = [*geometry.windows, FULL_CLASS, CLIQUE_CLASS, *([SHARE_CLASS] if shared else [])]
-        weights = {name: self.weights[name] for name in names}
-        total = sum(weights.values()) or 1.0
-        return {name: weight / total for name, weight in weights.items()}
+        names = [*geometry.windows, FULL_CLASS, CLIQUE_CLASS]
+        total = sum(self.weights[name] for name in names) or 1.0
+        return {name: self.weights[name] / total for name in (*names, *([SHARE_CLASS] if shared else []))}
 
     def unusable(self, state: GpuState) -> dict[str, float]:
-        """For each class that one GPU serves, the free slices of this one that it can't use."""
+        """For each class that one GPU can serve, the free slices of the GPU that it cannot use."""
         free = state.free
         found = {name: free - _covered(state, masks) for name, masks in state.geometry.windows.items()}
         found[FULL_CLASS] = 0.0 if state.whole else free
@@ -63,7 +64,7 @@ class Measure:
         return found
 
     def fragmentation(self, state: GpuState) -> float:
-        """The weighted mean of what the classes can't use of one GPU; the clique's part is its clique's."""
+        """The weighted mean of the unusable slices of one GPU; the class of the clique is not included."""
         classes = self.classes(state)
         return sum(classes[name] * amount for name, amount in self.unusable(state).items())
 

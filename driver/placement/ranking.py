@@ -1,4 +1,4 @@
-"""Which placement hurts least, and why (pure)."""
+"""Ranking of placements by fragmentation, and the order of offers within a node (pure)."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+from driver.model.device import Device, DeviceKind
 from driver.placement.measure import CLIQUE_CLASS, Measure
-from driver.placement.state import GpuState, Key, Spot
+from driver.placement.state import FULL, SHARE, GpuState, Key, Spot, spot_of
 
 DECIMALS = 9
-"""Growths that differ by less are the same: sums of weights carry rounding errors."""
+"""Growth is rounded to this many decimals, because sums of weights have rounding errors."""
 
 CLIQUES = 1 << 14
-"""How many states of cliques are remembered."""
+"""Size of the cache of clique states."""
 
 
 class Terms(NamedTuple):
-    """Why a placement ranks where it does; compared in order, least is best.
+    """The terms by which placements are ranked; compared in order, smallest is best.
 
-    ``growth``: by how many memory slices the fragmentation of its GPU and clique grows (negative: it falls).
+    ``ends_shares``: it is a full GPU that could be given away in shares instead. ``growth``: by how many memory slices
+    the fragmentation of its GPU and clique grows (negative: it falls).
     ``free``: free memory slices of its GPU before, so that the fullest GPU is cut first; ``clique_free`` the same of
     its clique. ``left``: minus the number of placements, over all profiles, that stay possible on the GPU.
     ``at``: the first memory slice, or the number of the share. ``of_gpu``: the part of ``growth`` that is the GPU's
     own; the rest is its clique's.
     """
 
+    ends_shares: bool
     growth: float
     free: float
     clique_free: float
@@ -52,7 +55,7 @@ class LocalTerms(NamedTuple):
 
 
 class Ranking:
-    """Ranks placements by a measure; what it found for a state is remembered.
+    """Ranks placements by a measure, with caches by state.
 
     States of one GPU are few (for an H100 some thousands) and stay; those of cliques come and go.
     """
@@ -63,7 +66,7 @@ class Ranking:
         self._gpus: dict[GpuState, RankedGpu] = {}
 
     def gpu(self, state: GpuState) -> RankedGpu:
-        """The one ranked GPU of ``state``."""
+        """Return the one RankedGpu of ``state``."""
         found = self._gpus.get(state)
         if found is None:
             found = self._gpus[state] = RankedGpu(self, state)
@@ -74,7 +77,7 @@ class Ranking:
 
 
 class RankedGpu:
-    """All GPUs that are in one state; compared by identity, since its ranking makes one of each."""
+    """All GPUs in one state; compared by identity, because a ranking creates one per state."""
 
     def __init__(self, ranking: Ranking, state: GpuState) -> None:
         self.state = state
@@ -89,20 +92,24 @@ class RankedGpu:
         self._after: dict[Spot, RankedGpu] = {}
 
     def places(self, key: Key) -> Mapping[Spot, LocalTerms]:
-        """Where a device of ``key`` could be held now, with its terms."""
+        """Free places for a device of ``key``, with their terms."""
         found = self._places.get(key)
         if found is None:
             found = self._places[key] = {spot: self._local(spot) for spot in self.state.spots(key)}
         return found
 
     def best(self, key: Key) -> LocalTerms | None:
-        """The best place of ``key``, whatever is true of the clique."""
+        """The best place of ``key``, regardless of the clique."""
         if key not in self._best:
             self._best[key] = min(self.places(key).values(), default=None)
         return self._best[key]
 
+    def ends_shares(self, key: Key) -> bool:
+        """Whether a device of ``key`` is the full GPU, and the GPU offers shares."""
+        return key == FULL and SHARE in self.offered
+
     def after(self, spot: Spot) -> RankedGpu:
-        """The GPU once ``spot``, which is possible, is held."""
+        """Return the GPU after the allocation of ``spot``, which must be free."""
         found = self._after.get(spot)
         if found is None:
             found = self._after[spot] = self._ranking.gpu(self.state.take(spot))
@@ -115,7 +122,7 @@ class RankedGpu:
 
 
 class RankedClique:
-    """GPUs that are asked for together, in a fixed order."""
+    """GPUs of one clique, in a fixed order."""
 
     def __init__(self, ranking: Ranking, gpus: tuple[RankedGpu, ...]) -> None:
         self.gpus = gpus
@@ -131,14 +138,14 @@ class RankedClique:
 
     def rank(self, position: int, spot: Spot) -> Terms:
         """The terms of ``spot``, which must be possible, on the GPU at ``position``."""
-        return self._terms(self.gpus[position], self.gpus[position].places(spot.key)[spot])
+        return self._terms(self.gpus[position], self.gpus[position].places(spot.key)[spot], spot.key)
 
     def growth(self, position: int, spot: Spot) -> float:
         """The first of the terms of ``spot`` alone."""
         return self._growth(self.gpus[position], self.gpus[position].places(spot.key)[spot])
 
     def best(self, key: Key) -> Ranked | None:
-        """The best place of ``key``, or None where none is left."""
+        """The best place of ``key``, or None if there is none."""
         if key not in self._best:
             self._best[key] = self.best_among(key, range(len(self.gpus)))
         return self._best[key]
@@ -150,15 +157,15 @@ class RankedClique:
             gpu = self.gpus[position]
             local = gpu.best(key)
             if local is not None:
-                ranked = (self._growth(gpu, local), gpu.free, local, position)
+                ranked = (gpu.ends_shares(key), self._growth(gpu, local), gpu.free, local, position)
                 found = ranked if found is None else min(found, ranked)
         if found is None:
             return None
-        _, _, local, position = found
-        return Ranked(self._terms(self.gpus[position], local), position, Spot(key, local.at))
+        *_, local, position = found
+        return Ranked(self._terms(self.gpus[position], local, key), position, Spot(key, local.at))
 
     def after(self, position: int, spot: Spot) -> RankedClique:
-        """The clique once ``spot`` is held."""
+        """Return the clique after the allocation of ``spot``."""
         return self.with_gpu(position, self.gpus[position].after(spot))
 
     def with_gpu(self, position: int, gpu: RankedGpu) -> RankedClique:
@@ -179,16 +186,49 @@ class RankedClique:
         """A request for all GPUs loses what was free if this is the first cut, and what is taken now is not free."""
         return round(local.of_gpu + gpu.clique_weight * (self._spoiled + local.released), DECIMALS)
 
-    def _terms(self, gpu: RankedGpu, local: LocalTerms) -> Terms:
-        return Terms(self._growth(gpu, local), gpu.free, self._free, local.left, local.at, local.of_gpu)
+    def _terms(self, gpu: RankedGpu, local: LocalTerms, key: Key) -> Terms:
+        growth = self._growth(gpu, local)
+        return Terms(gpu.ends_shares(key), growth, gpu.free, self._free, local.left, local.at, local.of_gpu)
 
 
 @lru_cache(1024)
 def _one(keys: frozenset[Key]) -> frozenset[Key]:
-    """The one of all that are equal: there are few, and thousands of cliques to compare."""
+    """Return one shared set for equal ones: there are few sets and thousands of cliques."""
     return keys
 
 
 def placements_left(state: GpuState) -> int:
-    """How many placements, over all profiles, are still free on the GPU."""
+    """The number of free placements of all profiles."""
     return sum(1 for masks in state.geometry.windows.values() for mask in masks if not mask & state.mask)
+
+
+KIND_ORDER = (DeviceKind.FULL, DeviceKind.SHARE, DeviceKind.PARTITION)
+
+RANKING = Ranking()
+"""The ranking with equal weights; its only state is its caches."""
+
+BLOCKED = LocalTerms(float("inf"), 0, 0, 0.0)
+"""The terms of a blocked offer, which is sorted last."""
+
+
+def order_offers(devices: Iterable[Device], occupied: Mapping[str, int], ranking: Ranking = RANKING) -> list[Device]:
+    """Sort ``devices`` in the order in which the scheduler should see them.
+
+    Full GPUs first, then shares, those of GPUs in use first, then profiles from small to large (a device that
+    doesn't match costs the scheduler a CEL evaluation, and small ones are asked for most), inside a profile the
+    best placement first. ``occupied`` maps a GPU's UUID to its taken memory slices.
+    """
+    offers = list(devices)
+    by_uuid = {device.gpu.uuid: device.gpu for device in offers}
+    gpus = {uuid: ranking.gpu(GpuState.of(gpu, foreign=occupied.get(uuid, 0))) for uuid, gpu in by_uuid.items()}
+    return sorted(offers, key=lambda device: _key(device, gpus[device.gpu.uuid]))
+
+
+def _key(device: Device, gpu: RankedGpu) -> tuple[int, int, int, str, tuple[float, float, int, int], int, str]:
+    kind, name = KIND_ORDER.index(device.kind), (len(device.name), device.name)
+    if device.profile is None:
+        return (kind, 0, 0, "", (0.0, -gpu.state.mask.bit_count(), 0, 0), *name)
+    spot = spot_of(device)
+    local = gpu.places(spot.key).get(spot, BLOCKED)
+    size = (device.profile.compute_slices, device.profile.memory_bytes, device.profile.name)
+    return (kind, *size, (local.of_gpu, gpu.free, local.left, local.at), *name)

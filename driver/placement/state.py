@@ -1,23 +1,70 @@
-"""What is taken of one GPU and what it may offer, as one small hashable value (pure).
+"""Geometry, occupancy and possible offers of one GPU as a small hashable value (pure).
 
-:class:`driver.model.occupancy.Occupancy` says the same of one GPU and its devices. This is for looking at thousands
-of GPUs: all that are alike share one state, and what follows from a state is worked out once.
+:class:`driver.model.occupancy.Occupancy` does the same for one GPU and its devices. This module is for thousands of
+GPUs: equal GPUs share one state, and results are cached by state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from driver.model.device import SLICE_VALUE, Device, DeviceKind
-from driver.model.gpu import Gpu
-from driver.placement.geometry import Geometry, geometry_of, start_of
+from driver.model.gpu import Gpu, Profile
+from driver.model.occupancy import Limit, limits_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Geometry:
+    """The placements of one product; compared by identity, since :func:`geometry_of` makes one of each.
+
+    ``windows`` are the bit masks of a profile's legal placements, by profile name; ``usage`` is what an instance
+    of the profile takes of each of ``limits``.
+    """
+
+    slices: int
+    windows: Mapping[str, tuple[int, ...]]
+    limits: tuple[Limit, ...]
+    usage: Mapping[str, tuple[int, ...]]
+
+    @property
+    def all_slices(self) -> int:
+        return (1 << self.slices) - 1
+
+    def has_room(self, profile: str, taken: tuple[int, ...]) -> bool:
+        """Whether the limits of which ``taken`` is used admit one more instance."""
+        room = zip(self.limits, taken, self.usage[profile], strict=True)
+        return all(used + more <= limit.total for limit, used, more in room)
+
+
+def geometry_of(gpu: Gpu) -> Geometry:
+    """The geometry of ``gpu``, from its own placements."""
+    return _geometry(gpu.memory_slices, gpu.profiles)
+
+
+@lru_cache(maxsize=1024)
+def _geometry(slices: int, profiles: tuple[Profile, ...]) -> Geometry:
+    limits = limits_of(profiles)
+    return Geometry(
+        slices,
+        {profile.name: tuple(placement.mask for placement in profile.placements) for profile in profiles},
+        limits,
+        {profile.name: tuple(limit.taken_by(profile) for limit in limits) for profile in profiles},
+    )
+
+
+def start_of(mask: int) -> int:
+    """The lowest slice of ``mask``."""
+    return (mask & -mask).bit_length() - 1
+
 
 ALL_KINDS = frozenset(DeviceKind)
 
 
 class Key(NamedTuple):
-    """What is asked for and offered: full GPUs, shares, or partitions of a profile."""
+    """A kind of request and offer: full GPU, share, or partition of a profile."""
 
     kind: DeviceKind
     profile: str | None = None
@@ -35,7 +82,7 @@ def key_of(device: Device) -> Key:
 
 
 class Spot(NamedTuple):
-    """Where on a GPU a device lies: the first memory slice of a placement, the number of a share; 0 for a full GPU."""
+    """A place on a GPU: the first memory slice of a placement, the number of a share, or 0 for a full GPU."""
 
     key: Key
     at: int = 0
@@ -48,7 +95,7 @@ def spot_of(device: Device) -> Spot:
 
 
 class GpuState(NamedTuple):
-    """One GPU: its geometry, what it may offer, what is taken.
+    """The state of one GPU: geometry, possible offers, and occupancy.
 
     ``kinds`` are the devices that it may offer at all and ``shares`` into how many it is divided. ``mask`` are the
     memory slices taken whole, ``taken`` what is used of each limit of the geometry, ``shared`` what shares take of
@@ -88,16 +135,16 @@ class GpuState(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether the full GPU could be given away."""
+        """Whether the full GPU can be allocated."""
         return not self.mask and not self.shared and DeviceKind.FULL in self.kinds
 
     @property
     def free(self) -> float:
-        """Free memory slices; shares take a part of each."""
+        """Free memory slices; shares occupy a part of each."""
         return (self.geometry.slices - self.mask.bit_count()) * (SLICE_VALUE - self.shared) / SLICE_VALUE
 
     def spots(self, key: Key) -> Iterator[Spot]:
-        """Where a device of ``key`` could be held now."""
+        """Free places for a device of ``key``."""
         if key.kind not in self.kinds:
             return
         if key.kind is DeviceKind.FULL:
@@ -112,7 +159,7 @@ class GpuState(NamedTuple):
         return spot in self.spots(spot.key)
 
     def offered(self) -> Iterator[Key]:
-        """Everything that it offers, ever."""
+        """All kinds of offer that are possible on an empty GPU."""
         if DeviceKind.FULL in self.kinds:
             yield FULL
         if DeviceKind.SHARE in self.kinds and self.shares:
@@ -121,7 +168,7 @@ class GpuState(NamedTuple):
             yield from (Key(DeviceKind.PARTITION, profile) for profile in self.geometry.windows)
 
     def take(self, spot: Spot) -> GpuState:
-        """The state once ``spot``, which it admits, is held."""
+        """Return the state after the allocation of ``spot``, which must be free."""
         if spot.key.kind is DeviceKind.FULL:
             return self._replace(mask=self.geometry.all_slices)
         if spot.key.kind is DeviceKind.SHARE:

@@ -1,1 +1,1 @@
-"""From devices to ResourceSlices, and keeping those published."""
+"""ResourceSlices: attributes, content, names, and publication."""

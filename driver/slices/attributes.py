@@ -1,4 +1,4 @@
-"""What a device says of itself: attributes and capacity, by the pinned public names.
+"""Attributes and capacity of a device, by their public names.
 
 ``docs/attributes.md`` describes the same table for people; a test compares the two. Partitions carry what
 people select by, not all there is: each attribute costs the scheduler time for every device it looks at.
@@ -25,7 +25,7 @@ STRING_LIMIT = 64
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One attribute: its name, its type in the API, and its value, None where the device has no such thing."""
+    """One attribute: its name, its type in the API, and its value (None: not published)."""
 
     name: str
     kind: Literal["string", "int", "bool", "version"]
@@ -93,7 +93,7 @@ FACTS = {
 
 
 def attributes(device: Device) -> Attributes:
-    """The device's ``attributes``; what it has no value for is left out."""
+    """Return the device's ``attributes``, without those that have no value."""
     found: Attributes = {}
     for fact in FACTS[device.kind]:
         value = fact.of(device)

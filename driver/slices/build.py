@@ -1,32 +1,37 @@
-"""ResourceSlices for one node, from its GPUs and the devices to publish (pure; KEP-4381, KEP-4815)."""
+"""Content of the ResourceSlices of one node (pure; KEP-4381, KEP-4815).
+
+Shared counters keep full GPU, partitions and shares of one GPU from being allocated twice: one counter set per GPU with
+``memory-slice-<i>`` of SLICE_VALUE each. A share consumes its part of every slice, so the number of shares may change
+while some are held. Other counters exist only where memory slices are not sufficient (media engines; see
+:func:`driver.model.occupancy.limits_of`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from driver.model.device import Device
+from driver.model.device import SLICE_VALUE, Device, DeviceKind
 from driver.model.gpu import Gpu
-from driver.model.health import Ailment, written_time
-from driver.model.limits import limits_of
+from driver.model.health import DeviceCondition, written_time
+from driver.model.occupancy import Limit, limits_of
 from driver.placement import order_offers
 from driver.slices.attributes import attributes, capacity
-from driver.slices.counters import consumption, counters_of_gpu
-from driver.slices.names import Pool, counter_set
+from driver.slices.names import DEVICES_PER_GPU, Pool, counter_set
 
 Content = dict[str, Any]
-"""The part of a slice's spec that is ours to decide: ``sharedCounters`` or ``devices``."""
+"""The variable part of a slice's spec: ``sharedCounters`` or ``devices``."""
 
 
 UNAVAILABLE = {"key": "gpu.tessera.dev/unavailable", "effect": "NoSchedule"}
-"""The taint of a device whose GPU can't be used at present (KEP-5055); pods that run are left alone."""
+"""The taint of a device whose GPU cannot be used at present (KEP-5055); running pods are not affected."""
 
 UNHEALTHY = "gpu.tessera.dev/unhealthy"
 """Key of the taint of a device that reported a fault: its value is what, such as ``xid-48``, its time when."""
 
 CORDONED = {"key": "gpu.tessera.dev/cordoned", "effect": "NoSchedule"}
-"""The taint of every device of a GPU that an operator keeps from new pods."""
+"""The taint of every device of a cordoned GPU."""
 
 CLOSED = {"key": "gpu.tessera.dev/not-offered", "effect": "NoSchedule"}
 """The taint of a device that is published without being offered: held, or about to leave the slices."""
@@ -34,14 +39,14 @@ CLOSED = {"key": "gpu.tessera.dev/not-offered", "effect": "NoSchedule"}
 
 @dataclass(frozen=True, slots=True)
 class PublishedGpu:
-    """One GPU's share of the pool: its number, what is held on it, and what is offered beside that.
+    """The devices of one GPU in the pool: its number, held devices, and offers.
 
-    Together at most ``DEVICES_PER_GPU`` (``driver.slices.limit``).
+    Together at most ``DEVICES_PER_GPU`` (see :func:`limited`).
 
     ``foreign`` is the mask of memory slices under partitions that Tessera did not make, ``fault`` why the GPU
     can't be used at present: its devices stay, tainted, since one of them may have been given out just now.
-    ``closed`` are names of devices that are there to be counted, and not to be given to anybody new; ``ailments`` why
-    some of its devices are not, though the GPU answers.
+    ``closed`` are names of devices that are there to be counted, and not to be given to anybody new; ``conditions`` why
+    some of its devices are not, though the GPU answers. ``divided``: the node's settings divide it into shares.
     """
 
     gpu: Gpu
@@ -51,11 +56,12 @@ class PublishedGpu:
     foreign: int = 0
     fault: str | None = None
     closed: frozenset[str] = frozenset()
-    ailments: tuple[Ailment, ...] = ()
+    conditions: tuple[DeviceCondition, ...] = ()
+    divided: bool = False
 
     @property
     def occupied(self) -> int:
-        """Bit mask of memory slices that nothing offered can use."""
+        """Bit mask of memory slices that no offer can use."""
         mask = self.foreign
         for device in self.held:
             mask |= device.mask
@@ -75,8 +81,9 @@ class SliceBuilder:
     def build(self, gpus: Iterable[PublishedGpu]) -> dict[str, Content]:
         """Content of every slice by slice name; counter slices sort first. Treat it as read-only."""
         ordered = sorted(gpus, key=lambda entry: entry.number)
-        counters = _grouped(ordered, self._pool.counter_slice)
-        devices = _grouped(ordered, self._pool.device_slice)
+        pool = self._pool
+        counters = _grouped(ordered, lambda entry: pool.counter_slice(entry.number))
+        devices = _grouped(ordered, lambda entry: pool.device_slice(entry.number, divided=entry.divided))
         built = {name: self._once(name, group, _counter_sets) for name, group in counters.items()}
         built |= {name: self._once(name, group, _devices) for name, group in devices.items()}
         self._built = {name: self._built[name] for name in built}
@@ -91,15 +98,10 @@ class SliceBuilder:
         return known[1]
 
 
-def build_slices(pool: Pool, gpus: Iterable[PublishedGpu]) -> dict[str, Content]:
-    """Content of every slice of the pool by slice name, built from nothing."""
-    return SliceBuilder(pool).build(gpus)
-
-
-def _grouped(gpus: Iterable[PublishedGpu], slice_of: Callable[[int], str]) -> dict[str, list[PublishedGpu]]:
+def _grouped(gpus: Iterable[PublishedGpu], slice_of: Callable[[PublishedGpu], str]) -> dict[str, list[PublishedGpu]]:
     groups: dict[str, list[PublishedGpu]] = {}
     for entry in gpus:
-        groups.setdefault(slice_of(entry.number), []).append(entry)
+        groups.setdefault(slice_of(entry), []).append(entry)
     return groups
 
 
@@ -129,9 +131,9 @@ def _devices(group: Sequence[PublishedGpu]) -> Content:
 
 
 def taints_of(device: Device, entry: PublishedGpu) -> list[Content]:
-    """What keeps new pods off ``device`` of the GPU of ``entry``. What runs is left alone."""
+    """Return the taints of ``device``. They keep new pods away and do not affect running ones."""
     taints: list[Content] = [UNAVAILABLE] if entry.fault is not None else []
-    concerned = [each for each in entry.ailments if each.concerns(device)]
+    concerned = [each for each in entry.conditions if each.affects(device)]
     ill = [each for each in concerned if not each.cordon]
     if ill:
         # The first of several is told: later ones follow from it. The time covers all, for an operator clears them all.
@@ -164,3 +166,43 @@ def slice_object(
             **content,
         },
     }
+
+
+Counters = dict[str, dict[str, str]]
+
+
+def counters_of_gpu(gpu: Gpu) -> Counters:
+    """The counter set's counters."""
+    slices = {f"memory-slice-{i}": _value(SLICE_VALUE) for i in range(gpu.memory_slices)}
+    return slices | {limit.name: _value(limit.total) for limit in limits_of(gpu.profiles)}
+
+
+def consumption(device: Device, set_name: str, limits: Iterable[Limit]) -> list[dict[str, Any]]:
+    """The device's ``consumesCounters``; ``limits`` are those of its GPU."""
+    weight = _value(device.weight)
+    taken = {f"memory-slice-{i}": weight for i in range(device.gpu.memory_slices) if device.mask >> i & 1}
+    if device.profile is not None:
+        used = {limit.name: limit.taken_by(device.profile) for limit in limits}
+        taken |= {name: _value(amount) for name, amount in used.items() if amount}
+    return [{"counterSet": set_name, "counters": taken}]
+
+
+def _value(number: int) -> dict[str, str]:
+    return {"value": str(number)}
+
+
+def limited(published: int, new: Collection[Device], occupied: int) -> set[str]:
+    """The names of those of ``new``, all of one GPU, for which there is room beside ``published`` devices.
+
+    What is published already never goes for the sake of another: somebody may have been given it just now. Shares wait
+    before placements do, but for one: once that is taken the placements go, and the others come. ``occupied`` is the
+    mask of memory slices that nothing offered can use.
+    """
+    room = max(0, DEVICES_PER_GPU - published)
+    if len(new) <= room:
+        return {device.name for device in new}
+    ordered = order_offers(new, dict.fromkeys((device.gpu.uuid for device in new), occupied))
+    spare = [device for device in ordered if device.kind is DeviceKind.SHARE][1:]
+    names = {device.name for device in spare}
+    wanted = [*(device for device in ordered if device.name not in names), *spare]
+    return {device.name for device in wanted[:room]}

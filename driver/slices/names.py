@@ -14,7 +14,8 @@ COUNTER_SETS_PER_SLICE = 8
 GPUS_PER_SLICE = 2
 """At most 64 devices a slice that consumes counters, and an H100 has 26: two GPUs and room for shares.
 
-A GPU's slice depends on its number alone, so a change of its devices is an atomic update of one object.
+A GPU's slice depends on its number and on whether its node's settings divide it into shares, so a change of its
+devices is an atomic update of one object.
 """
 
 DEVICES_PER_GPU = 32
@@ -22,6 +23,10 @@ DEVICES_PER_GPU = 32
 
 DEVICE_SLICES_FROM = 100
 """First index of device slices: counter slices sort in front of them, up to 800 GPUs a node."""
+
+SHARED_SLICES_FROM = 500
+"""The same for GPUs that are divided into shares: the scheduler takes the first device that fits, in the order of slice
+names, so a claim for a full GPU or a partition gets one that has no shares as long as there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +46,10 @@ class Pool:
         index = number // COUNTER_SETS_PER_SLICE
         return shortened(f"{index:05d}-{self.node}-{self.driver}-counters")
 
-    def device_slice(self, number: int) -> str:
-        """Name of the slice that holds the devices of the GPU numbered ``number``."""
-        index = number // GPUS_PER_SLICE
-        return shortened(f"{DEVICE_SLICES_FROM + index:05d}-{self.node}-{self.driver}-devices")
+    def device_slice(self, number: int, *, divided: bool = False) -> str:
+        """Name of the slice that holds the devices of the GPU numbered ``number``; ``divided``: into shares."""
+        index = number // GPUS_PER_SLICE + (SHARED_SLICES_FROM if divided else DEVICE_SLICES_FROM)
+        return shortened(f"{index:05d}-{self.node}-{self.driver}-devices")
 
 
 def counter_set(number: int) -> str:

@@ -1,38 +1,167 @@
-"""Keeps the node's ResourceSlices as they should be, whoever changes or deletes them."""
+"""Publishes the node's ResourceSlices and restores them when anybody changes or deletes them."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
 import msgspec
 
-from driver.errors import NOT_FOUND, ApiError
-from driver.kube.claims import GROUP
-from driver.kube.loop import Loop, MakeLoop
-from driver.kube.objects import Key, ObjectMeta
-from driver.kube.transport import KubeClient, Object
+from driver.kube.client import KubeClient, Object
+from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.types import Key, ObjectMeta
 from driver.kube.watch_cache import WatchCache
-from driver.slices.build import Content, slice_object
+from driver.kube.work_loop import Loop, MakeLoop
+from driver.slices.build import UNHEALTHY, Content, slice_object
 from driver.slices.names import Pool
-from driver.slices.reconcile import Changes, Stored, changes, dropped_fields
+
+Slices = Mapping[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The spec that was last sent for a slice, and the resource version of the response."""
+
+    version: str
+    spec: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Writes (by name, at one pool generation), deletions, and the objects that exist."""
+
+    generation: int
+    count: int
+    write: dict[str, Content] = field(default_factory=dict)
+    delete: dict[str, dict[str, Any]] = field(default_factory=dict)
+    existing: Slices = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.write or self.delete)
+
+
+def changes(desired: Mapping[str, Content], actual: Slices, sent: Mapping[str, Stored], pool: Pool) -> Changes:
+    """The writes and deletions that lead from ``actual`` to ``desired``.
+
+    Slices of one pool generation belong together: while they are rewritten the scheduler skips the whole
+    pool. So a change of devices stays in the generation, each slice being complete in itself; the set of
+    slices or a counter set changing, or a device that moves to another slice, starts a new one. A slice that
+    nobody changed since we sent it counts as what we sent, so that an API server which drops fields is not
+    written to for ever.
+    """
+    specs = {name: _believed(item, sent.get(name)) for name, item in actual.items()}
+    current = max((spec["pool"]["generation"] for spec in specs.values()), default=1)
+    todo = _at_generation(current, desired, actual, specs, pool)
+    if _needs_new_generation(current, desired, specs):
+        todo = _at_generation(current + 1, desired, actual, specs, pool)
+    return todo
+
+
+def _at_generation(
+    generation: int, desired: Mapping[str, Content], actual: Slices, specs: Slices, pool: Pool
+) -> Changes:
+    todo = Changes(generation, len(desired), existing=actual)
+    for name, content in desired.items():
+        if name not in specs or not _same(specs[name], content, pool, generation, len(desired)):
+            todo.write[name] = content
+    todo.delete.update((name, item) for name, item in actual.items() if name not in desired)
+    return todo
+
+
+def _needs_new_generation(current: int, desired: Mapping[str, Content], specs: Slices) -> bool:
+    """Whether what is there is complete by itself and would stop being so half-way through."""
+    there = {name: spec for name, spec in specs.items() if spec["pool"]["generation"] == current}
+    complete = there and all(spec["pool"]["resourceSliceCount"] == len(there) for spec in there.values())
+    if not complete:
+        return False
+    counters_differ = any(
+        desired[name].get("sharedCounters") != spec.get("sharedCounters")
+        for name, spec in there.items()
+        if name in desired
+    )
+    return set(there) != set(desired) or counters_differ or _moved(there, desired)
+
+
+def _moved(there: Slices, desired: Mapping[str, Content]) -> bool:
+    """Whether a device goes from one slice to another: the two are written one after the other."""
+    before = {device["name"]: name for name, spec in there.items() for device in spec.get("devices") or ()}
+    after = ((device["name"], name) for name, content in desired.items() for device in content.get("devices", ()))
+    return any(before.get(device, name) != name for device, name in after)
+
+
+def _believed(item: Mapping[str, Any], sent: Stored | None) -> dict[str, Any]:
+    if sent is not None and sent.version == item["metadata"]["resourceVersion"]:
+        return dict(sent.spec)
+    return _as_sent(item["spec"])
+
+
+def _as_sent(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec without what the API server adds (the times of taints) and with what it drops (an empty list)."""
+    devices = spec.get("devices")
+    if not devices and "sharedCounters" not in spec:
+        return {**spec, "devices": []}
+    if not devices or not any("taints" in device for device in devices):
+        return dict(spec)
+    return {**spec, "devices": [_without_times(device) for device in devices]}
+
+
+def _without_times(device: Mapping[str, Any]) -> dict[str, Any]:
+    if "taints" not in device:
+        return dict(device)
+    return {**device, "taints": [_without_time(taint) for taint in device["taints"]]}
+
+
+def _without_time(taint: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a fault the time is ours, of anything else the API server's."""
+    if taint["key"] == UNHEALTHY:
+        return dict(taint)
+    return {key: value for key, value in taint.items() if key != "timeAdded"}
+
+
+def _same(spec: Mapping[str, Any], content: Content, pool: Pool, generation: int, count: int) -> bool:
+    ours = {
+        "driver": pool.driver,
+        "nodeName": pool.node,
+        "pool": {"name": pool.name, "generation": generation, "resourceSliceCount": count},
+        **content,
+    }
+    return dict(spec) == ours
+
+
+def dropped_fields(sent: Any, stored: Any, path: str = "spec") -> Iterator[str]:
+    """Paths of what was sent but did not come back, with list indices left out."""
+    if sent == stored:
+        return
+    if isinstance(sent, Mapping) and isinstance(stored, Mapping):
+        for key, value in sent.items():
+            if key in stored:
+                yield from dropped_fields(value, stored[key], f"{path}.{key}")
+            elif value not in ([], {}):
+                yield f"{path}.{key}"
+    elif isinstance(sent, list) and isinstance(stored, list):
+        for ours, theirs in zip(sent, stored, strict=False):
+            yield from dropped_fields(ours, theirs, f"{path}[]")
+        if len(stored) < len(sent):
+            yield f"{path}[{len(stored)}]"
+
 
 log = logging.getLogger(__name__)
 
-COALESCE_S = 0.05
+COALESCE_INTERVAL_SECONDS = 0.05
 """How long to gather changes before writing them: each write of a slice wakes every waiting pod of the cluster,
 and claims come in bursts."""
 
-SLICES = f"{GROUP}/resourceslices"
+SLICES = f"{RESOURCE_GROUP}/resourceslices"
 
 
 class SliceStep(StrEnum):
-    """What is done to one slice at the API server."""
+    """A request that changes one slice."""
 
     WRITE = "write-slice"
     DELETE = "delete-slice"
@@ -100,7 +229,7 @@ class Publisher:
         self._owner: Mapping[str, Any] | None = None
         self._sent: dict[str, Stored] = {}
         self._reported: set[str] = set()
-        self._loop = loop("publishing slices", self._reconcile, COALESCE_S)
+        self._loop = loop("publishing slices", self._reconcile, COALESCE_INTERVAL_SECONDS)
         self.published = threading.Event()
         selector = {"fieldSelector": f"spec.nodeName={pool.node},spec.driver={pool.driver}"}
         self.cache = WatchCache(client, SLICES, Slice, _kept, lambda _: self.notify(), selector)
@@ -173,20 +302,16 @@ class Publisher:
 
     def _delete(self, item: Object) -> None:
         metadata = item["metadata"]
-        try:
-            self._client.delete(f"{SLICES}/{metadata['name']}", metadata["uid"])
-        except ApiError as error:
-            if error.status != NOT_FOUND:
-                raise
+        self._client.delete(f"{SLICES}/{metadata['name']}", metadata["uid"], missing_ok=True)
 
     def _report_dropped(self, wanted: Object, stored: Object) -> None:
-        """An API server with a feature gate off drops fields in silence: say it once for each field."""
-        for field in dropped_fields(wanted["spec"], stored["spec"]):
-            if field not in self._reported:
-                self._reported.add(field)
+        """Log each field that the API server dropped, once: it does so silently when a feature gate is off."""
+        for path in dropped_fields(wanted["spec"], stored["spec"]):
+            if path not in self._reported:
+                self._reported.add(path)
                 log.error(
                     "the API server dropped a field of a ResourceSlice: feature gate off, or older than 1.37?",
-                    extra={"field": field, "slice": wanted["metadata"]["name"]},
+                    extra={"field": path, "slice": wanted["metadata"]["name"]},
                 )
 
 

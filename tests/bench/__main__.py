@@ -40,7 +40,7 @@ def _measure(cluster: Cluster, progress: Progress) -> list[Figure]:
         *process.figures(cluster, progress, where),
         *pods.figures(cluster, progress, where),
         Figure("cel.new_shape_p50_ms", cel.new_shape_ms(), "ms", 1, None, where),
-        Figure("cel.fleet_s", cel.fleet_s(), "s", 1, None, where),
+        Figure("cel.fleet_verdicts_s", cel.fleet_s(), "s", 1, None, where),
     ]
 
 

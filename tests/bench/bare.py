@@ -19,9 +19,10 @@ from typing import Any
 import grpc
 import msgspec
 
-from driver.kube.access import load_configuration
-from driver.kube.claims import GROUP, Claim
-from kubelet_plugin.protocol.generated import dra_v1_pb2
+from driver.kube.credentials import load_configuration
+from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.types import Claim
+from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from tests.bench.kubelet import SERVICE, Kubelet
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
@@ -65,7 +66,7 @@ class BarePath:
     def prepare(self, request: Any, _context: grpc.ServicerContext) -> Any:
         response = dra_v1_pb2.NodePrepareResourcesResponse()
         for reference in request.claims:
-            claim = self._read(f"{GROUP}/namespaces/{reference.namespace}/resourceclaims/{reference.name}")
+            claim = self._read(f"{RESOURCE_GROUP}/namespaces/{reference.namespace}/resourceclaims/{reference.name}")
             self._write("record", b'{"phase":"preparing"}', durable=True)
             self._write("spec", b'{"cdiVersion":"0.6.0"}', durable=False)
             self._write("record", b'{"phase":"prepared"}', durable=True)

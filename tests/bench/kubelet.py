@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from kubelet_plugin.protocol.generated import dra_v1_pb2
+from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from tests.harness.cluster import Cluster
 from tests.support.plugin import DRIVER, PluginProcess, bare_node
 from tests.support.workloads import CLAIMS, request

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from driver.kube.objects import Key, ObjectMeta
+from driver.kube.types import Key, ObjectMeta
 from tests.bench.results import Figure
 from tests.bench.watching import Watched, watched
 from tests.harness.cluster import Cluster

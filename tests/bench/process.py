@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from driver.kube.objects import Key, ObjectMeta
+from driver.kube.types import Key, ObjectMeta
 from tests.bench.kubelet import Kubelet, allocated_claim
 from tests.bench.results import Figure
 from tests.bench.usage import memory_mb

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from driver.kube.objects import Key, KubeObject
-from driver.kube.transport import KubeClient, load_configuration
+from driver.kube.client import KubeClient, load_configuration
+from driver.kube.types import Key, KubeObject
 from driver.kube.watch_cache import WatchCache
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import DeadlineError, wait_for

@@ -687,6 +687,38 @@ UNSUPPORTED: dict[str, str] = {
 """What Kubernetes accepts and Tessera refuses, by "theme: name", and why."""
 
 
+REFUSED_FOR_COST = frozenset(
+    {
+        "optionals: optionals are equal",
+        "capacities: different",
+        "quantities: type of a quantity",
+        "strings: join",
+        "strings: join without a separator",
+        "numbers: type of an int",
+        "numbers: type of an attribute",
+        "numbers: type of a type",
+        "lists and maps: transformList",
+        "lists and maps: min of strings",
+        "lists and maps: isSorted",
+        "names and types: a type's name",
+        "names and types: list as a type",
+        "cost: four nested loops over the attributes",
+        "cost: six nested loops over ten",
+        "cost: too long a range",
+        "cost: a range from an attribute",
+    }
+)
+"""Refused by Kubernetes only because of the estimated cost, beside all that is done once more than LIMITS allow.
+
+Tessera does not estimate costs: the API server refuses such a selector when it is written.
+"""
+
+
+def refused_for_cost(name: str) -> bool:
+    """Whether Kubernetes refuses the expression only because of its estimated cost."""
+    return name in REFUSED_FOR_COST or (name.startswith("limit: ") and name.endswith(", once more"))
+
+
 def expressions() -> dict[str, str]:
     """Every expression by "theme: name"."""
     themes = {f"{theme}: {name}": text for theme, entries in THEMES.items() for name, text in entries.items()}

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import click
 
 from tessera.output import columns
 from tests.demo import nodes, pods
-from tests.demo.picture import draw
+from tests.demo.picture import draw, rows
 from tests.demo.promises import broken, broken_time_slices, seen_in_words, tally
 from tests.demo.screen import Screen
 from tests.demo.stage import Play, options, perform, try_next
+from tests.demo.svg import svg
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
 from tests.support.chart import install
@@ -31,7 +33,10 @@ PROMISE = {
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @options
-def main(keep: bool, binaries: Path | None) -> None:
+@click.option(
+    "--svg", "image", type=click.Path(path_type=Path), help="Write the picture of the GPUs to this file, too."
+)
+def main(keep: bool, binaries: Path | None, image: Path | None) -> None:
     """Run 54 workloads on 10 simulated A100 of a real two-node Kubernetes cluster on this machine.
 
     Four train on a full GPU each, twenty serve models on MIG partitions, thirty notebooks share three GPUs. What every
@@ -41,8 +46,9 @@ def main(keep: bool, binaries: Path | None) -> None:
     Examples:
       make demo-54
       make demo-54 KEEP=1
+      make demo-54 SVG=demo-54.svg
     """
-    perform(Play(NAME, len(nodes.PLANS), _opening, _on), keep, binaries)
+    perform(Play(NAME, len(nodes.PLANS), _opening, partial(_on, image)), keep, binaries)
 
 
 def _opening(screen: Screen) -> None:
@@ -53,13 +59,13 @@ def _opening(screen: Screen) -> None:
     screen.show(columns(["PODS", "NAMES", "CLASS", "PROMISED TO EACH"], rows))
 
 
-def _on(screen: Screen, cluster: Cluster, keep: bool) -> None:
+def _on(image: Path | None, screen: Screen, cluster: Cluster, keep: bool) -> None:
     with screen.step("install the Helm chart: device classes, policies, RBAC"):
         install(cluster)
     plugins = nodes.node_plugins(cluster)
     _set_up(screen, plugins)
     before = nodes.offers(plugins)
-    _run(screen, cluster, plugins)
+    _run(screen, cluster, plugins, image)
     _go(screen, cluster, plugins, before)
     if keep:
         smi = "\n".join(f".venv/bin/tessera sim smi --host-root {plugin.host_root}" for plugin in plugins)
@@ -91,14 +97,18 @@ def _set_up(screen: Screen, plugins: Sequence[PluginProcess]) -> None:
     screen.show(draw(nodes.slices(plugins), []))
 
 
-def _run(screen: Screen, cluster: Cluster, plugins: Sequence[PluginProcess]) -> None:
+def _run(screen: Screen, cluster: Cluster, plugins: Sequence[PluginProcess], image: Path | None) -> None:
     total = sum(group.count for group in pods.EVERYBODY)
     screen.act(f"{total} pods")
     with Progress().part(f"{total} pods: allocate, cut, share, start containers", RUN_USUALLY_S) as part:
         pods.create(cluster, pods.EVERYBODY)
         pods.wait_running(cluster, total, part.tick)
     screen.act("Who is where")
-    screen.show(draw(nodes.slices(plugins), pods.held(cluster, plugins)))
+    slices, held = nodes.slices(plugins), pods.held(cluster, plugins)
+    screen.show(draw(slices, held))
+    if image is not None:
+        image.write_text(svg(rows(slices, held)))
+        screen.say(f"The picture is in {image}.")
     screen.say("A MIG bar is eight memory slices of 10 GB; an A100 can give seven of them to 1g.10gb.")
     screen.act("What each container sees")
     with screen.step(f"read what {total} containers found inside, compare with slices and hardware"):

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import click
 
-from deploy.image.build import Built, ensure_image
-from deploy.image.summary import summary
 from driver.errors import RecoverableError
 from tests.demo.screen import Screen
 from tests.demo.stage import Play, options, perform, try_next
 from tests.demo.story import seen_inside
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
+from tests.image.build import Built, ensure_image, summary
 from tests.support.in_pods import CACHE, HERE, IMAGE, READY_S, Release
 from tests.support.workloads import PROJECT, RUNNING_S, Workloads
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from tessera.drawing import Span, draw_slices
+from tessera.slice_layout import Span, draw_slices
 
 Object = Mapping[str, Any]
 
@@ -81,19 +81,48 @@ def holdings(slices: Iterable[Object], claims: Iterable[Object]) -> list[Holding
     return sorted(found, key=lambda holding: holding.pod)
 
 
-def draw(slices: Sequence[Object], held: Iterable[Holding]) -> str:
-    """All GPUs of all nodes, a line each, in order."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One GPU of the picture: what it is used for, its cells, and which pod has which of them."""
+
+    node: str
+    product: str
+    gpu: int
+    kind: str
+    cells: int
+    spans: tuple[Span, ...]
+
+
+def rows(slices: Sequence[Object], held: Iterable[Holding]) -> list[Row]:
+    """All GPUs of all nodes, in order."""
     held = list(held)
     offered = list(published(slices).values())
+    found = []
+    for node, number, memory_slices in sorted(_gpus(slices)):
+        product = next((str(device.value("productName")) for device in offered if device.node == node), "")
+        devices = [device for device in offered if (device.node, device.gpu) == (node, number)]
+        here = [holding for holding in held if (holding.device.node, holding.device.gpu) == (node, number)]
+        # Where several kinds are offered, what is held decides; a GPU on which nothing is held is full until then.
+        kinds = {holding.device.value("type") for holding in here} or {device.value("type") for device in devices}
+        kind = next((kind for kind in USES if kind in kinds), "gpu")
+        shares = next((device.value("shares") for device in devices if kind == "share"), 1)
+        spans = tuple(Span(*holding.device.place, holding.pod) for holding in here)
+        found.append(Row(node, product, number, kind, memory_slices if kind == "mig" else shares, spans))
+    return found
+
+
+def draw(slices: Sequence[Object], held: Iterable[Holding]) -> str:
+    """All GPUs as text, a line each below the line of their node."""
     lines: list[str] = []
     node = ""
-    for name, number, memory_slices in sorted(_gpus(slices)):
-        devices = [device for device in offered if (device.node, device.gpu) == (name, number)]
-        here = [holding for holding in held if (holding.device.node, holding.device.gpu) == (name, number)]
-        if name != node:
-            node = name
-            lines.append(f"{name}   {devices[0].value('productName')}" if devices else name)
-        lines.append(f"gpu-{number:<3} {_bar(devices, here, memory_slices)}")
+    for row in rows(slices, held):
+        if row.node != node:
+            node = row.node
+            lines.append(f"{node}   {row.product}" if row.product else node)
+        word, colour = USES[row.kind]
+        bar = draw_slices(row.cells, row.spans, width=(INNER - row.cells + 1) // row.cells)
+        styled = click.style(bar, fg=colour) if row.spans else click.style(bar, dim=True)
+        lines.append(f"gpu-{row.gpu:<3} {word:<7} {styled}")
     return "\n".join(lines)
 
 
@@ -103,16 +132,3 @@ def _gpus(slices: Iterable[Object]) -> Iterator[tuple[str, int, int]]:
         for counters in item["spec"].get("sharedCounters", ()):
             cells = sum(name.startswith("memory-slice-") for name in counters["counters"])
             yield item["spec"]["nodeName"], int(counters["name"].split("-")[1]), cells
-
-
-def _bar(devices: Sequence[Published], held: Sequence[Holding], memory_slices: int) -> str:
-    """One GPU: what it is used for, and its cells."""
-    # Where several kinds are offered, what is held decides; a GPU on which nothing is held is full until then.
-    kinds = {holding.device.value("type") for holding in held} or {device.value("type") for device in devices}
-    kind = next((kind for kind in USES if kind in kinds), "gpu")
-    shares = next((device.value("shares") for device in devices if kind == "share"), 1)
-    cells = memory_slices if kind == "mig" else shares
-    spans = [Span(*holding.device.place, holding.pod) for holding in held]
-    word, colour = USES[kind]
-    bar = draw_slices(cells, spans, width=(INNER - cells + 1) // cells)
-    return f"{word:<7} {click.style(bar, fg=colour) if held else click.style(bar, dim=True)}"

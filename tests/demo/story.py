@@ -7,12 +7,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from driver.slices.build import build_slices, slice_object
+from driver.slices.build import slice_object
 from tests.demo import views
 from tests.demo.screen import Screen
 from tests.harness.cluster import Cluster
 from tests.support.node import start_node
 from tests.support.plugin import PluginProcess
+from tests.support.published import build_slices
 from tests.support.workloads import PROJECT, RUNNING_S, Workloads
 
 PODS = ("training", "inference", "inference-large")

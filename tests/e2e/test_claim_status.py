@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from driver.errors import ApiError
-from driver.kube.transport import KubeClient, load_configuration
+from driver.kube.client import KubeClient, load_configuration
 from driver.model.sharing import TimeSlice
-from kubelet_plugin.claim_status import ReadyDevice, Share, apply_body, device_statuses, status_path
-from kubelet_plugin.claims import ClaimReference
-from kubelet_plugin.status_writer import StatusWriter
+from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.status.claim_status import PreparedShare, ReadyDevice, apply_body, device_statuses, status_path
+from kubelet_plugin.status.writer import StatusWriter
 from tests.bench.kubelet import allocated_claim
 from tests.harness.cluster import Cluster
 from tests.support.chart import install
@@ -46,7 +46,7 @@ def shared_by(cluster: Cluster, name: str, number: int) -> ReadyDevice:
     uid = allocated_claim(cluster, name, NODE, device).uid
     pool = f"{NODE}-{DRIVER}"
     reference = ClaimReference("default", name, uid)
-    return ReadyDevice(reference, pool, device, "GPU-0", share=Share(10, TimeSlice.SHORT))
+    return ReadyDevice(reference, pool, device, "GPU-0", share=PreparedShare(10, TimeSlice.SHORT))
 
 
 def stored(cluster: Cluster, name: str) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def written_at(cluster: Cluster, prepared: list[ReadyDevice], now: datetime) -> 
     """The first claim after a writer with that clock has done its work."""
     writer = StatusWriter(client_of(cluster, NODE), DRIVER, lambda: device_statuses(prepared), lambda: now)
     with in_thread(writer.run, writer.notify):
-        eventually(lambda: [known for known in writer._known.values() if known.said], "a round of the writer")
+        eventually(lambda: [known for known in writer._states.values() if known.written], "a round of the writer")
     return stored(cluster, prepared[0].claim.name)
 
 

@@ -15,13 +15,13 @@ import pytest
 import yaml
 
 from driver.errors import ApiError
-from driver.hardware.simulator import load_description
-from driver.kube.claims import Claim
+from driver.kube.reads import CLAIM
 from driver.model.gpu import Gpu, MigMode
-from driver.model.selection import EVERY_GPU, Selection
+from driver.model.selection import EVERY_GPU, GpuSelection
 from driver.model.sharing import TimeSlice
-from kubelet_plugin.claims import ClaimReference, resolve
-from kubelet_plugin.inventory import UNSHARED, Sharing
+from driver.simulator import load_description
+from kubelet_plugin.claims.allocation import ClaimReference, resolve
+from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
@@ -45,7 +45,7 @@ SMALL, WHOLE_PARTITION = "gpu-inference-1g-10gb", "gpu-inference-7g-80gb"
 CARDS = ("a30-4", "dgx-a100", "dgx-a100-40gb", "dgx-b200", "dgx-h100", "dgx-h200")
 """Nodes that together have every profile for which there is a class."""
 
-TEN, FOUR = Sharing(lambda _: 10), Sharing(lambda _: 4)
+TEN, FOUR = GpuSharing(lambda _: 10), GpuSharing(lambda _: 4)
 DISTINCT = f"{DRIVER}/parentUUID"
 DIFFERENT_GPUS = {"distinctAttribute": DISTINCT}
 
@@ -71,7 +71,7 @@ def ready_for_mig(gpu: Gpu) -> Gpu:
     return replace(gpu, mig_mode=MigMode.ENABLED) if in_mig_mode else gpu
 
 
-def node(cluster: Cluster, name: str, description: str, sharing: Sharing = UNSHARED) -> Offering:
+def node(cluster: Cluster, name: str, description: str, sharing: GpuSharing = UNSHARED) -> Offering:
     """A node object that offers what the GPUs of a simulated node can be."""
     with tempfile.TemporaryDirectory() as folder:
         gpus = discover(load_description(description), Path(folder))
@@ -107,7 +107,7 @@ def four_gpus_node(cluster: Cluster) -> Offering:
 @pytest.fixture
 def four_gpus(four_gpus_node: Offering) -> Offering:
     """A node with four H100, of which the first two offer two shares each and nothing else; nothing is held."""
-    two_each = Sharing(lambda gpu: 2 if gpu.index < 2 else 0, Selection.parse("0,1"))
+    two_each = GpuSharing(lambda gpu: 2 if gpu.index < 2 else 0, GpuSelection.parse("0,1"))
     four_gpus_node.start_again(two_each)
     return four_gpus_node
 
@@ -183,12 +183,18 @@ class TestEveryClass:
     @pytest.mark.parametrize(
         ("description", "sharing", "fitting", "others"),
         [
-            ("h100-1", Sharing(lambda _: 10, EVERY_GPU), DEV, (TRAINING, ANY_PARTITION, SMALL)),
+            ("h100-1", GpuSharing(lambda _: 10, EVERY_GPU), DEV, (TRAINING, ANY_PARTITION, SMALL)),
             ("t4-4", UNSHARED, TRAINING, (DEV, ANY_PARTITION, SMALL)),
         ],
     )
     def test_takes_no_other_kind_of_device(
-        self, cluster: Cluster, ask: Asking, description: str, sharing: Sharing, fitting: str, others: tuple[str, ...]
+        self,
+        cluster: Cluster,
+        ask: Asking,
+        description: str,
+        sharing: GpuSharing,
+        fitting: str,
+        others: tuple[str, ...],
     ) -> None:
         only = node(cluster, f"only-{fitting}", description, sharing)
         ask(fitting, asked(fitting), node=only.node).given()
@@ -397,7 +403,7 @@ class TestOpaqueParameters:
     ) -> None:
         asking = ask("notebook", asked(DEV), config=config, node=one_gpu.node)
         asking.given()
-        claim = msgspec.convert(asking.claim(), Claim)
+        claim = CLAIM.decode(msgspec.json.encode(asking.claim()))
         assert claim.status.allocation is not None
         sources = [entry.source for entry in claim.status.allocation.devices.config]
         assert sources == ["FromClass", *["FromClaim"] * len(config)]
@@ -473,9 +479,20 @@ def test_every_example_gets_what_it_says(cluster: Cluster, cards: dict[str, Offe
         assert len({device[attribute] for device in devices}) == len(devices)
 
 
+def test_no_example_is_blocked_by_another_when_the_folder_is_applied(
+    cluster: Cluster, cards: dict[str, Offering]
+) -> None:
+    cluster.kubectl("apply", "-f", str(EXAMPLES))
+    try:
+        for name, devices in DEVICES.items():
+            wait_for(lambda: len(given_to(cluster, name)) == len(devices), SCHEDULED_S, f"devices of {name}")  # noqa: B023
+    finally:
+        cluster.kubectl("delete", "--grace-period=0", "--force", "-f", str(EXAMPLES))
+    wait_for(lambda: not cluster.api.get(CLAIMS)["items"], SCHEDULED_S, "the pods' claims gone")
+
+
 def test_the_examples_tried_here_are_all_there_are() -> None:
-    others = {"quota", "extended-resource"}
-    assert {file.stem for file in EXAMPLES.glob("*.yaml")} == DEVICES.keys() | others
+    assert {file.stem for file in EXAMPLES.glob("*.yaml")} == DEVICES.keys() | {"extended-resource"}
 
 
 @pytest.fixture
@@ -558,7 +575,7 @@ def wait_refused(cluster: Cluster, name: str, count: int, told: str) -> None:
 
 
 def test_the_quota_example_limits_every_class(cluster: Cluster) -> None:
-    quotas = example("quota")
+    quotas = example("quota/quota")
     hard = {key: int(number) for quota in quotas for key, number in quota["spec"]["hard"].items()}
     assert hard.keys() == {f"{name}.deviceclass.resource.k8s.io/devices" for name in SHIPPED}
     with limited(cluster, quotas):

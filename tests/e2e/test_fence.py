@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from controller.canary import Canary
-from controller.fence import Fence, FenceSettings, Withdrawable
-from controller.fenced import MOST_ENTRIES, FencedDevices, PoolDevice
+from controller.cluster.claim_index import PoolDevice
+from controller.fence.configmap import MAX_ENTRIES, FencedDevices
+from controller.fence.protocol import Canary, Fence, FenceSettings, Withdrawable
 from driver.errors import ApiError
+from driver.kube.client import KubeClient, load_configuration
 from driver.kube.clock import SystemClock
-from driver.kube.transport import KubeClient, load_configuration
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
@@ -178,7 +178,7 @@ def test_a_full_config_map_is_accepted_and_makes_an_allocation_hardly_slower(
     fence: Fence, controller: KubeClient, scheduler: KubeClient, claim: dict[str, Any]
 ) -> None:
     fenced = FencedDevices(controller, "tessera", SystemClock())
-    many = [PoolDevice(LONGEST, f"gpu-{number:020}") for number in range(MOST_ENTRIES)]
+    many = [PoolDevice(LONGEST, f"gpu-{number:020}") for number in range(MAX_ENTRIES)]
 
     devices = [PoolDevice(POOL, f"gpu-{number}") for number in range(32)]
 
@@ -193,7 +193,7 @@ def test_a_full_config_map_is_accepted_and_makes_an_allocation_hardly_slower(
     wait_for(lambda: Canary(controller, "tessera").refusal(many[-1]), 60, "all of it is in force")
     after = took_ms()
     fence.start(offered=[])
-    print(f"an allocation of 32 devices: {before:.1f} ms; with {MOST_ENTRIES} fenced: {after:.1f} ms")
+    print(f"an allocation of 32 devices: {before:.1f} ms; with {MAX_ENTRIES} fenced: {after:.1f} ms")
     assert after < before + 20
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.image import recipe, sbom
-from deploy.image.build import Built, ensure_image
-from deploy.image.tree import listing
-from deploy.image.wheels import CHROOT
+from tests.image import recipe, sbom
+from tests.image.build import Built, ensure_image
+from tests.image.tree import listing
+from tests.image.wheels import CHROOT
 from tests.support.in_pods import CACHE, IMAGE
 
 # Not because of a cluster: it needs root, Debian and its packages, as a cluster does.

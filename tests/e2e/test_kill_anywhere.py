@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import pytest
 
-from kubelet_plugin.steps import Step
+from kubelet_plugin.claims.steps import Step
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
 from tests.support.kill_matrix import SCENARIOS, Case, Scenario, kill, quick, watch

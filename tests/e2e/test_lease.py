@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from driver.kube.client import KubeClient, load_configuration
 from driver.kube.events import Recorder
 from driver.kube.heartbeat import Heartbeat, HeartbeatWatch
 from driver.kube.lease import LeaderElector, leases
-from driver.kube.objects import Reference
-from driver.kube.transport import KubeClient, load_configuration
+from driver.kube.types import Reference
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.chart import install

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from driver.errors import ApiError
+from driver.kube.client import KubeClient, load_configuration
 from driver.kube.heartbeat import HEARTBEAT
 from driver.kube.lease import leases
-from driver.kube.transport import KubeClient, load_configuration
 from driver.model.plan import PATH
 from tests.audit.grants import Grant, grants
 from tests.audit.log import read

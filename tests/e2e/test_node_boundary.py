@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from driver.errors import ApiError
-from driver.kube.transport import KubeClient, load_configuration
+from driver.kube.client import KubeClient, load_configuration
 from driver.model.plan import API_VERSION, FENCE, KIND, PATH
 from tests.bench.kubelet import allocated_claim
 from tests.harness.cluster import Cluster

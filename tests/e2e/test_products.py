@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from driver.hardware.simulator import known_descriptions, load_description
-from driver.hardware.simulator.description import MAX_GPUS
 from driver.model.device import devices_of
+from driver.simulator import known_descriptions, load_description
+from driver.simulator.description import MAX_GPUS
 from tests.harness.cluster import Cluster
 from tests.support.control_plane import control_plane
 from tests.support.plugin import SLICES

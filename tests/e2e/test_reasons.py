@@ -10,7 +10,7 @@ import pytest
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
-from tests.support.chart import install
+from tests.support.chart import EVENTS_OF_ALL_CLAIMS, EVENTS_OF_ONE_CLAIM, install
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess
 from tests.support.plugin import PluginFlags, PluginProcess, bare_node
@@ -95,6 +95,18 @@ def test_before_any_node_has_told_its_gpus_nothing_is_said_of_what_they_lack(
     assert silence == {}
     assert "no GPU is divided into shares" in place.reason("a-share", "NothingMatches")
     assert set(place.told("a-share")) == {"NothingMatches"}
+
+
+@pytest.mark.usefixtures("silence")
+def test_the_commands_that_the_docs_name_show_the_reasons(place: Place) -> None:
+    reasons = {
+        name: place.reason(name, code) for name, code in (("a-share", "NothingMatches"), ("b-nobody", "NoSuchClass"))
+    }
+    for name, message in reasons.items():
+        one = EVENTS_OF_ONE_CLAIM.replace("NAMESPACE", "default").replace("NAME", name)
+        assert message in place.cluster.kubectl(*one.split()[1:])
+    of_all = place.cluster.kubectl(*EVENTS_OF_ALL_CLAIMS.split()[1:])
+    assert all(message in of_all for message in reasons.values())
 
 
 @pytest.mark.usefixtures("silence")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,3 +102,41 @@ def test_checkpoint_records_that_cannot_be_read_are_made_anew(
     assert told(cluster, "steady", "CheckpointRecordRebuilt")
     workloads.delete_pods("steady")
     assert plugin.nothing_left()
+
+
+def test_a_running_pod_keeps_its_devices_when_the_checkpoint_record_of_its_claim_is_deleted(
+    workloads: Workloads, plugin: PluginProcess, cluster: Cluster
+) -> None:
+    workloads.running(workloads.pod("keeper", workloads.claim("keeper", request(SMALL))))
+    partitions, specs = plugin.partitions(), [path.read_text() for path in plugin.cdi_specs()]
+    [record] = plugin.records()
+    good = record.read_bytes()
+    plugin.kill()
+    record.unlink()
+    plugin.start()
+    assert [path.read_text() for path in plugin.cdi_specs()] == specs
+    wait_for(lambda: record.exists() and record.read_bytes() == good, SOON_S, "the record is there again")
+    assert (plugin.partitions(), [path.read_text() for path in plugin.cdi_specs()]) == (partitions, specs)
+    assert told(cluster, "keeper", "CheckpointRecordRebuilt")
+    workloads.delete_pods("keeper")
+    assert plugin.nothing_left()
+
+
+def test_a_deleted_cdi_directory_is_back_with_its_specs_and_the_next_pod_runs(
+    workloads: Workloads, plugin: PluginProcess, cluster: Cluster
+) -> None:
+    workloads.running(workloads.pod("first", workloads.claim("first", request(SMALL))))
+    before = {path.name: path.read_text() for path in plugin.cdi_specs()}
+    shutil.rmtree(plugin.node.cdi_dir)
+
+    def restored() -> bool:
+        return {path.name: path.read_text() for path in plugin.cdi_specs()} == before
+
+    wait_for(restored, SOON_S, "the specs are there again")
+    workloads.running(workloads.pod("second", workloads.claim("second", request(SMALL))))
+
+    def on_the_node() -> list[str]:
+        about = [e for e in cluster.api.get(EVENTS)["items"] if e["reason"] == "CdiDirectoryRestored"]
+        return [e["involvedObject"]["name"] for e in about]
+
+    wait_for(lambda: plugin.node.name in on_the_node(), SOON_S, "an Event on the Node")

@@ -81,6 +81,6 @@ def test_a_pod_runs_on_a_fleet_and_ctrl_c_leaves_nothing_of_it(cluster: Cluster,
             end(fleet)
     said = log.read_text()
     assert fleet.returncode == 0, said
-    assert "all of it is removed" in said
+    assert "all objects of the fleet are removed" in said
     assert not names(cluster, FLEET_NODES)
     assert not names(cluster, SLICES)

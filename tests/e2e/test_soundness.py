@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import yaml
 from driver.kube.clock import micro_time
 from driver.kube.lease import leases
 from driver.model.plan import PATH
-from kubelet_plugin.neighbours import NVIDIA_DRIVER
+from kubelet_plugin.coexistence.other_drivers import NVIDIA_DRIVER
 from tests.harness.cluster import Cluster
 from tests.harness.processes import ProcessTable, kill
 from tests.harness.progress import Progress
@@ -27,11 +26,11 @@ from tests.support.chart import install, rendered
 from tests.support.controller import ControllerProcess
 from tests.support.metrics import fetch, port_in
 from tests.support.plugin import COMMAND_S, DRIVER, SLICES, TESSERA, PluginFlags, PluginProcess
+from tests.support.status import SEEN_S, status, told, wait_sound
 from tests.support.workloads import is_gone
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-SEEN_S = 60.0
 SOUNDNESS = Path(__file__).parents[2] / "docs" / "soundness.md"
 NODES = "/api/v1/nodes"
 POLICIES = "/apis/admissionregistration.k8s.io/v1"
@@ -77,24 +76,6 @@ def ready(process: PluginProcess | ControllerProcess) -> bool:
     return "readyz check passed" in page(process, "/readyz?verbose")
 
 
-def status(cluster: Cluster, *flags: str) -> tuple[int, list[dict[str, Any]]]:
-    """Exit code of ``tessera status``, and what it says of each check."""
-    command = [TESSERA, "status", "--kubeconfig", str(cluster.kubeconfig), "-o", "json", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
-    assert not done.stderr, done.stderr
-    return done.returncode, json.loads(done.stdout)
-
-
-def told(cluster: Cluster) -> dict[str, str]:
-    """What ``tessera status`` finds wrong: message by check."""
-    _, checks = status(cluster)
-    return {c["check"]: "; ".join(f"{f['about']} {f['message']}" for f in c["findings"]) for c in checks if not c["ok"]}
-
-
-def wait_sound(cluster: Cluster) -> None:
-    wait_for(lambda: not told(cluster), SEEN_S, "all is well")
-
-
 def test_a_plugin_is_ready_once_the_kubelet_has_it(plugin: PluginProcess) -> None:
     wait_for(lambda: ready(plugin), 60, "it is ready")
     log = plugin.log.read_text()
@@ -117,7 +98,7 @@ def test_a_plugin_is_unready_while_its_hardware_hangs_and_lives(plugin: PluginPr
 
 
 def xids_heard(plugin: PluginProcess) -> int:
-    return plugin.log.read_text().count("a GPU reported an XID")
+    return plugin.log.read_text().count("GPU reported an XID")
 
 
 def test_a_plugin_lives_through_an_outage_of_the_api_server(cluster: Cluster, plugin: PluginProcess) -> None:
@@ -207,7 +188,7 @@ def test_status_says_that_all_is_well_and_what_there_is(
     said = wait_for(sound, SEEN_S, "all is well")
     assert "1 of 1 nodes publish" in said["node plugins"]
     assert "leader" in said["controller"]
-    assert "1 node follows the controller, 0 stand alone" in said["mode"]
+    assert "1 node follows the controller, 0 standalone" in said["mode"]
     assert "simulated GPUs" in said["devices"]
     command = [TESSERA, "status", "--kubeconfig", str(cluster.kubeconfig)]
 
@@ -336,7 +317,7 @@ def test_a_gpu_that_is_unwell_is_still_found_when_nothing_of_it_is_published_any
 def test_status_finds_that_nobody_leads(cluster: Cluster, controller: ControllerProcess) -> None:
     wait_sound(cluster)
     controller.stop()
-    wait_for(lambda: "nobody leads" in told(cluster).get("controller", ""), SEEN_S, "it is found")
+    wait_for(lambda: "no replica is the leader" in told(cluster).get("controller", ""), SEEN_S, "it is found")
     controller.start()
     wait_sound(cluster)
 
@@ -421,7 +402,7 @@ def test_a_wrong_namespace_is_a_mistake_and_the_right_one_is_named(
         command = [TESSERA, "status", "--kubeconfig", str(cluster.kubeconfig), "--namespace", name]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
         assert done.returncode == 2, done.stdout
-        assert f"--namespace {name}: nothing of Tessera is there; it is in --namespace tessera" in done.stderr
+        assert f"--namespace {name}: Tessera is not installed there; it is in --namespace tessera" in done.stderr
 
 
 def test_a_claim_for_what_there_is_not_is_found_with_the_controllers_words(
@@ -444,7 +425,7 @@ def test_a_claim_for_what_there_is_not_is_found_with_the_controllers_words(
     claims = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
     spec = {"devices": {"requests": [{"name": "gpu", **impossible}]}}
     with created(cluster, claims, {**claim, "spec": spec}), created(cluster, "/api/v1/namespaces/default/pods", pod):
-        waits = "claim default/hopeless waits, and not for GPUs that others hold: NoSuchClass"
+        waits = "claim default/hopeless is pending, and not because GPUs are held: NoSuchClass"
         wait_for(lambda: waits in told(cluster).get("claims", ""), SEEN_S, "it is found")
     wait_sound(cluster)
 
@@ -456,10 +437,10 @@ def test_a_cordon_is_shown_and_is_a_finding_once_no_gpu_is_left(
     gpu = f"{plugin.node.name}/gpu-0"
     for_command = ["--kubeconfig", str(cluster.kubeconfig)]
     subprocess.run([TESSERA, "cordon", gpu, "--reason", "fan on Friday", *for_command], check=True, timeout=COMMAND_S)
-    wait_for(lambda: "all GPUs are cordoned or unwell" in told(cluster).get("health", ""), SEEN_S, "it is found")
+    wait_for(lambda: "all GPUs are cordoned or unhealthy" in told(cluster).get("health", ""), SEEN_S, "it is found")
     _, checks = status(cluster)
     [health] = [check for check in checks if check["check"] == "health"]
-    assert health["summary"] == f"0 unwell, 1 cordoned: {gpu} (fan on Friday)"
+    assert health["summary"] == f"0 unhealthy, 1 cordoned: {gpu} (fan on Friday)"
     subprocess.run([TESSERA, "uncordon", gpu, *for_command], check=True, timeout=COMMAND_S)
     wait_sound(cluster)
 
@@ -475,7 +456,7 @@ def test_a_daemon_set_that_runs_nowhere_is_found(
         for item in cluster.api.get(folder)["items"]:
             cluster.api.request("DELETE", f"{folder}/{item['metadata']['name']}")
     with created(cluster, "/apis/apps/v1/namespaces/tessera/daemonsets", daemon_set):
-        wanted = "the DaemonSet tessera-node has no node to run on: none has a label of NVIDIA GPUs"
+        wanted = "the DaemonSet tessera-node matches no node: no node has a label of NVIDIA GPUs"
         wait_for(lambda: wanted in told(cluster).get("node plugins", ""), SEEN_S, "it is found")
         assert status(cluster)[0] == 1
     plugin.spawn()

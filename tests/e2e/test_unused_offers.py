@@ -62,13 +62,13 @@ def test_a_pod_that_no_scheduler_looks_at_is_named_with_the_scheduler_it_asks_fo
     ask(cluster, "forgotten", schedulerName="nobody")
     message = unused(cluster, "forgotten")
     assert "of node n1 would do and is offered since" in message
-    assert "no scheduler has said anything of pod forgotten; does one run that is called nobody?" in message
+    assert "no scheduler has reported on pod forgotten; does a scheduler named nobody run?" in message
 
 
 def test_what_the_scheduler_misses_instead_is_quoted(cluster: Cluster) -> None:
     ask(cluster, "hungry", cpu="1000")
     wait_for(lambda: "Insufficient cpu" in unused(cluster, "hungry"), SOON_S, "the scheduler's message in the Event")
-    assert "the scheduler says of pod hungry:" in unused(cluster, "hungry")
+    assert "the scheduler reports on pod hungry:" in unused(cluster, "hungry")
 
 
 def test_a_claim_that_is_served_is_not_reported(cluster: Cluster) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from deploy.image import oci
+from tests.image import oci
 
 BUSYBOX = Path("/bin/busybox")
 BUSYBOX_IMAGE = "docker.io/tessera/busybox:local"

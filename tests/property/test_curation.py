@@ -8,9 +8,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.curation import Curator
-from controller.fleet import Fleet, FleetGpu
-from controller.offers import Curation, CurationSettings, Demand
+from controller.cluster.fleet import Fleet, FleetGpu
+from controller.curation.curator import Curation, CurationSettings, Curator
+from controller.demand.demand import Demand
 from driver.model.device import DeviceKind
 from driver.model.plan import Offer, offer_of
 from driver.placement import FULL, SHARE, Key, Ranking
@@ -27,15 +27,15 @@ def fleets(draw: st.DrawFn) -> Fleet:
     """Up to four nodes of up to three GPUs of any sort, with anything held on them."""
     gpus: list[FleetGpu] = []
     for number in range(draw(st.integers(1, 4))):
-        product, shares = draw(st.sampled_from([H100, H100, A100, A30, L40S])), draw(st.sampled_from([0, 0, 3]))
-        gpus += node(f"n{number}", draw(st.integers(1, 3)), product, shares)
+        gpus += node(f"n{number}", draw(st.integers(1, 3)), draw(st.sampled_from([H100, H100, A100, A30, L40S])))
     return Fleet.of(draw(_in_some_state(entry)) for entry in gpus)
 
 
 @st.composite
 def _in_some_state(draw: st.DrawFn, entry: FleetGpu) -> FleetGpu:
     uses = draw(st.sampled_from([frozenset(DeviceKind)] * 3 + [frozenset({DeviceKind.PARTITION})]))
-    entry = replace(entry, uses=uses, fault=draw(st.sampled_from([None] * 7 + ["off the bus"])))
+    fault, shares = draw(st.sampled_from([None] * 7 + ["off the bus"])), draw(st.sampled_from([0, 0, 3]))
+    entry = replace(entry, uses=uses, fault=fault, shares=shares)
     for _ in range(draw(st.integers(0, 4))):
         if entry.possible:
             entry = replace(entry, held=(*entry.held, draw(st.sampled_from(entry.possible))))
@@ -201,3 +201,13 @@ def test_every_offer_stands_for_one_device(data: st.DataObject) -> None:
     fleet = data.draw(fleets())
     for offer in curate(fleet).offers:
         assert offer_of(device_of(fleet, offer)) == offer
+
+
+@given(st.data())
+def test_a_full_gpu_that_has_shares_is_offered_only_beside_every_other_full_gpu(data: st.DataObject) -> None:
+    fleet, count = Fleet.of(entry.unheld for entry in data.draw(fleets())), data.draw(st.integers(0, 4))
+    waiting = [Demand(FULL, count)] if count else []
+    offered = {offer.gpu for offer in among(curate(fleet, waiting, data.draw(some_offers(fleet))).offers, FULL)}
+    free = {entry.gpu.uuid: entry for entry in fleet if any(d.kind is DeviceKind.FULL for d in entry.possible)}
+    divided = {uuid for uuid, entry in free.items() if entry.shares and DeviceKind.SHARE in entry.uses}
+    assert not offered & divided or free.keys() - divided <= offered

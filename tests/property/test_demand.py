@@ -11,11 +11,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.demand import demand_of
-from controller.fleet import FleetGpu
-from controller.matching import cel_device
-from controller.offers import Demand
-from controller.reasons import Code, reasons_of
+from controller.cluster.fleet import FleetGpu
+from controller.demand.demand import Demand, demand_of
+from controller.demand.matching import cel_device
+from controller.explain.reasons import Code, reasons_of
 from deviceclasses.cel import Program, compile_selector
 from driver.model.device import Device
 from driver.model.gpu import MigMode
@@ -115,7 +114,7 @@ def test_a_claim_is_satisfiable_where_some_set_of_free_devices_of_one_node_would
 ) -> None:
     constraints = [{"matchAttribute": PARENT}] if one_gpu else []
     there.wants(request(selector=selector, count=count), constraints=constraints)
-    if not there.queue.wishes(there.waiting()):
+    if not there.queue.requirements(there.waiting()):
         return
     possible = any(fits_by_trying(there, node, selector, count, one_gpu=one_gpu) for node in NODES)
     assert there.queue.satisfiable(there.waiting()) == possible

@@ -10,8 +10,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from driver.model.health import EventKind, GpuEvent
 from driver.model.xid import XIDS, Meaning
-from kubelet_plugin import faults
-from kubelet_plugin.faults import SAME_S, Record
+from kubelet_plugin.health import conditions
+from kubelet_plugin.health.conditions import REPEAT_INTERVAL_SECONDS, HealthRecord
 
 GPUS = ("GPU-a", "GPU-b")
 gpus = st.sampled_from(GPUS)
@@ -33,7 +33,7 @@ class Faults(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.record = Record(boot_id="boot")
+        self.record = HealthRecord(boot_id="boot")
         self.now = 1_000_000
         self.ill: dict[tuple[str, int, int | None], int] = {}
         self.given: set[int] = set()
@@ -42,12 +42,12 @@ class Faults(RuleBasedStateMachine):
     def reports(self, gpu: str, xid: int, where: int | None) -> None:
         before = self.record
         event = GpuEvent(EventKind.XID, gpu, xid)
-        self.record = faults.heard(self.record, event, where, self.now, driver_tells=True)
+        self.record = conditions.apply_event(self.record, event, where, self.now, recovery_supported=True)
         if XIDS[xid].meaning is not Meaning.FATAL:
             assert self.record == before
             return
         what = (gpu, xid, where)
-        if what not in self.ill or self.now - self.ill[what] >= SAME_S:
+        if what not in self.ill or self.now - self.ill[what] >= REPEAT_INTERVAL_SECONDS:
             stamp = self.record.last_stamp
             assert stamp not in self.given
             self.ill[what] = stamp
@@ -66,25 +66,25 @@ class Faults(RuleBasedStateMachine):
 
     @rule(what=seen)
     def an_operator_clears_what_he_saw(self, what: Seen) -> None:
-        self.record = faults.obeyed(self.record, {}, what.stamps)
+        self.record = conditions.apply_operator(self.record, {}, what.stamps)
         self.ill = {key: stamp for key, stamp in self.ill.items() if stamp > what.stamps.get(key[0], 0)}
 
     @rule(gpu=gpus)
     def it_is_reset(self, gpu: str) -> None:
-        needed = faults.told(self.record, gpu, 1, self.now)
+        needed = conditions.apply_recovery_action(self.record, gpu, 1, self.now)
         self.given |= {needed.last_stamp}
-        self.record = faults.told(needed, gpu, 0, self.now)
+        self.record = conditions.apply_recovery_action(needed, gpu, 0, self.now)
         self.ill = {key: stamp for key, stamp in self.ill.items() if key[0] != gpu}
 
     @rule()
     def the_plugin_restarts(self) -> None:
-        self.record = msgspec.json.decode(msgspec.json.encode(self.record), type=Record)
-        self.record = faults.booted(self.record, "boot")
+        self.record = msgspec.json.decode(msgspec.json.encode(self.record), type=HealthRecord)
+        self.record = conditions.apply_boot(self.record, "boot")
 
     @rule()
     def nvml_says_again_that_nothing_is_needed(self) -> None:
         for gpu in GPUS:
-            assert faults.told(self.record, gpu, 0, self.now) == self.record
+            assert conditions.apply_recovery_action(self.record, gpu, 0, self.now) == self.record
 
     @invariant()
     def exactly_what_should_be_wrong_is(self) -> None:

@@ -6,22 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driver.hardware.simulator import mig
-from driver.hardware.simulator.products import Product, find_product
-from driver.hardware.simulator.state import GpuState
 from driver.model.device import Device, devices_of
-from driver.model.limits import limits_of
-from driver.model.occupancy import Occupancy
+from driver.model.occupancy import Occupancy, limits_of
+from driver.simulator import mig_rules
+from driver.simulator.machine import SimulatedGpuState
+from driver.simulator.products import Product, find_product
 from tests.property.test_slices import PRODUCTS
 from tests.support.gpus import gpu_of
 
 
-def accepts(product: Product, state: GpuState, profile_id: int, start: int, size: int) -> GpuState | None:
+def accepts(
+    product: Product, state: SimulatedGpuState, profile_id: int, start: int, size: int
+) -> SimulatedGpuState | None:
     """The state with one more instance, or None where the driver refuses it."""
-    free = mig.free_starts(product, state, product.by_id[profile_id])
+    free = mig_rules.free_starts(product, state, product.by_id[profile_id])
     if start not in free:
         return None
-    return mig.create_gpu_instance(product, state, profile_id, (start, size))[0]
+    return mig_rules.create_gpu_instance(product, state, profile_id, (start, size))[0]
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -32,7 +33,7 @@ def test_a_device_fits_exactly_where_the_driver_cuts_it(name: str, data: st.Data
     assert product is not None
     partitions = [device for device in devices_of(gpu, 0) if device.profile is not None]
     held: list[Device] = []
-    state = GpuState(mig_enabled=True, mig_pending=True)
+    state = SimulatedGpuState(mig_enabled=True, mig_pending=True)
     for device in data.draw(st.lists(st.sampled_from(partitions), max_size=10)):
         assert device.profile is not None
         assert device.placement is not None

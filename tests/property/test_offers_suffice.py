@@ -8,10 +8,9 @@ from typing import Any
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from controller.curation import Curator
-from controller.demand import demand_of
-from controller.fleet import FleetGpu
-from controller.offers import CurationSettings
+from controller.cluster.fleet import FleetGpu
+from controller.curation.curator import CurationSettings, Curator
+from controller.demand.demand import demand_of
 from driver.model.device import Device, DeviceKind
 from driver.model.plan import offer_of
 from tests.property.test_demand import selected
@@ -86,10 +85,10 @@ def test_what_is_offered_for_a_claim_suffices(
         there.pod("pod", there.claim("claim", *requests, constraints=constraints))
     else:
         there.pod("pod", *[there.claim(f"claim-{n}", each) for n, each in enumerate(requests)])
-    if any(not there.queue.wishes(each) for each in there.queue.waiting):
+    if any(not there.queue.requirements(each) for each in there.queue.pending):
         event("unread")
         return
-    offers = CURATOR.curate(there.queue.survey.fleet, demand_of(there.queue)).offers
+    offers = CURATOR.curate(there.queue.feasibility.fleet, demand_of(there.queue)).offers
     for node in NODES:
         if can_be_given(there, node, asked, rule, lambda device: True):
             break

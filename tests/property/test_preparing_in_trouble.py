@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from driver.errors import RecoverableError
-from driver.hardware.calls import ABSENT
+from driver.hardware.nvml_errors import ABSENT
 from driver.steps import Moment
-from kubelet_plugin.claims import ClaimReference
-from kubelet_plugin.recovery import hold_recorded
-from kubelet_plugin.steps import Step
+from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.reconcile.recovery import hold_recorded
 from tests.property.test_preparing_model import CLAIMS, DEVICES, MEMORY, MOMENTS, STEPS, Crash, share_config
 from tests.support.care import Care
 from tests.support.claim_life import SHARES
@@ -54,8 +54,8 @@ class NodeInTrouble(RuleBasedStateMachine):
 
     claims    what the API server has, by name
     promised  uids of the claims that the kubelet was told are prepared, and that nothing has happened to since
-    foreign   partitions whose record somebody deleted: nobody's, and to be left alone
-    aside     partitions and uids of claims whose record can't be read
+    foreign   partitions whose record and CDI spec somebody deleted: nobody's, and to be left alone
+    aside     partitions and uids of claims whose record is unreadable or missing
     """
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class NodeInTrouble(RuleBasedStateMachine):
     def look(self) -> None:
         """The scanner's turn; what stands on a GPU that has come back it knows after two."""
         for _ in range(2):
-            self.node.scanner.look(self.node.node.inventory)
+            self.node.scanner.scan(self.node.node.inventory)
             hold_recorded(self.node.node)
 
     @rule(pick=st.integers(0, 6))
@@ -237,29 +237,34 @@ class NodeInTrouble(RuleBasedStateMachine):
         claim = self.claims.get(name)
         record = self.node.node.checkpoint.get(claim.uid) if claim else None
         # The interval of a share is known from its record alone.
-        if record is None or record.owed or any(entry.time_slice for entry in record.devices):
+        if record is None or record.needs_release or any(entry.time_slice for entry in record.devices):
             return
         places = self.places(record.uid)
         path = self.node.node.checkpoint.path(record.uid)
         self.promised.discard(record.uid)
         if content is None:
             path.unlink()
-            self.foreign |= places
         else:
             path.write_bytes(content)
-            self.aside[record.uid] = places
+        self.aside[record.uid] = places
+        if not self.spec(record.uid).exists():
+            self.foreign |= places
         self.restart()
 
     def damage_spec(self, name: str, content: bytes | None) -> None:
         for claim in [self.claims[name]] if name in self.claims else []:
-            path = self.root / "cdi" / f"gpu.tessera.dev-claim_{claim.uid}.json"
+            path = self.spec(claim.uid)
             if not path.exists():
                 return
             if content is None:
                 path.unlink()
+                self.foreign |= self.aside.get(claim.uid, frozenset())
             elif claim.uid not in self.aside:  # there the spec is all that is left of what it had
                 path.write_bytes(content)
                 self.node.preparer.prepare(claim) if self.can_repeat(claim) else path.unlink()
+
+    def spec(self, uid: str) -> Path:
+        return self.root / "cdi" / f"gpu.tessera.dev-claim_{uid}.json"
 
     def can_repeat(self, claim: ClaimReference) -> bool:
         return not self.lost and claim.uid in self.promised
@@ -267,7 +272,7 @@ class NodeInTrouble(RuleBasedStateMachine):
     @precondition(lambda self: not self.lost and not self.busy)
     @rule()
     def settle(self) -> None:
-        """With nothing in the way the caretaker brings everything in order, though nobody asks."""
+        """With nothing in the way the reconciler brings everything in order, though nobody asks."""
         self.look()
         for _ in range(3):
             self.care.look(after_s=15)
@@ -284,7 +289,7 @@ class NodeInTrouble(RuleBasedStateMachine):
         facts = self.known()
         assert violations(facts, at_rest=False) == []
         assert {record.uid for record in facts.records} <= {r.uid for r in self.node.node.checkpoint.records()}
-        assert self.promised <= {record.uid for record in facts.records if not record.owed}
+        assert self.promised <= {record.uid for record in facts.records if not record.needs_release}
 
     @invariant()
     def offers_never_overlap_what_is_held(self) -> None:
@@ -307,7 +312,7 @@ class NodeInTrouble(RuleBasedStateMachine):
         facts = self.facts()
         recorded = {record.uid for record in facts.records}
         waiting = {uid: places for uid, places in self.aside.items() if uid not in recorded}
-        self.aside = {uid: places for uid, places in waiting.items() if uid in self.node.node.checkpoint.aside}
+        self.aside = {uid: places for uid, places in waiting.items() if uid in self.node.node.checkpoint.unrecorded}
         explained = frozenset(place for places in self.aside.values() for place in places)
         specs = {uid: spec for uid, spec in facts.specs.items() if uid not in self.aside}
         return replace(facts, foreign=explained | self.foreign, specs=specs)

@@ -18,9 +18,9 @@ from driver.model.gpu import Partition
 from driver.model.occupancy import Occupancy
 from driver.model.sharing import in_force
 from driver.steps import Moment
-from kubelet_plugin.claims import ClaimReference
-from kubelet_plugin.inventory import Sharing
-from kubelet_plugin.steps import Step
+from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.inventory.inventory import GpuSharing
 from tests.support.claims import opaque, result
 from tests.support.node import NodeUnderTest, start_node
 
@@ -60,7 +60,7 @@ class NodeLife(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp(prefix="tessera-model-", dir=MEMORY))
         self.trouble: tuple[Step, Moment, type[BaseException]] | None = None
         self.node: NodeUnderTest = start_node(
-            self.root, observer=self.observe, gpus="h100-1", sharing=Sharing(lambda _: 4)
+            self.root, observer=self.observe, gpus="h100-1", sharing=GpuSharing(lambda _: 4)
         )
         self.claims: dict[str, ClaimReference] = {}
         self.prepared: set[str] = set()
@@ -111,7 +111,7 @@ class NodeLife(RuleBasedStateMachine):
     def restart(self, shares: int = 4) -> None:
         """A new process, maybe with another number of shares in its settings."""
         self.trouble = None
-        self.node = self.node.restart(self.observe, Sharing(lambda _: shares))
+        self.node = self.node.restart(self.observe, GpuSharing(lambda _: shares))
 
     @rule(name=CLAIMS, preparing=st.booleans(), step=STEPS, moment=MOMENTS)
     def crash(self, name: str, preparing: bool, step: Step, moment: Moment) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from driver.slices.build import CORDONED, UNHEALTHY, Content, slice_object
 from driver.slices.names import Pool
-from driver.slices.reconcile import Changes, Stored, changes, dropped_fields
+from driver.slices.publisher import Changes, Stored, changes, dropped_fields
 
 POOL = Pool("node-a", "gpu.tessera.dev")
 NAMES = ["00000-counters", "00001-counters", "00100-devices", "00101-devices", "99999-stranger"]
@@ -26,7 +26,8 @@ def contents(draw: st.DrawFn) -> dict[str, Content]:
     made: dict[str, Content] = {}
     for name in sorted(names):
         kind = "sharedCounters" if "counters" in name else "devices"
-        made[name] = {kind: draw(st.lists(st.sampled_from([{"name": "a"}, {"name": "b"}]), max_size=2))}
+        own = [{"name": f"{letter}-{name[:5]}"} for letter in "ab"]
+        made[name] = {kind: draw(st.lists(st.sampled_from(own), max_size=2))}
     return made
 
 
@@ -109,6 +110,16 @@ def test_a_changed_set_of_slices_or_counters_is_a_new_generation_of_all(
         assert todo.generation == 2
         assert todo.write == after
     assert set(todo.delete) == set(before) - set(after)
+
+
+def test_devices_that_exchange_their_slices_are_a_new_generation() -> None:
+    """In between, each slice is right by itself, and the two are not."""
+    before: dict[str, Content] = {NAMES[2]: {"devices": [{"name": "a"}]}, NAMES[3]: {"devices": [{"name": "b"}]}}
+    after = {NAMES[2]: before[NAMES[3]], NAMES[3]: before[NAMES[2]]}
+    sent: Sent = {}
+    server = apply(changes(before, {}, sent, POOL), {}, sent)
+    todo = changes(after, server, sent, POOL)
+    assert (todo.generation, todo.write) == (2, after)
 
 
 @given(contents(), st.data())

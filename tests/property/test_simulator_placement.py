@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driver.hardware.simulator import mig
-from driver.hardware.simulator.products import Product, facts, find_product, product_names
-from driver.hardware.simulator.state import GpuState
+from driver.simulator import mig_rules
+from driver.simulator.machine import SimulatedGpuState
+from driver.simulator.products import Product, facts, find_product, product_names
 
 PRODUCTS = [name for name in product_names() if (product := find_product(name)) and product.profiles]
 
@@ -54,19 +54,19 @@ def known(name: str) -> Product:
 def test_a_cut_is_accepted_exactly_when_the_result_fits(name: str, data: st.DataObject) -> None:
     product = known(name)
     every = [(row, p["start"], p["size"]) for row in rows(name) for p in row["placements"]]
-    state = GpuState(mig_enabled=True)
+    state = SimulatedGpuState(mig_enabled=True)
     present: dict[int, tuple[dict[str, Any], int, int]] = {}
     for _ in range(data.draw(st.integers(1, 15))):
         if present and data.draw(st.integers(0, 3)) == 0:
             serial = data.draw(st.sampled_from(sorted(present)))
-            state = mig.destroy_gpu_instance(state, next(gi for gi in state.instances if gi.serial == serial))
+            state = mig_rules.destroy_gpu_instance(state, next(gi for gi in state.instances if gi.serial == serial))
             del present[serial]
             continue
         row, start, size = data.draw(st.sampled_from(every))
         allowed = fits([*present.values(), (row, start, size)])
         before = state
         try:
-            state, created = mig.create_gpu_instance(product, state, row["gi_profile_id"], (start, size))
+            state, created = mig_rules.create_gpu_instance(product, state, row["gi_profile_id"], (start, size))
         except pynvml.NVMLError_InsufficientResources:
             assert not allowed
             assert state == before
@@ -78,32 +78,15 @@ def test_a_cut_is_accepted_exactly_when_the_result_fits(name: str, data: st.Data
 
 @anytime
 @given(st.sampled_from(PRODUCTS), st.data())
-def test_remaining_capacity_is_how_many_more_the_driver_places(name: str, data: st.DataObject) -> None:
-    product, state = known(name), GpuState(mig_enabled=True)
-    for profile in data.draw(st.lists(st.sampled_from(product.profiles), max_size=5)):
-        starts = mig.free_starts(product, state, profile)
-        if starts:
-            start = data.draw(st.sampled_from(starts))
-            state, _ = mig.create_gpu_instance(product, state, profile.id, (start, profile.size))
-    wanted = data.draw(st.sampled_from(product.profiles))
-    promised = mig.remaining_capacity(product, state, wanted)
-    # One more of a media-engine profile may use up the engines, whatever room there is.
-    for _ in range(promised):
-        state, _ = mig.create_gpu_instance(product, state, wanted.id, None)
-    assert mig.remaining_capacity(product, state, wanted) == 0
-    assert mig.free_starts(product, state, wanted) == []
-
-
-@anytime
-@given(st.sampled_from(PRODUCTS), st.data())
 def test_compute_instances_never_overlap_or_exceed_their_gpu_instance(name: str, data: st.DataObject) -> None:
     product = known(name)
     profile = data.draw(st.sampled_from(product.profiles))
-    state, instance = mig.create_gpu_instance(product, GpuState(mig_enabled=True), profile.id, None)
-    choices = sorted(mig.compute_profiles(product, profile))
+    place = (profile.starts[0], profile.size)
+    state, instance = mig_rules.create_gpu_instance(product, SimulatedGpuState(mig_enabled=True), profile.id, place)
+    choices = sorted(mig_rules.compute_profiles(product, profile))
     for number in data.draw(st.lists(st.sampled_from(choices), max_size=10)):
         try:
-            state, _ = mig.create_compute_instance(product, state, state.instances[0], number)
+            state, _ = mig_rules.create_compute_instance(product, state, state.instances[0], number)
         except pynvml.NVMLError_InsufficientResources:
             continue
     compute = state.instances[0].compute
@@ -118,11 +101,11 @@ def test_compute_instances_never_overlap_or_exceed_their_gpu_instance(name: str,
 def test_no_set_of_instances_has_more_memory_or_multiprocessors_than_the_gpu(name: str) -> None:
     product = known(name)
     for profile in product.profiles:
-        state, instances = GpuState(mig_enabled=True), []
+        state, instances = SimulatedGpuState(mig_enabled=True), []
         for wanted in [profile, *sorted(product.profiles, key=lambda p: (-p.size, -p.multiprocessors))]:
-            for start in mig.free_starts(product, state, wanted):
-                if start in mig.free_starts(product, state, wanted):
-                    state, created = mig.create_gpu_instance(product, state, wanted.id, (start, wanted.size))
+            for start in mig_rules.free_starts(product, state, wanted):
+                if start in mig_rules.free_starts(product, state, wanted):
+                    state, created = mig_rules.create_gpu_instance(product, state, wanted.id, (start, wanted.size))
                     instances.append((wanted, created.start))
         assert sum(p.memory_at(start) for p, start in instances) <= product.memory_mib
         assert sum(p.multiprocessors for p, _ in instances) <= product.multiprocessors

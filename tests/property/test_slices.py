@@ -11,15 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driver.hardware.simulator.products import facts, find_product
 from driver.model.device import MOST_SHARES, Device, DeviceKind, devices_of, number_gpus, share_device
 from driver.model.occupancy import Occupancy
+from driver.simulator.products import facts, find_product
 from driver.slices.attributes import quantity
-from driver.slices.build import Content, PublishedGpu, SliceBuilder, build_slices, slice_object
-from driver.slices.counters import counters_of_gpu
-from driver.slices.limit import limited
+from driver.slices.build import (
+    Content,
+    PublishedGpu,
+    SliceBuilder,
+    counters_of_gpu,
+    limited,
+    slice_object,
+)
 from driver.slices.names import DEVICES_PER_GPU, Pool
 from tests.support.gpus import H100, gpu_of
+from tests.support.published import build_slices
 
 
 def has_geometry(name: str) -> bool:
@@ -61,10 +67,11 @@ def held_gpus(draw: st.DrawFn, most: int = 9) -> Fleet:
     found = Fleet()
     for minor, number in enumerate(numbers):
         gpu = gpu_of(product, minor)
-        every = devices_of(gpu, number, draw(share_counts))
+        shares = draw(share_counts)
+        every = devices_of(gpu, number, shares)
         held = admitted(draw(st.lists(st.sampled_from(every), max_size=8, unique_by=lambda device: device.name)))
         offers = tuple(d for d in every if d not in held and Occupancy.of(gpu, held).admits(d))
-        entry = PublishedGpu(gpu, number, tuple(held), offers)
+        entry = PublishedGpu(gpu, number, tuple(held), offers, divided=shares > 0)
         chosen = limited(len(held), offers, entry.occupied)
         found.append(replace(entry, offers=tuple(device for device in offers if device.name in chosen)))
     return found
@@ -119,9 +126,7 @@ def check_device(device: Content, sets: dict[str, dict[str, Any]]) -> None:
 def test_a_device_says_the_same_held_or_offered_whatever_else_is_held(gpus: Fleet) -> None:
     every = [(entry, devices_of(entry.gpu, entry.number, shares_on(entry))) for entry in gpus]
     # Alone on its GPU: beside all others some shares would have to wait.
-    free = {
-        d.name: described([PublishedGpu(e.gpu, e.number, (), (d,))])[d.name] for e, devices in every for d in devices
-    }
+    free = {d.name: described([replace(e, held=(), offers=(d,))])[d.name] for e, devices in every for d in devices}
     assert [name for name, device in described(gpus).items() if free[name] != device] == []
 
 
@@ -147,12 +152,20 @@ def described(gpus: list[PublishedGpu]) -> dict[str, tuple[str, Content]]:
     return {device["name"]: (name, device) for name, content in found for device in content.get("devices", ())}
 
 
+@given(held_gpus())
+def test_the_scheduler_meets_devices_of_gpus_that_have_shares_after_all_others(gpus: Fleet) -> None:
+    divided = {entry.number: entry.divided for entry in gpus}
+    contents = build_slices(POOL, gpus).values()
+    met = [divided[int(device["name"].split("-")[1])] for c in contents for device in c.get("devices", ())]
+    assert met == sorted(met)
+
+
 @given(held_gpus(most=4), st.data())
 def test_building_from_memory_equals_building_from_nothing(gpus: Fleet, data: st.DataObject) -> None:
     builder = SliceBuilder(POOL)
     builder.build(gpus)
     one = data.draw(st.sampled_from(gpus))
-    changed = [PublishedGpu(e.gpu, e.number, (), e.offers) if e is one else e for e in gpus]
+    changed = [replace(e, held=()) if e is one else e for e in gpus]
     assert builder.build(changed) == build_slices(POOL, changed)
     assert builder.build(changed[1:]) == build_slices(POOL, changed[1:])
 
@@ -222,6 +235,7 @@ def test_names_are_pinned_and_fit_the_api_for_every_node_name(node: str, driver:
         assert pool.name == f"{node}-{driver}"
         assert pool.counter_slice(0) == f"00000-{node}-{driver}-counters"
         assert pool.device_slice(3) == f"00101-{node}-{driver}-devices"
+        assert pool.device_slice(3, divided=True) == f"00501-{node}-{driver}-devices"
 
 
 def test_a_slice_object_is_complete() -> None:

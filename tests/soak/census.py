@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from driver.hardware.simulator import SimulatedNode
-from driver.hardware.simulator.snapshot import describe
+from driver.simulator import SimulatedNode
+from driver.simulator.node import describe
 from tests.bench.usage import memory_mb
 from tests.support.plugin import SLICES, PluginProcess
 from tests.support.workloads import CLAIMS, PODS

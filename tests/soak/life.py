@@ -12,7 +12,7 @@ from typing import Any, Literal
 import grpc
 
 from driver.errors import ApiError
-from kubelet_plugin.protocol.generated import dra_v1_pb2
+from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from tests.bench.kubelet import Kubelet
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import DeadlineError, wait_for

@@ -14,17 +14,15 @@ from typing import Any
 
 import msgspec
 
-from controller.fenced import PoolDevice
-from controller.objects import Claim
+from controller.cluster.claim_index import PoolDevice
 from driver.errors import ApiError
-from driver.hardware.simulator import load_description
-from driver.kube.claims import GROUP
-from driver.kube.objects import Key, ObjectMeta
-from driver.kube.plans import GpuNodePlan
-from driver.kube.transport import KubeClient, load_configuration
+from driver.kube.client import KubeClient, load_configuration
+from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.types import Claim, GpuNodePlan, Key, ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, devices_of, number_gpus
 from driver.model.plan import PATH
+from driver.simulator import load_description
 from tests.harness.cluster import Cluster
 from tests.support.plugin import SLICES
 from tests.support.published import DRIVER, discover
@@ -83,7 +81,7 @@ class Allocations:
         self._client = KubeClient(load_configuration(cluster.kubeconfig), "test-allocations")
         self._devices = devices_by_name(hardware, shares)
         self._on_change = on_change
-        self._claims = WatchCache(self._client, f"{GROUP}/resourceclaims", Claim, _held, self._claims_changed)
+        self._claims = WatchCache(self._client, f"{RESOURCE_GROUP}/resourceclaims", Claim, _held, self._claims_changed)
         self._slices = WatchCache(self._client, SLICES, Slice, lambda found: found.spec, self._slices_changed)
         self._plans = WatchCache(self._client, PATH, GpuNodePlan, lambda found: found, self._plans_changed)
         self.times: list[float] = []
@@ -149,7 +147,7 @@ class Allocations:
     def _still(self, key: Key, held: Held) -> bool:
         """Whether the claim has it now: after its slice was changed, and so when it was."""
         try:
-            found = self._client.get(f"{GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}")
+            found = self._client.get(f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}")
         except ApiError:
             return False
         now = _held(msgspec.json.decode(found, type=Claim))

@@ -19,8 +19,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from urllib3 import PoolManager
 
-from driver.kube.access import Access
-from driver.kube.transport import KubeClient, RequestObserver
+from driver.kube.client import KubeClient, RequestObserver
+from driver.kube.credentials import Access
 
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 Object = dict[str, Any]
@@ -197,6 +197,10 @@ class ObjectApi:
     def once(self, kind: str, *answers: Answer) -> None:
         """Answer the next requests of ``kind`` (list, watch, get, POST, PUT, PATCH, DELETE) with these instead."""
         self._faults[kind].extend(answers)
+
+    def as_usual(self) -> None:
+        """Forget the answers that ``once`` was given and that no request has had."""
+        self._faults.clear()
 
     def count(self, kind: str, part: str = "") -> int:
         """How many requests of ``kind`` there were whose path has ``part`` in it."""

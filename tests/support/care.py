@@ -1,15 +1,15 @@
-"""The caretaker of a node under test, by hand: rounds when a test wants them, a clock that stands, Events kept."""
+"""The reconciler of a node under test, by hand: rounds when a test wants them, a clock that stands, Events kept."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from driver.kube.events import Type
-from driver.kube.objects import Reference
-from driver.model.health import Trouble
-from kubelet_plugin.caretaker import Caretaker
-from kubelet_plugin.orphans import Orphans
-from kubelet_plugin.telling import Teller
+from driver.kube.types import Reference
+from driver.model.health import ConditionType
+from kubelet_plugin.reconcile.orphans import Orphans
+from kubelet_plugin.reconcile.retry import ClaimReconciler
+from kubelet_plugin.status.events import EventReporter
 from tests.support.claims import NODE
 from tests.support.node import NodeUnderTest
 
@@ -23,19 +23,20 @@ class Care:
     under: NodeUnderTest
     now: float = 1000.0
     events: list[tuple[str, str, str]] = field(default_factory=list)
-    troubles: dict[tuple[str, Trouble], str] = field(default_factory=dict)
+    troubles: dict[tuple[str, ConditionType], str] = field(default_factory=dict)
     orphans_of: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.teller = Teller(self._record, NODE)
-        node, preparer = self.under.node, self.under.preparer
-        self.orphans = Orphans(node, preparer, self.under.api, self.teller, self.orphans_of.append, lambda: self.now)
-        self.caretaker = Caretaker(node, preparer, self.teller, self.note, self.orphans.look, lambda: self.now)
+        self.teller = EventReporter(self._record, NODE)
+        node, preparer, cleanup, api = self.under.node, self.under.preparer, self.under.cleanup, self.under.api
+        self.orphans = Orphans(node, preparer, cleanup, api, self.teller, self.orphans_of.append, lambda: self.now)
+        search = self.orphans.search_if_due
+        self.reconciler = ClaimReconciler(node, preparer, cleanup, self.teller, self.note, search, lambda: self.now)
 
     def look(self, after_s: float = 0.0) -> None:
         """One round, so much later."""
         self.now += after_s
-        self.caretaker.look()
+        self.reconciler.reconcile()
 
     def look_long(self) -> None:
         """As many rounds as an hour brings."""
@@ -45,7 +46,7 @@ class Care:
     def reasons(self, about: str) -> list[str]:
         return [reason for each, reason, _ in self.events if each == about]
 
-    def note(self, device: str, kind: Trouble, reason: str | None) -> None:
+    def note(self, device: str, kind: ConditionType, reason: str | None) -> None:
         if reason is None:
             self.troubles.pop((device, kind), None)
         else:

@@ -17,7 +17,10 @@ import yaml
 from tests.harness.cluster import Cluster
 
 CHART = Path(__file__).parents[2] / "deploy" / "tessera"
-CLASS_FILES = sorted((CHART / "classes").glob("*.yaml"))
+
+EVENTS_OF_ONE_CLAIM = "kubectl events --for resourceclaim/NAME -n NAMESPACE"
+EVENTS_OF_ALL_CLAIMS = "kubectl get events -A --field-selector involvedObject.kind=ResourceClaim"
+"""How docs and notes tell people to find out why a pod waits."""
 
 RELEASE = "tessera"
 HOOK = "helm.sh/hook:"
@@ -47,6 +50,12 @@ def manifests(values: Values | None = None, namespace: str = "tessera") -> dict[
     """The rendered text of every template that makes objects, by its name, in alphabetical order."""
     files = sorted(_render(values, namespace).items())
     return {Path(file).name: text for file, text in files if file.endswith(".yaml") and HOOK not in text}
+
+
+def class_texts() -> dict[str, str]:
+    """The rendered text of every DeviceClass with its comments, by the name of the class."""
+    texts = manifests()["classes.yaml"].split("---\n")[1:]
+    return {yaml.safe_load(text)["metadata"]["name"]: text for text in texts}
 
 
 def hooks(values: Values | None = None, namespace: str = "tessera") -> dict[str, str]:

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from driver.errors import RecoverableError
-from driver.hardware.simulator import load_description
 from driver.model.gpu import Gpu
-from kubelet_plugin.claims import ClaimReference
-from kubelet_plugin.inventory import Sharing
+from driver.simulator import load_description
+from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.inventory.inventory import GpuSharing
 from tests.support.claims import opaque, result
 from tests.support.faulty_nvml import FaultyHost
 from tests.support.invariants import Facts, leftovers, read_facts, violations
 from tests.support.node import NodeUnderTest, start_node
 
-SHARES = Sharing(lambda _: 4)
+SHARES = GpuSharing(lambda _: 4)
 SHORT = {"strategy": "TimeSlicing", "timeSlicing": {"interval": "Short"}}
 
 

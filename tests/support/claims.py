@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from driver.errors import ApiError
-from driver.kube.claims import Claim
-from kubelet_plugin.claims import ClaimReference
+from driver.kube.reads import CLAIM
+from driver.kube.types import Claim, ReportedDevice
+from kubelet_plugin.claims.allocation import ClaimReference
 
 NODE = "node-a"
 DRIVER = "gpu.tessera.dev"
@@ -44,7 +45,7 @@ class ClaimApi:
         except KeyError:
             raise ApiError(f'resourceclaims "{name}" not found', 404) from None
 
-    def every(self) -> list[Claim]:
+    def read_all(self) -> list[Claim]:
         self.reads += 1
         if self.away:
             raise ApiError("GET resourceclaims: no answer from https://127.0.0.1:6443: connection refused")
@@ -61,7 +62,14 @@ class ClaimApi:
         allocation = {"devices": {"results": results, "config": list(config)}}
         return self.put(name, uid, {"allocation": allocation, "reservedFor": [{"resource": "pods", "name": "pod"}]})
 
+    def report(self, claim: ClaimReference, device: str, partition_uuid: str) -> None:
+        """What the node plugin writes into ``status.devices`` after it has prepared a partition."""
+        known = self.claims[claim.namespace, claim.name]
+        entry = ReportedDevice(DRIVER, POOL, device, msgspec.Raw(msgspec.json.encode({"uuid": partition_uuid})))
+        status = msgspec.structs.replace(known.status, devices=(entry,))
+        self.claims[claim.namespace, claim.name] = msgspec.structs.replace(known, status=status)
+
     def put(self, name: str, uid: str, status: dict[str, Any]) -> ClaimReference:
         raw = {"metadata": {"name": name, "namespace": "default", "uid": uid}, "status": status}
-        self.claims["default", name] = msgspec.convert(raw, Claim)
+        self.claims["default", name] = CLAIM.decode(msgspec.json.encode(raw))
         return ClaimReference("default", name, uid)

@@ -15,21 +15,21 @@ from typing import Any
 
 import yaml
 
-from driver.config.settings import node_settings
-from driver.hardware.simulator import SimulatedNode
-from driver.kube.claims import GROUP
+from driver.kube.reads import RESOURCE_GROUP
 from driver.model.plan import PATH
-from kubelet_plugin.claims import ClaimReference
-from kubelet_plugin.protocol.generated import dra_v1_pb2
-from tessera.node import NodePlugin
+from driver.simulator import SimulatedNode
+from kubelet_plugin.app import NodePlugin
+from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
+from kubelet_plugin.settings import node_settings
 from tests.support.api_server import SLICES, Exchange, HttpServer, ObjectApi, Route
 from tests.support.claims import DRIVER, NODE, POOL, result
 from tests.support.invariants import Facts, read_facts
 from tests.support.ports import keep_port
 from tests.support.running import eventually
-from tests.unit.test_service import Kubelet
+from tests.unit.kubelet_plugin.dra.test_service import Kubelet
 
-CLAIMS = f"{GROUP}/namespaces/default/resourceclaims"
+CLAIMS = f"{RESOURCE_GROUP}/namespaces/default/resourceclaims"
 STALE = "00000-stale"
 """A slice of ours that nobody wants any more: it has to be deleted."""
 

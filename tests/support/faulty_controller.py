@@ -20,14 +20,14 @@ import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from controller import withdrawal
+from controller.app import run
+from controller.fence import withdrawal
+from controller.settings import controller_settings
 from controller.steps import Step
-from driver.config.controller_settings import controller_settings
 from driver.kube.clock import SystemClock
 from driver.kube.lease import Timing
+from driver.logs import configure_logs
 from driver.steps import Moment
-from tessera.controller import run
-from tessera.logs import configure_logs
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def main(folder: Path) -> None:
     values = json.loads((folder / "settings.json").read_text())
     lease_s, clock_off = values.pop("lease_s"), timedelta(seconds=values.pop("clock_off_s"))
     if values.pop("hasty"):
-        withdrawal.COALESCE_S = 0.05
+        withdrawal.COALESCE_SECONDS = 0.05
     # A machine whose clock is wrong, in everything this process does.
     SystemClock.now = lambda self: datetime.now(UTC) + clock_off  # type: ignore[method-assign]
     stop = threading.Event()

@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 BY_PATH = ("rename", "replace", "unlink", "mkdir", "stat", "lstat", "listdir", "scandir")
-BY_DESCRIPTOR = ("write", "fsync", "fdatasync", "fchmod", "ftruncate")
+BY_DESCRIPTOR = ("write", "fsync", "fdatasync", "fchmod", "ftruncate", "posix_fallocate")
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS)
 READING = ("stat", "lstat", "listdir", "scandir", "io.open")
 """Of these EIO alone is plausible: neither a full disk nor one that is mounted read-only keeps anybody from reading."""

@@ -16,11 +16,11 @@ from typing import Any
 
 import pynvml
 
-from driver.hardware.calls import NAMES
-from driver.hardware.host import HostPaths
-from driver.hardware.nvml_host import NvmlHost
-from driver.hardware.simulator import SimulatedNode, smi_tool
+from driver.hardware.host import Host
+from driver.hardware.host_paths import HostPaths
+from driver.hardware.nvml_errors import NAMES
 from driver.hardware.time_slice import TimeSliceTool
+from driver.simulator import SimulatedNode, smi_tool
 
 CODES = tuple(
     code
@@ -144,7 +144,7 @@ class ToolInProcess(TimeSliceTool):
         return status, said.getvalue()
 
 
-class FaultyHost(NvmlHost):
+class FaultyHost(Host):
     """The production Host over a FaultyNvml."""
 
     def __init__(self, simulated: SimulatedNode, nvml: FaultyNvml | None = None) -> None:

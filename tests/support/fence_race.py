@@ -15,24 +15,18 @@ from dataclasses import dataclass
 
 import msgspec
 
-from controller.canary import Canary
-from controller.fence import Withdrawable
-from controller.fenced import PoolDevice
+from controller.cluster.claim_index import PoolDevice
+from controller.fence.protocol import Canary, Withdrawable
 from driver.errors import ApiError
-from driver.kube.claims import GROUP, Status
-from driver.kube.objects import ObjectMeta
-from driver.kube.transport import KubeClient, Object
+from driver.kube.client import KubeClient, Object
+from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.types import Claim
 from driver.kube.watch_cache import WatchCache
 from tests.support.running import eventually, in_thread
 
-CLAIMS = f"{GROUP}/namespaces/default/resourceclaims"
+CLAIMS = f"{RESOURCE_GROUP}/namespaces/default/resourceclaims"
 DRIVER = "gpu.tessera.dev"
 POOL = f"node-a-{DRIVER}"
-
-
-class Claim(msgspec.Struct, frozen=True):
-    metadata: ObjectMeta
-    status: Status = Status()
 
 
 def devices_of(claim: Claim) -> frozenset[PoolDevice] | None:
@@ -42,10 +36,10 @@ def devices_of(claim: Claim) -> frozenset[PoolDevice] | None:
 
 
 class ClaimsCache:
-    """``controller.fence.Claims`` over a WatchCache."""
+    """``controller.fence.protocol.ClaimCache`` over a WatchCache."""
 
     def __init__(self, client: KubeClient) -> None:
-        self.cache = WatchCache(client, f"{GROUP}/resourceclaims", Claim, devices_of)
+        self.cache = WatchCache(client, f"{RESOURCE_GROUP}/resourceclaims", Claim, devices_of)
 
     def wait_for_version(self, version: int, timeout_s: float) -> bool:
         return self.cache.wait_for_version(version, timeout_s)

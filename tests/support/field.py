@@ -10,11 +10,10 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
-from controller.fenced import PoolDevice
+from controller.cluster.claim_index import PoolDevice
 from driver.errors import ApiError
 from driver.kube.lease import leases
-from driver.model.plan import Offer, PlanSpec, offer_of
-from driver.model.plan_gpus import states_of
+from driver.model.plan import Offer, PlanSpec, offer_of, states_of
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.allocations import Allocations, devices_by_name

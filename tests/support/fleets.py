@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from controller.fleet import Fleet, FleetGpu
+from controller.cluster.fleet import Fleet, FleetGpu
 from driver.model.device import Device, DeviceKind
 from driver.model.plan import Offer, offer_of
 from driver.placement import Key

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from driver.hardware.simulator.products import find_product
 from driver.model.gpu import Gpu, MigMode, Placement, Profile
+from driver.simulator.products import find_product
 
 H100 = "NVIDIA H100 80GB HBM3"
 MIB = 1 << 20

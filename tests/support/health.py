@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from driver.hardware.boot import boot_id
-from driver.hardware.host import HostPaths
+from driver.hardware.host_paths import HostPaths, boot_id
 from driver.model.device import Device
 from driver.model.health import GpuEvent
-from driver.slices.build import UNHEALTHY, build_slices
-from kubelet_plugin.health import Health
-from kubelet_plugin.records import slices_of_instance
+from driver.slices.build import UNHEALTHY
+from kubelet_plugin.checkpoint.records import slices_of_instance
+from kubelet_plugin.health.monitor import HealthMonitor
 from tests.support.node import NodeUnderTest
+from tests.support.published import build_slices
 
 
 @dataclass
@@ -30,7 +30,7 @@ class HealthUnderTest:
         """A new process's, on what the last one left on disk."""
         host, checkpoint = self.node.node.host, self.node.node.checkpoint
         paths = HostPaths(self.node.simulated.root, self.node.simulated.root)
-        self.health = Health(
+        self.health = HealthMonitor(
             self.node.node.inventory,
             self.node.root / "state",
             host.recovery_action,
@@ -40,19 +40,19 @@ class HealthUnderTest:
             lambda reason, message, _warning: self.told.append((reason, message)),
             lambda: self.now,
         )
-        self.node.scanner.looked = self.health.look
-        self.health.look(self.node.node.inventory.gpus)
+        self.node.scanner.on_scan = self.health.handle_scan
+        self.health.handle_scan(self.node.node.inventory.gpus)
 
     def hear(self) -> list[GpuEvent]:
         """Everything that happened since the last time, as the listener's thread would."""
         found = []
         while (event := self.node.node.host.wait_for_event(0.0)) is not None:
             found.append(event)
-            self.health.heard(event)
+            self.health.handle_event(event)
         return found
 
     def look(self) -> None:
-        self.node.scanner.look(self.node.node.inventory)
+        self.node.scanner.scan(self.node.node.inventory)
 
     def xid(self, gpu: int, number: int, device: str | None = None) -> None:
         """It happens, is heard, and makes the scanner look."""

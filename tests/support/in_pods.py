@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.image.build import Built, ensure_image
 from driver.errors import ApiError
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
+from tests.image.build import Built, ensure_image
 from tests.support.chart import CHART, RELEASE
 from tests.support.helm import helm
 from tests.support.plugin import SLICES

@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 
-from driver.hardware.simulator import SimulatedNode
-from driver.hardware.simulator.snapshot import describe
 from driver.model.device import DeviceKind
 from driver.model.sharing import in_force
-from kubelet_plugin.cdi import variable
-from kubelet_plugin.files import TEMPORARY
-from kubelet_plugin.records import ClaimRecord, DeviceRecord
+from driver.simulator import SimulatedNode
+from driver.simulator.node import describe
+from kubelet_plugin.cdi.spec import variable
+from kubelet_plugin.checkpoint.files import TEMPORARY
+from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 
 DRIVER = "gpu.tessera.dev"
 
@@ -65,7 +65,7 @@ class Facts:
                 yield record, device
 
     def prepared(self) -> Iterator[tuple[ClaimRecord, DeviceRecord]]:
-        return ((record, device) for record, device in self.held() if not record.owed)
+        return ((record, device) for record, device in self.held() if not record.needs_release)
 
     def gpu(self, uuid: str) -> Object | None:
         return next((gpu for gpu in self.gpus if gpu["uuid"] == uuid), None)
@@ -162,14 +162,14 @@ def _prepared_devices_are_allocated(facts: Facts) -> Iterator[str]:
     for record in facts.records if facts.allocations is not None else ():
         recorded = frozenset(device.device for device in record.devices)
         allocated = (facts.allocations or {}).get(record.uid)
-        if not record.owed and recorded != allocated:
+        if not record.needs_release and recorded != allocated:
             yield f"prepared claim {record.name} has {sorted(recorded)}, allocated is {allocated and sorted(allocated)}"
 
 
 def _specs_name_the_devices(facts: Facts) -> Iterator[str]:
     uuids = {place: row["uuid"] for place, row in facts.partitions()}
     for record in facts.records:
-        if record.owed:
+        if record.needs_release:
             continue
         if record.uid not in facts.specs:
             yield f"prepared claim {record.name} has no CDI spec"
@@ -194,8 +194,10 @@ def _held_devices_are_published(facts: Facts) -> Iterator[str]:
 
 
 def _nothing_is_half_done(facts: Facts) -> Iterator[str]:
-    prepared = {record.uid for record in facts.records if not record.owed}
-    yield from (f"claim {record.uid} is half prepared or unprepared" for record in facts.records if record.owed)
+    prepared = {record.uid for record in facts.records if not record.needs_release}
+    yield from (
+        f"claim {record.uid} is half prepared or unprepared" for record in facts.records if record.needs_release
+    )
     yield from (f"claim {uid} was answered and is not prepared" for uid in facts.answered - prepared)
     yield from (f"a killed write left {name}" for name in facts.temporary)
 

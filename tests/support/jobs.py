@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from driver.errors import ApiError
-from kubelet_plugin.protocol.generated import dra_v1_pb2
+from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from tests.bench.kubelet import Kubelet
 from tests.harness.cluster import Cluster
 from tests.support.allocations import Held

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from driver.errors import ApiError
-from driver.hardware.host import HostPaths
-from driver.hardware.nvml_host import NvmlHost
-from driver.hardware.simulator import ZERO_LATENCY, SimulatedNode
+from driver.hardware.host import Host
+from driver.hardware.host_paths import HostPaths
 from driver.model.device import Device, devices_of
+from driver.simulator import ZERO_LATENCY, SimulatedNode
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.invariants import DRIVER, Facts, allocations, published, read_facts, violations
@@ -90,7 +90,7 @@ class KillNode:
         self.start()
         self._simulated = SimulatedNode.attach(self._host_root, latency=ZERO_LATENCY)
         paths = HostPaths(self._host_root, self._host_root)
-        self._host = NvmlHost(self._simulated.nvml, paths, simulated=True)
+        self._host = Host(self._simulated.nvml, paths, simulated=True)
         self._gpus = self._host.discover().gpus
         self._devices = {d.name: d for gpu in self._gpus for d in devices_of(gpu, gpu.minor, SHARES)}
 

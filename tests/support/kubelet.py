@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from kubelet_plugin.protocol.generated import dra_v1_pb2, registration_v1_pb2
+from kubelet_plugin.dra.protocol.generated import dra_v1_pb2, registration_v1_pb2
 from tests.harness.waiting import wait_for
 
 DRIVER = "gpu.tessera.dev"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from deviceclasses.findings import Document, Finding
-from deviceclasses.lint import lint
-from tessera.lint import shipped_classes
+from deviceclasses.lint.documents import Document, Finding
+from deviceclasses.lint.rules import lint
+from tessera.commands.lint import shipped_classes
 
 DRIVER = "gpu.tessera.dev"
 SHARE = 'device.driver == "gpu.tessera.dev" && device.attributes["gpu.tessera.dev"].type == "share"'

@@ -8,34 +8,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from driver.hardware.boot import boot_id
-from driver.hardware.host import HostPaths
-from driver.hardware.nvml_host import NvmlHost
-from driver.hardware.simulator import ZERO_LATENCY, SimulatedNode, load_description
-from driver.hardware.simulator.description import NodeDescription
+from driver.hardware.host import Host
+from driver.hardware.host_paths import HostPaths, boot_id
 from driver.model.device import number_gpus
 from driver.model.gpu import Partition
+from driver.simulator import ZERO_LATENCY, SimulatedNode, load_description
+from driver.simulator.description import NodeDescription
 from driver.slices.names import Pool
 from driver.steps import unobserved
-from kubelet_plugin.cdi import CdiDirectory
-from kubelet_plugin.checkpoint import Checkpoint
-from kubelet_plugin.driver_files import find_driver_files
-from kubelet_plugin.inventory import UNSHARED, Inventory, Sharing
-from kubelet_plugin.locks import KeyedLocks
-from kubelet_plugin.node import Node
-from kubelet_plugin.preparation import Preparer
-from kubelet_plugin.records import ClaimRecord, held_shares
-from kubelet_plugin.recovery import recover
-from kubelet_plugin.releasing import Listeners
-from kubelet_plugin.scan import Choice, Scanner
-from kubelet_plugin.steps import Observer, Steps
+from kubelet_plugin.cdi.driver_files import find_driver_files
+from kubelet_plugin.cdi.spec import CdiDirectory
+from kubelet_plugin.checkpoint.locks import KeyedLocks
+from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares
+from kubelet_plugin.checkpoint.store import Checkpoint
+from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners
+from kubelet_plugin.claims.context import PluginContext
+from kubelet_plugin.claims.partitions import Partitions
+from kubelet_plugin.claims.preparer import Preparer
+from kubelet_plugin.claims.steps import Observer, Steps
+from kubelet_plugin.claims.time_slices import TimeSlices
+from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing, Inventory
+from kubelet_plugin.inventory.scan import Scanner, ScanSettings
+from kubelet_plugin.reconcile.recovery import recover
 from tests.support.claims import DRIVER, NODE, ClaimApi
 
-EVERY_GPU_AS_FOUND = Choice()
+EVERY_GPU_AS_FOUND = ScanSettings()
 
 
-def usual_host(simulated: SimulatedNode) -> NvmlHost:
-    return NvmlHost(simulated.nvml, paths_of(simulated), simulated=True)
+def usual_host(simulated: SimulatedNode) -> Host:
+    return Host(simulated.nvml, paths_of(simulated), simulated=True)
 
 
 def paths_of(simulated: SimulatedNode) -> HostPaths:
@@ -49,14 +50,15 @@ class NodeUnderTest:
 
     root: Path
     simulated: SimulatedNode
-    node: Node
+    node: PluginContext
     preparer: Preparer
+    cleanup: ClaimCleanup
     scanner: Scanner
     api: ClaimApi
     changes: list[str]
     locks: KeyedLocks
     repaired: list[Callable[[ClaimRecord, Sequence[str]], None]]
-    open_host: Callable[[SimulatedNode], NvmlHost] = usual_host
+    open_host: Callable[[SimulatedNode], Host] = usual_host
 
     def partitions(self, gpu: int = 0) -> list[Partition]:
         """What is cut on the hardware."""
@@ -74,7 +76,7 @@ class NodeUnderTest:
     def held(self, gpu: int = 0) -> set[str]:
         return {device.name for device in self.node.inventory.published()[gpu].held}
 
-    def restart(self, observer: Observer = unobserved, sharing: Sharing = UNSHARED) -> NodeUnderTest:
+    def restart(self, observer: Observer = unobserved, sharing: GpuSharing = UNSHARED) -> NodeUnderTest:
         """A new process on the same disk and hardware."""
         description, open_host = self.simulated.description, self.open_host
         return start_node(self.root, self.api, observer, description, sharing=sharing, open_host=open_host)
@@ -89,9 +91,9 @@ def start_node(
     api: ClaimApi | None = None,
     observer: Observer = unobserved,
     gpus: str | NodeDescription = "dgx-h100",
-    choice: Choice = EVERY_GPU_AS_FOUND,
-    sharing: Sharing = UNSHARED,
-    open_host: Callable[[SimulatedNode], NvmlHost] = usual_host,
+    choice: ScanSettings = EVERY_GPU_AS_FOUND,
+    sharing: GpuSharing = UNSHARED,
+    open_host: Callable[[SimulatedNode], Host] = usual_host,
 ) -> NodeUnderTest:
     """Start, or start again, what the node plugin is made of, below ``root``."""
     api = api or ClaimApi()
@@ -106,9 +108,8 @@ def start_node(
     inventory = Inventory(found, number_gpus(found, kept), sharing, held_shares(records))
     paths = paths_of(simulated)
     files = find_driver_files(paths, Path("/"))
-    node = Node(
-        Pool(NODE, DRIVER), host, inventory, checkpoint, CdiDirectory(root / "cdi", DRIVER), files, boot_id(paths)
-    )
+    cdi = CdiDirectory(root / "cdi", DRIVER)
+    pool = Pool(NODE, DRIVER)
     changes: list[str] = []
     repaired: list[Callable[[ClaimRecord, Sequence[str]], None]] = []
     locks = KeyedLocks(deadline_s=5)
@@ -117,9 +118,24 @@ def start_node(
         for each in repaired:
             each(record, made)
 
-    listeners = Listeners(lambda: changes.append("held"), lambda: changes.append("let go"), tell)
+    listeners = ClaimListeners(lambda: changes.append("held"), lambda: changes.append("let go"), tell)
     steps = Steps(observer)
-    preparer = Preparer(node, api.read, listeners, steps, locks)
-    recover(node, preparer, records, steps)
-    scanner.look_at_partitions(inventory, inventory.gpus)
-    return NodeUnderTest(root, simulated, node, preparer, scanner, api, changes, locks, repaired, open_host)
+    context = PluginContext(
+        pool=pool,
+        host=host,
+        inventory=inventory,
+        checkpoint=checkpoint,
+        cdi=cdi,
+        files=files,
+        partitions=Partitions(host, inventory, steps),
+        time_slices=TimeSlices(host, checkpoint, steps),
+        step=steps,
+        locks=locks,
+        boot=boot_id(paths),
+        existing_published=choice.publish_existing,
+    )
+    cleanup = ClaimCleanup(context, listeners)
+    preparer = Preparer(context, api, cleanup, listeners)
+    recover(context, cleanup, records)
+    scanner.scan_partitions(inventory, inventory.gpus)
+    return NodeUnderTest(root, simulated, context, preparer, cleanup, scanner, api, changes, locks, repaired, open_host)

@@ -25,14 +25,14 @@ from typing import Any, NoReturn
 
 import grpc._server  # noqa: F401 - the plugin loads this and the simulator when it needs them: here before the fork
 
-import driver.hardware.simulator  # noqa: F401
-from driver.config.settings import NodeSettings, node_settings
+import driver.simulator  # noqa: F401
+from driver.logs import configure_logs
 from driver.slices import publisher
 from driver.steps import Moment
-from kubelet_plugin import status_writer
-from tessera.instance import Instance
-from tessera.logs import configure_logs
-from tessera.node import NodePlugin
+from kubelet_plugin.app import NodePlugin
+from kubelet_plugin.settings import NodeSettings, node_settings
+from kubelet_plugin.status import writer as status_writer
+from kubelet_plugin.upgrade.rolling_update import RollingInstance
 
 
 class Orders:
@@ -89,15 +89,15 @@ def run_plugin(settings: NodeSettings, orders: Orders) -> None:
     if settings.pod_uid:
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        return Instance(settings, stop, orders).run()
+        return RollingInstance(settings, stop, orders).run()
     plugin = NodePlugin(settings, orders)
     signal.signal(signal.SIGTERM, lambda *_: plugin.stop())
     return plugin.run()
 
 
 def main(address: str) -> None:
-    # Hundreds of plugins wait for these in turn; but not the caretaker: it must find nothing to repair after a kill.
-    publisher.COALESCE_S = status_writer.COALESCE_S = 0.005
+    # Hundreds of plugins wait for these in turn; but not the reconciler: it must find nothing to repair after a kill.
+    publisher.COALESCE_INTERVAL_SECONDS = status_writer.COALESCE_S = 0.005
     with socket.socket(socket.AF_UNIX) as listener:
         # Whoever sees the address may connect: it gets its name when somebody listens.
         unnamed = Path(address).with_name("z")

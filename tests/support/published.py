@@ -7,22 +7,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from driver.hardware.host import HostPaths
-from driver.hardware.nvml_host import NvmlHost
-from driver.hardware.simulator import ZERO_LATENCY, NodeDescription, SimulatedNode
+from driver.hardware.host import Host
+from driver.hardware.host_paths import HostPaths
 from driver.model.device import devices_of, number_gpus
 from driver.model.gpu import Gpu
-from driver.slices.build import PublishedGpu, build_slices, slice_object
+from driver.simulator import ZERO_LATENCY, NodeDescription, SimulatedNode
+from driver.slices.build import Content, PublishedGpu, SliceBuilder, slice_object
 from driver.slices.names import Pool
 
 DRIVER = "gpu.tessera.dev"
 
 
 @contextmanager
-def simulated_host(description: NodeDescription, root: Path) -> Iterator[NvmlHost]:
+def simulated_host(description: NodeDescription, root: Path) -> Iterator[Host]:
     """The hardware of a node that is simulated in ``root``, answering without delay."""
     node = SimulatedNode.open(description, root, latency=ZERO_LATENCY)
-    host = NvmlHost(node.nvml, HostPaths(root, root), simulated=True)
+    host = Host(node.nvml, HostPaths(root, root), simulated=True)
     try:
         yield host
     finally:
@@ -35,6 +35,11 @@ def discover(description: NodeDescription, root: Path) -> tuple[Gpu, ...]:
         found = host.discover()
     assert found.faults == ()
     return tuple(found.gpus)
+
+
+def build_slices(pool: Pool, gpus: Iterable[PublishedGpu]) -> dict[str, Content]:
+    """Content of every slice of the pool, by slice name."""
+    return SliceBuilder(pool).build(gpus)
 
 
 def slices_of(node: str, gpus: Iterable[Gpu]) -> list[dict[str, Any]]:

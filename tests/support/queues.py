@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from controller.claim_book import ClaimBook
-from controller.claim_queue import Cluster, Queue
-from controller.fleet import Fleet, FleetGpu
-from controller.matching import Matching
-from controller.objects import Claim, DeviceClass, Node, Pod, decode
-from controller.waiting import Waiting
+import msgspec
+
+from controller.cluster.claim_index import ClaimIndex, ClusterState
+from controller.cluster.fleet import Fleet, FleetGpu
+from controller.demand.matching import Matching
+from controller.demand.pending_claims import PendingClaim, Queue
+from driver.kube.types import Claim, DeviceClass, Node, Pod
 from driver.model.gpu import Gpu
 from tests.support.gpus import H100, gpu_of
 
@@ -83,16 +84,16 @@ class Situation:
     def device_class(self, name: str, *selectors: str, **spec: Any) -> None:
         cel = [{"cel": {"expression": each}} for each in selectors]
         raw = {"metadata": {"name": name}, "spec": {"selectors": cel, **spec}}
-        self.classes[name] = decode(raw, DeviceClass)
+        self.classes[name] = msgspec.convert(raw, DeviceClass)
 
     def node(self, name: str, labels: dict[str, str] | None = None, **spec: Any) -> None:
-        self.nodes[name] = decode({"metadata": {"name": name, "labels": labels or {}}, "spec": spec}, Node)
+        self.nodes[name] = msgspec.convert({"metadata": {"name": name, "labels": labels or {}}, "spec": spec}, Node)
 
     def claim(self, name: str, *requests: dict[str, Any], constraints: Any = (), **more: Any) -> str:
         """A claim without a pod; gives its name."""
         spec = {"devices": {"requests": requests, "constraints": constraints}}
         metadata = {"name": name, "namespace": "default", "uid": name, **more.pop("metadata", {})}
-        self.claims.append(decode({"metadata": metadata, "spec": spec, **more}, Claim))
+        self.claims.append(msgspec.convert({"metadata": metadata, "spec": spec, **more}, Claim))
         return name
 
     def pod(self, name: str, *claims: str, status: dict[str, Any] | None = None, **spec: Any) -> None:
@@ -100,7 +101,7 @@ class Situation:
         used = [{"name": each, "resourceClaimName": each} for each in claims]
         metadata = {"name": name, "namespace": "default", "uid": name, **spec.pop("metadata", {})}
         raw = {"metadata": metadata, "spec": {"resourceClaims": used, **spec}, "status": status or {}}
-        self.pods.append(decode(raw, Pod))
+        self.pods.append(msgspec.convert(raw, Pod))
 
     def wants(self, *requests: dict[str, Any], constraints: Any = (), name: str = "claim", **pod: Any) -> Situation:
         """A claim and its pod."""
@@ -116,13 +117,13 @@ class Situation:
 
     @property
     def queue(self) -> Queue:
-        objects = Cluster(
-            ClaimBook(DRIVER, self.claims), tuple(self.classes.values()), tuple(self.pods), tuple(self.nodes.values())
+        objects = ClusterState(
+            ClaimIndex(DRIVER, self.claims), tuple(self.classes.values()), tuple(self.pods), tuple(self.nodes.values())
         )
         return Queue(objects, Fleet.of(self.gpus), self.matching)
 
-    def waiting(self, name: str = "claim") -> Waiting:
-        return next(each for each in self.queue.waiting if each.claim.metadata.name == name)
+    def waiting(self, name: str = "claim") -> PendingClaim:
+        return next(each for each in self.queue.pending if each.claim.metadata.name == name)
 
 
 def node_of(node: str, *held: str, gpus: int = 2, product: str = H100, **more: Any) -> list[FleetGpu]:

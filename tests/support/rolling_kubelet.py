@@ -15,9 +15,9 @@ from typing import Any
 
 import grpc
 
-from kubelet_plugin.gate import connect
-from kubelet_plugin.ownership import is_listening
-from kubelet_plugin.protocol.generated import dra_v1_pb2, registration_v1_pb2
+from kubelet_plugin.dra.call_proxy import connect
+from kubelet_plugin.dra.protocol.generated import dra_v1_pb2, registration_v1_pb2
+from kubelet_plugin.upgrade.instance_lock import is_listening
 from tests.support.kubelet import CUT, DEADLINE_S, PLUGIN, REGISTRATION, KnownClaim
 
 SCAN_S = 0.05

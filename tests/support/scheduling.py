@@ -10,14 +10,14 @@ from typing import Any
 from driver.errors import ApiError
 from driver.model.device import Device, DeviceKind, number_gpus, share_index
 from driver.model.gpu import Gpu
-from driver.slices.build import build_slices, slice_object
+from driver.slices.build import slice_object
 from driver.slices.names import Pool
-from kubelet_plugin.inventory import UNSHARED, Holder, Inventory, Sharing
+from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing, Holder, Inventory
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
 from tests.support.plugin import SLICES
-from tests.support.published import DRIVER
+from tests.support.published import DRIVER, build_slices
 from tests.support.workloads import CLAIMS, PODS, is_gone
 
 SCHEDULED_S = 60.0
@@ -74,7 +74,7 @@ class Scheduling:
 
     def given(self) -> list[Given]:
         """What the scheduler gave, once it has."""
-        return wait_for(self._results, SCHEDULED_S, "an allocation")
+        return wait_for(self._results_or_reason, SCHEDULED_S, "an allocation")
 
     def claim(self) -> dict[str, Any]:
         """The claim as the API server has it."""
@@ -98,14 +98,24 @@ class Scheduling:
         results = status.get("allocation", {}).get("devices", {}).get("results", [])
         return [Given(each["request"], each["driver"], each["pool"], each["device"]) for each in results]
 
+    def _results_or_reason(self) -> list[Given]:
+        """Raises ApiError with what the scheduler says of the pod, which is shown where the wait ends without any."""
+        found = self._results()
+        if not found:
+            raise ApiError(f"pod {self.name}: {self._unscheduled() or 'the scheduler has said nothing of it'}")
+        return found
+
     def _reason(self) -> str:
         assert self._results() == []
+        message = self._unscheduled()
+        if message and REFUSAL not in message:
+            raise ApiError(message)
+        return message
+
+    def _unscheduled(self) -> str:
         for condition in self.cluster.api.get(f"{PODS}/{self.name}")["status"].get("conditions", ()):
             if condition["type"] == "PodScheduled" and condition["status"] == "False":
-                message = str(condition["message"])
-                if REFUSAL not in message:
-                    raise ApiError(message)
-                return message
+                return str(condition["message"])
         return ""
 
 
@@ -127,17 +137,16 @@ class Offering:
     restart with other settings.
     """
 
-    def __init__(self, cluster: Cluster, node: str, gpus: Iterable[Gpu], sharing: Sharing = UNSHARED) -> None:
+    def __init__(self, cluster: Cluster, node: str, gpus: Iterable[Gpu], sharing: GpuSharing = UNSHARED) -> None:
         self.node = node
         self.pool = Pool(node, DRIVER)
         self._cluster = cluster
         self._gpus = tuple(gpus)
         self._held: dict[str, Device] = {}
+        self._published: set[str] = set()
         self.inventory = self._started(sharing)
         cluster.add_node_object(node)
-        built = build_slices(self.pool, self.inventory.published())
-        for name, content in built.items():
-            cluster.api.post(SLICES, slice_object(name, content, self.pool, 1, len(built), None))
+        self._publish()
 
     def hold(self, *names: str) -> None:
         for name in names:
@@ -153,11 +162,11 @@ class Offering:
             self.inventory.release(name)
         self._publish()
 
-    def share(self, sharing: Sharing) -> None:
+    def share(self, sharing: GpuSharing) -> None:
         self.inventory = self._started(sharing)
         self._publish()
 
-    def start_again(self, sharing: Sharing) -> None:
+    def start_again(self, sharing: GpuSharing) -> None:
         """With nothing held."""
         self._held.clear()
         self.share(sharing)
@@ -171,7 +180,7 @@ class Offering:
             for device in found
         }
 
-    def _started(self, sharing: Sharing) -> Inventory:
+    def _started(self, sharing: GpuSharing) -> Inventory:
         held: dict[str, dict[int, int]] = {}
         for device in self._held.values():
             if device.kind is DeviceKind.SHARE:
@@ -182,5 +191,13 @@ class Offering:
         return inventory
 
     def _publish(self) -> None:
-        for name, content in build_slices(self.pool, self.inventory.published()).items():
-            self._cluster.api.patch(f"{SLICES}/{name}", {"spec": content})
+        built = build_slices(self.pool, self.inventory.published())
+        if built.keys() == self._published:
+            for name, content in built.items():
+                self._cluster.api.patch(f"{SLICES}/{name}", {"spec": content})
+            return
+        for name in self._published:
+            self._cluster.api.request("DELETE", f"{SLICES}/{name}")
+        for name, content in built.items():
+            self._cluster.api.post(SLICES, slice_object(name, content, self.pool, 1, len(built), None))
+        self._published = set(built)

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from driver.errors import RecoverableError, TesseraError
-from kubelet_plugin.claims import ClaimReference
-from kubelet_plugin.recovery import hold_recorded
+from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.reconcile.recovery import hold_recorded
 from tests.support.claim_life import SHAPES, SHARES
 from tests.support.claims import result
 from tests.support.faulty_nvml import FaultyHost, FaultyNvml
@@ -127,13 +127,13 @@ class StartLife:
             yield from violations(self._facts(), at_rest=False)
 
     def _later(self, node: NodeUnderTest) -> Iterator[str]:
-        """What the scanner, the caretaker and the kubelet make of it."""
+        """What the scanner, the reconciler and the kubelet make of it."""
         for _ in range(2):  # a GPU that has come back is known after one look, what stands on it after two
-            node.scanner.look(node.node.inventory)
+            node.scanner.scan(node.node.inventory)
             hold_recorded(node.node)
         for record in node.node.checkpoint.records():
-            if record.owed:
-                node.preparer.upkeep.finish_release(record.uid)
+            if record.needs_release:
+                node.cleanup.finish_release(record.uid)
         yield from violations(self._facts())
         if any(gpu.profiles == () for gpu in node.node.inventory.gpus):
             yield "a look later the GPU still has no profiles"

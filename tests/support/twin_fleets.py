@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from kubelet_plugin.inventory import Holder, Sharing
+from kubelet_plugin.inventory.inventory import GpuSharing, Holder
 from tests.bench.placement.fleet import FleetNode, Mode
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
@@ -102,7 +102,7 @@ class TwinFleets:
             gpus = self.gpus[node.name]
             shares = {gpu.uuid: node.shares.get(at, 0) for at, gpu in zip(node.positions, gpus, strict=True)}
             name, labels = f"{side}-{node.name}", {SIDE: side, "logical": node.name, **node.labels}
-            sharing = Sharing(lambda gpu: shares[gpu.uuid])
+            sharing = GpuSharing(lambda gpu: shares[gpu.uuid])
             found = FleetNode(
                 self.cluster, name, gpus, mode, sharing=sharing, labels=labels, capacity={"cpu": node.cpu}
             )

@@ -8,10 +8,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from controller.fleet import FleetGpu
-from driver.hardware.simulator import load_description
+from controller.cluster.fleet import FleetGpu
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu, MigMode
+from driver.simulator import load_description
 from tests.support.podgen import TAINTS
 from tests.support.published import discover
 

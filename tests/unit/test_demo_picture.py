@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from xml.etree import ElementTree
 
 import click
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driver.model.device import Device, devices_of
-from driver.slices.build import PublishedGpu, build_slices, slice_object
+from driver.slices.build import PublishedGpu, slice_object
 from driver.slices.names import Pool
-from tests.demo.picture import INNER, draw, holdings
+from tests.demo.picture import INNER, draw, holdings, rows
+from tests.demo.svg import svg
 from tests.support.gpus import gpu_of
 from tests.support.plugin import DRIVER
+from tests.support.published import build_slices
 
 A100 = "NVIDIA A100 80GB PCIe"
 SHARES = 10
@@ -127,3 +130,13 @@ def test_everybody_is_drawn_once_and_every_line_is_as_long(mig: set[int], shares
     lines = picture(placed)
     assert {pod: "\n".join(lines).count(pod) for pod in placed} == dict.fromkeys(placed, 1)
     assert len({len(line) for line in lines[1:]}) == 1
+
+
+def test_the_image_shows_every_pod_once_and_is_valid_xml() -> None:
+    placed = {"train": "gpu-0", "serve<1>": "gpu-1-mig-1g10gb-2", "note-1": "gpu-2-share-3"}
+    slices = slices_with(set(placed.values()))
+    image = ElementTree.fromstring(svg(rows(slices, holdings(slices, [claim(*each) for each in placed.items()]))))  # noqa: S314
+    texts = [element.text for element in image.iter("{http://www.w3.org/2000/svg}text")]
+    assert all(texts.count(pod) == 1 for pod in placed)
+    fields = list(image.iter("{http://www.w3.org/2000/svg}rect"))
+    assert len(fields) == 1 + 8 + SHARES  # a full GPU, memory slices, shares: each held or free

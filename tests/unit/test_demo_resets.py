@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from driver.hardware.simulator.description import load_description
-from driver.hardware.simulator.snapshot import describe
-from driver.model.selection import Selection
-from driver.slices.build import build_slices
-from kubelet_plugin.scan import Choice, Scanner
+from driver.model.selection import GpuSelection
+from driver.simulator.description import load_description
+from driver.simulator.node import describe
+from kubelet_plugin.inventory.scan import Scanner, ScanSettings
 from tests.demo.nodes import NodePlan
 from tests.demo.resets import reset, wait_asked
 from tests.harness.waiting import DeadlineError
 from tests.support.node import start_node
 from tests.support.plugin import BareNode
+from tests.support.published import build_slices
 
 FIVE_A100 = Path(__file__).parents[1] / "demo" / "five-a100.yaml"
 PLAN = NodePlan(mig=(2, 3), shared=())
@@ -36,13 +36,13 @@ class LatePlugin:
         self._under = start_node(root, gpus=load_description(str(FIVE_A100)))
         self._scanner = Scanner(
             self._under.node.host,
-            Choice(mig=Selection.parse("2,3")),
-            hands_off=lambda gpu: self.looks < asks_at[gpu.index],
+            ScanSettings(mig=GpuSelection.parse("2,3")),
+            is_reserved=lambda gpu: self.looks < asks_at[gpu.index],
         )
 
     def devices(self) -> dict[str, dict[str, Any]]:
         self.looks += 1
-        self._scanner.look(self._under.node.inventory)
+        self._scanner.scan(self._under.node.inventory)
         slices = build_slices(self._under.node.pool, self._under.node.inventory.published())
         return {device["name"]: device for content in slices.values() for device in content.get("devices", ())}
 

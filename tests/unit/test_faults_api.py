@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from driver.kube import transport, watch_cache
-from kubelet_plugin import listening, scan
+from driver.kube import client as transport
+from driver.kube import watch_cache
+from kubelet_plugin.health import monitor
+from kubelet_plugin.inventory import scan
 from tests.harness.waiting import wait_for
 from tests.support.api_server import SLICES
 from tests.support.faulty_api import STALE, ApiFault, ApiTrouble, FaultyApi, PluginOnApi, ask, until_well
@@ -27,6 +29,7 @@ KINDS = [
     "PATCH configmaps",
     "PATCH gpunodeplans/status",
     "PATCH resourceclaims/status",
+    "POST events",
     "POST resourceslices",
     "PUT resourceslices",
     "get nodes",
@@ -43,12 +46,12 @@ KINDS = [
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timeouts of a third of a second instead of 10 s, watches of a second or two instead of some minutes."""
-    monkeypatch.setattr(transport, "REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(transport, "REQUEST_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(watch_cache, "WATCH_S", (1, 2))
-    monkeypatch.setattr(watch_cache, "READ_GRACE_S", 0.3)
-    monkeypatch.setattr(scan, "RESCAN_S", 0.3)
-    monkeypatch.setattr(listening, "WAIT_S", 0.3)
-    monkeypatch.setattr(scan, "PAUSE_S", 0.1)
+    monkeypatch.setattr(watch_cache, "SILENCE_TIMEOUT_SECONDS", 2.3)
+    monkeypatch.setattr(scan, "SCAN_INTERVAL_SECONDS", 0.3)
+    monkeypatch.setattr(monitor, "EVENT_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(scan, "MIN_SCAN_INTERVAL_SECONDS", 0.1)
 
 
 @pytest.fixture

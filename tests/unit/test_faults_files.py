@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from driver.errors import StateError
 from tests.support.claim_life import CASES, SHAPES, Aftermath, Life, Operation, aftermaths
+from tests.support.disks import fill, remount, small_disk
 from tests.support.faulty_files import FaultyFiles, FileTrouble, plausible
 from tests.support.node import NodeUnderTest, start_node
 
@@ -68,58 +67,59 @@ def test_every_fault_of_any_file_operation_loses_and_leaks_nothing(
     run(tmp_path, shape, operation, troubles)
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """The folder of a node whose own files are on a real file system of 64 KiB."""
-    state = tmp_path / "node" / "state"
-    state.mkdir(parents=True)
-    try:
-        mount("-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", str(state))
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"needs root and mount: {error}")
-    yield state.parent
-    subprocess.run(["/bin/umount", "-l", str(state)], check=True)
-
-
-def mount(*arguments: str) -> None:
-    subprocess.run(["/bin/mount", *arguments], check=True, capture_output=True)
+@pytest.fixture(params=["state", "cdi"])
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The state directory or the CDI directory of a node, which is a real file system of 64 KiB."""
+    folder = tmp_path / "node" / str(request.param)
+    with small_disk(folder):
+        yield folder
 
 
 @pytest.fixture
 def node(disk: Path) -> NodeUnderTest:
-    return start_node(disk, gpus="h100-1")
+    return start_node(disk.parent, gpus="h100-1")
 
 
-def test_a_disk_that_is_really_full_refuses_the_claim_and_takes_it_once_there_is_room(node: NodeUnderTest) -> None:
+@pytest.fixture
+def cuts(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
+    """How many partitions were cut so far."""
+    caplog.set_level("INFO", "kubelet_plugin.claims.partitions")
+    return lambda: sum(record.message == "cut partition" for record in caplog.records)
+
+
+def test_a_disk_that_is_really_full_refuses_the_claim_before_the_cut_and_takes_it_once_there_is_room(
+    node: NodeUnderTest, disk: Path, cuts: Callable[[], int]
+) -> None:
     claim = node.api.allocate("infer", "gpu-0-mig-1g10gb-6")
-    filler = node.root / "state" / "filler"
-    with filler.open("wb", buffering=0) as file, suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
-    with pytest.raises(StateError, match=f"can't write {node.root}/state/claims/.*: No space left on device"):
+    filler = fill(disk)
+    with pytest.raises(StateError, match=f"can't write {disk}/.*: No space left on device"):
         node.preparer.prepare(claim)
+    assert not cuts()
+    filler.unlink()
     assert node.nothing_left()
     assert node.held() == set()
-    filler.unlink()
     node.preparer.prepare(claim)
-    with filler.open("wb", buffering=0) as file, suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
+    assert cuts() == 1
+    filler = fill(disk)
     node.preparer.unprepare(claim)  # giving back needs no room
+    filler.unlink()
     assert node.nothing_left()
 
 
-def test_a_disk_that_is_really_read_only_refuses_both_ways_and_loses_nothing(node: NodeUnderTest) -> None:
+def test_a_disk_that_is_really_read_only_refuses_both_ways_before_any_cut_and_loses_nothing(
+    node: NodeUnderTest, disk: Path, cuts: Callable[[], int]
+) -> None:
     first, second = (node.api.allocate(name, f"gpu-0-mig-1g10gb-{name}") for name in "12")
     node.preparer.prepare(first)
-    mount("-o", "remount,ro", str(node.root / "state"))
+    remount(disk, "ro")
     with pytest.raises(StateError, match="Read-only file system"):
         node.preparer.prepare(second)
+    assert cuts() == 1
     with pytest.raises(StateError, match="Read-only file system"):
         node.preparer.unprepare(first)
     assert len(node.records()) == 1
     assert node.held() == {"gpu-0-mig-1g10gb-1"}
-    mount("-o", "remount,rw", str(node.root / "state"))
+    remount(disk, "rw")
     node.preparer.unprepare(first)
     node.preparer.prepare(second)
     node.preparer.unprepare(second)

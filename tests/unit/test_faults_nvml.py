@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from driver.hardware.calls import ABSENT
-from driver.hardware.simulator.smi_tool import CALL as SMI
+from driver.hardware.nvml_errors import ABSENT
+from driver.simulator.smi_tool import CALL as SMI
 from tests.support.claim_life import CASES, SHAPES, Aftermath, Life, Operation, aftermaths
 from tests.support.faulty_nvml import CODES, Mode, Trouble, modes_of
 

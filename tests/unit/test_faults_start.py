@@ -110,7 +110,7 @@ def test_a_profile_that_nvml_keeps_back_at_the_start_does_not_cost_the_partition
             node = life.start()
         with pytest.raises(RecoverableError, match=r"NVML knows no profile 1g\.10gb .* at present"):
             node.preparer.unprepare(life.claim)
-        node.scanner.look(node.node.inventory)
+        node.scanner.scan(node.node.inventory)
         node.preparer.unprepare(life.claim)
         assert node.nothing_left()
         life.problems(lambda now: now.nvml.faults(), Next.LOOK)

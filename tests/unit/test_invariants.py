@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from driver.model.sharing import TimeSlice
-from kubelet_plugin.inventory import Sharing
-from kubelet_plugin.records import ClaimRecord
+from kubelet_plugin.checkpoint.records import ClaimRecord
+from kubelet_plugin.inventory.inventory import GpuSharing
 from tests.support.invariants import Facts, leftovers, read_facts, violations
 from tests.support.node import start_node
 
@@ -23,7 +23,7 @@ SMALL, BIG = "gpu-0-mig-1g10gb-6", "gpu-0-mig-3g40gb-0"
 @pytest.fixture
 def facts(tmp_path: Path) -> Facts:
     """One GPU with two prepared claims."""
-    node = start_node(tmp_path, gpus="h100-1", sharing=Sharing(lambda _: 2))
+    node = start_node(tmp_path, gpus="h100-1", sharing=GpuSharing(lambda _: 2))
     devices = {}
     for name, device in (("small", SMALL), ("big", BIG)):
         claim = node.api.allocate(name, device)
@@ -100,7 +100,7 @@ def test_each_rule_can_be_broken(facts: Facts, what: str) -> None:
 
 
 def test_shares_of_one_gpu_may_overlap_but_one_share_is_given_once(tmp_path: Path) -> None:
-    node = start_node(tmp_path, gpus="h100-1", sharing=Sharing(lambda _: 2))
+    node = start_node(tmp_path, gpus="h100-1", sharing=GpuSharing(lambda _: 2))
     for number in (0, 1):
         node.preparer.prepare(node.api.allocate(f"share-{number}", f"gpu-0-share-{number}"))
     facts = look(tmp_path)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tessera.logs import STANDARD, StructuredFormatter
+from driver.logs import STANDARD, StructuredFormatter
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("controller", "deviceclasses", "driver", "kubelet_plugin", "tessera")

@@ -13,7 +13,7 @@ import pytest
 
 from driver.errors import HardwareError
 from driver.steps import Moment
-from kubelet_plugin.steps import Step
+from kubelet_plugin.claims.steps import Step
 from tests.support.care import Care
 from tests.support.health import HealthUnderTest
 from tests.support.invariants import leftovers, read_facts, violations

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from driver.model.device import number_gpus
-from driver.slices.build import build_slices
 from driver.slices.names import Pool
-from kubelet_plugin.inventory import Holder, Inventory
+from kubelet_plugin.inventory.inventory import Holder, Inventory
 from tests.bench.placement import plot, report
 from tests.bench.placement.fleet import Mode, lowest_start_first
 from tests.bench.placement.measures import count_refusals, mean, percentile, thinned
@@ -18,6 +17,7 @@ from tests.bench.placement.real import RealResult
 from tests.bench.placement.replay import Agenda, claim
 from tests.bench.placement.trace import FULL_NODE, UNIFORM
 from tests.support.gpus import gpu_of
+from tests.support.published import build_slices
 
 
 def test_the_peers_order_is_gpu_after_gpu_and_the_lowest_start_first() -> None:

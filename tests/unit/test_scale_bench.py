@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from controller.fleet import Fleet
+from controller.cluster.fleet import Fleet
 from driver.model.device import DeviceKind
 from driver.placement import Key
 from driver.slices.build import Content

@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from driver.config.controller_settings import controller_settings
-from driver.config.settings import node_settings
-from driver.config.shares import mig_warnings, share_warnings
 from driver.errors import UsageError
-from driver.hardware.simulator.products import find_product, product_names
 from driver.model.gpu import Gpu
-from driver.model.selection import Selection
-from driver.model.shares import ShareCounts
+from driver.model.selection import GpuSelection, ShareCounts
+from kubelet_plugin.inventory.scan import mig_warnings, share_warnings
+from kubelet_plugin.settings import node_settings
 from tests.support.gpus import H100, gpu_of
 
 
@@ -108,7 +105,7 @@ def test_the_more_exact_name_decides_how_many_shares_a_gpu_has(text: str, expect
 
 def warnings(shares: str, shares_only: str = "") -> list[str]:
     gpus = [gpu_of(minor=0), gpu_of(minor=1), gpu_of("NVIDIA L4", minor=2)]
-    return share_warnings(ShareCounts.parse(shares), Selection.parse(shares_only), gpus)
+    return share_warnings(ShareCounts.parse(shares), GpuSelection.parse(shares_only), gpus)
 
 
 def test_names_that_match_no_gpu_are_told_with_those_that_are_there() -> None:
@@ -123,8 +120,8 @@ def test_names_that_match_no_gpu_are_told_with_those_that_are_there() -> None:
 def test_a_gpu_for_mig_that_is_not_there_is_told_with_those_that_are() -> None:
     gpus = [gpu_of(minor=0), gpu_of("NVIDIA L4", minor=1)]
     there = f"there are {H100} (0), NVIDIA L4 (1)"
-    assert mig_warnings(Selection.parse("0,9"), gpus) == [f"--mig-gpus 9: no GPU here has that name; {there}"]
-    assert mig_warnings(Selection.parse("all,GPU-1"), gpus) == []
+    assert mig_warnings(GpuSelection.parse("0,9"), gpus) == [f"--mig-gpus 9: no GPU here has that name; {there}"]
+    assert mig_warnings(GpuSelection.parse("all,GPU-1"), gpus) == []
 
 
 def test_only_shares_on_a_gpu_without_a_number_of_shares_is_told() -> None:
@@ -133,32 +130,3 @@ def test_only_shares_on_a_gpu_without_a_number_of_shares_is_told() -> None:
     assert warnings("NVIDIA L4=4", "1,2") == [
         f"--shares-only: GPU 1 ({H100}, GPU-1) has no number of shares: set --shares 1=R, R from 2 to 32"
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        pytest.param("foo=3", "'foo=3': nothing is called 'foo'; there are full, share, clique, and the MIG", id="foo"),
-        pytest.param("Full=3", "the MIG profiles, such as 1g.10gb; did you mean full?", id="capitals"),
-        pytest.param("1g.10gb=1,1g10gb=3", "'1g10gb=3': nothing is called '1g10gb'", id="no point"),
-        pytest.param("=3", "'=3': nothing is called ''", id="no name"),
-        pytest.param("full", "'full' is no PROFILE=WEIGHT", id="no number"),
-        pytest.param("full=-1", "'full=-1' is no PROFILE=WEIGHT with a weight of 0 or more", id="negative"),
-        pytest.param("full=inf", "'full=inf' is no PROFILE=WEIGHT", id="infinite"),
-        pytest.param("full=nan", "'full=nan' is no PROFILE=WEIGHT", id="no number at all"),
-    ],
-)
-def test_a_weight_of_what_nobody_asks_for_is_refused_with_what_there_is(text: str, expected: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        controller_settings(weights=text)
-    assert f"--weights {text}: " in str(refused.value)
-    assert expected in str(refused.value)
-
-
-def test_every_profile_of_a_known_product_can_have_a_weight() -> None:
-    products = [found for name in product_names() if (found := find_product(name)) is not None]
-    names = {profile.name for product in products for profile in product.profiles}
-    settings = controller_settings(
-        weights=", ".join(f"{name} = 2" for name in sorted(names)) + ",full=0,share=1,clique=3"
-    )
-    assert settings.weights == dict.fromkeys(names, 2.0) | {"full": 0.0, "share": 1.0, "clique": 3.0}

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 
 from driver.model.plan import PlanSpec, PlanStatus
-from kubelet_plugin.checkpoint import check_readable
-from kubelet_plugin.health_file import KEPT
-from kubelet_plugin.inventory import Sharing
-from kubelet_plugin.plan_memory import MEMORY
-from kubelet_plugin.records import decode_record
+from kubelet_plugin.checkpoint.records import decode_record
+from kubelet_plugin.checkpoint.store import check_readable
+from kubelet_plugin.health.monitor import HEALTH_FILE
+from kubelet_plugin.inventory.inventory import GpuSharing
+from kubelet_plugin.plan.follower import MEMORY
 from tests.support.node import NodeUnderTest, start_node
 from tests.unit.golden.versions import v0_1_0
 from tests.unit.golden.versions.written import BOOT, CLAIMS, FOLDER, documents, folder, write
@@ -54,7 +54,7 @@ def test_what_another_version_wrote_is_read_and_nothing_of_it_is_lost(kept: Path
     for file, type_ in (("plan-spec.json", PlanSpec), ("plan-status.json", PlanStatus)):
         read = msgspec.json.decode((kept / file).read_bytes(), type=type_)
         assert json.loads(msgspec.json.encode(read)) == json.loads((kept / file).read_text())
-    for file, decoder in (("plan.json", MEMORY), ("health.json", KEPT)):
+    for file, decoder in (("plan.json", MEMORY), ("health.json", HEALTH_FILE)):
         read = decoder.decode((kept / file).read_bytes())
         assert json.loads(msgspec.json.encode(read)) == json.loads((kept / file).read_text())
 
@@ -115,16 +115,22 @@ def test_a_definition_that_got_narrower_is_noticed(change: dict[str, Any], compl
     assert complaint in list(_narrower(before, {"type": "object", **change}, "plan"))
 
 
+def _without_description(item: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in item.items() if name != "description"}
+
+
 def _known(path: Path) -> Any:
-    """A file's content; partitions get new UUIDs each time."""
-    content = json.loads(path.read_text())
+    """A file's content without descriptions, which no program reads; partitions get new UUIDs each time."""
+    content = json.loads(
+        path.read_text(), object_hook=lambda item: {k: v for k, v in item.items() if k != "description"}
+    )
     for device in content.get("devices", ()) if path.parent.name == "claims" else ():
         device.pop("uuid", None)
     return content
 
 
 def _node_with(kept: Path, root: Path) -> NodeUnderTest:
-    sharing = Sharing(lambda _: 4)
+    sharing = GpuSharing(lambda _: 4)
     boot = start_node(root, gpus="h100-pcie-4", sharing=sharing).node.boot
     shutil.copytree(kept / "claims", root / "state" / "claims", dirs_exist_ok=True)
     for path in records(root / "state"):

@@ -25,7 +25,7 @@ class Ip(Opaque):
 
 @dataclass(frozen=True, eq=False)
 class Cidr(Opaque):
-    """A network, or an address in one: ``masked`` makes the first of the second."""
+    """An address with the length of its network prefix; ``masked`` clears the host bits."""
 
     address: Address
     bits: int
@@ -40,7 +40,7 @@ class Cidr(Opaque):
 
 
 def parse_ip(text: str) -> Ip:
-    """An address without a zone that is not an IPv4 one in IPv6; raises EvaluationError otherwise."""
+    """Parse an address. Raises EvaluationError, also for an address with a zone and an IPv4-mapped IPv6 address."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -51,7 +51,7 @@ def parse_ip(text: str) -> Ip:
 
 
 def parse_cidr(text: str) -> Cidr:
-    """An address, a slash and a number of bits; raises EvaluationError otherwise."""
+    """Parse an address, a slash and a prefix length. Raises EvaluationError for any other text."""
     address, slash, bits = text.partition("/")
     if not slash or not re.fullmatch("0|[1-9][0-9]{0,2}", bits):
         raise EvaluationError(f"{text!r} is not a network such as 10.0.0.0/8")
@@ -87,7 +87,7 @@ def _contains_cidr(cidr: Cidr, other: Cidr) -> bool:
 
 
 def _is_global_unicast(ip: Ip) -> bool:
-    """As Go says: private addresses count, broadcast does not."""
+    """Whether Go calls the address global unicast: private addresses are, broadcast is not."""
     address = ip.address
     return not (
         address.is_unspecified

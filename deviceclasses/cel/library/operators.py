@@ -1,47 +1,71 @@
-"""Arithmetic, order, membership and size. Equality, ``&&``, ``||`` and ``?:`` are the interpreter's own."""
+"""Operators, ``size``, and conversions between types such as ``int("5")``.
+
+``&&``, ``||``, ``?:`` and indexes are the interpreter's own.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable
+from decimal import Decimal
 
 from deviceclasses.cel.library.registry import function, method
+from deviceclasses.cel.library.times import duration_text, parse_duration, parse_timestamp, timestamp_of, timestamp_text
 from deviceclasses.cel.types import (
     BOOL,
     BYTES,
     COMPARABLE,
     DOUBLE,
+    DURATION,
+    DYN,
     INT,
     NUMBERS,
     STRING,
+    TIMESTAMP,
     UINT,
     Type,
     list_of,
     map_of,
     param,
+    type_of_type,
 )
-from deviceclasses.cel.values import INT_MAX, INT_MIN, UINT_MAX, EvaluationError, Map, Uint, Value, compare, same
+from deviceclasses.cel.values import (
+    INT_MAX,
+    INT_MIN,
+    UINT_MAX,
+    EvaluationError,
+    Map,
+    TypeValue,
+    Uint,
+    Value,
+    compare,
+    equal,
+    same,
+    type_name,
+    whole_number,
+)
 
 A, B = param("A"), param("B")
 
 
 def checked_int(value: int) -> int:
-    """``value`` where it fits into 64 bits; raises EvaluationError otherwise."""
+    """``value`` if it fits into a signed 64-bit integer. Raises EvaluationError otherwise."""
     if INT_MIN <= value <= INT_MAX:
         return value
     raise EvaluationError("integer overflow")
 
 
 def checked_uint(value: int) -> Uint:
-    """``value`` where it fits into 64 bits without a sign; raises EvaluationError otherwise."""
+    """``value`` if it fits into an unsigned 64-bit integer. Raises EvaluationError otherwise."""
     if 0 <= value <= UINT_MAX:
         return Uint(value)
     raise EvaluationError("unsigned integer overflow")
 
 
 def _quotient(one: int, other: int) -> int:
-    """Towards zero, as Go divides."""
+    """The quotient rounded towards zero, as in Go."""
     if other == 0:
         raise EvaluationError("division by zero")
     found = abs(one) // abs(other)
@@ -49,7 +73,7 @@ def _quotient(one: int, other: int) -> int:
 
 
 def _remainder(one: int, other: int) -> int:
-    """With the sign of ``one``, as in Go."""
+    """The remainder with the sign of ``one``, as in Go."""
     if other == 0:
         raise EvaluationError("modulus by zero")
     checked_int(_quotient(one, other))
@@ -64,14 +88,14 @@ def _double_quotient(one: float, other: float) -> float:
     return math.copysign(math.inf, one) * math.copysign(1, other)
 
 
-WHOLE: dict[str, Callable[[int, int], int]] = {
+INTEGER_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "_+_": operator.add,
     "_-_": operator.sub,
     "_*_": operator.mul,
     "_/_": _quotient,
     "_%_": _remainder,
 }
-BROKEN: dict[str, Callable[[float, float], float]] = {
+DOUBLE_ARITHMETIC: dict[str, Callable[[float, float], float]] = {
     "_+_": operator.add,
     "_-_": operator.sub,
     "_*_": operator.mul,
@@ -87,10 +111,10 @@ def _signed(body: Callable[[int, int], int]) -> Callable[[int, int], int]:
     return lambda one, other: checked_int(body(one, other))
 
 
-for _name, _body in WHOLE.items():
+for _name, _body in INTEGER_ARITHMETIC.items():
     function(_name, [INT, INT], INT)(_signed(_body))
     function(_name, [UINT, UINT], UINT)(_unsigned(_body))
-for _name, _real in BROKEN.items():
+for _name, _real in DOUBLE_ARITHMETIC.items():
     function(_name, [DOUBLE, DOUBLE], DOUBLE)(_real)
 for _kind in (STRING, BYTES, list_of(A)):
     function("_+_", [_kind, _kind], _kind)(operator.add)
@@ -120,6 +144,10 @@ for _name, _wanted in ORDER.items():
         function(_name, [_one, _other], BOOL)(_ordered(_wanted))
 
 
+function("_==_", [A, A], BOOL)(equal)
+function("_!=_", [A, A], BOOL)(lambda one, other: not equal(one, other))
+
+
 def _in_list(wanted: Value, members: tuple[Value, ...]) -> bool:
     return any(same(wanted, each) for each in members)
 
@@ -135,3 +163,139 @@ def _size(value: Map | str | bytes | tuple[Value, ...]) -> int:
 for _kind in (STRING, BYTES, list_of(A), map_of(A, B)):
     function("size", [_kind], INT)(_size)
     method("size", [_kind], INT)(_size)
+
+A = param("A")
+CONVERSIONS = frozenset(["bool", "bytes", "double", "duration", "dyn", "int", "string", "timestamp", "type", "uint"])
+INTEGER_TEXT = re.compile(r"[+-]?[0-9]+")
+UNSIGNED_TEXT = re.compile(r"[0-9]+")
+DOUBLE_TEXT = re.compile(r"[+-]?(([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|inf(inity)?|nan)", re.IGNORECASE)
+PLAIN_BELOW = 6
+"""Doubles from this power of ten on are written with an exponent."""
+TRUE, FALSE = ("1", "t", "T", "true", "TRUE", "True"), ("0", "f", "F", "false", "FALSE", "False")
+
+
+ACCEPTED = {
+    "bool": "true and false",
+    "double": "numbers such as 1.5e3",
+    "int": "digits",
+    "uint": "digits",
+}
+
+
+def _wrong(text: str, wanted: str) -> EvaluationError:
+    conversion = f"type conversion error from 'string' to '{wanted}'"
+    return EvaluationError(f"{conversion}: {text!r}; accepted: {ACCEPTED[wanted]}")
+
+
+def _bool(text: str) -> bool:
+    if text not in TRUE and text not in FALSE:
+        raise _wrong(text, "bool")
+    return text in TRUE
+
+
+def _int(text: str) -> int:
+    if not INTEGER_TEXT.fullmatch(text):
+        raise _wrong(text, "int")
+    return checked_int(whole_number(text))
+
+
+def _uint(text: str) -> Uint:
+    if not UNSIGNED_TEXT.fullmatch(text):
+        raise _wrong(text, "uint")
+    return checked_uint(whole_number(text))
+
+
+def _double(text: str) -> float:
+    if not DOUBLE_TEXT.fullmatch(text):
+        raise _wrong(text, "double")
+    value = float(text)
+    if math.isinf(value) and "inf" not in text.lower():
+        raise _wrong(text, "double")
+    return value
+
+
+def _double_to_int(value: float) -> int:
+    if math.isnan(value) or math.isinf(value) or not -(2.0**63) < value < 2.0**63:
+        raise EvaluationError("integer overflow")
+    return int(value)
+
+
+def _double_to_uint(value: float) -> Uint:
+    if math.isnan(value) or math.isinf(value) or not 0 <= value < 2.0**64:
+        raise EvaluationError("unsigned integer overflow")
+    return Uint(value)
+
+
+def _decoded(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise EvaluationError("invalid UTF-8 in bytes, cannot convert to string") from None
+
+
+def double_text(value: float) -> str:
+    """The shortest digits that give the same double, written as Go's %g does."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    exact = Decimal(repr(value)).normalize()
+    sign, digits, _ = exact.as_tuple()
+    text = "".join(map(str, digits))
+    power = exact.adjusted()
+    last = power - len(text) + 1
+    if value == 0 or -4 <= power < PLAIN_BELOW:
+        return f"{value:.{max(0, -last)}f}"
+    broken = f".{text[1:]}" if len(text) > 1 else ""
+    return f"{'-' * sign}{text[0]}{broken}e{'-' if power < 0 else '+'}{abs(power):02d}"
+
+
+def _type(value: Value) -> TypeValue:
+    return TypeValue(type_name(value))
+
+
+def _same(value: Value) -> Value:
+    return value
+
+
+def _text_of_bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+SAME: list[tuple[str, Type]] = [
+    ("bool", BOOL),
+    ("bytes", BYTES),
+    ("double", DOUBLE),
+    ("duration", DURATION),
+    ("int", INT),
+    ("string", STRING),
+    ("timestamp", TIMESTAMP),
+    ("uint", UINT),
+]
+for _name, _kind in SAME:
+    function(_name, [_kind], _kind)(_same)
+function("dyn", [A], DYN)(_same)
+function("type", [A], type_of_type(A))(_type)
+function("bool", [STRING], BOOL)(_bool)
+function("bytes", [STRING], BYTES)(lambda text: text.encode())
+function("double", [INT], DOUBLE)(float)
+function("double", [UINT], DOUBLE)(float)
+function("double", [STRING], DOUBLE)(_double)
+function("int", [DOUBLE], INT)(_double_to_int)
+function("int", [UINT], INT)(lambda value: checked_int(int(value)))
+function("int", [STRING], INT)(_int)
+function("int", [DURATION], INT)(lambda value: value.nanoseconds)
+function("int", [TIMESTAMP], INT)(lambda value: value.nanoseconds // 10**9)
+function("uint", [DOUBLE], UINT)(_double_to_uint)
+function("uint", [INT], UINT)(checked_uint)
+function("uint", [STRING], UINT)(_uint)
+function("string", [BOOL], STRING)(_text_of_bool)
+function("string", [BYTES], STRING)(_decoded)
+function("string", [DOUBLE], STRING)(double_text)
+function("string", [INT], STRING)(str)
+function("string", [UINT], STRING)(lambda value: str(int(value)))
+function("string", [DURATION], STRING)(duration_text)
+function("string", [TIMESTAMP], STRING)(timestamp_text)
+function("duration", [STRING], DURATION)(parse_duration)
+function("timestamp", [STRING], TIMESTAMP)(parse_timestamp)
+function("timestamp", [INT], TIMESTAMP)(timestamp_of)

@@ -1,11 +1,12 @@
 """Kubernetes quantities ("40Gi", "1500m") and the functions on them.
 
-Source: Kubernetes' resource.Quantity, its answers tried on the real scheduler. A quantity is exact. It is kept as a
-whole number times a power of ten while that fits 64 bits, and only then may be an integer: 1000m and 1.5Gi are none.
+Source: Kubernetes' resource.Quantity, verified with the real scheduler. A quantity is exact. It is stored as a whole
+number times a power of ten while that fits 64 bits, and only then can be an integer: 1000m and 1.5Gi are not.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -14,26 +15,26 @@ from typing import Any
 
 from deviceclasses.cel.library.registry import function, method
 from deviceclasses.cel.types import BOOL, DOUBLE, INT, QUANTITY, STRING
-from deviceclasses.cel.values import INT_MAX, INT_MIN, EvaluationError, Opaque
+from deviceclasses.cel.values import INT_MAX, INT_MIN, MAX_DIGITS, EvaluationError, Opaque, whole_number
 
 SYNTAX = re.compile(r"([+-]?)(\d*)(?:\.(\d*))?((?:[eEinumkKMGTP]*)(?:[+-]?\d*))", re.ASCII)
 BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 DECIMAL = {"n": -9, "u": -6, "m": -3, "": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 EXPONENT = re.compile(r"[eE][+-]?\d+", re.ASCII)
 DIGITS = 18
-"""A number of at most so many digits is kept as a whole number and a power of ten."""
+"""Maximum digits of a number that is stored as a whole number and a power of ten."""
 BINARY_DIGITS = 15
 NANO = -9
-"""Nothing smaller than 10^-9 is kept: what is, is rounded away from zero."""
+"""The smallest power of ten: values are rounded to it, away from zero."""
 MAX_EXPONENT = 400
-"""Larger exponents make numbers without any use that take long to compute with."""
+"""Maximum exponent; numbers with larger ones are useless and slow to compute with."""
 
 
 @dataclass(frozen=True, eq=False)
 class Quantity(Opaque):
-    """``value`` is exact; ``scale`` the power of ten it is kept with, None where it is kept in no such way.
+    """``value`` is exact; ``scale`` is the power of ten of its representation, or None if it has no such one.
 
-    ``derived``: it came out of ``add`` or ``sub``; Kubernetes takes such a one only on the left of ``==``.
+    ``derived`` quantities are results of ``add`` or ``sub``; Kubernetes accepts them only on the left of ``==``.
     """
 
     value: Fraction
@@ -49,7 +50,7 @@ class Quantity(Opaque):
 
     @property
     def whole(self) -> int | None:
-        """Its integer value, where Kubernetes knows one."""
+        """The value as an integer, or None if Kubernetes does not treat it as one."""
         if self.scale is None or self.scale < 0 or self.value.denominator != 1:
             return None
         return self.value.numerator if INT_MIN <= self.value.numerator <= INT_MAX else None
@@ -59,7 +60,7 @@ class Quantity(Opaque):
         return Quantity(total, _common_scale(self, other, total), derived=True)
 
     def __str__(self) -> str:
-        return f"quantity {float(self.value):g}"
+        return f"quantity {_double(self.value):g}"
 
 
 def _common_scale(one: Quantity, other: Quantity, total: Fraction) -> int | None:
@@ -79,18 +80,22 @@ def _ten(exponent: int) -> Fraction:
 
 @lru_cache(maxsize=4096)
 def parse_quantity(text: str) -> Quantity:
-    """A quantity as people write it; raises EvaluationError that says what it may look like."""
+    """Parse a quantity. Raises EvaluationError with the accepted syntax."""
     match = SYNTAX.fullmatch(text)
     if match is None or not text:
         raise EvaluationError(f"{text!r} is not a quantity: digits and a suffix such as m, k, Ki, Gi or e3 make one")
     sign, digits, fraction, suffix = match[1], match[2].lstrip("0") or "0", match[3] or "", match[4]
+    if len(digits) + len(fraction) > MAX_DIGITS:
+        raise EvaluationError(
+            f"{text[:20]!r}... has more than {MAX_DIGITS} digits, which Tessera does not compute with"
+        )
     number = Fraction(int(digits + fraction), 10 ** len(fraction)) * (-1 if sign == "-" else 1)
     if suffix in BINARY:
         found = _binary(number, len(digits), BINARY[suffix], broken=bool(fraction))
         return _with_digits(text, match, found)
     if suffix not in DECIMAL and not EXPONENT.fullmatch(suffix):
         raise EvaluationError(f"{text!r} has no known suffix: {' '.join([*DECIMAL, *BINARY, 'e3'])} are")
-    exponent = DECIMAL[suffix] if suffix in DECIMAL else int(suffix[1:])
+    exponent = DECIMAL[suffix] if suffix in DECIMAL else whole_number(suffix[1:])
     if abs(exponent) > MAX_EXPONENT:
         raise EvaluationError(f"{text!r} has an exponent beyond {MAX_EXPONENT}, which Tessera does not compute with")
     found = _decimal(len(digits) + len(fraction), exponent - len(fraction), number * _ten(exponent))
@@ -98,7 +103,7 @@ def parse_quantity(text: str) -> Quantity:
 
 
 def _with_digits(text: str, match: re.Match[str], found: Quantity) -> Quantity:
-    """Kubernetes takes "Gi" for 0, but not where it has to compute with more than 64 bits."""
+    """Refuse a suffix without digits, which Kubernetes accepts as 0 only within 64 bits."""
     if found.scale is None and not (match[2] or match[3]):
         raise EvaluationError(f"{text!r} is not a quantity: it has no digits")
     return found
@@ -127,10 +132,18 @@ def _rounded(value: Fraction) -> Fraction:
 
 
 def _as_float(quantity: Quantity) -> float:
-    """Double arithmetic on the kept digits, as Kubernetes computes it."""
+    """The value as a double, computed from the stored digits as Kubernetes does."""
     if quantity.scale is None or quantity.scale == 0:
-        return float(quantity.value)
-    return float(quantity.value / _ten(quantity.scale)) * 10.0**quantity.scale
+        return _double(quantity.value)
+    return _double(quantity.value / _ten(quantity.scale)) * 10.0**quantity.scale
+
+
+def _double(value: Fraction) -> float:
+    """The nearest double; infinity beyond the largest one, as in Go."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _as_integer(quantity: Quantity) -> int:

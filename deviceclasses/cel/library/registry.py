@@ -1,4 +1,4 @@
-"""Functions by name, each with the signatures it is declared for, and the choice between them by the values at hand."""
+"""Declaration of functions with their overloads, and the choice of an overload by the values of a call."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deviceclasses.cel.types import Type, is_dynamic
-from deviceclasses.cel.values import Map, Value, no_overload, type_name
+from deviceclasses.cel.values import CHARACTERS_PER_UNIT, Map, Value, no_overload, spend, type_name
 
 Body = Callable[..., Value]
 
 
 @dataclass(frozen=True)
 class Overload:
-    """One signature of a function. ``member``: called behind a dot, the first of ``takes`` standing before it."""
+    """One signature of a function; ``member`` functions are called as ``first.name(...)``."""
 
     takes: tuple[Type, ...]
     gives: Type
     member: bool
     body: Body
+    sized: tuple[int, ...] = ()
+    """Positions of the arguments whose size determines the work."""
 
     def fits(self, values: tuple[Value, ...]) -> bool:
-        """Whether values are what the signature says; of a list or map Kubernetes looks at the first member."""
+        """Whether values match the signature. Like Kubernetes, looks only at the first member of a list or map."""
         return len(values) == len(self.takes) and all(map(is_of, self.takes, values))
 
 
 def is_of(wanted: Type, value: Value) -> bool:
-    """Whether a value is of a declared type, seen as ``Overload.fits`` sees it."""
+    """Whether a value matches a declared type, by the rules of ``Overload.fits``."""
     if wanted.name == "var" or is_dynamic(wanted):
         return True
     if wanted.name != type_name(value):
@@ -42,8 +44,12 @@ def _first(value: Map) -> list[tuple[Value, Value]]:
     return [next(value.items())] if len(value) else []
 
 
+SIZED = frozenset({"list", "string", "bytes"})
+CONSTANT_TIME = frozenset({"size", "first", "last"})
+"""Functions that take no longer for a longer list or string."""
+
 FUNCTIONS: dict[str, list[Overload]] = {}
-"""All there are; filled while the modules of this package are imported."""
+"""All functions by name; filled by importing the modules of this package."""
 
 
 def function(name: str, takes: list[Type], gives: Type) -> Callable[[Body], Body]:
@@ -58,18 +64,27 @@ def method(name: str, takes: list[Type], gives: Type) -> Callable[[Body], Body]:
 
 def _declare(name: str, takes: list[Type], gives: Type, *, member: bool) -> Callable[[Body], Body]:
     def declare(body: Body) -> Body:
-        FUNCTIONS.setdefault(name, []).append(Overload(tuple(takes), gives, member, body))
+        sized = [index for index, each in enumerate(takes) if each.name in SIZED and name not in CONSTANT_TIME]
+        FUNCTIONS.setdefault(name, []).append(Overload(tuple(takes), gives, member, body, tuple(sized)))
         return body
 
     return declare
 
 
+def _spend_for(values: list[Value]) -> None:
+    units = sum(len(each) if type(each) is tuple else len(each) // CHARACTERS_PER_UNIT for each in values)
+    if units:
+        spend(units)
+
+
 def chosen(name: str, overloads: tuple[Overload, ...]) -> Body:
-    """The function that calls the first overload that fits the values, and raises EvaluationError where none does."""
+    """A function that calls the first overload that matches the values. Raises EvaluationError if none does."""
 
     def call(*values: Value) -> Value:
         for each in overloads:
             if each.fits(values):
+                if each.sized:
+                    _spend_for([values[index] for index in each.sized])
                 return each.body(*values)
         raise no_overload(name, *values)
 

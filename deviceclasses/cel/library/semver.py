@@ -1,4 +1,4 @@
-"""Semantic versions 2.0.0 and the functions on them. Build metadata has no say in order and equality."""
+"""Semantic versions 2.0.0 and the functions on them. Order and equality ignore build metadata."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from deviceclasses.cel.library.registry import function, method
 from deviceclasses.cel.types import BOOL, INT, SEMVER, STRING
-from deviceclasses.cel.values import UINT_MAX, EvaluationError, Opaque
+from deviceclasses.cel.values import UINT_MAX, EvaluationError, Opaque, whole_number
 
 NUMBER = r"(0|[1-9][0-9]*)"
 WORDS = r"[0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*"
@@ -30,23 +30,23 @@ class Semver(Opaque):
 
 @lru_cache(maxsize=4096)
 def parse_semver(text: str) -> Semver:
-    """A version as semver 2.0.0 writes it; raises EvaluationError otherwise."""
+    """Parse a version of semver 2.0.0. Raises EvaluationError for any other text."""
     match = SYNTAX.fullmatch(text)
     if match is None:
         raise EvaluationError(
             f"{text!r} is not a semantic version: three numbers without leading zeros, such as 12.0.1"
         )
     words = tuple(match[4].split(".")) if match[4] else ()
-    numbers = (int(match[1]), int(match[2]), int(match[3]))
+    numbers = (whole_number(match[1]), whole_number(match[2]), whole_number(match[3]))
     if any(map(LEADING_ZERO.fullmatch, words)) or any(
-        int(each) > UINT_MAX for each in (*numbers, *filter(str.isdigit, words))
+        each > UINT_MAX for each in (*numbers, *map(whole_number, filter(str.isdigit, words)))
     ):
         raise EvaluationError(f"{text!r} is not a semantic version: leading zeros, or a number beyond 64 bits")
     return Semver(numbers, words)
 
 
 def normalized(text: str) -> str:
-    """With the leading "v" and zeros gone and ".0" added until there are three numbers."""
+    """The text without a leading "v" and leading zeros, and with ".0" appended up to three numbers."""
     parts = [_trimmed(each) for each in text.removeprefix("v").split(".", 2)]
     if len(parts) < 3 and re.search(r"[+-]", parts[-1]):
         raise EvaluationError("short version cannot contain PreRelease/Build meta data")
@@ -73,7 +73,7 @@ def _is_semver(text: str, normalize: bool = False) -> bool:
 
 
 def _rank(version: Semver) -> tuple[object, ...]:
-    """Sorts as versions do: numbers before words, and a prerelease before its release."""
+    """The sort key of a version: numbers before words, and a prerelease before its release."""
     words = [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in version.prerelease]
     return (version.numbers, not version.prerelease, words)
 

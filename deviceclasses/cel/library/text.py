@@ -9,7 +9,7 @@ import re2
 
 from deviceclasses.cel.library.registry import function, method
 from deviceclasses.cel.types import BOOL, INT, STRING, list_of
-from deviceclasses.cel.values import EvaluationError, Value
+from deviceclasses.cel.values import CHARACTERS_PER_UNIT, EvaluationError, Value, spend, type_name
 
 STRINGS = list_of(STRING)
 GO_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
@@ -19,7 +19,7 @@ UPPER = {lower: upper for upper, lower in LOWER.items()}
 
 @lru_cache(maxsize=256)
 def regex(pattern: str) -> Any:
-    """A compiled pattern; raises EvaluationError where RE2 refuses it."""
+    """A compiled pattern. Raises EvaluationError if RE2 refuses it."""
     try:
         options = re2.Options()
         options.log_errors = False
@@ -29,22 +29,29 @@ def regex(pattern: str) -> Any:
         raise EvaluationError(f"illegal regular expression {pattern!r}: {reason}") from None
 
 
+def _search(text: str, pattern: str) -> Any:
+    spend(len(text) * len(pattern) // CHARACTERS_PER_UNIT**2)
+    return regex(pattern).search(text)
+
+
 def _matches(text: str, pattern: str) -> bool:
-    return regex(pattern).search(text) is not None
+    return _search(text, pattern) is not None
 
 
 def _find(text: str, pattern: str) -> str:
-    match = regex(pattern).search(text)
+    match = _search(text, pattern)
     return match.group(0) if match else ""
 
 
 def _find_all(text: str, pattern: str, count: int = -1) -> tuple[str, ...]:
-    """Go leaves out an empty match that touches the match before it."""
+    """All matches except, as in Go, an empty match directly after another match."""
     found: list[str] = []
     end = -1
     for match in regex(pattern).finditer(text):
         if 0 <= count <= len(found):
             break
+        # Each search may scan the rest of the text.
+        spend(len(text) * len(pattern) // CHARACTERS_PER_UNIT**2)
         if not (match.start() == match.end() == end):
             found.append(match.group(0))
         end = match.end()
@@ -78,6 +85,7 @@ def _last_index_of(text: str, wanted: str, start: int | None = None) -> int:
 
 
 def _replace(text: str, old: str, new: str, count: int = -1) -> str:
+    spend((text.count(old) if count < 0 else min(count, len(text) + 1)) * len(new) // CHARACTERS_PER_UNIT)
     return text.replace(old, new, count)
 
 
@@ -103,7 +111,8 @@ def _substring(text: str, start: int, end: int | None = None) -> str:
 def _join(parts: tuple[Value, ...], separator: str = "") -> str:
     for each in parts:
         if type(each) is not str:
-            raise EvaluationError(f"join: invalid input: {each}")
+            raise EvaluationError(f"join: invalid input: {type_name(each)}")
+    spend((sum(map(len, parts)) + len(parts) * len(separator)) // CHARACTERS_PER_UNIT)
     return separator.join(parts)
 
 

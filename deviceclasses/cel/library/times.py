@@ -38,12 +38,12 @@ def _timestamp(nanoseconds: int, offset: int = 0) -> Timestamp:
 
 
 def timestamp_of(seconds: int) -> Timestamp:
-    """So many seconds after 1970; raises EvaluationError outside the years 1 to 9999."""
+    """The timestamp of seconds since 1970. Raises EvaluationError outside the years 1 to 9999."""
     return _timestamp(seconds * SECOND)
 
 
 def parse_duration(text: str) -> Duration:
-    """Such as "1h30m" or "-1.5s"; raises EvaluationError otherwise."""
+    """Parse a duration such as "1h30m" or "-1.5s". Raises EvaluationError for any other text."""
     if text in ("0", "+0", "-0"):
         return Duration(0)
     match = SPAN.fullmatch(text)
@@ -54,7 +54,7 @@ def parse_duration(text: str) -> Duration:
 
 
 def parse_timestamp(text: str) -> Timestamp:
-    """RFC 3339, such as "2026-01-31T12:00:00Z"; raises EvaluationError otherwise."""
+    """Parse RFC 3339, such as "2026-01-31T12:00:00Z". Raises EvaluationError for any other text."""
     match = MOMENT.fullmatch(text)
     try:
         if match is None:
@@ -78,14 +78,14 @@ def _offset_seconds(zone: str) -> int:
 
 
 def duration_text(value: Duration) -> str:
-    """In seconds, as Kubernetes writes it: "5400s", "1.5s"."""
+    """The text of a duration in seconds, as Kubernetes writes it: "5400s", "1.5s"."""
     whole, rest = divmod(abs(value.nanoseconds), SECOND)
     fraction = f".{rest:09d}".rstrip("0") if rest else ""
     return f"{'-' if value.nanoseconds < 0 else ''}{whole}{fraction}s"
 
 
 def timestamp_text(value: Timestamp) -> str:
-    """RFC 3339 in the zone it was written in."""
+    """The RFC 3339 text of a timestamp, in its original zone."""
     moment = EPOCH + timedelta(seconds=value.nanoseconds // SECOND + value.offset)
     rest = value.nanoseconds % SECOND
     fraction = f".{rest:09d}".rstrip("0") if rest else ""

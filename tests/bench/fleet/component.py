@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from subprocess import run
 
+from controller.app import GC_THRESHOLD
 from controller.controller import Controller
-from driver.config.controller_settings import ControllerSettings
-from tessera.controller import YOUNG
+from controller.settings import ControllerSettings
 from tests.bench.fleet.replaying import Recorded
 from tests.bench.usage import memory_mb
 from tests.harness.waiting import wait_for
@@ -61,14 +61,14 @@ class Watched(Controller):
 
 def measure(nodes: int, directory: Path) -> Resync:
     logging.basicConfig(level=logging.CRITICAL)
-    gc.set_threshold(YOUNG, 20, 100)
+    gc.set_threshold(GC_THRESHOLD, 20, 100)
     client = Recorded(directory)
     work = Watched(client, ControllerSettings())  # type: ignore[arg-type]
     began, cpu = time.perf_counter(), time.process_time()
     threading.Thread(target=work.run, args=(threading.Event(),), daemon=True).start()
     wait_for(work.decided.is_set, SYNCED_S, "the controller has decided")
     seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-    return Resync(nodes, len(work._world.held()), seconds, cpu_s, memory_mb("self"), memory_mb("self", "VmHWM"))
+    return Resync(nodes, len(work._cache.held()), seconds, cpu_s, memory_mb("self"), memory_mb("self", "VmHWM"))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from driver.kube.transport import KubeClient, load_configuration
+from driver.kube.client import KubeClient, load_configuration
 from tests.bench.fleet.load import Load
 from tests.bench.fleet.occupancy import hold
 from tests.bench.fleet.offers import Refreshing

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from driver.errors import ApiError
-from driver.kube.transport import KubeClient
+from driver.kube.client import KubeClient
 from tests.bench.placement.replay import Agenda, claim, pod
 from tests.bench.placement.trace import PROFILES
 from tests.support.workloads import CLAIMS, PODS

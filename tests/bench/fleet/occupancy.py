@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from driver.kube.transport import KubeClient
+from driver.kube.client import KubeClient
 from tests.support.plugin import DRIVER
 
 NAMESPACE = "held"

@@ -7,8 +7,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 
-from controller.objects import Claim
-from driver.kube.transport import KubeClient
+from driver.kube.client import KubeClient
+from driver.kube.types import Claim
 from driver.kube.watch_cache import Change, WatchCache
 from driver.slices.publisher import SLICES as EVERY_SLICE
 from tests.bench.placement.refresh import OFFERS, DeviceId, Published, Slice, allocated, devices

@@ -13,19 +13,29 @@ from pathlib import Path
 
 import yaml
 
-from driver.hardware.simulator import load_description
-from driver.kube.paging import PAGE
-from driver.kube.transport import Object
+from driver.kube.client import Object
+from driver.kube.reads import PAGE_SIZE
 from driver.model.device import Device, DeviceKind, devices_of, number_gpus
 from driver.model.gpu import Gpu
-from driver.model.plan import API_VERSION, PATH, Held, PlanMode, PlanStatus, Summary, offer_of
-from driver.model.plan_gpus import GpuState, described, line
+from driver.model.plan import (
+    API_VERSION,
+    PATH,
+    GpuReport,
+    Held,
+    PlanMode,
+    PlanStatus,
+    Summary,
+    described,
+    line,
+    offer_of,
+)
+from driver.simulator import load_description
 from driver.slices.build import PublishedGpu, SliceBuilder, slice_object
 from driver.slices.names import Pool
 from driver.slices.publisher import SLICES
-from tessera.fleet.gpus import discover, gpus_of
+from tessera.sim.fleet.fleet import discover, gpus_of
 from tests.bench.fleet.replaying import folder_of
-from tests.support.chart import CLASS_FILES
+from tests.support.chart import class_texts
 
 DRIVER = "gpu.tessera.dev"
 GROUP = "/apis/resource.k8s.io/v1"
@@ -85,8 +95,8 @@ def record(count: int, directory: Path) -> None:
                 for ours, theirs in zip(template, own, strict=True):
                     text = text.replace(ours.uuid, theirs.uuid)
                 writers[path].add(text)
-    for at, file in enumerate(CLASS_FILES):
-        for each in yaml.safe_load_all(file.read_text()):
+    for at, text in enumerate(class_texts().values()):
+        for each in yaml.safe_load_all(text):
             writers[CLASSES].add(_text({**each, "metadata": {**each["metadata"], **_meta(str(at))}}))
     for writer in writers.values():
         writer.close()
@@ -115,7 +125,7 @@ class _Pages:
         self._page = 0
 
     def add(self, item: str) -> None:
-        if len(self._items) == PAGE:
+        if len(self._items) == PAGE_SIZE:
             self._write(f"{self._page + 1}")
         self._items.append(item)
 
@@ -151,7 +161,7 @@ def _node(node: RecordedNode) -> Object:
 
 def plan_object(node: RecordedNode) -> Object:
     """Its plan, followed by the node."""
-    states = [GpuState(gpu, gpu.minor) for gpu in node.gpus]
+    states = [GpuReport(gpu, gpu.minor) for gpu in node.gpus]
     held = sorted(str(Held(each.name, f"default/{name}")) for name, devices in node.held.items() for each in devices)
     spec = {"epoch": EPOCH, "held": held, "offers": sorted(str(offer_of(each)) for each in node.offers)}
     status = PlanStatus(

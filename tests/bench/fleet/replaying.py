@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from driver.kube.transport import Object
+from driver.kube.client import Object
 
 
 class Recorded:
@@ -23,13 +24,23 @@ class Recorded:
     def get_object(self, path: str) -> Object:
         return {"metadata": {"resourceVersion": "1"}, "data": {}}
 
-    def stream(self, path: str, query: Mapping[str, str], read_timeout_s: float) -> Iterator[bytes]:
-        yield self._silence.get()
+    @contextmanager
+    def stream(self, path: str, query: Mapping[str, str], read_timeout_s: float) -> Iterator[Iterator[bytes]]:
+        yield (self._silence.get() for _ in range(1))
+
+    def find(self, path: str) -> Object:
+        return self.get_object(path)
 
     def create(self, path: str, body: Object) -> Object:
         return self._stored(path, body)
 
     def patch(self, path: str, body: Object) -> Object:
+        return self._stored(path, body)
+
+    def patch_existing(self, path: str, body: Object) -> Object:
+        return self._stored(path, body)
+
+    def create_or_patch(self, path: str, body: Object, new: Object | None = None) -> Object:
         return self._stored(path, body)
 
     def replace(self, path: str, body: Object, query: Mapping[str, str] | None = None) -> Object:

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from driver.kube.transport import KubeClient
+from driver.kube.client import KubeClient
 from tests.bench.usage import cpu_s, memory_mb
 
 PERIOD_S = 2.0

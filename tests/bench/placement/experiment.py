@@ -10,7 +10,7 @@ from functools import partial
 
 from driver.placement import Weights
 from driver.placement.measure import CLIQUE_CLASS
-from tests.bench.placement.policies import BestFirst, Curated, Learning, LowestStart, Policy, curated
+from tests.bench.placement.policies import BestFirst, Curated, LowestStart, Policy, curated
 from tests.bench.placement.simulation import Outcome, Simulation, pooled
 from tests.bench.placement.trace import MIXES, WITH_TRAINING, Mix, Request, Scenario
 from tests.support.gpus import gpu_of
@@ -24,9 +24,6 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
 }
 NO_NODE_TERM = "curated, K=2, no node term"
 """Whole nodes count for nothing in the measure; only compared where somebody asks for them."""
-
-LEARNT = "curated, K=2, learnt weights"
-LEARN_HOURS = 6.0
 
 POOLED = "no fragmentation (slices pooled)"
 
@@ -75,7 +72,7 @@ def scenarios(arrivals: int, seeds: int) -> list[Scenario]:
 def run(arrivals: int, seeds: int, processes: int) -> Iterator[Result]:
     """Results as they come, policy by policy on each mix."""
     groups = _by_mix(scenarios(arrivals, seeds))
-    plan = [(name, group) for group in groups for name in (*POLICIES, LEARNT, POOLED)]
+    plan = [(name, group) for group in groups for name in (*POLICIES, POOLED)]
     plan += [(NO_NODE_TERM, group) for group in groups if group[0].mix == WITH_TRAINING]
     with ProcessPoolExecutor(processes) as pool:
         pending = [(name, group, [pool.submit(simulate, name, scenario) for scenario in group]) for name, group in plan]
@@ -87,14 +84,12 @@ def simulate(name: str, scenario: Scenario) -> tuple[Outcome, int, int]:
     """The outcome, offers exchanged, slice updates."""
     if name == POOLED:
         return pooled(scenario), 0, 0
-    policy = _policy(name, scenario)
+    policy = _policy(name)
     outcome = Simulation(scenario, policy).run()
     return (outcome, policy.exchanged, policy.updates) if isinstance(policy, Curated) else (outcome, 0, 0)
 
 
-def _policy(name: str, scenario: Scenario) -> Policy:
-    if name == LEARNT:
-        return Learning(2, LEARN_HOURS, scenario.gpu)
+def _policy(name: str) -> Policy:
     return curated(2, Weights({CLIQUE_CLASS: 0.0})) if name == NO_NODE_TERM else POLICIES[name]()
 
 

@@ -18,25 +18,23 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from controller.objects import Claim, Pod
-from driver.hardware.simulator import load_description
-from driver.kube.claims import GROUP
-from driver.kube.objects import Key as ObjectKey
-from driver.kube.transport import KubeClient, load_configuration
+from driver.kube.client import KubeClient, load_configuration
+from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.types import Claim, Pod
+from driver.kube.types import Key as ObjectKey
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.occupancy import Occupancy
 from driver.model.plan import PlanMode
 from driver.placement import Key, key_of
+from driver.simulator import load_description
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.names import Pool
 from driver.slices.publisher import Publisher
-from kubelet_plugin.inventory import UNSHARED, Holder, Inventory, Sharing
-from kubelet_plugin.plan import PlanFollower
-from kubelet_plugin.plan_memory import Unkept
-from kubelet_plugin.plan_status import PlanStatusWriter
-from kubelet_plugin.plan_word import ControllersWord
+from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing, Holder, Inventory
+from kubelet_plugin.plan.api import PlanStatusWriter, PlanWatch
+from kubelet_plugin.plan.follower import InMemoryPlanStore, PlanFollower
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.published import DRIVER, discover
@@ -67,7 +65,7 @@ class FleetNode:
         gpus: Sequence[Gpu],
         mode: Mode,
         *,
-        sharing: Sharing = UNSHARED,
+        sharing: GpuSharing = UNSHARED,
         labels: Mapping[str, str] | None = None,
         capacity: Mapping[str, str] | None = None,
     ) -> None:
@@ -81,9 +79,14 @@ class FleetNode:
         self.publisher = Publisher(client, self.pool, self._desired, lambda: owner)
         self._builder = SliceBuilder(self.pool)
         self._mode = mode
-        self._word = ControllersWord(client, NAMESPACE, name, self.notify)
+        self._word = PlanWatch(client, NAMESPACE, name, self.notify)
         self.follower = PlanFollower(
-            self._word, self.inventory, Unkept(), self.publisher.device_names, self.notify, spread=random.random
+            self._word,
+            self.inventory,
+            InMemoryPlanStore(),
+            self.publisher.device_names,
+            self.notify,
+            spread=random.random,
         )
         self._plan_status = PlanStatusWriter(client, self._word.plan, self.follower.status)
 
@@ -95,7 +98,7 @@ class FleetNode:
             threading.Thread(target=loop, args=(stop,), daemon=True).start()
 
     def held_changed(self) -> None:
-        self.publisher.notify_within(self.follower.held_lag_s if self._mode is Mode.CURATED else 0.0)
+        self.publisher.notify_within(self.follower.held_lag_seconds if self._mode is Mode.CURATED else 0.0)
         if self._mode is Mode.CURATED:
             self._plan_status.notify()
 
@@ -162,7 +165,7 @@ class Kubelets:
     def __init__(self, client: KubeClient, nodes: Iterable[FleetNode]) -> None:
         self._nodes = {node.pool.name: node for node in nodes}
         self._lock = threading.Lock()
-        self._claims = WatchCache(client, f"{GROUP}/resourceclaims", Claim, _allocated, self._claims_changed)
+        self._claims = WatchCache(client, f"{RESOURCE_GROUP}/resourceclaims", Claim, _allocated, self._claims_changed)
         self._pods = WatchCache(client, "/api/v1/pods", Pod, _bound, self._pods_changed)
         self._holding: dict[str, Allocated] = {}
         self.overlaps: list[str] = []

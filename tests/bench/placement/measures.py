@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from driver.kube.objects import ObjectMeta
+from driver.kube.types import ObjectMeta
 from driver.kube.watch_cache import Change
 
 REFUSED_BY_FENCE = re.compile("Error scheduling pod.*Tessera is taking back")

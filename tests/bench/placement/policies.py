@@ -5,26 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
-from controller.curation import Curator
-from controller.fleet import Fleet, FleetGpu
-from controller.learning import Learnt, Popularity
-from controller.offers import CurationSettings, Demand
+from controller.cluster.fleet import Fleet, FleetGpu
+from controller.curation.curator import CurationSettings, Curator
+from controller.demand.demand import Demand
 from driver.model.device import Device
-from driver.model.gpu import Gpu
 from driver.model.plan import Offer, offer_of
 from driver.placement import EQUAL, Key, Measure, Ranking, Weights, key_of, order_offers
-from driver.placement.measure import CLIQUE_CLASS
-from tests.bench.placement.trace import Arrival, Request
-from tests.support.clock import FakeClock
-
-HOUR_S = 3600.0
+from tests.bench.placement.trace import Request
 
 
 class Policy(Protocol):
     """Decides what stands when the scheduler looks."""
-
-    def arrived(self, arrival: Arrival) -> None:
-        """Before the first look at what stands."""
 
     def refresh(self, fleet: Fleet, waiting: Request | None) -> None:
         """Something changed, or ``waiting`` found nothing."""
@@ -36,9 +27,6 @@ class Policy(Protocol):
 class LowestStart:
     """Everything that fits, GPU after GPU, the lowest start first: what the peers do."""
 
-    def arrived(self, arrival: Arrival) -> None:
-        pass
-
     def refresh(self, fleet: Fleet, waiting: Request | None) -> None:
         pass
 
@@ -48,9 +36,6 @@ class LowestStart:
 
 class BestFirst:
     """Everything that fits, in FGD order: the node plugin alone."""
-
-    def arrived(self, arrival: Arrival) -> None:
-        pass
 
     def refresh(self, fleet: Fleet, waiting: Request | None) -> None:
         pass
@@ -69,9 +54,6 @@ class Curated:
         self.exchanged = 0
         self.updates = 0
 
-    def arrived(self, arrival: Arrival) -> None:
-        pass
-
     def refresh(self, fleet: Fleet, waiting: Request | None) -> None:
         demands = [_demand(fleet, waiting)] if waiting else []
         curation = self.curator.curate(fleet, demands, self._offers)
@@ -86,25 +68,6 @@ class Curated:
         entries = [there[uuid] for uuid in {offer.gpu for offer in standing}]
         found = [device for entry in entries for device in possible(entry, key) if offer_of(device) in standing]
         return in_order(gpus, found)
-
-
-class Learning(Curated):
-    """The same with weights learnt from what arrives; the mean duration is taken for one hour."""
-
-    def __init__(self, offers: int, hours: float, gpu: Gpu) -> None:
-        super().__init__(Curator(settings=CurationSettings(offers=offers)))
-        self._gpu = gpu
-        self._clock = FakeClock(0.0)
-        self._popularity = Popularity(hours * HOUR_S, self._clock)
-        self._learnt = Learnt(self._popularity, self._clock)
-
-    def arrived(self, arrival: Arrival) -> None:
-        self._clock.advance(arrival.at * HOUR_S - self._clock.monotonic())
-        request = arrival.request
-        name = CLIQUE_CLASS if request.count > 1 else str(request.key)
-        self._popularity.add({name: request.slices(self._gpu) / self._gpu.memory_slices})
-        if self._learnt.renew():
-            self.curator = Curator(Ranking(Measure(self._learnt.weights)), self.curator.settings)
 
 
 def curated(offers: int, weights: Weights = EQUAL) -> Curated:

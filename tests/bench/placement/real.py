@@ -20,7 +20,7 @@ from pathlib import Path
 
 import click
 
-from driver.kube.transport import KubeClient, load_configuration
+from driver.kube.client import KubeClient, load_configuration
 from driver.kube.watch_cache import WatchCache
 from driver.model.plan import PATH
 from tests.bench.placement import experiment, plot, report

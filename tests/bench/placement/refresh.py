@@ -20,9 +20,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from controller.objects import Claim
-from driver.kube.objects import Key, ObjectMeta
-from driver.kube.transport import KubeClient, load_configuration
+from driver.kube.client import KubeClient, load_configuration
+from driver.kube.types import Claim, Key, ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
 from driver.slices.build import CLOSED
 from tests.bench.placement.fleet import Mode, running_fleet

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from driver.errors import ApiError
-from driver.kube.objects import ObjectMeta
-from driver.kube.transport import KubeClient
+from driver.kube.client import KubeClient
+from driver.kube.types import ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
 from driver.placement import FULL, Key
 from tests.bench.placement.trace import Arrival, Request

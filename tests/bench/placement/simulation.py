@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from controller.fleet import Fleet, FleetGpu
+from controller.cluster.fleet import Fleet, FleetGpu
 from driver.model.device import Device
 from driver.model.gpu import Gpu
 from tests.bench.placement.policies import Policy
@@ -90,7 +90,6 @@ class Simulation:
 
     def _admit(self, arrival: Arrival) -> tuple[Device, ...]:
         """The devices that the scheduler gives; none if nothing fits even after a refresh for this claim."""
-        self._policy.arrived(arrival)
         self._policy.refresh(Fleet(self._gpus), None)
         devices = self._schedule(arrival.request)
         if not devices:

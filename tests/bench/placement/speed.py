@@ -10,9 +10,9 @@ from functools import partial
 from statistics import median
 from typing import TypeVar
 
-from controller.curation import Curator
-from controller.fleet import Fleet, FleetGpu
-from controller.offers import Demand
+from controller.cluster.fleet import Fleet, FleetGpu
+from controller.curation.curator import Curator
+from controller.demand.demand import Demand
 from driver.model.device import DeviceKind
 from driver.model.gpu import Gpu
 from driver.model.plan import Offer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from driver.kube.claims import GROUP
-from driver.kube.transport import KubeClient
+from driver.kube.client import KubeClient
+from driver.kube.reads import RESOURCE_GROUP
 from driver.slices.build import Content, slice_object
 from driver.slices.publisher import SLICES
 from tests.bench.scale.bulk import Etcd
@@ -20,7 +20,7 @@ from tests.support.published import DRIVER
 
 NODES = "/api/v1/nodes"
 HELD_NAMESPACE = "held"
-HELD_CLAIMS = f"{GROUP}/namespaces/{HELD_NAMESPACE}/resourceclaims"
+HELD_CLAIMS = f"{RESOURCE_GROUP}/namespaces/{HELD_NAMESPACE}/resourceclaims"
 DEVICE_CLASS = f"gpu-inference-{HELD_PROFILE.replace('.', '-')}"
 API_VERSION = "resource.k8s.io/v1"
 

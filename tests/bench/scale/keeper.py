@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from controller.fleet import Fleet
-from controller.objects import Claim
-from driver.kube.loop import Loop
-from driver.kube.transport import KubeClient
+from controller.cluster.fleet import Fleet
+from driver.kube.client import KubeClient
+from driver.kube.types import Claim
 from driver.kube.watch_cache import Change, WatchCache
+from driver.kube.work_loop import Loop
 from driver.model.device import Device
-from driver.slices.publisher import COALESCE_S
+from driver.slices.publisher import COALESCE_INTERVAL_SECONDS
 from tests.bench.scale.fleet import ServedFleet
 from tests.bench.scale.layouts import Publishing
 from tests.bench.scale.nodes import pool_of
@@ -42,7 +42,7 @@ class Keeper:
         self._changed: set[str] = set()
         self._changing = threading.Lock()
         self._claims = WatchCache(client, CLAIMS, Claim, _allocated, self._claims_changed)
-        self._loop = Loop("keeping slices", self._keep, COALESCE_S)
+        self._loop = Loop("keeping slices", self._keep, COALESCE_INTERVAL_SECONDS)
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from controller.curation import Curator
-from controller.fleet import Fleet, FleetGpu
-from controller.offers import Demand
+from controller.cluster.fleet import Fleet, FleetGpu
+from controller.curation.curator import Curator
+from controller.demand.demand import Demand
 from driver.model.device import Device
 from driver.model.plan import Offer, offer_of
 from driver.placement import Key, key_of
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
-from kubelet_plugin.plan import HELD_LAG_S
+from kubelet_plugin.plan.follower import HELD_LAG_SECONDS
 from tests.bench.scale.nodes import pool_of
 from tests.bench.scale.peer import peer_slices
 
@@ -128,7 +128,7 @@ class Curated(Fitting):
 
     @property
     def lag_s(self) -> float:
-        return HELD_LAG_S
+        return HELD_LAG_SECONDS
 
     def offers(self, entry: FleetGpu) -> tuple[Device, ...]:
         asked = self._offers.get(entry.gpu.uuid, frozenset())

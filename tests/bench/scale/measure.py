@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from driver.kube.transport import KubeClient, load_configuration
+from driver.kube.client import KubeClient, load_configuration
 from tests.bench.placement.trace import FULL_NODE, SKEW_SMALL, Request
 from tests.bench.scale import scheduler
 from tests.bench.scale.bulk import Etcd

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from controller.fleet import Fleet, FleetGpu
-from driver.hardware.simulator import load_description
+from controller.cluster.fleet import Fleet, FleetGpu
 from driver.model.device import Device
 from driver.model.gpu import Gpu
+from driver.simulator import load_description
 from driver.slices.names import Pool
 from tests.support.published import DRIVER, discover
 

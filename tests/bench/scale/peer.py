@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from controller.fleet import FleetGpu
+from controller.cluster.fleet import FleetGpu
 from driver.model.device import Device, DeviceKind
 from driver.model.gpu import Gpu, Profile
 from driver.slices.attributes import STANDARD, quantity

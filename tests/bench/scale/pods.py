@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from driver.kube.objects import ObjectMeta
-from driver.kube.transport import KubeClient
+from driver.kube.client import KubeClient
+from driver.kube.types import ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
 from driver.placement import Key
 from tests.bench.placement.replay import claim, pod

@@ -1,12 +1,12 @@
 """``python -m tests.unit.golden``: write the kept outputs anew.
 
 Then look at ``git diff tests/unit/golden`` line by line: what it shows is what people will see. The facts that the
-outputs were compared with are in ``driver/hardware/simulator/data/node_topologies.json``.
+outputs were compared with are in ``driver/simulator/data/node_topologies.json``.
 """
 
 from __future__ import annotations
 
-from driver.hardware.simulator import known_descriptions
+from driver.simulator import known_descriptions
 from tests.unit.golden.outputs import FOLDER, kept, printed
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from driver.model.plan import PlanMode, PlanSpec, PlanStatus, Summary
-from kubelet_plugin.faults import Fault, FaultKind, Record
-from kubelet_plugin.health_file import HealthFile
-from kubelet_plugin.inventory import Sharing
-from kubelet_plugin.plan_memory import Memory, MemoryFile
+from kubelet_plugin.health.conditions import FaultKind, HardwareFault, HealthRecord
+from kubelet_plugin.health.monitor import HealthFile
+from kubelet_plugin.inventory.inventory import GpuSharing
+from kubelet_plugin.plan.follower import PlanFile, PlanMemory
 from tests.support.chart import rendered
 from tests.support.claims import opaque
 from tests.support.node import start_node
@@ -48,7 +48,7 @@ def write(target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        node = start_node(root, gpus="h100-pcie-4", sharing=Sharing(lambda _: 4))
+        node = start_node(root, gpus="h100-pcie-4", sharing=GpuSharing(lambda _: 4))
         for claim, (devices, config) in CLAIMS.items():
             node.preparer.prepare(node.api.allocate(claim, *devices, config=config, uid=f"uid-{claim}"))
         partition = node.node.checkpoint.get("uid-partition")
@@ -66,9 +66,12 @@ def write(target: Path) -> None:
 def documents() -> Iterator[tuple[str, Any]]:
     """The other files, by name; every field has another value than its default."""
     with tempfile.TemporaryDirectory() as name:
-        MemoryFile(Path(name)).keep(Memory("abcdef", PlanMode.PLANNED, ("gpu-0", "gpu-1")), durable=False)
-        xid, recovery = Fault(GPU, FaultKind.XID, 5, 79, 3, absent=True), Fault(GPU, FaultKind.RECOVERY, 6, 1)
-        HealthFile(Path(name)).save(Record("a boot", 6, (xid, recovery), {GPU: 1}, {GPU: "fan"}))
+        PlanFile(Path(name)).save(PlanMemory("abcdef", PlanMode.PLANNED, ("gpu-0", "gpu-1")), durable=False)
+        xid, recovery = (
+            HardwareFault(GPU, FaultKind.XID, 5, 79, 3, absent=True),
+            HardwareFault(GPU, FaultKind.RECOVERY, 6, 1),
+        )
+        HealthFile(Path(name)).save(HealthRecord("a boot", 6, (xid, recovery), {GPU: 1}, {GPU: "fan"}))
         for file in ("plan.json", "health.json"):
             yield file, json.loads((Path(name) / file).read_text())
     yield "plan-spec.json", msgspec.to_builtins(SPEC)

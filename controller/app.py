@@ -1,0 +1,172 @@
+"""``tessera controller``: a candidate for leading the cluster, and its leader's work."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from controller.settings import ControllerSettings, controller_settings
+from controller.steps import Observer, Step
+from driver.http import Check, health_pages, serve
+from driver.kube.client import ApiReach
+from driver.logs import FORMATS, configure_logs
+from driver.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from controller.controller import Controller
+    from driver.config.flags import ListenAddress
+    from driver.http import Page
+    from driver.kube.client import RequestObserver
+    from driver.kube.lease import Timing
+
+log = logging.getLogger(__name__)
+
+USER_AGENT = "tessera-controller"
+LEASE = "tessera-controller"
+
+ELECTION_TIMEOUT_SECONDS = 60.0
+"""Longest time without a request: candidates and leaders request the Lease every few seconds."""
+
+GC_THRESHOLD = 50_000
+"""New objects until a garbage collection: the lists of a big cluster make millions, none of them garbage."""
+
+
+@click.command()
+@click.option("--kubeconfig", type=click.Path(path_type=Path), help="Default: the pod's own ServiceAccount.")
+@click.option("--driver-name", help="DRA driver name of the node plugins.  [default: gpu.tessera.dev]")
+@click.option("--namespace", help="Namespace of the Leases, the fence and the canary claim.  [default: tessera]")
+@click.option("--identity", help="Name of this candidate in the Lease.  [default: HOST_PID]")
+@click.option("--offers", type=int, help="Number of offers of each profile while no claim is pending.  [default: 2]")
+@click.option("--linger-s", type=float, help="Seconds that an unwanted offer stays published, tainted.  [default: 10]")
+@click.option("--settle-s", type=float, help="Seconds until a fence has reached all API servers.  [default: 1]")
+@click.option("--fence-minutes", type=float, help="Longest delay of a decision of the scheduler.  [default: 15]")
+@click.option("--weights", help="PROFILE=WEIGHT,... of requests; also full, share, clique.  [default: equal]")
+@click.option("--unused-s", type=float, help="Seconds that a claim may pend beside a matching offer.  [default: 60]")
+@click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 is every address.  [default: none]")
+@click.option("--health-address", help="HOST:PORT to serve /livez and /readyz at.  [default: none]")
+@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True)
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info", show_default=True)
+def controller(log_format: str, log_level: str, **flags: Any) -> None:
+    """Run the controller: decide which devices each node offers.
+
+    Runs until SIGTERM or Ctrl-C. Several may run; one of them leads. Without any, each node offers whatever fits.
+
+    \b
+    Examples:
+      tessera controller
+      tessera controller --kubeconfig ~/.kube/config --settle-s 0 --offers 4
+    """
+    configure_logs(log_format, log_level)
+    settings = controller_settings(**flags)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    run(settings, stop)
+    if not stop.is_set():
+        sys.exit(1)
+
+
+def run(
+    settings: ControllerSettings, stop: threading.Event, observer: Observer | None = None, timing: Timing | None = None
+) -> None:
+    """Run as a candidate, and lead when elected, until ``stop`` is set. Raises FatalError.
+
+    ``observer`` observes the leader's steps; ``timing`` replaces the default timing of the election.
+    """
+    from controller.controller import Controller
+    from driver.kube.client import KubeClient, load_configuration
+    from driver.kube.heartbeat import Heartbeat
+    from driver.kube.lease import LeaderElector
+    from driver.steps import unobserved
+
+    gc.set_threshold(GC_THRESHOLD, 20, 100)
+    health = ControllerHealth(settings, stop)
+    pages, observe = _measured(settings.metrics_address, health.unreadable)
+    client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT, health.reach.observer(observe))
+    heartbeat = Heartbeat(client, settings.namespace, settings.identity)
+    steps = health.observer(observer or unobserved)
+
+    def lead(lost: threading.Event) -> None:
+        # New for each term: another leader may have changed anything in between.
+        work = Controller(client, settings, steps)
+        threading.Thread(target=heartbeat.run, args=(lost, work.failure), daemon=True, name="heartbeat").start()
+        health.leads(work)
+        try:
+            work.run(lost)
+        finally:
+            health.leads(None)
+
+    with ExitStack() as stack:
+        health.serve(stack, pages)
+        log.info("candidate for leadership", extra={"identity": settings.identity, "driver": settings.driver_name})
+        LeaderElector(client, settings.namespace, LEASE, settings.identity, timing).run(stop, lead)
+
+
+def _measured(
+    address: ListenAddress | None, unreadable: Callable[[], Mapping[str, int]]
+) -> tuple[Callable[[], Mapping[str, Page]], RequestObserver | None]:
+    """The metrics pages, and the observer of the client's requests; none of both without an address."""
+    if address is None:
+        return dict, None
+    from driver.metrics import METRICS_PATH, ApiMetrics, UnreadableObjects, metrics_page, process_registry
+
+    registry = process_registry()
+    registry.register(UnreadableObjects(unreadable))
+    return lambda: {METRICS_PATH: metrics_page(registry)}, ApiMetrics(registry).observe
+
+
+class ControllerHealth:
+    """The checks of ``/livez`` and ``/readyz``.
+
+    Alive: the election goes on, whether or not the API server answers, and decisions end. Ready: a leader decides from
+    current caches; a candidate reaches the API server. ``reach`` observes all requests, ``observer`` the steps.
+    """
+
+    def __init__(self, settings: ControllerSettings, stop: threading.Event) -> None:
+        self.reach = ApiReach()
+        self._settings = settings
+        self._watchdog = Watchdog(stop)
+        self._deciding = self._watchdog.watch("deciding what to offer")
+        self._work: Controller | None = None
+
+    def observer(self, observer: Observer) -> Observer:
+        """An observer that calls ``observer`` and watches the decisions."""
+        return self._watchdog.steps(observer, Step.DECIDE, self._deciding)
+
+    def leads(self, work: Controller | None) -> None:
+        """Set the work of the leader; None: another controller leads."""
+        self._work = work
+
+    def unreadable(self) -> Mapping[str, int]:
+        """Number of unreadable objects by kind, as the leader sees them."""
+        work = self._work
+        return {} if work is None else work.unreadable()
+
+    def serve(self, stack: ExitStack, metrics: Callable[[], Mapping[str, Page]]) -> None:
+        """Serve at the configured addresses. Raises EnvironmentFault."""
+        live = [Check("election", self._election), Check("loops", self._watchdog.look)]
+        ready = [Check("api", self.reach.failure), Check("decisions", self._decisions)]
+        wanted = [
+            ("--metrics-address", self._settings.metrics_address, metrics),
+            ("--health-address", self._settings.health_address, lambda: health_pages(live, ready)),
+        ]
+        serve(stack, wanted)
+
+    def _election(self) -> str | None:
+        if self.reach.requested_within(ELECTION_TIMEOUT_SECONDS):
+            return None
+        return f"no request to the API server for {ELECTION_TIMEOUT_SECONDS:.0f} s: the leader election has stopped"
+
+    def _decisions(self) -> str | None:
+        work = self._work
+        why = None if work is None else work.failure()
+        return why and f"this controller leads, but nodes must not rely on its plans: {why}"

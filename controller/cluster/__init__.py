@@ -1,0 +1,1 @@
+"""The state of the cluster, read from the API server."""

@@ -1,0 +1,226 @@
+"""Watch caches of claims, classes, pods, nodes, slices and plans, and snapshots of all of them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from controller.cluster import projections
+from controller.cluster.claim_index import ClaimIndex, ClusterState, PoolDevice, claims_of
+from controller.cluster.node_views import Changes, NodeView, NodeViews, PoolPart, Published
+from driver.kube.client import KubeClient
+from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.types import Claim, DeviceClass, GpuNodePlan, Key, Node, Pod, Reference, ResourceSlice
+from driver.kube.watch_cache import Change, WatchCache
+from driver.model.plan import KIND, PATH
+from driver.slices.build import CLOSED as NOT_OFFERED
+from driver.slices.names import Pool
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that is known at one moment; whatever did not change since the last snapshot is the same object.
+
+    ``incomplete`` are the pools that the scheduler ignores, with the reasons; ``withdrawing`` the plans that withdraw
+    devices; ``changed`` what changed since the last decision.
+    """
+
+    cluster: ClusterState
+    plans: Mapping[str, GpuNodePlan]
+    views: tuple[NodeView, ...]
+    incomplete: Mapping[str, str]
+    withdrawing: Mapping[str, GpuNodePlan]
+    changed: Changes
+
+
+class ClusterCache:
+    """The caches. ``on_change`` is called after every change that matters; it must return quickly."""
+
+    def __init__(self, client: KubeClient, driver: str, on_change: Callable[[], None]) -> None:
+        self._driver = driver
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._own_write = threading.local()
+        self._claim_index = ClaimIndex(driver)
+        self._nodes_by_name: dict[str, Node] = {}
+        self._plans_by_node: dict[str, GpuNodePlan] = {}
+        self._withdrawing: dict[str, GpuNodePlan] = {}
+        self._slices_by_node: dict[str, dict[Key, Published]] = {}
+        self._node_of_pool: dict[str, str] = {}
+        self._views = NodeViews(driver)
+        self._outdated: set[str] = set()
+        """Nodes whose views are to be renewed by the next snapshot."""
+        self._outdated_nodes: set[str] = set()
+        """Of these, the ones whose Node object changed."""
+        self._node_objects: tuple[Node, ...] = ()
+
+        def cache(
+            path: str,
+            kind: type[Any],
+            project: Callable[[Any], Any],
+            changed: Callable[[Sequence[Change[Any]]], bool],
+            **selectors: str,
+        ) -> WatchCache[Any, Any]:
+            return WatchCache(client, path, kind, project, partial(self._changed, changed), selectors)
+
+        of_driver, pending = f"spec.driver={driver}", "status.phase=Pending"
+        self._claims = cache(f"{RESOURCE_GROUP}/resourceclaims", Claim, projections.claim, self._claims_changed)
+        self._classes = cache(f"{RESOURCE_GROUP}/deviceclasses", DeviceClass, lambda found: found, bool)
+        self._slices = cache(
+            f"{RESOURCE_GROUP}/resourceslices", ResourceSlice, _published, self._slices_changed, fieldSelector=of_driver
+        )
+        self._pods = cache("/api/v1/pods", Pod, projections.pod, self._pods_changed, fieldSelector=pending)
+        self._nodes = cache("/api/v1/nodes", Node, projections.node, self._nodes_changed)
+        self._plans = cache(PATH, GpuNodePlan, projections.plan, self._plans_changed)
+        self._kinds = {
+            "ResourceClaim": self._claims,
+            "DeviceClass": self._classes,
+            "ResourceSlice": self._slices,
+            "Pod": self._pods,
+            "Node": self._nodes,
+            KIND: self._plans,
+        }
+        self._all = tuple(self._kinds.values())
+
+    def start(self, stop: threading.Event) -> list[threading.Thread]:
+        """Watch each resource in a thread of its own until ``stop`` is set."""
+        threads = [threading.Thread(target=cache.run, args=(stop,), daemon=True) for cache in self._all]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    @property
+    def synced(self) -> bool:
+        """Whether every resource has been listed."""
+        return all(cache.synced for cache in self._all)
+
+    def stale(self) -> str | None:
+        """Why the caches may be out of date; None if all are current."""
+        return next((why for cache in self._all if (why := cache.stale()) is not None), None)
+
+    def unreadable(self) -> list[tuple[Reference, str]]:
+        """The objects that are unreadable at present, and why."""
+        return [
+            (Reference(kind, at.name, at.namespace, at.uid, cache.api_version), why)
+            for kind, cache in self._kinds.items()
+            for at, why in cache.unreadable
+        ]
+
+    def wait_for_version(self, version: int, timeout_s: float) -> bool:
+        """Wait until all changes of claims up to ``version`` are processed; False after ``timeout_s`` seconds."""
+        return self._claims.wait_for_version(version, timeout_s)
+
+    def held(self) -> frozenset[PoolDevice]:
+        """The devices that are allocated according to all processed changes of claims."""
+        with self._lock:
+            index = self._claim_index
+            return frozenset(PoolDevice(pool, name) for pool in index.pools for name in index.held(pool))
+
+    def observe_plan(self, stored: Mapping[str, Any]) -> None:
+        """Take over a plan that this controller wrote, ahead of the watch and without calling ``on_change``."""
+        self._own_write.active = True
+        try:
+            self._plans.observe(stored)
+        finally:
+            self._own_write.active = False
+
+    def snapshot(self) -> Snapshot:
+        """The present state. ``changed`` accumulates until ``acknowledge``, so that a failed decision loses nothing."""
+        classes, pods = tuple(self._classes.snapshot().values()), tuple(self._pods.snapshot().values())
+        with self._lock:
+            outdated, self._outdated = self._outdated, set()
+            changed_nodes, self._outdated_nodes = self._outdated_nodes, set()
+            for name in outdated:
+                self._views.update(
+                    name,
+                    self._nodes_by_name.get(name),
+                    self._plans_by_node.get(name),
+                    self._slices_by_node.get(name, {}).values(),
+                    self._claim_index.held(Pool(name, self._driver).name),
+                    node_changed=name in changed_nodes,
+                )
+            if changed_nodes:
+                self._node_objects = tuple(self._nodes_by_name.values())
+            return Snapshot(
+                ClusterState(self._claim_index.view(), classes, pods, self._node_objects),
+                dict(self._plans_by_node),
+                self._views.all(),
+                dict(self._views.incomplete),
+                dict(self._withdrawing),
+                self._views.changes(),
+            )
+
+    def acknowledge(self) -> None:
+        """The decision from the last snapshot is made: ``changed`` begins anew."""
+        self._views.acknowledge()
+
+    # Each of these takes changes over, and returns whether a decision may depend on them.
+
+    def _changed(self, take_over: Callable[[Sequence[Change[Any]]], bool], changes: Sequence[Change[Any]]) -> None:
+        with self._lock:
+            relevant = take_over(changes)
+        # Without changes, the first list has been read.
+        if (relevant or not changes) and not getattr(self._own_write, "active", False):
+            self._on_change()
+
+    def _claims_changed(self, changes: Sequence[Change[Claim]]) -> bool:
+        for change in changes:
+            pools = self._claim_index.put(change.key, change.new)
+            self._outdated |= {self._node_of_pool[pool] for pool in pools if pool in self._node_of_pool}
+        return True
+
+    def _pods_changed(self, changes: Sequence[Change[Pod]]) -> bool:
+        """A pod that leaves the queue with all of its claims allocated changes nothing for pending claims."""
+        return any(
+            change.new is not None or change.old is None or not self._claim_index.satisfies(claims_of(change.old))
+            for change in changes
+        )
+
+    def _slices_changed(self, changes: Sequence[Change[Published]]) -> bool:
+        for change in changes:
+            for each in filter(None, (change.old, change.new)):
+                self._outdated.add(each.node)
+                self._slices_by_node.setdefault(each.node, {}).pop(change.key, None)
+            if change.new is not None:
+                self._slices_by_node[change.new.node][change.key] = change.new
+        return True
+
+    def _nodes_changed(self, changes: Sequence[Change[Node]]) -> bool:
+        self._node_of_pool |= {Pool(change.key.name, self._driver).name: change.key.name for change in changes}
+        self._outdated_nodes |= {change.key.name for change in changes}
+        return self._take(changes, self._nodes_by_name)
+
+    def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> bool:
+        self._take(changes, self._plans_by_node)
+        for name, new in ((change.key.name, change.new) for change in changes):
+            self._withdrawing.pop(name, None)
+            if new is not None and new.spec.withdrawn:
+                self._withdrawing[name] = new
+        return any(projections.differ(change.old, change.new) for change in changes)
+
+    def _take(self, changes: Sequence[Change[T]], into: dict[str, T]) -> bool:
+        for change in changes:
+            self._outdated.add(change.key.name)
+            into.pop(change.key.name, None)
+            if change.new is not None:
+                into[change.key.name] = change.new
+        return True
+
+
+def _published(found: ResourceSlice) -> Published:
+    devices = found.spec.devices
+    shares = {
+        sys.intern(each.name): each.attributes.shares.integer or 1 if each.attributes.shares is not None else 1
+        for each in devices
+    }
+    closed = NOT_OFFERED["key"]
+    offered = (sys.intern(each.name) for each in devices if all(taint.key != closed for taint in each.taints))
+    pool = found.spec.pool
+    part = PoolPart(sys.intern(pool.name), pool.generation, pool.resource_slice_count)
+    return Published(sys.intern(found.spec.node_name), part, shares, frozenset(offered))

@@ -1,0 +1,117 @@
+"""The ResourceClaims of the cluster, indexed by whether they are allocated and by the pools of their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from driver.kube.types import Allocation, Claim, DeviceClass, Key, Node, Pod
+from driver.model.plan import Held
+
+
+class PoolDevice(NamedTuple):
+    """A device by the names that an allocation has."""
+
+    pool: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.pool}/{self.device}"
+
+
+class ClaimIndex:
+    """Claims by key, kept up to date by ``put``. Not thread-safe."""
+
+    def __init__(self, driver: str = "", claims: Iterable[Claim] = ()) -> None:
+        self._driver = driver
+        self._claims: dict[Key, Claim] = {}
+        self._unallocated: dict[Key, Claim] = {}
+        self._held: dict[str, dict[str, tuple[Held, ...]]] = {}
+        for claim in claims:
+            self.put(claim.metadata.key, claim)
+
+    def __iter__(self) -> Iterator[Claim]:
+        return iter(tuple(self._claims.values()))
+
+    @property
+    def unallocated(self) -> tuple[Claim, ...]:
+        return tuple(self._unallocated.values())
+
+    def allocation(self, key: Key) -> Allocation | None:
+        """The allocation of a claim; None if the claim is not allocated or does not exist."""
+        claim = self._claims.get(key)
+        return None if claim is None else claim.status.allocation
+
+    def satisfies(self, keys: Iterable[Key]) -> bool:
+        """Whether all of these claims are allocated; False for an empty list."""
+        allocations = [self.allocation(key) for key in keys]
+        return bool(allocations) and None not in allocations
+
+    def held(self, pool: str) -> Mapping[str, Held]:
+        """The allocated devices of ``pool`` by name; the latest claim where two have the same device, a defect."""
+        return {device: holders[-1] for device, holders in self._held.get(pool, {}).items()}
+
+    @property
+    def pools(self) -> Iterable[str]:
+        """The pools with allocated devices."""
+        return tuple(self._held)
+
+    def view(self) -> ClaimIndex:
+        """A view in which ``unallocated`` no longer changes; allocations may still become newer."""
+        found = ClaimIndex(self._driver)
+        found._claims, found._held = self._claims, self._held
+        found._unallocated = dict(self._unallocated)
+        return found
+
+    def put(self, key: Key, claim: Claim | None) -> set[str]:
+        """Add, replace or (None) delete a claim. Returns the pools whose allocated devices changed."""
+        before = self._claims.pop(key, None)
+        self._unallocated.pop(key, None)
+        if claim is not None:
+            self._claims[key] = claim
+            if claim.status.allocation is None:
+                self._unallocated[key] = claim
+        old, new = set(self._devices(before)), set(self._devices(claim))
+        for pool, held in old - new:
+            self._remove(pool, held)
+        for pool, held in new - old:
+            devices = self._held.setdefault(pool, {})
+            devices[held.device] = (*devices.get(held.device, ()), held)
+        return {pool for pool, _ in old ^ new}
+
+    def _remove(self, pool: str, held: Held) -> None:
+        devices = self._held[pool]
+        others = tuple(each for each in devices.pop(held.device) if each != held)
+        if others:
+            devices[held.device] = others
+        elif not devices:
+            del self._held[pool]
+
+    def _devices(self, claim: Claim | None) -> Iterator[tuple[str, Held]]:
+        allocation = claim.status.allocation if claim is not None else None
+        if claim is None or allocation is None:
+            return
+        for result in allocation.devices.results:
+            if result.driver == self._driver and not result.admin_access:
+                yield result.pool, Held(result.device, claim.metadata.path)
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """The objects of the cluster, as cached from the API server."""
+
+    claims: ClaimIndex
+    classes: tuple[DeviceClass, ...]
+    pods: tuple[Pod, ...]
+    nodes: tuple[Node, ...]
+
+
+def claims_of(pod: Pod) -> Iterator[Key]:
+    """The keys of the pod's claims, as far as the claims have a name yet."""
+    generated = {each.name: each.resource_claim_name for each in pod.status.resource_claim_statuses}
+    extended = pod.status.extended_resource_claim_status
+    named = [each.resource_claim_name or generated.get(each.name) for each in pod.spec.resource_claims]
+    for name in (*named, extended.resource_claim_name if extended else None):
+        if name:
+            yield Key(pod.metadata.namespace, name)

@@ -1,0 +1,95 @@
+"""Offers and the devices that carry them, over the whole cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from controller.cluster.claim_index import PoolDevice
+from controller.cluster.fleet import Fleet, FleetGpu
+from controller.cluster.node_views import Changes, NodeView
+from driver.kube.types import GpuNodePlan
+from driver.model.plan import Offer
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDevices:
+    """The published devices of one node that no claim holds, by their offers; ``offered`` as in NodeView."""
+
+    view: NodeView
+    free: Mapping[Offer, PoolDevice]
+    offered: frozenset[Offer]
+
+
+class DeviceIndex:
+    """The published devices of all nodes that no claim holds.
+
+    ``free`` are all of them, by offer; ``offered`` those that new claims can be allocated; ``managed`` those on nodes
+    that follow their plans (other nodes offer what they or an operator chose).
+    """
+
+    def __init__(self) -> None:
+        self.free: dict[Offer, PoolDevice] = {}
+        self.offered: set[Offer] = set()
+        self.managed: dict[Offer, PoolDevice] = {}
+        self._fleet = Fleet()
+        self._by_pool: dict[str, NodeDevices] = {}
+        self._with_free: dict[str, NodeDevices] = {}
+        """By pool, the nodes with free devices."""
+        self._pools: dict[str, str] = {}
+        """The names of the pools, by node."""
+
+    def update(self, views: Sequence[NodeView], changes: Changes, fleet: Fleet) -> None:
+        """Take over ``views`` and the fleet built from them; nodes that did not change are not looked at again."""
+        renewed = changes.views
+        if changes.membership or self._fleet.hardware is not fleet.hardware:
+            renewed, self._by_pool, self._with_free = views, {}, {}
+            self._pools = {view.name: view.pool for view in views}
+        self._fleet = fleet
+        for view in renewed:
+            found = self._by_pool[view.pool] = _node_devices(view, fleet.nodes.get(view.name, ()))
+            self._with_free.pop(view.pool, None)
+            if found.free:
+                self._with_free[view.pool] = found
+        self.free, self.offered, self.managed = {}, set(), {}
+        for found in self._with_free.values():
+            self.free.update(found.free)
+            self.offered |= found.offered
+            self.managed.update(found.free if found.view.follows_plan else {})
+
+    def is_published(self, device: PoolDevice) -> bool:
+        """Whether ``device`` is in the slices."""
+        found = self._by_pool.get(device.pool)
+        return found is not None and device.device in found.view.published
+
+    def offerable(self, offers: Iterable[Offer], plans: Mapping[str, GpuNodePlan]) -> set[Offer]:
+        """``offers`` without the devices that ``plans`` withdraw and that are still published.
+
+        Their nodes may be removing them at this moment. If they were offered again and unfenced, they could be
+        allocated while they leave the slices.
+        """
+        withdrawn = (
+            PoolDevice(self._pools[name], device)
+            for name, plan in plans.items()
+            if plan.spec.withdrawn and name in self._pools
+            for device in plan.spec.withdrawn
+        )
+        leaving = set(filter(self.is_published, withdrawn))
+        return {offer for offer in offers if not leaving & self.of([offer])} if leaving else set(offers)
+
+    def of(self, offers: Iterable[Offer]) -> set[PoolDevice]:
+        """The devices that carry ``offers``; offers of GPUs that are gone, or lack such a device, are skipped."""
+        return {device for offer in offers if (device := self._of(offer)) is not None}
+
+    def _of(self, offer: Offer) -> PoolDevice | None:
+        gpu = self._fleet.gpus.get(offer.gpu)
+        name = gpu.name(offer) if gpu is not None else None
+        return None if gpu is None or name is None else PoolDevice(self._pools[gpu.node], name)
+
+
+def _node_devices(view: NodeView, gpus: Collection[FleetGpu]) -> NodeDevices:
+    free = view.published.keys() - view.held.keys()
+    pairs = ((gpu.offer(name), name) for gpu in gpus for name in free)
+    names = {offer: name for offer, name in pairs if offer is not None}
+    devices = {offer: PoolDevice(view.pool, name) for offer, name in names.items()}
+    return NodeDevices(view, devices, frozenset(offer for offer, name in names.items() if name in view.offered))

@@ -1,0 +1,190 @@
+"""The cluster's GPUs and what is held on them, as values: what curation decides from (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from driver.model.device import Device, DeviceKind, devices_of
+from driver.model.gpu import Gpu
+from driver.model.occupancy import Occupancy
+from driver.model.plan import Offer
+from driver.placement import GpuState, Key, Spot, spot_of
+from driver.placement.state import Geometry
+
+
+class Layout:
+    """The devices that GPUs of one geometry, number and number of shares have: names and spots, each by the other."""
+
+    def __init__(self, devices: Iterable[Device]) -> None:
+        self.devices = {device.name: device for device in devices}
+        self.spots = {name: spot_of(device) for name, device in self.devices.items()}
+        self.names = {spot: name for name, spot in self.spots.items()}
+
+
+LAYOUTS: dict[tuple[Geometry, int, int], Layout] = {}
+"""A cluster has few, whatever its size."""
+
+
+@dataclass(frozen=True)
+class FleetGpu:
+    """One GPU of one node.
+
+    ``number`` is the one in its device names; ``shares`` into how many it is divided (0: none); ``foreign`` the bit
+    mask of memory slices under partitions that Tessera did not make; ``held`` what claims have, prepared or not.
+    ``uses`` are the kinds of device its node's dedication allows.
+    """
+
+    node: str
+    gpu: Gpu
+    number: int
+    held: tuple[Device, ...] = ()
+    shares: int = 0
+    shares_only: bool = False
+    foreign: int = 0
+    fault: str | None = None
+    uses: frozenset[DeviceKind] = frozenset(DeviceKind)
+
+    def holding(self, held: Iterable[Device]) -> FleetGpu:
+        """The same GPU with other devices held."""
+        found = replace(self, held=tuple(held))
+        if not self.held:
+            vars(found)["_unheld"] = self
+        return found
+
+    @property
+    def unheld(self) -> FleetGpu:
+        """The same GPU with nothing held."""
+        return self._unheld if self.held else self
+
+    @cached_property
+    def _unheld(self) -> FleetGpu:
+        return replace(self, held=())
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """Every device it could ever offer."""
+        return devices_of(self.gpu, self.number, self.shares)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The same for all GPUs with the same devices."""
+        key = (self.state.geometry, self.number, self.shares)
+        if key not in LAYOUTS:
+            LAYOUTS[key] = Layout(devices_of(self.gpu, self.number, self.shares))
+        return LAYOUTS[key]
+
+    def device(self, name: str) -> Device | None:
+        """Its device of that name."""
+        found = self.layout.devices.get(name)
+        return None if found is None else replace(found, gpu=self.gpu)
+
+    def offer(self, name: str) -> Offer | None:
+        """What stands for its device of that name."""
+        spot = self.layout.spots.get(name)
+        return None if spot is None else offer_at(self.gpu.uuid, spot)
+
+    def name(self, offer: Offer) -> str | None:
+        """The name of the device for which ``offer`` stands."""
+        return self.layout.names.get(spot_for(offer))
+
+    @cached_property
+    def occupancy(self) -> Occupancy:
+        state = self.state
+        return Occupancy(state.mask, state.geometry.limits, state.taken, state.shared)
+
+    @cached_property
+    def possible(self) -> tuple[Device, ...]:
+        """What it could offer now: what fits beside what is held, without a reset, as settings and labels allow."""
+        names = {device.name for device in self.held}
+        fitting = (device for device in self.devices if self.occupancy.admits(device))
+        return tuple(device for device in fitting if device.kind in self._kinds and device.name not in names)
+
+    @cached_property
+    def state(self) -> GpuState:
+        """What :attr:`possible` says, as a value that many GPUs share: curation compares these."""
+        return GpuState.of(self.gpu, self.held, self.foreign, self.shares, self._kinds)
+
+    @cached_property
+    def clique(self) -> tuple[str, str]:
+        """Its node, and which of the node's GPUs it is asked for together with."""
+        return (self.node, self.gpu.nvlink_clique or "")
+
+    @cached_property
+    def _kinds(self) -> frozenset[DeviceKind]:
+        if self.fault is not None:
+            return frozenset()
+        return frozenset(kind for kind in self.uses if self._allows(kind))
+
+    def _allows(self, kind: DeviceKind) -> bool:
+        if self.shares_only and kind is not DeviceKind.SHARE:
+            return False
+        return self.gpu.toggles_freely or (kind is DeviceKind.PARTITION) == self.gpu.mig_mode.in_force
+
+
+def offer_at(uuid: str, spot: Spot) -> Offer:
+    """The offer of ``spot`` on the GPU of that UUID."""
+    (kind, profile), at = spot
+    start = at if kind is DeviceKind.PARTITION else None
+    return Offer(uuid, kind, profile, start, at if kind is DeviceKind.SHARE else None)
+
+
+def spot_for(offer: Offer) -> Spot:
+    """Where on its GPU ``offer`` lies."""
+    return Spot(Key(offer.type, offer.profile), offer.start or offer.index or 0)
+
+
+class Hardware:
+    """Stands for which GPUs there are, on which nodes and with which facts; what is held does not matter."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Every GPU of the cluster by UUID."""
+
+    gpus: Mapping[str, FleetGpu] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, gpus: Iterable[FleetGpu]) -> Fleet:
+        return cls({entry.gpu.uuid: entry for entry in gpus})
+
+    def changed(self, entries: Iterable[FleetGpu]) -> Fleet:
+        """This fleet with something else held or allowed on some of its GPUs, the hardware being the same."""
+        new = {entry.gpu.uuid: entry for entry in entries}
+        found = Fleet({**self.gpus, **new})
+        nodes = {entry.node for entry in new.values()}
+        cliques = {entry.clique for entry in new.values()}
+        # What is the same is kept: a fleet has thousands of GPUs, and one of them changes.
+        vars(found)["hardware"] = self.hardware
+        vars(found)["nodes"] = {**self.nodes, **{each: _renewed(self.nodes[each], new) for each in nodes}}
+        vars(found)["cliques"] = {**self.cliques, **{each: _renewed(self.cliques[each], new) for each in cliques}}
+        return found
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        """The same object as long as no GPU comes, goes, or becomes another."""
+        return Hardware()
+
+    def __iter__(self) -> Iterator[FleetGpu]:
+        return iter(self.gpus.values())
+
+    @cached_property
+    def nodes(self) -> Mapping[str, tuple[FleetGpu, ...]]:
+        """The GPUs of each node, by number."""
+        found: dict[str, list[FleetGpu]] = {}
+        for entry in sorted(self, key=lambda entry: entry.number):
+            found.setdefault(entry.node, []).append(entry)
+        return {node: tuple(gpus) for node, gpus in found.items()}
+
+    @cached_property
+    def cliques(self) -> Mapping[tuple[str, str], tuple[FleetGpu, ...]]:
+        """The GPUs of each clique, by number."""
+        found: dict[tuple[str, str], list[FleetGpu]] = {}
+        for entry in self:
+            found.setdefault(entry.clique, []).append(entry)
+        return {clique: tuple(sorted(found[clique], key=lambda entry: entry.number)) for clique in sorted(found)}
+
+
+def _renewed(before: Iterable[FleetGpu], new: Mapping[str, FleetGpu]) -> tuple[FleetGpu, ...]:
+    return tuple(new.get(entry.gpu.uuid, entry) for entry in before)

@@ -1,0 +1,133 @@
+"""Building the fleet: the GPUs that nodes report, with the devices that claims hold on them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from controller.cluster.fleet import Fleet, FleetGpu
+from controller.cluster.node_views import Changes, NodeView
+from driver.errors import StateError
+from driver.model.device import Device, share_device
+from driver.model.gpu import Gpu
+from driver.model.plan import GpuReport, states_of
+
+log = logging.getLogger(__name__)
+
+SHARE = re.compile(r"gpu-(?P<number>\d+)-share-(?P<index>\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The GPUs of a node as built last: with nothing held, and as they are."""
+
+    view: NodeView
+    empty: tuple[FleetGpu, ...]
+    gpus: tuple[FleetGpu, ...]
+
+
+class FleetBuilder:
+    """Builds the fleet from the views of the nodes, and renews only the GPUs of which something changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Known] = {}
+        self._fleet = Fleet()
+        self._distinct = True
+        """Whether no GPU is on two nodes."""
+
+    def build(self, views: Sequence[NodeView], changes: Changes) -> Fleet:
+        """The fleet of ``views``, all of which the last call had too but for ``changes``."""
+        if changes.membership:
+            return self._rebuild(views)
+        old = [self._known[view.name] for view in changes.views]
+        new = [self._node(view, known) for view, known in zip(changes.views, old, strict=True)]
+        self._known |= {known.view.name: known for known in new}
+        if not self._distinct or not all(map(_same_hardware, old, new)):
+            return self._rebuild(views)
+        entries = [entry for was, now in zip(old, new, strict=True) for entry in _differing(was.gpus, now.gpus)]
+        self._fleet = self._fleet.changed(entries) if entries else self._fleet
+        return self._fleet
+
+    def _rebuild(self, views: Sequence[NodeView]) -> Fleet:
+        self._known = {view.name: self._node(view, self._known.get(view.name)) for view in views}
+        # A GPU that two nodes report belongs to the one that accepts offers: its node was registered by another name.
+        ordered = sorted(views, key=lambda view: view.accepts_offers)
+        self._fleet = Fleet.of(gpu for view in ordered for gpu in self._known[view.name].gpus)
+        self._distinct = sum(len(known.gpus) for known in self._known.values()) == len(self._fleet.gpus)
+        return self._fleet
+
+    def _node(self, node: NodeView, known: Known | None) -> Known:
+        if known is not None and known.view is node:
+            return known
+        empty = known.empty if known is not None and _alike(known.view, node) else _empty(node, known)
+        there = {entry.gpu.uuid: entry for entry in known.gpus} if known is not None else {}
+        return Known(node, empty, tuple(_holding(node, entry, there.get(entry.gpu.uuid)) for entry in empty))
+
+
+def _alike(before: NodeView, after: NodeView) -> bool:
+    """Whether two views of a node differ at most in what is held and published."""
+    return (before.status.inventory, before.dedication, before.accepts_offers) == (
+        after.status.inventory,
+        after.dedication,
+        after.accepts_offers,
+    )
+
+
+def _same_hardware(before: Known, after: Known) -> bool:
+    return [(entry.gpu, entry.shares) for entry in before.gpus] == [(entry.gpu, entry.shares) for entry in after.gpus]
+
+
+def _differing(before: Sequence[FleetGpu], after: Sequence[FleetGpu]) -> list[FleetGpu]:
+    return [now for was, now in zip(before, after, strict=True) if was is not now]
+
+
+def _empty(node: NodeView, known: Known | None) -> tuple[FleetGpu, ...]:
+    """The node's GPUs with nothing held; an unchanged GPU stays the same object."""
+    there = {entry.gpu.uuid: entry.gpu for entry in known.empty} if known is not None else {}
+    return tuple(_gpu(node, state, there.get(state.gpu.uuid)) for state in _states(node))
+
+
+def _states(node: NodeView) -> list[GpuReport]:
+    """The GPUs that the node reports; none where the report is unreadable."""
+    try:
+        return states_of(node.status.inventory)
+    except StateError as error:
+        log.error(
+            "the GPU inventory in a node's plan is unreadable: its GPUs are ignored",
+            extra={"node": node.name, "error": str(error)},
+        )
+        return []
+
+
+def _gpu(node: NodeView, state: GpuReport, before: Gpu | None) -> FleetGpu:
+    return FleetGpu(
+        node=node.name,
+        gpu=before if before is not None and before == state.gpu else state.gpu,
+        number=state.number,
+        shares=state.shares,
+        shares_only=state.shares_only,
+        foreign=state.foreign,
+        fault=state.fault,
+        uses=node.uses(state.number),
+    )
+
+
+def _holding(node: NodeView, empty: FleetGpu, before: FleetGpu | None) -> FleetGpu:
+    """The GPU with its held devices; an unchanged GPU stays the same object."""
+    found = empty.holding(_held(node, empty))
+    return before if before is not None and before == found else found
+
+
+def _held(node: NodeView, gpu: FleetGpu) -> Sequence[Device]:
+    """The held devices of one GPU; a share keeps the size that it was allocated with."""
+    found = []
+    for name in node.held:
+        share = SHARE.fullmatch(name)
+        if share and int(share["number"]) == gpu.number:
+            shares = node.published.get(name, gpu.shares) or 1
+            found.append(share_device(gpu.gpu, gpu.number, int(share["index"]), shares))
+        elif not share and (device := gpu.device(name)) is not None:
+            found.append(device)
+    return found

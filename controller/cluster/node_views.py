@@ -1,0 +1,193 @@
+"""One view of each node, from its Node object, its plan, its ResourceSlices and the allocated claims.
+
+The views are kept between decisions, and what changed is collected here, once for everything that is derived from them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from controller.cluster.dedication import UNDEDICATED, Dedication, dedication_of
+from driver.kube.types import GpuNodePlan, Node
+from driver.model.device import DeviceKind
+from driver.model.plan import Held, PlanStatus
+from driver.slices.names import Pool
+
+UNREACHABLE_TAINTS = frozenset({"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"})
+"""Taints of a node on which no new pod can start: nothing is offered there."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node: the GPUs that it reports, its published and its allocated devices, and its dedication.
+
+    ``uid`` is that of the Node. ``published`` maps the device names in its slices to the number of shares that its GPU
+    has with such devices (1: not a share); ``offered`` are those that new claims can be allocated. ``held`` maps the
+    names of allocated devices to their claims. ``accepts_offers``: new pods can start there, and its plan is not
+    paused. ``follows_plan``: the node does what its plan says.
+    """
+
+    name: str
+    uid: str
+    pool: str
+    status: PlanStatus
+    published: Mapping[str, int]
+    offered: frozenset[str]
+    held: Mapping[str, Held]
+    dedication: Dedication = UNDEDICATED
+    accepts_offers: bool = True
+    follows_plan: bool = True
+
+    def uses(self, number: int) -> frozenset[DeviceKind]:
+        """The kinds of device that GPU may be offered as."""
+        return self.dedication.kinds(number) if self.accepts_offers else frozenset()
+
+
+class PoolPart(NamedTuple):
+    """The pool of one slice, its generation, and the number of slices in that generation."""
+
+    pool: str
+    generation: int
+    slices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One ResourceSlice. ``devices`` and ``offered`` are its part of ``NodeView.published`` and ``offered``."""
+
+    node: str
+    part: PoolPart
+    devices: Mapping[str, int]
+    offered: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The nodes that changed since the last decision.
+
+    ``names``: nodes of which the Node, the plan, a slice or an allocated device changed. ``nodes``: changed Node
+    objects by name, None where a Node was deleted. ``views``: changed and new views. ``membership``: a view was added
+    or removed, so that whatever was derived from all views has to be made anew.
+    """
+
+    names: frozenset[str]
+    nodes: Mapping[str, Node | None]
+    views: Sequence[NodeView]
+    membership: bool
+
+
+class NodeViews:
+    """The nodes that have or had a plan or slices, in order of name. A view ends with its Node."""
+
+    def __init__(self, driver: str) -> None:
+        self._driver = driver
+        self._views: dict[str, NodeView] = {}
+        self._names: list[str] = []
+        self._ordered: list[NodeView] = []
+        self._all: tuple[NodeView, ...] | None = None
+        self.incomplete: dict[str, str] = {}
+        """By pool, why the scheduler ignores it."""
+        self._pools: dict[str, frozenset[str]] = {}
+        self._changed: dict[str, Node | None] = {}
+        """The updated nodes, with their Node objects; these and the next two until ``acknowledge``."""
+        self._changed_nodes: set[str] = set()
+        self._changed_views: set[str] = set()
+        self._membership = False
+
+    def all(self) -> tuple[NodeView, ...]:
+        """The same tuple as long as no view changes."""
+        if self._all is None:
+            self._all = tuple(self._ordered)
+        return self._all
+
+    def changes(self) -> Changes:
+        """What changed since ``acknowledge`` was called last."""
+        views = [self._views[name] for name in sorted(self._changed_views) if name in self._views]
+        nodes = {name: self._changed[name] for name in self._changed_nodes}
+        return Changes(frozenset(self._changed), nodes, views, self._membership)
+
+    def acknowledge(self) -> None:
+        """Forget the changes: a decision has been made from them."""
+        self._changed, self._changed_nodes, self._changed_views, self._membership = {}, set(), set(), False
+
+    def update(
+        self,
+        name: str,
+        node: Node | None,
+        plan: GpuNodePlan | None,
+        slices: Collection[Published],
+        held: Mapping[str, Held],
+        *,
+        node_changed: bool,
+    ) -> None:
+        """Renew the view of one node; an equal view stays the same object and is not a change."""
+        self._changed[name] = node
+        if node_changed:
+            self._changed_nodes.add(name)
+        self._update_pools(name, slices)
+        is_ours = plan is not None or slices
+        found = self._view(node, plan, slices, held) if node is not None and is_ours else None
+        before = self._views.get(name)
+        if found != before:
+            self._replace(name, before, found)
+
+    def _replace(self, name: str, before: NodeView | None, found: NodeView | None) -> None:
+        at = bisect_left(self._names, name)
+        self._all = None
+        self._changed_views.add(name)
+        self._membership |= before is None or found is None
+        if found is None:
+            del self._views[name], self._names[at], self._ordered[at]
+            return
+        self._views[name] = found
+        if before is not None:
+            self._ordered[at] = found
+        else:
+            self._names.insert(at, name)
+            self._ordered.insert(at, found)
+
+    def _update_pools(self, node: str, slices: Collection[Published]) -> None:
+        for pool in self._pools.pop(node, frozenset()):
+            self.incomplete.pop(pool, None)
+        parts = [each.part for each in slices]
+        self.incomplete |= incomplete_pools(parts)
+        if parts:
+            self._pools[node] = frozenset(part.pool for part in parts)
+
+    def _view(
+        self, node: Node, plan: GpuNodePlan | None, slices: Collection[Published], held: Mapping[str, Held]
+    ) -> NodeView:
+        paused = plan is not None and plan.metadata.paused
+        closed = node.spec.unschedulable or {taint.key for taint in node.spec.taints} & UNREACHABLE_TAINTS
+        return NodeView(
+            name=node.metadata.name,
+            uid=node.metadata.uid,
+            pool=Pool(node.metadata.name, self._driver).name,
+            status=plan.status if plan is not None else PlanStatus(),
+            published={name: shares for each in slices for name, shares in each.devices.items()},
+            offered=frozenset().union(*(each.offered for each in slices)),
+            held=held,
+            dedication=dedication_of(node.metadata.labels),
+            accepts_offers=not paused and not closed,
+            follows_plan=not paused and plan is not None and plan.followed,
+        )
+
+
+def incomplete_pools(parts: Iterable[PoolPart]) -> dict[str, str]:
+    """Of the pools that lack slices: why. As the scheduler does, only the newest generation of a pool is counted."""
+    newest: dict[str, list[PoolPart]] = {}
+    for part in parts:
+        known = newest.get(part.pool)
+        if known is None or part.generation > known[0].generation:
+            newest[part.pool] = [part]
+        elif part.generation == known[0].generation:
+            known.append(part)
+    return {pool: _missing(found) for pool, found in newest.items() if len(found) < found[0].slices}
+
+
+def _missing(found: list[PoolPart]) -> str:
+    [first, *_] = found
+    return f"is incomplete: it has {len(found)} of the {first.slices} slices of its generation {first.generation}"

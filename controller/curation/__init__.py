@@ -1,0 +1,1 @@
+"""Curation: the choice of the devices that the cluster offers."""

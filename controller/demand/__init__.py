@@ -1,0 +1,1 @@
+"""Demand: the devices that pending claims need, and the nodes that can provide them."""

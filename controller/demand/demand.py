@@ -1,0 +1,170 @@
+"""The devices that must be offered so that pending claims can be allocated (pure).
+
+Demand for a claim that requests one device names the GPUs that have it; for several devices, the sets of GPUs of which
+one must provide them all. A claim whose requirements a key and a set of GPUs can't express (devices of different kinds
+on one node, different values of an attribute, certain placements) gets demand on the fullest node that satisfies it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from controller.demand.equivalence_classes import BY_PLACEMENT
+from controller.demand.feasibility import Group, Kind, Nodes
+from controller.demand.matching import Matches, most_devices
+from controller.demand.pending_claims import PendingClaim, Queue
+from controller.demand.requirements import ClaimRequirements, DeviceRequest
+from driver.placement import Key
+
+NONE: Mapping[str, Nodes] = MappingProxyType({})
+
+Eligible = frozenset[str] | None
+"""UUIDs of the eligible GPUs; None: every GPU."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Devices that pending claims need: ``count`` of ``key`` on the GPUs of ``eligible``.
+
+    ``together`` names sets of GPUs of which one must provide all ``count`` (a matchAttribute constraint): the GPUs of
+    each clique for training, each GPU alone for partitions of one GPU. ``everything``: offer all that is possible on
+    those GPUs (for a claim that selects more finely than by GPU, or that no offer served).
+    """
+
+    key: Key
+    count: int = 1
+    eligible: Eligible = None
+    together: tuple[frozenset[str], ...] = ()
+    everything: bool = False
+
+
+def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]:
+    """Demand for every pending claim. Claims for one device with the same eligible GPUs make one demand.
+
+    ``widened``: nodes that offer all matching devices for the claim of that key (``controller.demand.starvation``).
+    """
+    claims = _ClaimDemand(queue)
+    found = [demand for pending in queue.pending for demand in claims.of(pending)]
+    found += [each for p in queue.pending if p.key in widened for each in claims.everything(p, widened[p.key])]
+    plain: Counter[tuple[Key, Eligible]] = Counter()
+    rest: list[Demand] = []
+    for demand in found:
+        if demand.together or demand.everything:
+            rest.append(demand)
+        else:
+            plain[demand.key, demand.eligible] += demand.count
+    return [*(Demand(key, count, eligible) for (key, eligible), count in plain.items()), *rest]
+
+
+class _ClaimDemand:
+    """Demand for the claims of one queue, one by one; equal requests are worked out once."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._feasibility = queue.feasibility
+        self._matches: dict[Kind, Matches] = {}
+        self._groups_of: dict[Hashable, tuple[Group, ...]] = {}
+
+    def of(self, pending: PendingClaim) -> Iterator[Demand]:
+        """For each request one demand for every kind of device that it selects."""
+        requirements = self._queue.chosen(pending)
+        if requirements is None:
+            return
+        nodes = self._queue.nodes(pending)
+        on_one_node = self._on_one_node(pending, requirements, nodes)
+        if on_one_node is not None:
+            yield from on_one_node
+            return
+        for index, request in enumerate(requirements.requests):
+            matched = [each for each in requirements.constraints if index in each.requests and not each.distinct]
+            attributes = tuple(each.attribute for each in matched)
+            for kind in self._feasibility.kinds(request.selector, nodes):
+                yield from self._of_kind(request, kind, nodes, attributes)
+
+    def everything(self, pending: PendingClaim, nodes: Nodes) -> Iterator[Demand]:
+        """All devices on ``nodes`` for a claim and the other claims of its pods, for every alternative."""
+        read = [self._queue.requirements(each) for each in self._queue.companions(pending)]
+        alternatives = [one for each in read for one in each if isinstance(one, ClaimRequirements)]
+        for request in {request for each in alternatives for request in each.requests}:
+            for kind, gpus in self._feasibility.kinds(request.selector, nodes).items():
+                yield Demand(kind.key, request.count or 1, gpus, everything=True)
+
+    def _of_kind(
+        self, request: DeviceRequest, kind: Kind, nodes: Nodes, attributes: tuple[str, ...]
+    ) -> Iterator[Demand]:
+        """``attributes``: each device must have them, and all the same values."""
+        count = self._count(request, kind, nodes)
+        eligible = self._feasibility.kinds(request.selector, nodes)[kind]
+        if attributes:
+            eligible = frozenset().union(*self._feasibility.sets(request, kind, nodes, attributes))
+        if not count or not eligible:
+            return
+        anywhere = kind.starts is None and len(eligible) == self._feasibility.having(kind.key)
+        together = self._groups(request, kind, nodes, attributes) if request.count != 1 else ()
+        yield Demand(kind.key, count, None if anywhere else eligible, together, everything=kind.starts is not None)
+
+    def _on_one_node(
+        self, pending: PendingClaim, requirements: ClaimRequirements, nodes: Nodes
+    ) -> Iterable[Demand] | None:
+        """Demand on the node found for a claim that sets of GPUs can't describe; None for other claims.
+
+        Where devices of several kinds are allocated together, everything is offered: the best place of one kind may
+        lie on the very GPU that another kind needs.
+        """
+        feasibility, companions = self._feasibility, self._queue.companions(pending)
+        all_claims = [each for each in map(self._queue.chosen, companions) if each is not None]
+        requests = [request for each in all_claims for request in each.requests]
+        kinds = {kind for request in requests for kind in feasibility.kinds(request.selector, nodes)}
+        several = len(requirements.requests) > 1
+        finer = any(each.distinct or several or _inside_gpu(each.attribute) for each in requirements.constraints)
+        single = len(requirements.requests) == len(companions) == 1
+        mixed = len(kinds) > 1 and not (single and requirements.requests[0].count in {1, None})
+        exact = finer or mixed or any(kind.starts is not None for kind in kinds)
+        if single and not exact:
+            return None
+        node = self._queue.found(pending).node
+        if node is None:
+            return None
+        only = frozenset({node})
+        return [
+            Demand(kind.key, count, gpus, everything=exact)
+            for request in requirements.requests
+            for kind, gpus in feasibility.kinds(request.selector, only).items()
+            if (count := self._count(request, kind, only))
+        ]
+
+    def _groups(
+        self, request: DeviceRequest, kind: Kind, nodes: Nodes, attributes: tuple[str, ...]
+    ) -> tuple[Group, ...]:
+        """The sets of GPUs, each of one node and with equal ``attributes``, that can provide the devices.
+
+        If no set has the capacity at present, all of them. A GPU without one of the attributes is in none.
+        """
+        where = (request, kind, nodes, attributes)
+        if where not in self._groups_of:
+            groups = self._feasibility.sets(request, kind, nodes, attributes)
+            count = self._count(request, kind, nodes)
+            enough = [group for group in groups if self._capacity(group, kind) >= count > 0]
+            self._groups_of[where] = tuple(map(frozenset, enough or groups))
+        return self._groups_of[where]
+
+    def _count(self, request: DeviceRequest, kind: Kind, nodes: Nodes) -> int:
+        """The number of devices requested; for all devices of a node, the most that one node can provide."""
+        if request.count is not None:
+            return request.count
+        groups = self._feasibility.sets(request, kind, nodes, ())
+        return max((self._capacity(group, kind) for group in groups), default=0)
+
+    def _capacity(self, gpus: Sequence[str], kind: Kind) -> int:
+        """The number of devices of ``kind`` that these GPUs can provide at once."""
+        feasibility = self._feasibility
+        only = self._matches.setdefault(kind, Matches({kind.key: kind.starts}))
+        return sum(most_devices(feasibility.state(feasibility.fleet.gpus[uuid]), only) for uuid in gpus)
+
+
+def _inside_gpu(attribute: str) -> bool:
+    """Whether devices of one GPU differ in it."""
+    return attribute.rpartition("/")[2] == BY_PLACEMENT

@@ -1,0 +1,120 @@
+"""Equivalence classes of GPUs: those whose devices have equal values of the attributes a selector reads (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import fields
+from operator import attrgetter
+
+from controller.cluster.fleet import FleetGpu
+from driver.model.device import Device, DeviceKind, full_device, partition_device, share_device
+from driver.model.gpu import Gpu
+from driver.placement import FULL, SHARE, Key
+from driver.slices.attributes import FACTS, Value
+
+BY_PLACEMENT = "placementStart"
+"""The only attribute in which partitions of one profile on one GPU differ."""
+
+FACT_OF = {kind: {fact.name: fact.of for fact in facts} for kind, facts in FACTS.items()}
+
+Names = frozenset[str] | None
+"""Attributes of this driver as the slices spell them; None for all of them."""
+
+
+class ExampleDevices:
+    """One device of each kind of every GPU; remembered as long as the GPU is the same object."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Gpu, int, tuple[Device, ...]]] = {}
+
+    def of(self, entry: FleetGpu) -> tuple[Device, ...]:
+        known = self._known.get(entry.gpu.uuid)
+        if known is None or known[0] is not entry.gpu or known[1] != entry.shares:
+            firsts = (next(representatives(entry, kind, each_placement=False), None) for kind in DeviceKind)
+            devices = tuple(devices[0] for devices in firsts if devices)
+            known = self._known[entry.gpu.uuid] = (entry.gpu, entry.shares, devices)
+        return known[2]
+
+
+class EquivalenceClasses:
+    """The classes of GPUs whose devices don't differ in ``names``, for each kind of device by itself."""
+
+    def __init__(self, names: Names, examples: ExampleDevices) -> None:
+        self.names = names
+        self.examples = examples
+        self._known: dict[str, tuple[Gpu, int, tuple[int, ...]]] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._by_facts: dict[Hashable, tuple[int, ...]] | None = (
+            {} if names is not None and not names & UNIQUE else None
+        )
+        """Classes by facts that GPUs may share; None where ``names`` includes an attribute unique to each GPU."""
+
+    def of(self, entry: FleetGpu) -> tuple[int, ...]:
+        """A number for each kind of device that the GPU has; equal numbers mean equivalent devices."""
+        gpu = entry.gpu
+        known = self._known.get(gpu.uuid)
+        if known is None or known[0] is not gpu or known[1] != entry.shares:
+            known = self._known[gpu.uuid] = (gpu, entry.shares, self._classify(entry))
+        return known[2]
+
+    def _classify(self, entry: FleetGpu) -> tuple[int, ...]:
+        if self._by_facts is None:
+            return tuple(self._number(entry, example) for example in self.examples.of(entry))
+        facts = common_facts(entry)
+        if facts not in self._by_facts:
+            self._by_facts[facts] = tuple(self._number(entry, example) for example in self.examples.of(entry))
+        return self._by_facts[facts]
+
+    def _number(self, entry: FleetGpu, example: Device) -> int:
+        """The attributes of all devices of a kind follow from the GPU's geometry and capacity and from one device."""
+        gpu = entry.gpu
+        size = (entry.state.geometry, gpu.memory_bytes, gpu.multiprocessors)
+        return self._numbers.setdefault((example.kind, *size, facts_of(example, self.names)), len(self._numbers))
+
+
+UNIQUE = frozenset({"uuid", "parentUUID"})
+"""Attributes that are unique to each GPU."""
+
+COMMON_FACTS = attrgetter(
+    *(each.name for each in fields(Gpu) if each.name not in {"uuid", "index", "minor", "nvlink", "profiles"})
+)
+
+
+def common_facts(entry: FleetGpu) -> Hashable:
+    """The facts about a GPU that other GPUs may share and by which devices can differ."""
+    link = entry.gpu.nvlink
+    links = None if link is None else (link.generation, link.links, link.bandwidth)
+    return (COMMON_FACTS(entry.gpu), links, entry.state.geometry, entry.shares)
+
+
+def representatives(entry: FleetGpu, kind: DeviceKind, *, each_placement: bool) -> Iterator[list[Device]]:
+    """For each key of that kind the devices that represent all of them: one, or one for every placement."""
+    gpu, number = entry.gpu, entry.number
+    if kind is DeviceKind.FULL:
+        yield [full_device(gpu, number)]
+    elif kind is DeviceKind.SHARE:
+        if entry.shares:
+            yield [share_device(gpu, number, 0, entry.shares)]
+    else:
+        for profile in gpu.profiles:
+            if placements := profile.placements if each_placement else profile.placements[:1]:
+                yield [partition_device(gpu, number, profile, each) for each in placements]
+
+
+def device_at(entry: FleetGpu, key: Key, start: int) -> Device:
+    """The device of ``key`` on that GPU: the placement that begins at ``start``, the share of that number."""
+    if key == FULL:
+        return full_device(entry.gpu, entry.number)
+    if key == SHARE:
+        return share_device(entry.gpu, entry.number, start, entry.shares)
+    [profile] = [each for each in entry.gpu.profiles if each.name == key.profile]
+    [placement] = [each for each in profile.placements if each.start == start]
+    return partition_device(entry.gpu, entry.number, profile, placement)
+
+
+def facts_of(device: Device, names: Names) -> tuple[Value, ...]:
+    """The values of some attributes; None for what the device does not have."""
+    facts = FACT_OF[device.kind]
+    if names is None:
+        return tuple(of(device) for of in facts.values())
+    return tuple(facts[name](device) if name in facts else None for name in names)

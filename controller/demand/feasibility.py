@@ -1,0 +1,220 @@
+"""The nodes of a fleet that can satisfy the requirements of claims, and the GPUs that selectors select (pure).
+
+All answers are remembered. A ``Feasibility`` is made anew when the fleet changes; ``Matching`` keeps the part that
+depends on the hardware only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from functools import cached_property
+from typing import NamedTuple, cast
+
+from controller.cluster.fleet import Fleet, FleetGpu
+from controller.demand.matching import FeasibilityMemory, Matches, Matching, Selector, is_in_use, most_devices
+from controller.demand.node_search import Budget, Outcome, States, fits
+from controller.demand.requirements import ClaimRequirements, DeviceRequest
+from driver.placement import GpuState, Key
+
+MAX_UNDECIDED_NODES = 4
+"""The search for a node ends after this many nodes on which it was given up."""
+
+MAX_REQUIREMENTS, MAX_SELECTIONS = 64, 256
+"""Entries remembered about a fleet whose hardware stays; there are not many different claims at a time."""
+
+Nodes = frozenset[str]
+Group = frozenset[str]
+"""UUIDs of GPUs."""
+
+
+class Found(NamedTuple):
+    """Whether some node satisfies the requirements, and the first one that does."""
+
+    outcome: Outcome
+    node: str | None = None
+
+
+class Kind(NamedTuple):
+    """Devices that a selector selects: a key, and where their placements start (None: anywhere)."""
+
+    key: Key
+    starts: frozenset[int] | None
+
+
+class Feasibility:
+    """The GPUs that selectors select in one fleet, and the nodes that can satisfy requirements.
+
+    ``empty``: as if nothing were held, no GPU were unhealthy and none reserved for a use.
+    Answers about a fleet that is only ``imagined`` are forgotten with it.
+    """
+
+    def __init__(self, fleet: Fleet, matching: Matching, *, empty: bool = False, imagined: bool = False) -> None:
+        self.fleet = fleet
+        self.matching = matching
+        self._empty = empty
+        self._memory = FeasibilityMemory(None) if imagined else matching.feasibility_memory(fleet.hardware)
+        self._states: dict[str, States] = {}
+        self._outcomes: dict[Hashable, Outcome] = {}
+        self._found: dict[tuple[ClaimRequirements, Nodes], Found] = {}
+
+    @cached_property
+    def emptied(self) -> Feasibility:
+        return Feasibility(self.fleet, self.matching, empty=True, imagined=True)
+
+    @cached_property
+    def unheld(self) -> Feasibility:
+        """As if nothing were held, and everything else as it is."""
+        return Feasibility(Fleet.of(entry.unheld for entry in self.fleet), self.matching, imagined=True)
+
+    @cached_property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes with GPUs, the fullest first: a claim that fits there leaves the others whole."""
+        free, order = self._memory.free, self._memory.order
+        for node, gpus in self.fleet.nodes.items():
+            known = free.get(node)
+            if known is None or known[0] is not gpus:
+                if known is not None:
+                    del order[bisect_left(order, (known[1], node))]
+                free[node] = (gpus, sum(state.free for state in self.states(node)))
+                insort(order, (free[node][1], node))
+        return tuple(node for _, node in order)
+
+    def states(self, node: str) -> States:
+        """The states of the node's GPUs, by number."""
+        if node not in self._states:
+            self._states[node] = tuple(map(self.state, self.fleet.nodes[node]))
+        return self._states[node]
+
+    def state(self, entry: FleetGpu) -> GpuState:
+        if not self._empty:
+            return entry.state
+        geometry = entry.state.geometry
+        return GpuState(geometry, shares=entry.shares, taken=(0,) * len(geometry.limits))
+
+    def on(self, nodes: Nodes) -> Iterator[FleetGpu]:
+        """The GPUs of ``nodes``."""
+        return (entry for entry in self.fleet if entry.node in nodes)
+
+    def selects_any(self, selector: Selector) -> bool:
+        return any(selector.on(entry) for entry in self.fleet)
+
+    def could(self, requirements: ClaimRequirements, nodes: Nodes) -> bool:
+        """Whether one of ``nodes`` satisfies ``requirements``, or might."""
+        return self.find_node(requirements, nodes).outcome is not Outcome.NONE
+
+    def find_node(self, requirements: ClaimRequirements, nodes: Nodes) -> Found:
+        """The fullest of ``nodes`` that satisfies ``requirements``."""
+        where = (requirements, nodes)
+        if where not in self._found:
+            self._found[where] = self._find_node(requirements, nodes)
+        return self._found[where]
+
+    def _find_node(self, requirements: ClaimRequirements, nodes: Nodes) -> Found:
+        undecided, budget = 0, Budget()
+        known = self._known_outcomes(requirements)
+        for node in self.nodes:
+            if node not in nodes:
+                continue
+            gpus, free = self._memory.free[node]
+            if not free:
+                continue
+            before = known.get(node)
+            if before is not None and before[0] is gpus:
+                outcome = before[1]
+            else:
+                outcome = self._outcome(requirements, node, budget)
+                if outcome is not Outcome.UNKNOWN:  # depends on the steps used for other nodes, too
+                    known[node] = (gpus, outcome)
+            if outcome is Outcome.FITS:
+                return Found(outcome, node)
+            undecided += outcome is Outcome.UNKNOWN
+            if undecided >= MAX_UNDECIDED_NODES:
+                break
+        return Found(Outcome.UNKNOWN if undecided else Outcome.NONE)
+
+    def _known_outcomes(self, requirements: ClaimRequirements) -> dict[str, tuple[tuple[FleetGpu, ...], Outcome]]:
+        outcomes = self._memory.outcomes
+        if requirements not in outcomes and len(outcomes) >= MAX_REQUIREMENTS:
+            outcomes.clear()
+        return outcomes.setdefault(requirements, {})
+
+    def _outcome(self, requirements: ClaimRequirements, node: str, budget: Budget) -> Outcome:
+        """Nodes with equal states have the same answer, unless attribute values or held devices matter."""
+        gpus, states, requests = self.fleet.nodes[node], self.states(node), requirements.requests
+        alike: Hashable = None
+        if not requirements.constraints and all(request.count is not None for request in requests):
+            alike = (requirements, states, tuple(request.selector.on(entry) for request in requests for entry in gpus))
+            if alike in self._outcomes:
+                return self._outcomes[alike]
+        outcome = fits(gpus, states, requirements, self.matching.value, budget, in_use=not self._empty)
+        if alike is not None:
+            self._outcomes[alike] = outcome
+        return outcome
+
+    def kinds(self, selector: Selector, nodes: Nodes) -> dict[Kind, Group]:
+        """The kinds of devices that ``selector`` selects on ``nodes``, held or not, and the GPUs that have them."""
+        where = (selector, nodes)
+        memory = self._memory.kinds
+        if where not in memory:
+            if len(memory) >= MAX_SELECTIONS:
+                memory.clear()
+            alike: dict[Matches, list[str]] = {}
+            for entry in self.on(nodes):
+                alike.setdefault(selector.on(entry), []).append(entry.gpu.uuid)
+            found: dict[Kind, list[str]] = {}
+            for matches, gpus in alike.items():
+                for kind in matches.keys.items():
+                    found.setdefault(Kind(*kind), []).extend(gpus)
+            memory[where] = {kind: frozenset(gpus) for kind, gpus in found.items()}
+        return cast("dict[Kind, Group]", memory[where])
+
+    def having(self, key: Key) -> int:
+        """The number of GPUs in the whole fleet that have devices of ``key``."""
+        having = self._memory.having
+        if not having:
+            alike = Counter((entry.state.geometry, bool(entry.shares)) for entry in self.fleet)
+            for (geometry, shared), count in alike.items():
+                for each in GpuState(geometry, shares=int(shared)).offered():
+                    having[each] += count
+        return having[key]
+
+    def most_on_one_node(self, request: DeviceRequest, nodes: Nodes) -> int:
+        """The most devices for ``request`` that one of ``nodes`` can provide at once."""
+        return max(
+            (
+                sum(map(most_devices, self.states(node), map(request.selector.on, self.fleet.nodes[node])))
+                for node in self.nodes
+                if node in nodes
+            ),
+            default=0,
+        )
+
+    def sets(self, request: DeviceRequest, kind: Kind, nodes: Nodes, attributes: tuple[str, ...]) -> list[list[str]]:
+        """The GPUs on ``nodes`` with selected devices of ``kind``, by node and values of ``attributes``.
+
+        GPUs without a value of one of the attributes are left out.
+        """
+        found: dict[Hashable, list[str]] = {}
+        selected = self.kinds(request.selector, nodes).get(kind, frozenset())
+        for entry in self.on(nodes):
+            if entry.gpu.uuid not in selected or (request.count is None and self._refuses_all(request, entry.node)):
+                continue
+            start = _a_start(entry, kind)
+            values = tuple(self.matching.value(entry, kind.key, start, name) for name in attributes)
+            if None not in values:
+                found.setdefault((entry.node, values), []).append(entry.gpu.uuid)
+        return list(found.values())
+
+    def _refuses_all(self, request: DeviceRequest, node: str) -> bool:
+        """Whether the scheduler refuses a request for all devices there, since some of them are in use."""
+        return not self._empty and any(is_in_use(entry, request.selector.on(entry)) for entry in self.fleet.nodes[node])
+
+
+def _a_start(entry: FleetGpu, kind: Kind) -> int:
+    """The start of any device of ``kind``: those of one GPU differ in no attribute by which GPUs are grouped."""
+    if kind.starts:
+        return min(kind.starts)
+    profile = entry.gpu.profile_named(kind.key.profile) if kind.key.profile is not None else None
+    return profile.placements[0].start if profile is not None else 0

@@ -1,0 +1,358 @@
+"""The devices of a GPU that a request selects, by the attributes in the GPU's slices (pure).
+
+A fleet has a quarter of a million devices and few kinds of GPU. Selectors read few attributes; GPUs that don't differ
+in those share one answer, which is computed once and remembered as long as the GPU is the same object.
+
+A claim has up to 1,024 expressions of 10 KiB, and one evaluation may take a second. Each namespace therefore has a
+budget of processor time, so that the claims of one tenant can't keep the controller from deciding for the others.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial, reduce
+from operator import or_
+from typing import Any, NamedTuple, TypeVar
+
+from controller.cluster.fleet import FleetGpu, Hardware
+from controller.demand.equivalence_classes import (
+    BY_PLACEMENT,
+    FACT_OF,
+    EquivalenceClasses,
+    ExampleDevices,
+    Names,
+    device_at,
+    representatives,
+)
+from deviceclasses.cel import CelDevice, Program, ReferencedAttributes, compile_selector, from_slice_device
+from driver.errors import CelError
+from driver.model.device import SLICE_VALUE, Device, DeviceKind
+from driver.placement import SHARE, GpuState, Key, Spot, key_of, spot_of
+from driver.slices.attributes import STANDARD, attributes, capacity
+
+MAX_SELECTORS = 512
+"""Selectors of a namespace, expressions, and sets of attributes that are remembered."""
+
+MAX_SELECTIONS = 50_000
+"""Selectors, each on one set of nodes, of which the result is remembered."""
+
+BUDGET_SECONDS = 3.0
+"""Processor time that a namespace has at once; decisions have to follow each other within 20 s."""
+
+REFILL_PER_SECOND = 0.05
+"""The part of a second that comes back to the budget each second."""
+
+RETRY_SECONDS = 60.0
+"""Time for which selectors stay refused after the budget was exhausted."""
+
+EXHAUSTED = (
+    "the selectors of this namespace take too long to evaluate: Tessera limits the time for them; make them fewer, "
+    "shorter or simpler"
+)
+
+T = TypeVar("T")
+
+
+class BudgetExhausted(Exception):
+    """No processor time is left in the budget."""
+
+
+class SelectorTime:
+    """The budget of processor time of one namespace; remembered answers cost nothing. For one thread."""
+
+    def __init__(
+        self,
+        budget: float = BUDGET_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        processor_time: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """``budget`` in seconds; infinite for DeviceClasses, which administrators write."""
+        self._budget, self._clock, self._processor_time = budget, clock, processor_time
+        self._left, self._filled_at = budget, clock()
+        self._refused_at: float | None = None
+
+    def spend(self, work: Callable[[], T]) -> T:
+        """Call ``work`` and subtract its processor time. Raises BudgetExhausted if no time is left to begin."""
+        now = self._clock()
+        self._left = min(self._budget, self._left + (now - self._filled_at) * REFILL_PER_SECOND)
+        self._filled_at = now
+        if self._left <= 0:
+            self._refused_at = self._refused_at or now
+            raise BudgetExhausted
+        began = self._processor_time()
+        try:
+            return work()
+        finally:
+            self._left -= self._processor_time() - began
+
+    def retry(self) -> bool:
+        """Whether to try refused selectors again now; at most every RETRY_SECONDS."""
+        if self._refused_at is None or self._clock() - self._refused_at < RETRY_SECONDS:
+            return False
+        self._refused_at = None
+        return True
+
+
+class Failure(NamedTuple):
+    """An expression that fails for a device; when the scheduler meets it, it stops scheduling the pod."""
+
+    device: Device
+    expression: str
+    message: str
+
+
+@dataclass(frozen=True, eq=False)
+class Matches:
+    """The devices of one GPU that a request selects: the starts of placements of each key, or None for all.
+
+    Equivalent GPUs share one object, so it is compared by identity. ``failures``: devices, of this GPU or of an
+    equivalent one, for which evaluation fails.
+    """
+
+    keys: Mapping[Key, frozenset[int] | None]
+    failures: tuple[Failure, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.keys)
+
+    def has(self, key: Key, start: int) -> bool:
+        starts = self.keys.get(key, frozenset())
+        return starts is None or start in starts
+
+    def limited_to(self, spots: Collection[Spot]) -> Matches:
+        """The selected devices at ``spots``."""
+        starts: dict[Key, set[int]] = {}
+        for spot in spots:
+            if self.has(*spot):
+                starts.setdefault(spot.key, set()).add(spot.at)
+        return _shared_matches(frozenset((key, frozenset(each)) for key, each in starts.items()))
+
+
+NOTHING = Matches({})
+
+
+@lru_cache(1 << 12)
+def _shared_matches(keys: frozenset[tuple[Key, frozenset[int]]]) -> Matches:
+    return Matches(dict(keys))
+
+
+@lru_cache(1 << 16)
+def free_spots(state: GpuState, matches: Matches) -> tuple[Spot, ...]:
+    """The spots at which a selected device could be allocated; of shares, which are equivalent, the first."""
+    found: list[Spot] = []
+    for key, starts in matches.keys.items():
+        spots = [spot for spot in state.spots(key) if starts is None or spot.at in starts]
+        found += spots[:1] if key == SHARE else spots
+    return tuple(found)
+
+
+@lru_cache(1 << 16)
+def most_devices(state: GpuState, matches: Matches) -> int:
+    """The number of selected devices that the GPU can provide at once."""
+    return max((1 + most_devices(state.take(spot), matches) for spot in free_spots(state, matches)), default=0)
+
+
+def slices_of(state: GpuState, key: Key) -> float:
+    """The memory slices that a device of ``key`` takes on such a GPU."""
+    if key == SHARE and state.shares:
+        return SLICE_VALUE // state.shares * state.geometry.slices / SLICE_VALUE
+    windows = state.geometry.windows.get(key.profile or "", ())
+    return float(windows[0].bit_count() if windows else state.geometry.slices)
+
+
+def is_in_use(entry: FleetGpu, matches: Matches) -> bool:
+    """Whether a selected device is published and not free: allocated, or on an unhealthy GPU."""
+    if entry.fault is not None and matches:
+        return True
+    return any(matches.has(*spot_of(device)) for device in entry.held)
+
+
+class Selector:
+    """The CEL expressions of a class and of a request, in the scheduler's order."""
+
+    def __init__(
+        self,
+        driver: str,
+        programs: tuple[Program, ...],
+        classes: EquivalenceClasses,
+        time: SelectorTime,
+        *,
+        is_about_us: bool,
+    ) -> None:
+        """``is_about_us``: it reads attributes of this driver, so it selects no other driver's devices."""
+        self._time = time
+        self.is_about_us = is_about_us
+        self.expressions = tuple(program.expression for program in programs)
+        self._driver = driver
+        self._programs = programs
+        self._classes = classes
+        self._by_placement = classes.names is None or BY_PLACEMENT in classes.names
+        self._by_number: dict[int, Matches] = {}
+        self._by_numbers: dict[tuple[int, ...], Matches] = {}
+
+    def on(self, entry: FleetGpu) -> Matches:
+        """The devices that it selects of one GPU, held or not."""
+        numbers = self._classes.of(entry)
+        found = self._by_numbers.get(numbers)
+        if found is None:
+            examples = self._classes.examples.of(entry)
+            parts = [self._part(number, entry, each.kind) for number, each in zip(numbers, examples, strict=True)]
+            found = self._by_numbers[numbers] = _joined([part for part in parts if part or part.failures])
+        return found
+
+    def _part(self, number: int, entry: FleetGpu, kind: DeviceKind) -> Matches:
+        if number not in self._by_number:
+            self._by_number[number] = self._select(entry, kind)
+        return self._by_number[number]
+
+    def _select(self, entry: FleetGpu, kind: DeviceKind) -> Matches:
+        keys: dict[Key, frozenset[int] | None] = {}
+        failures: list[Failure] = []
+        for devices in representatives(entry, kind, each_placement=self._by_placement):
+            verdicts = [(device, self._timed_verdict(device)) for device in devices]
+            failures += [verdict for _, verdict in verdicts if isinstance(verdict, Failure)]
+            selected = [device for device, verdict in verdicts if verdict is True]
+            if selected:
+                starts = frozenset(device.placement.start for device in selected if device.placement)
+                keys[key_of(devices[0])] = None if len(selected) == len(devices) else starts
+        return Matches(keys, tuple(failures)) if keys or failures else NOTHING
+
+    def _timed_verdict(self, device: Device) -> bool | Failure:
+        try:
+            return self._time.spend(partial(self._verdict, device))
+        except BudgetExhausted:
+            return Failure(device, self.expressions[-1], EXHAUSTED)
+
+    def _verdict(self, device: Device) -> bool | Failure:
+        """Whether all expressions select the device; the first that is false or fails decides."""
+        seen = cel_device(self._driver, device, self._classes.names)
+        for program in self._programs:
+            verdict = program.verdict(seen)
+            if isinstance(verdict, str):
+                return Failure(device, program.expression, verdict)
+            if not verdict:
+                return False
+        return True
+
+
+@dataclass
+class FeasibilityMemory:
+    """Results about fleets with the same hardware, reused from one decision to the next.
+
+    ``kinds`` by selector and nodes. ``free`` slices and ``outcomes`` of a node hold as long as its GPUs are the same
+    objects; ``order`` are the nodes by free slices.
+    """
+
+    hardware: Hardware | None
+    kinds: dict[Any, Any] = field(default_factory=dict)
+    free: dict[str, tuple[tuple[FleetGpu, ...], float]] = field(default_factory=dict)
+    order: list[tuple[float, str]] = field(default_factory=list)
+    having: Counter[Key] = field(default_factory=Counter)
+    outcomes: dict[Any, dict[str, tuple[tuple[FleetGpu, ...], Any]]] = field(default_factory=dict)
+
+
+class NamespaceSelectors(NamedTuple):
+    """The remembered selectors of one namespace, by their expressions, and its budget for more."""
+
+    selector: Callable[[tuple[str, ...], tuple[str, ...]], Selector | CelError]
+    time: SelectorTime
+
+
+class Matching:
+    """Selectors by their text; all GPUs belong to ``driver``. Kept from decision to decision for what it remembers."""
+
+    def __init__(self, driver: str) -> None:
+        self.driver = driver
+        self.program = lru_cache(MAX_SELECTORS)(_compiled)
+        self._namespaces: dict[str, NamespaceSelectors] = {}
+        self._feasibility_memory = FeasibilityMemory(None)
+        examples = ExampleDevices()
+        self._classes = lru_cache(MAX_SELECTORS)(lambda names: EquivalenceClasses(names, examples))
+
+    def feasibility_memory(self, hardware: Hardware) -> FeasibilityMemory:
+        """The results about fleets of that hardware."""
+        memory = self._feasibility_memory
+        if memory.hardware is not hardware or len(memory.kinds) > MAX_SELECTIONS:
+            memory = self._feasibility_memory = FeasibilityMemory(hardware)
+        return memory
+
+    def selector(
+        self, expressions: tuple[str, ...], capacity_conditions: tuple[str, ...] = (), namespace: str = ""
+    ) -> Selector | CelError:
+        """The selector made of all these expressions, or why one of them is refused.
+
+        The time for it counts for ``namespace``, that of the claim; "" for the expressions of a DeviceClass alone.
+        """
+        known = self._namespaces.get(namespace)
+        if known is None or known.time.retry():
+            budget = BUDGET_SECONDS if namespace else math.inf
+            time = SelectorTime(budget) if known is None else known.time
+            make = lru_cache(MAX_SELECTORS)(partial(self._selector, time))
+            known = self._namespaces[namespace] = NamespaceSelectors(make, time)
+        return known.selector(expressions, capacity_conditions)
+
+    def _selector(
+        self, time: SelectorTime, expressions: tuple[str, ...], capacity_conditions: tuple[str, ...]
+    ) -> Selector | CelError:
+        programs: list[Program] = []
+        for expression in (*expressions, *capacity_conditions):
+            try:
+                program = time.spend(partial(self.program, expression))
+            except BudgetExhausted:
+                return CelError(EXHAUSTED, expression)
+            if isinstance(program, CelError):
+                return program
+            programs.append(program)
+        referenced = reduce(or_, (program.referenced for program in programs), ReferencedAttributes())
+        classes = self._classes(_names(self.driver, referenced))
+        about_us = any(self._reads_ours(program.referenced) for program in programs[: len(expressions)])
+        return Selector(self.driver, tuple(programs), classes, time, is_about_us=about_us)
+
+    def is_about_us(self, expressions: Iterable[str]) -> bool:
+        """Whether any of ``expressions``, of which one is refused, may read attributes of this driver."""
+        return any(self.driver in text for text in expressions)
+
+    def _reads_ours(self, referenced: ReferencedAttributes) -> bool:
+        return any(domain == self.driver for domain, _ in referenced.attributes | referenced.capacity)
+
+    def value(self, entry: FleetGpu, key: Key, start: int, attribute: str) -> Hashable | None:
+        """The value that constraints compare: a device's attribute, by its full name; None where it has none."""
+        name = attribute.removeprefix(f"{self.driver}/")
+        device = device_at(entry, key, start)
+        fact = FACT_OF[device.kind].get(name)
+        value = fact(device) if fact is not None else None
+        return None if value is None else (type(value), value)
+
+
+def cel_device(driver: str, device: Device, names: Names = None) -> CelDevice:
+    """``device`` as the scheduler reads it from its slice; with ``names`` only those of its attributes."""
+    said = attributes(device)
+    if names is not None:
+        said = {name: value for name, value in said.items() if name in names}
+    return from_slice_device(driver, {"name": device.name, "attributes": said, "capacity": capacity(device)})
+
+
+def _joined(parts: list[Matches]) -> Matches:
+    """The matches of all kinds of devices as one."""
+    if len(parts) < 2:
+        return parts[0] if parts else NOTHING
+    keys = {key: starts for part in parts for key, starts in part.keys.items()}
+    return Matches(keys, tuple(failure for part in parts for failure in part.failures))
+
+
+def _compiled(expression: str) -> Program | CelError:
+    try:
+        return compile_selector(expression)
+    except CelError as error:
+        return error
+
+
+def _names(driver: str, referenced: ReferencedAttributes) -> Names:
+    prefixes = {driver: "", STANDARD.rstrip("/"): STANDARD}
+    if referenced.everything:
+        return None
+    return frozenset(prefixes[domain] + name for domain, name in referenced.attributes if domain in prefixes)

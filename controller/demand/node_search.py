@@ -1,0 +1,269 @@
+"""Whether devices of one node can satisfy the requirements of claims, by the scheduler's rules (pure).
+
+One bounded depth-first search answers this for the GPUs of a node (``fits``) and for a set of its devices
+(``find_devices``). It tries requests with the fewest choices first and equivalent devices once, does not repeat a
+state that failed, and abandons a request as soon as its GPUs lack capacity for it. After a number of steps it gives up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from enum import Enum
+
+from controller.cluster.fleet import FleetGpu
+from controller.demand.matching import Matches, free_spots, is_in_use, most_devices, slices_of
+from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, Constraint
+from driver.placement import GpuState, Key, Spot
+
+NODE_STEPS = 500
+"""Devices tried on one node."""
+
+FLEET_STEPS = 4000
+"""Devices tried on all nodes for one set of requirements."""
+
+PUBLISHED_STEPS = 300
+"""Devices tried on one node among those that its slices offer."""
+
+States = tuple[GpuState, ...]
+Bound = tuple[Hashable, ...]
+"""For each constraint the value that its devices share, None while it has no devices; if distinct, all their values."""
+
+ValueOf = Callable[[FleetGpu, Key, int, str], Hashable | None]
+
+
+class Outcome(Enum):
+    """``UNKNOWN``: the search was given up."""
+
+    FITS = "fits"
+    NONE = "none"
+    UNKNOWN = "unknown"
+
+
+class Budget:
+    """The steps left for all nodes together."""
+
+    def __init__(self, steps: int = FLEET_STEPS) -> None:
+        self.left = steps
+
+
+class _GivenUp(Exception):
+    """The search has used all its steps."""
+
+
+def fits(
+    gpus: Sequence[FleetGpu],
+    states: States,
+    requirements: ClaimRequirements,
+    value_of: ValueOf,
+    budget: Budget,
+    *,
+    in_use: bool = True,
+) -> Outcome:
+    """Whether ``gpus`` of one node, in ``states``, can provide all devices of ``requirements``.
+
+    ``in_use``: the scheduler refuses a request for all devices where one of them is in use.
+    """
+    matches = [[request.selector.on(entry) for entry in gpus] for request in requirements.requests]
+    return _Search(gpus, states, requirements, matches, value_of, budget, in_use=in_use).run(states)
+
+
+def find_devices(
+    gpus: Sequence[FleetGpu],
+    published: Mapping[str, Collection[Spot]],
+    requirements: ClaimRequirements,
+    value_of: ValueOf,
+) -> list[tuple[FleetGpu, Spot]]:
+    """Published devices of one node that satisfy ``requirements`` together, in the order of the requests; else none.
+
+    ``published`` are the free devices by UUID of their GPU. A request for all devices is never satisfied: devices that
+    are not published count for it, too.
+    """
+    if any(request.count is None for request in requirements.requests):
+        return []
+    matches = [
+        [request.selector.on(entry).limited_to(published[entry.gpu.uuid]) for entry in gpus]
+        for request in requirements.requests
+    ]
+    states = tuple(entry.state for entry in gpus)
+    search = _Search(gpus, states, requirements, matches, value_of, Budget(PUBLISHED_STEPS), record=True)
+    return search.devices if search.run(states) is Outcome.FITS else []
+
+
+class _Search:
+    """The depth-first search on one node. ``matches``: for each request what it selects of each GPU."""
+
+    def __init__(
+        self,
+        gpus: Sequence[FleetGpu],
+        states: States,
+        requirements: ClaimRequirements,
+        matches: Sequence[Sequence[Matches]],
+        value_of: ValueOf,
+        budget: Budget,
+        *,
+        in_use: bool = True,
+        record: bool = False,
+    ) -> None:
+        """``record``: find out which devices satisfy the requirements, not only whether some do."""
+        self._order = _fewest_choices_first(states, requirements, matches)
+        self._requests = [requirements.requests[index] for index in self._order]
+        self._matches = [matches[index] for index in self._order]
+        self._constraints: list[list[tuple[int, Constraint]]] = [
+            [pair for pair in enumerate(requirements.constraints) if index in pair[1].requests] for index in self._order
+        ]
+        self._start: Bound = tuple(frozenset() if each.distinct else None for each in requirements.constraints)
+        self._too_many = requirements.too_many
+        self._gpus = gpus
+        self._value_of = value_of
+        self._in_use = in_use
+        self._record = record
+        self._chosen: list[tuple[int, int, Spot]] = []
+        self._failed: set[Hashable] = set()
+        self._values: dict[Hashable, Hashable | None] = {}
+        self._budget = budget
+        self._steps = 0
+
+    def run(self, states: States) -> Outcome:
+        if self._too_many or self._needed(states) > sum(state.free for state in states):
+            return Outcome.NONE
+        try:
+            found = self._satisfy(0, 0, states, self._start)
+        except _GivenUp:
+            return Outcome.UNKNOWN
+        return Outcome.FITS if found else Outcome.NONE
+
+    @property
+    def devices(self) -> list[tuple[FleetGpu, Spot]]:
+        """The recorded devices in the order of the requests."""
+        ordered = sorted(self._chosen, key=lambda each: self._order[each[0]])
+        return [(self._gpus[position], spot) for _, position, spot in ordered]
+
+    def _needed(self, states: States) -> float:
+        """The least number of memory slices that satisfies all requests."""
+        found = 0.0
+        for request, each in zip(self._requests, self._matches, strict=True):
+            pairs = zip(states, each, strict=True)
+            found += (request.count or 1) * min(
+                (slices_of(s, key) for s, matches in pairs for key in matches.keys), default=0
+            )
+        return found
+
+    def _satisfy(self, index: int, taken: int, states: States, bound: Bound) -> bool:
+        """Whether the requests from ``index`` on can be satisfied after ``taken`` devices."""
+        if index == len(self._requests):
+            return taken <= MAX_DEVICES
+        count = self._requests[index].count
+        if count is None:
+            return self._take_all(index, taken, states, bound)
+        return self._take(index, count, taken, states, bound)
+
+    def _take(self, index: int, left: int, taken: int, states: States, bound: Bound) -> bool:
+        if not left:
+            return self._satisfy(index + 1, taken, states, bound)
+        if self._capacity(index, states, bound) < left:
+            return False
+        if index + 1 == len(self._requests) and not self._constraints[index] and not self._record:
+            return taken + left <= MAX_DEVICES
+        where = (index, left, taken, states, bound)
+        if where in self._failed:
+            return False
+        self._step()
+        for position, spot, now in self._choices(index, states, bound):
+            self._chosen.append((index, position, spot))
+            if self._take(index, left - 1, taken + 1, _taken(states, position, spot), now):
+                return True
+            self._chosen.pop()
+        self._failed.add(where)
+        return False
+
+    def _capacity(self, index: int, states: States, bound: Bound) -> int:
+        """An upper limit of the devices that the node can still provide for a request and its constraints."""
+        constraints = self._constraints[index]
+        by_value: list[Counter[Hashable]] = [Counter() for _ in constraints]
+        total = 0
+        for position, (state, matches) in enumerate(zip(states, self._matches[index], strict=True)):
+            usable = [
+                spot for spot in free_spots(state, matches) if self._bind(index, position, spot, bound) is not None
+            ]
+            capacity = most_devices(state, matches) if usable else 0
+            total += capacity
+            for (_, constraint), counts in zip(constraints, by_value, strict=True):
+                for value in {self._value(position, spot, constraint.attribute) for spot in usable}:
+                    counts[value] += capacity
+        for (_, constraint), counts in zip(constraints, by_value, strict=True):
+            total = min(total, len(counts) if constraint.distinct else max(counts.values(), default=0))
+        return total
+
+    def _choices(self, index: int, states: States, bound: Bound) -> Iterator[tuple[int, Spot, Bound]]:
+        """Spots for one more device and the values they bind constraints to; of equivalent spots the first."""
+        tried = set()
+        positions_differ = any(self._constraints[index + 1 :])
+        for position, (state, matches) in enumerate(zip(states, self._matches[index], strict=True)):
+            others = tuple(each[position] for each in self._matches[index:])
+            for spot in free_spots(state, matches):
+                now = self._bind(index, position, spot, bound)
+                equivalent = (position if positions_differ else None, state, others, spot, now)
+                if now is not None and equivalent not in tried:
+                    tried.add(equivalent)
+                    yield position, spot, now
+
+    def _take_all(self, index: int, taken: int, states: States, bound: Bound) -> bool:
+        """Takes all selected devices that fit beside each other; refused where one of them is not free."""
+        if self._in_use and any(is_in_use(*each) for each in zip(self._gpus, self._matches[index], strict=True)):
+            return False
+        before = taken
+        for position, matches in enumerate(self._matches[index]):
+            while free := free_spots(states[position], matches):
+                spot = free[0]
+                now = self._bind(index, position, spot, bound)
+                if now is None:
+                    return False
+                states, bound, taken = _taken(states, position, spot), now, taken + 1
+        return taken > before and self._satisfy(index + 1, taken, states, bound)
+
+    def _bind(self, index: int, position: int, spot: Spot, bound: Bound) -> Bound | None:
+        """The values of the constraints with one more device; None where it violates one."""
+        found = list(bound)
+        for number, constraint in self._constraints[index]:
+            value = self._value(position, spot, constraint.attribute)
+            before = found[number]
+            if isinstance(before, frozenset):
+                if value is None or value in before:
+                    return None
+                found[number] = before | {value}
+            elif value is None or before not in {None, value}:
+                return None
+            else:
+                found[number] = value
+        return tuple(found)
+
+    def _value(self, position: int, spot: Spot, attribute: str) -> Hashable | None:
+        where = (position, spot, attribute)
+        if where not in self._values:
+            self._values[where] = self._value_of(self._gpus[position], spot.key, spot.at, attribute)
+        return self._values[where]
+
+    def _step(self) -> None:
+        self._steps += 1
+        self._budget.left -= 1
+        if self._steps > NODE_STEPS or self._budget.left < 0:
+            raise _GivenUp
+
+
+def _fewest_choices_first(
+    states: States, requirements: ClaimRequirements, matches: Sequence[Sequence[Matches]]
+) -> Sequence[int]:
+    """The order in which to try requests: those that must fail fail early.
+
+    A request for all devices keeps the order: it takes the devices that earlier requests leave.
+    """
+    requests = requirements.requests
+    if len(requests) == 1 or any(request.count is None for request in requests):
+        return range(len(requests))
+    choices = [sum(len(free_spots(*pair)) for pair in zip(states, each, strict=True)) for each in matches]
+    return sorted(range(len(requests)), key=lambda index: (choices[index], index))
+
+
+def _taken(states: States, position: int, spot: Spot) -> States:
+    return (*states[:position], states[position].take(spot), *states[position + 1 :])

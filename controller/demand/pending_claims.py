@@ -1,0 +1,338 @@
+"""Pending claims: the unallocated claims of pending pods, and the nodes on which these pods may run (pure).
+
+The scheduler allocates claims only for pods that it is about to place, so a claim without such a pod needs no devices.
+A pod that requests an extended resource has no claim before it is placed (KEP-5004); its future claim is derived here.
+
+Nodes are selected by the scheduler's rules for node affinity, unschedulable nodes and taints. Other resources, ports,
+volumes and pod affinity are left to the scheduler: offers on nodes that those exclude are superfluous, and the claim
+gets wider offers later (``controller.demand.starvation``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice, product
+
+import msgspec
+
+from controller.cluster.claim_index import ClusterState, claims_of
+from controller.cluster.fleet import Fleet
+from controller.demand.feasibility import Feasibility, Found, Nodes
+from controller.demand.matching import Matching
+from controller.demand.node_search import Outcome
+from controller.demand.requirements import MAX_COMBINATIONS, ClaimRequirements, Refusal, RequirementsReader, joined
+from deviceclasses.cel.library.quantity import parse_quantity
+from deviceclasses.cel.values import EvaluationError
+from driver.kube.types import (
+    Claim,
+    ClaimSpec,
+    Container,
+    DeviceClaim,
+    DeviceClass,
+    ExactDeviceRequest,
+    Expression,
+    Key,
+    Metadata,
+    Node,
+    NodeSelector,
+    NodeTerm,
+    Pod,
+    PodSpec,
+    Request,
+    Taint,
+    Toleration,
+)
+from driver.slices.names import Pool
+
+IMPLICIT = "deviceclass.resource.kubernetes.io/"
+"""The prefix of the extended resource that every class has, before its name."""
+
+ALWAYS = "Always"
+"""The restart policy of an init container that keeps running beside the others (a sidecar)."""
+
+
+CORDONED = Taint("node.kubernetes.io/unschedulable", "NoSchedule")
+"""The taint that a pod must tolerate to run on an unschedulable node."""
+
+BLOCKING = frozenset({"NoSchedule", "NoExecute"})
+
+
+@dataclass(frozen=True, eq=False)
+class PendingClaim:
+    """An unallocated claim and its pending pods. ``not_created``: the scheduler creates it when it places the pod."""
+
+    claim: Claim
+    pods: tuple[Pod, ...]
+    not_created: bool = False
+
+    @property
+    def key(self) -> str:
+        """``namespace/name`` of the claim, or of the pod that has none yet."""
+        return self.claim.metadata.path
+
+
+class Queue:
+    """The pending claims and their feasibility on the present fleet."""
+
+    def __init__(
+        self, cluster: ClusterState, fleet: Fleet, matching: Matching, eligibility: Eligibility | None = None
+    ) -> None:
+        self.cluster = cluster
+        self.feasibility = Feasibility(fleet, matching)
+        self.pending = pending_claims(cluster.claims.unallocated, cluster.classes, cluster.pods)
+        self._eligibility = eligibility or Eligibility(cluster.nodes)
+        reader = RequirementsReader(matching, cluster.classes, self.feasibility.selects_any)
+        self._requirements = {each.key: reader.of(each.claim) for each in self.pending}
+        self._claims_of_pod: dict[str, list[PendingClaim]] = {}
+        for each in self.pending:
+            for pod in each.pods:
+                self._claims_of_pod.setdefault(pod.metadata.path, []).append(each)
+
+    def requirements(self, pending: PendingClaim) -> tuple[ClaimRequirements, ...] | Refusal:
+        """The requirements for each combination of alternatives; none if the claim is for other drivers' devices."""
+        return self._requirements[pending.key]
+
+    def nodes_for(self, pod: Pod) -> Nodes:
+        """The nodes on which ``pod`` may run, given its claims that are allocated."""
+        allocations = (self.cluster.claims.allocation(key) for key in claims_of(pod))
+        selectors = [each.node_selector for each in allocations if each is not None and each.node_selector is not None]
+        return self._eligibility.nodes_for(pod, selectors)
+
+    def nodes(self, pending: PendingClaim) -> Nodes:
+        """The nodes on which any of its pods may run."""
+        sets = [self.nodes_for(pod) for pod in pending.pods]
+        return sets[0] if len(sets) == 1 else frozenset().union(*sets)
+
+    def found(self, pending: PendingClaim, feasibility: Feasibility | None = None) -> Found:
+        """A node that satisfies it and the other claims of one of its pods; now, or by another ``feasibility``."""
+        feasibility = feasibility or self.feasibility
+        undecided = False
+        for pod in pending.pods:
+            nodes = self.nodes_for(pod)
+            for requirements in self.combinations(pod):
+                found = feasibility.find_node(requirements, nodes)
+                if found.outcome is Outcome.FITS:
+                    return found
+                undecided |= found.outcome is Outcome.UNKNOWN
+        return Found(Outcome.UNKNOWN if undecided else Outcome.NONE)
+
+    def satisfiable(self, pending: PendingClaim) -> bool:
+        """Whether free placements would satisfy it; True, too, where the bounded search gave up.
+
+        False for claims for other drivers' devices only.
+        """
+        requirements = self.requirements(pending)
+        if isinstance(requirements, Refusal) or not requirements:
+            return False
+        return self.found(pending).outcome is not Outcome.NONE
+
+    def chosen(self, pending: PendingClaim) -> ClaimRequirements | None:
+        """The first combination of alternatives that is feasible, or else the first; None if there is none."""
+        requirements = self.requirements(pending)
+        if isinstance(requirements, Refusal) or not requirements:
+            return None
+        if len(requirements) == 1:
+            return requirements[0]
+        nodes = self.nodes(pending)
+        return next((each for each in requirements if self.feasibility.could(each, nodes)), requirements[0])
+
+    def companions(self, pending: PendingClaim) -> list[PendingClaim]:
+        """The claims that must be satisfied on the same node, itself among them."""
+        found = {id(each): each for pod in pending.pods for each in self.of_pod(pod)}
+        return [each for each in found.values() if self.requirements(each)]
+
+    def of_pod(self, pod: Pod) -> list[PendingClaim]:
+        """The pending claims of ``pod``."""
+        return self._claims_of_pod[pod.metadata.path]
+
+    @cached_property
+    def holders(self) -> dict[tuple[str, str], str]:
+        """The claim (``namespace/name``) to which a device is allocated, by node and name of the device."""
+        driver = self.feasibility.matching.driver
+        nodes = {Pool(node, driver).name: node for node in self.feasibility.fleet.nodes}
+        return {
+            (nodes[result.pool], result.device): claim.metadata.path
+            for claim in self.cluster.claims
+            if claim.status.allocation is not None
+            for result in claim.status.allocation.devices.results
+            if result.driver == driver and result.pool in nodes and not result.admin_access
+        }
+
+    def combinations(self, pod: Pod) -> Iterator[ClaimRequirements]:
+        """The joint requirements of a pod's claims, for each combination; none where one of them was refused."""
+        read = [self.requirements(each) for each in self.of_pod(pod)]
+        ours = [each for each in read if not isinstance(each, Refusal) and each]
+        if any(isinstance(each, Refusal) for each in read):
+            return iter(())
+        return (joined(chosen) for chosen in islice(product(*ours), MAX_COMBINATIONS))
+
+
+def pending_claims(claims: Iterable[Claim], classes: Iterable[DeviceClass], pods: Iterable[Pod]) -> list[PendingClaim]:
+    """All pending claims in the order of ``claims``, then of ``pods``."""
+    queued = [pod for pod in pods if _is_pending(pod)]
+    users: dict[Key, list[Pod]] = {}
+    for pod in queued:
+        for key in claims_of(pod):
+            users.setdefault(key, []).append(pod)
+    found = [
+        PendingClaim(claim, tuple(users[claim.metadata.key]))
+        for claim in claims
+        if claim.metadata.key in users and claim.status.allocation is None and not claim.metadata.deletion_timestamp
+    ]
+    by_resource = classes_by_resource(classes)
+    not_created = ((pod, claim_for(pod, by_resource)) for pod in queued)
+    return [*found, *(PendingClaim(claim, (pod,), not_created=True) for pod, claim in not_created if claim is not None)]
+
+
+def _is_pending(pod: Pod) -> bool:
+    """Whether the scheduler tries to place the pod, or will."""
+    return pod.status.phase == "Pending" and not pod.metadata.deletion_timestamp and not pod.spec.scheduling_gates
+
+
+def classes_by_resource(classes: Iterable[DeviceClass]) -> dict[str, str]:
+    """Class names by extended resource. Of several classes the newest counts, then the first by name."""
+    ordered = sorted(classes, key=lambda each: each.metadata.name, reverse=True)
+    ordered.sort(key=lambda each: each.metadata.creation_timestamp or "")
+    explicit = {each.spec.extended_resource_name: each.metadata.name for each in ordered}
+    implicit = {IMPLICIT + each.metadata.name: each.metadata.name for each in ordered}
+    return implicit | {resource: name for resource, name in explicit.items() if resource}
+
+
+def claim_for(pod: Pod, by_resource: Mapping[str, str]) -> Claim | None:
+    """The claim that the scheduler will create for the pod's extended resources, if it requests any and has none."""
+    if pod.status.extended_resource_claim_status is not None or pod.spec.node_name:
+        return None
+    names = {name for each in _containers(pod) for name in _requests(each) if name in by_resource or _implicit(name)}
+    counts = {name: _amount(pod, name) for name in sorted(names)}
+    requests = tuple(
+        Request(name, ExactDeviceRequest(by_resource.get(name, name.removeprefix(IMPLICIT)), count=count))
+        for name, count in counts.items()
+        if count
+    )
+    if not requests:
+        return None
+    return Claim(Metadata(name=pod.metadata.name, namespace=pod.metadata.namespace), ClaimSpec(DeviceClaim(requests)))
+
+
+def _implicit(name: str) -> bool:
+    return name.startswith(IMPLICIT)
+
+
+def _containers(pod: Pod) -> tuple[Container, ...]:
+    return (*pod.spec.init_containers, *pod.spec.containers)
+
+
+def _requests(container: Container) -> Mapping[str, str | int]:
+    """Requests by resource. The API server sets them from limits; objects from other sources may lack them."""
+    return {**container.resources.limits, **container.resources.requests}
+
+
+def _amount(pod: Pod, resource: str) -> int:
+    """The most devices used at once: by all containers, or by one init container and the sidecars before it."""
+    running = most = 0
+    for container in pod.spec.init_containers:
+        amount = _whole(_requests(container).get(resource, 0))
+        if container.restart_policy == ALWAYS:
+            running += amount
+            amount = 0
+        most = max(most, running + amount)
+    return max(most, running + sum(_whole(_requests(each).get(resource, 0)) for each in pod.spec.containers))
+
+
+def _whole(quantity: str | int) -> int:
+    """A number of devices; 0 for invalid quantities, which the API server never stores."""
+    try:
+        return parse_quantity(str(quantity)).whole or 0
+    except EvaluationError:
+        return 0
+
+
+class Eligibility:
+    """The nodes on which pods may run; remembers the answer for equal pods."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self._nodes = tuple(nodes)
+        self._nodes_of: dict[bytes, frozenset[str]] = {}
+
+    def nodes_for(self, pod: Pod, allocations: Iterable[NodeSelector] = ()) -> frozenset[str]:
+        """Names of the nodes for ``pod``, whose allocated claims are available on the nodes of ``allocations``."""
+        spec, selectors = pod.spec, tuple(allocations)
+        key = msgspec.json.encode((spec.node_name, spec.node_selector, spec.affinity, spec.tolerations, selectors))
+        if key not in self._nodes_of:
+            self._nodes_of[key] = frozenset(
+                node.metadata.name
+                for node in self._nodes
+                if admits(spec, node) and all(selects(selector, node) for selector in selectors)
+            )
+        return self._nodes_of[key]
+
+
+def admits(spec: PodSpec, node: Node) -> bool:
+    """Whether such a pod may run on ``node``."""
+    if spec.node_name:
+        return spec.node_name == node.metadata.name
+    labels = node.metadata.labels
+    if any(labels.get(key) != value for key, value in spec.node_selector.items()):
+        return False
+    affinity = spec.affinity.node_affinity if spec.affinity is not None else None
+    if affinity is not None and affinity.required is not None and not selects(affinity.required, node):
+        return False
+    taints = (*node.spec.taints, CORDONED) if node.spec.unschedulable else node.spec.taints
+    return all(_tolerated(taint, spec.tolerations) for taint in taints if taint.effect in BLOCKING)
+
+
+def selects(selector: NodeSelector, node: Node) -> bool:
+    return any(_holds(term, node) for term in selector.node_selector_terms)
+
+
+def _holds(term: NodeTerm, node: Node) -> bool:
+    if not term.match_expressions and not term.match_fields:
+        return False
+    fields = {"metadata.name": node.metadata.name}
+    return all(_meets(each, node.metadata.labels) for each in term.match_expressions) and all(
+        _meets(each, fields) for each in term.match_fields
+    )
+
+
+def _greater(found: str, values: tuple[str, ...]) -> bool:
+    return len(values) == 1 and int(found) > int(values[0])
+
+
+def _less(found: str, values: tuple[str, ...]) -> bool:
+    return len(values) == 1 and int(found) < int(values[0])
+
+
+OPERATORS: Mapping[str, Callable[[str, tuple[str, ...]], bool]] = {
+    "In": lambda found, values: found in values,
+    "NotIn": lambda found, values: found not in values,
+    "Exists": lambda found, values: True,
+    "DoesNotExist": lambda found, values: False,
+    "Gt": _greater,
+    "Lt": _less,
+}
+"""The operators on labels that exist; unknown operators select nothing."""
+
+HOLD_WITHOUT = frozenset({"NotIn", "DoesNotExist"})
+"""Operators that are true where the label is missing."""
+
+
+def _meets(expression: Expression, labels: Mapping[str, str]) -> bool:
+    found = labels.get(expression.key)
+    if found is None:
+        return expression.operator in HOLD_WITHOUT
+    meets = OPERATORS.get(expression.operator)
+    try:
+        return meets is not None and meets(found, expression.values)
+    except ValueError:  # Gt and Lt compare integers; other values select nothing, as in the scheduler
+        return False
+
+
+def _tolerated(taint: Taint, tolerations: Iterable[Toleration]) -> bool:
+    return any(
+        (not each.key or each.key == taint.key)
+        and (not each.effect or each.effect == taint.effect)
+        and (each.operator == "Exists" or (each.operator in {"", "Equal"} and each.key and each.value == taint.value))
+        for each in tolerations
+    )

@@ -1,0 +1,167 @@
+"""The requirements of claims: their requests with compiled selectors, for each combination of alternatives (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice, product
+from typing import NamedTuple
+
+from controller.demand.matching import Matching, Selector
+from driver.config.suggestions import meant
+from driver.errors import CelError
+from driver.kube.types import (
+    Claim,
+    DeviceClass,
+    DeviceConstraint,
+    DeviceSelector,
+    ExactDeviceRequest,
+    Request,
+)
+
+MAX_COMBINATIONS = 64
+"""Combinations of a claim's alternatives that are considered, in the scheduler's order."""
+
+MAX_DEVICES = 32
+"""Devices that one claim can be allocated (``resource.k8s.io/v1``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRequest:
+    """``count`` of the devices that ``selector`` selects on a node; None: all of them."""
+
+    name: str
+    selector: Selector
+    count: int | None
+
+
+class Constraint(NamedTuple):
+    """Devices of ``requests``, by position, share the value of an attribute; if ``distinct``, all values differ."""
+
+    attribute: str
+    distinct: bool
+    requests: frozenset[int]
+
+
+class ClaimRequirements(NamedTuple):
+    """Devices that are allocated together on one node."""
+
+    requests: tuple[DeviceRequest, ...]
+    constraints: tuple[Constraint, ...] = ()
+
+    @property
+    def too_many(self) -> bool:
+        return sum(request.count or 0 for request in self.requests) > MAX_DEVICES
+
+
+class RefusalCode(StrEnum):
+    NO_SUCH_CLASS = "NoSuchClass"
+    SELECTOR_REFUSED = "SelectorRefused"
+
+
+class Refusal(NamedTuple):
+    """The reason why a request can't be evaluated."""
+
+    code: RefusalCode
+    sentence: str
+
+
+class RequirementsReader:
+    """Reads claims with the present DeviceClasses.
+
+    Requests for other drivers' devices are left out: they read no attribute of this driver and ``selects_ours`` is
+    false. So are requests with adminAccess that can be read.
+    """
+
+    def __init__(
+        self, matching: Matching, classes: Iterable[DeviceClass], selects_ours: Callable[[Selector], bool]
+    ) -> None:
+        self._matching = matching
+        self._classes: Mapping[str, DeviceClass] = {each.metadata.name: each for each in classes}
+        self._selects_ours = selects_ours
+
+    def of(self, claim: Claim) -> tuple[ClaimRequirements, ...] | Refusal:
+        """The requirements for each combination of alternatives, in the scheduler's order; none for other drivers."""
+        devices = claim.spec.devices
+        choices: list[list[tuple[str, str, DeviceRequest | None]]] = []
+        for request in devices.requests:
+            alternatives = []
+            for alternative in request.alternatives:
+                read = self._read(request, alternative, claim.metadata.namespace)
+                if isinstance(read, Refusal):
+                    return read
+                alternatives.append((request.name, f"{request.name}/{alternative.name}", read))
+            choices.append(alternatives)
+        combinations = islice(product(*choices), MAX_COMBINATIONS)
+        found = (_requirements(chosen, devices.constraints) for chosen in combinations)
+        return tuple(each for each in found if each.requests)
+
+    def _read(self, request: Request, wanted: ExactDeviceRequest, namespace: str) -> DeviceRequest | Refusal | None:
+        """None for requests that are left out."""
+        device_class = self._classes.get(wanted.device_class_name)
+        if device_class is None:
+            sentence = f"request {request.name}: there is no DeviceClass {wanted.device_class_name!r}"
+            return Refusal(RefusalCode.NO_SUCH_CLASS, sentence + meant(wanted.device_class_name, self._classes))
+        expressions = (*_texts(device_class.spec.selectors), *_texts(wanted.selectors))
+        amounts = wanted.capacity.requests if wanted.capacity is not None else {}
+        conditions = tuple(_capacity_conditions(self._matching.driver, amounts))
+        payer = namespace if wanted.selectors or conditions else ""
+        selector = self._matching.selector(expressions, conditions, payer)
+        if isinstance(selector, CelError):
+            return _refused(request, selector) if self._matching.is_about_us(expressions) else None
+        if not selector.is_about_us and not self._selects_ours(selector):
+            return None
+        if wanted.admin_access:  # needs no free device
+            return None
+        return DeviceRequest(request.name, selector, None if wanted.takes_all else wanted.count)
+
+
+def joined(claims: Sequence[ClaimRequirements]) -> ClaimRequirements:
+    """The requirements of several claims as one: those of a pod are allocated on one node."""
+    requests: list[DeviceRequest] = []
+    constraints: list[Constraint] = []
+    for claim in claims:
+        shift = len(requests)
+        constraints += [
+            each._replace(requests=frozenset(shift + i for i in each.requests)) for each in claim.constraints
+        ]
+        requests += claim.requests
+    return ClaimRequirements(tuple(requests), tuple(constraints))
+
+
+def _texts(selectors: Iterable[DeviceSelector]) -> Iterator[str]:
+    """The CEL expressions of a class or request."""
+    return (each.cel.expression for each in selectors if each.cel is not None)
+
+
+def _capacity_conditions(driver: str, amounts: Mapping[str, str | int]) -> Iterator[str]:
+    """Requested capacities as CEL conditions.
+
+    The scheduler compares names as the slices spell them (1.37.1), and ours have no domain.
+    """
+    for name, amount in sorted(amounts.items()):
+        there = f'"{name}" in device.capacity["{driver}"]'
+        enough = f'device.capacity["{driver}"]["{name}"].compareTo(quantity("{amount}")) >= 0'
+        yield f"{there} && {enough}" if "/" not in name else "false"
+
+
+def _requirements(
+    chosen: Sequence[tuple[str, str, DeviceRequest | None]], constraints: Iterable[DeviceConstraint]
+) -> ClaimRequirements:
+    ours = [(names, request) for *names, request in chosen if request is not None]
+    found = []
+    for each in constraints:
+        covered = frozenset(
+            index for index, (names, _) in enumerate(ours) if not each.requests or set(names) & set(each.requests)
+        )
+        for attribute, distinct in ((each.match_attribute, False), (each.distinct_attribute, True)):
+            if attribute and covered:
+                found.append(Constraint(attribute, distinct, covered))
+    return ClaimRequirements(tuple(request for _, request in ours), tuple(found))
+
+
+def _refused(request: Request, error: CelError) -> Refusal:
+    where = "" if error.position is None else f"at character {error.position + 1}: "
+    sentence = f"request {request.name}: the selector {error.expression!r} can't be evaluated: {where}{error}"
+    return Refusal(RefusalCode.SELECTOR_REFUSED, sentence)

@@ -1,0 +1,113 @@
+"""Wider offers for claims that stay pending although free devices would satisfy them (pure but for a memory).
+
+Demand ignores some rules of the scheduler: taints by DeviceTaintRule, CPU and memory that are used up on the nodes with
+offers, affinity between pods. After ``WAIT_SECONDS`` a claim gets offers for all matching devices, on one group of
+nodes after the other. If that doesn't help, offers are not the obstacle, and the next attempt comes later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from controller.demand.feasibility import Nodes
+from controller.demand.pending_claims import PendingClaim, Queue
+
+CHECK_INTERVAL_SECONDS = 1.0
+"""Time between two checks of pending claims."""
+
+WAIT_SECONDS = 4.0
+"""Time that regular offers have for a claim, counted from the last allocation of an equal claim."""
+
+MAX_DEFERRAL_SECONDS = 10.0
+"""Longest time that allocations of equal claims defer a pending claim: their devices may be of no use to it."""
+
+TURN_SECONDS = 3.0
+"""Time for which one group of nodes offers everything: enough for the scheduler, short enough for other groups."""
+
+WIDE_SECONDS = 30.0
+"""Least duration of wider offers before a pause; all groups of nodes have their turn in any case."""
+
+PAUSE_SECONDS, MAX_PAUSE_SECONDS = 60.0, 3600.0
+"""The first and the longest pause; each is twice as long as the one before."""
+
+MAX_NODES = 32
+"""Nodes in one group. Wider offers slow down the scheduler, and publishing them the API server."""
+
+MAX_CLAIMS = 8
+"""Different claims that get wider offers at the same time; equal claims share them."""
+
+
+@dataclass
+class PendingSince:
+    """A pending claim: when it was first seen, the last allocation of an equal claim, and its requirements."""
+
+    came: float
+    since: float
+    requirements: object
+
+
+class StarvationFallback:
+    """Remembers since when claims are pending; a new leader starts from zero."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waits: dict[str, PendingSince] = {}
+
+    @property
+    def next_s(self) -> float | None:
+        """Seconds after which ``widened`` may change by time alone; None while no claim is pending."""
+        return CHECK_INTERVAL_SECONDS if self._waits else None
+
+    def widened(self, queue: Queue) -> Mapping[str, Nodes]:
+        """The nodes that must offer all matching devices, by key of the claim."""
+        now = self._clock()
+        refused = {each.key: each for each in queue.pending if is_refused(each) and queue.satisfiable(each)}
+        self._remember(queue, refused, now)
+        overdue = [each for each in refused.values() if self._age(each, now) >= 0]
+        overdue.sort(key=lambda each: self._waits[each.key].since)
+        chosen: dict[object, Nodes] = {}
+        found: dict[str, Nodes] = {}
+        for each in overdue:
+            equal = (self._waits[each.key].requirements, queue.nodes(each))
+            if equal not in chosen and len(chosen) < MAX_CLAIMS and (nodes := self._turn(queue, each, now)):
+                chosen[equal] = nodes
+            if equal in chosen:
+                found[each.key] = chosen[equal]
+        return found
+
+    def _remember(self, queue: Queue, refused: Mapping[str, PendingClaim], now: float) -> None:
+        still = {each.key for each in queue.pending}
+        served = {wait.requirements for key, wait in self._waits.items() if key not in still}
+        self._waits = {key: wait for key, wait in self._waits.items() if key in refused}
+        for key, each in refused.items():
+            wait = self._waits.setdefault(key, PendingSince(now, now, queue.requirements(each)))
+            if wait.requirements in served and self._age(each, now) < 0 and now - wait.came < MAX_DEFERRAL_SECONDS:
+                wait.since = now
+
+    def _age(self, pending: PendingClaim, now: float) -> float:
+        """Seconds since the time for regular offers ended; negative before."""
+        return now - self._waits[pending.key].since - WAIT_SECONDS
+
+    def _turn(self, queue: Queue, pending: PendingClaim, now: float) -> Nodes:
+        """The group of nodes whose turn it is, first those where its pods may run; none in a pause."""
+        at = self._age(pending, now)
+        everywhere = frozenset(queue.feasibility.fleet.nodes)
+        eligible = queue.nodes(pending) & everywhere
+        parts = [*_parts(eligible), *_parts(everywhere - eligible)]
+        wide, pause = max(WIDE_SECONDS, TURN_SECONDS * len(parts)), PAUSE_SECONDS
+        while at >= wide + pause:
+            at, pause = at - wide - pause, min(2 * pause, MAX_PAUSE_SECONDS)
+        return parts[int(at / TURN_SECONDS) % len(parts)] if at < wide and parts else frozenset()
+
+
+def is_refused(pending: PendingClaim) -> bool:
+    """Whether the scheduler reported a lack of devices for one of its pods."""
+    return any(condition.lacks_devices for pod in pending.pods for condition in pod.status.conditions)
+
+
+def _parts(nodes: Nodes) -> Iterator[Nodes]:
+    ordered = sorted(nodes)
+    for start in range(0, len(ordered), MAX_NODES):
+        yield frozenset(ordered[start : start + MAX_NODES])

@@ -1,0 +1,1 @@
+"""The reasons for which claims are pending."""

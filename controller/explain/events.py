@@ -1,0 +1,65 @@
+"""Events of the controller: on pending claims, on unreadable objects, and on nodes with faulty labels."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from controller.cluster.dedication import faults_in
+from controller.cluster.fleet import Fleet, Hardware
+from controller.demand.pending_claims import Queue
+from controller.explain.reasons import ClaimReason
+from driver.kube.events import Recorder
+from driver.kube.types import Node, Reference
+
+log = logging.getLogger(__name__)
+
+IGNORED = "DedicationIgnored"
+UNREADABLE = "ObjectUnreadable"
+
+MAX_UNREADABLE_EVENTS = 100
+"""Unreadable objects that get an Event; the metric counts all of them."""
+
+
+class EventReporter:
+    """Reports each fact once as an Event; reasons of claims every time, since the recorder counts repetitions."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._faults: dict[str, list[str]] = {}
+        """By node, its faulty labels as reported."""
+        self._hardware: Hardware | None = None
+
+    def claims(self, queue: Queue, reasons: Iterable[ClaimReason]) -> None:
+        """One Event for each claim and code, updated when the message changes; on the pod if there is no claim yet."""
+        waiting = {each.key: each for each in queue.pending}
+        for reason in reasons:
+            each = waiting[reason.claim]
+            about = each.pods[0] if each.not_created else each.claim
+            kind, version = ("Pod", "v1") if each.not_created else ("ResourceClaim", "resource.k8s.io/v1")
+            metadata = about.metadata
+            reference = Reference(kind, metadata.name, metadata.namespace, metadata.uid, version)
+            self._recorder.event(reference, reason.code.value, reason.sentence, "Warning")
+
+    def unreadable(self, found: Sequence[tuple[Reference, str]]) -> None:
+        """One Event for each unreadable object, up to a maximum."""
+        for about, why in found[:MAX_UNREADABLE_EVENTS]:
+            message = f"the controller cannot read this version of the object and ignores it: {why}"
+            self._recorder.event(about, UNREADABLE, message, "Warning")
+
+    def labels(self, nodes: Collection[Node], changed: Mapping[str, Node | None], fleet: Fleet) -> None:
+        """One Event for each node with ignored dedication labels; ``changed`` are the Nodes changed since last time."""
+        if fleet.hardware is not self._hardware:
+            # Whether a label names an existing GPU may be answered differently now.
+            changed = {**changed, **{node.metadata.name: node for node in nodes}}
+        self._hardware = fleet.hardware
+        for name, node in changed.items():
+            numbers = tuple(entry.number for entry in fleet.nodes.get(name, ()))
+            faults = faults_in(node.metadata.labels, numbers) if node is not None else []
+            if node is not None and faults and faults != self._faults.get(name):
+                text = "; ".join(faults)
+                log.warning("labels are ignored", extra={"node": name, "why": text})
+                self._recorder.event(Reference("Node", name, uid=node.metadata.uid), IGNORED, text, "Warning")
+            self._faults.pop(name, None)
+            if faults:
+                self._faults[name] = faults

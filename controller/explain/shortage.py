@@ -1,0 +1,120 @@
+"""The obstacles that keep the GPUs selected by a request from providing devices (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from enum import StrEnum
+
+from controller.cluster.fleet import FleetGpu
+from controller.demand.feasibility import Feasibility, Kind, Nodes
+from controller.demand.matching import slices_of
+from controller.demand.requirements import DeviceRequest
+from driver.model.device import DeviceKind
+
+SHOWN = 3
+"""GPUs that a message names."""
+
+
+class Obstacle(StrEnum):
+    """An obstacle on a GPU that does not depend on held devices."""
+
+    FAULT = "fault"
+    RESET = "reset"
+    DEDICATED = "dedicated"
+    FOREIGN = "foreign"
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """The GPUs that a request selects on the nodes in question.
+
+    ``obstacles`` are GPUs that cannot provide any selected device, whatever is held; ``usable`` the others.
+    ``hindered`` are GPUs that could provide more without an obstacle; they include ``obstacles``. Amounts are memory
+    slices: ``needed`` by one device, ``free`` on all usable GPUs together.
+    """
+
+    gpus: tuple[FleetGpu, ...]
+    obstacles: Mapping[Obstacle, tuple[FleetGpu, ...]]
+    hindered: Mapping[Obstacle, tuple[FleetGpu, ...]]
+    usable: tuple[FleetGpu, ...]
+    needed: float
+    free: float
+
+    @property
+    def freest(self) -> list[FleetGpu]:
+        """The usable GPUs with the most free slices, in descending order."""
+        ordered = sorted(self.usable, key=lambda entry: (-entry.state.free, entry.node, entry.number))
+        return [entry for entry in ordered[:SHOWN] if entry.state.free]
+
+
+def shortage(feasibility: Feasibility, ask: DeviceRequest, nodes: Nodes) -> Shortage:
+    """The GPUs on ``nodes`` that ``ask`` selects, grouped by obstacle."""
+    kinds = feasibility.kinds(ask.selector, nodes)
+    selected = frozenset().union(*kinds.values())
+    gpus = tuple(entry for entry in feasibility.on(nodes) if entry.gpu.uuid in selected)
+    kinds_of = {entry.gpu.uuid: [kind for kind, having in kinds.items() if entry.gpu.uuid in having] for entry in gpus}
+    obstacles: dict[Obstacle, list[FleetGpu]] = {}
+    hindered: dict[Obstacle, list[FleetGpu]] = {}
+    usable = []
+    for entry in gpus:
+        its_kinds = kinds_of[entry.gpu.uuid]
+        whole, part = obstacle_of(entry, its_kinds), hindrance_of(entry, its_kinds)
+        if whole is None:
+            usable.append(entry)
+        else:
+            obstacles.setdefault(whole, []).append(entry)
+        if part is not None:
+            hindered.setdefault(part, []).append(entry)
+    needed = min(slices_of(entry.state, kind.key) for entry in gpus for kind in kinds_of[entry.gpu.uuid])
+    free = sum(entry.state.free for entry in usable)
+    return Shortage(gpus, _frozen(obstacles), _frozen(hindered), tuple(usable), needed, free)
+
+
+def obstacle_of(entry: FleetGpu, kinds: Sequence[Kind]) -> Obstacle | None:
+    """The obstacle that keeps ``entry`` from providing any of ``kinds``, whatever is held on it."""
+    if entry.fault is not None:
+        return Obstacle.FAULT
+    wanted = {kind.key.kind for kind in kinds}
+    if not wanted & entry.state.kinds:
+        return _forbidden(entry, wanted)
+    if entry.foreign and not any(_fits(entry.unheld, kind) for kind in kinds):
+        return Obstacle.FOREIGN
+    return None
+
+
+def hindrance_of(entry: FleetGpu, kinds: Sequence[Kind]) -> Obstacle | None:
+    """The obstacle that keeps ``entry`` from providing all of ``kinds``, whatever is held on it."""
+    if entry.fault is not None:
+        return Obstacle.FAULT
+    if missing := {kind.key.kind for kind in kinds} - entry.state.kinds:
+        return _forbidden(entry, missing)
+    return Obstacle.FOREIGN if entry.foreign else None
+
+
+def _forbidden(entry: FleetGpu, wanted: Set[DeviceKind]) -> Obstacle:
+    """Why its devices of the kinds ``wanted`` are not offered."""
+    meant = wanted & entry.uses & ({DeviceKind.SHARE} if entry.shares_only else set(DeviceKind))
+    return Obstacle.RESET if meant else Obstacle.DEDICATED
+
+
+def _fits(entry: FleetGpu, kind: Kind) -> bool:
+    return any(kind.starts is None or spot.at in kind.starts for spot in entry.state.spots(kind.key))
+
+
+def _frozen(found: Mapping[Obstacle, list[FleetGpu]]) -> dict[Obstacle, tuple[FleetGpu, ...]]:
+    return {each: tuple(gpus) for each, gpus in found.items()}
+
+
+def named(gpus: Iterable[FleetGpu]) -> str:
+    """``gpu-3 of node-a, gpu-0 of node-b (fault)``, and how many more there are."""
+    names = [f"gpu-{entry.number} of {entry.node}{f' ({entry.fault})' if entry.fault else ''}" for entry in gpus]
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def holders(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> Counter[str]:
+    """How many devices each claim has on ``gpus``; ``claim_of`` maps node and device to ``namespace/name``."""
+    held = ((entry.node, device.name) for entry in gpus for device in entry.held)
+    return Counter(claim_of[each] for each in held if each in claim_of)

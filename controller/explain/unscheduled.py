@@ -1,0 +1,179 @@
+"""Claims that stay pending although offered devices would satisfy them: the cause lies outside the offers.
+
+A pod is scheduled within a second of a matching offer. If it is not, the scheduler lacks a feature gate, regards the
+pool as incomplete, waits for something else, or does not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from controller.cluster.claim_index import PoolDevice
+from controller.cluster.fleet import FleetGpu
+from controller.demand.feasibility import Nodes
+from controller.demand.node_search import ValueOf, find_devices
+from controller.demand.pending_claims import PendingClaim, Queue
+from controller.demand.requirements import ClaimRequirements
+from controller.explain.reasons import ClaimReason, Code
+from driver.kube.clock import Clock, seconds_time
+from driver.kube.types import Pod
+from driver.model.device import Device
+from driver.model.plan import Offer
+from driver.placement import Spot, spot_of
+
+SHOWN = 3
+"""Devices that a message names."""
+
+GATES = (
+    "check that it has the feature gates that the API server has: DynamicResourceAllocation, DRAPartitionableDevices"
+)
+
+
+class Since(NamedTuple):
+    """The time when something was first seen: ``at`` by the monotonic clock, ``text`` for messages."""
+
+    at: float
+    text: str
+
+
+class Standing(NamedTuple):
+    """A published device that is not allocated."""
+
+    entry: FleetGpu
+    device: Device
+    name: PoolDevice
+
+
+def satisfying(
+    requirements: ClaimRequirements, standing: Sequence[Standing], value_of: ValueOf
+) -> tuple[Standing, ...]:
+    """Devices among ``standing``, all of one node, that satisfy ``requirements``, in the order of the requests."""
+    published: dict[str, dict[Spot, Standing]] = {}
+    for each in standing:
+        published.setdefault(each.entry.gpu.uuid, {})[spot_of(each.device)] = each
+    gpus = list({each.entry.gpu.uuid: each.entry for each in standing}.values())
+    found = find_devices(gpus, published, requirements, value_of)
+    return tuple(published[entry.gpu.uuid][spot] for entry, spot in found)
+
+
+@dataclass(frozen=True)
+class UnusedDevices:
+    """Devices offered for long enough, by node, and the incomplete pools with the reasons."""
+
+    by_node: Mapping[str, list[Standing]]
+    incomplete: Mapping[str, str]
+
+    def fitting(self, queue: Queue, wish: ClaimRequirements, nodes: Nodes) -> tuple[Standing, ...]:
+        """Devices on one of ``nodes`` that satisfy ``wish``, of a complete pool if possible."""
+        names = sorted(self.by_node.keys() & nodes, key=lambda node: (self._is_broken(node), node))
+        tried = (satisfying(wish, self.by_node[node], queue.feasibility.matching.value) for node in names)
+        return next(filter(None, tried), ())
+
+    def _is_broken(self, node: str) -> bool:
+        return self.by_node[node][0].name.pool in self.incomplete
+
+
+class UnscheduledClaims:
+    """Remembers since when claims are pending and devices offered; both must last ``patience_s`` seconds."""
+
+    def __init__(self, patience_s: float, clock: Clock) -> None:
+        self._patience_s = patience_s
+        self._clock = clock
+        self._claims: dict[str, Since] = {}
+        self._devices: dict[PoolDevice, Since] = {}
+
+    def reasons(
+        self, queue: Queue, standing: Mapping[Offer, PoolDevice], incomplete: Mapping[str, str]
+    ) -> list[ClaimReason]:
+        """One reason for each claim that is pending beside ``standing``, the offered devices."""
+        claims = {_uid(each) for each in queue.pending if queue.requirements(each)}
+        self._claims = {uid: self._claims.get(uid) or self._now() for uid in claims}
+        self._devices = {name: self._devices.get(name) or self._now() for name in standing.values()}
+        overdue = [each for each in queue.pending if (since := self._claims.get(_uid(each))) and self._is_over(since)]
+        if not overdue:
+            return []
+        unused = UnusedDevices(self._by_node(queue, standing), incomplete)
+        known: dict[tuple[ClaimRequirements, Nodes], tuple[Standing, ...]] = {}
+        found = (self._reason(queue, each, unused, known) for each in overdue)
+        return [reason for reason in found if reason is not None]
+
+    @property
+    def next_s(self) -> float | None:
+        """Seconds until the next claim or device has been there for long enough; None if there is none."""
+        if not self._claims:
+            return None
+        now = self._clock.monotonic()
+        times = (since.at + self._patience_s - now for since in (*self._claims.values(), *self._devices.values()))
+        return min((seconds for seconds in times if seconds > 0), default=None)
+
+    def _now(self) -> Since:
+        return Since(self._clock.monotonic(), seconds_time(self._clock.now()))
+
+    def _is_over(self, since: Since) -> bool:
+        return self._clock.monotonic() >= since.at + self._patience_s
+
+    def _by_node(self, queue: Queue, standing: Mapping[Offer, PoolDevice]) -> dict[str, list[Standing]]:
+        found: dict[str, list[Standing]] = {}
+        for offer, name in standing.items():
+            if self._is_over(self._devices[name]):
+                entry = queue.feasibility.fleet.gpus[offer.gpu]
+                if (device := entry.device(name.device)) is not None:
+                    found.setdefault(entry.node, []).append(Standing(entry, device, name))
+        return found
+
+    def _reason(
+        self,
+        queue: Queue,
+        waiting: PendingClaim,
+        unused: UnusedDevices,
+        known: dict[tuple[ClaimRequirements, Nodes], tuple[Standing, ...]],
+    ) -> ClaimReason | None:
+        for pod, wish, nodes in _requirements_by_pod(queue, waiting):
+            if (wish, nodes) not in known:
+                known[wish, nodes] = unused.fitting(queue, wish, nodes)
+            if devices := known[wish, nodes]:
+                return self._report(waiting, pod, devices, unused.incomplete)
+        return None
+
+    def _report(
+        self, waiting: PendingClaim, pod: Pod, devices: tuple[Standing, ...], incomplete: Mapping[str, str]
+    ) -> ClaimReason:
+        pool, names = devices[0].name.pool, [each.name.device for each in devices]
+        since = max(self._devices[each.name] for each in devices).text
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        sentence = (
+            f"{', '.join(names[:SHOWN])}{more} of node {devices[0].entry.node} would do and "
+            f"{'are' if len(names) > 1 else 'is'} offered since {since}, but nothing is allocated: "
+        )
+        wrong = incomplete.get(pool)
+        cause = f"the scheduler takes nothing from the pool {pool}, which {wrong}" if wrong else cause_of(pod)
+        data = {
+            "devices": names,
+            "node": devices[0].entry.node,
+            "pool": pool,
+            "since": since,
+            "incomplete": bool(wrong),
+        }
+        return ClaimReason(waiting.key, Code.UNUSED, sentence + cause, data, waiting.not_created)
+
+
+def cause_of(pod: Pod) -> str:
+    """The known cause why a pod is not scheduled although devices are offered."""
+    condition = next((each for each in pod.status.conditions if each.keeps_from_scheduling and each.message), None)
+    if condition is None:
+        name = pod.spec.scheduler_name or "default-scheduler"
+        return f"no scheduler has reported on pod {pod.metadata.name}; does a scheduler named {name} run?"
+    said = f"the scheduler reports on pod {pod.metadata.name}: {condition.message}"
+    return f"{said.rstrip('. ')}; {GATES}" if condition.lacks_devices else said
+
+
+def _uid(waiting: PendingClaim) -> str:
+    return waiting.pods[0].metadata.uid if waiting.not_created else waiting.claim.metadata.uid
+
+
+def _requirements_by_pod(queue: Queue, waiting: PendingClaim) -> Iterator[tuple[Pod, ClaimRequirements, Nodes]]:
+    for pod in waiting.pods:
+        nodes = queue.nodes_for(pod)
+        yield from ((pod, wish, nodes) for wish in queue.combinations(pod))

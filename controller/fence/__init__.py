@@ -1,0 +1,1 @@
+"""Taking back offers through an admission policy without giving memory out twice."""

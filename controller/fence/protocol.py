@@ -1,0 +1,281 @@
+"""The fence: how an offer that still fits is withdrawn without allocating its memory twice.
+
+The scheduler decides from its own cache and writes the allocation milliseconds or minutes later. A device may be
+withdrawn only if no claim holds it and no decision for it can still be written. Hence the steps of
+``controller.steps.Step``, after which the node may withdraw it:
+
+- ``fence``: the device goes into the ConfigMap that is the parameter of the admission policy
+  (the chart's ``fence.yaml``). A new allocation of it is refused from the moment an API server has seen that.
+- ``settle``: wait until every API server has seen it (each watches the parameter by itself, and none reports it).
+- ``probe``: verify, by server-side dry runs of such an allocation, that the connected API server has seen it. With
+  a single API server this is sufficient, and ``settle_s`` may be 0.
+- ``canary`` and ``catch-up``: write a claim of our own and wait until the cache of claims has processed that
+  version. Proof: let an allocation of the device be written at version A. It passed admission before the fence
+  was in force, so before the canary was sent, and got its version right afterwards: A < canary. The watch
+  delivers the changes of one resource in the order of their versions, so with the canary the cache has processed A.
+- ``check``: devices that a claim holds now are lifted from the fence and stay; the others may be withdrawn.
+
+The gap in the proof is "right afterwards": an API server that stalls between its admission and its write to
+etcd, for longer than settle, probe and canary together take, is not covered. So an allocation of a fenced
+device that is seen later all the same (``is_fenced``) has to be treated as held; and the node plugin refuses to
+prepare what overlaps. A quorum list instead of the canary costs a read of all claims and does not close that
+gap either; the version it returns is the store's, not the claims', so a cache could not wait for it. The
+cost of one withdrawal, for any number of devices: three writes (ConfigMap, canary, and again the ConfigMap for held
+devices), one or few dry runs, and one event for every watcher of claims; it wakes no pending pod.
+
+The ConfigMap is the state that the next leader takes over (``start``). Withdrawn devices stay fenced for ``keep_s``, by
+the clock of the leader, because a decision may be that late; offering them again lifts them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from controller.cluster.claim_index import PoolDevice
+from controller.fence.configmap import FencedDevices
+from controller.steps import Observer, Step
+from driver.errors import CONFLICT, NOT_FOUND, ApiError
+from driver.kube.client import KubeClient, Object
+from driver.kube.clock import Clock, SystemClock
+from driver.kube.reads import RESOURCE_GROUP
+from driver.model.plan import FENCE
+from driver.steps import observed, unobserved
+
+log = logging.getLogger(__name__)
+
+MIN_FENCED_SECONDS = 15.0
+"""Time for which an entry is never replaced by new ones: most decisions are written within milliseconds."""
+
+ROOM_POLL_INTERVAL_SECONDS = 1.0
+"""Time between two checks for free entries."""
+
+PROBE_INTERVAL_SECONDS = 0.005
+"""Time between two dry runs; on a busy machine the fence was in force within 8 ms."""
+
+
+CANARY = "tessera-canary"
+"""Name of the canary claim. No pod uses it and its class does not exist, so it is never allocated."""
+
+ANNOTATION = "gpu.tessera.dev/canary"
+
+
+class ClaimCache(Protocol):
+    """The part of ``ClusterCache`` that the fence needs."""
+
+    def wait_for_version(self, version: int, timeout_s: float) -> bool:
+        """Wait until all changes of claims up to ``version`` are processed; False after ``timeout_s`` seconds."""
+        ...
+
+    def held(self) -> Collection[PoolDevice]:
+        """The devices that are allocated according to all processed changes."""
+        ...
+
+
+@dataclass(frozen=True)
+class FenceSettings:
+    """Seconds, and the namespace of ConfigMap and canary.
+
+    ``settle_s``: until every API server has seen the fence, 0 where there is one; ``probe_s`` and ``catch_up_s``:
+    how long to wait for the policy and for the cache; ``keep_s``: how late a decision may be written.
+    """
+
+    settle_s: float = 1.0
+    probe_s: float = 2.0
+    catch_up_s: float = 10.0
+    keep_s: float = 900.0
+    namespace: str = "tessera"
+
+
+@dataclass(frozen=True)
+class Withdrawable:
+    """The result of ``Fence.take_back``.
+
+    ``devices`` may be withdrawn and stay fenced. ``held`` are allocated and ``undecided`` cannot be judged now: both
+    stay offered, without a fence. ``in_force``: the policy refused a dry run; if not, a decision may still be written.
+    """
+
+    devices: frozenset[PoolDevice] = frozenset()
+    held: frozenset[PoolDevice] = frozenset()
+    undecided: frozenset[PoolDevice] = frozenset()
+    in_force: bool = True
+
+
+class Fence:
+    """The fence around devices that are to be withdrawn. Only for the leader, one per term. Thread-safe."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        claims: ClaimCache,
+        settings: FenceSettings | None = None,
+        clock: Clock | None = None,
+        observer: Observer = unobserved,
+    ) -> None:
+        self._claims = claims
+        self._settings = settings or FenceSettings()
+        self._clock = clock or SystemClock()
+        self._observer = observer
+        self._fenced = FencedDevices(client, self._settings.namespace, self._clock)
+        self._canary = Canary(client, self._settings.namespace)
+        self._ended = threading.Event()
+        self._to_lift: set[PoolDevice] = set()
+
+    def start(self, offered: Collection[PoolDevice]) -> None:
+        """Take over the fence of the previous leader: lift ``offered``, keep the rest for ``keep_s`` from now.
+
+        ``offered`` are the devices that the plans offer; a leader that ended during a withdrawal left them fenced.
+        Raises ApiError; then it must be called again before any other method.
+        """
+        self._fenced.load()
+        self.lift(offered)
+
+    def end(self) -> None:
+        """Stop: another controller leads by now, and steps in progress must change nothing any more."""
+        self._ended.set()
+
+    def is_fenced(self, device: PoolDevice) -> bool:
+        """Whether ``device`` is fenced; makes no request. If allocated all the same, it must be published again."""
+        return device in self._fenced
+
+    def take_back(self, devices: Collection[PoolDevice]) -> Withdrawable:
+        """Determine which of these offers the nodes may withdraw; takes about ``settle_s``.
+
+        Waits until there is room for at least one entry; devices without room are undecided. Raises ApiError if the
+        API server fails: then nothing may be withdrawn, and the fence is lifted, if not now then by ``expire``.
+        """
+        if not devices:
+            return Withdrawable()
+        wanted = frozenset(sorted(devices)[: self._room()])
+        if self._ended.is_set():
+            return Withdrawable(undecided=frozenset(devices))
+        try:
+            result = self._steps(wanted)
+            self.lift(wanted - result.devices)
+        except ApiError:
+            self._lift_later(wanted)
+            raise
+        return replace(result, undecided=result.undecided | (frozenset(devices) - wanted))
+
+    def lift(self, devices: Collection[PoolDevice]) -> None:
+        """Allow allocation of ``devices`` again; to be called before they are offered. Raises ApiError."""
+        self._remove(set(devices))
+
+    def expire(self) -> None:
+        """Lift devices withdrawn ``keep_s`` ago, and those whose lift failed before. Raises ApiError."""
+        self._remove(self._fenced.older_than(self._settings.keep_s) | self._to_lift)
+
+    def _room(self) -> int:
+        while (room := self._fenced.room(MIN_FENCED_SECONDS)) == 0 and not self._ended.is_set():
+            self._clock.wait(self._ended, ROOM_POLL_INTERVAL_SECONDS)
+        return room
+
+    def _steps(self, devices: frozenset[PoolDevice]) -> Withdrawable:
+        with observed(self._observer, Step.FENCE):
+            self._to_lift -= devices
+            self._fenced.add(devices)
+        with observed(self._observer, Step.SETTLE):
+            self._clock.wait(self._ended, self._settings.settle_s)
+        with observed(self._observer, Step.PROBE):
+            in_force = self._probe(devices)
+        with observed(self._observer, Step.CANARY):
+            version = self._canary.touch()
+        with observed(self._observer, Step.CATCH_UP):
+            if not self._claims.wait_for_version(version, self._settings.catch_up_s):
+                log.warning("the cache of claims lags behind: no device is withdrawn", extra={"version": version})
+                return Withdrawable(undecided=devices, in_force=in_force)
+        with observed(self._observer, Step.CHECK):
+            held = devices.intersection(self._claims.held())
+        return Withdrawable(devices - held, held, in_force=in_force)
+
+    def _probe(self, devices: Collection[PoolDevice]) -> bool:
+        """Whether an allocation of one of ``devices`` is refused in time; one suffices, since all are in one object.
+
+        Devices that were lifted meanwhile are left out; if none is left, there is nothing to probe.
+        """
+        ends = self._clock.monotonic() + self._settings.probe_s
+        while fenced := [device for device in devices if self.is_fenced(device)]:
+            if FENCE in (answer := self._canary.refusal(min(fenced))):
+                break
+            if self._clock.monotonic() >= ends:
+                log.error(
+                    "the fence is not in force: is the admission policy installed?",
+                    extra={"policy": FENCE, "dryRun": answer or "an allocation passes"},
+                )
+                return False
+            self._clock.wait(self._ended, PROBE_INTERVAL_SECONDS)
+        return True
+
+    def _remove(self, devices: set[PoolDevice]) -> None:
+        if self._ended.is_set():
+            return
+        with observed(self._observer, Step.LIFT):
+            self._fenced.remove(devices)
+        self._to_lift -= devices
+
+    def _lift_later(self, devices: frozenset[PoolDevice]) -> None:
+        """Lift devices that are still offered: now, or when ``expire`` is called."""
+        self._to_lift |= devices
+        try:
+            self.lift(devices)
+        except ApiError as error:
+            log.warning("offered devices stay fenced for now", extra={"count": len(devices), "error": str(error)})
+
+
+class Canary:
+    """The claim ``namespace/tessera-canary``, created on first use."""
+
+    def __init__(self, client: KubeClient, namespace: str) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._folder = f"{RESOURCE_GROUP}/namespaces/{namespace}/resourceclaims"
+        self._path = f"{self._folder}/{CANARY}"
+
+    def touch(self) -> int:
+        """Change the claim. Returns its new version. Raises ApiError."""
+        body = {"metadata": {"annotations": {ANNOTATION: uuid.uuid4().hex}}}
+        stored = self._client.patch_existing(self._path, body) or self._create()
+        return int(stored["metadata"]["resourceVersion"])
+
+    def refusal(self, device: PoolDevice) -> str:
+        """The refusal of a dry run that allocates ``device`` to the claim; empty if accepted. Raises ApiError."""
+        result = {"request": "canary", "driver": "gpu.tessera.dev", "pool": device.pool, "device": device.device}
+        body = {**self._object(), "status": {"allocation": {"devices": {"results": [result]}}}}
+        try:
+            self._dry_run(body)
+        except ApiError as error:
+            if error.status not in (403, 422):
+                raise
+            return str(error)
+        return ""
+
+    def _dry_run(self, body: Object) -> None:
+        try:
+            self._client.replace(f"{self._path}/status", body, {"dryRun": "All"})
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            self._create()
+            self._client.replace(f"{self._path}/status", body, {"dryRun": "All"})
+
+    def _create(self) -> Object:
+        """Create the claim, or read the one that another leader has just created."""
+        try:
+            return self._client.create(self._folder, self._object())
+        except ApiError as error:
+            if error.status != CONFLICT:
+                raise
+        return self._client.patch(self._path, {})
+
+    def _object(self) -> Object:
+        request = {"name": "canary", "exactly": {"deviceClassName": CANARY}}
+        return {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {"name": CANARY, "namespace": self._namespace},
+            "spec": {"devices": {"requests": [request]}},
+        }

@@ -1,0 +1,94 @@
+"""Settings of the controller: parsed once, at the edge, and frozen."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from driver.config.flags import DEFAULT_DRIVER, ListenAddress, check_driver_name, check_namespace, parse_listen_address
+from driver.config.suggestions import meant
+from driver.errors import UsageError
+from driver.placement.measure import CLIQUE_CLASS, FULL_CLASS, SHARE_CLASS
+
+PROFILE = re.compile(r"\d+g\.\d+gb([+-][a-z.]+)*")
+"""Names of MIG profiles as in NVML: 1g.10gb, 1g.24gb+me.all, 2g.48gb-me."""
+
+OTHER_CLASSES = (FULL_CLASS, SHARE_CLASS, CLIQUE_CLASS)
+
+
+def _weights(value: object) -> object:
+    """``1g.10gb=3,7g.80gb=1`` as a mapping."""
+    if not isinstance(value, str):
+        return value
+    return dict(_weight(part.strip()) for part in value.split(",") if part.strip())
+
+
+def _weight(part: str) -> tuple[str, float]:
+    name, _, number = (piece.strip() for piece in part.partition("="))
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = -1.0
+    if not 0 <= weight < float("inf"):
+        raise ValueError(f"{part!r} is not PROFILE=WEIGHT with a weight of 0 or more, such as 1g.10gb=3")
+    if name not in OTHER_CLASSES and not PROFILE.fullmatch(name):
+        there = f"there are {', '.join(OTHER_CLASSES)}, and the MIG profiles, such as 1g.10gb"
+        raise ValueError(f"{part!r}: unknown class {name!r}; {there}{meant(name, OTHER_CLASSES)}")
+    return name, weight
+
+
+def _listen(value: object) -> object:
+    return parse_listen_address(value) if isinstance(value, str) else value
+
+
+def _identity() -> str:
+    return f"{socket.gethostname()}_{os.getpid()}"
+
+
+class ControllerSettings(BaseModel):
+    """The settings of ``tessera controller``; field names are the flags' names.
+
+    ``offers`` is how many placements of each profile are offered over the cluster where nobody waits for more.
+    ``linger_s`` is how long an offer that is wanted no longer stays in the slices, closed to new claims.
+    ``settle_s`` is how long a fence needs to reach every API server. ``fence_minutes`` is how long a device stays
+    fenced after it was withdrawn: a decision of the scheduler may be that late. ``weights`` says how much each class
+    counts; without it all count the same.
+    ``unused_s`` is how long a claim may wait beside an offer that would do until that is reported.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kubeconfig: Path | None = None
+    driver_name: Annotated[str, AfterValidator(check_driver_name)] = DEFAULT_DRIVER
+    namespace: Annotated[str, AfterValidator(check_namespace)] = "tessera"
+    identity: Annotated[str, Field(min_length=1, max_length=253)] = Field(default_factory=_identity)
+    offers: Annotated[int, Field(ge=1, le=100)] = 2
+    settle_s: Annotated[float, Field(ge=0, le=60)] = 1.0
+    linger_s: Annotated[float, Field(ge=0, le=600)] = 10.0
+    fence_minutes: Annotated[float, Field(ge=1, le=120)] = 15.0
+    weights: Annotated[dict[str, float], BeforeValidator(_weights)] = Field(default_factory=dict)
+    unused_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
+    metrics_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
+    health_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
+
+
+def controller_settings(**values: object) -> ControllerSettings:
+    """Settings from flags; None means the default. Raises UsageError naming every flag that is wrong."""
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        return ControllerSettings.model_validate(given)
+    except ValidationError as error:
+        faults = (_described(fault["loc"], fault["msg"], fault["input"]) for fault in error.errors())
+        raise UsageError("; ".join(faults)) from error
+
+
+def _described(location: tuple[int | str, ...], message: str, found: object) -> str:
+    flag = "--" + ".".join(str(part) for part in location).replace("_", "-")
+    if found is None or isinstance(found, dict):
+        return f"{flag}: {message}"
+    return f"{flag} {found}: {message.removeprefix('Value error, ')}"

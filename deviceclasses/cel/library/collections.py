@@ -1,0 +1,194 @@
+"""Functions on lists, sets made of them, and optional values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cmp_to_key, reduce
+from itertools import pairwise
+
+from deviceclasses.cel.library.operators import checked_int, checked_uint
+from deviceclasses.cel.library.registry import function, method
+from deviceclasses.cel.types import BOOL, COMPARABLE, DOUBLE, DURATION, DYN, INT, UINT, list_of, optional_of, param
+from deviceclasses.cel.values import (
+    NONE,
+    Duration,
+    EvaluationError,
+    Map,
+    Optional,
+    Timestamp,
+    Uint,
+    Value,
+    compare,
+    no_overload,
+    same,
+    spend,
+    type_name,
+)
+
+Values = tuple[Value, ...]
+T = param("T")
+LIST = list_of(T)
+MAX_RANGE = 1_000_000
+"""Maximum length of a list made by ``lists.range``."""
+
+
+def _is_sorted(members: Values) -> bool:
+    return all(compare(one, other) <= 0 for one, other in pairwise(members))
+
+
+def _extreme(name: str, wanted: int) -> Callable[[Values], Value]:
+    def find(members: Values) -> Value:
+        if not members:
+            raise EvaluationError(f"{name} called on empty list")
+        best = members[0]
+        for each in members[1:]:
+            if compare(best, each) == wanted:
+                best = each
+        return best
+
+    return find
+
+
+def _total(zero: Value, add: Callable[[Value, Value], Value]) -> Callable[[Values], Value]:
+    def total(members: Values) -> Value:
+        for each in members:
+            if type(each) is not type(zero):
+                raise no_overload("_+_", zero, each)
+        return reduce(add, members, zero)
+
+    return total
+
+
+def _index_of(members: Values, wanted: Value) -> int:
+    return next((index for index, each in enumerate(members) if same(each, wanted)), -1)
+
+
+def _last_index_of(members: Values, wanted: Value) -> int:
+    found = _index_of(members[::-1], wanted)
+    return -1 if found < 0 else len(members) - 1 - found
+
+
+def _slice(members: Values, start: int, end: int) -> Values:
+    if not 0 <= start <= end <= len(members):
+        raise EvaluationError(f"cannot slice({start}, {end}), list is length {len(members)}")
+    return members[start:end]
+
+
+def _flatten(members: Values, depth: int = 1) -> Values:
+    if depth < 0:
+        raise EvaluationError("level must be non-negative")
+    spend(len(members))
+    flat: list[Value] = []
+    for each in members:
+        if type(each) is tuple and depth > 0:
+            flat += _flatten(each, depth - 1)
+        else:
+            flat.append(each)
+    return tuple(flat)
+
+
+def sort_by(members: Values, keys: Values) -> Values:
+    """``members`` in the order of their ``keys``, which must be of one type that has an order."""
+    if keys and type_name(keys[0]) not in {each.name for each in COMPARABLE}:
+        raise EvaluationError("list elements must be comparable")
+    if any(type(each) is not type(keys[0]) for each in keys):
+        raise EvaluationError("list elements must have the same type")
+    spend(len(keys) * len(keys).bit_length())
+    by_key = cmp_to_key(compare)
+    pairs = sorted(zip(keys, members, strict=True), key=lambda pair: by_key(pair[0]))
+    return tuple(member for _, member in pairs)
+
+
+def _range(count: int) -> Values:
+    if not 0 <= count <= MAX_RANGE:
+        raise EvaluationError(f"lists.range: {count} is not from 0 to {MAX_RANGE}")
+    spend(count)
+    return tuple(range(count))
+
+
+def _distinct(members: Values) -> Values:
+    found: list[Value] = []
+    for each in members:
+        spend(len(found))
+        if not any(same(each, other) for other in found):
+            found.append(each)
+    return tuple(found)
+
+
+def _contains(members: Values, wanted: Values) -> bool:
+    spend(len(members) * len(wanted))
+    return all(any(same(each, member) for member in members) for each in wanted)
+
+
+def _intersects(one: Values, other: Values) -> bool:
+    spend(len(one) * len(other))
+    return any(same(each, member) for each in one for member in other)
+
+
+SUMS = {
+    INT: _total(0, lambda one, other: checked_int(one + other)),
+    UINT: _total(Uint(0), lambda one, other: checked_uint(int(one) + int(other))),
+    DOUBLE: _total(0.0, lambda one, other: one + other),
+    DURATION: _total(Duration(0), lambda one, other: Duration(checked_int(one.nanoseconds + other.nanoseconds))),
+}
+for _kind in COMPARABLE:
+    method("isSorted", [list_of(_kind)], BOOL)(_is_sorted)
+    method("min", [list_of(_kind)], _kind)(_extreme("min", 1))
+    method("max", [list_of(_kind)], _kind)(_extreme("max", -1))
+    method("sort", [list_of(_kind)], list_of(_kind))(lambda members: sort_by(members, members))
+    method("@sortByAssociatedKeys", [LIST, list_of(_kind)], LIST)(sort_by)
+for _kind, _sum in SUMS.items():
+    method("sum", [list_of(_kind)], _kind)(_sum)
+method("indexOf", [LIST, T], INT)(_index_of)
+method("lastIndexOf", [LIST, T], INT)(_last_index_of)
+method("slice", [LIST, INT, INT], LIST)(_slice)
+method("flatten", [list_of(LIST)], LIST)(_flatten)
+method("flatten", [list_of(DYN), INT], list_of(DYN))(_flatten)
+method("reverse", [LIST], LIST)(lambda members: members[::-1])
+method("distinct", [LIST], LIST)(_distinct)
+function("lists.range", [INT], list_of(INT))(_range)
+function("sets.contains", [LIST, LIST], BOOL)(_contains)
+function("sets.intersects", [LIST, LIST], BOOL)(_intersects)
+function("sets.equivalent", [LIST, LIST], BOOL)(lambda one, other: _contains(one, other) and _contains(other, one))
+
+V = param("V")
+OPTIONAL = optional_of(V)
+
+
+def _value(one: Optional) -> Value:
+    if not one.present:
+        raise EvaluationError("optional.none() dereference")
+    return one.content
+
+
+def _is_zero(value: Value) -> bool:
+    if isinstance(value, (tuple, Map, str, bytes)):
+        return len(value) == 0
+    if isinstance(value, (Duration, Timestamp)):
+        return value.nanoseconds == 0
+    if isinstance(value, Optional):
+        return not value.present or _is_zero(value.content)
+    return value is None or (isinstance(value, (bool, int, float)) and not value)
+
+
+def _unwrap(members: tuple[Value, ...]) -> tuple[Value, ...]:
+    for each in members:
+        if not isinstance(each, Optional):
+            raise EvaluationError(f"a value of type {type_name(each)} is not optional")
+    return tuple(each.content for each in members if each.present)
+
+
+function("optional.of", [V], OPTIONAL)(lambda value: Optional(present=True, content=value))
+function("optional.ofNonZeroValue", [V], OPTIONAL)(
+    lambda value: NONE if _is_zero(value) else Optional(present=True, content=value)
+)
+function("optional.none", [], OPTIONAL)(lambda: NONE)
+function("optional.unwrap", [list_of(OPTIONAL)], list_of(V))(_unwrap)
+method("unwrapOpt", [list_of(OPTIONAL)], list_of(V))(_unwrap)
+method("value", [OPTIONAL], V)(_value)
+method("hasValue", [OPTIONAL], BOOL)(lambda one: one.present)
+# The interpreter evaluates the right side of both only where the left one is absent.
+method("or", [OPTIONAL, OPTIONAL], OPTIONAL)(lambda one, other: one if one.present else other)
+method("orValue", [OPTIONAL, V], V)(lambda one, other: one.content if one.present else other)
+method("first", [list_of(V)], OPTIONAL)(lambda members: Optional(present=True, content=members[0]) if members else NONE)
+method("last", [list_of(V)], OPTIONAL)(lambda members: Optional(present=True, content=members[-1]) if members else NONE)

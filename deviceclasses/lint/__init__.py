@@ -1,0 +1,1 @@
+"""The rules of ``tessera lint`` for DeviceClasses and claims."""

@@ -1,0 +1,114 @@
+"""The attributes and capacities of Tessera's devices: names, types, values, and how selectors read them.
+
+Source: the attributes that the driver publishes, and the products that its simulator knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from deviceclasses.cel.referenced_attributes import Comparison
+from deviceclasses.cel.values import type_name
+from deviceclasses.lint.documents import Severity
+from driver.config.suggestions import meant, nearest
+from driver.hardware.discovery import ARCHITECTURES
+from driver.model.device import DeviceKind
+from driver.model.gpu import MigMode
+from driver.simulator.products import facts
+from driver.slices.attributes import FACTS, NO_PROFILE, STANDARD
+
+EVERY_FACT = [fact for facts_of_kind in FACTS.values() for fact in facts_of_kind]
+ATTRIBUTES = frozenset(fact.name for fact in EVERY_FACT if "/" not in fact.name)
+IN_STANDARD = frozenset(fact.name.removeprefix(STANDARD) for fact in EVERY_FACT if fact.name.startswith(STANDARD))
+"""The attributes in Kubernetes' domain."""
+STANDARD_DOMAIN = STANDARD.removesuffix("/")
+CAPACITIES = frozenset({"memory", "multiprocessors"})
+TYPES = {fact.name: fact.kind for fact in EVERY_FACT}
+"""The type of each attribute, by its published name."""
+
+
+def names_of(kind: DeviceKind) -> frozenset[str]:
+    """The names, without domain, of the attributes and capacities that a device of this kind can have."""
+    names = {fact.name.removeprefix(STANDARD) for fact in FACTS[kind]}
+    return frozenset(names if kind is DeviceKind.SHARE else names | CAPACITIES)
+
+
+COMPARABLE_LITERALS = {"string": {"string"}, "int": {"int", "uint", "double"}, "bool": {"bool"}, "version": set[str]()}
+"""The types of literals that an attribute of each type can be compared with."""
+MAX_LISTED_VALUES = 10
+"""Maximum accepted values that a message lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The values of a string attribute. New hardware can add values to a ``growing`` attribute."""
+
+    accepted: tuple[str, ...]
+    growing: bool = False
+
+    @property
+    def severity(self) -> Severity:
+        return Severity.WARNING if self.growing else Severity.ERROR
+
+    def unknown_value(self, name: str, value: str) -> str:
+        """The message about a value that is not accepted."""
+        listed = "" if len(self.accepted) > MAX_LISTED_VALUES else f"; accepted: {', '.join(self.accepted)}"
+        return f"no {'known GPU' if self.growing else 'device'} has this {name}{listed}{meant(value, self.accepted)}"
+
+
+@cache
+def values() -> Mapping[str, Values]:
+    """The accepted values by attribute."""
+    profiles = {each["name"] for product in facts("mig_geometry")["products"] for each in product.get("profiles", [])}
+    return {
+        "type": Values(tuple(DeviceKind)),
+        "migMode": Values(tuple(MigMode)),
+        "profile": Values((NO_PROFILE, *sorted(profiles)), growing=True),
+        "architecture": Values((*ARCHITECTURES.values(), "Unknown"), growing=True),
+    }
+
+
+def unknown_name(section: str, name: str, domain: str) -> str:
+    """The message about a name in Tessera's domain that no device has; ``section``: "attributes" or "capacity"."""
+    name = name.removeprefix(STANDARD)
+    if name in IN_STANDARD:
+        return f"{name} is in Kubernetes' domain: {_written(name, domain)}"
+    if name in CAPACITIES | ATTRIBUTES:
+        return f"{name} is {'a capacity' if name in CAPACITIES else 'an attribute'}: {_written(name, domain)}"
+    hint = meant(name, ATTRIBUTES if section == "attributes" else CAPACITIES)
+    if not hint and (close := nearest(name, IN_STANDARD | CAPACITIES | ATTRIBUTES)):
+        hint = f"; did you mean {_written(close, domain)}?"
+    return f"Tessera publishes no such name in {domain} (docs/attributes.md has them all){hint}"
+
+
+def _written(name: str, domain: str) -> str:
+    """The expression by which a selector reads the name."""
+    section = "capacity" if name in CAPACITIES else "attributes"
+    return f'device.{section}["{STANDARD_DOMAIN if name in IN_STANDARD else domain}"].{name}'
+
+
+def type_mismatch(name: str, found: Comparison) -> str | None:
+    """The message about a literal of a type that the attribute can't be compared with; None if it can."""
+    kind = TYPES[name]
+    if found.value is None or type_name(found.value) in COMPARABLE_LITERALS[kind]:
+        return None
+    written = str(found.value)
+    name = name.removeprefix(STANDARD)
+    if kind == "version":
+        operator = "==" if found.operator == "in" else found.operator
+        return f'{name} is a version: .compareTo(semver("{_as_version(written)}")) {operator} 0'
+    if kind == "int":
+        number = f", {written} without quotes" if re.fullmatch(r"-?\d+", written) else ""
+        return f"{name} is a number: compare with a number{number}"
+    if kind == "bool":
+        return f"{name} is a bool: compare with true or false, without quotes"
+    return f'{name} is a string: compare with a string, "{written}" in quotes'
+
+
+def _as_version(written: str) -> str:
+    """Three numbers without leading zeros, the format of published versions."""
+    numbers = [str(int(each)) for each in re.findall(r"\d+", written)[:3]] or ["550"]
+    return ".".join([*numbers, "0", "0"][:3])

@@ -1,0 +1,160 @@
+"""The requests and constraints of a claim, and the classes that they refer to, as the rules see them.
+
+Nothing in here trusts the shape of what people wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deviceclasses.lint.documents import text
+from deviceclasses.lint.partial_evaluation import may_select
+from driver.config.opaque import devices_for
+from driver.model.device import DeviceKind
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request, or one of its alternatives with the name ``base/alternative``."""
+
+    base: str
+    name: str
+    path: str
+    raw: Mapping[str, Any]
+
+    @property
+    def class_name(self) -> str:
+        return text(self.raw, "deviceClassName")
+
+    @property
+    def several(self) -> bool:
+        """Whether ``count`` is more than one."""
+        count = self.raw.get("count")
+        return isinstance(count, int) and count > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """An attribute that is equal (or ``distinct``) on the devices of ``requests``, or of all requests if empty."""
+
+    path: str
+    attribute: str
+    distinct: bool
+    requests: frozenset[str]
+
+    def covers(self, request: Request) -> bool:
+        return not self.requests or bool(self.requests & {request.base, request.name})
+
+
+def requests_of(devices: Mapping[str, Any], path: str) -> Iterator[Request]:
+    """Every request, or instead its alternatives; ``path`` is that of ``devices``."""
+    for index, raw in entries(devices, "requests"):
+        name, place = text(raw, "name"), f"{path}.requests[{index}]"
+        alternatives = list(entries(raw, "firstAvailable"))
+        for position, alternative in alternatives:
+            full = f"{name}/{text(alternative, 'name')}"
+            yield Request(name, full, f"{place}.firstAvailable[{position}]", alternative)
+        exactly = raw.get("exactly")
+        if isinstance(exactly, Mapping):
+            yield Request(name, name, f"{place}.exactly", exactly)
+        elif not alternatives:
+            # In v1beta1 the fields of ``exactly`` are in the request itself.
+            yield Request(name, name, place, raw)
+
+
+def constraints_of(devices: Mapping[str, Any], path: str) -> Iterator[Constraint]:
+    for index, raw in entries(devices, "constraints"):
+        requests = frozenset(str(name) for name in request_names(raw))
+        for field in ("matchAttribute", "distinctAttribute"):
+            if attribute := text(raw, field):
+                place = f"{path}.constraints[{index}].{field}"
+                yield Constraint(place, attribute, field == "distinctAttribute", requests)
+
+
+def entries(owner: Mapping[str, Any], field: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The objects of a list with their index; none if the field is not a list."""
+    found = owner.get(field)
+    for index, entry in enumerate(found if isinstance(found, list) else []):
+        if isinstance(entry, Mapping):
+            yield index, entry
+
+
+def request_names(entry: Mapping[str, Any]) -> list[object]:
+    """The ``requests`` of a constraint or config entry."""
+    named = entry.get("requests")
+    return named if isinstance(named, list) else []
+
+
+def selectors_of(owner: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    """The path and expression of each CEL selector of a class or request."""
+    for index, entry in entries(owner, "selectors"):
+        cel = entry.get("cel")
+        if isinstance(cel, Mapping) and (expression := text(cel, "expression")):
+            yield f"{path}.selectors[{index}].cel.expression", expression
+
+
+def parameters_of(owner: Mapping[str, Any], driver: str) -> Iterator[tuple[int, Mapping[str, Any], Mapping[str, Any]]]:
+    """The ``config`` entries for ``driver``: index, entry, and its ``opaque``."""
+    for index, entry in entries(owner, "config"):
+        opaque = entry.get("opaque")
+        if isinstance(opaque, Mapping) and opaque.get("driver") == driver:
+            yield index, entry, opaque
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFacts:
+    """Facts about an existing class: its selectors, the kinds of devices it can give, and whether it is for shares.
+
+    ``gives`` is empty if the class gives none of Tessera's devices, or is unknown.
+    """
+
+    selectors: tuple[str, ...]
+    gives: frozenset[DeviceKind]
+    shares: bool
+
+
+UNKNOWN = ClassFacts((), frozenset(), shares=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LintContext:
+    """The driver's name, and the classes by name."""
+
+    driver: str
+    classes: Mapping[str, ClassFacts]
+
+    def facts(self, request: Request) -> ClassFacts:
+        """The facts about the class that ``request`` names."""
+        return self.classes.get(request.class_name, UNKNOWN)
+
+
+def lint_context(classes: Sequence[Mapping[str, Any]], driver: str) -> LintContext:
+    """Build the context from the class objects; the last one of a name counts."""
+    return LintContext(driver, {name_of(each): _facts(settings_of(each, "spec"), driver) for each in classes})
+
+
+def _facts(spec: Mapping[str, Any], driver: str) -> ClassFacts:
+    selectors = tuple(expression for _, expression in selectors_of(spec, ""))
+    served = [devices_for(opaque.get("parameters")) for _, _, opaque in parameters_of(spec, driver)]
+    meant, selected = frozenset[DeviceKind]().union(*served), may_select(selectors, driver)
+    # A class with parameters for one kind of device is for that kind, even if its selectors accept others.
+    return ClassFacts(selectors, selected & meant if meant else selected, frozenset({DeviceKind.SHARE}) in served)
+
+
+def settings_of(content: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """The object at a dotted path; empty if there is none."""
+    for field in path.split("."):
+        found = content.get(field)
+        content = found if isinstance(found, Mapping) else {}
+    return content
+
+
+def name_of(content: Mapping[str, Any]) -> str:
+    metadata = content.get("metadata")
+    if not isinstance(metadata, Mapping):
+        return "without a name"
+    name = text(metadata, "name") or text(metadata, "generateName") or "without a name"
+    namespace = text(metadata, "namespace")
+    return f"{namespace}/{name}" if namespace else name

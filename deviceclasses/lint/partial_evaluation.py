@@ -1,0 +1,109 @@
+"""Partial evaluation: which kinds of Tessera's devices selectors may accept, by type and profile alone.
+
+All other attributes are unknown, so an expression that depends on one has no verdict and may accept the device. Only
+"false" excludes a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, cached_property
+
+from deviceclasses.cel import CelDevice, Program, compile_selector
+from deviceclasses.cel.referenced_attributes import comparisons_of
+from deviceclasses.cel.values import EvaluationError, Map, Value
+from deviceclasses.lint.attribute_catalogue import names_of, values
+from driver.errors import CelError
+from driver.model.device import DeviceKind
+from driver.slices.attributes import NO_PROFILE
+
+
+@cache
+def compile_cached(expression: str) -> Program | CelError:
+    try:
+        return compile_selector(expression)
+    except CelError as error:
+        return error
+
+
+def compiled_programs(expressions: Iterable[str]) -> list[Program]:
+    """The programs of the expressions that compile."""
+    return [program for program in map(compile_cached, expressions) if isinstance(program, Program)]
+
+
+def compared_strings(programs: Iterable[Program]) -> frozenset[str]:
+    """The string literals in comparisons, which may be profiles."""
+    found = (each.value for program in programs for each in comparisons_of(program.expression))
+    return frozenset(value for value in found if isinstance(value, str))
+
+
+@cache
+def may_select(expressions: tuple[str, ...], driver: str) -> frozenset[DeviceKind]:
+    """The kinds of Tessera's devices that all expressions may accept. Expressions that don't compile are ignored."""
+    programs = compiled_programs(expressions)
+    partitions = sorted({*values()["profile"].accepted, *compared_strings(programs)} - {NO_PROFILE})
+    if not any(
+        each.referenced.everything or ("attributes", driver, "profile") in each.referenced.reads for each in programs
+    ):
+        partitions = partitions[:1]
+    profiles = {kind: partitions if kind is DeviceKind.PARTITION else [NO_PROFILE] for kind in DeviceKind}
+    return frozenset(
+        kind
+        for kind, names in profiles.items()
+        if any(
+            all(each.evaluate(_partial_device(driver, kind, name)) is not False for each in programs) for name in names
+        )
+    )
+
+
+@cache
+def _partial_device(driver: str, kind: DeviceKind, profile: str) -> CelDevice:
+    return _PartialDevice(driver, {driver: {"type": kind.value, "profile": profile}})
+
+
+class _PartialDevice(CelDevice):
+    """A device of Tessera of which only the values of ``attributes`` and the names it can't have are known."""
+
+    @cached_property
+    def value(self) -> Map:
+        known = self.attributes[self.driver]
+        missing = ATTRIBUTES_AND_CAPACITIES - names_of(DeviceKind(known["type"]))
+        return _PartialMap(
+            {
+                "driver": self.driver,
+                "attributes": _PartialMap({self.driver: _PartialMap(known, missing)}),
+                "capacity": _PartialMap({self.driver: _PartialMap({}, missing)}),
+            }
+        )
+
+
+ATTRIBUTES_AND_CAPACITIES = frozenset[str]().union(*map(names_of, DeviceKind))
+
+
+class _PartialMap(Map):
+    """A map with some known entries. Everything that depends on other entries raises EvaluationError."""
+
+    __slots__ = ("_missing",)
+    type_name = "map"
+
+    def __init__(self, known: Mapping[str, Value], missing: frozenset[str] = frozenset()) -> None:
+        super().__init__(known.items())
+        self._missing = missing
+
+    def find(self, key: Value) -> tuple[Value] | None:
+        found = super().find(key)
+        if found is None and key not in self._missing:
+            raise EvaluationError(f"{key} is not known")
+        return found
+
+    def has(self, key: Value) -> bool:
+        return self.find(key) is not None
+
+    def items(self) -> Iterator[tuple[Value, Value]]:
+        raise EvaluationError("not everything is known")
+
+    def __iter__(self) -> Iterator[Value]:
+        raise EvaluationError("not everything is known")
+
+    def __len__(self) -> int:
+        raise EvaluationError("not everything is known")

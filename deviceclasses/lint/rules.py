@@ -1,0 +1,167 @@
+"""The rules of lint for DeviceClasses, ResourceClaims and ResourceClaimTemplates of ``resource.k8s.io`` (pure).
+
+Other objects are ignored. The rules find what the API server accepts, since it checks only the shape of an object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, CAPACITIES, IN_STANDARD, STANDARD_DOMAIN, unknown_name
+from deviceclasses.lint.documents import SPEC, Document, Finding, Issue, Severity, kind_of, misspelt, text, wrong_kind
+from deviceclasses.lint.fields import shape_issues
+from deviceclasses.lint.lint_context import (
+    Constraint,
+    LintContext,
+    Request,
+    constraints_of,
+    entries,
+    lint_context,
+    name_of,
+    parameters_of,
+    request_names,
+    requests_of,
+    selectors_of,
+    settings_of,
+)
+from deviceclasses.lint.satisfiability import (
+    PARENT,
+    parameter_mismatches,
+    share_issues,
+    unsatisfiable_constraints,
+    unsatisfiable_selectors,
+)
+from deviceclasses.lint.selectors import empty_class_issues, selector_issues
+from driver.config.opaque import InvalidParameters, parse_parameters
+from driver.config.schema import shown
+from driver.config.suggestions import meant
+
+
+def lint(documents: Sequence[Document], installed: Iterable[Mapping[str, Any]], driver: str) -> Iterator[Finding]:
+    """Every finding, in the order of ``documents``; ``installed`` are existing classes beside those in them."""
+    contents = [each.content for each in documents if isinstance(each.content, Mapping)]
+    context = lint_context([*installed, *(each for each in contents if kind_of(each) == "DeviceClass")], driver)
+    for document in documents:
+        if isinstance(document.content, Mapping):
+            named = f"{text(document.content, 'kind')} {name_of(document.content)}"
+            for issue in _issues(document.content, context):
+                where = (document.file, document.number, named)
+                yield Finding(*where, issue.path, issue.value, issue.message, issue.severity)
+
+
+def _issues(content: Mapping[str, Any], context: LintContext) -> Iterator[Issue]:
+    kind = kind_of(content)
+    if kind is None:
+        yield from wrong_kind(content)
+        return
+    yield from shape_issues(content, kind)
+    rules = _class if kind == "DeviceClass" else _claim
+    yield from rules(settings_of(content, SPEC[kind]), SPEC[kind], context)
+
+
+def _class(spec: Mapping[str, Any], path: str, context: LintContext) -> Iterator[Issue]:
+    expressions = tuple(expression for _, expression in selectors_of(spec, path))
+    wrong = list(selector_issues(spec, path, context.driver))
+    yield from wrong or empty_class_issues(expressions, path, context.driver)
+    yield from _parameter_issues(spec, path, context)
+
+
+def _claim(devices: Mapping[str, Any], path: str, context: LintContext) -> Iterator[Issue]:
+    requests = list(requests_of(devices, path))
+    constraints = list(constraints_of(devices, path))
+    for request in requests:
+        if request.class_name and request.class_name not in context.classes:
+            message = f"no such class in these files or among Tessera's{meant(request.class_name, context.classes)}"
+            yield Issue(f"{request.path}.deviceClassName", shown(request.class_name), message, Severity.WARNING)
+        wrong = list(selector_issues(request.raw, request.path, context.driver, context.facts(request).selectors))
+        yield from wrong or unsatisfiable_selectors(request, context)
+        yield from _all_devices(request, context)
+    yield from _same_names(devices, path)
+    yield from _parameter_issues(devices, path, context)
+    yield from parameter_mismatches(devices, path, requests, context)
+    yield from _request_names(devices, path, requests)
+    for constraint in constraints:
+        yield from _constraint_attribute(constraint, context)
+    yield from unsatisfiable_constraints(requests, constraints, context)
+    yield from share_issues(requests, constraints, context)
+
+
+def _parameter_issues(owner: Mapping[str, Any], path: str, context: LintContext) -> Iterator[Issue]:
+    for index, entry in entries(owner, "config"):
+        opaque = entry.get("opaque")
+        other = text(opaque, "driver") if isinstance(opaque, Mapping) else ""
+        if misspelt(other, [context.driver]):
+            message = f"is almost the driver's name; did you mean {context.driver}?"
+            yield Issue(f"{path}.config[{index}].opaque.driver", shown(other), message, Severity.WARNING)
+    for index, _, opaque in parameters_of(owner, context.driver):
+        try:
+            parse_parameters(opaque.get("parameters"), path)
+        except InvalidParameters as error:
+            there = f"{path}.config[{index}].opaque.parameters"
+            for fault in error.faults:
+                place = there if fault.path in {"", "parameters"} else f"{there}.{fault.path}"
+                yield Issue(place, fault.found, fault.message)
+
+
+def _all_devices(request: Request, context: LintContext) -> Iterator[Issue]:
+    """An issue for allocationMode All, except with administrative access, which allocates nothing."""
+    mode = request.raw.get("allocationMode")
+    if mode == "All" and context.facts(request).gives and request.raw.get("adminAccess") is not True:
+        message = (
+            "with a controller gives the devices that are offered at the moment, not all that are free, and a policy "
+            "of the chart refuses it: ask for a number of devices instead, at most as many as one node has, such as "
+            "count: 8"
+        )
+        yield Issue(f"{request.path}.allocationMode", shown(mode), message)
+
+
+def _same_names(devices: Mapping[str, Any], path: str) -> Iterator[Issue]:
+    """Issues for requests, or alternatives of one request, of the same name, which the API server refuses."""
+    requests = list(entries(devices, "requests"))
+    yield from _repeated(requests, f"{path}.requests", "request")
+    for index, request in requests:
+        alternatives = list(entries(request, "firstAvailable"))
+        yield from _repeated(alternatives, f"{path}.requests[{index}].firstAvailable", "alternative")
+
+
+def _repeated(named: Sequence[tuple[int, Mapping[str, Any]]], path: str, what: str) -> Iterator[Issue]:
+    seen: set[str] = set()
+    for index, entry in named:
+        name = text(entry, "name")
+        if name and name in seen:
+            yield Issue(f"{path}[{index}].name", shown(name), f"another {what} has this name")
+        seen.add(name)
+
+
+def _request_names(devices: Mapping[str, Any], path: str, requests: Sequence[Request]) -> Iterator[Issue]:
+    accepted = list(dict.fromkeys(name for request in requests for name in (request.base, request.name)))
+    for field in ("config", "constraints"):
+        for index, entry in entries(devices, field):
+            for position, name in enumerate(request_names(entry)):
+                if name not in accepted:
+                    hint = meant(str(name), accepted)
+                    message = f"no such request; accepted: {', '.join(accepted) or 'none'}{hint}"
+                    yield Issue(f"{path}.{field}[{index}].requests[{position}]", shown(name), message)
+
+
+def _constraint_attribute(constraint: Constraint, context: LintContext) -> Iterator[Issue]:
+    domain, slash, name = constraint.attribute.rpartition("/")
+    domains = [context.driver, STANDARD_DOMAIN]
+    if not slash:
+        message = f"must be qualified by a domain, such as {context.driver}/{PARENT}"
+        hint = meant(name, (f"{context.driver}/{each}" for each in ATTRIBUTES))
+        yield Issue(constraint.path, shown(name), f"{message}{hint}")
+    elif misspelt(domain, domains):
+        message = f"is almost a domain of Tessera's devices{meant(domain, domains)}"
+        yield Issue(constraint.path, shown(constraint.attribute), message, Severity.WARNING)
+    elif domain == context.driver and name not in ATTRIBUTES:
+        yield Issue(constraint.path, shown(constraint.attribute), _no_attribute(name, domain))
+
+
+def _no_attribute(name: str, domain: str) -> str:
+    if name in IN_STANDARD:
+        return f"is in Kubernetes' domain: {STANDARD_DOMAIN}/{name}"
+    if name in CAPACITIES:
+        return "is a capacity; constraints are on attributes"
+    return unknown_name("attributes", name, domain)

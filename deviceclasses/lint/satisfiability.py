@@ -1,0 +1,156 @@
+"""Claims that no device can satisfy, and claims that could get two shares of one GPU.
+
+Their pods would stay pending, or fail when they start. The chart's policy ``fitting-class`` refuses such claims for the
+chart's classes at admission; lint checks every class, by what its selectors may select.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, names_of
+from deviceclasses.lint.documents import Issue
+from deviceclasses.lint.lint_context import (
+    ClassFacts,
+    Constraint,
+    LintContext,
+    Request,
+    parameters_of,
+    request_names,
+    selectors_of,
+)
+from deviceclasses.lint.partial_evaluation import may_select
+from driver.config.opaque import devices_for
+from driver.config.schema import shown
+from driver.model.device import DeviceKind
+from driver.slices.attributes import PARENT as PARENT_UUID
+
+DEVICE_NAMES = {DeviceKind.FULL: "full GPUs", DeviceKind.PARTITION: "partitions", DeviceKind.SHARE: "shares"}
+MAX_LISTED_CLASSES = 3
+"""Maximum classes that a message lists."""
+
+
+def parameter_mismatches(
+    devices: Mapping[str, Any], path: str, requests: Sequence[Request], context: LintContext
+) -> Iterator[Issue]:
+    """Issues for parameters of another kind of device than a request they name gets, or than all their requests get."""
+    for index, entry, opaque in parameters_of(devices, context.driver):
+        named, raw = request_names(entry), opaque.get("parameters")
+        served = devices_for(raw)
+        covered = [each for each in requests if not named or each.name in named or each.base in named]
+        unfit = [each for each in covered if served and _gives_none_of(each, served, context)]
+        for request in unfit if len(unfit) == len(covered) else [each for each in unfit if each.name in named]:
+            message = (
+                f"does not fit request {request.name}: {_gives(request, context)}; "
+                f"take {_classes_of(served, context)}or parameters for what the class gives"
+            )
+            kind = raw.get("kind") if isinstance(raw, Mapping) else None
+            yield Issue(f"{path}.config[{index}].opaque.parameters.kind", shown(kind), message)
+
+
+def unsatisfiable_selectors(request: Request, context: LintContext) -> Iterator[Issue]:
+    """Issues for selectors of a request that accept no device of its class."""
+    facts = context.facts(request)
+    selectors = list(selectors_of(request.raw, request.path))
+    if not selectors or not facts.gives or _selected_kinds(facts, tuple(text for _, text in selectors), context):
+        return
+    place, expression = next(
+        (each for each in selectors if not _selected_kinds(facts, (each[1],), context)), selectors[0]
+    )
+    others = _class_list(
+        [name for name, other in context.classes.items() if _selected_kinds(other, (expression,), context)]
+    )
+    message = f"{_gives(request, context)}, never what this selector asks for"
+    yield Issue(place, shown(expression), f"{message}; take {others.removesuffix(', ')}" if others else message)
+
+
+def unsatisfiable_constraints(
+    requests: Sequence[Request], constraints: Sequence[Constraint], context: LintContext
+) -> Iterator[Issue]:
+    """Issues for constraints on an attribute that no device of a request can have."""
+    for constraint in constraints:
+        domain, _, name = constraint.attribute.rpartition("/")
+        having = frozenset(kind for kind in DeviceKind if name in names_of(kind))
+        if domain != context.driver or name not in ATTRIBUTES:
+            continue
+        without = [each for each in requests if constraint.covers(each) and _gives_none_of(each, having, context)]
+        for base in dict.fromkeys(each.base for each in without):
+            alternatives = [each for each in requests if each.base == base]
+            if all(each in without for each in alternatives):
+                given = ", ".join(f"request {each.name}: {_gives(each, context)}" for each in alternatives)
+                message = (
+                    f"can't hold for {given}, which never have it; take "
+                    f"{_classes_of(having, context)}or name under requests of the constraint those that it is for"
+                )
+                yield Issue(constraint.path, shown(constraint.attribute), message)
+
+
+def _gives_none_of(request: Request, wanted: frozenset[DeviceKind], context: LintContext) -> bool:
+    """Whether the request certainly gets no device of these kinds."""
+    facts = context.facts(request)
+    narrowed = _selected_kinds(facts, tuple(text for _, text in selectors_of(request.raw, "")), context) or facts.gives
+    return bool(facts.gives) and not narrowed & wanted
+
+
+def _selected_kinds(facts: ClassFacts, selectors: tuple[str, ...], context: LintContext) -> frozenset[DeviceKind]:
+    """The kinds of a class's devices that the selectors of a request may accept."""
+    return facts.gives & may_select((*facts.selectors, *selectors), context.driver)
+
+
+def _gives(request: Request, context: LintContext) -> str:
+    facts = context.facts(request)
+    given = " or ".join(DEVICE_NAMES[kind] for kind in DeviceKind if kind in facts.gives)
+    return f"class {request.class_name} gives {given}"
+
+
+def _classes_of(kinds: frozenset[DeviceKind], context: LintContext) -> str:
+    """The classes that give only these kinds."""
+    return _class_list([name for name, facts in context.classes.items() if facts.gives and facts.gives <= kinds])
+
+
+def _class_list(names: Sequence[str]) -> str:
+    """The beginning of a hint with classes, shortest names first; empty if there are none."""
+    first, *more = sorted(names, key=lambda name: (len(name), name)) or [""]
+    if not first:
+        return ""
+    return (
+        f"class {' or '.join((first, *more))}, "
+        if len(more) < MAX_LISTED_CLASSES
+        else f"class {first} or one of {len(more)} more, "
+    )
+
+
+PARENT = PARENT_UUID.name
+
+
+def share_issues(
+    requests: Sequence[Request], constraints: Sequence[Constraint], context: LintContext
+) -> Iterator[Issue]:
+    """Issues for claims that could get two shares of one GPU, which the driver refuses when the pod starts."""
+    parent = f"{context.driver}/{PARENT}"
+    apart = [each for each in constraints if each.distinct and each.attribute == parent]
+    shares = [request for request in requests if _may_be_share(request, context)]
+    remedy = (
+        "may give two shares of one GPU to this claim, which the driver refuses: ask for one share (of a GPU with "
+        "fewer shares, if that is too little), a partition or a full GPU; for shares of different GPUs add the "
+        f"constraint distinctAttribute: {parent}"
+    )
+    for request in shares:
+        if request.several and not any(each.covers(request) for each in apart):
+            yield Issue(f"{request.path}.count", shown(request.raw.get("count")), remedy)
+    for index, other in enumerate(shares):
+        beside = (one for one in shares[:index] if one.base != other.base)
+        one = next((one for one in beside if not any(each.covers(one) and each.covers(other) for each in apart)), None)
+        if one is not None:
+            yield Issue(
+                f"{other.path}.deviceClassName", shown(other.class_name), f"together with request {one.name} {remedy}"
+            )
+
+
+def _may_be_share(request: Request, context: LintContext) -> bool:
+    facts = context.facts(request)
+    if request.class_name not in context.classes:
+        return False
+    expressions = (*facts.selectors, *(expression for _, expression in selectors_of(request.raw, "")))
+    return facts.shares or DeviceKind.SHARE in may_select(expressions, context.driver)

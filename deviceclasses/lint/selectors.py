@@ -1,0 +1,205 @@
+"""Checks of CEL selectors: syntax and types, names and literals, and errors on sample devices.
+
+An evaluation error on one device stops the scheduling of the pod. Therefore each selector is evaluated on a sample of
+each kind of Tessera's devices, and on one of another driver. Samples have the real names with made-up values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from deviceclasses.cel import CelDevice, Program, from_slice_device, nodes
+from deviceclasses.cel.library.registry import FUNCTIONS, chosen
+from deviceclasses.cel.nodes import Node, children
+from deviceclasses.cel.parse import parse
+from deviceclasses.cel.referenced_attributes import Comparison, comparisons_of
+from deviceclasses.cel.values import EvaluationError, start_work
+from deviceclasses.lint.attribute_catalogue import (
+    ATTRIBUTES,
+    CAPACITIES,
+    IN_STANDARD,
+    STANDARD_DOMAIN,
+    TYPES,
+    names_of,
+    type_mismatch,
+    unknown_name,
+    values,
+)
+from deviceclasses.lint.documents import Issue, Severity, misspelt
+from deviceclasses.lint.lint_context import selectors_of
+from deviceclasses.lint.partial_evaluation import compared_strings, compile_cached, compiled_programs, may_select
+from driver.config.schema import shown
+from driver.config.suggestions import meant
+from driver.errors import CelError
+from driver.model.device import DeviceKind
+from driver.slices.attributes import FACTS, NO_PROFILE, STANDARD
+
+SAMPLE_VALUES = {"string": "", "int": 0, "bool": False, "version": "0.0.0"}
+ANY_PROFILE = "1g.10gb"
+NO_SUCH_KEY = "no such key: "
+CERTAIN_ERRORS = (NO_SUCH_KEY, "no such overload")
+"""Errors that depend on names and types only, not on values."""
+
+KINDS = {DeviceKind.FULL: "a full GPU", DeviceKind.PARTITION: "a partition", DeviceKind.SHARE: "a share"}
+
+
+def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: Iterable[str] = ()) -> Iterator[Issue]:
+    """The issues of ``owner``'s selectors; ``before`` are those of its class, which are evaluated first."""
+    earlier = list(before)
+    for place, expression in selectors_of(owner, path):
+        program = compile_cached(expression)
+        if isinstance(program, CelError):
+            yield _refused(place, program, expression)
+            continue
+        wrong = [
+            *_wrong_names(place, program, driver),
+            *comparison_issues(place, expression, driver),
+            *conversion_issues(place, expression),
+        ]
+        yield from wrong or _failures(place, program, earlier, driver)
+        earlier.append(expression)
+
+
+def empty_class_issues(expressions: tuple[str, ...], path: str, driver: str) -> Iterator[Issue]:
+    """An issue for valid selectors that refer to Tessera's devices and accept none of them."""
+    ours = any(
+        driver in {domain for _, domain, _ in each.referenced.reads} | compared_strings([each])
+        for each in compiled_programs(expressions)
+    )
+    if ours and not may_select(expressions, driver):
+        message = "selects none of Tessera's devices: none has the type and profile that it asks for"
+        yield Issue(f"{path}.selectors", "", message, Severity.WARNING)
+
+
+def _wrong_names(place: str, program: Program, driver: str) -> Iterator[Issue]:
+    for section, domain, name in program.referenced.reads:
+        if domain == driver and name not in (ATTRIBUTES if section == "attributes" else CAPACITIES):
+            yield Issue(place, shown(name), unknown_name(section, name, domain))
+        elif close := misspelt(domain, [driver, STANDARD_DOMAIN]):
+            message = f"is almost a domain of Tessera's devices; did you mean {close}?"
+            yield Issue(place, shown(domain), message, Severity.WARNING)
+        elif domain == STANDARD_DOMAIN and misspelt(name, list(IN_STANDARD)):
+            message = f"Tessera publishes no such name in {domain}{meant(name, IN_STANDARD)}"
+            yield Issue(place, shown(name), message, Severity.WARNING)
+
+
+def _failures(place: str, program: Program, before: Iterable[str], driver: str) -> Iterator[Issue]:
+    earlier = compiled_programs(before)
+    profiles = compared_strings([program, *earlier]) & {*values()["profile"].accepted} - {NO_PROFILE}
+    for name, device in _samples(driver, profiles or frozenset({ANY_PROFILE})):
+        verdict = program.verdict(device)
+        if (
+            isinstance(verdict, str)
+            and verdict.startswith(CERTAIN_ERRORS)
+            and all(each.verdict(device) is True for each in earlier)
+        ):
+            message = (
+                f"fails on {name}, which stops the pod's scheduling: {verdict}; {_remedy(program, verdict, driver)}"
+            )
+            yield Issue(place, shown(program.expression), message)
+            return
+
+
+def _remedy(program: Program, verdict: str, driver: str) -> str:
+    """The hint how to correct the selector."""
+    if not verdict.startswith(NO_SUCH_KEY):
+        full = {driver: "", STANDARD_DOMAIN: STANDARD}
+        read = [
+            (name, TYPES.get(f"{full[domain]}{name}")) for _, domain, name in program.referenced.reads if domain in full
+        ]
+        types = ", ".join(f"{name} is a {kind}" for name, kind in read if kind)
+        return f"{types or 'each has one type'} (docs/attributes.md)"
+    key = verdict.removeprefix(NO_SUCH_KEY)
+    having = [kind for kind in DeviceKind if key in names_of(kind)]
+    kinds = " || ".join(f'.type == "{kind}"' for kind in having) if len(having) < len(DeviceKind) else ".type"
+    kinds = f"({kinds})" if len(having) == len(DeviceKind) - 1 else kinds or ".type"
+    return f'ask for device.driver == "{driver}" and {kinds} first, with &&'
+
+
+def _refused(place: str, error: CelError, expression: str) -> Issue:
+    """The issue for a CelError, with the expression from its position on."""
+    if error.position is None:
+        return Issue(place, shown(expression), str(error))
+    return Issue(place, shown(expression[error.position :]), f"at character {error.position + 1}: {error}")
+
+
+@cache
+def _samples(driver: str, profiles: frozenset[str]) -> list[tuple[str, CelDevice]]:
+    """Sample devices: one of each kind, with every name it can have, a partition per profile, one of another driver."""
+    alike = [
+        (DeviceKind.FULL, NO_PROFILE),
+        *((DeviceKind.PARTITION, each) for each in sorted(profiles)),
+        (DeviceKind.SHARE, NO_PROFILE),
+    ]
+    ours = [(KINDS[kind], from_slice_device(driver, _published(kind, profile))) for kind, profile in alike]
+    return [*ours, ("a device of another driver", CelDevice("another-driver.example.com"))]
+
+
+def _published(kind: DeviceKind, profile: str) -> dict[str, Any]:
+    attributes: dict[str, dict[str, Any]] = {fact.name: {fact.kind: SAMPLE_VALUES[fact.kind]} for fact in FACTS[kind]}
+    attributes["type"] = {"string": kind.value}
+    attributes["profile"] = {"string": profile}
+    capacity = {name: {"value": "1Gi"} for name in CAPACITIES & names_of(kind)}
+    return {"name": kind.value, "attributes": attributes, "capacity": capacity}
+
+
+def comparison_issues(place: str, expression: str, driver: str) -> Iterator[Issue]:
+    """Issues for literals that an attribute or the driver can't have; the expression compiles."""
+    for found in comparisons_of(expression):
+        if found.value in found.otherwise:
+            continue
+        if found.path == ("driver",) and isinstance(found.value, str):
+            yield from _driver(place, found.value, driver)
+        name = _attribute(found, driver)
+        if name is not None:
+            yield from _value(place, name, found)
+
+
+def conversion_issues(place: str, expression: str) -> Iterator[Issue]:
+    """Issues for functions of literals, such as ``quantity("4x")``, that always fail; the expression compiles."""
+    for call in _calls_of_literals(parse(expression)):
+        values = [each.value for each in call.arguments if isinstance(each, nodes.Literal)]
+        start_work()
+        try:
+            chosen(call.function, tuple(FUNCTIONS[call.function]))(*values)
+        except EvaluationError as error:
+            yield Issue(place, shown(values[0]), f"at character {call.position + 1}: always fails: {error}")
+
+
+def _calls_of_literals(node: Node) -> Iterator[nodes.Call]:
+    if (
+        isinstance(node, nodes.Call)
+        and node.target is None
+        and node.function in FUNCTIONS
+        and node.arguments
+        and all(isinstance(each, nodes.Literal) for each in node.arguments)
+    ):
+        yield node
+    for each in children(node):
+        yield from _calls_of_literals(each)
+
+
+def _attribute(found: Comparison, driver: str) -> str | None:
+    """The published name of the attribute, or None if it is not one of Tessera's."""
+    if len(found.path) != 3 or found.path[0] != "attributes":
+        return None
+    _, domain, name = found.path
+    full = {driver: name, STANDARD_DOMAIN: f"{STANDARD}{name}"}.get(domain)
+    return full if full in TYPES else None
+
+
+def _driver(place: str, value: str, driver: str) -> Iterator[Issue]:
+    if misspelt(value, [driver]):
+        message = f"is almost the driver's name; did you mean {driver}?"
+        yield Issue(place, shown(value), message, Severity.WARNING)
+
+
+def _value(place: str, name: str, found: Comparison) -> Iterator[Issue]:
+    if (instead := type_mismatch(name, found)) is not None:
+        yield Issue(place, shown(found.value), instead)
+        return
+    known = values().get(name)
+    if known is not None and isinstance(found.value, str) and found.value not in known.accepted:
+        yield Issue(place, shown(found.value), known.unknown_value(name, found.value), known.severity)

@@ -1,0 +1,61 @@
+"""NVML errors as HardwareError, with names and remedies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pynvml
+
+from driver.errors import HardwareError
+
+ABSENT = frozenset({pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND})
+"""Codes that mean that the GPU or driver does not have a feature, rather than a failure."""
+
+NAMES = {
+    value: name.removeprefix("NVML_ERROR_")
+    for name, value in vars(pynvml).items()
+    if name.startswith("NVML_ERROR_") and isinstance(value, int)
+}
+
+REMEDIES = {
+    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "libnvidia-ml.so.1 was not found",
+    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "the nvidia kernel module is not loaded",
+    pynvml.NVML_ERROR_NO_PERMISSION: "the plugin must run as root",
+    pynvml.NVML_ERROR_IN_USE: "a process still uses it",
+    pynvml.NVML_ERROR_RESET_REQUIRED: "the GPU needs a reset",
+    pynvml.NVML_ERROR_GPU_IS_LOST: "the GPU fell off the bus; the node needs a reboot",
+}
+"""Explanations of common NVML errors."""
+
+
+@contextmanager
+def nvml_call(what: str) -> Iterator[None]:
+    """Turn an NVMLError inside the block into a HardwareError that names ``what`` was attempted."""
+    try:
+        yield
+    except pynvml.NVMLError as error:
+        raise HardwareError(f"{what}: NVML says {described(error)}", error.value) from error
+
+
+def described(error: pynvml.NVMLError) -> str:
+    """The name of the code and a remedy. NVML's own text needs the library, which may be missing."""
+    code = error.value
+    remedy = REMEDIES.get(code)
+    return f"{NAMES.get(code, 'error')} ({code}{', ' + remedy if remedy else ''})"
+
+
+def fact(function: Callable[..., Any], *arguments: Any) -> Any | None:
+    """Return the result of an NVML function, or None if the GPU or its driver does not support it."""
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError as error:
+        if error.value in ABSENT:
+            return None
+        raise
+
+
+def text(value: bytes | str) -> str:
+    """NVML strings come as bytes from structs and as str from functions."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

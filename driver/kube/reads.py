@@ -1,0 +1,98 @@
+"""Typed reads: lists page by page, single claims, the owner reference of a Node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from driver.errors import ApiError
+from driver.kube.client import KubeClient, Object
+from driver.kube.decoding import decode
+from driver.kube.types import Claim
+
+RESOURCE_GROUP = "/apis/resource.k8s.io/v1"
+
+PAGE_SIZE = 500
+
+T = TypeVar("T")
+
+
+class ListMeta(msgspec.Struct, frozen=True, rename={"resource_version": "resourceVersion", "next_page": "continue"}):
+    resource_version: str
+    next_page: str = ""
+
+
+class Page(msgspec.Struct, Generic[T], frozen=True):
+    """One page of a list."""
+
+    metadata: ListMeta
+    items: list[T] | None = None
+
+
+def pages(
+    client: KubeClient, path: str, read: Callable[[bytes], Page[T]], selectors: Mapping[str, str] | None = None
+) -> Iterator[Page[T]]:
+    """All pages of a list as of one moment, decoded by ``read``. Raises ApiError and the errors of ``read``."""
+    query = {**(selectors or {}), "limit": str(PAGE_SIZE)}
+    while True:
+        page = read(client.get(path, query))
+        yield page
+        if not page.metadata.next_page:
+            return
+        query["continue"] = page.metadata.next_page
+
+
+def page_reader(kind: type[T]) -> Callable[[bytes], Page[T]]:
+    """A function that decodes a page of objects of ``kind``. It raises MsgspecError if the data is no such list."""
+    decoder: msgspec.json.Decoder[Page[T]] = msgspec.json.Decoder(Page[kind])  # type: ignore[valid-type]
+    return partial(decode, decoder=decoder)
+
+
+_read_objects = page_reader(Object)
+
+
+def objects(client: KubeClient, path: str, selectors: Mapping[str, str] | None = None) -> Iterator[Object]:
+    """All objects of a list with all their fields, for commands. Raises as ``pages`` does."""
+    for page in pages(client, path, _read_objects, selectors):
+        yield from page.items or ()
+
+
+CLAIM = msgspec.json.Decoder(Claim)
+read_claims = page_reader(Claim)
+
+
+def read_claim(client: KubeClient, namespace: str, name: str, *, any_age: bool = False) -> Claim:
+    """Read a claim. Raises ApiError, with status 404 if it does not exist.
+
+    ``any_age`` allows an answer from the API server's cache, which costs it little and may be out of date.
+    """
+    query = {"resourceVersion": "0"} if any_age else None
+    body = client.get(f"{RESOURCE_GROUP}/namespaces/{namespace}/resourceclaims/{name}", query)
+    try:
+        return decode(body, CLAIM)
+    except msgspec.MsgspecError as error:
+        raise ApiError(f"ResourceClaim {namespace}/{name}: the API server's answer does not parse: {error}") from error
+
+
+def list_claims(client: KubeClient) -> Iterator[Claim]:
+    """All claims of the cluster, as of one moment. Raises ApiError."""
+    try:
+        for page in pages(client, f"{RESOURCE_GROUP}/resourceclaims", read_claims):
+            yield from page.items or ()
+    except msgspec.MsgspecError as error:
+        raise ApiError(f"listing ResourceClaims: the API server's answer does not parse: {error}") from error
+
+
+def owner_reference(client: KubeClient, name: str) -> Mapping[str, Any]:
+    """An owner reference to the Node ``name``: objects with it are deleted with the Node. Raises ApiError."""
+    try:
+        node = msgspec.json.decode(client.get(f"/api/v1/nodes/{name}"), type=dict[str, Any])
+        uid = node["metadata"]["uid"]
+    except ApiError as error:
+        raise ApiError(f"--node-name {name}: its Node object can't be read: {error}", error.status) from error
+    except (msgspec.MsgspecError, KeyError) as error:
+        raise ApiError(f"--node-name {name}: what the API server sent is no Node object: {error}") from error
+    return {"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid, "controller": True}

@@ -1,0 +1,468 @@
+"""Types of the API server's objects, with the fields that Tessera reads; other fields are skipped while decoding.
+
+Objects of tenants are decoded by ``driver.kube.decoding``. All types are immutable and can't form reference cycles, so
+that the garbage collector need not track them: a cluster has tens of thousands of claims and pods.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from driver.model.plan import PlanMode, PlanSpec, PlanStatus
+
+
+class Key(NamedTuple):
+    """Namespace and name of an object; ``namespace`` is empty for cluster-scoped resources."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}" if self.namespace else self.name
+
+
+class Struct(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, gc=False):
+    """A part of an object, with Kubernetes' spelling of field names."""
+
+
+class ObjectMeta(msgspec.Struct, frozen=True, rename="camel", gc=False):
+    """The part of ``metadata`` that every reader needs; subclasses add labels, deletionTimestamp, and so on."""
+
+    name: str
+    resource_version: str
+    namespace: str = ""
+    uid: str = ""
+
+    @property
+    def key(self) -> Key:
+        return Key(self.namespace, self.name)
+
+    @property
+    def version(self) -> int:
+        """Resource versions of one resource compare as integers (KEP-5504; true of every supported release)."""
+        return int(self.resource_version)
+
+
+class Unreadable(NamedTuple):
+    """An object that could not be decoded or projected, and the reason."""
+
+    metadata: ObjectMeta
+    why: str
+
+
+class KubeObject(Protocol):
+    """A msgspec struct with metadata and the fields that its reader needs."""
+
+    @property
+    def metadata(self) -> ObjectMeta: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A reference to an object, as in Events."""
+
+    kind: str
+    name: str
+    namespace: str = ""
+    uid: str = ""
+    api_version: str = "v1"
+
+
+class Metadata(ObjectMeta, frozen=True, rename="camel", omit_defaults=True):
+    resource_version: str = "0"
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    finalizers: tuple[str, ...] = ()
+    creation_timestamp: str | None = None
+    deletion_timestamp: str | None = None
+
+    @property
+    def path(self) -> str:
+        """``namespace/name``; the name alone where there is no namespace."""
+        return f"{self.namespace}/{self.name}" if self.namespace else self.name
+
+
+class Expression(Struct, frozen=True):
+    """A NodeSelectorRequirement."""
+
+    key: str
+    operator: str
+    values: tuple[str, ...] = ()
+
+
+class NodeTerm(Struct, frozen=True):
+    """A NodeSelectorTerm: all expressions must match; a term without expressions matches no node."""
+
+    match_expressions: tuple[Expression, ...] = ()
+    match_fields: tuple[Expression, ...] = ()
+
+
+class NodeSelector(Struct, frozen=True):
+    """Matches a node if one of the terms does."""
+
+    node_selector_terms: tuple[NodeTerm, ...] = ()
+
+
+class Cel(Struct, frozen=True):
+    expression: str
+
+
+class DeviceSelector(Struct, frozen=True):
+    cel: Cel | None = None
+
+
+class Toleration(Struct, frozen=True):
+    """A toleration of a pod for nodes, or of a request for devices."""
+
+    key: str = ""
+    operator: str = "Equal"
+    value: str = ""
+    effect: str = ""
+
+
+class CapacityRequirements(Struct, frozen=True):
+    """Quantities as written, by the name of the capacity."""
+
+    requests: dict[str, str | int] = {}
+
+
+class ExactDeviceRequest(Struct, frozen=True):
+    """The ``exactly`` of a request, or an alternative of its ``firstAvailable``; only the latter has a name."""
+
+    device_class_name: str
+    name: str = ""
+    selectors: tuple[DeviceSelector, ...] = ()
+    allocation_mode: str = "ExactCount"
+    count: int = 1
+    admin_access: bool = False
+    capacity: CapacityRequirements | None = None
+    tolerations: tuple[Toleration, ...] = ()
+
+    @property
+    def takes_all(self) -> bool:
+        return self.allocation_mode == "All"
+
+
+class Request(Struct, frozen=True):
+    name: str
+    exactly: ExactDeviceRequest | None = None
+    first_available: tuple[ExactDeviceRequest, ...] = ()
+
+    @property
+    def alternatives(self) -> tuple[ExactDeviceRequest, ...]:
+        """The alternatives in order of preference."""
+        return (self.exactly,) if self.exactly is not None else self.first_available
+
+
+class DeviceConstraint(Struct, frozen=True):
+    """No ``requests`` means all of them."""
+
+    requests: tuple[str, ...] = ()
+    match_attribute: str | None = None
+    distinct_attribute: str | None = None
+
+
+class DeviceClaim(Struct, frozen=True):
+    requests: tuple[Request, ...] = ()
+    constraints: tuple[DeviceConstraint, ...] = ()
+
+
+class ClaimSpec(Struct, frozen=True):
+    devices: DeviceClaim = DeviceClaim()
+
+
+class OpaqueParameters(Struct, frozen=True):
+    """``parameters`` is JSON that only ``driver`` interprets: tenants may write anything into it."""
+
+    driver: str
+    parameters: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class Configuration(Struct, frozen=True):
+    """A config entry of an allocation; ``source`` is FromClass or FromClaim, no ``requests`` means all of them."""
+
+    source: str = "FromClaim"
+    requests: tuple[str, ...] = ()
+    opaque: OpaqueParameters | None = None
+
+
+class Result(Struct, frozen=True):
+    """An allocated device."""
+
+    request: str
+    driver: str
+    pool: str
+    device: str
+    admin_access: bool | None = None
+    share_id: str | None = msgspec.field(default=None, name="shareID")
+
+
+class DeviceAllocation(Struct, frozen=True):
+    results: tuple[Result, ...] = ()
+    config: tuple[Configuration, ...] = ()
+
+
+class Allocation(Struct, frozen=True):
+    """``node_selector`` selects the nodes on which the devices can be used; None: all nodes."""
+
+    devices: DeviceAllocation = DeviceAllocation()
+    node_selector: NodeSelector | None = None
+
+
+class Consumer(Struct, frozen=True):
+    """An entry of ``status.reservedFor``."""
+
+    resource: str
+    name: str
+    uid: str = ""
+
+
+class ReportedDevice(Struct, frozen=True):
+    """An entry of ``status.devices``; ``data`` is JSON that only ``driver`` interprets."""
+
+    driver: str
+    pool: str
+    device: str
+    data: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class ClaimStatus(Struct, frozen=True):
+    allocation: Allocation | None = None
+    devices: tuple[ReportedDevice, ...] = ()
+    reserved_for: tuple[Consumer, ...] = ()
+
+
+class Claim(Struct, frozen=True):
+    """A ResourceClaim."""
+
+    metadata: Metadata
+    spec: ClaimSpec = ClaimSpec()
+    status: ClaimStatus = ClaimStatus()
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """The allocated devices, of all drivers."""
+        return self.status.allocation.devices.results if self.status.allocation is not None else ()
+
+    @property
+    def pods(self) -> str:
+        """The names of the pods that it is reserved for, for logs."""
+        return ",".join(user.name for user in self.status.reserved_for if user.resource == "pods")
+
+
+class ClassSpec(Struct, frozen=True):
+    selectors: tuple[DeviceSelector, ...] = ()
+    extended_resource_name: str | None = None
+
+
+class DeviceClass(Struct, frozen=True):
+    metadata: Metadata
+    spec: ClassSpec = ClassSpec()
+
+
+class NodeAffinity(Struct, frozen=True):
+    required: NodeSelector | None = msgspec.field(default=None, name="requiredDuringSchedulingIgnoredDuringExecution")
+
+
+class Affinity(Struct, frozen=True):
+    node_affinity: NodeAffinity | None = None
+
+
+class PodResourceClaim(Struct, frozen=True):
+    """A claim of a pod, in its spec or status.
+
+    In the spec ``resource_claim_name`` is None if the claim is created from a template; its name is in the status.
+    """
+
+    name: str
+    resource_claim_name: str | None = None
+
+
+class Resources(Struct, frozen=True):
+    """Quantities by resource name, as written."""
+
+    requests: dict[str, str | int] = {}
+    limits: dict[str, str | int] = {}
+
+
+class Container(Struct, frozen=True):
+    resources: Resources = Resources()
+    restart_policy: str | None = None
+
+
+class SchedulingGate(Struct, frozen=True):
+    name: str
+
+
+class PodSpec(Struct, frozen=True):
+    node_name: str = ""
+    node_selector: dict[str, str] = {}
+    affinity: Affinity | None = None
+    tolerations: tuple[Toleration, ...] = ()
+    resource_claims: tuple[PodResourceClaim, ...] = ()
+    containers: tuple[Container, ...] = ()
+    init_containers: tuple[Container, ...] = ()
+    scheduling_gates: tuple[SchedulingGate, ...] = ()
+    scheduler_name: str = ""
+
+
+class ExtendedClaimStatus(Struct, frozen=True):
+    """The claim that the scheduler created for a pod's extended resources (KEP-5004)."""
+
+    resource_claim_name: str = ""
+
+
+class Condition(Struct, frozen=True):
+    type: str
+    status: str = ""
+    message: str = ""
+
+    @property
+    def keeps_from_scheduling(self) -> bool:
+        return self.type == "PodScheduled" and self.status == "False"
+
+    @property
+    def lacks_devices(self) -> bool:
+        """Whether the scheduler found a node that lacks devices (dynamicresources.go, 1.34 to 1.37)."""
+        return self.keeps_from_scheduling and "cannot allocate all claims" in self.message
+
+
+class PodStatus(Struct, frozen=True):
+    phase: str = "Pending"
+    conditions: tuple[Condition, ...] = ()
+    nominated_node_name: str = ""
+    resource_claim_statuses: tuple[PodResourceClaim, ...] = ()
+    extended_resource_claim_status: ExtendedClaimStatus | None = None
+
+
+class Pod(Struct, frozen=True):
+    metadata: Metadata
+    spec: PodSpec = PodSpec()
+    status: PodStatus = PodStatus()
+
+    @property
+    def claims(self) -> tuple[Key, ...]:
+        """The claims of ``spec.resourceClaims`` that have been created."""
+        created = {each.name: each.resource_claim_name for each in self.status.resource_claim_statuses}
+        names = (each.resource_claim_name or created.get(each.name) for each in self.spec.resource_claims)
+        return tuple(Key(self.metadata.namespace, name) for name in names if name)
+
+
+class Taint(Struct, frozen=True):
+    key: str
+    effect: str
+    value: str = ""
+
+
+class NodeSpec(Struct, frozen=True):
+    taints: tuple[Taint, ...] = ()
+    unschedulable: bool = False
+
+
+class NodeStatus(Struct, frozen=True):
+    """``allocatable`` has quantities by resource name."""
+
+    allocatable: dict[str, str] = {}
+
+
+class Node(Struct, frozen=True):
+    metadata: Metadata
+    spec: NodeSpec = NodeSpec()
+    status: NodeStatus = NodeStatus()
+
+
+class DeviceAttribute(Struct, frozen=True):
+    """The value of an attribute; at most one field is set."""
+
+    integer: int | None = msgspec.field(default=None, name="int")
+    string: str | None = None
+    boolean: bool | None = msgspec.field(default=None, name="bool")
+
+
+class DeviceAttributes(Struct, frozen=True):
+    """The attributes that are read from slices; each is None if the device does not have it."""
+
+    uuid: DeviceAttribute | None = None
+    parent_uuid: DeviceAttribute | None = msgspec.field(default=None, name="parentUUID")
+    shares: DeviceAttribute | None = None
+    simulated: DeviceAttribute | None = None
+
+
+class DeviceTaint(Struct, frozen=True):
+    key: str
+    value: str = ""
+    time_added: str = ""
+
+
+class SliceDevice(Struct, frozen=True):
+    """A device in a ResourceSlice."""
+
+    name: str
+    attributes: DeviceAttributes = DeviceAttributes()
+    taints: tuple[DeviceTaint, ...] = ()
+
+    @property
+    def gpu_uuid(self) -> str | None:
+        """The UUID of the GPU that the device is or is a part of."""
+        attribute = self.attributes.parent_uuid or self.attributes.uuid
+        return attribute.string if attribute is not None else None
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.attributes.simulated is not None and self.attributes.simulated.boolean is True
+
+
+class ResourcePool(Struct, frozen=True):
+    name: str
+    generation: int = 0
+    resource_slice_count: int = 1
+
+
+class SliceSpec(Struct, frozen=True):
+    driver: str
+    pool: ResourcePool
+    node_name: str = ""
+    devices: tuple[SliceDevice, ...] = ()
+
+    @property
+    def gpu_uuids(self) -> frozenset[str]:
+        """The UUIDs of the GPUs that the devices are or are parts of."""
+        attributes = (
+            each for device in self.devices for each in (device.attributes.uuid, device.attributes.parent_uuid)
+        )
+        found = (attribute.string for attribute in attributes if attribute is not None)
+        return frozenset(uuid for uuid in found if uuid is not None and uuid.startswith("GPU-"))
+
+
+class ResourceSlice(Struct, frozen=True):
+    metadata: ObjectMeta
+    spec: SliceSpec
+
+
+PAUSED = "gpu.tessera.dev/paused"
+"""Annotation of a plan: with the value "true" the controller leaves the spec alone, so that a person may edit it."""
+
+
+class PlanMetadata(ObjectMeta, frozen=True, rename="camel"):
+    resource_version: str = ""
+    generation: int = 0
+    annotations: dict[str, str] = msgspec.field(default_factory=dict)
+
+    @property
+    def paused(self) -> bool:
+        return self.annotations.get(PAUSED) == "true"
+
+
+class GpuNodePlan(msgspec.Struct, frozen=True):
+    """The plan of one node, named after it. The controller writes ``spec``, the node ``status``."""
+
+    metadata: PlanMetadata
+    spec: PlanSpec = PlanSpec()
+    status: PlanStatus = PlanStatus()
+
+    @property
+    def followed(self) -> bool:
+        """Whether the node follows this plan or an earlier one of the same epoch, by its status."""
+        return self.status.mode is PlanMode.PLANNED and self.spec.epoch == self.status.epoch

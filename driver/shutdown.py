@@ -1,0 +1,54 @@
+"""End of a process whose threads may hang in the NVIDIA driver's library, where they can't be interrupted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from driver.errors import FatalError
+
+EXIT_TIMEOUT_SECONDS = 3.0
+EXIT_INTERVAL_SECONDS = 0.01
+
+WRITERS_TIMEOUT_SECONDS = 15.0
+"""Longest time that threads that write may take to end: longer than a request to the API server."""
+
+
+def join_all(threads: Iterable[threading.Thread], timeout_s: float = WRITERS_TIMEOUT_SECONDS) -> None:
+    """Wait until all threads have ended. Raises FatalError if one has not: only the end of the process ends it then."""
+    end = time.monotonic() + timeout_s
+    threads = list(threads)
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if hung := [thread.name for thread in threads if thread.is_alive()]:
+        raise FatalError(f"does not answer, so that this process has to end: {', '.join(hung)}")
+
+
+def leave(log: logging.Logger) -> None:
+    """Wait a few seconds for all non-daemon threads; if some are left, end the process with exit code 0."""
+    # Polled, not joined: a thread that is just being started is listed already, but can't be joined yet.
+    if not wait_until(EXIT_TIMEOUT_SECONDS, lambda: not _remaining(), EXIT_INTERVAL_SECONDS):
+        hung = [thread.name for thread in _remaining()]
+        log.error("exiting although threads do not end", extra={"threads": ",".join(hung)})
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _remaining() -> list[threading.Thread]:
+    """Threads that keep the process from ending."""
+    return [each for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
+
+
+def wait_until(timeout_s: float, condition: Callable[[], object], interval_s: float) -> bool:
+    """Poll ``condition`` every ``interval_s`` seconds; returns whether it became true in time."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(interval_s)
+    return True

@@ -1,0 +1,281 @@
+"""Descriptions of simulated nodes: ``data/nodes/*.yaml`` or a file of the user.
+
+A new node is one more YAML file. The properties of its GPUs come from the product (:mod:`.products`), so a description
+contains only what differs between two machines with the same GPU: PCI places, links, and the driver version.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
+
+import msgspec
+import yaml
+from msgspec import Meta
+from msgspec.structs import FieldInfo
+
+from driver.errors import UsageError
+from driver.simulator.products import Product, find_product, product_names
+
+
+class Part(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
+    """A frozen object of a description. Fields are in camelCase; unknown fields are errors."""
+
+    def replaced(self, **changes: Any) -> Self:
+        """Return a copy with other values of some fields, without validation."""
+        return msgspec.structs.replace(self, **changes)
+
+
+def validation_errors(kind: type[Part], content: object, place: str = "") -> Iterator[str]:
+    """Yield a line for each field of ``content`` (parsed YAML or JSON) that is invalid for a ``kind``."""
+    # msgspec itself stops at the first error.
+    if not isinstance(content, Mapping):
+        yield f"{place or '(the whole)'}: must be an object"
+        return
+    known = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    for name, field in known.items():
+        yield from _of_field(field, content, f"{place}.{name}".removeprefix("."))
+    for name in content:
+        if name not in known:
+            yield f"{place}.{name}: no such field; accepted: {', '.join(known)}".removeprefix(".")
+
+
+def _of_field(field: FieldInfo, content: Mapping[str, object], path: str) -> Iterator[str]:
+    if field.encode_name not in content:
+        if field.required:
+            yield f"{path}: is missing"
+        return
+    found = content[field.encode_name]
+    inside = list(_inside(field.type, found, path))
+    yield from inside
+    try:
+        if not inside:
+            msgspec.convert(found, field.type)
+    except msgspec.ValidationError as error:
+        yield f"{path}: {error}"
+
+
+def _inside(type_: Any, found: object, path: str) -> Iterator[str]:
+    """Validation errors of a nested object, or of a list of objects."""
+    if get_origin(type_) is Annotated:
+        type_ = get_args(type_)[0]
+    kind = next((each for each in (type_, *get_args(type_)) if isinstance(each, type) and issubclass(each, Part)), None)
+    if kind is None or found is None:
+        return
+    if get_origin(type_) is not tuple:
+        yield from validation_errors(kind, found, path)
+    elif isinstance(found, list):
+        for index, each in enumerate(found):
+            yield from validation_errors(kind, each, f"{path}[{index}]")
+
+
+BusId = Annotated[str, Meta(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
+PcieRoot = Annotated[str, Meta(pattern=r"^pci[0-9a-f]{4,8}:[0-9a-f]{2}$")]
+CpuList = Annotated[str, Meta(pattern=r"^(\d+(-\d+)?(,\d+(-\d+)?)*)?$")]
+NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$")]
+Uuid = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
+
+MAX_GPUS = 64
+"""GPUs of one node."""
+
+# Namespace of the GPUs' UUIDs: a node's name and an index always give the same UUID.
+_GPU_NAMESPACE = uuid.UUID("6f0d3f0b-6a5e-5d43-9c1f-5f6d1f4f9a7e")
+
+
+class NicDescription(Part, frozen=True, kw_only=True):
+    """The NIC next to a GPU: same PCIe switch, same NUMA node."""
+
+    pci_bus_id: BusId
+    rdma_device: str
+
+
+class PciPlace(Part, frozen=True, kw_only=True):
+    """Where a PCI device sits.
+
+    ``bridges`` are the PCI bridges from the root bus down; two devices' common bridges decide how far apart
+    they are. ``numa_node`` is -1 where the kernel knows none. ``cpus`` is the kernel's list, as "0-55,112-167".
+    """
+
+    pci_bus_id: BusId
+    pcie_root: PcieRoot
+    bridges: tuple[BusId, ...] = ()
+    numa_node: Annotated[int, Meta(ge=-1)] = -1
+    cpus: CpuList = ""
+
+
+class GpuDescription(PciPlace, frozen=True, kw_only=True):
+    """One GPU and its place in the machine.
+
+    GPUs of one ``nvlink_clique`` are NVLink peers. ``memory_numa_node`` is set only where the GPU's memory is
+    a NUMA node of its own (Grace). ``nic`` is a NIC that shares the GPU's place; others are the node's ``nics``.
+    """
+
+    nvlink_clique: int | None = None
+    memory_numa_node: int | None = None
+    nic: NicDescription | None = None
+
+
+class NodeNicDescription(PciPlace, frozen=True, kw_only=True):
+    """A NIC with a place of its own: shared by several GPUs, or near none."""
+
+    rdma_device: str
+
+
+class NvlinkDescription(Part, frozen=True, kw_only=True):
+    """NVLink inside the node: links of each GPU, and where they end.
+
+    At ``switches``, the node's own NVSwitches; at the rack's switch trays (``rack_switches``), which are no PCI
+    devices of this node; or, with neither, at the GPUs of the same clique.
+    """
+
+    links: Annotated[int, Meta(ge=1, le=36)]
+    switches: tuple[BusId, ...] = ()
+    rack_switches: bool = False
+
+
+class FabricDescription(Part, frozen=True, kw_only=True):
+    """The NVLink domain: a zero cluster UUID is one node's own NVSwitches.
+
+    ``healthy`` false is "no health reported", as driver 580 says of an HGX H100.
+    """
+
+    cluster_uuid: Uuid
+    clique_id: Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+    state: Literal["not-started", "in-progress", "completed"] = "completed"
+    healthy: bool = False
+
+
+class NodeDescription(Part, frozen=True, kw_only=True):
+    """One node. ``product`` is the GPUs' name (``products.product_names``); all GPUs of a node are of one product.
+
+    ``pcie_generation`` limits the GPUs' links to what the host can; ``addressing_mode`` and ``c2c`` (NVLink to a
+    Grace CPU) say how GPU and CPU share memory.
+    """
+
+    name: NodeName
+    serial: str = ""
+    summary: str = ""
+    product: str
+    driver_version: Annotated[str, Meta(pattern=r"^\d{3}(\.\d+){1,2}$")]
+    cuda_driver_version: Annotated[str, Meta(pattern=r"^\d{2}\.\d$")]
+    pcie_generation: Annotated[int, Meta(ge=1, le=6)] | None = None
+    ecc: bool = True
+    addressing_mode: Literal["none", "hmm", "ats"] = "hmm"
+    c2c: bool = False
+    nvlink: NvlinkDescription | None = None
+    fabric: FabricDescription | None = None
+    gpus: Annotated[tuple[GpuDescription, ...], Meta(min_length=1, max_length=MAX_GPUS)]
+    nics: tuple[NodeNicDescription, ...] = ()
+
+    @property
+    def gpu_product(self) -> Product:
+        """The GPUs' product; known, because the description was checked."""
+        product = find_product(self.product)
+        if product is None:
+            raise LookupError(self.product)
+        return product
+
+    @property
+    def driver_major(self) -> int:
+        """The driver's branch, as 580."""
+        return int(self.driver_version.partition(".")[0])
+
+    def gpu_uuid(self, index: int) -> str:
+        """``GPU-...`` of the GPU at that index: always the same for one name and serial."""
+        node = f"{self.name}/{self.serial}" if self.serial else self.name
+        return f"GPU-{uuid.uuid5(_GPU_NAMESPACE, f'{node}/{index}')}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The description as plain JSON values with camelCase keys; :func:`parse_description` reads it."""
+        return cast("dict[str, Any]", msgspec.to_builtins(self))
+
+
+def known_descriptions() -> dict[str, NodeDescription]:
+    """The nodes that come with Tessera, by name, in order of name."""
+    return {name: _built_in(name) for name in known_names()}
+
+
+def known_names() -> list[str]:
+    """Names of the nodes that come with Tessera, sorted; each is the name of its file too."""
+    entries = (entry.name for entry in _nodes_folder().iterdir())
+    return sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml"))
+
+
+def _nodes_folder() -> Traversable:
+    return files(__package__).joinpath("data", "nodes")
+
+
+@cache
+def _built_in(name: str) -> NodeDescription:
+    text = _nodes_folder().joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return parse_description(yaml.safe_load(text), f"{name} (built in)")
+
+
+def load_description(text: str) -> NodeDescription:
+    """The node that ``text`` names, or that the YAML file at path ``text`` describes.
+
+    :raises UsageError: no such name or file, or the file breaks rules; all broken rules are listed
+    """
+    known = known_names()
+    if text in known:
+        return _built_in(text)
+    path = Path(text)
+    if not path.is_file():
+        raise UsageError(f"no simulated node {text!r}: neither a file nor one of the known names: {', '.join(known)}")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"node description {text}: not readable as YAML: {error}") from error
+    return parse_description(content, text)
+
+
+def parse_description(content: object, source: str) -> NodeDescription:
+    """A description from parsed YAML or JSON.
+
+    :param source: where it came from, for the message
+    :raises UsageError: naming each field that is wrong
+    """
+    lines = list(validation_errors(NodeDescription, content))
+    if isinstance(content, Mapping) and isinstance(product := content.get("product"), str):
+        lines += _product_errors(product)
+    if not lines:
+        description = msgspec.convert(content, NodeDescription)
+        lines += _bus_id_errors(description)
+    if lines:
+        raise UsageError(f"node description {source} is not valid:\n" + "\n".join(f"  {line}" for line in lines))
+    return description
+
+
+def _product_errors(name: str) -> Iterator[str]:
+    product = find_product(name)
+    if product is None:
+        yield f"product: product {name!r} is unknown; known: {', '.join(product_names())}"
+    elif product.mig_capable and not product.profiles:
+        yield f"product: product {name!r}: geometry unknown (no public record of its placements)"
+
+
+def _bus_id_errors(description: NodeDescription) -> Iterator[str]:
+    bus_ids = [place.pci_bus_id for place in (*description.gpus, *description.nics)]
+    bus_ids += [gpu.nic.pci_bus_id for gpu in description.gpus if gpu.nic]
+    if twice := sorted({bus_id for bus_id in bus_ids if bus_ids.count(bus_id) > 1}):
+        yield f"(the whole): one PCI bus id for two devices: {', '.join(twice)}"
+
+
+def parse_gpu(content: dict[str, Any]) -> GpuDescription:
+    """One GPU's place; without ``pcieRoot`` its root bus is the bus before its own.
+
+    :raises UsageError: naming each field that is wrong
+    """
+    domain, _, rest = str(content.get("pciBusId", "")).partition(":")
+    bus = rest.partition(":")[0]
+    guessed = f"pci{domain}:{max(int(bus, 16) - 1, 0):02x}" if re.fullmatch("[0-9a-f]{2}", bus) else ""
+    complete = {"pcieRoot": guessed} | content
+    if lines := list(validation_errors(GpuDescription, complete)):
+        raise UsageError("GPU is not valid:\n" + "\n".join(f"  {line}" for line in lines))
+    return msgspec.convert(complete, GpuDescription)

@@ -1,0 +1,289 @@
+"""A simulated node: its directory, its GPUs, and events outside NVML such as reboots and processes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from driver.errors import EnvironmentFault, UsageError
+from driver.model.sharing import ComputeMode, TimeSlice
+from driver.simulator import mig_rules, tree
+from driver.simulator.description import GpuDescription, NodeDescription, parse_description
+from driver.simulator.faults import FaultControl
+from driver.simulator.machine import DEFAULT_LATENCY, GpuInstance, Latency, Machine, Process, SimulatedGpuState
+from driver.simulator.nvml import SimulatedNvml, is_simulated
+from driver.simulator.products import Product
+from driver.simulator.tree import make_folder, write_file
+
+# Version of the directory layout; other versions are refused.
+_FORMAT = 1
+
+
+class SimulatedNode:
+    """One node in one directory. Any number of processes may have it open at once.
+
+    ``nvml`` is used in place of the module pynvml, ``root`` in place of ``/``.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.description = machine.description
+        self.root = machine.root
+        self.nvml = SimulatedNvml(machine)
+        self.faults = FaultControl(machine, is_simulated)
+        self._machine = machine
+
+    @classmethod
+    def open(
+        cls,
+        description: NodeDescription,
+        root: Path,
+        *,
+        latency: Latency = DEFAULT_LATENCY,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> SimulatedNode:
+        """Open the node in ``root``, or create it if the directory is missing or empty; existing GPU state is kept.
+
+        :raises UsageError: ``root`` holds a node of another description, or other files
+        :raises EnvironmentFault: ``root`` can't be written
+        """
+        machine = Machine(description, root, latency, sleep)
+        try:
+            _refuse_foreign_directory(root)
+            with _exclusively(root):
+                _refuse_another(root, description)
+                tree.build(machine.current_description, root)
+                machine.initialise()
+                for minor in set(range(len(machine.gpus))) - set(machine.present):
+                    tree.remove_gpu(machine.gpus[minor], root)
+                _write_description(root, description)
+        except OSError as error:
+            raise EnvironmentFault(f"simulated node in {root}: {error}") from error
+        return cls(machine)
+
+    @classmethod
+    def attach(
+        cls,
+        root: Path,
+        *,
+        latency: Latency = DEFAULT_LATENCY,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> SimulatedNode:
+        """Open the existing node in ``root``; nothing is written.
+
+        :raises EnvironmentFault: there is none
+        """
+        description = _read_description(root)
+        if description is None:
+            raise EnvironmentFault(
+                f"no simulated node in {root}: {_node_file(root)} does not exist;"
+                " `tessera node --node-name NODE --kubeconfig FILE --gpus sim:NAME` makes one"
+            )
+        return cls(Machine(description, root, latency, sleep))
+
+    @staticmethod
+    def is_in(root: Path) -> bool:
+        """Whether ``root`` holds a simulated node."""
+        return _node_file(root).exists()
+
+    @property
+    def gpus(self) -> tuple[GpuDescription, ...]:
+        """All GPUs by minor, removed ones included: those of the description, then those added."""
+        return self._machine.gpus
+
+    @property
+    def present(self) -> list[int]:
+        """Minors of the present GPUs, in the order of their NVML indices."""
+        return self._machine.present
+
+    def gpu_state(self, minor: int) -> SimulatedGpuState:
+        """The current state of a GPU, without an NVML session."""
+        return self._machine.state(minor)
+
+    def reboot(self) -> None:
+        """Reboot the machine: instances and processes end, and MIG mode on Hopper and newer is switched off."""
+        product = self._machine.product
+        for minor in range(len(self.gpus)):
+            self._machine.change(minor, lambda state: (mig_rules.reboot(product, state), None))
+        tree.write_boot_id(self.root)
+
+    def reset_gpu(self, minor: int) -> None:
+        """Reset a GPU like ``nvidia-smi --gpu-reset``: instances are lost, a pending MIG mode takes effect.
+
+        :raises NVMLError: IN_USE while a process holds the GPU
+        """
+        self._machine.reconfigure(minor, lambda state: (mig_rules.reset(state), None), 0.0)
+
+    def start_process(self, device: str, *, pid: int, memory: int = 0) -> None:
+        """Start a process on a GPU or a MIG device, which is IN_USE until :meth:`end_process`.
+
+        :param device: UUID
+        :param memory: bytes of GPU memory it uses
+        :raises UsageError: the node has no such device
+        """
+        self._edit_processes(device, lambda present: (*present, Process(pid, memory)))
+
+    def end_process(self, device: str, *, pid: int) -> None:
+        """End that process."""
+        self._edit_processes(device, lambda present: tuple(p for p in present if p.pid != pid))
+
+    @contextmanager
+    def process_on(self, device: str, *, pid: int = 4242, memory: int = 0) -> Iterator[None]:
+        """Run a process on the device during the block."""
+        self.start_process(device, pid=pid, memory=memory)
+        try:
+            yield
+        finally:
+            self.end_process(device, pid=pid)
+
+    def _edit_processes(self, device: str, edit: Callable[[tuple[Process, ...]], tuple[Process, ...]]) -> None:
+        if device in self._machine.uuids:
+            minor = self._machine.uuids.index(device)
+            self._machine.change(minor, lambda state: (_edited_gpu(state, edit), None))
+            return
+        for minor in range(len(self.gpus)):
+            if self._machine.change(minor, lambda state: _edited_mig(state, device, edit)):
+                return
+        raise UsageError(f"the simulated node {self.description.name} has no device {device}")
+
+
+def _edited_gpu(
+    state: SimulatedGpuState, edit: Callable[[tuple[Process, ...]], tuple[Process, ...]]
+) -> SimulatedGpuState:
+    return msgspec.structs.replace(state, processes=edit(state.processes))
+
+
+def _edited_mig(
+    state: SimulatedGpuState, device: str, edit: Callable[[tuple[Process, ...]], tuple[Process, ...]]
+) -> tuple[SimulatedGpuState, bool]:
+    for instance in state.instances:
+        if any(ci.uuid == device for ci in instance.compute):
+            compute = tuple(
+                msgspec.structs.replace(ci, processes=edit(ci.processes)) if ci.uuid == device else ci
+                for ci in instance.compute
+            )
+            return mig_rules.with_compute(state, instance, compute), True
+    return state, False
+
+
+@contextmanager
+def _exclusively(root: Path) -> Iterator[None]:
+    make_folder(root / "sim")
+    descriptor = os.open(_lock_file(root), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock_file(root: Path) -> Path:
+    """The first file that is created, so it exists even if creation was interrupted."""
+    return root / "sim" / "node.lock"
+
+
+def _node_file(root: Path) -> Path:
+    return root / "sim" / "node.json"
+
+
+def _read_description(root: Path) -> NodeDescription | None:
+    path = _node_file(root)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found, description = content["format"], content["description"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EnvironmentFault(f"simulated node in {root}: {path} can't be read: {error}") from error
+    if found != _FORMAT:
+        raise EnvironmentFault(f"simulated node in {root}: format {found}, this version reads {_FORMAT}")
+    return parse_description(description, str(path))
+
+
+def _refuse_foreign_directory(root: Path) -> None:
+    """Refuse a directory with other files: a node consists of a thousand files, which must not mix with them."""
+    try:
+        found = [each for each in root.iterdir() if each.name != "sim" or any(each.iterdir())]
+    except FileNotFoundError:
+        return
+    # Checked last: another process may have started to create the node in the meantime.
+    if found and not _lock_file(root).exists():
+        raise UsageError(f"{root} is not empty and does not hold a simulated node: choose another directory")
+
+
+def _refuse_another(root: Path, description: NodeDescription) -> None:
+    present = _read_description(root)
+    if present is not None and present != description:
+        what = "another version of it" if present.name == description.name else f"{present.name!r}"
+        raise UsageError(f"{root} holds the simulated node {what}, not {description.name!r}: choose another directory")
+
+
+def _write_description(root: Path, description: NodeDescription) -> None:
+    content = {"format": _FORMAT, "description": description.to_json()}
+    write_file(_node_file(root), json.dumps(content, indent=2) + "\n")
+
+
+def describe(node: SimulatedNode, held: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the node's GPUs as JSON objects, each with its MIG devices; memory in MiB.
+
+    The state of each GPU is consistent. Neither an NVML session nor a lock is needed.
+
+    :param held: holders by UUID of the GPU or MIG device
+    """
+    return [_describe_gpu(node, minor, held) for minor in node.present]
+
+
+def _describe_gpu(node: SimulatedNode, minor: int, held: dict[str, str]) -> dict[str, Any]:
+    state, product = node.gpu_state(minor), node.description.gpu_product
+    uuid = node.description.gpu_uuid(minor)
+    everywhere = [*state.processes, *(p for gi in state.instances for ci in gi.compute for p in ci.processes)]
+    in_order = sorted(state.instances, key=lambda gi: gi.start)
+    return {
+        "node": node.description.name,
+        "index": node.present.index(minor),
+        "name": product.name,
+        "uuid": uuid,
+        "pciBusId": node.gpus[minor].pci_bus_id,
+        "memoryTotal": product.memory_mib,
+        "memoryUsed": sum(process.memory for process in everywhere) >> 20,
+        "migMode": _mode(product.mig_capable, state.mig_enabled),
+        "migModePending": _mode(product.mig_capable, state.mig_pending),
+        "computeMode": ComputeMode(state.compute_mode).name,
+        "timeSlice": str(list(TimeSlice)[state.time_slice]),
+        "holder": held.get(uuid),
+        "processes": [process.pid for process in state.processes],
+        "migDevices": [row for gi in in_order for row in _describe_instance(product, gi, held)],
+    }
+
+
+def _describe_instance(product: Product, gi: GpuInstance, held: dict[str, str]) -> list[dict[str, Any]]:
+    profile = product.by_id[gi.profile]
+    common: dict[str, Any] = {
+        "gpuInstance": gi.id,
+        "profile": profile.name,
+        "placement": {"start": gi.start, "size": gi.size},
+        "memory": profile.memory_at(gi.start),
+    }
+    if not gi.compute:
+        return [common | {"computeInstance": None, "uuid": None, "holder": None, "processes": []}]
+    return [
+        common
+        | {
+            "computeInstance": ci.id,
+            "uuid": ci.uuid,
+            "holder": held.get(ci.uuid),
+            "processes": [process.pid for process in ci.processes],
+        }
+        for ci in gi.compute
+    ]
+
+
+def _mode(capable: bool, enabled: bool) -> str:
+    return ("Enabled" if enabled else "Disabled") if capable else "N/A"

@@ -1,0 +1,254 @@
+"""Simulated NVML: MIG mode, GPU instances and compute instances."""
+
+# ruff: noqa: N802, N803
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pynvml
+
+from driver.simulator import mig_rules
+from driver.simulator.machine import ComputeInstance, GpuInstance, SimulatedGpuState
+from driver.simulator.nvml_session import (
+    ComputeInstanceKey,
+    GpuInstanceKey,
+    GpuInstanceView,
+    GpuKey,
+    MigKey,
+    NvmlSession,
+    error,
+    fill_unsized,
+    integer,
+    pointer_to,
+    simulated,
+)
+from driver.simulator.products import ProductProfile
+
+_SUCCESS: int = pynvml.NVML_SUCCESS
+
+
+class MigCalls(NvmlSession):
+    """MIG mode, GPU instances and compute instances. Functions for GPUs refuse a MIG device: INVALID_ARGUMENT."""
+
+    @simulated()
+    def nvmlDeviceGetMigMode(self, device: Any) -> list[int]:
+        state = self.machine.state(self._mig_gpu(device))
+        return [int(state.mig_enabled), int(state.mig_pending)]
+
+    @simulated()
+    def nvmlDeviceSetMigMode(self, device: Any, mode: int) -> int:
+        minor, wanted = self._mig_gpu(device), integer(mode)
+        if wanted not in (pynvml.NVML_DEVICE_MIG_DISABLE, pynvml.NVML_DEVICE_MIG_ENABLE):
+            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        product, latency = self.machine.product, self.machine.latency
+        seconds = latency.mode_without_reset if product.toggles_without_reset else latency.mode_with_reset
+        return self.machine.reconfigure(
+            minor, lambda state: mig_rules.switch_mode(product, state, bool(wanted)), seconds
+        )
+
+    @simulated()
+    def nvmlDeviceGetGpuInstanceProfileInfo(self, device: Any, profile: int, version: int = 2) -> Any:
+        if version not in (1, 2):
+            raise error(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        self._mig_gpu(device)
+        if not 0 <= integer(profile) < pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT:
+            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        found = self.machine.product.by_enum.get(integer(profile))
+        if found is None:
+            raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return _profile_info(found, version)
+
+    @simulated()
+    def nvmlDeviceGetGpuInstancePossiblePlacements(
+        self, device: Any, profileId: int, placementsRef: Any, countRef: Any
+    ) -> int:
+        self._mig_gpu(device)
+        profile = self._supported(profileId)
+        count = pointer_to(ctypes.c_uint, countRef)
+        room, count[0] = count[0], len(profile.starts)
+        if placementsRef is None:
+            return _SUCCESS
+        if room < len(profile.starts):
+            raise error(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
+        placements = pointer_to(pynvml.c_nvmlGpuInstancePlacement_t, placementsRef)
+        for index, start in enumerate(profile.starts):
+            placements[index] = pynvml.c_nvmlGpuInstancePlacement_t(start, profile.size)
+        return _SUCCESS
+
+    @simulated()
+    def nvmlDeviceCreateGpuInstanceWithPlacement(self, device: Any, profileId: int, placement: Any) -> Any:
+        wanted = pointer_to(pynvml.c_nvmlGpuInstancePlacement_t, placement)[0]
+        minor, product, profile = self._mig_gpu(device), self.machine.product, integer(profileId)
+        created: GpuInstance = self.machine.reconfigure(
+            minor,
+            lambda state: mig_rules.create_gpu_instance(product, state, profile, (wanted.start, wanted.size)),
+            self.machine.latency.create_gpu_instance,
+        )
+        return self.handle(GpuInstanceKey(minor, created.serial))
+
+    @simulated()
+    def nvmlGpuInstanceDestroy(self, gpuInstance: Any) -> int:
+        found = self.gpu_instance(gpuInstance)
+        serial = found.instance.serial
+        self.machine.reconfigure(
+            found.minor,
+            lambda state: (mig_rules.destroy_gpu_instance(state, self.find_gpu_instance(state, serial)), None),
+            self.machine.latency.destroy_gpu_instance,
+        )
+        self.forget(GpuInstanceKey(found.minor, serial))
+        return _SUCCESS
+
+    @simulated()
+    def nvmlDeviceGetGpuInstances(self, device: Any, profileId: int, gpuInstancesRef: Any, countRef: Any) -> int:
+        minor = self._mig_gpu(device)
+        state = self.machine.state(minor)
+        mig_rules.require_mig(state)
+        profile = self._supported(profileId)
+        found = [gi for gi in state.instances if gi.profile == profile.id]
+        handles = [self.handle(GpuInstanceKey(minor, gi.serial)) for gi in found]
+        fill_unsized(pynvml.c_nvmlGpuInstance_t, gpuInstancesRef, profile.max_instances, handles)
+        pointer_to(ctypes.c_uint, countRef)[0] = len(found)
+        return _SUCCESS
+
+    @simulated()
+    def nvmlDeviceGetGpuInstanceById(self, device: Any, gpuInstanceId: int) -> Any:
+        minor = self._mig_gpu(device)
+        state = self.machine.state(minor)
+        mig_rules.require_mig(state)
+        for instance in state.instances:
+            if instance.id == integer(gpuInstanceId):
+                return self.handle(GpuInstanceKey(minor, instance.serial))
+        raise error(pynvml.NVML_ERROR_NOT_FOUND)
+
+    @simulated()
+    def nvmlGpuInstanceGetInfo(self, gpuInstance: Any) -> Any:
+        found = self.gpu_instance(gpuInstance)
+        info = pynvml.c_nvmlGpuInstanceInfo_t()
+        info.device = self.handle(GpuKey(found.minor))
+        info.id, info.profileId = found.instance.id, found.instance.profile
+        info.placement.start, info.placement.size = found.instance.start, found.instance.size
+        return info
+
+    def _mig_gpu(self, handle: Any) -> int:
+        minor = self.gpu(handle, pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        if not self.machine.product.mig_capable:
+            raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return minor
+
+    def _supported(self, profile_id: int) -> ProductProfile:
+        profile = self.machine.product.by_id.get(integer(profile_id))
+        if profile is None:
+            raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return profile
+
+    @simulated()
+    def nvmlGpuInstanceGetComputeInstanceProfileInfo(
+        self, device: Any, profile: int, engProfile: int, version: int = 2
+    ) -> Any:
+        if version not in (1, 2):
+            raise error(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        found = self.gpu_instance(device)
+        in_range = 0 <= integer(profile) < pynvml.NVML_COMPUTE_INSTANCE_PROFILE_COUNT
+        if not in_range or integer(engProfile) != pynvml.NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED:
+            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return _compute_profile_info(self._compute_profile(found, profile), self._gpu_profile(found), version)
+
+    @simulated()
+    def nvmlGpuInstanceCreateComputeInstance(self, gpuInstance: Any, profileId: int) -> Any:
+        found, wanted = self.gpu_instance(gpuInstance), integer(profileId)
+        serial, product = found.instance.serial, self.machine.product
+
+        def create(state: SimulatedGpuState) -> tuple[SimulatedGpuState, ComputeInstance]:
+            instance = self.find_gpu_instance(state, serial)
+            return mig_rules.create_compute_instance(product, state, instance, wanted)
+
+        created = self.machine.reconfigure(found.minor, create, self.machine.latency.create_compute_instance)
+        return self.handle(ComputeInstanceKey(found.minor, created.uuid))
+
+    @simulated()
+    def nvmlComputeInstanceDestroy(self, computeInstance: Any) -> int:
+        found = self.compute_instance(computeInstance)
+        minor, uuid = found.minor, found.compute.uuid
+
+        def destroy(state: SimulatedGpuState) -> tuple[SimulatedGpuState, None]:
+            current = self.find_compute(minor, state, uuid)
+            return mig_rules.destroy_compute_instance(state, current.instance, current.compute), None
+
+        self.machine.reconfigure(minor, destroy, self.machine.latency.destroy_compute_instance)
+        self.forget(ComputeInstanceKey(minor, uuid))
+        self.forget(MigKey(minor, uuid))
+        return _SUCCESS
+
+    @simulated()
+    def nvmlGpuInstanceGetComputeInstances(
+        self, gpuInstance: Any, profileId: int, computeInstancesRef: Any, countRef: Any
+    ) -> int:
+        found = self.gpu_instance(gpuInstance)
+        profile = self._compute_profile(found, profileId)
+        present = [ci for ci in found.instance.compute if ci.profile == profile.id]
+        handles = [self.handle(ComputeInstanceKey(found.minor, ci.uuid)) for ci in present]
+        fill_unsized(pynvml.c_nvmlComputeInstance_t, computeInstancesRef, profile.max_instances, handles)
+        pointer_to(ctypes.c_uint, countRef)[0] = len(present)
+        return _SUCCESS
+
+    @simulated()
+    def nvmlGpuInstanceGetComputeInstanceById(self, gpuInstance: Any, computeInstanceId: int) -> Any:
+        found = self.gpu_instance(gpuInstance)
+        for compute in found.instance.compute:
+            if compute.id == integer(computeInstanceId):
+                return self.handle(ComputeInstanceKey(found.minor, compute.uuid))
+        raise error(pynvml.NVML_ERROR_NOT_FOUND)
+
+    @simulated()
+    def nvmlComputeInstanceGetInfo_v2(self, computeInstance: Any) -> Any:
+        found = self.compute_instance(computeInstance)
+        info = pynvml.c_nvmlComputeInstanceInfo_t()
+        info.device = self.handle(MigKey(found.minor, found.compute.uuid))
+        info.gpuInstance = self.handle(GpuInstanceKey(found.minor, found.instance.serial))
+        info.id, info.profileId = found.compute.id, found.compute.profile
+        info.placement.start, info.placement.size = found.compute.start, found.compute.size
+        return info
+
+    def _gpu_profile(self, found: GpuInstanceView) -> ProductProfile:
+        return self.machine.product.by_id[found.instance.profile]
+
+    def _compute_profile(self, found: GpuInstanceView, profile_id: int) -> mig_rules.ComputeProfile:
+        """Return a compute profile of the GPU instance; NOT_SUPPORTED if it does not have that profile."""
+        profile = mig_rules.compute_profiles(self.machine.product, self._gpu_profile(found)).get(integer(profile_id))
+        if profile is None:
+            raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return profile
+
+
+def _profile_info(profile: ProductProfile, version: int) -> Any:
+    if version == 1:
+        info = pynvml.c_nvmlGpuInstanceProfileInfo_t()
+    else:
+        info = pynvml.c_nvmlGpuInstanceProfileInfo_v2_t()
+        info.name = f"MIG {profile.name}"
+    info.id, info.sliceCount, info.instanceCount = profile.id, profile.slices, profile.max_instances
+    info.multiprocessorCount, info.memorySizeMB = profile.multiprocessors, profile.memory_mib
+    info.copyEngineCount, info.decoderCount = profile.copy_engines, profile.decoders
+    info.encoderCount, info.jpegCount, info.ofaCount = profile.encoders, profile.jpeg, profile.ofa
+    return info
+
+
+def _compute_profile_info(compute: mig_rules.ComputeProfile, profile: ProductProfile, version: int) -> Any:
+    if version == 1:
+        info = pynvml.c_nvmlComputeInstanceProfileInfo_t()
+    else:
+        info = pynvml.c_nvmlComputeInstanceProfileInfo_v2_t()
+        info.name = f"MIG {compute.name}"
+    _share_engines(info, profile)
+    info.id, info.sliceCount, info.instanceCount = compute.id, compute.slices, compute.max_instances
+    info.multiprocessorCount = compute.multiprocessors
+    return info
+
+
+def _share_engines(struct: Any, profile: ProductProfile) -> None:
+    struct.sharedCopyEngineCount = profile.copy_engines
+    struct.sharedDecoderCount = profile.decoders
+    struct.sharedEncoderCount = profile.encoders
+    struct.sharedJpegCount = profile.jpeg
+    struct.sharedOfaCount = profile.ofa

@@ -1,0 +1,360 @@
+"""The node plugin: the composition of its parts. It alone knows all of them, and none of them calls it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+from driver.hardware.host_paths import boot_id
+from driver.kube.client import KubeClient, load_configuration
+from driver.kube.clock import SystemClock
+from driver.kube.events import Recorder
+from driver.model.device import number_gpus
+from driver.model.gpu import Gpu
+from driver.shutdown import join_all
+from driver.slices.names import Pool
+from driver.steps import unobserved
+from kubelet_plugin.cdi.driver_files import find_driver_files
+from kubelet_plugin.cdi.spec import CdiDirectory
+from kubelet_plugin.checkpoint.files import probe
+from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares, slices_of_instance
+from kubelet_plugin.checkpoint.store import Checkpoint
+from kubelet_plugin.claims.claim_reader import ApiClaimReader
+from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners
+from kubelet_plugin.claims.context import PluginContext
+from kubelet_plugin.claims.partitions import Partitions
+from kubelet_plugin.claims.preparer import Preparer
+from kubelet_plugin.claims.steps import Observer, Step, Steps
+from kubelet_plugin.claims.time_slices import TimeSlices
+from kubelet_plugin.coexistence.other_drivers import OtherDriverPolicy
+from kubelet_plugin.coexistence.watch import OtherDriverWatch
+from kubelet_plugin.dra.health_service import HealthService
+from kubelet_plugin.dra.registration import Registry, SocketServer
+from kubelet_plugin.dra.service import ClaimService, DraService
+from kubelet_plugin.dra.sockets import PluginSockets
+from kubelet_plugin.health.monitor import HealthMonitor, NvmlEventListener
+from kubelet_plugin.hosts import open_host
+from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
+from kubelet_plugin.inventory.scan import Scanner, ScanSettings, mig_warnings, share_warnings
+from kubelet_plugin.metrics.instrumentation import GaugeSources, Instrumentation
+from kubelet_plugin.metrics.probes import CDI_REASONS, PROBE, STATE_REASONS, DirectoryProbe, NodeProbes, run_probes
+from kubelet_plugin.publishing import Publishing
+from kubelet_plugin.reconcile.claim_activity import ActiveClaims, ClaimActivity
+from kubelet_plugin.reconcile.orphans import Orphans
+from kubelet_plugin.reconcile.recovery import hold_recorded, recover
+from kubelet_plugin.reconcile.retry import ClaimReconciler
+from kubelet_plugin.settings import NodeSettings
+from kubelet_plugin.status.events import EventReporter, Reason, ReportingWork
+
+log = logging.getLogger(__name__)
+
+USER_AGENT = "tessera-node"
+
+SWITCH_INTERVAL_SECONDS = 0.0005
+"""How long a busy thread may keep the interpreter from a thread that answers a call; Python's default is 5 ms."""
+
+SCAN_DELAY_SECONDS = 2.0
+"""Longest time that a scan of the hardware waits for claims in progress."""
+
+
+class Signal:
+    """Calls its receivers in order. They are connected when all parts exist, so that no part calls the composition."""
+
+    def __init__(self) -> None:
+        self._receivers: tuple[Callable[..., object], ...] = ()
+
+    def connect(self, *receivers: Callable[..., object]) -> None:
+        self._receivers += receivers
+
+    def __call__(self, *arguments: object) -> None:
+        for receiver in self._receivers:
+            receiver(*arguments)
+
+
+class NodePlugin:
+    """One node's plugin process. ``run`` returns after ``stop`` was called from another thread or a signal."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        observer: Observer = unobserved,
+        stop: threading.Event | None = None,
+        sockets: PluginSockets | None = None,
+    ) -> None:
+        """Discover the hardware and recover claims, without requests to API server or kubelet. Raises FatalError.
+
+        This process must own ``settings.state_dir`` (``claim_directory``). ``sockets`` are given if they outlive the
+        plugin; then no thread of the plugin writes anything after ``run`` has returned.
+        """
+        self._settings = settings
+        self._sockets = sockets
+        self._stop = stop or threading.Event()
+        self._instrumentation = _instrumentation(settings)
+        self._node_probes = NodeProbes(settings, self._stop)
+        observe = self._node_probes.reach.observer(self._instrumentation.requests)
+        self._client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT, observe)
+        self._recorder = Recorder(self._client, USER_AGENT, settings.node_name)
+        self._events = EventReporter(self._instrumentation.count_events(self._recorder.event), settings.node_name)
+        self._activity = ClaimActivity()
+        self._offers_changed, self._hardware_changed, self._health_changed = Signal(), Signal(), Signal()
+        self._cdi_restored, self._release_failed = Signal(), Signal()
+        self._hardware = ExitStack()
+        records = self._open(Steps(self._instrumentation.measure_steps(observer)))
+        self._monitor_health()
+        self._publishing = Publishing(
+            settings,
+            self._client,
+            self._context,
+            self._health,
+            self._activity,
+            self._instrumentation,
+            self._node_probes,
+            self._other_drivers.wait_until_known,
+        )
+        self._prepare_claims()
+        self._connect()
+        recover(self._context, self._cleanup, records)
+        inventory = self._context.inventory
+        self._scanner.scan_partitions(inventory, inventory.gpus)
+        self._health.handle_scan(inventory.gpus)
+        self._check_readiness()
+
+    def _open(self, step: Steps) -> Sequence[ClaimRecord]:
+        """Open hardware, checkpoint and CDI directory, and discover the GPUs. Return the checkpoint's records."""
+        settings = self._settings
+        host, self._paths = self._hardware.enter_context(open_host(settings, lasting=True))
+        checkpoint = Checkpoint(settings.state_dir)
+        with step(Step.LOAD_CHECKPOINT):
+            records = checkpoint.load()
+        self._other_drivers = OtherDriverWatch(
+            self._client,
+            settings.node_name,
+            settings.driver_name,
+            settings.kubelet_dir,
+            OtherDriverPolicy(settings.neighbours),
+            self._offers_changed,
+            self._node_event,
+        )
+        scan_settings = gpu_choice(settings)
+        self._scanner = Scanner(
+            host,
+            scan_settings,
+            self._activity.wait_idle(SCAN_DELAY_SECONDS),
+            self._other_drivers.is_reserved,
+            lambda gpu: self._events.node("GpuNeedsReset", _needs_reset(gpu)),
+        )
+        with step(Step.DISCOVER):
+            inventory = _discover(self._scanner, records, settings)
+        self._context = PluginContext(
+            pool=Pool(settings.node_name, settings.driver_name),
+            host=host,
+            inventory=inventory,
+            checkpoint=checkpoint,
+            cdi=CdiDirectory(settings.cdi_dir, settings.driver_name, self._cdi_restored),
+            files=find_driver_files(self._paths, settings.driver_root),
+            partitions=Partitions(host, inventory, step),
+            time_slices=TimeSlices(host, checkpoint, step),
+            step=step,
+            locks=self._instrumentation.locks(),
+            boot=boot_id(self._paths),
+            existing_published=scan_settings.publish_existing,
+        )
+        return records
+
+    def _monitor_health(self) -> None:
+        context = self._context
+        self._health = HealthMonitor(
+            context.inventory,
+            self._settings.state_dir,
+            context.host.recovery_action,
+            lambda: boot_id(self._paths) or None,
+            lambda gpu, instance: slices_of_instance(context.checkpoint.records(), gpu, instance),
+            self._health_changed,
+            self._node_event,
+        )
+        self._listener = NvmlEventListener(context.host, self._health.handle_event, lambda _: self._scanner.scan_soon())
+
+    def _prepare_claims(self) -> None:
+        """Build what prepares and unprepares claims, and what cleans up and repairs them."""
+        context, publishing = self._context, self._publishing
+        listeners = ClaimListeners(
+            publishing.claim_prepared,
+            publishing.claim_released,
+            lambda record, made: self._events.claim(record.reference, Reason.REPAIRED, "; ".join(made)),
+            self._release_failed,
+        )
+        reader = ApiClaimReader(self._client, self._events.remember_pods)
+        self._cleanup = ClaimCleanup(context, listeners)
+        self._preparer = Preparer(context, reader, self._cleanup, listeners)
+        orphans = Orphans(
+            context, self._preparer, self._cleanup, reader, self._events, self._instrumentation.count_orphan
+        )
+        self._reconciler = ClaimReconciler(
+            context, self._preparer, self._cleanup, self._events, self._health.set_condition, orphans.search_if_due
+        )
+        self._health_service = HealthService(context.pool.name, publishing.devices, self._health.unhealthy_reason)
+        unhealthy_reason, by_kind = self._health.unhealthy_reason, self._health.faults_by_kind
+        self._instrumentation.register_gauges(GaugeSources(context, publishing.device_names, unhealthy_reason, by_kind))
+
+    def _decorated_claims(self) -> ClaimService:
+        """The preparer and all its decorators, from the inside out."""
+        claims: ClaimService = self._preparer
+        claims = ReportingWork(claims, self._events)  # failures become Events
+        claims = ActiveClaims(claims, self._activity)  # background work waits
+        return self._instrumentation.measure_work(claims)  # durations and failures become metrics
+
+    def _connect(self) -> None:
+        """Connect each change with the parts that have to act on it."""
+        publishing, reconcile = self._publishing, self._reconciler.notify
+        self._offers_changed.connect(publishing.notify)
+        self._hardware_changed.connect(
+            partial(hold_recorded, self._context), reconcile, publishing.notify, self._health_service.notify
+        )
+        self._health_changed.connect(publishing.notify, publishing.notify_status, self._health_service.notify)
+        self._release_failed.connect(reconcile)
+        restored = f"{self._settings.cdi_dir} was missing: it is created again, with the CDI specs of prepared claims"
+        self._cdi_restored.connect(lambda: self._events.node(Reason.CDI_RESTORED, restored), reconcile)
+
+    def _check_readiness(self) -> None:
+        """Define what ``/livez`` and ``/readyz`` check; probe the directories that a prepare writes to."""
+        settings, context, probes = self._settings, self._context, self._node_probes
+        probes.add_hardware(context.inventory)
+        probes.add_ready_check("neighbours", self._other_drivers.not_ready)
+        self._other_drivers.serve(context.inventory, lambda: self._scanner.excluded_count)
+        self._scanner.on_scan = self._scanned
+        clock, write = SystemClock(), partial(probe, settings.state_dir / PROBE)
+        state = DirectoryProbe(settings.state_dir, write, STATE_REASONS, self._node_event, clock)
+        specs = DirectoryProbe(settings.cdi_dir, context.cdi.probe, CDI_REASONS, self._node_event, clock)
+        self._probes = (state, specs)
+        probes.add_ready_check("checkpoint", state.failure)
+        probes.add_ready_check("cdi", specs.failure)
+        probes.add_live_check("cdi-mount", context.cdi.detached)
+
+    def run(self) -> None:
+        """Serve until ``stop``. The sockets are gone when this returns; slices stay, because claims stay prepared."""
+        sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+        publishing, other_drivers = self._publishing, self._other_drivers
+        readers = (other_drivers.cache.run, other_drivers.run, *publishing.readers, self._listener.run)
+        writers = (
+            *publishing.writers,
+            self._recorder.run,
+            self._scan,
+            publishing.follow,
+            self._reconciler.run,
+            self._probe,
+        )
+        with ExitStack() as stack:  # the last to start is the first to stop, also if the next can't start
+            self._node_probes.serve(stack, self._instrumentation.pages)
+            start = self._node_probes.watchdog.start
+            for target in readers:
+                start(target)
+            stack.callback(self._end_writers, [start(target) for target in writers])
+            stack.callback(self.stop)
+            self._serve(stack)
+            self._stop.wait()
+            log.info("stopping")
+
+    def _end_writers(self, writers: Sequence[threading.Thread]) -> None:
+        """Wait until nothing is written any more if another plugin takes over, or if Tessera is uninstalled."""
+        if self._sockets is not None or self._publishing.uninstall.due():
+            join_all(writers)
+            self._publishing.uninstall.finish()
+
+    def _serve(self, stack: ExitStack) -> None:
+        settings = self._settings
+        service = DraService(self._decorated_claims(), self._context.locks.waits)
+        stack.callback(service.close)
+        handlers = [service.handler(), *self._health_service.handlers()]
+        if self._sockets is not None:
+            stack.callback(self._health_service.close)
+            stack.enter_context(self._sockets.serving(handlers, self._registered))
+            return
+        with self._context.step(Step.LISTEN):
+            plugin = SocketServer(settings.plugin_socket, handlers)
+        stack.callback(plugin.stop)
+        stack.callback(self._health_service.close)
+        with self._context.step(Step.OFFER_REGISTRATION):
+            registry = Registry(settings, self._registered)
+        stack.callback(registry.stop)
+        log.info("serving", extra={"driver": settings.driver_name, "socket": str(settings.plugin_socket)})
+
+    def stop(self) -> None:
+        """Ask ``run`` to return."""
+        self._stop.set()
+        self._publishing.notify()
+        self._publishing.notify_status()
+        self._reconciler.notify()
+        self._recorder.wake()
+        self._other_drivers.wake()
+        self._scanner.scan_soon()
+
+    @property
+    def uninstalling(self) -> bool:
+        """Whether Tessera is being uninstalled and no claim is held: its files on the node go when this plugin ends."""
+        return self._publishing.uninstall.due()
+
+    @property
+    def working(self) -> bool:
+        """Whether a claim is being worked on."""
+        return self._activity.active
+
+    def _scan(self, stop: threading.Event) -> None:
+        self._scanner.run(self._context.inventory, self._hardware_changed, stop)
+
+    def _probe(self, stop: threading.Event) -> None:
+        run_probes(self._probes, stop)
+
+    # Reports
+
+    def _node_event(self, reason: str, message: str, warning: bool) -> None:
+        self._events.node(reason, message, warning=warning)
+
+    def _scanned(self, answering: Sequence[Gpu]) -> None:
+        self._reconciler.check_specs()
+        self._health.handle_scan(answering)
+        self._node_probes.handle_scan(answering)
+
+    def _registered(self, accepted: bool, reason: str) -> None:
+        self._node_probes.registration.set(accepted, reason)
+        if accepted:
+            # The kubelet has just started, and a kubelet that starts deletes the node's slices.
+            self._publishing.notify_slices()
+
+
+def gpu_choice(settings: NodeSettings) -> ScanSettings:
+    """The GPUs to manage."""
+    return ScanSettings(
+        settings.include_gpus, settings.exclude_gpus, settings.mig_gpus, settings.existing_partitions == "publish"
+    )
+
+
+def _instrumentation(settings: NodeSettings) -> Instrumentation:
+    if settings.metrics_address is None:
+        return Instrumentation()
+    from kubelet_plugin.metrics.metrics import Metrics  # the Prometheus library needs a megabyte
+
+    return Metrics()
+
+
+def _discover(scanner: Scanner, records: Iterable[ClaimRecord], settings: NodeSettings) -> Inventory:
+    """The node's GPUs; held devices keep the names by which they were allocated. Raises HardwareError."""
+    gpus, _ = scanner.discover()
+    kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
+    products = ", ".join(sorted({gpu.product_name for gpu in gpus}))
+    log.info("discovered GPUs", extra={"count": len(gpus), "products": products})
+    warnings = share_warnings(settings.shares, settings.shares_only, gpus)
+    for warning in (*mig_warnings(settings.mig_gpus, gpus), *warnings):
+        log.warning(warning)
+    sharing = GpuSharing(settings.shares.of, settings.shares_only)
+    return Inventory(gpus, number_gpus(gpus, kept), sharing, held_shares(records))
+
+
+def _needs_reset(gpu: Gpu) -> str:
+    return (
+        f"GPU {gpu.index} ({gpu.uuid}) changes its MIG mode with the next reset, and offers until then what it did "
+        f"before. With nothing running on it: nvidia-smi --gpu-reset -i {gpu.index}"
+    )

@@ -1,0 +1,1 @@
+"""CDI specs, and the driver files that they mount."""

@@ -1,0 +1,179 @@
+"""The checkpoint record of a claim: its devices, their partitions, and its phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from driver.errors import StateError
+from driver.model.device import Device, DeviceKind, share_index
+from driver.model.gpu import Partition, Placement
+from driver.model.sharing import TimeSlice, in_force
+from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.inventory.inventory import Holder
+
+VERSION = 1
+"""Version of the file format. A file of a newer version is set aside. Fields may be added without a new version: older
+programs skip unknown fields."""
+
+
+class DeviceRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """One allocated device and, once it was created, its partition."""
+
+    requests: tuple[str, ...]
+    pool: str
+    device: str
+    number: int
+    gpu_uuid: str = msgspec.field(name="gpuUUID")
+    kind: DeviceKind
+    profile: str | None = None
+    profile_id: int | None = None
+    start: int | None = None
+    size: int | None = None
+    gpu_instance_id: int | None = None
+    compute_instance_id: int | None = None
+    uuid: str | None = None
+    existing: bool = False
+    """A partition that Tessera did not create: it is never removed."""
+
+    shares: int = 1
+    """Number of equal shares of the GPU, of which this is one; later changes of settings do not affect it."""
+
+    time_slice: TimeSlice | None = None
+    """The interval that the claim requests."""
+
+    @property
+    def placement(self) -> Placement | None:
+        """None for a full GPU and for a share."""
+        return None if self.start is None or self.size is None else Placement(self.start, self.size)
+
+    @property
+    def partition(self) -> Partition | None:
+        """The partition as far as it is known to exist; None before it is created and for other devices."""
+        place = self.placement
+        if self.profile_id is None or place is None or self.gpu_instance_id is None:
+            return None
+        return Partition(
+            self.gpu_uuid, self.profile_id, place, self.gpu_instance_id, self.compute_instance_id, self.uuid
+        )
+
+    def with_partition(self, partition: Partition | None) -> DeviceRecord:
+        """This record with the ids of the partition; a full GPU or a share (None) has none."""
+        if partition is None:
+            return self
+        return msgspec.structs.replace(
+            self,
+            gpu_instance_id=partition.gpu_instance_id,
+            compute_instance_id=partition.compute_instance_id,
+            uuid=partition.uuid,
+        )
+
+
+class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """One claim's file.
+
+    ``boot`` is the machine's boot id when it was prepared: partitions do not outlive a boot. ``releasing``: unprepare
+    was called, and something may be left to release.
+    """
+
+    version: int
+    namespace: str
+    name: str
+    uid: str
+    phase: Literal["preparing", "prepared"]
+    devices: tuple[DeviceRecord, ...]
+    boot: str = ""
+    releasing: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+    @property
+    def needs_release(self) -> bool:
+        """Whether it has to be undone, unless its claim is being prepared at this moment."""
+        return self.releasing or self.phase == "preparing"
+
+    def prepared_in_this_boot(self, boot: str) -> bool:
+        """Whether its claim was prepared in the boot with this id: its partitions exist unless they were lost."""
+        return not self.needs_release and self.boot in ("", boot)
+
+    @property
+    def reference(self) -> ClaimReference:
+        return ClaimReference(self.namespace, self.name, self.uid)
+
+    @property
+    def holder(self) -> Holder:
+        return Holder(self.uid, self.namespace, self.name)
+
+    def requested_time_slice(self, gpu_uuid: str) -> TimeSlice:
+        """The interval that the claim requests for this GPU."""
+        return in_force(device.time_slice for device in self.devices if device.gpu_uuid == gpu_uuid)
+
+    @property
+    def gpu_uuids(self) -> frozenset[str]:
+        return frozenset(device.gpu_uuid for device in self.devices)
+
+
+def device_record(
+    device: Device,
+    pool: str,
+    requests: tuple[str, ...],
+    number: int,
+    *,
+    existing: bool = False,
+    time_slice: TimeSlice | None = None,
+) -> DeviceRecord:
+    return DeviceRecord(
+        requests=requests,
+        pool=pool,
+        device=device.name,
+        number=number,
+        gpu_uuid=device.gpu.uuid,
+        kind=device.kind,
+        profile=device.profile.name if device.profile else None,
+        profile_id=device.profile.id if device.profile else None,
+        start=device.placement.start if device.placement else None,
+        size=device.placement.size if device.placement else None,
+        existing=existing,
+        shares=device.shares,
+        time_slice=time_slice,
+    )
+
+
+def held_shares(records: Iterable[ClaimRecord]) -> dict[str, dict[int, int]]:
+    """The shares in ``records``, by GPU: the number of each and of how many it is one."""
+    found: dict[str, dict[int, int]] = {}
+    for device in (device for record in records for device in record.devices):
+        if device.kind is DeviceKind.SHARE:
+            found.setdefault(device.gpu_uuid, {})[share_index(device.device)] = device.shares
+    return found
+
+
+def slices_of_instance(records: Iterable[ClaimRecord], gpu_uuid: str, gpu_instance_id: int) -> int | None:
+    """Bit mask of the memory slices of a GPU instance that a claim has; None where no claim has it."""
+    for record in records:
+        for device in record.devices:
+            if (device.gpu_uuid, device.gpu_instance_id) == (gpu_uuid, gpu_instance_id) and device.placement:
+                return device.placement.mask
+    return None
+
+
+RECORD = msgspec.json.Decoder(ClaimRecord)
+"""Made here, like the decoder of every type that threads share: two that are the first to use a type end the process,
+for msgspec shows the second a table that the first has not filled yet (a null pointer; seen with 0.22)."""
+
+
+def decode_record(data: bytes, path: Path) -> ClaimRecord:
+    """Parse one file. Raises StateError naming the file and the field."""
+    try:
+        record = RECORD.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise StateError(f"{path}: not a checkpoint record: {error}") from error
+    if record.version != VERSION:
+        raise StateError(f"{path}: version is {record.version}, this program reads version {VERSION}")
+    if path.stem != record.uid:
+        raise StateError(f"{path}: is about claim {record.uid}, its name says otherwise")
+    return record

@@ -1,0 +1,201 @@
+"""Removing what was made for a claim: CDI spec, time-slice interval, partitions and, at the end, the record."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from driver.errors import ClaimError, RecoverableError, StateError
+from driver.model.device import DeviceKind
+from kubelet_plugin.checkpoint.locks import claim_key
+from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
+from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.claims.context import PluginContext
+from kubelet_plugin.claims.steps import Step
+
+log = logging.getLogger(__name__)
+
+PARTITION_UUID_PREFIX = "MIG-"
+
+
+def ignore(*_: object) -> None:
+    """Do nothing: the default of optional callbacks."""
+
+
+@dataclass(frozen=True)
+class ClaimListeners:
+    """Callbacks after a claim has changed; each must return quickly.
+
+    ``prepared``: a claim has new devices. ``released``: a claim has no devices any more. ``repaired``: a prepared claim
+    got back what it had lost; the second argument describes what. ``release_failed``: a release has to be retried.
+    """
+
+    prepared: Callable[[], None]
+    released: Callable[[], None]
+    repaired: Callable[[ClaimRecord, Sequence[str]], None] = ignore
+    release_failed: Callable[[], None] = ignore
+
+
+class ClaimCleanup:
+    """Thread-safe. Every method can be repeated after a kill at any instruction; all raise RecoverableError."""
+
+    def __init__(self, context: PluginContext, listeners: ClaimListeners) -> None:
+        self._context = context
+        self._listeners = listeners
+
+    # The caller holds the locks of the claim and of its GPUs
+
+    def release(self, record: ClaimRecord) -> None:
+        """Undo a claim that may be prepared. From now on it needs to be released, also after a restart."""
+        if not record.needs_release:
+            record = msgspec.structs.replace(record, releasing=True)
+            with self._context.step(Step.MARK_RELEASING, claim=str(record)):
+                # A power cut may lose the mark: then it has removed the partitions, too.
+                self._put(record, durable=False)
+        self.undo(record)
+
+    def undo(self, record: ClaimRecord) -> None:
+        """Remove CDI spec, time-slice interval, partitions and record, in this order.
+
+        Continues after an error: then the record stays, and the first error is raised.
+        """
+        try:
+            self._undo(record)
+        except RecoverableError:
+            self._listeners.release_failed()
+            raise
+        self._listeners.released()
+
+    # The caller holds no lock
+
+    def finish_release(self, uid: str) -> bool:
+        """Undo a claim that needs to be released; False if it does not, or not any more."""
+        context = self._context
+        with context.locks.hold([claim_key(uid)], f"releasing claim {uid}"):
+            record = context.checkpoint.get(uid)
+            if record is None or not record.needs_release:
+                return False
+            with context.locks.hold(record.gpu_uuids, f"releasing claim {record}"):
+                self.undo(record)
+        log.warning("released what was left of a claim", extra={"claim": str(record)})
+        return True
+
+    def note_stray_spec(self, uid: str) -> None:
+        """Count a claim that has a CDI spec and no record as unrecorded, and hold the devices in the spec."""
+        context = self._context
+        with context.locks.hold([claim_key(uid)], f"looking at the CDI spec of claim {uid}"):
+            if context.checkpoint.get(uid) is None and context.cdi.has(uid):
+                context.checkpoint.note_missing(uid)
+                context.hold_unrecorded(uid)
+
+    def begin_release(self, reference: ClaimReference) -> bool:
+        """Record that the devices in the CDI spec of an unrecorded claim need to be released; False without a spec.
+
+        Call it only for a claim that is known to be unused: the kubelet unprepares it, or it does not exist any more.
+        """
+        uid, checkpoint = reference.uid, self._context.checkpoint
+        with self._context.locks.hold([claim_key(uid)], f"rebuilding the record of claim {uid}"):
+            if uid not in checkpoint.unrecorded:
+                return checkpoint.get(uid) is not None
+            record = self.record_of_spec(reference)
+            if record is None:
+                self._context.inventory.release(uid)
+            else:
+                self._put(record)
+            checkpoint.settle(uid)
+        return record is not None
+
+    def record_of_spec(self, reference: ClaimReference) -> ClaimRecord | None:
+        """Return a record, to be released, of the devices in the CDI spec of an unrecorded claim; None without one."""
+        context = self._context
+        if not context.cdi.has(reference.uid):
+            return None
+        named = context.cdi.devices(reference.uid)
+        entries = [entry for name, uuid in named.items() if (entry := self._entry(reference, name, uuid)) is not None]
+        return ClaimRecord(
+            VERSION,
+            reference.namespace,
+            reference.name,
+            reference.uid,
+            "prepared",
+            tuple(entries),
+            context.boot,
+            releasing=True,
+        )
+
+    def _entry(self, reference: ClaimReference, name: str, uuid: str) -> DeviceRecord | None:
+        """The record of one device to release; None if another partition has taken its place."""
+        context = self._context
+        device = context.inventory.device(name)
+        if device is None:
+            if not uuid.startswith(PARTITION_UUID_PREFIX):
+                return None
+            raise ClaimError(
+                f"claim {reference}: its CDI spec names partition {uuid} ({name}), of a GPU that did not answer since "
+                "the plugin started; the partition is removed once the GPU is back; if the GPU is gone for good, "
+                "delete the CDI spec and restart the plugin"
+            )
+        if context.inventory.conflict(reference.uid, device) is not None:
+            return None
+        entry = device_record(device, context.pool.name, (), context.inventory.number(device.gpu))
+        if device.profile is None or device.placement is None:
+            return entry
+        partition = context.host.find_partition(device.gpu, device.profile, device.placement)
+        if partition is None or partition.uuid != uuid or context.existing_published:
+            return None
+        return entry.with_partition(partition)
+
+    def _put(self, record: ClaimRecord, *, durable: bool = True) -> None:
+        try:
+            self._context.checkpoint.put(record, durable=durable)
+        except StateError as error:
+            # The mark is in memory at least. A full disk must not prevent a release: deleting needs no space.
+            log.warning("can't mark a claim as being released", extra={"claim": str(record), "error": str(error)})
+
+    def _undo(self, record: ClaimRecord) -> None:
+        failures = [*_attempt(partial(self._remove_spec, record))]
+        for uuid in sorted(record.gpu_uuids):
+            failures += _attempt(partial(self._restore_time_slice, record, uuid))
+        for device in record.devices:
+            failures += _attempt(partial(self._remove_partition, record, device))
+        for failure in failures[1:]:
+            log.error("could not undo", extra={"claim": str(record), "error": str(failure)})
+        if failures:
+            raise failures[0]
+        with self._context.step(Step.REMOVE_RECORD, claim=str(record)):
+            self._context.checkpoint.remove(record.uid)
+            self._context.inventory.release(record.uid)
+
+    def _remove_spec(self, record: ClaimRecord) -> None:
+        with self._context.step(Step.REMOVE_CDI_SPEC, claim=str(record)):
+            self._context.cdi.remove(record.uid)
+
+    def _restore_time_slice(self, record: ClaimRecord, uuid: str) -> None:
+        gpu = self._context.inventory.gpu(uuid)
+        # A GPU that does not answer has lost its interval or accepts no other: the release does not wait for it.
+        if gpu is not None and self._context.inventory.fault(gpu) is None:
+            self._context.time_slices.release(gpu, record)
+
+    def _remove_partition(self, record: ClaimRecord, device: DeviceRecord) -> None:
+        if device.kind is not DeviceKind.PARTITION or device.existing:
+            return
+        gpu = self._context.inventory.gpu(device.gpu_uuid)
+        if gpu is None:
+            raise ClaimError(
+                f"claim {record}: {device.device} is on {device.gpu_uuid}, which did not answer since the plugin "
+                "started; its partition is removed once the GPU is back; where it is gone for good, delete "
+                f"{self._context.checkpoint.path(record.uid)} and restart the plugin"
+            )
+        self._context.partitions.remove(gpu, device)
+
+
+def _attempt(work: Callable[[], None]) -> Iterable[RecoverableError]:
+    try:
+        work()
+    except RecoverableError as error:
+        return [error]
+    return []

@@ -1,0 +1,1 @@
+"""Other drivers that allocate GPUs of the same node."""

@@ -1,0 +1,1 @@
+"""The gRPC services that the kubelet calls, and the sockets on which they listen."""

@@ -1,0 +1,148 @@
+"""Reporting device health to the kubelet: the DRAResourceHealth service in both versions (KEP-4680)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import grpc
+
+from driver.model.device import Device
+from kubelet_plugin.dra.protocol.generated import dra_health_v1_pb2, dra_health_v1alpha1_pb2
+
+VERSIONS: Sequence[tuple[str, ModuleType]] = (
+    ("v1.DRAResourceHealth", dra_health_v1_pb2),
+    ("v1alpha1.DRAResourceHealth", dra_health_v1alpha1_pb2),
+)
+"""Service versions to register with the kubelet, newest first, and their messages."""
+
+RESEND_INTERVAL_SECONDS = 10.0
+"""Between two reports without changes: the kubelet shows Unknown after HEALTH_TIMEOUT_SECONDS without one."""
+
+HEALTH_TIMEOUT_SECONDS = 30
+
+STREAMS = 2
+"""Maximum open streams, each a thread of the server: the kubelet may leave an old one open beside a new one."""
+
+MESSAGE_LIMIT = 1024
+"""Maximum length of a message; the kubelet truncates longer ones."""
+
+
+class Stream:
+    """One open stream; ``wait`` returns after a change, at the end of the stream or at the timeout."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._pending = False
+        self.over = False
+
+    def wait(self, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending or self.over, timeout_s)
+            self._pending = False
+
+    def wake(self) -> None:
+        with self._changed:
+            self._pending = True
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self.over = True
+            self._changed.notify_all()
+
+
+class HealthService:
+    """``devices`` returns the published devices, ``trouble`` why one is unhealthy; both are called for each message.
+
+    At most STREAMS are open: a new stream ends the oldest. The server needs that many additional threads.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        devices: Callable[[], Iterable[Device]],
+        trouble: Callable[[Device], str | None],
+        resend_s: float = RESEND_INTERVAL_SECONDS,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._pool = pool
+        self._devices = devices
+        self._trouble = trouble
+        self._resend_s = resend_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._streams: deque[Stream] = deque()
+        self._closed = False
+
+    @property
+    def streams(self) -> int:
+        """Number of open streams."""
+        return len(self._streams)
+
+    def handlers(self) -> list[grpc.GenericRpcHandler]:
+        """One gRPC handler a protocol version."""
+        return [self._handler(messages) for _, messages in VERSIONS]
+
+    def notify(self) -> None:
+        """Report on every stream now. Cheap, from any thread."""
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.wake()
+
+    def close(self) -> None:
+        """End all streams; new ones end immediately."""
+        with self._lock:
+            self._closed = True
+            streams = list(self._streams)
+        for stream in streams:
+            stream.end()
+
+    def _handler(self, messages: ModuleType) -> grpc.GenericRpcHandler:
+        method = grpc.unary_stream_rpc_method_handler(
+            lambda _request, context: self._watch(messages, context),
+            request_deserializer=messages.NodeWatchResourcesRequest.FromString,
+            response_serializer=messages.NodeWatchResourcesResponse.SerializeToString,
+        )
+        service = messages.DESCRIPTOR.services_by_name["DRAResourceHealth"]
+        return grpc.method_handlers_generic_handler(service.full_name, {"NodeWatchResources": method})
+
+    def _watch(self, messages: ModuleType, context: grpc.ServicerContext) -> Iterator[Any]:
+        stream = self._open()
+        try:
+            if not context.add_callback(stream.end):  # the kubelet has hung up already
+                return
+            while not stream.over:
+                yield self._message(messages)
+                stream.wait(self._resend_s)
+        finally:
+            with self._lock:
+                self._streams.remove(stream)
+
+    def _open(self) -> Stream:
+        stream = Stream()
+        with self._lock:
+            if self._closed:
+                stream.end()
+            self._streams.append(stream)
+            for old in list(self._streams)[:-STREAMS]:
+                old.end()
+        return stream
+
+    def _message(self, messages: ModuleType) -> Any:
+        message, now = messages.NodeWatchResourcesResponse(), int(self._clock())
+        for device in self._devices():
+            trouble = self._trouble(device)
+            message.devices.add(
+                device=messages.DeviceIdentifier(pool_name=self._pool, device_name=device.name),
+                health=messages.HEALTHY if trouble is None else messages.UNHEALTHY,
+                last_updated_time=now,
+                health_check_timeout_seconds=HEALTH_TIMEOUT_SECONDS,
+                message=(trouble or "")[:MESSAGE_LIMIT],
+            )
+        return message

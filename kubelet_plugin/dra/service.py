@@ -1,0 +1,143 @@
+"""The kubelet's DRAPlugin gRPC service: NodePrepareResources and NodeUnprepareResources."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import grpc
+
+from driver.errors import ClaimError, TesseraError
+from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.claims.preparer import PreparedDevice
+from kubelet_plugin.dra.protocol.generated import dra_v1_pb2 as messages
+
+log = logging.getLogger(__name__)
+
+VERSION = "v1.DRAPlugin"
+"""Service version to register with the kubelet."""
+
+SERVICE = messages.DESCRIPTOR.services_by_name["DRAPlugin"].full_name
+
+PARALLEL_CLAIMS = 64
+"""Maximum number of claims in progress. Threads start on demand; NVML may block some of them for a long time."""
+
+ANSWER_TIMEOUT_SECONDS = 40.0
+"""Longest time until a call is answered. The kubelet cancels a call after 45 s and would not see the error message."""
+
+NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+UID = re.compile(r"[A-Za-z0-9][-A-Za-z0-9]*")
+
+T = TypeVar("T")
+
+
+class ClaimService(Protocol):
+    """Prepares and unprepares one claim: the Preparer, or a decorator around it. Both methods raise TesseraError."""
+
+    def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]: ...
+
+    def unprepare(self, reference: ClaimReference) -> None: ...
+
+
+class DraService:
+    """Answers for each claim of a call separately: the failure of one claim does not affect the others."""
+
+    def __init__(
+        self,
+        claims: ClaimService,
+        waits: Callable[[], Sequence[str]] = list,
+        answer_timeout_s: float = ANSWER_TIMEOUT_SECONDS,
+    ) -> None:
+        """``waits`` describes which claims wait for which locks; it is part of the error message after a timeout."""
+        self._claims = claims
+        self._waits = waits
+        self._answer_timeout_s = answer_timeout_s
+        self._pool = ThreadPoolExecutor(PARALLEL_CLAIMS, thread_name_prefix="claim")
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """gRPC handler of the service."""
+        methods = {"NodePrepareResources": self._prepare_resources, "NodeUnprepareResources": self._unprepare_resources}
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(
+                method,
+                request_deserializer=getattr(messages, f"{name}Request").FromString,
+                response_serializer=getattr(messages, f"{name}Response").SerializeToString,
+            )
+            for name, method in methods.items()
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    def close(self) -> None:
+        """Start no more work. All calls have been answered by then; threads that hang are abandoned."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare_resources(self, request: Any, _context: grpc.ServicerContext) -> Any:
+        response = messages.NodePrepareResourcesResponse()
+        for uid, devices, error in self._run(request.claims, "prepare", self._claims.prepare):
+            answer = response.claims[uid]
+            answer.error = error
+            for device in devices or ():
+                answer.devices.add(
+                    request_names=device.requests,
+                    pool_name=device.pool,
+                    device_name=device.device,
+                    cdi_device_ids=device.cdi_device_ids,
+                )
+        return response
+
+    def _unprepare_resources(self, request: Any, _context: grpc.ServicerContext) -> Any:
+        response = messages.NodeUnprepareResourcesResponse()
+        for uid, _, error in self._run(request.claims, "unprepare", self._claims.unprepare):
+            response.claims[uid].error = error
+        return response
+
+    def _run(
+        self, claims: Iterable[Any], verb: str, call: Callable[[ClaimReference], T]
+    ) -> list[tuple[str, T | None, str]]:
+        """Process the claims in parallel. Return (uid, result, error message) for each before the timeout."""
+        todo = {claim.uid: claim for claim in claims}
+        end = time.monotonic() + self._answer_timeout_s
+        work = {uid: self._pool.submit(_attempt, claim, verb, call) for uid, claim in todo.items()}
+        results = []
+        for uid, future in work.items():
+            try:
+                results.append((uid, *future.result(max(0.0, end - time.monotonic()))))
+            except TimeoutError:
+                results.append((uid, None, self._timed_out(todo[uid], verb)))
+        return results
+
+    def _timed_out(self, claim: Any, verb: str) -> str:
+        where = f"{claim.namespace}/{claim.name}"
+        error = f"claim {where}: can't {verb} it within {self._answer_timeout_s:.0f} s, still in progress; "
+        error += "; ".join(self._waits()) or "a GPU or the API server does not answer"
+        log.error("no answer in time", extra={"claim": where, "error": error})
+        return error
+
+
+def _attempt(claim: Any, verb: str, call: Callable[[ClaimReference], T]) -> tuple[T | None, str]:
+    """Process one claim: its result, or None and an error message."""
+    try:
+        return call(_reference(claim)), ""
+    except TesseraError as error:
+        log.warning("can't %s claim", verb, extra={"claim": f"{claim.namespace}/{claim.name}", "error": str(error)})
+        return None, str(error)
+    except Exception as error:
+        # A defect affects only this claim: the kubelet gets an answer for it and for the others.
+        log.exception("defect while trying to %s claim", verb, extra={"claim": f"{claim.namespace}/{claim.name}"})
+        return None, f"internal error, please report it: {type(error).__name__}: {error}"
+
+
+def _reference(claim: Any) -> ClaimReference:
+    """Validate the kubelet's claim reference: it becomes part of file names and request paths. Raises ClaimError."""
+    for field, value, allowed in (
+        ("namespace", claim.namespace, NAME),
+        ("name", claim.name, NAME),
+        ("uid", claim.uid, UID),
+    ):
+        if not allowed.fullmatch(value):
+            raise ClaimError(f"the kubelet's claim reference has {field} {value!r}: not a Kubernetes {field}")
+    return ClaimReference(claim.namespace, claim.name, claim.uid)

@@ -1,0 +1,1 @@
+"""The health of GPUs: NVML events, hardware faults, device conditions, cordons."""

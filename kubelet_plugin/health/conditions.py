@@ -1,0 +1,151 @@
+"""Rules for the recorded hardware faults of a node: pure functions on a value that the monitor keeps on disk.
+
+Each fault has a stamp: the time of detection in seconds since 1970 by the node's clock. Stamps are unique and increase.
+An operator clears faults up to the stamp that the slices show; faults that are found later stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+
+import msgspec
+
+from driver.model.health import NO_ACTION, RECOVERY_ACTIONS, DeviceCondition, EventKind, GpuEvent
+from driver.model.xid import FALLEN_OFF_THE_BUS, is_fatal, meaning_of
+
+REPEAT_INTERVAL_SECONDS = 60
+"""Seconds within which an equal report is the same fault: some XIDs are reported by the hundred."""
+
+
+class FaultKind(StrEnum):
+    """Sources of a fault; also values of a metric label."""
+
+    XID = "xid"
+    UNAVAILABLE = "unavailable"
+    RECOVERY = "recovery"
+
+
+class HardwareFault(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """A fault of a GPU, or of ``slices`` of its memory (bit mask; None: all of it).
+
+    ``number`` is the XID or the recovery action. ``absent``: the GPU has not responded since.
+    """
+
+    gpu: str
+    kind: FaultKind
+    stamp: int
+    number: int = 0
+    slices: int | None = None
+    absent: bool = False
+
+    @property
+    def ends_with_return(self) -> bool:
+        """Whether the GPU has recovered as soon as it responds again."""
+        return self.kind is FaultKind.UNAVAILABLE or (self.kind, self.number) == (FaultKind.XID, FALLEN_OFF_THE_BUS)
+
+    def condition(self) -> DeviceCondition:
+        if self.kind is FaultKind.XID:
+            value, reason = f"xid-{self.number}", f"XID {self.number}, {meaning_of(self.number).text}"
+        elif self.kind is FaultKind.UNAVAILABLE:
+            value, reason = "unavailable", "NVML reported it unavailable"
+        else:
+            value, need = RECOVERY_ACTIONS.get(self.number, ("needs-action", f"recovery action {self.number}"))
+            reason = f"NVML says it needs {need}"
+        return DeviceCondition(value, reason, slices=self.slices, stamp=self.stamp)
+
+
+class HealthRecord(msgspec.Struct, frozen=True, rename="camel"):
+    """The state that survives a restart of the plugin.
+
+    ``boot_id`` is the boot ID of the node at the last change; ``last_stamp`` the newest stamp; ``actions`` the last
+    recovery action of each GPU that needs one; ``cordoned`` the operator's reason for each cordoned GPU.
+    """
+
+    boot_id: str = ""
+    last_stamp: int = 0
+    faults: tuple[HardwareFault, ...] = ()
+    actions: dict[str, int] = {}
+    cordoned: dict[str, str] = {}
+
+
+def apply_event(
+    record: HealthRecord, event: GpuEvent, slices: int | None, now: int, *, recovery_supported: bool
+) -> HealthRecord:
+    """Record an NVML event; ``slices`` are those of the partition it concerns."""
+    if event.gpu_uuid is None:
+        return record
+    if event.kind is EventKind.UNAVAILABLE:
+        return _add(record, HardwareFault(event.gpu_uuid, FaultKind.UNAVAILABLE, now))
+    if event.xid is None or not is_fatal(event.xid, recovery_supported=recovery_supported):
+        return record
+    return _add(record, HardwareFault(event.gpu_uuid, FaultKind.XID, now, event.xid, slices))
+
+
+def apply_recovery_action(record: HealthRecord, gpu: str, action: int, now: int) -> HealthRecord:
+    """Record the recovery action of ``gpu``. A GPU that no longer needs one has recovered."""
+    before = record.actions.get(gpu, NO_ACTION)
+    if action == before:
+        return record
+    actions = {uuid: known for uuid, known in record.actions.items() if uuid != gpu}
+    if action == NO_ACTION:
+        return _without(msgspec.structs.replace(record, actions=actions), [f for f in record.faults if f.gpu == gpu])
+    changed = msgspec.structs.replace(record, actions={**actions, gpu: action})
+    earlier = [f for f in record.faults if f.gpu == gpu and f.kind is FaultKind.RECOVERY]
+    return _add(_without(changed, earlier), HardwareFault(gpu, FaultKind.RECOVERY, now, action))
+
+
+def apply_scan(record: HealthRecord, answering: Collection[str]) -> HealthRecord:
+    """Record a scan: the GPUs ``answering`` responded."""
+    back = [f for f in record.faults if f.absent and f.gpu in answering]
+    left = _without(record, back)
+    absent = [f for f in left.faults if f.ends_with_return and not f.absent and f.gpu not in answering]
+    if not absent:
+        return left
+    marked = tuple(msgspec.structs.replace(f, absent=True) if f in absent else f for f in left.faults)
+    return msgspec.structs.replace(left, faults=marked)
+
+
+def apply_boot(record: HealthRecord, boot_id: str | None) -> HealthRecord:
+    """Record the boot ID; after a reboot every GPU has been reset. None (unreadable) changes nothing."""
+    if boot_id is None or boot_id == record.boot_id:
+        return record
+    if not record.boot_id:
+        return msgspec.structs.replace(record, boot_id=boot_id)
+    return msgspec.structs.replace(record, boot_id=boot_id, faults=(), actions={})
+
+
+def apply_operator(record: HealthRecord, cordoned: Mapping[str, str], cleared: Mapping[str, int]) -> HealthRecord:
+    """Record the cordoned GPUs with their reasons, and remove the faults that an operator cleared (GPU -> stamp)."""
+    cleared_faults = [f for f in record.faults if f.stamp <= cleared.get(f.gpu, 0)]
+    return msgspec.structs.replace(_without(record, cleared_faults), cordoned=dict(cordoned))
+
+
+def new_stamp(record: HealthRecord, now: int) -> tuple[HealthRecord, int]:
+    """A unique stamp for a fault that is found now."""
+    stamp = max(now, record.last_stamp + 1)
+    return msgspec.structs.replace(record, last_stamp=stamp), stamp
+
+
+def _add(record: HealthRecord, fault: HardwareFault) -> HealthRecord:
+    same = next((f for f in record.faults if _identity(f) == _identity(fault)), None)
+    if same is not None and fault.stamp - same.stamp < REPEAT_INTERVAL_SECONDS:
+        return record
+    record, stamp = new_stamp(record, fault.stamp)
+    fault = msgspec.structs.replace(fault, stamp=stamp)
+    if same is None:
+        return msgspec.structs.replace(record, faults=(*record.faults, fault))
+    again = tuple(
+        fault if f is same else f for f in record.faults
+    )  # in its place: faults are listed in the order of their first report
+    return msgspec.structs.replace(record, faults=again)
+
+
+def _identity(fault: HardwareFault) -> tuple[str, FaultKind, int, int | None]:
+    return fault.gpu, fault.kind, fault.number, fault.slices
+
+
+def _without(record: HealthRecord, gone: Collection[HardwareFault]) -> HealthRecord:
+    if not gone:
+        return record
+    return msgspec.structs.replace(record, faults=tuple(f for f in record.faults if f not in gone))

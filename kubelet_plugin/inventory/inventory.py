@@ -1,0 +1,289 @@
+"""The node's GPUs and devices and the claims that hold them, in memory.
+
+The checkpoint is the durable source; this is its index. No method does I/O, so its lock is held for microseconds only.
+It is not the lock that serializes claims on a GPU (see ``checkpoint.locks``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from driver.model.device import SLICE_VALUE, Device, DeviceKind, devices_of, number_gpus, share_indices
+from driver.model.gpu import Gpu, MigMode
+from driver.model.health import DeviceCondition
+from driver.model.plan import GpuReport
+from driver.model.selection import NO_GPU, GpuSelection
+from driver.slices.build import PublishedGpu
+from kubelet_plugin.inventory.published_devices import (
+    OFFER_EVERYTHING,
+    ForeignPartitions,
+    PublishableGpu,
+    PublishPolicy,
+)
+
+NOT_FOUND = "NVML no longer finds it"
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A claim that holds devices, prepared or being prepared."""
+
+    uid: str
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        if not self.namespace:
+            return f"claim {self.uid}, whose checkpoint record is unreadable or missing,"
+        return f"claim {self.namespace}/{self.name} ({self.uid})"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSharing:
+    """The number of shares of each GPU (0: none), and the GPUs that are offered as shares only."""
+
+    shares_of: Callable[[Gpu], int]
+    only: GpuSelection = NO_GPU
+
+
+UNSHARED = GpuSharing(lambda _: 0)
+
+
+class Inventory:
+    """Thread-safe. ``numbers`` is each GPU's number in device names, by UUID; ``sharing`` how GPUs are shared.
+
+    ``held_shares`` are the shares that are held at the start, by GPU: index -> number of shares of the GPU.
+    """
+
+    def __init__(
+        self,
+        gpus: Iterable[Gpu],
+        numbers: Mapping[str, int],
+        sharing: GpuSharing = UNSHARED,
+        held_shares: Mapping[str, Mapping[int, int]] | None = None,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._held_shares = held_shares or {}
+        self._sharing = sharing
+        self._gpus: dict[str, Gpu] = {}
+        self._numbers = dict(numbers)
+        self._by_gpu: dict[str, tuple[Device, ...]] = {}
+        self._devices: dict[str, Device] = {}
+        self._faults: dict[str, str] = {}
+        self._held: dict[str, tuple[Holder, tuple[Device, ...]]] = {}
+        self._foreign: dict[str, ForeignPartitions] = {}
+        self._conditions: dict[str, tuple[DeviceCondition, ...]] = {}
+        self._reserved: Mapping[str, str] = {}
+        self.update(gpus, {})
+
+    @property
+    def gpus(self) -> Sequence[Gpu]:
+        return tuple(self._gpus.values())
+
+    def gpu(self, uuid: str) -> Gpu | None:
+        """The GPU with this UUID, healthy or not; None if it was not found since the plugin started."""
+        return self._gpus.get(uuid)
+
+    def update(self, gpus: Iterable[Gpu], faults: Mapping[str, str]) -> bool:
+        """Set the GPUs to those of the last scan; returns whether anything changed.
+
+        A known GPU that is missing in ``gpus`` stays, with its reason from ``faults`` (by UUID): one of its devices may
+        have been allocated, and removing a device from the slices would free its memory for others.
+        """
+        found = {gpu.uuid: gpu for gpu in gpus}
+        with self._lock:
+            missing = {uuid: faults.get(uuid, NOT_FOUND) for uuid in self._gpus if uuid not in found}
+            changed = missing != self._faults or any(self._gpus.get(uuid) != gpu for uuid, gpu in found.items())
+            if changed:
+                self._faults = missing
+                self._replace({**self._gpus, **found})
+        return changed
+
+    def set_mig_mode(self, gpu: Gpu, mode: MigMode) -> None:
+        """Set the MIG mode that the plugin itself has switched, so that it is published before the next scan."""
+        with self._lock:
+            known = self._gpus[gpu.uuid]
+            if known.mig_mode is not mode:
+                self._replace({**self._gpus, gpu.uuid: replace(known, mig_mode=mode)})
+
+    def _replace(self, gpus: dict[str, Gpu]) -> None:
+        """The caller holds the lock."""
+        self._numbers |= number_gpus(gpus.values(), self._numbers)
+        self._by_gpu = {
+            uuid: self._by_gpu[uuid] if self._gpus.get(uuid) is gpu else self._devices_of(gpu)
+            for uuid, gpu in gpus.items()
+        }
+        self._gpus = gpus
+        self._devices = {device.name: device for devices in self._by_gpu.values() for device in devices}
+        self._held = {
+            uid: (holder, tuple(self._renewed(device) for device in devices))
+            for uid, (holder, devices) in self._held.items()
+        }
+
+    def _devices_of(self, gpu: Gpu) -> tuple[Device, ...]:
+        shares = self._sharing.shares_of(gpu)
+        indices = share_indices(shares, self._held_shares.get(gpu.uuid, {}))
+        return devices_of(gpu, self._numbers[gpu.uuid], shares, indices)
+
+    def _renewed(self, held: Device) -> Device:
+        """A held device with the current facts of its GPU; its name and memory slices never change."""
+        known = self._devices.get(held.name)
+        if known is None or (known.gpu.uuid, known.mask, known.shares) != (held.gpu.uuid, held.mask, held.shares):
+            return held
+        return known
+
+    def fault(self, gpu: Gpu) -> str | None:
+        """The reason why the GPU can't be used at present, or None."""
+        return self._faults.get(gpu.uuid)
+
+    def device(self, name: str) -> Device | None:
+        """The device with this name, whether held, offered or neither."""
+        known = self._devices.get(name)
+        if known is not None and known.kind is not DeviceKind.SHARE:
+            return known
+        # A held share keeps its size even if the number of shares of the GPU has changed since.
+        with self._lock:
+            held = (device for _, devices in self._held.values() for device in devices)
+            return next((device for device in held if device.name == name), known)
+
+    def devices_on(self, gpu: Gpu) -> Sequence[Device]:
+        """Every device that the GPU could offer, whether offered at present or not."""
+        return self._by_gpu[gpu.uuid]
+
+    def held_on(self, gpu: Gpu) -> list[Device]:
+        """The devices of the GPU that are held."""
+        with self._lock:
+            return [device for _, devices in self._held.values() for device in devices if device.gpu.uuid == gpu.uuid]
+
+    def number(self, gpu: Gpu) -> int:
+        return self._numbers[gpu.uuid]
+
+    def hold(self, holder: Holder, devices: Iterable[Device]) -> None:
+        """Record that ``holder`` holds exactly ``devices``; repeatable."""
+        with self._lock:
+            self._held[holder.uid] = (holder, tuple(devices))
+
+    def hold_unrecorded(self, uid: str, devices: Iterable[Device]) -> None:
+        """Add ``devices`` to a claim without checkpoint record, except those that conflict with other claims."""
+        with self._lock:
+            holder, held = self._held.get(uid, (Holder(uid, "", ""), ()))
+            names = {device.name for device in held}
+            new = [each for each in devices if each.name not in names and self._conflict(uid, each) is None]
+            self._held[uid] = (holder, (*held, *new))
+
+    def release(self, uid: str) -> None:
+        """Remove all devices of the claim; not an error if it holds none."""
+        with self._lock:
+            self._held.pop(uid, None)
+
+    def set_foreign(self, gpu: Gpu, foreign: ForeignPartitions) -> bool:
+        """Set the partitions on ``gpu`` that Tessera did not create; returns whether they changed."""
+        with self._lock:
+            changed = self._foreign.get(gpu.uuid, ForeignPartitions()) != foreign
+            self._foreign[gpu.uuid] = foreign
+        return changed
+
+    def set_conditions(self, uuid: str, conditions: tuple[DeviceCondition, ...]) -> bool:
+        """Set all conditions of a GPU, known here or not, and of its devices; returns whether they changed."""
+        with self._lock:
+            changed = self._conditions.get(uuid, ()) != conditions
+            self._conditions[uuid] = conditions
+        return changed
+
+    def set_reserved(self, reserved: Mapping[str, str]) -> bool:
+        """Set the GPUs that are reserved for other drivers (UUID -> reason); returns whether they changed.
+
+        Devices that are held on them, or may just have been allocated, stay published; no other device is offered.
+        """
+        with self._lock:
+            changed = self._reserved != reserved
+            self._reserved = dict(reserved)
+        return changed
+
+    def reserved_reason(self, uid: str, gpu: Gpu) -> str | None:
+        """Why ``gpu`` is reserved for another driver; None if it is not, or if the claim ``uid`` already holds it."""
+        with self._lock:
+            _, devices = self._held.get(uid, (None, ()))
+            return None if any(d.gpu.uuid == gpu.uuid for d in devices) else self._reserved.get(gpu.uuid)
+
+    @property
+    def foreign(self) -> bool:
+        """Whether any GPU has partitions that belong to no claim."""
+        with self._lock:
+            return any(each.mask for each in self._foreign.values())
+
+    def existing(self, device: Device) -> bool:
+        """Whether ``device`` is a partition that Tessera did not create and offers as it is."""
+        with self._lock:
+            return device.name in self._foreign.get(device.gpu.uuid, ForeignPartitions()).offered
+
+    def conflict(self, uid: str, device: Device) -> tuple[Holder, Device] | None:
+        """Another claim that leaves no room for ``device``, and its overlapping device; None if ``device`` fits."""
+        with self._lock:
+            return self._conflict(uid, device)
+
+    def _conflict(self, uid: str, device: Device) -> tuple[Holder, Device] | None:
+        """The caller holds the lock."""
+        others = [
+            (holder, held)
+            for holder, devices in self._held.values()
+            for held in devices
+            if holder.uid != uid and held.gpu.uuid == device.gpu.uuid and held.mask & device.mask
+        ]
+        same = [(holder, held) for holder, held in others if held.name == device.name]
+        # Only shares leave room for others in a memory slice.
+        full = sum(held.weight for _, held in others) + device.weight > SLICE_VALUE
+        return next(iter([*same, *(others if full else [])]), None)
+
+    def states(self) -> list[GpuReport]:
+        """The state of every GPU, for the controller."""
+        with self._lock:
+            return [
+                GpuReport(
+                    gpu,
+                    self._numbers[gpu.uuid],
+                    self._sharing.shares_of(gpu),
+                    gpu in self._sharing.only,
+                    self._foreign.get(gpu.uuid, ForeignPartitions()).mask | self._unhealthy_slices(gpu),
+                    self._faults.get(gpu.uuid) or self._reserved.get(gpu.uuid) or self._unhealthy_reason(gpu),
+                )
+                for gpu in self._gpus.values()
+            ]
+
+    def _unhealthy_reason(self, gpu: Gpu) -> str | None:
+        """Why no device of the GPU may be allocated, though it responds. The caller holds the lock."""
+        whole = [each for each in self._conditions.get(gpu.uuid, ()) if each.slices is None and each.device is None]
+        return next((f"cordoned: {each}" if each.cordon else str(each) for each in whole), None)
+
+    def _unhealthy_slices(self, gpu: Gpu) -> int:
+        """Bit mask of the memory slices that may not be allocated; the controller counts them as taken."""
+        mask = 0
+        for each in self._conditions.get(gpu.uuid, ()):
+            mask |= each.slices or 0
+        return mask
+
+    def published(self, policy: PublishPolicy = OFFER_EVERYTHING) -> list[PublishedGpu]:
+        """The devices to publish: every held device, and the devices that fit beside them and that ``policy`` wants."""
+        with self._lock:
+            held = {device.name: device for _, devices in self._held.values() for device in devices}
+            names = policy.held - held.keys()
+            allocated = [self._devices[name] for name in names if name in self._devices]
+            gpus = [self._publishable(gpu, tuple(held.values()), allocated) for gpu in self._gpus.values()]
+        return [gpu.published(policy) for gpu in gpus]
+
+    def _publishable(self, gpu: Gpu, all_held: Sequence[Device], all_allocated: Sequence[Device]) -> PublishableGpu:
+        """The caller holds the lock."""
+        return PublishableGpu(
+            gpu,
+            self._numbers[gpu.uuid],
+            self._by_gpu[gpu.uuid],
+            prepared=tuple(device for device in all_held if device.gpu.uuid == gpu.uuid),
+            allocated=tuple(device for device in all_allocated if device.gpu.uuid == gpu.uuid),
+            shares_only=gpu in self._sharing.only,
+            foreign=self._foreign.get(gpu.uuid, ForeignPartitions()),
+            reserved=gpu.uuid in self._reserved,
+            fault=self._faults.get(gpu.uuid),
+            conditions=self._conditions.get(gpu.uuid, ()),
+        )

@@ -1,0 +1,118 @@
+"""The devices that the ResourceSlices contain for one GPU: held devices, and the wanted offers that fit beside them.
+
+Pure rules over immutable values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from driver.model.device import Device, DeviceKind
+from driver.model.gpu import Gpu
+from driver.model.health import DeviceCondition
+from driver.model.occupancy import Occupancy
+from driver.model.plan import Offer, offer_of
+from driver.slices.build import PublishedGpu, limited
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignPartitions:
+    """Partitions on one GPU that Tessera did not create.
+
+    ``mask`` is the memory slices they occupy, ``offered`` the names of the devices that are offered as they are.
+    """
+
+    mask: int = 0
+    offered: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class PublishPolicy:
+    """The devices to publish in addition to those of prepared claims.
+
+    ``held`` names devices that are allocated but not prepared yet. ``offers`` is what to offer if it fits; None: every
+    device that fits. ``kept`` names devices that were published before and must stay, because one may just have been
+    allocated. They are removed only if a prepared device overlaps them. Overlap with a device that is only allocated
+    is not sufficient: its claim may have been deallocated again and the scheduler, which still sees the overlapping
+    device, may have allocated that one; without it in the slices, the scheduler no longer counts its memory.
+
+    ``closing``: devices that are published but not in ``offers`` get a taint, so that no new claim gets them: devices
+    that are being withdrawn, and held devices, which would otherwise be allocated again as soon as their claim ends.
+    """
+
+    held: frozenset[str] = frozenset()
+    offers: frozenset[Offer] | None = None
+    kept: frozenset[str] = frozenset()
+    closing: bool = False
+
+    def wants(self, device: Device) -> bool:
+        return self.offers is None or device.name in self.kept or offer_of(device) in self.offers
+
+    def closed(self, held: Iterable[Device], others: Iterable[Device]) -> frozenset[str]:
+        """The names of the devices that no new claim may get: ``held``, and those of ``others`` that are no offers."""
+        if not self.closing or self.offers is None:
+            return frozenset()
+        return frozenset(d.name for d in held) | {d.name for d in others if offer_of(d) not in self.offers}
+
+
+OFFER_EVERYTHING = PublishPolicy()
+
+
+@dataclass(frozen=True, slots=True)
+class PublishableGpu:
+    """One GPU with the facts that determine its published devices.
+
+    ``devices`` are all devices it could offer, ``prepared`` those of prepared claims, ``allocated`` those that are
+    allocated but not prepared yet. ``reserved``: another driver owns the GPU, so none of its devices is offered.
+    """
+
+    gpu: Gpu
+    number: int
+    devices: Sequence[Device]
+    prepared: tuple[Device, ...]
+    allocated: tuple[Device, ...]
+    shares_only: bool
+    foreign: ForeignPartitions
+    reserved: bool
+    fault: str | None
+    conditions: tuple[DeviceCondition, ...]
+
+    def published(self, policy: PublishPolicy = OFFER_EVERYTHING) -> PublishedGpu:
+        held = (*self.prepared, *self.allocated)
+        taken = Occupancy.of(self.gpu, held, self.foreign.mask)
+        fitting = self._fitting(held, taken, policy)
+        existing = policy.kept | self.foreign.offered
+        new = [device for device in fitting if device.name not in existing]
+        chosen = limited(len(held) + len(fitting) - len(new), new, taken.mask)
+        offers = tuple(device for device in fitting if device.name in existing or device.name in chosen)
+        closed = policy.closed(held, offers) - self.foreign.offered
+        if self.reserved:  # claims keep their devices until they end; no new claim gets one
+            closed |= {device.name for device in (*held, *offers)}
+        divided = any(device.kind is DeviceKind.SHARE for device in self.devices)
+        return PublishedGpu(
+            self.gpu, self.number, held, offers, self.foreign.mask, self.fault, closed, self.conditions, divided
+        )
+
+    def _fitting(self, held: Sequence[Device], taken: Occupancy, policy: PublishPolicy) -> list[Device]:
+        """The devices that may be published beside ``held``."""
+        names = {device.name for device in held}
+        prepared = Occupancy.of(self.gpu, self.prepared, self.foreign.mask)
+
+        def stays(device: Device) -> bool:
+            if self.reserved and device.name not in policy.kept:
+                return False
+            if device.name in self.foreign.offered:
+                return True
+            occupancy = prepared if device.name in policy.kept else taken
+            return policy.wants(device) and occupancy.admits(device)
+
+        return [d for d in self.devices if d.name not in names and self._possible(d) and stays(d)]
+
+    def _possible(self, device: Device) -> bool:
+        """Whether settings and MIG mode allow ``device`` without a reset of the GPU."""
+        if device.kind is not DeviceKind.SHARE and self.shares_only:
+            return False
+        if self.gpu.toggles_freely:
+            return True
+        return (device.kind is DeviceKind.PARTITION) == self.gpu.mig_mode.in_force

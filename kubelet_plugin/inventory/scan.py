@@ -1,0 +1,222 @@
+"""Periodic scans of the hardware, so that changes made outside Tessera are published within seconds.
+
+A timer and NVML events start a scan. A separate thread receives the events (``health.monitor.NvmlEventListener``), so
+that a GPU that hangs during a scan delays no event. A scan only reads, except that it requests MIG mode on the GPUs
+that settings name for MIG. Also warnings about settings that match no GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from driver.config.suggestions import meant
+from driver.errors import RecoverableError
+from driver.hardware.host import GpuFault, Host
+from driver.kube.work_loop import GiveWay, at_once
+from driver.model.device import MOST_SHARES, Device
+from driver.model.gpu import Gpu, MigMode, Partition, Placement
+from driver.model.selection import EVERY_GPU, FEWEST_SHARES, NO_GPU, GpuSelection, ShareCounts
+from kubelet_plugin.inventory.inventory import Inventory
+from kubelet_plugin.inventory.published_devices import ForeignPartitions
+
+log = logging.getLogger(__name__)
+
+SCAN_INTERVAL_SECONDS = 5.0
+"""Maximum time between two scans: slices show a change within 10 s."""
+
+MIN_SCAN_INTERVAL_SECONDS = 1.0
+"""Minimum time between two scans: creating partitions causes events, too."""
+
+RESET_PENDING = "waits for a reset"
+
+
+@dataclass(frozen=True, slots=True)
+class ScanSettings:
+    """The GPUs to manage, those to use with MIG, and whether existing partitions are offered."""
+
+    include: GpuSelection = EVERY_GPU
+    exclude: GpuSelection = NO_GPU
+    mig: GpuSelection = NO_GPU
+    publish_existing: bool = False
+
+
+class Scanner:
+    """``on_change`` of ``run`` is called after a scan that found a change; it must return quickly.
+
+    ``on_scan`` is called after every scan, with the GPUs that responded. ``is_reserved`` says which GPUs must not be
+    changed; ``on_reset_needed`` is called with each GPU that begins to wait for a reset. ``excluded_count`` is the
+    number of GPUs that settings exclude.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        settings: ScanSettings,
+        give_way: GiveWay = at_once,
+        is_reserved: Callable[[Gpu], bool] = lambda _: False,
+        on_reset_needed: Callable[[Gpu], None] = lambda _: None,
+    ) -> None:
+        self._host = host
+        self._on_reset_needed = on_reset_needed
+        self._is_reserved = is_reserved
+        self._give_way = give_way
+        self._settings = settings
+        self._reported: dict[str, str] = {}
+        self._gone: dict[str, set[Placement]] = {}
+        self._wake = threading.Event()
+        self.excluded_count = 0
+        self.on_scan: Callable[[Sequence[Gpu]], None] = lambda gpus: None
+
+    def discover(self) -> tuple[list[Gpu], dict[int, str]]:
+        """The GPUs that are ours, and by index why others did not respond. Raises HardwareError."""
+        discovery, settings = self._host.discover(), self._settings
+        ours = [gpu for gpu in discovery.gpus if gpu in settings.include and gpu not in settings.exclude]
+        self.excluded_count = sum(gpu in settings.exclude for gpu in discovery.gpus)
+        self._report(discovery.faults, ours)
+        return ours, {fault.index: fault.reason for fault in discovery.faults}
+
+    def scan(self, inventory: Inventory) -> bool:
+        """Update ``inventory``; returns whether anything changed."""
+        try:
+            gpus, reasons = self.discover()
+        except RecoverableError as error:
+            gpus, reasons = [], {gpu.index: str(error) for gpu in inventory.gpus}
+        by_index = {gpu.index: gpu.uuid for gpu in inventory.gpus}
+        faults = {by_index[index]: reason for index, reason in reasons.items() if index in by_index}
+        changed = inventory.update(gpus, faults)
+        changed = self.scan_partitions(inventory, gpus) or changed
+        self.on_scan(gpus)
+        return changed
+
+    def scan_soon(self) -> None:
+        """Scan without waiting for the timer. Cheap; may be called from any thread."""
+        self._wake.set()
+
+    def scan_partitions(self, inventory: Inventory, gpus: Iterable[Gpu]) -> bool:
+        """Update the foreign partitions of ``gpus`` in ``inventory``; returns whether anything changed."""
+        changed = [self._scan_partitions_of(inventory, gpu) for gpu in gpus]
+        return any(changed)
+
+    def _scan_partitions_of(self, inventory: Inventory, gpu: Gpu) -> bool:
+        before = inventory.held_on(gpu)
+        try:
+            existing = self._host.partitions(gpu)
+        except RecoverableError as error:
+            log.error("can't list the partitions of a GPU", extra={"gpu": gpu.uuid, "error": str(error)})
+            return False
+        # Held before or after the list was read: claims may be prepared and released meanwhile.
+        held = (*before, *inventory.held_on(gpu))
+        ours = {device.placement for device in held if not inventory.existing(device)}
+        foreign = self._foreign(inventory, gpu, [entry for entry in existing if entry.placement not in ours])
+        changed = inventory.set_foreign(gpu, foreign)
+        gone = {d.placement for d in before if d.placement is not None} - {entry.placement for entry in existing}
+        # A partition that is missing once may belong to a claim that is being prepared or has just ended.
+        lasting = gone & self._gone.get(gpu.uuid, set())
+        self._gone[gpu.uuid] = gone
+        if gone - lasting:
+            self.scan_soon()
+        if changed and foreign.mask:
+            slices = [index for index in range(gpu.memory_slices) if foreign.mask >> index & 1]
+            log.warning(
+                "found partitions that Tessera did not create; they are not changed",
+                extra={"gpu": gpu.uuid, "slices": ",".join(map(str, slices)), "offered": ",".join(foreign.offered)},
+            )
+        return changed or bool(lasting)
+
+    def run(self, inventory: Inventory, on_change: Callable[[], None], stop: threading.Event) -> None:
+        """Scan until ``stop`` is set (then call ``scan_soon``); failures are logged and retried."""
+        while not stop.is_set():
+            began = time.monotonic()
+            self._wake.wait(SCAN_INTERVAL_SECONDS)
+            stop.wait(max(0.0, MIN_SCAN_INTERVAL_SECONDS - (time.monotonic() - began)))
+            self._give_way(stop)
+            self._wake.clear()
+            try:
+                if not stop.is_set() and self.scan(inventory):
+                    on_change()
+            except Exception:
+                # A defect must not end the thread: changes of the hardware would go unnoticed.
+                log.exception("internal error during a hardware scan")
+
+    def _foreign(self, inventory: Inventory, gpu: Gpu, partitions: Iterable[Partition]) -> ForeignPartitions:
+        mask, offered = 0, set()
+        for partition in partitions:
+            mask |= partition.placement.mask
+            device = _device_of(inventory, gpu, partition)
+            if self._settings.publish_existing and partition.complete and device is not None:
+                offered.add(device.name)
+        return ForeignPartitions(mask, frozenset(offered))
+
+    def _report(self, faults: Iterable[GpuFault], ours: Iterable[Gpu]) -> None:
+        """Log each fault of a GPU once while it lasts."""
+        current = {str(fault): fault.reason for fault in faults}
+        by_uuid = {gpu.uuid: gpu for gpu in ours}
+        current |= {uuid: reason for uuid, gpu in by_uuid.items() if (reason := self._mig_fault(gpu)) is not None}
+        for gone in self._reported.keys() - current.keys():
+            log.info("GPU has recovered", extra={"gpu": gone})
+        for where, reason in current.items():
+            if self._reported.get(where) != reason:
+                log.error("GPU can't be used as configured", extra={"gpu": where, "why": reason})
+                if reason.startswith(RESET_PENDING):
+                    self._on_reset_needed(by_uuid[where])
+                    self.scan_soon()  # so that the slices show it, too
+        self._reported = current
+
+    def _mig_fault(self, gpu: Gpu) -> str | None:
+        """Why the MIG mode of ``gpu`` is not as configured, or None; requests MIG mode if settings name the GPU."""
+        if gpu.mig_mode in (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE):
+            return f"{RESET_PENDING}: MIG mode {gpu.mig_mode}"
+        if gpu.toggles_freely or gpu.mig_mode is not MigMode.DISABLED or gpu not in self._settings.mig:
+            return None
+        if self._is_reserved(gpu):
+            return None
+        try:
+            in_force = self._host.request_mig_mode(gpu, enabled=True)
+        except RecoverableError as error:
+            return f"is meant for MIG, but refuses the mode: {error}"
+        return None if in_force else f"{RESET_PENDING}: MIG mode {MigMode.RESET_TO_ENABLE}"
+
+
+def _device_of(inventory: Inventory, gpu: Gpu, partition: Partition) -> Device | None:
+    """The device with the profile and placement of ``partition``."""
+    wanted = (partition.profile_id, partition.placement)
+    for device in inventory.devices_on(gpu):
+        if device.profile is not None and (device.profile.id, device.placement) == wanted:
+            return device
+    return None
+
+
+def share_warnings(shares: ShareCounts, shares_only: GpuSelection, gpus: Sequence[Gpu]) -> list[str]:
+    """One line for each setting without effect: an unknown GPU, or shares only without a number of shares."""
+    known = _known(gpus)
+    products = sorted({gpu.product_name for gpu in gpus})
+    return [
+        *(
+            f"--shares {name}: no GPU here has that name{known}{meant(name, products)}"
+            for name in shares.unmatched(gpus)
+        ),
+        *(f"--shares-only {name}: no GPU here has that name{known}" for name in shares_only.unmatched(gpus)),
+        *(
+            f"--shares-only: GPU {gpu.index} ({gpu.product_name}, {gpu.uuid}) has no number of shares: "
+            f"set --shares {gpu.index}=R, R from {FEWEST_SHARES} to {MOST_SHARES}"
+            for gpu in gpus
+            if gpu in shares_only and not shares.of(gpu)
+        ),
+    ]
+
+
+def mig_warnings(mig_gpus: GpuSelection, gpus: Sequence[Gpu]) -> list[str]:
+    """One line for each entry of ``--mig-gpus`` that matches no GPU."""
+    return [f"--mig-gpus {name}: no GPU here has that name{_known(gpus)}" for name in mig_gpus.unmatched(gpus)]
+
+
+def _known(gpus: Sequence[Gpu]) -> str:
+    """``; there are NVIDIA L4 (0, 1), ...``: the GPUs by product, with their indices."""
+    indices: dict[str, list[str]] = {}
+    for gpu in gpus:
+        indices.setdefault(gpu.product_name, []).append(str(gpu.index))
+    return "; there are " + (", ".join(f"{name} ({', '.join(at)})" for name, at in sorted(indices.items())) or "none")

@@ -1,0 +1,1 @@
+"""Metrics, and liveness and readiness probes of the node plugin."""

@@ -1,0 +1,241 @@
+"""The checks behind ``/livez`` and ``/readyz`` of the node plugin.
+
+A plugin that loses the API server is alive but not ready: prepared claims keep running, and it recovers by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from driver.errors import StateError
+from driver.http import Check, health_pages, serve
+from driver.kube.client import ApiReach
+from driver.kube.clock import Clock, seconds_time
+from driver.kube.events import QUIET_S
+from driver.model.gpu import Gpu
+from driver.watchdog import Watchdog
+from kubelet_plugin.inventory.inventory import Inventory
+from kubelet_plugin.settings import NodeSettings
+from kubelet_plugin.status.events import Reason
+from kubelet_plugin.upgrade.instance_lock import is_listening
+
+if TYPE_CHECKING:
+    from driver.http import Page
+
+log = logging.getLogger(__name__)
+
+SCAN_TIMEOUT_SECONDS = 30.0
+"""A scan starts every 5 s and takes milliseconds; a GPU that hangs is skipped after 15 s."""
+
+PROBE_INTERVAL_SECONDS = 10.0
+"""Time between two probes of the directories; each writes 16 KiB."""
+
+REPORT_INTERVAL_SECONDS = QUIET_S + PROBE_INTERVAL_SECONDS
+"""Longer than equal Events are suppressed: a suppressed Event would be written after the failure has ended."""
+
+PROBE = "probe"
+"""Name of the probe's file in the state directory."""
+
+SOCKET_TIMEOUT_SECONDS = 60.0
+"""How long nobody may listen on the plugin's socket: it is created after the health pages are served."""
+
+
+class NodeProbes:
+    """Thread-safe. The owner reports to ``reach``, ``watchdog``, ``registration`` and ``handle_scan``."""
+
+    def __init__(self, settings: NodeSettings, stop: threading.Event) -> None:
+        self.reach = ApiReach()
+        self.watchdog = Watchdog(stop)
+        self.publishing = self.watchdog.watch("publishing slices")
+        self.plan_status = self.watchdog.watch("writing the plan's status")
+        self.registration = RegistrationStatus()
+        self._settings = settings
+        self._hardware: HardwareCheck | None = None
+        self._live: list[Check] = [
+            Check("loops", self.watchdog.look),
+            Check("grpc", SocketCheck(settings.plugin_socket).failure),
+        ]
+        self._ready: list[Check] = [
+            Check("registered", self.registration.failure),
+            Check("api", self.reach.failure),
+        ]
+
+    def add_hardware(self, inventory: Inventory) -> None:
+        """Check the hardware from now on: the GPUs of the node are known."""
+        self._hardware = HardwareCheck(inventory)
+        self._ready.append(Check("hardware", self._hardware.failure))
+
+    def handle_scan(self, answering: Sequence[Gpu]) -> None:
+        """Record that a scan has ended; the GPUs ``answering`` responded."""
+        if self._hardware is not None:
+            self._hardware.done(answering)
+
+    def add_slices(self, published: threading.Event) -> None:
+        """Check the slices; ``published`` is set once they have been published for the first time."""
+
+        def check() -> str | None:
+            return self.publishing.failure or (None if published.is_set() else "they have not been published yet")
+
+        self._ready.append(Check("slices", check))
+
+    def add_ready_check(self, name: str, check: Callable[[], str | None]) -> None:
+        """Add a check to ``/readyz``; it returns the reason of a failure, or None."""
+        self._ready.append(Check(name, check))
+
+    def add_live_check(self, name: str, check: Callable[[], str | None]) -> None:
+        """Add a check to ``/livez``, for failures that a new container repairs."""
+        self._live.append(Check(name, check))
+
+    def serve(self, stack: ExitStack, metrics: Callable[[], Mapping[str, Page]]) -> None:
+        """Serve metrics and health at the addresses of the settings. Raises EnvironmentFault."""
+        wanted = [
+            ("--metrics-address", self._settings.metrics_address, metrics),
+            ("--health-address", self._settings.health_address, lambda: health_pages(self._live, self._ready)),
+        ]
+        serve(stack, wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryReasons:
+    """Reasons of the Events about one directory."""
+
+    unwritable: Reason
+    writable: Reason
+
+
+STATE_REASONS = DirectoryReasons(Reason.STATE_UNWRITABLE, Reason.STATE_WRITABLE)
+CDI_REASONS = DirectoryReasons(Reason.CDI_UNWRITABLE, Reason.CDI_WRITABLE)
+
+
+class RegistrationStatus:
+    """The registration at the kubelet."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = (
+            "the kubelet has not called the registration socket yet; is it running, and is --kubelet-dir its directory?"
+        )
+
+    def set(self, accepted: bool, reason: str) -> None:
+        """Record the kubelet's answer (``NotifyRegistrationStatus``)."""
+        self._reason = None if accepted else f"the kubelet refused the registration: {reason}"
+
+    def failure(self) -> str | None:
+        return self._reason
+
+
+class SocketCheck:
+    """Whether any process listens on the plugin's socket; only this check detects a socket file deleted on the host."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._listening_at = clock()
+
+    def failure(self) -> str | None:
+        if is_listening(self._path):
+            self._listening_at = self._clock()
+        elif (silent := self._clock() - self._listening_at) > SOCKET_TIMEOUT_SECONDS:
+            return f"no process has listened on {self._path} for {silent:.0f} s"
+        return None
+
+
+class HardwareCheck:
+    """Whether scans end and any GPU responds. A single faulty GPU is no failure: the others can be used."""
+
+    def __init__(self, inventory: Inventory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._inventory = inventory
+        self._clock = clock
+        self._ended_at = clock()
+        self._responding = True
+
+    def done(self, answering: Sequence[Gpu]) -> None:
+        """Record that a scan has ended."""
+        self._responding = bool(answering)
+        self._ended_at = self._clock()
+
+    def failure(self) -> str | None:
+        late = self._clock() - self._ended_at
+        if late > SCAN_TIMEOUT_SECONDS:
+            return f"NVML hangs: the last scan of the GPUs ended {late:.0f} s ago"
+        gpus = self._inventory.gpus
+        if self._responding or not gpus:
+            return None
+        return f"no GPU responds: {self._inventory.fault(gpus[0]) or 'NVML finds none'}"
+
+
+class DirectoryProbe:
+    """Whether a directory that claims need is writable, by the result of the last write.
+
+    ``write`` writes durably and raises StateError; ``send_event`` takes (reason, message, is it a warning).
+    A failure is reported again every REPORT_INTERVAL_SECONDS, so that its Event stays recent. The first success is
+    reported, too, because an earlier process may have reported a failure. Each message contains the time of the change:
+    an Event with a new message is written at once, so the newer of the two Events is always the state.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        write: Callable[[], None],
+        reasons: DirectoryReasons,
+        send_event: Callable[[str, str, bool], None],
+        clock: Clock,
+    ) -> None:
+        self._directory = directory
+        self._write = write
+        self._reasons = reasons
+        self._send_event = send_event
+        self._clock = clock
+        self._since = ""
+        self._report_at = 0.0
+        self._began_at: float | None = None
+        self._failure: str | None = f"no file has been written to {directory} yet"
+
+    def probe(self) -> None:
+        """Write a file and report the result."""
+        before, self._began_at = self._failure, self._clock.monotonic()
+        try:
+            self._write()
+        except StateError as error:
+            self._failure = str(error)
+        else:
+            self._failure = None
+        finally:
+            self._began_at = None
+        if self._failure != before:
+            self._since = seconds_time(self._clock.now())
+            self._report()
+        elif self._failure is not None and self._clock.monotonic() >= self._report_at:
+            self._report()
+
+    def _report(self) -> None:
+        self._report_at = self._clock.monotonic() + REPORT_INTERVAL_SECONDS
+        where = str(self._directory)
+        if self._failure is None:
+            log.info("directory is writable", extra={"path": where})
+            self._send_event(self._reasons.writable, f"{where} is writable since {self._since}", False)
+        else:
+            log.error("directory is not writable", extra={"path": where, "error": self._failure})
+            message = f"no claim can be prepared since {self._since}: {self._failure}"
+            self._send_event(self._reasons.unwritable, message, True)
+
+    def failure(self) -> str | None:
+        """Why the directory is not writable, or None."""
+        began = self._began_at
+        if began is not None and (late := self._clock.monotonic() - began) > SCAN_TIMEOUT_SECONDS:
+            return f"a write to {self._directory} has not returned for {late:.0f} s"
+        return self._failure
+
+
+def run_probes(probes: Sequence[DirectoryProbe], stop: threading.Event) -> None:
+    """Probe until ``stop`` is set."""
+    while not stop.is_set():
+        for each in probes:
+            each.probe()
+        stop.wait(PROBE_INTERVAL_SECONDS)

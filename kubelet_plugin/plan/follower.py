@@ -1,0 +1,256 @@
+"""Follows the controller's plan; without a controller the node is standalone and offers every device that fits.
+
+The node removes a device from its slices only if the plan says that it was withdrawn (fenced, and held by no claim) or
+if a prepared device overlaps it. Every other device that a plan leaves out stays, because it may just have been
+allocated. A plan is valid for one epoch of the node. An epoch ends when the node becomes standalone, because it then
+offers devices that no plan asked for. See ``driver.model.plan``. The mode is kept in a file over restarts.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from driver.errors import StateError
+from driver.kube.types import GpuNodePlan
+from driver.model.plan import Offer, PlanMode, PlanStatus, Summary, described, line, offer_of
+from driver.slices.build import PublishedGpu
+from kubelet_plugin.checkpoint.files import write_atomically
+from kubelet_plugin.inventory.inventory import Inventory
+from kubelet_plugin.inventory.published_devices import PublishPolicy
+
+log = logging.getLogger(__name__)
+
+MODE_SPREAD_SECONDS = 60.0
+"""Nodes that lose the controller spread their slice updates over this time: each update wakes every pending pod."""
+
+FIRST_PLAN_TIMEOUT_SECONDS = 30.0
+"""How long a plugin waits for the controller after its start."""
+
+HELD_LAG_SECONDS = 2.0
+"""How late the slices may show prepared and released devices while the node follows a plan: the scheduler knows them
+from the claims, and each slice update wakes every pending pod."""
+
+MODE_CHECK_INTERVAL_SECONDS = 1.0
+
+
+class PlanSource(Protocol):
+    """The controller's plan and heartbeat."""
+
+    def plan(self) -> GpuNodePlan | None:
+        """The node's plan as last received; None if there is none."""
+        ...
+
+    def alive(self) -> bool:
+        """Whether the controller has renewed its heartbeat recently."""
+        ...
+
+
+class PlanFollower:
+    """Thread-safe. ``on_change`` is called after the mode changed; it must return quickly."""
+
+    def __init__(
+        self,
+        source: PlanSource,
+        inventory: Inventory,
+        store: PlanStore,
+        published_before: Callable[[], Iterable[str]],
+        on_change: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        spread: Callable[[], float] = random.random,
+        faults: Callable[[], tuple[str, ...]] = tuple,
+    ) -> None:
+        """``store`` keeps the mode over restarts. ``published_before`` names the devices in the node's slices; it is
+        called once, when they are known. ``faults`` are the faults in the status, which operators can clear.
+        """
+        self._source = source
+        self._inventory = inventory
+        self._store = store
+        self._published_before = published_before
+        self._on_change = on_change
+        self._clock = clock
+        self._spread = spread
+        self._faults = faults
+        self._lock = threading.Lock()
+        self._memory = store.load() or PlanMemory(new_epoch(), PlanMode.ALONE)
+        self._offered: frozenset[str] | None = None
+        self._held: frozenset[str] = frozenset()
+        self._standalone_at: float | None = clock() + FIRST_PLAN_TIMEOUT_SECONDS + MODE_SPREAD_SECONDS * spread()
+
+    @property
+    def mode(self) -> PlanMode:
+        return self._memory.mode
+
+    def standalone_epoch(self) -> str | None:
+        """The epoch in which the node is standalone; None while it follows plans."""
+        return self._memory.epoch if self.mode is PlanMode.ALONE else None
+
+    @property
+    def held_lag_seconds(self) -> float:
+        """Within how many seconds the slices must show prepared and released devices."""
+        return HELD_LAG_SECONDS if self.mode is PlanMode.PLANNED else 0.0
+
+    def published(self) -> list[PublishedGpu]:
+        """The devices to publish now."""
+        with self._lock:
+            changed = self._choose_mode()
+            before = self._offered | self._held if self._offered is not None else self._published_before_start()
+            found = self._inventory.published(self._policy(before))
+            self._offered = frozenset(device.name for entry in found for device in entry.offers)
+            self._held = frozenset(device.name for entry in found for device in entry.held)
+            self._remember(durable=False, published=tuple(sorted(self._offered | self._held)))
+        if changed:
+            self._on_change()
+        return found
+
+    def status(self) -> PlanStatus:
+        """The status of the plan object."""
+        plan = self._source.plan()
+        states = self._inventory.states()
+        return PlanStatus(
+            observed_generation=plan.metadata.generation if plan else 0,
+            epoch=self._memory.epoch,
+            mode=self._memory.mode,
+            summary=Summary(len(states), len(self._held), len(self._offered or ())),
+            gpus=tuple(line(state) for state in states),
+            inventory=described(states),
+            refused=tuple(self._refused(plan)) if plan and self.mode is PlanMode.PLANNED else (),
+            faults=self._faults(),
+        )
+
+    @property
+    def published_names(self) -> frozenset[str]:
+        """The names that the last ``published`` returned."""
+        return self._held | (self._offered or frozenset())
+
+    def run(self, stop: threading.Event) -> None:
+        """Update the mode until ``stop`` is set."""
+        while not stop.wait(MODE_CHECK_INTERVAL_SECONDS):
+            self.update_mode()
+
+    def update_mode(self) -> None:
+        """Change the mode if it is time to."""
+        with self._lock:
+            changed = self._choose_mode()
+        if changed:
+            self._on_change()
+
+    def _policy(self, before: frozenset[str]) -> PublishPolicy:
+        plan = self._source.plan()
+        if plan is None:  # there is none, or none has been received yet
+            return PublishPolicy(offers=None if self.mode is PlanMode.ALONE else frozenset(), kept=before)
+        held = plan.spec.held_devices
+        if self.mode is PlanMode.ALONE:
+            return PublishPolicy(held, kept=before)
+        if plan.spec.epoch != self._memory.epoch:
+            return PublishPolicy(held, frozenset(), before)
+        return PublishPolicy(held, plan.spec.offered, before - frozenset(plan.spec.withdrawn), closing=True)
+
+    def _choose_mode(self) -> bool:
+        """Choose the mode by plan and heartbeat; returns whether it changed. The caller holds the lock."""
+        plan = self._source.plan()
+        followed = plan is not None and plan.spec.epoch == self._memory.epoch
+        if self.mode is PlanMode.ALONE:
+            return followed and self._source.alive() and self._enter(PlanMode.PLANNED, self._memory.epoch)
+        if plan is not None and self._source.alive():
+            self._standalone_at = None
+            return False
+        if self._standalone_at is None:
+            self._standalone_at = self._clock() + MODE_SPREAD_SECONDS * self._spread()
+        return self._clock() >= self._standalone_at and self._enter(PlanMode.ALONE, new_epoch())
+
+    def _published_before_start(self) -> frozenset[str]:
+        """The devices in the slices and those that the last process published: a kubelet that starts, or that has not
+        seen the plugin for long, deletes the slices."""
+        return frozenset(self._published_before()) | frozenset(self._memory.published)
+
+    def _remember(self, *, durable: bool, **changes: Any) -> None:
+        wanted = msgspec.structs.replace(self._memory, **changes)
+        if wanted == self._memory:
+            return
+        self._memory = wanted
+        try:
+            self._store.save(wanted, durable=durable)
+        except StateError as error:
+            log.error("can't save the plan mode for the next start", extra={"error": str(error)})
+
+    def _enter(self, mode: PlanMode, epoch: str) -> bool:
+        self._standalone_at = None
+        self._remember(durable=True, epoch=epoch, mode=mode)
+        log.info("following the controller's plan" if mode is PlanMode.PLANNED else "running standalone: no controller")
+        return True
+
+    def _refused(self, plan: GpuNodePlan) -> Iterable[str]:
+        devices = (device for gpu in self._inventory.gpus for device in self._inventory.devices_on(gpu))
+        names = {offer_of(device): device.name for device in devices}
+        published = self.published_names
+        for text in plan.spec.offers:
+            offer = Offer.parse(text)
+            if offer is None or offer not in names:
+                yield f"{text}: this node has no such device"
+            elif names[offer] not in published:
+                yield f"{text}: it does not fit beside the held devices, or its GPU can't be used at present"
+
+
+class PlanMemory(msgspec.Struct, frozen=True):
+    """The content of ``plan.json``. ``published`` are the devices in the slices, which may get deleted meanwhile."""
+
+    epoch: str
+    mode: PlanMode
+    published: tuple[str, ...] = ()
+
+
+MEMORY = msgspec.json.Decoder(PlanMemory)
+
+
+class PlanStore(Protocol):
+    """Storage of the plan memory."""
+
+    def load(self) -> PlanMemory | None:
+        """The last saved memory; None if there is none or it is unreadable."""
+        ...
+
+    def save(self, memory: PlanMemory, *, durable: bool) -> None:
+        """Save ``memory``; ``durable``: also over a power failure. Raises StateError."""
+        ...
+
+
+class PlanFile:
+    """``plan.json`` in the state directory."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._path = state_dir / "plan.json"
+
+    def load(self) -> PlanMemory | None:
+        try:
+            return MEMORY.decode(self._path.read_bytes())
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def save(self, memory: PlanMemory, *, durable: bool) -> None:
+        write_atomically(self._path, msgspec.json.encode(memory), 0o600, durable=durable)
+
+
+class InMemoryPlanStore:
+    """Starts with ``memory`` and writes no file: for simulated nodes."""
+
+    def __init__(self, memory: PlanMemory | None = None) -> None:
+        self._memory = memory
+
+    def load(self) -> PlanMemory | None:
+        return self._memory
+
+    def save(self, memory: PlanMemory, *, durable: bool) -> None:
+        self._memory = memory
+
+
+def new_epoch() -> str:
+    return uuid.uuid4().hex[:12]

@@ -1,0 +1,79 @@
+"""Claim activity: background work waits while claims are being prepared or unprepared.
+
+All threads share one interpreter, and often two cores with the API server: slices that are built and written between
+two prepares of a burst cost each of them several times its own duration.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.claims.preparer import PreparedDevice
+from kubelet_plugin.dra.service import ClaimService
+
+QUIET_PERIOD_SECONDS = 0.03
+"""Time without work on claims after which a burst counts as over: calls of a burst follow each other sooner."""
+
+
+class ClaimActivity:
+    """Knows whether claims are being prepared or unprepared. Thread-safe; work on claims never waits here."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._guard = threading.Lock()
+        self._working = 0
+        self._worked_at = float("-inf")
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Work on a claim inside the block."""
+        with self._guard:
+            self._working += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._working -= 1
+                self._worked_at = self._clock()
+
+    @property
+    def active(self) -> bool:
+        """Whether a claim is being worked on, also one that was answered with a timeout."""
+        return self._working > 0
+
+    def wait_idle(self, most_s: float) -> Callable[[threading.Event], None]:
+        """Return a function to call before background work: it waits until no claim is being worked on, for at most
+        ``most_s``, or until its argument, a stop, is set."""
+        return partial(self._wait, most_s)
+
+    def _wait(self, most_s: float, stop: threading.Event) -> None:
+        end = self._clock() + most_s
+        while (left := min(self._left(), end - self._clock())) > 0:
+            if stop.wait(left):
+                return
+
+    def _left(self) -> float:
+        """Shortest time until the node may be idle."""
+        with self._guard:
+            return QUIET_PERIOD_SECONDS if self._working else self._worked_at + QUIET_PERIOD_SECONDS - self._clock()
+
+
+class ActiveClaims:
+    """A claim service that counts as claim activity."""
+
+    def __init__(self, claims: ClaimService, activity: ClaimActivity) -> None:
+        self._claims = claims
+        self._activity = activity
+
+    def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
+        with self._activity.working():
+            return self._claims.prepare(reference)
+
+    def unprepare(self, reference: ClaimReference) -> None:
+        with self._activity.working():
+            self._claims.unprepare(reference)

@@ -1,0 +1,201 @@
+"""Retrying releases that failed, and repairing prepared claims.
+
+The kubelet repeats a call until it is answered, and never afterwards. Without retries a failed unprepare of a deleted
+pod, a partition that was lost in a GPU reset, or a deleted CDI spec would stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
+
+from driver.errors import RecoverableError
+from driver.kube.work_loop import Loop
+from driver.model.device import DeviceKind
+from driver.model.gpu import Partition
+from driver.model.health import ConditionType
+from kubelet_plugin.checkpoint.records import ClaimRecord
+from kubelet_plugin.claims.cleanup import ClaimCleanup
+from kubelet_plugin.claims.context import PluginContext
+from kubelet_plugin.claims.preparer import Preparer
+from kubelet_plugin.status.events import EventReporter, Reason
+
+log = logging.getLogger(__name__)
+
+COALESCE_SECONDS = 0.2
+
+RETRY_INTERVAL_SECONDS = 10.0
+"""Between two attempts to release or repair a claim."""
+
+STUCK_AFTER_SECONDS = 60.0
+"""Longest duration of a release until its devices are tainted: a pod that gets one of them would only wait."""
+
+ROUND_TIMEOUT_SECONDS = 20.0
+"""How long a round waits for a GPU that does not answer: longer than the timeout of a lock."""
+
+WORKERS = 16
+"""Attempts at once. Those for one GPU that hangs wait for its lock, each as long as the timeout of a lock."""
+
+ReportCondition = Callable[[str, ConditionType, str | None], None]
+"""(device, kind of condition, reason): ``HealthMonitor.set_condition``. Without a reason the condition has ended."""
+
+
+class WorkerPool:
+    """Runs work that may hang without blocking other work. For one caller."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix=name)
+        self._running: dict[str, Future[None]] = {}
+
+    def run(self, jobs: Mapping[str, Callable[[], None]]) -> None:
+        """Run ``jobs`` by key, except those still running from before. Raises errors that are no RecoverableError."""
+        self._running = {key: future for key, future in self._running.items() if not future.done()}
+        started = {key: self._pool.submit(job) for key, job in jobs.items() if key not in self._running}
+        self._running |= started
+        done, _ = wait(started.values(), ROUND_TIMEOUT_SECONDS)
+        for future in done:
+            future.result()
+
+
+class ClaimReconciler:
+    """One thread. Call ``notify`` after a failed release or a loss; ``find_orphans`` runs in between."""
+
+    def __init__(
+        self,
+        context: PluginContext,
+        preparer: Preparer,
+        cleanup: ClaimCleanup,
+        teller: EventReporter,
+        report_condition: ReportCondition,
+        find_orphans: Callable[[], float] = lambda: RETRY_INTERVAL_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._context = context
+        self._preparer = preparer
+        self._cleanup = cleanup
+        self._teller = teller
+        self._report_condition = report_condition
+        self._find_orphans = find_orphans
+        self._clock = clock
+        self._unreleased_since: dict[str, float] = {}
+        self._tried_at: dict[str, float] = {}
+        self._reported: dict[tuple[str, ConditionType], tuple[str, ...]] = {}
+        self._workers = WorkerPool("reconciler")
+        self._loop = Loop("reconciling prepared claims", self.reconcile, COALESCE_SECONDS)
+        self.notify = self._loop.notify
+
+    def run(self, stop: threading.Event) -> None:
+        """Reconcile at the start, when notified and periodically, until ``stop`` is set (then ``notify`` once more)."""
+        self.notify()
+        self._loop.run(stop)
+
+    def check_specs(self) -> None:
+        """Restore a missing CDI directory; reconcile soon if a prepared claim has no spec. Lists one directory."""
+        prepared = {record.uid for record in self._prepared()}
+        with suppress(RecoverableError):  # its probe reports a directory that is not writable
+            self._context.cdi.restore()
+            if not prepared.issubset(self._context.cdi.claim_uids()):
+                self.notify()
+
+    def reconcile(self) -> float:
+        """Release and repair claims. Return the number of seconds until the next round."""
+        unreleased = {record.uid: record for record in self._context.checkpoint.records() if record.needs_release}
+        self._forget(unreleased)
+        for uid in unreleased:
+            self._unreleased_since.setdefault(uid, self._clock())
+        jobs = {uid: partial(self._release, record) for uid, record in unreleased.items()}
+        jobs |= {record.uid: partial(self._repair, record, lost) for record, lost in self._losses()}
+        self._workers.run({uid: job for uid, job in jobs.items() if self._is_due(uid)})
+        pause = self._find_orphans()
+        return min(pause, RETRY_INTERVAL_SECONDS) if self._unreleased_since or self._reported else pause
+
+    def _prepared(self) -> list[ClaimRecord]:
+        boot = self._context.boot
+        return [record for record in self._context.checkpoint.records() if record.prepared_in_this_boot(boot)]
+
+    def _forget(self, unreleased: Mapping[str, ClaimRecord]) -> None:
+        """Forget claims that have ended or do not need to be released any more."""
+        self._unreleased_since = {uid: since for uid, since in self._unreleased_since.items() if uid in unreleased}
+        known = {record.uid for record in self._context.checkpoint.records()}
+        self._tried_at = {uid: at for uid, at in self._tried_at.items() if uid in known}
+        for uid, kind in list(self._reported):
+            if uid not in (unreleased if kind is ConditionType.STUCK else known):
+                self._report(uid, kind)
+
+    def _is_due(self, uid: str) -> bool:
+        """Whether to try now. Notifications come in bursts; after a failure the next attempt has to wait."""
+        now = self._clock()
+        if now < self._tried_at.get(uid, float("-inf")) + RETRY_INTERVAL_SECONDS * 0.9:
+            return False
+        self._tried_at[uid] = now
+        return True
+
+    # Releases
+
+    def _release(self, record: ClaimRecord) -> None:
+        try:
+            released = self._cleanup.finish_release(record.uid)
+        except RecoverableError as error:
+            log.warning("can't release a claim yet", extra={"claim": str(record), "error": str(error)})
+            if self._clock() >= self._unreleased_since.get(record.uid, self._clock()) + STUCK_AFTER_SECONDS:
+                self._report(record.uid, ConditionType.STUCK, record, f"{record} can't be released: {error}")
+            return
+        self._report(record.uid, ConditionType.STUCK)
+        if released:
+            message = "what could not be released before is released now"
+            self._teller.claim(record.reference, Reason.RELEASED_LATE, message, warning=False)
+
+    # Repairs
+
+    def _losses(self) -> Iterable[tuple[ClaimRecord, list[str]]]:
+        """Prepared claims and what they have lost. A claim that changes meanwhile is checked again before a repair."""
+        records = self._prepared()
+        try:
+            specs = set(self._context.cdi.claim_uids())
+        except RecoverableError as error:
+            log.warning("can't list the CDI specs", extra={"error": str(error)})
+            specs = {record.uid for record in records}
+        partitions = {uuid: self._partitions(uuid) for record in records for uuid in record.gpu_uuids}
+        for record in records:
+            lost = [] if record.uid in specs else ["its CDI spec"]
+            for entry in record.devices:
+                found = partitions[entry.gpu_uuid]
+                if entry.kind is DeviceKind.PARTITION and found is not None and entry.partition not in found:
+                    lost.append(entry.device)
+            if lost or (record.uid, ConditionType.LOST) in self._reported:
+                yield record, lost
+
+    def _partitions(self, uuid: str) -> list[Partition] | None:
+        """The partitions of a GPU; None if it does not answer: then nothing counts as lost."""
+        gpu = self._context.inventory.gpu(uuid)
+        if gpu is None or self._context.inventory.fault(gpu) is not None:
+            return None
+        try:
+            return list(self._context.host.partitions(gpu))
+        except RecoverableError:
+            return None
+
+    def _repair(self, record: ClaimRecord, lost: list[str]) -> None:
+        what = ", ".join(lost) or "what it had lost"
+        try:
+            self._preparer.repair(record.uid)
+        except RecoverableError as error:
+            log.error("can't repair a prepared claim", extra={"claim": str(record), "lost": what, "error": str(error)})
+            self._teller.claim(record.reference, Reason.REPAIR_FAILED, f"{what} is gone and can't be made: {error}")
+            self._report(record.uid, ConditionType.LOST, record, f"{what} is gone and can't be made again: {error}")
+            return
+        self._tried_at.pop(record.uid, None)
+        self._report(record.uid, ConditionType.LOST)
+
+    def _report(self, uid: str, kind: ConditionType, record: ClaimRecord | None = None, why: str | None = None) -> None:
+        """Report a condition of the devices of ``record``; without a record, that the claim's condition has ended."""
+        devices = self._reported.pop((uid, kind), ())
+        if record is not None:
+            devices = self._reported[uid, kind] = tuple(entry.device for entry in record.devices)
+        for device in devices:
+            self._report_condition(device, kind, why)

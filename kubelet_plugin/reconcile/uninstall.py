@@ -1,0 +1,63 @@
+"""Uninstalling Tessera from a node: publish no slices, leave no files.
+
+A plugin that ends can't know whether another will start. ``tessera uninstall`` therefore announces itself in an
+annotation of the controller's heartbeat Lease, which every plugin watches anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from driver.errors import StateError
+from kubelet_plugin.cdi.spec import CdiDirectory
+from kubelet_plugin.checkpoint.store import Checkpoint
+
+log = logging.getLogger(__name__)
+
+FILES = ("plan.json", "health.json", "health.json.damaged-*", "*.tmp", ".*.tmp", "lock")
+"""Files in the state directory; the lock last."""
+
+
+class Uninstall:
+    """``leaving``: whether the heartbeat Lease says that Tessera is being uninstalled."""
+
+    def __init__(self, leaving: Callable[[], bool], checkpoint: Checkpoint, cdi: CdiDirectory, state_dir: Path) -> None:
+        self._leaving = leaving
+        self._checkpoint = checkpoint
+        self._cdi = cdi
+        self._state_dir = state_dir
+        self._logged = False
+
+    def due(self) -> bool:
+        """Whether the node publishes no slices any more. Devices of held claims have to stay in them until then."""
+        if not self._leaving():
+            self._logged = False
+            return False
+        held = len(self._checkpoint.records()) + len(self._checkpoint.unrecorded)
+        if not self._logged:
+            self._logged = True
+            log.warning("Tessera is being uninstalled; claims that are still held", extra={"count": held})
+        return not held
+
+    def finish(self) -> None:
+        """Remove Tessera's files from this node if that is due. Call it when nothing writes any more."""
+        if not self.due():
+            return
+        try:
+            for uid in self._cdi.claim_uids():
+                self._cdi.remove(uid)
+            self._cdi.remove_half_written()
+        except StateError as error:
+            log.error("can't remove CDI specs", extra={"error": str(error)})
+        shutil.rmtree(self._state_dir / "claims", ignore_errors=True)
+        for pattern in FILES:
+            for path in self._state_dir.glob(pattern):
+                with suppress(OSError):
+                    path.unlink()
+        with suppress(OSError):  # it is a mount in a pod, or has the sockets of a plugin that still ends
+            self._state_dir.rmdir()
+        log.info("left nothing on this node", extra={"stateDir": str(self._state_dir)})

@@ -1,0 +1,192 @@
+"""Settings of the node plugin, parsed once at the start, and the names of its unix sockets."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from driver.config.flags import (
+    DEFAULT_DRIVER,
+    SUBDOMAIN,
+    ListenAddress,
+    check_driver_name,
+    check_namespace,
+    parse_listen_address,
+)
+from driver.errors import UsageError
+from driver.model.selection import EVERY_GPU, NO_GPU, NO_SHARES, GpuSelection, ShareCounts
+
+NODE_NAME_LIMIT = 253
+
+SOCKET_PATH_LIMIT = 107
+"""Maximum length of a unix socket's path (unix(7))."""
+
+UID_HASH_LENGTH = 8
+"""Characters that replace a uid that does not fit."""
+
+POD_UID = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?")
+
+
+def _node_name(value: str) -> str:
+    if len(value) > NODE_NAME_LIMIT or not SUBDOMAIN.fullmatch(value):
+        raise ValueError("must be the name of a Node object: a DNS subdomain such as worker-1")
+    return value
+
+
+def _gpus(value: str) -> str:
+    if value != "nvml" and not (value.startswith("sim:") and len(value) > len("sim:")):
+        raise ValueError("must be nvml, sim:NAME (see `tessera sim list`) or sim:FILE")
+    return value
+
+
+def _absolute(value: str | Path) -> Path:
+    if not Path(value).is_absolute():
+        raise ValueError("must be an absolute path")
+    return Path(value)
+
+
+def _existing_partitions(value: str) -> str:
+    if value not in {"ignore", "publish"}:
+        raise ValueError("must be ignore or publish")
+    return value
+
+
+def _neighbours(value: str) -> str:
+    if value not in {"refuse", "exclude"}:
+        raise ValueError("must be refuse or exclude")
+    return value
+
+
+def _pod_uid(value: str) -> str:
+    if not POD_UID.fullmatch(value):
+        raise ValueError("must be the uid of this process' pod (metadata.uid): letters, digits and dashes")
+    return value
+
+
+# No pydantic here: it costs the node plugin 8 MiB, and nothing else in it needs it before a claim has parameters.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """The flags of ``tessera node``; field names are the flags' names."""
+
+    node_name: str
+    driver_name: str = DEFAULT_DRIVER
+    kubeconfig: Path | None = None
+    namespace: str = "tessera"
+    gpus: str = "nvml"
+    kubelet_dir: Path = Path("/var/lib/kubelet")
+    cdi_dir: Path = Path("/var/run/cdi")
+    state_dir: Path
+    driver_root: Path = Path("/")
+    host_root: Path = Path("/")
+    nvml_library: Path | None = None
+    include_gpus: GpuSelection = EVERY_GPU
+    exclude_gpus: GpuSelection = NO_GPU
+    mig_gpus: GpuSelection = NO_GPU
+    shares: ShareCounts = NO_SHARES
+    shares_only: GpuSelection = NO_GPU
+    existing_partitions: str = "ignore"
+    neighbours: str = "refuse"
+    sim_latency: str = "default"
+    metrics_address: ListenAddress | None = None
+    health_address: ListenAddress | None = None
+    pod_uid: str = ""
+
+    @property
+    def simulated(self) -> str | None:
+        """The name or file of the simulated node, or None for real GPUs."""
+        return self.gpus.removeprefix("sim:") if self.gpus.startswith("sim:") else None
+
+    @property
+    def plugin_socket(self) -> Path:
+        return plugin_socket(self.kubelet_dir / "plugins" / self.driver_name, self.pod_uid)
+
+    @property
+    def registration_socket(self) -> Path:
+        return registration_socket(self.kubelet_dir / "plugins_registry", self.driver_name, self.pod_uid)
+
+
+READ: Mapping[str, Callable[[Any], object]] = {
+    "node_name": _node_name,
+    "driver_name": check_driver_name,
+    "kubeconfig": Path,
+    "namespace": check_namespace,
+    "gpus": _gpus,
+    "kubelet_dir": _absolute,
+    "cdi_dir": _absolute,
+    "state_dir": _absolute,
+    "driver_root": _absolute,
+    "host_root": _absolute,
+    "nvml_library": Path,
+    "include_gpus": GpuSelection.parse,
+    "exclude_gpus": GpuSelection.parse,
+    "mig_gpus": GpuSelection.parse,
+    "shares": ShareCounts.parse,
+    "shares_only": GpuSelection.parse,
+    "existing_partitions": _existing_partitions,
+    "neighbours": _neighbours,
+    "sim_latency": str,
+    "metrics_address": parse_listen_address,
+    "health_address": parse_listen_address,
+    "pod_uid": _pod_uid,
+}
+"""Parsers of the flags' values; they raise ValueError."""
+
+
+def node_settings(**values: object) -> NodeSettings:
+    """Settings from flags; None means the default. Raises UsageError naming every flag that is wrong."""
+    given = {name: value for name, value in values.items() if value is not None}
+    driver = str(given.get("driver_name", DEFAULT_DRIVER))
+    kubelet = Path(str(given.get("kubelet_dir", "/var/lib/kubelet")))
+    given.setdefault("state_dir", kubelet / "plugins" / driver)
+    settings = NodeSettings(**_read(given))
+    for path in (settings.plugin_socket, settings.registration_socket):
+        if len(str(path)) > SOCKET_PATH_LIMIT:
+            raise UsageError(
+                f"--kubelet-dir {settings.kubelet_dir}: the socket path {path} has {len(str(path))} characters, "
+                f"Linux takes {SOCKET_PATH_LIMIT}: choose a shorter directory"
+            )
+    return settings
+
+
+def _read(given: Mapping[str, object]) -> dict[str, Any]:
+    read, faults = {}, []
+    for name in sorted(given, key=[field.name for field in fields(NodeSettings)].index):
+        try:
+            read[name] = READ[name](given[name])
+        except ValueError as error:
+            faults.append(f"--{name.replace('_', '-')} {given[name]}: {error}")
+    if "node_name" not in given:
+        faults.append("--node-name: is needed")
+    if faults:
+        raise UsageError("; ".join(faults))
+    return read
+
+
+def plugin_socket(directory: Path, uid: str) -> Path:
+    """Socket for the kubelet's calls; with the ``uid`` of a pod each plugin of the node has its own."""
+    if not uid:
+        return directory / "dra.sock"
+    return _fitting(directory, f"dra-{uid}.sock", f"dra-{_short(uid)}.sock")
+
+
+def registration_socket(directory: Path, driver: str, uid: str) -> Path:
+    """Socket on which the kubelet discovers the plugin."""
+    if not uid:
+        return directory / f"{driver}-reg.sock"
+    anonymous = f"dra-{_short(f'{driver} {uid}')}-reg.sock"
+    return _fitting(directory, f"{driver}-{uid}-reg.sock", f"{driver}-{_short(uid)}-reg.sock", anonymous)
+
+
+def _fitting(directory: Path, *names: str) -> Path:
+    """The first path that fits, else the last. The first name is the one that the Go helper for plugins uses
+    (kubeletplugin.RollingUpdate); it shortens names, too, with another hash."""
+    paths = [directory / name for name in names]
+    return next((path for path in paths if len(str(path)) <= SOCKET_PATH_LIMIT), paths[-1])
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:UID_HASH_LENGTH]

@@ -1,0 +1,1 @@
+"""The status of ResourceClaims, and Kubernetes Events."""

@@ -1,0 +1,99 @@
+"""Kubernetes Events of the node plugin: on a claim and the pods that use it, and on the node.
+
+They are written in the background (``driver.kube.events``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+from driver.errors import TesseraError
+from driver.kube.events import Type
+from driver.kube.types import Claim, Reference
+from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.claims.preparer import PreparedDevice
+from kubelet_plugin.dra.service import ClaimService
+
+MOST_CLAIMS = 1024
+"""Maximum number of claims whose pods are remembered."""
+
+RecordEvent = Callable[[Reference, str, str, Type], None]
+"""(about, reason, message, type): ``Recorder.event``."""
+
+
+class Reason(StrEnum):
+    """Reasons of Events; docs/failures.md describes them and their remedies."""
+
+    PREPARE_FAILED = "PrepareFailed"
+    UNPREPARE_FAILED = "UnprepareFailed"
+    RELEASED_LATE = "ReleasedLate"
+    REPAIRED = "DeviceRepaired"
+    REPAIR_FAILED = "DeviceLost"
+    ORPHAN_RELEASED = "OrphanReleased"
+    ORPHAN_IN_USE = "OrphanInUse"
+    RECORD_MISSING = "CheckpointRecordMissing"
+    RECORD_UNREADABLE = "CheckpointRecordUnreadable"
+    RECORD_REBUILT = "CheckpointRecordRebuilt"
+    CDI_RESTORED = "CdiDirectoryRestored"
+    CDI_UNWRITABLE = "CdiDirectoryUnwritable"
+    CDI_WRITABLE = "CdiDirectoryWritable"
+    STATE_UNWRITABLE = "StateDirectoryUnwritable"
+    STATE_WRITABLE = "StateDirectoryWritable"
+
+
+class EventReporter:
+    """Records Events. Thread-safe; no method blocks."""
+
+    def __init__(self, record: RecordEvent, node: str) -> None:
+        self._record = record
+        # Like the kubelet: kubectl describe node also finds Events whose uid is the name of the node.
+        self._node = Reference("Node", node, uid=node)
+        self._pods: OrderedDict[str, tuple[Reference, ...]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def remember_pods(self, claim: Claim) -> None:
+        """Remember the pods that use ``claim`` according to its current status."""
+        namespace = claim.metadata.namespace
+        users = (user for user in claim.status.reserved_for if user.resource == "pods")
+        with self._lock:
+            self._pods[claim.metadata.uid] = tuple(Reference("Pod", each.name, namespace, each.uid) for each in users)
+            self._pods.move_to_end(claim.metadata.uid)
+            if len(self._pods) > MOST_CLAIMS:
+                self._pods.popitem(last=False)
+
+    def claim(self, about: ClaimReference, reason: Reason, message: str, *, warning: bool = True) -> None:
+        """Record an Event on the claim and on each pod that is known to use it."""
+        itself = Reference("ResourceClaim", about.name, about.namespace, about.uid, "resource.k8s.io/v1")
+        with self._lock:
+            pods = self._pods.get(about.uid, ())
+        for each in (itself, *pods):
+            self._record(each, reason.value, message, "Warning" if warning else "Normal")
+
+    def node(self, reason: str, message: str, *, warning: bool = True) -> None:
+        """Record an Event on this node."""
+        self._record(self._node, reason, message, "Warning" if warning else "Normal")
+
+
+class ReportingWork:
+    """Claim work that records an Event for each failure."""
+
+    def __init__(self, work: ClaimService, reporter: EventReporter) -> None:
+        self._work = work
+        self._reporter = reporter
+
+    def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
+        try:
+            return self._work.prepare(reference)
+        except TesseraError as error:
+            self._reporter.claim(reference, Reason.PREPARE_FAILED, str(error))
+            raise
+
+    def unprepare(self, reference: ClaimReference) -> None:
+        try:
+            self._work.unprepare(reference)
+        except TesseraError as error:
+            self._reporter.claim(reference, Reason.UNPREPARE_FAILED, str(error))
+            raise

@@ -1,0 +1,1 @@
+"""Rolling updates: two instances of the node plugin on one node."""

@@ -1,0 +1,273 @@
+"""One of several plugin instances on a node: a rolling update without a gap.
+
+At most one instance is active: the owner of the state directory. The others stand by and forward calls of the kubelet
+to it; the first that finds the directory free becomes active. So the node is served whichever instance dies. A new
+instance first checks that it could do the work and then asks the active one to hand over. See docs/upgrade.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+
+from driver.errors import EnvironmentFault, RecoverableError
+from driver.http import Check, health_pages, serve
+from driver.kube.client import KubeClient, load_configuration
+from driver.kube.reads import owner_reference
+from driver.shutdown import wait_until
+from driver.steps import StepObserver, observed, unobserved
+from kubelet_plugin.app import USER_AGENT, NodePlugin, gpu_choice
+from kubelet_plugin.checkpoint.store import check_readable
+from kubelet_plugin.dra.sockets import PluginSockets
+from kubelet_plugin.hosts import open_host
+from kubelet_plugin.inventory.scan import Scanner
+from kubelet_plugin.settings import NodeSettings, plugin_socket
+from kubelet_plugin.upgrade.handover import HandOver, HandOverAnswer, HandOverRequest, HandOverResult, ask, handler
+from kubelet_plugin.upgrade.instance_lock import InstanceLock, is_listening, sibling_sockets
+
+log = logging.getLogger(__name__)
+
+POLL_INTERVAL_SECONDS = 0.02
+"""Short, because calls of the kubelet wait during a hand-over."""
+
+CLAIMS_TIMEOUT_SECONDS, RELEASE_TIMEOUT_SECONDS = 15.0, 20.0
+"""How long the active instance waits for claims in progress, and for its writers, before it hands over."""
+
+BUSY_RETRY_SECONDS = 30.0
+"""How long the active instance serves again after a failed hand-over, during which it accepted no calls."""
+
+SUCCESSOR_START_TIMEOUT_SECONDS = 5.0
+"""How long an instance that has handed over leaves the node to its successor."""
+
+ASK_INTERVAL_SECONDS = 1.0
+"""Before each request the new instance reads its Node and all GPUs, and the active one keeps claims waiting."""
+
+SUCCESSOR_TIMEOUT_SECONDS = 5.0
+"""How long an instance that ends waits until the kubelet knows its successor."""
+
+QUIET_PERIOD_SECONDS = 1.0
+"""The kubelet may still call a withdrawn instance: it drops withdrawn sockets once a second."""
+
+BUSY = "claims are still in progress"
+UNINSTALLING = "Tessera is being uninstalled"
+
+
+class RollingInstance:
+    """``run`` returns after ``stop`` was set. Needs ``settings.pod_uid``, which names its sockets."""
+
+    def __init__(
+        self, settings: NodeSettings, stop: threading.Event, observer: StepObserver[HandOver] = unobserved
+    ) -> None:
+        """Takes no lock yet. Raises EnvironmentFault if the state directory can't be used."""
+        self._settings = settings
+        self._stop = stop
+        self._observer = observer
+        own = settings.plugin_socket
+        self._lock = InstanceLock(settings.state_dir, own, plugin_socket(own.parent, ""))
+        self._asked = threading.Lock()
+        self._ended, self._released = threading.Event(), threading.Event()
+        self._plugin: NodePlugin | None = None
+        self._successor: Path | None = None
+        self._busy_until = 0.0
+        self._waiting_for = "starting"
+
+    def run(self) -> None:
+        """Be the active instance, or stand by. Raises FatalError; another instance then takes over."""
+        threading.Thread(target=self._wait_for_stop, daemon=True, name="stop").start()
+        with ExitStack() as stack:
+            self._sockets = PluginSockets(self._settings, self._lock, handler(self._hand_over))
+            stack.callback(self._sockets.close)
+            self._take_over(stack)
+            while not self._stop.is_set():
+                self._work()
+                if not self._stop.is_set():
+                    self._stand_by()
+            self._leave()
+
+    def not_ready(self) -> str | None:
+        """Why this instance can't serve the node while another one is active, or None."""
+        if self._waiting_for:
+            return self._waiting_for
+        return None if self._sockets.registered else "the kubelet has not taken the registration yet"
+
+    # Becoming the owner
+
+    @contextmanager
+    def _standby_probes(self) -> Iterator[None]:
+        """Serve the health probes inside the block; an active instance serves them itself.
+
+        If the address is in use, by the other instance on the host network, no probes are served.
+        """
+        with ExitStack() as stack:
+            try:
+                ready = [Check("takes over", self.not_ready)]
+                serve(stack, [("--health-address", self._settings.health_address, lambda: health_pages([], ready))])
+            except EnvironmentFault as error:
+                log.warning("can't serve health probes", extra={"why": str(error)})
+            yield
+
+    def _take_over(self, lasting: ExitStack) -> None:
+        """Become the owner, however long that takes, or return when ``stop`` is set."""
+        if not self._take():
+            with self._standby_probes():
+                self._wait_for_node(lasting)
+        self._waiting_for = ""
+        self._remove_dead_sockets()
+
+    def _wait_for_node(self, lasting: ExitStack) -> None:
+        awake = lasting.enter_context(ExitStack())
+        again, warned = 0.0, ""
+        while not self._stop.is_set() and not self._take():
+            owner = self._lock.owner()
+            if owner is not None and time.monotonic() >= again:
+                answer = self._ask(owner, awake)
+                again = time.monotonic() + ASK_INTERVAL_SECONDS
+                if answer.result is HandOverResult.UNABLE:
+                    again = math.inf
+                    self._relay(answer.why)
+                elif answer.result is not HandOverResult.HANDED_OVER and answer.why not in ("", warned):
+                    warned = self._waiting_for = answer.why
+                    log.warning(
+                        "waiting for the active plugin to hand over", extra={"atWork": str(owner), "why": warned}
+                    )
+            self._stop.wait(POLL_INTERVAL_SECONDS)
+
+    def _ask(self, owner: Path, awake: ExitStack) -> HandOverAnswer:
+        try:
+            preflight(self._settings, awake)
+        except RecoverableError as error:
+            return HandOverAnswer(HandOverResult.NOT_YET, f"the new plugin could not serve the node: {error}")
+        with observed(self._observer, HandOver.ASK):
+            return ask(owner, self._settings.plugin_socket, version("tessera-dra"))
+
+    def _relay(self, why: str) -> None:
+        """Forward calls to an active plugin that keeps the node until it ends.
+
+        A DaemonSet ends that plugin only once this one is ready, so it is ready: the node is served.
+        """
+        log.warning("standing by until the active plugin ends: it can't hand over", extra={"why": why})
+        self._sockets.offer()
+        self._waiting_for = ""
+
+    def _take(self) -> bool:
+        with observed(self._observer, HandOver.TAKE):
+            return self._lock.take()
+
+    def _remove_dead_sockets(self) -> None:
+        """Remove sockets of killed plugins; the kubelet would try to connect to them at each of its starts."""
+        settings = self._settings
+        found = sibling_sockets(settings.plugin_socket, "dra*.sock")
+        found += sibling_sockets(settings.registration_socket, f"{settings.driver_name}*-reg.sock")
+        silent = [path for path in found if not is_listening(path)]
+        if silent and not self._stop.wait(QUIET_PERIOD_SECONDS / 4):  # a socket that is being created is served by then
+            for path in silent:
+                if not is_listening(path):
+                    with suppress(OSError):
+                        path.unlink()
+
+    # Being the owner
+
+    def _work(self) -> None:
+        """Run the plugin until it has to end or another instance has asked for the node."""
+        self._ended.clear()
+        self._released.clear()
+        if self._stop.is_set():
+            return
+        with observed(self._observer, HandOver.RECOVER):
+            plugin = NodePlugin(self._settings, stop=self._ended, sockets=self._sockets)
+        log.info("active on this node", extra={"podUID": self._settings.pod_uid})
+        self._plugin = plugin
+        try:
+            plugin.run()
+        finally:
+            self._plugin = None
+        with observed(self._observer, HandOver.RELEASE):
+            self._lock.release()
+        self._released.set()
+
+    def _hand_over(self, request: HandOverRequest) -> HandOverAnswer:
+        """Handle the request of another instance; returns when the node is free."""
+        plugin = self._plugin
+        if plugin is None or not self._asked.acquire(blocking=False):
+            return HandOverAnswer(HandOverResult.NOT_YET, "it is not active yet, or is already handing over")
+        try:
+            if plugin.uninstalling:
+                return HandOverAnswer(HandOverResult.NOT_YET, UNINSTALLING)
+            if time.monotonic() < self._busy_until:
+                return HandOverAnswer(HandOverResult.NOT_YET, BUSY)
+            log.info("handing over", extra={"to": request.socket, "version": request.version})
+            with observed(self._observer, HandOver.FINISH_CLAIMS):
+                finished = self._sockets.drain(CLAIMS_TIMEOUT_SECONDS) and wait_until(
+                    CLAIMS_TIMEOUT_SECONDS, lambda: not plugin.working, POLL_INTERVAL_SECONDS
+                )
+            if not finished:
+                self._sockets.reopen()
+                self._busy_until = time.monotonic() + BUSY_RETRY_SECONDS
+                return HandOverAnswer(HandOverResult.NOT_YET, BUSY)
+            self._successor = Path(request.socket)
+            with observed(self._observer, HandOver.STOP_WRITING):
+                self._ended.set()
+                released = self._released.wait(RELEASE_TIMEOUT_SECONDS)
+            if not released:
+                return HandOverAnswer(HandOverResult.NOT_YET, "its writers do not end")
+            return HandOverAnswer(HandOverResult.HANDED_OVER)
+        finally:
+            self._asked.release()
+
+    # Standing by
+
+    def _stand_by(self) -> None:
+        """Leave the node to the successor, and take it back if the successor is gone."""
+        wait_until(
+            SUCCESSOR_START_TIMEOUT_SECONDS, lambda: self._stop.is_set() or self._succeeded(), POLL_INTERVAL_SECONDS
+        )
+        log.info("standing by", extra={"atWork": str(self._lock.owner())})
+        with self._standby_probes():
+            while not self._stop.wait(POLL_INTERVAL_SECONDS):
+                if self._take():
+                    log.warning("taking the node back: its new plugin is gone")
+                    return
+
+    def _succeeded(self) -> bool:
+        """Whether the successor is the owner, or is gone."""
+        successor = self._successor
+        return self._lock.owner() is not None or successor is None or not is_listening(successor)
+
+    def _leave(self) -> None:
+        """If there is another instance, wait until the kubelet knows it and no longer calls this one."""
+        with observed(self._observer, HandOver.LEAVE):
+            if not any(is_listening(path) for path in sibling_sockets(self._settings.plugin_socket, "dra*.sock")):
+                return
+            wait_until(SUCCESSOR_TIMEOUT_SECONDS, self._lock.known_to_kubelet, POLL_INTERVAL_SECONDS)
+            wait_until(SUCCESSOR_TIMEOUT_SECONDS, self._quiet, POLL_INTERVAL_SECONDS)
+            self._sockets.withdraw()
+            time.sleep(QUIET_PERIOD_SECONDS)
+            wait_until(SUCCESSOR_TIMEOUT_SECONDS, self._quiet, POLL_INTERVAL_SECONDS)
+
+    def _quiet(self) -> bool:
+        return self._sockets.quiet_s() >= QUIET_PERIOD_SECONDS
+
+    def _wait_for_stop(self) -> None:
+        self._stop.wait()
+        self._ended.set()
+
+
+def preflight(settings: NodeSettings, awake: ExitStack) -> None:
+    """Check that this process could serve the node, before it asks for the node; only reads.
+
+    Raises RecoverableError for transient failures, FatalError for permanent ones. The driver's library stays open in
+    ``awake`` until the next check: idle GPUs take seconds to initialize.
+    """
+    check_readable(settings.state_dir)
+    owner_reference(KubeClient(load_configuration(settings.kubeconfig), USER_AGENT), settings.node_name)
+    with ExitStack() as stack:
+        host, _ = stack.enter_context(open_host(settings, lasting=True))
+        Scanner(host, gpu_choice(settings)).discover()
+        awake.close()
+        awake.push(stack.pop_all())

@@ -1,0 +1,1 @@
+"""The commands of ``tessera``, each loaded only when it is called."""

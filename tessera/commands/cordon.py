@@ -1,0 +1,184 @@
+"""``tessera cordon`` and ``uncordon``: exclude a GPU from new pods, and admit it again.
+
+Both write to the GpuNodePlan of the GPU's node, which its plugin follows with or without a controller.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from driver.errors import CONFLICT, NOT_FOUND, ApiError, EnvironmentFault, StateError
+from driver.kube.client import Object
+from driver.kube.reads import RESOURCE_GROUP, objects, page_reader, pages
+from driver.kube.types import GpuNodePlan, ResourceSlice
+from driver.model.plan import API_VERSION, KIND, PATH, ClearedFaults, PlanSpec
+from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.gpu_names import GpuName, ReportedFault, faults_of, find, names_of
+
+USER_AGENT = "tessera-command"
+WRITE_ATTEMPTS = 5
+"""Attempts to write a plan, which the controller may change at the same time."""
+
+_options = (
+    click.argument("gpu", metavar="GPU"),
+    with_kubeconfig,
+    with_driver_name,
+    click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True),
+)
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed(_options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.option("--reason", help="Shown by `tessera status`.  [default: unchanged]")
+@_with_options
+def cordon(gpu: str, reason: str | None, kubeconfig: Path | None, driver_name: str, output: str) -> None:
+    """Exclude a GPU from new pods: each of its devices gets the taint gpu.tessera.dev/cordoned. Running pods stay.
+
+    GPU is a UUID, or NODE/gpu-N with the number in its device names.
+
+    \b
+    Examples:
+      tessera cordon node-a/gpu-3 --reason "fan replacement on Friday"
+      tessera cordon GPU-0f3c9d1e-7a41-4b8e-9c60-1d2e3f4a5b6c
+      tessera cordon node-a/gpu-3 -o json
+    """
+    cluster = PlanEditor(kubeconfig, driver_name)
+    name = find(gpu, cluster.names())
+    cluster.edit(name.node, lambda spec: _cordoned(spec, name, reason))
+    why = _reason(cluster.spec(name.node), name, reason)
+    kept = f", as before: {why}" if why and reason is None else ""
+    _say(output, name, f"cordoned {name} ({name.uuid}){kept}", {"cordoned": True, "reason": why})
+
+
+@click.command()
+@_with_options
+def uncordon(gpu: str, kubeconfig: Path | None, driver_name: str, output: str) -> None:
+    """Admit new pods to a GPU again: end its cordon, and clear the faults that it reports now.
+
+    Faults that happen later stay, and so does the fault of a GPU that does not answer.
+
+    \b
+    Examples:
+      tessera uncordon node-a/gpu-3
+      tessera uncordon GPU-0f3c9d1e-7a41-4b8e-9c60-1d2e3f4a5b6c -o json
+    """
+    cluster = PlanEditor(kubeconfig, driver_name)
+    name = find(gpu, cluster.names())
+    faults = faults_of(name, cluster.slices, cluster.plans.get(name.node))
+    stamps = [fault.stamp for fault in faults if fault.stamp is not None]
+    cordoned = any(name.uuid == text.partition(" ")[0] for text in cluster.spec(name.node).cordoned)
+    if cordoned or stamps:
+        cleared = [str(ClearedFaults(name.uuid, max(stamps)))] if stamps else []
+        cluster.edit(name.node, lambda spec: _uncordoned(spec, name, cleared))
+    dealt = _values(fault for fault in faults if fault.stamp is not None)
+    left = _values(fault for fault in faults if fault.stamp is None)
+    _say(output, name, _outcome(name, cordoned, dealt, left), {"cordoned": False, "cleared": dealt, "left": left})
+
+
+class PlanEditor:
+    """The slices of one driver and the plans of all nodes, read when the command starts.
+
+    Raises ApiError if they can't be read, EnvironmentFault without a cluster.
+    """
+
+    def __init__(self, kubeconfig: Path | None, driver_name: str) -> None:
+        self._client = client_of(kubeconfig, USER_AGENT)
+        selector = {"fieldSelector": f"spec.driver={driver_name}"}
+        try:
+            read = pages(self._client, f"{RESOURCE_GROUP}/resourceslices", page_reader(ResourceSlice), selector)
+            self.slices = [item for page in read for item in page.items or ()]
+        except msgspec.ValidationError as error:
+            raise StateError(f"a ResourceSlice can't be read: {error}") from error
+        try:
+            found = [msgspec.convert(item, GpuNodePlan) for item in objects(self._client, PATH)]
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            raise EnvironmentFault(
+                f"{KIND}, which stores cordons, is not installed: install the chart's CRD (docs/install.md)"
+            ) from error
+        except msgspec.ValidationError as error:
+            raise StateError(f"a {KIND} can't be read: {error}") from error
+        self.plans = {plan.metadata.name: plan for plan in found}
+
+    def names(self) -> list[GpuName]:
+        return names_of(self.slices, self.plans.values())
+
+    def spec(self, node: str) -> PlanSpec:
+        return self.plans[node].spec if node in self.plans else PlanSpec()
+
+    def edit(self, node: str, change: Callable[[PlanSpec], Object]) -> None:
+        """Patch the plan's spec with the result of ``change``; create the plan if the node has none."""
+        for tries_left in reversed(range(WRITE_ATTEMPTS)):
+            try:
+                self._write(node, change)
+                return
+            except ApiError as error:
+                if error.status != CONFLICT or not tries_left:
+                    raise
+            found = self._client.get_object(f"{PATH}/{node}")
+            self.plans[node] = msgspec.convert(found, GpuNodePlan)
+
+    def _write(self, node: str, change: Callable[[PlanSpec], Object]) -> None:
+        body = {"spec": change(self.spec(node))}
+        plan = self.plans.get(node)
+        if plan is not None:
+            version = {"metadata": {"resourceVersion": plan.metadata.resource_version}}
+            self._client.patch(f"{PATH}/{node}", {**version, **body})
+            return
+        uid = self._client.get_object(f"/api/v1/nodes/{node}")["metadata"]["uid"]
+        owner = {"apiVersion": "v1", "kind": "Node", "name": node, "uid": uid}
+        metadata = {"name": node, "ownerReferences": [owner]}
+        self._client.create(PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, **body})
+
+
+def _cordoned(spec: PlanSpec, name: GpuName, reason: str | None) -> Object:
+    line = f"{name.uuid} {_reason(spec, name, reason)}".rstrip()
+    return {"cordoned": [*_others(spec.cordoned, name), line]}
+
+
+def _reason(spec: PlanSpec, name: GpuName, reason: str | None) -> str:
+    """The reason on one line; by default the reason of an earlier cordon."""
+    return spec.cordons.get(name.uuid, "") if reason is None else " ".join(reason.split())
+
+
+def _uncordoned(spec: PlanSpec, name: GpuName, cleared: Sequence[str]) -> Object:
+    kept = spec.cleared if not cleared else _others(spec.cleared, name)
+    return {"cordoned": _others(spec.cordoned, name), "cleared": [*kept, *cleared]}
+
+
+def _others(lines: Sequence[str], name: GpuName) -> list[str]:
+    """The lines about other GPUs."""
+    return [text for text in lines if text.partition(" ")[0] != name.uuid]
+
+
+def _values(faults: Iterable[ReportedFault]) -> list[str]:
+    """Distinct values: the taints of devices and the plan's status report the same faults."""
+    return list(dict.fromkeys(fault.value for fault in faults))
+
+
+def _outcome(name: GpuName, cordoned: bool, dealt: Sequence[str], left: Sequence[str]) -> str:
+    gpu = f"{name} ({name.uuid})"
+    if cordoned:
+        lines = [f"uncordoned {gpu}", *(f"dealt with: {value}" for value in dealt)]
+    elif dealt:
+        lines = [f"dealt with on {gpu}: {', '.join(dealt)}", "it was not cordoned"]
+    else:
+        lines = [f"{gpu} was not cordoned"]
+    return "\n".join([*lines, *(f"still there: {value}, which the node plugin itself ends" for value in left)])
+
+
+def _say(output: str, name: GpuName, text: str, facts: Mapping[str, Any]) -> None:
+    named = {"node": name.node, "gpu": f"gpu-{name.number}", "uuid": name.uuid}
+    click.echo(json.dumps([{**named, **facts}], indent=2) if output == "json" else text)

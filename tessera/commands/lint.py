@@ -1,0 +1,150 @@
+"""``tessera lint``: finds errors in classes and claims in files, before they are applied.
+
+The CEL engine is loaded only when the command runs: the node plugin, which shares this program, must not load it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import yaml
+
+from driver.config.flags import DEFAULT_DRIVER
+from driver.errors import UsageError
+from tessera.output import columns
+
+if TYPE_CHECKING:
+    from deviceclasses.lint.documents import Document, Finding
+
+SUFFIXES = {".yaml", ".yml", ".json"}
+STDIN = "-"
+FOUND = 1
+"""Exit code if there are findings."""
+
+
+@click.command()
+@click.argument("paths", metavar="FILE...", nargs=-1, required=True)
+@click.option("--driver-name", default=DEFAULT_DRIVER, show_default=True, help="DRA driver name and attribute domain.")
+@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+def lint(paths: Sequence[str], driver_name: str, output: str) -> None:
+    """Check DeviceClasses, ResourceClaims and ResourceClaimTemplates in YAML or JSON files.
+
+    FILE may be a folder (all .yaml, .yml and .json files below it) or - for standard input. Finds errors that
+    the API server accepts but that fail later in a pod, and those that it or the chart's policies refuse: wrong opaque
+    parameters and fields, selectors that don't compile, read attributes nobody publishes or compare with values that no
+    device has, classes and requests that don't exist or don't fit, two requests of one name, allocationMode All, two
+    shares of one GPU. Other objects are passed over, but something to check there must be. Exit code 0: nothing found;
+    1: findings, warnings among them; 2: usage.
+
+    \b
+    Examples:
+      tessera lint class.yaml claim.yaml
+      tessera lint deploy/examples -o json
+      helm template --kube-version 1.37 deploy/tessera | tessera lint -
+      kubectl get deviceclasses,resourceclaims -A -o yaml | tessera lint -
+    """
+    from deviceclasses.lint.documents import Document, kind_of, nothing_to_check
+    from deviceclasses.lint.rules import lint as check
+
+    read = [part for path in paths for part in _read(path)]
+    documents = [part for part in read if isinstance(part, Document)]
+    unreadable = [part for part in read if not isinstance(part, Document)]
+    findings = [*unreadable, *check(documents, shipped_classes(driver_name), driver_name)]
+    objects = sum(kind_of(each.content) is not None for each in documents)
+    if not objects and not unreadable:
+        findings.append(nothing_to_check(paths, documents))
+    if output == "json":
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        click.echo(as_text(findings, objects))
+    sys.exit(FOUND if findings else 0)
+
+
+def as_text(findings: Sequence[Finding], objects: int) -> str:
+    """A table, and the number of checked objects."""
+    if not findings:
+        return f"{_counted(objects, 'object')} checked, nothing found"
+    header = ("SEVERITY", "FILE", "DOCUMENT", "OBJECT", "PATH", "VALUE", "MESSAGE")
+    rows = [
+        (each.severity.value, each.file, str(each.document), each.object, each.path, each.value or "-", each.message)
+        for each in findings
+    ]
+    return f"{columns(header, rows)}\n\n{_counted(objects, 'object')} checked, {_counted(len(findings), 'finding')}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def shipped_classes(driver: str = DEFAULT_DRIVER) -> list[dict[str, Any]]:
+    """The DeviceClasses of the Helm chart as it renders them for a driver of this name (templates/classes.yaml)."""
+    folder = files("deviceclasses") / "manifests"
+    texts = [each.read_text("utf-8") for each in folder.iterdir() if Path(each.name).suffix in SUFFIXES]
+    partition = (folder / "partitions" / "class.yaml.in").read_text("utf-8")
+    profiles = yaml.safe_load((folder / "partitions" / "profiles.yaml").read_text("utf-8"))
+    for profile, cards in profiles.items():
+        name = f"gpu-inference-{profile.replace('.', '-')}"
+        texts.append(partition.replace("NAME", name).replace("PROFILE", profile).replace("CARDS", cards))
+    # The API group of the parameters has the same name as the default driver and stays.
+    named = [
+        text.replace(f'"{DEFAULT_DRIVER}"', f'"{driver}"').replace(f"driver: {DEFAULT_DRIVER}\n", f"driver: {driver}\n")
+        for text in texts
+    ]
+    return [content for text in named for content in yaml.safe_load_all(text) if isinstance(content, dict)]
+
+
+def _read(path: str) -> Iterator[Document | Finding]:
+    """The documents of a file, a folder or standard input. Raises UsageError if there is nothing to read."""
+    if path == STDIN:
+        yield from _documents(path, sys.stdin.buffer.read())
+        return
+    place = Path(path)
+    if not place.exists():
+        raise UsageError(f"{path}: no such file or folder")
+    found = [place]
+    if place.is_dir():
+        found = sorted(each for each in place.rglob("*") if each.suffix in SUFFIXES and each.is_file())
+        if not found:
+            raise UsageError(f"{path}: no file in this folder ends in {', '.join(sorted(SUFFIXES))}")
+    for file in found:
+        try:
+            text = file.read_bytes()
+        except OSError as error:
+            raise UsageError(f"{file}: can't be read: {error.strerror}") from error
+        yield from _documents(str(file), text)
+
+
+def _documents(file: str, text: bytes) -> Iterator[Document | Finding]:
+    """Each document, or each item of a list. A document that can't be parsed is a finding and ends the file."""
+    from deviceclasses.lint.documents import Document, Finding, Severity, items_of
+
+    number = 0
+    try:
+        for number, content in enumerate(yaml.load_all(text, _Loader), 1):
+            for item in items_of(content):
+                yield Document(file, number, item)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        message = f"is no YAML: {getattr(error, 'problem', None) or error}"
+        yield Finding(file, number + 1, "-", place, "", message, Severity.ERROR)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses duplicate keys, as the API server does."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands here twice", key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,199 @@
+"""``tessera uninstall``: removes objects that belong to no release; a helm hook that runs before the uninstallation."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+
+import click
+
+from controller.app import LEASE
+from controller.fence.protocol import CANARY
+from driver.errors import ApiError, FatalError
+from driver.kube.client import KubeClient
+from driver.kube.heartbeat import HEARTBEAT, LEAVING
+from driver.kube.lease import LeaseSpec, lease_object, leases
+from driver.kube.reads import RESOURCE_GROUP, list_claims, objects
+from driver.kube.types import Claim
+from driver.model.plan import FENCE
+from driver.shutdown import wait_until
+from driver.slices.publisher import SLICES
+from tessera.cluster_options import cancel_uninstall_command, client_of, with_driver_name, with_kubeconfig
+from tessera.output import columns
+
+USER_AGENT = "tessera-uninstall"
+
+SHOWN = 20
+"""Claims that are listed one by one."""
+
+
+@click.command()
+@with_kubeconfig
+@click.option("--namespace", envvar="POD_NAMESPACE", default="tessera", show_default=True, help="The release's.")
+@with_driver_name
+@click.option("--check", is_flag=True, help="Only check whether anything is in use.")
+@click.option("--force", is_flag=True, help="Also while claims have devices: their pods can't terminate cleanly.")
+@click.option(
+    "--timeout", type=click.FloatRange(1), default=120.0, show_default=True, help="Wait for nodes, in seconds."
+)
+def uninstall(
+    kubeconfig: Path | None, namespace: str, driver_name: str, check: bool, force: bool, timeout: float
+) -> None:
+    """Remove what belongs to no release: slices, files on nodes, Leases, the fence.
+
+    Refuses while a claim has a device, and changes nothing then. `helm uninstall` runs it first. Names the nodes that
+    don't answer, with the files left on them. Exit code 1: something is in use, or a step failed.
+
+    \b
+    Examples:
+      tessera uninstall --check
+      tessera uninstall --namespace tessera
+      tessera uninstall --force --timeout 30
+    """
+    removal = Removal(client_of(kubeconfig, USER_AGENT), driver_name, namespace)
+    if not force:
+        _refuse_while_held(removal.holders())
+    if check:
+        click.echo("no claim has a device: nothing is in use")
+        return
+    click.echo("requesting the nodes to withdraw their slices")
+    with _rolled_back_on_failure(removal):
+        removal.announce()
+        wait_until(timeout, lambda: _none(removal.publishing), POLL_INTERVAL_SECONDS)
+        if not force:
+            _refuse_while_held(removal.holders())
+    click.echo("stopping node plugins and controller")
+    removal.end_processes()
+    silent = removal.publishing()
+    if not wait_until(timeout, lambda: _none(removal.running), POLL_INTERVAL_SECONDS):
+        click.secho(f"still terminating: {', '.join(removal.running())}", fg="yellow")
+    for names in silent.values():
+        removal.delete_slices(names)
+    removal.delete_own_objects()
+    _print_result(sorted(silent), driver_name)
+
+
+@contextmanager
+def _rolled_back_on_failure(removal: Removal) -> Iterator[None]:
+    """Roll back on failure or interruption (the hook's deadline, a drain); otherwise nodes never publish again."""
+    before = signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        yield
+    except BaseException:
+        try:
+            removal.cancel()
+        except ApiError as error:
+            click.secho(f"the rollback failed, and nodes may continue to offer nothing: {error}", fg="red", err=True)
+            click.echo(f"{cancel_uninstall_command(removal.namespace)}, or uninstall again", err=True)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _on_sigterm(number: int, _frame: object) -> None:
+    raise FatalError(f"{signal.Signals(number).name}: interrupted before the nodes had withdrawn their slices")
+
+
+def _none(items: Callable[[], object]) -> bool:
+    """Whether ``items`` returns none; False while the API server does not answer."""
+    try:
+        return not items()
+    except ApiError as error:
+        if error.status is not None and error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise
+        return False
+
+
+def _refuse_while_held(claims: Sequence[Claim]) -> None:
+    if not claims:
+        return
+    rows = [(claim.metadata.namespace, claim.metadata.name, claim.pods or "none") for claim in claims[:SHOWN]]
+    click.echo(columns(("NAMESPACE", "CLAIM", "PODS"), rows))
+    more = f" ({len(claims) - SHOWN} more)" if len(claims) > SHOWN else ""
+    raise FatalError(
+        f"{len(claims)} claims have devices{more}: end their pods, or delete the claims, and try again; nothing was "
+        "changed. With --force (uninstall.force=true) their pods can't be ended cleanly afterwards"
+    )
+
+
+def _print_result(silent: Sequence[str], driver: str) -> None:
+    if not silent:
+        click.echo("done: nothing is left")
+        return
+    click.secho(f"done, but {len(silent)} nodes did not answer: {', '.join(silent)}", fg="yellow")
+    click.echo(
+        f"Their slices were deleted. On their disks may be left: /var/lib/kubelet/plugins/{driver}, "
+        f"/var/run/cdi/{driver}-claim_*.json, and partitions of claims that were not released."
+    )
+
+
+WORKLOADS = ("daemonsets/tessera-node", "deployments/tessera-controller")
+PROCESSES = "app.kubernetes.io/name=tessera,app.kubernetes.io/component in (node,controller)"
+
+POLL_INTERVAL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Removal:
+    """The steps of an uninstallation; each can be repeated. Methods raise ApiError."""
+
+    client: KubeClient
+    driver: str
+    namespace: str
+
+    def holders(self) -> list[Claim]:
+        """The claims that have a device."""
+        return [claim for claim in list_claims(self.client) if self._has_device(claim)]
+
+    def announce(self) -> None:
+        """Request every node plugin to withdraw its slices."""
+        annotation = {"annotations": {LEAVING: "true"}}
+        lease = lease_object(self.namespace, HEARTBEAT, LeaseSpec())
+        lease["metadata"].update(annotation)
+        self.client.create_or_patch(self._lease(HEARTBEAT), {"metadata": annotation}, lease)
+
+    def cancel(self) -> None:
+        """Cancel the request: nodes publish again."""
+        self.client.patch_existing(self._lease(HEARTBEAT), {"metadata": {"annotations": {LEAVING: None}}})
+
+    def publishing(self) -> dict[str, list[str]]:
+        """Names of the driver's slices by node."""
+        found: dict[str, list[str]] = {}
+        for item in objects(self.client, SLICES, {"fieldSelector": f"spec.driver={self.driver}"}):
+            found.setdefault(item["spec"].get("nodeName", ""), []).append(item["metadata"]["name"])
+        return found
+
+    def delete_slices(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._delete(f"{SLICES}/{name}")
+
+    def end_processes(self) -> None:
+        """Delete the DaemonSet and the Deployment, and with them their pods."""
+        for workload in WORKLOADS:
+            self._delete(f"/apis/apps/v1/namespaces/{self.namespace}/{workload}")
+
+    def running(self) -> list[str]:
+        """Names of pods that still exist."""
+        pods = objects(self.client, f"/api/v1/namespaces/{self.namespace}/pods", {"labelSelector": PROCESSES})
+        return [pod["metadata"]["name"] for pod in pods]
+
+    def delete_own_objects(self) -> None:
+        """Delete objects that the processes created, which belong to no release."""
+        self._delete(f"{RESOURCE_GROUP}/namespaces/{self.namespace}/resourceclaims/{CANARY}")
+        self._delete(f"/api/v1/namespaces/{self.namespace}/configmaps/{FENCE}")
+        self._delete(self._lease(LEASE))
+        self._delete(self._lease(HEARTBEAT))
+
+    def _has_device(self, claim: Claim) -> bool:
+        allocation = claim.status.allocation
+        return allocation is not None and any(each.driver == self.driver for each in allocation.devices.results)
+
+    def _lease(self, name: str) -> str:
+        return f"{leases(self.namespace)}/{name}"
+
+    def _delete(self, path: str) -> None:
+        self.client.delete(path, missing_ok=True)

@@ -1,0 +1,1 @@
+"""``tessera sim``: simulated nodes, faults on them, and fleets of them."""

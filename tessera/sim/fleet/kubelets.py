@@ -1,0 +1,208 @@
+"""Simulated kubelets of all nodes of the fleet: pods run and end without containers.
+
+A pod that is bound to a node of the fleet runs once its claims are prepared. A deleted pod ends at once: its claims are
+unprepared, then the object is removed, as a kubelet does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+
+from driver.errors import CONFLICT, ApiError
+from driver.kube.client import KubeClient
+from driver.kube.clock import seconds_time
+from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.types import Claim, Key, Pod
+from driver.kube.watch_cache import Change, WatchCache
+from driver.kube.work_loop import MakeLoop, Repeating
+from driver.model.device import Device, DeviceKind
+from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.inventory.inventory import Holder
+from kubelet_plugin.status.claim_status import PreparedShare, ReadyDevice, apply_body, device_statuses, status_path
+from tessera.sim.fleet.node import FleetNode
+
+log = logging.getLogger(__name__)
+
+COALESCE_SECONDS = 0.01
+CONFLICT_RETRY_SECONDS = 1.0
+"""Delay before a claim is prepared again whose devices overlap those of another claim."""
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """The devices of one driver that are allocated to a claim, by the name of their pool."""
+
+    uid: str
+    devices: Mapping[str, tuple[str, ...]]
+    users: frozenset[str]
+    """UIDs of the pods that the claim is reserved for."""
+
+
+def allocated(claim: Claim, driver: str) -> Allocated | None:
+    """The devices of ``driver`` that are allocated to ``claim``; None if there are none."""
+    found: dict[str, tuple[str, ...]] = {}
+    for result in claim.results:
+        if result.driver == driver:
+            found[result.pool] = (*found.get(result.pool, ()), result.device)
+    users = frozenset(each.uid for each in claim.status.reserved_for if each.resource == "pods")
+    return Allocated(claim.metadata.uid, found, users) if found else None
+
+
+class Kubelets:
+    """The kubelets of ``nodes``."""
+
+    def __init__(self, client: KubeClient, driver: str, nodes: Iterable[FleetNode], loop: MakeLoop) -> None:
+        self._client = client
+        self._driver = driver
+        self._by_pool = {node.pool.name: node for node in nodes}
+        self._names = {node.name for node in self._by_pool.values()}
+        self._make_loop = loop
+        self._lock = threading.Lock()
+        self._loops: dict[Key, Repeating] = {}
+        self._prepared: dict[Key, Allocated] = {}
+        self._users: dict[Key, dict[str, Key]] = defaultdict(dict)
+        """Pods that use a claim and are not being deleted, by uid."""
+        self._claims = WatchCache(
+            client, f"{RESOURCE_GROUP}/resourceclaims", Claim, partial(allocated, driver=driver), self._claims_changed
+        )
+        self._pods = WatchCache(client, "/api/v1/pods", Pod, self._ours, self._pods_changed)
+        self.loops = (self._claims.run, self._pods.run)
+        self.conflicts = 0
+
+    @property
+    def prepared(self) -> int:
+        """Number of prepared claims."""
+        return len(self._prepared)
+
+    @property
+    def running(self) -> int:
+        """Number of running pods."""
+        return sum(pod.status.phase == "Running" for pod in self._pods.snapshot().values())
+
+    def _ours(self, pod: Pod) -> Pod | None:
+        return pod if pod.spec.node_name in self._names else None
+
+    def _pods_changed(self, changes: Sequence[Change[Pod]]) -> None:
+        for change in changes:
+            for claim in change.old.claims if change.old else ():
+                self._users[claim].pop(change.old.metadata.uid, None)  # type: ignore[union-attr]
+            if change.new and not change.new.metadata.deletion_timestamp:
+                for claim in change.new.claims:
+                    self._users[claim][change.new.metadata.uid] = change.key
+            for claim in change.old.claims if change.old else ():
+                self._release_unused(claim)
+            self._sync_later(change.key)
+
+    def _claims_changed(self, changes: Sequence[Change[Allocated]]) -> None:
+        for change in changes:
+            self._release_unused(change.key)
+            for pod in tuple(self._users.get(change.key, {}).values()):
+                self._sync_later(pod)
+
+    def _sync_later(self, key: Key) -> None:
+        with self._lock:
+            loop = self._loops.get(key)
+            if loop is None:
+                loop = self._make_loop(f"simulated kubelet of pod {key}", partial(self._sync, key), COALESCE_SECONDS)
+                self._loops[key] = loop
+        loop.notify()
+
+    def _sync(self, key: Key) -> float | None:
+        """Start or end a pod; returns the delay of the next attempt. Raises ApiError."""
+        pod = self._pods.get(key)
+        if pod is None:
+            self._loops.pop(key, None)
+        elif pod.metadata.deletion_timestamp:
+            self._end(key, pod)
+        elif pod.status.phase == "Pending":
+            return self._start(key, pod)
+        return None
+
+    def _start(self, key: Key, pod: Pod) -> float | None:
+        for claim in pod.claims:
+            found = self._claims.get(claim)
+            if found is not None and pod.metadata.uid not in found.users:
+                return None  # an earlier claim of that name, or not reserved yet: the watch will report it
+            if found is not None and not self._prepare(claim, found):
+                return CONFLICT_RETRY_SECONDS
+        if len(pod.claims) < len(pod.spec.resource_claims):
+            return None
+        now = seconds_time(datetime.now(UTC))
+        ready = [{"type": each, "status": "True"} for each in ("Initialized", "ContainersReady", "Ready")]
+        self._write(key, "/status", {"status": {"phase": "Running", "startTime": now, "conditions": ready}}, pod)
+        return None
+
+    def _end(self, key: Key, pod: Pod) -> None:
+        try:
+            self._client.delete(_path(key), pod.metadata.uid, grace_s=0, missing_ok=True)
+        except ApiError as error:
+            if error.status != CONFLICT:
+                raise
+
+    def _prepare(self, key: Key, claim: Allocated) -> bool:
+        """Hold the claim's devices and write its status; False if another claim still holds them."""
+        with self._lock:
+            if self._prepared.get(key) == claim:
+                return True
+            known = self._prepared.get(key)
+            if known is None or known.uid != claim.uid:
+                holder = Holder(claim.uid, key.namespace, key.name)
+                for node, names in self._held_by(claim):
+                    if (conflict := node.hold(holder, names)) is not None:
+                        self.conflicts += 1
+                        log.warning("not prepared", extra={"claim": str(key), "node": node.name, "error": conflict})
+                        return False
+            self._prepared[key] = claim
+        if known is None:
+            self._write_status(key, claim)
+        return True
+
+    def _write_status(self, key: Key, claim: Allocated) -> None:
+        reference = ClaimReference(key.namespace, key.name, claim.uid)
+        ready = [
+            _ready(reference, node.pool.name, device)
+            for node, names in self._held_by(claim)
+            for device in node.devices(names)
+        ]
+        statuses = device_statuses(ready)[reference]
+        now = seconds_time(datetime.now(UTC))
+        body = apply_body(reference, self._driver, statuses, dict.fromkeys((each.device for each in ready), now))
+        try:
+            self._client.apply(status_path(reference), body, self._driver)
+        except ApiError as error:
+            log.debug("a claim's status can't be written", extra={"claim": str(key), "error": str(error)})
+
+    def _release_unused(self, key: Key) -> None:
+        """Unprepare a claim that was deleted or replaced, or that no pod uses any more."""
+        claim, known = self._claims.get(key), self._prepared.get(key)
+        users = claim.users if claim is not None and known is not None and claim.uid == known.uid else frozenset()
+        if known is None or not users.isdisjoint(self._users.get(key, ())):
+            return
+        with self._lock:
+            if self._prepared.pop(key, None) is not None:
+                for node, _ in self._held_by(known):
+                    node.release(known.uid)
+
+    def _held_by(self, claim: Allocated) -> list[tuple[FleetNode, tuple[str, ...]]]:
+        return [(self._by_pool[pool], names) for pool, names in claim.devices.items() if pool in self._by_pool]
+
+    def _write(self, key: Key, subresource: str, body: dict[str, object], pod: Pod) -> None:
+        self._client.patch_existing(f"{_path(key)}{subresource}", {"metadata": {"uid": pod.metadata.uid}, **body})
+
+
+def _path(pod: Key) -> str:
+    return f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
+
+
+def _ready(claim: ClaimReference, pool: str, device: Device) -> ReadyDevice:
+    generated = uuid.uuid5(uuid.NAMESPACE_DNS, f"{device.gpu.uuid}/{device.name}")
+    partition = f"MIG-{generated}" if device.kind is DeviceKind.PARTITION else None
+    share = PreparedShare(device.shares) if device.kind is DeviceKind.SHARE else None
+    return ReadyDevice(claim, pool, device.name, device.gpu.uuid, partition, share)

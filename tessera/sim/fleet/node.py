@@ -1,0 +1,160 @@
+"""One node of a simulated fleet: the node plugin without hardware, sockets and watches of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from driver.errors import ApiError
+from driver.kube.client import KubeClient, Object
+from driver.kube.types import GpuNodePlan, Key
+from driver.kube.work_loop import MakeLoop, Repeating
+from driver.model.device import Device, number_gpus
+from driver.model.gpu import Gpu
+from driver.model.plan import PlanMode
+from driver.slices.build import Content, SliceBuilder
+from driver.slices.names import Pool
+from driver.slices.publisher import SLICES, Publisher
+from kubelet_plugin.inventory.inventory import Holder, Inventory
+from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter
+from kubelet_plugin.plan.follower import InMemoryPlanStore, PlanFollower, PlanMemory, new_epoch
+
+
+class OwnSlices:
+    """Name, version and pool of each slice of a node, without a watch: this process is the only writer.
+
+    The publisher knows the content (``driver.slices.publisher.Stored``). After a failed write all slices are read
+    again, because another client may have changed them.
+    """
+
+    def __init__(self, client: KubeClient, pool: Pool) -> None:
+        self._client = client
+        self._query = {"fieldSelector": f"spec.nodeName={pool.node},spec.driver={pool.driver}"}
+        self._kept: dict[Key, Object] = {}
+        self.synced = True
+
+    def snapshot(self) -> Mapping[Key, Object]:
+        return self._kept
+
+    def observe(self, stored: Object) -> None:
+        metadata, spec = stored["metadata"], stored["spec"]
+        names = {name: metadata[name] for name in ("name", "uid", "resourceVersion")}
+        self._kept = {
+            **self._kept,
+            Key("", metadata["name"]): {"metadata": names, "spec": {"pool": spec["pool"]}},
+        }
+
+    def forget(self, key: Key) -> None:
+        self._kept = {known: item for known, item in self._kept.items() if known != key}
+
+    def read(self) -> None:
+        """Read all slices from the API server. Raises ApiError."""
+        found = msgspec.json.decode(self._client.get(SLICES, self._query), type=Object)
+        self._kept = {}
+        for item in found.get("items") or ():
+            self.observe(item)
+
+
+@dataclass(frozen=True)
+class PlanSource:
+    """A node's plan and the state of the heartbeat, by the watches of the fleet."""
+
+    plan: Callable[[], GpuNodePlan | None]
+    alive: Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class FleetContext:
+    """What all nodes have in common. ``plan_of``: plan by node name; ``follows``: False if nodes are standalone."""
+
+    client: KubeClient
+    driver: str
+    namespace: str
+    loop: MakeLoop
+    plan_of: Callable[[str], GpuNodePlan | None]
+    controller_lives: Callable[[], bool]
+    follows: bool
+
+
+class FleetNode:
+    """Starts like a node that followed plans before and offers nothing yet; without plans it is standalone."""
+
+    def __init__(self, shared: FleetContext, owner: Mapping[str, str], gpus: Sequence[Gpu]) -> None:
+        """``owner``: reference to its Node object."""
+        self._shared = shared
+        client, loop, name = shared.client, shared.loop, owner["name"]
+        self.name = name
+        self.pool = Pool(name, shared.driver)
+        self.inventory = Inventory(gpus, number_gpus(gpus, {}))
+        source = PlanSource(partial(shared.plan_of, name), shared.controller_lives) if shared.follows else NO_CONTROLLER
+        mode = PlanMode.PLANNED if shared.follows else PlanMode.ALONE
+        store = InMemoryPlanStore(PlanMemory(new_epoch(), mode))
+        self.follower = PlanFollower(source, self.inventory, store, tuple, self.plan_changed)
+        self._builder = SliceBuilder(self.pool)
+        self._slices = OwnSlices(client, self.pool)
+        self._publisher = Publisher(
+            client, self.pool, self._desired, lambda: owner, store=self._slices, loop=self._slices_loop
+        )
+        self._plan_status = PlanStatusWriter(client, source.plan, self.follower.status, loop=loop)
+        self._fence_release = FenceRelease(
+            client, shared.namespace, self.pool.name, self.follower.standalone_epoch, loop
+        )
+
+    @property
+    def published(self) -> bool:
+        """Whether its slices have been written."""
+        return self._publisher.published.is_set()
+
+    @property
+    def slices(self) -> Sequence[Object]:
+        """Its slices, by name, uid and version."""
+        return tuple(self._slices.snapshot().values())
+
+    def devices(self, names: Sequence[str]) -> list[Device]:
+        """Its devices of these names, as far as they exist."""
+        return [device for device in map(self.inventory.device, names) if device is not None]
+
+    def hold(self, holder: Holder, names: Sequence[str]) -> str | None:
+        """Hold a claim's devices as the plugin does; returns an error if another claim holds them."""
+        devices = self.devices(names)
+        for device in devices:
+            if (conflict := self.inventory.conflict(holder.uid, device)) is not None:
+                return f"{device.name} overlaps {conflict[1].name}, which {conflict[0]} holds"
+        self.inventory.hold(holder, devices)
+        self._held_changed()
+        return None
+
+    def release(self, uid: str) -> None:
+        """Unprepare a claim."""
+        self.inventory.release(uid)
+        self._held_changed()
+
+    def plan_changed(self) -> None:
+        """React to a changed plan or a changed mode."""
+        self._publisher.notify()
+        self._plan_status.notify()
+        self._fence_release.notify()
+
+    def _held_changed(self) -> None:
+        self._publisher.notify_within(self.follower.held_lag_seconds)
+        self._plan_status.notify()
+
+    def _desired(self) -> Mapping[str, Content]:
+        return self._builder.build(self.follower.published())
+
+    def _slices_loop(self, name: str, work: Callable[[], float | None], coalesce_s: float) -> Repeating:
+        return self._shared.loop(name, partial(self._reading_after_failure, work), coalesce_s)
+
+    def _reading_after_failure(self, work: Callable[[], float | None]) -> float | None:
+        try:
+            return work()
+        except ApiError:
+            self._slices.read()
+            raise
+
+
+NO_CONTROLLER = PlanSource(lambda: None, lambda: False)
+"""Without plans and heartbeat: the node is standalone."""

@@ -1,0 +1,170 @@
+"""The check of ``tessera status`` about pending claims, by the Events of the controller (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from controller.explain.events import UNREADABLE
+from controller.explain.reasons import Code
+from driver.kube.client import Object
+from driver.kube.heartbeat import HEARTBEAT, SILENT_S
+from driver.kube.types import Claim
+from tessera.status.cluster import our_classes, requested_classes
+from tessera.status.finding import CheckOutput, Finding, counted, shortened
+from tessera.status.snapshot import Listing, StatusSnapshot, read_time
+
+SHOWN = 3
+"""Claims with a finding of their own."""
+
+READ_EVENTS = "kubectl get events -A --field-selector reportingComponent=tessera-controller"
+
+MESSAGE_CHARACTERS = 300
+"""Longest message of an Event that is shown whole."""
+
+PERMANENT: Mapping[str, str] = {
+    Code.NO_SUCH_CLASS: "create the DeviceClass, or correct the claim",
+    Code.SELECTOR_REFUSED: "correct its selector: tessera lint",
+    Code.SELECTOR_FAILS: "correct its selector: tessera lint",
+    Code.NOTHING_MATCHES: "correct the claim, or add GPUs that have it",
+    Code.TOO_MANY: "ask for less",
+    Code.NO_NODE: "change the pod's node selector, affinity or tolerations, or labels and taints of nodes",
+    Code.OTHER_NODES: "change the pod's node selector, affinity or tolerations, or labels and taints of nodes",
+    Code.FAULT: "repair the GPU or uncordon it (docs/health.md), or change the claim",
+    Code.DEDICATED: "change the label of a node or a GPU (docs/controller.md), or the claim",
+    Code.RESET: "reset one of them when it is idle (docs/health.md), or change the claim",
+    Code.FOREIGN: "end the partitions that Tessera did not make, or change the claim",
+    Code.NO_GPUS: "see node plugins",
+    Code.UNUSED: "see docs/controller.md",
+}
+"""Remedies of reasons that need an operator; others, such as held GPUs, pass by themselves."""
+
+PERMANENT_IF_FREE: Mapping[str, str] = {
+    Code.CONSTRAINT: "change its constraints, or ask for less",
+    Code.NOT_TOGETHER: "ask for less on one node",
+}
+"""Remedies of reasons that are permanent only if the message contains EVEN_IF_FREE."""
+
+EVEN_IF_FREE = "even if nothing were held"
+
+UNEXPLAINED_AFTER_SECONDS = 60.0
+"""A claim that is pending for longer without a reason from the controller is a finding."""
+
+
+def pending(snapshot: StatusSnapshot) -> CheckOutput:
+    explained = _explained(snapshot)
+    unexplained = _unexplained(snapshot, {claim.metadata.uid for claim, _ in explained})
+    if not explained and not unexplained and snapshot.has_read(Listing.LEASES):
+        yield (
+            "the controller reports no pending claim"
+            if _has_leader(snapshot)
+            else "no controller reports why claims are pending"
+        )
+    if explained:
+        codes = Counter(str(event["reason"]) for _, event in explained)
+        counts = ", ".join(f"{count} {code}" for code, count in sorted(codes.items()))
+        yield f"{len(explained)} pending: {counts} ({READ_EVENTS})"
+    if unexplained:
+        yield f"{counted(len(unexplained), 'claim')} without a reason"
+        yield _no_reason(snapshot, unexplained)
+    permanent = [(claim, event) for claim, event in explained if _remedy(event) is not None]
+    for claim, event in permanent[:SHOWN]:
+        yield _finding(claim, event)
+    if (more := len(permanent) - SHOWN) > 0:
+        yield Finding(f"{more} more", "of the same kind", READ_EVENTS)
+    yield from _unreadable(snapshot)
+
+
+def _remedy(event: Object) -> str | None:
+    """The remedy of a permanent reason; None for one that passes by itself."""
+    code = str(event["reason"])
+    if code in PERMANENT_IF_FREE and EVEN_IF_FREE in str(event.get("message")):
+        return PERMANENT_IF_FREE[code]
+    return PERMANENT.get(code)
+
+
+def _unexplained(snapshot: StatusSnapshot, explained: Collection[object]) -> list[Claim]:
+    """Claims of unschedulable pods for one of our classes, whose uid is not in ``explained``."""
+    needed = {
+        (pod["metadata"].get("namespace"), name)
+        for pod in snapshot.pending_pods
+        if _is_unschedulable(snapshot, pod)
+        for name in _claim_names(pod)
+    }
+    ours = set(our_classes(snapshot))
+    return [
+        claim
+        for claim in snapshot.pending
+        if (claim.metadata.namespace, claim.metadata.name) in needed
+        and claim.metadata.uid not in explained
+        and ours & set(requested_classes(claim))
+    ]
+
+
+def _is_unschedulable(snapshot: StatusSnapshot, pod: Object) -> bool:
+    """Whether the scheduler has been unable to place the pod for long enough."""
+    for condition in pod.get("status", {}).get("conditions") or ():
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            since = read_time(condition.get("lastTransitionTime"))
+            return since is None or (snapshot.now - since).total_seconds() > UNEXPLAINED_AFTER_SECONDS
+    return False
+
+
+def _claim_names(pod: Object) -> Iterator[str]:
+    made = {each["name"]: each.get("resourceClaimName") for each in pod["status"].get("resourceClaimStatuses") or ()}
+    for each in pod["spec"].get("resourceClaims") or ():
+        if name := each.get("resourceClaimName") or made.get(each["name"]):
+            yield str(name)
+
+
+def _no_reason(snapshot: StatusSnapshot, claims: Sequence[Claim]) -> Finding:
+    about = shortened([f"claim {_name(claim)}" for claim in claims])
+    message = (
+        "is pending, and no controller reports why"
+        if len(claims) == 1
+        else "are pending, and no controller reports why"
+    )
+    namespace = claims[0].metadata.namespace
+    remedy = f"read the scheduler's reason: kubectl -n {namespace} describe pod"
+    return Finding(
+        about, message, remedy if _has_leader(snapshot) else f"{remedy}; start a controller: it reports reasons"
+    )
+
+
+def _unreadable(snapshot: StatusSnapshot) -> CheckOutput:
+    """Findings about objects that the controller can't read."""
+    found = [event for event in snapshot.events if event.get("reason") == UNREADABLE and snapshot.is_recent(event)]
+    for event in found[:SHOWN]:
+        about = event["involvedObject"]
+        where = f"{about['namespace']}/" if about.get("namespace") else ""
+        remedy = f"correct or delete it, and report it as a defect: {READ_EVENTS}"
+        yield Finding(f"{about.get('kind')} {where}{about.get('name')}", str(event.get("message", "")), remedy)
+
+
+def _has_leader(snapshot: StatusSnapshot) -> bool:
+    """Whether a controller is running, which would report reasons."""
+    age = snapshot.age_of(snapshot.leases.get(HEARTBEAT))
+    return age is not None and age <= SILENT_S
+
+
+def _explained(snapshot: StatusSnapshot) -> list[tuple[Claim, Object]]:
+    """Pending claims, each with the controller's latest Event about it."""
+    pending = {claim.metadata.uid: claim for claim in snapshot.pending}
+    latest: dict[str, Object] = {}
+    for event in sorted(snapshot.events, key=lambda event: str(event.get("lastTimestamp") or "")):
+        uid = event["involvedObject"].get("uid")
+        if event.get("reason") in set(Code) and snapshot.is_recent(event) and uid in pending:
+            latest[uid] = event
+    found = [(pending[uid], event) for uid, event in latest.items()]
+    return sorted(found, key=lambda each: _name(each[0]))
+
+
+def _finding(claim: Claim, event: Object) -> Finding:
+    message = str(event.get("message", ""))
+    shown = message if len(message) <= MESSAGE_CHARACTERS else f"{message[: MESSAGE_CHARACTERS - 1]}…"
+    text = f"is pending, and not because GPUs are held: {event['reason']}: {shown}"
+    return Finding(f"claim {_name(claim)}", text, _remedy(event) or "")
+
+
+def _name(claim: Claim) -> str:
+    return claim.metadata.path

@@ -1,0 +1,135 @@
+"""Checks of ``tessera status`` about API server, GpuNodePlan kind, classes, admission policies and clocks (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from driver.kube.types import Claim
+from driver.model.plan import FENCE
+from tessera.status.finding import CheckOutput, Finding, counted
+from tessera.status.snapshot import Listing, StatusSnapshot, read_time, written_at
+
+BOUNDARIES = tuple(f"own-{kind}.gpu.tessera.dev" for kind in ("claims", "events", "fence", "plan", "slices"))
+OLDEST_KUBERNETES = (1, 34)
+EVIDENCE = (
+    Listing.SLICES,
+    Listing.CLAIMS,
+    Listing.CLASSES,
+    Listing.POLICIES,
+    Listing.PODS,
+    Listing.LEASES,
+    Listing.PLANS,
+)
+"""Lists in which an installation would show."""
+CLOCK_SKEW_SECONDS = 5.0
+"""Tolerated difference: more than the resolution of the API server's times and a slow request."""
+
+
+def api(snapshot: StatusSnapshot) -> CheckOutput:
+    yield f"Kubernetes {snapshot.version}"
+    found = re.match(r"v(\d+)\.(\d+)", snapshot.version)
+    if found and (int(found[1]), int(found[2])) < OLDEST_KUBERNETES:
+        yield Finding(
+            "API server", f"is {snapshot.version}", "update it to 1.34 or newer: resource.k8s.io/v1 is needed"
+        )
+    forbidden = [(listing, failure.reason) for listing, failure in snapshot.unreadable.items() if failure.forbidden]
+    if forbidden:
+        remedy = "use an account that may list them: the ClusterRole is in docs/soundness.md"
+        yield Finding(", ".join(listing for listing, _ in forbidden), f"may not be read: {forbidden[0][1]}", remedy)
+    for listing, failure in snapshot.unreadable.items():
+        if not failure.forbidden:
+            yield Finding(listing, f"can't be read: {failure.reason}", "checks that need them are unread; try again")
+
+
+def is_not_installed(snapshot: StatusSnapshot) -> bool:
+    """Whether everything that could show an installation was read and none is found; plans alone are leftovers."""
+    if not snapshot.has_read(*EVIDENCE) or snapshot.is_in_namespace:
+        return False
+    return not (snapshot.slices or snapshot.claims or our_classes(snapshot) or _our_policies(snapshot))
+
+
+def not_installed(snapshot: StatusSnapshot) -> CheckOutput:
+    yield "none"
+    if plans := snapshot.plans:
+        yield f"{counted(len(plans), 'GpuNodePlan')} left of an earlier one (kubectl delete gpunodeplans --all)"
+    install = f"helm install tessera deploy/tessera -n {snapshot.namespace} --create-namespace"
+    remedy = f"{install} --set image.repository=REGISTRY/tessera (docs/install.md)"
+    yield Finding("Tessera", "is not installed here", remedy)
+
+
+def definition(snapshot: StatusSnapshot) -> CheckOutput:
+    if snapshot.plans is None:
+        remedy = "install the chart with crd.install=true; the controller and `tessera cordon` need it"
+        yield Finding("GpuNodePlan", "the CustomResourceDefinition is not installed", remedy)
+    else:
+        yield counted(len(snapshot.plans), "plan")
+
+
+def classes(snapshot: StatusSnapshot) -> CheckOutput:
+    ours = our_classes(snapshot)
+    yield counted(len(ours), "DeviceClass", "DeviceClasses")
+    if not ours:
+        yield Finding(
+            "DeviceClasses", f"none selects devices of {snapshot.driver}", "install the chart's (values: classes)"
+        )
+    known = {item["metadata"]["name"] for item in snapshot.classes}
+    missing = {name for claim in snapshot.claims for name in requested_classes(claim)} - known
+    for name in sorted(missing):
+        yield Finding(f"DeviceClass {name}", "does not exist, but claims name it", "create it again (values: classes)")
+
+
+def policies(snapshot: StatusSnapshot) -> CheckOutput:
+    ours = _our_policies(snapshot)
+    specs = [item["spec"] for item in snapshot.bindings]
+    denied = {spec.get("policyName") for spec in specs if "Deny" in (spec.get("validationActions") or ())}
+    yield counted(len(ours), "admission policy", "admission policies")
+    restore = f"install it again: helm upgrade tessera deploy/tessera -n {snapshot.namespace} --reuse-values"
+    expected = dict.fromkeys(BOUNDARIES, "a node's token may write objects of other nodes")
+    if snapshot.has_controller:
+        expected[FENCE] = "a device that is being withdrawn may still be allocated (values: fence.enabled)"
+    for name in sorted(expected.keys() - set(ours)):
+        yield Finding(name, f"this admission policy is missing: {expected[name]}", restore)
+    for name in sorted(set(ours) - denied):
+        message = "this admission policy has no binding that denies, so it refuses nothing"
+        yield Finding(name, message, restore)
+
+
+def clocks(snapshot: StatusSnapshot) -> CheckOutput:
+    skews = {}
+    for lease in (*snapshot.leases.values(), *snapshot.node_leases):
+        renewed, written = read_time(lease["spec"].get("renewTime")), written_at(lease)
+        if renewed is not None and written is not None:
+            holder = str(lease["spec"].get("holderIdentity") or lease["metadata"]["name"])
+            skews[holder] = (renewed - written).total_seconds()
+    worst = max((abs(seconds) for seconds in skews.values()), default=0.0)
+    if skews:
+        yield f"within {max(1.0, worst):.0f} s of the API server's ({len(skews)} seen)"
+    elif snapshot.has_read(Listing.LEASES, Listing.NODE_LEASES):
+        yield "none seen: no Leases"
+    for holder, seconds in sorted(skews.items()):
+        if abs(seconds) > CLOCK_SKEW_SECONDS:
+            direction = "ahead of" if seconds > 0 else "behind"
+            yield Finding(
+                holder,
+                f"its clock is {abs(seconds):.0f} s {direction} the API server's",
+                "synchronise it (chrony, NTP)",
+            )
+
+
+def requested_classes(claim: Claim) -> Iterator[str]:
+    for request in claim.spec.devices.requests:
+        for alternative in request.alternatives:
+            yield alternative.device_class_name
+
+
+def our_classes(snapshot: StatusSnapshot) -> list[str]:
+    return [item["metadata"]["name"] for item in snapshot.classes if snapshot.driver in str(item["spec"])]
+
+
+def _our_policies(snapshot: StatusSnapshot) -> list[str]:
+    return [item["metadata"]["name"] for item in snapshot.policies if _is_policy(item["metadata"]["name"])]
+
+
+def _is_policy(name: str) -> bool:
+    return name.startswith("tessera-") or name.endswith(".gpu.tessera.dev")

@@ -1,0 +1,148 @@
+"""Checks of ``tessera status`` about slices, devices, plans and other GPU drivers, by node (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from driver.errors import StateError
+from driver.kube.client import Object
+from driver.kube.heartbeat import HEARTBEAT, SILENT_S
+from driver.kube.types import Claim, GpuNodePlan, SliceDevice
+from driver.model.plan import GpuReport, PlanMode, states_of
+from driver.slices.names import Pool
+from kubelet_plugin.coexistence.other_drivers import OWNED, NodeSigns, find_other_drivers
+from tessera.status.finding import CheckOutput, Finding, counted
+from tessera.status.snapshot import StatusSnapshot
+
+
+def slices(snapshot: StatusSnapshot) -> CheckOutput:
+    yield counted(len(snapshot.slices), "ResourceSlice")
+    for node in snapshot.gpu_nodes:
+        pools = [item.spec.pool for item in snapshot.slices_of(node)]
+        newest = max((pool.generation for pool in pools), default=0)
+        current = [pool for pool in pools if pool.generation == newest]
+        expected = current[0].resource_slice_count if current else 0
+        if len(current) != expected:
+            message = f"its pool is incomplete: {len(current)} of {expected} slices, so the scheduler skips it"
+            yield Finding(node, message, "check again in a minute; if it persists, restart the node's plugin")
+
+
+def devices(snapshot: StatusSnapshot) -> CheckOutput:
+    published, taken = _published(snapshot), _taken(snapshot)
+    yield f"{len(taken)} held"
+    yield f"{len(offered(snapshot))} offered"
+    if any(device.is_simulated for device in published.values()):
+        yield "simulated GPUs among them"
+    for name in sorted(taken.keys() - published.keys()):
+        message = f"of pool {name[0]} is held by claim {taken[name].metadata.path}, but not published"
+        yield Finding(name[1], message, "start the node's plugin; until then its memory may be allocated twice")
+
+
+def mode(snapshot: StatusSnapshot) -> CheckOutput:
+    plans = snapshot.plans or {}
+    serving = {item.spec.node_name for item in snapshot.slices} - {""}
+    standalone = {name for name in serving if name not in plans or plans[name].status.mode is PlanMode.ALONE}
+    follow = len(serving - standalone)
+    yield f"{counted(follow, 'node follows', 'nodes follow')} the controller"
+    yield f"{len(standalone)} standalone"
+    if idle := len(plans.keys() - serving):
+        yield f"{counted(idle, 'plan')} of nodes that publish nothing"
+    yield from _plan_ages(
+        [(snapshot.now - at).total_seconds() for name, at in snapshot.planned_at.items() if name in serving]
+    )
+    beat = snapshot.age_of(snapshot.leases.get(HEARTBEAT))
+    for name in sorted(standalone & plans.keys()) if beat is not None and beat <= SILENT_S else ():
+        remedy = "it follows within two minutes of a heartbeat; after that read the log of its plugin"
+        yield Finding(name, "is standalone although a controller is running", remedy)
+    for name in sorted(serving & plans.keys()):
+        yield from _lagging(name, plans[name])
+
+
+def _plan_ages(ages: Sequence[float]) -> CheckOutput:
+    if ages:
+        youngest, oldest = (f"{max(0.0, age):.0f}" for age in (min(ages), max(ages)))
+        span = youngest if youngest == oldest else f"{youngest} to {oldest}"
+        yield f"{'plan was' if len(ages) == 1 else 'plans were'} written {span} s ago"
+
+
+def _lagging(name: str, plan: GpuNodePlan) -> CheckOutput:
+    behind = plan.metadata.generation - plan.status.observed_generation
+    if plan.status.mode is PlanMode.PLANNED and behind > 0:
+        yield Finding(name, f"is {counted(behind, 'version')} of its plan behind", "restart its plugin if it persists")
+    for refused in plan.status.refused[:1]:
+        more = f" and {len(plan.status.refused) - 1} more" if len(plan.status.refused) > 1 else ""
+        yield Finding(
+            name, f"can't offer what its plan requests: {refused}{more}", "the next plan takes it into account"
+        )
+
+
+def other_drivers(snapshot: StatusSnapshot) -> CheckOutput:
+    found: list[str] = []
+    for node in snapshot.nodes:
+        name = str(node["metadata"]["name"])
+        signs = _signs(snapshot, node)
+        refused = _refused_gpus(snapshot, name)
+        for each in find_other_drivers(signs, snapshot.driver) if name in snapshot.gpu_nodes else ():
+            found.append(f"{each.name} on {name}")
+            both = (each.gpus or frozenset()) & _published_gpus(snapshot, name)
+            if both or refused:
+                shared = (
+                    f"{counted(len(both), 'GPU is', 'GPUs are')} in its slices and in ours"
+                    if both
+                    else f"{counted(refused, 'GPU is', 'GPUs are')} not offered"
+                )
+                message = f"{each}: {shared}"
+                yield Finding(name, message, "remove it there, or exclude its GPUs: --exclude-gpus (docs/soundness.md)")
+    yield "; ".join(found) or "none"
+
+
+def _published(snapshot: StatusSnapshot) -> dict[tuple[str, str], SliceDevice]:
+    """Published devices by pool and name."""
+    return {(item.spec.pool.name, device.name): device for item in snapshot.slices for device in item.spec.devices}
+
+
+def _taken(snapshot: StatusSnapshot) -> dict[tuple[str, str], Claim]:
+    """The claim that holds each device, by pool and name."""
+    return {
+        (result.pool, result.device): claim
+        for claim in snapshot.claims
+        for result in claim.results
+        if result.driver == snapshot.driver
+    }
+
+
+def offered(snapshot: StatusSnapshot) -> list[tuple[str, str]]:
+    """Untainted devices that no claim holds."""
+    taken = _taken(snapshot)
+    return [name for name, device in _published(snapshot).items() if name not in taken and not device.taints]
+
+
+def _signs(snapshot: StatusSnapshot, node: Object) -> NodeSigns:
+    others = [item.spec.gpu_uuids for item in snapshot.others if item.spec.node_name == node["metadata"]["name"]]
+    theirs = frozenset().union(*others) if others else None
+    allocatable = node.get("status", {}).get("allocatable") or {}
+    return NodeSigns(allocatable, node["metadata"].get("labels") or {}, theirs)
+
+
+def _published_gpus(snapshot: StatusSnapshot, node: str) -> frozenset[str]:
+    return frozenset(uuid for item in snapshot.slices_of(node) for uuid in item.spec.gpu_uuids)
+
+
+def _refused_gpus(snapshot: StatusSnapshot, node: str) -> int:
+    """Number of GPUs that the plugin reserves for other drivers, by its plan; without a plan 1 if no device of the node
+    can be allocated and none is held."""
+    plan = (snapshot.plans or {}).get(node)
+    if plan is not None and plan.status.inventory:
+        return sum((state.fault or "").endswith(OWNED) for state in states(plan.status.inventory))
+    devices = [device for item in snapshot.slices_of(node) for device in item.spec.devices]
+    pool = Pool(node, snapshot.driver).name
+    taken = any(result.pool == pool for claim in snapshot.claims for result in claim.results)
+    return int(not taken and all(device.taints for device in devices))
+
+
+def states(inventory: str) -> Sequence[GpuReport]:
+    """The GPUs in a plan's status; empty if it can't be read."""
+    try:
+        return states_of(inventory)
+    except StateError:
+        return ()

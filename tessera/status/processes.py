@@ -1,0 +1,266 @@
+"""Checks of ``tessera status`` about the controller, the node plugins, their pods, images and directories (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from driver.kube.client import Object
+from driver.kube.heartbeat import HEARTBEAT, LEAVING, SILENT_S
+from kubelet_plugin.status.events import Reason
+from tessera.cluster_options import cancel_uninstall_command
+from tessera.status.finding import CheckOutput, Finding, counted, shortened
+from tessera.status.snapshot import CONTROLLER, CONTROLLER_LEASE, NODE, Listing, StatusSnapshot
+
+OWN_LABEL = "gpu.tessera.dev/node"
+GPU_LABELS = (
+    OWN_LABEL,
+    "nvidia.com/gpu.present",
+    *(f"feature.node.kubernetes.io/pci-{each}.present" for each in ("10de", "0302_10de", "0300_10de")),
+)
+"""The chart's node plugin runs on nodes where any of these is true, or where GKE_LABEL is set."""
+GKE_LABEL = "cloud.google.com/gke-accelerator"
+KUBELET_SILENT_SECONDS = 50.0
+"""Age of a kubelet's Lease at which Kubernetes marks its node not ready (--node-monitor-grace-period)."""
+
+BY_LABEL = f"kubectl label node NODE {OWN_LABEL}=true (or install Node Feature Discovery)"
+THE_SET = f"the DaemonSet {NODE}"
+
+UNWRITABLE = {
+    Reason.STATE_UNWRITABLE: Reason.STATE_WRITABLE,
+    Reason.CDI_UNWRITABLE: Reason.CDI_WRITABLE,
+}
+"""The Event of each minute in which a directory can't be written, and the Event that ends it."""
+
+
+def controller(snapshot: StatusSnapshot) -> CheckOutput:
+    yield from _uninstalling(snapshot)
+    if snapshot.has_read(Listing.LEASES):
+        yield from _leader(snapshot)
+    yield from pods_ready(snapshot, CONTROLLER)
+
+
+def _leader(snapshot: StatusSnapshot) -> CheckOutput:
+    lease = snapshot.leases.get(CONTROLLER_LEASE)
+    holder = (lease or {}).get("spec", {}).get("holderIdentity")
+    age = snapshot.age_of(snapshot.leases.get(HEARTBEAT))
+    standalone = "every node offers whatever fits"
+    log = f"kubectl -n {snapshot.namespace} logs deploy/{CONTROLLER}"
+    if lease is None and not snapshot.pods_of(CONTROLLER):
+        yield f"none: {standalone}" if snapshot.has_read(Listing.PODS) else "no Lease of one"
+        return
+    yield f"leader {holder}" if holder else "no leader"
+    if not holder:
+        yield Finding("controller", f"no replica is the leader; {standalone}", f"start it, or read its log: {log}")
+    elif age is None or age > SILENT_S:
+        since = "has not sent a heartbeat yet" if age is None else f"sent its last heartbeat {age:.0f} s ago"
+        yield Finding("controller", f"{holder} {since}; {standalone}", f"it is blocked or gone; its log: {log}")
+    else:
+        yield f"heartbeat {age:.0f} s ago"
+
+
+def _uninstalling(snapshot: StatusSnapshot) -> CheckOutput:
+    """An uninstallation that was interrupted: nodes keep their slices withdrawn."""
+    if LEAVING in (snapshot.leases.get(HEARTBEAT, {}).get("metadata", {}).get("annotations") or {}):
+        message = "an uninstallation has begun, and nodes offer nothing"
+        cancel = cancel_uninstall_command(snapshot.namespace)
+        remedy = f"complete `tessera uninstall` (helm uninstall), or cancel it: {cancel}"
+        yield Finding(HEARTBEAT, message, remedy)
+
+
+def versions(snapshot: StatusSnapshot) -> CheckOutput:
+    images = Counter(
+        str(container.get("image"))
+        for account in (NODE, CONTROLLER)
+        for pod in snapshot.pods_of(account)
+        for container in pod["spec"].get("containers", ())[:1]
+    )
+    yield f"this command {version('tessera-dra')}"
+    if images:
+        yield ", ".join(f"{image} x{count}" for image, count in images.items())
+    elif snapshot.has_read(Listing.PODS):
+        yield "no pods"
+    if len(images) > 1:
+        yield Finding("images", f"{len(images)} versions run at once", "let the rollout end: kubectl rollout status")
+
+
+def plugins(snapshot: StatusSnapshot) -> CheckOutput:
+    names = snapshot.gpu_nodes
+    if snapshot.has_read(Listing.SLICES):
+        yield f"{sum(bool(snapshot.slices_of(name)) for name in names)} of {len(names)} nodes publish"
+    yield from pods_ready(snapshot, NODE)
+    if snapshot.has_read(Listing.SLICES, Listing.PODS) and not snapshot.slices and not snapshot.pods_of(NODE):
+        yield _no_plugin(snapshot)
+    if snapshot.has_read(Listing.NODES):
+        there = {item["metadata"]["name"] for item in snapshot.nodes}
+        yield from _not_ready(snapshot)
+        for name in names:
+            if name not in there:
+                yield Finding(
+                    name, "has slices or a plan, but no Node of this name exists", "delete them, or register the node"
+                )
+        if snapshot.has_read(Listing.SLICES):
+            yield from _silent(snapshot)
+
+
+def _not_ready(snapshot: StatusSnapshot) -> CheckOutput:
+    """GPU nodes whose kubelet is not ready or has stopped: pods can't use their devices."""
+    ages = {lease["metadata"]["name"]: snapshot.age_of(lease) or 0.0 for lease in snapshot.node_leases}
+    for node in snapshot.nodes:
+        name = str(node["metadata"]["name"])
+        conditions = node.get("status", {}).get("conditions") or ()
+        ready = next((each for each in conditions if each.get("type") == "Ready"), None)
+        if name not in snapshot.gpu_nodes:
+            continue
+        remedy = f"no new pod starts there; kubectl describe node {name}"
+        if ready is not None and ready.get("status") != "True":
+            why = ready.get("message") or ready.get("reason") or "no reason is given"
+            yield Finding(name, f"its Node is not ready: {why}", remedy)
+        elif (age := ages.get(name, 0.0)) > KUBELET_SILENT_SECONDS:
+            yield Finding(name, f"its Node is not ready: its kubelet has not renewed its Lease for {age:.0f} s", remedy)
+
+
+def _no_plugin(snapshot: StatusSnapshot) -> Finding:
+    """No node publishes a slice, and no pod of a node plugin exists."""
+    daemon_set = snapshot.daemon_set
+    describe = f"kubectl -n {snapshot.namespace} describe daemonset {NODE}"
+    if daemon_set is None:
+        remedy = f"{BY_LABEL}; check that the DaemonSet {NODE} exists (values: nodePlugin.enabled)"
+        return Finding("nodes", "publish no GPU, and no pod of a node plugin exists", remedy)
+    if wanted := daemon_set.get("status", {}).get("desiredNumberScheduled", 0):
+        return Finding(THE_SET, f"should run on {wanted}, but has no pod", describe)
+    labelled = any(_has_gpus(node) for node in snapshot.nodes)
+    if _goes_by_labels(daemon_set) and snapshot.has_read(Listing.NODES) and not labelled:
+        return Finding(THE_SET, "matches no node: no node has a label of NVIDIA GPUs", BY_LABEL)
+    return Finding(THE_SET, "matches no node: its node selector, affinity or tolerations exclude all", describe)
+
+
+def _silent(snapshot: StatusSnapshot) -> CheckOutput:
+    """Nodes that should publish and don't; those that only have an old plan share one finding."""
+    with_old_plan = []
+    for node in snapshot.nodes:
+        name = node["metadata"]["name"]
+        if snapshot.slices_of(name) or not (name in snapshot.gpu_nodes or _has_gpus(node)):
+            continue
+        pods = [pod["metadata"]["name"] for pod in snapshot.pods_of(NODE) if pod["spec"].get("nodeName") == name]
+        if pods:
+            yield Finding(name, "publishes nothing", f"kubectl -n {snapshot.namespace} logs {pods[0]}")
+        elif not snapshot.has_read(Listing.PODS):
+            remedy = f"check that its plugin runs and is ready: kubectl -n {snapshot.namespace} get pods -o wide"
+            yield Finding(name, "publishes nothing", remedy)
+        elif _has_gpus(node):
+            yield Finding(name, "publishes nothing: no pod of a node plugin runs there", _start(snapshot))
+        else:
+            with_old_plan.append(name)
+    if with_old_plan:
+        yield _old_plans(snapshot, with_old_plan)
+
+
+def _start(snapshot: StatusSnapshot) -> str:
+    if snapshot.daemon_set is None:
+        return "start it there, as a pod or as a process (docs/install.md)"
+    return f"check taints and the node selector: kubectl -n {snapshot.namespace} describe daemonset {NODE}"
+
+
+def _old_plans(snapshot: StatusSnapshot, names: list[str]) -> Finding:
+    """Nodes without a label of GPUs, of which only a plan is left."""
+    by_label = snapshot.daemon_set is not None and _goes_by_labels(snapshot.daemon_set)
+    start = f"kubectl label node {names[0]} {OWN_LABEL}=true" if by_label else _start(snapshot)
+    remedy = f"{start}; if no plugin should run there: kubectl delete gpunodeplan {' '.join(names[:3])}"
+    return Finding(shortened(names), "no node plugin runs there, but a plan of an earlier one is left", remedy)
+
+
+def _goes_by_labels(daemon_set: Object) -> bool:
+    """Whether it has the chart's own affinity: simulated nodes need no label, and values may replace it."""
+    return OWN_LABEL in str(daemon_set.get("spec", {}).get("template", {}).get("spec", {}).get("affinity"))
+
+
+def _has_gpus(node: Object) -> bool:
+    labels = node["metadata"].get("labels") or {}
+    return GKE_LABEL in labels or any(labels.get(label) == "true" for label in GPU_LABELS)
+
+
+def pods_ready(snapshot: StatusSnapshot, account: str) -> CheckOutput:
+    """How many pods of a process are ready; a finding for each that is not."""
+    pods = snapshot.pods_of(account)
+    ready = [pod for pod in pods if _is_ready(pod)]
+    if pods:
+        yield f"{len(ready)} of {counted(len(pods), 'pod')} ready"
+    for pod in pods:
+        if pod not in ready:
+            where = pod["spec"].get("nodeName", "no node")
+            about = f"pod {pod['metadata']['name']}"
+            yield Finding(about, f"is not ready on {where}{_reasons(pod)}", _remedy(pod, snapshot.namespace))
+
+
+def _remedy(pod: Object, namespace: str) -> str:
+    name = pod["metadata"]["name"]
+    if _restarts(pod):
+        return f"read its last log: kubectl -n {namespace} logs {name} --previous"
+    describe = f"kubectl -n {namespace} describe pod {name}"
+    return f"{describe}; its /readyz?verbose lists missing conditions" if _runs(pod) else describe
+
+
+def _is_ready(pod: Object) -> bool:
+    conditions: Sequence[Any] = pod.get("status", {}).get("conditions") or ()
+    return any(entry["type"] == "Ready" and entry["status"] == "True" for entry in conditions)
+
+
+def _reasons(pod: Object) -> str:
+    reasons = [str(state["waiting"].get("reason")) for state in _states(pod) if "waiting" in state]
+    if restarts := _restarts(pod):
+        reasons.append(f"restarted {counted(restarts, 'time')}")
+    return f": {', '.join(reasons)}" if reasons else ""
+
+
+def _restarts(pod: Object) -> int:
+    return sum(int(entry.get("restartCount", 0)) for entry in _containers(pod))
+
+
+def _runs(pod: Object) -> bool:
+    states = _states(pod)
+    return bool(states) and all("running" in state for state in states)
+
+
+def _states(pod: Object) -> list[Mapping[str, Any]]:
+    return [entry.get("state") or {} for entry in _containers(pod)]
+
+
+def _containers(pod: Object) -> Sequence[Mapping[str, Any]]:
+    found: Sequence[Mapping[str, Any]] = pod.get("status", {}).get("containerStatuses") or ()
+    return found
+
+
+def directories(snapshot: StatusSnapshot) -> CheckOutput:
+    """Whether plugins can write their state and CDI directories, and whether one had to be created again."""
+    latest = {
+        (_node_of(event), str(event.get("reason"))): event for event in sorted(snapshot.node_events, key=_timestamp)
+    }
+    found = list(_unwritable(snapshot, latest))
+    yield "all writable" if not found else f"{counted(len(found), 'directory', 'directories')} not writable"
+    yield from found
+    for (node, reason), event in sorted(latest.items()):
+        if reason == Reason.CDI_RESTORED and snapshot.is_recent(event):
+            yield Finding(node, str(event.get("message")), "find out what removes it; running pods were not affected")
+
+
+def _unwritable(snapshot: StatusSnapshot, latest: dict[tuple[str, str], Object]) -> Iterator[Finding]:
+    for (node, reason), event in sorted(latest.items()):
+        if reason not in UNWRITABLE or not snapshot.is_recent(event):
+            continue
+        ended = latest.get((node, UNWRITABLE[Reason(reason)]))
+        if ended is None or _timestamp(ended) < _timestamp(event):
+            remedy = (
+                "free space on that file system, or mount it read-write; no pod with a claim starts there until then"
+            )
+            yield Finding(node, str(event.get("message")), remedy)
+
+
+def _node_of(event: Object) -> str:
+    return str(event["involvedObject"].get("name", ""))
+
+
+def _timestamp(event: Object) -> str:
+    return str(event.get("lastTimestamp") or "")

@@ -1,0 +1,280 @@
+"""The snapshot that ``tessera status`` checks: every API object that concerns the installation, read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from driver.errors import NOT_FOUND, ApiError, UsageError
+from driver.kube.client import KubeClient, Object
+from driver.kube.heartbeat import HEARTBEAT
+from driver.kube.lease import leases
+from driver.kube.reads import RESOURCE_GROUP, Page, objects, page_reader, pages, read_claims
+from driver.kube.types import Claim, GpuNodePlan, ResourceSlice
+from driver.model.plan import PATH
+
+EVENT_LIFETIME = timedelta(minutes=10)
+"""Processes repeat the Event of a lasting condition every few minutes at the latest: an older Event is outdated."""
+
+CONTROLLER_LEASE = "tessera-controller"
+NODE, CONTROLLER = "tessera-node", "tessera-controller"
+"""ServiceAccounts of the processes, and names of the DaemonSet and the Deployment."""
+
+NAMESPACE = "tessera"
+"""Default namespace of the chart's release."""
+
+FORBIDDEN = 403
+POLICIES = "/apis/admissionregistration.k8s.io/v1"
+APPS = "/apis/apps/v1"
+EVENTS_OF_CONTROLLER = "reportingComponent=tessera-controller"
+EVENTS_OF_NODES = "involvedObject.kind=Node,reportingComponent=tessera-node"
+NOT_PLACED = "spec.nodeName=,status.phase=Pending"
+
+read_slices = page_reader(ResourceSlice)
+
+T = TypeVar("T")
+
+
+class Listing(StrEnum):
+    """A list that is read from the API server, by the name that people see."""
+
+    NODES = "nodes"
+    SLICES = "ResourceSlices"
+    PLANS = "GpuNodePlans"
+    CLAIMS = "ResourceClaims"
+    CLASSES = "DeviceClasses"
+    POLICIES = "ValidatingAdmissionPolicies"
+    BINDINGS = "ValidatingAdmissionPolicyBindings"
+    PODS = "pods"
+    LEASES = "Leases"
+    NODE_LEASES = "Leases of nodes"
+    EVENTS = "Events"
+    PENDING_PODS = "pending pods"
+
+
+class ReadFailure(NamedTuple):
+    """The reason why a list can't be read; ``forbidden`` if the account lacks the right."""
+
+    reason: str
+    forbidden: bool = False
+
+
+@dataclass(frozen=True)
+class StatusSnapshot:
+    """API objects by list.
+
+    slices         of the driver; ``others`` are NVIDIA's
+    claims         with a device of the driver; ``pending`` are all claims without an allocation
+    pending_pods   all pods without a node
+    events         of the controller, about any object; ``node_events`` of node plugins, about their nodes
+    plans          None if the CustomResourceDefinition is not installed; ``planned_at``: when the controller wrote each
+    daemon_set     None if there is none, or if it can't be read
+    unreadable     lists that can't be read, with the reason; their fields are empty
+    """
+
+    driver: str
+    namespace: str
+    version: str = ""
+    nodes: Sequence[Object] = ()
+    slices: Sequence[ResourceSlice] = ()
+    others: Sequence[ResourceSlice] = ()
+    plans: Mapping[str, GpuNodePlan] | None = None
+    planned_at: Mapping[str, datetime] = field(default_factory=dict)
+    claims: Sequence[Claim] = ()
+    pending: Sequence[Claim] = ()
+    events: Sequence[Object] = ()
+    node_events: Sequence[Object] = ()
+    pending_pods: Sequence[Object] = ()
+    classes: Sequence[Object] = ()
+    policies: Sequence[Object] = ()
+    bindings: Sequence[Object] = ()
+    pods: Sequence[Object] = ()
+    leases: Mapping[str, Object] = field(default_factory=dict)
+    node_leases: Sequence[Object] = ()
+    daemon_set: Object | None = None
+    unreadable: Mapping[Listing, ReadFailure] = field(default_factory=dict)
+
+    def has_read(self, *listings: Listing) -> bool:
+        """Whether all of these lists were read."""
+        return not any(listing in self.unreadable for listing in listings)
+
+    @property
+    def now(self) -> datetime:
+        """The latest time that the API server wrote into a Lease; the clock of this machine may differ."""
+        stamps = [written_at(lease) for lease in (*self.leases.values(), *self.node_leases)]
+        return max((stamp for stamp in stamps if stamp is not None), default=datetime.now(UTC))
+
+    def age_of(self, lease: Object | None) -> float | None:
+        """Seconds since a Lease was renewed, by the API server's clock."""
+        written = None if lease is None else written_at(lease)
+        return None if written is None else (self.now - written).total_seconds()
+
+    def pods_of(self, account: str) -> list[Object]:
+        """The pods of a process that have not ended, by its ServiceAccount."""
+        return [
+            pod
+            for pod in self.pods
+            if pod["spec"].get("serviceAccountName") == account
+            and pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
+        ]
+
+    @property
+    def is_in_namespace(self) -> bool:
+        """Whether the namespace has an object of Tessera, as far as it was read."""
+        found = self.leases.keys() & {CONTROLLER_LEASE, HEARTBEAT}
+        return bool(found or self.pods_of(NODE) or self.pods_of(CONTROLLER) or self.daemon_set)
+
+    def is_recent(self, event: Object) -> bool:
+        """Whether the condition that an Event reports may still last."""
+        at = read_time(event.get("lastTimestamp"))
+        return at is not None and self.now - at <= EVENT_LIFETIME
+
+    @property
+    def has_controller(self) -> bool:
+        """Whether a controller runs or has run: by its Lease and its pods."""
+        return bool(CONTROLLER_LEASE in self.leases or self.pods_of(CONTROLLER))
+
+    def slices_of(self, node: str) -> list[ResourceSlice]:
+        """The driver's slices of a node."""
+        return [item for item in self.slices if item.spec.node_name == node]
+
+    @property
+    def gpu_nodes(self) -> list[str]:
+        """Nodes on which a plugin runs or has run: by slices, plans and pods."""
+        found = {item.spec.node_name for item in self.slices} | set(self.plans or ())
+        found |= {str(pod["spec"].get("nodeName", "")) for pod in self.pods_of(NODE)}
+        return sorted(found - {""})
+
+
+def read_time(text: object) -> datetime | None:
+    """Parse a time as Kubernetes writes it; None if it is not one."""
+    try:
+        return datetime.fromisoformat(str(text).replace("Z", "+00:00"))
+    except ValueError:
+        return None
+
+
+def written_at(item: Object, manager: str = "") -> datetime | None:
+    """Time of an object's last write, by the API server's clock; ``manager``: prefix of the field manager's name."""
+    fields = item.get("metadata", {}).get("managedFields") or ()
+    stamps = [read_time(entry.get("time")) for entry in fields if str(entry.get("manager", "")).startswith(manager)]
+    return max((stamp for stamp in stamps if stamp is not None), default=None)
+
+
+class SnapshotReader:
+    """Reads a StatusSnapshot. A refused list is recorded, not fatal; ApiError: the API server does not answer."""
+
+    def __init__(self, client: KubeClient, driver: str, namespace: str) -> None:
+        self._client, self._driver, self._namespace = client, driver, namespace
+        self._unreadable: dict[Listing, ReadFailure] = {}
+        self._planned_at: dict[str, datetime] = {}
+
+    def read(self) -> StatusSnapshot:
+        """Read everything. Raises UsageError if Tessera is in another namespace than the given one."""
+        claims = self._read(Listing.CLAIMS, f"{RESOURCE_GROUP}/resourceclaims", read_claims)
+        snapshot = StatusSnapshot(
+            self._driver,
+            self._namespace,
+            version=self._version(),
+            nodes=self._list(Listing.NODES, "/api/v1/nodes"),
+            slices=self._slices(self._driver),
+            others=self._slices("gpu.nvidia.com") if self._driver != "gpu.nvidia.com" else (),
+            plans=self._plans(),
+            planned_at=self._planned_at,
+            claims=[claim for claim in claims if any(result.driver == self._driver for result in claim.results)],
+            pending=[claim for claim in claims if claim.status.allocation is None],
+            events=self._list(Listing.EVENTS, "/api/v1/events", EVENTS_OF_CONTROLLER),
+            node_events=self._list(Listing.EVENTS, "/api/v1/events", EVENTS_OF_NODES),
+            pending_pods=self._list(Listing.PENDING_PODS, "/api/v1/pods", NOT_PLACED),
+            classes=self._list(Listing.CLASSES, f"{RESOURCE_GROUP}/deviceclasses"),
+            policies=self._list(Listing.POLICIES, f"{POLICIES}/validatingadmissionpolicies"),
+            bindings=self._list(Listing.BINDINGS, f"{POLICIES}/validatingadmissionpolicybindings"),
+            pods=self._list(Listing.PODS, f"/api/v1/namespaces/{self._namespace}/pods"),
+            leases={item["metadata"]["name"]: item for item in self._list(Listing.LEASES, leases(self._namespace))},
+            node_leases=self._list(Listing.NODE_LEASES, leases("kube-node-lease")),
+            daemon_set=next(iter(self._list_named(f"{APPS}/namespaces/{self._namespace}/daemonsets", NODE)), None),
+            unreadable=self._unreadable,
+        )
+        self._check_namespace(snapshot)
+        return snapshot
+
+    def _check_namespace(self, snapshot: StatusSnapshot) -> None:
+        """Refuse a namespace without Tessera if another one has it, or if the namespace doesn't exist."""
+        if not snapshot.has_read(Listing.LEASES, Listing.PODS) or snapshot.is_in_namespace:
+            return
+        if others := self._other_namespaces():
+            where = " and ".join(f"--namespace {name}" for name in others)
+            raise UsageError(f"--namespace {self._namespace}: Tessera is not installed there; it is in {where}")
+        if self._namespace != NAMESPACE and not self._namespace_exists():
+            raise UsageError(
+                f"--namespace {self._namespace}: the namespace does not exist, and no other one has Tessera"
+            )
+
+    def _other_namespaces(self) -> list[str]:
+        """Namespaces that have an object of Tessera, as far as they can be read."""
+        paths: dict[str, tuple[str, ...]] = {f"{APPS}/daemonsets": (NODE,), f"{APPS}/deployments": (CONTROLLER,)}
+        paths["/apis/coordination.k8s.io/v1/leases"] = (CONTROLLER_LEASE, HEARTBEAT)
+        found = (item for path, names in paths.items() for name in names for item in self._list_named(path, name))
+        return sorted({str(item["metadata"]["namespace"]) for item in found})
+
+    def _namespace_exists(self) -> bool:
+        try:
+            return self._client.find(f"/api/v1/namespaces/{self._namespace}") is not None
+        except ApiError:
+            return True
+
+    def _slices(self, driver: str) -> list[ResourceSlice]:
+        selector = {"fieldSelector": f"spec.driver={driver}"}
+        return self._read(Listing.SLICES, f"{RESOURCE_GROUP}/resourceslices", read_slices, selector)
+
+    def _read(
+        self, listing: Listing, path: str, read: Callable[[bytes], Page[T]], selectors: Mapping[str, str] | None = None
+    ) -> list[T]:
+        """All objects of a list, without the fields in which tenants may write anything."""
+        try:
+            return [item for page in pages(self._client, path, read, selectors) for item in page.items or ()]
+        except ApiError as error:
+            self._record(listing, error)
+        except msgspec.MsgspecError as error:
+            self._unreadable[listing] = ReadFailure(str(error))
+        return []
+
+    def _version(self) -> str:
+        return str(self._client.get_object("/version").get("gitVersion", ""))
+
+    def _plans(self) -> Mapping[str, GpuNodePlan] | None:
+        try:
+            items = list(objects(self._client, PATH))
+            self._planned_at |= {item["metadata"]["name"]: at for item in items if (at := written_at(item, CONTROLLER))}
+            return {item["metadata"]["name"]: msgspec.convert(item, GpuNodePlan) for item in items}
+        except ApiError as error:
+            if error.status == NOT_FOUND:
+                return None
+            self._record(Listing.PLANS, error)
+        except msgspec.ValidationError as error:
+            self._unreadable[Listing.PLANS] = ReadFailure(str(error))
+        return {}
+
+    def _list(self, listing: Listing, path: str, fields: str = "") -> list[Object]:
+        try:
+            return list(objects(self._client, path, {"fieldSelector": fields} if fields else {}))
+        except ApiError as error:
+            self._record(listing, error)
+            return []
+
+    def _list_named(self, path: str, name: str) -> list[Object]:
+        """Objects of one name; a failure is not recorded, because no check depends on them."""
+        try:
+            return list(objects(self._client, path, {"fieldSelector": f"metadata.name={name}"}))
+        except ApiError:
+            return []
+
+    def _record(self, listing: Listing, error: ApiError) -> None:
+        if error.status is None:
+            raise error
+        self._unreadable[listing] = ReadFailure(str(error), error.status == FORBIDDEN)

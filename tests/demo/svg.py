@@ -1,0 +1,49 @@
+"""The GPUs of a cluster and the pods on them as an SVG image, with colours for light and dark pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import groupby
+
+from tests.demo.picture import USES, Row
+
+BAR_X, BAR_WIDTH, BAR_HEIGHT, LINE = 130, 760, 22, 30
+FILLS = {"gpu": "#2f7d4f", "mig": "#2a6f97", "share": "#a06a1c"}
+TEXT = "#7d8590"
+"""A grey that is legible on white and on black."""
+
+
+def svg(rows: Sequence[Row]) -> str:
+    """One bar a GPU below the name of its node; a coloured field is a pod, an outlined one is free."""
+    lines: list[str] = []
+    y = 0
+    for node, gpus in groupby(rows, key=lambda row: (row.node, row.product)):
+        y += LINE
+        lines.append(_text(0, y - 8, " · ".join(filter(None, node)), TEXT, "font-weight='bold'"))
+        for row in gpus:
+            lines += _bar(row, y)
+            y += LINE
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {BAR_X + BAR_WIDTH} {y}' "
+    return "\n".join([f"{head}font-family='monospace' font-size='11'>", *lines, "</svg>", ""])
+
+
+def _bar(row: Row, y: int) -> Iterator[str]:
+    yield _text(0, y + 15, f"gpu-{row.gpu}", TEXT)
+    yield _text(55, y + 15, USES[row.kind][0], FILLS[row.kind])
+    width = BAR_WIDTH / row.cells
+    taken = {cell for span in row.spans for cell in range(span.start, span.start + span.size)}
+    for cell in sorted(set(range(row.cells)) - taken):
+        yield _field(BAR_X + cell * width, y, width, f"fill='none' stroke='{TEXT}' stroke-dasharray='3'")
+    for span in sorted(row.spans):
+        x = BAR_X + span.start * width
+        yield _field(x, y, span.size * width, f"fill='{FILLS[row.kind]}'")
+        yield _text(x + 6, y + 15, span.label, "#ffffff")
+
+
+def _field(x: float, y: int, width: float, style: str) -> str:
+    return f"<rect x='{x + 1:g}' y='{y}' width='{width - 2:g}' height='{BAR_HEIGHT}' rx='3' {style}/>"
+
+
+def _text(x: float, y: int, text: str, fill: str, style: str = "") -> str:
+    return f"<text x='{x:g}' y='{y}' fill='{fill}' {style}>{escape(text)}</text>"

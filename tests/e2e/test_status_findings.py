@@ -1,0 +1,144 @@
+"""What ``tessera status`` has to find on a real cluster, where nothing but the API server can tell it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from driver.errors import ApiError
+from driver.model.plan import FENCE
+from tests.harness.cluster import Cluster
+from tests.harness.progress import Progress
+from tests.harness.settings import Settings
+from tests.harness.waiting import wait_for
+from tests.support.chart import install
+from tests.support.controller import ControllerProcess
+from tests.support.disks import fill, small_disk
+from tests.support.plugin import PluginFlags, PluginProcess
+from tests.support.status import SEEN_S, told
+from tests.support.workloads import RUNNING_S, Workloads, request
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+POLICIES = "/apis/admissionregistration.k8s.io/v1"
+NOTICED_S = 120.0
+"""A kubelet that has ended is noticed after 40 s, a plugin that has ended after 30 s."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    binaries = os.environ.get("TESSERA_BINARIES")
+    settings = Settings(name="findings", binaries=Path(binaries) if binaries else None)
+    with Cluster.start(settings, Progress()) as running:
+        install(running)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plugin(cluster: Cluster) -> Iterator[PluginProcess]:
+    """Its state directory is a file system of its own."""
+    process = PluginProcess(cluster, cluster.nodes[0], PluginFlags(gpus="sim:h100-1", health_address="127.0.0.1:0"))
+    with small_disk(process.state_dir, "16m"):
+        process.spawn()
+        process.wait_ready()
+        yield process
+        process.stop()
+
+
+@pytest.fixture(scope="module")
+def controller(cluster: Cluster, plugin: PluginProcess) -> Iterator[ControllerProcess]:
+    process = ControllerProcess(cluster)
+    process.start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture(autouse=True)
+def sound(cluster: Cluster, controller: ControllerProcess) -> None:
+    """Nothing is found before the test, but for what is reported for 10 minutes; what a test breaks it mends."""
+
+    def nothing_found() -> bool:
+        found = {check: text for check, text in told(cluster).items() if check != "directories"}
+        if found:
+            raise ApiError(str(found))
+        return True
+
+    wait_for(nothing_found, NOTICED_S, "nothing is found")
+
+
+def finds(cluster: Cluster, check: str, message: str) -> None:
+    wait_for(lambda: message in told(cluster).get(check, ""), NOTICED_S, f"{check}: {message}")
+
+
+@pytest.mark.parametrize("part", ["validatingadmissionpolicies", "validatingadmissionpolicybindings"])
+def test_a_fence_without_its_policy_or_binding(cluster: Cluster, part: str) -> None:
+    cluster.api.request("DELETE", f"{POLICIES}/{part}/{FENCE}")
+    finds(cluster, "policies", FENCE)
+    install(cluster)
+    wait_for(lambda: "policies" not in told(cluster), SEEN_S, "it is back")
+
+
+def test_a_state_directory_that_is_full(cluster: Cluster, plugin: PluginProcess) -> None:
+    filler = fill(plugin.state_dir)
+    try:
+        finds(cluster, "directories", "no claim can be prepared since")
+    finally:
+        filler.unlink()
+    wait_for(lambda: "no claim can be" not in told(cluster).get("directories", ""), SEEN_S, "it is writable again")
+
+
+def test_a_cdi_directory_that_was_removed(cluster: Cluster, plugin: PluginProcess) -> None:
+    workloads = Workloads(cluster)
+    workloads.pod("keeps", workloads.claim("keeps", request("gpu-training")))
+    workloads.running("keeps")
+    (spec,) = plugin.cdi_specs()
+    content = spec.read_bytes()
+    shutil.rmtree(plugin.node.cdi_dir)
+    finds(cluster, "directories", "was missing: it is created again")
+    wait_for(lambda: spec.exists() and spec.read_bytes() == content, SEEN_S, "the spec is back")
+    workloads.delete_all()
+    workloads.wait_until_gone()
+
+
+@pytest.mark.slow
+def test_a_claim_that_can_never_be_met_and_one_that_no_controller_explains(
+    cluster: Cluster, controller: ControllerProcess
+) -> None:
+    workloads = Workloads(cluster)
+    never = request("gpu-training", selector='device.attributes["gpu.tessera.dev"].productName == "B999"')
+    workloads.pod("never", workloads.claim("never", never))
+    finds(cluster, "claims", "claim default/never is pending, and not because GPUs are held: NothingMatches")
+    workloads.delete_all()
+    workloads.wait_until_gone()
+    controller.kill()
+    try:
+        workloads.pod("unexplained", workloads.claim("unexplained", never))
+        finds(cluster, "claims", "claim default/unexplained is pending, and no controller reports why")
+        workloads.delete_all()
+        workloads.wait_until_gone()
+    finally:
+        controller.start()
+    wait_for(lambda: "controller" not in told(cluster), NOTICED_S, "the controller leads again")
+
+
+@pytest.mark.slow
+def test_a_plugin_that_was_killed(cluster: Cluster, plugin: PluginProcess) -> None:
+    plugin.kill()
+    finds(cluster, "node plugins", plugin.node.name)
+    plugin.start()
+    wait_for(lambda: set(told(cluster)) <= {"directories"}, RUNNING_S, "it publishes again")
+
+
+@pytest.mark.slow
+def test_a_node_whose_kubelet_has_ended(cluster: Cluster, plugin: PluginProcess) -> None:
+    node = cluster.node(plugin.node.name)
+    node.kill_kubelet()
+    try:
+        finds(cluster, "node plugins", "its Node is not ready")
+    finally:
+        node.start_kubelet()
+    wait_for(lambda: set(told(cluster)) <= {"directories"}, NOTICED_S, "the node is ready again")

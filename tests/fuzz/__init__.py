@@ -1,0 +1,1 @@
+"""Hostile objects against the controller's reading and deciding: ``python -m tests.fuzz --help``."""

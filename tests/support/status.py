@@ -1,0 +1,31 @@
+"""``tessera status`` as a command, against a real cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
+from tests.support.plugin import COMMAND_S, TESSERA
+
+SEEN_S = 60.0
+
+
+def status(cluster: Cluster, *flags: str) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code of ``tessera status``, and what it says of each check."""
+    command = [TESSERA, "status", "--kubeconfig", str(cluster.kubeconfig), "-o", "json", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    assert not done.stderr, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def told(cluster: Cluster) -> dict[str, str]:
+    """Listing ``tessera status`` finds wrong: message by check."""
+    _, checks = status(cluster)
+    return {c["check"]: "; ".join(f"{f['about']} {f['message']}" for f in c["findings"]) for c in checks if not c["ok"]}
+
+
+def wait_sound(cluster: Cluster) -> None:
+    wait_for(lambda: not told(cluster), SEEN_S, "all is well")

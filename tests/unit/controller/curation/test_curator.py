@@ -1,0 +1,233 @@
+"""What is offered on small fleets that one can look through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from controller.cluster.fleet import Fleet
+from controller.curation.curator import CurationSettings, Curator
+from controller.demand.demand import Demand
+from driver.model.device import DeviceKind
+from driver.model.plan import Offer
+from driver.placement import FULL, SHARE, Key, Ranking
+from tests.support.fleets import SMALL, holding, node, partition, take
+
+CURATOR = Curator(Ranking())
+
+
+def fleet_of(*names: str, gpus: int = 2, shares: int = 0) -> Fleet:
+    return Fleet.of(entry for name in names for entry in node(name, gpus, shares=shares))
+
+
+def offer(uuid: str, profile: str, start: int) -> Offer:
+    return Offer(uuid, DeviceKind.PARTITION, profile, start)
+
+
+def of_key(offers: Iterable[Offer], key: Key) -> list[str]:
+    """The offers of ``key``, spelled as people read them."""
+    return sorted(str(offer) for offer in offers if (offer.type, offer.profile) == key)
+
+
+def gpus_of(offers: Iterable[Offer], key: Key) -> set[str]:
+    return {offer.gpu for offer in offers if (offer.type, offer.profile) == key}
+
+
+def test_two_of_everything_stand_though_nobody_waits() -> None:
+    offers = CURATOR.curate(fleet_of("a", "b", "c")).offers
+    for key in (
+        FULL,
+        *map(partition, ("1g.10gb", "1g.10gb+me", "1g.20gb", "2g.20gb", "3g.40gb", "4g.40gb", "7g.80gb")),
+    ):
+        assert len(of_key(offers, key)) == 2, key
+    assert not of_key(offers, SHARE)
+    assert len(offers) == 16
+
+
+def test_partitions_gather_on_the_node_that_is_cut_already() -> None:
+    fleet = holding(fleet_of("a", "b", "c", gpus=8), {"b/5": "mig-1g10gb-6"})
+    offers = CURATOR.curate(fleet).offers
+    assert {offer.gpu.split("/")[0] for offer in offers} == {"b"}
+    assert of_key(offers, SMALL) == ["b/5/1g.10gb@4", "b/5/1g.10gb@5"]
+    assert "b/5" not in gpus_of(offers, FULL)
+
+
+def test_a_burst_finds_an_offer_for_every_claim_and_cuts_as_few_gpus_as_it_can() -> None:
+    offers = CURATOR.curate(fleet_of("a", "b", gpus=8), [Demand(SMALL, 21)]).offers
+    assert len(of_key(offers, SMALL)) == 21
+    assert gpus_of(offers, SMALL) == {"a/0", "a/1", "a/2"}
+
+
+def test_demand_beyond_what_fits_gets_what_fits() -> None:
+    offers = CURATOR.curate(fleet_of("a"), [Demand(partition("3g.40gb"), 100)]).offers
+    assert len(of_key(offers, partition("3g.40gb"))) == 4
+
+
+def test_claims_that_only_some_gpus_serve_find_offers_there_on_top_of_everyone_elses() -> None:
+    fleet = fleet_of("a", "b", gpus=4)
+    narrow, wide = frozenset({"b/3"}), frozenset({"b/2", "b/3"})
+    offers = CURATOR.curate(fleet, [Demand(SMALL, 2, narrow), Demand(SMALL, 3, wide), Demand(SMALL, 1)]).offers
+    small = [offer for offer in offers if (offer.type, offer.profile) == SMALL]
+    assert sum(offer.gpu in narrow for offer in small) >= 2
+    assert sum(offer.gpu in wide for offer in small) >= 5
+    assert len(small) == 6
+
+
+def test_demand_for_what_the_fleet_lacks_is_left_aside() -> None:
+    fleet = fleet_of("a")
+    waiting = [Demand(partition("1g.5gb"), 3), Demand(SHARE), Demand(SMALL, 9, frozenset({"gone/0"}))]
+    offers = CURATOR.curate(fleet, waiting).offers
+    assert set(CURATOR.curate(fleet).offers) <= set(offers)
+    assert len(of_key(offers, SMALL)) == 9
+
+
+CLIQUES = tuple(frozenset(f"{name}/{number}" for number in range(4)) for name in "abc")
+
+
+def test_gpus_asked_for_together_are_offered_in_one_clique() -> None:
+    fleet = holding(fleet_of("a", "b", "c", gpus=4), {"a/1": "mig-1g10gb-6", "c/1": "full"})
+    offers = CURATOR.curate(fleet, [Demand(FULL, 4, together=CLIQUES)]).offers
+    assert of_key(offers, FULL) == [f"b/{number}/full" for number in range(4)]
+
+
+def test_two_claims_for_whole_cliques_get_two_cliques() -> None:
+    fleet = fleet_of("a", "b", "c", gpus=4)
+    offers = CURATOR.curate(fleet, [Demand(FULL, 4, together=CLIQUES)] * 2).offers
+    assert gpus_of(offers, FULL) == CLIQUES[0] | CLIQUES[1]
+
+
+def test_a_clique_that_is_offered_already_is_not_exchanged_for_another() -> None:
+    fleet = fleet_of("a", "b", "c", gpus=4)
+    published = [Offer(uuid, DeviceKind.FULL) for uuid in sorted(CLIQUES[2])]
+    offers = CURATOR.curate(fleet, [Demand(FULL, 4, together=CLIQUES)], published).offers
+    assert gpus_of(offers, FULL) == CLIQUES[2]
+
+
+def test_together_where_nothing_has_room_asks_for_nothing() -> None:
+    fleet = holding(fleet_of("a", gpus=4), {"a/1": "full"})
+    assert CURATOR.curate(fleet, [Demand(FULL, 4, together=CLIQUES)]).offers == CURATOR.curate(fleet).offers
+
+
+def test_partitions_of_one_gpu_are_asked_for_together_too() -> None:
+    fleet = holding(fleet_of("a"), {"a/0": "mig-3g40gb-4 mig-1g10gb-3 mig-1g10gb-2"})
+    singles = tuple(frozenset({uuid}) for uuid in fleet.gpus)
+    offers = CURATOR.curate(fleet, [Demand(SMALL, 3, together=singles)]).offers
+    assert sum(offer.gpu == "a/1" for offer in offers if (offer.type, offer.profile) == SMALL) >= 3
+
+
+def test_an_offer_that_is_only_a_little_worse_stays() -> None:
+    fleet = holding(fleet_of("a", "b", "c"), {"a/0": "mig-1g10gb-6"})
+    little = offer("a/0", "3g.40gb", 0)
+    best = CURATOR.curate(fleet)
+    assert little in best.offers
+    patient = Curator(CURATOR.ranking, CurationSettings(offers=1, stickiness=100.0))
+    worse = offer("c/1", "1g.10gb", 0)
+    assert worse in patient.curate(fleet, published=[worse]).offers
+
+
+def test_an_offer_that_is_clearly_worse_is_exchanged_and_says_for_what() -> None:
+    fleet = holding(fleet_of("a", "b"), {"a/0": "mig-1g10gb-6"})
+    worse = offer("b/1", "1g.10gb", 0)
+    curation = CURATOR.curate(fleet, published=[worse])
+    [taken] = curation.taken_back
+    assert (taken.offer, taken.reason) == (worse, "worse")
+    assert taken.terms is not None
+    assert taken.better is not None
+    assert taken.terms.growth > taken.better.growth + CURATOR.settings.stickiness
+
+
+def test_an_offer_that_somebody_got_is_gone_and_another_takes_its_place() -> None:
+    fleet = fleet_of("a", "b")
+    before = CURATOR.curate(fleet).offers
+    got = next(offer for offer in before if (offer.type, offer.profile) == SMALL)
+    after = CURATOR.curate(take(fleet, got), published=before)
+    assert got in [entry.offer for entry in after.taken_back if entry.reason == "gone"]
+    assert len(of_key(after.offers, SMALL)) == 2
+
+
+def test_what_a_burst_left_over_is_taken_back_as_surplus() -> None:
+    fleet = fleet_of("a", "b")
+    before = CURATOR.curate(fleet, [Demand(SMALL, 9)]).offers
+    after = CURATOR.curate(fleet, published=before)
+    assert [entry.reason for entry in after.taken_back] == ["surplus"] * 7
+
+
+def test_a_protected_offer_is_kept_beside_the_better_ones() -> None:
+    fleet = holding(fleet_of("a", "b"), {"a/0": "mig-1g10gb-6"})
+    worse = offer("b/1", "1g.10gb", 0)
+    assert worse in CURATOR.curate(fleet, published=[worse], protected=[worse]).offers
+
+
+def test_shares_are_offered_on_the_gpu_that_is_shared_already() -> None:
+    fleet = holding(fleet_of("a", "b", shares=4), {"b/1": "share-2"})
+    assert of_key(CURATOR.curate(fleet).offers, SHARE) == ["b/1/share-0", "b/1/share-1"]
+
+
+def divided(fleet: Fleet, *uuids: str) -> Fleet:
+    """``fleet`` with these GPUs divided into six shares."""
+    return Fleet({**fleet.gpus, **{uuid: replace(fleet.gpus[uuid], shares=6) for uuid in uuids}})
+
+
+@pytest.mark.parametrize("product", ["NVIDIA H100 80GB HBM3", "NVIDIA L40S"])
+def test_full_gpus_that_have_shares_are_offered_after_all_others(product: str) -> None:
+    free = Fleet.of(entry for name in "ab" for entry in node(name, 4, product))
+    fleet, last = divided(free, "a/0", "b/3"), {"a/0", "b/3"}
+    offers: Iterable[Offer] = ()
+    for taken in range(8):
+        offers = CURATOR.curate(fleet, published=list(offers)).offers
+        offered = gpus_of(offers, FULL)
+        assert len(offered & last) == max(0, min(2, 8 - taken) - (6 - min(taken, 6))), taken
+        fleet = take(fleet, Offer(min(offered - last or offered), DeviceKind.FULL))
+
+
+def test_a_full_gpu_that_has_shares_is_taken_back_once_another_is_free() -> None:
+    shared = Offer("a/0", DeviceKind.FULL)
+    busy = divided(holding(fleet_of("a"), {"a/1": "full"}), "a/0")
+    assert shared in CURATOR.curate(busy).offers
+    once = Curator(CURATOR.ranking, CurationSettings(offers=1))
+    [taken] = once.curate(divided(fleet_of("a"), "a/0"), published=[shared]).taken_back
+    assert (taken.offer, taken.reason) == (shared, "worse")
+
+
+def test_full_gpus_together_are_offered_where_none_of_them_has_shares() -> None:
+    fleet = divided(holding(fleet_of("a", "b", gpus=4), {"a/1": "full", "a/2": "full"}), "a/0")
+    cliques = [frozenset(f"{name}/{number}" for number in range(4)) for name in "ab"]
+    offers = CURATOR.curate(fleet, [Demand(FULL, 2, together=tuple(cliques))]).offers
+    assert gpus_of(offers, FULL) == {"b/0", "b/1"}
+
+
+def test_the_first_partition_leaves_the_gpus_that_have_shares_alone() -> None:
+    offers = CURATOR.curate(divided(fleet_of("a", gpus=8), "a/0", "a/3"), [Demand(SMALL, 7)]).offers
+    assert gpus_of(offers, SMALL) == {"a/1"}
+
+
+@pytest.mark.parametrize(
+    ("change", "offered"),
+    [
+        pytest.param({"fault": "fell off the bus"}, set(), id="faulty"),
+        pytest.param({"uses": frozenset({DeviceKind.FULL})}, {"gpu"}, id="dedicated to training"),
+        pytest.param({"shares": 2, "shares_only": True}, {"share"}, id="shares only"),
+        pytest.param({"foreign": 0b11111110}, {"mig"}, id="one slice left by others"),
+    ],
+)
+def test_a_gpu_offers_what_it_may(change: dict[str, object], offered: set[str]) -> None:
+    [entry] = node("a", 1)
+    fleet = Fleet.of([replace(entry, **change)])  # type: ignore[arg-type]
+    assert {str(offer.type) for offer in CURATOR.curate(fleet).offers} == offered
+
+
+def test_an_offer_says_which_requests_it_costs_how_much() -> None:
+    fleet = holding(fleet_of("a", gpus=1), {"a/0": "mig-1g10gb-6"})
+    terms = CURATOR.curate(fleet).offers[offer("a/0", "1g.10gb", 4)]
+    clique = CURATOR.ranking.clique((CURATOR.ranking.gpu(fleet.gpus["a/0"].state),))
+    best = clique.best(SMALL)
+    assert best is not None
+    assert best.terms == terms
+    assert terms.free == terms.clique_free == 7
+    grown = clique.growth_by_class(best.position, best.spot)
+    assert grown["4g.40gb"] == -1
+    assert grown["2g.20gb"] == 1
+    weights = CURATOR.ranking.measure.classes(fleet.gpus["a/0"].state)
+    assert sum(weights[name] * grown[name] for name in grown) == pytest.approx(terms.growth)

@@ -1,0 +1,203 @@
+"""Where a pod may run, and what it asks for without a claim: its part in what must be offered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from controller.demand.demand import Demand, demand_of
+from driver.kube.types import Pod
+from driver.placement import FULL as FULL_KEY
+from tests.support.queues import FULL, Situation, node_of, request
+
+TRAINING = {"pool": "training", "slots": "8"}
+ON_A, ON_B, ON_BOTH = frozenset({"a/0", "a/1"}), frozenset({"b/0", "b/1"}), None
+
+
+def required(*terms: dict[str, Any]) -> dict[str, Any]:
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
+
+
+def expressions(key: str, operator: str, *values: str) -> dict[str, Any]:
+    return {"matchExpressions": [{"key": key, "operator": operator, "values": values}]}
+
+
+def fields(operator: str, *values: str) -> dict[str, Any]:
+    return {"matchFields": [{"key": "metadata.name", "operator": operator, "values": values}]}
+
+
+def two_nodes() -> Situation:
+    """Node a is labelled for training, b isn't labelled at all."""
+    there = Situation([*node_of("a"), *node_of("b")])
+    there.node("a", TRAINING)
+    return there
+
+
+@pytest.mark.parametrize(
+    ("pod", "eligible"),
+    [
+        pytest.param({}, ON_BOTH, id="no wish"),
+        pytest.param({"nodeName": "b"}, ON_B, id="node name"),
+        pytest.param({"nodeSelector": {"pool": "training"}}, ON_A, id="node selector"),
+        pytest.param({"affinity": required(expressions("pool", "In", "dev", "training"))}, ON_A, id="In"),
+        pytest.param({"affinity": required(expressions("pool", "NotIn", "training"))}, ON_B, id="NotIn, without label"),
+        pytest.param({"affinity": required(expressions("pool", "NotIn", "dev"))}, ON_BOTH, id="NotIn, another value"),
+        pytest.param({"affinity": required(expressions("pool", "Exists"))}, ON_A, id="Exists"),
+        pytest.param({"affinity": required(expressions("pool", "DoesNotExist"))}, ON_B, id="DoesNotExist"),
+        pytest.param({"affinity": required(expressions("slots", "Gt", "7"))}, ON_A, id="Gt"),
+        pytest.param({"affinity": required(expressions("slots", "Lt", "9"))}, ON_A, id="Lt"),
+        pytest.param({"affinity": required(fields("In", "b"))}, ON_B, id="field In"),
+        pytest.param({"affinity": required(fields("NotIn", "b"))}, ON_A, id="field NotIn"),
+        pytest.param(
+            {"affinity": required(expressions("pool", "Exists"), fields("In", "b"))}, ON_BOTH, id="one term is enough"
+        ),
+        pytest.param({"affinity": {"podAffinity": {}}}, ON_BOTH, id="affinity to pods is the scheduler's business"),
+    ],
+)
+def test_demand_is_for_gpus_of_nodes_where_the_pod_may_run(
+    pod: dict[str, Any], eligible: frozenset[str] | None
+) -> None:
+    there = two_nodes().wants(request(selector=FULL), **pod)
+    assert demand_of(there.queue) == [Demand(FULL_KEY, 1, eligible)]
+
+
+@pytest.mark.parametrize(
+    "affinity",
+    [
+        pytest.param(required({}), id="a term without expressions"),
+        pytest.param(required(expressions("slots", "Gt", "8")), id="Gt the same number"),
+        pytest.param(required(expressions("pool", "Gt", "8")), id="Gt of no number"),
+        pytest.param(required({**expressions("pool", "Exists"), **fields("In", "b")}), id="a contradiction"),
+        pytest.param(required(expressions("pool", "Like", "training")), id="an operator nobody knows"),
+    ],
+)
+def test_affinity_that_no_node_meets_leaves_no_demand(affinity: dict[str, Any]) -> None:
+    assert demand_of(two_nodes().wants(request(selector=FULL), affinity=affinity).queue) == []
+
+
+TAINT = {"key": "gpus", "value": "reserved", "effect": "NoSchedule"}
+
+
+@pytest.mark.parametrize(
+    ("taint", "tolerations", "eligible"),
+    [
+        pytest.param(TAINT, [], ON_A, id="not tolerated"),
+        pytest.param(TAINT, [{"key": "gpus", "value": "reserved", "effect": "NoSchedule"}], ON_BOTH, id="the same"),
+        pytest.param(TAINT, [{"key": "gpus", "operator": "Exists"}], ON_BOTH, id="by key"),
+        pytest.param(TAINT, [{"operator": "Exists"}], ON_BOTH, id="everything"),
+        pytest.param(TAINT, [{"key": "gpus", "value": "free"}], ON_A, id="another value"),
+        pytest.param(TAINT, [{"key": "gpus", "operator": "Exists", "effect": "NoExecute"}], ON_A, id="another effect"),
+        pytest.param({**TAINT, "effect": "NoExecute"}, [], ON_A, id="NoExecute"),
+        pytest.param({**TAINT, "effect": "PreferNoSchedule"}, [], ON_BOTH, id="only a preference"),
+    ],
+)
+def test_taints_keep_demand_away_unless_tolerated(
+    taint: dict[str, str], tolerations: list[dict[str, str]], eligible: frozenset[str] | None
+) -> None:
+    there = two_nodes()
+    there.node("b", taints=[taint])
+    there.wants(request(selector=FULL), tolerations=tolerations)
+    assert demand_of(there.queue) == [Demand(FULL_KEY, 1, eligible)]
+
+
+def test_a_cordoned_node_gets_no_demand_unless_the_pod_tolerates_that() -> None:
+    there = two_nodes()
+    there.node("b", unschedulable=True)
+    there.wants(request(selector=FULL))
+    tolerant = [{"key": "node.kubernetes.io/unschedulable", "operator": "Exists"}]
+    there.wants(request(selector=FULL), name="tolerant", tolerations=tolerant)
+    assert demand_of(there.queue) == [Demand(FULL_KEY, 1, ON_A), Demand(FULL_KEY, 1)]
+
+
+def test_gpus_of_a_node_that_is_gone_get_no_demand() -> None:
+    there = two_nodes().wants(request(selector=FULL))
+    del there.nodes["b"]
+    assert demand_of(there.queue) == [Demand(FULL_KEY, 1, ON_A)]
+
+
+def container(resource: str, amount: str, **more: Any) -> dict[str, Any]:
+    return {"name": "main", "resources": {"limits": {resource: amount}, "requests": {resource: amount}}, **more}
+
+
+def by_resource(**pod: Any) -> Situation:
+    """A pod without claims; the class for full GPUs answers to nvidia.com/gpu."""
+    there = two_nodes()
+    there.device_class("gpu-training", FULL, extendedResourceName="nvidia.com/gpu")
+    there.pod("old", **pod)
+    return there
+
+
+GPU, IMPLICIT = "nvidia.com/gpu", "deviceclass.resource.kubernetes.io/gpu-training"
+
+
+@pytest.mark.parametrize(
+    ("pod", "count"),
+    [
+        pytest.param({"containers": [container(GPU, "1")]}, 1, id="one"),
+        pytest.param({"containers": [{"resources": {"limits": {GPU: "2"}}}]}, 2, id="limits without requests"),
+        pytest.param({"containers": [container(IMPLICIT, "1")]}, 1, id="by the name of the class"),
+        pytest.param({"containers": [container(GPU, "1"), container(GPU, "1")]}, 2, id="two containers"),
+        pytest.param(
+            {"initContainers": [container(GPU, "2")], "containers": [container(GPU, "1")]}, 2, id="a hungry beginning"
+        ),
+        pytest.param(
+            {"initContainers": [container(GPU, "1", restartPolicy="Always")], "containers": [container(GPU, "1")]},
+            2,
+            id="a sidecar",
+        ),
+    ],
+)
+def test_a_pod_that_asks_by_extended_resource_makes_demand_before_it_has_a_claim(
+    pod: dict[str, Any], count: int
+) -> None:
+    [demand] = demand_of(by_resource(**pod).queue)
+    assert (demand.key, demand.count, demand.eligible) == (FULL_KEY, count, None)
+
+
+def test_devices_of_two_containers_are_asked_of_one_node() -> None:
+    there = by_resource(containers=[container(GPU, "1"), container(GPU, "1")])
+    assert set(demand_of(there.queue)[0].together) == {ON_A, ON_B}
+
+
+@pytest.mark.parametrize(
+    "pod",
+    [
+        pytest.param({"containers": [container("cpu", "2")]}, id="no device at all"),
+        pytest.param({"containers": [container("example.com/fpga", "1")]}, id="a resource without a class"),
+        pytest.param({"containers": [container(GPU, "1")], "nodeName": "a"}, id="placed already"),
+        pytest.param(
+            {
+                "containers": [container(GPU, "1")],
+                "status": {"extendedResourceClaimStatus": {"resourceClaimName": "old-x1"}},
+            },
+            id="has its claim",
+        ),
+    ],
+)
+def test_a_pod_makes_no_demand_of_its_own_when_it_asks_for_or_has(pod: dict[str, Any]) -> None:
+    assert demand_of(by_resource(**pod).queue) == []
+
+
+def test_of_two_classes_with_one_extended_resource_the_newer_counts() -> None:
+    there = by_resource(containers=[container(GPU, "1")])
+    old, new = "2026-01-01T00:00:00Z", "2026-06-01T00:00:00Z"
+    newer = msgspec.structs.replace
+    there.device_class("a-new-one", 'device.driver == "other.example.com"', extendedResourceName=GPU)
+    for name, made in (("gpu-training", old), ("a-new-one", new)):
+        known = there.classes[name]
+        there.classes[name] = newer(known, metadata=newer(known.metadata, creation_timestamp=made))
+    assert demand_of(there.queue) == []
+
+
+def test_objects_are_read_from_json_and_what_is_not_needed_is_skipped() -> None:
+    raw = b"""{"kind": "Pod", "metadata": {"name": "p", "namespace": "n", "managedFields": [{}]},
+      "spec": {"nodeSelector": {"a": "b"}, "volumes": [{"name": "v"}],
+               "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "t"}]},
+      "status": {"phase": "Pending", "nominatedNodeName": "a",
+                 "resourceClaimStatuses": [{"name": "gpu", "resourceClaimName": "p-gpu-1"}]}}"""
+    pod = msgspec.json.decode(raw, type=Pod)
+    assert (pod.metadata.path, pod.spec.node_selector, pod.status.nominated_node_name) == ("n/p", {"a": "b"}, "a")
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b'{"metadata": {}}', type=Pod)

@@ -1,0 +1,96 @@
+"""What people find on claims and nodes, as Events of a real HTTP server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from controller.cluster.dedication import DEDICATED_TO
+from controller.cluster.fleet import Fleet
+from controller.explain.events import EventReporter
+from controller.explain.reasons import reasons_of
+from driver.kube.events import QUIET_S, Recorder
+from tests.support.api_server import Object, ObjectApi
+from tests.support.clock import FakeClock
+from tests.support.queues import FULL, Situation, node_of, request
+from tests.support.running import eventually, in_thread
+
+
+class Told:
+    """A reporter and what it has reported."""
+
+    def __init__(self, api: ObjectApi, clock: FakeClock, recorder: Recorder) -> None:
+        self.api = api
+        self.clock = clock
+        self.fleet = Fleet.of(node_of("a"))
+        self.reporter = EventReporter(recorder)
+
+    def labels(self, **labels: str) -> None:
+        """Look at a node with two GPUs whose labels these are, ``gpu_1`` for the one of that GPU."""
+        there = Situation(node_of("a"))
+        there.node("a", {f"{name.replace('_', '-')}.{DEDICATED_TO}": use for name, use in labels.items()})
+        self.reporter.labels(there.nodes.values(), there.nodes, self.fleet)
+
+    def events(self, namespace: str = "default") -> list[Object]:
+        return list(self.api.folder(f"/api/v1/namespaces/{namespace}/events").values())
+
+    def event(self, part: str) -> Object:
+        """The one Event, once its message has ``part``."""
+        eventually(lambda: [each for each in self.events() if part in each["message"]], f"an Event about {part}")
+        [found] = self.events()
+        return found
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    with ObjectApi() as api:
+        clock = FakeClock()
+        recorder = Recorder(api.server.client(), "tessera-controller", "controller-0", clock)
+        with in_thread(recorder.run, recorder.wake):
+            yield Told(api, clock, recorder)
+
+
+def test_a_node_is_told_of_its_wrong_labels_all_in_one_event(told: Told) -> None:
+    told.labels(gpu_0="traning", gpu_2="dev", gpu_1="dev")
+    event = told.event("traning")
+    assert "no GPU 2" in event["message"]
+    assert "gpu-1" not in event["message"]
+    assert (event["involvedObject"]["kind"], event["involvedObject"]["name"]) == ("Node", "a")
+    assert (event["reason"], event["type"]) == ("DedicationIgnored", "Warning")
+
+
+def test_it_is_told_again_only_when_something_else_is_wrong(told: Told) -> None:
+    told.labels(gpu_0="traning")
+    told.event("traning")
+    told.clock.advance(2 * QUIET_S)
+    told.labels(gpu_0="traning")
+    told.labels(gpu_0="trainings")
+    assert told.event("trainings is ignored")["count"] == 2
+
+
+def test_labels_that_are_right_are_no_news(told: Told) -> None:
+    told.labels(gpu_0="training")
+    told.labels(gpu_0="traning")
+    assert told.event("traning")["count"] == 1
+
+
+def test_a_reason_lies_on_the_claim_or_on_the_pod_that_has_none_yet(told: Told) -> None:
+    there = Situation(node_of("a", "full")).wants(request(selector=FULL))
+    there.device_class("gpu-training", FULL, extendedResourceName="nvidia.com/gpu")
+    there.pod("old", containers=[{"resources": {"requests": {"nvidia.com/gpu": "1"}}}])
+    told.reporter.claims(there.queue, reasons_of(there.queue))
+    eventually(lambda: len(told.events()) == 2, "an Event for each")
+    found = {event["involvedObject"]["kind"]: event for event in told.events()}
+    assert found["ResourceClaim"]["involvedObject"]["apiVersion"] == "resource.k8s.io/v1"
+    assert found["Pod"]["involvedObject"]["name"] == "old"
+    assert {event["reason"] for event in told.events()} == {"AllHeld"}
+
+
+def test_a_label_is_read_again_when_the_gpus_of_its_node_are_known(told: Told) -> None:
+    told.fleet = Fleet()
+    told.labels(gpu_2="dev")
+    there = Situation(node_of("a"))
+    there.node("a", {f"gpu-2.{DEDICATED_TO}": "dev"})
+    told.reporter.labels(there.nodes.values(), {}, Fleet.of(there.gpus))
+    assert told.event("no GPU 2")["count"] == 1

@@ -1,0 +1,230 @@
+"""Claims that wait though offers that would do stand: when that is reported, and what is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from controller.cluster.claim_index import PoolDevice
+from controller.cluster.node_views import PoolPart, incomplete_pools
+from controller.explain.reasons import ClaimReason, Code
+from controller.explain.unscheduled import GATES, Standing, UnscheduledClaims, satisfying
+from driver.model.plan import Offer, offer_of
+from tests.support.clock import FakeClock
+from tests.support.queues import DRIVER, FULL, SHARE, Situation, node_of, profile, request
+
+SMALL = profile("1g.10gb")
+MINUTE = 60.0
+SAYS_NO = "0/1 nodes are available: 1 cannot allocate all claims. still not schedulable"
+NO_CPU = "0/1 nodes are available: 1 Insufficient cpu."
+
+
+def refused(message: str) -> dict[str, Any]:
+    return {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}]}
+
+
+def offers(there: Situation, *names: str) -> dict[Offer, PoolDevice]:
+    """What stands: ``<node>/<device>``."""
+    found = {}
+    for entry in there.gpus:
+        for device in entry.devices:
+            if f"{entry.node}/{device.name}" in names:
+                found[offer_of(device)] = PoolDevice(f"{entry.node}-{DRIVER}", device.name)
+    assert len(found) == len(names)
+    return found
+
+
+class Watched:
+    """A situation and what stands in it, looked at again and again."""
+
+    def __init__(self, there: Situation, *standing: str) -> None:
+        self.there = there
+        self.clock = FakeClock()
+        self.unused = UnscheduledClaims(MINUTE, self.clock)
+        self.standing = standing
+        self.incomplete: Mapping[str, str] = {}
+        self.reasons()
+
+    def reasons(self) -> list[ClaimReason]:
+        return self.unused.reasons(self.there.queue, offers(self.there, *self.standing), self.incomplete)
+
+    def after(self, seconds: float) -> list[ClaimReason]:
+        self.clock.advance(seconds)
+        return self.reasons()
+
+    def told(self) -> str:
+        """What is said after a minute."""
+        [reason] = self.after(MINUTE)
+        assert reason.code is Code.UNUSED
+        return reason.sentence
+
+
+def waiting(message: str | None = SAYS_NO, **pod: Any) -> Situation:
+    """A claim for a small partition on two nodes of two H100."""
+    there = Situation([*node_of("a"), *node_of("b")])
+    return there.wants(request(selector=SMALL), status=None if message is None else refused(message), **pod)
+
+
+class TestWhen:
+    def test_a_claim_is_reported_after_a_minute_and_as_long_as_it_waits(self) -> None:
+        watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
+        assert watched.after(MINUTE - 1) == []
+        assert [each.claim for each in watched.after(1)] == ["default/claim"]
+        assert [each.claim for each in watched.after(600)] == ["default/claim"]
+
+    def test_the_minute_begins_with_the_offer_if_that_came_later(self) -> None:
+        watched = Watched(waiting())
+        watched.standing = ("a/gpu-0-mig-1g10gb-6",)
+        assert watched.after(600) == []
+        assert watched.after(MINUTE - 1) == []
+        assert watched.after(1)
+
+    def test_it_begins_anew_where_an_offer_was_away_for_a_while(self) -> None:
+        watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
+        watched.standing = ()
+        watched.after(50)
+        watched.standing = ("a/gpu-0-mig-1g10gb-6",)
+        assert watched.after(50) == []
+
+    def test_a_claim_that_got_a_device_meanwhile_is_not_reported(self) -> None:
+        watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
+        watched.there.claims.clear()
+        watched.there.holding("claim", "a", "gpu-0-mig-1g10gb-5")
+        assert watched.after(MINUTE) == []
+
+    @pytest.mark.parametrize(
+        ("standing", "pod"),
+        [
+            pytest.param(("a/gpu-0",), {}, id="of another kind"),
+            pytest.param(("a/gpu-0-mig-1g10gb-6",), {"nodeSelector": {"pool": "b"}}, id="where its pod may not run"),
+            pytest.param((), {}, id="none"),
+        ],
+    )
+    def test_offers_that_would_not_do_are_no_reason_to_report(self, standing: tuple[str, ...], pod: Any) -> None:
+        assert Watched(waiting(**pod), *standing).after(MINUTE) == []
+
+    def test_an_offer_that_no_longer_fits_beside_what_is_held_would_not_do(self) -> None:
+        there = Situation(node_of("a", "mig-7g80gb-0")).wants(request(selector=SMALL))
+        assert Watched(there, "a/gpu-0-mig-1g10gb-6").after(MINUTE) == []
+
+    def test_it_says_when_to_look_again_though_nothing_changed(self) -> None:
+        watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
+        watched.after(20)
+        assert watched.unused.next_s == pytest.approx(40)
+        watched.after(40)
+        assert watched.unused.next_s is None
+
+    def test_while_nobody_waits_there_is_no_time_to_look(self) -> None:
+        assert Watched(Situation(node_of("a")), "a/gpu-0").unused.next_s is None
+
+
+class TestWhatIsSaid:
+    def test_which_offer_stands_where_and_since_when(self) -> None:
+        told = Watched(waiting(), "a/gpu-0-mig-1g10gb-6").told()
+        assert "gpu-0-mig-1g10gb-6 of node a would do and is offered since 2026-11-21T00:16:40Z" in told
+
+    def test_a_scheduler_that_can_not_allocate_has_its_gates_doubted(self) -> None:
+        told = Watched(waiting(), "a/gpu-0-mig-1g10gb-6").told()
+        assert SAYS_NO in told
+        assert told.endswith(GATES)
+
+    def test_another_reason_of_the_schedulers_is_quoted_as_it_is(self) -> None:
+        told = Watched(waiting(NO_CPU), "a/gpu-0-mig-1g10gb-6").told()
+        assert f"the scheduler reports on pod pod-of-claim: {NO_CPU}" in told
+        assert GATES not in told
+
+    def test_a_pod_that_no_scheduler_looked_at_has_its_scheduler_asked_for(self) -> None:
+        told = Watched(waiting(None, schedulerName="nobody"), "a/gpu-0-mig-1g10gb-6").told()
+        assert "no scheduler has reported on pod pod-of-claim; does a scheduler named nobody run?" in told
+
+    def test_an_incomplete_pool_is_named_with_what_is_missing(self) -> None:
+        watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
+        watched.incomplete = incomplete_pools([PoolPart(f"a-{DRIVER}", 4, 3), PoolPart(f"a-{DRIVER}", 4, 3)])
+        told = watched.told()
+        assert f"takes nothing from the pool a-{DRIVER}, which is incomplete: it has 2 of the 3 slices" in told
+        assert "its generation 4" in told
+
+    def test_of_two_nodes_the_one_with_a_complete_pool_is_named(self) -> None:
+        watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6", "b/gpu-0-mig-1g10gb-6")
+        watched.incomplete = {f"a-{DRIVER}": "is incomplete"}
+        assert "of node b" in watched.told()
+
+    def test_a_pod_without_a_claim_yet_is_told_itself(self) -> None:
+        there = Situation(node_of("a"))
+        there.device_class("gpu-training", FULL, extendedResourceName="nvidia.com/gpu")
+        there.pod("old", containers=[{"resources": {"requests": {"nvidia.com/gpu": "1"}}}])
+        [reason] = Watched(there, "a/gpu-0").after(MINUTE)
+        assert (reason.claim, reason.of_pod) == ("default/old", True)
+
+
+class TestWhatWouldDo:
+    """Devices that stand, held against what a pod's claims ask for together."""
+
+    def found(self, there: Situation, *names: str) -> list[str]:
+        by_offer = {offer_of(device): (entry, device) for entry in there.gpus for device in entry.devices}
+        standing = [Standing(*by_offer[offer], name) for offer, name in offers(there, *names).items()]
+        queue = there.queue
+        wishes = queue.combinations(there.pods[0])
+        found = [satisfying(wish, standing, there.matching.value) for wish in wishes]
+        return [each.name.device for each in next(filter(None, found), ())]
+
+    def test_as_many_as_are_asked_for(self) -> None:
+        there = Situation(node_of("a")).wants(request(selector=FULL, count=2))
+        assert self.found(there, "a/gpu-0") == []
+        assert self.found(there, "a/gpu-0", "a/gpu-1") == ["gpu-0", "gpu-1"]
+
+    def test_not_the_same_memory_twice(self) -> None:
+        there = Situation(node_of("a")).wants(request(name="one", selector=FULL), request(name="two", selector=SMALL))
+        assert self.found(there, "a/gpu-0", "a/gpu-0-mig-1g10gb-6") == []
+        assert self.found(there, "a/gpu-0", "a/gpu-1-mig-1g10gb-6") == ["gpu-0", "gpu-1-mig-1g10gb-6"]
+
+    def test_the_first_choice_is_given_up_where_it_leaves_nothing_for_the_next_request(self) -> None:
+        there = Situation(node_of("a", shares=4))
+        there.wants(request(name="any", selector=f"({FULL}) || ({SMALL})"), request(name="full", selector=FULL))
+        assert self.found(there, "a/gpu-0", "a/gpu-1-mig-1g10gb-6") == ["gpu-1-mig-1g10gb-6", "gpu-0"]
+
+    @pytest.mark.parametrize(
+        ("constraint", "expected"),
+        [
+            ("matchAttribute", ["gpu-0-share-0", "gpu-0-share-1"]),
+            ("distinctAttribute", ["gpu-0-share-0", "gpu-1-share-0"]),
+        ],
+    )
+    def test_with_attributes_that_agree_or_differ(self, constraint: str, expected: list[str]) -> None:
+        there = Situation(node_of("a", shares=4))
+        rule = {constraint: f"{DRIVER}/parentUUID"}
+        there.wants(request(selector=SHARE, count=2), constraints=[rule])
+        names = ("a/gpu-0-share-0", "a/gpu-1-share-0", "a/gpu-0-share-1")
+        assert sorted(self.found(there, *names)) == expected
+        assert self.found(there, *(names[:2] if constraint == "matchAttribute" else names[::2])) == []
+
+    def test_the_claims_of_one_pod_are_met_together(self) -> None:
+        there = Situation(node_of("a"))
+        there.pod("pod", *(there.claim(f"claim-{n}", request(selector=FULL)) for n in range(2)))
+        assert self.found(there, "a/gpu-0") == []
+        assert self.found(there, "a/gpu-0", "a/gpu-1") == ["gpu-0", "gpu-1"]
+
+    def test_of_a_request_for_all_devices_nobody_knows(self) -> None:
+        there = Situation(node_of("a")).wants(request(selector=FULL, allocationMode="All"))
+        assert self.found(there, "a/gpu-0", "a/gpu-1") == []
+
+    def test_a_hopeless_search_ends(self) -> None:
+        there = Situation(node_of("a", gpus=8)).wants(
+            request(name="many", selector=SMALL, count=30), request(name="full", selector=FULL)
+        )
+        names = [
+            f"a/{d.name}" for entry in there.gpus for d in entry.devices if d.profile and d.profile.name == "1g.10gb"
+        ]
+        assert self.found(there, *names) == []
+
+
+class TestPools:
+    def test_a_pool_with_all_slices_of_its_newest_generation_is_complete(self) -> None:
+        assert incomplete_pools([PoolPart("a", 2, 2), PoolPart("a", 1, 5), PoolPart("a", 2, 2)]) == {}
+
+    @pytest.mark.parametrize("parts", [[(1, 2), (1, 2), (2, 2)], [(2, 2), (1, 2), (1, 2)]])
+    def test_slices_of_older_generations_do_not_count(self, parts: list[tuple[int, int]]) -> None:
+        found = incomplete_pools(PoolPart("a", *part) for part in parts)
+        assert found == {"a": "is incomplete: it has 1 of the 2 slices of its generation 2"}

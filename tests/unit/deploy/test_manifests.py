@@ -1,0 +1,214 @@
+"""The files that people install and edit: classes, examples, the admission policy, and what the docs say of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from driver.config.opaque import GpuConfig, MigDeviceConfig, ShareConfig, parse_parameters
+from driver.simulator.products import Product, find_product, product_names
+from tests.support.chart import EVENTS_OF_ALL_CLAIMS, EVENTS_OF_ONE_CLAIM, class_texts, notes, rendered
+
+PROJECT = Path(__file__).parents[3]
+EXAMPLES = sorted((PROJECT / "deploy" / "examples").glob("*.yaml"))
+DOCS = (PROJECT / "docs" / "workloads.md").read_text()
+
+GUARD = 'device.driver == "gpu.tessera.dev" && device.attributes["gpu.tessera.dev"]'
+PARTITIONS = "gpu-inference"
+ONE_SHARE = "one-share-of-a-gpu.gpu.tessera.dev"
+OF_ANOTHER_DRIVER = {"rdma-nic"}
+QUOTA_KEY = ".deviceclass.resource.k8s.io/devices"
+
+KINDS = {
+    "gpu-training": ("gpu", GpuConfig),
+    "gpu-inference": ("mig", MigDeviceConfig),
+    "gpu-dev": ("share", ShareConfig),
+}
+
+CLASSES = class_texts()
+PROFILE_CLASSES = [name for name in CLASSES if name.startswith(f"{PARTITIONS}-")]
+
+
+def name_of(file: Path) -> str:
+    return file.stem
+
+
+def profile_of(name: str) -> str:
+    """``gpu-inference-1g-10gb`` is for 1g.10gb."""
+    return name.removeprefix(f"{PARTITIONS}-").replace("-", ".")
+
+
+def load(name: str) -> dict[str, Any]:
+    [content] = yaml.safe_load_all(CLASSES[name])
+    assert isinstance(content, dict)
+    return content
+
+
+def walk(content: object) -> Iterator[dict[str, Any]]:
+    """Every object inside ``content``."""
+    if isinstance(content, dict):
+        yield content
+    for part in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
+        yield from walk(part)
+
+
+def parameters_in(content: object) -> list[dict[str, Any]]:
+    return [each["opaque"]["parameters"] for each in walk(content) if "opaque" in each]
+
+
+def products() -> list[Product]:
+    found = (find_product(name) for name in product_names())
+    return [product for product in found if product is not None]
+
+
+def named(card: str) -> list[Product]:
+    """The products of which people speak as ``card``: every word of it is a word of theirs."""
+    wanted = set(card.split())
+    names = (name for name in product_names() if wanted <= set(re.split(r"[^A-Za-z0-9]+", name)))
+    return [product for product in map(find_product, names) if product is not None]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_is_an_object_of_the_current_api(name: str) -> None:
+    content = load(name)
+    assert (content["apiVersion"], content["kind"]) == ("resource.k8s.io/v1", "DeviceClass")
+    assert content["metadata"] == {"name": name}
+    assert content["spec"].keys() == {"selectors", "config"}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_selects_what_its_name_says_by_one_guarded_expression(name: str) -> None:
+    [selector] = load(name)["spec"]["selectors"]
+    wanted = f'type == "{KINDS[name][0]}"' if name in KINDS else f'profile == "{profile_of(name)}"'
+    assert selector == {"cel": {"expression": f"{GUARD}.{wanted}"}}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_carries_parameters_of_its_kind_of_device(name: str) -> None:
+    [parameters] = parameters_in(load(name))
+    _, kind = KINDS[name if name in KINDS else PARTITIONS]
+    assert type(parse_parameters(parameters, name)) is kind
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_says_for_whom_it_is_what_it_promises_and_what_not(name: str) -> None:
+    head = CLASSES[name].partition("apiVersion")[0]
+    assert all(line.startswith("# ") for line in head.splitlines())
+    for said in (" for ", "Promises: ", "not promise: "):
+        assert said in head
+
+
+@pytest.mark.parametrize("name", PROFILE_CLASSES)
+def test_the_cards_that_a_class_names_have_its_profile_as_often_as_it_says(name: str) -> None:
+    [cards] = re.findall(r"Cards that have it: (.*)\.\n", CLASSES[name])
+    for group in cards.split("; "):
+        names, number = re.fullmatch(r"(.*) \((\d) a GPU\)", group).groups()  # type: ignore[union-attr]
+        for card in names.split(", "):
+            assert named(card), card
+            assert {product.by_name[profile_of(name)].max_instances for product in named(card)} == {int(number)}
+
+
+def test_every_partition_of_the_common_cards_has_a_class() -> None:
+    cards = ("A30", "A100 40GB", "A100 80GB", "H100 80GB", "H200", "B200")
+    profiles = {name for card in cards for product in named(card) for name in product.by_name}
+    # Media engines are for who asks by selector.
+    plain = {name for name in profiles if name.isalnum() or re.fullmatch(r"\dg\.\d+gb", name)}
+    assert {profile_of(name) for name in PROFILE_CLASSES} == plain
+
+
+def test_the_resource_name_for_unchanged_pods_is_there_and_off() -> None:
+    names = {"gpu-training": "nvidia.com/gpu", "gpu-dev": "nvidia.com/gpu.shared"}
+    names |= {name: f"nvidia.com/mig-{profile_of(name)}" for name in PROFILE_CLASSES}
+    switched_on = {}
+    for name, text in CLASSES.items():
+        text = text.replace("# extendedResourceName", "extendedResourceName")
+        switched_on[name] = yaml.safe_load(text)["spec"].get("extendedResourceName")
+    assert switched_on == {**names, PARTITIONS: None}
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=name_of)
+def test_an_example_names_only_what_exists(file: Path) -> None:
+    documents = list(yaml.safe_load_all(file.read_text()))
+    classes = {
+        each["deviceClassName"] for document in documents for each in walk(document) if "deviceClassName" in each
+    }
+    assert classes <= {*CLASSES, *OF_ANOTHER_DRIVER}
+    for parameters in parameters_in(documents):
+        parse_parameters(parameters, file.stem)
+    templates = {each["metadata"]["name"] for each in documents if each["kind"] == "ResourceClaimTemplate"}
+    used = {each["resourceClaimTemplateName"] for each in walk(documents) if "resourceClaimTemplateName" in each}
+    assert used == templates
+
+
+def test_the_quota_example_has_a_line_for_every_class() -> None:
+    quotas = list(yaml.safe_load_all((PROJECT / "deploy" / "examples" / "quota" / "quota.yaml").read_text()))
+    keys = [key for quota in quotas for key in quota["spec"]["hard"]]
+    assert sorted(keys) == sorted(f"{name}{QUOTA_KEY}" for name in CLASSES)
+
+
+def test_the_admission_policy_knows_every_class_of_shares() -> None:
+    policy, binding = (each for each in rendered() if each["metadata"]["name"] == ONE_SHARE)
+    expressions = {each["name"]: each["expression"] for each in policy["spec"]["variables"]}
+    shares = [name for name, (kind, _) in KINDS.items() if kind == "share"]
+    assert yaml.safe_load(expressions["classes"]) == shares
+    assert binding["spec"] == {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]}
+
+
+PAGES = {path.name: path.read_text() for path in (PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md")))}
+INSTALLING = [
+    (page, block, command)
+    for page, text in PAGES.items()
+    for block in re.findall(r"```\n(.*?)```", text, re.DOTALL)
+    for command in re.findall(r"^helm install (?:.*\\\n)*.*$", block, re.MULTILINE)
+]
+
+
+class TestTheDocs:
+    @pytest.mark.parametrize(("page", "block", "command"), INSTALLING, ids=[page for page, _, _ in INSTALLING])
+    def test_install_with_an_image_that_nodes_can_get(self, page: str, block: str, command: str) -> None:
+        assert "--set image.repository=" in command or "kind load docker-image tessera:" in block, page
+
+    def test_say_how_to_find_out_why_a_pod_waits(self) -> None:
+        for text in (PAGES["README.md"], PAGES["workloads.md"], PAGES["controller.md"], notes()):
+            assert EVENTS_OF_ONE_CLAIM in text
+            assert EVENTS_OF_ALL_CLAIMS in text
+        for page, text in {**PAGES, "notes": notes()}.items():
+            assert "kubectl describe resourceclaim" not in text, page
+
+    def test_describe_every_class(self) -> None:
+        profiles = {
+            name
+            for row in re.findall(r"^\| [AHB].*`\dg-.*$", DOCS, re.MULTILINE)
+            for name in re.findall(r"`(\dg-\d+gb)`", row)
+        }
+        assert {f"{PARTITIONS}-{name}" for name in profiles} | KINDS.keys() == set(CLASSES)
+        for name in KINDS:
+            assert f"`{name}`" in DOCS
+
+    def test_list_each_profile_under_the_cards_that_have_it(self) -> None:
+        rows = re.findall(r"^\| ([AHB][^|]*) \| (`\dg-[^|]*) \|$", DOCS, re.MULTILINE)
+        assert rows
+        for cards, classes in rows:
+            for product in (product for card in cards.split(", ") for product in named(card)):
+                wanted = [name.replace(".", "-") for name in product.by_name if re.fullmatch(r"\dg\.\d+gb", name)]
+                assert sorted(re.findall(r"`([^`]+)`", classes)) == sorted(wanted)
+
+    def test_show_every_example(self) -> None:
+        for file in EXAMPLES:
+            assert f"{file.name}`" in DOCS
+
+    def test_show_parameters_and_objects_that_are_valid(self) -> None:
+        blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)]
+        found = [parameters for block in blocks for parameters in parameters_in(block)]
+        assert found
+        for parameters in found:
+            parse_parameters(parameters, "docs/workloads.md")
+
+    @pytest.mark.parametrize("kind", [GpuConfig, MigDeviceConfig, ShareConfig])
+    def test_name_every_kind_of_parameters(self, kind: type[GpuConfig | MigDeviceConfig | ShareConfig]) -> None:
+        assert f"| `{kind.kind}` |" in DOCS

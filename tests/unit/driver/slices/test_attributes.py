@@ -1,0 +1,75 @@
+"""What a device says of itself: the table in the docs, the table in the code, and what is published agree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from driver.model.device import DeviceKind, devices_of
+from driver.slices.attributes import FACTS, attributes, capacity, quantity
+from tests.support.node import NodeUnderTest
+
+DOCS = Path(__file__).parents[4] / "docs" / "attributes.md"
+ROW = re.compile(r"^\| `(?P<name>[^`]+)` \| (?P<kind>string|int|bool|version) \| (?P<on>[a-z, ]+) \|", re.MULTILINE)
+API_LIMIT = 32
+
+
+def documented(kind: DeviceKind) -> dict[str, str]:
+    rows = ((row, row["on"].split(", ")) for row in ROW.finditer(DOCS.read_text()))
+    return {row["name"]: row["kind"] for row, on in rows if "all" in on or kind.value in on}
+
+
+@pytest.mark.parametrize("kind", list(DeviceKind))
+def test_the_documented_attributes_are_the_published_ones(kind: DeviceKind) -> None:
+    assert documented(kind) == {fact.name: fact.kind for fact in FACTS[kind]}
+
+
+@pytest.mark.parametrize("kind", list(DeviceKind))
+def test_there_is_room_left_below_the_limit_of_the_api(kind: DeviceKind) -> None:
+    assert len(FACTS[kind]) + 2 < API_LIMIT
+
+
+def test_a_full_h100_tells_everything_but_a_multi_node_fabric(node: NodeUnderTest) -> None:
+    full, *_ = devices_of(node.node.inventory.gpus[0], 0)
+    found = {name: next(iter(value.values())) for name, value in attributes(full).items()}
+    assert set(documented(DeviceKind.FULL)) - set(found) == {"fabricClique"}
+    assert found["memoryType"] == "HBM3"
+    assert found["memoryBandwidth"] == 3352
+    assert found["nvlinkClique"] == "clique-0"
+    assert (found["nvlinkGeneration"], found["nvlinkLinks"], found["nvlinkBandwidth"]) == (4, 18, 900)
+    assert (found["pcieGeneration"], found["pcieWidth"]) == (5, 16)
+    assert found["migMode"] == "disabled"
+    assert capacity(full) == {"memory": {"value": "81559Mi"}, "multiprocessors": {"value": "132"}}
+
+
+def test_a_partition_tells_its_own_size_and_place(node: NodeUnderTest) -> None:
+    by_name = {device.name: device for device in devices_of(node.node.inventory.gpus[3], 3)}
+    found = attributes(by_name["gpu-3-mig-3g40gb-4"])
+    assert found["profile"] == {"string": "3g.40gb"}
+    assert found["parentUUID"] == {"string": node.node.inventory.gpus[3].uuid}
+    assert [found[name]["int"] for name in ("placementStart", "placementSize", "memorySlices", "computeSlices")] == [
+        4,
+        4,
+        4,
+        3,
+    ]
+
+
+def test_a_share_tells_its_gpu_and_how_many_there_are_and_promises_no_memory(node: NodeUnderTest) -> None:
+    gpu = node.node.inventory.gpus[3]
+    share = {device.name: device for device in devices_of(gpu, 3, shares=10)}["gpu-3-share-9"]
+    found = attributes(share)
+    assert found["type"] == {"string": "share"}
+    assert found["parentUUID"] == {"string": gpu.uuid}
+    assert found["shares"] == {"int": 10}
+    assert capacity(share) == {}
+
+
+@pytest.mark.parametrize(
+    ("number", "written"),
+    [(0, "0"), (132, "132"), (1024, "1Ki"), (81559 << 20, "81559Mi"), (80 << 30, "80Gi"), (1500, "1500")],
+)
+def test_quantities_are_written_as_the_api_server_would(number: int, written: str) -> None:
+    assert quantity(number) == written

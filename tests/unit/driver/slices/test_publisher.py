@@ -1,0 +1,247 @@
+"""The publisher against a real HTTP server: the slices there become the desired ones, and stay so."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from driver.errors import ApiError
+from driver.kube import work_loop as loop
+from driver.kube.work_loop import Backoff
+from driver.slices import publisher
+from driver.slices.build import Content
+from driver.slices.names import Pool
+from driver.slices.publisher import Publisher
+from tests.support.api_server import SliceApi
+from tests.support.running import eventually, in_thread
+
+POOL = Pool("node-a", "gpu.tessera.dev")
+
+
+@pytest.fixture
+def api() -> Iterator[SliceApi]:
+    with SliceApi() as api:
+        yield api
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "Backoff", partial(Backoff, first_s=0.01))
+    monkeypatch.setattr(publisher, "COALESCE_INTERVAL_SECONDS", 0.0)
+
+
+class Node:
+    """What the node plugin would publish, and a publisher for it."""
+
+    def __init__(self, api: SliceApi) -> None:
+        self.api = api
+        self.desired: dict[str, Content] = {
+            "00000-counters": {"sharedCounters": [{"name": "gpu-0", "counters": {}}]},
+            "00100-devices": {"devices": [{"name": "gpu-0"}]},
+        }
+        self.client = api.server.client()
+        self.written: list[tuple[int, float]] = []
+        self.publisher = Publisher(
+            self.client,
+            POOL,
+            lambda: copy.deepcopy(self.desired),
+            self.owner,
+            on_written=lambda *told: self.written.append(told),
+        )
+
+    def owner(self) -> Mapping[str, Any]:
+        if self.api.node is None:
+            raise ApiError("--node-name node-a: its Node object can't be read", 404)
+        return {"kind": "Node", "name": "node-a", "uid": self.api.node["metadata"]["uid"]}
+
+    def change(self, devices: list[dict[str, Any]]) -> None:
+        self.desired["00100-devices"] = {"devices": devices}
+        self.publisher.notify()
+
+    def settled(self) -> None:
+        """Wait until the server has what is desired."""
+        eventually(lambda: self._there() == self.desired, "the slices are as desired")
+
+    def _there(self) -> dict[str, Content]:
+        with self.api._changed:
+            objects = dict(self.api.objects)
+        generations = {item["spec"]["pool"]["generation"] for item in objects.values()}
+        counts = {item["spec"]["pool"]["resourceSliceCount"] for item in objects.values()}
+        if len(generations) != 1 or counts != {len(self.desired)}:
+            return {}
+        keys = ("devices", "sharedCounters")
+        return {name: {key: item["spec"][key] for key in keys if key in item["spec"]} for name, item in objects.items()}
+
+
+@contextmanager
+def publishing(api: SliceApi) -> Iterator[Node]:
+    node = Node(api)
+    publisher = node.publisher
+    with in_thread(publisher.cache.run, api.end_watches), in_thread(publisher.run, publisher.notify):
+        yield node
+
+
+def test_slices_are_created_complete_and_belong_to_the_node(api: SliceApi) -> None:
+    with publishing(api) as node:
+        node.settled()
+    item = api.objects["00100-devices"]
+    assert item["metadata"]["ownerReferences"] == [{"kind": "Node", "name": "node-a", "uid": "node-uid-1"}]
+    assert item["spec"]["nodeName"] == "node-a"
+    assert item["spec"]["pool"] == {"name": "node-a-gpu.tessera.dev", "generation": 1, "resourceSliceCount": 2}
+
+
+def test_a_change_is_one_update_of_one_slice(api: SliceApi) -> None:
+    with publishing(api) as node:
+        node.settled()
+        api.writes.clear()
+        node.change([{"name": "gpu-0-mig-1g10gb-6"}])
+        node.settled()
+        assert api.writes == ["PUT 00100-devices"]
+
+
+def test_only_rounds_that_wrote_something_are_measured(api: SliceApi) -> None:
+    with publishing(api) as node:
+        node.settled()
+        eventually(node.publisher.published.is_set, "a round without writes")
+        node.change([{"name": "gpu-7"}])
+        node.settled()
+        eventually(lambda: len(node.written) == 2, "what the second round wrote is told")
+    assert [slices for slices, _ in node.written] == [2, 1]
+    assert all(0 < seconds < 10 for _, seconds in node.written)
+
+
+def test_many_notifications_without_a_change_write_nothing(api: SliceApi) -> None:
+    with publishing(api) as node:
+        node.settled()
+        eventually(node.publisher.published.is_set, "a round without writes")
+        api.writes.clear()
+        for _ in range(20):
+            node.publisher.notify()
+        node.change([{"name": "gpu-7"}])
+        node.settled()
+        assert api.writes == ["PUT 00100-devices"]
+
+
+def test_deleted_edited_and_strange_slices_are_put_right(api: SliceApi) -> None:
+    with publishing(api) as node:
+        node.settled()
+        edited = copy.deepcopy(api.objects["00100-devices"])
+        edited["spec"]["devices"] = []
+        api.put("00100-devices", **{key: value for key, value in edited.items() if key != "metadata"})
+        api.remove("00000-counters")
+        api.put("99999-stranger", spec=edited["spec"])
+        node.settled()
+
+
+def test_a_slice_of_the_same_name_in_another_pool_is_replaced(api: SliceApi) -> None:
+    spec = {"driver": POOL.driver, "nodeName": "node-a", "devices": []}
+    api.put("00100-devices", spec={**spec, "pool": {"name": "node-a", "generation": 3, "resourceSliceCount": 1}})
+    with publishing(api) as node:
+        node.settled()
+    assert api.objects["00100-devices"]["spec"]["pool"]["name"] == POOL.name
+
+
+def test_slices_wait_for_the_node_object(api: SliceApi, caplog: pytest.LogCaptureFixture) -> None:
+    api.node = None
+    with publishing(api) as node:
+        eventually(lambda: caplog.records, "a warning")
+        assert "its Node object can't be read" in vars(caplog.records[0])["error"]
+        assert not api.objects
+        api.node = {"metadata": {"uid": "late"}}
+        node.settled()
+
+
+def test_after_the_node_was_registered_anew_slices_belong_to_the_new_one(api: SliceApi) -> None:
+    with publishing(api) as node:
+        node.settled()
+        api.node = {"metadata": {"uid": "node-uid-2"}}
+        for name in list(api.objects):
+            api.remove(name)  # the garbage collector: their owner is gone
+        node.settled()
+        assert {item["metadata"]["ownerReferences"][0]["uid"] for item in api.objects.values()} == {"node-uid-2"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(lambda exchange: exchange.refuse(500, "etcd"), id="500"),
+        pytest.param(lambda exchange: exchange.refuse(409, "conflict"), id="409"),
+        pytest.param(lambda exchange: exchange.refuse(403, "forbidden"), id="403"),
+        pytest.param(lambda exchange: exchange.send(200, b"<html>"), id="no JSON"),
+        pytest.param(lambda exchange: exchange.send(200, b"[]"), id="no object"),
+        pytest.param(lambda exchange: exchange.send(200, b"{}"), id="an empty object"),
+        pytest.param(lambda exchange: exchange.cut(), id="cut off"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["POST", "PUT"])
+def test_a_write_that_fails_is_tried_again(api: SliceApi, kind: str, answer: Any) -> None:
+    with publishing(api) as node:
+        if kind == "POST":
+            api.once(kind, answer)
+        node.settled()
+        if kind == "PUT":
+            api.once(kind, answer)
+            node.change([{"name": "gpu-9"}])
+            node.settled()
+
+
+@pytest.mark.parametrize("status", [403, 409, 500])
+def test_a_deletion_that_fails_is_tried_again(api: SliceApi, status: int) -> None:
+    with publishing(api) as node:
+        node.settled()
+        api.once("DELETE", lambda exchange: exchange.refuse(status, "no"))
+        api.put("99999-stranger", spec=api.objects["00100-devices"]["spec"])
+        node.settled()
+
+
+def test_a_defect_of_ours_does_not_end_the_thread(api: SliceApi, caplog: pytest.LogCaptureFixture) -> None:
+    node = Node(api)
+    calls: list[None] = []
+
+    def broken_once() -> Mapping[str, Content]:
+        calls.append(None)
+        if len(calls) == 1:
+            raise RuntimeError("a defect")
+        return node.desired
+
+    node.publisher = Publisher(node.client, POOL, broken_once, node.owner)
+    publisher = node.publisher
+    with in_thread(publisher.cache.run, api.end_watches), in_thread(publisher.run, publisher.notify):
+        node.settled()
+    assert "a defect" in caplog.text
+
+
+def test_dropped_fields_are_reported_once_and_not_written_for_ever(
+    api: SliceApi, caplog: pytest.LogCaptureFixture
+) -> None:
+    def without_counters(item: dict[str, Any]) -> dict[str, Any]:
+        return {**item, "spec": {key: value for key, value in item["spec"].items() if key != "sharedCounters"}}
+
+    api.stored_as = without_counters
+    with publishing(api) as node:
+        eventually(node.publisher.published.is_set, "a round without writes")
+        assert sorted(api.writes) == ["POST 00000-counters", "POST 00100-devices"]
+        node.change([{"name": "gpu-5"}])
+        eventually(lambda: "PUT 00100-devices" in api.writes, "the change")
+        node.change([{"name": "gpu-6"}])
+        eventually(lambda: api.writes.count("PUT 00100-devices") == 2, "the next change")
+    assert api.writes.count("POST 00000-counters") == 1
+    assert "PUT 00000-counters" not in api.writes
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert [vars(record)["field"] for record in errors] == ["spec.sharedCounters"]
+
+
+def test_two_publishers_of_one_content_end_in_agreement(api: SliceApi) -> None:
+    """A second plugin by mistake, or the old one of a rolling update: conflicts are sorted out."""
+    with publishing(api) as one, publishing(api) as two:
+        one.settled()
+        for node in (one, two):
+            node.change([{"name": "gpu-3"}])
+        one.settled()
+        two.settled()

@@ -1,0 +1,265 @@
+"""CDI specs by the rules of the specification 0.5, and the search for the driver's files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from driver.errors import EnvironmentFault, StateError
+from driver.hardware.device_nodes import DeviceNode
+from driver.hardware.host_paths import HostPaths
+from kubelet_plugin.cdi.driver_files import DriverFiles, Mount, find_driver_files
+from kubelet_plugin.cdi.spec import CdiDevice, CdiDirectory, Spec, build_spec, device_id, spec_room, variable
+from tests.support.disks import mounted
+
+UID = "2f0c3c1e-93a5-4d6f-9f4e-1c0f1b1e6a77"
+NODES = [
+    DeviceNode("/dev/nvidia0", host_path="/host/dev/nvidia0"),
+    DeviceNode("/dev/nvidia-caps/nvidia-cap12", major=235, minor=12),
+]
+FILES = DriverFiles((Mount("/usr/lib64/libcuda.so.1", "/usr/lib64/libcuda.so.1"),), ("/usr/lib64",), None)
+
+# SPEC.md of the Container Device Interface: "kind", device names, and the fields that 0.5.0 knows.
+VENDOR = re.compile(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+CLASS = re.compile(r"[A-Za-z]([A-Za-z0-9_-]*[A-Za-z0-9])?")
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.:-]*[A-Za-z0-9])?")
+EDITS = {"env", "deviceNodes", "mounts", "hooks"}
+NODE = {"path", "hostPath", "type", "major", "minor", "fileMode", "permissions", "uid", "gid"}
+MOUNT = {"hostPath", "containerPath", "type", "options"}
+HOOK = {"hookName", "path", "args", "env", "timeout"}
+
+
+def check(spec: Spec) -> None:
+    assert set(spec) == {"cdiVersion", "kind", "devices", "containerEdits"}
+    assert spec["cdiVersion"] == "0.5.0"
+    vendor, kind = spec["kind"].split("/")
+    assert VENDOR.fullmatch(vendor)
+    assert CLASS.fullmatch(kind)
+    assert spec["devices"]
+    names = [device["name"] for device in spec["devices"]]
+    assert all(NAME.fullmatch(name) for name in names)
+    assert len(set(names)) == len(names)
+    for edits in (spec["containerEdits"], *(device["containerEdits"] for device in spec["devices"])):
+        check_edits(edits)
+
+
+def check_edits(edits: dict[str, Any]) -> None:
+    assert set(edits) <= EDITS
+    assert any(edits.values())
+    assert all(re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", entry) for entry in edits.get("env", ()))
+    for node in edits.get("deviceNodes", ()):
+        assert set(node) <= NODE
+        assert node["path"].startswith("/")
+        assert node["permissions"] == "rw"
+    for mount in edits.get("mounts", ()):
+        assert set(mount) <= MOUNT
+        assert mount["hostPath"].startswith("/")
+        assert mount["containerPath"].startswith("/")
+    for hook in edits.get("hooks", ()):
+        assert set(hook) <= HOOK
+        assert hook["hookName"] in {"prestart", "createRuntime", "createContainer", "startContainer", "poststart"}
+
+
+@pytest.mark.parametrize("driver", ["gpu.tessera.dev", "gpu.nvidia.com", "x"])
+@pytest.mark.parametrize("hook", [None, "/usr/bin/nvidia-cdi-hook"], ids=["no hook", "hook"])
+@pytest.mark.parametrize("mounts", [(), FILES.mounts], ids=["no files", "files"])
+def test_a_spec_follows_the_specification(driver: str, hook: str | None, mounts: tuple[Mount, ...]) -> None:
+    devices = [CdiDevice("gpu-0", "GPU-1", NODES), CdiDevice("gpu-1-mig-1g10gbme-6", "MIG-2", NODES)]
+    spec = build_spec(driver, UID, devices, DriverFiles(mounts, ("/usr/lib64",), hook))
+    check(spec)
+    for device in devices:
+        kind, name = device_id(driver, UID, device.name).split("=")
+        assert kind == spec["kind"]
+        assert name in {found["name"] for found in spec["devices"]}
+
+
+def test_a_node_of_the_host_and_one_by_number_say_only_what_they_are() -> None:
+    [device] = build_spec("d", UID, [CdiDevice("gpu-0", "GPU-1", NODES)], FILES)["devices"]
+    assert device["containerEdits"]["deviceNodes"] == [
+        {"path": "/dev/nvidia0", "permissions": "rw", "hostPath": "/host/dev/nvidia0"},
+        {"path": "/dev/nvidia-caps/nvidia-cap12", "permissions": "rw", "type": "c", "major": 235, "minor": 12},
+    ]
+
+
+def test_libraries_are_read_only_and_the_linker_cache_is_updated_where_the_hook_is() -> None:
+    files = DriverFiles(FILES.mounts, ("/usr/lib/x86_64-linux-gnu", "/usr/lib64"), "/usr/bin/nvidia-cdi-hook")
+    edits = build_spec("d", UID, [CdiDevice("gpu-0", "GPU-1", NODES)], files)["containerEdits"]
+    assert edits["mounts"][0]["options"] == ["ro", "nosuid", "nodev", "rbind", "rprivate"]
+    [hook] = edits["hooks"]
+    assert hook["path"] == "/usr/bin/nvidia-cdi-hook"
+    assert hook["args"][1:] == ["update-ldcache", "--folder", "/usr/lib/x86_64-linux-gnu", "--folder", "/usr/lib64"]
+
+
+def test_variables_of_different_devices_differ() -> None:
+    names = ["gpu-0", "gpu-10", "gpu-1-mig-1g10gb-0", "gpu-1-mig-1g10gbme-0", "gpu-11-mig-1g10gb-0"]
+    assert len({variable(name) for name in names}) == len(names)
+    assert variable("gpu-0-mig-1g10gb-6") == "TESSERA_DEVICE_GPU_0_MIG_1G10GB_6"
+
+
+def test_the_file_is_readable_by_the_runtime_and_named_after_driver_and_claim(tmp_path: Path) -> None:
+    directory = CdiDirectory(tmp_path / "run" / "cdi", "gpu.nvidia.com")
+    directory.write(UID, {"kind": "x"})
+    path = tmp_path / "run" / "cdi" / f"gpu.nvidia.com-claim_{UID}.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert directory.claim_uids() == [UID]
+    written = path.stat().st_mtime_ns
+    directory.write(UID, {"kind": "x"})
+    assert path.stat().st_mtime_ns == written
+    directory.remove(UID)
+    directory.remove(UID)
+    assert directory.claim_uids() == []
+
+
+def test_specs_of_another_driver_are_not_ours(tmp_path: Path) -> None:
+    ours, theirs = CdiDirectory(tmp_path, "gpu.tessera.dev"), CdiDirectory(tmp_path, "gpu.nvidia.com")
+    theirs.write(UID, {})
+    (tmp_path / ".gpu.nvidia.com-claim_x.json.tmp").write_text("")
+    assert ours.claim_uids() == []
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFault, match=f"--cdi-dir {tmp_path}/file/cdi: can't be created: Not a directory"):
+        CdiDirectory(tmp_path / "file" / "cdi", "d")
+    directory = CdiDirectory(tmp_path / "cdi", "d")
+    (tmp_path / "cdi").rmdir()
+    (tmp_path / "cdi").write_text("")
+    with pytest.raises(StateError, match=f"can't write {tmp_path}/cdi/d-claim_u.json"):
+        directory.write("u", {})
+    with pytest.raises(StateError, match=f"can't list {tmp_path}/cdi"):
+        directory.claim_uids()
+
+
+def test_a_directory_that_was_deleted_is_created_again_by_the_next_write(tmp_path: Path) -> None:
+    restored: list[str] = []
+    directory = CdiDirectory(tmp_path / "run" / "cdi", "d", lambda: restored.append("again"))
+    shutil.rmtree(tmp_path / "run")
+    assert directory.claim_uids() == []
+    assert not restored
+    directory.write("u", {})
+    assert directory.claim_uids() == ["u"]
+    assert stat.S_IMODE((tmp_path / "run" / "cdi").stat().st_mode) == 0o755
+    assert restored == ["again"]
+
+
+def test_what_is_reserved_is_room_for_the_whole_spec_and_nothing_else_is_left_of_it(tmp_path: Path) -> None:
+    directory = CdiDirectory(tmp_path, "d")
+    devices = [CdiDevice(f"gpu-{number}-mig-1g10gb-0", f"MIG-{UID}", NODES) for number in range(16)]
+    spec = build_spec("d", UID, devices, FILES)
+    directory.reserve(UID, spec_room(FILES, len(devices)))
+    [reserved] = tmp_path.iterdir()
+    assert reserved.stat().st_blocks * 512 >= reserved.stat().st_size
+    assert directory.claim_uids() == []
+    room = reserved.stat().st_size
+    directory.write(UID, spec)
+    [written] = tmp_path.iterdir()
+    assert json.loads(written.read_bytes()) == spec
+    assert written.stat().st_size <= room
+    directory.reserve("other", 4096)
+    directory.remove("other")
+    assert list(tmp_path.iterdir()) == [written]
+
+
+def test_a_mount_whose_source_was_deleted_is_named_because_only_a_new_container_helps(tmp_path: Path) -> None:
+    (tmp_path / "host").mkdir()
+    (tmp_path / "mount").mkdir()
+    with mounted(tmp_path / "mount", "--bind", str(tmp_path / "host")):
+        directory = CdiDirectory(tmp_path / "mount", "d")
+        assert directory.detached() is None
+        (tmp_path / "host").rmdir()
+        assert f"{tmp_path}/mount was deleted on the host" in str(directory.detached())
+        with pytest.raises(StateError):
+            directory.write("u", {})
+
+
+class Host:
+    """A root directory with some of the driver's files."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def file(self, path: str) -> None:
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("")
+
+    def link(self, path: str, to: str) -> None:
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).symlink_to(to)
+
+    def found(self, driver_root: str = "/") -> DriverFiles:
+        return find_driver_files(HostPaths(self.root, Path("/")), Path(driver_root))
+
+    def mounted(self) -> list[str]:
+        return [mount.container_path for mount in self.found().mounts]
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
+def test_no_driver_at_all_is_no_error(host: Host) -> None:
+    assert host.found() == DriverFiles((), (), None)
+
+
+def test_libraries_binaries_and_firmware_are_found_and_nothing_else(host: Host) -> None:
+    wanted = [
+        "lib/firmware/nvidia/580.95.05/gsp_ga10x.bin",
+        "usr/bin/nvidia-smi",
+        "usr/lib/x86_64-linux-gnu/libcuda.so.580.95.05",
+        "usr/lib/x86_64-linux-gnu/libnvidia-ml.so.580.95.05",
+    ]
+    for path in [*wanted, "usr/lib/x86_64-linux-gnu/libc.so.6", "usr/bin/ls", "usr/lib/x86_64-linux-gnu/libcudart.so"]:
+        host.file(path)
+    assert host.mounted() == [f"/{path}" for path in wanted]
+    assert host.found().library_directories == ("/usr/lib/x86_64-linux-gnu",)
+
+
+def test_short_names_are_mounted_too_and_dangling_ones_are_not(host: Host) -> None:
+    host.file("usr/lib64/libcuda.so.580")
+    host.link("usr/lib64/libcuda.so.1", "libcuda.so.580")
+    host.link("usr/lib64/libcuda.so", "libcuda.so.1")
+    host.link("usr/lib64/libnvidia-ml.so.1", "libnvidia-ml.so.550")
+    host.link("usr/lib64/libnvcuvid.so", "libnvcuvid.so")
+    assert host.mounted() == ["/usr/lib64/libcuda.so", "/usr/lib64/libcuda.so.1", "/usr/lib64/libcuda.so.580"]
+
+
+def test_where_lib_is_a_link_into_usr_each_file_is_found_once(host: Host) -> None:
+    host.file("usr/lib/x86_64-linux-gnu/libcuda.so.580")
+    host.file("usr/lib64/libnvidia-ml.so.580")
+    host.link("lib", "usr/lib")
+    host.link("lib64", "usr/lib64")
+    assert host.mounted() == ["/usr/lib/x86_64-linux-gnu/libcuda.so.580", "/usr/lib64/libnvidia-ml.so.580"]
+
+
+def test_links_with_absolute_targets_are_followed_inside_the_hosts_root(host: Host) -> None:
+    """Debian's alternatives: seen from a container, the target lies below the mounted root, not below /."""
+    host.file("usr/lib/nvidia/current/libcuda.so.580")
+    host.link("etc/alternatives/cuda", "/usr/lib/nvidia/current/libcuda.so.580")
+    host.link("usr/lib/x86_64-linux-gnu/libcuda.so.1", "/etc/alternatives/cuda")
+    assert host.mounted() == ["/usr/lib/x86_64-linux-gnu/libcuda.so.1"]
+
+
+def test_links_inside_a_driver_root_are_resolved_for_the_runtime(host: Host) -> None:
+    host.file("run/nvidia/driver/usr/lib/nvidia/libcuda.so.580")
+    host.link("run/nvidia/driver/usr/lib64/libcuda.so.1", "/usr/lib/nvidia/libcuda.so.580")
+    [mount] = host.found("/run/nvidia/driver").mounts
+    assert mount == Mount("/run/nvidia/driver/usr/lib/nvidia/libcuda.so.580", "/usr/lib64/libcuda.so.1")
+
+
+def test_a_link_out_of_the_root_stays_inside(host: Host) -> None:
+    host.link("usr/lib64/libcuda.so.1", "../../../../../../../../etc/passwd")
+    assert host.mounted() == []
+
+
+def test_the_hook_is_used_where_it_is_installed(host: Host) -> None:
+    host.file("usr/bin/nvidia-cdi-hook")
+    assert host.found().hook == "/usr/bin/nvidia-cdi-hook"

@@ -1,0 +1,89 @@
+"""A plugin that dies or fails at any step: restart and retry heal it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from driver.errors import HardwareError, RecoverableError
+from driver.steps import Moment
+from kubelet_plugin.claims.steps import Observer, Step
+from tests.support.node import start_node
+
+SMALL = "gpu-0-mig-1g10gb-6"
+BIG = "gpu-0-mig-3g40gb-0"
+
+
+class Crash(BaseException):
+    """As sudden as SIGKILL: no handler of ours catches it."""
+
+
+def crash_at(step: Step, moment: Moment) -> Observer:
+    def crash(at: Step, when: Moment) -> None:
+        if (at, when) == (step, moment):
+            raise Crash
+
+    return crash
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step.CHECK_FREE,
+        Step.WRITE_INTENT,
+        Step.SET_MIG_MODE,
+        Step.CREATE_GPU_INSTANCE,
+        Step.CREATE_COMPUTE_INSTANCE,
+        Step.WRITE_CDI_SPEC,
+        Step.WRITE_PREPARED,
+    ],
+)
+def test_a_crash_at_any_step_is_healed_by_restart_and_retry(tmp_path: Path, step: Step, moment: Moment) -> None:
+    node = start_node(tmp_path, observer=crash_at(step, moment))
+    claim = node.api.allocate("infer", SMALL)
+    with pytest.raises(Crash):
+        node.preparer.prepare(claim)
+    again = node.restart()
+    assert again.preparer.prepare(claim)[0].device == SMALL
+    assert len(again.partitions()) == len(again.cdi_specs()) == len(again.records()) == 1
+    again.preparer.unprepare(claim)
+    assert again.nothing_left()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(
+    "step",
+    [Step.REMOVE_CDI_SPEC, Step.DESTROY_COMPUTE_INSTANCE, Step.DESTROY_GPU_INSTANCE, Step.REMOVE_RECORD],
+)
+def test_a_crash_while_unpreparing_is_healed_by_the_retry(tmp_path: Path, step: Step, moment: Moment) -> None:
+    node = start_node(tmp_path, observer=crash_at(step, moment))
+    claim = node.api.allocate("infer", SMALL)
+    node.preparer.prepare(claim)
+    with pytest.raises(Crash):
+        node.preparer.unprepare(claim)
+    again = node.restart()
+    again.preparer.unprepare(claim)
+    assert again.nothing_left()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(
+    "step", [Step.WRITE_INTENT, Step.CREATE_COMPUTE_INSTANCE, Step.WRITE_CDI_SPEC, Step.WRITE_PREPARED]
+)
+def test_a_failed_prepare_undoes_what_it_did(tmp_path: Path, step: Step, moment: Moment) -> None:
+    faults = [(step, moment)]
+
+    def fail(at: Step, when: Moment) -> None:
+        if (at, when) in faults:
+            faults.remove((at, when))
+            raise HardwareError("simulated fault")
+
+    node = start_node(tmp_path, observer=fail)
+    claim = node.api.allocate("infer", SMALL)
+    with pytest.raises(RecoverableError, match="simulated fault"):
+        node.preparer.prepare(claim)
+    assert node.nothing_left()
+    assert node.held() == set()
+    assert node.preparer.prepare(claim)

@@ -1,0 +1,330 @@
+"""Following the controller's plan: nothing goes that was not withdrawn, nothing is added that was not asked for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from driver.kube.types import GpuNodePlan, PlanMetadata
+from driver.model.plan import PlanMode, PlanSpec, offer_of, states_of
+from driver.slices.build import CLOSED
+from driver.slices.names import DEVICES_PER_GPU, Pool
+from kubelet_plugin.inventory.inventory import GpuSharing
+from kubelet_plugin.plan.follower import FIRST_PLAN_TIMEOUT_SECONDS, MODE_SPREAD_SECONDS, PlanFile, PlanFollower
+from tests.support.node import NodeUnderTest, start_node
+from tests.support.published import build_slices
+
+SMALL, OTHER, FULL = "gpu-0-mig-1g10gb-6", "gpu-0-mig-1g10gb-5", "gpu-0"
+
+
+@dataclass
+class Controller:
+    """What the node hears, as the test wants it."""
+
+    plan_now: GpuNodePlan | None = None
+    is_alive: bool = False
+
+    def plan(self) -> GpuNodePlan | None:
+        return self.plan_now
+
+    def alive(self) -> bool:
+        return self.is_alive
+
+
+@dataclass
+class Followed:
+    """A node, its controller, and a clock that stands still."""
+
+    node: NodeUnderTest
+    controller: Controller = field(default_factory=Controller)
+    now: float = 1000.0
+    in_slices: set[str] = field(default_factory=set)
+    changes: int = 0
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """A new process."""
+        self.follower = PlanFollower(
+            self.controller,
+            self.node.node.inventory,
+            PlanFile(self.node.root / "state"),
+            lambda: self.in_slices,
+            self.count,
+            lambda: self.now,
+            lambda: 0.5,
+        )
+
+    def count(self) -> None:
+        self.changes += 1
+
+    def published(self, gpu: int = 0) -> set[str]:
+        entries = self.follower.published()
+        self.in_slices = {device.name for entry in entries for device in (*entry.held, *entry.offers)}
+        return {device.name for device in (*entries[gpu].held, *entries[gpu].offers)}
+
+    def offers(self, *names: str) -> tuple[str, ...]:
+        inventory = self.node.node.inventory
+        return tuple(
+            str(offer_of(device))
+            for gpu in inventory.gpus
+            for device in inventory.devices_on(gpu)
+            if device.name in names
+        )
+
+    def told(self, spec: PlanSpec) -> None:
+        """A plan comes from a controller that lives."""
+        answered = msgspec.structs.replace(spec, epoch=spec.epoch or self.follower.status().epoch)
+        self.controller.plan_now = GpuNodePlan(PlanMetadata("node-a", generation=7), answered)
+        self.controller.is_alive = True
+
+
+@pytest.fixture
+def followed(node: NodeUnderTest) -> Followed:
+    return Followed(node)
+
+
+def test_without_a_controller_everything_that_fits_is_offered(followed: Followed) -> None:
+    assert followed.published() == followed.node.offered(0)
+    assert followed.follower.mode is PlanMode.ALONE
+
+
+def test_a_first_plan_takes_nothing_away(followed: Followed) -> None:
+    everything = followed.published()
+    followed.told(PlanSpec(offers=followed.offers(SMALL)))
+    assert followed.published() == everything
+    assert followed.follower.mode is PlanMode.PLANNED
+
+
+def test_what_was_withdrawn_goes_and_the_rest_stays(followed: Followed) -> None:
+    everything = followed.published()
+    followed.told(PlanSpec(offers=followed.offers(SMALL), withdrawn=(OTHER, FULL)))
+    assert followed.published() == everything - {OTHER, FULL}
+
+
+def test_only_what_was_asked_for_comes_back(followed: Followed) -> None:
+    everything = followed.published()
+    followed.told(PlanSpec(withdrawn=tuple(everything)))
+    assert followed.published() == set()
+    followed.told(PlanSpec(offers=followed.offers(SMALL)))
+    assert followed.published() == {SMALL}
+
+
+def test_a_device_that_is_withdrawn_and_offered_at_once_is_offered(followed: Followed) -> None:
+    everything = followed.published()
+    followed.told(PlanSpec(offers=followed.offers(SMALL), withdrawn=tuple(everything)))
+    assert followed.published() == {SMALL}
+
+
+def test_what_the_plan_names_as_held_stays(followed: Followed) -> None:
+    followed.told(PlanSpec(withdrawn=tuple(followed.published() - {SMALL})))
+    followed.published()
+    followed.told(PlanSpec(held=(f"{SMALL} default/infer",), withdrawn=(SMALL,)))
+    assert followed.published() == {SMALL}
+    followed.controller.is_alive = False
+    followed.now += 1000
+    assert SMALL in followed.published()
+
+
+def test_what_overlaps_an_allocated_device_goes_once_that_is_prepared(followed: Followed) -> None:
+    everything = followed.published()
+    claim = followed.node.api.allocate("infer", SMALL)
+    followed.told(PlanSpec(held=(f"{SMALL} default/infer",)))
+    # Were the claim deallocated by now, somebody might have been given what overlaps it.
+    assert followed.published() == everything
+    followed.node.preparer.prepare(claim)
+    assert FULL not in followed.published()
+
+
+def test_nothing_new_is_offered_that_overlaps_an_allocated_device(followed: Followed) -> None:
+    followed.told(PlanSpec(withdrawn=tuple(followed.published() - {SMALL})))
+    followed.published()
+    held = (f"{SMALL} default/infer",)
+    followed.told(PlanSpec(held=held, offers=followed.offers(FULL, OTHER)))
+    assert followed.published() == {SMALL, OTHER}
+
+
+def test_alone_too_what_overlaps_an_allocated_device_stays_until_that_is_prepared(followed: Followed) -> None:
+    everything = followed.published()
+    followed.told(PlanSpec(epoch="another", held=(f"{SMALL} default/infer",)))
+    assert followed.published() == everything
+
+
+def test_a_prepared_device_is_published_whatever_the_plan_says(followed: Followed) -> None:
+    everything = followed.published()
+    followed.told(PlanSpec(withdrawn=tuple(everything)))
+    followed.node.preparer.prepare(followed.node.api.allocate("infer", SMALL))
+    assert followed.published() == {SMALL}
+
+
+def test_a_device_that_its_claim_gave_back_stays_until_it_is_withdrawn(followed: Followed) -> None:
+    followed.told(PlanSpec(withdrawn=tuple(followed.published())))
+    assert followed.published() == set()
+    claim = followed.node.api.allocate("infer", SMALL)
+    followed.node.preparer.prepare(claim)
+    followed.told(PlanSpec(held=(f"{SMALL} default/infer",)))
+    assert followed.published() == {SMALL}
+    followed.node.preparer.unprepare(claim)
+    followed.told(PlanSpec())
+    assert followed.published() == {SMALL}
+    followed.told(PlanSpec(withdrawn=(SMALL,)))
+    assert followed.published() == set()
+
+
+def test_a_plan_for_another_epoch_adds_nothing_and_takes_nothing(followed: Followed) -> None:
+    followed.told(PlanSpec(withdrawn=tuple(followed.published() - {SMALL})))
+    assert followed.published() == {SMALL}
+    followed.told(PlanSpec(epoch="another", offers=followed.offers(OTHER), withdrawn=(SMALL,)))
+    assert followed.published() == {SMALL}
+
+
+class TestALostController:
+    """The node goes on as planned for a while, then stands alone."""
+
+    @pytest.fixture
+    def planned(self, followed: Followed) -> Followed:
+        followed.told(PlanSpec(offers=followed.offers(SMALL), withdrawn=tuple(followed.published())))
+        assert followed.published() == {SMALL}
+        followed.controller.is_alive = False
+        followed.published()
+        return followed
+
+    def test_nodes_stand_alone_apart_from_each_other(self, planned: Followed) -> None:
+        planned.now += MODE_SPREAD_SECONDS * 0.5 - 1
+        assert planned.published() == {SMALL}
+        planned.now += 2
+        assert planned.published() == planned.node.offered(0)
+
+    def test_one_that_comes_back_in_time_changes_nothing(self, planned: Followed) -> None:
+        planned.controller.is_alive = True
+        planned.published()
+        planned.now += MODE_SPREAD_SECONDS
+        assert planned.published() == {SMALL}
+
+    def test_the_old_plan_is_not_followed_when_it_comes_back_later(self, planned: Followed) -> None:
+        planned.now += MODE_SPREAD_SECONDS
+        everything = planned.published()
+        planned.controller.is_alive = True
+        assert planned.published() == everything
+        assert planned.follower.mode is PlanMode.ALONE
+
+    def test_a_restart_of_the_plugin_goes_on_as_planned_until_its_patience_ends(self, planned: Followed) -> None:
+        planned.start()
+        assert planned.published() == {SMALL}
+        planned.now += FIRST_PLAN_TIMEOUT_SECONDS + MODE_SPREAD_SECONDS
+        assert planned.published() == planned.node.offered(0)
+
+    def test_a_restart_takes_nothing_away_that_was_published(self, planned: Followed) -> None:
+        planned.in_slices = {SMALL, OTHER}
+        planned.told(PlanSpec(offers=planned.offers(SMALL)))
+        planned.start()
+        assert planned.published() == {SMALL, OTHER}
+
+    def test_unreadable_memory_means_alone(self, planned: Followed) -> None:
+        (planned.node.root / "state" / "plan.json").write_text("{")
+        planned.start()
+        assert planned.follower.mode is PlanMode.ALONE
+
+
+def test_a_plan_that_is_deleted_means_alone_after_a_while(followed: Followed) -> None:
+    followed.told(PlanSpec(withdrawn=tuple(followed.published())))
+    assert followed.published() == set()
+    followed.controller.plan_now = None
+    assert followed.published() == set()
+    followed.now += MODE_SPREAD_SECONDS
+    assert followed.published() == followed.node.offered(0)
+
+
+def test_the_status_tells_the_controller_all_about_the_gpus(followed: Followed) -> None:
+    status = followed.follower.status()
+    assert [state.gpu for state in states_of(status.inventory)] == list(followed.node.node.inventory.gpus)
+    assert re.fullmatch("gpu-0 GPU-[-0-9a-f]+: NVIDIA H100 80GB HBM3, MIG disabled", status.gpus[0])
+    assert msgspec.json.decode(msgspec.json.encode(status), type=type(status)) == status
+
+
+def closed(followed: Followed) -> set[str]:
+    """Devices that are published and that nobody new is given."""
+    found = build_slices(Pool("node-a", "gpu.tessera.dev"), followed.follower.published())
+    devices = (device for content in found.values() for device in content.get("devices", ()))
+    return {device["name"] for device in devices if CLOSED in device.get("taints", ())}
+
+
+def test_what_is_published_and_not_offered_is_closed_to_new_claims(followed: Followed) -> None:
+    everything = {device for gpu in range(8) for device in followed.published(gpu)}
+    assert closed(followed) == set()
+    followed.told(PlanSpec(offers=followed.offers(SMALL)))
+    assert closed(followed) == everything - {SMALL}
+    followed.told(PlanSpec(offers=followed.offers(SMALL), withdrawn=tuple(everything - {OTHER})))
+    assert closed(followed) == {OTHER}
+    followed.told(PlanSpec(offers=followed.offers(SMALL, OTHER)))
+    assert closed(followed) == set()
+
+
+def test_what_a_claim_leaves_is_not_given_away_again_where_it_is(followed: Followed) -> None:
+    others = tuple({device for gpu in range(8) for device in followed.published(gpu)} - {SMALL})
+    followed.told(PlanSpec(offers=followed.offers(SMALL), withdrawn=others))
+    assert closed(followed) == set()
+    claim = followed.node.api.allocate("infer", SMALL)
+    followed.node.preparer.prepare(claim)
+    followed.told(PlanSpec(held=(f"{SMALL} default/infer",), withdrawn=others))
+    assert closed(followed) == {SMALL}
+    followed.node.preparer.unprepare(claim)
+    assert closed(followed) == {SMALL}
+
+
+def test_what_was_published_before_is_known_though_the_slices_are_lost(followed: Followed) -> None:
+    """A kubelet that starts, or misses the plugin for long, deletes them; somebody may have been given any of it."""
+    others = tuple(device for gpu in range(8) for device in followed.published(gpu) if device not in (SMALL, OTHER))
+    followed.told(PlanSpec(offers=followed.offers(SMALL), withdrawn=others))
+    assert followed.published() == {SMALL, OTHER}
+    followed.in_slices = set()
+    followed.start()
+    assert followed.published() == {SMALL, OTHER}
+
+
+def test_a_change_of_mode_that_publishing_finds_is_told(followed: Followed) -> None:
+    followed.told(PlanSpec(offers=followed.offers(SMALL)))
+    followed.published()
+    followed.controller.is_alive = False
+    followed.published()
+    before = followed.changes
+    followed.now += MODE_SPREAD_SECONDS
+    followed.published()
+    assert followed.follower.mode is PlanMode.ALONE
+    assert followed.changes == before + 1
+
+
+def test_what_is_published_never_goes_to_make_room(node: NodeUnderTest) -> None:
+    """Of a GPU with shares not all devices can be published at once."""
+    shared = Followed(start_node(node.root / "shared", sharing=GpuSharing(lambda gpu: 10 if gpu.index == 0 else 0)))
+    holders = [shared.node.api.allocate(f"user-{number}", f"gpu-0-share-{number}") for number in range(7)]
+    for holder in holders:
+        shared.node.preparer.prepare(holder)
+    beside = shared.published()
+    assert len(beside) == 10
+    for holder in holders:
+        shared.node.preparer.unprepare(holder)
+    assert beside < shared.published()
+    assert len(shared.published()) == DEVICES_PER_GPU
+
+
+def test_alone_nothing_is_closed(followed: Followed) -> None:
+    followed.node.preparer.prepare(followed.node.api.allocate("infer", SMALL))
+    followed.told(PlanSpec(epoch="another", offers=followed.offers(OTHER)))
+    assert followed.follower.mode is PlanMode.ALONE
+    assert closed(followed) == set()
+
+
+def test_offers_that_can_not_be_made_are_refused_with_a_reason(followed: Followed) -> None:
+    everything = followed.published()
+    unknown = "GPU-gone/full"
+    followed.told(PlanSpec(offers=(*followed.offers(SMALL, FULL), unknown), withdrawn=tuple(everything)))
+    followed.node.preparer.prepare(followed.node.api.allocate("infer", SMALL))
+    followed.published()
+    refused = dict(entry.split(": ") for entry in followed.follower.status().refused)
+    assert refused.keys() == {unknown, *followed.offers(FULL)}
+    assert "no such device" in refused[unknown]

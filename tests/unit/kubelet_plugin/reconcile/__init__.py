@@ -1,0 +1,1 @@
+"""Unit tests of retries, orphans and recovery."""

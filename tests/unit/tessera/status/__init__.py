@@ -1,0 +1,1 @@
+"""Unit tests of the checks of tessera status."""

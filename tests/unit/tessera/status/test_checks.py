@@ -1,0 +1,238 @@
+"""Output of ``tessera status``: of an installation, as far as no real cluster is needed for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import click
+import msgspec
+import pytest
+import yaml
+
+from driver.kube.heartbeat import LEAVING
+from driver.kube.types import Claim, GpuNodePlan, PlanMetadata, ResourceSlice
+from driver.model.plan import PlanMode, PlanSpec, PlanStatus
+from tessera.commands.status import as_text
+from tessera.status.checks import run_checks
+from tessera.status.finding import Result
+from tessera.status.snapshot import Listing, ReadFailure, StatusSnapshot
+from tests.support.chart import manifests
+
+NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
+NODE, POOL, DRIVER = "node-a", "node-a-gpu.tessera.dev", "gpu.tessera.dev"
+
+
+def stamp(at: datetime) -> str:
+    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def lease(name: str, holder: str | None, ago_s: float = 0.0, ahead_s: float = 0.0) -> dict[str, Any]:
+    at = NOW - timedelta(seconds=ago_s)
+    fields = [{"manager": "x", "time": stamp(at)}]
+    spec = {"holderIdentity": holder, "renewTime": stamp(at + timedelta(seconds=ahead_s))}
+    return {"metadata": {"name": name, "managedFields": fields}, "spec": spec}
+
+
+def item(count: int = 1, **device: Any) -> ResourceSlice:
+    return slice_of([{"name": "gpu-0", **device}], count)
+
+
+def slice_of(devices: list[dict[str, Any]], count: int = 1, node: str = NODE) -> ResourceSlice:
+    pool = {"name": f"{node}-{DRIVER}", "generation": 1, "resourceSliceCount": count}
+    metadata = {"name": f"00000-{pool['name']}", "resourceVersion": "1"}
+    spec = {"nodeName": node, "driver": DRIVER, "pool": pool, "devices": devices}
+    return msgspec.convert({"metadata": metadata, "spec": spec}, ResourceSlice)
+
+
+def plan(mode: PlanMode = PlanMode.PLANNED, generation: int = 3, observed: int = 3, *cordoned: str) -> GpuNodePlan:
+    status = PlanStatus(observed_generation=observed, mode=mode)
+    return GpuNodePlan(PlanMetadata(NODE, generation=generation), PlanSpec(cordoned=cordoned), status)
+
+
+def pod(image: str, ready: str = "True", *containers: dict[str, Any]) -> dict[str, Any]:
+    spec = {"serviceAccountName": "tessera-node", "nodeName": NODE, "containers": [{"image": image}]}
+    status = {
+        "phase": "Running",
+        "conditions": [{"type": "Ready", "status": ready}],
+        "containerStatuses": list(containers) or [{"state": {"running": {}}}],
+    }
+    return {"metadata": {"name": f"pod-{image}"}, "spec": spec, "status": status}
+
+
+def claim(device: str) -> Claim:
+    results = [{"driver": DRIVER, "pool": POOL, "device": device, "request": "r"}]
+    requests = [{"name": "r", "exactly": {"deviceClassName": "gpu-training"}}]
+    found = {
+        "metadata": {"name": "train", "namespace": "team"},
+        "spec": {"devices": {"requests": requests}},
+        "status": {"allocation": {"devices": {"results": results}}},
+    }
+    return msgspec.convert(found, Claim)
+
+
+BOUNDARIES = [
+    each["metadata"]["name"]
+    for each in yaml.safe_load_all(manifests()["node-boundary.yaml"])
+    if each["kind"] == "ValidatingAdmissionPolicy"
+]
+"""Policies that hold a node's token to its own node, by the chart."""
+
+POLICIES = [*BOUNDARIES, "tessera-fence"]
+
+SOUND = StatusSnapshot(
+    DRIVER,
+    "tessera",
+    version="v1.37.1",
+    nodes=[{"metadata": {"name": NODE}}],
+    slices=[item()],
+    plans={NODE: plan()},
+    claims=[claim("gpu-0")],
+    classes=[{"metadata": {"name": "gpu-training"}, "spec": {"selectors": [{"cel": {"expression": DRIVER}}]}}],
+    policies=[{"metadata": {"name": name}} for name in POLICIES],
+    bindings=[{"spec": {"policyName": name, "validationActions": ["Deny"]}} for name in POLICIES],
+    leases={
+        name: lease(name, "controller-1", ago_s=3) for name in ("tessera-controller", "tessera-controller-heartbeat")
+    },
+    node_leases=[lease(NODE, NODE)],
+)
+
+
+def found(snapshot: StatusSnapshot) -> dict[str, str]:
+    results = run_checks(snapshot)
+    return {r.check: "; ".join(f"{f.about} {f.message}" for f in r.findings) for r in results if r.findings}
+
+
+def result(snapshot: StatusSnapshot, check: str) -> Result:
+    return next(each for each in run_checks(snapshot) if each.check == check)
+
+
+def test_nothing_is_wrong_with_a_sound_installation() -> None:
+    assert found(SOUND) == {}
+    text = as_text(run_checks(SOUND))
+    assert "leader controller-1, heartbeat 3 s ago" in text
+    assert "1 held, 0 offered" in text
+
+
+BEAT = "tessera-controller-heartbeat"
+
+
+@pytest.mark.parametrize("gone", BOUNDARIES)
+def test_each_policy_that_holds_a_nodes_token_to_its_node_is_missed(gone: str) -> None:
+    assert found(replace(SOUND, policies=[each for each in SOUND.policies if each["metadata"]["name"] != gone])) == {
+        "policies": f"{gone} this admission policy is missing: a node's token may write objects of other nodes"
+    }
+
+
+def test_a_policy_whose_binding_only_warns_refuses_nothing() -> None:
+    warns, *others = SOUND.bindings
+    told = found(
+        replace(SOUND, bindings=[{"spec": {**warns["spec"], "validationActions": ["Warn", "Audit"]}}, *others])
+    )
+    assert told == {
+        "policies": f"{BOUNDARIES[0]} this admission policy has no binding that denies, so it refuses nothing"
+    }
+
+
+def terms() -> list[dict[str, Any]]:
+    """The labels that each make the chart's node plugin run on a node."""
+    [daemon_set] = yaml.safe_load_all(manifests()["node-plugin.yaml"])
+    affinity = daemon_set["spec"]["template"]["spec"]["affinity"]["nodeAffinity"]
+    selected = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    return [expression for term in selected for expression in term["matchExpressions"]]
+
+
+@pytest.mark.parametrize("term", terms(), ids=lambda term: str(term["key"]))
+def test_a_node_on_which_the_plugin_should_run_is_missed_where_it_publishes_nothing(term: dict[str, Any]) -> None:
+    node = {"metadata": {"name": "idle", "labels": {term["key"]: term.get("values", ["nvidia-l4"])[0]}}}
+    assert found(replace(SOUND, nodes=[*SOUND.nodes, node])) == {
+        "node plugins": "idle publishes nothing: no pod of a node plugin runs there"
+    }
+
+
+def test_an_uninstalling_that_came_to_no_end_is_told_with_the_way_back() -> None:
+    told = lease(BEAT, "controller-1", ago_s=3)
+    told["metadata"]["annotations"] = {LEAVING: "true"}
+    snapshot = replace(SOUND, leases={**SOUND.leases, BEAT: told})
+    assert "an uninstallation has begun, and nodes offer nothing" in found(snapshot)["controller"]
+    text = click.unstyle(as_text(run_checks(snapshot)))
+    assert f"kubectl -n tessera annotate lease {BEAT} {LEAVING}-" in text
+
+
+def test_a_claim_on_a_node_whose_name_begins_alike_hides_no_refusal() -> None:
+    """A plugin that refuses beside a device plugin, on a node without a plan."""
+    node = {"metadata": {"name": "node"}, "status": {"allocatable": {"nvidia.com/gpu": "8"}}}
+    taint = {"key": "gpu.tessera.dev/not-offered", "effect": "NoSchedule"}
+    closed = slice_of([{"name": "gpu-0", "taints": [taint]}], node="node")
+    snapshot = replace(SOUND, nodes=[*SOUND.nodes, node], slices=[*SOUND.slices, closed])
+    assert "1 GPU is not offered" in found(snapshot)["neighbours"]
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "check", "message"),
+    [
+        (replace(SOUND, version="v1.33.2"), "API server", "is v1.33.2"),
+        (replace(SOUND, plans=None), "definition", "the CustomResourceDefinition is not installed"),
+        (replace(SOUND, classes=[]), "classes", "DeviceClass gpu-training does not exist, but claims name it"),
+        (replace(SOUND, leases={**SOUND.leases, BEAT: lease(BEAT, "c", ago_s=95)}), "controller", "95 s ago"),
+        (replace(SOUND, pods=[pod("tessera:1"), pod("tessera:2")]), "versions", "2 versions run at once"),
+        (replace(SOUND, pods=[pod("tessera:1", ready="False")]), "node plugins", "is not ready on node-a"),
+        (replace(SOUND, nodes=[{"metadata": {"name": "other"}}]), "node plugins", "no Node of this name exists"),
+        (replace(SOUND, slices=[item(count=2)]), "slices", "incomplete: 1 of 2 slices"),
+        (
+            replace(SOUND, claims=[claim("gpu-7")]),
+            "devices",
+            "gpu-7 of pool node-a-gpu.tessera.dev is held by claim team",
+        ),
+        (replace(SOUND, plans={NODE: plan(PlanMode.ALONE)}), "mode", "is standalone although a controller is running"),
+        (replace(SOUND, plans={NODE: plan(observed=1)}), "mode", "is 2 versions of its plan behind"),
+        (replace(SOUND, node_leases=[lease(NODE, NODE, ahead_s=-30)]), "clocks", "30 s behind the API server's"),
+        (
+            replace(SOUND, unreadable={Listing.PODS: ReadFailure("500: why")}),
+            "API server",
+            "pods can't be read: 500: why",
+        ),
+    ],
+)
+def test_trouble_is_found_by_its_check_and_nothing_else_is(snapshot: StatusSnapshot, check: str, message: str) -> None:
+    told = found(snapshot)
+    assert message in told.pop(check)
+    assert told.keys() <= {"node plugins"}
+
+
+def test_a_cluster_without_a_controller_is_sound_where_nobody_installed_one() -> None:
+    alone = replace(SOUND, leases={}, plans={})
+    assert found(alone) == {}
+    assert "every node offers whatever fits" in as_text(run_checks(alone))
+
+
+def test_a_gpu_that_is_unwell_is_named_as_the_command_that_brings_it_back_takes_it() -> None:
+    taint = {"key": "gpu.tessera.dev/unhealthy", "value": "xid-48", "effect": "NoSchedule"}
+    text = click.unstyle(as_text(run_checks(replace(SOUND, slices=[item(taints=[taint])]))))
+    assert "node-a/gpu-0 is unhealthy=xid-48" in text
+    assert "tessera uncordon node-a/gpu-0" in text
+
+
+def test_a_pod_that_ends_again_and_again_is_looked_for_in_its_log() -> None:
+    crashing = {"restartCount": 4, "state": {"waiting": {"reason": "CrashLoopBackOff"}}}
+    [finding] = result(replace(SOUND, pods=[pod("x", "False", crashing)]), "node plugins").findings
+    assert finding.message == "is not ready on node-a: CrashLoopBackOff, restarted 4 times"
+    assert finding.remedy == "read its last log: kubectl -n tessera logs pod-x --previous"
+    pulling = {"restartCount": 0, "state": {"waiting": {"reason": "ImagePullBackOff"}}}
+    [finding] = result(replace(SOUND, pods=[pod("x", "False", pulling)]), "node plugins").findings
+    assert finding.remedy == "kubectl -n tessera describe pod pod-x"
+
+
+def test_the_controllers_log_is_looked_for_in_its_namespace() -> None:
+    nobody = replace(SOUND, leases={"tessera-controller": lease("tessera-controller", None)})
+    [finding] = result(nobody, "controller").findings
+    assert "kubectl -n tessera logs deploy/tessera-controller" in finding.remedy
+
+
+def test_numbers_agree_with_their_nouns() -> None:
+    one = replace(SOUND, planned_at={NODE: NOW - timedelta(seconds=39)})
+    assert result(one, "mode").summary == "1 node follows the controller, 0 standalone, plan was written 39 s ago"
+    alone = replace(SOUND, plans={}, leases={})
+    assert result(alone, "mode").summary == "0 nodes follow the controller, 1 standalone"
+    assert result(SOUND, "classes").summary == "1 DeviceClass"
