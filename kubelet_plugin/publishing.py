@@ -75,6 +75,7 @@ class Publishing:
             PlanFile(settings.state_dir),
             self._publisher.device_names,
             self.notify,
+            lambda: self._plan_status.notify(),
             faults=health.describe_faults,
         )
         status_loop = loop(STATUS_DELAY_SECONDS, node_probes.plan_status)

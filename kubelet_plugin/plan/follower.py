@@ -55,7 +55,8 @@ class PlanSource(Protocol):
 
 
 class PlanFollower:
-    """Thread-safe. ``on_change`` is called after the mode changed; it must return quickly."""
+    """Thread-safe. ``on_mode`` is called after the mode changed, ``on_published`` after the published devices changed,
+    of which ``status`` reports; both must return quickly."""
 
     def __init__(
         self,
@@ -63,7 +64,8 @@ class PlanFollower:
         inventory: Inventory,
         store: PlanStore,
         published_before: Callable[[], Iterable[str]],
-        on_change: Callable[[], None],
+        on_mode: Callable[[], None],
+        on_published: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         spread: Callable[[], float] = random.random,
         faults: Callable[[], tuple[str, ...]] = tuple,
@@ -75,7 +77,8 @@ class PlanFollower:
         self._inventory = inventory
         self._store = store
         self._published_before = published_before
-        self._on_change = on_change
+        self._on_mode = on_mode
+        self._on_published = on_published
         self._clock = clock
         self._spread = spread
         self._faults = faults
@@ -102,13 +105,17 @@ class PlanFollower:
         """The devices to publish now."""
         with self._lock:
             changed = self._choose_mode()
+            last = (self._offered, self._held)
             before = self._offered | self._held if self._offered is not None else self._published_before_start()
             found = self._inventory.published(self._policy(before))
             self._offered = frozenset(device.name for entry in found for device in entry.offers)
             self._held = frozenset(device.name for entry in found for device in entry.held)
             self._remember(durable=False, published=tuple(sorted(self._offered | self._held)))
+            differs = last != (self._offered, self._held)
         if changed:
-            self._on_change()
+            self._on_mode()
+        if differs:
+            self._on_published()
         return found
 
     def status(self) -> PlanStatus:
@@ -141,7 +148,7 @@ class PlanFollower:
         with self._lock:
             changed = self._choose_mode()
         if changed:
-            self._on_change()
+            self._on_mode()
 
     def _policy(self, before: frozenset[str]) -> PublishPolicy:
         plan = self._source.plan()

@@ -92,7 +92,9 @@ class FleetNode:
         source = PlanSource(partial(shared.plan_of, name), shared.controller_lives) if shared.follows else NO_CONTROLLER
         mode = PlanMode.PLANNED if shared.follows else PlanMode.ALONE
         store = InMemoryPlanStore(PlanMemory(new_epoch(), mode))
-        self.follower = PlanFollower(source, self.inventory, store, tuple, self.plan_changed)
+        self.follower = PlanFollower(
+            source, self.inventory, store, tuple, self.plan_changed, lambda: self._plan_status.notify()
+        )
         self._builder = SliceBuilder(self.pool)
         self._slices = OwnSlices(client, self.pool)
         self._publisher = Publisher(

@@ -86,6 +86,7 @@ class FleetNode:
             InMemoryPlanStore(),
             self.publisher.device_names,
             self.notify,
+            lambda: self._plan_status.notify(),
             spread=random.random,
         )
         self._plan_status = PlanStatusWriter(client, self._word.plan, self.follower.status)

@@ -55,6 +55,7 @@ class Followed:
             PlanFile(self.node.root / "state"),
             lambda: self.in_slices,
             self.count,
+            lambda: None,
             lambda: self.now,
             lambda: 0.5,
         )
