@@ -19,6 +19,7 @@ from kubelet_plugin.dra.registration import SocketServer
 from kubelet_plugin.dra.service import DraService
 from tests.support.care import Care
 from tests.support.node import NodeUnderTest, start_node
+from tests.support.nvml_client import process_on
 from tests.unit.kubelet_plugin.dra.test_service import Kubelet
 
 SMALL = "gpu-0-mig-1g10gb-6"
@@ -114,7 +115,7 @@ def test_a_device_whose_process_outlives_its_pod_is_refused_until_the_process_en
     [partition] = node.partitions()
     node.api.delete(first)
     second = node.api.allocate("second", SMALL)
-    with node.simulated.process_on(str(partition.uuid)):
+    with process_on(node.simulated, str(partition.uuid)):
         with pytest.raises(HardwareError, match="IN_USE"):
             node.preparer.unprepare(first)
         with pytest.raises(ClaimError, match=f"default/first.*{first.uid}.*still holds"):
