@@ -171,17 +171,6 @@ class RankedClique:
     def with_gpu(self, position: int, gpu: RankedGpu) -> RankedClique:
         return self._ranking.clique((*self.gpus[:position], gpu, *self.gpus[position + 1 :]))
 
-    def growth_by_class(self, position: int, spot: Spot) -> dict[str, float]:
-        """What each class loses (minus: gains) in free slices it can't use; weighted, they sum to the growth."""
-        measure, after = self._ranking.measure, self.after(position, spot)
-        had, lost = measure.unusable(self.gpus[position].state), measure.unusable(after.gpus[position].state)
-        return {name: lost[name] - had[name] for name in had} | {CLIQUE_CLASS: after.unusable - self.unusable}
-
-    @property
-    def unusable(self) -> float:
-        """Free slices that a request for all of the GPUs can't use."""
-        return self._free - self._spoiled
-
     def _growth(self, gpu: RankedGpu, local: LocalTerms) -> float:
         """A request for all GPUs loses what was free if this is the first cut, and what is taken now is not free."""
         return round(local.of_gpu + gpu.clique_weight * (self._spoiled + local.released), DECIMALS)

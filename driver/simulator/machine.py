@@ -30,22 +30,16 @@ class Latency:
     """Seconds that each operation takes on the simulated GPU.
 
     Only operations that reconfigure the GPU take time: real NVML queries answer in microseconds. Sources: public logs
-    of an A100 (enabling MIG mode 6.5 s; creating seven 1g partitions 2.5 s, destroying them 4.4 s). How these times
-    divide between the two kinds of instance, and the mode switch of Hopper, are estimates.
+    of an A100 (enabling MIG mode 6.5 s, reset included; creating seven 1g partitions 2.5 s, destroying them 4.4 s).
+    How these times divide between the two kinds of instance, and the mode switch of Hopper, are estimates.
     """
 
     mode_with_reset: float = 6.5
-    """MIG mode switch of Ampere, GPU reset included (public log, A100)."""
     mode_without_reset: float = 1.0
-    """MIG mode switch of Hopper and newer (an estimate: a sixth of the reset)."""
     create_gpu_instance: float = 0.307
-    """2.5 s / 7 less the compute instance (public log, A100)."""
     create_compute_instance: float = 0.05
-    """An estimate: the small part of a partition's 0.357 s."""
     destroy_gpu_instance: float = 0.579
-    """4.4 s / 7 less the compute instance (public log, A100)."""
     destroy_compute_instance: float = 0.05
-    """An estimate: the small part of a partition's 0.629 s."""
 
 
 DEFAULT_LATENCY = Latency()

@@ -3,7 +3,7 @@
 Shared counters keep full GPU, partitions and shares of one GPU from being allocated twice: one counter set per GPU with
 ``memory-slice-<i>`` of SLICE_VALUE each. A share consumes its part of every slice, so the number of shares may change
 while some are held. Other counters exist only where memory slices are not sufficient (media engines; see
-:func:`driver.model.occupancy.limits_of`).
+:func:`driver.model.gpu.limits_of`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from driver.model.device import SLICE_VALUE, Device, DeviceKind
-from driver.model.gpu import Gpu
+from driver.model.gpu import Gpu, Limit, limits_of
 from driver.model.health import DeviceCondition, written_time
-from driver.model.occupancy import Limit, limits_of
 from driver.placement import order_offers
 from driver.slices.attributes import attributes, capacity
 from driver.slices.names import DEVICES_PER_GPU, Pool, counter_set
