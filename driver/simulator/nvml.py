@@ -183,14 +183,12 @@ class DeviceCalls(NvmlSession):
     @simulated()
     def nvmlDeviceGetBrand(self, handle: Any) -> int:
         self.device(handle)
-        brand: int = getattr(pynvml, f"NVML_BRAND_{self.machine.product.brand}")
-        return brand
+        return int(getattr(pynvml, f"NVML_BRAND_{self.machine.product.brand}"))
 
     @simulated()
     def nvmlDeviceGetArchitecture(self, device: Any) -> int:
         self.device(device)
-        architecture: int = _ARCHITECTURES[self.machine.product.architecture]
-        return architecture
+        return int(_ARCHITECTURES[self.machine.product.architecture])
 
     @simulated()
     def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:
@@ -230,8 +228,7 @@ class DeviceCalls(NvmlSession):
     @simulated()
     def nvmlDeviceGetNvLinkState(self, device: Any, link: int) -> int:
         self.nvlink(device, link)
-        enabled: int = pynvml.NVML_FEATURE_ENABLED
-        return enabled
+        return int(pynvml.NVML_FEATURE_ENABLED)
 
     @simulated()
     def nvmlDeviceGetNvLinkVersion(self, device: Any, link: int) -> int:
@@ -268,8 +265,7 @@ class DeviceCalls(NvmlSession):
         info.state = _FABRIC_STATES[fabric.state]
         # Captures of HGX H100 on driver 580 report no health: zero is "not supported" in every field.
         info.healthMask = _FULL_BANDWIDTH if fabric.healthy else 0
-        success: int = pynvml.NVML_SUCCESS
-        return success
+        return int(pynvml.NVML_SUCCESS)
 
     def nvlink(self, handle: Any, link: int) -> NvlinkDescription:
         """Return the node's NVLink description if the GPU has that link; else INVALID_ARGUMENT or NOT_SUPPORTED."""

@@ -313,8 +313,7 @@ class EventCalls(NvmlSession):
         self.gpu(handle)
         mig = pynvml.nvmlEventMigConfigChange if self.machine.product.mig_capable else 0
         recovery = _RECOVERY if self.machine.reports_recovery_action else 0
-        supported: int = _ALWAYS | mig | recovery
-        return supported
+        return int(_ALWAYS | mig | recovery)
 
     @simulated()
     def nvmlDeviceRegisterEvents(self, handle: Any, eventTypes: int, eventSet: Any) -> None:

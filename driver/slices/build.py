@@ -150,20 +150,21 @@ def _device(device: Device, counters: list[Content], taints: list[Content]) -> C
     return {**content, "taints": taints} if taints else content
 
 
+def slice_spec(content: Content, pool: Pool, generation: int, count: int) -> Content:
+    """The spec of a slice with that content."""
+    of_pool = {"name": pool.name, "generation": generation, "resourceSliceCount": count}
+    return {"driver": pool.driver, "nodeName": pool.node, "pool": of_pool, **content}
+
+
 def slice_object(
     name: str, content: Content, pool: Pool, generation: int, count: int, owner: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """A complete ResourceSlice. ``owner`` is the Node, so that slices go when the node goes."""
+    """A complete ResourceSlice. ``owner`` is the Node, so that its slices are deleted with it."""
     return {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceSlice",
         "metadata": {"name": name, "ownerReferences": [dict(owner)] if owner else []},
-        "spec": {
-            "driver": pool.driver,
-            "nodeName": pool.node,
-            "pool": {"name": pool.name, "generation": generation, "resourceSliceCount": count},
-            **content,
-        },
+        "spec": slice_spec(content, pool, generation, count),
     }
 
 
