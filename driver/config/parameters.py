@@ -41,7 +41,7 @@ class Parameters(Strict, frozen=True):
 
     @property
     def time_slice(self) -> TimeSlice | None:
-        """The interval asked for; None: no wish."""
+        """The requested interval; None: no request."""
         return None
 
 
@@ -73,7 +73,7 @@ class MigDeviceConfig(Parameters, frozen=True):
 
 
 class ShareConfig(TimeSliced, frozen=True):
-    """For a time-sliced share: how the claims on one GPU take turns, as far as this claim has a wish."""
+    """For a time-sliced share: the time-slice interval that this claim requests."""
 
     kind: ClassVar = "ShareConfig"
 

@@ -173,8 +173,8 @@ class Host(MigOperations):
     def set_time_slice(self, gpu: Gpu, interval: TimeSlice) -> None:
         """Set how long each process on ``gpu`` runs before the next; a GPU reset and a reboot set it to DEFAULT.
 
-        Without effect on partitions. Not every product has it (before Volta: NOT_SUPPORTED), so that nobody
-        should set DEFAULT on a GPU that has it already.
+        It has no effect on partitions. Products before Volta answer NOT_SUPPORTED, so do not set DEFAULT where it
+        is set already.
         """
         self._time_slice.set(gpu.uuid, interval)
 

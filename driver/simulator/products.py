@@ -135,7 +135,7 @@ def find_product(name: str) -> Product | None:
 
 
 def product_names() -> list[str]:
-    """Every name :func:`find_product` knows: NVML's, with what tells two of one name apart in parentheses."""
+    """The products' NVML names; a suffix in parentheses distinguishes two products of one name."""
     names = [row["product"].partition(" (")[0] for row in facts("gpu_products")["products"]]
     return [*names, *_VARIANTS]
 

@@ -312,7 +312,7 @@ def _boot_id(root: Path) -> Path:
 
 
 def _device_node(path: Path) -> None:
-    # The null device swallows what a container writes. Where nobody may make one, a file has the name at least.
+    # The null device swallows what a container writes. Without the right to create one, an empty file replaces it.
     if path.exists():
         return
     make_folder(path.parent)

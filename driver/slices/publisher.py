@@ -169,7 +169,7 @@ def _kept(item: Slice) -> Object:
 
 
 class Store(Protocol):
-    """The node's slices, as far as they are known; ``observe`` and ``forget`` tell of writes of our own."""
+    """The node's slices, as far as they are known; ``observe`` and ``forget`` record own writes."""
 
     @property
     def synced(self) -> bool: ...
