@@ -195,8 +195,8 @@ def limited(published: int, new: Collection[Device], occupied: int) -> set[str]:
     """The names of those of ``new``, all of one GPU, for which there is room beside ``published`` devices.
 
     A published device never leaves for another: a claim may just have been allocated it. All shares but one wait behind
-    the placements: once that one is allocated the placements are withdrawn, and the other shares follow. ``occupied`` is the
-    mask of memory slices that nothing offered can use.
+    the placements: once that one is allocated the placements are withdrawn, and the other shares follow. ``occupied``
+    is the mask of memory slices that no offer can use.
     """
     room = max(0, DEVICES_PER_GPU - published)
     if len(new) <= room:
