@@ -34,7 +34,7 @@ class Strict(msgspec.Struct, frozen=True, rename="camel"):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One error: path (``sharing.strategy``; empty for the object itself), found value, message with what is accepted."""
+    """One error: path (``sharing.strategy``; empty for the object itself), found value, message."""
 
     path: str
     found: str

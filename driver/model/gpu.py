@@ -199,18 +199,9 @@ def heaviest(profiles: Sequence[Profile], usage: Mapping[int, int]) -> int:
     return best[slices]
 
 
-def most_disjoint(placements: Sequence[Placement]) -> int:
-    """The largest number of disjoint placements: earliest end first is optimal for intervals."""
-    count, end = 0, 0
-    for place in sorted(placements, key=lambda p: p.start + p.size):
-        if place.start >= end:
-            count, end = count + 1, place.start + place.size
-    return count
-
-
 def _kept_by_others(profile: Profile, limits: Sequence[Limit]) -> bool:
     """Whether placements or ``limits`` imply the profile's own maximum."""
-    if most_disjoint(profile.placements) <= profile.max_instances:
+    if heaviest([profile], {profile.id: 1}) <= profile.max_instances:
         return True
     shares = (limit.total // limit.taken_by(profile) for limit in limits if limit.taken_by(profile))
     return any(share <= profile.max_instances for share in shares)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from driver.model.device import Device, DeviceKind
@@ -62,7 +62,7 @@ class Ranking:
 
     def __init__(self, measure: Measure | None = None) -> None:
         self.measure = measure or Measure()
-        self.clique = lru_cache(CLIQUES)(self._clique)
+        self.clique = lru_cache(CLIQUES)(partial(RankedClique, self))
         self._gpus: dict[GpuState, RankedGpu] = {}
 
     def gpu(self, state: GpuState) -> RankedGpu:
@@ -71,9 +71,6 @@ class Ranking:
         if found is None:
             found = self._gpus[state] = RankedGpu(self, state)
         return found
-
-    def _clique(self, gpus: tuple[RankedGpu, ...]) -> RankedClique:
-        return RankedClique(self, gpus)
 
 
 class RankedGpu:

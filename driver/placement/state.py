@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from driver.model.device import SLICE_VALUE, Device, DeviceKind
+from driver.model.device import SLICE_VALUE, Device, DeviceKind, share_index
 from driver.model.gpu import Gpu, Limit, Profile, limits_of
 
 
@@ -88,7 +88,7 @@ class Spot(NamedTuple):
 
 def spot_of(device: Device) -> Spot:
     if device.kind is DeviceKind.SHARE:
-        return Spot(SHARE, int(device.name.rpartition("-")[2]))
+        return Spot(SHARE, share_index(device.name))
     return Spot(key_of(device), device.placement.start if device.placement else 0)
 
 
