@@ -129,6 +129,12 @@ R = TypeVar("R")
 _LOOKUPS = re.compile(r"^nvmlDeviceGet(Mig)?(Device)?HandleBy")
 
 
+def delay(seconds: float) -> None:
+    """Sleep for the time of an injected fault."""
+    if seconds:
+        time.sleep(seconds)
+
+
 @cache
 def plain_name(call: str) -> str:
     """Return the function's name without version: a fault of one version applies to all."""
@@ -251,7 +257,7 @@ class NvmlSession:
                 and (fault.device is None or fault.device in devices)
                 and self.machine.take_fault(fault)
             ):
-                time.sleep(fault.seconds)
+                delay(fault.seconds)
                 if fault.code:
                     raise error(fault.code)
         if not gpus.isdisjoint(now.removed):

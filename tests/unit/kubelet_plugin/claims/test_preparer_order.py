@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -173,7 +172,7 @@ def test_a_slow_gpu_does_not_delay_claims_on_the_others(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(nvml_session, "time", SimpleNamespace(sleep=lambda _: answers.wait(60)))
+    monkeypatch.setattr(nvml_session, "delay", lambda _: answers.wait(60))
     node = start_node(tmp_path)
     slow = node.api.allocate("slow", SMALL)
     node.simulated.faults.slow(2.0, call, gpu=0, times=1)
