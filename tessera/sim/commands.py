@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import msgspec
 
 from driver.config.flags import SIMULATED_NODES
+from driver.simulator import NodeDescription, SimulatedNode, known_descriptions
+from driver.simulator.node import describe
+from kubelet_plugin.checkpoint.records import ClaimRecord
 from tessera.output import columns
 from tessera.sim.fault import fault, find_roots
 from tessera.sim.fleet_command import fleet
-
-if TYPE_CHECKING:
-    from driver.simulator import NodeDescription, SimulatedNode
+from tessera.slice_layout import Span, cell_width, draw_placement, draw_slices
 
 _OUTPUT = click.option(
     "-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True, help="Format."
@@ -28,15 +30,9 @@ def sim() -> None:
 
     \b
     Examples:
-      tessera sim list                      which nodes there are
-      tessera topology --gpus sim:dgx-h100  show one of them; leaves nothing behind
-      tessera sim fleet --nodes 100         a hundred of them in one process (needs a kubeconfig)
-
-    \b
-    Running one, as root on the machine of the Node n1:
       tessera node --node-name n1 --kubeconfig ~/.kube/config --gpus sim:dgx-h100
-      tessera sim smi                       see its GPUs and the claims that hold them
-      tessera sim fault lose --gpu 3        break something
+      tessera sim smi
+      tessera sim fault lose --gpu 3
     """
 
 
@@ -49,21 +45,17 @@ sim.add_command(fleet)
 def list_nodes(output: str) -> None:
     """List the nodes that --gpus sim:NAME accepts.
 
-    A node of your own is a YAML file: --gpus sim:FILE. docs/simulator.md describes it.
-
     \b
     Examples:
       tessera sim list
       tessera sim list -o json
     """
-    from driver.simulator import known_descriptions
-
     nodes = list(known_descriptions().values())
     if output == "json":
         click.echo(json.dumps([_node_summary(node) for node in nodes], indent=2))
         return
     rows = [
-        [node.name, node.product, str(len(node.gpus)), _gib(node.gpu_product.memory_mib), node.summary]
+        [node.name, node.product, str(len(node.gpus)), f"{node.gpu_product.memory_mib / 1024:.1f} GiB", node.summary]
         for node in nodes
     ]
     click.echo(columns(["NAME", "PRODUCT", "GPUS", "MEMORY", "DESCRIPTION"], rows))
@@ -86,9 +78,6 @@ def smi(host_root: Path | None, output: str) -> None:
       tessera sim smi
       tessera sim smi --host-root /tmp/node-1 -o json
     """
-    from driver.simulator import SimulatedNode
-    from driver.simulator.node import describe
-
     nodes = [SimulatedNode.attach(root) for root in ([host_root] if host_root else find_roots(SIMULATED_NODES))]
     if output == "json":
         click.echo(json.dumps([gpu for node in nodes for gpu in describe(node, holders(node.root))], indent=2))
@@ -101,10 +90,6 @@ def holders(root: Path) -> dict[str, str]:
 
     Read from the node plugin's checkpoint, whose directory is in ``sim/plugin.json``; empty without a plugin.
     """
-    import msgspec
-
-    from kubelet_plugin.checkpoint.records import ClaimRecord
-
     try:
         folder = Path(json.loads((root / "sim" / "plugin.json").read_text(encoding="utf-8"))["stateDir"]) / "claims"
     except (OSError, ValueError, KeyError, TypeError):
@@ -125,16 +110,12 @@ def holders(root: Path) -> dict[str, str]:
 
 
 def render(node: SimulatedNode, gpus: Sequence[dict[str, Any]]) -> str:
-    """A node and its GPUs as a table."""
+    """A node and its GPUs as tables."""
     description = node.description
     title = (
         f"{click.style(description.name, bold=True)}   {len(gpus)} x {description.product}   "
         f"driver {description.driver_version}   CUDA {description.cuda_driver_version}   simulated in {node.root}"
     )
-    return "\n".join([title, *_render_gpus(gpus), *_render_partitions(description.gpu_product.memory_slices, gpus)])
-
-
-def _render_gpus(gpus: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
         [
             str(gpu["index"]),
@@ -147,23 +128,18 @@ def _render_gpus(gpus: Sequence[dict[str, Any]]) -> list[str]:
         ]
         for gpu in gpus
     ]
-    table = _boxed(["GPU", "NAME", "UUID", "BUS ID", "MEMORY", "MIG", "HOLDER"], rows)
-    pending = any(gpu["migMode"] != gpu["migModePending"] for gpu in gpus)
-    notes = ["* another MIG mode is pending: it needs a GPU reset"] if pending else []
-    return [*table, *notes, *_unusual("Time-slice", "timeSlice", gpus), *_unusual("Compute mode", "computeMode", gpus)]
-
-
-def _unusual(title: str, field: str, gpus: Sequence[dict[str, Any]]) -> list[str]:
-    """A line with the GPUs whose ``field`` differs from the default, if there are any."""
-    found = [f"GPU {gpu['index']} {gpu[field]}" for gpu in gpus if gpu[field].upper() != "DEFAULT"]
-    return [f"{title}: {', '.join(found)}"] if found else []
+    lines = [title, columns(["GPU", "NAME", "UUID", "BUS ID", "MEMORY", "MIG", "HOLDER"], rows)]
+    if any(gpu["migMode"] != gpu["migModePending"] for gpu in gpus):
+        lines.append("* another MIG mode is pending: it needs a GPU reset")
+    for name, field in (("Time-slice", "timeSlice"), ("Compute mode", "computeMode")):
+        if changed := [f"GPU {gpu['index']} {gpu[field]}" for gpu in gpus if gpu[field].upper() != "DEFAULT"]:
+            lines.append(f"{name}: {', '.join(changed)}")
+    return "\n".join([*lines, *_render_partitions(description.gpu_product.memory_slices, gpus)])
 
 
 def _render_partitions(slices: int, gpus: Sequence[dict[str, Any]]) -> list[str]:
-    from tessera.slice_layout import Span, cell_width, draw_placement, draw_slices
-
     rows: list[list[str]] = []
-    spans: dict[int, dict[int, Span]] = {}
+    spans: dict[int, list[Span]] = {}
     for gpu in gpus:
         for device in gpu["migDevices"]:
             start, size = device["placement"]["start"], device["placement"]["size"]
@@ -171,12 +147,12 @@ def _render_partitions(slices: int, gpus: Sequence[dict[str, Any]]) -> list[str]
             drawn = f"{draw_placement(slices, start, size)} {start}:{size}"
             row = [str(gpu["index"]), str(device["gpuInstance"]), compute, device["profile"], drawn]
             rows.append([*row, device["uuid"] or "-", device["holder"] or "-"])
-            spans.setdefault(gpu["index"], {})[start] = Span(start, size, device["profile"])
+            spans.setdefault(gpu["index"], []).append(Span(start, size, device["profile"]))
     if not rows:
         return ["No partitions."]
-    width = cell_width(span for found in spans.values() for span in found.values())
-    drawings = [f"GPU {index}  {draw_slices(slices, found.values(), width)}" for index, found in spans.items()]
-    return [*_boxed(["GPU", "GI", "CI", "PROFILE", "PLACEMENT", "MIG UUID", "HOLDER"], rows), *drawings]
+    width = cell_width(span for found in spans.values() for span in found)
+    drawings = [f"GPU {index}  {draw_slices(slices, found, width)}" for index, found in spans.items()]
+    return [columns(["GPU", "GI", "CI", "PROFILE", "PLACEMENT", "MIG UUID", "HOLDER"], rows), *drawings]
 
 
 def _node_summary(node: NodeDescription) -> dict[str, Any]:
@@ -191,23 +167,3 @@ def _node_summary(node: NodeDescription) -> dict[str, Any]:
         "migProfiles": [profile.name for profile in node.gpu_product.profiles],
         "estimates": list(node.gpu_product.estimates),
     }
-
-
-def _gib(mib: int) -> str:
-    return f"{mib / 1024:.1f} GiB"
-
-
-def _boxed(header: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(len(line[column]) for line in [header, *rows]) for column in range(len(header))]
-    rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
-    head = [click.style(cell.ljust(width), bold=True) for cell, width in zip(header, widths, strict=True)]
-    body = [[_coloured(cell, width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    lines = [f"| {' | '.join(line)} |" for line in [head, *body]]
-    return [rule, lines[0], rule.replace("-", "="), *lines[1:], rule]
-
-
-def _coloured(cell: str, width: int) -> str:
-    padded = cell.ljust(width)
-    if cell == "Enabled":
-        return click.style(padded, fg="green")
-    return click.style(padded, dim=True) if cell in ("-", "Disabled", "N/A") else padded
