@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import click
 from click.core import ParameterSource
 
 from driver.config.flags import DEFAULT_DRIVER
 from driver.errors import ApiError, EnvironmentFault
+from driver.kube.client import KubeClient
+from driver.kube.credentials import POD, load_configuration
 from driver.kube.heartbeat import HEARTBEAT, LEAVING
+from driver.kube.reads import page_reader, pages
 
-if TYPE_CHECKING:
-    from driver.kube.client import KubeClient
+T = TypeVar("T")
 
 DEFAULT_KUBECONFIG = Path("~/.kube/config")
 """kubectl's default, too."""
@@ -32,10 +35,10 @@ with_driver_name = click.option(
 
 def client_of(kubeconfig: Path | None, user_agent: str) -> KubeClient:
     """A client of the cluster that ``--kubeconfig`` or its default names. Raises EnvironmentFault without one."""
-    from driver.kube.client import KubeClient
-    from driver.kube.credentials import POD, load_configuration
-
-    default, source = DEFAULT_KUBECONFIG.expanduser(), _kubeconfig_source()
+    context = click.get_current_context(silent=True)
+    given = context.get_parameter_source("kubeconfig") if context else None
+    default = DEFAULT_KUBECONFIG.expanduser()
+    source = "$KUBECONFIG" if given is ParameterSource.ENVIRONMENT else "--kubeconfig"
     if kubeconfig is None and default.exists():
         kubeconfig, source = default, "the default kubeconfig"
     if kubeconfig is None and POD not in os.environ:
@@ -43,6 +46,12 @@ def client_of(kubeconfig: Path | None, user_agent: str) -> KubeClient:
             f"no kubeconfig: neither --kubeconfig, $KUBECONFIG nor {DEFAULT_KUBECONFIG}, and not in a pod"
         )
     return KubeClient(load_configuration(kubeconfig, named=source), user_agent)
+
+
+def read_all(client: KubeClient, path: str, kind: type[T], selectors: Mapping[str, str] | None = None) -> Iterator[T]:
+    """All objects of a list. Raises ApiError, and MsgspecError if one is not of that kind."""
+    for page in pages(client, path, page_reader(kind), selectors):
+        yield from page.items or ()
 
 
 def unreachable(error: ApiError) -> EnvironmentFault:
@@ -53,10 +62,3 @@ def unreachable(error: ApiError) -> EnvironmentFault:
 def cancel_uninstall_command(namespace: str) -> str:
     """The command after which nodes publish again though an uninstallation has begun."""
     return f"kubectl -n {namespace} annotate lease {HEARTBEAT} {LEAVING}-"
-
-
-def _kubeconfig_source() -> str:
-    """Where the running command has its kubeconfig from."""
-    context = click.get_current_context(silent=True)
-    source = context.get_parameter_source("kubeconfig") if context else None
-    return "$KUBECONFIG" if source is ParameterSource.ENVIRONMENT else "--kubeconfig"

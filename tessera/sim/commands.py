@@ -1,8 +1,11 @@
-"""``tessera sim``: lists the nodes that can be simulated, and prints GPUs and partitions of simulated ones."""
+"""``tessera sim``: simulated nodes: which there are, their GPUs and partitions, and fleets of them."""
 
 from __future__ import annotations
 
 import json
+import re
+import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,18 +13,29 @@ from typing import Any
 import click
 import msgspec
 
-from driver.config.flags import SIMULATED_NODES
+from driver.config.flags import DEFAULT_DRIVER, SIMULATED_NODES, check_driver_name
+from driver.errors import UsageError
+from driver.logs import FORMATS, configure_logs
+from driver.model.plan import PlanMode
 from driver.simulator import NodeDescription, SimulatedNode, known_descriptions
 from driver.simulator.node import describe
 from kubelet_plugin.checkpoint.records import ClaimRecord
+from tessera.cluster_options import client_of, with_kubeconfig
 from tessera.output import columns
 from tessera.sim.fault import fault, find_roots
-from tessera.sim.fleet_command import fleet
 from tessera.slice_layout import Span, cell_width, draw_placement, draw_slices
 
 _OUTPUT = click.option(
     "-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True, help="Format."
 )
+
+
+MOST_NODES = 10_000
+FLEET_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,48}[a-z0-9])?")
+"""Valid names of a fleet: the prefix of its nodes' names, and the value of a label."""
+
+MODES = {"follow": PlanMode.PLANNED, "alone": PlanMode.ALONE}
+STATE_INTERVAL_SECONDS = 10.0
 
 
 @click.group()
@@ -37,7 +51,6 @@ def sim() -> None:
 
 
 sim.add_command(fault)
-sim.add_command(fleet)
 
 
 @sim.command("list")
@@ -83,6 +96,70 @@ def smi(host_root: Path | None, output: str) -> None:
         click.echo(json.dumps([gpu for node in nodes for gpu in describe(node, holders(node.root))], indent=2))
         return
     click.echo("\n\n".join(render(node, describe(node, holders(node.root))) for node in nodes))
+
+
+@sim.command()
+@click.option("--nodes", type=click.IntRange(1, MOST_NODES), default=100, show_default=True, help="How many.")
+@click.option(
+    "--gpus", default="dgx-h100", show_default=True, help="NAME (`tessera sim list`) or FILE: each node's GPUs."
+)
+@click.option("--name", default="sim", show_default=True, help="Nodes are called NAME-0000, NAME-0001, ...")
+@with_kubeconfig
+@click.option("--driver-name", default=DEFAULT_DRIVER, show_default=True, help="DRA driver name.")
+@click.option("--namespace", default="tessera", show_default=True, help="Where the controller's heartbeat is.")
+@click.option(
+    "--mode",
+    type=click.Choice(list(MODES)),
+    default="follow",
+    show_default=True,
+    help="follow: offer what the plans list (whatever fits while the heartbeat is missing); alone: whatever fits.",
+)
+@click.option("--leases/--no-leases", default=True, show_default=True, help="Renew the nodes' Leases, as kubelets do.")
+@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True)
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="warning", show_default=True)
+def fleet(
+    *,
+    nodes: int,
+    gpus: str,
+    name: str,
+    kubeconfig: Path | None,
+    driver_name: str,
+    namespace: str,
+    mode: str,
+    leases: bool,
+    log_format: str,
+    log_level: str,
+) -> None:
+    """Run many simulated GPU nodes in one process.
+
+    Needs a cluster admin, and a cluster that has no other pods. Ctrl-C removes the nodes with their slices and plans.
+
+    \b
+    Examples:
+      tessera sim fleet --nodes 100 --kubeconfig ~/.kube/config
+      tessera sim fleet --nodes 1000 --gpus dgx-h100 --name big --no-leases
+    """
+    from tessera.sim.fleet.fleet import FleetSettings, discover, running_fleet
+
+    configure_logs(log_format, log_level)
+    if not FLEET_NAME.fullmatch(name):
+        raise UsageError(f"--name {name}: lower-case letters, digits and inner dashes, at most 50, such as sim")
+    try:
+        check_driver_name(driver_name)
+    except ValueError as error:
+        raise UsageError(f"--driver-name {driver_name}: {error}") from error
+    settings = FleetSettings(name, nodes, discover(gpus), driver_name, namespace, MODES[mode], leases)
+    client, printed = client_of(kubeconfig, "tessera-fleet"), ""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with running_fleet(client, settings) as running:
+            while True:
+                if printed != str(running):
+                    printed = str(running)
+                    click.echo(f"{time.strftime('%H:%M:%S')}  {printed}")
+                time.sleep(STATE_INTERVAL_SECONDS)
+    except KeyboardInterrupt:
+        click.echo("all objects of the fleet are removed")
 
 
 def holders(root: Path) -> dict[str, str]:

@@ -68,30 +68,28 @@ class PlanSource:
 
 @dataclass(frozen=True)
 class FleetContext:
-    """What all nodes have in common. ``plan_of``: plan by node name; ``follows``: False if nodes are standalone."""
+    """Properties that all nodes have in common. ``plan_of``: plan by node name; ``mode``: mode at the start."""
 
     client: KubeClient
     driver: str
     namespace: str
+    mode: PlanMode
     loop: MakeLoop
     plan_of: Callable[[str], GpuNodePlan | None]
     controller_lives: Callable[[], bool]
-    follows: bool
 
 
 class FleetNode:
-    """Starts like a node that followed plans before and offers nothing yet; without plans it is standalone."""
+    """One node; in mode PLANNED it starts like a node that followed plans before and offers nothing yet."""
 
     def __init__(self, shared: FleetContext, owner: Mapping[str, str], gpus: Sequence[Gpu]) -> None:
         """``owner``: reference to its Node object."""
-        self._shared = shared
-        client, loop, name = shared.client, shared.loop, owner["name"]
-        self.name = name
-        self.pool = Pool(name, shared.driver)
+        self._loop = shared.loop
+        client, loop, self.name = shared.client, shared.loop, owner["name"]
+        self.pool = Pool(self.name, shared.driver)
         self.inventory = Inventory(gpus, number_gpus(gpus, {}))
-        source = PlanSource(partial(shared.plan_of, name), shared.controller_lives) if shared.follows else NO_CONTROLLER
-        mode = PlanMode.PLANNED if shared.follows else PlanMode.ALONE
-        store = InMemoryPlanStore(PlanMemory(new_epoch(), mode))
+        source = PlanSource(partial(shared.plan_of, self.name), shared.controller_lives)
+        store = InMemoryPlanStore(PlanMemory(new_epoch(), shared.mode))
         self.follower = PlanFollower(
             source, self.inventory, store, tuple, self.plan_changed, lambda: self._plan_status.notify()
         )
@@ -101,19 +99,12 @@ class FleetNode:
             client, self.pool, self._desired, lambda: owner, store=self._slices, loop=self._slices_loop
         )
         self._plan_status = PlanStatusWriter(client, source.plan, self.follower.status, loop=loop)
-        self._fence_release = FenceRelease(
-            client, shared.namespace, self.pool.name, self.follower.standalone_epoch, loop
-        )
+        self._fence_release = FenceRelease(client, shared.namespace, self.name, self.follower.standalone_epoch, loop)
 
     @property
     def published(self) -> bool:
         """Whether its slices have been written."""
         return self._publisher.published.is_set()
-
-    @property
-    def slices(self) -> Sequence[Object]:
-        """Its slices, by name, uid and version."""
-        return tuple(self._slices.snapshot().values())
 
     def devices(self, names: Sequence[str]) -> list[Device]:
         """Its devices of these names, as far as they exist."""
@@ -148,7 +139,7 @@ class FleetNode:
         return self._builder.build(self.follower.published())
 
     def _slices_loop(self, name: str, work: Callable[[], float | None], coalesce_s: float) -> Repeating:
-        return self._shared.loop(name, partial(self._reading_after_failure, work), coalesce_s)
+        return self._loop(name, partial(self._reading_after_failure, work), coalesce_s)
 
     def _reading_after_failure(self, work: Callable[[], float | None]) -> float | None:
         try:
@@ -156,7 +147,3 @@ class FleetNode:
         except ApiError:
             self._slices.read()
             raise
-
-
-NO_CONTROLLER = PlanSource(lambda: None, lambda: False)
-"""Without plans and heartbeat: the node is standalone."""

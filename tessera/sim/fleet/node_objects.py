@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
+
+import click
 
 from driver.errors import CONFLICT, ApiError, EnvironmentFault
 from driver.kube.client import KubeClient, Object
 from driver.kube.clock import micro_time, seconds_time
 from driver.kube.lease import LeaseSpec, lease_object, leases
-from driver.kube.reads import page_reader, pages
 from driver.kube.types import Node, ResourceSlice
 from driver.model.plan import PATH
 from driver.slices.publisher import SLICES
+from tessera.cluster_options import read_all
 
 log = logging.getLogger(__name__)
 
@@ -36,42 +38,31 @@ LEASE_RENEWAL_SECONDS = 20.0
 
 LEASE_DURATION_SECONDS = 40
 
-Progress = Callable[[str, int, int], None]
-"""Called with the name of the step, the number of items done, and their total."""
-
 
 class NodeObjects:
     """The Nodes ``name``-0000 and so on, as many as ``count``."""
 
-    def __init__(self, client: KubeClient, driver: str, name: str, count: int, progress: Progress) -> None:
+    def __init__(self, client: KubeClient, driver: str, name: str, count: int) -> None:
         self._client = client
         self._driver = driver
         self._fleet = name
         self.names = tuple(f"{name}-{number:04}" for number in range(count))
-        self._progress = progress
 
     def create(self) -> Mapping[str, Object]:
         """Create them; returns owner references by name. Raises ApiError, EnvironmentFault if one exists already."""
-        stored = self._each("creating nodes", self.names, self._create)
-        return {
-            node["metadata"]["name"]: {
-                "apiVersion": "v1",
-                "kind": "Node",
-                "name": node["metadata"]["name"],
-                "uid": node["metadata"]["uid"],
-                "controller": True,
-            }
-            for node in stored
-        }
+        stored = [node["metadata"] for node in self._each("creating nodes", self.names, self._create)]
+        owner = {"apiVersion": "v1", "kind": "Node", "controller": True}
+        return {node["name"]: {**owner, "name": node["name"], "uid": node["uid"]} for node in stored}
 
     def remove(self) -> None:
         """Remove all Nodes of the fleet, also of an earlier run, with their plans, slices and Leases."""
         selector = {"labelSelector": f"{FLEET_LABEL}={self._fleet}"}
-        found = pages(self._client, NODES, page_reader(Node), selector)
-        nodes = [each.metadata.name for page in found for each in page.items or ()]
+        nodes = [node.metadata.name for node in read_all(self._client, NODES, Node, selector)]
         if not nodes:
             return
-        slices = self._slices(frozenset(nodes))
+        driver = {"fieldSelector": f"spec.driver={self._driver}"}
+        found = read_all(self._client, SLICES, ResourceSlice, driver)
+        slices = [item.metadata.name for item in found if item.spec.node_name in set(nodes)]
         self._each("removing nodes", [f"{NODES}/{name}" for name in nodes], self._delete)
         self._each("removing plans", [f"{PATH}/{name}" for name in nodes], self._delete)
         self._each("removing slices", [f"{SLICES}/{name}" for name in slices], self._delete)
@@ -116,25 +107,13 @@ class NodeObjects:
         spec = LeaseSpec(name, LEASE_DURATION_SECONDS, renew_time=micro_time(datetime.now(UTC)))
         self._client.create_or_patch(f"{leases(NODE_LEASES)}/{name}", lease_object(NODE_LEASES, name, spec))
 
-    def _slices(self, nodes: frozenset[str]) -> list[str]:
-        selector = {"fieldSelector": f"spec.driver={self._driver}"}
-        read = pages(self._client, SLICES, page_reader(ResourceSlice), selector)
-        found = (item for page in read for item in page.items or ())
-        return [item.metadata.name for item in found if item.spec.node_name in nodes]
-
     def _delete(self, path: str) -> None:
         self._client.delete(path, missing_ok=True)
 
     def _each(self, step: str, items: Sequence[str], work: Callable[[str], Any]) -> list[Any]:
         """Call ``work`` with every item, several at once; returns the results. Raises what ``work`` raises."""
-        return list(self._with_progress(step, len(items), _concurrently(work, items)))
-
-    def _with_progress(self, step: str, total: int, results: Iterable[Any]) -> Iterator[Any]:
-        for done, result in enumerate(results, 1):
-            self._progress(step, done, total)
-            yield result
-
-
-def _concurrently(work: Callable[[str], Any], items: Sequence[str]) -> Iterator[Any]:
-    with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
-        yield from pool.map(work, items)
+        with (
+            ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,
+            click.progressbar(pool.map(work, items), len(items), step) as results,
+        ):
+            return list(results)
