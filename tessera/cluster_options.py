@@ -11,11 +11,12 @@ import click
 from click.core import ParameterSource
 
 from driver.config.flags import DEFAULT_DRIVER
-from driver.errors import ApiError, EnvironmentFault
-from driver.kube.client import KubeClient
+from driver.errors import NOT_FOUND, ApiError, EnvironmentFault
+from driver.kube.client import KubeClient, Object
 from driver.kube.credentials import POD, load_configuration
 from driver.kube.heartbeat import HEARTBEAT, LEAVING
 from driver.kube.reads import page_reader, pages
+from driver.model.plan import PATH
 
 T = TypeVar("T")
 
@@ -52,6 +53,16 @@ def read_all(client: KubeClient, path: str, kind: type[T], selectors: Mapping[st
     """All objects of a list. Raises ApiError, and MsgspecError if one is not of that kind."""
     for page in pages(client, path, page_reader(kind), selectors):
         yield from page.items or ()
+
+
+def find_plans(client: KubeClient) -> list[Object] | None:
+    """All GpuNodePlans; None if their CustomResourceDefinition is not installed. Raises ApiError and MsgspecError."""
+    try:
+        return list(read_all(client, PATH, Object))
+    except ApiError as error:
+        if error.status != NOT_FOUND:
+            raise
+    return None
 
 
 def unreachable(error: ApiError) -> EnvironmentFault:

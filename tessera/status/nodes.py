@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from driver.errors import StateError
 from driver.kube.client import Object
 from driver.kube.heartbeat import HEARTBEAT, SILENT_S
 from driver.kube.types import Claim, GpuNodePlan, SliceDevice
-from driver.model.plan import GpuReport, PlanMode, states_of
+from driver.model.plan import PlanMode
 from driver.slices.names import Pool
 from kubelet_plugin.coexistence.other_drivers import OWNED, NodeSigns, find_other_drivers
+from tessera.gpu_names import states
 from tessera.status.finding import CheckOutput, Finding, counted
 from tessera.status.snapshot import StatusSnapshot
 
@@ -133,16 +133,8 @@ def _refused_gpus(snapshot: StatusSnapshot, node: str) -> int:
     can be allocated and none is held."""
     plan = (snapshot.plans or {}).get(node)
     if plan is not None and plan.status.inventory:
-        return sum((state.fault or "").endswith(OWNED) for state in states(plan.status.inventory))
+        return sum((state.fault or "").endswith(OWNED) for state in states(plan))
     devices = [device for item in snapshot.slices_of(node) for device in item.spec.devices]
     pool = Pool(node, snapshot.driver).name
     taken = any(result.pool == pool for claim in snapshot.claims for result in claim.results)
     return int(not taken and all(device.taints for device in devices))
-
-
-def states(inventory: str) -> Sequence[GpuReport]:
-    """The GPUs in a plan's status; empty if it can't be read."""
-    try:
-        return states_of(inventory)
-    except StateError:
-        return ()
