@@ -12,10 +12,11 @@ from click.core import ParameterSource
 
 from driver.config.flags import DEFAULT_DRIVER
 from driver.errors import NOT_FOUND, ApiError, EnvironmentFault
-from driver.kube.client import KubeClient, Object
+from driver.kube.client import KubeClient
 from driver.kube.credentials import POD, load_configuration
 from driver.kube.heartbeat import HEARTBEAT, LEAVING
 from driver.kube.reads import page_reader, pages
+from driver.kube.types import GpuNodePlan
 from driver.model.plan import PATH
 
 T = TypeVar("T")
@@ -55,19 +56,14 @@ def read_all(client: KubeClient, path: str, kind: type[T], selectors: Mapping[st
         yield from page.items or ()
 
 
-def find_plans(client: KubeClient) -> list[Object] | None:
+def find_plans(client: KubeClient) -> list[GpuNodePlan] | None:
     """All GpuNodePlans; None if their CustomResourceDefinition is not installed. Raises ApiError and MsgspecError."""
     try:
-        return list(read_all(client, PATH, Object))
+        return list(read_all(client, PATH, GpuNodePlan))
     except ApiError as error:
         if error.status != NOT_FOUND:
             raise
     return None
-
-
-def unreachable(error: ApiError) -> EnvironmentFault:
-    """The error of a command whose cluster does not answer."""
-    return EnvironmentFault(f"the cluster can't be reached: {error}; check --kubeconfig")
 
 
 def cancel_uninstall_command(namespace: str) -> str:

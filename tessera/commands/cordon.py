@@ -91,11 +91,10 @@ class PlanEditor:
         try:
             selector = {"fieldSelector": f"spec.driver={driver_name}"}
             self.slices = list(read_all(self._client, SLICES, ResourceSlice, selector))
-            found = find_plans(self._client)
-            plans = [msgspec.convert(item, GpuNodePlan) for item in found or ()]
+            plans = find_plans(self._client)
         except msgspec.MsgspecError as error:
             raise StateError(f"a ResourceSlice or {KIND} can't be read: {error}") from error
-        if found is None:
+        if plans is None:
             raise EnvironmentFault(
                 f"{KIND}, which stores cordons, is not installed: install the chart's CRD (docs/install.md)"
             )

@@ -36,11 +36,7 @@ FOUND = 1
 def lint(paths: Sequence[str], driver_name: str, output: str) -> None:
     """Check DeviceClasses, ResourceClaims and ResourceClaimTemplates in YAML or JSON files.
 
-    FILE may be a folder (all .yaml, .yml and .json files below it) or - for standard input. Finds errors that
-    the API server accepts but that fail later in a pod, and those that it or the chart's policies refuse: wrong opaque
-    parameters and fields, selectors that don't compile, read attributes nobody publishes or compare with values that no
-    device has, classes and requests that don't exist or don't fit, two requests of one name, allocationMode All, two
-    shares of one GPU. Other objects are passed over, but something to check there must be. Exit code 0: nothing found;
+    FILE may be a folder (all .yaml, .yml and .json files below it) or - for standard input. Exit code 0: nothing found;
     1: findings, warnings among them; 2: usage.
 
     \b
@@ -48,7 +44,6 @@ def lint(paths: Sequence[str], driver_name: str, output: str) -> None:
       tessera lint class.yaml claim.yaml
       tessera lint deploy/examples -o json
       helm template --kube-version 1.37 deploy/tessera | tessera lint -
-      kubectl get deviceclasses,resourceclaims -A -o yaml | tessera lint -
     """
     from deviceclasses.lint.documents import Document, kind_of, nothing_to_check
     from deviceclasses.lint.rules import lint as check

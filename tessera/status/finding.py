@@ -1,10 +1,9 @@
-"""Results of the checks of ``tessera status``."""
+"""Findings of the checks of ``tessera status``, and words in them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,30 +13,6 @@ class Finding:
     about: str
     message: str
     remedy: str
-
-
-class CheckState(StrEnum):
-    """State of a check, by the name that people see."""
-
-    OK = "ok"
-    PROBLEM = "look"
-    UNREAD = "unread"
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Result of one check: a summary, findings, and the lists that it needs but that can't be read (``unread``)."""
-
-    check: str
-    summary: str
-    findings: tuple[Finding, ...] = ()
-    unread: tuple[str, ...] = ()
-
-    @property
-    def state(self) -> CheckState:
-        if self.findings:
-            return CheckState.PROBLEM
-        return CheckState.UNREAD if self.unread else CheckState.OK
 
 
 CheckOutput = Iterator[str | Finding]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from driver.kube.client import Object
-from driver.kube.heartbeat import HEARTBEAT, SILENT_S
 from driver.kube.types import Claim, GpuNodePlan, SliceDevice
 from driver.model.plan import PlanMode
 from driver.slices.names import Pool
@@ -47,22 +44,11 @@ def mode(snapshot: StatusSnapshot) -> CheckOutput:
     yield f"{len(standalone)} standalone"
     if idle := len(plans.keys() - serving):
         yield f"{counted(idle, 'plan')} of nodes that publish nothing"
-    yield from _plan_ages(
-        [(snapshot.now - at).total_seconds() for name, at in snapshot.planned_at.items() if name in serving]
-    )
-    beat = snapshot.age_of(snapshot.leases.get(HEARTBEAT))
-    for name in sorted(standalone & plans.keys()) if beat is not None and beat <= SILENT_S else ():
+    for name in sorted(standalone & plans.keys()) if snapshot.is_led else ():
         remedy = "it follows within two minutes of a heartbeat; after that read the log of its plugin"
         yield Finding(name, "is standalone although a controller is running", remedy)
     for name in sorted(serving & plans.keys()):
         yield from _lagging(name, plans[name])
-
-
-def _plan_ages(ages: Sequence[float]) -> CheckOutput:
-    if ages:
-        youngest, oldest = (f"{max(0.0, age):.0f}" for age in (min(ages), max(ages)))
-        span = youngest if youngest == oldest else f"{youngest} to {oldest}"
-        yield f"{'plan was' if len(ages) == 1 else 'plans were'} written {span} s ago"
 
 
 def _lagging(name: str, plan: GpuNodePlan) -> CheckOutput:

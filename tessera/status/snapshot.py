@@ -13,7 +13,7 @@ import msgspec
 
 from driver.errors import ApiError, UsageError
 from driver.kube.client import KubeClient, Object
-from driver.kube.heartbeat import HEARTBEAT
+from driver.kube.heartbeat import HEARTBEAT, SILENT_S
 from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.types import Claim, GpuNodePlan, ResourceSlice
@@ -72,7 +72,7 @@ class StatusSnapshot:
     claims         with a device of the driver; ``pending`` are all claims without an allocation
     pending_pods   all pods without a node
     events         of the controller, about any object; ``node_events`` of node plugins, about their nodes
-    plans          None if the CustomResourceDefinition is not installed; ``planned_at``: when the controller wrote each
+    plans          None if the CustomResourceDefinition is not installed
     daemon_set     None if there is none, or if it can't be read
     unreadable     lists that can't be read, with the reason; their fields are empty
     """
@@ -84,7 +84,6 @@ class StatusSnapshot:
     slices: Sequence[ResourceSlice] = ()
     others: Sequence[ResourceSlice] = ()
     plans: Mapping[str, GpuNodePlan] | None = None
-    planned_at: Mapping[str, datetime] = field(default_factory=dict)
     claims: Sequence[Claim] = ()
     pending: Sequence[Claim] = ()
     events: Sequence[Object] = ()
@@ -113,6 +112,12 @@ class StatusSnapshot:
         """Seconds since a Lease was renewed, by the API server's clock."""
         written = None if lease is None else written_at(lease)
         return None if written is None else (self.now - written).total_seconds()
+
+    @property
+    def is_led(self) -> bool:
+        """Whether a controller has sent a heartbeat recently."""
+        age = self.age_of(self.leases.get(HEARTBEAT))
+        return age is not None and age <= SILENT_S
 
     def pods_of(self, account: str) -> list[Object]:
         """The pods of a process that have not ended, by its ServiceAccount."""
@@ -159,10 +164,10 @@ def read_time(text: object) -> datetime | None:
         return None
 
 
-def written_at(item: Object, manager: str = "") -> datetime | None:
-    """Time of an object's last write, by the API server's clock; ``manager``: prefix of the field manager's name."""
+def written_at(item: Object) -> datetime | None:
+    """Time of an object's last write, by the API server's clock."""
     fields = item.get("metadata", {}).get("managedFields") or ()
-    stamps = [read_time(entry.get("time")) for entry in fields if str(entry.get("manager", "")).startswith(manager)]
+    stamps = [read_time(entry.get("time")) for entry in fields]
     return max((stamp for stamp in stamps if stamp is not None), default=None)
 
 
@@ -172,7 +177,6 @@ class SnapshotReader:
     def __init__(self, client: KubeClient, driver: str, namespace: str) -> None:
         self._client, self._driver, self._namespace = client, driver, namespace
         self._unreadable: dict[Listing, ReadFailure] = {}
-        self._planned_at: dict[str, datetime] = {}
 
     def read(self) -> StatusSnapshot:
         """Read everything. Raises UsageError if Tessera is in another namespace than the given one."""
@@ -185,7 +189,6 @@ class SnapshotReader:
             slices=self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={self._driver}"),
             others=self._read(Listing.SLICES, SLICES, ResourceSlice, "spec.driver=gpu.nvidia.com"),
             plans=self._plans(),
-            planned_at=self._planned_at,
             claims=[claim for claim in claims if any(result.driver == self._driver for result in claim.results)],
             pending=[claim for claim in claims if claim.status.allocation is None],
             events=self._read(Listing.EVENTS, "/api/v1/events", Object, EVENTS_OF_CONTROLLER),
@@ -253,11 +256,8 @@ class SnapshotReader:
 
     def _plans(self) -> Mapping[str, GpuNodePlan] | None:
         with self._recorded(Listing.PLANS):
-            items = find_plans(self._client)
-            if items is None:
-                return None
-            self._planned_at |= {item["metadata"]["name"]: at for item in items if (at := written_at(item, CONTROLLER))}
-            return {item["metadata"]["name"]: msgspec.convert(item, GpuNodePlan) for item in items}
+            plans = find_plans(self._client)
+            return None if plans is None else {plan.metadata.name: plan for plan in plans}
         return {}
 
     def _list_named(self, path: str, name: str) -> list[Object]:
