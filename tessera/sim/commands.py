@@ -139,7 +139,8 @@ def fleet(
       tessera sim fleet --nodes 100 --kubeconfig ~/.kube/config
       tessera sim fleet --nodes 1000 --gpus dgx-h100 --name big --no-leases
     """
-    from tessera.sim.fleet.fleet import FleetSettings, discover, running_fleet
+    from tessera.sim.fleet.fleet import discover, running_fleet
+    from tessera.sim.fleet.node import FleetSettings
 
     configure_logs(log_format, log_level)
     if not FLEET_NAME.fullmatch(name):

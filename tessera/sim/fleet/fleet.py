@@ -1,32 +1,40 @@
-"""A simulated fleet: nodes, one watch of each resource for all of them, and few threads."""
+"""A simulated fleet: its Node objects, one watch of each resource for all nodes, and few threads."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import click
 
-from driver.errors import UsageError
-from driver.kube.client import KubeClient
+from driver.errors import CONFLICT, ApiError, EnvironmentFault, UsageError
+from driver.kube.client import KubeClient, Object
+from driver.kube.clock import micro_time, seconds_time
 from driver.kube.heartbeat import HeartbeatWatch
-from driver.kube.types import GpuNodePlan, Key
+from driver.kube.lease import LeaseSpec, lease_object, leases
+from driver.kube.types import GpuNodePlan, Key, Node, ResourceSlice
 from driver.kube.watch_cache import Change, WatchCache
 from driver.kube.work_loop import LoopPool
 from driver.model.gpu import Gpu
 from driver.model.plan import PATH, PlanMode
+from driver.slices.publisher import SLICES
 from kubelet_plugin.hosts import open_host
 from kubelet_plugin.plan.api import without_status
 from kubelet_plugin.plan.follower import MODE_CHECK_INTERVAL_SECONDS
 from kubelet_plugin.settings import node_settings
+from tessera.cluster_options import read_all
 from tessera.sim.fleet.kubelets import Kubelets
-from tessera.sim.fleet.node import FleetContext, FleetNode
-from tessera.sim.fleet.node_objects import NodeObjects
+from tessera.sim.fleet.node import FleetNode, FleetSettings, PlanSource
+
+log = logging.getLogger(__name__)
 
 
 def discover(gpus: str) -> tuple[Gpu, ...]:
@@ -49,19 +57,21 @@ THREADS = 8
 
 PUBLISHED_CHECK_INTERVAL_SECONDS = 0.2
 
+NODES = "/api/v1/nodes"
+NODE_LEASES = "kube-node-lease"
 
-@dataclass(frozen=True)
-class FleetSettings:
-    """``gpus``: those of each node, which get UUIDs of their own. ``leases``: renew the nodes' Leases; otherwise
-    Kubernetes marks the nodes not ready."""
+FLEET_LABEL = "gpu.tessera.dev/simulated-fleet"
+"""Label of every Node of a fleet; its value is the fleet's name."""
 
-    name: str
-    nodes: int
-    gpus: Sequence[Gpu]
-    driver: str
-    namespace: str
-    mode: PlanMode
-    leases: bool
+CAPACITY = {"cpu": "192", "memory": "2Ti", "ephemeral-storage": "1Ti", "pods": "500"}
+
+CONCURRENT_REQUESTS = 8
+"""Concurrent requests while objects are created or removed."""
+
+LEASE_RENEWAL_SECONDS = 20.0
+"""Kubernetes marks a node not ready after 50 s without a renewal."""
+
+LEASE_DURATION_SECONDS = 40
 
 
 class SimulatedFleet:
@@ -71,16 +81,10 @@ class SimulatedFleet:
         self._pool = LoopPool()
         self._heartbeat = HeartbeatWatch(client, settings.namespace)
         self._plans = WatchCache(client, PATH, GpuNodePlan, without_status, self._plans_changed)
-        shared = FleetContext(
-            client,
-            settings.driver,
-            settings.namespace,
-            settings.mode,
-            self._pool.loop,
-            self._plan_of,
-            self._heartbeat.alive,
-        )
-        self._nodes = {name: FleetNode(shared, owner, gpus_of(name, settings.gpus)) for name, owner in owners.items()}
+        self._nodes = {
+            name: FleetNode(client, settings, self._source(name), self._pool.loop, owner, gpus_of(name, settings.gpus))
+            for name, owner in owners.items()
+        }
         self._kubelets = Kubelets(client, settings.driver, self._nodes.values(), self._pool.loop)
         self._watches: list[Callable[[threading.Event], None]] = [*self._kubelets.loops]
         if settings.mode is PlanMode.PLANNED:
@@ -107,8 +111,8 @@ class SimulatedFleet:
             + (f", {refused} were refused: their devices are held" if refused else "")
         )
 
-    def _plan_of(self, node: str) -> GpuNodePlan | None:
-        return self._plans.get(Key("", node))
+    def _source(self, node: str) -> PlanSource:
+        return PlanSource(lambda: self._plans.get(Key("", node)), self._heartbeat.alive)
 
     def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> None:
         for change in changes:
@@ -124,6 +128,86 @@ class SimulatedFleet:
     def _wake(self, stop: threading.Event) -> None:
         stop.wait()
         self._pool.wake()
+
+
+class NodeObjects:
+    """The Nodes ``name``-0000 and so on, as many as ``count``."""
+
+    def __init__(self, client: KubeClient, driver: str, name: str, count: int) -> None:
+        self._client = client
+        self._driver = driver
+        self._fleet = name
+        self.names = tuple(f"{name}-{number:04}" for number in range(count))
+
+    def create(self) -> Mapping[str, Object]:
+        """Create them; returns owner references by name. Raises ApiError, EnvironmentFault if one exists already."""
+        stored = [node["metadata"] for node in self._each("creating nodes", self.names, self._create)]
+        owner = {"apiVersion": "v1", "kind": "Node", "controller": True}
+        return {node["name"]: {**owner, "name": node["name"], "uid": node["uid"]} for node in stored}
+
+    def remove(self) -> None:
+        """Remove all Nodes of the fleet, also of an earlier run, with their plans, slices and Leases."""
+        selector = {"labelSelector": f"{FLEET_LABEL}={self._fleet}"}
+        nodes = [node.metadata.name for node in read_all(self._client, NODES, Node, selector)]
+        if not nodes:
+            return
+        driver = {"fieldSelector": f"spec.driver={self._driver}"}
+        found = read_all(self._client, SLICES, ResourceSlice, driver)
+        slices = [item.metadata.name for item in found if item.spec.node_name in set(nodes)]
+        self._each("removing nodes", [f"{NODES}/{name}" for name in nodes], self._delete)
+        self._each("removing plans", [f"{PATH}/{name}" for name in nodes], self._delete)
+        self._each("removing slices", [f"{SLICES}/{name}" for name in slices], self._delete)
+        self._each("removing node leases", [f"{leases(NODE_LEASES)}/{name}" for name in nodes], self._delete)
+
+    def keep_alive(self, stop: threading.Event) -> None:
+        """Renew every node's Lease, as kubelets do, until ``stop`` is set."""
+        while not stop.is_set():
+            for name in self.names:
+                if stop.wait(LEASE_RENEWAL_SECONDS / len(self.names)):
+                    return
+                try:
+                    self._renew(name)
+                except ApiError as error:
+                    log.warning("renewing a node's Lease failed", extra={"node": name, "error": str(error)})
+
+    def _create(self, name: str) -> Object:
+        own = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", FLEET_LABEL: self._fleet}
+        now = seconds_time(datetime.now(UTC))
+        ready = {
+            "type": "Ready",
+            "status": "True",
+            "reason": "Simulated",
+            "message": "tessera sim fleet simulates its kubelet",
+            "lastHeartbeatTime": now,
+            "lastTransitionTime": now,
+        }
+        body: dict[str, Any] = {
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {"name": name, "labels": own},
+            "status": {"capacity": CAPACITY, "allocatable": CAPACITY, "conditions": [ready]},
+        }
+        try:
+            return self._client.create(NODES, body)
+        except ApiError as error:
+            if error.status != CONFLICT:
+                raise
+        raise EnvironmentFault(f"Node {name} exists already and belongs to no simulated fleet: choose another --name")
+
+    def _renew(self, name: str) -> None:
+        spec = LeaseSpec(name, LEASE_DURATION_SECONDS, renew_time=micro_time(datetime.now(UTC)))
+        self._client.create_or_patch(f"{leases(NODE_LEASES)}/{name}", lease_object(NODE_LEASES, name, spec))
+
+    def _delete(self, path: str) -> None:
+        self._client.delete(path, missing_ok=True)
+
+    def _each(self, step: str, items: Sequence[str], work: Callable[[str], Any]) -> list[Any]:
+        """Call ``work`` with every item, several at once; returns the results. Raises what ``work`` raises."""
+        with (
+            ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,
+            click.progressbar(pool.map(work, items), len(items), step) as results,
+        ):
+            return list(results)
 
 
 @contextmanager

@@ -67,29 +67,36 @@ class PlanSource:
 
 
 @dataclass(frozen=True)
-class FleetContext:
-    """Properties that all nodes have in common. ``plan_of``: plan by node name; ``mode``: mode at the start."""
+class FleetSettings:
+    """``gpus``: those of each node, which get UUIDs of their own. ``leases``: renew the nodes' Leases; otherwise
+    Kubernetes marks the nodes not ready."""
 
-    client: KubeClient
+    name: str
+    nodes: int
+    gpus: Sequence[Gpu]
     driver: str
     namespace: str
     mode: PlanMode
-    loop: MakeLoop
-    plan_of: Callable[[str], GpuNodePlan | None]
-    controller_lives: Callable[[], bool]
+    leases: bool
 
 
 class FleetNode:
     """One node; in mode PLANNED it starts like a node that followed plans before and offers nothing yet."""
 
-    def __init__(self, shared: FleetContext, owner: Mapping[str, str], gpus: Sequence[Gpu]) -> None:
+    def __init__(
+        self,
+        client: KubeClient,
+        settings: FleetSettings,
+        source: PlanSource,
+        loop: MakeLoop,
+        owner: Mapping[str, str],
+        gpus: Sequence[Gpu],
+    ) -> None:
         """``owner``: reference to its Node object."""
-        self._loop = shared.loop
-        client, loop, self.name = shared.client, shared.loop, owner["name"]
-        self.pool = Pool(self.name, shared.driver)
+        self.name, self._loop = owner["name"], loop
+        self.pool = Pool(self.name, settings.driver)
         self.inventory = Inventory(gpus, number_gpus(gpus, {}))
-        source = PlanSource(partial(shared.plan_of, self.name), shared.controller_lives)
-        store = InMemoryPlanStore(PlanMemory(new_epoch(), shared.mode))
+        store = InMemoryPlanStore(PlanMemory(new_epoch(), settings.mode))
         self.follower = PlanFollower(
             source, self.inventory, store, tuple, self.plan_changed, lambda: self._plan_status.notify()
         )
@@ -99,7 +106,7 @@ class FleetNode:
             client, self.pool, self._desired, lambda: owner, store=self._slices, loop=self._slices_loop
         )
         self._plan_status = PlanStatusWriter(client, source.plan, self.follower.status, loop=loop)
-        self._fence_release = FenceRelease(client, shared.namespace, self.name, self.follower.standalone_epoch, loop)
+        self._fence_release = FenceRelease(client, settings.namespace, self.name, self.follower.standalone_epoch, loop)
 
     @property
     def published(self) -> bool:
