@@ -21,7 +21,6 @@ from driver.slices.publisher import SLICES
 from tessera.cluster_options import client_of, find_plans, read_all, with_driver_name, with_kubeconfig
 from tessera.gpu_names import GpuName, ReportedFault, faults_of, find, names_of
 
-USER_AGENT = "tessera-command"
 WRITE_ATTEMPTS = 5
 """Attempts to write a plan, which the controller may change at the same time."""
 
@@ -87,7 +86,7 @@ class PlanEditor:
     """
 
     def __init__(self, kubeconfig: Path | None, driver_name: str) -> None:
-        self._client = client_of(kubeconfig, USER_AGENT)
+        self._client = client_of(kubeconfig, "tessera-command")
         try:
             selector = {"fieldSelector": f"spec.driver={driver_name}"}
             self.slices = list(read_all(self._client, SLICES, ResourceSlice, selector))

@@ -18,7 +18,7 @@ import yaml
 
 from driver.config.flags import DEFAULT_DRIVER
 from driver.errors import UsageError
-from tessera.output import columns
+from tessera.output import columns, counted, with_output
 
 if TYPE_CHECKING:
     from deviceclasses.lint.documents import Document, Finding
@@ -32,7 +32,7 @@ FOUND = 1
 @click.command()
 @click.argument("paths", metavar="FILE...", nargs=-1, required=True)
 @click.option("--driver-name", default=DEFAULT_DRIVER, show_default=True, help="DRA driver name and attribute domain.")
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@with_output
 def lint(paths: Sequence[str], driver_name: str, output: str) -> None:
     """Check DeviceClasses, ResourceClaims and ResourceClaimTemplates in YAML or JSON files.
 
@@ -65,17 +65,13 @@ def lint(paths: Sequence[str], driver_name: str, output: str) -> None:
 def as_text(findings: Sequence[Finding], objects: int) -> str:
     """A table, and the number of checked objects."""
     if not findings:
-        return f"{_counted(objects, 'object')} checked, nothing found"
+        return f"{counted(objects, 'object')} checked, nothing found"
     header = ("SEVERITY", "FILE", "DOCUMENT", "OBJECT", "PATH", "VALUE", "MESSAGE")
     rows = [
         (each.severity.value, each.file, str(each.document), each.object, each.path, each.value or "-", each.message)
         for each in findings
     ]
-    return f"{columns(header, rows)}\n\n{_counted(objects, 'object')} checked, {_counted(len(findings), 'finding')}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{columns(header, rows)}\n\n{counted(objects, 'object')} checked, {counted(len(findings), 'finding')}"
 
 
 def shipped_classes(driver: str = DEFAULT_DRIVER) -> list[dict[str, Any]]:

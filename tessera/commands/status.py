@@ -13,12 +13,10 @@ from typing import NamedTuple
 import click
 
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
-from tessera.output import columns
+from tessera.output import columns, counted, with_output
 from tessera.status import claims, cluster, health, nodes, processes
-from tessera.status.finding import CheckOutput, Finding, counted
-from tessera.status.snapshot import NAMESPACE, Listing, SnapshotReader, StatusSnapshot
+from tessera.status.snapshot import NAMESPACE, CheckOutput, Finding, Listing, SnapshotReader, StatusSnapshot
 
-USER_AGENT = "tessera-command"
 FINDINGS = 1
 """Exit code if there is a finding, or if something could not be read."""
 
@@ -103,7 +101,7 @@ COLOURS = {CheckState.OK: "green", CheckState.PROBLEM: "red", CheckState.UNREAD:
 @with_kubeconfig
 @with_driver_name
 @click.option("--namespace", default=NAMESPACE, show_default=True, help="Where the processes and their Leases are.")
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@with_output
 def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: str) -> None:
     """Check whether the installation works, with a remedy for each problem.
 
@@ -115,7 +113,7 @@ def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: st
       tessera status --kubeconfig ~/.kube/prod -o json
       tessera status --driver-name gpu.nvidia.com --namespace gpus
     """
-    results = run_checks(SnapshotReader(client_of(kubeconfig, USER_AGENT), driver_name, namespace).read())
+    results = run_checks(SnapshotReader(client_of(kubeconfig, "tessera-command"), driver_name, namespace).read())
     click.echo(json.dumps(as_json(results), indent=2) if output == "json" else as_text(results))
     sys.exit(0 if all(result.state is CheckState.OK for result in results) else FINDINGS)
 

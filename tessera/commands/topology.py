@@ -15,7 +15,7 @@ from driver.hardware.topology import Nic, Place, find_nics, level, links_between
 from driver.model.gpu import Gpu, Partition
 from kubelet_plugin.hosts import open_host
 from kubelet_plugin.settings import node_settings
-from tessera.output import columns
+from tessera.output import columns, with_output
 from tessera.slice_layout import Span, draw_slices
 
 LEGEND = """\
@@ -58,7 +58,7 @@ class Topology:
 @click.option("--gpus", help="nvml, sim:NAME or sim:FILE.  [default: nvml]")
 @click.option("--host-root", type=click.Path(path_type=Path), help="Where this process sees the host's root directory.")
 @click.option("--nvml-library", type=click.Path(path_type=Path), help="libnvidia-ml.so.1, if the linker can't find it.")
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@with_output
 def topology(output: str, **flags: Any) -> None:
     """Show the distances between GPUs and NICs, NVLink cliques, and the partitions of each GPU.
 

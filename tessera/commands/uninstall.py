@@ -25,8 +25,6 @@ from driver.slices.publisher import SLICES
 from tessera.cluster_options import cancel_uninstall_command, client_of, with_driver_name, with_kubeconfig
 from tessera.output import columns
 
-USER_AGENT = "tessera-uninstall"
-
 SHOWN = 20
 """Claims that are listed one by one."""
 
@@ -53,7 +51,7 @@ def uninstall(
       tessera uninstall --namespace tessera
       tessera uninstall --force --timeout 30
     """
-    removal = Removal(client_of(kubeconfig, USER_AGENT), driver_name, namespace)
+    removal = Removal(client_of(kubeconfig, "tessera-uninstall"), driver_name, namespace)
     if not force:
         _refuse_while_held(removal.holders())
     if check:

@@ -13,22 +13,17 @@ from typing import Any
 import click
 import msgspec
 
-from driver.config.flags import DEFAULT_DRIVER, SIMULATED_NODES, check_driver_name
+from driver.config.flags import SIMULATED_NODES, check_driver_name
 from driver.errors import UsageError
 from driver.logs import FORMATS, configure_logs
 from driver.model.plan import PlanMode
 from driver.simulator import NodeDescription, SimulatedNode, known_descriptions
 from driver.simulator.node import describe
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from tessera.cluster_options import client_of, with_kubeconfig
-from tessera.output import columns
+from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.output import columns, with_output
 from tessera.sim.fault import fault, find_roots
 from tessera.slice_layout import Span, cell_width, draw_placement, draw_slices
-
-_OUTPUT = click.option(
-    "-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True, help="Format."
-)
-
 
 MOST_NODES = 10_000
 FLEET_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,48}[a-z0-9])?")
@@ -54,7 +49,7 @@ sim.add_command(fault)
 
 
 @sim.command("list")
-@_OUTPUT
+@with_output
 def list_nodes(output: str) -> None:
     """List the nodes that --gpus sim:NAME accepts.
 
@@ -80,7 +75,7 @@ def list_nodes(output: str) -> None:
     type=click.Path(path_type=Path, file_okay=False),
     help=f"The simulated node's directory.  [default: every node under {SIMULATED_NODES}]",
 )
-@_OUTPUT
+@with_output
 def smi(host_root: Path | None, output: str) -> None:
     """Print the GPUs and partitions of simulated nodes, and the claims that hold them.
 
@@ -105,7 +100,7 @@ def smi(host_root: Path | None, output: str) -> None:
 )
 @click.option("--name", default="sim", show_default=True, help="Nodes are called NAME-0000, NAME-0001, ...")
 @with_kubeconfig
-@click.option("--driver-name", default=DEFAULT_DRIVER, show_default=True, help="DRA driver name.")
+@with_driver_name
 @click.option("--namespace", default="tessera", show_default=True, help="Where the controller's heartbeat is.")
 @click.option(
     "--mode",

@@ -18,7 +18,7 @@ from driver.errors import EnvironmentFault, UsageError
 from driver.simulator import SimulatedNode
 from driver.simulator.description import parse_gpu
 from driver.simulator.faults import InjectedFault, error_names, event_names, recovery_names
-from tessera.output import columns
+from tessera.output import columns, with_output
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -128,7 +128,7 @@ def busy(node: SimulatedNode, device: str) -> str:
 
 
 @_command("list", "", "-o json")
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@with_output
 def list_faults(node: SimulatedNode, output: str) -> str:
     """List the faults in force."""
     now, names = node.faults.current(), error_names()

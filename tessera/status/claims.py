@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
 
 from controller.explain.events import UNREADABLE
 from controller.explain.reasons import Code
 from driver.kube.client import Object
-from driver.kube.types import Claim
+from driver.kube.types import Claim, Pod
+from tessera.output import counted, shortened
 from tessera.status.cluster import our_classes, requested_classes
-from tessera.status.finding import CheckOutput, Finding, counted, shortened
-from tessera.status.snapshot import Listing, StatusSnapshot, read_time
+from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot, read_time
 
 SHOWN = 3
 """Claims with a finding of their own."""
@@ -84,19 +86,13 @@ def _remedy(event: Object) -> str | None:
 
 def _unexplained(snapshot: StatusSnapshot, explained: Collection[object]) -> list[Claim]:
     """Claims of unschedulable pods for one of our classes, whose uid is not in ``explained``."""
-    needed = {
-        (pod["metadata"].get("namespace"), name)
-        for pod in snapshot.pending_pods
-        if _is_unschedulable(snapshot, pod)
-        for name in _claim_names(pod)
-    }
+    pods = [msgspec.convert(pod, Pod) for pod in snapshot.pending_pods if _is_unschedulable(snapshot, pod)]
+    needed = {key for pod in pods for key in pod.claims}
     ours = set(our_classes(snapshot))
     return [
         claim
         for claim in snapshot.pending
-        if (claim.metadata.namespace, claim.metadata.name) in needed
-        and claim.metadata.uid not in explained
-        and ours & set(requested_classes(claim))
+        if claim.metadata.key in needed and claim.metadata.uid not in explained and ours & set(requested_classes(claim))
     ]
 
 
@@ -107,13 +103,6 @@ def _is_unschedulable(snapshot: StatusSnapshot, pod: Object) -> bool:
             since = read_time(condition.get("lastTransitionTime"))
             return since is None or (snapshot.now - since).total_seconds() > UNEXPLAINED_AFTER_SECONDS
     return False
-
-
-def _claim_names(pod: Object) -> Iterator[str]:
-    made = {each["name"]: each.get("resourceClaimName") for each in pod["status"].get("resourceClaimStatuses") or ()}
-    for each in pod["spec"].get("resourceClaims") or ():
-        if name := each.get("resourceClaimName") or made.get(each["name"]):
-            yield str(name)
 
 
 def _no_reason(snapshot: StatusSnapshot, claims: Sequence[Claim]) -> Finding:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from driver.kube.types import GpuNodePlan, ResourceSlice, SliceDevice
 from kubelet_plugin.coexistence.other_drivers import OWNED
 from tessera.gpu_names import GpuName, faults_of, names_of, states
-from tessera.status.finding import CheckOutput, Finding, shortened
+from tessera.output import shortened
 from tessera.status.nodes import offered
-from tessera.status.snapshot import Listing, StatusSnapshot
+from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot
 
 FAULT_TAINTS = ("unavailable", "unhealthy")
 

@@ -8,8 +8,8 @@ from driver.model.plan import PlanMode
 from driver.slices.names import Pool
 from kubelet_plugin.coexistence.other_drivers import OWNED, NodeSigns, find_other_drivers
 from tessera.gpu_names import states
-from tessera.status.finding import CheckOutput, Finding, counted
-from tessera.status.snapshot import StatusSnapshot
+from tessera.output import counted
+from tessera.status.snapshot import CheckOutput, Finding, StatusSnapshot
 
 
 def slices(snapshot: StatusSnapshot) -> CheckOutput:

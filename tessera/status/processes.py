@@ -11,8 +11,8 @@ from driver.kube.client import Object
 from driver.kube.heartbeat import HEARTBEAT, LEAVING, SILENT_S
 from kubelet_plugin.status.events import Reason
 from tessera.cluster_options import cancel_uninstall_command
-from tessera.status.finding import CheckOutput, Finding, counted, shortened
-from tessera.status.snapshot import CONTROLLER, CONTROLLER_LEASE, NODE, Listing, StatusSnapshot
+from tessera.output import counted, shortened
+from tessera.status.snapshot import CONTROLLER, CONTROLLER_LEASE, NODE, CheckOutput, Finding, Listing, StatusSnapshot
 
 OWN_LABEL = "gpu.tessera.dev/node"
 GPU_LABELS = (

@@ -1,4 +1,4 @@
-"""The snapshot that ``tessera status`` checks: every API object that concerns the installation, read once."""
+"""Input and output of the checks of ``tessera status``: API objects that concern the installation, and findings."""
 
 from __future__ import annotations
 
@@ -62,6 +62,19 @@ class ReadFailure(NamedTuple):
 
     reason: str
     forbidden: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem: the object, what is wrong with it, what to do."""
+
+    about: str
+    message: str
+    remedy: str
+
+
+CheckOutput = Iterator[str | Finding]
+"""Parts of a check's summary, and its findings."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +197,7 @@ class SnapshotReader:
         snapshot = StatusSnapshot(
             self._driver,
             self._namespace,
-            version=self._version(),
+            version=str(self._client.get_object("/version").get("gitVersion", "")),
             nodes=self._read(Listing.NODES, "/api/v1/nodes", Object),
             slices=self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={self._driver}"),
             others=self._read(Listing.SLICES, SLICES, ResourceSlice, "spec.driver=gpu.nvidia.com"),
@@ -250,9 +263,6 @@ class SnapshotReader:
         with self._recorded(listing):
             return list(read_all(self._client, path, kind, {"fieldSelector": selector} if selector else {}))
         return []
-
-    def _version(self) -> str:
-        return str(self._client.get_object("/version").get("gitVersion", ""))
 
     def _plans(self) -> Mapping[str, GpuNodePlan] | None:
         with self._recorded(Listing.PLANS):

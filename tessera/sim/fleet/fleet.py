@@ -36,22 +36,6 @@ from tessera.sim.fleet.node import FleetNode, FleetSettings, PlanSource
 
 log = logging.getLogger(__name__)
 
-
-def discover(gpus: str) -> tuple[Gpu, ...]:
-    """The GPUs of a simulated node of this name or file, as the node plugin discovers them. Raises UsageError."""
-    settings = node_settings(node_name="sim", gpus=f"sim:{gpus.removeprefix('sim:')}", sim_latency="zero")
-    with open_host(settings, lasting=False) as (host, _):
-        found = host.discover()
-    if found.faults:
-        raise UsageError(f"the GPUs of {gpus} can't be read: {found.faults[0]}")
-    return tuple(found.gpus)
-
-
-def gpus_of(node: str, template: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """``template`` with UUIDs of the node's own, the same at each start; all other properties are shared."""
-    return tuple(replace(gpu, uuid=f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{node}/{gpu.uuid}')}") for gpu in template)
-
-
 THREADS = 8
 """Concurrent work loops, which mostly wait for the API server."""
 
@@ -72,6 +56,21 @@ LEASE_RENEWAL_SECONDS = 20.0
 """Kubernetes marks a node not ready after 50 s without a renewal."""
 
 LEASE_DURATION_SECONDS = 40
+
+
+def discover(gpus: str) -> tuple[Gpu, ...]:
+    """The GPUs of a simulated node of this name or file, as the node plugin discovers them. Raises UsageError."""
+    settings = node_settings(node_name="sim", gpus=f"sim:{gpus.removeprefix('sim:')}", sim_latency="zero")
+    with open_host(settings, lasting=False) as (host, _):
+        found = host.discover()
+    if found.faults:
+        raise UsageError(f"the GPUs of {gpus} can't be read: {found.faults[0]}")
+    return tuple(found.gpus)
+
+
+def gpus_of(node: str, template: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """``template`` with UUIDs of the node's own, the same at each start; all other properties are shared."""
+    return tuple(replace(gpu, uuid=f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{node}/{gpu.uuid}')}") for gpu in template)
 
 
 class SimulatedFleet:

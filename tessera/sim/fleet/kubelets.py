@@ -62,7 +62,7 @@ class Kubelets:
         self._client = client
         self._driver = driver
         self._by_pool = {node.pool.name: node for node in nodes}
-        self._names = {node.name for node in self._by_pool.values()}
+        names = {node.name for node in self._by_pool.values()}
         self._make_loop = loop
         self._lock = threading.Lock()
         self._loops: dict[Key, Repeating] = {}
@@ -72,7 +72,9 @@ class Kubelets:
         self._claims = WatchCache(
             client, f"{RESOURCE_GROUP}/resourceclaims", Claim, partial(allocated, driver=driver), self._claims_changed
         )
-        self._pods = WatchCache(client, "/api/v1/pods", Pod, self._ours, self._pods_changed)
+        self._pods = WatchCache(
+            client, "/api/v1/pods", Pod, lambda pod: pod if pod.spec.node_name in names else None, self._pods_changed
+        )
         self.loops = (self._claims.run, self._pods.run)
         self.conflicts = 0
 
@@ -85,9 +87,6 @@ class Kubelets:
     def running(self) -> int:
         """Number of running pods."""
         return sum(pod.status.phase == "Running" for pod in self._pods.snapshot().values())
-
-    def _ours(self, pod: Pod) -> Pod | None:
-        return pod if pod.spec.node_name in self._names else None
 
     def _pods_changed(self, changes: Sequence[Change[Pod]]) -> None:
         for change in changes:
@@ -136,7 +135,8 @@ class Kubelets:
             return None
         now = seconds_time(datetime.now(UTC))
         ready = [{"type": each, "status": "True"} for each in ("Initialized", "ContainersReady", "Ready")]
-        self._write(key, "/status", {"status": {"phase": "Running", "startTime": now, "conditions": ready}}, pod)
+        status = {"phase": "Running", "startTime": now, "conditions": ready}
+        self._client.patch_existing(f"{_path(key)}/status", {"metadata": {"uid": pod.metadata.uid}, "status": status})
         return None
 
     def _end(self, key: Key, pod: Pod) -> None:
@@ -192,9 +192,6 @@ class Kubelets:
 
     def _held_by(self, claim: Allocated) -> list[tuple[FleetNode, tuple[str, ...]]]:
         return [(self._by_pool[pool], names) for pool, names in claim.devices.items() if pool in self._by_pool]
-
-    def _write(self, key: Key, subresource: str, body: dict[str, object], pod: Pod) -> None:
-        self._client.patch_existing(f"{_path(key)}{subresource}", {"metadata": {"uid": pod.metadata.uid}, **body})
 
 
 def _path(pod: Key) -> str:
