@@ -105,9 +105,7 @@ def main() -> None:
 @click.option("--namespace", help="Where the controller's heartbeat is.  [default: tessera]")
 @click.option("--cdi-dir", type=click.Path(path_type=Path), help="Where CDI specs go.  [default: /var/run/cdi]")
 @click.option("--state-dir", type=click.Path(path_type=Path), help="[default: KUBELET_DIR/plugins/DRIVER_NAME]")
-@click.option(
-    "--driver-root", type=click.Path(path_type=Path), help="Where the host has the NVIDIA driver. [default: /]"
-)
+@click.option("--driver-root", type=click.Path(path_type=Path), help="The host's NVIDIA driver.  [default: /]")
 @click.option("--host-root", type=click.Path(path_type=Path), help="Where this process sees the host's root directory.")
 @click.option("--nvml-library", type=click.Path(path_type=Path), help="libnvidia-ml.so.1, if the linker can't find it.")
 @click.option("--include-gpus", help="Only these: indices, UUIDs, PCI addresses, comma-separated.  [default: all]")

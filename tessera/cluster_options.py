@@ -22,7 +22,6 @@ from driver.model.plan import PATH
 T = TypeVar("T")
 
 DEFAULT_KUBECONFIG = Path("~/.kube/config")
-"""kubectl's default, too."""
 
 with_kubeconfig = click.option(
     "--kubeconfig",

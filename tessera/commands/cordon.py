@@ -107,15 +107,14 @@ class PlanEditor:
 
     def edit(self, node: str, change: Callable[[PlanSpec], Object]) -> None:
         """Patch the plan's spec with the result of ``change``; create the plan if the node has none."""
-        for tries_left in reversed(range(WRITE_ATTEMPTS)):
+        for _ in range(WRITE_ATTEMPTS - 1):
             try:
-                self._write(node, change)
-                return
+                return self._write(node, change)
             except ApiError as error:
-                if error.status != CONFLICT or not tries_left:
+                if error.status != CONFLICT:
                     raise
-            found = self._client.get_object(f"{PATH}/{node}")
-            self.plans[node] = msgspec.convert(found, GpuNodePlan)
+            self.plans[node] = msgspec.convert(self._client.get_object(f"{PATH}/{node}"), GpuNodePlan)
+        return self._write(node, change)
 
     def _write(self, node: str, change: Callable[[PlanSpec], Object]) -> None:
         body = {"spec": change(self.spec(node))}

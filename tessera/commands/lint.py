@@ -1,6 +1,6 @@
 """``tessera lint``: finds errors in classes and claims in files, before they are applied.
 
-The CEL engine is loaded only when the command runs: the node plugin, which shares this program, must not load it.
+The CEL engine is loaded only when the command runs, because ``tessera --help`` loads this module.
 """
 
 from __future__ import annotations
@@ -11,22 +11,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import yaml
 
+from deviceclasses.lint.documents import Document, Finding, Severity, items_of, kind_of, nothing_to_check
 from driver.config.flags import DEFAULT_DRIVER
 from driver.errors import UsageError
 from tessera.output import columns, counted, with_output
 
-if TYPE_CHECKING:
-    from deviceclasses.lint.documents import Document, Finding
-
 SUFFIXES = {".yaml", ".yml", ".json"}
 STDIN = "-"
-FOUND = 1
-"""Exit code if there are findings."""
 
 
 @click.command()
@@ -45,7 +41,6 @@ def lint(paths: Sequence[str], driver_name: str, output: str) -> None:
       tessera lint deploy/examples -o json
       helm template --kube-version 1.37 deploy/tessera | tessera lint -
     """
-    from deviceclasses.lint.documents import Document, kind_of, nothing_to_check
     from deviceclasses.lint.rules import lint as check
 
     read = [part for path in paths for part in _read(path)]
@@ -59,7 +54,7 @@ def lint(paths: Sequence[str], driver_name: str, output: str) -> None:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         click.echo(as_text(findings, objects))
-    sys.exit(FOUND if findings else 0)
+    sys.exit(1 if findings else 0)
 
 
 def as_text(findings: Sequence[Finding], objects: int) -> str:
@@ -114,8 +109,6 @@ def _read(path: str) -> Iterator[Document | Finding]:
 
 def _documents(file: str, text: bytes) -> Iterator[Document | Finding]:
     """Each document, or each item of a list. A document that can't be parsed is a finding and ends the file."""
-    from deviceclasses.lint.documents import Document, Finding, Severity, items_of
-
     number = 0
     try:
         for number, content in enumerate(yaml.load_all(text, _Loader), 1):

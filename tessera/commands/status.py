@@ -17,9 +17,6 @@ from tessera.output import columns, counted, with_output
 from tessera.status import claims, cluster, health, nodes, processes
 from tessera.status.snapshot import NAMESPACE, CheckOutput, Finding, Listing, SnapshotReader, StatusSnapshot
 
-FINDINGS = 1
-"""Exit code if there is a finding, or if something could not be read."""
-
 
 class CheckState(StrEnum):
     """State of a check, by the name that people see."""
@@ -111,11 +108,10 @@ def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: st
     Examples:
       tessera status
       tessera status --kubeconfig ~/.kube/prod -o json
-      tessera status --driver-name gpu.nvidia.com --namespace gpus
     """
     results = run_checks(SnapshotReader(client_of(kubeconfig, "tessera-command"), driver_name, namespace).read())
     click.echo(json.dumps(as_json(results), indent=2) if output == "json" else as_text(results))
-    sys.exit(0 if all(result.state is CheckState.OK for result in results) else FINDINGS)
+    sys.exit(0 if all(result.state is CheckState.OK for result in results) else 1)
 
 
 def as_text(results: Sequence[Result]) -> str:

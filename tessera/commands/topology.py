@@ -15,8 +15,7 @@ from driver.hardware.topology import Nic, Place, find_nics, level, links_between
 from driver.model.gpu import Gpu, Partition
 from kubelet_plugin.hosts import open_host
 from kubelet_plugin.settings import node_settings
-from tessera.output import columns, with_output
-from tessera.slice_layout import Span, draw_slices
+from tessera.output import Span, columns, draw_slices, with_output
 
 LEGEND = """\
 NV#   joined by # NVLinks                         PHB   over one PCIe host bridge (CPU)

@@ -48,7 +48,6 @@ def uninstall(
     \b
     Examples:
       tessera uninstall --check
-      tessera uninstall --namespace tessera
       tessera uninstall --force --timeout 30
     """
     removal = Removal(client_of(kubeconfig, "tessera-uninstall"), driver_name, namespace)

@@ -21,9 +21,8 @@ from driver.simulator import NodeDescription, SimulatedNode, known_descriptions
 from driver.simulator.node import describe
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
-from tessera.output import columns, with_output
+from tessera.output import Span, cell_width, columns, draw_placement, draw_slices, with_output
 from tessera.sim.fault import fault, find_roots
-from tessera.slice_layout import Span, cell_width, draw_placement, draw_slices
 
 MOST_NODES = 10_000
 FLEET_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,48}[a-z0-9])?")

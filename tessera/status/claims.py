@@ -70,7 +70,10 @@ def pending(snapshot: StatusSnapshot) -> CheckOutput:
         yield _no_reason(snapshot, unexplained)
     permanent = [(claim, event) for claim, event in explained if _remedy(event) is not None]
     for claim, event in permanent[:SHOWN]:
-        yield _finding(claim, event)
+        message = str(event.get("message", ""))
+        shown = message if len(message) <= MESSAGE_CHARACTERS else f"{message[: MESSAGE_CHARACTERS - 1]}…"
+        text = f"is pending, and not because GPUs are held: {event['reason']}: {shown}"
+        yield Finding(f"claim {claim.metadata.path}", text, _remedy(event) or "")
     if (more := len(permanent) - SHOWN) > 0:
         yield Finding(f"{more} more", "of the same kind", READ_EVENTS)
     yield from _unreadable(snapshot)
@@ -133,10 +136,3 @@ def _explained(snapshot: StatusSnapshot) -> list[tuple[Claim, Object]]:
             latest[uid] = event
     found = [(pending[uid], event) for uid, event in latest.items()]
     return sorted(found, key=lambda each: each[0].metadata.path)
-
-
-def _finding(claim: Claim, event: Object) -> Finding:
-    message = str(event.get("message", ""))
-    shown = message if len(message) <= MESSAGE_CHARACTERS else f"{message[: MESSAGE_CHARACTERS - 1]}…"
-    text = f"is pending, and not because GPUs are held: {event['reason']}: {shown}"
-    return Finding(f"claim {claim.metadata.path}", text, _remedy(event) or "")

@@ -30,9 +30,8 @@ def api(snapshot: StatusSnapshot) -> CheckOutput:
     yield f"Kubernetes {snapshot.version}"
     found = re.match(r"v(\d+)\.(\d+)", snapshot.version)
     if found and (int(found[1]), int(found[2])) < OLDEST_KUBERNETES:
-        yield Finding(
-            "API server", f"is {snapshot.version}", "update it to 1.34 or newer: resource.k8s.io/v1 is needed"
-        )
+        remedy = "update it to 1.34 or newer: resource.k8s.io/v1 is needed"
+        yield Finding("API server", f"is {snapshot.version}", remedy)
     forbidden = [(listing, failure.reason) for listing, failure in snapshot.unreadable.items() if failure.forbidden]
     if forbidden:
         remedy = "use an account that may list them: the ClusterRole is in docs/soundness.md"
@@ -70,9 +69,8 @@ def classes(snapshot: StatusSnapshot) -> CheckOutput:
     ours = our_classes(snapshot)
     yield counted(len(ours), "DeviceClass", "DeviceClasses")
     if not ours:
-        yield Finding(
-            "DeviceClasses", f"none selects devices of {snapshot.driver}", "install the chart's (values: classes)"
-        )
+        message = f"none selects devices of {snapshot.driver}"
+        yield Finding("DeviceClasses", message, "install the chart's (values: classes)")
     known = {item["metadata"]["name"] for item in snapshot.classes}
     missing = {name for claim in snapshot.claims for name in requested_classes(claim)} - known
     for name in sorted(missing):

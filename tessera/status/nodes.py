@@ -57,9 +57,8 @@ def _lagging(name: str, plan: GpuNodePlan) -> CheckOutput:
         yield Finding(name, f"is {counted(behind, 'version')} of its plan behind", "restart its plugin if it persists")
     for refused in plan.status.refused[:1]:
         more = f" and {len(plan.status.refused) - 1} more" if len(plan.status.refused) > 1 else ""
-        yield Finding(
-            name, f"can't offer what its plan requests: {refused}{more}", "the next plan takes it into account"
-        )
+        message = f"can't offer what its plan requests: {refused}{more}"
+        yield Finding(name, message, "the next plan takes it into account")
 
 
 def other_drivers(snapshot: StatusSnapshot) -> CheckOutput:
@@ -72,12 +71,8 @@ def other_drivers(snapshot: StatusSnapshot) -> CheckOutput:
             found.append(f"{each.name} on {name}")
             both = (each.gpus or frozenset()) & _published_gpus(snapshot, name)
             if both or refused:
-                shared = (
-                    f"{counted(len(both), 'GPU is', 'GPUs are')} in its slices and in ours"
-                    if both
-                    else f"{counted(refused, 'GPU is', 'GPUs are')} not offered"
-                )
-                message = f"{each}: {shared}"
+                gpus = counted(len(both) or refused, "GPU is", "GPUs are")
+                message = f"{each}: {gpus} {'in its slices and in ours' if both else 'not offered'}"
                 yield Finding(name, message, "remove it there, or exclude its GPUs: --exclude-gpus (docs/soundness.md)")
     yield "; ".join(found) or "none"
 

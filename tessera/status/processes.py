@@ -98,9 +98,8 @@ def plugins(snapshot: StatusSnapshot) -> CheckOutput:
         yield from _not_ready(snapshot)
         for name in names:
             if name not in there:
-                yield Finding(
-                    name, "has slices or a plan, but no Node of this name exists", "delete them, or register the node"
-                )
+                message = "has slices or a plan, but no Node of this name exists"
+                yield Finding(name, message, "delete them, or register the node")
         if snapshot.has_read(Listing.SLICES):
             yield from _silent(snapshot)
 

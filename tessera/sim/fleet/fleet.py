@@ -103,12 +103,7 @@ class SimulatedFleet:
 
     def __str__(self) -> str:
         follow = sum(node.follower.mode is PlanMode.PLANNED for node in self._nodes.values())
-        refused = self._kubelets.conflicts
-        return (
-            f"{len(self._nodes)} nodes, {follow} follow the controller; "
-            f"{self._kubelets.running} pods run, {self._kubelets.prepared} claims are prepared"
-            + (f", {refused} were refused: their devices are held" if refused else "")
-        )
+        return f"{len(self._nodes)} nodes, {follow} follow the controller; {self._kubelets}"
 
     def _source(self, node: str) -> PlanSource:
         return PlanSource(lambda: self._plans.get(Key("", node)), self._heartbeat.alive)

@@ -76,17 +76,12 @@ class Kubelets:
             client, "/api/v1/pods", Pod, lambda pod: pod if pod.spec.node_name in names else None, self._pods_changed
         )
         self.loops = (self._claims.run, self._pods.run)
-        self.conflicts = 0
+        self._conflicts = 0
 
-    @property
-    def prepared(self) -> int:
-        """Number of prepared claims."""
-        return len(self._prepared)
-
-    @property
-    def running(self) -> int:
-        """Number of running pods."""
-        return sum(pod.status.phase == "Running" for pod in self._pods.snapshot().values())
+    def __str__(self) -> str:
+        running = sum(pod.status.phase == "Running" for pod in self._pods.snapshot().values())
+        refused = f", {self._conflicts} were refused: their devices are held" if self._conflicts else ""
+        return f"{running} pods run, {len(self._prepared)} claims are prepared{refused}"
 
     def _pods_changed(self, changes: Sequence[Change[Pod]]) -> None:
         for change in changes:
@@ -156,7 +151,7 @@ class Kubelets:
                 holder = Holder(claim.uid, key.namespace, key.name)
                 for node, names in self._held_by(claim):
                     if (conflict := node.hold(holder, names)) is not None:
-                        self.conflicts += 1
+                        self._conflicts += 1
                         log.warning("not prepared", extra={"claim": str(key), "node": node.name, "error": conflict})
                         return False
             self._prepared[key] = claim

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
-
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan, Key
@@ -21,6 +19,7 @@ from driver.slices.publisher import SLICES, Publisher
 from kubelet_plugin.inventory.inventory import Holder, Inventory
 from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter
 from kubelet_plugin.plan.follower import InMemoryPlanStore, PlanFollower, PlanMemory, new_epoch
+from tessera.cluster_options import read_all
 
 
 class OwnSlices:
@@ -52,9 +51,9 @@ class OwnSlices:
 
     def read(self) -> None:
         """Read all slices from the API server. Raises ApiError."""
-        found = msgspec.json.decode(self._client.get(SLICES, self._query), type=Object)
+        found = list(read_all(self._client, SLICES, Object, self._query))
         self._kept = {}
-        for item in found.get("items") or ():
+        for item in found:
             self.observe(item)
 
 
