@@ -142,12 +142,12 @@ class NodeObjects:
     def remove(self) -> None:
         """Remove all Nodes of the fleet, also of an earlier run, with their plans, slices and Leases."""
         selector = {"labelSelector": f"{FLEET_LABEL}={self._fleet}"}
-        nodes = [node.metadata.name for node in read_all(self._client, NODES, Node, selector)]
+        nodes = {node.metadata.name for node in read_all(self._client, NODES, Node, selector)}
         if not nodes:
             return
         driver = {"fieldSelector": f"spec.driver={self._driver}"}
         found = read_all(self._client, SLICES, ResourceSlice, driver)
-        slices = [item.metadata.name for item in found if item.spec.node_name in set(nodes)]
+        slices = [item.metadata.name for item in found if item.spec.node_name in nodes]
         self._each("removing nodes", [f"{NODES}/{name}" for name in nodes], self._delete)
         self._each("removing plans", [f"{PATH}/{name}" for name in nodes], self._delete)
         self._each("removing slices", [f"{SLICES}/{name}" for name in slices], self._delete)
@@ -199,7 +199,7 @@ class NodeObjects:
         """Call ``work`` with every item, several at once; returns the results. Raises what ``work`` raises."""
         with (
             ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,
-            click.progressbar(pool.map(work, items), len(items), step) as results,
+            click.progressbar(pool.map(work, items), length=len(items), label=step) as results,
         ):
             return list(results)
 
