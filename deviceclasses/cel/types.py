@@ -5,7 +5,7 @@ Source: the CEL language definition ("Gradual type checking"), tried against Kub
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from deviceclasses.cel.values import WorkLimitError, spend
@@ -82,7 +82,6 @@ DEVICE_FIELDS = {
     "allowMultipleAllocations": BOOL,
 }
 """The fields of ``device`` in Kubernetes 1.34 and newer."""
-VARIABLES = {"device": DEVICE}
 TYPES = {
     each.name: each
     for each in (
@@ -104,6 +103,13 @@ def unwrapped(one: Type) -> Type:
     return one.params[0] if one.name == "optional_type" else one
 
 
+def _parameters(one: Type) -> Iterator[str]:
+    if one.name == "var":
+        yield one.key
+    for each in one.params:
+        yield from _parameters(each)
+
+
 @dataclass
 class Bindings:
     """The types that type variables stand for."""
@@ -115,6 +121,13 @@ class Bindings:
         """A new type variable."""
         self._made += 1
         return Type("var", (), f"_{self._made}")
+
+    def instance(self, *signature: Type) -> tuple[Type, ...]:
+        """The types of a signature with fresh variables as type parameters."""
+        own = Bindings()
+        for key in dict.fromkeys(key for each in signature for key in _parameters(each)):
+            own.found[key] = self.fresh()
+        return tuple(own.resolve(each) for each in signature)
 
     def resolve(self, one: Type, *, final: bool = False) -> Type:
         """``one`` with its type variables replaced; ``final`` replaces unbound ones by ``dyn``."""

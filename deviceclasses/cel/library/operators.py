@@ -1,6 +1,6 @@
 """Operators, ``size``, and conversions between types such as ``int("5")``.
 
-``&&``, ``||``, ``?:`` and indexes are the interpreter's own.
+``&&`` and ``||`` are the compiler's own; indexes are in ``collections``.
 """
 
 from __future__ import annotations
@@ -146,6 +146,8 @@ for _name, _wanted in ORDER.items():
 
 function("_==_", [A, A], BOOL)(equal)
 function("_!=_", [A, A], BOOL)(lambda one, other: not equal(one, other))
+# The compiler evaluates only one of both values.
+function("_?_:_", [BOOL, A, A], A)(lambda condition, yes, no: yes if condition else no)
 
 
 def _in_list(wanted: Value, members: tuple[Value, ...]) -> bool:
