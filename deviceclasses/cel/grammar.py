@@ -145,13 +145,9 @@ def _pieces(body: str) -> list[bytes]:
     for match in ESCAPE.finditer(body):
         if match[2] or match[3]:
             raise EvaluationError(f"bytes know no escape {match[0]}; \\x and two digits are possible")
-        pieces += [body[end : match.start()].encode(), _one_byte(match)]
+        pieces += [body[end : match.start()].encode(), bytes([_code_point(match)])]
         end = match.end()
     return [*pieces, body[end:].encode()]
-
-
-def _one_byte(match: re.Match[str]) -> bytes:
-    return bytes([_code_point(match)])
 
 
 def _code_point(match: re.Match[str]) -> int:

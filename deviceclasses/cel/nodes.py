@@ -10,7 +10,7 @@ from deviceclasses.cel.values import Value
 COMPARISONS = {"_==_": "==", "_!=_": "!=", "_<_": "<", "_<=_": "<=", "_>_": ">", "_>=_": ">="}
 """The functions of the operators that compare, and how those are written."""
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
-"""The operator that says the same with its operands exchanged; the others say the same as they are."""
+"""The equivalent operators for exchanged operands; operators that are missing here are symmetric."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -199,14 +199,14 @@ class Bindings:
 
 def most_general(one: Type, other: Type) -> Type:
     """The less specific of two types that are assignable to each other."""
-    return one if _says_no_more(one, other) else other
+    return one if _is_more_general(one, other) else other
 
 
-def _says_no_more(one: Type, other: Type) -> bool:
+def _is_more_general(one: Type, other: Type) -> bool:
     if is_dynamic(one) or one.name == "var":
         return True
     if is_dynamic(other) or other.name == "var" or one.name != other.name:
         return False
     if one.name == "type":
         return True
-    return len(one.params) == len(other.params) and all(map(_says_no_more, one.params, other.params))
+    return len(one.params) == len(other.params) and all(map(_is_more_general, one.params, other.params))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,12 +102,12 @@ class TypeValue:
     name: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Duration:
     nanoseconds: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Timestamp:
     """Nanoseconds since 1970; ``offset`` in seconds is that of the zone it was written in."""
 
@@ -305,16 +305,8 @@ def compare(one: Value, other: Value) -> int:
         return order
     if kind is not type(other) or kind not in ORDERED:
         raise no_overload("compare", one, other)
-    measure = ORDERED[kind]
-    left, right = measure(one), measure(other)
-    return int(left > right) - int(left < right)
+    return int(one > other) - int(one < other)
 
 
-ORDERED: dict[type, Callable[[Value], Value]] = {
-    bool: lambda value: value,
-    # By bytes, as Go compares them: the same order as that of code points.
-    str: lambda value: value,
-    bytes: lambda value: value,
-    Duration: lambda value: value.nanoseconds,
-    Timestamp: lambda value: value.nanoseconds,
-}
+ORDERED = frozenset({bool, str, bytes, Duration, Timestamp})
+"""Types with an order. Strings are ordered by code points: the order of their bytes, which Go compares, is the same."""
