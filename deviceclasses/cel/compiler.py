@@ -18,7 +18,7 @@ from deviceclasses.cel.library.registry import FUNCTIONS, Overload, chosen
 from deviceclasses.cel.library.text import regex
 from deviceclasses.cel.nodes import Node, dotted
 from deviceclasses.cel.primitives import (
-    LAZY,
+    DIRECT,
     Evaluate,
     Frame,
     bind,
@@ -40,7 +40,6 @@ from deviceclasses.cel.types import (
     DEVICE_FIELDS,
     DYN,
     INT,
-    LITERAL_TYPES,
     TYPES,
     Bindings,
     Type,
@@ -140,7 +139,7 @@ class _Compiler:
 
     @build.register
     def _literal(self, node: nodes.Literal) -> Typed:
-        return LITERAL_TYPES[type_name(node.value)], self._constant(node.value)
+        return TYPES[type_name(node.value)], self._constant(node.value)
 
     @build.register
     def _name(self, node: nodes.Name) -> Typed:
@@ -227,8 +226,8 @@ class _Compiler:
     def _calling(
         self, node: nodes.Call, name: str, overloads: tuple[Overload, ...], operands: Sequence[Evaluate]
     ) -> Evaluate:
-        if name in LAZY:
-            return LAZY[name](*operands)
+        if name in DIRECT:
+            return DIRECT[name](*operands)
         if name in PATTERN_FUNCTIONS:
             # Kubernetes takes the first argument of matches(text, pattern), too, for a pattern.
             for each in (node.operands[1], node.arguments[0] if name == "matches" else node.operands[1]):

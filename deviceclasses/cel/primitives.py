@@ -1,4 +1,4 @@
-"""Evaluation: the operations that the compiler combines, and those of the library that treat their operands specially.
+"""The evaluation functions that the compiler combines: lazy operators, bound values, literals, and loops of macros.
 
 Errors are raised as EvaluationError; ``&&``, ``||``, ``all`` and ``exists`` ignore an error if another term decides.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from deviceclasses.cel.library.collections import sort_by
+from deviceclasses.cel.library.collections import member, optional_member, sort_by
 from deviceclasses.cel.nodes import Node, children
 from deviceclasses.cel.types import BYTES, SEMVER
 from deviceclasses.cel.values import (
@@ -17,6 +17,7 @@ from deviceclasses.cel.values import (
     Optional,
     Uint,
     Value,
+    equal,
     no_overload,
     same,
     spend,
@@ -95,12 +96,16 @@ def _absent_or(name: str) -> Callable[[Evaluate, Evaluate], Evaluate]:
     return lazy
 
 
-LAZY: dict[str, Callable[..., Evaluate]] = {
+DIRECT: dict[str, Callable[..., Evaluate]] = {
     "_?_:_": _choice,
     "or": _absent_or("or"),
     "orValue": _absent_or("orValue"),
+    "_==_": lambda left, right: lambda frame: equal(left(frame), right(frame)),
+    "_!=_": lambda left, right: lambda frame: not equal(left(frame), right(frame)),
+    "_[_]": lambda operand, key: lambda frame: member(operand(frame), key(frame)),
+    "_[?_]": lambda operand, key: lambda frame: optional_member(operand(frame), key(frame)),
 }
-"""Functions that evaluate an operand only where it is needed."""
+"""Functions without a choice of an overload: they take values of every type, or evaluate an operand only if needed."""
 
 
 def _as_optional(value: Value, function: str) -> Optional:

@@ -90,7 +90,6 @@ TYPES = {
     )
 }  # fmt: skip
 """Types that have a name in expressions, as in ``type(x) == int``."""
-LITERAL_TYPES = {each.name: each for each in (BOOL, BYTES, DOUBLE, INT, NULL, STRING, UINT)}
 
 
 def is_dynamic(one: Type) -> bool:

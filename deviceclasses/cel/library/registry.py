@@ -49,9 +49,6 @@ SIZED = frozenset({"list", "string", "bytes"})
 CONSTANT_TIME = frozenset({"size", "first", "last"})
 """Functions that take no longer for a longer list or string."""
 
-TAKE_ALL_VALUES = frozenset({"_==_", "_!=_", "_[_]", "_[?_]"})
-"""Functions whose overloads are only for type checking: their implementation takes values of every type."""
-
 FUNCTIONS: dict[str, list[Overload]] = {}
 """All functions by name; filled by importing the modules of this package."""
 
@@ -103,8 +100,6 @@ def _spend_for(values: list[Value]) -> None:
 
 def chosen(name: str, overloads: tuple[Overload, ...]) -> Body:
     """A function that calls the first overload that matches the values. Raises EvaluationError if none does."""
-    if name in TAKE_ALL_VALUES:
-        return overloads[0].body
 
     def call(*values: Value) -> Value:
         for each in overloads:
