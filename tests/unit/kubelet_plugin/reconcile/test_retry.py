@@ -20,6 +20,7 @@ from kubelet_plugin.inventory.scan import ScanSettings
 from tests.support.care import Care
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest, start_node
+from tests.support.nvml_client import process_on
 from tests.support.running import eventually
 
 PUBLISHED = ScanSettings(publish_existing=True)
@@ -43,7 +44,7 @@ def prepared_and_in_use(node: NodeUnderTest, claim: ClaimReference) -> Iterator[
     node.preparer.prepare(claim)
     [partition] = node.partitions()
     assert partition.uuid is not None
-    with node.simulated.process_on(partition.uuid):
+    with process_on(node.simulated, partition.uuid):
         yield
 
 
