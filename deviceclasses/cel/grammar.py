@@ -1,19 +1,23 @@
 r"""CEL's grammar and its literals: from the text of an expression to a tree of grammar rules.
 
-Source: the CEL language definition, tried against Kubernetes' API server. Messages (``Name{field: value}``) are left
-out: a device has none.
+Source: the CEL language definition, tried against Kubernetes' API server. Names, white space and comments
+are those of cel-python's grammar; its rules lack optionals and trailing commas, and its literals differ from
+Kubernetes' (a sign inside a number, ``1.``, unknown escapes). Messages (``Name{field: value}``) are left out: a device
+has none.
 """
 
 from __future__ import annotations
 
 import re
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 from lark import Lark, Token, Tree
 from lark.exceptions import UnexpectedInput, UnexpectedToken
 
 from deviceclasses.cel.values import INT_MAX, INT_MIN, UINT_MAX, EvaluationError, Uint, Value, whole_number
-from driver.errors import CelError
+from driver.errors import CelError, EnvironmentFault
 
 GRAMMAR = r"""
 ?expr           : disjunction | disjunction "?" disjunction ":" expr -> choice
@@ -42,7 +46,9 @@ map             : "{" ","? "}" | "{" entry ("," entry)* ","? "}"
 entry           : expr ":" expr | "?" expr ":" expr -> optional_entry
 literal         : UINT_LIT | FLOAT_LIT | INT_LIT | MLSTRING_LIT | STRING_LIT | BYTES_LIT | BOOL_LIT | NULL_LIT
 
-IDENT           : /[_a-zA-Z][_a-zA-Z0-9]*/
+%import cel (IDENT, WHITESPACE, COMMENT)
+%ignore WHITESPACE
+%ignore COMMENT
 QUOTED          : /`[a-zA-Z0-9_.\-\/ ]+`/
 INT_LIT         : /0x[0-9a-fA-F]+|[0-9]+/
 UINT_LIT.2      : /(0x[0-9a-fA-F]+|[0-9]+)[uU]/
@@ -52,8 +58,6 @@ MLSTRING_LIT.2  : /\"{3}(\\[^\n\r]|[^\\])*?\"{3}|'{3}(\\[^\n\r]|[^\\])*?'{3}|[rR
 BYTES_LIT.3     : /[bB]/ MLSTRING_LIT | /[bB]/ STRING_LIT
 BOOL_LIT.2      : /(true|false)(?![_a-zA-Z0-9])/
 NULL_LIT.2      : /null(?![_a-zA-Z0-9])/
-%ignore /[\t\n\f\r ]+/
-%ignore /\/\/.*/
 """  # noqa: E501 - a terminal is one line
 
 SIGNS = {
@@ -66,7 +70,12 @@ SIGNS = {
 
 @cache
 def _parser() -> Lark:
-    return Lark(GRAMMAR, parser="lalr", start="expr", propagate_positions=True)
+    spec = find_spec("celpy")
+    if spec is None or spec.origin is None:
+        raise EnvironmentFault("the Python package cel-python is not installed; its grammar is needed")
+    # Its folder, without importing the package, which would load its evaluator, calendar and query libraries too.
+    folder = str(Path(spec.origin).parent)
+    return Lark(GRAMMAR, parser="lalr", start="expr", propagate_positions=True, import_paths=[folder])
 
 
 def parse_tree(expression: str) -> Tree[Token]:
