@@ -183,4 +183,4 @@ class Controller:
         offered = {offer: self._devices.free[offer] for offer in self._devices.offered}
         unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
         reasons = reasons_of(queue, self._unreported.update(seen.views))
-        self._events.claims(queue, [*reasons, *self._unscheduled.reasons(queue, unfenced, seen.incomplete)])
+        self._events.claims([*reasons, *self._unscheduled.reasons(queue, unfenced, seen.incomplete)])

@@ -16,15 +16,13 @@ from controller.demand.feasibility import Nodes
 from controller.demand.node_search import ValueOf, find_devices
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements
-from controller.explain.reasons import ClaimReason, Code
+from controller.explain.reasons import ClaimReason, ReasonCode
+from controller.explain.shortage import listed
 from driver.kube.clock import Clock, seconds_time
 from driver.kube.types import Pod
 from driver.model.device import Device
 from driver.model.plan import Offer
 from driver.placement import Spot, spot_of
-
-SHOWN = 3
-"""Devices that a message names."""
 
 GATES = (
     "check that it has the feature gates that the API server has: DynamicResourceAllocation, DRAPartitionableDevices"
@@ -65,10 +63,10 @@ class UnusedDevices:
     by_node: Mapping[str, list[Standing]]
     incomplete: Mapping[str, str]
 
-    def fitting(self, queue: Queue, wish: ClaimRequirements, nodes: Nodes) -> tuple[Standing, ...]:
-        """Devices on one of ``nodes`` that satisfy ``wish``, of a complete pool if possible."""
+    def fitting(self, queue: Queue, requirements: ClaimRequirements, nodes: Nodes) -> tuple[Standing, ...]:
+        """Devices on one of ``nodes`` that satisfy ``requirements``, of a complete pool if possible."""
         names = sorted(self.by_node.keys() & nodes, key=lambda node: (self._is_broken(node), node))
-        tried = (satisfying(wish, self.by_node[node], queue.feasibility.matching.value) for node in names)
+        tried = (satisfying(requirements, self.by_node[node], queue.feasibility.matching.value) for node in names)
         return next(filter(None, tried), ())
 
     def _is_broken(self, node: str) -> bool:
@@ -76,10 +74,10 @@ class UnusedDevices:
 
 
 class UnscheduledClaims:
-    """Remembers since when claims are pending and devices offered; both must last ``patience_s`` seconds."""
+    """Remembers since when claims are pending and devices offered; both must last ``overdue_seconds`` seconds."""
 
-    def __init__(self, patience_s: float, clock: Clock) -> None:
-        self._patience_s = patience_s
+    def __init__(self, overdue_seconds: float, clock: Clock) -> None:
+        self._overdue_seconds = overdue_seconds
         self._clock = clock
         self._claims: dict[str, Since] = {}
         self._devices: dict[PoolDevice, Since] = {}
@@ -105,14 +103,14 @@ class UnscheduledClaims:
         if not self._claims:
             return None
         now = self._clock.monotonic()
-        times = (since.at + self._patience_s - now for since in (*self._claims.values(), *self._devices.values()))
+        times = (since.at + self._overdue_seconds - now for since in (*self._claims.values(), *self._devices.values()))
         return min((seconds for seconds in times if seconds > 0), default=None)
 
     def _now(self) -> Since:
         return Since(self._clock.monotonic(), seconds_time(self._clock.now()))
 
     def _is_over(self, since: Since) -> bool:
-        return self._clock.monotonic() >= since.at + self._patience_s
+        return self._clock.monotonic() >= since.at + self._overdue_seconds
 
     def _by_node(self, queue: Queue, standing: Mapping[Offer, PoolDevice]) -> dict[str, list[Standing]]:
         found: dict[str, list[Standing]] = {}
@@ -126,37 +124,29 @@ class UnscheduledClaims:
     def _reason(
         self,
         queue: Queue,
-        waiting: PendingClaim,
+        pending: PendingClaim,
         unused: UnusedDevices,
         known: dict[tuple[ClaimRequirements, Nodes], tuple[Standing, ...]],
     ) -> ClaimReason | None:
-        for pod, wish, nodes in _requirements_by_pod(queue, waiting):
-            if (wish, nodes) not in known:
-                known[wish, nodes] = unused.fitting(queue, wish, nodes)
-            if devices := known[wish, nodes]:
-                return self._report(waiting, pod, devices, unused.incomplete)
+        for pod, requirements, nodes in _requirements_by_pod(queue, pending):
+            if (requirements, nodes) not in known:
+                known[requirements, nodes] = unused.fitting(queue, requirements, nodes)
+            if devices := known[requirements, nodes]:
+                return self._report(pending, pod, devices, unused.incomplete)
         return None
 
     def _report(
-        self, waiting: PendingClaim, pod: Pod, devices: tuple[Standing, ...], incomplete: Mapping[str, str]
+        self, pending: PendingClaim, pod: Pod, devices: tuple[Standing, ...], incomplete: Mapping[str, str]
     ) -> ClaimReason:
         pool, names = devices[0].name.pool, [each.name.device for each in devices]
         since = max(self._devices[each.name] for each in devices).text
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         sentence = (
-            f"{', '.join(names[:SHOWN])}{more} of node {devices[0].entry.node} would do and "
+            f"{listed(names)} of node {devices[0].entry.node} would do and "
             f"{'are' if len(names) > 1 else 'is'} offered since {since}, but nothing is allocated: "
         )
         wrong = incomplete.get(pool)
         cause = f"the scheduler takes nothing from the pool {pool}, which {wrong}" if wrong else cause_of(pod)
-        data = {
-            "devices": names,
-            "node": devices[0].entry.node,
-            "pool": pool,
-            "since": since,
-            "incomplete": bool(wrong),
-        }
-        return ClaimReason(waiting.key, Code.UNUSED, sentence + cause, data, waiting.not_created)
+        return ClaimReason(pending, ReasonCode.UNUSED, sentence + cause)
 
 
 def cause_of(pod: Pod) -> str:
@@ -169,11 +159,11 @@ def cause_of(pod: Pod) -> str:
     return f"{said.rstrip('. ')}; {GATES}" if condition.lacks_devices else said
 
 
-def _uid(waiting: PendingClaim) -> str:
-    return waiting.pods[0].metadata.uid if waiting.not_created else waiting.claim.metadata.uid
+def _uid(pending: PendingClaim) -> str:
+    return pending.pods[0].metadata.uid if pending.not_created else pending.claim.metadata.uid
 
 
-def _requirements_by_pod(queue: Queue, waiting: PendingClaim) -> Iterator[tuple[Pod, ClaimRequirements, Nodes]]:
-    for pod in waiting.pods:
+def _requirements_by_pod(queue: Queue, pending: PendingClaim) -> Iterator[tuple[Pod, ClaimRequirements, Nodes]]:
+    for pod in pending.pods:
         nodes = queue.nodes_for(pod)
-        yield from ((pod, wish, nodes) for wish in queue.combinations(pod))
+        yield from ((pod, requirements, nodes) for requirements in queue.combinations(pod))

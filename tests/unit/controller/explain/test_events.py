@@ -79,7 +79,7 @@ def test_a_reason_lies_on_the_claim_or_on_the_pod_that_has_none_yet(told: Told) 
     there = Situation(node_of("a", "full")).wants(request(selector=FULL))
     there.device_class("gpu-training", FULL, extendedResourceName="nvidia.com/gpu")
     there.pod("old", containers=[{"resources": {"requests": {"nvidia.com/gpu": "1"}}}])
-    told.reporter.claims(there.queue, reasons_of(there.queue))
+    told.reporter.claims(reasons_of(there.queue))
     eventually(lambda: len(told.events()) == 2, "an Event for each")
     found = {event["involvedObject"]["kind"]: event for event in told.events()}
     assert found["ResourceClaim"]["involvedObject"]["apiVersion"] == "resource.k8s.io/v1"
