@@ -33,7 +33,7 @@ from controller.settings import ControllerSettings
 from controller.steps import Observer, Step
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
-from driver.kube.clock import SystemClock
+from driver.kube.clock import Clock
 from driver.kube.events import Recorder
 from driver.kube.work_loop import Loop
 from driver.model.plan import Offer
@@ -80,7 +80,7 @@ class Controller:
         self._devices = DeviceIndex()
         self._specs = PlanSpecs()
         self._curator = Curator(Ranking(Measure(Weights(settings.weights))), CurationSettings(offers=settings.offers))
-        self._unscheduled = UnscheduledClaims(settings.unused_s, SystemClock())
+        self._unscheduled = UnscheduledClaims(settings.unused_s, Clock())
         self._writer = PlanWriter(client, self._cache.observe_plan, observer=observer)
         self._withdrawals = Withdrawals(self._fence, self._loop.notify, settings.linger_s, observer=observer)
 

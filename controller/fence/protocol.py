@@ -41,7 +41,7 @@ from controller.fence.configmap import FencedDevices
 from controller.steps import Observer, Step
 from driver.errors import CONFLICT, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient, Object
-from driver.kube.clock import Clock, SystemClock
+from driver.kube.clock import Clock
 from driver.kube.reads import RESOURCE_GROUP
 from driver.model.plan import FENCE
 from driver.steps import observed, unobserved
@@ -118,7 +118,7 @@ class Fence:
     ) -> None:
         self._claims = claims
         self._settings = settings or FenceSettings()
-        self._clock = clock or SystemClock()
+        self._clock = clock or Clock()
         self._observer = observer
         self._fenced = FencedDevices(client, self._settings.namespace, self._clock)
         self._canary = Canary(client, self._settings.namespace)

@@ -16,7 +16,7 @@ from typing import Literal
 
 from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient, Object
-from driver.kube.clock import Clock, SystemClock, seconds_time
+from driver.kube.clock import Clock, seconds_time
 from driver.kube.types import Reference
 from driver.kube.work_loop import Backoff
 
@@ -75,7 +75,7 @@ class Recorder:
     def __init__(self, client: KubeClient, component: str, instance: str, clock: Clock | None = None) -> None:
         self._client = client
         self._component, self._instance = component, instance
-        self._clock = clock or SystemClock()
+        self._clock = clock or Clock()
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._waiting: OrderedDict[Identity, Waiting] = OrderedDict()

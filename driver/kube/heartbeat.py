@@ -14,7 +14,7 @@ import msgspec
 
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
-from driver.kube.clock import Clock, SystemClock, micro_time
+from driver.kube.clock import Clock, micro_time
 from driver.kube.lease import LeaseSpec, lease_object, leases
 from driver.kube.types import ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
@@ -46,7 +46,7 @@ class Heartbeat:
     ) -> None:
         self._client = client
         self._namespace, self._name, self._identity = namespace, name, identity
-        self._clock = clock or SystemClock()
+        self._clock = clock or Clock()
 
     def run(self, stop: threading.Event, failure: Callable[[], str | None] = lambda: None) -> None:
         """Renew every RENEW_INTERVAL_SECONDS until ``stop`` is set, except during a ``failure``.
@@ -109,7 +109,7 @@ class HeartbeatWatch:
         clock: Clock | None = None,
         on_leaving: Callable[[], None] = lambda: None,
     ) -> None:
-        self._clock = clock or SystemClock()
+        self._clock = clock or Clock()
         self._looked = False
         self._renewed_at = float("-inf")
         self._on_leaving = on_leaving

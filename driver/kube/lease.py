@@ -19,7 +19,7 @@ import msgspec
 
 from driver.errors import CONFLICT, NOT_FOUND, ApiError, UsageError
 from driver.kube.client import KubeClient, Object
-from driver.kube.clock import Clock, SystemClock, micro_time
+from driver.kube.clock import Clock, micro_time
 from driver.kube.types import ObjectMeta
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class LeaderElector:
         self._client = client
         self._namespace, self._name = namespace, name
         self._timing = timing or Timing()
-        self._clock = clock or SystemClock()
+        self._clock = clock or Clock()
         self._lease: Lease | None = None
         self._seen_at = 0.0
         self._renewed_at = float("-inf")

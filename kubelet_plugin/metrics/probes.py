@@ -59,7 +59,7 @@ class NodeProbes:
         self._settings = settings
         self._hardware: HardwareCheck | None = None
         self._live: list[Check] = [
-            Check("loops", self.watchdog.look),
+            Check("loops", self.watchdog.failure),
             Check("grpc", SocketCheck(settings.plugin_socket).failure),
         ]
         self._ready: list[Check] = [
