@@ -84,7 +84,7 @@ class LoopPool:
 
 
 class Loop:
-    """Calls ``work`` soon after each ``notify``, in one thread at a time. The thread is that of ``run``, or of ``pool``.
+    """Calls ``work`` soon after each ``notify``, in one thread at a time: that of ``run``, or one of ``pool``.
 
     ``name`` names the work in the log: "publishing slices". ``work`` may return the seconds after which it is due again
     without a notification. Changes within ``coalesce_seconds`` are handled together. ``retry_delay`` returns the
