@@ -26,7 +26,7 @@ from driver.kube.work_loop import Backoff
 
 log = logging.getLogger(__name__)
 
-WATCH_S = (240, 480)
+WATCH_SECONDS = (240, 480)
 """Range from which the length of a watch is drawn, so that watches of a fleet end apart."""
 
 SILENCE_TIMEOUT_SECONDS = 90.0
@@ -318,7 +318,7 @@ class WatchCache(Generic[S, T]):
 
     def _watch(self, stop: threading.Event, backoff: Backoff) -> bool:
         """One watch, from where the last one was, to the first event after ``stop``; says whether anything came."""
-        seconds = random.randint(*WATCH_S)  # noqa: S311 - spreads load, guards nothing
+        seconds = random.randint(*WATCH_SECONDS)  # noqa: S311 - spreads load, guards nothing
         query = {
             **self._selectors,
             "watch": "true",

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from controller.explain.events import UNREADABLE
 from controller.explain.reasons import ReasonCode
 from driver.kube.client import Object
-from driver.kube.heartbeat import HEARTBEAT, SILENT_S
+from driver.kube.heartbeat import HEARTBEAT, SILENCE_TIMEOUT_SECONDS
 from driver.kube.types import Claim
 from tessera.status.cluster import our_classes, requested_classes
 from tessera.status.finding import CheckOutput, Finding, counted, shortened
@@ -144,7 +144,7 @@ def _unreadable(snapshot: StatusSnapshot) -> CheckOutput:
 def _has_leader(snapshot: StatusSnapshot) -> bool:
     """Whether a controller is running, which would report reasons."""
     age = snapshot.age_of(snapshot.leases.get(HEARTBEAT))
-    return age is not None and age <= SILENT_S
+    return age is not None and age <= SILENCE_TIMEOUT_SECONDS
 
 
 def _explained(snapshot: StatusSnapshot) -> list[tuple[Claim, Object]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from driver.errors import StateError
 from driver.kube.client import Object
-from driver.kube.heartbeat import HEARTBEAT, SILENT_S
+from driver.kube.heartbeat import HEARTBEAT, SILENCE_TIMEOUT_SECONDS
 from driver.kube.types import Claim, GpuNodePlan, SliceDevice
 from driver.model.plan import GpuReport, PlanMode, states_of
 from driver.slices.names import Pool
@@ -51,7 +51,7 @@ def mode(snapshot: StatusSnapshot) -> CheckOutput:
         [(snapshot.now - at).total_seconds() for name, at in snapshot.planned_at.items() if name in serving]
     )
     beat = snapshot.age_of(snapshot.leases.get(HEARTBEAT))
-    for name in sorted(standalone & plans.keys()) if beat is not None and beat <= SILENT_S else ():
+    for name in sorted(standalone & plans.keys()) if beat is not None and beat <= SILENCE_TIMEOUT_SECONDS else ():
         remedy = "it follows within two minutes of a heartbeat; after that read the log of its plugin"
         yield Finding(name, "is standalone although a controller is running", remedy)
     for name in sorted(serving & plans.keys()):
