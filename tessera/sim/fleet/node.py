@@ -90,7 +90,7 @@ class FleetNode:
         self.pool = Pool(name, shared.driver)
         self.inventory = Inventory(gpus, number_gpus(gpus, {}))
         source = PlanSource(partial(shared.plan_of, name), shared.controller_lives) if shared.follows else NO_CONTROLLER
-        mode = PlanMode.PLANNED if shared.follows else PlanMode.ALONE
+        mode = PlanMode.PLANNED if shared.follows else PlanMode.STANDALONE
         store = InMemoryPlanStore(PlanMemory(new_epoch(), mode))
         self.follower = PlanFollower(
             source, self.inventory, store, tuple, self.plan_changed, lambda: self._plan_status.notify()

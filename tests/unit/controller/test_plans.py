@@ -143,7 +143,7 @@ def test_what_a_node_may_be_taking_away_just_now_is_not_offered_before_it_is_gon
     [
         pytest.param("", PlanMode.PLANNED, "e", True, id="it does what the plan says"),
         pytest.param("true", PlanMode.PLANNED, "e", False, id="a person does the planning"),
-        pytest.param("", PlanMode.ALONE, "e", False, id="it stands alone"),
+        pytest.param("", PlanMode.STANDALONE, "e", False, id="it stands alone"),
         pytest.param("", PlanMode.PLANNED, "older", False, id="it has stood alone since the plan was written"),
     ],
 )
