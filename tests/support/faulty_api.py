@@ -25,9 +25,9 @@ from kubelet_plugin.settings import node_settings
 from tests.support.api_server import SLICES, Exchange, HttpServer, ObjectApi, Route
 from tests.support.claims import DRIVER, NODE, POOL, result
 from tests.support.invariants import Facts, read_facts
+from tests.support.kubelet import DraClient
 from tests.support.ports import keep_port
 from tests.support.running import eventually
-from tests.unit.kubelet_plugin.dra.test_service import Kubelet
 
 CLAIMS = f"{RESOURCE_GROUP}/namespaces/default/resourceclaims"
 STALE = "00000-stale"
@@ -137,11 +137,11 @@ class PluginOnApi:
         )
 
     @contextmanager
-    def running(self) -> Iterator[Kubelet]:
+    def running(self) -> Iterator[DraClient]:
         others = set(threading.enumerate())
         plugin = NodePlugin(self._settings)
         threading.Thread(target=plugin.run, daemon=True, name="plugin").start()
-        kubelet = Kubelet(self._settings.plugin_socket)
+        kubelet = DraClient(self._settings.plugin_socket)
         try:
             yield kubelet
         finally:
@@ -178,7 +178,7 @@ class PluginOnApi:
         return read_facts(SimulatedNode.attach(self.root / "host"), self.root / "state", self.root / "cdi")
 
 
-def ask(kubelet: Kubelet, verb: str, *claims: ClaimReference) -> dict[str, str]:
+def ask(kubelet: DraClient, verb: str, *claims: ClaimReference) -> dict[str, str]:
     """One call of the kubelet; the error of each claim, empty where there is none."""
     wanted = [(claim.namespace, claim.name, claim.uid) for claim in claims]
     answers = kubelet.call(dra_v1_pb2, verb, wanted)
@@ -186,7 +186,7 @@ def ask(kubelet: Kubelet, verb: str, *claims: ClaimReference) -> dict[str, str]:
     return {claim.name: answers[claim.uid].error for claim in claims}
 
 
-def until_well(kubelet: Kubelet, verb: str, claim: ClaimReference, deadline_s: float = 60.0) -> list[str]:
+def until_well(kubelet: DraClient, verb: str, claim: ClaimReference, deadline_s: float = 60.0) -> list[str]:
     """Ask again as the kubelet does until it is well; the errors on the way."""
     end, errors = time.monotonic() + deadline_s, []
     while error := ask(kubelet, verb, claim)[claim.name]:

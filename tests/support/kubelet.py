@@ -7,10 +7,11 @@ asks again for what was answered.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import grpc
@@ -146,3 +147,22 @@ def _call(channel: grpc.Channel, service: str, method: str, messages: Any, asked
         request_serializer=getattr(messages, asked).SerializeToString,
         response_deserializer=getattr(messages, answered).FromString,
     )
+
+
+class DraClient:
+    """Calls the plugin's socket as the kubelet does, with the claims of one call as they are given."""
+
+    def __init__(self, path: Path) -> None:
+        self.channel = grpc.insecure_channel(f"unix://{path}")
+
+    def call(self, messages: ModuleType, verb: str, claims: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
+        """``claims``: (namespace, name, uid). Returns the answer by uid."""
+        request = getattr(messages, f"Node{verb}ResourcesRequest")()
+        for namespace, name, uid in claims:
+            request.claims.add(namespace=namespace, name=name, uid=uid)
+        method = self.channel.unary_unary(
+            f"/{messages.DESCRIPTOR.package}.DRAPlugin/Node{verb}Resources",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=getattr(messages, f"Node{verb}ResourcesResponse").FromString,
+        )
+        return dict(method(request, timeout=60, wait_for_ready=True).claims)

@@ -114,7 +114,7 @@ class PluginProcess:
         self._mark = self.log.stat().st_size if self.log.exists() else 0
         self._table.spawn(self._name, self.command(kubeconfig), self.log)
 
-    def command(self, kubeconfig: Path) -> list[str]:
+    def command(self, kubeconfig: Path | None = None) -> list[str]:
         flags = {
             "--node-name": self.node.name,
             "--kubeconfig": kubeconfig,

@@ -31,7 +31,7 @@ class PodPlugin(PluginProcess):
         self.socket = plugin_socket(self.state_dir, uid)
         self.registration_socket = registration_socket(node.kubelet_dir / "plugins_registry", DRIVER, uid)
 
-    def command(self, kubeconfig: Path) -> list[str]:
+    def command(self, kubeconfig: Path | None = None) -> list[str]:
         return [*super().command(kubeconfig), "--pod-uid", self.uid]
 
     def says(self, text: str) -> bool:

@@ -18,8 +18,8 @@ from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from kubelet_plugin.dra.registration import SocketServer
 from kubelet_plugin.dra.service import DraService
 from tests.support.care import Care
+from tests.support.kubelet import DraClient
 from tests.support.node import NodeUnderTest, start_node
-from tests.unit.kubelet_plugin.dra.test_service import Kubelet
 
 SMALL = "gpu-0-mig-1g10gb-6"
 BIG = "gpu-0-mig-3g40gb-4"
@@ -132,7 +132,7 @@ def ask(node: NodeUnderTest, tmp_path: Path) -> Callable[..., dict[str, str]]:
     def call(verb: str, *claims: ClaimReference) -> dict[str, str]:
         service = DraService(node.preparer)
         server = SocketServer(tmp_path / "dra.sock", [service.handler()])
-        kubelet = Kubelet(tmp_path / "dra.sock")
+        kubelet = DraClient(tmp_path / "dra.sock")
         try:
             wanted = [(claim.namespace, claim.name, claim.uid) for claim in claims]
             answers = kubelet.call(dra_v1_pb2, verb, wanted)

@@ -19,9 +19,10 @@ from kubelet_plugin.dra.protocol.generated import dra_health_v1_pb2, dra_health_
 from kubelet_plugin.dra.registration import PARALLEL_CALLS, STOP_TIMEOUT_SECONDS, SocketServer
 from kubelet_plugin.dra.service import DraService
 from tests.support.health import HealthUnderTest
+from tests.support.kubelet import DraClient
 from tests.support.node import NodeUnderTest
 from tests.support.running import SOON_S, eventually
-from tests.unit.kubelet_plugin.dra.test_service import Kubelet, Work
+from tests.unit.kubelet_plugin.dra.test_service import Work
 
 VERSIONS = [pytest.param(dra_health_v1_pb2, id="v1"), pytest.param(dra_health_v1alpha1_pb2, id="v1alpha1")]
 
@@ -137,7 +138,7 @@ def test_streams_never_keep_a_claim_waiting(serve: Serve) -> None:
         # One after the other: which is the newest is what the server meets last.
         eventually(lambda: watches[-1].heard, "the newest is served")
     eventually(lambda: sum(watch.ended.is_set() for watch in watches) >= len(watches) - STREAMS, "older ones end")
-    kubelet = Kubelet(served.socket)
+    kubelet = DraClient(served.socket)
     answer = kubelet.call(dra_v1_pb2, "Prepare", [("default", "good", "uid-1")])
     assert answer["uid-1"].error == ""
     kubelet.channel.close()

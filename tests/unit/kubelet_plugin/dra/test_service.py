@@ -8,7 +8,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import grpc
@@ -25,6 +24,7 @@ from kubelet_plugin.dra.service import DraService
 from kubelet_plugin.settings import node_settings
 from tests.harness.waiting import wait_for
 from tests.support.claims import result
+from tests.support.kubelet import DraClient
 from tests.support.node import NodeUnderTest
 from tests.support.running import SOON_S, eventually
 
@@ -52,33 +52,14 @@ class Work:
             raise KeyError("a defect")
 
 
-class Kubelet:
-    """Calls the plugin as the kubelet does."""
-
-    def __init__(self, path: Path) -> None:
-        self.channel = grpc.insecure_channel(f"unix://{path}")
-
-    def call(self, messages: ModuleType, verb: str, claims: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
-        """``claims``: (namespace, name, uid). Returns the answer by uid."""
-        request = getattr(messages, f"Node{verb}ResourcesRequest")()
-        for namespace, name, uid in claims:
-            request.claims.add(namespace=namespace, name=name, uid=uid)
-        method = self.channel.unary_unary(
-            f"/{messages.DESCRIPTOR.package}.DRAPlugin/Node{verb}Resources",
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=getattr(messages, f"Node{verb}ResourcesResponse").FromString,
-        )
-        return dict(method(request, timeout=60, wait_for_ready=True).claims)
-
-
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Kubelet]]:
+def serve(tmp_path: Path) -> Iterator[Callable[..., DraClient]]:
     opened: list[Callable[[], object]] = []
 
-    def start(work: Any, **settings: Any) -> Kubelet:
+    def start(work: Any, **settings: Any) -> DraClient:
         service = DraService(work, **settings)
         server = SocketServer(tmp_path / "dra.sock", [service.handler()])
-        kubelet = Kubelet(tmp_path / "dra.sock")
+        kubelet = DraClient(tmp_path / "dra.sock")
         opened.extend([service.close, server.stop, kubelet.channel.close])
         return kubelet
 
@@ -87,7 +68,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Kubelet]]:
         close()
 
 
-def test_each_claim_of_a_call_gets_its_own_answer(serve: Callable[..., Kubelet]) -> None:
+def test_each_claim_of_a_call_gets_its_own_answer(serve: Callable[..., DraClient]) -> None:
     claims = [("default", name, f"uid-{name}") for name in ("good", "bad", "defect", "fine")]
     answers = serve(Work()).call(dra_v1_pb2, "Prepare", claims)
     assert set(answers) == {uid for _, _, uid in claims}
@@ -104,7 +85,7 @@ def test_each_claim_of_a_call_gets_its_own_answer(serve: Callable[..., Kubelet])
         )
 
 
-def test_unprepare_answers_for_every_claim(serve: Callable[..., Kubelet]) -> None:
+def test_unprepare_answers_for_every_claim(serve: Callable[..., DraClient]) -> None:
     claims = [("default", name, f"uid-{name}") for name in ("good", "bad", "defect")]
     answers = serve(Work()).call(dra_v1_pb2, "Unprepare", claims)
     assert {uid: bool(answer.error) for uid, answer in answers.items()} == {
@@ -115,11 +96,11 @@ def test_unprepare_answers_for_every_claim(serve: Callable[..., Kubelet]) -> Non
 
 
 @pytest.mark.parametrize("verb", ["Prepare", "Unprepare"])
-def test_a_call_about_nothing_is_answered_with_nothing(serve: Callable[..., Kubelet], verb: str) -> None:
+def test_a_call_about_nothing_is_answered_with_nothing(serve: Callable[..., DraClient], verb: str) -> None:
     assert serve(Work()).call(dra_v1_pb2, verb, []) == {}
 
 
-def test_a_claim_named_twice_is_prepared_once_and_answered_once(serve: Callable[..., Kubelet]) -> None:
+def test_a_claim_named_twice_is_prepared_once_and_answered_once(serve: Callable[..., DraClient]) -> None:
     work = Work()
     answers = serve(work).call(dra_v1_pb2, "Prepare", [("default", "good", "u1")] * 2)
     assert len(answers["u1"].devices) == 1
@@ -145,7 +126,7 @@ HOSTILE = {
 @pytest.mark.parametrize("claim", HOSTILE.values(), ids=HOSTILE)
 @pytest.mark.parametrize("verb", ["Prepare", "Unprepare"])
 def test_a_reference_that_is_none_is_refused_before_anything_is_done(
-    serve: Callable[..., Kubelet], verb: str, claim: tuple[str, str, str]
+    serve: Callable[..., DraClient], verb: str, claim: tuple[str, str, str]
 ) -> None:
     work = Work()
     answers = serve(work).call(dra_v1_pb2, verb, [claim, ("default", "good", "ok")])
@@ -154,7 +135,7 @@ def test_a_reference_that_is_none_is_refused_before_anything_is_done(
     assert work.calls == ["good"]
 
 
-def test_very_long_references_are_answered(serve: Callable[..., Kubelet], node: NodeUnderTest) -> None:
+def test_very_long_references_are_answered(serve: Callable[..., DraClient], node: NodeUnderTest) -> None:
     long = "a" * 100_000
     kubelet = serve(node.preparer)
     assert kubelet.call(dra_v1_pb2, "Prepare", [("default", long, long)])[long].error
@@ -162,7 +143,7 @@ def test_very_long_references_are_answered(serve: Callable[..., Kubelet], node: 
     assert node.nothing_left()
 
 
-def test_eight_claims_of_one_call_are_worked_on_at_once(serve: Callable[..., Kubelet]) -> None:
+def test_eight_claims_of_one_call_are_worked_on_at_once(serve: Callable[..., DraClient]) -> None:
     work = Work()
     work.meet = threading.Barrier(8, timeout=60)
     claims = [("default", f"good-{i}", f"u{i}") for i in range(8)]
@@ -170,7 +151,7 @@ def test_eight_claims_of_one_call_are_worked_on_at_once(serve: Callable[..., Kub
 
 
 def test_the_kubelet_hears_in_time_of_a_claim_that_takes_too_long_and_the_others_are_prepared(
-    serve: Callable[..., Kubelet], node: NodeUnderTest
+    serve: Callable[..., DraClient], node: NodeUnderTest
 ) -> None:
     slow = node.api.allocate("slow", "gpu-0-mig-1g10gb-6")
     good = node.api.allocate("good", "gpu-1-mig-1g10gb-6")
@@ -193,7 +174,7 @@ def test_the_kubelet_hears_in_time_of_a_claim_that_takes_too_long_and_the_others
     assert answers[slow.uid].devices[0].device_name == "gpu-0-mig-1g10gb-6"
 
 
-def test_a_pod_with_a_good_and_a_bad_claim_on_real_parts(serve: Callable[..., Kubelet], node: NodeUnderTest) -> None:
+def test_a_pod_with_a_good_and_a_bad_claim_on_real_parts(serve: Callable[..., DraClient], node: NodeUnderTest) -> None:
     good = node.api.allocate("good", "gpu-0-mig-1g10gb-6")
     far = node.api.allocate("far", result("gpu-0", pool="elsewhere"))
     claims = [("default", claim.name, claim.uid) for claim in (good, far)]
@@ -210,7 +191,7 @@ def test_a_running_call_ends_before_the_server_does(tmp_path: Path) -> None:
     work.meet = threading.Barrier(2, timeout=60)
     service = DraService(work)
     server = SocketServer(tmp_path / "dra.sock", [service.handler()])
-    kubelet = Kubelet(tmp_path / "dra.sock")
+    kubelet = DraClient(tmp_path / "dra.sock")
     answers: list[dict[str, Any]] = []
     claim = [("default", "good", "u1")]
     caller = threading.Thread(target=lambda: answers.append(kubelet.call(dra_v1_pb2, "Prepare", claim)))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from driver.logs import STANDARD, StructuredFormatter
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDERS = ("controller", "deviceclasses", "driver", "kubelet_plugin", "tessera")
 ROW = re.compile(r"^\| (`[^|]*`) \|", re.MULTILINE)
 STEPS = ("_step", "steps")

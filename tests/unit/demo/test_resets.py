@@ -19,7 +19,7 @@ from tests.support.node import start_node
 from tests.support.plugin import BareNode
 from tests.support.published import build_slices
 
-FIVE_A100 = Path(__file__).parents[1] / "demo" / "five-a100.yaml"
+FIVE_A100 = Path(__file__).parents[2] / "demo" / "five-a100.yaml"
 PLAN = NodePlan(mig=(2, 3), shared=())
 NEVER = 1000
 
