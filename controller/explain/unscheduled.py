@@ -6,8 +6,9 @@ pool as incomplete, waits for something else, or does not run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import islice
 from typing import NamedTuple
 
 from controller.cluster.claim_index import PoolDevice
@@ -56,23 +57,6 @@ def satisfying(
     return tuple(published[entry.gpu.uuid][spot] for entry, spot in found)
 
 
-@dataclass(frozen=True)
-class UnusedDevices:
-    """Devices offered for long enough, by node, and the incomplete pools with the reasons."""
-
-    by_node: Mapping[str, list[Standing]]
-    incomplete: Mapping[str, str]
-
-    def fitting(self, queue: Queue, requirements: ClaimRequirements, nodes: Nodes) -> tuple[Standing, ...]:
-        """Devices on one of ``nodes`` that satisfy ``requirements``, of a complete pool if possible."""
-        names = sorted(self.by_node.keys() & nodes, key=lambda node: (self._is_broken(node), node))
-        tried = (satisfying(requirements, self.by_node[node], queue.feasibility.matching.value) for node in names)
-        return next(filter(None, tried), ())
-
-    def _is_broken(self, node: str) -> bool:
-        return self.by_node[node][0].name.pool in self.incomplete
-
-
 class UnscheduledClaims:
     """Remembers since when claims are pending and devices offered; both must last ``overdue_seconds`` seconds."""
 
@@ -92,10 +76,21 @@ class UnscheduledClaims:
         overdue = [each for each in queue.pending if (since := self._claims.get(_uid(each))) and self._is_over(since)]
         if not overdue:
             return []
-        unused = UnusedDevices(self._by_node(queue, standing), incomplete)
-        known: dict[tuple[ClaimRequirements, Nodes], tuple[Standing, ...]] = {}
-        found = (self._reason(queue, each, unused, known) for each in overdue)
-        return [reason for reason in found if reason is not None]
+        by_node = self._by_node(queue, standing)
+
+        @cache
+        def fitting(requirements: ClaimRequirements, nodes: Nodes) -> tuple[Standing, ...]:
+            """Devices on one of ``nodes`` that satisfy ``requirements``, of a complete pool if possible."""
+            there = by_node.keys() & nodes
+            ordered = sorted(there, key=lambda node: (by_node[node][0].name.pool in incomplete, node))
+            tried = (satisfying(requirements, by_node[node], queue.feasibility.matching.value) for node in ordered)
+            return next(filter(None, tried), ())
+
+        return [
+            self._reason(pending, pod, devices, incomplete)
+            for pending in overdue
+            for pod, devices in islice(_served_pods(queue, pending, fitting), 1)
+        ]
 
     @property
     def next_s(self) -> float | None:
@@ -122,20 +117,6 @@ class UnscheduledClaims:
         return found
 
     def _reason(
-        self,
-        queue: Queue,
-        pending: PendingClaim,
-        unused: UnusedDevices,
-        known: dict[tuple[ClaimRequirements, Nodes], tuple[Standing, ...]],
-    ) -> ClaimReason | None:
-        for pod, requirements, nodes in _requirements_by_pod(queue, pending):
-            if (requirements, nodes) not in known:
-                known[requirements, nodes] = unused.fitting(queue, requirements, nodes)
-            if devices := known[requirements, nodes]:
-                return self._report(pending, pod, devices, unused.incomplete)
-        return None
-
-    def _report(
         self, pending: PendingClaim, pod: Pod, devices: tuple[Standing, ...], incomplete: Mapping[str, str]
     ) -> ClaimReason:
         pool, names = devices[0].name.pool, [each.name.device for each in devices]
@@ -163,7 +144,10 @@ def _uid(pending: PendingClaim) -> str:
     return pending.pods[0].metadata.uid if pending.not_created else pending.claim.metadata.uid
 
 
-def _requirements_by_pod(queue: Queue, pending: PendingClaim) -> Iterator[tuple[Pod, ClaimRequirements, Nodes]]:
+def _served_pods(
+    queue: Queue, pending: PendingClaim, fitting: Callable[[ClaimRequirements, Nodes], tuple[Standing, ...]]
+) -> Iterator[tuple[Pod, tuple[Standing, ...]]]:
+    """The pods of a claim for which offered devices would do, with the devices."""
     for pod in pending.pods:
         nodes = queue.nodes_for(pod)
-        yield from ((pod, requirements, nodes) for requirements in queue.combinations(pod))
+        yield from ((pod, devices) for each in queue.combinations(pod) if (devices := fitting(each, nodes)))
