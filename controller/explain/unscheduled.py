@@ -58,7 +58,7 @@ def satisfying(
 
 
 class UnscheduledClaims:
-    """Remembers since when claims are pending and devices offered; both must last ``overdue_seconds`` seconds."""
+    """Remembers since when claims are pending and devices offered; both must last ``overdue_seconds``."""
 
     def __init__(self, overdue_seconds: float, clock: Clock) -> None:
         self._overdue_seconds = overdue_seconds
