@@ -28,7 +28,7 @@ MOST_NODES = 10_000
 FLEET_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,48}[a-z0-9])?")
 """Valid names of a fleet: the prefix of its nodes' names, and the value of a label."""
 
-MODES = {"follow": PlanMode.PLANNED, "alone": PlanMode.ALONE}
+MODES = {"follow": PlanMode.PLANNED, "alone": PlanMode.STANDALONE}
 STATE_INTERVAL_SECONDS = 10.0
 
 

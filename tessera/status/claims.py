@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from controller.explain.events import UNREADABLE
-from controller.explain.reasons import Code
+from controller.explain.reasons import ReasonCode
 from driver.kube.client import Object
 from driver.kube.types import Claim, Pod
 from tessera.output import counted, shortened
@@ -24,25 +24,25 @@ MESSAGE_CHARACTERS = 300
 """Longest message of an Event that is shown whole."""
 
 PERMANENT: Mapping[str, str] = {
-    Code.NO_SUCH_CLASS: "create the DeviceClass, or correct the claim",
-    Code.SELECTOR_REFUSED: "correct its selector: tessera lint",
-    Code.SELECTOR_FAILS: "correct its selector: tessera lint",
-    Code.NOTHING_MATCHES: "correct the claim, or add GPUs that have it",
-    Code.TOO_MANY: "ask for less",
-    Code.NO_NODE: "change the pod's node selector, affinity or tolerations, or labels and taints of nodes",
-    Code.OTHER_NODES: "change the pod's node selector, affinity or tolerations, or labels and taints of nodes",
-    Code.FAULT: "repair the GPU or uncordon it (docs/health.md), or change the claim",
-    Code.DEDICATED: "change the label of a node or a GPU (docs/controller.md), or the claim",
-    Code.RESET: "reset one of them when it is idle (docs/health.md), or change the claim",
-    Code.FOREIGN: "end the partitions that Tessera did not make, or change the claim",
-    Code.NO_GPUS: "see node plugins",
-    Code.UNUSED: "see docs/controller.md",
+    ReasonCode.NO_SUCH_CLASS: "create the DeviceClass, or correct the claim",
+    ReasonCode.SELECTOR_REFUSED: "correct its selector: tessera lint",
+    ReasonCode.SELECTOR_FAILS: "correct its selector: tessera lint",
+    ReasonCode.NOTHING_MATCHES: "correct the claim, or add GPUs that have it",
+    ReasonCode.TOO_MANY: "ask for less",
+    ReasonCode.NO_NODE: "change the pod's node selector, affinity or tolerations, or labels and taints of nodes",
+    ReasonCode.OTHER_NODES: "change the pod's node selector, affinity or tolerations, or labels and taints of nodes",
+    ReasonCode.FAULT: "repair the GPU or uncordon it (docs/health.md), or change the claim",
+    ReasonCode.DEDICATED: "change the label of a node or a GPU (docs/controller.md), or the claim",
+    ReasonCode.RESET: "reset one of them when it is idle (docs/health.md), or change the claim",
+    ReasonCode.FOREIGN: "end the partitions that Tessera did not make, or change the claim",
+    ReasonCode.NO_GPUS: "see node plugins",
+    ReasonCode.UNUSED: "see docs/controller.md",
 }
 """Remedies of reasons that need an operator; others, such as held GPUs, pass by themselves."""
 
 PERMANENT_IF_FREE: Mapping[str, str] = {
-    Code.CONSTRAINT: "change its constraints, or ask for less",
-    Code.NOT_TOGETHER: "ask for less on one node",
+    ReasonCode.CONSTRAINT: "change its constraints, or ask for less",
+    ReasonCode.NOT_TOGETHER: "ask for less on one node",
 }
 """Remedies of reasons that are permanent only if the message contains EVEN_IF_FREE."""
 
@@ -132,7 +132,7 @@ def _explained(snapshot: StatusSnapshot) -> list[tuple[Claim, Object]]:
     latest: dict[str, Object] = {}
     for event in sorted(snapshot.events, key=lambda event: str(event.get("lastTimestamp") or "")):
         uid = event["involvedObject"].get("uid")
-        if event.get("reason") in set(Code) and snapshot.is_recent(event) and uid in pending:
+        if event.get("reason") in set(ReasonCode) and snapshot.is_recent(event) and uid in pending:
             latest[uid] = event
     found = [(pending[uid], event) for uid, event in latest.items()]
     return sorted(found, key=lambda each: each[0].metadata.path)

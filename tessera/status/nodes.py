@@ -38,7 +38,7 @@ def devices(snapshot: StatusSnapshot) -> CheckOutput:
 def mode(snapshot: StatusSnapshot) -> CheckOutput:
     plans = snapshot.plans or {}
     serving = {item.spec.node_name for item in snapshot.slices} - {""}
-    standalone = {name for name in serving if name not in plans or plans[name].status.mode is PlanMode.ALONE}
+    standalone = {name for name in serving if name not in plans or plans[name].status.mode is PlanMode.STANDALONE}
     follow = len(serving - standalone)
     yield f"{counted(follow, 'node follows', 'nodes follow')} the controller"
     yield f"{len(standalone)} standalone"

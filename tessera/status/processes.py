@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from driver.kube.client import Object
-from driver.kube.heartbeat import HEARTBEAT, LEAVING, SILENT_S
+from driver.kube.heartbeat import HEARTBEAT, LEAVING, SILENCE_TIMEOUT_SECONDS
 from kubelet_plugin.status.events import Reason
 from tessera.cluster_options import cancel_uninstall_command
 from tessera.output import counted, shortened
@@ -54,7 +54,7 @@ def _leader(snapshot: StatusSnapshot) -> CheckOutput:
     yield f"leader {holder}" if holder else "no leader"
     if not holder:
         yield Finding("controller", f"no replica is the leader; {standalone}", f"start it, or read its log: {log}")
-    elif age is None or age > SILENT_S:
+    elif age is None or age > SILENCE_TIMEOUT_SECONDS:
         since = "has not sent a heartbeat yet" if age is None else f"sent its last heartbeat {age:.0f} s ago"
         yield Finding("controller", f"{holder} {since}; {standalone}", f"it is blocked or gone; its log: {log}")
     else:

@@ -13,7 +13,7 @@ import msgspec
 
 from driver.errors import ApiError, UsageError
 from driver.kube.client import KubeClient, Object
-from driver.kube.heartbeat import HEARTBEAT, SILENT_S
+from driver.kube.heartbeat import HEARTBEAT, SILENCE_TIMEOUT_SECONDS
 from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.types import Claim, GpuNodePlan, ResourceSlice
@@ -130,7 +130,7 @@ class StatusSnapshot:
     def is_led(self) -> bool:
         """Whether a controller has sent a heartbeat recently."""
         age = self.age_of(self.leases.get(HEARTBEAT))
-        return age is not None and age <= SILENT_S
+        return age is not None and age <= SILENCE_TIMEOUT_SECONDS
 
     def pods_of(self, account: str) -> list[Object]:
         """The pods of a process that have not ended, by its ServiceAccount."""

@@ -21,7 +21,7 @@ from driver.kube.clock import seconds_time
 from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.types import Claim, Key, Pod
 from driver.kube.watch_cache import Change, WatchCache
-from driver.kube.work_loop import MakeLoop, Repeating
+from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.device import Device, DeviceKind
 from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.inventory.inventory import Holder
@@ -65,7 +65,7 @@ class Kubelets:
         names = {node.name for node in self._by_pool.values()}
         self._make_loop = loop
         self._lock = threading.Lock()
-        self._loops: dict[Key, Repeating] = {}
+        self._loops: dict[Key, Loop] = {}
         self._prepared: dict[Key, Allocated] = {}
         self._users: dict[Key, dict[str, Key]] = defaultdict(dict)
         """Pods that use a claim and are not being deleted, by uid."""

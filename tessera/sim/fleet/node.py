@@ -9,7 +9,7 @@ from functools import partial
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan, Key
-from driver.kube.work_loop import MakeLoop, Repeating
+from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.plan import PlanMode
@@ -144,7 +144,7 @@ class FleetNode:
     def _desired(self) -> Mapping[str, Content]:
         return self._builder.build(self.follower.published())
 
-    def _slices_loop(self, name: str, work: Callable[[], float | None], coalesce_s: float) -> Repeating:
+    def _slices_loop(self, name: str, work: Callable[[], float | None], coalesce_s: float) -> Loop:
         return self._loop(name, partial(self._reading_after_failure, work), coalesce_s)
 
     def _reading_after_failure(self, work: Callable[[], float | None]) -> float | None:

@@ -183,7 +183,11 @@ def test_a_claim_on_a_node_whose_name_begins_alike_hides_no_refusal() -> None:
             "devices",
             "gpu-7 of pool node-a-gpu.tessera.dev is held by claim team",
         ),
-        (replace(SOUND, plans={NODE: plan(PlanMode.ALONE)}), "mode", "is standalone although a controller is running"),
+        (
+            replace(SOUND, plans={NODE: plan(PlanMode.STANDALONE)}),
+            "mode",
+            "is standalone although a controller is running",
+        ),
         (replace(SOUND, plans={NODE: plan(observed=1)}), "mode", "is 2 versions of its plan behind"),
         (replace(SOUND, node_leases=[lease(NODE, NODE, ahead_s=-30)]), "clocks", "30 s behind the API server's"),
         (
