@@ -1,6 +1,6 @@
 {{- /*
-All classes of the chart, as JSON: their texts by name. They are the files in classes/, and for each profile in
-classes/partitions/profiles.yaml the text of classes/partitions/class.yaml.in.
+All classes of the chart, as JSON: manifest texts by class name. Sources: the files in classes/, and classes/partitions/class.yaml.in
+for each profile in classes/partitions/profiles.yaml.
 */ -}}
 {{- define "tessera.classes" }}
 {{- $classes := dict }}

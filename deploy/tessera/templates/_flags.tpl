@@ -1,4 +1,4 @@
-{{- /* What node plugin and controller have to be told beyond their defaults. */ -}}
+{{- /* Flags of the commands for values that differ from their defaults. */ -}}
 {{- define "tessera.flags" -}}
 {{- if ne .Release.Namespace "tessera" }} --namespace {{ .Release.Namespace }}{{ end -}}
 {{- if ne .Values.driverName "gpu.tessera.dev" }} --driver-name {{ .Values.driverName }}{{ end -}}

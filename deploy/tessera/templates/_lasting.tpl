@@ -1,6 +1,6 @@
 {{- /*
-Values that an upgrade can't change: node plugins with two driver names, or two directories, know nothing of one another. Both
-would offer the same GPUs, and the new one those that the old one has prepared for pods. Nothing is found where helm only renders.
+Refuses upgrades that change the driver name or the state directory. Node plugins that differ in one of them do not share a
+checkpoint: both would offer the same GPUs, including those of running pods. The lookup finds nothing in `helm template`.
 */ -}}
 {{- define "tessera.lasting" -}}
 {{- $values := dict "driverName" (list "--driver-name=" .Values.driverName) "nodePlugin.stateDir" (list "--state-dir=" (.Values.nodePlugin.stateDir | default "")) -}}
@@ -16,7 +16,7 @@ would offer the same GPUs, and the new one those that the old one has prepared f
       {{- if hasPrefix (first $flag) . -}}{{- $wanted = trimPrefix (first $flag) . -}}{{- end -}}
     {{- end -}}
     {{- if ne $installed $wanted -}}
-      {{- fail (printf "%s: %s is installed, and %s can't take over from it: the GPUs that pods have would be offered again; accepted: %s, or another one after helm uninstall" $value (quote $installed) (quote $wanted) (quote $installed)) -}}
+      {{- fail (printf "%s: %s is installed, and an upgrade cannot change it to %s: GPUs of running pods would be offered again; keep %s, or run helm uninstall first" $value (quote $installed) (quote $wanted) (quote $installed)) -}}
     {{- end -}}
   {{- end -}}
 {{- end -}}

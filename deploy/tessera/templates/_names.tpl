@@ -1,6 +1,6 @@
-{{- /* What both workloads have in common. A cluster has one release, so that names need no prefix of it. */ -}}
+{{- /* Parts of both workloads. A cluster has one release, so names have no release prefix. */ -}}
 
-{{- /* Labels that never change: a selector can't. Called with (list $ "node"). */ -}}
+{{- /* Labels for selectors, which are immutable. Called with (list $ "node"). */ -}}
 {{- define "tessera.selector" -}}
 app.kubernetes.io/name: tessera
 app.kubernetes.io/component: {{ index . 1 }}
@@ -13,7 +13,7 @@ app.kubernetes.io/version: {{ quote (index . 0).Chart.AppVersion }}
 app.kubernetes.io/managed-by: {{ quote (index . 0).Release.Service }}
 {{- end -}}
 
-{{- /* A digest says exactly which image, so it goes before a tag. */ -}}
+{{- /* A digest identifies the image exactly and takes precedence over the tag. */ -}}
 {{- define "tessera.image" -}}
 {{- with .Values.image -}}
 {{- if .digest -}}
@@ -28,7 +28,7 @@ app.kubernetes.io/managed-by: {{ quote (index . 0).Release.Service }}
 {{ .Values.gpus | default "nvml" }}
 {{- end -}}
 
-{{- /* Not empty where GPUs are simulated. */ -}}
+{{- /* "true" if GPUs are simulated, else empty. */ -}}
 {{- define "tessera.simulated" -}}
 {{- if hasPrefix "sim:" (include "tessera.gpus" .) }}true{{ end -}}
 {{- end -}}

@@ -1,9 +1,9 @@
-{{- /* Parts of both pods. Each is called with the values of its process: .Values.nodePlugin or .Values.controller. */ -}}
+{{- /* Parts of both pods. Call them with the values of the process: .Values.nodePlugin or .Values.controller. */ -}}
 
 {{- define "tessera.network" -}}
 {{- if .hostNetwork -}}
 hostNetwork: true
-# Otherwise a pod on the host's network asks the host's name servers, which know no service.
+# By default a pod on the host network uses the name servers of the host, which do not resolve Services.
 dnsPolicy: ClusterFirstWithHostNet
 {{- else -}}
 dnsPolicy: ClusterFirst
@@ -34,7 +34,7 @@ env:
   {{- end }}
 {{- end -}}
 
-{{- /* What both commands are told; extraArgs come last, so that they win. */ -}}
+{{- /* Arguments of both commands; extraArgs are last, so that they override the others. */ -}}
 {{- define "tessera.commonArgs" -}}
 {{- if .metricsPort -}}
 - --metrics-address=:{{ int .metricsPort }}
@@ -67,13 +67,13 @@ ports:
 
 {{- define "tessera.probes" -}}
 {{- if .healthPort -}}
-# A slow start is no fault: GPUs without persistence mode take seconds each to answer for the first time.
+# Allows a slow start: each GPU without persistence mode takes seconds to initialise.
 startupProbe:
   httpGet: {path: /livez, port: health}
   periodSeconds: 2
   timeoutSeconds: 5
   failureThreshold: 90
-# Slow to give up: who starts a process anew ends the calls it is busy with.
+# Tolerant, because a restart interrupts the calls in progress.
 livenessProbe:
   httpGet: {path: /livez, port: health}
   periodSeconds: 10

@@ -1,6 +1,6 @@
-{{- /* What the admission policies have in common. */ -}}
+{{- /* Parts of the admission policies. */ -}}
 
-{{- /* The binding of a policy (its name) that has no parameters: it denies, everywhere. */ -}}
+{{- /* Binding of a policy without parameters, called with its name: denies, in all namespaces. */ -}}
 {{- define "tessera.binding" -}}
 apiVersion: admissionregistration.k8s.io/v1
 kind: ValidatingAdmissionPolicyBinding
@@ -11,26 +11,26 @@ spec:
   validationActions: [Deny]
 {{- end -}}
 
-{{- /* Nobody else is meant: kubelets delete slices, admins what they like. */ -}}
+{{- /* Matches only requests of node plugins, not those of kubelets and administrators. */ -}}
 {{- define "tessera.byANodePlugin" -}}
 name: by-a-node-plugin
 expression: request.userInfo.username == 'system:serviceaccount:{{ .Release.Namespace }}:tessera-node'
 {{- end -}}
 
-{{- /* The node that the token is bound to; empty for a token that is bound to none. */ -}}
+{{- /* The node to which the token is bound, or an empty string. */ -}}
 {{- define "tessera.node" -}}
 name: node
 expression: "request.userInfo.extra[?'authentication.kubernetes.io/node-name'][0].orValue('')"
 {{- end -}}
 
-{{- /* How a refusal names the token. */ -}}
+{{- /* Description of the token in messages. */ -}}
 {{- define "tessera.thisToken" -}}
 'this token is ' + (variables.node == '' ? 'bound to no node' : 'of node ' + variables.node)
 {{- end -}}
 
 {{- /*
-Whether an expression is the name of the node's pool (driver/slices/names.py). One that is too long for a name ends in a hash
-that can't be computed here: what stands before it has to do.
+True if an expression is the name of the node's pool (driver/slices/names.py). Names that are too long end in a hash, which CEL
+cannot compute: only the part before it is compared.
 */ -}}
 {{- define "tessera.isOwnPool" -}}
 ({{ . }} == variables.pool || (variables.pool.size() > 253 && {{ . }}.size() > 200 && variables.pool.startsWith({{ . }}.substring(0, {{ . }}.size() - 11))))
@@ -41,7 +41,7 @@ name: pool
 expression: variables.node + '-{{ .Values.driverName }}'
 {{- end -}}
 
-{{- /* A list that may be absent, or null. */ -}}
+{{- /* A list, or an empty one if it is absent or null. */ -}}
 {{- define "tessera.listOf" -}}
 (has({{ . }}) && {{ . }} != null ? {{ . }} : [])
 {{- end -}}
