@@ -86,7 +86,7 @@ def _is_output_error(error: OSError) -> bool:
 @click.group(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="tessera-dra", prog_name="tessera")
 def main() -> None:
-    """Tessera: NVIDIA GPUs for Kubernetes, carved on demand.
+    """Tessera: NVIDIA GPUs for Kubernetes, partitioned on demand.
 
     \b
     Examples:

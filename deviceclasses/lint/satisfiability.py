@@ -80,8 +80,8 @@ def unsatisfiable_constraints(
             if all(each in without for each in alternatives):
                 given = ", ".join(f"request {each.name}: {_gives(each, context)}" for each in alternatives)
                 message = (
-                    f"can't hold for {given}, which never have it; take "
-                    f"{_classes_of(having, context)}or name under requests of the constraint those that it is for"
+                    f"can't hold for {given}, which never have it; take {_classes_of(having, context)}"
+                    "or list under requests of the constraint only those that it applies to"
                 )
                 yield Issue(constraint.path, shown(constraint.attribute), message)
 

@@ -188,7 +188,7 @@ class TestConstraints:
         two = [request(ONE, "a"), request(ONE, "b")]
         said = refusal(cluster, two, constraints=[self.constraint("nvlinkClique")])
         assert f"constraint on {DRIVER}/nvlinkClique: request a has class {ONE}, which gives partitions, which" in said
-        assert "take class gpu-training, or name under requests of the constraint those that it is for" in said
+        assert "take class gpu-training, or list under requests of the constraint only those that it applies to" in said
         apart = self.constraint("parentUUID", field="distinctAttribute")
         assert "request gpu has class gpu-training" in refusal(
             cluster, [request(FULL), request(PARTITION, "part")], constraints=[apart]
@@ -233,7 +233,7 @@ def test_the_largest_claim_that_the_api_takes_is_not_too_large_to_judge(cluster:
     eight[0]["deviceClassName"] = FULL
     # Everything that is wrong would be more than a message may have.
     said = refusal(cluster, requests, [parameters("ShareConfig", *almost)] * 32, constraints)
-    assert said == "the claim asks a class for what it never gives: docs/workloads.md says what each class gives"
+    assert said == "the claim does not fit its class: see the classes in docs/workloads.md"
 
 
 def test_the_policy_has_no_fault_that_the_api_server_could_find(cluster: Cluster) -> None:

@@ -97,16 +97,16 @@ def test_a_class_carries_parameters_of_its_kind_of_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_class_says_for_whom_it_is_what_it_promises_and_what_not(name: str) -> None:
+def test_a_class_states_its_use_what_it_guarantees_and_what_not(name: str) -> None:
     head = CLASSES[name].partition("apiVersion")[0]
     assert all(line.startswith("# ") for line in head.splitlines())
-    for said in (" for ", "Promises: ", "not promise: "):
+    for said in (" for ", "Guaranteed: ", "Not guaranteed: "):
         assert said in head
 
 
 @pytest.mark.parametrize("name", PROFILE_CLASSES)
 def test_the_cards_that_a_class_names_have_its_profile_as_often_as_it_says(name: str) -> None:
-    [cards] = re.findall(r"Cards that have it: (.*)\.\n", CLASSES[name])
+    [cards] = re.findall(r"GPUs with this profile: (.*)\.\n", CLASSES[name])
     for group in cards.split("; "):
         names, number = re.fullmatch(r"(.*) \((\d) a GPU\)", group).groups()  # type: ignore[union-attr]
         for card in names.split(", "):

@@ -160,7 +160,7 @@ class TestConstraints:
         [(path, value, message)] = answer
         assert (path, value) == ("spec.devices.constraints[0].distinctAttribute", '"gpu.tessera.dev/parentUUID"')
         assert message.startswith("can't hold for request gpu: class gpu-training gives full GPUs, which never have it")
-        assert message.endswith("or name under requests of the constraint those that it is for")
+        assert message.endswith("or list under requests of the constraint only those that it applies to")
         two = [request("a", ONE), request("b", ONE)]
         assert len(told(*two, constraints=[self.constraint("nvlinkClique")])) == 2
         [message] = told(alternatives("gpu", PARTITION, SHARE), constraints=[self.constraint("uuid")])
