@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
 from driver.hardware.host_paths import boot_id
 from driver.kube.client import KubeClient, load_configuration
@@ -21,10 +22,11 @@ from driver.steps import unobserved
 from kubelet_plugin.cdi.driver_files import find_driver_files
 from kubelet_plugin.cdi.spec import CdiDirectory
 from kubelet_plugin.checkpoint.files import probe
+from kubelet_plugin.checkpoint.locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares, slices_of_instance
 from kubelet_plugin.checkpoint.store import Checkpoint
 from kubelet_plugin.claims.claim_reader import ApiClaimReader
-from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners
+from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners, ignore
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import Preparer
@@ -34,21 +36,23 @@ from kubelet_plugin.coexistence.other_drivers import OtherDriverPolicy
 from kubelet_plugin.coexistence.watch import OtherDriverWatch
 from kubelet_plugin.dra.health_service import HealthService
 from kubelet_plugin.dra.registration import Registry, SocketServer
-from kubelet_plugin.dra.service import ClaimService, DraService
+from kubelet_plugin.dra.service import ClaimObserver, DraService, ObservedClaims
 from kubelet_plugin.dra.sockets import PluginSockets
 from kubelet_plugin.health.monitor import HealthMonitor, NvmlEventListener
 from kubelet_plugin.hosts import open_host
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
 from kubelet_plugin.inventory.scan import Scanner, ScanSettings, mig_warnings, share_warnings
-from kubelet_plugin.metrics.instrumentation import GaugeSources, Instrumentation
 from kubelet_plugin.metrics.probes import CDI_REASONS, PROBE, STATE_REASONS, DirectoryProbe, NodeProbes, run_probes
 from kubelet_plugin.publishing import Publishing
-from kubelet_plugin.reconcile.claim_activity import ActiveClaims, ClaimActivity
+from kubelet_plugin.reconcile.claim_activity import ClaimActivity
 from kubelet_plugin.reconcile.orphans import Orphans
 from kubelet_plugin.reconcile.recovery import hold_recorded, recover
 from kubelet_plugin.reconcile.retry import ClaimReconciler
 from kubelet_plugin.settings import NodeSettings
-from kubelet_plugin.status.events import EventReporter, Reason, ReportingWork
+from kubelet_plugin.status.events import EventReporter, Reason
+
+if TYPE_CHECKING:
+    from kubelet_plugin.metrics.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -93,17 +97,18 @@ class NodePlugin:
         self._settings = settings
         self._sockets = sockets
         self._stop = stop or threading.Event()
-        self._instrumentation = _instrumentation(settings)
+        self._metrics = metrics = _metrics(settings)
         self._node_probes = NodeProbes(settings, self._stop)
-        observe = self._node_probes.reach.observer(self._instrumentation.requests)
+        observe = self._node_probes.reach.observer(metrics.requests if metrics else None)
         self._client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT, observe)
         self._recorder = Recorder(self._client, USER_AGENT, settings.node_name)
-        self._events = EventReporter(self._instrumentation.count_events(self._recorder.event), settings.node_name)
+        count_event = metrics.count_event if metrics else ignore
+        self._events = EventReporter(self._recorder.event, settings.node_name, count_event)
         self._activity = ClaimActivity()
         self._offers_changed, self._hardware_changed, self._health_changed = Signal(), Signal(), Signal()
         self._cdi_restored, self._release_failed = Signal(), Signal()
         self._hardware = ExitStack()
-        records = self._open(Steps(self._instrumentation.measure_steps(observer)))
+        records = self._open(Steps(observer, metrics.observe_step if metrics else ignore))
         self._monitor_health()
         self._publishing = Publishing(
             settings,
@@ -111,7 +116,7 @@ class NodePlugin:
             self._context,
             self._health,
             self._activity,
-            self._instrumentation,
+            metrics.slices_written if metrics else ignore,
             self._node_probes,
             self._other_drivers.wait_until_known,
         )
@@ -159,7 +164,7 @@ class NodePlugin:
             partitions=Partitions(host, inventory, step),
             time_slices=TimeSlices(host, checkpoint, step),
             step=step,
-            locks=self._instrumentation.locks(),
+            locks=KeyedLocks(waited=self._metrics.lock_waited if self._metrics else ignore),
             boot=boot_id(self._paths),
             existing_published=scan_settings.publish_existing,
         )
@@ -190,22 +195,22 @@ class NodePlugin:
         reader = ApiClaimReader(self._client, self._events.remember_pods)
         self._cleanup = ClaimCleanup(context, listeners)
         self._preparer = Preparer(context, reader, self._cleanup, listeners)
-        orphans = Orphans(
-            context, self._preparer, self._cleanup, reader, self._events, self._instrumentation.count_orphan
-        )
+        count_orphan = self._metrics.count_orphan if self._metrics else ignore
+        orphans = Orphans(context, self._preparer, self._cleanup, reader, self._events, count_orphan)
         self._reconciler = ClaimReconciler(
             context, self._preparer, self._cleanup, self._events, self._health.set_condition, orphans.search_if_due
         )
         self._health_service = HealthService(context.pool.name, publishing.devices, self._health.unhealthy_reason)
-        unhealthy_reason, by_kind = self._health.unhealthy_reason, self._health.faults_by_kind
-        self._instrumentation.register_gauges(GaugeSources(context, publishing.device_names, unhealthy_reason, by_kind))
+        if self._metrics:
+            self._metrics.register_gauges(
+                context, publishing.device_names, self._health.unhealthy_reason, self._health.faults_by_kind
+            )
 
-    def _decorated_claims(self) -> ClaimService:
-        """The preparer and all its decorators, from the inside out."""
-        claims: ClaimService = self._preparer
-        claims = ReportingWork(claims, self._events)  # failures become Events
-        claims = ActiveClaims(claims, self._activity)  # background work waits
-        return self._instrumentation.measure_work(claims)  # durations and failures become metrics
+    def _observed_claims(self) -> ObservedClaims:
+        observers: list[ClaimObserver] = [self._activity.working, self._events.report_failure]
+        if self._metrics:
+            observers.insert(0, self._metrics.measure)
+        return ObservedClaims(self._preparer, *observers)
 
     def _connect(self) -> None:
         """Connect each change with the parts that have to act on it."""
@@ -248,7 +253,7 @@ class NodePlugin:
             self._probe,
         )
         with ExitStack() as stack:  # the last to start is the first to stop, also if the next can't start
-            self._node_probes.serve(stack, self._instrumentation.pages)
+            self._node_probes.serve(stack, self._metrics.pages if self._metrics else dict)
             start = self._node_probes.watchdog.start
             for target in readers:
                 start(target)
@@ -266,7 +271,7 @@ class NodePlugin:
 
     def _serve(self, stack: ExitStack) -> None:
         settings = self._settings
-        service = DraService(self._decorated_claims(), self._context.locks.waits)
+        service = DraService(self._observed_claims(), self._context.locks.waits)
         stack.callback(service.close)
         handlers = [service.handler(), *self._health_service.handlers()]
         if self._sockets is not None:
@@ -332,9 +337,9 @@ def gpu_choice(settings: NodeSettings) -> ScanSettings:
     )
 
 
-def _instrumentation(settings: NodeSettings) -> Instrumentation:
+def _metrics(settings: NodeSettings) -> Metrics | None:
     if settings.metrics_address is None:
-        return Instrumentation()
+        return None
     from kubelet_plugin.metrics.metrics import Metrics  # the Prometheus library needs a megabyte
 
     return Metrics()

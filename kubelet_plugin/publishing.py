@@ -17,7 +17,6 @@ from driver.watchdog import Watched
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.health.monitor import HealthMonitor
-from kubelet_plugin.metrics.instrumentation import Instrumentation
 from kubelet_plugin.metrics.probes import NodeProbes
 from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter, PlanWatch
 from kubelet_plugin.plan.follower import PlanFile, PlanFollower
@@ -47,7 +46,7 @@ class Publishing:
         context: PluginContext,
         health: HealthMonitor,
         activity: ClaimActivity,
-        instrumentation: Instrumentation,
+        slices_written: Callable[[int, float], None],
         node_probes: NodeProbes,
         wait_ready: Callable[[], None],
     ) -> None:
@@ -64,7 +63,7 @@ class Publishing:
             self._desired,
             lambda: owner_reference(client, settings.node_name),
             self._slice_step,
-            instrumentation.slices_written,
+            slices_written,
             loop=loop(SLICES_DELAY_SECONDS, node_probes.publishing),
         )
         node_probes.add_slices(self._publisher.published)

@@ -44,23 +44,30 @@ class _Entry:
 
 
 class KeyedLocks:
-    """One lock per key; an unused key needs no memory."""
+    """One lock per key; an unused key needs no memory. ``waited`` receives the seconds until all keys were acquired."""
 
-    def __init__(self, deadline_s: float = LOCK_TIMEOUT_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        deadline_s: float = LOCK_TIMEOUT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        waited: Callable[[float], None] = lambda _: None,
+    ) -> None:
         self._deadline_s = deadline_s
         self._clock = clock
+        self._waited = waited
         self._entries: dict[str, _Entry] = {}
         self._guard = threading.Lock()
 
     @contextmanager
     def hold(self, keys: Iterable[str], owner: str) -> Iterator[None]:
         """Hold all ``keys`` inside the block. Raises LockTimeoutError, holding none."""
-        deadline = self._clock() + self._deadline_s
+        started = self._clock()
         taken: list[str] = []
         try:
             for key in sorted(set(keys)):
-                self._take(key, owner, deadline)
+                self._take(key, owner, started + self._deadline_s)
                 taken.append(key)
+            self._waited(self._clock() - started)
             yield
         finally:
             for key in reversed(taken):

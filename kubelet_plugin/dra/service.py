@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -36,11 +37,37 @@ T = TypeVar("T")
 
 
 class ClaimService(Protocol):
-    """Prepares and unprepares one claim: the Preparer, or a decorator around it. Both methods raise TesseraError."""
+    """Prepares and unprepares one claim: the Preparer, alone or observed. Both methods raise TesseraError."""
 
     def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]: ...
 
     def unprepare(self, reference: ClaimReference) -> None: ...
+
+
+ClaimObserver = Callable[[str, ClaimReference], AbstractContextManager[None]]
+"""A block around the work on a claim. Arguments: ``prepare`` or ``unprepare``, the claim."""
+
+
+class ObservedClaims:
+    """A claim service inside the blocks of ``observers``, the outermost first."""
+
+    def __init__(self, claims: ClaimService, *observers: ClaimObserver) -> None:
+        self._claims = claims
+        self._observers = observers
+
+    def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
+        with self._observed("prepare", reference):
+            return self._claims.prepare(reference)
+
+    def unprepare(self, reference: ClaimReference) -> None:
+        with self._observed("unprepare", reference):
+            self._claims.unprepare(reference)
+
+    def _observed(self, verb: str, reference: ClaimReference) -> ExitStack:
+        with ExitStack() as stack:
+            for observe in self._observers:
+                stack.enter_context(observe(verb, reference))
+            return stack.pop_all()
 
 
 class DraService:

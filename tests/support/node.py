@@ -25,7 +25,7 @@ from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import Preparer
-from kubelet_plugin.claims.steps import Observer, Steps
+from kubelet_plugin.claims.steps import Observer, Step, Steps
 from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing, Inventory
 from kubelet_plugin.inventory.scan import Scanner, ScanSettings
@@ -94,6 +94,7 @@ def start_node(
     choice: ScanSettings = EVERY_GPU_AS_FOUND,
     sharing: GpuSharing = UNSHARED,
     open_host: Callable[[SimulatedNode], Host] = usual_host,
+    took: Callable[[Step, float], None] = lambda *_: None,
 ) -> NodeUnderTest:
     """Start, or start again, what the node plugin is made of, below ``root``."""
     api = api or ClaimApi()
@@ -119,7 +120,7 @@ def start_node(
             each(record, made)
 
     listeners = ClaimListeners(lambda: changes.append("held"), lambda: changes.append("let go"), tell)
-    steps = Steps(observer)
+    steps = Steps(observer, took)
     context = PluginContext(
         pool=pool,
         host=host,
