@@ -23,7 +23,7 @@ from kubelet_plugin.plan.follower import PlanFile, PlanFollower
 from kubelet_plugin.reconcile.claim_activity import ClaimActivity
 from kubelet_plugin.reconcile.uninstall import Uninstall
 from kubelet_plugin.settings import NodeSettings
-from kubelet_plugin.status.claim_status import Statuses, device_statuses, prepared_devices
+from kubelet_plugin.status.claim_status import Statuses, device_statuses
 from kubelet_plugin.status.writer import StatusWriter
 
 SLICES_DELAY_SECONDS, STATUS_DELAY_SECONDS = 0.5, 2.0
@@ -137,7 +137,7 @@ class Publishing:
         return self._context.step(Step(step.value), slice=name)
 
     def _statuses(self) -> Statuses:
-        return device_statuses(prepared_devices(self._context.checkpoint.records()), self._unhealthy)
+        return device_statuses(self._context.checkpoint.records(), self._unhealthy)
 
     def _unhealthy(self, name: str) -> str | None:
         device = self._context.inventory.device(name)

@@ -11,49 +11,26 @@ Fields of ``data`` in an entry, for people and tools; the scheduler ignores them
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from driver.kube.client import OBJECT, Object
 from driver.kube.decoding import decode
 from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.types import Metadata, ReportedDevice
 from driver.model.device import DeviceKind
 from driver.model.sharing import TimeSlice, in_force
-from kubelet_plugin.checkpoint.records import ClaimRecord
+from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.claims.allocation import ClaimReference
-
-Object = dict[str, Any]
 
 READY = "Ready"
 PREPARED = "Prepared"
 UNHEALTHY = "Unhealthy"
 MESSAGE_LIMIT = 32768
 """Maximum length of a condition's message (``metav1.Condition``)."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedShare:
-    """One of ``shares`` shares of a GPU, with the time-slice interval that its claim requests."""
-
-    shares: int
-    requested: TimeSlice | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyDevice:
-    """One device of a prepared claim. ``partition_uuid`` and ``instances`` (GPU instance, compute instance) are set for
-    MIG devices."""
-
-    claim: ClaimReference
-    pool: str
-    device: str
-    gpu_uuid: str
-    partition_uuid: str | None = None
-    share: PreparedShare | None = None
-    share_id: str | None = None
-    instances: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +44,7 @@ class DeviceStatus:
     device: str
     message: str
     data: Mapping[str, Any]
-    share_id: str | None = None
     ready: bool = True
-
-
-def prepared_devices(records: Iterable[ClaimRecord]) -> Iterator[ReadyDevice]:
-    """Every device of a prepared claim in the checkpoint's records."""
-    for record in records:
-        claim = record.reference
-        for device in record.devices if record.phase == "prepared" else ():
-            share = PreparedShare(device.shares, device.time_slice) if device.kind is DeviceKind.SHARE else None
-            ids = device.gpu_instance_id, device.compute_instance_id
-            instances = None if ids[0] is None or ids[1] is None else (ids[0], ids[1])
-            yield ReadyDevice(
-                claim, device.pool, device.device, device.gpu_uuid, device.uuid, share, instances=instances
-            )
 
 
 Statuses = Mapping[ClaimReference, Sequence[DeviceStatus]]
@@ -91,38 +54,39 @@ UnhealthyReason = Callable[[str], str | None]
 """Why the device with this name can't be used at present, or None."""
 
 
-def device_statuses(prepared: Iterable[ReadyDevice], unhealthy_reason: UnhealthyReason = lambda _: None) -> Statuses:
-    """The device status of each claim, from all prepared devices of the node and their health."""
-    devices = list(prepared)
-    shares: dict[str, list[PreparedShare]] = defaultdict(list)
-    for device in devices:
-        if device.share is not None:
-            shares[device.gpu_uuid].append(device.share)
+def device_statuses(records: Iterable[ClaimRecord], unhealthy_reason: UnhealthyReason = lambda _: None) -> Statuses:
+    """The device status of each prepared claim, from all checkpoint records of the node and the health of devices."""
+    devices = [(each.reference, device) for each in records if each.phase == "prepared" for device in each.devices]
+    requested: dict[str, list[TimeSlice | None]] = defaultdict(list)
+    for _, device in devices:
+        if device.kind is DeviceKind.SHARE:
+            requested[device.gpu_uuid].append(device.time_slice)
     found: dict[ClaimReference, list[DeviceStatus]] = defaultdict(list)
-    for device in devices:
-        status = _status(device, shares[device.gpu_uuid])
+    for claim, device in devices:
+        status = _status(device, requested[device.gpu_uuid])
         reason = unhealthy_reason(device.device)
-        found[device.claim].append(status if reason is None else replace(status, message=reason, ready=False))
+        found[claim].append(status if reason is None else replace(status, message=reason, ready=False))
     return found
 
 
-def _status(device: ReadyDevice, on_same_gpu: Sequence[PreparedShare]) -> DeviceStatus:
-    data: Object = {"uuid": device.partition_uuid or device.gpu_uuid}
+def _status(device: DeviceRecord, requested: Sequence[TimeSlice | None]) -> DeviceStatus:
+    """``requested``: the time-slice interval that each prepared share of the GPU requests."""
+    data: Object = {"uuid": device.uuid or device.gpu_uuid}
     message = "the whole GPU"
-    if device.partition_uuid is not None:
+    if device.kind is not DeviceKind.FULL:
         data["parentUUID"] = device.gpu_uuid
+    if device.kind is DeviceKind.PARTITION:
         message = "a partition of the GPU, isolated by hardware"
-        if device.instances is not None:
-            data["gpuInstanceID"], data["computeInstanceID"] = device.instances
-    elif device.share is not None:
-        data["parentUUID"] = device.gpu_uuid
+        if device.gpu_instance_id is not None and device.compute_instance_id is not None:
+            data |= {"gpuInstanceID": device.gpu_instance_id, "computeInstanceID": device.compute_instance_id}
+    elif device.kind is DeviceKind.SHARE:
         data["sharing"] = {
-            "shares": device.share.shares,
-            "inUse": len(on_same_gpu),
-            "timeSlice": str(in_force(share.requested for share in on_same_gpu)),
+            "shares": device.shares,
+            "inUse": len(requested),
+            "timeSlice": str(in_force(requested)),
         }
-        message = f"one of {device.share.shares} time-sliced shares of the GPU, not isolated from the others"
-    return DeviceStatus(device.pool, device.device, message, data, device.share_id)
+        message = f"one of {device.shares} time-sliced shares of the GPU, not isolated from the others"
+    return DeviceStatus(device.pool, device.device, message, data)
 
 
 def status_path(claim: ClaimReference) -> str:
@@ -150,17 +114,12 @@ def _entry(driver: str, device: DeviceStatus, since: str) -> Object:
         "message": device.message[:MESSAGE_LIMIT],
         "lastTransitionTime": since,
     }
-    entry: Object = {"driver": driver, "pool": device.pool, "device": device.device}
-    if device.share_id is not None:
-        entry["shareID"] = device.share_id
-    return {**entry, "conditions": [condition], "data": dict(device.data)}
+    identity = {"driver": driver, "pool": device.pool, "device": device.device}
+    return {**identity, "conditions": [condition], "data": dict(device.data)}
 
 
 class StoredClaim(msgspec.Struct, frozen=True):
     """The status of a claim at the API server."""
-
-    class Metadata(msgspec.Struct, frozen=True):
-        uid: str
 
     class Status(msgspec.Struct, frozen=True):
         """``devices`` stay undecoded: entries of other drivers may contain anything."""
@@ -177,20 +136,10 @@ class StoredClaim(msgspec.Struct, frozen=True):
 
     def entries(self, driver: str) -> list[Object]:
         """The entries of ``status.devices`` of ``driver``."""
-        return [decode(entry, ENTRY) for entry in self.status.devices if decode(entry, STATUS_ENTRY).driver == driver]
+        return [decode(entry, OBJECT) for entry in self.status.devices if decode(entry, REPORTED).driver == driver]
 
 
-class StatusEntry(msgspec.Struct, frozen=True):
-    """An entry of ``status.devices``."""
-
-    driver: str
-
-
-STORED, STATUS_ENTRY, ENTRY = (
-    msgspec.json.Decoder(StoredClaim),
-    msgspec.json.Decoder(StatusEntry),
-    msgspec.json.Decoder(Object),
-)
+STORED, REPORTED = msgspec.json.Decoder(StoredClaim), msgspec.json.Decoder(ReportedDevice)
 
 
 def unchanged_since(entries: Iterable[Object], devices: Iterable[DeviceStatus]) -> dict[str, str]:
