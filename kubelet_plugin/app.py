@@ -35,9 +35,8 @@ from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.coexistence.other_drivers import OtherDriverPolicy
 from kubelet_plugin.coexistence.watch import OtherDriverWatch
 from kubelet_plugin.dra.health_service import HealthService
-from kubelet_plugin.dra.registration import Registry, SocketServer
 from kubelet_plugin.dra.service import ClaimObserver, DraService, ObservedClaims
-from kubelet_plugin.dra.sockets import PluginSockets
+from kubelet_plugin.dra.sockets import PluginSockets, Registry, SocketServer
 from kubelet_plugin.health.monitor import HealthMonitor, NvmlEventListener
 from kubelet_plugin.hosts import open_host
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory

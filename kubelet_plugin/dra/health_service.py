@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ import grpc
 
 from driver.model.device import Device
 from kubelet_plugin.dra.protocol.generated import dra_health_v1_pb2, dra_health_v1alpha1_pb2
+from kubelet_plugin.dra.service import rpc_handler
 
 VERSIONS: Sequence[tuple[str, ModuleType]] = (
     ("v1.DRAResourceHealth", dra_health_v1_pb2),
@@ -85,8 +87,11 @@ class HealthService:
         return len(self._streams)
 
     def handlers(self) -> list[grpc.GenericRpcHandler]:
-        """One gRPC handler a protocol version."""
-        return [self._handler(messages) for _, messages in VERSIONS]
+        """One gRPC handler for each protocol version."""
+        return [
+            rpc_handler(messages, "DRAResourceHealth", {"NodeWatchResources": partial(self._watch, messages)})
+            for _, messages in VERSIONS
+        ]
 
     def notify(self) -> None:
         """Report on every stream now. Cheap, from any thread."""
@@ -103,16 +108,7 @@ class HealthService:
         for stream in streams:
             stream.end()
 
-    def _handler(self, messages: ModuleType) -> grpc.GenericRpcHandler:
-        method = grpc.unary_stream_rpc_method_handler(
-            lambda _request, context: self._watch(messages, context),
-            request_deserializer=messages.NodeWatchResourcesRequest.FromString,
-            response_serializer=messages.NodeWatchResourcesResponse.SerializeToString,
-        )
-        service = messages.DESCRIPTOR.services_by_name["DRAResourceHealth"]
-        return grpc.method_handlers_generic_handler(service.full_name, {"NodeWatchResources": method})
-
-    def _watch(self, messages: ModuleType, context: grpc.ServicerContext) -> Iterator[Any]:
+    def _watch(self, messages: ModuleType, _request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         stream = self._open()
         try:
             if not context.add_callback(stream.end):  # the kubelet has hung up already

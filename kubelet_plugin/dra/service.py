@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
+from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -88,15 +89,7 @@ class DraService:
     def handler(self) -> grpc.GenericRpcHandler:
         """gRPC handler of the service."""
         methods = {"NodePrepareResources": self._prepare_resources, "NodeUnprepareResources": self._unprepare_resources}
-        handlers = {
-            name: grpc.unary_unary_rpc_method_handler(
-                method,
-                request_deserializer=getattr(messages, f"{name}Request").FromString,
-                response_serializer=getattr(messages, f"{name}Response").SerializeToString,
-            )
-            for name, method in methods.items()
-        }
-        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+        return rpc_handler(messages, "DRAPlugin", methods)
 
     def close(self) -> None:
         """Start no more work. All calls have been answered by then; threads that hang are abandoned."""
@@ -143,6 +136,20 @@ class DraService:
         error += "; ".join(self._waits()) or "a GPU or the API server does not answer"
         log.error("no answer in time", extra={"claim": where, "error": error})
         return error
+
+
+def rpc_handler(
+    messages: ModuleType, service: str, methods: Mapping[str, Callable[..., Any]]
+) -> grpc.GenericRpcHandler:
+    """The gRPC handler of a service that is defined in ``messages``."""
+    defined = messages.DESCRIPTOR.services_by_name[service]
+    handlers = {}
+    for name, call in methods.items():
+        method = defined.methods_by_name[name]
+        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        request, response = (getattr(messages, each.name) for each in (method.input_type, method.output_type))
+        handlers[name] = make(call, request.FromString, response.SerializeToString)
+    return grpc.method_handlers_generic_handler(defined.full_name, handlers)
 
 
 def _attempt(claim: Any, verb: str, call: Callable[[ClaimReference], T]) -> tuple[T | None, str]:

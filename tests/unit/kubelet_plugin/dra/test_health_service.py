@@ -16,8 +16,8 @@ import pytest
 from driver.model.device import Device
 from kubelet_plugin.dra.health_service import MESSAGE_LIMIT, STREAMS, HealthService
 from kubelet_plugin.dra.protocol.generated import dra_health_v1_pb2, dra_health_v1alpha1_pb2, dra_v1_pb2
-from kubelet_plugin.dra.registration import PARALLEL_CALLS, STOP_TIMEOUT_SECONDS, SocketServer
 from kubelet_plugin.dra.service import DraService
+from kubelet_plugin.dra.sockets import PARALLEL_CALLS, STOP_TIMEOUT_SECONDS, SocketServer
 from tests.support.health import HealthUnderTest
 from tests.support.kubelet import DraClient
 from tests.support.node import NodeUnderTest
