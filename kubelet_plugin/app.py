@@ -38,7 +38,7 @@ from kubelet_plugin.dra.health_service import HealthService
 from kubelet_plugin.dra.service import ClaimObserver, DraService, ObservedClaims
 from kubelet_plugin.dra.sockets import PluginSockets, Registry, SocketServer
 from kubelet_plugin.health.monitor import HealthMonitor, NvmlEventListener
-from kubelet_plugin.hosts import open_host
+from kubelet_plugin.inventory.hardware import open_host, wait_for_driver
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
 from kubelet_plugin.inventory.scan import Scanner, ScanSettings, mig_warnings, share_warnings
 from kubelet_plugin.metrics.probes import CDI_REASONS, PROBE, STATE_REASONS, DirectoryProbe, NodeProbes, run_probes
@@ -49,9 +49,11 @@ from kubelet_plugin.reconcile.recovery import hold_recorded, recover
 from kubelet_plugin.reconcile.retry import ClaimReconciler
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.events import EventReporter, Reason
+from kubelet_plugin.upgrade.instance_lock import claim_directory
 
 if TYPE_CHECKING:
     from kubelet_plugin.metrics.metrics import Metrics
+    from kubelet_plugin.upgrade.rolling_update import RollingInstance
 
 log = logging.getLogger(__name__)
 
@@ -327,6 +329,19 @@ class NodePlugin:
         if accepted:
             # The kubelet has just started, and a kubelet that starts deletes the node's slices.
             self._publishing.notify_slices()
+
+
+def node_plugin(settings: NodeSettings, stop: threading.Event) -> NodePlugin | RollingInstance | None:
+    """Return the plugin to run. Without a pod's uid, wait for the state directory first; None: ``stop`` was set
+    meanwhile. Raises FatalError."""
+    if settings.pod_uid:
+        from kubelet_plugin.upgrade.rolling_update import RollingInstance  # megabytes that only a rolling update needs
+
+        wait_for_driver(settings, stop)
+        return RollingInstance(settings, stop)
+    claim_directory(settings.state_dir, stop)
+    wait_for_driver(settings, stop)
+    return None if stop.is_set() else NodePlugin(settings, stop=stop)
 
 
 def gpu_choice(settings: NodeSettings) -> ScanSettings:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
-import logging
 import os
-import threading
 from contextlib import suppress
 from pathlib import Path
 
-from driver.errors import EnvironmentFault, StateError
-
-log = logging.getLogger(__name__)
+from driver.errors import StateError
 
 TEMPORARY = ".tmp"
 
 PROBE_BYTES = os.urandom(16 * 1024)
 """Content of a probe: more than a checkpoint record, and random, because a file system may compress or skip zeros."""
-
-LOCK_CHECK_INTERVAL_SECONDS = 0.1
-"""Between two checks whether another plugin has ended: the kubelet reaches none meanwhile."""
 
 
 def write_atomically(path: Path, data: bytes, mode: int, *, durable: bool) -> None:
@@ -93,46 +85,6 @@ def remove(path: Path, *, durable: bool) -> None:
         return
     except OSError as error:
         raise StateError(f"can't remove {path}: {error.strerror}") from error
-
-
-def claim_directory(directory: Path, stop: threading.Event) -> None:
-    """Lock ``directory`` until this process ends, however it ends.
-
-    Waits, until ``stop`` is set, while another process has the lock: a rolling update starts the new plugin before the
-    old one has ended. Raises EnvironmentFault.
-    """
-    try:
-        lock = open_lock(directory)
-        logged = False
-        while not locked(lock):
-            if not logged:
-                owner = os.pread(lock, 32, 0).decode("utf-8", "replace").partition("\n")[0] or "unknown"
-                log.warning("waits for another node plugin to end", extra={"stateDir": str(directory), "pid": owner})
-                logged = True
-            if stop.wait(LOCK_CHECK_INTERVAL_SECONDS):
-                return
-        os.ftruncate(lock, 0)
-        os.write(lock, f"{os.getpid()}\n".encode())
-    except OSError as error:
-        raise EnvironmentFault(f"--state-dir {directory}: can't be used: {error.strerror}") from error
-
-
-def open_lock(directory: Path) -> int:
-    """Open the lock file in ``directory``. Raises OSError.
-
-    Never close it: the kernel releases the lock when the process ends.
-    """
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
-def locked(lock: int) -> bool:
-    """Lock that file; False if another process has the lock. Raises OSError."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def sync_directory(directory: Path | str) -> None:

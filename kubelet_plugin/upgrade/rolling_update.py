@@ -25,7 +25,7 @@ from driver.steps import StepObserver, observed, unobserved
 from kubelet_plugin.app import USER_AGENT, NodePlugin, gpu_choice
 from kubelet_plugin.checkpoint.store import check_readable
 from kubelet_plugin.dra.sockets import PluginSockets
-from kubelet_plugin.hosts import open_host
+from kubelet_plugin.inventory.hardware import open_host
 from kubelet_plugin.inventory.scan import Scanner
 from kubelet_plugin.settings import NodeSettings, plugin_socket
 from kubelet_plugin.upgrade.handover import HandOver, HandOverAnswer, HandOverRequest, HandOverResult, ask, handler
