@@ -25,11 +25,10 @@ from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares, slices_of_instance
 from kubelet_plugin.checkpoint.store import Checkpoint
-from kubelet_plugin.claims.claim_reader import ApiClaimReader
 from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners, ignore
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.partitions import Partitions
-from kubelet_plugin.claims.preparer import Preparer
+from kubelet_plugin.claims.preparer import ClaimReader, Preparer
 from kubelet_plugin.claims.steps import Observer, Step, Steps
 from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.coexistence.other_drivers import OtherDriverPolicy
@@ -193,7 +192,7 @@ class NodePlugin:
             lambda record, made: self._events.claim(record.reference, Reason.REPAIRED, "; ".join(made)),
             self._release_failed,
         )
-        reader = ApiClaimReader(self._client, self._events.remember_pods)
+        reader = ClaimReader(self._client, self._events.remember_pods)
         self._cleanup = ClaimCleanup(context, listeners)
         self._preparer = Preparer(context, reader, self._cleanup, listeners)
         count_orphan = self._metrics.count_orphan if self._metrics else ignore

@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeVar
 import grpc
 
 from driver.errors import ClaimError, TesseraError
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.preparer import PreparedDevice
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2 as messages
+from kubelet_plugin.inventory.inventory import ClaimReference
 
 log = logging.getLogger(__name__)
 

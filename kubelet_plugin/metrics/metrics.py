@@ -22,11 +22,11 @@ from driver.model.health import ConditionType
 from kubelet_plugin.checkpoint.locks import LockTimeoutError
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.checkpoint.store import Checkpoint
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.health.conditions import FaultKind
 from kubelet_plugin.health.monitor import UNHEALTHY
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status.events import Reason
 
 FAILURES = ((ClaimError, "claim"), (HardwareError, "hardware"), (ApiError, "api"), (StateError, "state"))

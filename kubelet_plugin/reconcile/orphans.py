@@ -20,11 +20,10 @@ from driver.kube.decoding import decode
 from driver.kube.types import Claim
 from driver.model.device import Device, DeviceKind
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.allocation import ClaimReference
-from kubelet_plugin.claims.claim_reader import ClaimReader
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.context import PluginContext
-from kubelet_plugin.claims.preparer import Preparer
+from kubelet_plugin.claims.preparer import ClaimReader, Preparer
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status.events import EventReporter, Reason
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from driver.kube.types import Metadata, ReportedDevice
 from driver.model.device import DeviceKind
 from driver.model.sharing import TimeSlice, in_force
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
-from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.inventory.inventory import ClaimReference
 
 READY = "Ready"
 PREPARED = "Prepared"

@@ -14,7 +14,7 @@ from enum import StrEnum
 from driver.errors import TesseraError
 from driver.kube.events import Type
 from driver.kube.types import Claim, Reference
-from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.inventory.inventory import ClaimReference
 
 MOST_CLAIMS = 1024
 """Maximum number of claims whose pods are remembered."""

@@ -15,8 +15,8 @@ from driver.kube.client import KubeClient
 from driver.kube.clock import seconds_time
 from driver.kube.decoding import decode
 from driver.kube.work_loop import Backoff, GiveWay, Loop, at_once
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.steps import Step, Steps
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status.claim_status import (
     STORED,
     DeviceStatus,

@@ -26,8 +26,7 @@ from driver.kube.watch_cache import Change, WatchCache
 from driver.kube.work_loop import MakeLoop, Repeating
 from driver.model.device import Device, DeviceKind
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, device_record
-from kubelet_plugin.claims.allocation import ClaimReference
-from kubelet_plugin.inventory.inventory import Holder
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status.claim_status import apply_body, device_statuses, status_path
 from tessera.sim.fleet.node import FleetNode
 
@@ -156,7 +155,7 @@ class Kubelets:
                 return True
             known = self._prepared.get(key)
             if known is None or known.uid != claim.uid:
-                holder = Holder(claim.uid, key.namespace, key.name)
+                holder = ClaimReference(key.namespace, key.name, claim.uid)
                 for node, names in self._held_by(claim):
                     if (conflict := node.hold(holder, names)) is not None:
                         self.conflicts += 1

@@ -14,13 +14,13 @@ import grpc
 import pytest
 
 from driver.errors import ClaimError, EnvironmentFault
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.preparer import PreparedDevice
 from kubelet_plugin.dra import sockets
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from kubelet_plugin.dra.protocol.generated import registration_v1_pb2 as registration_messages
 from kubelet_plugin.dra.service import DraService
 from kubelet_plugin.dra.sockets import Registry, SocketServer
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.settings import node_settings
 from tests.harness.waiting import wait_for
 from tests.support.claims import result

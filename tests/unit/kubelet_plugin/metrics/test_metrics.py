@@ -16,11 +16,11 @@ from driver.errors import ApiError, ClaimError, HardwareError, RecoverableError,
 from driver.model.device import Device
 from kubelet_plugin.checkpoint.locks import KeyedLocks, LockTimeoutError
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.dra.service import ObservedClaims
 from kubelet_plugin.health.monitor import UNHEALTHY
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.metrics.metrics import Metrics, NodeGauges, failure_kind
 from kubelet_plugin.status.events import EventReporter, Reason
 from tests.support.api_server import ObjectApi

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.preparer import PreparedDevice
 from kubelet_plugin.dra.service import ObservedClaims
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.reconcile.claim_activity import QUIET_PERIOD_SECONDS, ClaimActivity
 
 CLAIM = ClaimReference("default", "claim", "uid-1")

@@ -10,8 +10,8 @@ import pytest
 from driver.errors import ApiError, ClaimError, StateError
 from driver.model.gpu import Partition, Placement
 from driver.steps import Moment
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.inventory.scan import ScanSettings
 from kubelet_plugin.reconcile.recovery import hold_recorded
 from tests.support.care import Care

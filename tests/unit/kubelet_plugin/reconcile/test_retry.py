@@ -15,7 +15,7 @@ from driver.errors import HardwareError, StateError
 from driver.model.gpu import Placement
 from driver.model.health import ConditionType
 from kubelet_plugin.cdi.spec import CdiDirectory
-from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.inventory.scan import ScanSettings
 from tests.support.care import Care
 from tests.support.claims import result

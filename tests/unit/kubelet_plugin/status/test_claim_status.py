@@ -21,7 +21,7 @@ from driver.kube.work_loop import Backoff
 from driver.model.device import DeviceKind
 from driver.model.sharing import TimeSlice
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord
-from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status import writer as module
 from kubelet_plugin.status.claim_status import device_statuses, status_path
 from kubelet_plugin.status.writer import StatusWriter
