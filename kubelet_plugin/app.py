@@ -40,7 +40,15 @@ from kubelet_plugin.health.monitor import HealthMonitor, NvmlEventListener
 from kubelet_plugin.inventory.hardware import open_host, wait_for_driver
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
 from kubelet_plugin.inventory.scan import Scanner, ScanSettings, mig_warnings, share_warnings
-from kubelet_plugin.metrics.probes import CDI_REASONS, PROBE, STATE_REASONS, DirectoryProbe, NodeProbes, run_probes
+from kubelet_plugin.metrics.probes import (
+    CDI_REASONS,
+    PROBE,
+    STATE_REASONS,
+    DirectoryProbe,
+    HardwareCheck,
+    NodeProbes,
+    run_probes,
+)
 from kubelet_plugin.publishing import Publishing
 from kubelet_plugin.reconcile.claim_activity import ClaimActivity
 from kubelet_plugin.reconcile.orphans import Orphans
@@ -142,7 +150,7 @@ class NodePlugin:
             settings.kubelet_dir,
             OtherDriverPolicy(settings.neighbours),
             self._offers_changed,
-            self._node_event,
+            self._events.node,
         )
         scan_settings = gpu_choice(settings)
         self._scanner = Scanner(
@@ -179,7 +187,7 @@ class NodePlugin:
             lambda: boot_id(self._paths) or None,
             lambda gpu, instance: slices_of_instance(context.checkpoint.records(), gpu, instance),
             self._health_changed,
-            self._node_event,
+            self._events.node,
         )
         self._listener = NvmlEventListener(context.host, self._health.handle_event, lambda _: self._scanner.scan_soon())
 
@@ -227,13 +235,14 @@ class NodePlugin:
     def _check_readiness(self) -> None:
         """Define what ``/livez`` and ``/readyz`` check; probe the directories that a prepare writes to."""
         settings, context, probes = self._settings, self._context, self._node_probes
-        probes.add_hardware(context.inventory)
+        self._hardware_check = HardwareCheck(context.inventory)
+        probes.add_ready_check("hardware", self._hardware_check.failure)
         probes.add_ready_check("neighbours", self._other_drivers.not_ready)
         self._other_drivers.serve(context.inventory, lambda: self._scanner.excluded_count)
         self._scanner.on_scan = self._scanned
         clock, write = SystemClock(), partial(probe, settings.state_dir / PROBE)
-        state = DirectoryProbe(settings.state_dir, write, STATE_REASONS, self._node_event, clock)
-        specs = DirectoryProbe(settings.cdi_dir, context.cdi.probe, CDI_REASONS, self._node_event, clock)
+        state = DirectoryProbe(settings.state_dir, write, STATE_REASONS, self._events.node, clock)
+        specs = DirectoryProbe(settings.cdi_dir, context.cdi.probe, CDI_REASONS, self._events.node, clock)
         self._probes = (state, specs)
         probes.add_ready_check("checkpoint", state.failure)
         probes.add_ready_check("cdi", specs.failure)
@@ -313,18 +322,13 @@ class NodePlugin:
     def _probe(self, stop: threading.Event) -> None:
         run_probes(self._probes, stop)
 
-    # Reports
-
-    def _node_event(self, reason: str, message: str, warning: bool) -> None:
-        self._events.node(reason, message, warning=warning)
-
     def _scanned(self, answering: Sequence[Gpu]) -> None:
         self._reconciler.check_specs()
         self._health.handle_scan(answering)
-        self._node_probes.handle_scan(answering)
+        self._hardware_check.handle_scan(answering)
 
     def _registered(self, accepted: bool, reason: str) -> None:
-        self._node_probes.registration.set(accepted, reason)
+        self._node_probes.set_registered(accepted, reason)
         if accepted:
             # The kubelet has just started, and a kubelet that starts deletes the node's slices.
             self._publishing.notify_slices()

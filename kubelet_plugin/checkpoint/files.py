@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from driver.errors import StateError
@@ -20,15 +21,12 @@ def write_atomically(path: Path, data: bytes, mode: int, *, durable: bool) -> No
     directory, _ = os.path.split(path)
     temporary = _temporary(path)
     try:
-        descriptor = _open(temporary, mode)
-        try:
+        with _opened(temporary, mode) as descriptor:
             os.fchmod(descriptor, mode)
             _write_all(descriptor, data)
             os.ftruncate(descriptor, len(data))
             if durable:
                 os.fdatasync(descriptor)
-        finally:
-            os.close(descriptor)
         os.replace(temporary, path)  # noqa: PTH105
         if durable:
             sync_directory(directory)
@@ -42,11 +40,8 @@ def reserve(path: Path, size: int, mode: int) -> None:
     """Allocate ``size`` bytes for the next ``write_atomically`` of ``path``. Raises StateError."""
     temporary = _temporary(path)
     try:
-        descriptor = _open(temporary, mode)
-        try:
+        with _opened(temporary, mode) as descriptor:
             os.posix_fallocate(descriptor, 0, size)
-        finally:
-            os.close(descriptor)
     except OSError as error:
         with suppress(OSError):
             os.unlink(temporary)  # noqa: PTH108
@@ -62,13 +57,12 @@ def probe(path: Path) -> None:
     """Write PROBE_BYTES to disk under the temporary name of ``path`` and delete them again. Raises StateError."""
     temporary = _temporary(path)
     try:
-        descriptor = _open(temporary, 0o600)
-        try:
-            _write_all(descriptor, PROBE_BYTES)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-            os.unlink(temporary)  # noqa: PTH108
+        with _opened(temporary, 0o600) as descriptor:
+            try:
+                _write_all(descriptor, PROBE_BYTES)
+                os.fsync(descriptor)
+            finally:
+                os.unlink(temporary)  # noqa: PTH108
     except OSError as error:
         raise StateError(f"can't write {path.parent}: {error.strerror}") from error
 
@@ -101,9 +95,14 @@ def _temporary(path: Path) -> str:
     return f"{directory}/.{name}{TEMPORARY}"
 
 
-def _open(temporary: str, mode: int) -> int:
-    """Without truncating: reserved space stays allocated until it is overwritten."""
-    return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode)
+@contextmanager
+def _opened(temporary: str, mode: int) -> Iterator[int]:
+    """Open without truncating: reserved space stays allocated until it is overwritten."""
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

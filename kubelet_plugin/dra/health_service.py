@@ -34,32 +34,18 @@ MESSAGE_LIMIT = 1024
 """Maximum length of a message; the kubelet truncates longer ones."""
 
 
-class Stream:
-    """One open stream; ``wait`` returns after a change, at the end of the stream or at the timeout."""
+class Stream(threading.Event):
+    """One open stream; the event is set after a change and at the end of the stream."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._pending = False
-        self.over = False
-
-    def wait(self, timeout_s: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._pending or self.over, timeout_s)
-            self._pending = False
-
-    def wake(self) -> None:
-        with self._changed:
-            self._pending = True
-            self._changed.notify_all()
+    over = False
 
     def end(self) -> None:
-        with self._changed:
-            self.over = True
-            self._changed.notify_all()
+        self.over = True
+        self.set()
 
 
 class HealthService:
-    """``devices`` returns the published devices, ``trouble`` why one is unhealthy; both are called for each message.
+    """Calls ``devices``, the published devices, and ``unhealthy_reason`` of each device for each message.
 
     At most STREAMS are open: a new stream ends the oldest. The server needs that many additional threads.
     """
@@ -68,13 +54,13 @@ class HealthService:
         self,
         pool: str,
         devices: Callable[[], Iterable[Device]],
-        trouble: Callable[[Device], str | None],
+        unhealthy_reason: Callable[[Device], str | None],
         resend_s: float = RESEND_INTERVAL_SECONDS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._pool = pool
         self._devices = devices
-        self._trouble = trouble
+        self._unhealthy_reason = unhealthy_reason
         self._resend_s = resend_s
         self._clock = clock
         self._lock = threading.Lock()
@@ -98,7 +84,7 @@ class HealthService:
         with self._lock:
             streams = list(self._streams)
         for stream in streams:
-            stream.wake()
+            stream.set()
 
     def close(self) -> None:
         """End all streams; new ones end immediately."""
@@ -116,6 +102,7 @@ class HealthService:
             while not stream.over:
                 yield self._message(messages)
                 stream.wait(self._resend_s)
+                stream.clear()
         finally:
             with self._lock:
                 self._streams.remove(stream)
@@ -133,12 +120,12 @@ class HealthService:
     def _message(self, messages: ModuleType) -> Any:
         message, now = messages.NodeWatchResourcesResponse(), int(self._clock())
         for device in self._devices():
-            trouble = self._trouble(device)
+            reason = self._unhealthy_reason(device)
             message.devices.add(
                 device=messages.DeviceIdentifier(pool_name=self._pool, device_name=device.name),
-                health=messages.HEALTHY if trouble is None else messages.UNHEALTHY,
+                health=messages.HEALTHY if reason is None else messages.UNHEALTHY,
                 last_updated_time=now,
                 health_check_timeout_seconds=HEALTH_TIMEOUT_SECONDS,
-                message=(trouble or "")[:MESSAGE_LIMIT],
+                message=(reason or "")[:MESSAGE_LIMIT],
             )
         return message

@@ -76,7 +76,7 @@ class EventReporter:
         for each in (itself, *pods):
             self._record(each, reason.value, message, "Warning" if warning else "Normal")
 
-    def node(self, reason: str, message: str, *, warning: bool = True) -> None:
+    def node(self, reason: str, message: str, warning: bool = True) -> None:
         """Record an Event on this node."""
         self._count(reason)
         self._record(self._node, reason, message, "Warning" if warning else "Normal")

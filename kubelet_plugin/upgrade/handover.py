@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import grpc
 import msgspec
@@ -18,7 +17,7 @@ from kubelet_plugin.dra.call_proxy import connect
 
 log = logging.getLogger(__name__)
 
-METHOD = "/tessera.node.HandOver/Ask"
+SERVICE, METHOD = "tessera.node.HandOver", "Ask"
 
 ANSWER_TIMEOUT_SECONDS = 40.0
 """Covers the end of the claims in progress and then of the writers."""
@@ -71,15 +70,7 @@ def handler(hand_over: Callable[[HandOverRequest], HandOverAnswer]) -> grpc.Gene
     def answer(request: bytes, _context: grpc.ServicerContext) -> bytes:
         return msgspec.json.encode(hand_over(REQUEST.decode(request)))
 
-    return _Handler(answer)
-
-
-class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
-    def __init__(self, answer: Callable[[bytes, grpc.ServicerContext], bytes]) -> None:
-        self._answer = answer
-
-    def service(self, details: Any) -> Any:
-        return grpc.unary_unary_rpc_method_handler(self._answer) if details.method == METHOD else None
+    return grpc.method_handlers_generic_handler(SERVICE, {METHOD: grpc.unary_unary_rpc_method_handler(answer)})
 
 
 def ask(owner: Path, own: Path, version: str) -> HandOverAnswer:
@@ -87,7 +78,7 @@ def ask(owner: Path, own: Path, version: str) -> HandOverAnswer:
     try:
         with connect(owner) as channel:
             request = msgspec.json.encode(HandOverRequest(str(own), version))
-            return ANSWER.decode(channel.unary_unary(METHOD)(request, timeout=ANSWER_TIMEOUT_SECONDS))
+            return ANSWER.decode(channel.unary_unary(f"/{SERVICE}/{METHOD}")(request, timeout=ANSWER_TIMEOUT_SECONDS))
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             return HandOverAnswer(HandOverResult.UNABLE, "its version or its settings do not support it")
