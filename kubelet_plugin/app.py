@@ -19,20 +19,17 @@ from driver.model.gpu import Gpu
 from driver.shutdown import join_all
 from driver.slices.names import Pool
 from driver.steps import unobserved
-from kubelet_plugin.cdi.driver_files import find_driver_files
-from kubelet_plugin.cdi.spec import CdiDirectory
+from kubelet_plugin.cdi.spec import CdiDirectory, find_driver_files
 from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares, slices_of_instance
 from kubelet_plugin.checkpoint.store import Checkpoint
 from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners, ignore
 from kubelet_plugin.claims.context import PluginContext
-from kubelet_plugin.claims.partitions import Partitions
+from kubelet_plugin.claims.partitions import Partitions, TimeSlices
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
 from kubelet_plugin.claims.steps import Observer, Step, Steps
-from kubelet_plugin.claims.time_slices import TimeSlices
-from kubelet_plugin.coexistence.other_drivers import OtherDriverPolicy
-from kubelet_plugin.coexistence.watch import OtherDriverWatch
+from kubelet_plugin.coexistence.other_drivers import OtherDriverPolicy, OtherDriverWatch
 from kubelet_plugin.dra.health_service import HealthService
 from kubelet_plugin.dra.service import ClaimObserver, DraService, ObservedClaims
 from kubelet_plugin.dra.sockets import PluginSockets, Registry, SocketServer

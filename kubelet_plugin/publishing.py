@@ -23,8 +23,7 @@ from kubelet_plugin.plan.follower import PlanFile, PlanFollower
 from kubelet_plugin.reconcile.claim_activity import ClaimActivity
 from kubelet_plugin.reconcile.uninstall import Uninstall
 from kubelet_plugin.settings import NodeSettings
-from kubelet_plugin.status.claim_status import Statuses, device_statuses
-from kubelet_plugin.status.writer import StatusWriter
+from kubelet_plugin.status.claim_status import Statuses, StatusWriter, device_statuses
 
 SLICES_DELAY_SECONDS, STATUS_DELAY_SECONDS = 0.5, 2.0
 """Longest time that slices and status wait for claims in progress: a pod may wait for slices."""
@@ -54,8 +53,8 @@ class Publishing:
         self._health, self._wait_ready = health, wait_ready
         self._builder = SliceBuilder(context.pool)
 
-        def loop(delay_s: float, watched: Watched) -> MakeLoop:
-            return node_probes.watchdog.loops(partial(Loop, give_way=activity.wait_idle(delay_s)), watched)
+        def loop(delay_seconds: float, watched: Watched) -> MakeLoop:
+            return node_probes.watchdog.loops(partial(Loop, give_way=activity.wait_idle(delay_seconds)), watched)
 
         self._publisher = Publisher(
             client,

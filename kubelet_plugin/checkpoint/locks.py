@@ -48,11 +48,11 @@ class KeyedLocks:
 
     def __init__(
         self,
-        deadline_s: float = LOCK_TIMEOUT_SECONDS,
+        timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         waited: Callable[[float], None] = lambda _: None,
     ) -> None:
-        self._deadline_s = deadline_s
+        self._timeout_seconds = timeout_seconds
         self._clock = clock
         self._waited = waited
         self._entries: dict[str, _Entry] = {}
@@ -65,7 +65,7 @@ class KeyedLocks:
         taken: list[str] = []
         try:
             for key in sorted(set(keys)):
-                self._take(key, owner, started + self._deadline_s)
+                self._take(key, owner, started + self._timeout_seconds)
                 taken.append(key)
             self._waited(self._clock() - started)
             yield
@@ -89,7 +89,7 @@ class KeyedLocks:
         if not entry.lock.acquire(blocking=False) and not self._wait(key, entry, owner, deadline):
             holder = self._holder(entry)
             self._leave(key, entry)
-            raise LockTimeoutError(f"{owner} waited {self._deadline_s:.0f} s for {key}, which {holder}")
+            raise LockTimeoutError(f"{owner} waited {self._timeout_seconds:.0f} s for {key}, which {holder}")
         entry.owner, entry.since = owner, self._clock()
 
     def _wait(self, key: str, entry: _Entry, owner: str, deadline: float) -> bool:

@@ -55,13 +55,13 @@ class HealthService:
         pool: str,
         devices: Callable[[], Iterable[Device]],
         unhealthy_reason: Callable[[Device], str | None],
-        resend_s: float = RESEND_INTERVAL_SECONDS,
+        resend_interval_seconds: float = RESEND_INTERVAL_SECONDS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._pool = pool
         self._devices = devices
         self._unhealthy_reason = unhealthy_reason
-        self._resend_s = resend_s
+        self._resend_interval_seconds = resend_interval_seconds
         self._clock = clock
         self._lock = threading.Lock()
         self._streams: deque[Stream] = deque()
@@ -101,7 +101,7 @@ class HealthService:
                 return
             while not stream.over:
                 yield self._message(messages)
-                stream.wait(self._resend_s)
+                stream.wait(self._resend_interval_seconds)
                 stream.clear()
         finally:
             with self._lock:

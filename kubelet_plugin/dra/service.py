@@ -78,12 +78,12 @@ class DraService:
         self,
         claims: ClaimService,
         waits: Callable[[], Sequence[str]] = list,
-        answer_timeout_s: float = ANSWER_TIMEOUT_SECONDS,
+        answer_timeout_seconds: float = ANSWER_TIMEOUT_SECONDS,
     ) -> None:
         """``waits`` describes which claims wait for which locks; it is part of the error message after a timeout."""
         self._claims = claims
         self._waits = waits
-        self._answer_timeout_s = answer_timeout_s
+        self._answer_timeout_seconds = answer_timeout_seconds
         self._pool = ThreadPoolExecutor(PARALLEL_CLAIMS, thread_name_prefix="claim")
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -120,7 +120,7 @@ class DraService:
     ) -> list[tuple[str, T | None, str]]:
         """Process the claims in parallel. Return (uid, result, error message) for each before the timeout."""
         todo = {claim.uid: claim for claim in claims}
-        end = time.monotonic() + self._answer_timeout_s
+        end = time.monotonic() + self._answer_timeout_seconds
         work = {uid: self._pool.submit(_attempt, claim, verb, call) for uid, claim in todo.items()}
         results = []
         for uid, future in work.items():
@@ -132,7 +132,7 @@ class DraService:
 
     def _timed_out(self, claim: Any, verb: str) -> str:
         where = f"{claim.namespace}/{claim.name}"
-        error = f"claim {where}: can't {verb} it within {self._answer_timeout_s:.0f} s, still in progress; "
+        error = f"claim {where}: can't {verb} it within {self._answer_timeout_seconds:.0f} s, still in progress; "
         error += "; ".join(self._waits()) or "a GPU or the API server does not answer"
         log.error("no answer in time", extra={"claim": where, "error": error})
         return error

@@ -145,10 +145,10 @@ class PluginSockets:
             self._serving = None
             self.drain(STOP_TIMEOUT_SECONDS)
 
-    def drain(self, timeout_s: float) -> bool:
-        """Accept no more calls and wait for those in progress; False after ``timeout_s``."""
+    def drain(self, timeout_seconds: float) -> bool:
+        """Accept no more calls and wait for those in progress; False after ``timeout_seconds``."""
         self._proxy.close()
-        return self._proxy.empty(timeout_s)
+        return self._proxy.empty(timeout_seconds)
 
     def reopen(self) -> None:
         """Accept calls again if this instance is active."""
@@ -163,9 +163,9 @@ class PluginSockets:
                 self._registry = Registry(settings, self._notify)
                 log.info("serving", extra={"driver": settings.driver_name, "socket": str(settings.plugin_socket)})
 
-    def quiet_s(self) -> float:
+    def quiet_seconds(self) -> float:
         """Seconds since the last call."""
-        return self._proxy.quiet_s()
+        return self._proxy.quiet_seconds()
 
     def withdraw(self) -> None:
         """End the registration with the kubelet; calls are still answered."""

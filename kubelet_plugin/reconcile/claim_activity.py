@@ -42,13 +42,13 @@ class ClaimActivity:
         """Whether a claim is being worked on, also one that was answered with a timeout."""
         return self._working > 0
 
-    def wait_idle(self, most_s: float) -> Callable[[threading.Event], None]:
+    def wait_idle(self, timeout_seconds: float) -> Callable[[threading.Event], None]:
         """Return a function to call before background work: it waits until no claim is being worked on, for at most
-        ``most_s``, or until its argument, a stop, is set."""
-        return partial(self._wait, most_s)
+        ``timeout_seconds``, or until its argument, a stop, is set."""
+        return partial(self._wait, timeout_seconds)
 
-    def _wait(self, most_s: float, stop: threading.Event) -> None:
-        end = self._clock() + most_s
+    def _wait(self, timeout_seconds: float, stop: threading.Event) -> None:
+        end = self._clock() + timeout_seconds
         while (left := min(self._left(), end - self._clock())) > 0:
             if stop.wait(left):
                 return

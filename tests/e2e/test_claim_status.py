@@ -13,8 +13,7 @@ from driver.kube.client import KubeClient, load_configuration
 from driver.model.device import DeviceKind
 from driver.model.sharing import TimeSlice
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord
-from kubelet_plugin.status.claim_status import apply_body, device_statuses, status_path
-from kubelet_plugin.status.writer import StatusWriter
+from kubelet_plugin.status.claim_status import StatusWriter, apply_body, device_statuses, status_path
 from tests.bench.kubelet import allocated_claim
 from tests.harness.cluster import Cluster
 from tests.support.chart import install

@@ -16,17 +16,15 @@ from driver.simulator import ZERO_LATENCY, SimulatedNode, load_description
 from driver.simulator.description import NodeDescription
 from driver.slices.names import Pool
 from driver.steps import unobserved
-from kubelet_plugin.cdi.driver_files import find_driver_files
-from kubelet_plugin.cdi.spec import CdiDirectory
+from kubelet_plugin.cdi.spec import CdiDirectory, find_driver_files
 from kubelet_plugin.checkpoint.locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares
 from kubelet_plugin.checkpoint.store import Checkpoint
 from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners
 from kubelet_plugin.claims.context import PluginContext
-from kubelet_plugin.claims.partitions import Partitions
+from kubelet_plugin.claims.partitions import Partitions, TimeSlices
 from kubelet_plugin.claims.preparer import Preparer
 from kubelet_plugin.claims.steps import Observer, Step, Steps
-from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing, Inventory
 from kubelet_plugin.inventory.scan import Scanner, ScanSettings
 from kubelet_plugin.reconcile.recovery import recover
@@ -113,7 +111,7 @@ def start_node(
     pool = Pool(NODE, DRIVER)
     changes: list[str] = []
     repaired: list[Callable[[ClaimRecord, Sequence[str]], None]] = []
-    locks = KeyedLocks(deadline_s=5)
+    locks = KeyedLocks(timeout_seconds=5)
 
     def tell(record: ClaimRecord, made: Sequence[str]) -> None:
         for each in repaired:

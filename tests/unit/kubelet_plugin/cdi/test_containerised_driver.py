@@ -13,7 +13,7 @@ import pytest
 from driver.errors import EnvironmentFault, HardwareError
 from driver.hardware.device_nodes import gpu_nodes
 from driver.hardware.host_paths import HostPaths, device_root, find_nvml, missing_driver
-from kubelet_plugin.cdi.driver_files import find_driver_files
+from kubelet_plugin.cdi.spec import find_driver_files
 from kubelet_plugin.inventory import hardware
 from kubelet_plugin.inventory.hardware import open_host, refuse_beside_real_gpus, wait_for_driver
 from kubelet_plugin.settings import NodeSettings, node_settings

@@ -119,7 +119,7 @@ def test_every_device_is_told_of_at_once_and_again_when_anything_changes(
 
 
 def test_it_is_said_again_before_the_kubelet_takes_it_for_stale(serve: Serve) -> None:
-    watch = serve(resend_s=QUICK_S).watch()
+    watch = serve(resend_interval_seconds=QUICK_S).watch()
     eventually(lambda: len(watch.heard) >= 3, "it is said again and again")
 
 

@@ -156,7 +156,7 @@ def test_the_kubelet_hears_in_time_of_a_claim_that_takes_too_long_and_the_others
     slow = node.api.allocate("slow", "gpu-0-mig-1g10gb-6")
     good = node.api.allocate("good", "gpu-1-mig-1g10gb-6")
     claims = [("default", claim.name, claim.uid) for claim in (slow, good)]
-    kubelet = serve(node.preparer, waits=node.locks.waits, answer_timeout_s=1.0)
+    kubelet = serve(node.preparer, waits=node.locks.waits, answer_timeout_seconds=1.0)
     gpu = node.node.inventory.gpus[0].uuid
 
     def prepared(wanted: Sequence[tuple[str, str, str]]) -> Any:

@@ -22,9 +22,8 @@ from driver.model.device import DeviceKind
 from driver.model.sharing import TimeSlice
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.status import writer as module
-from kubelet_plugin.status.claim_status import device_statuses, status_path
-from kubelet_plugin.status.writer import StatusWriter
+from kubelet_plugin.status import claim_status as module
+from kubelet_plugin.status.claim_status import StatusWriter, device_statuses, status_path
 from tests.support.api_server import Exchange, HttpServer
 from tests.support.claims import DRIVER, POOL
 from tests.support.running import eventually, in_thread
@@ -126,7 +125,7 @@ def api() -> Iterator[ClaimApi]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "Backoff", partial(Backoff, first_s=0.01))
-    monkeypatch.setattr(module, "COALESCE_S", 0.0)
+    monkeypatch.setattr(module, "COALESCE_SECONDS", 0.0)
 
 
 @contextmanager

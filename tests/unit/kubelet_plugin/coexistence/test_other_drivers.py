@@ -15,16 +15,16 @@ import pytest
 
 from driver.errors import ClaimError
 from driver.model.plan import GpuReport
-from kubelet_plugin.coexistence import watch as neighbour_watch
+from kubelet_plugin.coexistence import other_drivers as neighbour_watch
 from kubelet_plugin.coexistence.other_drivers import (
     NVIDIA_DRIVER,
     NodeSigns,
     OtherDriverPolicy,
+    OtherDriverWatch,
     advice,
     find_other_drivers,
     owners_of,
 )
-from kubelet_plugin.coexistence.watch import OtherDriverWatch
 from kubelet_plugin.health import monitor
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tests.harness.waiting import wait_for
