@@ -29,14 +29,14 @@ from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.partitions import Partitions, TimeSlices
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
 from kubelet_plugin.claims.steps import Observer, Step, Steps
-from kubelet_plugin.coexistence.other_drivers import OtherDriverPolicy, OtherDriverWatch
+from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.dra.health_service import HealthService
 from kubelet_plugin.dra.service import ClaimObserver, DraService, ObservedClaims
 from kubelet_plugin.dra.sockets import PluginSockets, Registry, SocketServer
 from kubelet_plugin.health.monitor import HealthMonitor, NvmlEventListener
 from kubelet_plugin.inventory.hardware import open_host, wait_for_driver
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
-from kubelet_plugin.inventory.scan import Scanner, ScanSettings, mig_warnings, share_warnings
+from kubelet_plugin.inventory.scan import Scanner, mig_warnings, share_warnings
 from kubelet_plugin.metrics.probes import (
     CDI_REASONS,
     PROBE,
@@ -140,19 +140,10 @@ class NodePlugin:
         checkpoint = Checkpoint(settings.state_dir)
         with step(Step.LOAD_CHECKPOINT):
             records = checkpoint.load()
-        self._other_drivers = OtherDriverWatch(
-            self._client,
-            settings.node_name,
-            settings.driver_name,
-            settings.kubelet_dir,
-            OtherDriverPolicy(settings.neighbours),
-            self._offers_changed,
-            self._events.node,
-        )
-        scan_settings = gpu_choice(settings)
+        self._other_drivers = OtherDriverWatch(self._client, settings, self._offers_changed, self._events.node)
         self._scanner = Scanner(
             host,
-            scan_settings,
+            settings,
             self._activity.wait_idle(SCAN_DELAY_SECONDS),
             self._other_drivers.is_reserved,
             lambda gpu: self._events.node("GpuNeedsReset", _needs_reset(gpu)),
@@ -171,7 +162,7 @@ class NodePlugin:
             step=step,
             locks=KeyedLocks(waited=self._metrics.lock_waited if self._metrics else ignore),
             boot=boot_id(self._paths),
-            existing_published=scan_settings.publish_existing,
+            existing_published=settings.publish_existing,
         )
         return records
 
@@ -342,13 +333,6 @@ def node_plugin(settings: NodeSettings, stop: threading.Event) -> NodePlugin | R
     claim_directory(settings.state_dir, stop)
     wait_for_driver(settings, stop)
     return None if stop.is_set() else NodePlugin(settings, stop=stop)
-
-
-def gpu_choice(settings: NodeSettings) -> ScanSettings:
-    """The GPUs to manage."""
-    return ScanSettings(
-        settings.include_gpus, settings.exclude_gpus, settings.mig_gpus, settings.existing_partitions == "publish"
-    )
 
 
 def _metrics(settings: NodeSettings) -> Metrics | None:

@@ -98,6 +98,11 @@ class NodeSettings:
         return self.gpus.removeprefix("sim:") if self.gpus.startswith("sim:") else None
 
     @property
+    def publish_existing(self) -> bool:
+        """Whether partitions that Tessera did not create are published as they are."""
+        return self.existing_partitions == "publish"
+
+    @property
     def plugin_socket(self) -> Path:
         return plugin_socket(self.kubelet_dir / "plugins" / self.driver_name, self.pod_uid)
 

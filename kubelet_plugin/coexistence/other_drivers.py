@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
 import msgspec
 
@@ -23,6 +22,7 @@ from driver.kube.types import Metadata, Node, ResourceSlice
 from driver.kube.watch_cache import WatchCache
 from driver.model.gpu import Gpu
 from kubelet_plugin.inventory.inventory import Inventory
+from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.upgrade.instance_lock import is_listening
 
 log = logging.getLogger(__name__)
@@ -180,26 +180,24 @@ class OtherDriverWatch:
     def __init__(
         self,
         client: KubeClient,
-        node: str,
-        driver: str,
-        kubelet_dir: Path,
-        mode: OtherDriverPolicy,
+        settings: NodeSettings,
         on_change: Callable[[], None],
         send_event: Callable[[str, str, bool], None],
     ) -> None:
         self._client = client
-        self._node, self._driver, self._kubelet_dir, self._mode = node, driver, kubelet_dir, mode
+        self._node, self._driver = settings.node_name, settings.driver_name
+        self._kubelet_dir, self._mode = settings.kubelet_dir, OtherDriverPolicy(settings.neighbours)
         self._on_change, self._send_event = on_change, send_event
         self._inventory: Inventory | None = None
         self._excluded: Callable[[], int] = lambda: 0
         self._owned: Mapping[str, OtherDriver] = {}
         self._reported: dict[str, str] = {}
         self._known = False
-        self._object = Node(Metadata(node))
+        self._object = Node(Metadata(self._node))
         self._wake = threading.Event()
         self._listed = threading.Event()
         self._checking = threading.Lock()
-        selector = {"fieldSelector": f"spec.nodeName={node},spec.driver={NVIDIA_DRIVER}"}
+        selector = {"fieldSelector": f"spec.nodeName={self._node},spec.driver={NVIDIA_DRIVER}"}
         self.cache = WatchCache(
             client,
             f"{RESOURCE_GROUP}/resourceslices",

@@ -27,7 +27,7 @@ from driver.kube.client import KubeClient, load_configuration
 from driver.kube.reads import owner_reference
 from driver.shutdown import wait_until
 from driver.steps import StepObserver, observed, unobserved
-from kubelet_plugin.app import USER_AGENT, NodePlugin, gpu_choice
+from kubelet_plugin.app import USER_AGENT, NodePlugin
 from kubelet_plugin.checkpoint.store import check_readable
 from kubelet_plugin.dra.call_proxy import connect
 from kubelet_plugin.dra.sockets import PluginSockets
@@ -343,6 +343,6 @@ def preflight(settings: NodeSettings, awake: ExitStack) -> None:
     owner_reference(KubeClient(load_configuration(settings.kubeconfig), USER_AGENT), settings.node_name)
     with ExitStack() as stack:
         host, _ = stack.enter_context(open_host(settings, lasting=True))
-        Scanner(host, gpu_choice(settings)).discover()
+        Scanner(host, settings).discover()
         awake.close()
         awake.push(stack.pop_all())

@@ -26,11 +26,18 @@ from kubelet_plugin.claims.partitions import Partitions, TimeSlices
 from kubelet_plugin.claims.preparer import Preparer
 from kubelet_plugin.claims.steps import Observer, Step, Steps
 from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing, Inventory
-from kubelet_plugin.inventory.scan import Scanner, ScanSettings
+from kubelet_plugin.inventory.scan import Scanner
 from kubelet_plugin.reconcile.recovery import recover
+from kubelet_plugin.settings import NodeSettings, node_settings
 from tests.support.claims import DRIVER, NODE, ClaimApi
 
-EVERY_GPU_AS_FOUND = ScanSettings()
+
+def choosing(**flags: object) -> NodeSettings:
+    """Settings with these flags, to choose GPUs."""
+    return node_settings(node_name=NODE, **flags)
+
+
+EVERY_GPU_AS_FOUND = choosing()
 
 
 def usual_host(simulated: SimulatedNode) -> Host:
@@ -89,7 +96,7 @@ def start_node(
     api: ClaimApi | None = None,
     observer: Observer = unobserved,
     gpus: str | NodeDescription = "dgx-h100",
-    choice: ScanSettings = EVERY_GPU_AS_FOUND,
+    choice: NodeSettings = EVERY_GPU_AS_FOUND,
     sharing: GpuSharing = UNSHARED,
     open_host: Callable[[SimulatedNode], Host] = usual_host,
     took: Callable[[Step, float], None] = lambda *_: None,

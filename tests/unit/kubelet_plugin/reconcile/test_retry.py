@@ -16,13 +16,12 @@ from driver.model.gpu import Placement
 from driver.model.health import ConditionType
 from kubelet_plugin.cdi.spec import CdiDirectory
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.inventory.scan import ScanSettings
 from tests.support.care import Care
 from tests.support.claims import result
-from tests.support.node import NodeUnderTest, start_node
+from tests.support.node import NodeUnderTest, choosing, start_node
 from tests.support.running import eventually
 
-PUBLISHED = ScanSettings(publish_existing=True)
+PUBLISHED = choosing(existing_partitions="publish")
 SMALL = "gpu-0-mig-1g10gb-6"
 OTHER = "gpu-0-mig-2g20gb-0"
 
