@@ -108,7 +108,7 @@ def _as_in_a_pod(command: list[str], kubeconfig: Path, account: Path) -> list[st
     (account / "ca.crt").write_bytes(base64.b64decode(cluster["certificate-authority-data"]))
     (account / "token").write_text(user["token"])
     server = urlsplit(cluster["server"])
-    environment = [f"KUBERNETES_SERVICE_HOST={server.hostname}", f"KUBERNETES_SERVICE_PORT={server.port}"]
+    environment = [f"KUBERNETES_SERVICE_HOST={server.hostname}", f"KUBERNETES_SERVICE_PORT={server.port or 443}"]
     return ["/usr/bin/env", *environment, sys.executable, "-c", AS_IN_A_POD, str(account), *command[1:]]
 
 

@@ -147,11 +147,13 @@ def test_a_gpu_in_a_slice_of_nvidias_driver_is_offered_to_nobody_new_while_that_
     theirs = {"driver": NVIDIA_DRIVER, "nodeName": plugin.node.name, "pool": pool}
     device = {"name": "gpu-0", "attributes": {"uuid": {"string": uuid}}}
     cluster.api.post(SLICES, {"metadata": {"name": "theirs"}, "spec": {**theirs, "devices": [device]}})
-    wait_for(lambda: "[-]neighbours failed: the DRA driver" in page(plugin, "/readyz"), SEEN_S, "it is named")
-    wait_for(lambda: nothing_offered(plugin), SEEN_S, "nothing is offered")
-    found = "1 GPU is in its slices and in ours"
-    wait_for(lambda: found in told(cluster).get("neighbours", ""), SEEN_S, "status finds it")
-    cluster.api.request("DELETE", f"{SLICES}/theirs")
+    try:
+        wait_for(lambda: "[-]neighbours failed: the DRA driver" in page(plugin, "/readyz"), SEEN_S, "it is named")
+        wait_for(lambda: nothing_offered(plugin), SEEN_S, "nothing is offered")
+        # "in its slices and in ours" until the controller has withdrawn our devices, then "not offered"
+        wait_for(lambda: "1 GPU is" in told(cluster).get("neighbours", ""), SEEN_S, "status finds it")
+    finally:
+        cluster.api.request("DELETE", f"{SLICES}/theirs")
     wait_for(lambda: any(not d.get("taints") for d in plugin.devices().values()), SEEN_S, "it is offered again")
     wait_for(lambda: ready(plugin), 60, "it is ready again")
 
