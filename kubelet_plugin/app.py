@@ -22,7 +22,7 @@ from driver.steps import unobserved
 from kubelet_plugin.cdi.spec import CdiDirectory, find_driver_files
 from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.locks import KeyedLocks
-from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares, slices_of_instance
+from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares
 from kubelet_plugin.checkpoint.store import Checkpoint
 from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners, ignore
 from kubelet_plugin.claims.context import PluginContext
@@ -169,11 +169,9 @@ class NodePlugin:
     def _monitor_health(self) -> None:
         context = self._context
         self._health = HealthMonitor(
-            context.inventory,
+            context,
             self._settings.state_dir,
-            context.host.recovery_action,
             lambda: boot_id(self._paths) or None,
-            lambda gpu, instance: slices_of_instance(context.checkpoint.records(), gpu, instance),
             self._health_changed,
             self._events.node,
         )

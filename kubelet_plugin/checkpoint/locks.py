@@ -109,7 +109,7 @@ class KeyedLocks:
                 entry.waiting.remove(owner)
 
     def _holder(self, entry: _Entry) -> str:
-        return f"is in use by {entry.owner or 'nobody'} since {self._clock() - entry.since:.0f} s"
+        return f"is in use by {entry.owner or 'an unknown claim'} since {self._clock() - entry.since:.0f} s"
 
     def _release(self, key: str) -> None:
         entry = self._entries[key]

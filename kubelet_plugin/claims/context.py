@@ -60,6 +60,6 @@ class PluginContext:
         try:
             devices = [self.inventory.device(name) for name in self.cdi.devices(uid)]
         except StateError as error:
-            log.error("can't tell which devices a claim has", extra={"claimUID": uid, "error": str(error)})
+            log.error("can't read which devices a claim has", extra={"claimUID": uid, "error": str(error)})
             return
         self.inventory.hold_unrecorded(uid, [device for device in devices if device is not None])

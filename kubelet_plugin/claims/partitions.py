@@ -108,7 +108,7 @@ class Partitions:
         partition = self._host.find_partition(device.gpu, profile, placement)
         if partition is None or not partition.complete:
             raise HardwareError(
-                f"{device}: the partition that was given out as somebody else made it is gone; make it again "
+                f"{device}: the partition, which Tessera published but did not create, is gone; create it again "
                 f"(nvidia-smi mig -cgi, -cci) or delete the pod"
             )
         return partition

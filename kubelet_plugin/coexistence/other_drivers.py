@@ -2,7 +2,7 @@
 
 Three are detected: NVIDIA's device plugin (and others with its resource names), NVIDIA's DRA driver, and the GPU
 Operator's mig-manager. Only the DRA driver publishes which GPUs it owns. For the others ``--exclude-gpus`` decides:
-excluded GPUs are theirs, the rest is ours. Without excluded GPUs every GPU is theirs.
+excluded GPUs belong to them, the others to Tessera. Without excluded GPUs every GPU belongs to them.
 """
 
 from __future__ import annotations
