@@ -170,12 +170,14 @@ class NodeGauges(Collector):
         releasing = [record for record in records if record.releasing]
         devices = [device for record in records for device in record.devices]
         cut = sum(1 for device in devices if device.partition is not None and not device.existing)
-        yield _gauge("tessera_partitions", "Partitions that Tessera has cut for claims.", cut)
-        yield _gauge(
+        yield GaugeMetricFamily("tessera_partitions", "Partitions that Tessera has cut for claims.", cut)
+        yield GaugeMetricFamily(
             "tessera_prepared_claims", "Claims whose devices are ready for their pods.", len(records) - len(unfinished)
         )
-        yield _gauge("tessera_releasing_claims", "Claims whose devices still have to be released.", len(releasing))
-        yield _gauge(
+        yield GaugeMetricFamily(
+            "tessera_releasing_claims", "Claims whose devices still have to be released.", len(releasing)
+        )
+        yield GaugeMetricFamily(
             "tessera_oldest_unfinished_claim_age_seconds",
             "Age of the oldest checkpoint record of a claim that is being prepared or released; 0 without any.",
             oldest_seconds(node.checkpoint, unfinished, self._now()),
@@ -184,8 +186,8 @@ class NodeGauges(Collector):
         meaning = "Devices of claims that are prepared, being prepared or being released."
         yield _counts("tessera_held_devices", meaning, "type", held)
         yield _counts("tessera_offers", "Published devices that no such claim holds.", "type", offers)
-        yield _gauge("tessera_gpus", "GPUs of this node, healthy or not.", len(node.inventory.gpus))
-        yield _gauge("tessera_unhealthy_gpus", "GPUs with at least one unhealthy device.", self._unhealthy())
+        yield GaugeMetricFamily("tessera_gpus", "GPUs of this node, healthy or not.", len(node.inventory.gpus))
+        yield GaugeMetricFamily("tessera_unhealthy_gpus", "GPUs with at least one unhealthy device.", self._unhealthy())
         faults = {**dict.fromkeys(FAULT_KINDS, 0), **self._current_faults()}
         yield _counts("tessera_gpu_faults", "Current faults of GPUs; kind cordoned: cordoned GPUs.", "kind", faults)
 
@@ -207,10 +209,6 @@ def oldest_seconds(checkpoint: Checkpoint, records: Iterable[ClaimRecord], now: 
         except OSError:
             continue
     return max(0.0, now - min(written, default=now))
-
-
-def _gauge(name: str, meaning: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, meaning, value)
 
 
 def _counts(name: str, meaning: str, label: str, counts: Mapping[str, int]) -> Metric:

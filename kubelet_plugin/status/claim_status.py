@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -163,11 +163,6 @@ def unchanged_since(entries: Iterable[Object], devices: Iterable[DeviceStatus]) 
     return {device: stored[key] for device, key in wanted.items() if key in stored}
 
 
-def contains(entries: Collection[Object], body: Object) -> bool:
-    """Whether ``entries`` contain all entries of ``body``."""
-    return all(entry in entries for entry in body["status"]["devices"])
-
-
 COALESCE_SECONDS = 0.25
 """Time to collect changes: a share that is prepared or released changes the status of every claim on its GPU."""
 
@@ -287,9 +282,9 @@ class StatusWriter:
         entries = stored.entries(self._driver)
         state = ClaimWriteState(unchanged_since(entries, devices))
         if state.since.keys() >= {each.device for each in devices}:
-            state.written = (
-                devices if contains(entries, apply_body(claim, self._driver, devices, state.since)) else None
-            )
+            body = apply_body(claim, self._driver, devices, state.since)
+            if all(entry in entries for entry in body["status"]["devices"]):
+                state.written = devices
         return state
 
     def _read(self, claim: ClaimReference) -> StoredClaim | None:
