@@ -70,17 +70,11 @@ SCAN_DELAY_SECONDS = 2.0
 """Longest time that a scan of the hardware waits for claims in progress."""
 
 
-class Signal:
-    """Calls its receivers in order. They are connected when all parts exist, so that no part calls the composition."""
-
-    def __init__(self) -> None:
-        self._receivers: tuple[Callable[..., object], ...] = ()
-
-    def connect(self, *receivers: Callable[..., object]) -> None:
-        self._receivers += receivers
+class Signal(list[Callable[..., object]]):
+    """Receivers to call in order, added when all parts exist, so that no part calls the composition."""
 
     def __call__(self, *arguments: object) -> None:
-        for receiver in self._receivers:
+        for receiver in self:
             receiver(*arguments)
 
 
@@ -209,14 +203,17 @@ class NodePlugin:
     def _connect(self) -> None:
         """Connect each change with the parts that have to act on it."""
         publishing, reconcile = self._publishing, self._reconciler.notify
-        self._offers_changed.connect(publishing.notify)
-        self._hardware_changed.connect(
-            partial(hold_recorded, self._context), reconcile, publishing.notify, self._health_service.notify
-        )
-        self._health_changed.connect(publishing.notify, publishing.notify_status, self._health_service.notify)
-        self._release_failed.connect(reconcile)
+        self._offers_changed += [publishing.notify]
+        self._hardware_changed += [
+            partial(hold_recorded, self._context),
+            reconcile,
+            publishing.notify,
+            self._health_service.notify,
+        ]
+        self._health_changed += [publishing.notify, publishing.notify_status, self._health_service.notify]
+        self._release_failed += [reconcile]
         restored = f"{self._settings.cdi_dir} was missing: it is created again, with the CDI specs of prepared claims"
-        self._cdi_restored.connect(lambda: self._events.node(Reason.CDI_RESTORED, restored), reconcile)
+        self._cdi_restored += [lambda: self._events.node(Reason.CDI_RESTORED, restored), reconcile]
 
     def _check_readiness(self) -> None:
         """Define what ``/livez`` and ``/readyz`` check; probe the directories that a prepare writes to."""
