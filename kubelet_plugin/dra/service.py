@@ -57,18 +57,16 @@ class ObservedClaims:
         self._observers = observers
 
     def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
-        with self._observed("prepare", reference):
+        with ExitStack() as stack:
+            for observe in self._observers:
+                stack.enter_context(observe("prepare", reference))
             return self._claims.prepare(reference)
 
     def unprepare(self, reference: ClaimReference) -> None:
-        with self._observed("unprepare", reference):
-            self._claims.unprepare(reference)
-
-    def _observed(self, verb: str, reference: ClaimReference) -> ExitStack:
         with ExitStack() as stack:
             for observe in self._observers:
-                stack.enter_context(observe(verb, reference))
-            return stack.pop_all()
+                stack.enter_context(observe("unprepare", reference))
+            self._claims.unprepare(reference)
 
 
 class DraService:
