@@ -37,6 +37,22 @@ OWNED = " owns it"
 
 MIG_CONFIG, MIG_STATE = "nvidia.com/mig.config", "nvidia.com/mig.config.state"
 
+CHECK_INTERVAL_SECONDS = 5.0
+"""Time between two checks of the kubelet's directories."""
+
+CHECKS_PER_NODE_READ = 6
+"""Checks per read of the Node. The Node is not watched, which would need another permission."""
+
+LIST_TIMEOUT_SECONDS = 15.0
+"""Timeout of the first list of the DRA driver's slices."""
+
+SOCKETS = ("device-plugins/nvidia*.sock", f"plugins_registry/{NVIDIA_DRIVER}*-reg.sock")
+
+FOUND, GONE = "NeighbourFound", "NeighbourGone"
+"""Reasons of Events on the node."""
+
+NODE = msgspec.json.Decoder(Node)
+
 
 class OtherDriverPolicy(StrEnum):
     """How to treat other drivers (``--neighbours``)."""
@@ -143,24 +159,6 @@ def advice(other: OtherDriver, owned: int, all_gpus: int, mode: OtherDriverPolic
     if mode is OtherDriverPolicy.EXCLUDE and other.gpus is not None:
         return message
     return f"{message}; remove it from this node, or leave exactly its GPUs to it with --exclude-gpus"
-
-
-CHECK_INTERVAL_SECONDS = 5.0
-"""Time between two checks of the kubelet's directories."""
-
-CHECKS_PER_NODE_READ = 6
-"""Checks per read of the Node. The Node is not watched, which would need another permission."""
-
-LIST_TIMEOUT_SECONDS = 15.0
-"""Timeout of the first list of the DRA driver's slices."""
-
-SOCKETS = ("device-plugins/nvidia*.sock", f"plugins_registry/{NVIDIA_DRIVER}*-reg.sock")
-
-FOUND, GONE = "NeighbourFound", "NeighbourGone"
-"""Reasons of Events on the node."""
-
-
-NODE = msgspec.json.Decoder(Node)
 
 
 def gpus_of(item: ResourceSlice) -> frozenset[str] | None:

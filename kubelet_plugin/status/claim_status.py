@@ -41,6 +41,29 @@ UNHEALTHY = "Unhealthy"
 MESSAGE_LIMIT = 32768
 """Maximum length of a condition's message (``metav1.Condition``)."""
 
+COALESCE_SECONDS = 0.25
+"""Time to collect changes: a share that is prepared or released changes the status of every claim on its GPU."""
+
+FORBIDDEN_RETRY_SECONDS = (5.0, 300.0)
+"""First and longest retry delay if RBAC forbids the write: an API server that has just started may forbid it briefly;
+afterwards an operator has to change a role."""
+
+FORBIDDEN, INVALID = 403, 422
+
+DRIVER_PERMISSION = "resourceclaims/driver"
+"""If it is missing, the answer is 422 with this text (Kubernetes 1.36 and newer), not 403 as for other permissions."""
+
+BYTES_DIFFER = "field cannot be modified once set"
+WHY_BYTES = (
+    "its opaque parameters are JSON with blanks or with keys in another order than kubectl writes, and the API "
+    "server (seen on 1.37.1) takes its own reformatting of them for a change of the allocation"
+)
+
+ROLE = (
+    "resourceclaims/status: patch; from Kubernetes 1.36 also resourceclaims/driver: associated-node:patch for "
+    "resourceNames [%s], with a token that names the node (a pod's own does)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
@@ -161,30 +184,6 @@ def unchanged_since(entries: Iterable[Object], devices: Iterable[DeviceStatus]) 
     }
     wanted = {each.device: (each.device, "True" if each.ready else "False") for each in devices}
     return {device: stored[key] for device, key in wanted.items() if key in stored}
-
-
-COALESCE_SECONDS = 0.25
-"""Time to collect changes: a share that is prepared or released changes the status of every claim on its GPU."""
-
-FORBIDDEN_RETRY_SECONDS = (5.0, 300.0)
-"""First and longest retry delay if RBAC forbids the write: an API server that has just started may forbid it briefly;
-afterwards an operator has to change a role."""
-
-FORBIDDEN, INVALID = 403, 422
-
-DRIVER_PERMISSION = "resourceclaims/driver"
-"""If it is missing, the answer is 422 with this text (Kubernetes 1.36 and newer), not 403 as for other permissions."""
-
-BYTES_DIFFER = "field cannot be modified once set"
-WHY_BYTES = (
-    "its opaque parameters are JSON with blanks or with keys in another order than kubectl writes, and the API "
-    "server (seen on 1.37.1) takes its own reformatting of them for a change of the allocation"
-)
-
-ROLE = (
-    "resourceclaims/status: patch; from Kubernetes 1.36 also resourceclaims/driver: associated-node:patch for "
-    "resourceNames [%s], with a token that names the node (a pod's own does)"
-)
 
 
 @dataclass

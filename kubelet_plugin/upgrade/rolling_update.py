@@ -43,6 +43,30 @@ SERVICE, METHOD = "tessera.node.HandOver", "Ask"
 ANSWER_TIMEOUT_SECONDS = 40.0
 """Covers the end of the claims in progress and then of the writers."""
 
+POLL_INTERVAL_SECONDS = 0.02
+"""Short, because calls of the kubelet wait during a hand-over."""
+
+CLAIMS_TIMEOUT_SECONDS, RELEASE_TIMEOUT_SECONDS = 15.0, 20.0
+"""How long the active instance waits for claims in progress, and for its writers, before it hands over."""
+
+BUSY_RETRY_SECONDS = 30.0
+"""How long the active instance serves again after a failed hand-over, during which it accepted no calls."""
+
+SUCCESSOR_START_TIMEOUT_SECONDS = 5.0
+"""How long an instance that has handed over leaves the node to its successor."""
+
+ASK_INTERVAL_SECONDS = 1.0
+"""Before each request the new instance reads its Node and all GPUs, and the active one keeps claims waiting."""
+
+SUCCESSOR_TIMEOUT_SECONDS = 5.0
+"""How long an instance that ends waits until the kubelet knows its successor."""
+
+QUIET_PERIOD_SECONDS = 1.0
+"""The kubelet may still call a withdrawn instance: it drops withdrawn sockets once a second."""
+
+BUSY = "claims are still in progress"
+UNINSTALLING = "Tessera is being uninstalled"
+
 
 class HandOver(StrEnum):
     """The steps of a hand-over in order: those of the new plugin and, in between, those of the active one."""
@@ -106,31 +130,6 @@ def ask(owner: Path, own: Path, version: str) -> HandOverAnswer:
         return HandOverAnswer(HandOverResult.SILENT, f"{error.code().name}: {error.details()}")
     except msgspec.MsgspecError as error:
         return HandOverAnswer(HandOverResult.UNABLE, f"this version can't read its answer: {error}")
-
-
-POLL_INTERVAL_SECONDS = 0.02
-"""Short, because calls of the kubelet wait during a hand-over."""
-
-CLAIMS_TIMEOUT_SECONDS, RELEASE_TIMEOUT_SECONDS = 15.0, 20.0
-"""How long the active instance waits for claims in progress, and for its writers, before it hands over."""
-
-BUSY_RETRY_SECONDS = 30.0
-"""How long the active instance serves again after a failed hand-over, during which it accepted no calls."""
-
-SUCCESSOR_START_TIMEOUT_SECONDS = 5.0
-"""How long an instance that has handed over leaves the node to its successor."""
-
-ASK_INTERVAL_SECONDS = 1.0
-"""Before each request the new instance reads its Node and all GPUs, and the active one keeps claims waiting."""
-
-SUCCESSOR_TIMEOUT_SECONDS = 5.0
-"""How long an instance that ends waits until the kubelet knows its successor."""
-
-QUIET_PERIOD_SECONDS = 1.0
-"""The kubelet may still call a withdrawn instance: it drops withdrawn sockets once a second."""
-
-BUSY = "claims are still in progress"
-UNINSTALLING = "Tessera is being uninstalled"
 
 
 class RollingInstance:
