@@ -8,7 +8,6 @@ from functools import cached_property
 
 from driver.model.device import Device, DeviceKind, devices_of
 from driver.model.gpu import Gpu
-from driver.model.occupancy import Occupancy
 from driver.model.plan import Offer
 from driver.placement import GpuState, Key, Spot, spot_of
 from driver.placement.state import Geometry
@@ -90,15 +89,10 @@ class FleetGpu:
         return self.layout.names.get(spot_for(offer))
 
     @cached_property
-    def occupancy(self) -> Occupancy:
-        state = self.state
-        return Occupancy(state.mask, state.geometry.limits, state.taken, state.shared)
-
-    @cached_property
     def possible(self) -> tuple[Device, ...]:
         """What it could offer now: what fits beside what is held, without a reset, as settings and labels allow."""
         names = {device.name for device in self.held}
-        fitting = (device for device in self.devices if self.occupancy.admits(device))
+        fitting = (device for device in self.devices if self.state.fits(device))
         return tuple(device for device in fitting if device.kind in self._kinds and device.name not in names)
 
     @cached_property

@@ -34,7 +34,7 @@ class Strict(msgspec.Struct, frozen=True, rename="camel"):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing wrong: where (``sharing.strategy``; empty for the object itself), what was found, what would do."""
+    """One error: path (``sharing.strategy``; empty for the object itself), found value, message."""
 
     path: str
     found: str
@@ -45,7 +45,7 @@ class Fault:
 
 
 class InvalidParameters(ClaimError):
-    """Opaque parameters that are not valid, with everything that is wrong with them."""
+    """Opaque parameters are not valid; lists all errors."""
 
     def __init__(self, where: str, faults: Sequence[Fault]) -> None:
         super().__init__(f"{where}: opaque parameters are not valid: {'; '.join(map(str, faults))}")
@@ -91,8 +91,8 @@ def wrong_name(path: str, found: object, known: Sequence[str], refused: Mapping[
 
 
 def validate(model: type[Strict], settings: Mapping[Any, Any]) -> Strict | list[Fault]:
-    """``settings`` (apiVersion and kind taken off) as ``model``, or all that is wrong with them."""
-    # msgspec itself would stop at the first fault, and doesn't know what people meant.
+    """Return ``settings`` (without apiVersion and kind) as ``model``, or all faults."""
+    # msgspec itself would stop at the first fault, and makes no suggestions.
     return list(_faults(model, settings, "")) or msgspec.convert(settings, model)
 
 
@@ -135,7 +135,7 @@ def kind_of_field(field: FieldInfo) -> Any:
 
 
 def accepted_names(kind: Any) -> list[str]:
-    """What may stand in a field of this type: the values of a Literal or enum, the fields of an object."""
+    """Accepted values of a Literal or enum, or the field names of an object."""
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     if issubclass(kind, Enum):

@@ -1,4 +1,4 @@
-"""Wrong names: which existing one somebody probably meant."""
+"""Suggestions for misspelt names ("did you mean")."""
 
 from __future__ import annotations
 

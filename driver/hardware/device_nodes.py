@@ -57,30 +57,20 @@ def partition_nodes(paths: HostPaths, gpu: Gpu, partition: Partition, device_roo
 
     Capability nodes carry explicit numbers: the host's /dev/nvidia-caps may be empty.
     """
-    major = _capability_major(paths)
+    module_missing = "line for nvidia-caps: is the nvidia module loaded?"
+    major = _number(paths, "/proc/devices", r"^\s*(\d+) nvidia-caps$", module_missing)
     instance = f"{CAPABILITIES}/gpu{gpu.minor}/mig/gi{partition.gpu_instance_id}"
     files = (f"{instance}/access", f"{instance}/ci{partition.compute_instance_id}/access")
-    minors = [_capability_minor(paths, file) for file in files]
+    minors = [_number(paths, file, r"^DeviceFileMinor:\s*(\d+)$", "DeviceFileMinor line") for file in files]
     nodes = [DeviceNode(f"/dev/nvidia-caps/nvidia-cap{minor}", major=major, minor=minor) for minor in minors]
     return [*gpu_nodes(paths, gpu, device_root), *nodes]
 
 
-def _capability_major(paths: HostPaths) -> int:
-    match = re.search(r"^\s*(\d+) nvidia-caps$", _read(paths, "/proc/devices"), re.MULTILINE)
-    if match is None:
-        raise HardwareError(f"{paths.here('/proc/devices')} has no line for nvidia-caps: is the nvidia module loaded?")
-    return int(match[1])
-
-
-def _capability_minor(paths: HostPaths, file: str) -> int:
-    match = re.search(r"^DeviceFileMinor:\s*(\d+)$", _read(paths, file), re.MULTILINE)
-    if match is None:
-        raise HardwareError(f"{paths.here(file)} has no DeviceFileMinor line")
-    return int(match[1])
-
-
-def _read(paths: HostPaths, file: str) -> str:
+def _number(paths: HostPaths, file: str, pattern: str, missing: str) -> int:
     try:
-        return paths.read(file)
+        match = re.search(pattern, paths.read(file), re.MULTILINE)
     except OSError as error:
         raise HardwareError(f"can't read {paths.here(file)}: {error.strerror}") from error
+    if match is None:
+        raise HardwareError(f"{paths.here(file)} has no {missing}")
+    return int(match[1])

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from ctypes import byref, c_uint
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pynvml
 
@@ -24,44 +24,39 @@ TRANSFERS_PER_CLOCK = 2
 """Double data rate: NVML's memory clock counts full cycles."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownMemory:
+class KnownMemory(NamedTuple):
     """Type and data-sheet bandwidth in GB/s of the products whose name matches ``pattern``.
 
     ``over_gib`` distinguishes two memory sizes of one product name.
     """
 
-    pattern: re.Pattern[str]
+    pattern: str
     kind: str
     bandwidth: int
-    over_gib: int
-
-
-def _known(pattern: str, kind: str, bandwidth: int, over_gib: int = 0) -> KnownMemory:
-    return KnownMemory(re.compile(pattern), kind, bandwidth, over_gib)
+    over_gib: int = 0
 
 
 PRODUCTS = (
-    _known(r"Tesla T4\b", "GDDR6", 320),
-    _known(r"V100", "HBM2", 900),
-    _known(r"\bA10\b", "GDDR6", 600),
-    _known(r"\bL4\b", "GDDR6", 300),
-    _known(r"\bL40S\b", "GDDR6", 864),
-    _known(r"\bA30\b", "HBM2", 933),
-    _known(r"A[18]00.*40GB", "HBM2", 1555),
-    _known(r"A[18]00-SXM4-80GB", "HBM2e", 2039),
-    _known(r"A[18]00 80GB PCIe", "HBM2e", 1935),
-    _known(r"GH200 144G", "HBM3e", 4900),
-    _known(r"GH200", "HBM3", 4000),
-    _known(r"H[18]00 PCIe", "HBM2e", 2039),
-    _known(r"H[18]00 NVL", "HBM3", 3938),
-    _known(r"H[18]00", "HBM3", 3352),
-    _known(r"H200", "HBM3e", 4800),
-    _known(r"\bH20\b", "HBM3e", 4800, over_gib=100),  # the later H20 has the memory of an H200
-    _known(r"\bH20\b", "HBM3", 4000),
-    _known(r"G?B[23]00\b", "HBM3e", 8000),
-    _known(r"RTX PRO 6000 Blackwell", "GDDR7", 1597),
-    _known(r"RTX PRO 5000 Blackwell", "GDDR7", 1344),
+    KnownMemory(r"Tesla T4\b", "GDDR6", 320),
+    KnownMemory(r"V100", "HBM2", 900),
+    KnownMemory(r"\bA10\b", "GDDR6", 600),
+    KnownMemory(r"\bL4\b", "GDDR6", 300),
+    KnownMemory(r"\bL40S\b", "GDDR6", 864),
+    KnownMemory(r"\bA30\b", "HBM2", 933),
+    KnownMemory(r"A[18]00.*40GB", "HBM2", 1555),
+    KnownMemory(r"A[18]00-SXM4-80GB", "HBM2e", 2039),
+    KnownMemory(r"A[18]00 80GB PCIe", "HBM2e", 1935),
+    KnownMemory(r"GH200 144G", "HBM3e", 4900),
+    KnownMemory(r"GH200", "HBM3", 4000),
+    KnownMemory(r"H[18]00 PCIe", "HBM2e", 2039),
+    KnownMemory(r"H[18]00 NVL", "HBM3", 3938),
+    KnownMemory(r"H[18]00", "HBM3", 3352),
+    KnownMemory(r"H200", "HBM3e", 4800),
+    KnownMemory(r"\bH20\b", "HBM3e", 4800, over_gib=100),  # the later H20 has the memory of an H200
+    KnownMemory(r"\bH20\b", "HBM3", 4000),
+    KnownMemory(r"G?B[23]00\b", "HBM3e", 8000),
+    KnownMemory(r"RTX PRO 6000 Blackwell", "GDDR7", 1597),
+    KnownMemory(r"RTX PRO 5000 Blackwell", "GDDR7", 1344),
 )
 """First match wins: narrower names stand in front of wider ones."""
 
@@ -84,7 +79,7 @@ def memory_type(product: str, memory_bytes: int) -> str | None:
 
 
 def _find(product: str, memory_bytes: int) -> KnownMemory | None:
-    rows = (known for known in PRODUCTS if known.pattern.search(product))
+    rows = (known for known in PRODUCTS if re.search(known.pattern, product))
     return next((known for known in rows if memory_bytes > known.over_gib << 30), None)
 
 

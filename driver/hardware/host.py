@@ -22,7 +22,7 @@ from driver.hardware.host_paths import HOST, HostPaths, device_root
 from driver.hardware.mig import MigOperations
 from driver.hardware.nvml_errors import described, fact, nvml_call
 from driver.hardware.time_slice import TimeSliceTool
-from driver.model.gpu import Gpu, Partition, Placement, Profile
+from driver.model.gpu import Gpu, Partition
 from driver.model.health import GpuEvent
 from driver.model.sharing import ComputeMode, TimeSlice
 
@@ -105,8 +105,8 @@ GPU_ANSWER_TIMEOUT_SECONDS = 15.0
 """How long discovery waits for a GPU. A healthy GPU answers in milliseconds, after a cold start in a few seconds."""
 
 
-class Host:
-    """A node with GPUs, in one NVML session. Handles are cached, because lookups are slow under load.
+class Host(MigOperations):
+    """A node with GPUs, in one NVML session.
 
     Every method raises HardwareError; none keeps a lock between calls. Callers serialise the methods that change a
     GPU (those that return a Partition or None) for each GPU; different GPUs may be used from several threads at once.
@@ -114,12 +114,10 @@ class Host:
 
     def __init__(self, nvml: Any, paths: HostPaths, *, simulated: bool, driver_root: Path = HOST) -> None:
         """Start the session. Raises EnvironmentFault where NVML is missing or refuses to start."""
-        self._nvml = nvml
+        super().__init__(nvml)
         self._paths = paths
         self._simulated = simulated
         self._driver_root = driver_root
-        self._handles: dict[str, Any] = {}
-        self._mig = MigOperations(nvml)
         self._events = Events(nvml)
         self._timeouts = TimeoutRunner(GPU_ANSWER_TIMEOUT_SECONDS)
         # The simulator's tool is a script; the file in the place of NVML's library can't be loaded.
@@ -162,28 +160,6 @@ class Host:
         handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
         return handle, read_gpu(self._nvml, handle, index, self._paths.root, simulated=self._simulated)
 
-    def partitions(self, gpu: Gpu) -> Sequence[Partition]:
-        """All MIG instances that exist on ``gpu``, whoever made them; empty with MIG mode off."""
-        if not self.mig_enabled(gpu):
-            return ()
-        return tuple(self._mig.partitions(self._handle(gpu), gpu))
-
-    def find_partition(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition | None:
-        """The instance of ``profile`` at exactly ``placement``, complete or not."""
-        return self._mig.find(self._handle(gpu), gpu, profile, placement) if self.mig_enabled(gpu) else None
-
-    def mig_enabled(self, gpu: Gpu) -> bool:
-        """Whether MIG mode is in force now."""
-        return gpu.mig_capable and self._mig.enabled(self._handle(gpu), gpu)
-
-    def set_mig_mode(self, gpu: Gpu, *, enabled: bool) -> None:
-        """Switch MIG mode; returns only once it is in force, else raises (in use, reset required)."""
-        self._mig.set_mode(self._handle(gpu), gpu, enabled=enabled)
-
-    def request_mig_mode(self, gpu: Gpu, *, enabled: bool) -> bool:
-        """Request a MIG mode; False where it takes effect only with a reset of the GPU."""
-        return self._mig.request_mode(self._handle(gpu), gpu, enabled=enabled)
-
     def compute_mode(self, gpu: Gpu) -> ComputeMode:
         """Whether several processes may use ``gpu``. An administrator sets it; a reboot sets it to DEFAULT."""
         with nvml_call(f"reading the compute mode of {gpu.uuid}"):
@@ -197,8 +173,8 @@ class Host:
     def set_time_slice(self, gpu: Gpu, interval: TimeSlice) -> None:
         """Set how long each process on ``gpu`` runs before the next; a GPU reset and a reboot set it to DEFAULT.
 
-        Without effect on partitions. Not every product has it (before Volta: NOT_SUPPORTED), so that nobody
-        should set DEFAULT on a GPU that has it already.
+        It has no effect on partitions. Products before Volta answer NOT_SUPPORTED, so do not set DEFAULT where it
+        is set already.
         """
         self._time_slice.set(gpu.uuid, interval)
 
@@ -219,22 +195,6 @@ class Host:
             return None
         return int(reported.value.uiVal)
 
-    def create_gpu_instance(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition:
-        """Create the GPU instance at exactly ``placement``; the result has no compute instance yet."""
-        return self._mig.create_gpu_instance(self._handle(gpu), gpu, profile, placement)
-
-    def create_compute_instance(self, gpu: Gpu, partition: Partition) -> Partition:
-        """Give ``partition`` the one compute instance that spans it; the result is complete."""
-        return self._mig.create_compute_instance(self._handle(gpu), gpu, partition)
-
-    def destroy_compute_instance(self, gpu: Gpu, partition: Partition) -> None:
-        """Remove the compute instance; one that is gone already is no error."""
-        self._mig.destroy_compute_instance(self._handle(gpu), gpu, partition)
-
-    def destroy_gpu_instance(self, gpu: Gpu, partition: Partition) -> None:
-        """Remove the GPU instance; one that is gone already is no error."""
-        self._mig.destroy_gpu_instance(self._handle(gpu), gpu, partition)
-
     def gpu_nodes(self, gpu: Gpu) -> Sequence[DeviceNode]:
         """The device nodes a container needs to use ``gpu``, the control nodes included."""
         return nodes.gpu_nodes(self._paths, gpu, device_root(self._paths, self._driver_root))
@@ -242,9 +202,3 @@ class Host:
     def partition_nodes(self, gpu: Gpu, partition: Partition) -> Sequence[DeviceNode]:
         """The device nodes a container needs to use ``partition``: the GPU's nodes and both capability nodes."""
         return nodes.partition_nodes(self._paths, gpu, partition, device_root(self._paths, self._driver_root))
-
-    def _handle(self, gpu: Gpu) -> Any:
-        if gpu.uuid not in self._handles:
-            with nvml_call(f"looking up {gpu.uuid}"):
-                self._handles[gpu.uuid] = self._nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-        return self._handles[gpu.uuid]

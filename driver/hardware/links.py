@@ -42,7 +42,8 @@ def read_nvlink(nvml: Any, handle: Any) -> NvLink | None:
     up = list(_links_up(nvml, handle))
     if not up:
         return None
-    generation = next((found for link in up if (found := _generation(nvml, handle, link))), None)
+    versions = (fact(nvml.nvmlDeviceGetNvLinkVersion, handle, link) for link in up)
+    generation = next((GENERATIONS[version] for version in versions if version in GENERATIONS), None)
     rate = LINK_GBPS.get(generation) if generation is not None else None
     return NvLink(
         generation=generation,
@@ -103,10 +104,6 @@ def _links_up(nvml: Any, handle: Any) -> Iterator[int]:
             raise
         if state == pynvml.NVML_FEATURE_ENABLED:
             yield link
-
-
-def _generation(nvml: Any, handle: Any, link: int) -> int | None:
-    return GENERATIONS.get(fact(nvml.nvmlDeviceGetNvLinkVersion, handle, link))
 
 
 def _far_end(nvml: Any, handle: Any, link: int) -> str | None:

@@ -6,8 +6,7 @@ reverse. A GPU instance is always created at an explicit placement: the driver's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from ctypes import byref, c_uint
 from typing import Any
 
@@ -22,83 +21,109 @@ GONE = pynvml.NVML_ERROR_NOT_FOUND
 
 
 class MigOperations:
-    """MIG on one node. Stateless except for a cache of the compute-instance profiles that span a GPU instance."""
+    """MIG on the GPUs of one NVML session. Handles are cached, because lookups are slow under load."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
+        self._handles: dict[str, Any] = {}
         self._spanning: dict[tuple[str, int], int] = {}
 
-    def enabled(self, handle: Any, gpu: Gpu) -> bool:
+    def mig_enabled(self, gpu: Gpu) -> bool:
+        """Whether MIG mode is in force now."""
+        if not gpu.mig_capable:
+            return False
+        handle = self._handle(gpu)
         with nvml_call(f"reading the MIG mode of {gpu.uuid}"):
             current, _pending = self._nvml.nvmlDeviceGetMigMode(handle)
             return bool(current == pynvml.NVML_DEVICE_MIG_ENABLE)
 
-    def set_mode(self, handle: Any, gpu: Gpu, *, enabled: bool) -> None:
-        wanted = pynvml.NVML_DEVICE_MIG_ENABLE if enabled else pynvml.NVML_DEVICE_MIG_DISABLE
+    def set_mig_mode(self, gpu: Gpu, *, enabled: bool) -> None:
+        """Switch MIG mode; returns only once it is in force, else raises (in use, reset required)."""
         what = f"switching MIG mode {'on' if enabled else 'off'} on {gpu.uuid}"
-        with nvml_call(what):
-            activation = self._nvml.nvmlDeviceSetMigMode(handle, wanted)
+        activation = self._set_mig_mode(what, gpu, enabled)
         # NVML returns success for a pending mode; the activation status shows the difference.
         if activation != pynvml.NVML_SUCCESS:
             with nvml_call(what):
                 raise pynvml.NVMLError(activation)
-        if self.enabled(handle, gpu) != enabled:
+        if self.mig_enabled(gpu) != enabled:
             raise HardwareError(f"{what}: NVML says SUCCESS, but the mode is only pending; the GPU needs a reset")
 
-    def request_mode(self, handle: Any, gpu: Gpu, *, enabled: bool) -> bool:
-        """Request a MIG mode; False if it is pending until the GPU is reset."""
-        wanted = pynvml.NVML_DEVICE_MIG_ENABLE if enabled else pynvml.NVML_DEVICE_MIG_DISABLE
-        with nvml_call(f"asking for MIG mode on {gpu.uuid}"):
-            self._nvml.nvmlDeviceSetMigMode(handle, wanted)
-        return self.enabled(handle, gpu) == enabled
+    def request_mig_mode(self, gpu: Gpu, *, enabled: bool) -> bool:
+        """Request a MIG mode; False where it takes effect only with a reset of the GPU."""
+        self._set_mig_mode(f"asking for MIG mode on {gpu.uuid}", gpu, enabled)
+        return self.mig_enabled(gpu) == enabled
 
-    def partitions(self, handle: Any, gpu: Gpu) -> Iterator[Partition]:
-        for profile in gpu.profiles:
-            yield from self._instances(handle, gpu, profile)
+    def partitions(self, gpu: Gpu) -> Sequence[Partition]:
+        """All MIG instances that exist on ``gpu``, whoever made them; empty with MIG mode off."""
+        return tuple(self._all_instances(gpu)) if self.mig_enabled(gpu) else ()
 
-    def find(self, handle: Any, gpu: Gpu, profile: Profile, placement: Placement) -> Partition | None:
-        found = (p for p in self._instances(handle, gpu, profile) if p.placement == placement)
-        return next(found, None)
+    def find_partition(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition | None:
+        """The instance of ``profile`` at exactly ``placement``, complete or not."""
+        found = self._instances(gpu, profile) if self.mig_enabled(gpu) else ()
+        return next((partition for partition in found if partition.placement == placement), None)
 
-    def create_gpu_instance(self, handle: Any, gpu: Gpu, profile: Profile, place: Placement) -> Partition:
-        wanted = pynvml.c_nvmlGpuInstancePlacement_t(place.start, place.size)
-        with nvml_call(f"cutting {profile.name} on memory slices {place} of {gpu.uuid}"):
-            instance = self._nvml.nvmlDeviceCreateGpuInstanceWithPlacement(handle, profile.id, byref(wanted))
+    def create_gpu_instance(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition:
+        """Create the GPU instance at exactly ``placement``; the result has no compute instance yet."""
+        wanted = pynvml.c_nvmlGpuInstancePlacement_t(placement.start, placement.size)
+        with nvml_call(f"cutting {profile.name} on memory slices {placement} of {gpu.uuid}"):
+            instance = self._nvml.nvmlDeviceCreateGpuInstanceWithPlacement(self._handle(gpu), profile.id, byref(wanted))
             info = self._nvml.nvmlGpuInstanceGetInfo(instance)
         return Partition(gpu.uuid, profile.id, Placement(info.placement.start, info.placement.size), info.id)
 
-    def create_compute_instance(self, handle: Any, gpu: Gpu, partition: Partition) -> Partition:
+    def create_compute_instance(self, gpu: Gpu, partition: Partition) -> Partition:
+        """Give ``partition`` the one compute instance that spans it; the result is complete."""
         with nvml_call(f"creating a compute instance in GPU instance {partition.gpu_instance_id} of {gpu.uuid}"):
-            instance = self._nvml.nvmlDeviceGetGpuInstanceById(handle, partition.gpu_instance_id)
+            instance = self._nvml.nvmlDeviceGetGpuInstanceById(self._handle(gpu), partition.gpu_instance_id)
             spanning = self._spanning_profile(instance, gpu, partition.profile_id)
             compute = self._nvml.nvmlGpuInstanceCreateComputeInstance(instance, spanning)
             return self._complete(partition, compute)
 
-    def destroy_compute_instance(self, handle: Any, gpu: Gpu, partition: Partition) -> None:
-        what = f"removing the compute instance of GPU instance {partition.gpu_instance_id} of {gpu.uuid}"
-        with nvml_call(what), _gone_is_fine():
-            instance = self._nvml.nvmlDeviceGetGpuInstanceById(handle, partition.gpu_instance_id)
-            compute = self._nvml.nvmlGpuInstanceGetComputeInstanceById(instance, partition.compute_instance_id)
-            self._nvml.nvmlComputeInstanceDestroy(compute)
+    def destroy_compute_instance(self, gpu: Gpu, partition: Partition) -> None:
+        """Remove the compute instance; one that is gone already is no error."""
+        with nvml_call(f"removing the compute instance of GPU instance {partition.gpu_instance_id} of {gpu.uuid}"):
+            try:
+                instance = self._nvml.nvmlDeviceGetGpuInstanceById(self._handle(gpu), partition.gpu_instance_id)
+                compute = self._nvml.nvmlGpuInstanceGetComputeInstanceById(instance, partition.compute_instance_id)
+                self._nvml.nvmlComputeInstanceDestroy(compute)
+            except pynvml.NVMLError as error:
+                if error.value != GONE:
+                    raise
 
-    def destroy_gpu_instance(self, handle: Any, gpu: Gpu, partition: Partition) -> None:
+    def destroy_gpu_instance(self, gpu: Gpu, partition: Partition) -> None:
+        """Remove the GPU instance; one that is gone already is no error."""
         what = f"removing GPU instance {partition.gpu_instance_id} of {gpu.uuid}"
         try:
-            instance = self._nvml.nvmlDeviceGetGpuInstanceById(handle, partition.gpu_instance_id)
+            instance = self._nvml.nvmlDeviceGetGpuInstanceById(self._handle(gpu), partition.gpu_instance_id)
             self._nvml.nvmlGpuInstanceDestroy(instance)
         except pynvml.NVMLError as error:
             with nvml_call(what):
                 if error.value != GONE:
                     raise
             # Without a record the instance would stay forever, so NOT_FOUND is accepted only if the list agrees.
-            if any(p.gpu_instance_id == partition.gpu_instance_id for p in self.partitions(handle, gpu)):
+            if any(p.gpu_instance_id == partition.gpu_instance_id for p in self._all_instances(gpu)):
                 raise HardwareError(f"{what}: NVML says NOT_FOUND and lists it all the same", GONE) from error
 
-    def _instances(self, handle: Any, gpu: Gpu, profile: Profile) -> Iterator[Partition]:
+    def _handle(self, gpu: Gpu) -> Any:
+        if gpu.uuid not in self._handles:
+            with nvml_call(f"looking up {gpu.uuid}"):
+                self._handles[gpu.uuid] = self._nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+        return self._handles[gpu.uuid]
+
+    def _set_mig_mode(self, what: str, gpu: Gpu, enabled: bool) -> int:
+        """Return NVML's activation status."""
+        wanted = pynvml.NVML_DEVICE_MIG_ENABLE if enabled else pynvml.NVML_DEVICE_MIG_DISABLE
+        with nvml_call(what):
+            return int(self._nvml.nvmlDeviceSetMigMode(self._handle(gpu), wanted))
+
+    def _all_instances(self, gpu: Gpu) -> Iterator[Partition]:
+        for profile in gpu.profiles:
+            yield from self._instances(gpu, profile)
+
+    def _instances(self, gpu: Gpu, profile: Profile) -> Iterator[Partition]:
         count = c_uint(profile.max_instances)
         handles = (pynvml.c_nvmlGpuInstance_t * profile.max_instances)()
         with nvml_call(f"listing the {profile.name} instances of {gpu.uuid}"):
-            self._nvml.nvmlDeviceGetGpuInstances(handle, profile.id, handles, byref(count))
+            self._nvml.nvmlDeviceGetGpuInstances(self._handle(gpu), profile.id, handles, byref(count))
             for instance in handles[: count.value]:
                 info = self._nvml.nvmlGpuInstanceGetInfo(instance)
                 place = Placement(info.placement.start, info.placement.size)
@@ -138,29 +163,17 @@ class MigOperations:
         Slice count and SMs must both match: on GH200 a 1-slice instance needs profile 7, not 0.
         """
         key = (gpu.uuid, profile_id)
-        if key not in self._spanning:
-            whole = next(profile for profile in gpu.profiles if profile.id == profile_id)
-            self._spanning[key] = self._find_spanning(instance, gpu, whole)
-        return self._spanning[key]
-
-    def _find_spanning(self, instance: Any, gpu: Gpu, whole: Profile) -> int:
+        if key in self._spanning:
+            return self._spanning[key]
+        whole = next(profile for profile in gpu.profiles if profile.id == profile_id)
         wanted = (whole.compute_slices, whole.multiprocessors)
         offered = {}
         for info in self._compute_profiles(instance):
             offered[info.id] = (info.sliceCount, info.multiprocessorCount)
             if offered[info.id] == wanted:
-                return int(info.id)
+                self._spanning[key] = int(info.id)
+                return self._spanning[key]
         raise HardwareError(
             f"{gpu.uuid}: no compute-instance profile spans {whole.name} ({wanted[0]} slices, {wanted[1]} SMs); "
             f"NVML offers {offered or 'none'} (profile id: slices, SMs)"
         )
-
-
-@contextmanager
-def _gone_is_fine() -> Iterator[None]:
-    """Ignore NOT_FOUND: the object to remove does not exist any more."""
-    try:
-        yield
-    except pynvml.NVMLError as error:
-        if error.value != GONE:
-            raise

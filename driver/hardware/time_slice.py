@@ -15,12 +15,11 @@ from pathlib import Path
 import pynvml
 
 from driver.errors import HardwareError
-from driver.hardware.host_paths import LIBRARY_DIRECTORIES, resolve_inside
+from driver.hardware.host_paths import find_nvml, resolve_inside
 from driver.hardware.nvml_errors import NAMES
 from driver.model.sharing import TimeSlice
 
 TOOL = "usr/bin/nvidia-smi"
-LIBRARY = "libnvidia-ml.so.1"
 NVIDIA_SMI_TIMEOUT_SECONDS = 15.0
 """Timeout of one run, which normally takes less than a second; the kubelet waits 45 s for a whole pod."""
 
@@ -88,9 +87,5 @@ class TimeSliceTool:
 
     def _environment(self) -> dict[str, str]:
         """Environment with LD_PRELOAD of NVML only: a library path would also load the driver root's libc."""
-        library = self._library() if self._needs_library else None
-        return {**os.environ, **({"LD_PRELOAD": library} if library else {})}
-
-    def _library(self) -> str | None:
-        candidates = (resolve_inside(self._root, f"{directory}/{LIBRARY}") for directory in LIBRARY_DIRECTORIES)
-        return next((str(self._root / real) for real in candidates if real is not None), None)
+        library = find_nvml(self._root) if self._needs_library else None
+        return {**os.environ, **({"LD_PRELOAD": str(library)} if library else {})}

@@ -7,9 +7,9 @@ PHB the host bridge, NODE two host bridges of one NUMA node, SYS the link betwee
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 from pathlib import Path
 
 from driver.model.gpu import Gpu
@@ -41,20 +41,20 @@ def pcie_root(root: Path, address: str) -> str | None:
 
 def numa_node(root: Path, address: str) -> int | None:
     """The NUMA node of a PCI device, or None if unknown."""
-    path = root / "sys/bus/pci/devices" / address / "numa_node"
-    try:
-        node = int(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
+    text = _sysfs_text(root, address, "numa_node")
+    return int(text) if text.isdecimal() else None
 
 
 def local_cpus(root: Path, address: str) -> str | None:
     """The kernel's list of CPUs near a PCI device (``0-55,112-167``), or None if unknown."""
+    return _sysfs_text(root, address, "local_cpulist") or None
+
+
+def _sysfs_text(root: Path, address: str, name: str) -> str:
     try:
-        return (root / "sys/bus/pci/devices" / address / "local_cpulist").read_text().strip() or None
+        return (root / "sys/bus/pci/devices" / address / name).read_text().strip()
     except OSError:
-        return None
+        return ""
 
 
 SWITCH_BRIDGES = 2
@@ -120,7 +120,7 @@ def level(one: Place, other: Place) -> Level:
     if one.root is None or one.root != other.root:
         same_node = one.numa_node is not None and one.numa_node == other.numa_node
         return Level.NODE if same_node else Level.SYS
-    common = len(_shared(one.path, other.path))
+    common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one.path, other.path, strict=False))))
     if not common:
         return Level.PHB
     bridges = len(one.path) + len(other.path) - 2 * common - 2
@@ -136,20 +136,7 @@ def links_between(one: Gpu, other: Gpu) -> int:
         return 0
     ends = (one.nvlink.peers.get(other.pci_bus_id), other.nvlink.peers.get(one.pci_bus_id))
     direct = min(filter(None, ends), default=0)
-    return direct or min(_through_switch(one.nvlink.peers), _through_switch(other.nvlink.peers))
-
-
-def _through_switch(peers: Mapping[str, int]) -> int:
-    return peers.get("switch", 0)
-
-
-def _shared(one: tuple[str, ...], other: tuple[str, ...]) -> list[str]:
-    shared = []
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            break
-        shared.append(left)
-    return shared
+    return direct or min(end.nvlink.peers.get("switch", 0) for end in (one, other) if end.nvlink is not None)
 
 
 def _pci_address_of(device: Path) -> str | None:

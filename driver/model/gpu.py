@@ -2,11 +2,14 @@
 
 Memory sizes are bytes; placements count memory slices. MIG geometry always comes from NVML
 (``nvmlDeviceGetGpuInstanceProfileInfo``, ``...PossiblePlacements``), never from a table.
+
+NVIDIA's driver limits the media engines of all instances together to those of the GPU (MIG user guide, "Supported MIG
+profiles"): ``+me`` is exclusive, ``+me.all`` allows ``-me`` beside it only, and no profile exceeds its own maximum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -152,3 +155,53 @@ class Partition:
     def complete(self) -> bool:
         """Whether a container can use it."""
         return self.compute_instance_id is not None and self.uuid is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A resource with ``total`` units per GPU; ``usage`` is the use of one instance by profile id."""
+
+    name: str
+    total: int
+    usage: Mapping[int, int]
+
+    def taken_by(self, profile: Profile) -> int:
+        return self.usage.get(profile.id, 0)
+
+
+ENGINES: Mapping[str, Callable[[Profile], int]] = {
+    "ofa-engines": lambda profile: profile.ofa_engines,
+    "jpeg-engines": lambda profile: profile.jpeg_engines,
+}
+"""The engines that distinguish profiles with and without media extensions."""
+
+
+def limits_of(profiles: Sequence[Profile]) -> tuple[Limit, ...]:
+    """The limits that memory slices do not imply; each costs the scheduler a counter."""
+    found: list[Limit] = []
+    for name, engines in ENGINES.items():
+        usage = {profile.id: engines(profile) for profile in profiles if engines(profile)}
+        limit = Limit(name, max(usage.values(), default=0), usage)
+        if heaviest(profiles, usage) > limit.total and usage not in [known.usage for known in found]:
+            found.append(limit)
+    own = [profile for profile in profiles if not _kept_by_others(profile, found)]
+    return (*found, *(Limit(f"profile-{p.label}", p.max_instances, {p.id: 1}) for p in own))
+
+
+def heaviest(profiles: Sequence[Profile], usage: Mapping[int, int]) -> int:
+    """The highest total use by disjoint placements of any profiles."""
+    windows = [(place, usage.get(profile.id, 0)) for profile in profiles for place in profile.placements]
+    slices = max((place.start + place.size for place, _ in windows), default=0)
+    best = [0] * (slices + 1)
+    for end in range(1, slices + 1):
+        ending = (best[place.start] + weight for place, weight in windows if place.start + place.size == end)
+        best[end] = max(best[end - 1], *ending, 0)
+    return best[slices]
+
+
+def _kept_by_others(profile: Profile, limits: Sequence[Limit]) -> bool:
+    """Whether placements or ``limits`` imply the profile's own maximum."""
+    if heaviest([profile], {profile.id: 1}) <= profile.max_instances:
+        return True
+    shares = (limit.total // limit.taken_by(profile) for limit in limits if limit.taken_by(profile))
+    return any(share <= profile.max_instances for share in shares)

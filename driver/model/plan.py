@@ -98,13 +98,13 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
 
     ``epoch`` is the one of the node's status that the controller answers; the node follows no other. ``held`` and
     ``offers`` are Held and Offer as they are written: one string each costs the API server a third of what objects
-    do. ``withdrawn`` are names of devices that were offered, are fenced, and that nobody holds: the only ones the
+    do. ``withdrawn`` are names of devices that were offered, are fenced, and that no claim holds: the only ones the
     node may take out of its slices. ``dedicated_to`` is the use a label gave the node, ``dedicated_gpus`` are
     ``GPU-<uuid>=<use>`` of those with a use of their own: both for people to see.
 
     ``cordoned`` and ``cleared`` are operators' (``tessera cordon``, ``uncordon``), followed whether the node follows
-    the plan or not, and never written by the controller: ``GPU-<uuid> <reason>`` of GPUs that nobody new shall be
-    given, and ClearedFaults as they are written.
+    the plan or not, and never written by the controller: ``GPU-<uuid> <reason>`` of GPUs that no new claim may get,
+    and ClearedFaults as they are written.
     """
 
     epoch: str = ""

@@ -1,9 +1,8 @@
-"""What an XID, the number of an error that NVIDIA's kernel module reports, means for who may be given the GPU.
+"""XIDs, the errors that NVIDIA's kernel module reports, and whether they keep new claims away from the GPU.
 
 Source: NVIDIA's "XID Errors", catalogue for Ampere and newer, column "immediate action"
-(docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), and for 46 NVIDIA's "Health Validation". Where the
-catalogue says RESTART_APP, whoever ran there is told and the next one runs well; where it says IGNORE, nothing is to be
-done; RESET_GPU, RESTART_BM and the workflows that end there make a GPU that nobody new may be given.
+(docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html), and for 46 NVIDIA's "Health Validation". RESTART_APP
+concerns the application only, IGNORE needs no action; RESET_GPU, RESTART_BM and workflows that end in them are fatal.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from typing import NamedTuple
 
 
 class Meaning(StrEnum):
-    """What follows from an XID."""
+    """Consequence of an XID."""
 
     APPLICATION = "application"
-    """A program did something wrong, or was hit by what ended with it; the GPU is well."""
+    """The application is at fault, or was hit by the error; the GPU is healthy."""
 
     NOTE = "note"
-    """Worth knowing; the GPU is well, or NVML itself tells what it needs."""
+    """Information; the GPU is healthy, or NVML reports the recovery action that it needs."""
 
     FATAL = "fatal"
-    """The GPU, or the partition, must not be given to anybody new until it has recovered."""
+    """The GPU or the partition must not be allocated to new claims until it has recovered."""
 
     UNKNOWN = "unknown"
-    """Not in the table. A driver that tells what a GPU needs has judged it already; else it counts as fatal."""
+    """Not in the table: fatal, unless the driver reports recovery actions and so has judged the error itself."""
 
 
 class Xid(NamedTuple):

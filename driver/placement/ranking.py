@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from driver.model.device import Device, DeviceKind
@@ -62,7 +62,7 @@ class Ranking:
 
     def __init__(self, measure: Measure | None = None) -> None:
         self.measure = measure or Measure()
-        self.clique = lru_cache(CLIQUES)(self._clique)
+        self.clique = lru_cache(CLIQUES)(partial(RankedClique, self))
         self._gpus: dict[GpuState, RankedGpu] = {}
 
     def gpu(self, state: GpuState) -> RankedGpu:
@@ -71,9 +71,6 @@ class Ranking:
         if found is None:
             found = self._gpus[state] = RankedGpu(self, state)
         return found
-
-    def _clique(self, gpus: tuple[RankedGpu, ...]) -> RankedClique:
-        return RankedClique(self, gpus)
 
 
 class RankedGpu:
@@ -170,17 +167,6 @@ class RankedClique:
 
     def with_gpu(self, position: int, gpu: RankedGpu) -> RankedClique:
         return self._ranking.clique((*self.gpus[:position], gpu, *self.gpus[position + 1 :]))
-
-    def growth_by_class(self, position: int, spot: Spot) -> dict[str, float]:
-        """What each class loses (minus: gains) in free slices it can't use; weighted, they sum to the growth."""
-        measure, after = self._ranking.measure, self.after(position, spot)
-        had, lost = measure.unusable(self.gpus[position].state), measure.unusable(after.gpus[position].state)
-        return {name: lost[name] - had[name] for name in had} | {CLIQUE_CLASS: after.unusable - self.unusable}
-
-    @property
-    def unusable(self) -> float:
-        """Free slices that a request for all of the GPUs can't use."""
-        return self._free - self._spoiled
 
     def _growth(self, gpu: RankedGpu, local: LocalTerms) -> float:
         """A request for all GPUs loses what was free if this is the first cut, and what is taken now is not free."""

@@ -1,7 +1,6 @@
 """Geometry, occupancy and possible offers of one GPU as a small hashable value (pure).
 
-:class:`driver.model.occupancy.Occupancy` does the same for one GPU and its devices. This module is for thousands of
-GPUs: equal GPUs share one state, and results are cached by state.
+A cluster has thousands of GPUs: equal GPUs share one state, and results are cached by state.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from driver.model.device import SLICE_VALUE, Device, DeviceKind
-from driver.model.gpu import Gpu, Profile
-from driver.model.occupancy import Limit, limits_of
+from driver.model.device import SLICE_VALUE, Device, DeviceKind, share_index
+from driver.model.gpu import Gpu, Limit, Profile, limits_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +88,7 @@ class Spot(NamedTuple):
 
 def spot_of(device: Device) -> Spot:
     if device.kind is DeviceKind.SHARE:
-        return Spot(SHARE, int(device.name.rpartition("-")[2]))
+        return Spot(SHARE, share_index(device.name))
     return Spot(key_of(device), device.placement.start if device.placement else 0)
 
 
@@ -157,6 +155,12 @@ class GpuState(NamedTuple):
 
     def admits(self, spot: Spot) -> bool:
         return spot in self.spots(spot.key)
+
+    def fits(self, device: Device) -> bool:
+        """Whether the slices and engines of ``device``, possibly a share of another size, are free."""
+        if device.mask & self.mask or self.shared + device.weight > SLICE_VALUE:
+            return False
+        return device.profile is None or self.geometry.has_room(device.profile.name, self.taken)
 
     def offered(self) -> Iterator[Key]:
         """All kinds of offer that are possible on an empty GPU."""

@@ -11,14 +11,12 @@ import uuid
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import msgspec
 import yaml
 from msgspec import Meta
-from msgspec.structs import FieldInfo
 
 from driver.errors import UsageError
 from driver.simulator.products import Product, find_product, product_names
@@ -40,39 +38,31 @@ def validation_errors(kind: type[Part], content: object, place: str = "") -> Ite
         return
     known = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     for name, field in known.items():
-        yield from _of_field(field, content, f"{place}.{name}".removeprefix("."))
+        path = f"{place}.{name}".removeprefix(".")
+        if name in content:
+            yield from _value_errors(field.type, content[name], path)
+        elif field.required:
+            yield f"{path}: is missing"
     for name in content:
         if name not in known:
             yield f"{place}.{name}: no such field; accepted: {', '.join(known)}".removeprefix(".")
 
 
-def _of_field(field: FieldInfo, content: Mapping[str, object], path: str) -> Iterator[str]:
-    if field.encode_name not in content:
-        if field.required:
-            yield f"{path}: is missing"
-        return
-    found = content[field.encode_name]
-    inside = list(_inside(field.type, found, path))
+def _value_errors(type_: Any, found: object, path: str) -> Iterator[str]:
+    plain = get_args(type_)[0] if get_origin(type_) is Annotated else type_
+    kinds = [each for each in (plain, *get_args(plain)) if isinstance(each, type) and issubclass(each, Part)]
+    inside: list[str] = []
+    if kinds and get_origin(plain) is tuple and isinstance(found, list):
+        for index, each in enumerate(found):
+            inside += validation_errors(kinds[0], each, f"{path}[{index}]")
+    elif kinds and get_origin(plain) is not tuple and found is not None:
+        inside += validation_errors(kinds[0], found, path)
     yield from inside
     try:
         if not inside:
-            msgspec.convert(found, field.type)
+            msgspec.convert(found, type_)
     except msgspec.ValidationError as error:
         yield f"{path}: {error}"
-
-
-def _inside(type_: Any, found: object, path: str) -> Iterator[str]:
-    """Validation errors of a nested object, or of a list of objects."""
-    if get_origin(type_) is Annotated:
-        type_ = get_args(type_)[0]
-    kind = next((each for each in (type_, *get_args(type_)) if isinstance(each, type) and issubclass(each, Part)), None)
-    if kind is None or found is None:
-        return
-    if get_origin(type_) is not tuple:
-        yield from validation_errors(kind, found, path)
-    elif isinstance(found, list):
-        for index, each in enumerate(found):
-            yield from validation_errors(kind, each, f"{path}[{index}]")
 
 
 BusId = Annotated[str, Meta(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
@@ -80,6 +70,8 @@ PcieRoot = Annotated[str, Meta(pattern=r"^pci[0-9a-f]{4,8}:[0-9a-f]{2}$")]
 CpuList = Annotated[str, Meta(pattern=r"^(\d+(-\d+)?(,\d+(-\d+)?)*)?$")]
 NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$")]
 Uuid = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
+
+_NODES = files(__package__).joinpath("data", "nodes")
 
 MAX_GPUS = 64
 """GPUs of one node."""
@@ -181,19 +173,10 @@ class NodeDescription(Part, frozen=True, kw_only=True):
             raise LookupError(self.product)
         return product
 
-    @property
-    def driver_major(self) -> int:
-        """The driver's branch, as 580."""
-        return int(self.driver_version.partition(".")[0])
-
     def gpu_uuid(self, index: int) -> str:
         """``GPU-...`` of the GPU at that index: always the same for one name and serial."""
         node = f"{self.name}/{self.serial}" if self.serial else self.name
         return f"GPU-{uuid.uuid5(_GPU_NAMESPACE, f'{node}/{index}')}"
-
-    def to_json(self) -> dict[str, Any]:
-        """The description as plain JSON values with camelCase keys; :func:`parse_description` reads it."""
-        return cast("dict[str, Any]", msgspec.to_builtins(self))
 
 
 def known_descriptions() -> dict[str, NodeDescription]:
@@ -203,17 +186,13 @@ def known_descriptions() -> dict[str, NodeDescription]:
 
 def known_names() -> list[str]:
     """Names of the nodes that come with Tessera, sorted; each is the name of its file too."""
-    entries = (entry.name for entry in _nodes_folder().iterdir())
+    entries = (entry.name for entry in _NODES.iterdir())
     return sorted(name.removesuffix(".yaml") for name in entries if name.endswith(".yaml"))
-
-
-def _nodes_folder() -> Traversable:
-    return files(__package__).joinpath("data", "nodes")
 
 
 @cache
 def _built_in(name: str) -> NodeDescription:
-    text = _nodes_folder().joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    text = _NODES.joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     return parse_description(yaml.safe_load(text), f"{name} (built in)")
 
 

@@ -1,9 +1,8 @@
 """The simulated machine behind the NVML functions: the GPUs, their states on disk, and the latency of operations.
 
-Each GPU has one state file, ``<root>/sim/gpu-<minor>.json``, which is replaced as a whole: a reader sees the state
-before or after a change, never a mixture, even if the writer is killed. Writers of one GPU take turns with ``flock``
-on ``gpu-<minor>.lock``, which the kernel releases when its holder dies; readers take no lock. Nothing is fsynced: a
-power cut also ends the MIG instances of a real GPU.
+Each GPU has one state file, ``<root>/sim/gpu-<minor>.json``; the injected faults are in ``faults.json``, which exists
+only while there are faults, so that a healthy node costs one file access per call. Nothing is fsynced: a power cut
+also ends the MIG instances of a real GPU.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 import pynvml
 
 from driver.errors import StateError, UsageError
 from driver.simulator.description import GpuDescription, NodeDescription
-from driver.simulator.faults import NO_FAULTS, RECOVERY_SINCE, FaultFile, InjectedFaults, SimulatedEvent
 from driver.simulator.tree import Capabilities, swap_in
 
 
@@ -31,22 +30,16 @@ class Latency:
     """Seconds that each operation takes on the simulated GPU.
 
     Only operations that reconfigure the GPU take time: real NVML queries answer in microseconds. Sources: public logs
-    of an A100 (enabling MIG mode 6.5 s; creating seven 1g partitions 2.5 s, destroying them 4.4 s). How these times
-    divide between the two kinds of instance, and the mode switch of Hopper, are estimates.
+    of an A100 (enabling MIG mode 6.5 s, reset included; creating seven 1g partitions 2.5 s, destroying them 4.4 s).
+    How these times divide between the two kinds of instance, and the mode switch of Hopper, are estimates.
     """
 
     mode_with_reset: float = 6.5
-    """MIG mode switch of Ampere, GPU reset included (public log, A100)."""
     mode_without_reset: float = 1.0
-    """MIG mode switch of Hopper and newer (an estimate: a sixth of the reset)."""
     create_gpu_instance: float = 0.307
-    """2.5 s / 7 less the compute instance (public log, A100)."""
     create_compute_instance: float = 0.05
-    """An estimate: the small part of a partition's 0.357 s."""
     destroy_gpu_instance: float = 0.579
-    """4.4 s / 7 less the compute instance (public log, A100)."""
     destroy_compute_instance: float = 0.05
-    """An estimate: the small part of a partition's 0.629 s."""
 
 
 DEFAULT_LATENCY = Latency()
@@ -65,15 +58,36 @@ def parse_latency(text: str) -> Latency:
     return _NAMED[text]
 
 
+EVERY_CALL = "*"
+ANY_INSTANCE = 0xFFFFFFFF
+"""The instance ids of an event that concerns the whole GPU."""
+
+RECOVERY_SINCE = 570
+"""First driver branch that reports recovery actions; an estimate (NVIDIA's XID catalogue says R565)."""
+
 # Enough that a listener which polls every few milliseconds misses none.
 _KEPT_EVENTS = 16
 
 
-class Process(msgspec.Struct, frozen=True, rename="camel"):
-    """A process that uses a GPU or a MIG device: pid and bytes of GPU memory."""
+class SimulatedEvent(msgspec.Struct, frozen=True, rename="camel"):
+    """An NVML event: its type, its data, and the instances it concerns."""
+
+    number: int
+    kind: int
+    data: int = 0
+    gpu_instance: int = ANY_INSTANCE
+    compute_instance: int = ANY_INSTANCE
+
+
+MIG_CHANGED = SimulatedEvent(0, pynvml.nvmlEventMigConfigChange)
+
+
+class Process(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """A process: pid, bytes of GPU memory, and the UUID of the MIG device that it uses; empty: the whole GPU."""
 
     pid: int
     memory: int
+    device: str = ""
 
 
 class ComputeInstance(msgspec.Struct, frozen=True, rename="camel"):
@@ -88,7 +102,6 @@ class ComputeInstance(msgspec.Struct, frozen=True, rename="camel"):
     size: int
     uuid: str
     index: int
-    processes: tuple[Process, ...] = ()
 
 
 class GpuInstance(msgspec.Struct, frozen=True, rename="camel"):
@@ -122,9 +135,9 @@ class SimulatedGpuState(msgspec.Struct, frozen=True, rename="camel"):
     recovery_action: int = 0
 
     @property
-    def instance_ids(self) -> dict[int, tuple[int, ...]]:
-        """Ids of the compute instances, by id of their GPU instance."""
-        return {gi.id: tuple(ci.id for ci in gi.compute) for gi in self.instances}
+    def mig_devices(self) -> dict[str, tuple[GpuInstance, ComputeInstance]]:
+        """The instances of each MIG device, by UUID."""
+        return {compute.uuid: (instance, compute) for instance in self.instances for compute in instance.compute}
 
     def with_event(self, event: SimulatedEvent) -> SimulatedGpuState:
         """Return the state with the event appended under the next event number."""
@@ -133,50 +146,101 @@ class SimulatedGpuState(msgspec.Struct, frozen=True, rename="camel"):
         return msgspec.structs.replace(self, events=kept, next_event=self.next_event + 1)
 
 
-_STATE = msgspec.json.Decoder(SimulatedGpuState)
+class InjectedFault(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+    """A fault: matching calls fail with ``code`` (0: they succeed) after ``seconds``.
+
+    ``call`` is a pynvml function, or "*". ``gpu`` (minor) and ``device`` (UUID of a MIG device) limit it to calls
+    that concern them. ``times`` is the number of remaining occurrences; None: until it is cleared.
+    """
+
+    id: int
+    call: str = EVERY_CALL
+    code: int = 0
+    seconds: float = 0.0
+    gpu: int | None = None
+    device: str | None = None
+    times: int | None = None
+
+    @property
+    def lost_gpu(self) -> int | None:
+        """Minor of the GPU that this fault makes fall off the bus."""
+        falls = self.call == EVERY_CALL and self.code == pynvml.NVML_ERROR_GPU_IS_LOST
+        return self.gpu if falls else None
 
 
-class GpuFile:
-    """The state file of one GPU. Safe to share between threads and processes."""
+class InjectedFaults(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, dict=True):
+    """All injected faults of a node, its removed GPUs, and added GPUs in the format of the description."""
 
-    def __init__(self, directory: Path, minor: int) -> None:
-        self.path = directory / f"gpu-{minor}.json"
-        self._lock_path = str(directory / f"gpu-{minor}.lock")
-        self._text_path = str(self.path)
-        self._temporary = f"{self.path}.new"
-        self._cached: tuple[bytes, SimulatedGpuState] | None = None
+    next_id: int = 1
+    faults: tuple[InjectedFault, ...] = ()
+    removed: tuple[int, ...] = ()
+    added: tuple[dict[str, object], ...] = ()
 
-    def read(self) -> SimulatedGpuState:
-        """Read the current state; takes about 15 microseconds.
+    @cached_property
+    def lost(self) -> frozenset[int | None]:
+        """Minors of the GPUs that are lost or removed."""
+        return frozenset([fault.lost_gpu for fault in self.faults]) | frozenset(self.removed)
+
+
+NO_FAULTS = InjectedFaults()
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class StateFile(Generic[S]):
+    """A JSON file that any number of threads and processes share.
+
+    It is replaced as a whole: a reader sees it before or after a change, never a mixture, even if the writer is
+    killed. Writers take turns with ``flock`` on a file beside it, which the kernel releases when its holder dies;
+    readers take no lock. ``missing`` is the content while there is no file; None: that is an error.
+    """
+
+    def __init__(self, path: Path, kind: type[S], missing: S | None = None) -> None:
+        self._path = str(path)
+        self._lock_path = str(path.with_suffix(".lock"))
+        self._decoder = msgspec.json.Decoder(kind)
+        self._missing = missing
+        self._known: tuple[bytes, S] | None = None
+
+    def exists(self) -> bool:
+        return os.access(self._path, os.F_OK)
+
+    def read(self) -> S:
+        """Read the current content; takes about 15 microseconds, 1 to 2 without a file.
 
         :raises StateError: the file is missing or was damaged by someone else
         """
+        if self._missing is not None and not self.exists():
+            return self._missing
         try:
-            content = self._content()
-            cached = self._cached
-            if cached is not None and cached[0] == content:
-                return cached[1]
-            state = _STATE.decode(content)
+            content, known = self._content(), self._known
+            if known is None or known[0] != content:
+                known = self._known = (content, self._decoder.decode(content))
         except (OSError, msgspec.MsgspecError) as error:
-            raise StateError(f"state of a simulated GPU, {self.path}: {error}") from error
-        self._cached = (content, state)
-        return state
+            if self._missing is not None and isinstance(error, FileNotFoundError):
+                return self._missing
+            raise StateError(f"file of a simulated node, {self._path}: {error}") from error
+        return known[1]
 
-    def write(self, state: SimulatedGpuState) -> None:
-        """Replace the state. Only for the holder of :meth:`locked`."""
-        content = msgspec.json.encode(state)
+    def write(self, state: S) -> None:
+        """Replace the content; ``missing`` removes the file. Only for the holder of :meth:`locked`."""
+        if state == self._missing:
+            Path(self._path).unlink(missing_ok=True)
+            return
+        content, temporary = msgspec.json.encode(state), f"{self._path}.new"
         # An explicit mode: the umask of a test or a container may allow everybody to write.
-        descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             os.write(descriptor, content)
         finally:
             os.close(descriptor)
-        swap_in(self._temporary, self._text_path)
-        self._cached = (content, state)
+        swap_in(temporary, self._path)
+        self._known = (content, state)
 
     @contextmanager
-    def locked(self) -> Iterator[SimulatedGpuState]:
-        """Hold the GPU's lock and yield its state; other GPUs are not affected."""
+    def locked(self) -> Iterator[S]:
+        """Hold the file's lock and yield its content."""
         descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -185,15 +249,15 @@ class GpuFile:
             os.close(descriptor)
 
     def _content(self) -> bytes:
-        descriptor = os.open(self._text_path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            # Seven instances take 2 KiB; a longer file would fail to parse.
-            return os.read(descriptor, 1 << 16)
+            return b"".join(iter(partial(os.read, descriptor, 1 << 16), b""))
         finally:
             os.close(descriptor)
 
 
-T = TypeVar("T")
+Rule = Callable[[S], tuple[S, T]]
+"""A change: the state before -> the state after, and a result."""
 
 
 class Machine:
@@ -206,16 +270,15 @@ class Machine:
         self.product = description.gpu_product
         self.root = root
         self.latency = latency
-        self.faults = FaultFile(root / "sim")
+        self.faults = StateFile(root / "sim" / "faults.json", InjectedFaults, NO_FAULTS)
         self._sleep = sleep
         self._capabilities = Capabilities(root)
-        self._seen: InjectedFaults = NO_FAULTS
+        self._seen = NO_FAULTS
         self._gpus = description.gpus
         self._present = list(range(len(self._gpus)))
         self._refresh_lock = threading.Lock()
-        self._uuids: list[str] = []
-        self._files: list[GpuFile] = []
-        self._open_state_files()
+        self._uuids = self._all_uuids()
+        self._files: dict[int, StateFile[SimulatedGpuState]] = {}
 
     @property
     def gpus(self) -> tuple[GpuDescription, ...]:
@@ -247,25 +310,20 @@ class Machine:
 
     def prepare_gpu(self, minor: int) -> None:
         """Do the same for one GPU."""
-        file = GpuFile(self.root / "sim", minor)
-        if not file.path.exists():
+        file = self._file(minor)
+        if not file.exists():
             file.write(SimulatedGpuState())
-        self._change(minor, file, lambda state: (state, None), 0.0, None)
-
-    def uuid(self, minor: int) -> str:
-        """UUID of a GPU."""
-        return self._uuids[minor]
+        self.change(minor, lambda state: (state, None))
 
     def state(self, minor: int) -> SimulatedGpuState:
         """The current state of a GPU."""
-        return self._files[minor].read()
+        return self._file(minor).read()
 
     def change(
         self,
         minor: int,
-        rule: Callable[[SimulatedGpuState], tuple[SimulatedGpuState, T]],
+        rule: Rule[SimulatedGpuState, T],
         seconds: float = 0.0,
-        *,
         event: SimulatedEvent | None = None,
     ) -> T:
         """Apply ``rule`` to the GPU's state and store the result; return the second value of ``rule``.
@@ -274,71 +332,68 @@ class Machine:
         other GPUs do not wait. If ``rule`` raises, the state does not change. ``event`` is recorded if MIG mode or
         instances change.
         """
-        return self._change(minor, self._files[minor], rule, seconds, event)
-
-    @property
-    def reports_recovery_action(self) -> bool:
-        """Whether the driver is new enough to report recovery actions."""
-        return self.description.driver_major >= RECOVERY_SINCE
-
-    def set_recovery_action(self, minor: int, action: int) -> None:
-        """Set NVML's recovery action of a GPU; a change is an event."""
-        event = SimulatedEvent(0, pynvml.nvmlEventTypeGpuRecoveryAction)
-
-        def rule(state: SimulatedGpuState) -> tuple[SimulatedGpuState, None]:
-            if state.recovery_action == action:
-                return state, None
-            return msgspec.structs.replace(state, recovery_action=action).with_event(event), None
-
-        self.change(minor, rule)
-
-    def reconfigure(
-        self, minor: int, rule: Callable[[SimulatedGpuState], tuple[SimulatedGpuState, T]], seconds: float
-    ) -> T:
-        """Apply a :meth:`change` that is reported as a MIG configuration event."""
-        return self.change(minor, rule, seconds, event=SimulatedEvent(0, pynvml.nvmlEventMigConfigChange))
-
-    def record_event(self, minor: int, event: SimulatedEvent) -> None:
-        """Record an event on a GPU."""
-        self.change(minor, lambda state: (state.with_event(event), None))
-
-    def _change(
-        self,
-        minor: int,
-        file: GpuFile,
-        rule: Callable[[SimulatedGpuState], tuple[SimulatedGpuState, T]],
-        seconds: float,
-        event: SimulatedEvent | None,
-    ) -> T:
-        with file.locked() as state:
+        with self._file(minor).locked() as state:
             changed, result = rule(state)
             if changed is not state and seconds > 0:
                 self._sleep(seconds)
             if event is not None and _layout(changed) != _layout(state):
                 changed = changed.with_event(event)
             # In this order a reader never sees an instance without its capability files.
-            ids = changed.instance_ids
+            ids = {gi.id: tuple(ci.id for ci in gi.compute) for gi in changed.instances}
             self._capabilities.add(minor, ids)
             if changed is not state:
-                file.write(changed)
+                self._file(minor).write(changed)
             self._capabilities.remove_stale(minor, ids)
         return result
 
-    def _refresh(self) -> InjectedFaults:
+    def change_faults(self, rule: Rule[InjectedFaults, T]) -> T:
+        """Apply ``rule`` to the node's faults; return its second value."""
+        with self.faults.locked() as before:
+            changed, result = rule(before)
+            if not (changed.faults or changed.removed or changed.added):
+                changed = NO_FAULTS
+            if changed != before:
+                self.faults.write(changed)
+            return result
+
+    def take_fault(self, fault: InjectedFault) -> bool:
+        """Count one occurrence of ``fault``; False if it was cleared or used up in the meantime."""
+        return fault.times is None or self.change_faults(lambda now: _one_less(now, fault.id))
+
+    @property
+    def reports_recovery_action(self) -> bool:
+        """Whether the driver is new enough to report recovery actions."""
+        return int(self.description.driver_version.partition(".")[0]) >= RECOVERY_SINCE
+
+    def _file(self, minor: int) -> StateFile[SimulatedGpuState]:
+        file = self._files.get(minor)
+        if file is None:
+            made = StateFile(self.root / "sim" / f"gpu-{minor}.json", SimulatedGpuState)
+            file = self._files.setdefault(minor, made)
+        return file
+
+    def _all_uuids(self) -> list[str]:
+        return [self.description.gpu_uuid(minor) for minor in range(len(self._gpus))]
+
+    def _refresh(self) -> None:
         now = self.faults.read()
         if now is not self._seen:
             with self._refresh_lock:
                 added = tuple(msgspec.convert(gpu, GpuDescription) for gpu in now.added)
                 self._gpus = (*self.description.gpus, *added)
-                self._open_state_files()
+                self._uuids = self._all_uuids()
                 self._present = [minor for minor in range(len(self._gpus)) if minor not in now.removed]
                 self._seen = now
-        return now
 
-    def _open_state_files(self) -> None:
-        for minor in range(len(self._files), len(self._gpus)):
-            self._uuids.append(self.description.gpu_uuid(minor))
-            self._files.append(GpuFile(self.root / "sim", minor))
+
+def _one_less(now: InjectedFaults, number: int) -> tuple[InjectedFaults, bool]:
+    faults = {fault.id: fault for fault in now.faults}
+    found = faults.pop(number, None)
+    if found is None or found.times is None:
+        return now, found is not None
+    if found.times > 1:
+        faults[number] = msgspec.structs.replace(found, times=found.times - 1)
+    return msgspec.structs.replace(now, faults=tuple(faults.values())), True
 
 
 def _layout(state: SimulatedGpuState) -> tuple[object, ...]:

@@ -14,8 +14,8 @@ from functools import cache
 import msgspec
 import pynvml
 
-from .machine import ComputeInstance, GpuInstance, SimulatedGpuState
-from .products import Product, ProductProfile
+from driver.simulator.machine import ComputeInstance, GpuInstance, SimulatedGpuState
+from driver.simulator.products import Product, ProductProfile
 
 # Compute slices a compute instance may have inside a larger GPU instance, with its profile
 # (MIG user guide, "Compute instance profiles").
@@ -60,8 +60,7 @@ def reset(state: SimulatedGpuState) -> SimulatedGpuState:
 
     :raises NVMLError: IN_USE while a process uses the GPU or one of its MIG devices
     """
-    busy = any(ci.processes for gi in state.instances for ci in gi.compute)
-    if state.processes or busy:
+    if state.processes:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_IN_USE)
     return _emptied(state, state.mig_pending)
 
@@ -94,9 +93,9 @@ def create_gpu_instance(
         placement; INSUFFICIENT_RESOURCES where slices, count or media engines are taken
     """
     require_mig(state)
-    profile = known_profile(product, profile_id)
+    profile = product.by_id.get(profile_id)
     start, size = placement
-    if start not in profile.starts or size != profile.size:
+    if profile is None or start not in profile.starts or size != profile.size:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
     if start not in free_starts(product, state, profile):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
@@ -141,7 +140,7 @@ def create_compute_instance(
         uuid=f"MIG-{uuid.uuid4()}",
         index=_lowest_free({ci.index for gi in state.instances for ci in gi.compute}),
     )
-    return with_compute(state, instance, (*instance.compute, created)), created
+    return _with_compute(state, instance, (*instance.compute, created)), created
 
 
 def destroy_compute_instance(
@@ -151,12 +150,12 @@ def destroy_compute_instance(
 
     :raises NVMLError: IN_USE while a process uses it
     """
-    if compute.processes:
+    if any(process.device == compute.uuid for process in state.processes):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_IN_USE)
-    return with_compute(state, instance, tuple(ci for ci in instance.compute if ci.uuid != compute.uuid))
+    return _with_compute(state, instance, tuple(ci for ci in instance.compute if ci.uuid != compute.uuid))
 
 
-def with_compute(
+def _with_compute(
     state: SimulatedGpuState, instance: GpuInstance, compute: tuple[ComputeInstance, ...]
 ) -> SimulatedGpuState:
     """Return the state in which ``instance`` has exactly these compute instances."""
@@ -169,14 +168,6 @@ def require_mig(state: SimulatedGpuState) -> None:
     """Raise NVMLError NOT_SUPPORTED unless MIG mode is on."""
     if not state.mig_enabled:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-
-def known_profile(product: Product, profile_id: int) -> ProductProfile:
-    """Return the product's profile with that id; NVMLError INVALID_ARGUMENT if there is none."""
-    profile = product.by_id.get(profile_id)
-    if profile is None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-    return profile
 
 
 def free_starts(product: Product, state: SimulatedGpuState, profile: ProductProfile) -> list[int]:

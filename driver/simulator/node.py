@@ -18,7 +18,15 @@ from driver.model.sharing import ComputeMode, TimeSlice
 from driver.simulator import mig_rules, tree
 from driver.simulator.description import GpuDescription, NodeDescription, parse_description
 from driver.simulator.faults import FaultControl
-from driver.simulator.machine import DEFAULT_LATENCY, GpuInstance, Latency, Machine, Process, SimulatedGpuState
+from driver.simulator.machine import (
+    DEFAULT_LATENCY,
+    MIG_CHANGED,
+    GpuInstance,
+    Latency,
+    Machine,
+    Process,
+    SimulatedGpuState,
+)
 from driver.simulator.nvml import SimulatedNvml, is_simulated
 from driver.simulator.products import Product
 from driver.simulator.tree import make_folder, write_file
@@ -119,7 +127,7 @@ class SimulatedNode:
 
         :raises NVMLError: IN_USE while a process holds the GPU
         """
-        self._machine.reconfigure(minor, lambda state: (mig_rules.reset(state), None), 0.0)
+        self._machine.change(minor, lambda state: (mig_rules.reset(state), None), event=MIG_CHANGED)
 
     def start_process(self, device: str, *, pid: int, memory: int = 0) -> None:
         """Start a process on a GPU or a MIG device, which is IN_USE until :meth:`end_process`.
@@ -128,49 +136,25 @@ class SimulatedNode:
         :param memory: bytes of GPU memory it uses
         :raises UsageError: the node has no such device
         """
-        self._edit_processes(device, lambda present: (*present, Process(pid, memory)))
+        process = Process(pid, memory, self._mig_uuid(device))
+        self._edit_processes(device, lambda present: (*present, process))
 
     def end_process(self, device: str, *, pid: int) -> None:
         """End that process."""
-        self._edit_processes(device, lambda present: tuple(p for p in present if p.pid != pid))
+        ended = (pid, self._mig_uuid(device))
+        self._edit_processes(device, lambda present: tuple(p for p in present if (p.pid, p.device) != ended))
 
-    @contextmanager
-    def process_on(self, device: str, *, pid: int = 4242, memory: int = 0) -> Iterator[None]:
-        """Run a process on the device during the block."""
-        self.start_process(device, pid=pid, memory=memory)
-        try:
-            yield
-        finally:
-            self.end_process(device, pid=pid)
+    def _mig_uuid(self, device: str) -> str:
+        return "" if device in self._machine.uuids else device
 
     def _edit_processes(self, device: str, edit: Callable[[tuple[Process, ...]], tuple[Process, ...]]) -> None:
-        if device in self._machine.uuids:
-            minor = self._machine.uuids.index(device)
-            self._machine.change(minor, lambda state: (_edited_gpu(state, edit), None))
-            return
-        for minor in range(len(self.gpus)):
-            if self._machine.change(minor, lambda state: _edited_mig(state, device, edit)):
+        for minor, uuid in enumerate(self._machine.uuids):
+            if device == uuid or device in self.gpu_state(minor).mig_devices:
+                self._machine.change(
+                    minor, lambda state: (msgspec.structs.replace(state, processes=edit(state.processes)), None)
+                )
                 return
         raise UsageError(f"the simulated node {self.description.name} has no device {device}")
-
-
-def _edited_gpu(
-    state: SimulatedGpuState, edit: Callable[[tuple[Process, ...]], tuple[Process, ...]]
-) -> SimulatedGpuState:
-    return msgspec.structs.replace(state, processes=edit(state.processes))
-
-
-def _edited_mig(
-    state: SimulatedGpuState, device: str, edit: Callable[[tuple[Process, ...]], tuple[Process, ...]]
-) -> tuple[SimulatedGpuState, bool]:
-    for instance in state.instances:
-        if any(ci.uuid == device for ci in instance.compute):
-            compute = tuple(
-                msgspec.structs.replace(ci, processes=edit(ci.processes)) if ci.uuid == device else ci
-                for ci in instance.compute
-            )
-            return mig_rules.with_compute(state, instance, compute), True
-    return state, False
 
 
 @contextmanager
@@ -226,7 +210,7 @@ def _refuse_another(root: Path, description: NodeDescription) -> None:
 
 
 def _write_description(root: Path, description: NodeDescription) -> None:
-    content = {"format": _FORMAT, "description": description.to_json()}
+    content = {"format": _FORMAT, "description": msgspec.to_builtins(description)}
     write_file(_node_file(root), json.dumps(content, indent=2) + "\n")
 
 
@@ -243,7 +227,6 @@ def describe(node: SimulatedNode, held: dict[str, str]) -> list[dict[str, Any]]:
 def _describe_gpu(node: SimulatedNode, minor: int, held: dict[str, str]) -> dict[str, Any]:
     state, product = node.gpu_state(minor), node.description.gpu_product
     uuid = node.description.gpu_uuid(minor)
-    everywhere = [*state.processes, *(p for gi in state.instances for ci in gi.compute for p in ci.processes)]
     in_order = sorted(state.instances, key=lambda gi: gi.start)
     return {
         "node": node.description.name,
@@ -252,18 +235,20 @@ def _describe_gpu(node: SimulatedNode, minor: int, held: dict[str, str]) -> dict
         "uuid": uuid,
         "pciBusId": node.gpus[minor].pci_bus_id,
         "memoryTotal": product.memory_mib,
-        "memoryUsed": sum(process.memory for process in everywhere) >> 20,
+        "memoryUsed": sum(process.memory for process in state.processes) >> 20,
         "migMode": _mode(product.mig_capable, state.mig_enabled),
         "migModePending": _mode(product.mig_capable, state.mig_pending),
         "computeMode": ComputeMode(state.compute_mode).name,
         "timeSlice": str(list(TimeSlice)[state.time_slice]),
         "holder": held.get(uuid),
-        "processes": [process.pid for process in state.processes],
-        "migDevices": [row for gi in in_order for row in _describe_instance(product, gi, held)],
+        "processes": _pids(state, ""),
+        "migDevices": [row for gi in in_order for row in _describe_instance(product, state, gi, held)],
     }
 
 
-def _describe_instance(product: Product, gi: GpuInstance, held: dict[str, str]) -> list[dict[str, Any]]:
+def _describe_instance(
+    product: Product, state: SimulatedGpuState, gi: GpuInstance, held: dict[str, str]
+) -> list[dict[str, Any]]:
     profile = product.by_id[gi.profile]
     common: dict[str, Any] = {
         "gpuInstance": gi.id,
@@ -279,10 +264,14 @@ def _describe_instance(product: Product, gi: GpuInstance, held: dict[str, str]) 
             "computeInstance": ci.id,
             "uuid": ci.uuid,
             "holder": held.get(ci.uuid),
-            "processes": [process.pid for process in ci.processes],
+            "processes": _pids(state, ci.uuid),
         }
         for ci in gi.compute
     ]
+
+
+def _pids(state: SimulatedGpuState, device: str) -> list[int]:
+    return [process.pid for process in state.processes if process.device == device]
 
 
 def _mode(capable: bool, enabled: bool) -> str:

@@ -9,11 +9,10 @@ from typing import Any
 import pynvml
 
 from driver.simulator import mig_rules
-from driver.simulator.machine import ComputeInstance, GpuInstance, SimulatedGpuState
+from driver.simulator.machine import MIG_CHANGED, ComputeInstance, GpuInstance, SimulatedGpuState
 from driver.simulator.nvml_session import (
     ComputeInstanceKey,
     GpuInstanceKey,
-    GpuInstanceView,
     GpuKey,
     MigKey,
     NvmlSession,
@@ -26,6 +25,9 @@ from driver.simulator.nvml_session import (
 from driver.simulator.products import ProductProfile
 
 _SUCCESS: int = pynvml.NVML_SUCCESS
+
+# The version of the profile structs that nvidia-ml-py asks for; another is like a driver without that function.
+_VERSION = 2
 
 
 class MigCalls(NvmlSession):
@@ -43,13 +45,13 @@ class MigCalls(NvmlSession):
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         product, latency = self.machine.product, self.machine.latency
         seconds = latency.mode_without_reset if product.toggles_without_reset else latency.mode_with_reset
-        return self.machine.reconfigure(
-            minor, lambda state: mig_rules.switch_mode(product, state, bool(wanted)), seconds
+        return self.machine.change(
+            minor, lambda state: mig_rules.switch_mode(product, state, bool(wanted)), seconds, MIG_CHANGED
         )
 
     @simulated()
     def nvmlDeviceGetGpuInstanceProfileInfo(self, device: Any, profile: int, version: int = 2) -> Any:
-        if version not in (1, 2):
+        if version != _VERSION:
             raise error(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         self._mig_gpu(device)
         if not 0 <= integer(profile) < pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT:
@@ -57,7 +59,7 @@ class MigCalls(NvmlSession):
         found = self.machine.product.by_enum.get(integer(profile))
         if found is None:
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return _profile_info(found, version)
+        return _profile_info(found)
 
     @simulated()
     def nvmlDeviceGetGpuInstancePossiblePlacements(
@@ -80,23 +82,25 @@ class MigCalls(NvmlSession):
     def nvmlDeviceCreateGpuInstanceWithPlacement(self, device: Any, profileId: int, placement: Any) -> Any:
         wanted = pointer_to(pynvml.c_nvmlGpuInstancePlacement_t, placement)[0]
         minor, product, profile = self._mig_gpu(device), self.machine.product, integer(profileId)
-        created: GpuInstance = self.machine.reconfigure(
+        created: GpuInstance = self.machine.change(
             minor,
             lambda state: mig_rules.create_gpu_instance(product, state, profile, (wanted.start, wanted.size)),
             self.machine.latency.create_gpu_instance,
+            MIG_CHANGED,
         )
         return self.handle(GpuInstanceKey(minor, created.serial))
 
     @simulated()
     def nvmlGpuInstanceDestroy(self, gpuInstance: Any) -> int:
-        found = self.gpu_instance(gpuInstance)
-        serial = found.instance.serial
-        self.machine.reconfigure(
-            found.minor,
-            lambda state: (mig_rules.destroy_gpu_instance(state, self.find_gpu_instance(state, serial)), None),
+        minor, instance = self._gpu_instance(gpuInstance)
+        serial = instance.serial
+        self.machine.change(
+            minor,
+            lambda state: (mig_rules.destroy_gpu_instance(state, _with_serial(state, serial)), None),
             self.machine.latency.destroy_gpu_instance,
+            MIG_CHANGED,
         )
-        self.forget(GpuInstanceKey(found.minor, serial))
+        self.forget(GpuInstanceKey(minor, serial))
         return _SUCCESS
 
     @simulated()
@@ -123,11 +127,11 @@ class MigCalls(NvmlSession):
 
     @simulated()
     def nvmlGpuInstanceGetInfo(self, gpuInstance: Any) -> Any:
-        found = self.gpu_instance(gpuInstance)
+        minor, instance = self._gpu_instance(gpuInstance)
         info = pynvml.c_nvmlGpuInstanceInfo_t()
-        info.device = self.handle(GpuKey(found.minor))
-        info.id, info.profileId = found.instance.id, found.instance.profile
-        info.placement.start, info.placement.size = found.instance.start, found.instance.size
+        info.device = self.handle(GpuKey(minor))
+        info.id, info.profileId = instance.id, instance.profile
+        info.placement.start, info.placement.size = instance.start, instance.size
         return info
 
     def _mig_gpu(self, handle: Any) -> int:
@@ -146,36 +150,37 @@ class MigCalls(NvmlSession):
     def nvmlGpuInstanceGetComputeInstanceProfileInfo(
         self, device: Any, profile: int, engProfile: int, version: int = 2
     ) -> Any:
-        if version not in (1, 2):
+        if version != _VERSION:
             raise error(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-        found = self.gpu_instance(device)
+        _, instance = self._gpu_instance(device)
         in_range = 0 <= integer(profile) < pynvml.NVML_COMPUTE_INSTANCE_PROFILE_COUNT
         if not in_range or integer(engProfile) != pynvml.NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED:
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return _compute_profile_info(self._compute_profile(found, profile), self._gpu_profile(found), version)
+        gpu_profile = self.machine.product.by_id[instance.profile]
+        return _compute_profile_info(self._compute_profile(instance, profile), gpu_profile)
 
     @simulated()
     def nvmlGpuInstanceCreateComputeInstance(self, gpuInstance: Any, profileId: int) -> Any:
-        found, wanted = self.gpu_instance(gpuInstance), integer(profileId)
-        serial, product = found.instance.serial, self.machine.product
-
-        def create(state: SimulatedGpuState) -> tuple[SimulatedGpuState, ComputeInstance]:
-            instance = self.find_gpu_instance(state, serial)
-            return mig_rules.create_compute_instance(product, state, instance, wanted)
-
-        created = self.machine.reconfigure(found.minor, create, self.machine.latency.create_compute_instance)
-        return self.handle(ComputeInstanceKey(found.minor, created.uuid))
+        (minor, instance), wanted = self._gpu_instance(gpuInstance), integer(profileId)
+        serial, product = instance.serial, self.machine.product
+        created: ComputeInstance = self.machine.change(
+            minor,
+            lambda state: mig_rules.create_compute_instance(product, state, _with_serial(state, serial), wanted),
+            self.machine.latency.create_compute_instance,
+            MIG_CHANGED,
+        )
+        return self.handle(ComputeInstanceKey(minor, created.uuid))
 
     @simulated()
     def nvmlComputeInstanceDestroy(self, computeInstance: Any) -> int:
-        found = self.compute_instance(computeInstance)
-        minor, uuid = found.minor, found.compute.uuid
-
-        def destroy(state: SimulatedGpuState) -> tuple[SimulatedGpuState, None]:
-            current = self.find_compute(minor, state, uuid)
-            return mig_rules.destroy_compute_instance(state, current.instance, current.compute), None
-
-        self.machine.reconfigure(minor, destroy, self.machine.latency.destroy_compute_instance)
+        minor, _, compute = self._compute_instance(computeInstance)
+        uuid = compute.uuid
+        self.machine.change(
+            minor,
+            lambda state: (mig_rules.destroy_compute_instance(state, *_with_uuid(state, uuid)), None),
+            self.machine.latency.destroy_compute_instance,
+            MIG_CHANGED,
+        )
         self.forget(ComputeInstanceKey(minor, uuid))
         self.forget(MigKey(minor, uuid))
         return _SUCCESS
@@ -184,49 +189,71 @@ class MigCalls(NvmlSession):
     def nvmlGpuInstanceGetComputeInstances(
         self, gpuInstance: Any, profileId: int, computeInstancesRef: Any, countRef: Any
     ) -> int:
-        found = self.gpu_instance(gpuInstance)
-        profile = self._compute_profile(found, profileId)
-        present = [ci for ci in found.instance.compute if ci.profile == profile.id]
-        handles = [self.handle(ComputeInstanceKey(found.minor, ci.uuid)) for ci in present]
+        minor, instance = self._gpu_instance(gpuInstance)
+        profile = self._compute_profile(instance, profileId)
+        present = [ci for ci in instance.compute if ci.profile == profile.id]
+        handles = [self.handle(ComputeInstanceKey(minor, ci.uuid)) for ci in present]
         fill_unsized(pynvml.c_nvmlComputeInstance_t, computeInstancesRef, profile.max_instances, handles)
         pointer_to(ctypes.c_uint, countRef)[0] = len(present)
         return _SUCCESS
 
     @simulated()
     def nvmlGpuInstanceGetComputeInstanceById(self, gpuInstance: Any, computeInstanceId: int) -> Any:
-        found = self.gpu_instance(gpuInstance)
-        for compute in found.instance.compute:
+        minor, instance = self._gpu_instance(gpuInstance)
+        for compute in instance.compute:
             if compute.id == integer(computeInstanceId):
-                return self.handle(ComputeInstanceKey(found.minor, compute.uuid))
+                return self.handle(ComputeInstanceKey(minor, compute.uuid))
         raise error(pynvml.NVML_ERROR_NOT_FOUND)
 
     @simulated()
     def nvmlComputeInstanceGetInfo_v2(self, computeInstance: Any) -> Any:
-        found = self.compute_instance(computeInstance)
+        minor, instance, compute = self._compute_instance(computeInstance)
         info = pynvml.c_nvmlComputeInstanceInfo_t()
-        info.device = self.handle(MigKey(found.minor, found.compute.uuid))
-        info.gpuInstance = self.handle(GpuInstanceKey(found.minor, found.instance.serial))
-        info.id, info.profileId = found.compute.id, found.compute.profile
-        info.placement.start, info.placement.size = found.compute.start, found.compute.size
+        info.device = self.handle(MigKey(minor, compute.uuid))
+        info.gpuInstance = self.handle(GpuInstanceKey(minor, instance.serial))
+        info.id, info.profileId = compute.id, compute.profile
+        info.placement.start, info.placement.size = compute.start, compute.size
         return info
 
-    def _gpu_profile(self, found: GpuInstanceView) -> ProductProfile:
-        return self.machine.product.by_id[found.instance.profile]
+    def _gpu_instance(self, handle: Any) -> tuple[int, GpuInstance]:
+        """The minor and GPU instance behind a handle; a destroyed one is INVALID_ARGUMENT."""
+        key = self.find(handle)
+        if isinstance(key, GpuInstanceKey):
+            return key.minor, _with_serial(self.machine.state(key.minor), key.serial)
+        raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
-    def _compute_profile(self, found: GpuInstanceView, profile_id: int) -> mig_rules.ComputeProfile:
+    def _compute_instance(self, handle: Any) -> tuple[int, GpuInstance, ComputeInstance]:
+        """The minor and both instances behind a compute-instance handle; a destroyed one is INVALID_ARGUMENT."""
+        key = self.find(handle)
+        if isinstance(key, ComputeInstanceKey):
+            return key.minor, *_with_uuid(self.machine.state(key.minor), key.uuid)
+        raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+
+    def _compute_profile(self, instance: GpuInstance, profile_id: int) -> mig_rules.ComputeProfile:
         """Return a compute profile of the GPU instance; NOT_SUPPORTED if it does not have that profile."""
-        profile = mig_rules.compute_profiles(self.machine.product, self._gpu_profile(found)).get(integer(profile_id))
+        product = self.machine.product
+        profile = mig_rules.compute_profiles(product, product.by_id[instance.profile]).get(integer(profile_id))
         if profile is None:
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return profile
 
 
-def _profile_info(profile: ProductProfile, version: int) -> Any:
-    if version == 1:
-        info = pynvml.c_nvmlGpuInstanceProfileInfo_t()
-    else:
-        info = pynvml.c_nvmlGpuInstanceProfileInfo_v2_t()
-        info.name = f"MIG {profile.name}"
+def _with_serial(state: SimulatedGpuState, serial: int) -> GpuInstance:
+    for instance in state.instances:
+        if instance.serial == serial:
+            return instance
+    raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+
+
+def _with_uuid(state: SimulatedGpuState, uuid: str) -> tuple[GpuInstance, ComputeInstance]:
+    if uuid not in state.mig_devices:
+        raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+    return state.mig_devices[uuid]
+
+
+def _profile_info(profile: ProductProfile) -> Any:
+    info = pynvml.c_nvmlGpuInstanceProfileInfo_v2_t()
+    info.name = f"MIG {profile.name}"
     info.id, info.sliceCount, info.instanceCount = profile.id, profile.slices, profile.max_instances
     info.multiprocessorCount, info.memorySizeMB = profile.multiprocessors, profile.memory_mib
     info.copyEngineCount, info.decoderCount = profile.copy_engines, profile.decoders
@@ -234,21 +261,12 @@ def _profile_info(profile: ProductProfile, version: int) -> Any:
     return info
 
 
-def _compute_profile_info(compute: mig_rules.ComputeProfile, profile: ProductProfile, version: int) -> Any:
-    if version == 1:
-        info = pynvml.c_nvmlComputeInstanceProfileInfo_t()
-    else:
-        info = pynvml.c_nvmlComputeInstanceProfileInfo_v2_t()
-        info.name = f"MIG {compute.name}"
-    _share_engines(info, profile)
+def _compute_profile_info(compute: mig_rules.ComputeProfile, profile: ProductProfile) -> Any:
+    info = pynvml.c_nvmlComputeInstanceProfileInfo_v2_t()
+    info.name = f"MIG {compute.name}"
     info.id, info.sliceCount, info.instanceCount = compute.id, compute.slices, compute.max_instances
     info.multiprocessorCount = compute.multiprocessors
+    info.sharedCopyEngineCount, info.sharedDecoderCount = profile.copy_engines, profile.decoders
+    info.sharedEncoderCount, info.sharedJpegCount = profile.encoders, profile.jpeg
+    info.sharedOfaCount = profile.ofa
     return info
-
-
-def _share_engines(struct: Any, profile: ProductProfile) -> None:
-    struct.sharedCopyEngineCount = profile.copy_engines
-    struct.sharedDecoderCount = profile.decoders
-    struct.sharedEncoderCount = profile.encoders
-    struct.sharedJpegCount = profile.jpeg
-    struct.sharedOfaCount = profile.ofa

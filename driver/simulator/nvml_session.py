@@ -1,10 +1,10 @@
-"""The base of all simulated NVML functions: C arguments, handles, sessions, and injected faults.
+"""The base of all simulated NVML functions: C arguments, handles, sessions, injected faults, and event sets.
 
 Handles are the ctypes pointers of pynvml, so that they fit into its structs and arrays. They point to a number that
 only this module understands; dereferencing one crashes, as with the real library.
 """
 
-# ruff: noqa: N802
+# ruff: noqa: N802, N803
 from __future__ import annotations
 
 import ctypes
@@ -16,12 +16,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import pynvml
 
-from driver.simulator.faults import NO_FAULTS, InjectedFaults
-from driver.simulator.machine import ComputeInstance, GpuInstance, Machine, SimulatedGpuState
+from driver.simulator.machine import EVERY_CALL, NO_FAULTS, InjectedFaults, Machine, SimulatedEvent
 
 
 def error(code: int) -> Exception:
@@ -124,47 +123,16 @@ _HANDLE_OF: dict[type[HandleTarget], Any] = {
 _HANDLE_TYPES = tuple(set(_HANDLE_OF.values()))
 
 
-def minor_of(key: HandleTarget) -> int | None:
-    """Minor of the target's GPU; None for an event set."""
-    return None if isinstance(key, EventSetKey) else key.minor
-
-
-class HandleTable:
-    """The handles of one session. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._keys: dict[int, HandleTarget] = {}
-        self._handles: dict[HandleTarget, int] = {}
-
-    def handle(self, key: HandleTarget) -> Any:
-        """Return the handle of ``key``; the same number each time."""
-        cookie = self._handles.get(key) or self._new_cookie(key)
-        return ctypes.cast(cookie, _HANDLE_OF[type(key)])
-
-    def forget(self, key: HandleTarget) -> None:
-        """Invalidate the handle of a destroyed object."""
-        with self._guard:
-            self._keys.pop(self._handles.pop(key, 0), None)
-
-    def find(self, handle: Any) -> HandleTarget | None:
-        """Return the target of a handle; None if it is not a handle of this session."""
-        cookie = ctypes.cast(handle, ctypes.c_void_p).value if isinstance(handle, _HANDLE_TYPES) else None
-        key = self._keys.get(cookie or 0)
-        return key if key is not None and isinstance(handle, _HANDLE_OF[type(key)]) else None
-
-    def _new_cookie(self, key: HandleTarget) -> int:
-        with self._guard:
-            cookie = self._handles.get(key) or next(_cookies)
-            self._keys[cookie] = key
-            self._handles[key] = cookie
-        return cookie
-
-
 R = TypeVar("R")
 
 # Functions whose result, not their arguments, identifies the GPU.
 _LOOKUPS = re.compile(r"^nvmlDeviceGet(Mig)?(Device)?HandleBy")
+
+
+def delay(seconds: float) -> None:
+    """Sleep for the time of an injected fault."""
+    if seconds:
+        time.sleep(seconds)
 
 
 @cache
@@ -173,75 +141,8 @@ def plain_name(call: str) -> str:
     return re.sub(r"(WithFlags|_v\d+)$", "", call)
 
 
-class FaultInjector:
-    """Applies the injected faults of the node to the calls of one session."""
-
-    def __init__(self, machine: Machine, handles: HandleTable) -> None:
-        self._machine = machine
-        self._handles = handles
-        self._inside = threading.local()
-
-    def run(self, now: InjectedFaults, name: str, function: Callable[[], R], arguments: Iterable[Any]) -> R:
-        """Call ``function``, unless a fault makes it fail. Nested simulated calls are not affected again."""
-        if getattr(self._inside, "call", False):
-            return function()
-        self._inside.call = True
-        try:
-            if _LOOKUPS.match(name):
-                result = function()
-                self._apply_faults(now, name, [result, *arguments])
-                return result
-            self._apply_faults(now, name, arguments)
-            return function()
-        finally:
-            self._inside.call = False
-
-    def _apply_faults(self, now: InjectedFaults, name: str, values: Iterable[Any]) -> None:
-        keys = [key for value in values if (key := self._handles.find(value)) is not None]
-        gpus = {minor for key in keys if (minor := minor_of(key)) is not None}
-        devices = {uuid for key in keys for uuid in self._devices(key)}
-        for fault in now.faults:
-            if fault.concerns(name, gpus, devices) or fault.concerns(plain_name(name), gpus, devices):
-                self._delay_or_fail(fault.seconds, fault.code if self._machine.faults.take(fault) else None)
-        if not gpus.isdisjoint(now.removed):
-            raise error(pynvml.NVML_ERROR_GPU_IS_LOST)
-
-    @staticmethod
-    def _delay_or_fail(seconds: float, code: int | None) -> None:
-        if code is None:
-            return
-        if seconds:
-            time.sleep(seconds)
-        if code:
-            raise error(code)
-
-    def _devices(self, key: HandleTarget) -> list[str]:
-        """UUIDs of the MIG devices behind a handle; for a GPU instance those of its compute instances."""
-        if isinstance(key, MigKey | ComputeInstanceKey):
-            return [key.uuid]
-        if isinstance(key, GpuInstanceKey):
-            found = (gi for gi in self._machine.state(key.minor).instances if gi.serial == key.serial)
-            return [compute.uuid for gi in found for compute in gi.compute]
-        return []
-
-
 P = ParamSpec("P")
 S = TypeVar("S", bound="NvmlSession")
-
-
-class GpuInstanceView(NamedTuple):
-    """A GPU instance and its GPU."""
-
-    minor: int
-    instance: GpuInstance
-
-
-class ComputeView(NamedTuple):
-    """A compute instance with its GPU instance and GPU."""
-
-    minor: int
-    instance: GpuInstance
-    compute: ComputeInstance
 
 
 def simulated(*, in_session: bool = True) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
@@ -261,22 +162,24 @@ def simulated(*, in_session: bool = True) -> Callable[[Callable[Concatenate[S, P
             if now is NO_FAULTS:
                 return function(self, *args, **kwargs)
             values = (*args, *kwargs.values())
-            return self.injector.run(now, name, functools.partial(function, self, *args, **kwargs), values)
+            return self.run_with_faults(now, name, functools.partial(function, self, *args, **kwargs), values)
 
         return cast("Callable[Concatenate[S, P], R]", call)
 
     return decorate
 
 
-class NvmlSession(HandleTable):
-    """Session counting and handle lookup. Thread-safe, like NVML."""
+class NvmlSession:
+    """Session counting, handles and injected faults. Thread-safe, like NVML."""
 
     def __init__(self, machine: Machine) -> None:
-        super().__init__()
         self.machine = machine
-        self.injector = FaultInjector(machine, self)
         self._sessions = 0
         self._counting = threading.Lock()
+        self._inside = threading.local()
+        self._guard = threading.Lock()
+        self._keys: dict[int, HandleTarget] = {}
+        self._handles: dict[HandleTarget, int] = {}
 
     @simulated(in_session=False)
     def nvmlInit(self) -> None:
@@ -294,6 +197,26 @@ class NvmlSession(HandleTable):
         if not self._sessions:
             raise error(pynvml.NVML_ERROR_UNINITIALIZED)
 
+    def handle(self, key: HandleTarget) -> Any:
+        """Return the handle of ``key``; the same number each time."""
+        cookie = self._handles.get(key)
+        if cookie is None:
+            with self._guard:
+                cookie = self._handles.setdefault(key, next(_cookies))
+                self._keys[cookie] = key
+        return ctypes.cast(cookie, _HANDLE_OF[type(key)])
+
+    def forget(self, key: HandleTarget) -> None:
+        """Invalidate the handle of a destroyed object."""
+        with self._guard:
+            self._keys.pop(self._handles.pop(key, 0), None)
+
+    def find(self, handle: Any) -> HandleTarget | None:
+        """Return the target of a handle; None if it is not a handle of this session."""
+        cookie = ctypes.cast(handle, ctypes.c_void_p).value if isinstance(handle, _HANDLE_TYPES) else None
+        key = self._keys.get(cookie or 0)
+        return key if key is not None and isinstance(handle, _HANDLE_OF[type(key)]) else None
+
     def device(self, handle: Any) -> GpuKey | MigKey:
         """Return the target of a device handle; any other handle is INVALID_ARGUMENT."""
         key = self.find(handle)
@@ -308,41 +231,149 @@ class NvmlSession(HandleTable):
             raise error(otherwise)
         return key.minor
 
-    def gpu_instance(self, handle: Any) -> GpuInstanceView:
-        """Return the GPU instance behind a handle; a destroyed one is INVALID_ARGUMENT."""
-        key = self.find(handle)
+    def run_with_faults(self, now: InjectedFaults, name: str, function: Callable[[], R], arguments: Iterable[Any]) -> R:
+        """Call ``function``, unless a fault makes it fail. Nested simulated calls are not affected again."""
+        if getattr(self._inside, "call", False):
+            return function()
+        self._inside.call = True
+        try:
+            if _LOOKUPS.match(name):
+                result = function()
+                self._apply_faults(now, name, [result, *arguments])
+                return result
+            self._apply_faults(now, name, arguments)
+            return function()
+        finally:
+            self._inside.call = False
+
+    def _apply_faults(self, now: InjectedFaults, name: str, values: Iterable[Any]) -> None:
+        keys = [key for value in values if (key := self.find(value)) is not None]
+        gpus = {key.minor for key in keys if not isinstance(key, EventSetKey)}
+        devices = {uuid for key in keys for uuid in self._devices(key)}
+        for fault in now.faults:
+            if (
+                fault.call in (EVERY_CALL, name, plain_name(name))
+                and (fault.gpu is None or fault.gpu in gpus)
+                and (fault.device is None or fault.device in devices)
+                and self.machine.take_fault(fault)
+            ):
+                delay(fault.seconds)
+                if fault.code:
+                    raise error(fault.code)
+        if not gpus.isdisjoint(now.removed):
+            raise error(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+    def _devices(self, key: HandleTarget) -> list[str]:
+        """UUIDs of the MIG devices behind a handle; for a GPU instance those of its compute instances."""
+        if isinstance(key, MigKey | ComputeInstanceKey):
+            return [key.uuid]
         if isinstance(key, GpuInstanceKey):
-            state = self.machine.state(key.minor)
-            return GpuInstanceView(key.minor, self.find_gpu_instance(state, key.serial))
-        raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            found = (gi for gi in self.machine.state(key.minor).instances if gi.serial == key.serial)
+            return [compute.uuid for gi in found for compute in gi.compute]
+        return []
 
-    def compute_instance(self, handle: Any) -> ComputeView:
-        """Return the compute instance behind a handle; a destroyed one is INVALID_ARGUMENT."""
+
+_POLL_INTERVAL_SECONDS = 0.02
+
+# Event types that Linux drivers report; an estimate.
+_ALWAYS = (
+    pynvml.nvmlEventTypeSingleBitEccError
+    | pynvml.nvmlEventTypeDoubleBitEccError
+    | pynvml.nvmlEventTypePState
+    | pynvml.nvmlEventTypeXidCriticalError
+)
+
+_RECOVERY = pynvml.nvmlEventTypeGpuUnavailableError | pynvml.nvmlEventTypeGpuRecoveryAction
+
+
+@dataclass
+class _Watch:
+    """One GPU in one event set: the requested event types and the number of the last event seen."""
+
+    mask: int
+    seen: int
+
+
+class EventCalls(NvmlSession):
+    """``nvmlEventSet*`` and ``nvmlDevice*SimulatedEvent*``. MIG devices are NOT_SUPPORTED."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self._numbers = itertools.count()
+        self._event_sets: dict[EventSetKey, dict[int, _Watch]] = {}
+
+    @simulated()
+    def nvmlEventSetCreate(self) -> Any:
+        key = EventSetKey(next(self._numbers))
+        self._event_sets[key] = {}
+        return self.handle(key)
+
+    @simulated()
+    def nvmlEventSetFree(self, eventSet: Any) -> None:
+        key = self._event_set_key(eventSet)
+        del self._event_sets[key]
+        self.forget(key)
+
+    @simulated()
+    def nvmlDeviceGetSupportedEventTypes(self, handle: Any) -> int:
+        self.gpu(handle)
+        mig = pynvml.nvmlEventMigConfigChange if self.machine.product.mig_capable else 0
+        recovery = _RECOVERY if self.machine.reports_recovery_action else 0
+        return int(_ALWAYS | mig | recovery)
+
+    @simulated()
+    def nvmlDeviceRegisterEvents(self, handle: Any, eventTypes: int, eventSet: Any) -> None:
+        minor, wanted = self.gpu(handle), integer(eventTypes)
+        watches = self._event_sets[self._event_set_key(eventSet)]
+        if wanted & ~self.nvmlDeviceGetSupportedEventTypes(handle):
+            raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        if minor in watches:
+            watches[minor].mask |= wanted
+        else:
+            watches[minor] = _Watch(wanted, self.machine.state(minor).next_event - 1)
+
+    @simulated()
+    def nvmlEventSetWait_v2(self, eventSet: Any, timeoutms: int) -> Any:
+        key = self._event_set_key(eventSet)
+        end = time.monotonic() + integer(timeoutms) / 1000
+        while True:
+            watches = self._watches(key)
+            for minor, watch in watches.items():
+                event = self._next(minor, watch)
+                if event is not None:
+                    return self._data(minor, event)
+            if not self.machine.faults.read().lost.isdisjoint(watches):
+                raise error(pynvml.NVML_ERROR_GPU_IS_LOST)
+            left = end - time.monotonic()
+            if left <= 0:
+                raise error(pynvml.NVML_ERROR_TIMEOUT)
+            time.sleep(min(_POLL_INTERVAL_SECONDS, left))
+
+    def _watches(self, key: EventSetKey) -> dict[int, _Watch]:
+        """The GPUs of a set; another thread may have freed it or ended the session in the meantime."""
+        self.require_session()
+        if key not in self._event_sets:
+            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return dict(self._event_sets[key])
+
+    def _next(self, minor: int, watch: _Watch) -> SimulatedEvent | None:
+        for event in self.machine.state(minor).events:
+            if event.number <= watch.seen:
+                continue
+            watch.seen = event.number
+            if event.kind & watch.mask:
+                return event
+        return None
+
+    def _data(self, minor: int, event: SimulatedEvent) -> Any:
+        data = pynvml.c_nvmlEventData_t()
+        data.device = self.handle(GpuKey(minor))
+        data.eventType, data.eventData = event.kind, event.data
+        data.gpuInstanceId, data.computeInstanceId = event.gpu_instance, event.compute_instance
+        return data
+
+    def _event_set_key(self, handle: Any) -> EventSetKey:
         key = self.find(handle)
-        if isinstance(key, ComputeInstanceKey):
-            return self.find_compute(key.minor, self.machine.state(key.minor), key.uuid)
-        raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-
-    def mig_device(self, handle: Any) -> ComputeView:
-        """Return the MIG device behind a handle; a GPU or a destroyed device is INVALID_ARGUMENT."""
-        key = self.device(handle)
-        if isinstance(key, MigKey):
-            return self.find_compute(key.minor, self.machine.state(key.minor), key.uuid)
-        raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-
-    @staticmethod
-    def find_gpu_instance(state: SimulatedGpuState, serial: int) -> GpuInstance:
-        """The GPU instance of that serial, or INVALID_ARGUMENT."""
-        for instance in state.instances:
-            if instance.serial == serial:
-                return instance
-        raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-
-    @staticmethod
-    def find_compute(minor: int, state: SimulatedGpuState, uuid: str) -> ComputeView:
-        """The compute instance of that MIG UUID, or INVALID_ARGUMENT."""
-        for instance in state.instances:
-            for compute in instance.compute:
-                if compute.uuid == uuid:
-                    return ComputeView(minor, instance, compute)
-        raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        if not isinstance(key, EventSetKey):
+            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return key

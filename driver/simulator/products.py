@@ -10,7 +10,6 @@ from ``data/estimates.yaml`` and from sibling products, because a real GPU answe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
@@ -18,7 +17,7 @@ from typing import Any
 
 import yaml
 
-_ENGINES = ("copy_engines", "decoders", "encoders", "jpeg", "ofa")
+_PROFILE_FIELDS = ("memory_mb", "multiprocessors", "copy_engines", "decoders", "encoders", "jpeg", "ofa")
 
 # Instance memory comes in steps of this many MiB (facts: mig_geometry.json, "memory_mb").
 _MEMORY_STEP_MIB = 64
@@ -46,70 +45,9 @@ def _of(product: str) -> dict[str, Any]:
     return found or next((known[name] for name in known if product.startswith(f"{name} ")), {})
 
 
-def sibling_of(product: str) -> str | None:
-    """The product whose MIG profiles complete those of this one, or None."""
-    name: str | None = _of(product).get("sibling")
-    return name
-
-
-def brand_of(product: str) -> str:
-    """``NVML_BRAND_*`` without the prefix."""
-    return str(_of(product).get("brand", "NVIDIA"))
-
-
-def memory_by_start(product: str) -> dict[str, dict[int, int]]:
-    """MiB of instances whose memory differs by placement: by profile name and start."""
-    return dict(_of(product).get("memoryByStart", {}))
-
-
-def complete_card(product: str, card: dict[str, Any], mig: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The product's row of ``gpu_products.json`` without gaps, and the fields that were filled in."""
-    own = _of(product)
-    row = card | {"nvml_total_memory_mib": card["nvml_total_memory_mib"] or mig.get("total_memory_mib")}
-    # H20 has one row for two memory sizes: here the estimate names the one that is meant.
-    wrong = ["nvml_total_memory_mib"] if "memoryMiB" in own else []
-    filled = [field for field in _CARD_FIELDS if row[field] is None or field in wrong]
-    default = {"nvml_total_memory_mib": card["memory_gb"] * 1024}
-    values = {field: own.get(_CARD_FIELDS[field], default.get(field)) for field in filled}
-    return row | values, tuple(_CARD_FIELDS[field] for field in filled)
-
-
-def complete_profiles(
-    rows: list[dict[str, Any]], card: dict[str, Any], sibling: Callable[[], tuple[list[dict[str, Any]], dict[str, Any]]]
-) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """A product's MIG profile rows without gaps, and which (profile, field) were filled in.
-
-    :param sibling: profile rows (without gaps) and card of the sibling; called only where there is a gap
-    """
-    gaps = {row["name"]: _gaps(row) for row in rows}
-    if not any(gaps.values()):
-        return rows, ()
-    model, model_card = sibling()
-    by_id = {row["gi_profile_id"]: row for row in model}
-    complete = [row | _filled(gaps[row["name"]], by_id[row["gi_profile_id"]], card, model_card) for row in rows]
-    return complete, tuple(f"{name} {field}" for name, fields in gaps.items() for field in fields)
-
-
-def _gaps(row: dict[str, Any]) -> list[str]:
-    return [field for field in ("memory_mb", "multiprocessors", *_ENGINES) if row[field] is None]
-
-
-def _filled(gaps: list[str], model: dict[str, Any], card: dict[str, Any], model_card: dict[str, Any]) -> dict[str, Any]:
-    memory = model["memory_mb"] * card["nvml_total_memory_mib"] / model_card["nvml_total_memory_mib"]
-    multiprocessors = model["multiprocessors"] * card["sm_count"] / model_card["sm_count"]
-    values = {field: model[field] for field in _ENGINES} | {
-        "memory_mb": int(memory) // _MEMORY_STEP_MIB * _MEMORY_STEP_MIB,
-        "multiprocessors": 2 * round(multiprocessors / 2),
-    }
-    return {field: values[field] for field in gaps}
-
-
-# Memory the driver keeps for itself in MiB, where somebody measured it (facts: gpu_products.json, "_about").
-_RESERVED_MIB = {"Hopper": 480, "Ampere": 518, "Blackwell": 728, "Ada Lovelace": 609, "Turing": 448}
-
 # CI profile that spans a whole GI of so many slices, where the facts name none
 # (NVML_COMPUTE_INSTANCE_PROFILE_*; facts: mig_geometry.json, default_ci_profile_id).
-CI_PROFILE_OF_SLICES = {1: 0, 2: 1, 3: 2, 4: 3, 7: 4, 8: 5, 6: 6}
+_CI_PROFILE_OF_SLICES = {1: 0, 2: 1, 3: 2, 4: 3, 7: 4, 8: 5, 6: 6}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,15 +107,8 @@ class Product:
     mig_capable: bool
     toggles_without_reset: bool
     memory_slices: int
-    compute_slices: int
-    max_gpu_instances: int
     profiles: tuple[ProductProfile, ...]
     estimates: tuple[str, ...]
-
-    @property
-    def reserved_mib(self) -> int:
-        """Memory the driver keeps for itself (NVML memory info v2, ``reserved``)."""
-        return _RESERVED_MIB.get(self.architecture, 0)
 
     @cached_property
     def by_id(self) -> dict[int, ProductProfile]:
@@ -188,11 +119,6 @@ class Product:
     def by_enum(self) -> dict[int, ProductProfile]:
         """Profiles by ``NVML_GPU_INSTANCE_PROFILE_*`` index."""
         return {profile.enum: profile for profile in self.profiles}
-
-    @cached_property
-    def by_name(self) -> dict[str, ProductProfile]:
-        """Profiles by the name people use, as "1g.10gb"."""
-        return {profile.name: profile for profile in self.profiles}
 
 
 def facts(name: str) -> dict[str, Any]:
@@ -209,7 +135,7 @@ def find_product(name: str) -> Product | None:
 
 
 def product_names() -> list[str]:
-    """Every name :func:`find_product` knows: NVML's, with what tells two of one name apart in parentheses."""
+    """The products' NVML names; a suffix in parentheses distinguishes two products of one name."""
     names = [row["product"].partition(" (")[0] for row in facts("gpu_products")["products"]]
     return [*names, *_VARIANTS]
 
@@ -227,29 +153,54 @@ def _row(file: str, name: str) -> dict[str, Any] | None:
     return next(exact, None) or next(loose, None) or next(alias, None) or next(longer, None)
 
 
-def _completed(name: str) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], tuple[str, ...]]:
-    """Card, geometry and profile rows of a product that has a card, without gaps; and what was filled in."""
-    card, mig = _row("gpu_products", name) or {}, _row("mig_geometry", name) or {}
-    card, estimated = complete_card(name, card, mig)
-    rows = mig.get("profiles", [])
-    if not rows or not all(_is_placed(row) for row in rows):
-        return card, mig, [], estimated
+def _card(name: str) -> tuple[dict[str, Any], list[str]]:
+    """The product's row of ``gpu_products.json`` without gaps, and the fields that were filled in."""
+    row, own, mig = _row("gpu_products", name) or {}, _of(name), _row("mig_geometry", name) or {}
+    known = row | {"nvml_total_memory_mib": row["nvml_total_memory_mib"] or mig.get("total_memory_mib")}
+    # H20 has one row for two memory sizes: here the estimate names the one that is meant.
+    wrong = "nvml_total_memory_mib" if "memoryMiB" in own else None
+    filled = {field: key for field, key in _CARD_FIELDS.items() if known[field] is None or field == wrong}
+    default = {"nvml_total_memory_mib": row["memory_gb"] * 1024}
+    values = {field: own.get(key, default.get(field)) for field, key in filled.items()}
+    return known | values, list(filled.values())
 
-    def sibling() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        model_card, _, model_rows, _ = _completed(sibling_of(name) or name)
-        return model_rows, model_card
 
-    rows, guessed = complete_profiles(rows, card, sibling)
-    return card, mig, rows, estimated + guessed
+def _profile_rows(name: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The product's MIG profiles without gaps, and which (profile, field) were filled in from its sibling.
+
+    Engines are those of the sibling's profile, memory and multiprocessors in proportion to the whole GPUs.
+    """
+    rows: list[dict[str, Any]] = (_row("mig_geometry", name) or {}).get("profiles", [])
+    if not all(row.get("gi_profile_id") is not None and row.get("placements") for row in rows):
+        return [], []
+    gaps = {row["name"]: [field for field in _PROFILE_FIELDS if row[field] is None] for row in rows}
+    if not any(gaps.values()):
+        return rows, []
+    sibling = _of(name).get("sibling") or name
+    (card, _), (model_card, _) = _card(name), _card(sibling)
+    models = {row["gi_profile_id"]: row for row in _profile_rows(sibling)[0]}
+
+    def estimate(row: dict[str, Any], field: str) -> int:
+        value = int(models[row["gi_profile_id"]][field])
+        if field == "memory_mb":
+            memory = value * card["nvml_total_memory_mib"] / model_card["nvml_total_memory_mib"]
+            return int(memory) // _MEMORY_STEP_MIB * _MEMORY_STEP_MIB
+        if field == "multiprocessors":
+            return 2 * round(value * int(card["sm_count"]) / int(model_card["sm_count"]) / 2)
+        return value
+
+    complete = [row | {field: estimate(row, field) for field in gaps[row["name"]]} for row in rows]
+    return complete, [f"{profile} {field}" for profile, fields in gaps.items() for field in fields]
 
 
 def _product(name: str) -> Product:
-    card, mig, rows, estimates = _completed(name)
+    (card, card_estimates), (rows, profile_estimates) = _card(name), _profile_rows(name)
+    mig, own = _row("mig_geometry", name) or {}, _of(name)
     major, minor = card["cuda_compute_capability"].split(".")
-    by_start = memory_by_start(name)
+    by_start = own.get("memoryByStart", {})
     return Product(
         name=name.partition(" (")[0],
-        brand=brand_of(name),
+        brand=own.get("brand", "NVIDIA"),
         architecture=card["architecture"],
         compute_capability=(int(major), int(minor)),
         pci_device_id=int((mig.get("pci_device_ids") or ["0x000010DE"])[0], 16),
@@ -263,34 +214,22 @@ def _product(name: str) -> Product:
         mig_capable=card["mig_capable"],
         toggles_without_reset=(mig.get("mig_mode_toggle") or "").startswith("no reset"),
         memory_slices=mig.get("memory_slices") or 1,
-        compute_slices=mig.get("compute_slices") or 1,
-        max_gpu_instances=mig.get("max_gpu_instances") or 0,
         profiles=tuple(_profile(row, by_start.get(row["name"], {})) for row in rows),
-        estimates=estimates,
+        estimates=(*card_estimates, *profile_estimates),
     )
-
-
-def _is_placed(row: dict[str, Any]) -> bool:
-    return row.get("gi_profile_id") is not None and bool(row.get("placements"))
 
 
 def _profile(row: dict[str, Any], memory_by_start: dict[int, int]) -> ProductProfile:
     whole = row.get("default_ci_profile_id")
+    same = ("name", "multiprocessors", "copy_engines", "decoders", "encoders", "jpeg", "ofa", "max_instances")
     return ProductProfile(
-        name=row["name"],
+        **{field: row[field] for field in same},
         id=row["gi_profile_id"],
         enum=row["nvml_enum_value"],
         slices=row["slice_count"],
         memory_mib=row["memory_mb"],
-        multiprocessors=row["multiprocessors"],
-        copy_engines=row["copy_engines"],
-        decoders=row["decoders"],
-        encoders=row["encoders"],
-        jpeg=row["jpeg"],
-        ofa=row["ofa"],
-        max_instances=row["max_instances"],
         starts=tuple(sorted(placement["start"] for placement in row["placements"])),
         size=row["placements"][0]["size"],
-        whole_ci_profile=CI_PROFILE_OF_SLICES[row["slice_count"]] if whole is None else whole,
+        whole_ci_profile=_CI_PROFILE_OF_SLICES[row["slice_count"]] if whole is None else whole,
         memory_by_start=memory_by_start,
     )

@@ -2,7 +2,7 @@
 
 A program, run by path with ``python -I -S`` by the script in the node's ``usr/bin``. It loads the standard
 library only, and of that little, because it runs while a pod waits: 0.03 s, where the simulator's own modules
-take ten times that. So it knows the files of :mod:`.state` and :mod:`.faults` by their JSON; a test holds it to them.
+take ten times that. So it knows the files of :mod:`.machine` by their JSON; a test compares field names.
 
 Texts and exit statuses: nvidia-smi's manual ("Return Value") and a public log; docs/simulator.md names the estimates.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CALL = "nvidia-smi"
-"""What faults name this program by."""
+"""The name of this program in faults."""
 
 INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, GPU_IS_LOST = 2, 3, 4, 6, 15
 OTHER = 255
@@ -39,7 +39,7 @@ Json = dict[str, Any]
 
 
 class Failure(Exception):
-    """NVML's code for what went wrong."""
+    """An operation failed with an NVML code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(TEXTS.get(code, "Unknown Error"))
@@ -47,7 +47,7 @@ class Failure(Exception):
 
 
 class Gpu(NamedTuple):
-    """A GPU that is there: its number (NVML's index), minor, UUID."""
+    """A present GPU: its number (NVML's index), minor and UUID."""
 
     number: int
     minor: int
@@ -55,7 +55,7 @@ class Gpu(NamedTuple):
 
 
 def main(arguments: list[str]) -> int:
-    """``NODE compute-policy [-i ID] (--set-timeslice N | --list)`` or ``NODE -i ID -c MODE``; the exit status."""
+    """``NODE compute-policy [-i ID] --set-timeslice N`` or ``NODE -i ID -c MODE``; the exit status."""
     node, *rest = arguments
     found = _options(rest)
     gpus = _gpus(Path(node))
@@ -67,20 +67,18 @@ def main(arguments: list[str]) -> int:
         return _each(chosen, "set timeslice", lambda gpu: _set_time_slice(Path(node), gpu, wanted), _policy(wanted))
     if "-c" in found:
         return _each(chosen, "set compute mode", lambda gpu: _set_compute_mode(Path(node), gpu, found["-c"]))
-    if "--list" in found:
-        return _each(chosen, "list compute policies", lambda gpu: _list(Path(node), gpu))
     return _end(f"Invalid combination of input arguments: {' '.join(rest)}", INVALID_ARGUMENT)
 
 
 def _options(arguments: list[str]) -> dict[str, str]:
     """Options with their values; ``--set-timeslice=1`` is the same as two words."""
     words = [part for word in arguments for part in word.split("=", 1)]
-    names = {"--id": "-i", "-l": "--list", "--compute-mode": "-c"}
+    names = {"--id": "-i", "--compute-mode": "-c"}
     return {names.get(word, word): ([*words, ""])[at + 1] for at, word in enumerate(words) if word.startswith("-")}
 
 
 def _gpus(node: Path) -> list[Gpu]:
-    """As procfs tells them: a GPU that was removed is not among them."""
+    """The GPUs in procfs, which a removed GPU is not."""
     texts = [path.read_text() for path in (node / "proc/driver/nvidia/gpus").glob("*/information")]
     facts = [dict(line.split(":", 1) for line in text.splitlines()) for text in texts]
     known = sorted((int(fact["Device Minor"]), fact["GPU UUID"].strip()) for fact in facts)
@@ -88,7 +86,7 @@ def _gpus(node: Path) -> list[Gpu]:
 
 
 def _chosen(gpus: list[Gpu], ids: str | None) -> list[Gpu]:
-    """Those of ``-i``, all of them without it; none where one of the ids is unknown."""
+    """The GPUs of ``-i`` (default: all); none if one of the ids is unknown."""
     if ids is None:
         return gpus
     by_id = {str(gpu.number): gpu for gpu in gpus} | {gpu.uuid: gpu for gpu in gpus}
@@ -128,16 +126,10 @@ def _set_compute_mode(node: Path, gpu: Gpu, value: str) -> str:
     return f"Set compute mode to {value.upper()} for GPU {gpu.number} {gpu.uuid}"
 
 
-def _list(node: Path, gpu: Gpu) -> str:
-    _strike(node, gpu)
-    state = json.loads(_state_file(node, gpu).read_text())
-    return f"GPU {gpu.number} {gpu.uuid}: Timeslice: {TIME_SLICES[state.get('timeSlice', 0)]}"
-
-
 @contextmanager
 def _changing(node: Path, gpu: Gpu) -> Iterator[Json]:
-    """The GPU's state, to change; it is kept where the block ends well. Others that change it wait."""
-    # Who owns the directory is root on the simulated machine.
+    """Lock and yield the GPU's state; changes are stored unless the block raises."""
+    # The owner of the directory is root on the simulated machine.
     if os.geteuid() not in (0, (node / "sim").stat().st_uid):
         raise Failure(NO_PERMISSION)
     _strike(node, gpu)
@@ -151,18 +143,14 @@ def _changing(node: Path, gpu: Gpu) -> Iterator[Json]:
 
 
 def _strike(node: Path, gpu: Gpu) -> None:
-    """Raise or wait as the node's faults say."""
+    """Apply the node's faults: raise or wait."""
     path = node / "sim/faults.json"
-    for fault in _faults(path):
+    for fault in json.loads(path.read_text()).get("faults", ()) if path.exists() else ():
         if fault.get("call", "*") in ("*", CALL) and fault.get("gpu", gpu.minor) == gpu.minor and "device" not in fault:
             _use_up(path, fault)
             time.sleep(fault.get("seconds", 0))
             if fault.get("code"):
                 raise Failure(fault["code"])
-
-
-def _faults(path: Path) -> list[Json]:
-    return list(json.loads(path.read_text()).get("faults", ())) if path.exists() else []
 
 
 def _use_up(path: Path, fault: Json) -> None:

@@ -3,7 +3,7 @@
 Files are under the node's root at the path that they have on a real machine. Building is repeatable: existing files
 stay, missing ones are created. ``/dev/nvidia-caps`` is absent, as on hosts without nvidia-modprobe; the ``access``
 files below ``/proc/driver/nvidia/capabilities`` name the minors of the capability devices. The numbering is that of
-the kernel module (``/proc/driver/nvidia-caps/mig-minors``): 1 and 2 for config and monitor, then for each GPU 15 GPU
+the kernel module (its ``mig-minors``): 1 and 2 for config and monitor, then for each GPU 15 GPU
 instances of one minor each, every one followed by its 8 compute instances.
 """
 
@@ -104,19 +104,6 @@ def access_text(minor: int) -> str:
     return f"DeviceFileMinor: {minor}\nDeviceFileMode: 292\nDeviceFileModify: 1\n"
 
 
-def minors_text(gpus: int) -> str:
-    """Content of ``mig-minors`` for that number of GPUs."""
-    lines = [f"config {CONFIG_MINOR}", f"monitor {MONITOR_MINOR}"]
-    for gpu in range(gpus):
-        for gi in range(_GPU_INSTANCES):
-            lines.append(f"gpu{gpu}/gi{gi}/access {gpu_instance_minor(gpu, gi)}")
-            lines.extend(
-                f"gpu{gpu}/gi{gi}/ci{ci}/access {compute_instance_minor(gpu, gi, ci)}"
-                for ci in range(_COMPUTE_INSTANCES)
-            )
-    return "\n".join(lines) + "\n"
-
-
 class Capabilities:
     """The MIG capability files of a node's GPUs. Only the holder of a GPU's lock may call a method for it.
 
@@ -132,10 +119,10 @@ class Capabilities:
         """Create the files that ``instances`` lack."""
         for relative, minor in _wanted(gpu, instances):
             folder = f"{self._base}/gpu{gpu}/mig/{relative}"
-            if _complete(folder):
+            if os.access(f"{folder}/access", os.F_OK):
                 continue
             # A folder that a killed process left incomplete is completed here.
-            if not _moved(self._kept(gpu, relative), folder) or not _complete(folder):
+            if not _moved(self._kept(gpu, relative), folder) or not os.access(f"{folder}/access", os.F_OK):
                 write_file(Path(folder, "access"), access_text(minor), 0o444)
 
     def remove_stale(self, gpu: int, instances: Instances) -> None:
@@ -156,10 +143,6 @@ class Capabilities:
             make_folder(Path(self._aside))
             if not _moved(folder, kept):
                 shutil.rmtree(folder)
-
-
-def _complete(folder: str) -> bool:
-    return os.access(f"{folder}/access", os.F_OK)
 
 
 def _moved(source: str, target: str) -> bool:
@@ -204,14 +187,6 @@ Character devices:
 Block devices:
 259 blkext
 """
-
-# Transfer rate of one lane by PCIe generation, as sysfs prints it.
-_LINK_SPEED = {
-    3: "8.0 GT/s PCIe",
-    4: "16.0 GT/s PCIe",
-    5: "32.0 GT/s PCIe",
-    6: "64.0 GT/s PCIe",
-}
 
 _CLASS_3D_CONTROLLER = "0x030200"
 _CLASS_INFINIBAND = "0x020700"
@@ -265,17 +240,11 @@ def sysfs_bus_id(bus_id: str) -> str:
 def _gpu_in_sysfs(description: NodeDescription, gpu: GpuDescription, sys: Path) -> None:
     product = description.gpu_product
     common = _place_files(gpu)
-    highest = _LINK_SPEED[product.pcie_generation]
-    current = _LINK_SPEED[min(product.pcie_generation, description.pcie_generation or product.pcie_generation)]
     parents = _bridges_in_sysfs(gpu, sys)
     files = {
         "vendor": _NVIDIA,
         "device": f"{product.pci_device_id >> 16:#06x}",
         "class": _CLASS_3D_CONTROLLER,
-        "current_link_speed": current,
-        "current_link_width": "16",
-        "max_link_speed": highest,
-        "max_link_width": "16",
     }
     _pci_device(sys, parents, sysfs_bus_id(gpu.pci_bus_id), files | common)
     if gpu.nic is not None:
@@ -334,7 +303,6 @@ def _procfs(description: NodeDescription, proc: Path) -> None:
     mig = proc / "driver/nvidia/capabilities/mig"
     write_file(mig / "config", access_text(CONFIG_MINOR), 0o400)
     write_file(mig / "monitor", access_text(MONITOR_MINOR), 0o444)
-    write_file(proc / "driver/nvidia-caps/mig-minors", minors_text(len(description.gpus)), 0o444)
     if not _boot_id(proc.parent).exists():
         write_boot_id(proc.parent)
 
@@ -344,7 +312,7 @@ def _boot_id(root: Path) -> Path:
 
 
 def _device_node(path: Path) -> None:
-    # The null device swallows what a container writes. Where nobody may make one, a file has the name at least.
+    # The null device swallows what a container writes. Without the right to create one, an empty file replaces it.
     if path.exists():
         return
     make_folder(path.parent)

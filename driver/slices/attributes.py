@@ -103,7 +103,7 @@ def attributes(device: Device) -> Attributes:
 
 
 def capacity(device: Device) -> dict[str, dict[str, str]]:
-    """``memory`` in bytes and, where NVML tells, ``multiprocessors``.
+    """``memory`` in bytes and, where NVML reports them, ``multiprocessors``.
 
     A share has none: whoever takes turns on a GPU may take all of its memory, so there is nothing to promise.
     """

@@ -3,7 +3,7 @@
 Shared counters keep full GPU, partitions and shares of one GPU from being allocated twice: one counter set per GPU with
 ``memory-slice-<i>`` of SLICE_VALUE each. A share consumes its part of every slice, so the number of shares may change
 while some are held. Other counters exist only where memory slices are not sufficient (media engines; see
-:func:`driver.model.occupancy.limits_of`).
+:func:`driver.model.gpu.limits_of`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from driver.model.device import SLICE_VALUE, Device, DeviceKind
-from driver.model.gpu import Gpu
+from driver.model.gpu import Gpu, Limit, limits_of
 from driver.model.health import DeviceCondition, written_time
-from driver.model.occupancy import Limit, limits_of
 from driver.placement import order_offers
 from driver.slices.attributes import attributes, capacity
 from driver.slices.names import DEVICES_PER_GPU, Pool, counter_set
@@ -111,13 +110,13 @@ def _counter_sets(group: Sequence[PublishedGpu]) -> Content:
 
 
 def _devices(group: Sequence[PublishedGpu]) -> Content:
-    """First what is held, which the scheduler skips before it looks at it, and what goes; then the best offers."""
+    """Held and closed devices first, which the scheduler skips without evaluating them; then the best offers."""
     sets = {entry.gpu.uuid: counter_set(entry.number) for entry in group}
     occupied = {entry.gpu.uuid: entry.occupied for entry in group}
     by_uuid = {entry.gpu.uuid: entry for entry in group}
     closed = frozenset().union(*(entry.closed for entry in group))
     offers = order_offers((device for entry in group for device in entry.offers), occupied)
-    # What is held and what goes has one order, so that a slice need not change where a device is let go.
+    # Held and closed devices have one order, so that a slice need not change when a device is released.
     going = [device for device in offers if device.name in closed]
     counted = sorted((*(d for entry in group for d in entry.held), *going), key=lambda device: device.name)
     new = [device for device in offers if device.name not in closed]
@@ -136,7 +135,7 @@ def taints_of(device: Device, entry: PublishedGpu) -> list[Content]:
     concerned = [each for each in entry.conditions if each.affects(device)]
     ill = [each for each in concerned if not each.cordon]
     if ill:
-        # The first of several is told: later ones follow from it. The time covers all, for an operator clears them all.
+        # The first condition is the cause of the later ones. The time covers all, because an operator clears them all.
         found_at = written_time(max(each.stamp for each in ill))
         taints.append({"key": UNHEALTHY, "value": ill[0].value, "effect": "NoSchedule", "timeAdded": found_at})
     if len(ill) < len(concerned):
@@ -151,20 +150,21 @@ def _device(device: Device, counters: list[Content], taints: list[Content]) -> C
     return {**content, "taints": taints} if taints else content
 
 
+def slice_spec(content: Content, pool: Pool, generation: int, count: int) -> Content:
+    """The spec of a slice with that content."""
+    of_pool = {"name": pool.name, "generation": generation, "resourceSliceCount": count}
+    return {"driver": pool.driver, "nodeName": pool.node, "pool": of_pool, **content}
+
+
 def slice_object(
     name: str, content: Content, pool: Pool, generation: int, count: int, owner: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """A complete ResourceSlice. ``owner`` is the Node, so that slices go when the node goes."""
+    """A complete ResourceSlice. ``owner`` is the Node, so that its slices are deleted with it."""
     return {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceSlice",
         "metadata": {"name": name, "ownerReferences": [dict(owner)] if owner else []},
-        "spec": {
-            "driver": pool.driver,
-            "nodeName": pool.node,
-            "pool": {"name": pool.name, "generation": generation, "resourceSliceCount": count},
-            **content,
-        },
+        "spec": slice_spec(content, pool, generation, count),
     }
 
 
@@ -194,9 +194,9 @@ def _value(number: int) -> dict[str, str]:
 def limited(published: int, new: Collection[Device], occupied: int) -> set[str]:
     """The names of those of ``new``, all of one GPU, for which there is room beside ``published`` devices.
 
-    What is published already never goes for the sake of another: somebody may have been given it just now. Shares wait
-    before placements do, but for one: once that is taken the placements go, and the others come. ``occupied`` is the
-    mask of memory slices that nothing offered can use.
+    A published device never leaves for another: a claim may just have been allocated it. All shares but one wait behind
+    the placements: once that one is allocated the placements are withdrawn, and the other shares follow. ``occupied``
+    is the mask of memory slices that no offer can use.
     """
     room = max(0, DEVICES_PER_GPU - published)
     if len(new) <= room:

@@ -18,7 +18,7 @@ from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.types import Key, ObjectMeta
 from driver.kube.watch_cache import WatchCache
 from driver.kube.work_loop import Loop, MakeLoop
-from driver.slices.build import UNHEALTHY, Content, slice_object
+from driver.slices.build import UNHEALTHY, Content, slice_object, slice_spec
 from driver.slices.names import Pool
 
 Slices = Mapping[str, dict[str, Any]]
@@ -68,7 +68,7 @@ def _at_generation(
 ) -> Changes:
     todo = Changes(generation, len(desired), existing=actual)
     for name, content in desired.items():
-        if name not in specs or not _same(specs[name], content, pool, generation, len(desired)):
+        if specs.get(name) != slice_spec(content, pool, generation, len(desired)):
             todo.write[name] = content
     todo.delete.update((name, item) for name, item in actual.items() if name not in desired)
     return todo
@@ -102,36 +102,20 @@ def _believed(item: Mapping[str, Any], sent: Stored | None) -> dict[str, Any]:
 
 
 def _as_sent(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec without what the API server adds (the times of taints) and with what it drops (an empty list)."""
-    devices = spec.get("devices")
-    if not devices and "sharedCounters" not in spec:
-        return {**spec, "devices": []}
-    if not devices or not any("taints" in device for device in devices):
+    """The spec without the times of taints, which the API server adds, and with the empty list that it drops."""
+    devices = spec.get("devices") or []
+    if "sharedCounters" in spec and not devices:
         return dict(spec)
-    return {**spec, "devices": [_without_times(device) for device in devices]}
+    return {**spec, "devices": [_without_times(device) if "taints" in device else device for device in devices]}
 
 
 def _without_times(device: Mapping[str, Any]) -> dict[str, Any]:
-    if "taints" not in device:
-        return dict(device)
-    return {**device, "taints": [_without_time(taint) for taint in device["taints"]]}
+    """The time of a fault's taint is ours; the API server sets that of any other taint."""
 
+    def without_time(taint: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in taint.items() if key != "timeAdded" or taint["key"] == UNHEALTHY}
 
-def _without_time(taint: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a fault the time is ours, of anything else the API server's."""
-    if taint["key"] == UNHEALTHY:
-        return dict(taint)
-    return {key: value for key, value in taint.items() if key != "timeAdded"}
-
-
-def _same(spec: Mapping[str, Any], content: Content, pool: Pool, generation: int, count: int) -> bool:
-    ours = {
-        "driver": pool.driver,
-        "nodeName": pool.node,
-        "pool": {"name": pool.name, "generation": generation, "resourceSliceCount": count},
-        **content,
-    }
-    return dict(spec) == ours
+    return {**device, "taints": [without_time(taint) for taint in device["taints"]]}
 
 
 def dropped_fields(sent: Any, stored: Any, path: str = "spec") -> Iterator[str]:
@@ -185,7 +169,7 @@ def _kept(item: Slice) -> Object:
 
 
 class Store(Protocol):
-    """The node's slices, as far as they are known; ``observe`` and ``forget`` tell of writes of our own."""
+    """The node's slices, as far as they are known; ``observe`` and ``forget`` record own writes."""
 
     @property
     def synced(self) -> bool: ...

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from driver.model.device import Device, DeviceKind
 from driver.model.gpu import Gpu
 from driver.model.health import DeviceCondition
-from driver.model.occupancy import Occupancy
 from driver.model.plan import Offer, offer_of
+from driver.placement import GpuState
 from driver.slices.build import PublishedGpu, limited
 
 
@@ -80,7 +80,7 @@ class PublishableGpu:
 
     def published(self, policy: PublishPolicy = OFFER_EVERYTHING) -> PublishedGpu:
         held = (*self.prepared, *self.allocated)
-        taken = Occupancy.of(self.gpu, held, self.foreign.mask)
+        taken = GpuState.of(self.gpu, held, self.foreign.mask)
         fitting = self._fitting(held, taken, policy)
         existing = policy.kept | self.foreign.offered
         new = [device for device in fitting if device.name not in existing]
@@ -94,18 +94,18 @@ class PublishableGpu:
             self.gpu, self.number, held, offers, self.foreign.mask, self.fault, closed, self.conditions, divided
         )
 
-    def _fitting(self, held: Sequence[Device], taken: Occupancy, policy: PublishPolicy) -> list[Device]:
+    def _fitting(self, held: Sequence[Device], taken: GpuState, policy: PublishPolicy) -> list[Device]:
         """The devices that may be published beside ``held``."""
         names = {device.name for device in held}
-        prepared = Occupancy.of(self.gpu, self.prepared, self.foreign.mask)
+        prepared = GpuState.of(self.gpu, self.prepared, self.foreign.mask)
 
         def stays(device: Device) -> bool:
             if self.reserved and device.name not in policy.kept:
                 return False
             if device.name in self.foreign.offered:
                 return True
-            occupancy = prepared if device.name in policy.kept else taken
-            return policy.wants(device) and occupancy.admits(device)
+            state = prepared if device.name in policy.kept else taken
+            return policy.wants(device) and state.fits(device)
 
         return [d for d in self.devices if d.name not in names and self._possible(d) and stays(d)]
 

@@ -18,8 +18,7 @@ from controller.explain.reasons import Code, reasons_of
 from deviceclasses.cel import Program, compile_selector
 from driver.model.device import Device
 from driver.model.gpu import MigMode
-from driver.model.occupancy import Occupancy
-from driver.placement import key_of
+from driver.placement import GpuState, key_of
 from tests.support.gpus import H100
 from tests.support.queues import DRIVER, FULL, SHARE, Situation, fleet_gpu, profile, request, selected_by
 
@@ -157,7 +156,7 @@ def beside(entry: FleetGpu, devices: list[Device]) -> bool:
     """Whether ``devices`` can all be held beside what is held on the GPU."""
     held = list(entry.held)
     for device in devices:
-        if not Occupancy.of(entry.gpu, held, entry.foreign).admits(device):
+        if not GpuState.of(entry.gpu, held, entry.foreign).fits(device):
             return False
         held.append(device)
     return True

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driver.model.device import Device, devices_of
-from driver.model.occupancy import Occupancy, limits_of
+from driver.model.gpu import limits_of
+from driver.placement import GpuState
 from driver.simulator import mig_rules
 from driver.simulator.machine import SimulatedGpuState
 from driver.simulator.products import Product, find_product
@@ -38,7 +39,7 @@ def test_a_device_fits_exactly_where_the_driver_cuts_it(name: str, data: st.Data
         assert device.profile is not None
         assert device.placement is not None
         after = accepts(product, state, device.profile.id, device.placement.start, device.placement.size)
-        assert Occupancy.of(gpu, held).admits(device) == (after is not None), device.name
+        assert GpuState.of(gpu, held).fits(device) == (after is not None), device.name
         if after is not None:
             held, state = [*held, device], after
 

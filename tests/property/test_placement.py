@@ -8,8 +8,19 @@ from hypothesis import strategies as st
 
 from driver.model.device import Device, DeviceKind, devices_of
 from driver.model.gpu import Gpu
-from driver.model.occupancy import Occupancy
-from driver.placement import FULL, SHARE, GpuState, Key, Measure, Ranking, Weights, key_of, order_offers, spot_of
+from driver.placement import (
+    FULL,
+    SHARE,
+    GpuState,
+    Key,
+    Measure,
+    RankedClique,
+    Ranking,
+    Weights,
+    key_of,
+    order_offers,
+    spot_of,
+)
 from driver.placement.measure import CLIQUE_CLASS, FULL_CLASS, SHARE_CLASS
 from tests.support.gpus import H100, gpu_of
 
@@ -23,8 +34,8 @@ EVERY = {device.name: device for device in devices_of(GPU, 0)}
 def offers_after(*held: str) -> list[str]:
     """Names of the offers beside what is held, best first, ``gpu-0-mig-`` left out."""
     devices = [EVERY[f"gpu-0-mig-{name}"] for name in held]
-    taken = Occupancy.of(GPU, devices)
-    fitting = [device for device in EVERY.values() if taken.admits(device)]
+    taken = GpuState.of(GPU, devices)
+    fitting = [device for device in EVERY.values() if taken.fits(device)]
     return [device.name.removeprefix("gpu-0-mig-") for device in order_offers(fitting, {GPU.uuid: taken.mask})]
 
 
@@ -117,20 +128,25 @@ def fitting_of(names: list[str], shares: int = 0) -> list[Device]:
     every = {device.name: device for device in devices_of(GPU, 0, shares)}
     held: list[Device] = []
     for name in dict.fromkeys(names):
-        if Occupancy.of(GPU, held).admits(every[name]):
+        if GpuState.of(GPU, held).fits(every[name]):
             held.append(every[name])
     return held
 
 
 @given(st.one_of(held_lists, st.lists(st.sampled_from([f"gpu-0-share-{i}" for i in range(5)]))))
-def test_a_state_admits_what_an_occupancy_admits(names: list[str]) -> None:
+def test_a_place_is_free_exactly_if_its_device_fits(names: list[str]) -> None:
     held = fitting_of(names, shares=5)
-    state, occupancy = GpuState.of(GPU, held, shares=5), Occupancy.of(GPU, held)
+    state, occupancy = GpuState.of(GPU, held, shares=5), GpuState.of(GPU, held)
     for device in devices_of(GPU, 0, 5):
-        admitted = occupancy.admits(device) and device.name not in names
+        admitted = occupancy.fits(device) and device.name not in names
         assert state.admits(spot_of(device)) == admitted
         if admitted:
             assert state.take(spot_of(device)) == GpuState.of(GPU, [*held, device], shares=5)
+
+
+def unusable_by_the_clique(clique: RankedClique) -> float:
+    """Free slices that a request for all of the GPUs can't use."""
+    return 0.0 if all(gpu.whole for gpu in clique.gpus) else sum(gpu.free for gpu in clique.gpus)
 
 
 @given(st.lists(held_lists, min_size=1, max_size=3), st.data())
@@ -141,7 +157,10 @@ def test_the_classes_add_up_to_the_growth(cliques: list[list[str]], data: st.Dat
         return
     position, spot = data.draw(st.sampled_from(places))
     weights = MEASURE.classes(clique.gpus[position].state)
-    grown = clique.growth_by_class(position, spot)
+    after = clique.after(position, spot)
+    had, left = (MEASURE.unusable(each.gpus[position].state) for each in (clique, after))
+    grown = {name: left[name] - had[name] for name in had}
+    grown[CLIQUE_CLASS] = unusable_by_the_clique(after) - unusable_by_the_clique(clique)
     assert clique.rank(position, spot).growth == pytest.approx(sum(weights[name] * grown[name] for name in grown))
 
 

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from driver.errors import HardwareError, RecoverableError
 from driver.model.device import Device
 from driver.model.gpu import Partition
-from driver.model.occupancy import Occupancy
 from driver.model.sharing import in_force
+from driver.placement import GpuState
 from driver.steps import Moment
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
@@ -153,7 +153,7 @@ class NodeLife(RuleBasedStateMachine):
     def held_devices_are_disjoint(self) -> None:
         held = self.devices()
         for index, device in enumerate(held):
-            assert Occupancy.of(device.gpu, held[:index]).admits(device)
+            assert GpuState.of(device.gpu, held[:index]).fits(device)
         assert len({device.name for device in held}) == len(held)
 
     @invariant()

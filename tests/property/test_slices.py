@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driver.model.device import MOST_SHARES, Device, DeviceKind, devices_of, number_gpus, share_device
-from driver.model.occupancy import Occupancy
+from driver.placement import GpuState
 from driver.simulator.products import facts, find_product
 from driver.slices.attributes import quantity
 from driver.slices.build import (
@@ -47,7 +47,7 @@ def admitted(devices: list[Device]) -> list[Device]:
     """Those of ``devices`` that fit one after another."""
     taken: list[Device] = []
     for device in devices:
-        if Occupancy.of(device.gpu, taken).admits(device):
+        if GpuState.of(device.gpu, taken).fits(device):
             taken.append(device)
     return taken
 
@@ -70,7 +70,7 @@ def held_gpus(draw: st.DrawFn, most: int = 9) -> Fleet:
         shares = draw(share_counts)
         every = devices_of(gpu, number, shares)
         held = admitted(draw(st.lists(st.sampled_from(every), max_size=8, unique_by=lambda device: device.name)))
-        offers = tuple(d for d in every if d not in held and Occupancy.of(gpu, held).admits(d))
+        offers = tuple(d for d in every if d not in held and GpuState.of(gpu, held).fits(d))
         entry = PublishedGpu(gpu, number, tuple(held), offers, divided=shares > 0)
         chosen = limited(len(held), offers, entry.occupied)
         found.append(replace(entry, offers=tuple(device for device in offers if device.name in chosen)))
@@ -196,12 +196,12 @@ def test_a_gpu_is_never_given_out_more_than_once_however_often_the_number_of_sha
     taken: list[Device] = []
     for index, shares in given_out:
         share = share_device(gpu, 0, index % shares, shares)
-        if Occupancy.of(gpu, taken).admits(share) and share.name not in {held.name for held in taken}:
+        if GpuState.of(gpu, taken).fits(share) and share.name not in {held.name for held in taken}:
             taken.append(share)
     assert fits_counters(taken, counters_of_gpu(gpu))
     assert sum(1 / share.shares for share in taken) <= 1.04
     for other in devices_of(gpu, 0):
-        assert not taken or not Occupancy.of(gpu, taken).admits(other)
+        assert not taken or not GpuState.of(gpu, taken).fits(other)
 
 
 @given(st.integers(0, 1 << 60))

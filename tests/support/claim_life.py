@@ -147,7 +147,7 @@ class Life:
     def _begin(self, shape: Shape, operation: Operation) -> ClaimReference:
         node = self.node
         node.simulated.reboot()  # MIG mode off
-        self.host._mig._spanning.clear()  # what the first partition has to ask
+        self.host._spanning.clear()  # what the first partition has to ask
         for gpu in node.node.inventory.gpus if shape.mig_before else ():
             node.node.host.set_mig_mode(gpu, enabled=True)
         results = [result(device, f"r{index}") for index, device in enumerate(shape.devices)]

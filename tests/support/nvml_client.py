@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import byref, c_uint
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +37,21 @@ def enable_mig(nvml: Any, index: int = 0) -> Any:
     device = nvml.nvmlDeviceGetHandleByIndex(index)
     assert nvml.nvmlDeviceSetMigMode(device, nvml.NVML_DEVICE_MIG_ENABLE) == nvml.NVML_SUCCESS
     return device
+
+
+def profiles_by_name(product: Product) -> dict[str, ProductProfile]:
+    """Profiles by the name people use, as "1g.10gb"."""
+    return {profile.name: profile for profile in product.profiles}
+
+
+@contextmanager
+def process_on(node: SimulatedNode, device: str, *, pid: int = 4242, memory: int = 0) -> Iterator[None]:
+    """Run a process on the device (UUID) during the block."""
+    node.start_process(device, pid=pid, memory=memory)
+    try:
+        yield
+    finally:
+        node.end_process(device, pid=pid)
 
 
 def placements(nvml: Any, device: Any, profile_id: int) -> list[tuple[int, int]]:

@@ -25,9 +25,8 @@ from driver.kube.types import Key as ObjectKey
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
-from driver.model.occupancy import Occupancy
 from driver.model.plan import PlanMode
-from driver.placement import Key, key_of
+from driver.placement import GpuState, Key, key_of
 from driver.simulator import load_description
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.names import Pool
@@ -111,8 +110,8 @@ class FleetNode:
     def admits(self, key: Key) -> bool:
         """Whether a device of ``key`` would fit beside what is held, offered or not."""
         for gpu in self.inventory.gpus:
-            taken = Occupancy.of(gpu, self.inventory.held_on(gpu))
-            if any(key_of(device) == key and taken.admits(device) for device in self.inventory.devices_on(gpu)):
+            taken = GpuState.of(gpu, self.inventory.held_on(gpu))
+            if any(key_of(device) == key and taken.fits(device) for device in self.inventory.devices_on(gpu)):
                 return True
         return False
 

@@ -79,7 +79,7 @@ def possible(entry: FleetGpu, key: Key) -> list[Device]:
 
 
 def in_order(gpus: Sequence[FleetGpu], devices: Iterable[Device]) -> list[Device]:
-    return order_offers(devices, {entry.gpu.uuid: entry.occupancy.mask for entry in gpus})
+    return order_offers(devices, {entry.gpu.uuid: entry.state.mask for entry in gpus})
 
 
 def _demand(fleet: Fleet, request: Request) -> Demand:

@@ -13,6 +13,7 @@ import yaml
 from driver.config.opaque import GpuConfig, MigDeviceConfig, ShareConfig, parse_parameters
 from driver.simulator.products import Product, find_product, product_names
 from tests.support.chart import EVENTS_OF_ALL_CLAIMS, EVENTS_OF_ONE_CLAIM, class_texts, notes, rendered
+from tests.support.nvml_client import profiles_by_name
 
 PROJECT = Path(__file__).parents[3]
 EXAMPLES = sorted((PROJECT / "deploy" / "examples").glob("*.yaml"))
@@ -110,12 +111,14 @@ def test_the_cards_that_a_class_names_have_its_profile_as_often_as_it_says(name:
         names, number = re.fullmatch(r"(.*) \((\d) a GPU\)", group).groups()  # type: ignore[union-attr]
         for card in names.split(", "):
             assert named(card), card
-            assert {product.by_name[profile_of(name)].max_instances for product in named(card)} == {int(number)}
+            assert {profiles_by_name(product)[profile_of(name)].max_instances for product in named(card)} == {
+                int(number)
+            }
 
 
 def test_every_partition_of_the_common_cards_has_a_class() -> None:
     cards = ("A30", "A100 40GB", "A100 80GB", "H100 80GB", "H200", "B200")
-    profiles = {name for card in cards for product in named(card) for name in product.by_name}
+    profiles = {name for card in cards for product in named(card) for name in profiles_by_name(product)}
     # Media engines are for who asks by selector.
     plain = {name for name in profiles if name.isalnum() or re.fullmatch(r"\dg\.\d+gb", name)}
     assert {profile_of(name) for name in PROFILE_CLASSES} == plain
@@ -195,7 +198,9 @@ class TestTheDocs:
         assert rows
         for cards, classes in rows:
             for product in (product for card in cards.split(", ") for product in named(card)):
-                wanted = [name.replace(".", "-") for name in product.by_name if re.fullmatch(r"\dg\.\d+gb", name)]
+                wanted = [
+                    name.replace(".", "-") for name in profiles_by_name(product) if re.fullmatch(r"\dg\.\d+gb", name)
+                ]
                 assert sorted(re.findall(r"`([^`]+)`", classes)) == sorted(wanted)
 
     def test_show_every_example(self) -> None:

@@ -226,8 +226,10 @@ def test_an_offer_says_which_requests_it_costs_how_much() -> None:
     assert best is not None
     assert best.terms == terms
     assert terms.free == terms.clique_free == 7
-    grown = clique.growth_by_class(best.position, best.spot)
+    measure, state = CURATOR.ranking.measure, fleet.gpus["a/0"].state
+    had, left = measure.unusable(state), measure.unusable(state.take(best.spot))
+    grown = {name: left[name] - had[name] for name in had} | {"clique": -1}
     assert grown["4g.40gb"] == -1
     assert grown["2g.20gb"] == 1
-    weights = CURATOR.ranking.measure.classes(fleet.gpus["a/0"].state)
+    weights = measure.classes(state)
     assert sum(weights[name] * grown[name] for name in grown) == pytest.approx(terms.growth)

@@ -16,7 +16,7 @@ import pytest
 
 from driver.simulator import ZERO_LATENCY, SimulatedNode, load_description
 from driver.simulator.node import describe
-from tests.support.nvml_client import create, cut, mig_uuids, placements, remaining_capacity
+from tests.support.nvml_client import create, cut, mig_uuids, placements, profiles_by_name, remaining_capacity
 
 NOT_SUPPORTED = pynvml.NVML_ERROR_NOT_SUPPORTED
 INVALID_ARGUMENT = pynvml.NVML_ERROR_INVALID_ARGUMENT
@@ -39,8 +39,8 @@ class Gpu:
         self.node, self.nvml = node, node.nvml
         self.nvml.nvmlInit()
         self.handle = self.nvml.nvmlDeviceGetHandleByIndex(0)
-        self.ids = {name: profile.id for name, profile in node.description.gpu_product.by_name.items()}
-        self.sizes = {name: profile.size for name, profile in node.description.gpu_product.by_name.items()}
+        self.ids = {profile.name: profile.id for profile in node.description.gpu_product.profiles}
+        self.sizes = {profile.name: profile.size for profile in node.description.gpu_product.profiles}
 
     def mode(self) -> list[int]:
         return self.nvml.nvmlDeviceGetMigMode(self.handle)
@@ -60,7 +60,7 @@ class Gpu:
 
     def capacity(self, profile: str) -> int:
         product = self.node.description.gpu_product
-        return remaining_capacity(product, self.node.gpu_state(0), product.by_name[profile])
+        return remaining_capacity(product, self.node.gpu_state(0), profiles_by_name(product)[profile])
 
     def placements(self, profile: str) -> list[tuple[int, int]]:
         return placements(self.nvml, self.handle, self.ids[profile])

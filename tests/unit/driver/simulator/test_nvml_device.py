@@ -161,7 +161,6 @@ def test_gb200_runs_its_pcie_below_what_it_can(tmp_path: Path) -> None:
     gpu = handles(node)[0]
     assert node.description.gpu_product.pcie_generation == 6
     assert node.nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu) == 5
-    assert (node.root / "sys/bus/pci/devices/0000:29:00.0/current_link_speed").read_text() == "32.0 GT/s PCIe\n"
 
 
 @pytest.mark.parametrize(("name", "version"), [("v100-4", 2), ("dgx-a100", 5), ("hgx-h100", 6), ("hgx-b200", 7)])

@@ -28,7 +28,9 @@ from tests.support.nvml_client import (
     mig_uuids,
     one_h100,
     placements,
+    process_on,
     profile_infos,
+    profiles_by_name,
     remaining_capacity,
     remove,
     spanning_ci_profile,
@@ -178,7 +180,7 @@ def test_a_gpu_instance_goes_after_its_compute_instances(nvml: SimulatedNvml, gp
 def test_a_partition_with_a_process_is_in_use_until_the_process_ends(node: SimulatedNode, gpu: Any) -> None:
     nvml = node.nvml
     partition = cut(nvml, gpu, G3, 0, 4)
-    with node.process_on(partition.uuid), refused(pynvml.NVML_ERROR_IN_USE):
+    with process_on(node, partition.uuid), refused(pynvml.NVML_ERROR_IN_USE):
         nvml.nvmlComputeInstanceDestroy(partition.compute_instance)
     remove(nvml, partition)
 
@@ -245,7 +247,7 @@ def test_mig_mode_stays_on_while_instances_exist(nvml: SimulatedNvml, gpu: Any) 
 
 def test_a_gpu_somebody_uses_says_in_use_in_the_status_not_the_return_code(node: SimulatedNode) -> None:
     nvml, gpu = node.nvml, node.nvml.nvmlDeviceGetHandleByIndex(0)
-    with node.process_on(nvml.nvmlDeviceGetUUID(gpu)):
+    with process_on(node, nvml.nvmlDeviceGetUUID(gpu)):
         assert nvml.nvmlDeviceSetMigMode(gpu, 1) == pynvml.NVML_ERROR_IN_USE
         assert nvml.nvmlDeviceGetMigMode(gpu) == [0, 1]
     assert nvml.nvmlDeviceSetMigMode(gpu, 1) == pynvml.NVML_SUCCESS
@@ -278,7 +280,9 @@ def test_a_product_without_mig_does_not_support_it() -> None:
 def test_all_media_engines_leave_room_only_for_instances_without() -> None:
     product = find_product("NVIDIA RTX PRO 6000 Blackwell Server Edition")
     assert product is not None
-    everything, without, plain = (product.by_name[name] for name in ("1g.24gb+me.all", "1g.24gb-me", "1g.24gb"))
+    everything, without, plain = (
+        profiles_by_name(product)[name] for name in ("1g.24gb+me.all", "1g.24gb-me", "1g.24gb")
+    )
     state, _ = mig_rules.create_gpu_instance(
         product, SimulatedGpuState(mig_enabled=True), everything.id, (0, everything.size)
     )

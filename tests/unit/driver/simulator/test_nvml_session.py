@@ -14,7 +14,7 @@ import pytest
 
 from driver.simulator import ZERO_LATENCY, SimulatedNode, load_description
 from driver.simulator.nvml import SimulatedNvml
-from tests.support.nvml_client import G1, G3, create, cut, enable_mig, one_h100
+from tests.support.nvml_client import G1, G3, create, cut, enable_mig, one_h100, process_on
 
 SIMULATED = sorted(name for name in dir(SimulatedNvml) if name.startswith("nvml"))
 NOT_SIMULATED = sorted(
@@ -100,12 +100,9 @@ def test_memory_bandwidth_computed_from_clock_and_width_is_the_published_one(nvm
     assert 2 * clock * nvml.nvmlDeviceGetMemoryBusWidth(gpu) // 8000 == 3352
 
 
-def test_memory_info_counts_the_reserved_part_in_its_old_version_only(nvml: SimulatedNvml, gpu: Any) -> None:
-    old, new = nvml.nvmlDeviceGetMemoryInfo(gpu), nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2)
-    assert old.total == new.total == 81559 * 2**20
-    assert (new.reserved, new.used) == (480 * 2**20, 0)
-    assert old.used == new.reserved
-    assert old.free == new.free == old.total - old.used
+def test_memory_info_is_that_of_the_product(nvml: SimulatedNvml, gpu: Any) -> None:
+    memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
+    assert (memory.total, memory.used, memory.free) == (81559 * 2**20, 0, 81559 * 2**20)
 
 
 def test_a_wrong_struct_version_is_refused(nvml: SimulatedNvml, gpu: Any) -> None:
@@ -265,10 +262,10 @@ def test_processes_are_listed_with_the_instances_they_run_on(tmp_path: Path) -> 
     node = one_h100(tmp_path)
     nvml, device = node.nvml, enable_mig(node.nvml)
     partition = cut(nvml, device, G3, 4, 4)
-    with node.process_on(partition.uuid, pid=12, memory=7 * 2**20):
+    with process_on(node, partition.uuid, pid=12, memory=7 * 2**20):
         (process,) = nvml.nvmlDeviceGetComputeRunningProcesses(device)
         assert (process.pid, process.gpuInstanceId, process.computeInstanceId) == (12, 1, 0)
-        assert nvml.nvmlDeviceGetMemoryInfo(device, nvml.nvmlMemory_v2).used == 7 * 2**20
+        assert nvml.nvmlDeviceGetMemoryInfo(device).used == 7 * 2**20
     assert nvml.nvmlDeviceGetComputeRunningProcesses(device) == []
 
 
@@ -278,7 +275,7 @@ def test_a_process_on_the_whole_gpu_belongs_to_no_instance(tmp_path: Path) -> No
     node.start_process(nvml.nvmlDeviceGetUUID(device), pid=11, memory=5 * 2**20)
     (process,) = nvml.nvmlDeviceGetComputeRunningProcesses(device)
     assert (process.pid, process.gpuInstanceId) == (11, pynvml.NVML_GPU_INSTANCE_ID_ANY)
-    assert nvml.nvmlDeviceGetMemoryInfo(device, nvml.nvmlMemory_v2).used == 5 * 2**20
+    assert nvml.nvmlDeviceGetMemoryInfo(device).used == 5 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -287,9 +284,7 @@ def test_a_process_on_the_whole_gpu_belongs_to_no_instance(tmp_path: Path) -> No
         (lambda n, g: n.nvmlDeviceGetPciInfo(g), pynvml.nvmlPciInfo_t),
         (lambda n, g: n.nvmlDeviceGetNvLinkRemotePciInfo(g, 0), pynvml.nvmlPciInfo_t),
         (lambda n, g: n.nvmlDeviceGetMemoryInfo(g), pynvml.c_nvmlMemory_t),
-        (lambda n, g: n.nvmlDeviceGetMemoryInfo(g, n.nvmlMemory_v2), pynvml.c_nvmlMemory_v2_t),
         (lambda n, g: n.nvmlDeviceGetGpuInstanceProfileInfo(g, 0), pynvml.c_nvmlGpuInstanceProfileInfo_v2_t),
-        (lambda n, g: n.nvmlDeviceGetGpuInstanceProfileInfo(g, 0, 1), pynvml.c_nvmlGpuInstanceProfileInfo_t),
         (lambda n, g: n.nvmlDeviceGetFieldValues(g, [91])[0], pynvml.c_nvmlFieldValue_t),
         (lambda n, g: n.nvmlEventSetCreate(), pynvml.c_nvmlEventSet_t),
         (lambda n, g: n.nvmlDeviceGetNvLinkVersion(g, 0), int),

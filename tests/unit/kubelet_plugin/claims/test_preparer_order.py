@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +19,7 @@ from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.care import Care
 from tests.support.kubelet import DraClient
 from tests.support.node import NodeUnderTest, start_node
+from tests.support.nvml_client import process_on
 
 SMALL = "gpu-0-mig-1g10gb-6"
 BIG = "gpu-0-mig-3g40gb-4"
@@ -114,7 +114,7 @@ def test_a_device_whose_process_outlives_its_pod_is_refused_until_the_process_en
     [partition] = node.partitions()
     node.api.delete(first)
     second = node.api.allocate("second", SMALL)
-    with node.simulated.process_on(str(partition.uuid)):
+    with process_on(node.simulated, str(partition.uuid)):
         with pytest.raises(HardwareError, match="IN_USE"):
             node.preparer.unprepare(first)
         with pytest.raises(ClaimError, match=f"default/first.*{first.uid}.*still holds"):
@@ -172,7 +172,7 @@ def test_a_slow_gpu_does_not_delay_claims_on_the_others(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(nvml_session, "time", SimpleNamespace(sleep=lambda _: answers.wait(60)))
+    monkeypatch.setattr(nvml_session, "delay", lambda _: answers.wait(60))
     node = start_node(tmp_path)
     slow = node.api.allocate("slow", SMALL)
     node.simulated.faults.slow(2.0, call, gpu=0, times=1)

@@ -9,6 +9,7 @@ from driver.model.gpu import Placement
 from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.claims import opaque, result
 from tests.support.node import NodeUnderTest
+from tests.support.nvml_client import process_on
 
 SMALL = "gpu-0-mig-1g10gb-6"
 BIG = "gpu-0-mig-3g40gb-0"
@@ -141,7 +142,7 @@ def test_a_partition_still_in_use_is_reported_and_stays_held_until_it_is_free(no
     node.preparer.prepare(claim)
     [partition] = node.partitions()
     assert partition.uuid is not None
-    with node.simulated.process_on(partition.uuid):
+    with process_on(node.simulated, partition.uuid):
         with pytest.raises(HardwareError, match=r"IN_USE .*a process still uses it"):
             node.preparer.unprepare(claim)
         assert node.held() == {SMALL}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -357,7 +356,7 @@ class TestHearing:
     ) -> None:
         go_on = threading.Event()
         # However long the others take to be heard.
-        monkeypatch.setattr(nvml_session, "time", SimpleNamespace(sleep=lambda _: go_on.wait(60)))
+        monkeypatch.setattr(nvml_session, "delay", lambda _: go_on.wait(60))
         ill.node.simulated.faults.slow(3, "nvmlDeviceGetMemoryInfo", gpu=1, times=1)
         heard: list[GpuEvent] = []
         looking = threading.Thread(target=ill.look)
@@ -375,7 +374,7 @@ class TestHearing:
         self, ill: HealthUnderTest, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         let_go = threading.Event()
-        monkeypatch.setattr("driver.simulator.nvml_session.time", SimpleNamespace(sleep=lambda _: let_go.wait()))
+        monkeypatch.setattr(nvml_session, "delay", lambda _: let_go.wait())
         monkeypatch.setattr(ill.node.node.host, "_timeouts", TimeoutRunner(0.1))
         ill.node.simulated.faults.slow(1, gpu=1)
         ill.look()

@@ -16,6 +16,7 @@ from kubelet_plugin.reconcile.recovery import hold_recorded
 from tests.support.care import Care
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest, choosing, start_node
+from tests.support.nvml_client import process_on
 
 SMALL = "gpu-0-mig-1g10gb-6"
 
@@ -93,7 +94,7 @@ class TestClaimsThatVanished:
         node.preparer.prepare(claim)
         node.api.delete(claim)
         care = Care(node)
-        with node.simulated.process_on(node.node.inventory.gpus[0].uuid):
+        with process_on(node.simulated, node.node.inventory.gpus[0].uuid):
             care.look_long()
             assert node.held() == {"gpu-0"}
             assert set(care.reasons("Node/node-a")) == {"OrphanInUse"}
@@ -107,7 +108,7 @@ class TestClaimsThatVanished:
         [partition] = node.partitions()
         assert partition.uuid is not None
         care = Care(node)
-        with node.simulated.process_on(partition.uuid):
+        with process_on(node.simulated, partition.uuid):
             care.look_long()
             assert node.held() == {SMALL}
         care.look_long()

@@ -18,6 +18,7 @@ from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest, start_node
+from tests.support.nvml_client import process_on
 from tests.support.published import build_slices
 
 SMALL = "gpu-0-mig-1g10gb-6"
@@ -59,7 +60,7 @@ def test_one_partition_in_use_does_not_keep_the_claims_other_one(node: NodeUnder
     node.preparer.prepare(claim)
     busy = next(partition for partition in node.partitions() if partition.placement == Placement(0, 2))
     assert busy.uuid is not None
-    with node.simulated.process_on(busy.uuid):
+    with process_on(node.simulated, busy.uuid):
         with pytest.raises(HardwareError, match=r"IN_USE"):
             node.preparer.unprepare(claim)
         assert node.partitions() == [busy]

@@ -19,6 +19,7 @@ from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.care import Care
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest, choosing, start_node
+from tests.support.nvml_client import process_on
 from tests.support.running import eventually
 
 PUBLISHED = choosing(existing_partitions="publish")
@@ -42,7 +43,7 @@ def prepared_and_in_use(node: NodeUnderTest, claim: ClaimReference) -> Iterator[
     node.preparer.prepare(claim)
     [partition] = node.partitions()
     assert partition.uuid is not None
-    with node.simulated.process_on(partition.uuid):
+    with process_on(node.simulated, partition.uuid):
         yield
 
 

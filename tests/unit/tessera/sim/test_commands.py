@@ -17,7 +17,7 @@ from driver.simulator.node import describe
 from tessera.sim.commands import holders, render, sim
 from tessera.sim.fault import find_roots
 from tessera.slice_layout import Span, cell_width, draw_placement, draw_slices
-from tests.support.nvml_client import G1, G3, create, cut, enable_mig, one_h100
+from tests.support.nvml_client import G1, G3, create, cut, enable_mig, one_h100, process_on
 
 
 def run(*arguments: str | Path) -> Result:
@@ -72,7 +72,7 @@ def test_smi_says_that_there_are_no_partitions(node: SimulatedNode) -> None:
 
 def test_smi_marks_a_mode_that_waits(node: SimulatedNode) -> None:
     gpu = node.nvml.nvmlDeviceGetHandleByIndex(0)
-    with node.process_on(node.description.gpu_uuid(0)):
+    with process_on(node, node.description.gpu_uuid(0)):
         node.nvml.nvmlDeviceSetMigMode(gpu, 1)
     output = run("smi", "--host-root", node.root).output
     assert "Disabled*" in output

@@ -14,7 +14,7 @@ from driver.errors import UsageError
 from driver.simulator import SimulatedNode
 from tessera.sim.commands import sim
 from tessera.sim.fault import fault
-from tests.support.nvml_client import G3, cut, enable_mig, gpu_instances, one_h100
+from tests.support.nvml_client import G3, cut, enable_mig, gpu_instances, one_h100, process_on
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_busy_partition_outlives_a_destroy_but_no_reboot(node: SimulatedNode) 
     run(node, "busy", partition.uuid)
     with pytest.raises(pynvml.NVMLError_InUse):
         node.nvml.nvmlComputeInstanceDestroy(partition.compute_instance)
-    with node.process_on(partition.uuid), pytest.raises(UsageError, match="can't be reset"):
+    with process_on(node, partition.uuid), pytest.raises(UsageError, match="can't be reset"):
         run(node, "reset", "--gpu", "0")
     run(node, "reset", "--gpu", "0")
     assert gpu_instances(node.nvml, gpu) == {}
