@@ -80,10 +80,10 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     def start(
         devices: Callable[[], list[Device]] = list,
         trouble: Callable[[Device], str | None] = lambda _: None,
-        resend_s: float = 60.0,
+        resend_interval_seconds: float = 60.0,
         work: Any = None,
     ) -> Served:
-        service = HealthService(POOL, devices, trouble, resend_s, lambda: 1234.0)
+        service = HealthService(POOL, devices, trouble, resend_interval_seconds, lambda: 1234.0)
         claims = DraService(work or Work())
         server = SocketServer(tmp_path / "dra.sock", [claims.handler(), *service.handlers()])
         served = Served(service, server, tmp_path / "dra.sock")

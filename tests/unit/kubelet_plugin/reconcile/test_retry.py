@@ -250,7 +250,7 @@ class TestWhatIsLost:
         care = Care(again)
         care.look()
         assert again.partitions() == []
-        assert "as somebody else made it is gone" in care.troubles[SMALL, ConditionType.LOST]
+        assert "which Tessera published but did not create, is gone" in care.troubles[SMALL, ConditionType.LOST]
         again.preparer.unprepare(claim)
         assert again.records() == []
 
