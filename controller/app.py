@@ -153,7 +153,7 @@ class ControllerHealth:
 
     def serve(self, stack: ExitStack, metrics: Callable[[], Mapping[str, Page]]) -> None:
         """Serve at the configured addresses. Raises EnvironmentFault."""
-        live = [Check("election", self._election), Check("loops", self._watchdog.look)]
+        live = [Check("election", self._election), Check("loops", self._watchdog.failure)]
         ready = [Check("api", self.reach.failure), Check("decisions", self._decisions)]
         wanted = [
             ("--metrics-address", self._settings.metrics_address, metrics),

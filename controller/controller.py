@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.devices import DeviceIndex
 from controller.cluster.fleet_builder import FleetBuilder
-from controller.curation.curator import CurationSettings, Curator
+from controller.curation.curator import Curator
 from controller.demand.demand import demand_of
 from controller.demand.matching import Matching
 from controller.demand.pending_claims import Eligibility, Queue
@@ -33,7 +33,7 @@ from controller.settings import ControllerSettings
 from controller.steps import Observer, Step
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
-from driver.kube.clock import SystemClock
+from driver.kube.clock import Clock
 from driver.kube.events import Recorder
 from driver.kube.work_loop import Loop
 from driver.model.plan import Offer
@@ -79,8 +79,8 @@ class Controller:
         self._fleet_builder = FleetBuilder()
         self._devices = DeviceIndex()
         self._specs = PlanSpecs()
-        self._curator = Curator(Ranking(Measure(Weights(settings.weights))), CurationSettings(offers=settings.offers))
-        self._unscheduled = UnscheduledClaims(settings.unused_s, SystemClock())
+        self._curator = Curator(Ranking(Measure(Weights(settings.weights))), settings.offers)
+        self._unscheduled = UnscheduledClaims(settings.unused_s, Clock())
         self._writer = PlanWriter(client, self._cache.observe_plan, observer=observer)
         self._withdrawals = Withdrawals(self._fence, self._loop.notify, settings.linger_s, observer=observer)
 
@@ -124,8 +124,8 @@ class Controller:
         demands = demand_of(queue, self._starvation.widened(queue))
         requested = {demand.key for demand in demands}
         protected = [offer for offer in devices.offered if Key(offer.type, offer.profile) in requested]
-        curation = self._curator.curate(fleet, demands, devices.offered, protected)
-        offers = devices.offerable(curation.offers, seen.withdrawing)
+        chosen = self._curator.curate(fleet, demands, devices.offered, protected)
+        offers = devices.offerable(chosen, seen.withdrawing)
         excess = (device for offer, device in devices.managed.items() if offer not in offers)
         self._start(seen)
         withdrawn = self._withdrawals.decide(frozenset(excess), devices.is_published)
@@ -136,7 +136,7 @@ class Controller:
         self._specs.changed.clear()
         if written:
             elapsed = (time.perf_counter() - began) * 1000
-            log.info("wrote plans", extra={"plans": written, "offers": len(curation.offers), "ms": f"{elapsed:.0f}"})
+            log.info("wrote plans", extra={"plans": written, "offers": len(chosen), "ms": f"{elapsed:.0f}"})
         self._events.labels(seen.cluster.nodes, seen.changed.nodes, fleet)
         self._cache.acknowledge()
         self._events.unreadable(self._cache.unreadable())
@@ -183,4 +183,4 @@ class Controller:
         offered = {offer: self._devices.free[offer] for offer in self._devices.offered}
         unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
         reasons = reasons_of(queue, self._unreported.update(seen.views))
-        self._events.claims(queue, [*reasons, *self._unscheduled.reasons(queue, unfenced, seen.incomplete)])
+        self._events.claims([*reasons, *self._unscheduled.reasons(queue, unfenced, seen.incomplete)])

@@ -211,7 +211,8 @@ class PlanWriter:
         body = {"spec": {key: value for key, value in msgspec.to_builtins(spec).items() if key not in OPERATORS}}
         try:
             if plan is None:
-                metadata = {"name": node, "ownerReferences": [_reference(node, owner)]}
+                reference = {"apiVersion": "v1", "kind": "Node", "name": node, "uid": owner}
+                metadata = {"name": node, "ownerReferences": [reference]}
                 stored = self._client.create(
                     PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, **body}
                 )
@@ -225,10 +226,6 @@ class PlanWriter:
             return None
         self._stored(stored)
         return None
-
-
-def _reference(node: str, uid: str) -> Object:
-    return {"apiVersion": "v1", "kind": "Node", "name": node, "uid": uid}
 
 
 def _is_current(current: PlanSpec, wanted: PlanSpec) -> bool:

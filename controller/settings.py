@@ -53,12 +53,11 @@ def _identity() -> str:
 class ControllerSettings(BaseModel):
     """The settings of ``tessera controller``; field names are the flags' names.
 
-    ``offers`` is how many placements of each profile are offered over the cluster where nobody waits for more.
-    ``linger_s`` is how long an offer that is wanted no longer stays in the slices, closed to new claims.
-    ``settle_s`` is how long a fence needs to reach every API server. ``fence_minutes`` is how long a device stays
-    fenced after it was withdrawn: a decision of the scheduler may be that late. ``weights`` says how much each class
-    counts; without it all count the same.
-    ``unused_s`` is how long a claim may wait beside an offer that would do until that is reported.
+    ``offers``: placements of each profile that are offered without pending claims. ``linger_s``: how long an unwanted
+    offer stays in the slices, closed to new claims. ``settle_s``: how long a fence needs to reach every API server.
+    ``fence_minutes``: how long a withdrawn device stays fenced, since a decision of the scheduler may be that late.
+    ``weights``: how much each class counts (default: equally). ``unused_s``: how long a claim may be pending beside a
+    matching offer until that is reported.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -5,19 +5,19 @@
     │   ├── ClaimError           this claim can't be prepared as it is; others are unaffected
     │   ├── HardwareError        NVML, sysfs or a device node answered with an error
     │   ├── ApiError             the API server refused, or could not be reached
-    │   ├── StateError           a file of ours can't be read or written
-    │   └── CelError             a CEL expression that no device can be held against
+    │   ├── StateError           stored state can't be read or written
+    │   └── CelError             a CEL expression that can't be evaluated
     └── FatalError               the process ends with ``exit_code`` and this message
-        ├── UsageError           exit code 2: what was asked for makes no sense
+        ├── UsageError           exit code 2: invalid options or input
         └── EnvironmentFault     exit code 3: the machine lacks something
 
-Whoever raises one names the field or object, what was found and what would have been accepted.
+A message names the field or object, what was found and what would have been accepted.
 """
 
 from __future__ import annotations
 
 NOT_FOUND, CONFLICT = 404, 409
-"""Of the statuses of an ApiError those that many expect: there is no such object; there is, or it has changed."""
+"""Expected statuses of an ApiError: the object does not exist; it exists already, or has changed."""
 
 
 class TesseraError(Exception):
@@ -55,14 +55,14 @@ class ApiError(RecoverableError):
 
 
 class StateError(RecoverableError):
-    """What Tessera keeps (checkpoint, CDI spec, what a plan's status tells) can't be read or written."""
+    """Stored state (checkpoint, CDI spec, a plan's status) can't be read or written."""
 
 
 class CelError(RecoverableError):
     """A CEL expression is refused: its syntax, a name, a type, or something that Tessera can't evaluate.
 
-    Recoverable, because expressions stand in other people's claims and classes: the object is reported, the rest goes
-    on. ``position`` counts characters from 0, or is None where the whole expression is meant.
+    Recoverable, because users write expressions into claims and classes: the object is reported, the rest goes on.
+    ``position`` counts characters from 0; None: the whole expression.
     """
 
     def __init__(self, message: str, expression: str = "", position: int | None = None) -> None:
@@ -78,7 +78,7 @@ class FatalError(TesseraError):
 
 
 class UsageError(FatalError):
-    """What the user asked for makes no sense; the message says what would."""
+    """The options or input are invalid; the message says what is valid."""
 
     exit_code = 2
 

@@ -1,4 +1,4 @@
-"""Named steps of work that may be killed between any two instructions, and who observes them.
+"""Named steps of work that may be killed between any two instructions, and their observers.
 
 Tests observe, delay, fail or kill at steps through an injected observer. Each process names its own steps.
 """
@@ -22,7 +22,7 @@ def unobserved(step: StrEnum, moment: Moment) -> None:
 
 @contextmanager
 def observed(observer: StepObserver[S], step: S) -> Iterator[None]:
-    """Tell ``observer`` of ``step``; one that fails has no after."""
+    """Report ``step`` to ``observer`` before and after; a failed step has no "after"."""
     observer(step, "before")
     yield
     observer(step, "after")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from driver.hardware.host_paths import boot_id
 from driver.kube.client import KubeClient, load_configuration
-from driver.kube.clock import SystemClock
+from driver.kube.clock import Clock
 from driver.kube.events import Recorder
 from driver.model.device import number_gpus
 from driver.model.gpu import Gpu
@@ -223,7 +223,7 @@ class NodePlugin:
         probes.add_ready_check("neighbours", self._other_drivers.not_ready)
         self._other_drivers.serve(context.inventory, lambda: self._scanner.excluded_count)
         self._scanner.on_scan = self._scanned
-        clock, write = SystemClock(), partial(probe, settings.state_dir / PROBE)
+        clock, write = Clock(), partial(probe, settings.state_dir / PROBE)
         state = DirectoryProbe(settings.state_dir, write, STATE_REASONS, self._events.node, clock)
         specs = DirectoryProbe(settings.cdi_dir, context.cdi.probe, CDI_REASONS, self._events.node, clock)
         self._probes = (state, specs)

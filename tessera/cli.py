@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from driver.errors import ApiError, FatalError, TesseraError
+from driver.errors import ApiError, EnvironmentFault, FatalError, TesseraError
 from driver.logs import FORMATS, configure_logs
 
 log = logging.getLogger(__name__)
@@ -74,9 +74,7 @@ class Command(click.Group):
 def _fatal(error: TesseraError) -> FatalError:
     """The fatal error that ends a command, which does not retry."""
     if isinstance(error, ApiError) and error.status is None:
-        from tessera.cluster_options import unreachable
-
-        return unreachable(error)
+        return EnvironmentFault(f"the cluster can't be reached: {error}; check --kubeconfig")
     return error if isinstance(error, FatalError) else FatalError(str(error))
 
 
@@ -92,19 +90,9 @@ def main() -> None:
 
     \b
     Examples:
-      tessera sim list                      the nodes that can be simulated
-      tessera topology --gpus sim:dgx-h100  show one of them; leaves nothing behind
-      tessera lint class.yaml               find errors in a DeviceClass or claim
-
-    \b
-    With a kubeconfig:
-      tessera status                        check the installation, with remedies
-      tessera cordon node-a/gpu-3           keep new pods off a GPU; `uncordon` brings it back
-
-    \b
-    As root on the machine of the Node n1, without a GPU:
+      tessera topology --gpus sim:dgx-h100
+      tessera status
       tessera node --node-name n1 --kubeconfig ~/.kube/config --gpus sim:dgx-h100
-      tessera sim smi                       the output of nvidia-smi there
     """
 
 
@@ -117,9 +105,7 @@ def main() -> None:
 @click.option("--namespace", help="Where the controller's heartbeat is.  [default: tessera]")
 @click.option("--cdi-dir", type=click.Path(path_type=Path), help="Where CDI specs go.  [default: /var/run/cdi]")
 @click.option("--state-dir", type=click.Path(path_type=Path), help="[default: KUBELET_DIR/plugins/DRIVER_NAME]")
-@click.option(
-    "--driver-root", type=click.Path(path_type=Path), help="Where the host has the NVIDIA driver. [default: /]"
-)
+@click.option("--driver-root", type=click.Path(path_type=Path), help="The host's NVIDIA driver.  [default: /]")
 @click.option("--host-root", type=click.Path(path_type=Path), help="Where this process sees the host's root directory.")
 @click.option("--nvml-library", type=click.Path(path_type=Path), help="libnvidia-ml.so.1, if the linker can't find it.")
 @click.option("--include-gpus", help="Only these: indices, UUIDs, PCI addresses, comma-separated.  [default: all]")
@@ -141,15 +127,12 @@ def main() -> None:
 def node(log_format: str, log_level: str, **flags: Any) -> None:
     """Run the node plugin: publish this node's GPUs and prepare claims.
 
-    Runs until SIGTERM or Ctrl-C. Needs root, a kubelet, and the NVIDIA driver (or --gpus sim:...); outside a pod
-    --kubeconfig, too.
+    Needs root, a kubelet, and the NVIDIA driver (or --gpus sim:...); outside a pod --kubeconfig, too.
 
     \b
     Examples:
-      tessera node --node-name worker-1 --kubeconfig ~/.kube/config
       tessera node --node-name worker-1 --kubeconfig ~/.kube/config --gpus sim:dgx-h100
       tessera node --node-name worker-1 --shares "NVIDIA L4=8,0=4" --shares-only 0
-      tessera node --node-name worker-1 --metrics-address :9400
     """
     with _kept_out_of_garbage_collection():
         from driver.shutdown import leave

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import click
 from click.core import ParameterSource
 
 from driver.config.flags import DEFAULT_DRIVER
-from driver.errors import ApiError, EnvironmentFault
+from driver.errors import NOT_FOUND, ApiError, EnvironmentFault
+from driver.kube.client import KubeClient
+from driver.kube.credentials import POD, load_configuration
 from driver.kube.heartbeat import HEARTBEAT, LEAVING
+from driver.kube.reads import page_reader, pages
+from driver.kube.types import GpuNodePlan
+from driver.model.plan import PATH
 
-if TYPE_CHECKING:
-    from driver.kube.client import KubeClient
+T = TypeVar("T")
 
 DEFAULT_KUBECONFIG = Path("~/.kube/config")
-"""kubectl's default, too."""
 
 with_kubeconfig = click.option(
     "--kubeconfig",
@@ -32,10 +36,10 @@ with_driver_name = click.option(
 
 def client_of(kubeconfig: Path | None, user_agent: str) -> KubeClient:
     """A client of the cluster that ``--kubeconfig`` or its default names. Raises EnvironmentFault without one."""
-    from driver.kube.client import KubeClient
-    from driver.kube.credentials import POD, load_configuration
-
-    default, source = DEFAULT_KUBECONFIG.expanduser(), _kubeconfig_source()
+    context = click.get_current_context(silent=True)
+    given = context.get_parameter_source("kubeconfig") if context else None
+    default = DEFAULT_KUBECONFIG.expanduser()
+    source = "$KUBECONFIG" if given is ParameterSource.ENVIRONMENT else "--kubeconfig"
     if kubeconfig is None and default.exists():
         kubeconfig, source = default, "the default kubeconfig"
     if kubeconfig is None and POD not in os.environ:
@@ -45,18 +49,22 @@ def client_of(kubeconfig: Path | None, user_agent: str) -> KubeClient:
     return KubeClient(load_configuration(kubeconfig, named=source), user_agent)
 
 
-def unreachable(error: ApiError) -> EnvironmentFault:
-    """The error of a command whose cluster does not answer."""
-    return EnvironmentFault(f"the cluster can't be reached: {error}; check --kubeconfig")
+def read_all(client: KubeClient, path: str, kind: type[T], selectors: Mapping[str, str] | None = None) -> Iterator[T]:
+    """All objects of a list. Raises ApiError, and MsgspecError if one is not of that kind."""
+    for page in pages(client, path, page_reader(kind), selectors):
+        yield from page.items or ()
+
+
+def find_plans(client: KubeClient) -> list[GpuNodePlan] | None:
+    """All GpuNodePlans; None if their CustomResourceDefinition is not installed. Raises ApiError and MsgspecError."""
+    try:
+        return list(read_all(client, PATH, GpuNodePlan))
+    except ApiError as error:
+        if error.status != NOT_FOUND:
+            raise
+    return None
 
 
 def cancel_uninstall_command(namespace: str) -> str:
     """The command after which nodes publish again though an uninstallation has begun."""
     return f"kubectl -n {namespace} annotate lease {HEARTBEAT} {LEAVING}-"
-
-
-def _kubeconfig_source() -> str:
-    """Where the running command has its kubeconfig from."""
-    context = click.get_current_context(silent=True)
-    source = context.get_parameter_source("kubeconfig") if context else None
-    return "$KUBECONFIG" if source is ParameterSource.ENVIRONMENT else "--kubeconfig"

@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
 
 from driver.errors import StateError, UsageError
 from driver.kube.types import GpuNodePlan, ResourceSlice, SliceDevice
 from driver.model.health import ConditionType, read_time
-from driver.model.plan import ClearedFaults, states_of
+from driver.model.plan import ClearedFaults, GpuReport, states_of
 from driver.slices.build import UNHEALTHY
 
 NUMBER = re.compile(r"gpu-(\d+)(?:-|$)")
@@ -44,7 +43,7 @@ def names_of(slices: Iterable[ResourceSlice], plans: Iterable[GpuNodePlan]) -> l
     """All GPUs: by published devices, and by plans for GPUs without a published device."""
     found = {}
     for plan in plans:
-        for state in _states(plan):
+        for state in states(plan):
             found[state.gpu.uuid] = GpuName(plan.metadata.name, state.number, state.gpu.uuid)
     for node, device in _devices(slices):
         uuid, number = device.gpu_uuid, NUMBER.match(device.name)
@@ -82,7 +81,8 @@ def _fault(value: str, stamp: int | None) -> ReportedFault:
     return ReportedFault(value, None if value in set(ConditionType) else stamp)
 
 
-def _states(plan: GpuNodePlan) -> Sequence[Any]:
+def states(plan: GpuNodePlan) -> Sequence[GpuReport]:
+    """The GPUs in a plan's status; empty if it can't be read."""
     try:
         return states_of(plan.status.inventory)
     except StateError:

@@ -1,20 +1,73 @@
-"""Tables for people. click removes colours if the output is not a terminal."""
+"""Output for people: tables, counted words, and drawings of a GPU's memory slices.
+
+click removes colours if the output is not a terminal. A drawing: ``[1g.10gb|.......|3g.40gb------------------------]``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import click
+
+with_output = click.option(
+    "-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True, help="Format."
+)
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table with aligned columns and a bold header, as of ``kubectl get``."""
-    lines = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(click.unstyle(line[i])) for line in lines) for i in range(len(header))]
-    first, *rest = ("  ".join(padded(cell, width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-    return "\n".join([click.style(first.rstrip(), bold=True), *(line.rstrip() for line in rest)])
+    table = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(click.unstyle(row[i])) for row in table) for i in range(len(header))]
+    lines = []
+    for row in table:
+        cells = [cell + " " * (width - len(click.unstyle(cell))) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join([click.style(lines[0], bold=True), *lines[1:]])
 
 
-def padded(cell: str, width: int) -> str:
-    """``cell`` padded with spaces to ``width`` visible characters."""
-    return cell + " " * (width - len(click.unstyle(cell)))
+def counted(count: int, one: str, more: str | None = None) -> str:
+    """``1 node``, ``2 nodes``; ``more`` is the plural if it is irregular."""
+    return f"{count} {one if count == 1 else more or f'{one}s'}"
+
+
+def shortened(names: list[str], most: int = 3) -> str:
+    """All names if they are few, otherwise the first and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+class Span(NamedTuple):
+    """A labelled range of memory slices: [start, start + size)."""
+
+    start: int
+    size: int
+    label: str
+
+
+def cell_width(spans: Iterable[Span]) -> int:
+    """Characters per slice so that every label fits, at least 4."""
+    # A span of n slices also has the n - 1 separators it covers.
+    return max([4, *(-(-(len(span.label) - span.size + 1) // span.size) for span in spans)])
+
+
+def draw_slices(slices: int, spans: Iterable[Span], width: int | None = None) -> str:
+    """One line: labels padded with ``-`` for used slices, ``.`` for free ones.
+
+    :param width: characters per slice, to align several GPUs; by default as many as the labels need
+    """
+    by_start = {span.start: span for span in spans}
+    width = cell_width(by_start.values()) if width is None else width
+    cells, position = [], 0
+    while position < slices:
+        span = by_start.get(position)
+        size = span.size if span else 1
+        room = size * width + size - 1
+        cells.append(span.label[:room].ljust(room, "-") if span else "." * room)
+        position += size
+    return f"[{'|'.join(cells)}]"
+
+
+def draw_placement(slices: int, start: int, size: int) -> str:
+    """A single placement: ``....####`` for (4, 4) of eight."""
+    return "." * start + "#" * size + "." * (slices - start - size)

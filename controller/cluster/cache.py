@@ -1,4 +1,8 @@
-"""Watch caches of claims, classes, pods, nodes, slices and plans, and snapshots of all of them."""
+"""Watch caches of claims, classes, pods, nodes, slices and plans, and snapshots of all of them.
+
+Only the needed parts of objects are kept, and equal parts of many objects once. An object whose kept parts are
+unchanged is not a change: kubelets and node plugins write statuses every few seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,41 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from functools import lru_cache, partial
+from typing import Any, TypeVar, cast
 
-from controller.cluster import projections
+import msgspec
+
 from controller.cluster.claim_index import ClaimIndex, ClusterState, PoolDevice, claims_of
 from controller.cluster.node_views import Changes, NodeView, NodeViews, PoolPart, Published
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP
-from driver.kube.types import Claim, DeviceClass, GpuNodePlan, Key, Node, Pod, Reference, ResourceSlice
+from driver.kube.types import (
+    Allocation,
+    Claim,
+    ClaimSpec,
+    ClaimStatus,
+    DeviceAllocation,
+    DeviceClass,
+    GpuNodePlan,
+    Key,
+    Metadata,
+    Node,
+    NodeSelector,
+    Pod,
+    Reference,
+    ResourceSlice,
+    Result,
+)
 from driver.kube.watch_cache import Change, WatchCache
-from driver.model.plan import KIND, PATH
+from driver.model.plan import KIND, PATH, PlanStatus
 from driver.slices.build import CLOSED as NOT_OFFERED
 from driver.slices.names import Pool
 
 T = TypeVar("T")
+
+MAX_SHARED_VALUES = 1 << 14
+"""Distinct claim specs and node selectors that are kept; each node has a selector of its own."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +94,14 @@ class ClusterCache:
             return WatchCache(client, path, kind, project, partial(self._changed, changed), selectors)
 
         of_driver, pending = f"spec.driver={driver}", "status.phase=Pending"
-        self._claims = cache(f"{RESOURCE_GROUP}/resourceclaims", Claim, projections.claim, self._claims_changed)
+        self._claims = cache(f"{RESOURCE_GROUP}/resourceclaims", Claim, _kept_claim, self._claims_changed)
         self._classes = cache(f"{RESOURCE_GROUP}/deviceclasses", DeviceClass, lambda found: found, bool)
         self._slices = cache(
             f"{RESOURCE_GROUP}/resourceslices", ResourceSlice, _published, self._slices_changed, fieldSelector=of_driver
         )
-        self._pods = cache("/api/v1/pods", Pod, projections.pod, self._pods_changed, fieldSelector=pending)
-        self._nodes = cache("/api/v1/nodes", Node, projections.node, self._nodes_changed)
-        self._plans = cache(PATH, GpuNodePlan, projections.plan, self._plans_changed)
+        self._pods = cache("/api/v1/pods", Pod, _kept_pod, self._pods_changed, fieldSelector=pending)
+        self._nodes = cache("/api/v1/nodes", Node, _kept_node, self._nodes_changed)
+        self._plans = cache(PATH, GpuNodePlan, _kept_plan, self._plans_changed)
         self._kinds = {
             "ResourceClaim": self._claims,
             "DeviceClass": self._classes,
@@ -202,7 +226,7 @@ class ClusterCache:
             self._withdrawing.pop(name, None)
             if new is not None and new.spec.withdrawn:
                 self._withdrawing[name] = new
-        return any(projections.differ(change.old, change.new) for change in changes)
+        return any(_differ(change.old, change.new) for change in changes)
 
     def _take(self, changes: Sequence[Change[T]], into: dict[str, T]) -> bool:
         for change in changes:
@@ -224,3 +248,81 @@ def _published(found: ResourceSlice) -> Published:
     pool = found.spec.pool
     part = PoolPart(sys.intern(pool.name), pool.generation, pool.resource_slice_count)
     return Published(sys.intern(found.spec.node_name), part, shares, frozenset(offered))
+
+
+def _kept_claim(found: Claim) -> Claim:
+    """A claim without reservations and labels."""
+    allocation = found.status.allocation
+    status = ClaimStatus(None if allocation is None else _allocation(allocation))
+    return Claim(_metadata(found.metadata), _shared(ClaimSpec, found.spec), status)
+
+
+def _kept_pod(found: Pod) -> Pod | None:
+    """A pod that may request devices: one with claims or extended resources. None for other pods."""
+    common = {"cpu", "memory", "ephemeral-storage", "pods"}
+    containers = (*found.spec.containers, *found.spec.init_containers)
+    requested = {name for each in containers for name in (*each.resources.requests, *each.resources.limits)}
+    if not found.spec.resource_claims and not requested - common:
+        return None
+    return Pod(_metadata(found.metadata), found.spec, found.status)
+
+
+def _kept_node(found: Node) -> Node:
+    """A Node with its labels."""
+    return Node(_metadata(found.metadata, _interned(found.metadata.labels)), found.spec)
+
+
+def _kept_plan(found: GpuNodePlan) -> GpuNodePlan:
+    """A plan without the parts that only people read."""
+    status = found.status
+    return GpuNodePlan(
+        found.metadata, found.spec, PlanStatus(epoch=status.epoch, mode=status.mode, inventory=status.inventory)
+    )
+
+
+def _differ(old: GpuNodePlan | None, new: GpuNodePlan | None) -> bool:
+    """Whether two versions of a plan differ in more than their resourceVersion."""
+    if old is None or new is None:
+        return old is not new
+    return (old.spec, old.status, old.metadata.paused) != (new.spec, new.status, new.metadata.paused)
+
+
+def _metadata(found: Metadata, labels: Mapping[str, str] | None = None) -> Metadata:
+    return Metadata(
+        name=found.name,
+        namespace=sys.intern(found.namespace),
+        uid=found.uid,
+        labels=dict(labels or {}),
+        creation_timestamp=found.creation_timestamp,
+        deletion_timestamp=found.deletion_timestamp,
+    )
+
+
+def _allocation(found: Allocation) -> Allocation:
+    results = tuple(
+        Result(
+            sys.intern(each.request),
+            sys.intern(each.driver),
+            sys.intern(each.pool),
+            sys.intern(each.device),
+            each.admin_access,
+            each.share_id,
+        )
+        for each in found.devices.results
+    )
+    selector = None if found.node_selector is None else _shared(NodeSelector, found.node_selector)
+    return Allocation(DeviceAllocation(results), selector)
+
+
+def _interned(labels: Mapping[str, str]) -> dict[str, str]:
+    return {sys.intern(name): sys.intern(value) for name, value in labels.items()}
+
+
+def _shared(kind: type[T], value: T) -> T:
+    """The one kept object that equals ``value``."""
+    return cast("T", _one(kind, msgspec.json.encode(value)))  # type: ignore[arg-type]
+
+
+@lru_cache(MAX_SHARED_VALUES)
+def _one(kind: Any, encoded: bytes) -> Any:
+    return msgspec.json.decode(encoded, type=kind)

@@ -31,9 +31,6 @@ class ClaimIndex:
         for claim in claims:
             self.put(claim.metadata.key, claim)
 
-    def __iter__(self) -> Iterator[Claim]:
-        return iter(tuple(self._claims.values()))
-
     @property
     def unallocated(self) -> tuple[Claim, ...]:
         return tuple(self._unallocated.values())
@@ -50,7 +47,8 @@ class ClaimIndex:
 
     def held(self, pool: str) -> Mapping[str, Held]:
         """The allocated devices of ``pool`` by name; the latest claim where two have the same device, a defect."""
-        return {device: holders[-1] for device, holders in self._held.get(pool, {}).items()}
+        # A copy: another thread may take over changes.
+        return {device: holders[-1] for device, holders in tuple(self._held.get(pool, {}).items())}
 
     @property
     def pools(self) -> Iterable[str]:

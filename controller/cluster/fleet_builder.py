@@ -46,7 +46,8 @@ class FleetBuilder:
         self._known |= {known.view.name: known for known in new}
         if not self._distinct or not all(map(_same_hardware, old, new)):
             return self._rebuild(views)
-        entries = [entry for was, now in zip(old, new, strict=True) for entry in _differing(was.gpus, now.gpus)]
+        pairs = ((was.gpus, now.gpus) for was, now in zip(old, new, strict=True))
+        entries = [now for gpus in pairs for was, now in zip(*gpus, strict=True) if was is not now]
         self._fleet = self._fleet.changed(entries) if entries else self._fleet
         return self._fleet
 
@@ -79,32 +80,23 @@ def _same_hardware(before: Known, after: Known) -> bool:
     return [(entry.gpu, entry.shares) for entry in before.gpus] == [(entry.gpu, entry.shares) for entry in after.gpus]
 
 
-def _differing(before: Sequence[FleetGpu], after: Sequence[FleetGpu]) -> list[FleetGpu]:
-    return [now for was, now in zip(before, after, strict=True) if was is not now]
-
-
 def _empty(node: NodeView, known: Known | None) -> tuple[FleetGpu, ...]:
     """The node's GPUs with nothing held; an unchanged GPU stays the same object."""
     there = {entry.gpu.uuid: entry.gpu for entry in known.empty} if known is not None else {}
-    return tuple(_gpu(node, state, there.get(state.gpu.uuid)) for state in _states(node))
-
-
-def _states(node: NodeView) -> list[GpuReport]:
-    """The GPUs that the node reports; none where the report is unreadable."""
     try:
-        return states_of(node.status.inventory)
+        return tuple(_gpu(node, state, there.get(state.gpu.uuid)) for state in states_of(node.status.inventory))
     except StateError as error:
         log.error(
             "the GPU inventory in a node's plan is unreadable: its GPUs are ignored",
             extra={"node": node.name, "error": str(error)},
         )
-        return []
+        return ()
 
 
 def _gpu(node: NodeView, state: GpuReport, before: Gpu | None) -> FleetGpu:
     return FleetGpu(
         node=node.name,
-        gpu=before if before is not None and before == state.gpu else state.gpu,
+        gpu=before if before == state.gpu and before is not None else state.gpu,
         number=state.number,
         shares=state.shares,
         shares_only=state.shares_only,
@@ -115,19 +107,14 @@ def _gpu(node: NodeView, state: GpuReport, before: Gpu | None) -> FleetGpu:
 
 
 def _holding(node: NodeView, empty: FleetGpu, before: FleetGpu | None) -> FleetGpu:
-    """The GPU with its held devices; an unchanged GPU stays the same object."""
-    found = empty.holding(_held(node, empty))
-    return before if before is not None and before == found else found
-
-
-def _held(node: NodeView, gpu: FleetGpu) -> Sequence[Device]:
-    """The held devices of one GPU; a share keeps the size that it was allocated with."""
-    found = []
+    """The GPU with its held devices, of which a share keeps its allocated size; an unchanged GPU stays the same."""
+    held: list[Device] = []
     for name in node.held:
         share = SHARE.fullmatch(name)
-        if share and int(share["number"]) == gpu.number:
-            shares = node.published.get(name, gpu.shares) or 1
-            found.append(share_device(gpu.gpu, gpu.number, int(share["index"]), shares))
-        elif not share and (device := gpu.device(name)) is not None:
-            found.append(device)
-    return found
+        if share and int(share["number"]) == empty.number:
+            shares = node.published.get(name, empty.shares) or 1
+            held.append(share_device(empty.gpu, empty.number, int(share["index"]), shares))
+        elif not share and (device := empty.device(name)) is not None:
+            held.append(device)
+    found = empty.holding(held)
+    return before if before is not None and before == found else found

@@ -1,65 +1,45 @@
 """The offers of the cluster: placements that cause the least fragmentation, enough for the pending claims (pure).
 
 The scheduler picks a node and its first device that fits; it only chooses well if nothing else is offered.
+
+The choice is stable while nothing changes: it serves every need and has no offer that no need requires; neither the
+exchange of one offer nor, on average, a new selection gains more than the stickiness.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet
-from controller.curation.offer_draft import OfferDraft
-from controller.curation.offer_selection import OfferSelection, needs_of
-from controller.curation.ranked_fleet import Place, RankedFleet
-from controller.demand.demand import Demand
+from controller.curation.ranked_fleet import NO_CANDIDATES, Candidate, Candidates, Place, RankedFleet
+from controller.demand.demand import Demand, Eligible
 from driver.model.plan import Offer
-from driver.placement import Key, Ranking, Terms
+from driver.placement import Key, RankedClique, Ranking, Terms
+
+ROUNDING = 1e-6
+"""Smaller gains, in memory slices, are ignored."""
+
+EXTRA_EXCHANGES = 8
+"""The limit of exchanges beyond the number of published offers, far above any that was observed."""
 
 
-@dataclass(frozen=True)
-class CurationSettings:
-    """The number of offers, and how readily they are exchanged.
+class Curator:
+    """Chooses the offers of a fleet. The result depends on the arguments only; remembered rankings save time.
 
     ``offers``: the number of offers of each key without pending claims. ``stickiness``: an offer is exchanged for one
     whose growth of fragmentation is less by more than this, in memory slices; all of a key, if that gains as much on
     average.
     """
 
-    offers: int = 2
-    stickiness: float = 0.5
-
-
-@dataclass(frozen=True)
-class TakenBack:
-    """A published offer to withdraw.
-
-    ``gone``: it is allocated, or impossible beside allocated devices. ``worse``: ``better`` takes its
-    place. ``surplus``: fewer are needed. ``terms`` are the offer's own.
-    """
-
-    offer: Offer
-    reason: Literal["gone", "worse", "surplus"]
-    terms: Terms | None = None
-    better: Terms | None = None
-
-
-@dataclass(frozen=True)
-class Curation:
-    """The offers, with the terms of each in the present fleet, and the withdrawn ones. Both are sorted."""
-
-    offers: Mapping[Offer, Terms]
-    taken_back: tuple[TakenBack, ...] = ()
-
-
-class Curator:
-    """Chooses the offers of a fleet. The result depends on the arguments only; remembered rankings save time."""
-
-    def __init__(self, ranking: Ranking | None = None, settings: CurationSettings | None = None) -> None:
+    def __init__(self, ranking: Ranking | None = None, offers: int = 2, stickiness: float = 0.5) -> None:
         self.ranking = ranking or Ranking()
-        self.settings = settings or CurationSettings()
+        self.offers = offers
+        self.stickiness = stickiness
         self._ranked: RankedFleet | None = None
 
     def curate(
@@ -68,8 +48,8 @@ class Curator:
         demands: Iterable[Demand] = (),
         published: Collection[Offer] = (),
         protected: Collection[Offer] = (),
-    ) -> Curation:
-        """The offers of every key that ``fleet`` has.
+    ) -> tuple[Offer, ...]:
+        """The offers of every key that ``fleet`` has, in a fixed order.
 
         ``published`` are the present offers, ``protected`` those among them that the scheduler may just have given to
         a pending claim: they stay as long as they are possible. Demand for keys that the fleet lacks is ignored.
@@ -80,30 +60,319 @@ class Curator:
             by_key[demand.key].append(demand)
         standing = {offer: place for offer in published if (place := ranked.place(offer)) is not None}
         keep = {standing[offer] for offer in protected if offer in standing}
-        offers: dict[Place, Terms] = {}
-        better: dict[Place, Terms] = {}
+        chosen: set[Place] = set()
         for key in ranked.keys:
             places = {place for place in standing.values() if place.spot.key == key}
-            selection = self._select(ranked, key, by_key[key], places, keep)
-            offers |= {place: ranked.terms(place) for place in selection.places}
-            better |= {exchange.old: exchange.better for exchange in selection.exchanged}
-        taken = [TakenBack(offer, "gone") for offer in published if offer not in standing]
-        for offer, place in standing.items():
-            if place in better and place not in offers:
-                taken.append(TakenBack(offer, "worse", ranked.terms(place), better[place]))
-            elif place not in offers:
-                taken.append(TakenBack(offer, "surplus", ranked.terms(place)))
-        ordered = {ranked.offer(place): offers[place] for place in sorted(offers)}
-        return Curation(ordered, tuple(sorted(taken, key=lambda entry: str(entry.offer))))
+            chosen |= self._select(ranked, key, by_key[key], places, keep)
+        return tuple(ranked.offer(place) for place in sorted(chosen))
 
     def _select(
         self, fleet: RankedFleet, key: Key, demands: list[Demand], standing: set[Place], keep: set[Place]
-    ) -> OfferSelection:
+    ) -> set[Place]:
         fixed = standing & keep
         for demand in demands:
             if demand.everything:
                 fixed |= set(fleet.places(key, demand.eligible))
-        needs = needs_of(fleet, key, demands, standing, self.settings.offers)
-        selection = OfferSelection(OfferDraft(fleet, key), needs, frozenset(fixed), self.settings.stickiness)
+        needs = needs_of(fleet, key, demands, standing, self.offers)
+        selection = OfferSelection(OfferDraft(fleet, key), needs, frozenset(fixed), self.stickiness)
         selection.choose(standing)
-        return selection
+        return selection.places
+
+
+class OfferDraft:
+    """The drafted places of ``key``, and the best of the places that are left.
+
+    ``growth``: memory slices by which fragmentation grows if all drafted places are allocated.
+    """
+
+    def __init__(self, fleet: RankedFleet, key: Key) -> None:
+        self.fleet = fleet
+        self.key = key
+        self.places: set[Place] = set()
+        self.growth = 0.0
+        self._cliques = list(fleet.cliques)
+        self._base: dict[Eligible, Candidates] = {None: fleet.candidates.get(key, NO_CANDIDATES)}
+        self._changed: set[int] = set()
+        """Cliques that differ from the fleet."""
+        self._known: dict[Eligible, dict[int, Candidate | None]] = defaultdict(dict)
+        """The candidates of changed cliques, computed on demand."""
+
+    def admits(self, place: Place) -> bool:
+        return self._cliques[place.clique].admits(place.position, place.spot)
+
+    def rank(self, place: Place) -> Terms:
+        """The terms of ``place``, which must be free, beside all drafted places."""
+        return self._cliques[place.clique].rank(place.position, place.spot)
+
+    def add(self, place: Place) -> None:
+        self.places.add(place)
+        self.growth += self._cliques[place.clique].growth(place.position, place.spot)
+        self._change(place.clique, self._cliques[place.clique].after(place.position, place.spot))
+
+    def remove(self, place: Place) -> None:
+        self._change(place.clique, self._without(place))
+        self.places.remove(place)
+        self.growth -= self._cliques[place.clique].growth(place.position, place.spot)
+
+    def count(self, eligible: Eligible) -> int:
+        """The number of drafted places on the GPUs of ``eligible``."""
+        if eligible is None:
+            return len(self.places)
+        return sum(1 for place in self.places if self.fleet.uuid(place) in eligible)
+
+    def best(self, eligible: Eligible) -> Candidate | None:
+        """The best place that is left on the GPUs of ``eligible``."""
+        return min(self._candidates(eligible), default=None)
+
+    def instead_of(self, place: Place, eligible: Eligible) -> tuple[Terms, Candidate | None]:
+        """The terms of ``place`` beside the other drafted places, and the best candidate on ``eligible`` without it."""
+        clique = self._without(place)
+        candidates = [each for each in self._candidates(eligible, but=place.clique) if each.clique != place.clique]
+        own = self._candidate(place.clique, clique, eligible)
+        best = min([*candidates, own] if own else candidates, default=None)
+        return clique.rank(place.position, place.spot), best
+
+    def _without(self, place: Place) -> RankedClique:
+        """The clique of ``place`` without that place."""
+        gpu = self.fleet.cliques[place.clique].gpus[place.position]
+        for other in sorted(self.places):
+            if other[:2] == place[:2] and other != place:
+                gpu = gpu.after(other.spot)
+        return self._cliques[place.clique].with_gpu(place.position, gpu)
+
+    def _change(self, at: int, clique: RankedClique) -> None:
+        self._cliques[at] = clique
+        self._changed.add(at)
+        for candidates in self._known.values():
+            candidates.pop(at, None)
+
+    def _candidates(self, eligible: Eligible, but: int | None = None) -> Iterator[Candidate]:
+        """The candidates of changed cliques and the best of the others; may leave out that of ``but``."""
+        excluded = self._changed | {but}
+        unchanged = (each for each in self._candidates_of(eligible).ordered if each.clique not in excluded)
+        yield from islice(unchanged, 1)
+        known = self._known[eligible]
+        for at in self._changed - {but}:
+            if at not in known:
+                known[at] = self._candidate(at, self._cliques[at], eligible)
+            if (candidate := known[at]) is not None:
+                yield candidate
+
+    def _candidates_of(self, eligible: Eligible) -> Candidates:
+        """The best place of each clique on the fleet."""
+        if eligible not in self._base:
+            found = (self._candidate(at, self.fleet.cliques[at], eligible) for at in self.fleet.positions(eligible))
+            candidates = [candidate for candidate in found if candidate is not None]
+            self._base[eligible] = Candidates({each.clique: each for each in candidates}, sorted(candidates))
+        return self._base[eligible]
+
+    def _candidate(self, at: int, clique: RankedClique, eligible: Eligible) -> Candidate | None:
+        if eligible is None:
+            found = clique.best(self.key)
+        else:
+            found = clique.best_among(self.key, self.fleet.positions(eligible).get(at, ()))
+        return None if found is None else Candidate(found, at)
+
+
+@dataclass(frozen=True)
+class Need:
+    """At least ``count`` offers on the GPUs of ``eligible``."""
+
+    eligible: Eligible
+    count: int
+
+
+class Exchange(NamedTuple):
+    """``old`` for ``new``, which grows fragmentation by ``gain`` memory slices less.
+
+    Infinite: ``old`` is a full GPU that is divided into shares, ``new`` is not.
+    """
+
+    gain: float
+    old: Place
+    new: Place
+
+
+@dataclass
+class OfferSelection:
+    """Selects the offers of one key. ``extra`` are fixed offers that don't fit beside the others."""
+
+    draft: OfferDraft
+    needs: Sequence[Need]
+    fixed: frozenset[Place]
+    stickiness: float
+    extra: list[Place] = field(default_factory=list)
+
+    @property
+    def places(self) -> set[Place]:
+        """The selected offers."""
+        return self.draft.places | set(self.extra)
+
+    def choose(self, published: Collection[Place]) -> None:
+        """Drafts the offers; keeps those of ``published`` that still serve a need."""
+        standing = sorted(set(published) - self.fixed)
+        self._start(self.draft)
+        self._improve(standing)
+        if self._may_be_suboptimal() and self._start_anew():
+            self._improve(standing)
+
+    def _start(self, draft: OfferDraft) -> None:
+        """Drafts the fixed offers that fit beside each other."""
+        self.extra = []
+        for place in sorted(self.fixed):
+            if draft.admits(place):
+                draft.add(place)
+            else:
+                self.extra.append(place)
+
+    def _improve(self, standing: Collection[Place]) -> None:
+        for _ in range(len(standing) + EXTRA_EXCHANGES):
+            self._fill(standing)
+            self._prune()
+            if not self._exchange():
+                return
+
+    def _may_be_suboptimal(self) -> bool:
+        """Whether places in one clique might be a bad choice together, although no exchange of one of them helps.
+
+        They are not if each of them alone is about as good as the best candidate.
+        """
+        fleet, drafted = self.draft.fleet, self.draft.places
+        candidates = fleet.candidates.get(self.draft.key, NO_CANDIDATES)
+        if not candidates.ordered:
+            return False
+        best = candidates.ordered[0]
+        beside = Counter(place.clique for place in drafted)
+        shared = (place for place in drafted if beside[place.clique] > 1)
+        return any(fleet.terms(place).growth - best.ranked.terms.growth > self.stickiness for place in shared)
+
+    def _start_anew(self) -> bool:
+        """Takes the selection made without published offers, if that gains enough."""
+        fresh = OfferSelection(OfferDraft(self.draft.fleet, self.draft.key), self.needs, self.fixed, self.stickiness)
+        fresh._start(fresh.draft)
+        fresh._fill(())
+        gain, offers = self.draft.growth - fresh.draft.growth, len(self.draft.places)
+        if len(fresh.draft.places) != offers or gain <= self.stickiness * offers + ROUNDING:
+            return False
+        self.draft = fresh.draft
+        return True
+
+    def _fill(self, standing: Iterable[Place]) -> None:
+        """Serves each need, from published offers as long as they fit."""
+        for need in self.needs:
+            missing = need.count - self.draft.count(need.eligible)
+            candidates = [place for place in standing if self.draft.fleet.within(place, need.eligible)]
+            while missing > 0:
+                place = self._next(candidates, missing)
+                if place is None:
+                    best = self.draft.best(need.eligible)
+                    if best is None:
+                        break
+                    place = best.place
+                self.draft.add(place)
+                missing -= 1
+
+    def _next(self, candidates: list[Place], missing: int) -> Place | None:
+        """The best of ``candidates`` that fits; any of them if all are needed."""
+        candidates[:] = [place for place in candidates if self.draft.admits(place)]
+        if len(candidates) <= missing:
+            return candidates[0] if candidates else None
+        return min(candidates, key=lambda place: (self.draft.rank(place), place))
+
+    def _prune(self) -> None:
+        """Removes offers that no need requires, the worst first."""
+        if self.draft.count(None) <= self.needs[-1].count:
+            return
+        for place in sorted(self.draft.places - self.fixed, key=lambda p: (self.draft.fleet.terms(p), p), reverse=True):
+            if not self._tight(place):
+                self.draft.remove(place)
+
+    def _exchange(self) -> bool:
+        """Makes the exchange that gains most, if there is one worth it."""
+        found = [self._best_exchange(place) for place in sorted(self.draft.places - self.fixed)]
+        best = max((exchange for exchange in found if exchange is not None), default=None)
+        if best is None:
+            return False
+        self.draft.remove(best.old)
+        self.draft.add(best.new)
+        return True
+
+    def _best_exchange(self, place: Place) -> Exchange | None:
+        """The best place for ``place`` that serves the same needs, if it gains more than the stickiness."""
+        eligible = _intersection(need.eligible for need in self._tight(place))
+        terms, best = self.draft.instead_of(place, eligible)
+        if best is None:
+            return None
+        better = best.ranked.terms
+        gain = math.inf if terms.ends_shares > better.ends_shares else terms.growth - better.growth
+        return Exchange(gain, place, best.place) if gain > self.stickiness + ROUNDING else None
+
+    def _tight(self, place: Place) -> list[Need]:
+        """The needs that can't do without ``place``."""
+        within, count = self.draft.fleet.within, self.draft.count
+        return [need for need in self.needs if within(place, need.eligible) and count(need.eligible) <= need.count]
+
+
+def _intersection(sets: Iterable[Eligible]) -> Eligible:
+    narrow = [eligible for eligible in sets if eligible is not None]
+    return frozenset.intersection(*narrow) if narrow else None
+
+
+def needs_of(
+    fleet: RankedFleet, key: Key, demands: Sequence[Demand], standing: Collection[Place], at_least: int
+) -> list[Need]:
+    """The needs that follow from ``demands`` for ``key``, the narrowest first; the last one is for the whole fleet.
+
+    The need of a set of GPUs includes those of its subsets. ``standing`` are the places of published offers,
+    ``at_least`` is the number of offers without demand.
+    """
+    if not demands:
+        return [Need(None, at_least)]
+    asked = [Need(demand.eligible, demand.count) for demand in demands if not demand.together]
+    for demand in demands:
+        if demand.together and (group := _group(fleet, key, demand, asked, standing)) is not None:
+            asked.append(Need(group, demand.count))
+    sets = {need.eligible for need in asked if need.eligible is not None}
+    needs = [Need(eligible, _within(asked, eligible)) for eligible in sets]
+    needs.sort(key=lambda need: (len(need.eligible or ()), sorted(need.eligible or ())))
+    return [*needs, Need(None, max(at_least, sum(need.count for need in asked)))]
+
+
+def _within(asked: Iterable[Need], eligible: frozenset[str]) -> int:
+    return sum(need.count for need in asked if need.eligible is not None and need.eligible <= eligible)
+
+
+def _group(
+    fleet: RankedFleet, key: Key, demand: Demand, asked: Sequence[Need], standing: Collection[Place]
+) -> frozenset[str] | None:
+    """The set of GPUs to serve a demand for devices together: one that already serves it, or the cheapest.
+
+    The next selection may move to a set that other offers made cheaper; prices only fall, so this ends.
+    """
+    scored = []
+    for group in demand.together:
+        eligible = group if demand.eligible is None else group & demand.eligible
+        price = _price(OfferDraft(fleet, key), eligible, _within(asked, eligible) + demand.count, standing)
+        if price is not None:
+            scored.append((price, sorted(eligible), eligible))
+    return min(scored)[-1] if scored else None
+
+
+def _price(
+    draft: OfferDraft, eligible: frozenset[str], count: int, standing: Collection[Place]
+) -> tuple[int, bool, float] | None:
+    """The price of ``count`` devices on ``eligible``; None if they don't fit.
+
+    The number of full GPUs that are divided into shares, whether offers are missing, and the growth of
+    fragmentation.
+    """
+    stand = sum(1 for place in standing if draft.fleet.within(place, eligible))
+    growth, shared = 0.0, 0
+    while draft.count(eligible) < count:
+        best = draft.best(eligible)
+        if best is None:
+            return None
+        growth += best.ranked.terms.growth
+        shared += best.ranked.terms.ends_shares
+        draft.add(best.place)
+    return shared, stand < count, round(growth, 6)

@@ -72,23 +72,12 @@ class RankedFleet:
         self.cliques: list[RankedClique] = [] if same is None else list(same.cliques)
         for at in changed:
             self.cliques[at : at + 1] = [ranking.clique(tuple(ranking.gpu(entry.state) for entry in self.groups[at]))]
-        self._found = same.found if same is not None else self._find()
-        self._positions: dict[frozenset[str], Mapping[int, list[int]]] = same.known_positions if same else {}
+        self.found: Mapping[str, tuple[int, int]] = same.found if same else _positions_of(self.groups)
+        """Clique and position of every GPU; the same as long as the hardware is."""
+        self.known_positions: dict[frozenset[str], Mapping[int, list[int]]] = same.known_positions if same else {}
         self.keys = sorted(frozenset[Key]().union(*{clique.offered for clique in self.cliques}), key=str)
         self.candidates = {key: self._candidates(key, same, changed) for key in self.keys}
         """By key, the best place of each clique that has one."""
-
-    @property
-    def found(self) -> Mapping[str, tuple[int, int]]:
-        """Clique and position of every GPU; the same as long as the hardware is."""
-        return self._found
-
-    @property
-    def known_positions(self) -> dict[frozenset[str], Mapping[int, list[int]]]:
-        return self._positions
-
-    def _find(self) -> Mapping[str, tuple[int, int]]:
-        return {e.gpu.uuid: (at, i) for at, group in enumerate(self.groups) for i, e in enumerate(group)}
 
     def uuid(self, place: Place) -> str:
         return self.groups[place.clique][place.position].gpu.uuid
@@ -105,9 +94,9 @@ class RankedFleet:
 
     def place(self, offer: Offer) -> Place | None:
         """The place of ``offer``; None if its GPU is gone or it is impossible beside allocated devices."""
-        if offer.gpu not in self._found:
+        if offer.gpu not in self.found:
             return None
-        clique, position = self._found[offer.gpu]
+        clique, position = self.found[offer.gpu]
         spot = spot_for(offer)
         return Place(clique, position, spot) if self.cliques[clique].admits(position, spot) else None
 
@@ -115,14 +104,14 @@ class RankedFleet:
         """The GPUs of ``eligible`` in the fleet, by clique."""
         if eligible is None:
             return {at: list(range(len(group))) for at, group in enumerate(self.groups)}
-        if eligible not in self._positions:
-            if len(self._positions) >= MAX_SETS:
-                self._positions.clear()
+        if eligible not in self.known_positions:
+            if len(self.known_positions) >= MAX_SETS:
+                self.known_positions.clear()
             found: dict[int, list[int]] = defaultdict(list)
-            for clique, position in sorted(self._found[uuid] for uuid in eligible if uuid in self._found):
+            for clique, position in sorted(self.found[uuid] for uuid in eligible if uuid in self.found):
                 found[clique].append(position)
-            self._positions[eligible] = found
-        return self._positions[eligible]
+            self.known_positions[eligible] = found
+        return self.known_positions[eligible]
 
     def places(self, key: Key, eligible: Eligible) -> Iterator[Place]:
         """Every possible place of ``key`` on the GPUs of ``eligible``."""
@@ -140,6 +129,11 @@ class RankedFleet:
             return known.changed(candidates)
         there = {at: candidate for at, candidate in candidates.items() if candidate is not None}
         return Candidates(there, sorted(there.values()))
+
+
+def _positions_of(groups: Sequence[tuple[FleetGpu, ...]]) -> Mapping[str, tuple[int, int]]:
+    """Clique and position of every GPU."""
+    return {entry.gpu.uuid: (at, i) for at, group in enumerate(groups) for i, entry in enumerate(group)}
 
 
 def _changed(before: Sequence[tuple[FleetGpu, ...]], after: Sequence[tuple[FleetGpu, ...]]) -> list[int]:

@@ -150,14 +150,10 @@ class Queue:
     @cached_property
     def holders(self) -> dict[tuple[str, str], str]:
         """The claim (``namespace/name``) to which a device is allocated, by node and name of the device."""
-        driver = self.feasibility.matching.driver
-        nodes = {Pool(node, driver).name: node for node in self.feasibility.fleet.nodes}
         return {
-            (nodes[result.pool], result.device): claim.metadata.path
-            for claim in self.cluster.claims
-            if claim.status.allocation is not None
-            for result in claim.status.allocation.devices.results
-            if result.driver == driver and result.pool in nodes and not result.admin_access
+            (node, device): held.claim
+            for node in self.feasibility.fleet.nodes
+            for device, held in self.cluster.claims.held(Pool(node, self.feasibility.matching.driver).name).items()
         }
 
     def combinations(self, pod: Pod) -> Iterator[ClaimRequirements]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import islice, product
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from controller.demand.matching import Matching, Selector
 from driver.config.suggestions import meant
@@ -55,15 +54,10 @@ class ClaimRequirements(NamedTuple):
         return sum(request.count or 0 for request in self.requests) > MAX_DEVICES
 
 
-class RefusalCode(StrEnum):
-    NO_SUCH_CLASS = "NoSuchClass"
-    SELECTOR_REFUSED = "SelectorRefused"
-
-
 class Refusal(NamedTuple):
     """The reason why a request can't be evaluated."""
 
-    code: RefusalCode
+    code: Literal["NoSuchClass", "SelectorRefused"]
     sentence: str
 
 
@@ -102,7 +96,7 @@ class RequirementsReader:
         device_class = self._classes.get(wanted.device_class_name)
         if device_class is None:
             sentence = f"request {request.name}: there is no DeviceClass {wanted.device_class_name!r}"
-            return Refusal(RefusalCode.NO_SUCH_CLASS, sentence + meant(wanted.device_class_name, self._classes))
+            return Refusal("NoSuchClass", sentence + meant(wanted.device_class_name, self._classes))
         expressions = (*_texts(device_class.spec.selectors), *_texts(wanted.selectors))
         amounts = wanted.capacity.requests if wanted.capacity is not None else {}
         conditions = tuple(_capacity_conditions(self._matching.driver, amounts))
@@ -164,4 +158,4 @@ def _requirements(
 def _refused(request: Request, error: CelError) -> Refusal:
     where = "" if error.position is None else f"at character {error.position + 1}: "
     sentence = f"request {request.name}: the selector {error.expression!r} can't be evaluated: {where}{error}"
-    return Refusal(RefusalCode.SELECTOR_REFUSED, sentence)
+    return Refusal("SelectorRefused", sentence)

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from controller.cluster.dedication import faults_in
 from controller.cluster.fleet import Fleet, Hardware
-from controller.demand.pending_claims import Queue
 from controller.explain.reasons import ClaimReason
 from driver.kube.events import Recorder
 from driver.kube.types import Node, Reference
@@ -30,16 +29,13 @@ class EventReporter:
         """By node, its faulty labels as reported."""
         self._hardware: Hardware | None = None
 
-    def claims(self, queue: Queue, reasons: Iterable[ClaimReason]) -> None:
+    def claims(self, reasons: Iterable[ClaimReason]) -> None:
         """One Event for each claim and code, updated when the message changes; on the pod if there is no claim yet."""
-        waiting = {each.key: each for each in queue.pending}
-        for reason in reasons:
-            each = waiting[reason.claim]
-            about = each.pods[0] if each.not_created else each.claim
-            kind, version = ("Pod", "v1") if each.not_created else ("ResourceClaim", "resource.k8s.io/v1")
-            metadata = about.metadata
-            reference = Reference(kind, metadata.name, metadata.namespace, metadata.uid, version)
-            self._recorder.event(reference, reason.code.value, reason.sentence, "Warning")
+        for pending, code, sentence in reasons:
+            about = pending.pods[0].metadata if pending.not_created else pending.claim.metadata
+            kind, version = ("Pod", "v1") if pending.not_created else ("ResourceClaim", "resource.k8s.io/v1")
+            reference = Reference(kind, about.name, about.namespace, about.uid, version)
+            self._recorder.event(reference, code.value, sentence, "Warning")
 
     def unreadable(self, found: Sequence[tuple[Reference, str]]) -> None:
         """One Event for each unreadable object, up to a maximum."""

@@ -1,40 +1,92 @@
 """The reason why no free device satisfies a pending claim (pure).
 
-Permanent reasons (``controller.explain.permanent``) come before temporary ones: users are not asked to wait in vain,
-and the reason stays the same while other claims come and go.
+Permanent reasons hold whatever devices other claims release. They come before temporary ones: users are not asked to
+wait in vain, and the reason stays the same while other claims come and go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import StrEnum
+from typing import NamedTuple
 
-from controller.demand.feasibility import Nodes
+from controller.cluster.fleet import FleetGpu
+from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.matching import Selector
 from controller.demand.node_search import Outcome
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import ClaimRequirements, DeviceRequest, Refusal
-from controller.explain.permanent import constraint, permanent_reason, together
-from controller.explain.reason_codes import Code, Reason
-from controller.explain.shortage import Shortage, holders, named, shortage
+from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, Refusal
+from controller.explain.shortage import Obstacle, Shortage, holders, listed, named, shortage
 from controller.explain.unreported_nodes import ALL_REPORTED, UnreportedNodes
+from driver.config.suggestions import meant
+from driver.model.device import DeviceKind
+from driver.model.gpu import MigMode
 
-__all__ = ["ClaimReason", "Code", "reasons_of"]
+
+class ReasonCode(StrEnum):
+    """Reasons. Of several alternatives of a claim, the one with the last code in this list is reported."""
+
+    NO_SUCH_CLASS = "NoSuchClass"
+    SELECTOR_REFUSED = "SelectorRefused"
+    NO_GPUS = "NoGpusKnown"
+    NOTHING_MATCHES = "NothingMatches"
+    SELECTOR_FAILS = "SelectorFails"
+    TOO_MANY = "TooMany"
+    NO_NODE = "NoNode"
+    OTHER_NODES = "OnOtherNodesOnly"
+    CONSTRAINT = "ConstraintNotMet"
+    NOT_TOGETHER = "NotOnOneNode"
+    DEDICATED = "NotOfferedThere"
+    FAULT = "GpuFault"
+    FOREIGN = "ForeignPartitions"
+    RESET = "GpuNeedsReset"
+    FRAGMENTED = "Fragmented"
+    HELD = "AllHeld"
+    UNUSED = "OfferStandsUnused"
+    """Of a claim that can be satisfied (``controller.explain.unscheduled``)."""
+
+
+OF_OBSTACLE = {
+    Obstacle.FAULT: (ReasonCode.FAULT, "a fault or an operator keeps {} from use"),
+    Obstacle.RESET: (ReasonCode.RESET, "a reset must first give {} another MIG mode"),
+    Obstacle.DEDICATED: (ReasonCode.DEDICATED, "labels, settings or a pause of the node's plan keep {} for other uses"),
+    Obstacle.FOREIGN: (ReasonCode.FOREIGN, "partitions that Tessera did not make take the place on {}"),
+}
+
+NEAREST = (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE, MigMode.DISABLED, MigMode.ENABLED)
+"""MIG modes, the one with the fewest remaining steps first."""
+
+LITERAL = re.compile(r"\.(\w+)\s*==\s*\"([^\"]*)\"")
+"""A comparison of an attribute with a string."""
+
+SHOWN_PRODUCTS = 5
+"""Products that a message names."""
+
+NOT_DIVIDED = "no GPU is divided into shares (node plugin: --shares, e.g. nodePlugin.extraArgs={--shares=all=10})"
+
+
+class ClaimReason(NamedTuple):
+    """The reason of one pending claim."""
+
+    pending: PendingClaim
+    code: ReasonCode
+    sentence: str
 
 
 @dataclass(frozen=True)
-class ClaimReason:
-    """The reason of one pending claim.
+class Reason:
+    """``permanent``: it holds whatever other claims release, until the claim or the fleet changes."""
 
-    ``claim`` is ``namespace/name``, of the pod if ``of_pod`` (its claim does not exist yet). ``data`` is JSON.
-    """
-
-    claim: str
-    code: Code
+    code: ReasonCode
     sentence: str
-    data: Mapping[str, Any]
-    of_pod: bool = False
+    permanent: bool = False
+
+    @property
+    def nearness(self) -> tuple[bool, int]:
+        """Sort key: the alternative with the greatest is nearest to being satisfied."""
+        return (not self.permanent, list(ReasonCode).index(self.code))
 
 
 def reasons_of(queue: Queue, unreported: UnreportedNodes = ALL_REPORTED) -> list[ClaimReason]:
@@ -44,33 +96,25 @@ def reasons_of(queue: Queue, unreported: UnreportedNodes = ALL_REPORTED) -> list
     permanent reasons, while nodes may still report GPUs.
     """
     reasoning = Reasoning(queue)
-    found = ((waiting, _qualified(reasoning.of(waiting), queue, unreported)) for waiting in queue.pending)
-    return [
-        ClaimReason(waiting.key, why.code, why.sentence, why.data, waiting.not_created)
-        for waiting, why in found
-        if why is not None
-    ]
+    found = ((pending, _qualified(reasoning.of(pending), queue, unreported)) for pending in queue.pending)
+    return [ClaimReason(pending, reason.code, reason.sentence) for pending, reason in found if reason is not None]
 
 
-def _qualified(why: Reason | None, queue: Queue, unreported: UnreportedNodes) -> Reason | None:
-    """``why``, as far as it holds although GPUs of some nodes are unknown."""
-    if why is None or not why.permanent:
-        return why
+def _qualified(reason: Reason | None, queue: Queue, unreported: UnreportedNodes) -> Reason | None:
+    """``reason``, as far as it holds although GPUs of some nodes are unknown."""
+    if reason is None or not reason.permanent:
+        return reason
     if unreported.may_report:
         return None
-    data = {**why.data, "unreported": list(unreported.nodes)}
-    if not queue.feasibility.fleet.gpus:
-        return Reason(Code.NO_GPUS, _no_gpus(unreported), data, permanent=True)
+    if queue.feasibility.fleet.gpus:
+        unknown = f" (nothing is known yet of the GPUs of {listed(unreported.nodes)})" if unreported.nodes else ""
+        return replace(reason, sentence=reason.sentence + unknown)
     if unreported.nodes:
-        sentence = f"{why.sentence} (nothing is known yet of the GPUs of {unreported.names})"
-        return replace(why, sentence=sentence, data=data)
-    return why
-
-
-def _no_gpus(unreported: UnreportedNodes) -> str:
-    if unreported.nodes:
-        return f"no node has reported its GPUs yet: see the log of the node plugin on {unreported.names}"
-    return "no node has reported a GPU: does the node plugin run there? (kubectl get gpunodeplans)"
+        nodes = listed(unreported.nodes)
+        sentence = f"no node has reported its GPUs yet: see the log of the node plugin on {nodes}"
+    else:
+        sentence = "no node has reported a GPU: does the node plugin run there? (kubectl get gpunodeplans)"
+    return Reason(ReasonCode.NO_GPUS, sentence, permanent=True)
 
 
 class Reasoning:
@@ -82,94 +126,264 @@ class Reasoning:
         self._shortages: dict[tuple[Selector, Nodes], Shortage] = {}
         self._known: dict[tuple[ClaimRequirements, Nodes], Reason | None] = {}
 
-    def of(self, waiting: PendingClaim) -> Reason | None:
-        """Why no free device satisfies ``waiting``; None if one does, or if the search is undecided."""
+    def of(self, pending: PendingClaim) -> Reason | None:
+        """Why no free device satisfies ``pending``; None if one does, or if the search is undecided."""
         queue = self._queue
-        alternatives = queue.requirements(waiting)
+        alternatives = queue.requirements(pending)
         if isinstance(alternatives, Refusal):
-            return Reason(Code(alternatives.code.value), alternatives.sentence, {})
-        if not alternatives or queue.found(waiting).outcome is not Outcome.NONE:
+            return Reason(ReasonCode(alternatives.code), alternatives.sentence)
+        if not alternatives or queue.found(pending).outcome is not Outcome.NONE:
             return None
-        nodes = queue.nodes(waiting)
-        reasons = [why for wish in alternatives if (why := self._of_requirements(wish, nodes)) is not None]
+        nodes = queue.nodes(pending)
+        reasons = [reason for each in alternatives if (reason := self._of_requirements(each, nodes)) is not None]
         if len(reasons) < len(alternatives):
-            return self._of_pod(waiting)
-        best = max(reasons, key=lambda why: why.nearness)
-        if not best.permanent and len(queue.companions(waiting)) > 1 and self._pod_is_impossible(waiting):
-            return self._of_pod(waiting)
+            return self._of_pod(pending)
+        best = max(reasons, key=lambda reason: reason.nearness)
+        if not best.permanent and len(queue.companions(pending)) > 1 and self._pod_is_impossible(pending):
+            return self._of_pod(pending)
         if len(alternatives) == 1:
             return best
         return replace(best, sentence=f"{best.sentence} (none of its {len(alternatives)} alternatives is nearer)")
 
-    def _of_requirements(self, wish: ClaimRequirements, nodes: Nodes) -> Reason | None:
+    def _of_requirements(self, requirements: ClaimRequirements, nodes: Nodes) -> Reason | None:
         """Why a claim cannot be satisfied even alone; None if it can."""
-        if (wish, nodes) not in self._known:
-            impossible = permanent_reason(self._feasibility, wish, nodes, self._shortage)
-            self._known[wish, nodes] = impossible or self._at_present(wish, nodes)
-        return self._known[wish, nodes]
+        key = (requirements, nodes)
+        if key not in self._known:
+            permanent = permanent_reason(self._feasibility, requirements, nodes, self._shortage)
+            self._known[key] = permanent or self._at_present(requirements, nodes)
+        return self._known[key]
 
-    def _of_pod(self, waiting: PendingClaim) -> Reason:
+    def _of_pod(self, pending: PendingClaim) -> Reason:
         """The reason of a claim that can be satisfied alone, but not together with the other claims of its pod."""
-        keys = {key for pod in waiting.pods for each in self._queue.of_pod(pod) if (key := each.key) != waiting.key}
-        others, impossible = sorted(keys), self._pod_is_impossible(waiting)
+        keys = {key for pod in pending.pods for each in self._queue.of_pod(pod) if (key := each.key) != pending.key}
+        others, impossible = ", ".join(sorted(keys)), self._pod_is_impossible(pending)
         when = "even if nothing were held" if impossible else "at present"
-        sentence = f"it could be met, but {when} not on one node with the other claims of its pod: {', '.join(others)}"
-        return Reason(Code.NOT_TOGETHER, sentence, {"claims": others, "ever": not impossible}, impossible)
+        sentence = f"it could be met, but {when} not on one node with the other claims of its pod: {others}"
+        return Reason(ReasonCode.NOT_TOGETHER, sentence, impossible)
 
-    def _pod_is_impossible(self, waiting: PendingClaim) -> bool:
-        return self._queue.found(waiting, self._feasibility.unheld).outcome is Outcome.NONE
+    def _pod_is_impossible(self, pending: PendingClaim) -> bool:
+        return self._queue.found(pending, self._feasibility.unheld).outcome is Outcome.NONE
 
-    def _at_present(self, wish: ClaimRequirements, nodes: Nodes) -> Reason | None:
+    def _at_present(self, requirements: ClaimRequirements, nodes: Nodes) -> Reason | None:
         could: Callable[[ClaimRequirements, Nodes], bool] = self._feasibility.could
-        for ask in wish.requests:
-            if not could(ClaimRequirements((ask,)), nodes):
-                return lacking(ask, self._shortage(ask, nodes), self._queue.holders)
-        if could(wish, nodes):
+        for request in requirements.requests:
+            if not could(ClaimRequirements((request,)), nodes):
+                return lacking(request, self._shortage(request, nodes), self._queue.holders)
+        if could(requirements, nodes):
             return None
-        if wish.constraints and could(ClaimRequirements(wish.requests), nodes):
-            return constraint(wish, "the requests could be met, but at present")
-        return together(wish, "no node has all of them free at once")
+        if requirements.constraints and could(ClaimRequirements(requirements.requests), nodes):
+            return constraint(requirements, "the requests could be met, but at present")
+        return together(requirements, "no node has all of them free at once")
 
-    def _shortage(self, ask: DeviceRequest, nodes: Nodes) -> Shortage:
-        where = (ask.selector, nodes)
-        if where not in self._shortages:
-            self._shortages[where] = shortage(self._feasibility, ask, nodes)
-        return self._shortages[where]
+    def _shortage(self, request: DeviceRequest, nodes: Nodes) -> Shortage:
+        key = (request.selector, nodes)
+        if key not in self._shortages:
+            self._shortages[key] = shortage(self._feasibility, request, nodes)
+        return self._shortages[key]
 
 
-def lacking(ask: DeviceRequest, found: Shortage, claim_of: Mapping[tuple[str, str], str]) -> Reason:
+def lacking(request: DeviceRequest, found: Shortage, claim_of: Mapping[tuple[str, str], str]) -> Reason:
     """The reason where GPUs have the selected devices, but not enough of them are free."""
-    obstacles = {each.value: len(gpus) for each, gpus in found.obstacles.items()}
-    data = {
-        "request": ask.name,
-        "gpus": len(found.gpus),
-        "obstacles": obstacles,
-        "freeSlices": found.free,
-        "neededSlices": found.needed,
-    }
-    if ask.count is not None and found.freest and found.free >= found.needed * ask.count:
-        return _fragmented(ask, found, data)
-    claims = holders(found.usable, claim_of)
-    if ask.count is None:
+    also = _unusable(found.obstacles)
+    if request.count is not None and found.freest and found.free >= found.needed * request.count:
+        return Reason(ReasonCode.FRAGMENTED, _fragmented(request, found) + also)
+    claims = len(holders(found.usable, claim_of))
+    if request.count is None:
         reason = "it asks for all devices of a node, and on every node that has them some are in use"
     else:
         reason = f"of the {len(found.usable)} GPUs that have it none has enough free"
-    by = f"devices there are held by {len(claims)} {'claim' if len(claims) == 1 else 'claims'}"
-    sentence = f"request {ask.name}: {reason}, {by}{_also(obstacles)}"
-    return Reason(Code.HELD, sentence, {**data, "claims": len(claims)})
+    by = f"devices there are held by {claims} {'claim' if claims == 1 else 'claims'}"
+    return Reason(ReasonCode.HELD, f"request {request.name}: {reason}, {by}{also}")
 
 
-def _fragmented(ask: DeviceRequest, found: Shortage, data: Mapping[str, Any]) -> Reason:
-    most = found.freest[0].state.free
-    wanted = f"{found.needed:g} slices" if ask.count == 1 else f"{ask.count} times {found.needed:g} slices on one node"
-    sentence = (
-        f"request {ask.name}: {found.free:g} memory slices are free on {len(found.usable)} GPUs, at most {most:g} "
+def _fragmented(request: DeviceRequest, found: Shortage) -> str:
+    most, needed = found.freest[0].state.free, f"{found.needed:g} slices"
+    wanted = needed if request.count == 1 else f"{request.count} times {needed} on one node"
+    return (
+        f"request {request.name}: {found.free:g} memory slices are free on {len(found.usable)} GPUs, at most {most:g} "
         f"on one, but no free placement of {wanted}; most is free on {named(found.freest)}"
     )
-    places = [f"{entry.node}/gpu-{entry.number}" for entry in found.freest]
-    return Reason(Code.FRAGMENTED, sentence + _also(data["obstacles"]), {**data, "mostFree": most, "freest": places})
 
 
-def _also(obstacles: Mapping[str, int]) -> str:
-    kept = sum(obstacles.values())
-    return f"; {kept} more can't be used ({', '.join(sorted(obstacles))})" if kept else ""
+def _unusable(obstacles: Mapping[Obstacle, Sequence[FleetGpu]]) -> str:
+    """The number of further GPUs that can't be used: the end of a message."""
+    count = sum(map(len, obstacles.values()))
+    return f"; {count} more can't be used ({', '.join(sorted(obstacles))})" if count else ""
+
+
+ShortageOf = Callable[[DeviceRequest, Nodes], Shortage]
+
+
+def permanent_reason(
+    feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes, shortage_of: ShortageOf
+) -> Reason | None:
+    """Why a claim cannot be satisfied by itself even if nothing is held; None if it could, or if that is unknown."""
+    for request in requirements.requests:
+        if not feasibility.kinds(request.selector, nodes):
+            return _nothing_selected(feasibility, request, nodes)
+    if requirements.too_many:
+        count = sum(request.count or 0 for request in requirements.requests)
+        sentence = f"it asks for {count} devices, more than the {MAX_DEVICES} that one claim can have"
+        return Reason(ReasonCode.TOO_MANY, sentence, permanent=True)
+    for request in requirements.requests:
+        if not feasibility.emptied.could(ClaimRequirements((request,)), nodes):
+            return Reason(ReasonCode.TOO_MANY, _too_many(feasibility, request, nodes), permanent=True)
+    if not feasibility.emptied.could(requirements, nodes):
+        return _not_together(feasibility, requirements, nodes)
+    hindered = any(shortage_of(request, nodes).hindered for request in requirements.requests)
+    if not hindered or feasibility.unheld.could(requirements, nodes):
+        return None
+    return _hindered(feasibility, requirements, nodes, shortage_of)
+
+
+def _nothing_selected(feasibility: Feasibility, request: DeviceRequest, nodes: Nodes) -> Reason:
+    """Why ``request`` selects nothing on ``nodes``."""
+    elsewhere = feasibility.kinds(request.selector, frozenset(feasibility.fleet.nodes))
+    if not elsewhere:
+        return _selected_nowhere(feasibility, request)
+    if not nodes:
+        sentence = "no node is open to its pod: node selector, affinity or taints rule out all"
+        return Reason(ReasonCode.NO_NODE, sentence, permanent=True)
+    found = sorted({feasibility.fleet.gpus[uuid].node for gpus in elsewhere.values() for uuid in gpus})
+    sentence = f"request {request.name}: what it selects is only on nodes where its pod may not run: {listed(found)}"
+    return Reason(ReasonCode.OTHER_NODES, sentence, permanent=True)
+
+
+def _selected_nowhere(feasibility: Feasibility, request: DeviceRequest) -> Reason:
+    name, selector = request.name, request.selector
+    first = next((failure for entry in feasibility.fleet for failure in selector.on(entry).failures), None)
+    if first is None:
+        sentence = f"request {name}: {_no_match(feasibility, selector)}"
+        return Reason(ReasonCode.NOTHING_MATCHES, sentence, permanent=True)
+    sentence = f"request {name}: the selector {first.expression!r} fails on {first.device}: {first.message}"
+    return Reason(ReasonCode.SELECTOR_FAILS, sentence, permanent=True)
+
+
+def _no_match(feasibility: Feasibility, selector: Selector) -> str:
+    known = {name: sorted(set(values)) for name, values in _known(feasibility).items()}
+    for expression in selector.expressions:
+        for name, value in LITERAL.findall(expression):
+            if name not in known or value in known[name]:
+                continue
+            if (name, value) == ("type", DeviceKind.SHARE):
+                return NOT_DIVIDED
+            if (name, value) == ("type", DeviceKind.PARTITION) or not known[name]:
+                products = sorted({entry.gpu.product_name for entry in feasibility.fleet})
+                return f"no GPU can be cut into MIG partitions; there are {listed(products, SHOWN_PRODUCTS)}"
+            return f"{name} {value}: no GPU has it; there are {', '.join(known[name])}{meant(value, known[name])}"
+    texts = " and ".join(selector.expressions)
+    return f"no device of the cluster's {len(feasibility.fleet.gpus)} GPUs is selected by {texts}"
+
+
+def _known(feasibility: Feasibility) -> dict[str, Iterable[str]]:
+    """The values of frequently selected attributes in the cluster."""
+    alike = list({(entry.state.geometry, bool(entry.shares)): entry for entry in feasibility.fleet}.values())
+    return {
+        "type": [device.kind.value for entry in alike for device in entry.devices],
+        "profile": [profile.name for entry in alike for profile in entry.gpu.profiles],
+        "productName": [entry.gpu.product_name for entry in feasibility.fleet],
+        "architecture": [entry.gpu.architecture for entry in feasibility.fleet],
+    }
+
+
+def _too_many(feasibility: Feasibility, request: DeviceRequest, nodes: Nodes) -> str:
+    name = request.name
+    if request.count is None:
+        return f"request {name} asks for all devices of a node: more than the {MAX_DEVICES} that one claim can have"
+    most = feasibility.emptied.most_on_one_node(request, nodes)
+    where = "no node" if nodes >= feasibility.fleet.nodes.keys() else "no node where its pod may run"
+    return f"request {name} asks for {request.count} devices of one node; {where} has more than {most}"
+
+
+def _not_together(feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes) -> Reason:
+    if requirements.constraints and feasibility.emptied.could(ClaimRequirements(requirements.requests), nodes):
+        missing = without_value(feasibility, requirements, nodes)
+        return constraint(requirements, "even if nothing were held", missing, permanent=True)
+    return together(requirements, "even if nothing were held no node could give all of them", permanent=True)
+
+
+def constraint(requirements: ClaimRequirements, when: str, more: str = "", *, permanent: bool = False) -> Reason:
+    """The reason where only the constraints of the claim are in the way."""
+    names = ", ".join(sorted({each.attribute for each in requirements.constraints}))
+    values = "different values" if all(each.distinct for each in requirements.constraints) else "the same value"
+    sentence = f"{when} no node has devices for its requests with {values} of {names}{more}"
+    return Reason(ReasonCode.CONSTRAINT, sentence, permanent)
+
+
+def together(requirements: ClaimRequirements, obstacle: str, *, permanent: bool = False) -> Reason:
+    """The reason where each request could be met by itself."""
+    names = ", ".join(request.name for request in requirements.requests)
+    sentence = f"each of the requests {names} could be met, but {obstacle}"
+    return Reason(ReasonCode.NOT_TOGETHER, sentence, permanent)
+
+
+def without_value(feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes) -> str:
+    """The constrained attributes that no selected device has: the end of a message."""
+    missing = {
+        each.attribute
+        for each in requirements.constraints
+        for request in (requirements.requests[index] for index in each.requests)
+        if not any(
+            feasibility.sets(request, kind, nodes, (each.attribute,))
+            for kind in feasibility.kinds(request.selector, nodes)
+        )
+    }
+    return f": none of these devices has a value of {', '.join(sorted(missing))}" if missing else ""
+
+
+def _hindered(
+    feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes, shortage_of: ShortageOf
+) -> Reason | None:
+    """The reason where faults, settings, labels, MIG modes or foreign partitions are in the way."""
+    requests = requirements.requests
+    alone = (each for each in requests if not feasibility.unheld.could(ClaimRequirements((each,)), nodes))
+    first = next(alone, None)
+    chosen = requests if first is None else (first,)
+    found = [shortage_of(each, nodes) for each in chosen]
+    obstacles = _joined([each.obstacles for each in found]) or _joined([each.hindered for each in found])
+    if not obstacles:
+        return None
+    main = max(obstacles, key=lambda each: len(obstacles[each]))
+    gpus = {entry.gpu.uuid for each in found for entry in each.gpus}
+    request = f"request {chosen[0].name}: " if len(chosen) == 1 else ""
+    code, text = OF_OBSTACLE[main]
+    if not any(each.usable for each in found):
+        sentence = f"{request}{len(gpus)} GPUs have it, but {text.format('them')}"
+    else:
+        which = f"{len(obstacles[main])} of the {len(gpus)} GPUs that have it"
+        sentence = f"{request}even if nothing were held no node could give all of it: {text.format(which)}"
+    steps = _reset_steps(obstacles[main]) if main is Obstacle.RESET else named(obstacles[main])
+    others = {each: gpus for each, gpus in obstacles.items() if each is not main}
+    return Reason(code, f"{sentence}: {steps}{_unusable(others)}", permanent=True)
+
+
+def _joined(parts: Sequence[Mapping[Obstacle, Sequence[FleetGpu]]]) -> dict[Obstacle, tuple[FleetGpu, ...]]:
+    """The GPUs of all parts, each once."""
+    found: dict[Obstacle, dict[str, FleetGpu]] = {}
+    for part in parts:
+        for obstacle, gpus in part.items():
+            found.setdefault(obstacle, {}).update({entry.gpu.uuid: entry for entry in gpus})
+    return {obstacle: tuple(gpus.values()) for obstacle, gpus in found.items()}
+
+
+def _reset_steps(gpus: Sequence[FleetGpu]) -> str:
+    """The GPUs with the fewest remaining steps to another MIG mode, and these steps."""
+    modes = {entry.gpu.mig_mode for entry in gpus}
+    mode = next((each for each in NEAREST if each in modes), None)
+    nearest = [entry for entry in gpus if entry.gpu.mig_mode is mode]
+    uuid, gpu = nearest[0].gpu.uuid, f"for gpu-{nearest[0].number}"
+    reset, flag = f"nvidia-smi --gpu-reset -i {uuid}", f"--mig-gpus={uuid}"
+    match mode:
+        case MigMode.RESET_TO_ENABLE | MigMode.RESET_TO_DISABLE:
+            steps = f"the new mode is set already, so {gpu}, with nothing running on it: {reset}"
+        case MigMode.DISABLED:
+            steps = (
+                f"{gpu}: start its node plugin with {flag} (nodePlugin.extraArgs={{{flag}}}), "
+                f"then, with nothing running on the GPU: {reset}"
+            )
+        case _:
+            steps = (
+                f"{gpu}, with nothing running on it: name it no more in its node plugin's --mig-gpus, "
+                f"then nvidia-smi -i {uuid} -mig 0, then {reset}"
+            )
+    return f"{named(nearest)}; {steps}"

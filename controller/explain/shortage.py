@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,7 +13,7 @@ from controller.demand.requirements import DeviceRequest
 from driver.model.device import DeviceKind
 
 SHOWN = 3
-"""GPUs that a message names."""
+"""Names in a message."""
 
 
 class Obstacle(StrEnum):
@@ -49,27 +48,21 @@ class Shortage:
         return [entry for entry in ordered[:SHOWN] if entry.state.free]
 
 
-def shortage(feasibility: Feasibility, ask: DeviceRequest, nodes: Nodes) -> Shortage:
-    """The GPUs on ``nodes`` that ``ask`` selects, grouped by obstacle."""
-    kinds = feasibility.kinds(ask.selector, nodes)
+def shortage(feasibility: Feasibility, request: DeviceRequest, nodes: Nodes) -> Shortage:
+    """The GPUs on ``nodes`` that ``request`` selects, grouped by obstacle."""
+    kinds = feasibility.kinds(request.selector, nodes)
     selected = frozenset().union(*kinds.values())
     gpus = tuple(entry for entry in feasibility.on(nodes) if entry.gpu.uuid in selected)
     kinds_of = {entry.gpu.uuid: [kind for kind, having in kinds.items() if entry.gpu.uuid in having] for entry in gpus}
-    obstacles: dict[Obstacle, list[FleetGpu]] = {}
-    hindered: dict[Obstacle, list[FleetGpu]] = {}
-    usable = []
+    obstacles: dict[Obstacle | None, list[FleetGpu]] = {}
+    hindered: dict[Obstacle | None, list[FleetGpu]] = {}
     for entry in gpus:
-        its_kinds = kinds_of[entry.gpu.uuid]
-        whole, part = obstacle_of(entry, its_kinds), hindrance_of(entry, its_kinds)
-        if whole is None:
-            usable.append(entry)
-        else:
-            obstacles.setdefault(whole, []).append(entry)
-        if part is not None:
-            hindered.setdefault(part, []).append(entry)
+        obstacles.setdefault(obstacle_of(entry, kinds_of[entry.gpu.uuid]), []).append(entry)
+        hindered.setdefault(hindrance_of(entry, kinds_of[entry.gpu.uuid]), []).append(entry)
+    usable = tuple(obstacles.pop(None, ()))
     needed = min(slices_of(entry.state, kind.key) for entry in gpus for kind in kinds_of[entry.gpu.uuid])
     free = sum(entry.state.free for entry in usable)
-    return Shortage(gpus, _frozen(obstacles), _frozen(hindered), tuple(usable), needed, free)
+    return Shortage(gpus, _frozen(obstacles), _frozen(hindered), usable, needed, free)
 
 
 def obstacle_of(entry: FleetGpu, kinds: Sequence[Kind]) -> Obstacle | None:
@@ -103,18 +96,22 @@ def _fits(entry: FleetGpu, kind: Kind) -> bool:
     return any(kind.starts is None or spot.at in kind.starts for spot in entry.state.spots(kind.key))
 
 
-def _frozen(found: Mapping[Obstacle, list[FleetGpu]]) -> dict[Obstacle, tuple[FleetGpu, ...]]:
-    return {each: tuple(gpus) for each, gpus in found.items()}
+def _frozen(found: Mapping[Obstacle | None, list[FleetGpu]]) -> dict[Obstacle, tuple[FleetGpu, ...]]:
+    return {each: tuple(gpus) for each, gpus in found.items() if each is not None}
+
+
+def listed(names: Sequence[str], shown: int = SHOWN) -> str:
+    """The first names and the number of the others: ``a, b, c and 3 more``."""
+    more = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")
 
 
 def named(gpus: Iterable[FleetGpu]) -> str:
-    """``gpu-3 of node-a, gpu-0 of node-b (fault)``, and how many more there are."""
-    names = [f"gpu-{entry.number} of {entry.node}{f' ({entry.fault})' if entry.fault else ''}" for entry in gpus]
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+    """``gpu-3 of node-a, gpu-0 of node-b (fault)``, and the number of the others."""
+    return listed([f"gpu-{each.number} of {each.node}{f' ({each.fault})' if each.fault else ''}" for each in gpus])
 
 
-def holders(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> Counter[str]:
-    """How many devices each claim has on ``gpus``; ``claim_of`` maps node and device to ``namespace/name``."""
+def holders(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> set[str]:
+    """The claims with devices on ``gpus``; ``claim_of`` maps node and device to ``namespace/name``."""
     held = ((entry.node, device.name) for entry in gpus for device in entry.held)
-    return Counter(claim_of[each] for each in held if each in claim_of)
+    return {claim_of[each] for each in held if each in claim_of}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from controller.cluster.node_views import NodeView
-from controller.explain.shortage import SHOWN
 
 REPORT_TIMEOUT_SECONDS = 30.0
 """Time that a node has for its first report; a starting node plugin needs seconds."""
@@ -19,12 +18,6 @@ class UnreportedNodes:
 
     nodes: tuple[str, ...] = ()
     may_report: bool = False
-
-    @property
-    def names(self) -> str:
-        """The nodes: ``a, b and 3 more``."""
-        more = len(self.nodes) - SHOWN
-        return ", ".join(self.nodes[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 ALL_REPORTED = UnreportedNodes()

@@ -6,8 +6,9 @@ pool as incomplete, waits for something else, or does not run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import islice
 from typing import NamedTuple
 
 from controller.cluster.claim_index import PoolDevice
@@ -16,15 +17,13 @@ from controller.demand.feasibility import Nodes
 from controller.demand.node_search import ValueOf, find_devices
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements
-from controller.explain.reasons import ClaimReason, Code
+from controller.explain.reasons import ClaimReason, ReasonCode
+from controller.explain.shortage import listed
 from driver.kube.clock import Clock, seconds_time
 from driver.kube.types import Pod
 from driver.model.device import Device
 from driver.model.plan import Offer
 from driver.placement import Spot, spot_of
-
-SHOWN = 3
-"""Devices that a message names."""
 
 GATES = (
     "check that it has the feature gates that the API server has: DynamicResourceAllocation, DRAPartitionableDevices"
@@ -58,28 +57,11 @@ def satisfying(
     return tuple(published[entry.gpu.uuid][spot] for entry, spot in found)
 
 
-@dataclass(frozen=True)
-class UnusedDevices:
-    """Devices offered for long enough, by node, and the incomplete pools with the reasons."""
-
-    by_node: Mapping[str, list[Standing]]
-    incomplete: Mapping[str, str]
-
-    def fitting(self, queue: Queue, wish: ClaimRequirements, nodes: Nodes) -> tuple[Standing, ...]:
-        """Devices on one of ``nodes`` that satisfy ``wish``, of a complete pool if possible."""
-        names = sorted(self.by_node.keys() & nodes, key=lambda node: (self._is_broken(node), node))
-        tried = (satisfying(wish, self.by_node[node], queue.feasibility.matching.value) for node in names)
-        return next(filter(None, tried), ())
-
-    def _is_broken(self, node: str) -> bool:
-        return self.by_node[node][0].name.pool in self.incomplete
-
-
 class UnscheduledClaims:
-    """Remembers since when claims are pending and devices offered; both must last ``patience_s`` seconds."""
+    """Remembers since when claims are pending and devices offered; both must last ``overdue_seconds``."""
 
-    def __init__(self, patience_s: float, clock: Clock) -> None:
-        self._patience_s = patience_s
+    def __init__(self, overdue_seconds: float, clock: Clock) -> None:
+        self._overdue_seconds = overdue_seconds
         self._clock = clock
         self._claims: dict[str, Since] = {}
         self._devices: dict[PoolDevice, Since] = {}
@@ -94,10 +76,21 @@ class UnscheduledClaims:
         overdue = [each for each in queue.pending if (since := self._claims.get(_uid(each))) and self._is_over(since)]
         if not overdue:
             return []
-        unused = UnusedDevices(self._by_node(queue, standing), incomplete)
-        known: dict[tuple[ClaimRequirements, Nodes], tuple[Standing, ...]] = {}
-        found = (self._reason(queue, each, unused, known) for each in overdue)
-        return [reason for reason in found if reason is not None]
+        by_node = self._by_node(queue, standing)
+
+        @cache
+        def fitting(requirements: ClaimRequirements, nodes: Nodes) -> tuple[Standing, ...]:
+            """Devices on one of ``nodes`` that satisfy ``requirements``, of a complete pool if possible."""
+            there = by_node.keys() & nodes
+            ordered = sorted(there, key=lambda node: (by_node[node][0].name.pool in incomplete, node))
+            tried = (satisfying(requirements, by_node[node], queue.feasibility.matching.value) for node in ordered)
+            return next(filter(None, tried), ())
+
+        return [
+            self._reason(pending, pod, devices, incomplete)
+            for pending in overdue
+            for pod, devices in islice(_served_pods(queue, pending, fitting), 1)
+        ]
 
     @property
     def next_s(self) -> float | None:
@@ -105,14 +98,14 @@ class UnscheduledClaims:
         if not self._claims:
             return None
         now = self._clock.monotonic()
-        times = (since.at + self._patience_s - now for since in (*self._claims.values(), *self._devices.values()))
+        times = (since.at + self._overdue_seconds - now for since in (*self._claims.values(), *self._devices.values()))
         return min((seconds for seconds in times if seconds > 0), default=None)
 
     def _now(self) -> Since:
         return Since(self._clock.monotonic(), seconds_time(self._clock.now()))
 
     def _is_over(self, since: Since) -> bool:
-        return self._clock.monotonic() >= since.at + self._patience_s
+        return self._clock.monotonic() >= since.at + self._overdue_seconds
 
     def _by_node(self, queue: Queue, standing: Mapping[Offer, PoolDevice]) -> dict[str, list[Standing]]:
         found: dict[str, list[Standing]] = {}
@@ -124,39 +117,17 @@ class UnscheduledClaims:
         return found
 
     def _reason(
-        self,
-        queue: Queue,
-        waiting: PendingClaim,
-        unused: UnusedDevices,
-        known: dict[tuple[ClaimRequirements, Nodes], tuple[Standing, ...]],
-    ) -> ClaimReason | None:
-        for pod, wish, nodes in _requirements_by_pod(queue, waiting):
-            if (wish, nodes) not in known:
-                known[wish, nodes] = unused.fitting(queue, wish, nodes)
-            if devices := known[wish, nodes]:
-                return self._report(waiting, pod, devices, unused.incomplete)
-        return None
-
-    def _report(
-        self, waiting: PendingClaim, pod: Pod, devices: tuple[Standing, ...], incomplete: Mapping[str, str]
+        self, pending: PendingClaim, pod: Pod, devices: tuple[Standing, ...], incomplete: Mapping[str, str]
     ) -> ClaimReason:
         pool, names = devices[0].name.pool, [each.name.device for each in devices]
         since = max(self._devices[each.name] for each in devices).text
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         sentence = (
-            f"{', '.join(names[:SHOWN])}{more} of node {devices[0].entry.node} would do and "
+            f"{listed(names)} of node {devices[0].entry.node} would do and "
             f"{'are' if len(names) > 1 else 'is'} offered since {since}, but nothing is allocated: "
         )
         wrong = incomplete.get(pool)
         cause = f"the scheduler takes nothing from the pool {pool}, which {wrong}" if wrong else cause_of(pod)
-        data = {
-            "devices": names,
-            "node": devices[0].entry.node,
-            "pool": pool,
-            "since": since,
-            "incomplete": bool(wrong),
-        }
-        return ClaimReason(waiting.key, Code.UNUSED, sentence + cause, data, waiting.not_created)
+        return ClaimReason(pending, ReasonCode.UNUSED, sentence + cause)
 
 
 def cause_of(pod: Pod) -> str:
@@ -169,11 +140,14 @@ def cause_of(pod: Pod) -> str:
     return f"{said.rstrip('. ')}; {GATES}" if condition.lacks_devices else said
 
 
-def _uid(waiting: PendingClaim) -> str:
-    return waiting.pods[0].metadata.uid if waiting.not_created else waiting.claim.metadata.uid
+def _uid(pending: PendingClaim) -> str:
+    return pending.pods[0].metadata.uid if pending.not_created else pending.claim.metadata.uid
 
 
-def _requirements_by_pod(queue: Queue, waiting: PendingClaim) -> Iterator[tuple[Pod, ClaimRequirements, Nodes]]:
-    for pod in waiting.pods:
+def _served_pods(
+    queue: Queue, pending: PendingClaim, fitting: Callable[[ClaimRequirements, Nodes], tuple[Standing, ...]]
+) -> Iterator[tuple[Pod, tuple[Standing, ...]]]:
+    """The pods of a claim for which offered devices would do, with the devices."""
+    for pod in pending.pods:
         nodes = queue.nodes_for(pod)
-        yield from ((pod, wish, nodes) for wish in queue.combinations(pod))
+        yield from ((pod, devices) for each in queue.combinations(pod) if (devices := fitting(each, nodes)))

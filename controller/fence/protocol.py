@@ -41,7 +41,7 @@ from controller.fence.configmap import FencedDevices
 from controller.steps import Observer, Step
 from driver.errors import CONFLICT, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient, Object
-from driver.kube.clock import Clock, SystemClock
+from driver.kube.clock import Clock
 from driver.kube.reads import RESOURCE_GROUP
 from driver.model.plan import FENCE
 from driver.steps import observed, unobserved
@@ -118,7 +118,7 @@ class Fence:
     ) -> None:
         self._claims = claims
         self._settings = settings or FenceSettings()
-        self._clock = clock or SystemClock()
+        self._clock = clock or Clock()
         self._observer = observer
         self._fenced = FencedDevices(client, self._settings.namespace, self._clock)
         self._canary = Canary(client, self._settings.namespace)
@@ -231,9 +231,15 @@ class Canary:
 
     def __init__(self, client: KubeClient, namespace: str) -> None:
         self._client = client
-        self._namespace = namespace
         self._folder = f"{RESOURCE_GROUP}/namespaces/{namespace}/resourceclaims"
         self._path = f"{self._folder}/{CANARY}"
+        request = {"name": "canary", "exactly": {"deviceClassName": CANARY}}
+        self._object: Object = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {"name": CANARY, "namespace": namespace},
+            "spec": {"devices": {"requests": [request]}},
+        }
 
     def touch(self) -> int:
         """Change the claim. Returns its new version. Raises ApiError."""
@@ -244,7 +250,7 @@ class Canary:
     def refusal(self, device: PoolDevice) -> str:
         """The refusal of a dry run that allocates ``device`` to the claim; empty if accepted. Raises ApiError."""
         result = {"request": "canary", "driver": "gpu.tessera.dev", "pool": device.pool, "device": device.device}
-        body = {**self._object(), "status": {"allocation": {"devices": {"results": [result]}}}}
+        body = {**self._object, "status": {"allocation": {"devices": {"results": [result]}}}}
         try:
             self._dry_run(body)
         except ApiError as error:
@@ -265,17 +271,8 @@ class Canary:
     def _create(self) -> Object:
         """Create the claim, or read the one that another leader has just created."""
         try:
-            return self._client.create(self._folder, self._object())
+            return self._client.create(self._folder, self._object)
         except ApiError as error:
             if error.status != CONFLICT:
                 raise
         return self._client.patch(self._path, {})
-
-    def _object(self) -> Object:
-        request = {"name": "canary", "exactly": {"deviceClassName": CANARY}}
-        return {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "ResourceClaim",
-            "metadata": {"name": CANARY, "namespace": self._namespace},
-            "spec": {"devices": {"requests": [request]}},
-        }

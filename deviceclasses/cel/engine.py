@@ -2,7 +2,7 @@
 
 Expressions that Kubernetes refuses are refused, except that costs are not estimated: the API server does so at
 admission, and a work limit stops long evaluations (``values.MAX_WORK``). Expressions that Kubernetes accepts get the
-same verdict, or are refused with a reason (``checker.UNSUPPORTED_FUNCTIONS``). `tests/conformance` compares with the
+same verdict, or are refused with a reason (``hints.UNSUPPORTED_FUNCTIONS``). `tests/conformance` compares with the
 verdicts of a real cluster.
 """
 
@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from deviceclasses.cel.checker import check
+from deviceclasses.cel.compiler import compile_tree
 from deviceclasses.cel.device import CelDevice
-from deviceclasses.cel.interpret import build
 from deviceclasses.cel.parse import parse
 from deviceclasses.cel.referenced_attributes import ReferencedAttributes, key_of, referenced_attributes
 from deviceclasses.cel.values import EvaluationError, Value, WorkLimitError, no_overload, start_work
@@ -68,7 +67,6 @@ def compile_selector(expression: str) -> Program:
     start_work()
     try:
         root = parse(expression)
-        type_info = check(expression, root)
-        return Program(expression, referenced_attributes(root), build(expression, root, type_info))
+        return Program(expression, referenced_attributes(root), compile_tree(expression, root))
     except UNSUPPORTED_ERRORS as error:
         raise CelError(f"Tessera can't evaluate it: {type(error).__name__}: {error}", expression) from error

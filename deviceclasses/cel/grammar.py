@@ -1,9 +1,9 @@
 r"""CEL's grammar and its literals: from the text of an expression to a tree of grammar rules.
 
-The grammar is cel-python's, with what it lacks (optionals, trailing commas) and where it differs from Kubernetes:
-no sign inside a number, no ``1.``, no unknown escape, no word that merely begins with ``true``, and either ``!`` or
-``-`` in front of a value, not both. Messages (``Name{field: value}``) are left out: a device has none.
-cel-python's evaluator is not used: it has no checker, and its operators differ from Kubernetes' in too many places.
+Source: the CEL language definition, tried against Kubernetes' API server. Names, white space and comments
+are those of cel-python's grammar; its rules lack optionals and trailing commas, and its literals differ from
+Kubernetes' (a sign inside a number, ``1.``, unknown escapes). Messages (``Name{field: value}``) are left out: a device
+has none.
 """
 
 from __future__ import annotations
@@ -19,33 +19,45 @@ from lark.exceptions import UnexpectedInput, UnexpectedToken
 from deviceclasses.cel.values import INT_MAX, INT_MIN, UINT_MAX, EvaluationError, Uint, Value, whole_number
 from driver.errors import CelError, EnvironmentFault
 
-OURS = r"""
-%override unary          : member | nots member | minuses member
-!nots          : "!"+
-!minuses       : "-"+
+GRAMMAR = r"""
+?expr           : disjunction | disjunction "?" disjunction ":" expr -> choice
+?disjunction    : conjunction ("||" conjunction)*
+?conjunction    : relation ("&&" relation)*
+!?relation      : addition | relation ("<" | "<=" | ">" | ">=" | "==" | "!=" | "in") addition -> binary
+!?addition      : multiplication | addition ("+" | "-") multiplication -> binary
+!?multiplication : unary | multiplication ("*" | "/" | "%") unary -> binary
+?unary          : member | nots member -> unary | minuses member -> unary
+!nots           : "!"+
+!minuses        : "-"+
+?member         : primary
+                | member "." (IDENT | QUOTED) -> select
+                | member "." "?" (IDENT | QUOTED) -> optional_select
+                | member "." IDENT "(" arguments ")" -> member_call
+                | member "[" expr "]" -> index
+                | member "[" "?" expr "]" -> optional_index
+?primary        : literal | list | map | "(" expr ")" -> parentheses
+                | "."? name -> ident
+                | "."? name "(" arguments ")" -> call
+arguments       : (expr ("," expr)*)?
+name            : IDENT
+list            : "[" ","? "]" | "[" item ("," item)* ","? "]"
+item            : expr | "?" expr -> optional_item
+map             : "{" ","? "}" | "{" entry ("," entry)* ","? "}"
+entry           : expr ":" expr | "?" expr ":" expr -> optional_entry
+literal         : UINT_LIT | FLOAT_LIT | INT_LIT | MLSTRING_LIT | STRING_LIT | BYTES_LIT | BOOL_LIT | NULL_LIT
 
-%override member_dot     : member "." IDENT | member "." QUOTED
-%override member         : member_dot | member_dot_arg | member_optional | member_index | member_optional_index | primary
-member_optional : member "." "?" IDENT | member "." "?" QUOTED
-member_optional_index : member "[" "?" expr "]"
-
-%override list_lit       : "[" ","? "]" | "[" items ","? "]"
-items          : item | items "," item
-?item          : expr | optional
-optional       : "?" expr
-%override map_lit        : "{" ","? "}" | "{" entries ","? "}"
-entries        : entry | entries "," entry
-entry          : item ":" expr
-
-QUOTED         : /`[a-zA-Z0-9_.\-\/ ]+`/
-%override INT_LIT        : /0x[0-9a-fA-F]+|[0-9]+/
-%override UINT_LIT.2     : /(0x[0-9a-fA-F]+|[0-9]+)[uU]/
-%override FLOAT_LIT.2    : /[0-9]+\.[0-9]+([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+|\.[0-9]+([eE][+-]?[0-9]+)?/
-%override STRING_LIT     : /\"(\\.|[^\\\"\n\r])*\"|'(\\.|[^\\'\n\r])*'|[rR]\"[^\"\n\r]*\"|[rR]'[^'\n\r]*'/
-%override MLSTRING_LIT.2 : /\"{3}(\\[^\n\r]|[^\\])*?\"{3}|'{3}(\\[^\n\r]|[^\\])*?'{3}|[rR]\"{3}(.|\n|\r)*?\"{3}|[rR]'{3}(.|\n|\r)*?'{3}/
-%override BYTES_LIT.3    : /[bB]/ MLSTRING_LIT | /[bB]/ STRING_LIT
-%override BOOL_LIT.2     : /(true|false)(?![_a-zA-Z0-9])/
-%override NULL_LIT.2     : /null(?![_a-zA-Z0-9])/
+%import cel (IDENT, WHITESPACE, COMMENT)
+%ignore WHITESPACE
+%ignore COMMENT
+QUOTED          : /`[a-zA-Z0-9_.\-\/ ]+`/
+INT_LIT         : /0x[0-9a-fA-F]+|[0-9]+/
+UINT_LIT.2      : /(0x[0-9a-fA-F]+|[0-9]+)[uU]/
+FLOAT_LIT.2     : /[0-9]+\.[0-9]+([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+|\.[0-9]+([eE][+-]?[0-9]+)?/
+STRING_LIT      : /\"(\\.|[^\\\"\n\r])*\"|'(\\.|[^\\'\n\r])*'|[rR]\"[^\"\n\r]*\"|[rR]'[^'\n\r]*'/
+MLSTRING_LIT.2  : /\"{3}(\\[^\n\r]|[^\\])*?\"{3}|'{3}(\\[^\n\r]|[^\\])*?'{3}|[rR]\"{3}(.|\n|\r)*?\"{3}|[rR]'{3}(.|\n|\r)*?'{3}/
+BYTES_LIT.3     : /[bB]/ MLSTRING_LIT | /[bB]/ STRING_LIT
+BOOL_LIT.2      : /(true|false)(?![_a-zA-Z0-9])/
+NULL_LIT.2      : /null(?![_a-zA-Z0-9])/
 """  # noqa: E501 - a terminal is one line
 
 SIGNS = {
@@ -61,9 +73,9 @@ def _parser() -> Lark:
     spec = find_spec("celpy")
     if spec is None or spec.origin is None:
         raise EnvironmentFault("the Python package cel-python is not installed; its grammar is needed")
-    # Read without importing the package, which would load its evaluator, calendar and query libraries too.
-    theirs = Path(spec.origin).with_name("cel.lark").read_text()
-    return Lark(theirs + OURS, parser="lalr", start="expr", propagate_positions=True)
+    # Its folder, without importing the package, which would load its evaluator, calendar and query libraries too.
+    folder = str(Path(spec.origin).parent)
+    return Lark(GRAMMAR, parser="lalr", start="expr", propagate_positions=True, import_paths=[folder])
 
 
 def parse_tree(expression: str) -> Tree[Token]:
@@ -142,13 +154,9 @@ def _pieces(body: str) -> list[bytes]:
     for match in ESCAPE.finditer(body):
         if match[2] or match[3]:
             raise EvaluationError(f"bytes know no escape {match[0]}; \\x and two digits are possible")
-        pieces += [body[end : match.start()].encode(), _one_byte(match)]
+        pieces += [body[end : match.start()].encode(), bytes([_code_point(match)])]
         end = match.end()
     return [*pieces, body[end:].encode()]
-
-
-def _one_byte(match: re.Match[str]) -> bytes:
-    return bytes([_code_point(match)])
 
 
 def _code_point(match: re.Match[str]) -> int:

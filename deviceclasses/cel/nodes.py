@@ -1,4 +1,4 @@
-"""The nodes of an expression's tree. Macros have node types of their own, since each is checked in its own way."""
+"""The nodes of an expression's tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deviceclasses.cel.values import Value
 COMPARISONS = {"_==_": "==", "_!=_": "!=", "_<_": "<", "_<=_": "<=", "_>_": ">", "_>=_": ">="}
 """The functions of the operators that compare, and how those are written."""
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
-"""The operator that says the same with its operands exchanged; the others say the same as they are."""
+"""The equivalent operators for exchanged operands; operators that are missing here are symmetric."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,17 +41,11 @@ class Select(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Index(Node):
-    """``operand[key]``; ``optional`` for ``operand[?key]``."""
-
-    operand: Node
-    key: Node
-    optional: bool = False
-
-
-@dataclass(frozen=True, eq=False)
 class Call(Node):
-    """A function or operator, such as ``size`` or ``_+_``; ``target`` is the operand before the dot."""
+    """A function or operator, such as ``size`` or ``_+_``; ``target`` is the operand before the dot.
+
+    ``a[b]``, ``a[?b]`` and ``a ? b : c`` are the functions ``_[_]``, ``_[?_]`` and ``_?_:_``.
+    """
 
     function: str
     target: Node | None
@@ -72,30 +66,17 @@ class Logic(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Choice(Node):
-    """``condition ? yes : no``."""
+class Entry(Node):
+    """A member of a list, without key, or an entry of a map; ``optional`` for one after ``?``."""
 
-    condition: Node
-    yes: Node
-    no: Node
-
-
-@dataclass(frozen=True, eq=False)
-class ListItem(Node):
+    key: Node | None
     value: Node
     optional: bool
 
 
 @dataclass(frozen=True, eq=False)
 class ListLiteral(Node):
-    items: tuple[ListItem, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Entry(Node):
-    key: Node
-    value: Node
-    optional: bool
+    entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,50 +85,18 @@ class MapLiteral(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Quantifier(Node):
-    """``all``, ``exists`` or ``exists_one``, with one variable or two."""
+class Macro(Node):
+    """A macro with variables. ``over`` is evaluated outside their scope; ``condition`` and ``body`` inside.
+
+    ``kind`` is "all", "exists" or "exists_one"; the result of ``map``, ``filter`` and the like: "list", "map" or
+    "entry" (of a map); "sortBy"; "bind" (``over`` is the value of the variable); "optMap" or "optFlatMap".
+    """
 
     kind: str
     over: Node
     variables: tuple[str, ...]
-    predicate: Node
-
-
-@dataclass(frozen=True, eq=False)
-class Transform(Node):
-    """``map``, ``filter`` and the like; ``kind`` ("list", "map" or "entry") is the type of the result."""
-
-    kind: str
-    over: Node
-    variables: tuple[str, ...]
-    predicate: Node | None
-    result: Node
-
-
-@dataclass(frozen=True, eq=False)
-class SortBy(Node):
-    over: Node
-    variable: str
-    key: Node
-
-
-@dataclass(frozen=True, eq=False)
-class Bind(Node):
-    """``cel.bind(variable, value, body)``."""
-
-    variable: str
-    value: Node
+    condition: Node | None
     body: Node
-
-
-@dataclass(frozen=True, eq=False)
-class OptionalMap(Node):
-    """``target.optMap(variable, body)``; ``flat`` for ``optFlatMap``."""
-
-    target: Node
-    variable: str
-    body: Node
-    flat: bool
 
 
 def children(node: Node) -> Iterator[Node]:

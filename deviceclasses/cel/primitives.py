@@ -1,25 +1,25 @@
-"""The primitive operations that the interpreter combines.
+"""The evaluation functions that the compiler combines: lazy operators, bound values, literals, and loops of macros.
 
-Errors are raised as EvaluationError. The error of a bound value is stored in its slot and raised on the first read.
+Errors are raised as EvaluationError; ``&&``, ``||``, ``all`` and ``exists`` ignore an error if another term decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from deviceclasses.cel.library.collections import member, optional_member, sort_by
+from deviceclasses.cel.nodes import Node, children
 from deviceclasses.cel.types import BYTES, SEMVER
 from deviceclasses.cel.values import (
-    MAX_SHOWN,
     NONE,
-    NUMERIC,
     EvaluationError,
     Map,
     Optional,
     Uint,
     Value,
+    equal,
     no_overload,
     same,
-    shown,
     spend,
     type_name,
 )
@@ -79,16 +79,107 @@ def combined(terms: Iterator[Evaluate] | list[Evaluate], frame: Frame, decisive:
     return not decisive
 
 
-def absent_or(name: str, left: Evaluate, right: Evaluate) -> Evaluate:
-    def choose(frame: Frame) -> Value:
-        found = left(frame)
-        if type(found) is not Optional:
-            raise no_overload(name, found)
-        if not found.present:
-            return right(frame)
-        return found if name == "or" else found.content
+def _choice(condition: Evaluate, yes: Evaluate, no: Evaluate) -> Evaluate:
+    return lambda frame: yes(frame) if as_bool(condition(frame), "_?_:_") else no(frame)
 
-    return choose
+
+def _absent_or(name: str) -> Callable[[Evaluate, Evaluate], Evaluate]:
+    def lazy(left: Evaluate, right: Evaluate) -> Evaluate:
+        def choose(frame: Frame) -> Value:
+            found = _as_optional(left(frame), name)
+            if not found.present:
+                return right(frame)
+            return found if name == "or" else found.content
+
+        return choose
+
+    return lazy
+
+
+DIRECT: dict[str, Callable[..., Evaluate]] = {
+    "_?_:_": _choice,
+    "or": _absent_or("or"),
+    "orValue": _absent_or("orValue"),
+    "_==_": lambda left, right: lambda frame: equal(left(frame), right(frame)),
+    "_!=_": lambda left, right: lambda frame: not equal(left(frame), right(frame)),
+    "_[_]": lambda operand, key: lambda frame: member(operand(frame), key(frame)),
+    "_[?_]": lambda operand, key: lambda frame: optional_member(operand(frame), key(frame)),
+}
+"""Functions without a choice of an overload: they take values of every type, or evaluate an operand only if needed."""
+
+
+def _as_optional(value: Value, function: str) -> Optional:
+    if type(value) is not Optional:
+        raise no_overload(function, value)
+    return value
+
+
+def bind(slot: int, value: Evaluate, body: Evaluate) -> Evaluate:
+    def bound(frame: Frame) -> Value:
+        try:
+            frame[slot] = value(frame)
+        except EvaluationError as error:
+            # Kubernetes evaluates a bound value when it is first read.
+            frame[slot] = error
+        return body(frame)
+
+    return bound
+
+
+def optional_map(slot: int, target: Evaluate, body: Evaluate, *, flat: bool) -> Evaluate:
+    def mapped(frame: Frame) -> Value:
+        found = _as_optional(target(frame), "hasValue")
+        if not found.present:
+            return NONE
+        frame[slot] = found.content
+        result = body(frame)
+        return result if flat else Optional(present=True, content=result)
+
+    return mapped
+
+
+def work_of(body: Node) -> int:
+    """The units of work of one round of a loop: one for each node of its body."""
+    return 1 + sum(map(work_of, children(body)))
+
+
+def quantifier(kind: str, over: Evaluate, slots: list[int], predicate: Evaluate, units: int) -> Evaluate:
+    if kind == "exists_one":
+        return lambda frame: (
+            sum(as_bool(predicate(frame), "_?_:_") for _ in iterate(over(frame), slots, frame, units)) == 1
+        )
+    decisive = kind == "exists"
+    operator = "_||_" if decisive else "_&&_"
+
+    def quantify(frame: Frame) -> bool:
+        terms = (predicate for _ in iterate(over(frame), slots, frame, units))
+        return combined(terms, frame, decisive, operator)
+
+    return quantify
+
+
+def transform(
+    kind: str, over: Evaluate, slots: list[int], condition: Evaluate | None, body: Evaluate, units: int
+) -> Evaluate:
+    def transformed(frame: Frame) -> Value:
+        found = [
+            (frame[slots[0]], body(frame))
+            for _ in iterate(over(frame), slots, frame, units)
+            if condition is None or as_bool(condition(frame), "_?_:_")
+        ]
+        return built_collection(kind, found)
+
+    return transformed
+
+
+def sorted_by(over: Evaluate, slots: list[int], key: Evaluate, units: int) -> Evaluate:
+    def sort(frame: Frame) -> Value:
+        members = over(frame)
+        if type(members) is not tuple:
+            raise no_overload("sortBy", members)
+        return sort_by(members, tuple(key(frame) for _ in iterate(members, slots, frame, units)))
+
+    return sort
 
 
 def iterate(over: Value, slots: list[int], frame: Frame, units: int) -> Iterator[None]:
@@ -134,38 +225,3 @@ def entries_of(built: list[tuple[Evaluate, Evaluate, bool]], frame: Frame) -> It
     for key, value, optional in built:
         for content in members([(value, optional)], frame):
             yield key(frame), content
-
-
-def member(value: Value, key: Value) -> Value:
-    """``value[key]`` or ``value.key``; of an optional value, an optional member."""
-    if type(value) is Optional:
-        return optional_member(value, key)
-    found = _find(value, key)
-    if found is None:
-        word = "index out of bounds" if type(value) is tuple else "no such key"
-        raise EvaluationError(f"{word}: {key[:MAX_SHOWN] if type(key) is str else shown(key)}")
-    return found[0]
-
-
-def optional_member(value: Value, key: Value) -> Optional:
-    if type(value) is Optional:
-        if not value.present:
-            return NONE
-        value = value.content
-    found = _find(value, key)
-    return NONE if found is None else Optional(present=True, content=found[0])
-
-
-def present(value: Value, key: str) -> bool:
-    return optional_member(value, key).present
-
-
-def _find(value: Value, key: Value) -> tuple[Value] | None:
-    """The member in a tuple of one; None if it is missing or ``value`` has no members."""
-    if isinstance(value, Map):
-        return value.find(key)
-    if type(value) is not tuple:
-        return None
-    if type(key) not in NUMERIC or key != int(key):
-        raise EvaluationError(f"unsupported index type {type_name(key)!r} in list")
-    return (value[int(key)],) if 0 <= key < len(value) else None

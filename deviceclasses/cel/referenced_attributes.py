@@ -9,15 +9,25 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from deviceclasses.cel import nodes
 from deviceclasses.cel.device import CelDevice, Domains
-from deviceclasses.cel.nodes import COMPARISONS, FLIPPED, Node, children
+from deviceclasses.cel.nodes import (
+    COMPARISONS,
+    FLIPPED,
+    Call,
+    ListLiteral,
+    Literal,
+    Macro,
+    Name,
+    Node,
+    Select,
+    children,
+)
 from deviceclasses.cel.parse import parse
 from deviceclasses.cel.values import Value
 
 Path = tuple[str, ...]
 """From ``device`` on: ("attributes", domain, name), or the beginning of it."""
-SCALAR_FIELDS = ("driver", "allowMultipleAllocations")
+SCALAR_FIELDS = (("driver",), ("allowMultipleAllocations",))
 SECTIONS = ("attributes", "capacity")
 
 
@@ -60,73 +70,7 @@ def _all_of(domains: Domains) -> Hashable:
     )
 
 
-def referenced_attributes(root: Node) -> ReferencedAttributes:
-    """Collect what a checked expression reads."""
-    return _visit(root, {"device": ()})
-
-
-def _visit(node: Node, known: Mapping[str, Path]) -> ReferencedAttributes:
-    path = path_of(node, known)
-    if path is None:
-        path = _membership_path(node, known)
-    if path is not None:
-        return _read(path)
-    if isinstance(node, nodes.Bind):
-        bound = path_of(node.value, known)
-        if bound is not None and len(bound) < 3:
-            return _visit(node.body, {**known, node.variable: bound})
-    hidden = {name: path for name, path in known.items() if name not in declared_variables(node)}
-    found = ReferencedAttributes()
-    for each in children(node):
-        found |= _visit(each, hidden if each is not getattr(node, "over", None) else known)
-    return found
-
-
-def _membership_path(node: Node, known: Mapping[str, Path]) -> Path | None:
-    """The path of ``name`` in ``"name" in device.attributes["domain"]``: such a test counts as reading it."""
-    if not isinstance(node, nodes.Call) or node.function != "@in":
-        return None
-    name, section = node.operands
-    if not isinstance(name, nodes.Literal) or not isinstance(name.value, str):
-        return None
-    before = path_of(section, known)
-    return (*before, name.value) if before is not None and len(before) == 2 else None
-
-
-def declared_variables(node: Node) -> tuple[str, ...]:
-    if isinstance(node, (nodes.Quantifier, nodes.Transform)):
-        return node.variables
-    if isinstance(node, (nodes.SortBy, nodes.Bind, nodes.OptionalMap)):
-        return (node.variable,)
-    return ()
-
-
-def _read(path: Path) -> ReferencedAttributes:
-    if path[:1] and path[0] in SCALAR_FIELDS:
-        return ReferencedAttributes()
-    if len(path) < 3:
-        return ReferencedAttributes(everything=True)
-    section, domain, name = path
-    only = frozenset({(domain, name)})
-    return ReferencedAttributes(attributes=only) if section == "attributes" else ReferencedAttributes(capacity=only)
-
-
-def path_of(node: Node, known: Mapping[str, Path]) -> Path | None:
-    """The path from ``device`` to a node, or None if the node is anything other than a path."""
-    if isinstance(node, nodes.Name):
-        return known.get(node.name)
-    if isinstance(node, nodes.Select):
-        step, operand = node.field, node.operand
-    elif isinstance(node, nodes.Index) and isinstance(node.key, nodes.Literal) and isinstance(node.key.value, str):
-        step, operand = node.key.value, node.operand
-    else:
-        return None
-    before = path_of(operand, known)
-    if before is None or len(before) >= 3 or (before and before[0] in SCALAR_FIELDS):
-        return None
-    return (*before, step)
-
-
+INDEXES = ("_[_]", "_[?_]")
 OPERATORS = {**COMPARISONS, "@in": "in"}
 
 
@@ -143,38 +87,88 @@ class Comparison:
     otherwise: tuple[Value, ...] = ()
 
 
+def referenced_attributes(root: Node) -> ReferencedAttributes:
+    """Collect what a checked expression reads."""
+    paths = {each for each in _walk(root, {"device": ()}) if isinstance(each, tuple) and each[:1] not in SCALAR_FIELDS}
+    reads = [path for path in paths if len(path) == 3]
+    attributes, capacity = (
+        frozenset((domain, name) for section, domain, name in reads if section == wanted) for wanted in SECTIONS
+    )
+    return ReferencedAttributes(attributes, capacity, everything=len(reads) < len(paths))
+
+
 def comparisons_of(expression: str) -> Iterator[Comparison]:
     """Every comparison with a literal; ``in`` a list is one with each member. Raises CelError."""
-    yield from _comparisons(parse(expression), {"device": ()})
+    return (each for each in _walk(parse(expression), {"device": ()}) if isinstance(each, Comparison))
 
 
-def _comparisons(node: Node, known: Mapping[str, Path]) -> Iterator[Comparison]:
-    if isinstance(node, nodes.Call) and node.function in OPERATORS and len(node.operands) == 2:
-        yield from _compared(OPERATORS[node.function], *node.operands, known)
-    inside = {name: path for name, path in known.items() if name not in declared_variables(node)}
-    bound = path_of(node.value, known) if isinstance(node, nodes.Bind) else None
-    if isinstance(node, nodes.Bind) and bound is not None:
-        inside[node.variable] = bound
-    outside = [getattr(node, field, None) for field in ("over", "value", "target")]
+def _walk(node: Node, known: Mapping[str, Path]) -> Iterator[Path | Comparison]:
+    """The paths that are read and the comparisons; ``known`` has the paths of variables."""
+    if isinstance(node, Call) and node.function in OPERATORS and len(node.operands) == 2:
+        left, right = node.operands
+        yield from _compared(OPERATORS[node.function], left, right, known)
+    path = path_of(node, known)
+    if path is None:
+        path = _membership_path(node, known)
+    if path is not None:
+        yield path
+        return
+    inside = known
+    if isinstance(node, Macro):
+        inside = {name: path for name, path in known.items() if name not in node.variables}
+        bound = path_of(node.over, known) if node.kind == "bind" else None
+        if bound is not None:
+            inside[node.variables[0]] = bound
+        if bound is None or len(bound) == 3:
+            yield from _walk(node.over, known)
     for each in children(node):
-        yield from _comparisons(each, known if any(each is other for other in outside) else inside)
+        if not isinstance(node, Macro) or each is not node.over:
+            yield from _walk(each, inside)
+
+
+def _membership_path(node: Node, known: Mapping[str, Path]) -> Path | None:
+    """The path of ``name`` in ``"name" in device.attributes["domain"]``: such a test counts as reading it."""
+    if not isinstance(node, Call) or node.function != "@in" or (name := _string(node.operands[0])) is None:
+        return None
+    before = path_of(node.operands[1], known)
+    return (*before, name) if before is not None and len(before) == 2 else None
+
+
+def _string(node: Node) -> str | None:
+    return node.value if isinstance(node, Literal) and isinstance(node.value, str) else None
+
+
+def path_of(node: Node, known: Mapping[str, Path]) -> Path | None:
+    """The path from ``device`` to a node, or None if the node is anything other than a path."""
+    if isinstance(node, Name):
+        return known.get(node.name)
+    if isinstance(node, Select):
+        step, operand = node.field, node.operand
+    elif isinstance(node, Call) and node.function in INDEXES and (key := _string(node.arguments[1])) is not None:
+        step, operand = key, node.arguments[0]
+    else:
+        return None
+    before = path_of(operand, known)
+    if before is None or len(before) >= 3 or before in SCALAR_FIELDS:
+        return None
+    return (*before, step)
 
 
 def _compared(operator: str, left: Node, right: Node, known: Mapping[str, Path]) -> Iterator[Comparison]:
-    if isinstance(left, nodes.Literal) and operator != "in":
+    if isinstance(left, Literal) and operator != "in":
         operator, left, right = FLIPPED.get(operator, operator), right, left
     read = _operand(left, known)
-    members = [item.value for item in right.items] if isinstance(right, nodes.ListLiteral) else [right]
+    members = [item.value for item in right.entries] if isinstance(right, ListLiteral) else [right]
     for each in members if read is not None else ():
-        if isinstance(each, nodes.Literal) and read is not None:
+        if isinstance(each, Literal) and read is not None:
             yield replace(read, operator=operator, value=each.value)
 
 
 def _operand(node: Node, known: Mapping[str, Path]) -> Comparison | None:
     """The comparison for the operand that reads from the device, still without operator and literal."""
-    if isinstance(node, nodes.Call) and node.function == "orValue" and node.target is not None:
+    if isinstance(node, Call) and node.function == "orValue" and node.target is not None:
         found = _operand(node.target, known)
-        given = tuple(each.value for each in node.arguments if isinstance(each, nodes.Literal))
+        given = tuple(each.value for each in node.arguments if isinstance(each, Literal))
         return found and replace(found, otherwise=given)
     path = path_of(node, known)
     return None if path is None else Comparison(path, "", None)

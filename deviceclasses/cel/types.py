@@ -5,7 +5,7 @@ Source: the CEL language definition ("Gradual type checking"), tried against Kub
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from deviceclasses.cel.values import WorkLimitError, spend
@@ -82,7 +82,6 @@ DEVICE_FIELDS = {
     "allowMultipleAllocations": BOOL,
 }
 """The fields of ``device`` in Kubernetes 1.34 and newer."""
-VARIABLES = {"device": DEVICE}
 TYPES = {
     each.name: each
     for each in (
@@ -91,7 +90,6 @@ TYPES = {
     )
 }  # fmt: skip
 """Types that have a name in expressions, as in ``type(x) == int``."""
-LITERAL_TYPES = {each.name: each for each in (BOOL, BYTES, DOUBLE, INT, NULL, STRING, UINT)}
 
 
 def is_dynamic(one: Type) -> bool:
@@ -102,6 +100,13 @@ def is_dynamic(one: Type) -> bool:
 def unwrapped(one: Type) -> Type:
     """The content type of an optional; any other type unchanged."""
     return one.params[0] if one.name == "optional_type" else one
+
+
+def _parameters(one: Type) -> Iterator[str]:
+    if one.name == "var":
+        yield one.key
+    for each in one.params:
+        yield from _parameters(each)
 
 
 @dataclass
@@ -115,6 +120,13 @@ class Bindings:
         """A new type variable."""
         self._made += 1
         return Type("var", (), f"_{self._made}")
+
+    def instance(self, *signature: Type) -> tuple[Type, ...]:
+        """The types of a signature with fresh variables as type parameters."""
+        own = Bindings()
+        for key in dict.fromkeys(key for each in signature for key in _parameters(each)):
+            own.found[key] = self.fresh()
+        return tuple(own.resolve(each) for each in signature)
 
     def resolve(self, one: Type, *, final: bool = False) -> Type:
         """``one`` with its type variables replaced; ``final`` replaces unbound ones by ``dyn``."""
@@ -186,14 +198,14 @@ class Bindings:
 
 def most_general(one: Type, other: Type) -> Type:
     """The less specific of two types that are assignable to each other."""
-    return one if _says_no_more(one, other) else other
+    return one if _is_more_general(one, other) else other
 
 
-def _says_no_more(one: Type, other: Type) -> bool:
+def _is_more_general(one: Type, other: Type) -> bool:
     if is_dynamic(one) or one.name == "var":
         return True
     if is_dynamic(other) or other.name == "var" or one.name != other.name:
         return False
     if one.name == "type":
         return True
-    return len(one.params) == len(other.params) and all(map(_says_no_more, one.params, other.params))
+    return len(one.params) == len(other.params) and all(map(_is_more_general, one.params, other.params))

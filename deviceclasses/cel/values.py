@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,13 +74,14 @@ class Uint(int):
 
 
 class Opaque:
-    """A value that can be compared only with values of its own class, by ``identical``."""
+    """A value that can be compared only with values of its own class."""
 
     __slots__ = ()
     type_name = ""
 
     def identical(self, other: Any) -> bool:
-        raise NotImplementedError
+        """Whether both, of the same class, are equal in CEL."""
+        return bool(self == other)
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,12 @@ class TypeValue:
     name: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Duration:
     nanoseconds: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Timestamp:
     """Nanoseconds since 1970; ``offset`` in seconds is that of the zone it was written in."""
 
@@ -257,18 +258,15 @@ NUMERIC = {int, Uint, float}
 
 def not_different(one: Value, other: Value) -> bool:
     """Like ``equal``, for members of lists and maps: values that can't be compared count as equal."""
+    return same(one, other, otherwise=True)
+
+
+def same(one: Value, other: Value, *, otherwise: bool = False) -> bool:
+    """Like ``equal``, for searches: values that can't be compared count as different, or as ``otherwise`` says."""
     try:
         return equal(one, other)
     except EvaluationError:
-        return True
-
-
-def same(one: Value, other: Value) -> bool:
-    """Like ``equal``, for searches: values that can't be compared count as different."""
-    try:
-        return equal(one, other)
-    except EvaluationError:
-        return False
+        return otherwise
 
 
 def _equal_optionals(one: Optional, other: Value) -> bool:
@@ -293,13 +291,8 @@ def compare_numbers(one: Value, other: Value) -> int | None:
     if type(one) is float or type(other) is float:
         if math.isnan(one) or math.isnan(other):
             return None
-        one, other = _as_double(one), _as_double(other)
+        one, other = float(one), float(other)
     return int(one > other) - int(one < other)
-
-
-def _as_double(number: Value) -> Value:
-    """The nearest double of an integer that is compared with a double."""
-    return number if math.isinf(number) else float(number)
 
 
 def compare(one: Value, other: Value) -> int:
@@ -312,16 +305,8 @@ def compare(one: Value, other: Value) -> int:
         return order
     if kind is not type(other) or kind not in ORDERED:
         raise no_overload("compare", one, other)
-    measure = ORDERED[kind]
-    left, right = measure(one), measure(other)
-    return int(left > right) - int(left < right)
+    return int(one > other) - int(one < other)
 
 
-ORDERED: dict[type, Callable[[Value], Value]] = {
-    bool: lambda value: value,
-    # By bytes, as Go compares them: the same order as that of code points.
-    str: lambda value: value,
-    bytes: lambda value: value,
-    Duration: lambda value: value.nanoseconds,
-    Timestamp: lambda value: value.nanoseconds,
-}
+ORDERED = frozenset({bool, str, bytes, Duration, Timestamp})
+"""Types with an order. Strings are ordered by code points: the order of their bytes, which Go compares, is the same."""

@@ -29,6 +29,11 @@ class Request:
         return text(self.raw, "deviceClassName")
 
     @property
+    def selectors(self) -> tuple[str, ...]:
+        """The CEL expressions of the request itself, without those of its class."""
+        return tuple(expression for _, expression in selectors_of(self.raw, ""))
+
+    @property
     def several(self) -> bool:
         """Whether ``count`` is more than one."""
         count = self.raw.get("count")

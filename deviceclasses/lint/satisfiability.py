@@ -53,7 +53,7 @@ def unsatisfiable_selectors(request: Request, context: LintContext) -> Iterator[
     """Issues for selectors of a request that accept no device of its class."""
     facts = context.facts(request)
     selectors = list(selectors_of(request.raw, request.path))
-    if not selectors or not facts.gives or _selected_kinds(facts, tuple(text for _, text in selectors), context):
+    if not selectors or not facts.gives or _selected_kinds(facts, request.selectors, context):
         return
     place, expression = next(
         (each for each in selectors if not _selected_kinds(facts, (each[1],), context)), selectors[0]
@@ -89,7 +89,7 @@ def unsatisfiable_constraints(
 def _gives_none_of(request: Request, wanted: frozenset[DeviceKind], context: LintContext) -> bool:
     """Whether the request certainly gets no device of these kinds."""
     facts = context.facts(request)
-    narrowed = _selected_kinds(facts, tuple(text for _, text in selectors_of(request.raw, "")), context) or facts.gives
+    narrowed = _selected_kinds(facts, request.selectors, context) or facts.gives
     return bool(facts.gives) and not narrowed & wanted
 
 
@@ -152,5 +152,4 @@ def _may_be_share(request: Request, context: LintContext) -> bool:
     facts = context.facts(request)
     if request.class_name not in context.classes:
         return False
-    expressions = (*facts.selectors, *(expression for _, expression in selectors_of(request.raw, "")))
-    return facts.shares or DeviceKind.SHARE in may_select(expressions, context.driver)
+    return facts.shares or DeviceKind.SHARE in may_select((*facts.selectors, *request.selectors), context.driver)

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
-
-import msgspec
 
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
-from driver.kube.clock import Clock, SystemClock, micro_time
-from driver.kube.lease import LeaseSpec, lease_object, leases
-from driver.kube.types import ObjectMeta
+from driver.kube.clock import Clock, micro_time
+from driver.kube.lease import Lease, LeaseSpec, lease_object, leases
 from driver.kube.watch_cache import Change, WatchCache
 
 log = logging.getLogger(__name__)
@@ -24,17 +21,15 @@ log = logging.getLogger(__name__)
 HEARTBEAT = "tessera-controller-heartbeat"
 
 LEAVING = "gpu.tessera.dev/uninstalling"
-"""Annotation of the Lease: Tessera is being uninstalled, so that nodes are to offer nothing any more.
-
-Every node watches the Lease anyway, whether a controller renews it or not."""
+"""Annotation of the Lease, which every node watches: Tessera is being uninstalled, and nodes must offer nothing."""
 
 RENEW_INTERVAL_SECONDS = 10.0
-"""Each renewal is an event at every node, so as seldom as three of them fit into SILENT_S."""
+"""Each renewal is an event at every node, so as seldom as three of them fit into SILENCE_TIMEOUT_SECONDS."""
 
 FAILURE_INTERVAL_SECONDS = 0.2
 """Interval between checks whether the failure that stops the heartbeat is over."""
 
-SILENT_S = 30.0
+SILENCE_TIMEOUT_SECONDS = 30.0
 """Time without a renewal after which a node runs standalone."""
 
 
@@ -46,7 +41,7 @@ class Heartbeat:
     ) -> None:
         self._client = client
         self._namespace, self._name, self._identity = namespace, name, identity
-        self._clock = clock or SystemClock()
+        self._clock = clock or Clock()
 
     def run(self, stop: threading.Event, failure: Callable[[], str | None] = lambda: None) -> None:
         """Renew every RENEW_INTERVAL_SECONDS until ``stop`` is set, except during a ``failure``.
@@ -55,12 +50,12 @@ class Heartbeat:
         """
         renewing = False
         while not stop.is_set():
-            why = failure()
-            if renewing and why is not None:
-                log.warning("the heartbeat stops: nodes must not rely on the plans", extra={"why": why})
-            elif not renewing and why is None:
+            reason = failure()
+            if renewing and reason is not None:
+                log.warning("the heartbeat stops: nodes must not rely on the plans", extra={"why": reason})
+            elif not renewing and reason is None:
                 log.info("the heartbeat is renewed", extra={"lease": self._name})
-            renewing = why is None
+            renewing = reason is None
             try:
                 if renewing:
                     self.beat()
@@ -70,24 +65,13 @@ class Heartbeat:
 
     def beat(self) -> None:
         """One renewal, without a precondition. Raises ApiError."""
-        spec = LeaseSpec(self._identity, int(SILENT_S), renew_time=micro_time(self._clock.now()))
+        spec = LeaseSpec(self._identity, int(SILENCE_TIMEOUT_SECONDS), renew_time=micro_time(self._clock.now()))
         body = lease_object(self._namespace, self._name, spec)
         self._client.create_or_patch(f"{leases(self._namespace)}/{self._name}", body)
 
 
-class Annotated(ObjectMeta, frozen=True, rename="camel"):
-    annotations: Mapping[str, str] = msgspec.field(default_factory=dict)
-
-
-class Seen(msgspec.Struct, frozen=True):
-    """The Lease, as far as nodes look at it."""
-
-    metadata: Annotated
-    spec: LeaseSpec = LeaseSpec()
-
-
-class Said(NamedTuple):
-    """What the Lease says: when it was renewed, and whether Tessera is being uninstalled."""
+class Beat(NamedTuple):
+    """The state of the Lease: when it was renewed, and whether Tessera is being uninstalled."""
 
     renewed: str | None
     leaving: bool
@@ -96,9 +80,8 @@ class Said(NamedTuple):
 class HeartbeatWatch:
     """Whether a controller renews the Lease ``namespace/name``, by this process's own clock.
 
-    A Lease found when the watch begins is no sign of life: it may have been left. The next renewal is. ``leaving``
-    says whether Tessera is being uninstalled, also when the Lease is gone in the course of that; ``on_leaving`` is
-    called when that has changed.
+    A Lease found when the watch begins may have been left by a dead controller; only the next renewal counts.
+    ``leaving``: Tessera is being uninstalled, as the Lease said last; ``on_leaving`` is called when that changed.
     """
 
     def __init__(
@@ -109,37 +92,36 @@ class HeartbeatWatch:
         clock: Clock | None = None,
         on_leaving: Callable[[], None] = lambda: None,
     ) -> None:
-        self._clock = clock or SystemClock()
-        self._looked = False
+        self._clock = clock or Clock()
+        self._listed = False
         self._renewed_at = float("-inf")
         self._on_leaving = on_leaving
         self.leaving = False
         selector = {"fieldSelector": f"metadata.name={name}"}
-        self._cache = WatchCache(client, leases(namespace), Seen, _said, self._changed, selector)
+        self._cache = WatchCache(client, leases(namespace), Lease, _beat, self._changed, selector)
 
     def run(self, stop: threading.Event) -> None:
         """Watch until ``stop`` is set."""
         self._cache.run(stop)
 
     def alive(self) -> bool:
-        """Whether a renewal was seen within SILENT_S."""
-        return self._clock.monotonic() - self._renewed_at <= SILENT_S
+        """Whether a renewal was seen within SILENCE_TIMEOUT_SECONDS."""
+        return self._clock.monotonic() - self._renewed_at <= SILENCE_TIMEOUT_SECONDS
 
-    def _changed(self, changes: Sequence[Change[Said]]) -> None:
-        if self._looked and any(_is_renewal(change) for change in changes):
+    def _changed(self, changes: Sequence[Change[Beat]]) -> None:
+        if self._listed and any(_is_renewal(change) for change in changes):
             self._renewed_at = self._clock.monotonic()
-        self._looked = True
+        self._listed = True
         for change in changes:
             if change.new is not None and change.new.leaving != self.leaving:
                 self.leaving = change.new.leaving
                 self._on_leaving()
 
 
-def _is_renewal(change: Change[Said]) -> bool:
-    if change.new is None or change.new.renewed is None:
-        return False
-    return change.old is None or change.old.renewed != change.new.renewed
+def _is_renewal(change: Change[Beat]) -> bool:
+    renewed = change.new and change.new.renewed
+    return renewed is not None and (change.old is None or change.old.renewed != renewed)
 
 
-def _said(lease: Seen) -> Said:
-    return Said(lease.spec.renew_time, LEAVING in lease.metadata.annotations)
+def _beat(lease: Lease) -> Beat:
+    return Beat(lease.spec.renew_time, LEAVING in lease.metadata.annotations)

@@ -80,8 +80,8 @@ class Metadata(ObjectMeta, frozen=True, rename="camel", omit_defaults=True):
 
     @property
     def path(self) -> str:
-        """``namespace/name``; the name alone where there is no namespace."""
-        return f"{self.namespace}/{self.name}" if self.namespace else self.name
+        """``namespace/name``; the name alone of cluster-scoped objects."""
+        return str(self.key)
 
 
 class Expression(Struct, frozen=True):
@@ -292,10 +292,6 @@ class Container(Struct, frozen=True):
     restart_policy: str | None = None
 
 
-class SchedulingGate(Struct, frozen=True):
-    name: str
-
-
 class PodSpec(Struct, frozen=True):
     node_name: str = ""
     node_selector: dict[str, str] = {}
@@ -304,7 +300,7 @@ class PodSpec(Struct, frozen=True):
     resource_claims: tuple[PodResourceClaim, ...] = ()
     containers: tuple[Container, ...] = ()
     init_containers: tuple[Container, ...] = ()
-    scheduling_gates: tuple[SchedulingGate, ...] = ()
+    scheduling_gates: tuple[dict[str, str], ...] = ()
     scheduler_name: str = ""
 
 

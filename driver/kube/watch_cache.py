@@ -1,9 +1,8 @@
-"""A copy of what matters of one resource's objects, kept up to date by list and watch.
+"""A cache of one resource's objects, kept up to date by list and watch.
 
-The client library's own informer retries without a pause and asks for no bookmarks; this one backs off
-with jitter, resumes from bookmarks and lists again after 410 Gone. Objects are decoded into the caller's
-own msgspec struct, page by page, so that fields nobody reads are never built, and projected to what is
-kept: 5,000 slices in 71 MB instead of 1 GB. One object that can't be read does not keep the others from being read.
+The client library's own informer retries without a pause and requests no bookmarks; this one backs off with jitter,
+resumes from bookmarks and lists again after 410 Gone. Objects are decoded into the caller's msgspec struct, page by
+page, and projected to the kept value: 5,000 slices in 71 MB instead of 1 GB. An unreadable object is skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from driver.kube.work_loop import Backoff
 
 log = logging.getLogger(__name__)
 
-WATCH_S = (240, 480)
+WATCH_SECONDS = (240, 480)
 """Range from which the length of a watch is drawn, so that watches of a fleet end apart."""
 
 SILENCE_TIMEOUT_SECONDS = 90.0
@@ -38,15 +37,15 @@ STALE_AFTER_SECONDS = 120.0
 FAILING_AFTER_SECONDS = 15.0
 """How long lists and watches may fail until a cache counts as stale."""
 
-SENSELESS = (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError)
-"""What an answer that is no list, no event or no object of Kubernetes makes our reading of it raise."""
+MALFORMED = (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError)
+"""Errors of reading an answer that is no list, no event or no object of Kubernetes."""
 
 S = TypeVar("S", bound=KubeObject)
 T = TypeVar("T")
 
 
 class Change(NamedTuple, Generic[T]):
-    """The value kept of one object before and after; None where there was or is none. Never two equal ones."""
+    """The kept value of one object before and after, which differ; None where there was or is none."""
 
     key: Key
     old: T | None
@@ -72,22 +71,21 @@ class Bookmark(msgspec.Struct, frozen=True):
 
 
 class Named(msgspec.Struct, frozen=True):
-    """What every object has, whatever else it is."""
+    """The part that every object has."""
 
     metadata: ObjectMeta
 
 
 class WatchCache(Generic[S, T]):
-    """What ``project`` keeps of each object of one resource, by namespace and name. Thread-safe.
+    """One value for each object of one resource, by namespace and name. Thread-safe.
 
-    ``kind`` is the struct into which objects are decoded; ``project`` makes the value to keep of one, or
-    None to skip the object. ``on_change`` is called after every complete list, with all that it changed
-    (perhaps nothing: the picture is complete now), and after every event that changed a value; one call at
-    a time and in order, from the thread of ``run`` or of ``observe``. It must return quickly; what it raises
-    is logged as a defect and everything is listed anew.
+    Objects are decoded into the struct ``kind``; ``project`` returns the value to keep, or None to skip the object.
+    ``on_change`` is called after every complete list, with all changes (perhaps none), and after every event that
+    changed a value; one call at a time and in order, from the thread of ``run`` or of ``observe``. It must return
+    quickly; an exception is logged as a defect and everything is listed anew.
 
-    Of an object that can't be decoded or projected the last value that could be is kept, until it is deleted;
-    ``unreadable`` has all of them, and each is logged once.
+    An object that can't be decoded or projected keeps its last value until it is deleted; ``unreadable`` has all such
+    objects, and each is logged once.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class WatchCache(Generic[S, T]):
         without: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``without`` is what it means where the API server does not know the resource: said once, and asked on."""
+        """``without`` is logged once if the API server does not know the resource."""
         self._client = client
         self._path = path
         self._kind = kind
@@ -115,7 +113,7 @@ class WatchCache(Generic[S, T]):
         self._current_at = clock()
         self._failing_since: float | None = None
         self._unreadable: dict[Key, Unreadable] = {}
-        self._changing = threading.RLock()  # held from a change until it was told, so that changes are told in order
+        self._changing = threading.RLock()  # held from a change until its report, so that reports are in order
         self._reading = threading.Condition()
         self._values: dict[Key, T] = {}
         self._versions: dict[Key, int] = {}
@@ -132,17 +130,16 @@ class WatchCache(Generic[S, T]):
     def resource_version(self) -> int:
         """Everything up to this version was processed, ``on_change`` included; 0 before the first list.
 
-        Answers to writes of our own (``observe``) don't count: what others wrote before may still be on its way.
+        Own writes (``observe``) don't count: earlier writes of others may not have arrived yet.
         """
         with self._reading:
             return self._version
 
     def wait_for_version(self, version: int, timeout_s: float) -> bool:
-        """Wait until everything up to ``version`` was processed; says whether it came to that in time.
+        """Wait until everything up to ``version`` was processed; returns whether it was in time.
 
-        ``version`` must be of an object of this very resource that the selectors match: its own event is what
-        is waited for. Events of a resource come in the order of their versions, in one watch, so what was
-        written before it has been processed by then. A version of anything else may never be reached.
+        ``version`` must be of an object of this resource that the selectors match; any other may never be reached.
+        Events of a resource come in the order of their versions, so everything written before it was processed, too.
         """
         with self._reading:
             return self._reading.wait_for(lambda: self._version >= version, timeout_s)
@@ -186,7 +183,7 @@ class WatchCache(Generic[S, T]):
         """Take over the answer to a write of our own before the watch brings it."""
         item = msgspec.convert(stored, self._kind)
         with self._changing:
-            # The watch has told of everything up to its version: of this object, too, and perhaps of its end.
+            # The watch has brought everything up to its version, perhaps also the deletion of this object.
             known = self._versions.get(item.metadata.key, 0)
             if item.metadata.version > max(known, self._version):
                 self._apply(item.metadata.key, item)
@@ -197,12 +194,10 @@ class WatchCache(Generic[S, T]):
             self._apply(key, None)
 
     def run(self, stop: threading.Event) -> None:
-        """List and watch until ``stop`` is set; whatever fails is logged and tried again, more and more slowly.
+        """List and watch until ``stop`` is set; failures are logged, with growing delays. For a daemon thread.
 
-        A silent watch is left when the server ends it, so run this in a daemon thread.
-
-        A connection that is cut goes on where it was; after a refusal (410 Gone among them), an answer that makes no
-        sense or SILENCE_TIMEOUT_SECONDS without a bookmark everything is listed anew.
+        A watch resumes after a cut connection. Everything is listed anew after a refusal (such as 410 Gone), a
+        malformed answer, or SILENCE_TIMEOUT_SECONDS without a bookmark.
         """
         backoff = Backoff()
         while not stop.is_set():
@@ -213,7 +208,7 @@ class WatchCache(Generic[S, T]):
             except ApiError as error:
                 again = self._silent(backoff) or error.status is not None
                 self._failed(str(error), backoff, stop, again=again, unknown=error.status == NOT_FOUND)
-            except (*SENSELESS, RecursionError) as error:
+            except (*MALFORMED, RecursionError) as error:
                 what = f"the answer for {self._path} makes no sense: {type(error).__name__}: {error}"
                 self._failed(what, backoff, stop, again=True)
             except Exception as error:
@@ -222,9 +217,9 @@ class WatchCache(Generic[S, T]):
                 self._failed(f"{type(error).__name__}: {error}", backoff, stop, again=True)
 
     def _silent(self, backoff: Backoff) -> bool:
-        """Whether nothing has come for SILENCE_TIMEOUT_SECONDS, so that everything is to be listed anew.
+        """Whether everything is listed anew, since nothing has come for SILENCE_TIMEOUT_SECONDS.
 
-        Without a delay that grows if only the watch is silent: a server without bookmarks is silent again and again.
+        If only the watch is silent, the delay does not grow: a server without bookmarks is silent repeatedly.
         """
         if self._clock() - self._current_at < SILENCE_TIMEOUT_SECONDS:
             return False
@@ -248,7 +243,7 @@ class WatchCache(Generic[S, T]):
         stop.wait(delay)
 
     def _list(self) -> str:
-        """Read every page, keeping of each only what is to be kept; returns the version of the list."""
+        """Read every page and keep the projected values; returns the version of the list."""
         values: dict[Key, T] = {}
         versions: dict[Key, int] = {}
         unreadable: list[Unreadable] = []
@@ -270,7 +265,7 @@ class WatchCache(Generic[S, T]):
         return page.metadata.resource_version
 
     def _read_page(self, data: bytes) -> Page[S | Unreadable]:
-        """A page of a list; raises MsgspecError where it is none."""
+        """Decode a page of a list. Raises MsgspecError."""
         try:
             return self._read_plain_page(data)  # type: ignore[return-value]  # a list of S is one of S | Unreadable
         except msgspec.ValidationError:
@@ -278,7 +273,7 @@ class WatchCache(Generic[S, T]):
             return Page(page.metadata, [self._read(item) for item in page.items or ()])
 
     def _read(self, data: msgspec.Raw) -> S | Unreadable:
-        """One object; raises MsgspecError where it has no name either."""
+        """Decode an object. Raises MsgspecError if it has no name either."""
         try:
             return decode(data, self._decoder)
         except msgspec.MsgspecError as error:
@@ -305,7 +300,7 @@ class WatchCache(Generic[S, T]):
             for key in self._unreadable.keys() & self._values.keys():
                 values[key], versions[key] = self._values[key], self._versions[key]
             if listed_at >= self._version:  # else etcd was restored from a backup: versions began anew
-                # What we wrote after the list was taken is newer than the list.
+                # Own writes after the list was taken are newer.
                 for key in [key for key, version in self._versions.items() if version > listed_at]:
                     values[key], versions[key] = self._values[key], self._versions[key]
             with self._reading:
@@ -317,8 +312,8 @@ class WatchCache(Generic[S, T]):
             self._reached(listed_at)
 
     def _watch(self, stop: threading.Event, backoff: Backoff) -> bool:
-        """One watch, from where the last one was, to the first event after ``stop``; says whether anything came."""
-        seconds = random.randint(*WATCH_S)  # noqa: S311 - spreads load, guards nothing
+        """Resume the watch, until its end or the first event after ``stop``; returns whether anything came."""
+        seconds = random.randint(*WATCH_SECONDS)  # noqa: S311 - spreads load, guards nothing
         query = {
             **self._selectors,
             "watch": "true",
@@ -354,7 +349,7 @@ class WatchCache(Generic[S, T]):
         return version
 
     def _apply(self, key: Key, item: S | Unreadable | None) -> None:
-        """Keep this state of an object, None where it is gone, and tell what that changed."""
+        """Keep this state of an object (None: deleted) and report the change."""
         new = item if item is None or isinstance(item, Unreadable) else self._projected(item)
         if isinstance(new, Unreadable):
             self._note_unreadable(new)

@@ -1,4 +1,4 @@
-"""Work that is to be done soon after something changed, again and again, and that may fail."""
+"""Loops: work that is done soon after each notification and again, with growing delays, after each failure."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from driver.errors import RecoverableError
 
 log = logging.getLogger(__name__)
 
 GiveWay = Callable[[threading.Event], None]
-"""Called before work that can wait; returns when it may be done, at the latest when its argument, a stop, is set."""
+"""Called before work that can wait; returns when the work may be done, or when its argument, a stop, is set."""
 
 
 def at_once(stop: threading.Event) -> None:
-    """Gives way to nothing."""
+    """Never wait."""
 
 
 class Backoff:
@@ -44,162 +43,70 @@ class Backoff:
         self._failures = 0
 
 
-class Work:
-    """Something to be done that may fail: when to do it again."""
-
-    def __init__(
-        self, what: str, work: Callable[[], float | None], patience: Callable[[RecoverableError], float | None]
-    ) -> None:
-        self._what = what
-        self._work = work
-        self._patience = patience
-        self._backoff = Backoff()
-
-    def attempt(self) -> tuple[float, float | None]:
-        """Do it. Returns for how many seconds to leave it alone, and in how many after that to do it again (None: when
-        something changes)."""
-        try:
-            again = self._work()
-            self._backoff.reset()
-        except RecoverableError as error:
-            seconds = self._patience(error)
-            return (self._failed(str(error)) if seconds is None else seconds), 0.0
-        except Exception as error:
-            # A defect of ours must not end the thread: the work would never be done again.
-            log.exception("defect while %s", self._what)
-            return self._failed(f"{type(error).__name__}: {error}"), 0.0
-        return 0.0, again
-
-    def _failed(self, error: str) -> float:
-        delay = self._backoff.next_s()
-        log.warning("%s failed, trying again", self._what, extra={"error": error, "retryIn": f"{delay:.1f}s"})
-        return delay
-
-
-class Repeating(Protocol):
-    """A loop, as those know it who tell it that something changed."""
-
-    def notify(self) -> None:
-        """Work soon; cheap, from any thread."""
-        ...
-
-    def notify_within(self, seconds: float) -> None:
-        """Work in so many seconds, or sooner where somebody wants that."""
-        ...
-
-    def run(self, stop: threading.Event) -> None:
-        """Work at every notification until ``stop`` is set (then call ``notify`` once more)."""
-        ...
-
-
-MakeLoop = Callable[[str, Callable[[], float | None], float], Repeating]
-"""Loop, or what has its work done by threads that many share (``driver.kube.work_loop``)."""
-
-
-class Loop:
-    """Calls ``work`` soon after each ``notify``, changes within ``coalesce_s`` together; backs off after a failure."""
-
-    def __init__(
-        self,
-        what: str,
-        work: Callable[[], float | None],
-        coalesce_s: float,
-        patience: Callable[[RecoverableError], float | None] = lambda _: None,
-        give_way: GiveWay = at_once,
-    ) -> None:
-        """``what`` names the work in the log: "publishing slices". It may say after how many seconds it is to be done
-        again, though nothing was notified.
-
-        ``patience`` says of a failure how many seconds to wait after it, and has then said to people what there is to
-        say; None: back off as usual.
-        """
-        self._work = Work(what, work, patience)
-        self._coalesce_s = coalesce_s
-        self._give_way = give_way
-        self._changed = threading.Condition()
-        self._due = math.inf
-
-    def notify(self) -> None:
-        """Work soon; cheap, from any thread."""
-        self.notify_within(0.0)
-
-    def notify_within(self, seconds: float) -> None:
-        """Work in so many seconds, or sooner where somebody wants that."""
-        with self._changed:
-            self._due = min(self._due, time.monotonic() + seconds)
-            self._changed.notify()
-
-    def run(self, stop: threading.Event) -> None:
-        """Work at every notification until ``stop`` is set (then call ``notify`` once more)."""
-        while not stop.is_set():
-            self._wait()
-            stop.wait(self._coalesce_s)
-            self._give_way(stop)
-            with self._changed:
-                self._due = math.inf
-            if stop.is_set():
-                return
-            pause, again = self._work.attempt()
-            stop.wait(pause)
-            if again is not None:
-                self.notify_within(again)
-
-    def _wait(self) -> None:
-        with self._changed:
-            while (left := self._due - time.monotonic()) > 0:
-                self._changed.wait(None if left == math.inf else left)
-
-
 class LoopPool:
-    """Makes loops and does their work; ``run`` is what each of its threads does. A loop's work is done by one thread
-    at a time."""
+    """A queue of loops. Each thread that calls ``run`` does the work of one loop at a time."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self._due: list[tuple[float, int, PooledLoop]] = []
+        self._queue: list[tuple[float, int, Loop]] = []
         self._count = itertools.count()
 
-    def loop(self, what: str, work: Callable[[], float | None], coalesce_s: float) -> PooledLoop:
-        """A loop as ``driver.kube.work_loop.Loop`` is one, but for its ``run``, which this pool does."""
-        return PooledLoop(self, Work(what, work, lambda _: None), coalesce_s)
+    def loop(self, name: str, work: Callable[[], float | None], coalesce_seconds: float) -> Loop:
+        """A loop whose work the threads of this pool do."""
+        return Loop(name, work, coalesce_seconds, pool=self)
 
     def run(self, stop: threading.Event) -> None:
-        """Work until ``stop`` is set (then call ``wake``)."""
-        while not stop.is_set():
-            loop = self._next(stop)
-            if loop is not None:
-                loop.attempt()
+        """Do work until ``stop`` is set (then call ``wake``)."""
+        while (loop := self._next(stop)) is not None:
+            loop.turn(stop)
 
     def wake(self) -> None:
-        """Let every ``run`` see that it is over."""
+        """Let each ``run`` check its stop."""
         with self.changed:
             self.changed.notify_all()
 
-    def push(self, loop: PooledLoop, due: float) -> None:
-        """The caller holds ``changed``."""
-        heapq.heappush(self._due, (due, next(self._count), loop))
+    def push(self, loop: Loop, due: float) -> None:
+        """Queue ``loop``. The caller holds ``changed``."""
+        heapq.heappush(self._queue, (due, next(self._count), loop))
         self.changed.notify()
 
-    def _next(self, stop: threading.Event) -> PooledLoop | None:
+    def _next(self, stop: threading.Event) -> Loop | None:
         with self.changed:
             while not stop.is_set():
-                left = self._due[0][0] - time.monotonic() if self._due else None
-                if left is None or left > 0:
-                    self.changed.wait(left)
+                seconds = self._queue[0][0] - time.monotonic() if self._queue else None
+                if seconds is None or seconds > 0:
+                    self.changed.wait(seconds)
                     continue
-                due, _, loop = heapq.heappop(self._due)
+                due, _, loop = heapq.heappop(self._queue)
                 if loop.begin(due):
                     return loop
         return None
 
 
-class PooledLoop:
-    """One loop of a pool."""
+class Loop:
+    """Calls ``work`` soon after each ``notify``, in one thread at a time: that of ``run``, or one of ``pool``.
 
-    def __init__(self, pool: LoopPool, work: Work, coalesce_s: float) -> None:
-        self._pool = pool
+    ``name`` names the work in the log: "publishing slices". ``work`` may return the seconds after which it is due again
+    without a notification. Changes within ``coalesce_seconds`` are handled together. ``retry_delay`` returns the
+    seconds to wait after a failure, which it has then reported; None: log the failure and back off.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[], float | None],
+        coalesce_seconds: float,
+        retry_delay: Callable[[RecoverableError], float | None] = lambda _: None,
+        give_way: GiveWay = at_once,
+        pool: LoopPool | None = None,
+    ) -> None:
+        self._name = name
         self._work = work
-        self._coalesce_s = coalesce_s
+        self._coalesce_seconds = coalesce_seconds
+        self._retry_delay = retry_delay
+        self._give_way = give_way
+        self._pool = pool or LoopPool()
+        self._backoff = Backoff()
         self._due = math.inf
         self._not_before = 0.0
         self._working = False
@@ -209,32 +116,62 @@ class PooledLoop:
         self.notify_within(0.0)
 
     def notify_within(self, seconds: float) -> None:
-        """Work in so many seconds, or sooner where somebody wants that."""
+        """Work in so many seconds, or sooner if another notification requires that."""
         with self._pool.changed:
-            due = max(self._not_before, time.monotonic() + seconds + self._coalesce_s)
-            if due < self._due:
-                self._due = due
-                if not self._working:
-                    self._pool.push(self, due)
+            self._schedule(seconds)
+            self._pool.changed.notify()
 
     def run(self, stop: threading.Event) -> None:
-        """Nothing: the pool does it."""
+        """Do the work of a loop without a pool until ``stop`` is set (then call ``notify`` once more)."""
+        self._pool.run(stop)
 
     def begin(self, due: float) -> bool:
-        """Whether it is to be done now; ``due`` may be out of date. The caller holds the pool's ``changed``."""
+        """Whether a turn begins now; False if ``due`` is out of date. The caller holds the pool's ``changed``."""
         if self._working or due != self._due:
             return False
-        self._working, self._due = True, math.inf
+        self._working = True
         return True
 
-    def attempt(self) -> None:
-        """Do the work that was begun."""
-        pause, again = self._work.attempt()
+    def turn(self, stop: threading.Event) -> None:
+        """Do the work once, after ``begin``."""
+        self._give_way(stop)
         with self._pool.changed:
-            self._working = False
-            self._not_before = time.monotonic() + pause
-            if again is not None:
-                self._due = min(self._due, self._not_before + again)
-            self._due = max(self._due, self._not_before)
+            self._due = math.inf
+        pause, again = (0.0, None) if stop.is_set() else self._attempt()
+        with self._pool.changed:
+            self._working, self._not_before = False, time.monotonic() + pause
             if self._due < math.inf:
+                self._due = max(self._due, self._not_before)
                 self._pool.push(self, self._due)
+            if again is not None:
+                self._schedule(again + pause)
+
+    def _schedule(self, seconds: float) -> None:
+        due = max(self._not_before, time.monotonic() + seconds + self._coalesce_seconds)
+        if due < self._due:
+            self._due = due
+            if not self._working:
+                self._pool.push(self, due)
+
+    def _attempt(self) -> tuple[float, float | None]:
+        """Call ``work``. Returns the seconds to wait in any case, and those until the work is due again after that."""
+        try:
+            again = self._work()
+        except RecoverableError as error:
+            seconds = self._retry_delay(error)
+            return (self._failed(str(error)) if seconds is None else seconds), 0.0
+        except Exception as error:
+            # A defect must not end the thread: the work would never be done again.
+            log.exception("defect while %s", self._name)
+            return self._failed(f"{type(error).__name__}: {error}"), 0.0
+        self._backoff.reset()
+        return 0.0, again
+
+    def _failed(self, error: str) -> float:
+        delay = self._backoff.next_s()
+        log.warning("%s failed, trying again", self._name, extra={"error": error, "retryIn": f"{delay:.1f}s"})
+        return delay
+
+
+MakeLoop = Callable[[str, Callable[[], float | None], float], Loop]
+"""``Loop`` or ``LoopPool.loop``."""

@@ -145,7 +145,7 @@ class PlanMode(StrEnum):
     """Whether the node follows the plan or, without a controller, offers everything that fits."""
 
     PLANNED = "Planned"
-    ALONE = "Alone"
+    STANDALONE = "Alone"
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -166,7 +166,7 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
 
     observed_generation: int = 0
     epoch: str = ""
-    mode: PlanMode = PlanMode.ALONE
+    mode: PlanMode = PlanMode.STANDALONE
     summary: Summary = Summary()
     gpus: tuple[str, ...] = ()
     inventory: str = ""

@@ -17,7 +17,7 @@ from driver.errors import StateError
 from driver.http import Check, health_pages, serve
 from driver.kube.client import ApiReach
 from driver.kube.clock import Clock, seconds_time
-from driver.kube.events import QUIET_S
+from driver.kube.events import REPEAT_INTERVAL_SECONDS
 from driver.model.gpu import Gpu
 from driver.watchdog import Watchdog
 from kubelet_plugin.inventory.inventory import Inventory
@@ -36,7 +36,7 @@ SCAN_TIMEOUT_SECONDS = 30.0
 PROBE_INTERVAL_SECONDS = 10.0
 """Time between two probes of the directories; each writes 16 KiB."""
 
-REPORT_INTERVAL_SECONDS = QUIET_S + PROBE_INTERVAL_SECONDS
+REPORT_INTERVAL_SECONDS = REPEAT_INTERVAL_SECONDS + PROBE_INTERVAL_SECONDS
 """Longer than equal Events are suppressed: a suppressed Event would be written after the failure has ended."""
 
 PROBE = "probe"
@@ -59,7 +59,7 @@ class NodeProbes:
             "the kubelet has not called the registration socket yet; is it running, and is --kubelet-dir its directory?"
         )
         self._live: list[Check] = [
-            Check("loops", self.watchdog.look),
+            Check("loops", self.watchdog.failure),
             Check("grpc", SocketCheck(settings.plugin_socket).failure),
         ]
         self._ready: list[Check] = [

@@ -83,7 +83,7 @@ class PlanFollower:
         self._spread = spread
         self._faults = faults
         self._lock = threading.Lock()
-        self._memory = store.load() or PlanMemory(new_epoch(), PlanMode.ALONE)
+        self._memory = store.load() or PlanMemory(new_epoch(), PlanMode.STANDALONE)
         self._offered: frozenset[str] | None = None
         self._held: frozenset[str] = frozenset()
         self._standalone_at: float | None = clock() + FIRST_PLAN_TIMEOUT_SECONDS + MODE_SPREAD_SECONDS * spread()
@@ -94,7 +94,7 @@ class PlanFollower:
 
     def standalone_epoch(self) -> str | None:
         """The epoch in which the node is standalone; None while it follows plans."""
-        return self._memory.epoch if self.mode is PlanMode.ALONE else None
+        return self._memory.epoch if self.mode is PlanMode.STANDALONE else None
 
     @property
     def held_lag_seconds(self) -> float:
@@ -153,9 +153,9 @@ class PlanFollower:
     def _policy(self, before: frozenset[str]) -> PublishPolicy:
         plan = self._source.plan()
         if plan is None:  # there is none, or none has been received yet
-            return PublishPolicy(offers=None if self.mode is PlanMode.ALONE else frozenset(), kept=before)
+            return PublishPolicy(offers=None if self.mode is PlanMode.STANDALONE else frozenset(), kept=before)
         held = plan.spec.held_devices
-        if self.mode is PlanMode.ALONE:
+        if self.mode is PlanMode.STANDALONE:
             return PublishPolicy(held, kept=before)
         if plan.spec.epoch != self._memory.epoch:
             return PublishPolicy(held, frozenset(), before)
@@ -165,14 +165,14 @@ class PlanFollower:
         """Choose the mode by plan and heartbeat; returns whether it changed. The caller holds the lock."""
         plan = self._source.plan()
         followed = plan is not None and plan.spec.epoch == self._memory.epoch
-        if self.mode is PlanMode.ALONE:
+        if self.mode is PlanMode.STANDALONE:
             return followed and self._source.alive() and self._enter(PlanMode.PLANNED, self._memory.epoch)
         if plan is not None and self._source.alive():
             self._standalone_at = None
             return False
         if self._standalone_at is None:
             self._standalone_at = self._clock() + MODE_SPREAD_SECONDS * self._spread()
-        return self._clock() >= self._standalone_at and self._enter(PlanMode.ALONE, new_epoch())
+        return self._clock() >= self._standalone_at and self._enter(PlanMode.STANDALONE, new_epoch())
 
     def _published_before_start(self) -> frozenset[str]:
         """The devices in the slices and those that the last process published: a kubelet that starts, or that has not

@@ -13,35 +13,26 @@ from typing import Any
 import click
 import msgspec
 
-from driver.errors import CONFLICT, NOT_FOUND, ApiError, EnvironmentFault, StateError
+from driver.errors import CONFLICT, ApiError, EnvironmentFault, StateError
 from driver.kube.client import Object
-from driver.kube.reads import RESOURCE_GROUP, objects, page_reader, pages
 from driver.kube.types import GpuNodePlan, ResourceSlice
 from driver.model.plan import API_VERSION, KIND, PATH, ClearedFaults, PlanSpec
-from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from driver.slices.publisher import SLICES
+from tessera.cluster_options import client_of, find_plans, read_all, with_driver_name, with_kubeconfig
 from tessera.gpu_names import GpuName, ReportedFault, faults_of, find, names_of
 
-USER_AGENT = "tessera-command"
 WRITE_ATTEMPTS = 5
 """Attempts to write a plan, which the controller may change at the same time."""
 
-_options = (
-    click.argument("gpu", metavar="GPU"),
-    with_kubeconfig,
-    with_driver_name,
-    click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True),
-)
-
-
-def _with_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(_options):
-        command = option(command)
-    return command
+with_output = click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 
 
 @click.command()
+@click.argument("gpu", metavar="GPU")
 @click.option("--reason", help="Shown by `tessera status`.  [default: unchanged]")
-@_with_options
+@with_kubeconfig
+@with_driver_name
+@with_output
 def cordon(gpu: str, reason: str | None, kubeconfig: Path | None, driver_name: str, output: str) -> None:
     """Exclude a GPU from new pods: each of its devices gets the taint gpu.tessera.dev/cordoned. Running pods stay.
 
@@ -51,7 +42,6 @@ def cordon(gpu: str, reason: str | None, kubeconfig: Path | None, driver_name: s
     Examples:
       tessera cordon node-a/gpu-3 --reason "fan replacement on Friday"
       tessera cordon GPU-0f3c9d1e-7a41-4b8e-9c60-1d2e3f4a5b6c
-      tessera cordon node-a/gpu-3 -o json
     """
     cluster = PlanEditor(kubeconfig, driver_name)
     name = find(gpu, cluster.names())
@@ -62,7 +52,10 @@ def cordon(gpu: str, reason: str | None, kubeconfig: Path | None, driver_name: s
 
 
 @click.command()
-@_with_options
+@click.argument("gpu", metavar="GPU")
+@with_kubeconfig
+@with_driver_name
+@with_output
 def uncordon(gpu: str, kubeconfig: Path | None, driver_name: str, output: str) -> None:
     """Admit new pods to a GPU again: end its cordon, and clear the faults that it reports now.
 
@@ -93,24 +86,18 @@ class PlanEditor:
     """
 
     def __init__(self, kubeconfig: Path | None, driver_name: str) -> None:
-        self._client = client_of(kubeconfig, USER_AGENT)
-        selector = {"fieldSelector": f"spec.driver={driver_name}"}
+        self._client = client_of(kubeconfig, "tessera-command")
         try:
-            read = pages(self._client, f"{RESOURCE_GROUP}/resourceslices", page_reader(ResourceSlice), selector)
-            self.slices = [item for page in read for item in page.items or ()]
-        except msgspec.ValidationError as error:
-            raise StateError(f"a ResourceSlice can't be read: {error}") from error
-        try:
-            found = [msgspec.convert(item, GpuNodePlan) for item in objects(self._client, PATH)]
-        except ApiError as error:
-            if error.status != NOT_FOUND:
-                raise
+            selector = {"fieldSelector": f"spec.driver={driver_name}"}
+            self.slices = list(read_all(self._client, SLICES, ResourceSlice, selector))
+            plans = find_plans(self._client)
+        except msgspec.MsgspecError as error:
+            raise StateError(f"a ResourceSlice or {KIND} can't be read: {error}") from error
+        if plans is None:
             raise EnvironmentFault(
                 f"{KIND}, which stores cordons, is not installed: install the chart's CRD (docs/install.md)"
-            ) from error
-        except msgspec.ValidationError as error:
-            raise StateError(f"a {KIND} can't be read: {error}") from error
-        self.plans = {plan.metadata.name: plan for plan in found}
+            )
+        self.plans = {plan.metadata.name: plan for plan in plans}
 
     def names(self) -> list[GpuName]:
         return names_of(self.slices, self.plans.values())
@@ -120,15 +107,14 @@ class PlanEditor:
 
     def edit(self, node: str, change: Callable[[PlanSpec], Object]) -> None:
         """Patch the plan's spec with the result of ``change``; create the plan if the node has none."""
-        for tries_left in reversed(range(WRITE_ATTEMPTS)):
+        for _ in range(WRITE_ATTEMPTS - 1):
             try:
-                self._write(node, change)
-                return
+                return self._write(node, change)
             except ApiError as error:
-                if error.status != CONFLICT or not tries_left:
+                if error.status != CONFLICT:
                     raise
-            found = self._client.get_object(f"{PATH}/{node}")
-            self.plans[node] = msgspec.convert(found, GpuNodePlan)
+            self.plans[node] = msgspec.convert(self._client.get_object(f"{PATH}/{node}"), GpuNodePlan)
+        return self._write(node, change)
 
     def _write(self, node: str, change: Callable[[PlanSpec], Object]) -> None:
         body = {"spec": change(self.spec(node))}

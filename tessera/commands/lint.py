@@ -1,6 +1,6 @@
 """``tessera lint``: finds errors in classes and claims in files, before they are applied.
 
-The CEL engine is loaded only when the command runs: the node plugin, which shares this program, must not load it.
+The CEL engine is loaded only when the command runs, because ``tessera --help`` loads this module.
 """
 
 from __future__ import annotations
@@ -11,36 +11,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import yaml
 
+from deviceclasses.lint.documents import Document, Finding, Severity, items_of, kind_of, nothing_to_check
 from driver.config.flags import DEFAULT_DRIVER
 from driver.errors import UsageError
-from tessera.output import columns
-
-if TYPE_CHECKING:
-    from deviceclasses.lint.documents import Document, Finding
+from tessera.output import columns, counted, with_output
 
 SUFFIXES = {".yaml", ".yml", ".json"}
 STDIN = "-"
-FOUND = 1
-"""Exit code if there are findings."""
 
 
 @click.command()
 @click.argument("paths", metavar="FILE...", nargs=-1, required=True)
 @click.option("--driver-name", default=DEFAULT_DRIVER, show_default=True, help="DRA driver name and attribute domain.")
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@with_output
 def lint(paths: Sequence[str], driver_name: str, output: str) -> None:
     """Check DeviceClasses, ResourceClaims and ResourceClaimTemplates in YAML or JSON files.
 
-    FILE may be a folder (all .yaml, .yml and .json files below it) or - for standard input. Finds errors that
-    the API server accepts but that fail later in a pod, and those that it or the chart's policies refuse: wrong opaque
-    parameters and fields, selectors that don't compile, read attributes nobody publishes or compare with values that no
-    device has, classes and requests that don't exist or don't fit, two requests of one name, allocationMode All, two
-    shares of one GPU. Other objects are passed over, but something to check there must be. Exit code 0: nothing found;
+    FILE may be a folder (all .yaml, .yml and .json files below it) or - for standard input. Exit code 0: nothing found;
     1: findings, warnings among them; 2: usage.
 
     \b
@@ -48,9 +40,7 @@ def lint(paths: Sequence[str], driver_name: str, output: str) -> None:
       tessera lint class.yaml claim.yaml
       tessera lint deploy/examples -o json
       helm template --kube-version 1.37 deploy/tessera | tessera lint -
-      kubectl get deviceclasses,resourceclaims -A -o yaml | tessera lint -
     """
-    from deviceclasses.lint.documents import Document, kind_of, nothing_to_check
     from deviceclasses.lint.rules import lint as check
 
     read = [part for path in paths for part in _read(path)]
@@ -64,23 +54,19 @@ def lint(paths: Sequence[str], driver_name: str, output: str) -> None:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         click.echo(as_text(findings, objects))
-    sys.exit(FOUND if findings else 0)
+    sys.exit(1 if findings else 0)
 
 
 def as_text(findings: Sequence[Finding], objects: int) -> str:
     """A table, and the number of checked objects."""
     if not findings:
-        return f"{_counted(objects, 'object')} checked, nothing found"
+        return f"{counted(objects, 'object')} checked, nothing found"
     header = ("SEVERITY", "FILE", "DOCUMENT", "OBJECT", "PATH", "VALUE", "MESSAGE")
     rows = [
         (each.severity.value, each.file, str(each.document), each.object, each.path, each.value or "-", each.message)
         for each in findings
     ]
-    return f"{columns(header, rows)}\n\n{_counted(objects, 'object')} checked, {_counted(len(findings), 'finding')}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{columns(header, rows)}\n\n{counted(objects, 'object')} checked, {counted(len(findings), 'finding')}"
 
 
 def shipped_classes(driver: str = DEFAULT_DRIVER) -> list[dict[str, Any]]:
@@ -123,8 +109,6 @@ def _read(path: str) -> Iterator[Document | Finding]:
 
 def _documents(file: str, text: bytes) -> Iterator[Document | Finding]:
     """Each document, or each item of a list. A document that can't be parsed is a finding and ends the file."""
-    from deviceclasses.lint.documents import Document, Finding, Severity, items_of
-
     number = 0
     try:
         for number, content in enumerate(yaml.load_all(text, _Loader), 1):

@@ -4,21 +4,92 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
-from driver.errors import ApiError
-from tessera.cluster_options import client_of, unreachable, with_driver_name, with_kubeconfig
-from tessera.output import columns
-from tessera.status.checks import run_checks
-from tessera.status.finding import CheckState, Finding, Result, counted
-from tessera.status.snapshot import NAMESPACE, SnapshotReader, StatusSnapshot
+from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.output import columns, counted, with_output
+from tessera.status import claims, cluster, health, nodes, processes
+from tessera.status.snapshot import NAMESPACE, CheckOutput, Finding, Listing, SnapshotReader, StatusSnapshot
 
-USER_AGENT = "tessera-command"
-FINDINGS = 1
-"""Exit code if there is a finding, or if something could not be read."""
+
+class CheckState(StrEnum):
+    """State of a check, by the name that people see."""
+
+    OK = "ok"
+    PROBLEM = "look"
+    UNREAD = "unread"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Result of one check: a summary, findings, and the lists that it needs but that can't be read (``unread``)."""
+
+    check: str
+    summary: str
+    findings: tuple[Finding, ...] = ()
+    unread: tuple[str, ...] = ()
+
+    @property
+    def state(self) -> CheckState:
+        if self.findings:
+            return CheckState.PROBLEM
+        return CheckState.UNREAD if self.unread else CheckState.OK
+
+
+class Check(NamedTuple):
+    """A check. It does not run if a list that it ``needs`` can't be read; it runs without lists that it ``uses``. In
+    both cases its state is unread."""
+
+    run: Callable[[StatusSnapshot], CheckOutput]
+    needs: tuple[Listing, ...] = ()
+    uses: tuple[Listing, ...] = ()
+
+
+CHECKS: Mapping[str, Check] = {
+    "API server": Check(cluster.api),
+    "definition": Check(cluster.definition, (Listing.PLANS,)),
+    "classes": Check(cluster.classes, (Listing.CLASSES,), (Listing.CLAIMS,)),
+    "policies": Check(cluster.policies, (Listing.POLICIES, Listing.BINDINGS)),
+    "controller": Check(processes.controller, (), (Listing.LEASES, Listing.PODS)),
+    "node plugins": Check(processes.plugins, (), (Listing.SLICES, Listing.NODES, Listing.PODS)),
+    "versions": Check(processes.versions, (), (Listing.PODS,)),
+    "directories": Check(processes.directories, (Listing.EVENTS,)),
+    "slices": Check(nodes.slices, (Listing.SLICES,)),
+    "devices": Check(nodes.devices, (Listing.SLICES, Listing.CLAIMS)),
+    "claims": Check(
+        claims.pending, (Listing.CLAIMS, Listing.EVENTS), (Listing.LEASES, Listing.PENDING_PODS, Listing.CLASSES)
+    ),
+    "health": Check(health.health, (Listing.SLICES,), (Listing.PLANS,)),
+    "mode": Check(nodes.mode, (Listing.PLANS, Listing.SLICES), (Listing.LEASES,)),
+    "clocks": Check(cluster.clocks, (), (Listing.LEASES, Listing.NODE_LEASES)),
+    "neighbours": Check(nodes.other_drivers, (Listing.NODES, Listing.SLICES, Listing.PLANS, Listing.CLAIMS)),
+}
+"""Checks by the name that people see."""
+
+NOT_INSTALLED: Mapping[str, Check] = {"API server": Check(cluster.api), "installation": Check(cluster.not_installed)}
+"""The checks of a cluster without Tessera."""
+
+
+def run_checks(snapshot: StatusSnapshot) -> list[Result]:
+    """The result of every check, in the order of the table."""
+    checks = NOT_INSTALLED if cluster.is_not_installed(snapshot) else CHECKS
+    return [_result(name, check, snapshot) for name, check in checks.items()]
+
+
+def _result(name: str, check: Check, snapshot: StatusSnapshot) -> Result:
+    missing = tuple(str(each) for each in (*check.needs, *check.uses) if not snapshot.has_read(each))
+    parts = list(check.run(snapshot)) if snapshot.has_read(*check.needs) else []
+    summary = [part for part in parts if isinstance(part, str)]
+    if missing:
+        summary.append(f"{', '.join(missing)} can't be listed")
+    return Result(name, ", ".join(summary), tuple(part for part in parts if isinstance(part, Finding)), missing)
+
 
 COLOURS = {CheckState.OK: "green", CheckState.PROBLEM: "red", CheckState.UNREAD: "yellow"}
 
@@ -27,34 +98,20 @@ COLOURS = {CheckState.OK: "green", CheckState.PROBLEM: "red", CheckState.UNREAD:
 @with_kubeconfig
 @with_driver_name
 @click.option("--namespace", default=NAMESPACE, show_default=True, help="Where the processes and their Leases are.")
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@with_output
 def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: str) -> None:
     """Check whether the installation works, with a remedy for each problem.
 
-    Only reads, and only from the API server. Exit code 0: no problem; 1: a problem, or something could not be read;
-    2: Tessera is not in --namespace.
+    Exit code 0: no problem; 1: a problem, or something could not be read; 2: Tessera is not in --namespace.
 
     \b
     Examples:
       tessera status
       tessera status --kubeconfig ~/.kube/prod -o json
-      tessera status --driver-name gpu.nvidia.com --namespace gpus
     """
-    results = run_checks(read(kubeconfig, driver_name, namespace))
+    results = run_checks(SnapshotReader(client_of(kubeconfig, "tessera-command"), driver_name, namespace).read())
     click.echo(json.dumps(as_json(results), indent=2) if output == "json" else as_text(results))
-    sys.exit(0 if all(result.state is CheckState.OK for result in results) else FINDINGS)
-
-
-def read(kubeconfig: Path | None, driver_name: str, namespace: str) -> StatusSnapshot:
-    """Read the snapshot.
-
-    Raises EnvironmentFault if there is no cluster to read from, UsageError if Tessera is in another namespace.
-    """
-    client = client_of(kubeconfig, USER_AGENT)
-    try:
-        return SnapshotReader(client, driver_name, namespace).read()
-    except ApiError as error:
-        raise unreachable(error) from error
+    sys.exit(0 if all(result.state is CheckState.OK for result in results) else 1)
 
 
 def as_text(results: Sequence[Result]) -> str:

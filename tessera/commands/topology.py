@@ -15,8 +15,7 @@ from driver.hardware.topology import Nic, Place, find_nics, level, links_between
 from driver.model.gpu import Gpu, Partition
 from kubelet_plugin.inventory.hardware import open_host
 from kubelet_plugin.settings import node_settings
-from tessera.output import columns
-from tessera.slice_layout import Span, draw_slices
+from tessera.output import Span, columns, draw_slices, with_output
 
 LEGEND = """\
 NV#   joined by # NVLinks                         PHB   over one PCIe host bridge (CPU)
@@ -24,22 +23,41 @@ PIX   at most one PCIe switch between them        NODE  over host bridges of one
 PXB   several PCIe switches between them          SYS   over the link between NUMA nodes"""
 
 
+COLUMNS = {
+    "GPU": "index",
+    "NAME": "productName",
+    "BUS ID": "pciBusID",
+    "PCIE ROOT": "pcieRoot",
+    "NVLINK CLIQUE": "nvlinkClique",
+    "FABRIC CLIQUE": "fabricClique",
+    "MIG": "migMode",
+    "UUID": "uuid",
+}
+"""Keys of the JSON output by column of the table of GPUs."""
+
+
 @dataclass(frozen=True)
 class Topology:
-    """The output of the command. ``gpus``, ``places`` and ``partitions`` have the same indices."""
+    """The output of the command: ``gpus`` and ``partitions`` have the same indices; ``places`` are of GPUs and NICs."""
 
     gpus: Sequence[Gpu]
+    nics: Sequence[Nic]
     places: Sequence[Place]
     partitions: Sequence[Sequence[Partition]]
-    nics: Sequence[Nic]
     faults: Sequence[GpuFault]
+
+    def relation(self, one: int, other: int) -> str:
+        """The entry of the matrix for two indices of ``places``."""
+        gpus = one != other and max(one, other) < len(self.gpus)
+        links = links_between(self.gpus[one], self.gpus[other]) if gpus else 0
+        return f"NV{links}" if links else level(self.places[one], self.places[other]).value
 
 
 @click.command()
 @click.option("--gpus", help="nvml, sim:NAME or sim:FILE.  [default: nvml]")
 @click.option("--host-root", type=click.Path(path_type=Path), help="Where this process sees the host's root directory.")
 @click.option("--nvml-library", type=click.Path(path_type=Path), help="libnvidia-ml.so.1, if the linker can't find it.")
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@with_output
 def topology(output: str, **flags: Any) -> None:
     """Show the distances between GPUs and NICs, NVLink cliques, and the partitions of each GPU.
 
@@ -49,101 +67,54 @@ def topology(output: str, **flags: Any) -> None:
     Examples:
       tessera topology
       tessera topology --gpus sim:dgx-h100
-      tessera topology --gpus sim:dgx-h100 --host-root /var/lib/tessera/sim/n1 -o json
     """
     settings = node_settings(node_name="this-node", sim_latency="zero", **flags)
     with open_host(settings, lasting=False) as (host, paths):
-        found = read_topology(host, paths.root)
-    click.echo(json.dumps(as_json(found), indent=2) if output == "json" else as_text(found))
+        found = _read(host, paths.root)
+    gpus = [_gpu_as_json(found, index) for index in range(len(found.gpus))]
+    click.echo(json.dumps(gpus, indent=2) if output == "json" else _as_text(found, gpus))
 
 
-def read_topology(host: Host, root: Path) -> Topology:
+def _read(host: Host, root: Path) -> Topology:
     """Read everything from the hardware. Raises HardwareError."""
-    discovery = host.discover()
+    discovery, nics = host.discover(), find_nics(root)
     return Topology(
         gpus=discovery.gpus,
-        places=[place_of(root, gpu.pci_bus_id) for gpu in discovery.gpus],
+        nics=nics,
+        places=[*(place_of(root, gpu.pci_bus_id) for gpu in discovery.gpus), *(nic.place for nic in nics)],
         partitions=[host.partitions(gpu) for gpu in discovery.gpus],
-        nics=find_nics(root),
         faults=discovery.faults,
     )
 
 
-def relation(found: Topology, one: int, other: int) -> str:
-    """The entry of the matrix for two GPUs, by index."""
-    links = links_between(found.gpus[one], found.gpus[other]) if one != other else 0
-    return f"NV{links}" if links else level(found.places[one], found.places[other]).value
-
-
-def as_text(found: Topology) -> str:
+def _as_text(found: Topology, gpus: Sequence[dict[str, Any]]) -> str:
     parts = [_matrix(found), "", LEGEND]
     if found.nics:
         parts += ["", "\n".join(f"NIC{n}  {nic.name}  {nic.place.address}" for n, nic in enumerate(found.nics))]
-    parts += ["", _gpus(found), "", _layout(found)]
+    rows = [[_known(gpu[key]) for key in COLUMNS.values()] for gpu in gpus]
+    parts += ["", columns(list(COLUMNS), rows), ""]
+    for gpu in gpus:
+        spans = [Span(each["start"], each["size"], each["profile"] or "?") for each in gpu["partitions"]]
+        parts.append(f"GPU{gpu['index']:<3} {draw_slices(gpu['memorySlices'], spans, width=8)}")
     parts += [f"{fault}: left out: {fault.reason}" for fault in found.faults]
     return "\n".join(parts)
 
 
-def as_json(found: Topology) -> list[dict[str, Any]]:
-    """One object per GPU."""
-    return [_gpu_as_json(found, index) for index in range(len(found.gpus))]
-
-
 def _matrix(found: Topology) -> str:
-    gpus = [f"GPU{gpu.index}" for gpu in found.gpus]
-    nics = [f"NIC{n}" for n in range(len(found.nics))]
+    names = [*(f"GPU{gpu.index}" for gpu in found.gpus), *(f"NIC{n}" for n in range(len(found.nics)))]
     rows = [
         [
             name,
-            *(relation(found, i, j) for j in range(len(gpus))),
-            *(level(found.places[i], nic.place).value for nic in found.nics),
-            found.places[i].cpus or "-",
-            _known(found.places[i].numa_node),
+            *(found.relation(i, j) for j in range(len(names))),
+            *((place.cpus or "-", _known(place.numa_node)) if i < len(found.gpus) else ("", "")),
         ]
-        for i, name in enumerate(gpus)
+        for i, (name, place) in enumerate(zip(names, found.places, strict=True))
     ]
-    rows += [
-        [
-            name,
-            *(level(nic.place, place).value for place in found.places),
-            *(level(nic.place, other.place).value for other in found.nics),
-            "",
-            "",
-        ]
-        for name, nic in zip(nics, found.nics, strict=True)
-    ]
-    return columns(["", *gpus, *nics, "CPU AFFINITY", "NUMA"], rows)
-
-
-def _gpus(found: Topology) -> str:
-    rows = [
-        [
-            str(gpu.index),
-            gpu.product_name,
-            gpu.pci_bus_id,
-            _known(gpu.pcie_root),
-            _known(gpu.nvlink_clique),
-            _known(gpu.fabric_clique),
-            gpu.mig_mode.value,
-            gpu.uuid,
-        ]
-        for gpu in found.gpus
-    ]
-    return columns(["GPU", "NAME", "BUS ID", "PCIE ROOT", "NVLINK CLIQUE", "FABRIC CLIQUE", "MIG", "UUID"], rows)
-
-
-def _layout(found: Topology) -> str:
-    """Each GPU's memory slices, drawn."""
-    lines = []
-    for gpu, partitions in zip(found.gpus, found.partitions, strict=True):
-        names = {profile.id: profile.name for profile in gpu.profiles}
-        spans = [Span(p.placement.start, p.placement.size, names.get(p.profile_id, "?")) for p in partitions]
-        lines.append(f"GPU{gpu.index:<3} {draw_slices(gpu.memory_slices, spans, width=8)}")
-    return "\n".join(lines)
+    return columns(["", *names, "CPU AFFINITY", "NUMA"], rows)
 
 
 def _gpu_as_json(found: Topology, index: int) -> dict[str, Any]:
-    gpu, place = found.gpus[index], found.places[index]
+    gpu, place, count = found.gpus[index], found.places[index], len(found.gpus)
     names = {profile.id: profile.name for profile in gpu.profiles}
     return {
         "index": gpu.index,
@@ -157,8 +128,8 @@ def _gpu_as_json(found: Topology, index: int) -> dict[str, Any]:
         "fabricClique": gpu.fabric_clique,
         "migMode": gpu.mig_mode.value,
         "memorySlices": gpu.memory_slices,
-        "gpus": {other.uuid: relation(found, index, j) for j, other in enumerate(found.gpus) if j != index},
-        "nics": {nic.name: level(place, nic.place).value for nic in found.nics},
+        "gpus": {other.uuid: found.relation(index, j) for j, other in enumerate(found.gpus) if j != index},
+        "nics": {nic.name: found.relation(index, count + n) for n, nic in enumerate(found.nics)},
         "partitions": [
             {
                 "profile": names.get(partition.profile_id),

@@ -25,8 +25,6 @@ from driver.slices.publisher import SLICES
 from tessera.cluster_options import cancel_uninstall_command, client_of, with_driver_name, with_kubeconfig
 from tessera.output import columns
 
-USER_AGENT = "tessera-uninstall"
-
 SHOWN = 20
 """Claims that are listed one by one."""
 
@@ -45,16 +43,14 @@ def uninstall(
 ) -> None:
     """Remove what belongs to no release: slices, files on nodes, Leases, the fence.
 
-    Refuses while a claim has a device, and changes nothing then. `helm uninstall` runs it first. Names the nodes that
-    don't answer, with the files left on them. Exit code 1: something is in use, or a step failed.
+    Refuses while a claim has a device, and changes nothing then. Exit code 1: something is in use, or a step failed.
 
     \b
     Examples:
       tessera uninstall --check
-      tessera uninstall --namespace tessera
       tessera uninstall --force --timeout 30
     """
-    removal = Removal(client_of(kubeconfig, USER_AGENT), driver_name, namespace)
+    removal = Removal(client_of(kubeconfig, "tessera-uninstall"), driver_name, namespace)
     if not force:
         _refuse_while_held(removal.holders())
     if check:
@@ -71,8 +67,7 @@ def uninstall(
     silent = removal.publishing()
     if not wait_until(timeout, lambda: _none(removal.running), POLL_INTERVAL_SECONDS):
         click.secho(f"still terminating: {', '.join(removal.running())}", fg="yellow")
-    for names in silent.values():
-        removal.delete_slices(names)
+    removal.delete(f"{SLICES}/{name}" for names in silent.values() for name in names)
     removal.delete_own_objects()
     _print_result(sorted(silent), driver_name)
 
@@ -167,14 +162,14 @@ class Removal:
             found.setdefault(item["spec"].get("nodeName", ""), []).append(item["metadata"]["name"])
         return found
 
-    def delete_slices(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._delete(f"{SLICES}/{name}")
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete objects, as far as they exist."""
+        for path in paths:
+            self.client.delete(path, missing_ok=True)
 
     def end_processes(self) -> None:
         """Delete the DaemonSet and the Deployment, and with them their pods."""
-        for workload in WORKLOADS:
-            self._delete(f"/apis/apps/v1/namespaces/{self.namespace}/{workload}")
+        self.delete(f"/apis/apps/v1/namespaces/{self.namespace}/{workload}" for workload in WORKLOADS)
 
     def running(self) -> list[str]:
         """Names of pods that still exist."""
@@ -183,10 +178,14 @@ class Removal:
 
     def delete_own_objects(self) -> None:
         """Delete objects that the processes created, which belong to no release."""
-        self._delete(f"{RESOURCE_GROUP}/namespaces/{self.namespace}/resourceclaims/{CANARY}")
-        self._delete(f"/api/v1/namespaces/{self.namespace}/configmaps/{FENCE}")
-        self._delete(self._lease(LEASE))
-        self._delete(self._lease(HEARTBEAT))
+        self.delete(
+            [
+                f"{RESOURCE_GROUP}/namespaces/{self.namespace}/resourceclaims/{CANARY}",
+                f"/api/v1/namespaces/{self.namespace}/configmaps/{FENCE}",
+                self._lease(LEASE),
+                self._lease(HEARTBEAT),
+            ]
+        )
 
     def _has_device(self, claim: Claim) -> bool:
         allocation = claim.status.allocation
@@ -194,6 +193,3 @@ class Removal:
 
     def _lease(self, name: str) -> str:
         return f"{leases(self.namespace)}/{name}"
-
-    def _delete(self, path: str) -> None:
-        self.client.delete(path, missing_ok=True)

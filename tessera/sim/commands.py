@@ -1,25 +1,35 @@
-"""``tessera sim``: lists the nodes that can be simulated, and prints GPUs and partitions of simulated ones."""
+"""``tessera sim``: simulated nodes: which there are, their GPUs and partitions, and fleets of them."""
 
 from __future__ import annotations
 
 import json
+import re
+import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import msgspec
 
-from driver.config.flags import SIMULATED_NODES
-from tessera.output import columns
+from driver.config.flags import SIMULATED_NODES, check_driver_name
+from driver.errors import UsageError
+from driver.logs import FORMATS, configure_logs
+from driver.model.plan import PlanMode
+from driver.simulator import NodeDescription, SimulatedNode, known_descriptions
+from driver.simulator.node import describe
+from kubelet_plugin.checkpoint.records import ClaimRecord
+from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.output import Span, cell_width, columns, draw_placement, draw_slices, with_output
 from tessera.sim.fault import fault, find_roots
-from tessera.sim.fleet_command import fleet
 
-if TYPE_CHECKING:
-    from driver.simulator import NodeDescription, SimulatedNode
+MOST_NODES = 10_000
+FLEET_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,48}[a-z0-9])?")
+"""Valid names of a fleet: the prefix of its nodes' names, and the value of a label."""
 
-_OUTPUT = click.option(
-    "-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True, help="Format."
-)
+MODES = {"follow": PlanMode.PLANNED, "alone": PlanMode.STANDALONE}
+STATE_INTERVAL_SECONDS = 10.0
 
 
 @click.group()
@@ -28,42 +38,31 @@ def sim() -> None:
 
     \b
     Examples:
-      tessera sim list                      which nodes there are
-      tessera topology --gpus sim:dgx-h100  show one of them; leaves nothing behind
-      tessera sim fleet --nodes 100         a hundred of them in one process (needs a kubeconfig)
-
-    \b
-    Running one, as root on the machine of the Node n1:
       tessera node --node-name n1 --kubeconfig ~/.kube/config --gpus sim:dgx-h100
-      tessera sim smi                       see its GPUs and the claims that hold them
-      tessera sim fault lose --gpu 3        break something
+      tessera sim smi
+      tessera sim fault lose --gpu 3
     """
 
 
 sim.add_command(fault)
-sim.add_command(fleet)
 
 
 @sim.command("list")
-@_OUTPUT
+@with_output
 def list_nodes(output: str) -> None:
     """List the nodes that --gpus sim:NAME accepts.
-
-    A node of your own is a YAML file: --gpus sim:FILE. docs/simulator.md describes it.
 
     \b
     Examples:
       tessera sim list
       tessera sim list -o json
     """
-    from driver.simulator import known_descriptions
-
     nodes = list(known_descriptions().values())
     if output == "json":
         click.echo(json.dumps([_node_summary(node) for node in nodes], indent=2))
         return
     rows = [
-        [node.name, node.product, str(len(node.gpus)), _gib(node.gpu_product.memory_mib), node.summary]
+        [node.name, node.product, str(len(node.gpus)), f"{node.gpu_product.memory_mib / 1024:.1f} GiB", node.summary]
         for node in nodes
     ]
     click.echo(columns(["NAME", "PRODUCT", "GPUS", "MEMORY", "DESCRIPTION"], rows))
@@ -75,7 +74,7 @@ def list_nodes(output: str) -> None:
     type=click.Path(path_type=Path, file_okay=False),
     help=f"The simulated node's directory.  [default: every node under {SIMULATED_NODES}]",
 )
-@_OUTPUT
+@with_output
 def smi(host_root: Path | None, output: str) -> None:
     """Print the GPUs and partitions of simulated nodes, and the claims that hold them.
 
@@ -86,9 +85,6 @@ def smi(host_root: Path | None, output: str) -> None:
       tessera sim smi
       tessera sim smi --host-root /tmp/node-1 -o json
     """
-    from driver.simulator import SimulatedNode
-    from driver.simulator.node import describe
-
     nodes = [SimulatedNode.attach(root) for root in ([host_root] if host_root else find_roots(SIMULATED_NODES))]
     if output == "json":
         click.echo(json.dumps([gpu for node in nodes for gpu in describe(node, holders(node.root))], indent=2))
@@ -96,15 +92,76 @@ def smi(host_root: Path | None, output: str) -> None:
     click.echo("\n\n".join(render(node, describe(node, holders(node.root))) for node in nodes))
 
 
+@sim.command()
+@click.option("--nodes", type=click.IntRange(1, MOST_NODES), default=100, show_default=True, help="How many.")
+@click.option(
+    "--gpus", default="dgx-h100", show_default=True, help="NAME (`tessera sim list`) or FILE: each node's GPUs."
+)
+@click.option("--name", default="sim", show_default=True, help="Nodes are called NAME-0000, NAME-0001, ...")
+@with_kubeconfig
+@with_driver_name
+@click.option("--namespace", default="tessera", show_default=True, help="Where the controller's heartbeat is.")
+@click.option(
+    "--mode",
+    type=click.Choice(list(MODES)),
+    default="follow",
+    show_default=True,
+    help="follow: offer what the plans list (whatever fits while the heartbeat is missing); alone: whatever fits.",
+)
+@click.option("--leases/--no-leases", default=True, show_default=True, help="Renew the nodes' Leases, as kubelets do.")
+@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True)
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="warning", show_default=True)
+def fleet(
+    *,
+    nodes: int,
+    gpus: str,
+    name: str,
+    kubeconfig: Path | None,
+    driver_name: str,
+    namespace: str,
+    mode: str,
+    leases: bool,
+    log_format: str,
+    log_level: str,
+) -> None:
+    """Run many simulated GPU nodes in one process.
+
+    Needs a cluster admin, and a cluster that has no other pods. Ctrl-C removes the nodes with their slices and plans.
+
+    \b
+    Examples:
+      tessera sim fleet --nodes 100 --kubeconfig ~/.kube/config
+      tessera sim fleet --nodes 1000 --gpus dgx-h100 --name big --no-leases
+    """
+    from tessera.sim.fleet.fleet import discover, running_fleet
+    from tessera.sim.fleet.node import FleetSettings
+
+    configure_logs(log_format, log_level)
+    if not FLEET_NAME.fullmatch(name):
+        raise UsageError(f"--name {name}: lower-case letters, digits and inner dashes, at most 50, such as sim")
+    try:
+        check_driver_name(driver_name)
+    except ValueError as error:
+        raise UsageError(f"--driver-name {driver_name}: {error}") from error
+    settings = FleetSettings(name, nodes, discover(gpus), driver_name, namespace, MODES[mode], leases)
+    client, printed = client_of(kubeconfig, "tessera-fleet"), ""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with running_fleet(client, settings) as running:
+            while True:
+                if printed != str(running):
+                    printed = str(running)
+                    click.echo(f"{time.strftime('%H:%M:%S')}  {printed}")
+                time.sleep(STATE_INTERVAL_SECONDS)
+    except KeyboardInterrupt:
+        click.echo("all objects of the fleet are removed")
+
+
 def holders(root: Path) -> dict[str, str]:
     """The claims that hold devices of a simulated node: "namespace/name" by UUID of GPU or MIG device.
 
     Read from the node plugin's checkpoint, whose directory is in ``sim/plugin.json``; empty without a plugin.
     """
-    import msgspec
-
-    from kubelet_plugin.checkpoint.records import ClaimRecord
-
     try:
         folder = Path(json.loads((root / "sim" / "plugin.json").read_text(encoding="utf-8"))["stateDir"]) / "claims"
     except (OSError, ValueError, KeyError, TypeError):
@@ -125,16 +182,12 @@ def holders(root: Path) -> dict[str, str]:
 
 
 def render(node: SimulatedNode, gpus: Sequence[dict[str, Any]]) -> str:
-    """A node and its GPUs as a table."""
+    """A node and its GPUs as tables."""
     description = node.description
     title = (
         f"{click.style(description.name, bold=True)}   {len(gpus)} x {description.product}   "
         f"driver {description.driver_version}   CUDA {description.cuda_driver_version}   simulated in {node.root}"
     )
-    return "\n".join([title, *_render_gpus(gpus), *_render_partitions(description.gpu_product.memory_slices, gpus)])
-
-
-def _render_gpus(gpus: Sequence[dict[str, Any]]) -> list[str]:
     rows = [
         [
             str(gpu["index"]),
@@ -147,23 +200,18 @@ def _render_gpus(gpus: Sequence[dict[str, Any]]) -> list[str]:
         ]
         for gpu in gpus
     ]
-    table = _boxed(["GPU", "NAME", "UUID", "BUS ID", "MEMORY", "MIG", "HOLDER"], rows)
-    pending = any(gpu["migMode"] != gpu["migModePending"] for gpu in gpus)
-    notes = ["* another MIG mode is pending: it needs a GPU reset"] if pending else []
-    return [*table, *notes, *_unusual("Time-slice", "timeSlice", gpus), *_unusual("Compute mode", "computeMode", gpus)]
-
-
-def _unusual(title: str, field: str, gpus: Sequence[dict[str, Any]]) -> list[str]:
-    """A line with the GPUs whose ``field`` differs from the default, if there are any."""
-    found = [f"GPU {gpu['index']} {gpu[field]}" for gpu in gpus if gpu[field].upper() != "DEFAULT"]
-    return [f"{title}: {', '.join(found)}"] if found else []
+    lines = [title, columns(["GPU", "NAME", "UUID", "BUS ID", "MEMORY", "MIG", "HOLDER"], rows)]
+    if any(gpu["migMode"] != gpu["migModePending"] for gpu in gpus):
+        lines.append("* another MIG mode is pending: it needs a GPU reset")
+    for name, field in (("Time-slice", "timeSlice"), ("Compute mode", "computeMode")):
+        if changed := [f"GPU {gpu['index']} {gpu[field]}" for gpu in gpus if gpu[field].upper() != "DEFAULT"]:
+            lines.append(f"{name}: {', '.join(changed)}")
+    return "\n".join([*lines, *_render_partitions(description.gpu_product.memory_slices, gpus)])
 
 
 def _render_partitions(slices: int, gpus: Sequence[dict[str, Any]]) -> list[str]:
-    from tessera.slice_layout import Span, cell_width, draw_placement, draw_slices
-
     rows: list[list[str]] = []
-    spans: dict[int, dict[int, Span]] = {}
+    spans: dict[int, list[Span]] = {}
     for gpu in gpus:
         for device in gpu["migDevices"]:
             start, size = device["placement"]["start"], device["placement"]["size"]
@@ -171,12 +219,12 @@ def _render_partitions(slices: int, gpus: Sequence[dict[str, Any]]) -> list[str]
             drawn = f"{draw_placement(slices, start, size)} {start}:{size}"
             row = [str(gpu["index"]), str(device["gpuInstance"]), compute, device["profile"], drawn]
             rows.append([*row, device["uuid"] or "-", device["holder"] or "-"])
-            spans.setdefault(gpu["index"], {})[start] = Span(start, size, device["profile"])
+            spans.setdefault(gpu["index"], []).append(Span(start, size, device["profile"]))
     if not rows:
         return ["No partitions."]
-    width = cell_width(span for found in spans.values() for span in found.values())
-    drawings = [f"GPU {index}  {draw_slices(slices, found.values(), width)}" for index, found in spans.items()]
-    return [*_boxed(["GPU", "GI", "CI", "PROFILE", "PLACEMENT", "MIG UUID", "HOLDER"], rows), *drawings]
+    width = cell_width(span for found in spans.values() for span in found)
+    drawings = [f"GPU {index}  {draw_slices(slices, found, width)}" for index, found in spans.items()]
+    return [columns(["GPU", "GI", "CI", "PROFILE", "PLACEMENT", "MIG UUID", "HOLDER"], rows), *drawings]
 
 
 def _node_summary(node: NodeDescription) -> dict[str, Any]:
@@ -191,23 +239,3 @@ def _node_summary(node: NodeDescription) -> dict[str, Any]:
         "migProfiles": [profile.name for profile in node.gpu_product.profiles],
         "estimates": list(node.gpu_product.estimates),
     }
-
-
-def _gib(mib: int) -> str:
-    return f"{mib / 1024:.1f} GiB"
-
-
-def _boxed(header: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(len(line[column]) for line in [header, *rows]) for column in range(len(header))]
-    rule = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
-    head = [click.style(cell.ljust(width), bold=True) for cell, width in zip(header, widths, strict=True)]
-    body = [[_coloured(cell, width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    lines = [f"| {' | '.join(line)} |" for line in [head, *body]]
-    return [rule, lines[0], rule.replace("-", "="), *lines[1:], rule]
-
-
-def _coloured(cell: str, width: int) -> str:
-    padded = cell.ljust(width)
-    if cell == "Enabled":
-        return click.style(padded, fg="green")
-    return click.style(padded, dim=True) if cell in ("-", "Disabled", "N/A") else padded

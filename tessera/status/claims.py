@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
 
 from controller.explain.events import UNREADABLE
-from controller.explain.reasons import Code
+from controller.explain.reasons import ReasonCode
 from driver.kube.client import Object
-from driver.kube.heartbeat import HEARTBEAT, SILENT_S
-from driver.kube.types import Claim
+from driver.kube.types import Claim, Pod
+from tessera.output import counted, shortened
 from tessera.status.cluster import our_classes, requested_classes
-from tessera.status.finding import CheckOutput, Finding, counted, shortened
-from tessera.status.snapshot import Listing, StatusSnapshot, read_time
+from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot, read_time
 
 SHOWN = 3
 """Claims with a finding of their own."""
@@ -23,25 +24,25 @@ MESSAGE_CHARACTERS = 300
 """Longest message of an Event that is shown whole."""
 
 PERMANENT: Mapping[str, str] = {
-    Code.NO_SUCH_CLASS: "create the DeviceClass, or correct the claim",
-    Code.SELECTOR_REFUSED: "correct its selector: tessera lint",
-    Code.SELECTOR_FAILS: "correct its selector: tessera lint",
-    Code.NOTHING_MATCHES: "correct the claim, or add GPUs that have it",
-    Code.TOO_MANY: "ask for less",
-    Code.NO_NODE: "change the pod's node selector, affinity or tolerations, or labels and taints of nodes",
-    Code.OTHER_NODES: "change the pod's node selector, affinity or tolerations, or labels and taints of nodes",
-    Code.FAULT: "repair the GPU or uncordon it (docs/health.md), or change the claim",
-    Code.DEDICATED: "change the label of a node or a GPU (docs/controller.md), or the claim",
-    Code.RESET: "reset one of them when it is idle (docs/health.md), or change the claim",
-    Code.FOREIGN: "end the partitions that Tessera did not make, or change the claim",
-    Code.NO_GPUS: "see node plugins",
-    Code.UNUSED: "see docs/controller.md",
+    ReasonCode.NO_SUCH_CLASS: "create the DeviceClass, or correct the claim",
+    ReasonCode.SELECTOR_REFUSED: "correct its selector: tessera lint",
+    ReasonCode.SELECTOR_FAILS: "correct its selector: tessera lint",
+    ReasonCode.NOTHING_MATCHES: "correct the claim, or add GPUs that have it",
+    ReasonCode.TOO_MANY: "ask for less",
+    ReasonCode.NO_NODE: "change the pod's node selector, affinity or tolerations, or labels and taints of nodes",
+    ReasonCode.OTHER_NODES: "change the pod's node selector, affinity or tolerations, or labels and taints of nodes",
+    ReasonCode.FAULT: "repair the GPU or uncordon it (docs/health.md), or change the claim",
+    ReasonCode.DEDICATED: "change the label of a node or a GPU (docs/controller.md), or the claim",
+    ReasonCode.RESET: "reset one of them when it is idle (docs/health.md), or change the claim",
+    ReasonCode.FOREIGN: "end the partitions that Tessera did not make, or change the claim",
+    ReasonCode.NO_GPUS: "see node plugins",
+    ReasonCode.UNUSED: "see docs/controller.md",
 }
 """Remedies of reasons that need an operator; others, such as held GPUs, pass by themselves."""
 
 PERMANENT_IF_FREE: Mapping[str, str] = {
-    Code.CONSTRAINT: "change its constraints, or ask for less",
-    Code.NOT_TOGETHER: "ask for less on one node",
+    ReasonCode.CONSTRAINT: "change its constraints, or ask for less",
+    ReasonCode.NOT_TOGETHER: "ask for less on one node",
 }
 """Remedies of reasons that are permanent only if the message contains EVEN_IF_FREE."""
 
@@ -57,7 +58,7 @@ def pending(snapshot: StatusSnapshot) -> CheckOutput:
     if not explained and not unexplained and snapshot.has_read(Listing.LEASES):
         yield (
             "the controller reports no pending claim"
-            if _has_leader(snapshot)
+            if snapshot.is_led
             else "no controller reports why claims are pending"
         )
     if explained:
@@ -69,7 +70,10 @@ def pending(snapshot: StatusSnapshot) -> CheckOutput:
         yield _no_reason(snapshot, unexplained)
     permanent = [(claim, event) for claim, event in explained if _remedy(event) is not None]
     for claim, event in permanent[:SHOWN]:
-        yield _finding(claim, event)
+        message = str(event.get("message", ""))
+        shown = message if len(message) <= MESSAGE_CHARACTERS else f"{message[: MESSAGE_CHARACTERS - 1]}…"
+        text = f"is pending, and not because GPUs are held: {event['reason']}: {shown}"
+        yield Finding(f"claim {claim.metadata.path}", text, _remedy(event) or "")
     if (more := len(permanent) - SHOWN) > 0:
         yield Finding(f"{more} more", "of the same kind", READ_EVENTS)
     yield from _unreadable(snapshot)
@@ -85,19 +89,13 @@ def _remedy(event: Object) -> str | None:
 
 def _unexplained(snapshot: StatusSnapshot, explained: Collection[object]) -> list[Claim]:
     """Claims of unschedulable pods for one of our classes, whose uid is not in ``explained``."""
-    needed = {
-        (pod["metadata"].get("namespace"), name)
-        for pod in snapshot.pending_pods
-        if _is_unschedulable(snapshot, pod)
-        for name in _claim_names(pod)
-    }
+    pods = [msgspec.convert(pod, Pod) for pod in snapshot.pending_pods if _is_unschedulable(snapshot, pod)]
+    needed = {key for pod in pods for key in pod.claims}
     ours = set(our_classes(snapshot))
     return [
         claim
         for claim in snapshot.pending
-        if (claim.metadata.namespace, claim.metadata.name) in needed
-        and claim.metadata.uid not in explained
-        and ours & set(requested_classes(claim))
+        if claim.metadata.key in needed and claim.metadata.uid not in explained and ours & set(requested_classes(claim))
     ]
 
 
@@ -110,25 +108,12 @@ def _is_unschedulable(snapshot: StatusSnapshot, pod: Object) -> bool:
     return False
 
 
-def _claim_names(pod: Object) -> Iterator[str]:
-    made = {each["name"]: each.get("resourceClaimName") for each in pod["status"].get("resourceClaimStatuses") or ()}
-    for each in pod["spec"].get("resourceClaims") or ():
-        if name := each.get("resourceClaimName") or made.get(each["name"]):
-            yield str(name)
-
-
 def _no_reason(snapshot: StatusSnapshot, claims: Sequence[Claim]) -> Finding:
-    about = shortened([f"claim {_name(claim)}" for claim in claims])
-    message = (
-        "is pending, and no controller reports why"
-        if len(claims) == 1
-        else "are pending, and no controller reports why"
-    )
-    namespace = claims[0].metadata.namespace
-    remedy = f"read the scheduler's reason: kubectl -n {namespace} describe pod"
-    return Finding(
-        about, message, remedy if _has_leader(snapshot) else f"{remedy}; start a controller: it reports reasons"
-    )
+    about = shortened([f"claim {claim.metadata.path}" for claim in claims])
+    verb = "is" if len(claims) == 1 else "are"
+    remedy = f"read the scheduler's reason: kubectl -n {claims[0].metadata.namespace} describe pod"
+    start = "" if snapshot.is_led else "; start a controller: it reports reasons"
+    return Finding(about, f"{verb} pending, and no controller reports why", f"{remedy}{start}")
 
 
 def _unreadable(snapshot: StatusSnapshot) -> CheckOutput:
@@ -141,30 +126,13 @@ def _unreadable(snapshot: StatusSnapshot) -> CheckOutput:
         yield Finding(f"{about.get('kind')} {where}{about.get('name')}", str(event.get("message", "")), remedy)
 
 
-def _has_leader(snapshot: StatusSnapshot) -> bool:
-    """Whether a controller is running, which would report reasons."""
-    age = snapshot.age_of(snapshot.leases.get(HEARTBEAT))
-    return age is not None and age <= SILENT_S
-
-
 def _explained(snapshot: StatusSnapshot) -> list[tuple[Claim, Object]]:
     """Pending claims, each with the controller's latest Event about it."""
     pending = {claim.metadata.uid: claim for claim in snapshot.pending}
     latest: dict[str, Object] = {}
     for event in sorted(snapshot.events, key=lambda event: str(event.get("lastTimestamp") or "")):
         uid = event["involvedObject"].get("uid")
-        if event.get("reason") in set(Code) and snapshot.is_recent(event) and uid in pending:
+        if event.get("reason") in set(ReasonCode) and snapshot.is_recent(event) and uid in pending:
             latest[uid] = event
     found = [(pending[uid], event) for uid, event in latest.items()]
-    return sorted(found, key=lambda each: _name(each[0]))
-
-
-def _finding(claim: Claim, event: Object) -> Finding:
-    message = str(event.get("message", ""))
-    shown = message if len(message) <= MESSAGE_CHARACTERS else f"{message[: MESSAGE_CHARACTERS - 1]}…"
-    text = f"is pending, and not because GPUs are held: {event['reason']}: {shown}"
-    return Finding(f"claim {_name(claim)}", text, _remedy(event) or "")
-
-
-def _name(claim: Claim) -> str:
-    return claim.metadata.path
+    return sorted(found, key=lambda each: each[0].metadata.path)

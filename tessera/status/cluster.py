@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from driver.kube.types import Claim
 from driver.model.plan import FENCE
-from tessera.status.finding import CheckOutput, Finding, counted
-from tessera.status.snapshot import Listing, StatusSnapshot, read_time, written_at
+from tessera.output import counted
+from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot, read_time, written_at
 
 BOUNDARIES = tuple(f"own-{kind}.gpu.tessera.dev" for kind in ("claims", "events", "fence", "plan", "slices"))
 OLDEST_KUBERNETES = (1, 34)
@@ -30,9 +30,8 @@ def api(snapshot: StatusSnapshot) -> CheckOutput:
     yield f"Kubernetes {snapshot.version}"
     found = re.match(r"v(\d+)\.(\d+)", snapshot.version)
     if found and (int(found[1]), int(found[2])) < OLDEST_KUBERNETES:
-        yield Finding(
-            "API server", f"is {snapshot.version}", "update it to 1.34 or newer: resource.k8s.io/v1 is needed"
-        )
+        remedy = "update it to 1.34 or newer: resource.k8s.io/v1 is needed"
+        yield Finding("API server", f"is {snapshot.version}", remedy)
     forbidden = [(listing, failure.reason) for listing, failure in snapshot.unreadable.items() if failure.forbidden]
     if forbidden:
         remedy = "use an account that may list them: the ClusterRole is in docs/soundness.md"
@@ -70,9 +69,8 @@ def classes(snapshot: StatusSnapshot) -> CheckOutput:
     ours = our_classes(snapshot)
     yield counted(len(ours), "DeviceClass", "DeviceClasses")
     if not ours:
-        yield Finding(
-            "DeviceClasses", f"none selects devices of {snapshot.driver}", "install the chart's (values: classes)"
-        )
+        message = f"none selects devices of {snapshot.driver}"
+        yield Finding("DeviceClasses", message, "install the chart's (values: classes)")
     known = {item["metadata"]["name"] for item in snapshot.classes}
     missing = {name for claim in snapshot.claims for name in requested_classes(claim)} - known
     for name in sorted(missing):
@@ -110,11 +108,8 @@ def clocks(snapshot: StatusSnapshot) -> CheckOutput:
     for holder, seconds in sorted(skews.items()):
         if abs(seconds) > CLOCK_SKEW_SECONDS:
             direction = "ahead of" if seconds > 0 else "behind"
-            yield Finding(
-                holder,
-                f"its clock is {abs(seconds):.0f} s {direction} the API server's",
-                "synchronise it (chrony, NTP)",
-            )
+            message = f"its clock is {abs(seconds):.0f} s {direction} the API server's"
+            yield Finding(holder, message, "synchronise it (chrony, NTP)")
 
 
 def requested_classes(claim: Claim) -> Iterator[str]:
@@ -128,8 +123,5 @@ def our_classes(snapshot: StatusSnapshot) -> list[str]:
 
 
 def _our_policies(snapshot: StatusSnapshot) -> list[str]:
-    return [item["metadata"]["name"] for item in snapshot.policies if _is_policy(item["metadata"]["name"])]
-
-
-def _is_policy(name: str) -> bool:
-    return name.startswith("tessera-") or name.endswith(".gpu.tessera.dev")
+    names = [str(item["metadata"]["name"]) for item in snapshot.policies]
+    return [name for name in names if name.startswith("tessera-") or name.endswith(".gpu.tessera.dev")]

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 from driver.kube.types import GpuNodePlan, ResourceSlice, SliceDevice
 from kubelet_plugin.coexistence.other_drivers import OWNED
-from tessera.gpu_names import GpuName, faults_of, names_of
-from tessera.status.finding import CheckOutput, Finding, shortened
-from tessera.status.nodes import offered, states
-from tessera.status.snapshot import Listing, StatusSnapshot
+from tessera.gpu_names import GpuName, faults_of, names_of, states
+from tessera.output import shortened
+from tessera.status.nodes import offered
+from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot
 
 FAULT_TAINTS = ("unavailable", "unhealthy")
 
@@ -58,7 +58,7 @@ def _unhealthy(snapshot: StatusSnapshot) -> dict[str, str]:
                 if key in FAULT_TAINTS:
                     unhealthy.setdefault(_gpu_of(item, device), "=".join(filter(None, (key, taint.value))))
     for plan in _served(snapshot):
-        for state in states(plan.status.inventory):
+        for state in states(plan):
             name = GpuName(plan.metadata.name, state.number, state.gpu.uuid)
             if fault := _reported_fault(name, state.fault or "", plan):
                 unhealthy.setdefault(str(name), fault)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from driver.errors import StateError
 from driver.kube.client import Object
-from driver.kube.heartbeat import HEARTBEAT, SILENT_S
 from driver.kube.types import Claim, GpuNodePlan, SliceDevice
-from driver.model.plan import GpuReport, PlanMode, states_of
+from driver.model.plan import PlanMode
 from driver.slices.names import Pool
 from kubelet_plugin.coexistence.other_drivers import OWNED, NodeSigns, find_other_drivers
-from tessera.status.finding import CheckOutput, Finding, counted
-from tessera.status.snapshot import StatusSnapshot
+from tessera.gpu_names import states
+from tessera.output import counted
+from tessera.status.snapshot import CheckOutput, Finding, StatusSnapshot
 
 
 def slices(snapshot: StatusSnapshot) -> CheckOutput:
@@ -41,28 +38,17 @@ def devices(snapshot: StatusSnapshot) -> CheckOutput:
 def mode(snapshot: StatusSnapshot) -> CheckOutput:
     plans = snapshot.plans or {}
     serving = {item.spec.node_name for item in snapshot.slices} - {""}
-    standalone = {name for name in serving if name not in plans or plans[name].status.mode is PlanMode.ALONE}
+    standalone = {name for name in serving if name not in plans or plans[name].status.mode is PlanMode.STANDALONE}
     follow = len(serving - standalone)
     yield f"{counted(follow, 'node follows', 'nodes follow')} the controller"
     yield f"{len(standalone)} standalone"
     if idle := len(plans.keys() - serving):
         yield f"{counted(idle, 'plan')} of nodes that publish nothing"
-    yield from _plan_ages(
-        [(snapshot.now - at).total_seconds() for name, at in snapshot.planned_at.items() if name in serving]
-    )
-    beat = snapshot.age_of(snapshot.leases.get(HEARTBEAT))
-    for name in sorted(standalone & plans.keys()) if beat is not None and beat <= SILENT_S else ():
+    for name in sorted(standalone & plans.keys()) if snapshot.is_led else ():
         remedy = "it follows within two minutes of a heartbeat; after that read the log of its plugin"
         yield Finding(name, "is standalone although a controller is running", remedy)
     for name in sorted(serving & plans.keys()):
         yield from _lagging(name, plans[name])
-
-
-def _plan_ages(ages: Sequence[float]) -> CheckOutput:
-    if ages:
-        youngest, oldest = (f"{max(0.0, age):.0f}" for age in (min(ages), max(ages)))
-        span = youngest if youngest == oldest else f"{youngest} to {oldest}"
-        yield f"{'plan was' if len(ages) == 1 else 'plans were'} written {span} s ago"
 
 
 def _lagging(name: str, plan: GpuNodePlan) -> CheckOutput:
@@ -71,9 +57,8 @@ def _lagging(name: str, plan: GpuNodePlan) -> CheckOutput:
         yield Finding(name, f"is {counted(behind, 'version')} of its plan behind", "restart its plugin if it persists")
     for refused in plan.status.refused[:1]:
         more = f" and {len(plan.status.refused) - 1} more" if len(plan.status.refused) > 1 else ""
-        yield Finding(
-            name, f"can't offer what its plan requests: {refused}{more}", "the next plan takes it into account"
-        )
+        message = f"can't offer what its plan requests: {refused}{more}"
+        yield Finding(name, message, "the next plan takes it into account")
 
 
 def other_drivers(snapshot: StatusSnapshot) -> CheckOutput:
@@ -86,12 +71,8 @@ def other_drivers(snapshot: StatusSnapshot) -> CheckOutput:
             found.append(f"{each.name} on {name}")
             both = (each.gpus or frozenset()) & _published_gpus(snapshot, name)
             if both or refused:
-                shared = (
-                    f"{counted(len(both), 'GPU is', 'GPUs are')} in its slices and in ours"
-                    if both
-                    else f"{counted(refused, 'GPU is', 'GPUs are')} not offered"
-                )
-                message = f"{each}: {shared}"
+                gpus = counted(len(both) or refused, "GPU is", "GPUs are")
+                message = f"{each}: {gpus} {'in its slices and in ours' if both else 'not offered'}"
                 yield Finding(name, message, "remove it there, or exclude its GPUs: --exclude-gpus (docs/soundness.md)")
     yield "; ".join(found) or "none"
 
@@ -133,16 +114,8 @@ def _refused_gpus(snapshot: StatusSnapshot, node: str) -> int:
     can be allocated and none is held."""
     plan = (snapshot.plans or {}).get(node)
     if plan is not None and plan.status.inventory:
-        return sum((state.fault or "").endswith(OWNED) for state in states(plan.status.inventory))
+        return sum((state.fault or "").endswith(OWNED) for state in states(plan))
     devices = [device for item in snapshot.slices_of(node) for device in item.spec.devices]
     pool = Pool(node, snapshot.driver).name
     taken = any(result.pool == pool for claim in snapshot.claims for result in claim.results)
     return int(not taken and all(device.taints for device in devices))
-
-
-def states(inventory: str) -> Sequence[GpuReport]:
-    """The GPUs in a plan's status; empty if it can't be read."""
-    try:
-        return states_of(inventory)
-    except StateError:
-        return ()

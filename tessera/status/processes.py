@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 from driver.kube.client import Object
-from driver.kube.heartbeat import HEARTBEAT, LEAVING, SILENT_S
+from driver.kube.heartbeat import HEARTBEAT, LEAVING, SILENCE_TIMEOUT_SECONDS
 from kubelet_plugin.status.events import Reason
 from tessera.cluster_options import cancel_uninstall_command
-from tessera.status.finding import CheckOutput, Finding, counted, shortened
-from tessera.status.snapshot import CONTROLLER, CONTROLLER_LEASE, NODE, Listing, StatusSnapshot
+from tessera.output import counted, shortened
+from tessera.status.snapshot import CONTROLLER, CONTROLLER_LEASE, NODE, CheckOutput, Finding, Listing, StatusSnapshot
 
 OWN_LABEL = "gpu.tessera.dev/node"
 GPU_LABELS = (
@@ -28,7 +28,7 @@ KUBELET_SILENT_SECONDS = 50.0
 BY_LABEL = f"kubectl label node NODE {OWN_LABEL}=true (or install Node Feature Discovery)"
 THE_SET = f"the DaemonSet {NODE}"
 
-UNWRITABLE = {
+UNWRITABLE: Mapping[str, str] = {
     Reason.STATE_UNWRITABLE: Reason.STATE_WRITABLE,
     Reason.CDI_UNWRITABLE: Reason.CDI_WRITABLE,
 }
@@ -54,7 +54,7 @@ def _leader(snapshot: StatusSnapshot) -> CheckOutput:
     yield f"leader {holder}" if holder else "no leader"
     if not holder:
         yield Finding("controller", f"no replica is the leader; {standalone}", f"start it, or read its log: {log}")
-    elif age is None or age > SILENT_S:
+    elif age is None or age > SILENCE_TIMEOUT_SECONDS:
         since = "has not sent a heartbeat yet" if age is None else f"sent its last heartbeat {age:.0f} s ago"
         yield Finding("controller", f"{holder} {since}; {standalone}", f"it is blocked or gone; its log: {log}")
     else:
@@ -98,9 +98,8 @@ def plugins(snapshot: StatusSnapshot) -> CheckOutput:
         yield from _not_ready(snapshot)
         for name in names:
             if name not in there:
-                yield Finding(
-                    name, "has slices or a plan, but no Node of this name exists", "delete them, or register the node"
-                )
+                message = "has slices or a plan, but no Node of this name exists"
+                yield Finding(name, message, "delete them, or register the node")
         if snapshot.has_read(Listing.SLICES):
             yield from _silent(snapshot)
 
@@ -188,19 +187,7 @@ def pods_ready(snapshot: StatusSnapshot, account: str) -> CheckOutput:
     ready = [pod for pod in pods if _is_ready(pod)]
     if pods:
         yield f"{len(ready)} of {counted(len(pods), 'pod')} ready"
-    for pod in pods:
-        if pod not in ready:
-            where = pod["spec"].get("nodeName", "no node")
-            about = f"pod {pod['metadata']['name']}"
-            yield Finding(about, f"is not ready on {where}{_reasons(pod)}", _remedy(pod, snapshot.namespace))
-
-
-def _remedy(pod: Object, namespace: str) -> str:
-    name = pod["metadata"]["name"]
-    if _restarts(pod):
-        return f"read its last log: kubectl -n {namespace} logs {name} --previous"
-    describe = f"kubectl -n {namespace} describe pod {name}"
-    return f"{describe}; its /readyz?verbose lists missing conditions" if _runs(pod) else describe
+    yield from (_pod_finding(pod, snapshot.namespace) for pod in pods if pod not in ready)
 
 
 def _is_ready(pod: Object) -> bool:
@@ -208,58 +195,42 @@ def _is_ready(pod: Object) -> bool:
     return any(entry["type"] == "Ready" and entry["status"] == "True" for entry in conditions)
 
 
-def _reasons(pod: Object) -> str:
-    reasons = [str(state["waiting"].get("reason")) for state in _states(pod) if "waiting" in state]
-    if restarts := _restarts(pod):
+def _pod_finding(pod: Object, namespace: str) -> Finding:
+    """The finding about a pod that is not ready."""
+    name, containers = pod["metadata"]["name"], pod.get("status", {}).get("containerStatuses") or ()
+    states = [each.get("state") or {} for each in containers]
+    restarts = sum(int(each.get("restartCount", 0)) for each in containers)
+    reasons = [str(state["waiting"].get("reason")) for state in states if "waiting" in state]
+    remedy = f"kubectl -n {namespace} describe pod {name}"
+    if restarts:
         reasons.append(f"restarted {counted(restarts, 'time')}")
-    return f": {', '.join(reasons)}" if reasons else ""
-
-
-def _restarts(pod: Object) -> int:
-    return sum(int(entry.get("restartCount", 0)) for entry in _containers(pod))
-
-
-def _runs(pod: Object) -> bool:
-    states = _states(pod)
-    return bool(states) and all("running" in state for state in states)
-
-
-def _states(pod: Object) -> list[Mapping[str, Any]]:
-    return [entry.get("state") or {} for entry in _containers(pod)]
-
-
-def _containers(pod: Object) -> Sequence[Mapping[str, Any]]:
-    found: Sequence[Mapping[str, Any]] = pod.get("status", {}).get("containerStatuses") or ()
-    return found
+        remedy = f"read its last log: kubectl -n {namespace} logs {name} --previous"
+    elif states and all("running" in state for state in states):
+        remedy += "; its /readyz?verbose lists missing conditions"
+    message = f"is not ready on {pod['spec'].get('nodeName', 'no node')}"
+    return Finding(f"pod {name}", ": ".join(filter(None, (message, ", ".join(reasons)))), remedy)
 
 
 def directories(snapshot: StatusSnapshot) -> CheckOutput:
     """Whether plugins can write their state and CDI directories, and whether one had to be created again."""
-    latest = {
-        (_node_of(event), str(event.get("reason"))): event for event in sorted(snapshot.node_events, key=_timestamp)
-    }
-    found = list(_unwritable(snapshot, latest))
-    yield "all writable" if not found else f"{counted(len(found), 'directory', 'directories')} not writable"
-    yield from found
-    for (node, reason), event in sorted(latest.items()):
-        if reason == Reason.CDI_RESTORED and snapshot.is_recent(event):
-            yield Finding(node, str(event.get("message")), "find out what removes it; running pods were not affected")
-
-
-def _unwritable(snapshot: StatusSnapshot, latest: dict[tuple[str, str], Object]) -> Iterator[Finding]:
-    for (node, reason), event in sorted(latest.items()):
-        if reason not in UNWRITABLE or not snapshot.is_recent(event):
-            continue
-        ended = latest.get((node, UNWRITABLE[Reason(reason)]))
-        if ended is None or _timestamp(ended) < _timestamp(event):
-            remedy = (
-                "free space on that file system, or mount it read-write; no pod with a claim starts there until then"
-            )
-            yield Finding(node, str(event.get("message")), remedy)
-
-
-def _node_of(event: Object) -> str:
-    return str(event["involvedObject"].get("name", ""))
+    events = sorted(snapshot.node_events, key=_timestamp)
+    latest = {(str(event["involvedObject"].get("name", "")), str(event.get("reason"))): event for event in events}
+    recent = [key for key, event in sorted(latest.items()) if snapshot.is_recent(event)]
+    unwritable = [
+        (node, reason)
+        for node, reason in recent
+        if reason in UNWRITABLE
+        and _timestamp(latest.get((node, UNWRITABLE[reason]), {})) < _timestamp(latest[node, reason])
+    ]
+    found = counted(len(unwritable), "directory", "directories")
+    yield f"{found} not writable" if unwritable else "all writable"
+    for key in unwritable:
+        remedy = "free space on that file system, or mount it read-write; no pod with a claim starts there until then"
+        yield Finding(key[0], str(latest[key].get("message")), remedy)
+    for node, reason in recent:
+        if reason == Reason.CDI_RESTORED:
+            message = str(latest[node, reason].get("message"))
+            yield Finding(node, message, "find out what removes it; running pods were not affected")
 
 
 def _timestamp(event: Object) -> str:

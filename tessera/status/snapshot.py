@@ -1,8 +1,9 @@
-"""The snapshot that ``tessera status`` checks: every API object that concerns the installation, read once."""
+"""Input and output of the checks of ``tessera status``: API objects that concern the installation, and findings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -10,13 +11,14 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from driver.errors import NOT_FOUND, ApiError, UsageError
+from driver.errors import ApiError, UsageError
 from driver.kube.client import KubeClient, Object
-from driver.kube.heartbeat import HEARTBEAT
+from driver.kube.heartbeat import HEARTBEAT, SILENCE_TIMEOUT_SECONDS
 from driver.kube.lease import leases
-from driver.kube.reads import RESOURCE_GROUP, Page, objects, page_reader, pages, read_claims
+from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.types import Claim, GpuNodePlan, ResourceSlice
-from driver.model.plan import PATH
+from driver.slices.publisher import SLICES
+from tessera.cluster_options import find_plans, read_all
 
 EVENT_LIFETIME = timedelta(minutes=10)
 """Processes repeat the Event of a lasting condition every few minutes at the latest: an older Event is outdated."""
@@ -34,8 +36,6 @@ APPS = "/apis/apps/v1"
 EVENTS_OF_CONTROLLER = "reportingComponent=tessera-controller"
 EVENTS_OF_NODES = "involvedObject.kind=Node,reportingComponent=tessera-node"
 NOT_PLACED = "spec.nodeName=,status.phase=Pending"
-
-read_slices = page_reader(ResourceSlice)
 
 T = TypeVar("T")
 
@@ -64,6 +64,19 @@ class ReadFailure(NamedTuple):
     forbidden: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem: the object, what is wrong with it, what to do."""
+
+    about: str
+    message: str
+    remedy: str
+
+
+CheckOutput = Iterator[str | Finding]
+"""Parts of a check's summary, and its findings."""
+
+
 @dataclass(frozen=True)
 class StatusSnapshot:
     """API objects by list.
@@ -72,7 +85,7 @@ class StatusSnapshot:
     claims         with a device of the driver; ``pending`` are all claims without an allocation
     pending_pods   all pods without a node
     events         of the controller, about any object; ``node_events`` of node plugins, about their nodes
-    plans          None if the CustomResourceDefinition is not installed; ``planned_at``: when the controller wrote each
+    plans          None if the CustomResourceDefinition is not installed
     daemon_set     None if there is none, or if it can't be read
     unreadable     lists that can't be read, with the reason; their fields are empty
     """
@@ -84,7 +97,6 @@ class StatusSnapshot:
     slices: Sequence[ResourceSlice] = ()
     others: Sequence[ResourceSlice] = ()
     plans: Mapping[str, GpuNodePlan] | None = None
-    planned_at: Mapping[str, datetime] = field(default_factory=dict)
     claims: Sequence[Claim] = ()
     pending: Sequence[Claim] = ()
     events: Sequence[Object] = ()
@@ -113,6 +125,12 @@ class StatusSnapshot:
         """Seconds since a Lease was renewed, by the API server's clock."""
         written = None if lease is None else written_at(lease)
         return None if written is None else (self.now - written).total_seconds()
+
+    @property
+    def is_led(self) -> bool:
+        """Whether a controller has sent a heartbeat recently."""
+        age = self.age_of(self.leases.get(HEARTBEAT))
+        return age is not None and age <= SILENCE_TIMEOUT_SECONDS
 
     def pods_of(self, account: str) -> list[Object]:
         """The pods of a process that have not ended, by its ServiceAccount."""
@@ -159,10 +177,10 @@ def read_time(text: object) -> datetime | None:
         return None
 
 
-def written_at(item: Object, manager: str = "") -> datetime | None:
-    """Time of an object's last write, by the API server's clock; ``manager``: prefix of the field manager's name."""
+def written_at(item: Object) -> datetime | None:
+    """Time of an object's last write, by the API server's clock."""
     fields = item.get("metadata", {}).get("managedFields") or ()
-    stamps = [read_time(entry.get("time")) for entry in fields if str(entry.get("manager", "")).startswith(manager)]
+    stamps = [read_time(entry.get("time")) for entry in fields]
     return max((stamp for stamp in stamps if stamp is not None), default=None)
 
 
@@ -172,31 +190,31 @@ class SnapshotReader:
     def __init__(self, client: KubeClient, driver: str, namespace: str) -> None:
         self._client, self._driver, self._namespace = client, driver, namespace
         self._unreadable: dict[Listing, ReadFailure] = {}
-        self._planned_at: dict[str, datetime] = {}
 
     def read(self) -> StatusSnapshot:
         """Read everything. Raises UsageError if Tessera is in another namespace than the given one."""
-        claims = self._read(Listing.CLAIMS, f"{RESOURCE_GROUP}/resourceclaims", read_claims)
+        claims = self._read(Listing.CLAIMS, f"{RESOURCE_GROUP}/resourceclaims", Claim)
         snapshot = StatusSnapshot(
             self._driver,
             self._namespace,
-            version=self._version(),
-            nodes=self._list(Listing.NODES, "/api/v1/nodes"),
-            slices=self._slices(self._driver),
-            others=self._slices("gpu.nvidia.com") if self._driver != "gpu.nvidia.com" else (),
+            version=str(self._client.get_object("/version").get("gitVersion", "")),
+            nodes=self._read(Listing.NODES, "/api/v1/nodes", Object),
+            slices=self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={self._driver}"),
+            others=self._read(Listing.SLICES, SLICES, ResourceSlice, "spec.driver=gpu.nvidia.com"),
             plans=self._plans(),
-            planned_at=self._planned_at,
             claims=[claim for claim in claims if any(result.driver == self._driver for result in claim.results)],
             pending=[claim for claim in claims if claim.status.allocation is None],
-            events=self._list(Listing.EVENTS, "/api/v1/events", EVENTS_OF_CONTROLLER),
-            node_events=self._list(Listing.EVENTS, "/api/v1/events", EVENTS_OF_NODES),
-            pending_pods=self._list(Listing.PENDING_PODS, "/api/v1/pods", NOT_PLACED),
-            classes=self._list(Listing.CLASSES, f"{RESOURCE_GROUP}/deviceclasses"),
-            policies=self._list(Listing.POLICIES, f"{POLICIES}/validatingadmissionpolicies"),
-            bindings=self._list(Listing.BINDINGS, f"{POLICIES}/validatingadmissionpolicybindings"),
-            pods=self._list(Listing.PODS, f"/api/v1/namespaces/{self._namespace}/pods"),
-            leases={item["metadata"]["name"]: item for item in self._list(Listing.LEASES, leases(self._namespace))},
-            node_leases=self._list(Listing.NODE_LEASES, leases("kube-node-lease")),
+            events=self._read(Listing.EVENTS, "/api/v1/events", Object, EVENTS_OF_CONTROLLER),
+            node_events=self._read(Listing.EVENTS, "/api/v1/events", Object, EVENTS_OF_NODES),
+            pending_pods=self._read(Listing.PENDING_PODS, "/api/v1/pods", Object, NOT_PLACED),
+            classes=self._read(Listing.CLASSES, f"{RESOURCE_GROUP}/deviceclasses", Object),
+            policies=self._read(Listing.POLICIES, f"{POLICIES}/validatingadmissionpolicies", Object),
+            bindings=self._read(Listing.BINDINGS, f"{POLICIES}/validatingadmissionpolicybindings", Object),
+            pods=self._read(Listing.PODS, f"/api/v1/namespaces/{self._namespace}/pods", Object),
+            leases={
+                item["metadata"]["name"]: item for item in self._read(Listing.LEASES, leases(self._namespace), Object)
+            },
+            node_leases=self._read(Listing.NODE_LEASES, leases("kube-node-lease"), Object),
             daemon_set=next(iter(self._list_named(f"{APPS}/namespaces/{self._namespace}/daemonsets", NODE)), None),
             unreadable=self._unreadable,
         )
@@ -228,53 +246,32 @@ class SnapshotReader:
         except ApiError:
             return True
 
-    def _slices(self, driver: str) -> list[ResourceSlice]:
-        selector = {"fieldSelector": f"spec.driver={driver}"}
-        return self._read(Listing.SLICES, f"{RESOURCE_GROUP}/resourceslices", read_slices, selector)
-
-    def _read(
-        self, listing: Listing, path: str, read: Callable[[bytes], Page[T]], selectors: Mapping[str, str] | None = None
-    ) -> list[T]:
-        """All objects of a list, without the fields in which tenants may write anything."""
+    @contextmanager
+    def _recorded(self, listing: Listing) -> Iterator[None]:
+        """Record why the block can't read a list. Raises ApiError if the API server does not answer."""
         try:
-            return [item for page in pages(self._client, path, read, selectors) for item in page.items or ()]
+            yield
         except ApiError as error:
-            self._record(listing, error)
+            if error.status is None:
+                raise
+            self._unreadable[listing] = ReadFailure(str(error), error.status == FORBIDDEN)
         except msgspec.MsgspecError as error:
             self._unreadable[listing] = ReadFailure(str(error))
+
+    def _read(self, listing: Listing, path: str, kind: type[T], selector: str = "") -> list[T]:
+        """All objects of a list, with the fields of ``kind``."""
+        with self._recorded(listing):
+            return list(read_all(self._client, path, kind, {"fieldSelector": selector} if selector else {}))
         return []
 
-    def _version(self) -> str:
-        return str(self._client.get_object("/version").get("gitVersion", ""))
-
     def _plans(self) -> Mapping[str, GpuNodePlan] | None:
-        try:
-            items = list(objects(self._client, PATH))
-            self._planned_at |= {item["metadata"]["name"]: at for item in items if (at := written_at(item, CONTROLLER))}
-            return {item["metadata"]["name"]: msgspec.convert(item, GpuNodePlan) for item in items}
-        except ApiError as error:
-            if error.status == NOT_FOUND:
-                return None
-            self._record(Listing.PLANS, error)
-        except msgspec.ValidationError as error:
-            self._unreadable[Listing.PLANS] = ReadFailure(str(error))
+        with self._recorded(Listing.PLANS):
+            plans = find_plans(self._client)
+            return None if plans is None else {plan.metadata.name: plan for plan in plans}
         return {}
-
-    def _list(self, listing: Listing, path: str, fields: str = "") -> list[Object]:
-        try:
-            return list(objects(self._client, path, {"fieldSelector": fields} if fields else {}))
-        except ApiError as error:
-            self._record(listing, error)
-            return []
 
     def _list_named(self, path: str, name: str) -> list[Object]:
         """Objects of one name; a failure is not recorded, because no check depends on them."""
-        try:
-            return list(objects(self._client, path, {"fieldSelector": f"metadata.name={name}"}))
-        except ApiError:
-            return []
-
-    def _record(self, listing: Listing, error: ApiError) -> None:
-        if error.status is None:
-            raise error
-        self._unreadable[listing] = ReadFailure(str(error), error.status == FORBIDDEN)
+        with suppress(ApiError):
+            return list(read_all(self._client, path, Object, {"fieldSelector": f"metadata.name={name}"}))
+        return []

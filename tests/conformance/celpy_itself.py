@@ -2,7 +2,7 @@
 
 It is given what it needs for a fair try: ``quantity`` and ``semver`` values that compare, a map that raises for a
 missing name and is empty for a missing domain. It has no checker, so refusals are counted apart from answers. Says
-why ``deviceclasses/cel`` evaluates by itself and takes only the grammar from it.
+why ``deviceclasses/cel`` parses and evaluates by itself.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from tessera.slice_layout import Span, draw_slices
+from tessera.output import Span, draw_slices
 
 Object = Mapping[str, Any]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from driver.model.gpu import Gpu
-from tessera.output import columns
-from tessera.slice_layout import Span, draw_slices
+from tessera.output import Span, columns, draw_slices
 
 Slice = Mapping[str, Any]
 

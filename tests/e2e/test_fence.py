@@ -15,7 +15,7 @@ from controller.fence.configmap import MAX_ENTRIES, FencedDevices
 from controller.fence.protocol import Canary, Fence, FenceSettings, Withdrawable
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, load_configuration
-from driver.kube.clock import SystemClock
+from driver.kube.clock import Clock
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
@@ -103,7 +103,7 @@ def test_what_was_allocated_before_can_be_reserved_reported_and_given_back(
 ) -> None:
     held = allocate(scheduler, claim, A)
     # As if somebody fenced what is held: none of its updates may be stopped.
-    FencedDevices(controller, "tessera", SystemClock()).add([A])
+    FencedDevices(controller, "tessera", Clock()).add([A])
     wait_for(lambda: Canary(controller, "tessera").refusal(A), 60, "the fence is in force")
     report = {"driver": "gpu.tessera.dev", "pool": A.pool, "device": A.device, "conditions": []}
     for change in ({"reservedFor": [{"resource": "pods", "name": "pod", "uid": "uid-1"}]}, {"devices": [report]}):
@@ -153,7 +153,7 @@ def test_the_policy_has_no_fault_that_the_api_server_could_find(cluster: Cluster
 def test_it_is_in_force_within_milliseconds(
     fence: Fence, controller: KubeClient, scheduler: KubeClient, claim: dict[str, Any]
 ) -> None:
-    fenced = FencedDevices(controller, "tessera", SystemClock())
+    fenced = FencedDevices(controller, "tessera", Clock())
     took = []
     for number in range(50):
         device = PoolDevice(POOL, f"gpu-{100 + number}")
@@ -177,7 +177,7 @@ def test_it_is_in_force_within_milliseconds(
 def test_a_full_config_map_is_accepted_and_makes_an_allocation_hardly_slower(
     fence: Fence, controller: KubeClient, scheduler: KubeClient, claim: dict[str, Any]
 ) -> None:
-    fenced = FencedDevices(controller, "tessera", SystemClock())
+    fenced = FencedDevices(controller, "tessera", Clock())
     many = [PoolDevice(LONGEST, f"gpu-{number:020}") for number in range(MAX_ENTRIES)]
 
     devices = [PoolDevice(POOL, f"gpu-{number}") for number in range(32)]

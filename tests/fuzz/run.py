@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from controller.cluster.cache import ClusterCache
 from controller.cluster.fleet import Fleet
-from controller.curation.curator import CurationSettings, Curator
+from controller.curation.curator import Curator
 from controller.demand.demand import demand_of
 from controller.demand.matching import Matching
 from controller.demand.pending_claims import Queue
@@ -107,7 +107,7 @@ class Decider:
         self._fleet = Fleet.of([*node_of("a", gpus=2), *node_of("b", "mig-1g10gb-0", gpus=2, shares=4)])
         self._matching = Matching(DRIVER)
         self._starvation = StarvationFallback()
-        self._curator = Curator(Ranking(Measure(Weights({}))), CurationSettings(offers=2))
+        self._curator = Curator(Ranking(Measure(Weights({}))), offers=2)
 
     def decide(self) -> None:
         seen = self._cache.snapshot()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from controller.cluster.fleet import FleetGpu
 from controller.demand.demand import Demand, demand_of
 from controller.demand.matching import cel_device
-from controller.explain.reasons import Code, reasons_of
+from controller.explain.reasons import ReasonCode, reasons_of
 from deviceclasses.cel import Program, compile_selector
 from driver.model.device import Device
 from driver.model.gpu import MigMode
@@ -43,7 +43,7 @@ SELECTORS = (
 )
 """Some fail on some devices: that is part of the point."""
 
-PASSING = {Code.HELD, Code.FRAGMENTED, Code.CONSTRAINT, Code.NOT_TOGETHER}
+PASSING = {ReasonCode.HELD, ReasonCode.FRAGMENTED, ReasonCode.CONSTRAINT, ReasonCode.NOT_TOGETHER}
 """Reasons that end by themselves once claims do."""
 
 
@@ -130,7 +130,9 @@ def test_what_nothing_held_keeps_from_a_claim_is_its_reason_whatever_is_held(
     there.wants(request(selector=selector, count=count), constraints=constraints)
     idle = replace(there, gpus=[entry.unheld for entry in there.gpus])
     if lasting := reasons_of(idle.queue):
-        assert reasons_of(there.queue) == lasting
+        assert [(each.pending.key, *each[1:]) for each in reasons_of(there.queue)] == [
+            (each.pending.key, *each[1:]) for each in lasting
+        ]
     else:
         assert {each.code for each in reasons_of(there.queue)} <= PASSING
 

@@ -9,7 +9,7 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from controller.cluster.fleet import FleetGpu
-from controller.curation.curator import CurationSettings, Curator
+from controller.curation.curator import Curator
 from controller.demand.demand import demand_of
 from driver.model.device import Device, DeviceKind
 from driver.model.plan import offer_of
@@ -19,7 +19,7 @@ from tests.support.queues import FULL, SHARE, Situation, fleet_gpu, profile, req
 Wanted = tuple[str, int]
 """A selector, and how many devices of it."""
 
-CURATOR = Curator(settings=CurationSettings(offers=1))
+CURATOR = Curator(offers=1)
 """Nothing is there by chance."""
 
 AT_MOST_HALF = selected_by('type == "mig"', "memorySlices <= 4")
@@ -88,7 +88,7 @@ def test_what_is_offered_for_a_claim_suffices(
     if any(not there.queue.requirements(each) for each in there.queue.pending):
         event("unread")
         return
-    offers = CURATOR.curate(there.queue.feasibility.fleet, demand_of(there.queue)).offers
+    offers = CURATOR.curate(there.queue.feasibility.fleet, demand_of(there.queue))
     for node in NODES:
         if can_be_given(there, node, asked, rule, lambda device: True):
             break

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
+from driver.kube.clock import Clock
+
 DEADLINE_S = 60.0
 STEP_S = 0.5
 
 
-class FakeClock:
+class FakeClock(Clock):
     """``driver.kube.clock.Clock`` by hand."""
 
     def __init__(self, started: float = 1000.0) -> None:

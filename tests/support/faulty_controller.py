@@ -24,7 +24,7 @@ from controller.app import run
 from controller.fence import withdrawal
 from controller.settings import controller_settings
 from controller.steps import Step
-from driver.kube.clock import SystemClock
+from driver.kube.clock import Clock
 from driver.kube.lease import Timing
 from driver.logs import configure_logs
 from driver.steps import Moment
@@ -78,7 +78,7 @@ def main(folder: Path) -> None:
     if values.pop("hasty"):
         withdrawal.COALESCE_SECONDS = 0.05
     # A machine whose clock is wrong, in everything this process does.
-    SystemClock.now = lambda self: datetime.now(UTC) + clock_off  # type: ignore[method-assign]
+    Clock.now = lambda self: datetime.now(UTC) + clock_off  # type: ignore[method-assign]
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     timing = Timing(lease_s, lease_s * 2 / 3, lease_s * 2 / 15)

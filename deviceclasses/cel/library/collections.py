@@ -1,4 +1,4 @@
-"""Functions on lists, sets made of them, and optional values."""
+"""Functions on lists, sets made of them, and optional values; indexes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,23 @@ from itertools import pairwise
 
 from deviceclasses.cel.library.operators import checked_int, checked_uint
 from deviceclasses.cel.library.registry import function, method
-from deviceclasses.cel.types import BOOL, COMPARABLE, DOUBLE, DURATION, DYN, INT, UINT, list_of, optional_of, param
+from deviceclasses.cel.types import (
+    BOOL,
+    COMPARABLE,
+    DOUBLE,
+    DURATION,
+    DYN,
+    INT,
+    UINT,
+    list_of,
+    map_of,
+    optional_of,
+    param,
+)
 from deviceclasses.cel.values import (
+    MAX_SHOWN,
     NONE,
+    NUMERIC,
     Duration,
     EvaluationError,
     Map,
@@ -21,6 +35,7 @@ from deviceclasses.cel.values import (
     compare,
     no_overload,
     same,
+    shown,
     spend,
     type_name,
 )
@@ -136,7 +151,6 @@ for _kind in COMPARABLE:
     method("min", [list_of(_kind)], _kind)(_extreme("min", 1))
     method("max", [list_of(_kind)], _kind)(_extreme("max", -1))
     method("sort", [list_of(_kind)], list_of(_kind))(lambda members: sort_by(members, members))
-    method("@sortByAssociatedKeys", [LIST, list_of(_kind)], LIST)(sort_by)
 for _kind, _sum in SUMS.items():
     method("sum", [list_of(_kind)], _kind)(_sum)
 method("indexOf", [LIST, T], INT)(_index_of)
@@ -187,8 +201,51 @@ function("optional.unwrap", [list_of(OPTIONAL)], list_of(V))(_unwrap)
 method("unwrapOpt", [list_of(OPTIONAL)], list_of(V))(_unwrap)
 method("value", [OPTIONAL], V)(_value)
 method("hasValue", [OPTIONAL], BOOL)(lambda one: one.present)
-# The interpreter evaluates the right side of both only where the left one is absent.
+# The compiler evaluates the right side of both only where the left one is absent.
 method("or", [OPTIONAL, OPTIONAL], OPTIONAL)(lambda one, other: one if one.present else other)
 method("orValue", [OPTIONAL, V], V)(lambda one, other: one.content if one.present else other)
 method("first", [list_of(V)], OPTIONAL)(lambda members: Optional(present=True, content=members[0]) if members else NONE)
 method("last", [list_of(V)], OPTIONAL)(lambda members: Optional(present=True, content=members[-1]) if members else NONE)
+
+
+def member(value: Value, key: Value) -> Value:
+    """``value[key]`` or ``value.key``; of an optional value, an optional member."""
+    if type(value) is Optional:
+        return optional_member(value, key)
+    found = _found(value, key)
+    if found is None:
+        word = "index out of bounds" if type(value) is tuple else "no such key"
+        raise EvaluationError(f"{word}: {key[:MAX_SHOWN] if type(key) is str else shown(key)}")
+    return found[0]
+
+
+def optional_member(value: Value, key: Value) -> Optional:
+    if type(value) is Optional:
+        if not value.present:
+            return NONE
+        value = value.content
+    found = _found(value, key)
+    return NONE if found is None else Optional(present=True, content=found[0])
+
+
+def present(value: Value, key: str) -> bool:
+    return optional_member(value, key).present
+
+
+def _found(value: Value, key: Value) -> tuple[Value] | None:
+    """The member in a tuple of one; None if it is missing or ``value`` has no members."""
+    if isinstance(value, Map):
+        return value.find(key)
+    if type(value) is not tuple:
+        return None
+    if type(key) not in NUMERIC or key != int(key):
+        raise EvaluationError(f"unsupported index type {type_name(key)!r} in list")
+    return (value[int(key)],) if 0 <= key < len(value) else None
+
+
+K = param("K")
+INDEXED = [(list_of(V), INT), (map_of(K, V), K)]
+for _container, _key in [*INDEXED, *((optional_of(container), key) for container, key in INDEXED)]:
+    _element = OPTIONAL if _container.name == "optional_type" else V
+    function("_[_]", [_container, _key], _element)(member)
+    function("_[?_]", [_container, _key], OPTIONAL)(optional_member)

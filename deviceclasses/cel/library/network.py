@@ -5,34 +5,27 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
-from typing import Any
 
-from deviceclasses.cel.library.registry import function, method
+from deviceclasses.cel.library.registry import function, method, succeeds
 from deviceclasses.cel.types import BOOL, CIDR, INT, IP, STRING
 from deviceclasses.cel.values import EvaluationError, Opaque
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Ip(Opaque):
     address: Address
     type_name = IP.name
 
-    def identical(self, other: Any) -> bool:
-        return bool(self.address == other.address)
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Cidr(Opaque):
     """An address with the length of its network prefix; ``masked`` clears the host bits."""
 
     address: Address
     bits: int
     type_name = CIDR.name
-
-    def identical(self, other: Any) -> bool:
-        return bool(self.address == other.address and self.bits == other.bits)
 
     @property
     def network(self) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
@@ -59,22 +52,6 @@ def parse_cidr(text: str) -> Cidr:
     if int(bits) > found.max_prefixlen:
         raise EvaluationError(f"{text!r} has more than {found.max_prefixlen} bits")
     return Cidr(found, int(bits))
-
-
-def _is_ip(text: str) -> bool:
-    try:
-        parse_ip(text)
-    except EvaluationError:
-        return False
-    return True
-
-
-def _is_cidr(text: str) -> bool:
-    try:
-        parse_cidr(text)
-    except EvaluationError:
-        return False
-    return True
 
 
 def _contains_ip(cidr: Cidr, ip: Ip) -> bool:
@@ -108,7 +85,7 @@ def _is_link_local_multicast(ip: Ip) -> bool:
 
 
 function("ip", [STRING], IP)(parse_ip)
-function("isIP", [STRING], BOOL)(_is_ip)
+function("isIP", [STRING], BOOL)(succeeds(parse_ip))
 function("ip.isCanonical", [STRING], BOOL)(lambda text: str(parse_ip(text).address) == text)
 method("family", [IP], INT)(lambda ip: ip.address.version)
 method("isUnspecified", [IP], BOOL)(lambda ip: ip.address.is_unspecified)
@@ -118,7 +95,7 @@ method("isLinkLocalUnicast", [IP], BOOL)(lambda ip: ip.address.is_link_local)
 method("isGlobalUnicast", [IP], BOOL)(_is_global_unicast)
 function("string", [IP], STRING)(lambda ip: str(ip.address))
 function("cidr", [STRING], CIDR)(parse_cidr)
-function("isCIDR", [STRING], BOOL)(_is_cidr)
+function("isCIDR", [STRING], BOOL)(succeeds(parse_cidr))
 method("containsIP", [CIDR, STRING], BOOL)(lambda cidr, text: _contains_ip(cidr, parse_ip(text)))
 method("containsIP", [CIDR, IP], BOOL)(_contains_ip)
 method("containsCIDR", [CIDR, STRING], BOOL)(lambda cidr, text: _contains_cidr(cidr, parse_cidr(text)))

@@ -1,6 +1,6 @@
 """Operators, ``size``, and conversions between types such as ``int("5")``.
 
-``&&``, ``||``, ``?:`` and indexes are the interpreter's own.
+``&&`` and ``||`` are the compiler's own; indexes are in ``collections``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from deviceclasses.cel.values import (
     INT_MIN,
     UINT_MAX,
     EvaluationError,
-    Map,
     TypeValue,
     Uint,
     Value,
@@ -88,19 +87,9 @@ def _double_quotient(one: float, other: float) -> float:
     return math.copysign(math.inf, one) * math.copysign(1, other)
 
 
-INTEGER_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-    "_+_": operator.add,
-    "_-_": operator.sub,
-    "_*_": operator.mul,
-    "_/_": _quotient,
-    "_%_": _remainder,
-}
-DOUBLE_ARITHMETIC: dict[str, Callable[[float, float], float]] = {
-    "_+_": operator.add,
-    "_-_": operator.sub,
-    "_*_": operator.mul,
-    "_/_": _double_quotient,
-}
+ARITHMETIC: dict[str, Callable[..., Value]] = {"_+_": operator.add, "_-_": operator.sub, "_*_": operator.mul}
+INTEGER_ARITHMETIC = {**ARITHMETIC, "_/_": _quotient, "_%_": _remainder}
+DOUBLE_ARITHMETIC = {**ARITHMETIC, "_/_": _double_quotient}
 
 
 def _unsigned(body: Callable[[int, int], int]) -> Callable[[int, int], Uint]:
@@ -146,6 +135,8 @@ for _name, _wanted in ORDER.items():
 
 function("_==_", [A, A], BOOL)(equal)
 function("_!=_", [A, A], BOOL)(lambda one, other: not equal(one, other))
+# The compiler evaluates only one of both values.
+function("_?_:_", [BOOL, A, A], A)(lambda condition, yes, no: yes if condition else no)
 
 
 def _in_list(wanted: Value, members: tuple[Value, ...]) -> bool:
@@ -156,15 +147,10 @@ function("@in", [A, list_of(A)], BOOL)(_in_list)
 function("@in", [A, map_of(A, B)], BOOL)(lambda key, entries: entries.has(key))
 
 
-def _size(value: Map | str | bytes | tuple[Value, ...]) -> int:
-    return len(value)
-
-
 for _kind in (STRING, BYTES, list_of(A), map_of(A, B)):
-    function("size", [_kind], INT)(_size)
-    method("size", [_kind], INT)(_size)
+    function("size", [_kind], INT)(len)
+    method("size", [_kind], INT)(len)
 
-A = param("A")
 CONVERSIONS = frozenset(["bool", "bytes", "double", "duration", "dyn", "int", "string", "timestamp", "type", "uint"])
 INTEGER_TEXT = re.compile(r"[+-]?[0-9]+")
 UNSIGNED_TEXT = re.compile(r"[0-9]+")
@@ -250,32 +236,14 @@ def double_text(value: float) -> str:
     return f"{'-' * sign}{text[0]}{broken}e{'-' if power < 0 else '+'}{abs(power):02d}"
 
 
-def _type(value: Value) -> TypeValue:
-    return TypeValue(type_name(value))
-
-
 def _same(value: Value) -> Value:
     return value
 
 
-def _text_of_bool(value: bool) -> str:
-    return "true" if value else "false"
-
-
-SAME: list[tuple[str, Type]] = [
-    ("bool", BOOL),
-    ("bytes", BYTES),
-    ("double", DOUBLE),
-    ("duration", DURATION),
-    ("int", INT),
-    ("string", STRING),
-    ("timestamp", TIMESTAMP),
-    ("uint", UINT),
-]
-for _name, _kind in SAME:
-    function(_name, [_kind], _kind)(_same)
+for _kind in COMPARABLE:
+    function(_kind.name.removeprefix("google.protobuf.").lower(), [_kind], _kind)(_same)
 function("dyn", [A], DYN)(_same)
-function("type", [A], type_of_type(A))(_type)
+function("type", [A], type_of_type(A))(lambda value: TypeValue(type_name(value)))
 function("bool", [STRING], BOOL)(_bool)
 function("bytes", [STRING], BYTES)(lambda text: text.encode())
 function("double", [INT], DOUBLE)(float)
@@ -289,7 +257,7 @@ function("int", [TIMESTAMP], INT)(lambda value: value.nanoseconds // 10**9)
 function("uint", [DOUBLE], UINT)(_double_to_uint)
 function("uint", [INT], UINT)(checked_uint)
 function("uint", [STRING], UINT)(_uint)
-function("string", [BOOL], STRING)(_text_of_bool)
+function("string", [BOOL], STRING)(lambda value: "true" if value else "false")
 function("string", [BYTES], STRING)(_decoded)
 function("string", [DOUBLE], STRING)(double_text)
 function("string", [INT], STRING)(str)

@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from deviceclasses.cel.library.registry import function, method
+from deviceclasses.cel.library.registry import declare_order, function, method, succeeds
 from deviceclasses.cel.types import BOOL, DOUBLE, INT, QUANTITY, STRING
 from deviceclasses.cel.values import INT_MAX, INT_MIN, MAX_DIGITS, EvaluationError, Opaque, whole_number
 
@@ -153,14 +153,6 @@ def _as_integer(quantity: Quantity) -> int:
     return whole
 
 
-def _is_quantity(text: str) -> bool:
-    try:
-        parse_quantity(text)
-    except EvaluationError:
-        return False
-    return True
-
-
 def _order(one: Quantity, other: Quantity) -> int:
     return (one.value > other.value) - (one.value < other.value)
 
@@ -170,11 +162,9 @@ def _of_int(number: int) -> Quantity:
 
 
 function("quantity", [STRING], QUANTITY)(parse_quantity)
-function("isQuantity", [STRING], BOOL)(_is_quantity)
+function("isQuantity", [STRING], BOOL)(succeeds(parse_quantity))
 function("sign", [QUANTITY], INT)(lambda one: (one.value > 0) - (one.value < 0))
-method("isGreaterThan", [QUANTITY, QUANTITY], BOOL)(lambda one, other: _order(one, other) > 0)
-method("isLessThan", [QUANTITY, QUANTITY], BOOL)(lambda one, other: _order(one, other) < 0)
-method("compareTo", [QUANTITY, QUANTITY], INT)(_order)
+declare_order(QUANTITY, _order)
 method("asApproximateFloat", [QUANTITY], DOUBLE)(_as_float)
 method("asInteger", [QUANTITY], INT)(_as_integer)
 method("isInteger", [QUANTITY], BOOL)(lambda one: one.whole is not None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from deviceclasses.cel.types import Type, is_dynamic
-from deviceclasses.cel.values import CHARACTERS_PER_UNIT, Map, Value, no_overload, spend, type_name
+from deviceclasses.cel.types import BOOL, INT, Type, is_dynamic
+from deviceclasses.cel.values import CHARACTERS_PER_UNIT, EvaluationError, Map, Value, no_overload, spend, type_name
 
 Body = Callable[..., Value]
 
@@ -69,6 +70,26 @@ def _declare(name: str, takes: list[Type], gives: Type, *, member: bool) -> Call
         return body
 
     return declare
+
+
+def succeeds(convert: Callable[..., Value]) -> Callable[..., bool]:
+    """The function that says whether ``convert`` accepts its arguments."""
+
+    def accepted(*arguments: Value) -> bool:
+        try:
+            convert(*arguments)
+        except EvaluationError:
+            return False
+        return True
+
+    return accepted
+
+
+def declare_order(kind: Type, order: Callable[[Any, Any], int]) -> None:
+    """Declare the methods that compare two values of a type which has no operators; ``order`` gives -1, 0 or 1."""
+    method("compareTo", [kind, kind], INT)(order)
+    method("isGreaterThan", [kind, kind], BOOL)(lambda one, other: order(one, other) > 0)
+    method("isLessThan", [kind, kind], BOOL)(lambda one, other: order(one, other) < 0)
 
 
 def _spend_for(values: list[Value]) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-from deviceclasses.cel.library.registry import function, method
+from deviceclasses.cel.library.registry import declare_order, function, method, succeeds
 from deviceclasses.cel.types import BOOL, INT, SEMVER, STRING
 from deviceclasses.cel.values import UINT_MAX, EvaluationError, Opaque, whole_number
 
@@ -17,15 +16,14 @@ SYNTAX = re.compile(rf"{NUMBER}\.{NUMBER}\.{NUMBER}(?:-({WORDS}))?(?:\+({WORDS})
 LEADING_ZERO = re.compile(r"0[0-9]+")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Semver(Opaque):
+    """A version; build metadata is not part of it."""
+
     numbers: tuple[int, int, int]
     prerelease: tuple[str, ...]
 
     type_name = SEMVER.name
-
-    def identical(self, other: Any) -> bool:
-        return _order(self, other) == 0
 
 
 @lru_cache(maxsize=4096)
@@ -64,14 +62,6 @@ def _parse(text: str, normalize: bool = False) -> Semver:
     return parse_semver(normalized(text) if normalize else text)
 
 
-def _is_semver(text: str, normalize: bool = False) -> bool:
-    try:
-        _parse(text, normalize)
-    except EvaluationError:
-        return False
-    return True
-
-
 def _rank(version: Semver) -> tuple[object, ...]:
     """The sort key of a version: numbers before words, and a prerelease before its release."""
     words = [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in version.prerelease]
@@ -83,12 +73,9 @@ def _order(one: Semver, other: Semver) -> int:
     return (left > right) - (left < right)
 
 
-function("semver", [STRING], SEMVER)(_parse)
-function("semver", [STRING, BOOL], SEMVER)(_parse)
-function("isSemver", [STRING], BOOL)(_is_semver)
-function("isSemver", [STRING, BOOL], BOOL)(_is_semver)
-method("isGreaterThan", [SEMVER, SEMVER], BOOL)(lambda one, other: _order(one, other) > 0)
-method("isLessThan", [SEMVER, SEMVER], BOOL)(lambda one, other: _order(one, other) < 0)
-method("compareTo", [SEMVER, SEMVER], INT)(_order)
+for _takes in ([STRING], [STRING, BOOL]):
+    function("semver", _takes, SEMVER)(_parse)
+    function("isSemver", _takes, BOOL)(succeeds(_parse))
+declare_order(SEMVER, _order)
 for _position, _part in enumerate(("major", "minor", "patch")):
     method(_part, [SEMVER], INT)(lambda one, position=_position: one.numbers[position])

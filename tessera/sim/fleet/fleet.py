@@ -1,84 +1,76 @@
-"""A simulated fleet: nodes, one watch of each resource for all of them, and few threads."""
+"""A simulated fleet: its Node objects, one watch of each resource for all nodes, and few threads."""
 
 from __future__ import annotations
 
-import tempfile
+import logging
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
-from driver.errors import UsageError
-from driver.hardware.host import Host
-from driver.hardware.host_paths import HostPaths
-from driver.kube.client import KubeClient
+import click
+
+from driver.errors import CONFLICT, ApiError, EnvironmentFault, UsageError
+from driver.kube.client import KubeClient, Object
+from driver.kube.clock import micro_time, seconds_time
 from driver.kube.heartbeat import HeartbeatWatch
-from driver.kube.types import GpuNodePlan, Key
+from driver.kube.lease import LeaseSpec, lease_object, leases
+from driver.kube.types import GpuNodePlan, Key, Node, ResourceSlice
 from driver.kube.watch_cache import Change, WatchCache
 from driver.kube.work_loop import LoopPool
 from driver.model.gpu import Gpu
 from driver.model.plan import PATH, PlanMode
-from driver.simulator import ZERO_LATENCY, NodeDescription, SimulatedNode
+from driver.slices.publisher import SLICES
+from kubelet_plugin.hosts import open_host
 from kubelet_plugin.plan.api import without_status
 from kubelet_plugin.plan.follower import MODE_CHECK_INTERVAL_SECONDS
+from kubelet_plugin.settings import node_settings
+from tessera.cluster_options import read_all
 from tessera.sim.fleet.kubelets import Kubelets
-from tessera.sim.fleet.node import FleetContext, FleetNode
-from tessera.sim.fleet.node_objects import NodeObjects, Progress
+from tessera.sim.fleet.node import FleetNode, FleetSettings, PlanSource
+
+log = logging.getLogger(__name__)
+
+THREADS = 8
+"""Concurrent work loops, which mostly wait for the API server."""
+
+PUBLISHED_CHECK_INTERVAL_SECONDS = 0.2
+
+NODES = "/api/v1/nodes"
+NODE_LEASES = "kube-node-lease"
+
+FLEET_LABEL = "gpu.tessera.dev/simulated-fleet"
+"""Label of every Node of a fleet; its value is the fleet's name."""
+
+CAPACITY = {"cpu": "192", "memory": "2Ti", "ephemeral-storage": "1Ti", "pods": "500"}
+
+CONCURRENT_REQUESTS = 8
+"""Concurrent requests while objects are created or removed."""
+
+LEASE_RENEWAL_SECONDS = 20.0
+"""Kubernetes marks a node not ready after 50 s without a renewal."""
+
+LEASE_DURATION_SECONDS = 40
 
 
-def discover(description: NodeDescription) -> tuple[Gpu, ...]:
-    """The GPUs of one such node, as the node plugin discovers them. Raises UsageError if they can't be read."""
-    with tempfile.TemporaryDirectory(prefix="tessera-fleet-") as directory:
-        root = Path(directory)
-        node = SimulatedNode.open(description, root, latency=ZERO_LATENCY)
-        host = Host(node.nvml, HostPaths(root, root), simulated=True)
-        try:
-            found = host.discover()
-        finally:
-            host.close()
+def discover(gpus: str) -> tuple[Gpu, ...]:
+    """The GPUs of a simulated node of this name or file, as the node plugin discovers them. Raises UsageError."""
+    settings = node_settings(node_name="sim", gpus=f"sim:{gpus.removeprefix('sim:')}", sim_latency="zero")
+    with open_host(settings, lasting=False) as (host, _):
+        found = host.discover()
     if found.faults:
-        raise UsageError(f"the GPUs of {description.name} can't be read: {found.faults[0]}")
+        raise UsageError(f"the GPUs of {gpus} can't be read: {found.faults[0]}")
     return tuple(found.gpus)
 
 
 def gpus_of(node: str, template: Sequence[Gpu]) -> tuple[Gpu, ...]:
     """``template`` with UUIDs of the node's own, the same at each start; all other properties are shared."""
     return tuple(replace(gpu, uuid=f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{node}/{gpu.uuid}')}") for gpu in template)
-
-
-THREADS = 8
-"""Concurrent work loops, which mostly wait for the API server."""
-
-
-@dataclass(frozen=True)
-class FleetSettings:
-    """``follows``: nodes follow plans, otherwise they are standalone. ``leases``: renew the nodes' Leases; without it
-    Kubernetes marks them not ready."""
-
-    name: str
-    nodes: int
-    description: NodeDescription
-    driver: str
-    namespace: str
-    follows: bool = True
-    leases: bool = True
-
-
-@dataclass(frozen=True)
-class FleetState:
-    """Counts of nodes, pods and prepared claims; ``planned`` nodes follow a plan."""
-
-    nodes: int
-    published: int
-    planned: int
-    pods: int
-    claims: int
-    conflicts: int
 
 
 class SimulatedFleet:
@@ -88,56 +80,43 @@ class SimulatedFleet:
         self._pool = LoopPool()
         self._heartbeat = HeartbeatWatch(client, settings.namespace)
         self._plans = WatchCache(client, PATH, GpuNodePlan, without_status, self._plans_changed)
-        shared = FleetContext(
-            client,
-            settings.driver,
-            settings.namespace,
-            self._pool.loop,
-            self._plan_of,
-            self._heartbeat.alive,
-            settings.follows,
-        )
-        template = discover(settings.description)
-        self.nodes = {name: FleetNode(shared, owner, gpus_of(name, template)) for name, owner in owners.items()}
-        self.kubelets = Kubelets(client, settings.driver, self.nodes.values(), self._pool.loop)
-        self._watches = (
-            *self.kubelets.loops,
-            *((self._plans.run, self._heartbeat.run, self._check_heartbeat) if settings.follows else ()),
-        )
+        self._nodes = {
+            name: FleetNode(client, settings, self._source(name), self._pool.loop, owner, gpus_of(name, settings.gpus))
+            for name, owner in owners.items()
+        }
+        self._kubelets = Kubelets(client, settings.driver, self._nodes.values(), self._pool.loop)
+        self._watches: list[Callable[[threading.Event], None]] = [*self._kubelets.loops]
+        if settings.mode is PlanMode.PLANNED:
+            self._watches += [self._plans.run, self._heartbeat.run, self._check_heartbeat]
 
     def start(self, stop: threading.Event) -> None:
         """Publish slices and follow plans and pods until ``stop`` is set."""
-        targets: list[Callable[[threading.Event], None]] = [
-            *self._watches,
-            *[self._pool.run] * THREADS,
-            self._wake,
-        ]
-        for target in targets:
+        for target in (*self._watches, *[self._pool.run] * THREADS, self._wake):
             threading.Thread(target=target, args=(stop,), daemon=True, name=target.__qualname__).start()
-        for node in self.nodes.values():
+        for node in self._nodes.values():
             node.plan_changed()
 
     @property
-    def state(self) -> FleetState:
-        modes = Counter(node.follower.mode for node in self.nodes.values())
-        published = sum(node.published for node in self.nodes.values())
-        kubelets = self.kubelets
-        return FleetState(
-            len(self.nodes), published, modes[PlanMode.PLANNED], kubelets.running, kubelets.prepared, kubelets.conflicts
-        )
+    def published(self) -> int:
+        """Number of nodes whose slices have been written."""
+        return sum(node.published for node in self._nodes.values())
 
-    def _plan_of(self, node: str) -> GpuNodePlan | None:
-        return self._plans.get(Key("", node))
+    def __str__(self) -> str:
+        follow = sum(node.follower.mode is PlanMode.PLANNED for node in self._nodes.values())
+        return f"{len(self._nodes)} nodes, {follow} follow the controller; {self._kubelets}"
+
+    def _source(self, node: str) -> PlanSource:
+        return PlanSource(lambda: self._plans.get(Key("", node)), self._heartbeat.alive)
 
     def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> None:
         for change in changes:
-            if (node := self.nodes.get(change.key.name)) is not None:
+            if (node := self._nodes.get(change.key.name)) is not None:
                 node.plan_changed()
 
     def _check_heartbeat(self, stop: threading.Event) -> None:
         """Let every node check the age of the heartbeat periodically."""
         while not stop.wait(MODE_CHECK_INTERVAL_SECONDS):
-            for node in self.nodes.values():
+            for node in self._nodes.values():
                 node.follower.update_mode()
 
     def _wake(self, stop: threading.Event) -> None:
@@ -145,29 +124,105 @@ class SimulatedFleet:
         self._pool.wake()
 
 
+class NodeObjects:
+    """The Nodes ``name``-0000 and so on, as many as ``count``."""
+
+    def __init__(self, client: KubeClient, driver: str, name: str, count: int) -> None:
+        self._client = client
+        self._driver = driver
+        self._fleet = name
+        self.names = tuple(f"{name}-{number:04}" for number in range(count))
+
+    def create(self) -> Mapping[str, Object]:
+        """Create them; returns owner references by name. Raises ApiError, EnvironmentFault if one exists already."""
+        stored = [node["metadata"] for node in self._each("creating nodes", self.names, self._create)]
+        owner = {"apiVersion": "v1", "kind": "Node", "controller": True}
+        return {node["name"]: {**owner, "name": node["name"], "uid": node["uid"]} for node in stored}
+
+    def remove(self) -> None:
+        """Remove all Nodes of the fleet, also of an earlier run, with their plans, slices and Leases."""
+        selector = {"labelSelector": f"{FLEET_LABEL}={self._fleet}"}
+        nodes = {node.metadata.name for node in read_all(self._client, NODES, Node, selector)}
+        if not nodes:
+            return
+        driver = {"fieldSelector": f"spec.driver={self._driver}"}
+        found = read_all(self._client, SLICES, ResourceSlice, driver)
+        slices = [item.metadata.name for item in found if item.spec.node_name in nodes]
+        self._each("removing nodes", [f"{NODES}/{name}" for name in nodes], self._delete)
+        self._each("removing plans", [f"{PATH}/{name}" for name in nodes], self._delete)
+        self._each("removing slices", [f"{SLICES}/{name}" for name in slices], self._delete)
+        self._each("removing node leases", [f"{leases(NODE_LEASES)}/{name}" for name in nodes], self._delete)
+
+    def keep_alive(self, stop: threading.Event) -> None:
+        """Renew every node's Lease, as kubelets do, until ``stop`` is set."""
+        while not stop.is_set():
+            for name in self.names:
+                if stop.wait(LEASE_RENEWAL_SECONDS / len(self.names)):
+                    return
+                try:
+                    self._renew(name)
+                except ApiError as error:
+                    log.warning("renewing a node's Lease failed", extra={"node": name, "error": str(error)})
+
+    def _create(self, name: str) -> Object:
+        own = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", FLEET_LABEL: self._fleet}
+        now = seconds_time(datetime.now(UTC))
+        ready = {
+            "type": "Ready",
+            "status": "True",
+            "reason": "Simulated",
+            "message": "tessera sim fleet simulates its kubelet",
+            "lastHeartbeatTime": now,
+            "lastTransitionTime": now,
+        }
+        body: dict[str, Any] = {
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": {"name": name, "labels": own},
+            "status": {"capacity": CAPACITY, "allocatable": CAPACITY, "conditions": [ready]},
+        }
+        try:
+            return self._client.create(NODES, body)
+        except ApiError as error:
+            if error.status != CONFLICT:
+                raise
+        raise EnvironmentFault(f"Node {name} exists already and belongs to no simulated fleet: choose another --name")
+
+    def _renew(self, name: str) -> None:
+        spec = LeaseSpec(name, LEASE_DURATION_SECONDS, renew_time=micro_time(datetime.now(UTC)))
+        self._client.create_or_patch(f"{leases(NODE_LEASES)}/{name}", lease_object(NODE_LEASES, name, spec))
+
+    def _delete(self, path: str) -> None:
+        self._client.delete(path, missing_ok=True)
+
+    def _each(self, step: str, items: Sequence[str], work: Callable[[str], Any]) -> list[Any]:
+        """Call ``work`` with every item, several at once; returns the results. Raises what ``work`` raises."""
+        with (
+            ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool,
+            click.progressbar(pool.map(work, items), length=len(items), label=step) as results,
+        ):
+            return list(results)
+
+
 @contextmanager
-def running_fleet(client: KubeClient, settings: FleetSettings, progress: Progress) -> Iterator[SimulatedFleet]:
+def running_fleet(client: KubeClient, settings: FleetSettings) -> Iterator[SimulatedFleet]:
     """A fleet that publishes while the block runs; afterwards its Nodes, slices and plans are gone.
 
-    Raises ApiError, UsageError and EnvironmentFault.
+    Raises ApiError and EnvironmentFault.
     """
     stop = threading.Event()
-    objects = NodeObjects(client, settings.driver, settings.name, settings.nodes, progress)
+    objects = NodeObjects(client, settings.driver, settings.name, settings.nodes)
     objects.remove()
     try:
         fleet = SimulatedFleet(client, settings, objects.create())
         fleet.start(stop)
         if settings.leases:
             threading.Thread(target=objects.keep_alive, args=(stop,), daemon=True).start()
-        _await_published(fleet, progress)
+        with click.progressbar(length=settings.nodes, label="publishing slices") as bar:
+            while bar.pos < settings.nodes:
+                time.sleep(PUBLISHED_CHECK_INTERVAL_SECONDS)
+                bar.update(fleet.published - bar.pos)
         yield fleet
     finally:
         stop.set()
         objects.remove()
-
-
-def _await_published(fleet: SimulatedFleet, progress: Progress) -> None:
-    while (state := fleet.state).published < state.nodes:
-        progress("publishing slices", state.published, state.nodes)
-        time.sleep(0.2)
-    progress("publishing slices", state.nodes, state.nodes)

@@ -23,7 +23,7 @@ from driver.kube.clock import seconds_time
 from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.types import Claim, Key, Pod
 from driver.kube.watch_cache import Change, WatchCache
-from driver.kube.work_loop import MakeLoop, Repeating
+from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.device import Device, DeviceKind
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, device_record
 from kubelet_plugin.inventory.inventory import ClaimReference
@@ -64,32 +64,26 @@ class Kubelets:
         self._client = client
         self._driver = driver
         self._by_pool = {node.pool.name: node for node in nodes}
-        self._names = {node.name for node in self._by_pool.values()}
+        names = {node.name for node in self._by_pool.values()}
         self._make_loop = loop
         self._lock = threading.Lock()
-        self._loops: dict[Key, Repeating] = {}
+        self._loops: dict[Key, Loop] = {}
         self._prepared: dict[Key, Allocated] = {}
         self._users: dict[Key, dict[str, Key]] = defaultdict(dict)
         """Pods that use a claim and are not being deleted, by uid."""
         self._claims = WatchCache(
             client, f"{RESOURCE_GROUP}/resourceclaims", Claim, partial(allocated, driver=driver), self._claims_changed
         )
-        self._pods = WatchCache(client, "/api/v1/pods", Pod, self._ours, self._pods_changed)
+        self._pods = WatchCache(
+            client, "/api/v1/pods", Pod, lambda pod: pod if pod.spec.node_name in names else None, self._pods_changed
+        )
         self.loops = (self._claims.run, self._pods.run)
-        self.conflicts = 0
+        self._conflicts = 0
 
-    @property
-    def prepared(self) -> int:
-        """Number of prepared claims."""
-        return len(self._prepared)
-
-    @property
-    def running(self) -> int:
-        """Number of running pods."""
-        return sum(pod.status.phase == "Running" for pod in self._pods.snapshot().values())
-
-    def _ours(self, pod: Pod) -> Pod | None:
-        return pod if pod.spec.node_name in self._names else None
+    def __str__(self) -> str:
+        running = sum(pod.status.phase == "Running" for pod in self._pods.snapshot().values())
+        refused = f", {self._conflicts} were refused: their devices are held" if self._conflicts else ""
+        return f"{running} pods run, {len(self._prepared)} claims are prepared{refused}"
 
     def _pods_changed(self, changes: Sequence[Change[Pod]]) -> None:
         for change in changes:
@@ -138,7 +132,8 @@ class Kubelets:
             return None
         now = seconds_time(datetime.now(UTC))
         ready = [{"type": each, "status": "True"} for each in ("Initialized", "ContainersReady", "Ready")]
-        self._write(key, "/status", {"status": {"phase": "Running", "startTime": now, "conditions": ready}}, pod)
+        status = {"phase": "Running", "startTime": now, "conditions": ready}
+        self._client.patch_existing(f"{_path(key)}/status", {"metadata": {"uid": pod.metadata.uid}, "status": status})
         return None
 
     def _end(self, key: Key, pod: Pod) -> None:
@@ -158,7 +153,7 @@ class Kubelets:
                 holder = ClaimReference(key.namespace, key.name, claim.uid)
                 for node, names in self._held_by(claim):
                     if (conflict := node.hold(holder, names)) is not None:
-                        self.conflicts += 1
+                        self._conflicts += 1
                         log.warning("not prepared", extra={"claim": str(key), "node": node.name, "error": conflict})
                         return False
             self._prepared[key] = claim
@@ -190,9 +185,6 @@ class Kubelets:
 
     def _held_by(self, claim: Allocated) -> list[tuple[FleetNode, tuple[str, ...]]]:
         return [(self._by_pool[pool], names) for pool, names in claim.devices.items() if pool in self._by_pool]
-
-    def _write(self, key: Key, subresource: str, body: dict[str, object], pod: Pod) -> None:
-        self._client.patch_existing(f"{_path(key)}{subresource}", {"metadata": {"uid": pod.metadata.uid}, **body})
 
 
 def _path(pod: Key) -> str:

@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
-
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan, Key
-from driver.kube.work_loop import MakeLoop, Repeating
+from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.plan import PlanMode
@@ -21,6 +19,7 @@ from driver.slices.publisher import SLICES, Publisher
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter
 from kubelet_plugin.plan.follower import InMemoryPlanStore, PlanFollower, PlanMemory, new_epoch
+from tessera.cluster_options import read_all
 
 
 class OwnSlices:
@@ -52,9 +51,9 @@ class OwnSlices:
 
     def read(self) -> None:
         """Read all slices from the API server. Raises ApiError."""
-        found = msgspec.json.decode(self._client.get(SLICES, self._query), type=Object)
+        found = list(read_all(self._client, SLICES, Object, self._query))
         self._kept = {}
-        for item in found.get("items") or ():
+        for item in found:
             self.observe(item)
 
 
@@ -67,31 +66,36 @@ class PlanSource:
 
 
 @dataclass(frozen=True)
-class FleetContext:
-    """What all nodes have in common. ``plan_of``: plan by node name; ``follows``: False if nodes are standalone."""
+class FleetSettings:
+    """``gpus``: those of each node, which get UUIDs of their own. ``leases``: renew the nodes' Leases; otherwise
+    Kubernetes marks the nodes not ready."""
 
-    client: KubeClient
+    name: str
+    nodes: int
+    gpus: Sequence[Gpu]
     driver: str
     namespace: str
-    loop: MakeLoop
-    plan_of: Callable[[str], GpuNodePlan | None]
-    controller_lives: Callable[[], bool]
-    follows: bool
+    mode: PlanMode
+    leases: bool
 
 
 class FleetNode:
-    """Starts like a node that followed plans before and offers nothing yet; without plans it is standalone."""
+    """One node; in mode PLANNED it starts like a node that followed plans before and offers nothing yet."""
 
-    def __init__(self, shared: FleetContext, owner: Mapping[str, str], gpus: Sequence[Gpu]) -> None:
+    def __init__(
+        self,
+        client: KubeClient,
+        settings: FleetSettings,
+        source: PlanSource,
+        loop: MakeLoop,
+        owner: Mapping[str, str],
+        gpus: Sequence[Gpu],
+    ) -> None:
         """``owner``: reference to its Node object."""
-        self._shared = shared
-        client, loop, name = shared.client, shared.loop, owner["name"]
-        self.name = name
-        self.pool = Pool(name, shared.driver)
+        self.name, self._loop = owner["name"], loop
+        self.pool = Pool(self.name, settings.driver)
         self.inventory = Inventory(gpus, number_gpus(gpus, {}))
-        source = PlanSource(partial(shared.plan_of, name), shared.controller_lives) if shared.follows else NO_CONTROLLER
-        mode = PlanMode.PLANNED if shared.follows else PlanMode.ALONE
-        store = InMemoryPlanStore(PlanMemory(new_epoch(), mode))
+        store = InMemoryPlanStore(PlanMemory(new_epoch(), settings.mode))
         self.follower = PlanFollower(
             source, self.inventory, store, tuple, self.plan_changed, lambda: self._plan_status.notify()
         )
@@ -101,19 +105,12 @@ class FleetNode:
             client, self.pool, self._desired, lambda: owner, store=self._slices, loop=self._slices_loop
         )
         self._plan_status = PlanStatusWriter(client, source.plan, self.follower.status, loop=loop)
-        self._fence_release = FenceRelease(
-            client, shared.namespace, self.pool.name, self.follower.standalone_epoch, loop
-        )
+        self._fence_release = FenceRelease(client, settings.namespace, self.name, self.follower.standalone_epoch, loop)
 
     @property
     def published(self) -> bool:
         """Whether its slices have been written."""
         return self._publisher.published.is_set()
-
-    @property
-    def slices(self) -> Sequence[Object]:
-        """Its slices, by name, uid and version."""
-        return tuple(self._slices.snapshot().values())
 
     def devices(self, names: Sequence[str]) -> list[Device]:
         """Its devices of these names, as far as they exist."""
@@ -147,8 +144,8 @@ class FleetNode:
     def _desired(self) -> Mapping[str, Content]:
         return self._builder.build(self.follower.published())
 
-    def _slices_loop(self, name: str, work: Callable[[], float | None], coalesce_s: float) -> Repeating:
-        return self._shared.loop(name, partial(self._reading_after_failure, work), coalesce_s)
+    def _slices_loop(self, name: str, work: Callable[[], float | None], coalesce_s: float) -> Loop:
+        return self._loop(name, partial(self._reading_after_failure, work), coalesce_s)
 
     def _reading_after_failure(self, work: Callable[[], float | None]) -> float | None:
         try:
@@ -156,7 +153,3 @@ class FleetNode:
         except ApiError:
             self._slices.read()
             raise
-
-
-NO_CONTROLLER = PlanSource(lambda: None, lambda: False)
-"""Without plans and heartbeat: the node is standalone."""

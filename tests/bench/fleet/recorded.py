@@ -29,7 +29,6 @@ from driver.model.plan import (
     line,
     offer_of,
 )
-from driver.simulator import load_description
 from driver.slices.build import PublishedGpu, SliceBuilder, slice_object
 from driver.slices.names import Pool
 from driver.slices.publisher import SLICES
@@ -83,7 +82,7 @@ def record(count: int, directory: Path) -> None:
     Made once for each kind of node, as text, in which names and UUIDs are then replaced.
     """
     writers = {path: _Pages(directory, path) for path in (SLICES, CLAIMS, NODES, PATH, PODS, CLASSES)}
-    like = discover(load_description("dgx-h100"))
+    like = discover("dgx-h100")
     template = gpus_of(NAME, like)
     texts = {kind: _texts(node_like(kind, template)) for kind in ("whole", "cut", "offering", "free")}
     for index in range(count):

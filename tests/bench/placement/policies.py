@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.curation.curator import CurationSettings, Curator
+from controller.curation.curator import Curator
 from controller.demand.demand import Demand
 from driver.model.device import Device
 from driver.model.plan import Offer, offer_of
@@ -56,11 +56,12 @@ class Curated:
 
     def refresh(self, fleet: Fleet, waiting: Request | None) -> None:
         demands = [_demand(fleet, waiting)] if waiting else []
-        curation = self.curator.curate(fleet, demands, self._offers)
-        self.exchanged += sum(1 for entry in curation.taken_back if entry.reason != "gone")
-        changed = set(curation.offers) ^ set(self._offers)
+        offers = self.curator.curate(fleet, demands, self._offers)
+        possible = {offer_of(device) for entry in fleet for device in entry.possible}
+        self.exchanged += len(possible & set(self._offers) - set(offers))
+        changed = set(offers) ^ set(self._offers)
         self.updates += len({fleet.gpus[offer.gpu].node for offer in changed})
-        self._offers = curation.offers.keys()
+        self._offers = offers
 
     def offered(self, gpus: Sequence[FleetGpu], key: Key) -> list[Device]:
         there = {entry.gpu.uuid: entry for entry in gpus}
@@ -71,7 +72,7 @@ class Curated:
 
 
 def curated(offers: int, weights: Weights = EQUAL) -> Curated:
-    return Curated(Curator(Ranking(Measure(weights)), CurationSettings(offers=offers)))
+    return Curated(Curator(Ranking(Measure(weights)), offers=offers))
 
 
 def possible(entry: FleetGpu, key: Key) -> list[Device]:

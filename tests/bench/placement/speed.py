@@ -60,7 +60,7 @@ def measure(nodes: int) -> Speed:
 
 
 def _refresh(curator: Curator, gpus: dict[str, FleetGpu], published: Collection[Offer]) -> list[Offer]:
-    return list(curator.curate(Fleet(gpus), (), published).offers)
+    return list(curator.curate(Fleet(gpus), (), published))
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:

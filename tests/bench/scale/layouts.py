@@ -137,7 +137,7 @@ class Curated(Fitting):
     def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[Key, int]) -> None:
         super().changed(held, waiting)
         standing = self._standing()
-        if any(standing[key] < max(self._curator.settings.offers, waiting.get(key, 0)) for key in self._keys):
+        if any(standing[key] < max(self._curator.offers, waiting.get(key, 0)) for key in self._keys):
             self._offer(waiting)
 
     def _standing(self) -> Counter[Key]:
@@ -148,7 +148,7 @@ class Curated(Fitting):
     def _offer(self, waiting: Mapping[Key, int]) -> None:
         demands = [Demand(key) for key, count in waiting.items() for _ in range(count)]
         published = [offer for offers in self._offers.values() for offer in offers]
-        for offer in self._curator.curate(self.fleet(), demands, published, published).offers:
+        for offer in self._curator.curate(self.fleet(), demands, published, published):
             standing = self._offers.get(offer.gpu, frozenset())
             if offer not in standing:
                 self._offers[offer.gpu] = standing | {offer}

@@ -25,8 +25,12 @@ def led(api: ObjectApi) -> Iterator[Controller]:
     with in_thread(controller.run, api.end_watches):
         yield controller
     own = {thread for thread in set(threading.enumerate()) - before if "process_request" not in thread.name}
-    api.end_watches()  # also those that began after the first time
-    eventually(lambda: not any(thread.is_alive() for thread in own), "its threads have ended")
+
+    def ended() -> bool:
+        api.end_watches()  # also a watch that a thread began just before it could see that it has to end
+        return not any(thread.is_alive() for thread in own)
+
+    eventually(ended, "its threads have ended")
 
 
 def refuse(exchange: Exchange) -> None:

@@ -18,7 +18,7 @@ from controller.cluster.node_views import NodeView
 from controller.controller import DECISION_INTERVAL_SECONDS, soonest
 from controller.plans import LAZY_WRITE_DELAY_SECONDS, MAX_WRITES, RETRY_INTERVAL_SECONDS, PlanSpecs, PlanWriter
 from driver.kube.client import Object
-from driver.kube.heartbeat import SILENT_S
+from driver.kube.heartbeat import SILENCE_TIMEOUT_SECONDS
 from driver.kube.types import PAUSED, GpuNodePlan, PlanMetadata
 from driver.model.plan import Offer, PlanMode, PlanSpec, PlanStatus, offer_of
 from tests.support.api_server import Exchange, HttpServer
@@ -124,7 +124,7 @@ def test_decisions_are_never_further_apart_than_the_sign_of_life_needs() -> None
     assert soonest(None, None) == DECISION_INTERVAL_SECONDS
     assert soonest(55.0, None) == DECISION_INTERVAL_SECONDS
     assert soonest(55.0, 0.3, None) == 0.3
-    assert 2 * DECISION_INTERVAL_SECONDS < SILENT_S
+    assert 2 * DECISION_INTERVAL_SECONDS < SILENCE_TIMEOUT_SECONDS
 
 
 def test_what_a_node_may_be_taking_away_just_now_is_not_offered_before_it_is_gone() -> None:
@@ -143,7 +143,7 @@ def test_what_a_node_may_be_taking_away_just_now_is_not_offered_before_it_is_gon
     [
         pytest.param("", PlanMode.PLANNED, "e", True, id="it does what the plan says"),
         pytest.param("true", PlanMode.PLANNED, "e", False, id="a person does the planning"),
-        pytest.param("", PlanMode.ALONE, "e", False, id="it stands alone"),
+        pytest.param("", PlanMode.STANDALONE, "e", False, id="it stands alone"),
         pytest.param("", PlanMode.PLANNED, "older", False, id="it has stood alone since the plan was written"),
     ],
 )

@@ -14,7 +14,7 @@ from driver.http import Check, Endpoint, health_pages
 from driver.kube.client import ApiReach
 from driver.kube.work_loop import Loop
 from driver.steps import observed, unobserved
-from driver.watchdog import STUCK_S, Watchdog
+from driver.watchdog import STUCK_TIMEOUT_SECONDS, Watchdog
 from kubelet_plugin.claims.steps import Step
 from tests.harness.waiting import wait_for
 from tests.support.metrics import fetch
@@ -83,11 +83,11 @@ def test_a_thread_that_ended_is_named() -> None:
         pass
 
     lasting = dog.start(lasts)
-    assert dog.look() is None
+    assert dog.failure() is None
     dog.start(ends)
-    assert "ends has ended" in str(wait_for(dog.look, 60, "the thread that ended is noticed"))
+    assert "ends has ended" in str(wait_for(dog.failure, 60, "the thread that ended is noticed"))
     stop.set()
-    assert dog.look() is None
+    assert dog.failure() is None
     lasting.join(60)
 
 
@@ -105,12 +105,12 @@ def test_work_that_does_not_end_is_named_and_work_that_fails_is_not() -> None:
     loop.notify()
     working = dog.start(loop.run)
     assert begun.wait(60)
-    assert dog.look() is None
-    clock.now += STUCK_S + 1
-    assert dog.look() == f"publishing takes {STUCK_S + 1:.0f} s"
+    assert dog.failure() is None
+    clock.now += STUCK_TIMEOUT_SECONDS + 1
+    assert dog.failure() == f"publishing takes {STUCK_TIMEOUT_SECONDS + 1:.0f} s"
     go.set()
     wait_for(lambda: watched.failure == "refused", 60, "the turn ended")
-    assert dog.look() is None
+    assert dog.failure() is None
     stop.set()
     loop.notify()
     working.join(60)  # what it still has to log is not for the next test
@@ -121,12 +121,12 @@ def test_a_step_that_does_not_end_is_named() -> None:
     dog = Watchdog(threading.Event(), clock)
     observer = dog.steps(unobserved, Step.DISCOVER, dog.watch("discovering"))
     with observed(observer, Step.DISCOVER):
-        clock.now += STUCK_S + 1
-        assert dog.look() is not None
-    assert dog.look() is None
+        clock.now += STUCK_TIMEOUT_SECONDS + 1
+        assert dog.failure() is not None
+    assert dog.failure() is None
     with observed(observer, Step.LISTEN):
-        clock.now += STUCK_S + 1
-        assert dog.look() is None
+        clock.now += STUCK_TIMEOUT_SECONDS + 1
+        assert dog.failure() is None
 
 
 @pytest.mark.parametrize(("status", "reached"), [(200, True), (404, True), (403, True), (None, False), (500, False)])

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from controller.cluster.fleet import Fleet
-from controller.curation.curator import CurationSettings, Curator
+from controller.curation.curator import Curator
+from controller.curation.ranked_fleet import RankedFleet
 from controller.demand.demand import Demand
 from driver.model.device import DeviceKind
 from driver.model.plan import Offer
-from driver.placement import FULL, SHARE, Key, Ranking
+from driver.placement import FULL, SHARE, Key, Ranking, Terms
 from tests.support.fleets import SMALL, holding, node, partition, take
 
 CURATOR = Curator(Ranking())
@@ -35,8 +36,15 @@ def gpus_of(offers: Iterable[Offer], key: Key) -> set[str]:
     return {offer.gpu for offer in offers if (offer.type, offer.profile) == key}
 
 
+def terms_of(fleet: Fleet, offer: Offer) -> Terms:
+    ranked = RankedFleet(fleet, CURATOR.ranking)
+    place = ranked.place(offer)
+    assert place is not None
+    return ranked.terms(place)
+
+
 def test_two_of_everything_stand_though_nobody_waits() -> None:
-    offers = CURATOR.curate(fleet_of("a", "b", "c")).offers
+    offers = CURATOR.curate(fleet_of("a", "b", "c"))
     for key in (
         FULL,
         *map(partition, ("1g.10gb", "1g.10gb+me", "1g.20gb", "2g.20gb", "3g.40gb", "4g.40gb", "7g.80gb")),
@@ -48,27 +56,27 @@ def test_two_of_everything_stand_though_nobody_waits() -> None:
 
 def test_partitions_gather_on_the_node_that_is_cut_already() -> None:
     fleet = holding(fleet_of("a", "b", "c", gpus=8), {"b/5": "mig-1g10gb-6"})
-    offers = CURATOR.curate(fleet).offers
+    offers = CURATOR.curate(fleet)
     assert {offer.gpu.split("/")[0] for offer in offers} == {"b"}
     assert of_key(offers, SMALL) == ["b/5/1g.10gb@4", "b/5/1g.10gb@5"]
     assert "b/5" not in gpus_of(offers, FULL)
 
 
 def test_a_burst_finds_an_offer_for_every_claim_and_cuts_as_few_gpus_as_it_can() -> None:
-    offers = CURATOR.curate(fleet_of("a", "b", gpus=8), [Demand(SMALL, 21)]).offers
+    offers = CURATOR.curate(fleet_of("a", "b", gpus=8), [Demand(SMALL, 21)])
     assert len(of_key(offers, SMALL)) == 21
     assert gpus_of(offers, SMALL) == {"a/0", "a/1", "a/2"}
 
 
 def test_demand_beyond_what_fits_gets_what_fits() -> None:
-    offers = CURATOR.curate(fleet_of("a"), [Demand(partition("3g.40gb"), 100)]).offers
+    offers = CURATOR.curate(fleet_of("a"), [Demand(partition("3g.40gb"), 100)])
     assert len(of_key(offers, partition("3g.40gb"))) == 4
 
 
 def test_claims_that_only_some_gpus_serve_find_offers_there_on_top_of_everyone_elses() -> None:
     fleet = fleet_of("a", "b", gpus=4)
     narrow, wide = frozenset({"b/3"}), frozenset({"b/2", "b/3"})
-    offers = CURATOR.curate(fleet, [Demand(SMALL, 2, narrow), Demand(SMALL, 3, wide), Demand(SMALL, 1)]).offers
+    offers = CURATOR.curate(fleet, [Demand(SMALL, 2, narrow), Demand(SMALL, 3, wide), Demand(SMALL, 1)])
     small = [offer for offer in offers if (offer.type, offer.profile) == SMALL]
     assert sum(offer.gpu in narrow for offer in small) >= 2
     assert sum(offer.gpu in wide for offer in small) >= 5
@@ -78,8 +86,8 @@ def test_claims_that_only_some_gpus_serve_find_offers_there_on_top_of_everyone_e
 def test_demand_for_what_the_fleet_lacks_is_left_aside() -> None:
     fleet = fleet_of("a")
     waiting = [Demand(partition("1g.5gb"), 3), Demand(SHARE), Demand(SMALL, 9, frozenset({"gone/0"}))]
-    offers = CURATOR.curate(fleet, waiting).offers
-    assert set(CURATOR.curate(fleet).offers) <= set(offers)
+    offers = CURATOR.curate(fleet, waiting)
+    assert set(CURATOR.curate(fleet)) <= set(offers)
     assert len(of_key(offers, SMALL)) == 9
 
 
@@ -88,32 +96,32 @@ CLIQUES = tuple(frozenset(f"{name}/{number}" for number in range(4)) for name in
 
 def test_gpus_asked_for_together_are_offered_in_one_clique() -> None:
     fleet = holding(fleet_of("a", "b", "c", gpus=4), {"a/1": "mig-1g10gb-6", "c/1": "full"})
-    offers = CURATOR.curate(fleet, [Demand(FULL, 4, together=CLIQUES)]).offers
+    offers = CURATOR.curate(fleet, [Demand(FULL, 4, together=CLIQUES)])
     assert of_key(offers, FULL) == [f"b/{number}/full" for number in range(4)]
 
 
 def test_two_claims_for_whole_cliques_get_two_cliques() -> None:
     fleet = fleet_of("a", "b", "c", gpus=4)
-    offers = CURATOR.curate(fleet, [Demand(FULL, 4, together=CLIQUES)] * 2).offers
+    offers = CURATOR.curate(fleet, [Demand(FULL, 4, together=CLIQUES)] * 2)
     assert gpus_of(offers, FULL) == CLIQUES[0] | CLIQUES[1]
 
 
 def test_a_clique_that_is_offered_already_is_not_exchanged_for_another() -> None:
     fleet = fleet_of("a", "b", "c", gpus=4)
     published = [Offer(uuid, DeviceKind.FULL) for uuid in sorted(CLIQUES[2])]
-    offers = CURATOR.curate(fleet, [Demand(FULL, 4, together=CLIQUES)], published).offers
+    offers = CURATOR.curate(fleet, [Demand(FULL, 4, together=CLIQUES)], published)
     assert gpus_of(offers, FULL) == CLIQUES[2]
 
 
 def test_together_where_nothing_has_room_asks_for_nothing() -> None:
     fleet = holding(fleet_of("a", gpus=4), {"a/1": "full"})
-    assert CURATOR.curate(fleet, [Demand(FULL, 4, together=CLIQUES)]).offers == CURATOR.curate(fleet).offers
+    assert CURATOR.curate(fleet, [Demand(FULL, 4, together=CLIQUES)]) == CURATOR.curate(fleet)
 
 
 def test_partitions_of_one_gpu_are_asked_for_together_too() -> None:
     fleet = holding(fleet_of("a"), {"a/0": "mig-3g40gb-4 mig-1g10gb-3 mig-1g10gb-2"})
     singles = tuple(frozenset({uuid}) for uuid in fleet.gpus)
-    offers = CURATOR.curate(fleet, [Demand(SMALL, 3, together=singles)]).offers
+    offers = CURATOR.curate(fleet, [Demand(SMALL, 3, together=singles)])
     assert sum(offer.gpu == "a/1" for offer in offers if (offer.type, offer.profile) == SMALL) >= 3
 
 
@@ -121,48 +129,47 @@ def test_an_offer_that_is_only_a_little_worse_stays() -> None:
     fleet = holding(fleet_of("a", "b", "c"), {"a/0": "mig-1g10gb-6"})
     little = offer("a/0", "3g.40gb", 0)
     best = CURATOR.curate(fleet)
-    assert little in best.offers
-    patient = Curator(CURATOR.ranking, CurationSettings(offers=1, stickiness=100.0))
+    assert little in best
+    patient = Curator(CURATOR.ranking, offers=1, stickiness=100.0)
     worse = offer("c/1", "1g.10gb", 0)
-    assert worse in patient.curate(fleet, published=[worse]).offers
+    assert worse in patient.curate(fleet, published=[worse])
 
 
-def test_an_offer_that_is_clearly_worse_is_exchanged_and_says_for_what() -> None:
+def test_an_offer_that_is_clearly_worse_is_exchanged() -> None:
     fleet = holding(fleet_of("a", "b"), {"a/0": "mig-1g10gb-6"})
     worse = offer("b/1", "1g.10gb", 0)
-    curation = CURATOR.curate(fleet, published=[worse])
-    [taken] = curation.taken_back
-    assert (taken.offer, taken.reason) == (worse, "worse")
-    assert taken.terms is not None
-    assert taken.better is not None
-    assert taken.terms.growth > taken.better.growth + CURATOR.settings.stickiness
+    offers = CURATOR.curate(fleet, published=[worse])
+    assert worse not in offers
+    better = min(terms_of(fleet, each).growth for each in offers if Key(each.type, each.profile) == SMALL)
+    assert terms_of(fleet, worse).growth > better + CURATOR.stickiness
 
 
 def test_an_offer_that_somebody_got_is_gone_and_another_takes_its_place() -> None:
     fleet = fleet_of("a", "b")
-    before = CURATOR.curate(fleet).offers
+    before = CURATOR.curate(fleet)
     got = next(offer for offer in before if (offer.type, offer.profile) == SMALL)
     after = CURATOR.curate(take(fleet, got), published=before)
-    assert got in [entry.offer for entry in after.taken_back if entry.reason == "gone"]
-    assert len(of_key(after.offers, SMALL)) == 2
+    assert got not in after
+    assert len(of_key(after, SMALL)) == 2
 
 
 def test_what_a_burst_left_over_is_taken_back_as_surplus() -> None:
     fleet = fleet_of("a", "b")
-    before = CURATOR.curate(fleet, [Demand(SMALL, 9)]).offers
+    before = CURATOR.curate(fleet, [Demand(SMALL, 9)])
     after = CURATOR.curate(fleet, published=before)
-    assert [entry.reason for entry in after.taken_back] == ["surplus"] * 7
+    assert set(after) < set(before)
+    assert len(before) - len(after) == 7
 
 
 def test_a_protected_offer_is_kept_beside_the_better_ones() -> None:
     fleet = holding(fleet_of("a", "b"), {"a/0": "mig-1g10gb-6"})
     worse = offer("b/1", "1g.10gb", 0)
-    assert worse in CURATOR.curate(fleet, published=[worse], protected=[worse]).offers
+    assert worse in CURATOR.curate(fleet, published=[worse], protected=[worse])
 
 
 def test_shares_are_offered_on_the_gpu_that_is_shared_already() -> None:
     fleet = holding(fleet_of("a", "b", shares=4), {"b/1": "share-2"})
-    assert of_key(CURATOR.curate(fleet).offers, SHARE) == ["b/1/share-0", "b/1/share-1"]
+    assert of_key(CURATOR.curate(fleet), SHARE) == ["b/1/share-0", "b/1/share-1"]
 
 
 def divided(fleet: Fleet, *uuids: str) -> Fleet:
@@ -176,7 +183,7 @@ def test_full_gpus_that_have_shares_are_offered_after_all_others(product: str) -
     fleet, last = divided(free, "a/0", "b/3"), {"a/0", "b/3"}
     offers: Iterable[Offer] = ()
     for taken in range(8):
-        offers = CURATOR.curate(fleet, published=list(offers)).offers
+        offers = CURATOR.curate(fleet, published=list(offers))
         offered = gpus_of(offers, FULL)
         assert len(offered & last) == max(0, min(2, 8 - taken) - (6 - min(taken, 6))), taken
         fleet = take(fleet, Offer(min(offered - last or offered), DeviceKind.FULL))
@@ -185,21 +192,20 @@ def test_full_gpus_that_have_shares_are_offered_after_all_others(product: str) -
 def test_a_full_gpu_that_has_shares_is_taken_back_once_another_is_free() -> None:
     shared = Offer("a/0", DeviceKind.FULL)
     busy = divided(holding(fleet_of("a"), {"a/1": "full"}), "a/0")
-    assert shared in CURATOR.curate(busy).offers
-    once = Curator(CURATOR.ranking, CurationSettings(offers=1))
-    [taken] = once.curate(divided(fleet_of("a"), "a/0"), published=[shared]).taken_back
-    assert (taken.offer, taken.reason) == (shared, "worse")
+    assert shared in CURATOR.curate(busy)
+    once = Curator(CURATOR.ranking, offers=1)
+    assert gpus_of(once.curate(divided(fleet_of("a"), "a/0"), published=[shared]), FULL) == {"a/1"}
 
 
 def test_full_gpus_together_are_offered_where_none_of_them_has_shares() -> None:
     fleet = divided(holding(fleet_of("a", "b", gpus=4), {"a/1": "full", "a/2": "full"}), "a/0")
     cliques = [frozenset(f"{name}/{number}" for number in range(4)) for name in "ab"]
-    offers = CURATOR.curate(fleet, [Demand(FULL, 2, together=tuple(cliques))]).offers
+    offers = CURATOR.curate(fleet, [Demand(FULL, 2, together=tuple(cliques))])
     assert gpus_of(offers, FULL) == {"b/0", "b/1"}
 
 
 def test_the_first_partition_leaves_the_gpus_that_have_shares_alone() -> None:
-    offers = CURATOR.curate(divided(fleet_of("a", gpus=8), "a/0", "a/3"), [Demand(SMALL, 7)]).offers
+    offers = CURATOR.curate(divided(fleet_of("a", gpus=8), "a/0", "a/3"), [Demand(SMALL, 7)])
     assert gpus_of(offers, SMALL) == {"a/1"}
 
 
@@ -215,12 +221,13 @@ def test_the_first_partition_leaves_the_gpus_that_have_shares_alone() -> None:
 def test_a_gpu_offers_what_it_may(change: dict[str, object], offered: set[str]) -> None:
     [entry] = node("a", 1)
     fleet = Fleet.of([replace(entry, **change)])  # type: ignore[arg-type]
-    assert {str(offer.type) for offer in CURATOR.curate(fleet).offers} == offered
+    assert {str(offer.type) for offer in CURATOR.curate(fleet)} == offered
 
 
 def test_an_offer_says_which_requests_it_costs_how_much() -> None:
     fleet = holding(fleet_of("a", gpus=1), {"a/0": "mig-1g10gb-6"})
-    terms = CURATOR.curate(fleet).offers[offer("a/0", "1g.10gb", 4)]
+    assert offer("a/0", "1g.10gb", 4) in CURATOR.curate(fleet)
+    terms = terms_of(fleet, offer("a/0", "1g.10gb", 4))
     clique = CURATOR.ranking.clique((CURATOR.ranking.gpu(fleet.gpus["a/0"].state),))
     best = clique.best(SMALL)
     assert best is not None

@@ -74,7 +74,7 @@ def test_a_claim_with_a_thousand_selectors_takes_no_more_than_its_namespace_has(
     situation.wants(request(selector=profile("1g.10gb")), name="small")
     began = time.thread_time()
     queue = situation.queue
-    reasons = {reason.claim: reason for reason in reasons_of(queue)}
+    reasons = {reason.pending.key: reason for reason in reasons_of(queue)}
     took = time.thread_time() - began
     assert took < BUDGET_SECONDS, "a fraction of what all of them take"
     assert EXHAUSTED in reasons["team/hostile"].sentence

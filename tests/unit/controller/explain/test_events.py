@@ -10,7 +10,7 @@ from controller.cluster.dedication import DEDICATED_TO
 from controller.cluster.fleet import Fleet
 from controller.explain.events import EventReporter
 from controller.explain.reasons import reasons_of
-from driver.kube.events import QUIET_S, Recorder
+from driver.kube.events import REPEAT_INTERVAL_SECONDS, Recorder
 from tests.support.api_server import Object, ObjectApi
 from tests.support.clock import FakeClock
 from tests.support.queues import FULL, Situation, node_of, request
@@ -63,7 +63,7 @@ def test_a_node_is_told_of_its_wrong_labels_all_in_one_event(told: Told) -> None
 def test_it_is_told_again_only_when_something_else_is_wrong(told: Told) -> None:
     told.labels(gpu_0="traning")
     told.event("traning")
-    told.clock.advance(2 * QUIET_S)
+    told.clock.advance(2 * REPEAT_INTERVAL_SECONDS)
     told.labels(gpu_0="traning")
     told.labels(gpu_0="trainings")
     assert told.event("trainings is ignored")["count"] == 2
@@ -79,7 +79,7 @@ def test_a_reason_lies_on_the_claim_or_on_the_pod_that_has_none_yet(told: Told) 
     there = Situation(node_of("a", "full")).wants(request(selector=FULL))
     there.device_class("gpu-training", FULL, extendedResourceName="nvidia.com/gpu")
     there.pod("old", containers=[{"resources": {"requests": {"nvidia.com/gpu": "1"}}}])
-    told.reporter.claims(there.queue, reasons_of(there.queue))
+    told.reporter.claims(reasons_of(there.queue))
     eventually(lambda: len(told.events()) == 2, "an Event for each")
     found = {event["involvedObject"]["kind"]: event for event in told.events()}
     assert found["ResourceClaim"]["involvedObject"]["apiVersion"] == "resource.k8s.io/v1"

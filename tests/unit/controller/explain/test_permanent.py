@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from controller.cluster.fleet import FleetGpu
-from controller.explain.reasons import ClaimReason, Code, reasons_of
+from controller.explain.reasons import ClaimReason, ReasonCode, reasons_of
 from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
 from tests.support.gpus import H100
@@ -20,7 +20,7 @@ PARTITIONS = frozenset({DeviceKind.PARTITION})
 
 
 def reason(there: Situation, claim: str = "claim") -> ClaimReason:
-    [found] = [each for each in reasons_of(there.queue) if each.claim == f"default/{claim}"]
+    [found] = [each for each in reasons_of(there.queue) if each.pending.key == f"default/{claim}"]
     return found
 
 
@@ -43,46 +43,51 @@ def just(selector: str, **more: Any) -> dict[str, Any]:
 
 
 CASES = [
-    pytest.param(node_of("a", gpus=4), clique_of(4), Code.CONSTRAINT, id="no GPU has NVLink"),
+    pytest.param(node_of("a", gpus=4), clique_of(4), ReasonCode.CONSTRAINT, id="no GPU has NVLink"),
     pytest.param(
         [fleet_gpu("a", n, facts={"nvlink_clique": f"clique-{n // 2}"}) for n in range(4)],
         clique_of(3),
-        Code.CONSTRAINT,
+        ReasonCode.CONSTRAINT,
         id="cliques are too small",
     ),
-    pytest.param(node_of("a"), one_each(FULL, profile("1g.99gb")), Code.NOTHING_MATCHES, id="the second has no device"),
+    pytest.param(
+        node_of("a"), one_each(FULL, profile("1g.99gb")), ReasonCode.NOTHING_MATCHES, id="the second has no device"
+    ),
     pytest.param(
         node_of("a"),
         {"requests": [request(selector=FULL), request(name="many", selector=FULL, count=3)]},
-        Code.TOO_MANY,
+        ReasonCode.TOO_MANY,
         id="the second asks for too many",
     ),
-    pytest.param(node_of("a"), one_each(FULL, FULL, FULL), Code.NOT_TOGETHER, id="three requests, two GPUs"),
+    pytest.param(node_of("a"), one_each(FULL, FULL, FULL), ReasonCode.NOT_TOGETHER, id="three requests, two GPUs"),
     pytest.param(
         node_of("a", gpus=8),
         {"requests": [request(name=f"r{n}", selector=profile("1g.10gb"), count=17) for n in range(2)]},
-        Code.TOO_MANY,
+        ReasonCode.TOO_MANY,
         id="more than a claim can have",
     ),
     pytest.param(
         [fleet_gpu("a", 0), fleet_gpu("a", 1, uses=PARTITIONS)],
         just(FULL, count=2),
-        Code.DEDICATED,
+        ReasonCode.DEDICATED,
         id="one is kept for partitions",
     ),
     pytest.param(
-        [fleet_gpu("a", 0), fleet_gpu("a", 1, fault="Xid 79")], just(FULL, count=2), Code.FAULT, id="one has a fault"
+        [fleet_gpu("a", 0), fleet_gpu("a", 1, fault="Xid 79")],
+        just(FULL, count=2),
+        ReasonCode.FAULT,
+        id="one has a fault",
     ),
     pytest.param(
         [fleet_gpu("a", 0), fleet_gpu("a", 1, fault="Xid 79")],
         just(FULL, allocationMode="All"),
-        Code.FAULT,
+        ReasonCode.FAULT,
         id="all of them, and one has a fault",
     ),
     pytest.param(
         [fleet_gpu("a", 0, A100, facts={"mig_mode": MigMode.ENABLED}), fleet_gpu("a", 1, A100)],
         just(FULL, count=2),
-        Code.RESET,
+        ReasonCode.RESET,
         id="one needs a reset",
     ),
     pytest.param(
@@ -91,14 +96,14 @@ CASES = [
             "requests": [request(name=f"r{n}", selector=FULL) for n in range(2)],
             "constraints": [{"matchAttribute": CLIQUE}],
         },
-        Code.FAULT,
+        ReasonCode.FAULT,
         id="one of the clique has a fault",
     ),
-    pytest.param([fleet_gpu("a", 0, foreign=0b1)], just(FULL), Code.FOREIGN, id="a partition of somebody else's"),
+    pytest.param([fleet_gpu("a", 0, foreign=0b1)], just(FULL), ReasonCode.FOREIGN, id="a partition of somebody else's"),
     pytest.param(
         [fleet_gpu("a", 0, foreign=0b1)],
         just(profile("1g.10gb"), count=7),
-        Code.FOREIGN,
+        ReasonCode.FOREIGN,
         id="too little beside a partition of somebody else's",
     ),
 ]
@@ -107,7 +112,7 @@ CASES = [
 @pytest.mark.parametrize(("gpus", "claim", "code"), CASES)
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_what_waiting_never_helps_has_the_same_reason_on_an_idle_and_on_a_busy_fleet(
-    gpus: list[FleetGpu], claim: dict[str, Any], code: Code, *, busy: bool
+    gpus: list[FleetGpu], claim: dict[str, Any], code: ReasonCode, *, busy: bool
 ) -> None:
     there = Situation(all_held(gpus) if busy else gpus)
     there.wants(*claim["requests"], constraints=claim.get("constraints", ()))
@@ -132,40 +137,42 @@ def test_one_fault_too_many_is_told_with_the_gpu_that_has_it() -> None:
     assert "even if nothing were held" in found.sentence
     assert "1 of the 2 GPUs" in found.sentence
     assert "gpu-1 of a (Xid 79)" in found.sentence
-    assert found.data["obstacles"] == {"fault": 1}
 
 
 def test_claims_of_one_pod_that_never_fit_together_are_told_so_while_gpus_are_held() -> None:
     there = Situation([*node_of("a", "full", gpus=1), *node_of("b", "full", gpus=1)])
     there.pod("pod", *[there.claim(f"claim-{n}", request(selector=FULL)) for n in range(2)])
     for name in ("claim-0", "claim-1"):
-        assert reason(there, name).code is Code.NOT_TOGETHER
+        assert reason(there, name).code is ReasonCode.NOT_TOGETHER
         assert "even if nothing were held" in reason(there, name).sentence
 
 
 def test_a_claim_whose_pod_has_an_impossible_one_is_told_of_that() -> None:
     there = Situation(node_of("a", "full"))
     there.pod("pod", there.claim("fine", request(selector=FULL)), there.claim("dream", request("nope")))
-    assert reason(there, "dream").code is Code.NO_SUCH_CLASS
-    assert (reason(there, "fine").code, "default/dream" in reason(there, "fine").sentence) == (Code.NOT_TOGETHER, True)
+    assert reason(there, "dream").code is ReasonCode.NO_SUCH_CLASS
+    assert (reason(there, "fine").code, "default/dream" in reason(there, "fine").sentence) == (
+        ReasonCode.NOT_TOGETHER,
+        True,
+    )
 
 
 def test_of_alternatives_one_that_only_waits_is_nearer_than_one_that_never_will() -> None:
     gpus = [replace(entry, fault="Xid 79") for entry in node_of("b", product=A100, facts={"mig_mode": MigMode.ENABLED})]
     there = Situation([*node_of("a", "mig-1g10gb-0", gpus=1), *gpus])
     both = first_available(("never", profile("1g.5gb")), ("later", FULL))
-    assert reason(there.wants(both)).code is Code.HELD
+    assert reason(there.wants(both)).code is ReasonCode.HELD
 
 
 def test_what_is_only_held_is_still_said_to_be_held() -> None:
     gpus = [fleet_gpu("a", n, H100, "full", facts={"nvlink_clique": "clique"}) for n in range(4)]
     there = Situation(gpus).wants(*clique_of(4)["requests"], **_constraints())
-    assert reason(there).code is Code.HELD
+    assert reason(there).code is ReasonCode.HELD
 
 
 def test_all_devices_of_nodes_that_have_more_than_a_claim_can_have() -> None:
     there = Situation(node_of("a", gpus=5)).wants(request(selector=profile("1g.10gb"), allocationMode="All"))
-    assert reason(there).code is Code.TOO_MANY
+    assert reason(there).code is ReasonCode.TOO_MANY
     assert "all devices of a node" in reason(there).sentence
     assert "more than the 32" in reason(there).sentence
 
@@ -175,6 +182,6 @@ def test_more_than_a_node_has_where_the_pod_may_run_is_not_called_more_than_any_
     there.node("a", {"pool": "a"})
     there.wants(request(selector=FULL, count=4), nodeSelector={"pool": "a"})
     assert (reason(there).code, "no node where its pod may run has more than 2" in reason(there).sentence) == (
-        Code.TOO_MANY,
+        ReasonCode.TOO_MANY,
         True,
     )

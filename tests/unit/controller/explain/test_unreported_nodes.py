@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controller.cluster.node_views import NodeView
-from controller.explain.reasons import Code, reasons_of
+from controller.explain.reasons import ReasonCode, reasons_of
 from controller.explain.unreported_nodes import (
     ALL_REPORTED,
     REPORT_TIMEOUT_SECONDS,
@@ -71,18 +71,22 @@ def test_nothing_is_said_of_what_matches_while_a_node_is_about_to_tell() -> None
 
 def test_what_is_held_is_said_all_the_same() -> None:
     there = Situation(node_of("a", "full")).wants(request(selector=FULL))
-    assert [each.code for each in reasons_of(there.queue, UnreportedNodes(("b",), may_report=True))] == [Code.HELD]
+    assert [each.code for each in reasons_of(there.queue, UnreportedNodes(("b",), may_report=True))] == [
+        ReasonCode.HELD
+    ]
 
 
 def test_a_class_that_is_not_there_is_said_at_once() -> None:
     there = Situation([]).wants(request("nope"))
-    assert [each.code for each in reasons_of(there.queue, UnreportedNodes(may_report=True))] == [Code.NO_SUCH_CLASS]
+    assert [each.code for each in reasons_of(there.queue, UnreportedNodes(may_report=True))] == [
+        ReasonCode.NO_SUCH_CLASS
+    ]
 
 
 def test_a_node_that_stays_silent_is_named_beside_what_is_missing_elsewhere() -> None:
     there = Situation(node_of("a")).wants(request(selector=profile("1g.99gb")))
     [found] = reasons_of(there.queue, UnreportedNodes(("b",)))
-    assert found.code is Code.NOTHING_MATCHES
+    assert found.code is ReasonCode.NOTHING_MATCHES
     assert found.sentence.endswith("(nothing is known yet of the GPUs of b)")
 
 
@@ -99,6 +103,6 @@ def test_without_any_gpu_it_is_said_that_none_is_known_and_not_what_is_selected(
     unreported: UnreportedNodes, part: str
 ) -> None:
     [found] = reasons_of(Situation([]).wants(request(selector=FULL)).queue, unreported)
-    assert found.code is Code.NO_GPUS
+    assert found.code is ReasonCode.NO_GPUS
     assert part in found.sentence
     assert "device." not in found.sentence

@@ -9,7 +9,7 @@ import pytest
 
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.node_views import PoolPart, incomplete_pools
-from controller.explain.reasons import ClaimReason, Code
+from controller.explain.reasons import ClaimReason, ReasonCode
 from controller.explain.unscheduled import GATES, Standing, UnscheduledClaims, satisfying
 from driver.model.plan import Offer, offer_of
 from tests.support.clock import FakeClock
@@ -57,7 +57,7 @@ class Watched:
     def told(self) -> str:
         """What is said after a minute."""
         [reason] = self.after(MINUTE)
-        assert reason.code is Code.UNUSED
+        assert reason.code is ReasonCode.UNUSED
         return reason.sentence
 
 
@@ -71,8 +71,8 @@ class TestWhen:
     def test_a_claim_is_reported_after_a_minute_and_as_long_as_it_waits(self) -> None:
         watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
         assert watched.after(MINUTE - 1) == []
-        assert [each.claim for each in watched.after(1)] == ["default/claim"]
-        assert [each.claim for each in watched.after(600)] == ["default/claim"]
+        assert [each.pending.key for each in watched.after(1)] == ["default/claim"]
+        assert [each.pending.key for each in watched.after(600)] == ["default/claim"]
 
     def test_the_minute_begins_with_the_offer_if_that_came_later(self) -> None:
         watched = Watched(waiting())
@@ -156,7 +156,7 @@ class TestWhatIsSaid:
         there.device_class("gpu-training", FULL, extendedResourceName="nvidia.com/gpu")
         there.pod("old", containers=[{"resources": {"requests": {"nvidia.com/gpu": "1"}}}])
         [reason] = Watched(there, "a/gpu-0").after(MINUTE)
-        assert (reason.claim, reason.of_pod) == ("default/old", True)
+        assert (reason.pending.key, reason.pending.not_created) == ("default/old", True)
 
 
 class TestWhatWouldDo:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driver.kube import events
-from driver.kube.events import BURST, MESSAGE_BYTES, MOST_WAITING, QUIET_S, Recorder, shortened
+from driver.kube.events import BURST, MAX_WAITING, MESSAGE_BYTES, REPEAT_INTERVAL_SECONDS, Recorder, shortened
 from driver.kube.types import Reference
 from tests.support.api_server import Object, ObjectApi
 from tests.support.clock import FakeClock
@@ -99,7 +99,7 @@ def test_the_same_again_is_counted_and_written_once_a_minute(api: ObjectApi, clo
         recorder.event(NODE, "Marker", "written after the others were not")
         settled(api, "default", reason="Marker")
         assert settled(api, "team-a")["count"] == 1
-        clock.advance(QUIET_S)
+        clock.advance(REPEAT_INTERVAL_SECONDS)
         settled(api, "team-a", count=51)
     assert api.count("PATCH") == 1
 
@@ -172,10 +172,10 @@ def test_callers_are_never_held_up_and_the_oldest_is_dropped_when_too_many_wait(
 ) -> None:
     recorder = Recorder(api.server.client(), "tessera-controller", "controller-0", clock)
     began = time.monotonic()
-    for number in range(MOST_WAITING + 1):
+    for number in range(MAX_WAITING + 1):
         recorder.event(Reference("Pod", f"pod-{number}", "team-a"), "Waiting", "waits")
     assert time.monotonic() - began < 5
-    assert len(recorder._waiting) == MOST_WAITING
+    assert len(recorder._waiting) == MAX_WAITING
     assert "pod-0" not in {waiting.about.name for waiting in recorder._waiting.values()}
     assert "too many Events" in caplog.text
 

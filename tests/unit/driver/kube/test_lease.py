@@ -157,7 +157,7 @@ def test_never_do_two_lead_whatever_gets_lost_and_however_late_they_come(moves: 
         for move in moves:
             what, _, unit = move.partition(" ")
             if unit == "tries":
-                electors[what]._tried()
+                electors[what]._try()
             elif unit == "s":
                 for clock in clocks.values():
                     clock.advance(int(what))

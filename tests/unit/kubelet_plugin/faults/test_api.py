@@ -47,7 +47,7 @@ KINDS = [
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timeouts of a third of a second instead of 10 s, watches of a second or two instead of some minutes."""
     monkeypatch.setattr(transport, "REQUEST_TIMEOUT_SECONDS", 0.3)
-    monkeypatch.setattr(watch_cache, "WATCH_S", (1, 2))
+    monkeypatch.setattr(watch_cache, "WATCH_SECONDS", (1, 2))
     monkeypatch.setattr(watch_cache, "SILENCE_TIMEOUT_SECONDS", 2.3)
     monkeypatch.setattr(scan, "SCAN_INTERVAL_SECONDS", 0.3)
     monkeypatch.setattr(monitor, "EVENT_TIMEOUT_SECONDS", 0.3)

@@ -91,7 +91,7 @@ def followed(node: NodeUnderTest) -> Followed:
 
 def test_without_a_controller_everything_that_fits_is_offered(followed: Followed) -> None:
     assert followed.published() == followed.node.offered(0)
-    assert followed.follower.mode is PlanMode.ALONE
+    assert followed.follower.mode is PlanMode.STANDALONE
 
 
 def test_a_first_plan_takes_nothing_away(followed: Followed) -> None:
@@ -211,7 +211,7 @@ class TestALostController:
         everything = planned.published()
         planned.controller.is_alive = True
         assert planned.published() == everything
-        assert planned.follower.mode is PlanMode.ALONE
+        assert planned.follower.mode is PlanMode.STANDALONE
 
     def test_a_restart_of_the_plugin_goes_on_as_planned_until_its_patience_ends(self, planned: Followed) -> None:
         planned.start()
@@ -228,7 +228,7 @@ class TestALostController:
     def test_unreadable_memory_means_alone(self, planned: Followed) -> None:
         (planned.node.root / "state" / "plan.json").write_text("{")
         planned.start()
-        assert planned.follower.mode is PlanMode.ALONE
+        assert planned.follower.mode is PlanMode.STANDALONE
 
 
 def test_a_plan_that_is_deleted_means_alone_after_a_while(followed: Followed) -> None:
@@ -295,7 +295,7 @@ def test_a_change_of_mode_that_publishing_finds_is_told(followed: Followed) -> N
     before = followed.changes
     followed.now += MODE_SPREAD_SECONDS
     followed.published()
-    assert followed.follower.mode is PlanMode.ALONE
+    assert followed.follower.mode is PlanMode.STANDALONE
     assert followed.changes == before + 1
 
 
@@ -316,7 +316,7 @@ def test_what_is_published_never_goes_to_make_room(node: NodeUnderTest) -> None:
 def test_alone_nothing_is_closed(followed: Followed) -> None:
     followed.node.preparer.prepare(followed.node.api.allocate("infer", SMALL))
     followed.told(PlanSpec(epoch="another", offers=followed.offers(OTHER)))
-    assert followed.follower.mode is PlanMode.ALONE
+    assert followed.follower.mode is PlanMode.STANDALONE
     assert closed(followed) == set()
 
 

@@ -45,7 +45,7 @@ def test_codes_are_names_or_numbers(node: SimulatedNode) -> None:
     run(node, "fail", "--code", "15", "--gpu", "0")
     run(node, "fail", "--code", "NVML_ERROR_IN_USE", "--gpu", "0")
     assert [row["code"] for row in json.loads(run(node, "list", "-o", "json").output)] == ["GPU_IS_LOST", "IN_USE"]
-    with pytest.raises(UsageError, match="--code: 'broken' is no NVML error; known: UNINITIALIZED"):
+    with pytest.raises(UsageError, match="--code: 'broken' is unknown; known: UNINITIALIZED"):
         run(node, "fail", "--code", "broken")
 
 

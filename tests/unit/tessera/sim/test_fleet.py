@@ -11,7 +11,6 @@ from click.testing import CliRunner, Result
 from driver.errors import EnvironmentFault, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import Claim, Key, Pod
-from driver.simulator import load_description
 from driver.slices.names import Pool
 from tessera.cli import main
 from tessera.sim.fleet.fleet import discover, gpus_of
@@ -62,7 +61,7 @@ def test_a_cluster_that_does_not_answer_is_told_of(tmp_path: Path) -> None:
 
 
 def test_nodes_differ_in_the_uuids_of_their_gpus_alone_and_keep_them() -> None:
-    like = discover(load_description("h100-1"))
+    like = discover("h100-1")
     one, again, other = (gpus_of(name, like) for name in ("sim-0000", "sim-0000", "sim-0001"))
     assert one == again
     assert {gpu.uuid for gpu in one}.isdisjoint(gpu.uuid for gpu in other)

@@ -9,11 +9,10 @@ import click
 import pytest
 import yaml
 
-from tessera.commands.status import as_json, as_text
-from tessera.status.checks import CHECKS, run_checks
+from tessera.commands.status import CHECKS, as_json, as_text, run_checks
 from tessera.status.snapshot import Listing, ReadFailure, StatusSnapshot
 from tests.support.chart import manifests
-from tests.unit.tessera.status.test_checks import DRIVER, NODE, NOW, SOUND, found, plan, pod, result
+from tests.unit.tessera.status.test_checks import DRIVER, NODE, SOUND, found, plan, pod, result
 
 DAEMON_SET = next(yaml.safe_load_all(manifests()["node-plugin.yaml"]))
 EMPTY = replace(SOUND, slices=[], plans={}, claims=[], daemon_set=DAEMON_SET)
@@ -46,7 +45,7 @@ def test_nobody_publishing_is_found_where_the_daemon_set_can_not_be_read() -> No
 
 
 def test_a_plan_of_an_earlier_install_is_told_as_that() -> None:
-    left = replace(EMPTY, plans={NODE: plan()}, planned_at={NODE: NOW})
+    left = replace(EMPTY, plans={NODE: plan()})
     assert f"{NODE} no node plugin runs there, but a plan of an earlier one is left" in found(left)["node plugins"]
     assert "read its log" not in as_text(run_checks(left))
     told = "0 nodes follow the controller, 0 standalone, 1 plan of nodes that publish nothing"
@@ -67,7 +66,7 @@ def without(snapshot: StatusSnapshot, *whats: Listing) -> StatusSnapshot:
     fields: dict[Listing, dict[str, Any]] = {
         Listing.NODES: {"nodes": []},
         Listing.SLICES: {"slices": [], "others": []},
-        Listing.PLANS: {"plans": {}, "planned_at": {}},
+        Listing.PLANS: {"plans": {}},
         Listing.CLAIMS: {"claims": [], "pending": []},
         Listing.CLASSES: {"classes": []},
         Listing.POLICIES: {"policies": []},

@@ -1,0 +1,368 @@
+"""The compiler: the type of each node, as the API server finds it at admission, and the function that evaluates it.
+
+What the API server refuses is refused here, with the position of the first error and the nearest name that exists.
+Variables are kept in the numbered slots of a frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import singledispatchmethod
+
+from deviceclasses.cel import nodes
+from deviceclasses.cel.hints import advice, nearest, unsupported
+from deviceclasses.cel.library.collections import member, optional_member, present
+from deviceclasses.cel.library.operators import CONVERSIONS
+from deviceclasses.cel.library.registry import FUNCTIONS, Overload, chosen
+from deviceclasses.cel.library.text import regex
+from deviceclasses.cel.nodes import Node, dotted
+from deviceclasses.cel.primitives import (
+    DIRECT,
+    Evaluate,
+    Frame,
+    bind,
+    bound_value,
+    combined,
+    entries_of,
+    in_constants,
+    members,
+    optional_map,
+    quantifier,
+    sorted_by,
+    transform,
+    work_of,
+)
+from deviceclasses.cel.types import (
+    ANY,
+    BOOL,
+    DEVICE,
+    DEVICE_FIELDS,
+    DYN,
+    INT,
+    TYPES,
+    Bindings,
+    Type,
+    is_dynamic,
+    list_of,
+    map_of,
+    most_general,
+    optional_of,
+    type_of_type,
+    unwrapped,
+)
+from deviceclasses.cel.values import EvaluationError, Map, TypeValue, Value, type_name
+from driver.errors import CelError
+
+PATTERN_FUNCTIONS = ("matches", "find", "findAll")
+
+Typed = tuple[Type, Evaluate]
+"""The type of a node and the function that evaluates it."""
+
+
+def compile_tree(expression: str, root: Node) -> Callable[[Value], Value]:
+    """Return the function from a device to the value of a selector. It raises EvaluationError on failure.
+
+    Raises CelError with the position of the first type error, else of the first constant that can't be converted or
+    pattern that RE2 refuses, as Kubernetes does.
+    """
+    compiler = _Compiler(expression)
+    found, evaluate = compiler.build(root)
+    compiler.finish(root, found)
+    size = compiler.size
+    return lambda device: evaluate([device, *[None] * size])
+
+
+class _Compiler:
+    def __init__(self, expression: str) -> None:
+        self.size = 0
+        self._expression = expression
+        self._bindings = Bindings()
+        self._scope: dict[str, Typed] = {"device": (DEVICE, lambda frame: frame[0])}
+        self._constants: dict[Evaluate, Value] = {}
+        self._collections: list[list[tuple[Node, Type, bool]]] = []
+        self._wrong_constants: list[CelError] = []
+
+    def finish(self, root: Node, found: Type) -> None:
+        """Check what is known only after all nodes. Raises CelError."""
+        found = self._bindings.resolve(found, final=True)
+        if found not in (BOOL, ANY):
+            raise self._error(root, f"the expression gives {found}; a selector has to give bool")
+        for each in self._collections:
+            self._check_equal_types(each)
+        for error in self._wrong_constants:
+            raise error
+
+    def _check_equal_types(self, collection: Sequence[tuple[Node, Type, bool]]) -> None:
+        """Refuse members of different types; known and dynamic types are different."""
+        first: Type | None = None
+        for node, found, optional in collection:
+            resolved = self._bindings.resolve(found, final=True)
+            resolved = unwrapped(resolved) if optional else resolved
+            first = first or resolved
+            if resolved != first:
+                raise self._different(node, resolved, first)
+
+    def _error(self, node: Node, message: str) -> CelError:
+        return CelError(message, self._expression, node.position)
+
+    def _different(self, node: Node, one: Type, other: Type) -> CelError:
+        return self._error(node, f"{one} next to {other}; all members of a list or map have the same type")
+
+    def _unknown(self, node: Node, name: str, known: Sequence[str], what: str = "name") -> CelError:
+        return self._error(node, unsupported(name) or f"unknown {what} {name!r}{nearest(name, known)}")
+
+    def _constant(self, value: Value) -> Evaluate:
+        def constant(_: Frame) -> Value:
+            return value
+
+        self._constants[constant] = value
+        return constant
+
+    @contextmanager
+    def _variables(self, names: Sequence[str], types: Sequence[Type], *, bound: bool = False) -> Iterator[list[int]]:
+        """Declare variables for the duration of the block, and give their slots; ``bound`` ones may hold an error."""
+        outer = self._scope
+        slots = [self.size + 1 + index for index in range(len(names))]
+        self.size += len(names)
+        read = bound_value if bound else lambda slot: lambda frame: frame[slot]
+        self._scope = {**outer, **dict(zip(names, zip(types, map(read, slots), strict=True), strict=True))}
+        try:
+            yield slots
+        finally:
+            self._scope = outer
+
+    @singledispatchmethod
+    def build(self, node: Node) -> Typed:
+        """Compile a node and all nodes below it."""
+        raise NotImplementedError(type(node).__name__)
+
+    @build.register
+    def _literal(self, node: nodes.Literal) -> Typed:
+        return TYPES[type_name(node.value)], self._constant(node.value)
+
+    @build.register
+    def _name(self, node: nodes.Name) -> Typed:
+        found = self._scope.get(node.name) or self._type_named(node.name)
+        if found is None:
+            raise self._unknown(node, node.name, [*self._scope, *TYPES])
+        return found
+
+    def _type_named(self, name: str) -> Typed | None:
+        return (type_of_type(TYPES[name]), self._constant(TypeValue(name))) if name in TYPES else None
+
+    @build.register
+    def _select(self, node: nodes.Select) -> Typed:
+        qualified = dotted(node)
+        if qualified is not None and qualified.split(".", 1)[0] not in self._scope:
+            named = self._type_named(qualified)
+            if named is not None:
+                return named
+        found, operand = self.build(node.operand)
+        found = self._bindings.resolve(found)
+        gives, name = self._field(node, unwrapped(found)), node.field
+        if node.test:
+            return BOOL, lambda frame: present(operand(frame), name)
+        if node.optional:
+            return optional_of(gives), lambda frame: optional_member(operand(frame), name)
+        if found.name == "optional_type":
+            gives = optional_of(gives)
+        return gives, lambda frame: member(operand(frame), name)
+
+    def _field(self, node: nodes.Select, operand: Type) -> Type:
+        if operand.name == "map":
+            return operand.params[1]
+        if operand == DEVICE:
+            if node.field not in DEVICE_FIELDS:
+                raise self._unknown(node, node.field, list(DEVICE_FIELDS), "field of device")
+            return DEVICE_FIELDS[node.field]
+        if operand.name == "var":
+            self._bindings.accepts([DYN], [operand])
+        elif not is_dynamic(operand):
+            raise self._error(node, f"{operand} has no field {node.field!r}; only maps and device have fields")
+        return DYN
+
+    @build.register
+    def _call(self, node: nodes.Call) -> Typed:
+        operands = [self.build(each) for each in node.arguments]
+        name, is_method = node.function, False
+        if node.target is not None:
+            prefix = dotted(node.target)
+            if prefix is not None and f"{prefix}.{name}" in FUNCTIONS:
+                name = f"{prefix}.{name}"
+            elif prefix is not None and prefix.split(".", 1)[0] not in (*self._scope, *TYPES):
+                raise self._unknown(node, f"{prefix}.{name}", list(FUNCTIONS), "function")
+            else:
+                operands, is_method = [self.build(node.target), *operands], True
+        if name not in FUNCTIONS:
+            raise self._unknown(node, name, list(FUNCTIONS), "function")
+        declared = [each for each in FUNCTIONS[name] if each.member is is_method]
+        found, overloads = self._resolve(node, name, declared, [each for each, _ in operands])
+        return found, self._calling(node, name, overloads, [evaluate for _, evaluate in operands])
+
+    def _resolve(
+        self, node: Node, name: str, declared: Sequence[Overload], types: Sequence[Type]
+    ) -> tuple[Type, tuple[Overload, ...]]:
+        """The type of a call, and its possible overloads: several if types are known only during evaluation."""
+        found: Type | None = None
+        candidates = []
+        for each in declared:
+            *takes, gives = self._bindings.instance(*each.takes, each.gives)
+            if self._bindings.accepts(types, takes):
+                candidates.append(each)
+                result = self._bindings.resolve(gives)
+                if found is None:
+                    found = result
+                elif not is_dynamic(found) and result != found:
+                    found = DYN
+        if found is None:
+            given = [self._bindings.resolve(each, final=True) for each in types]
+            ways = sorted({f"({', '.join(map(str, each.takes))})" for each in declared})
+            accepted = f"; it takes {' or '.join(ways)}" if ways else "; it is not called this way"
+            instead = advice(name, node, given) or accepted
+            raise self._error(node, f"{name} does not take ({', '.join(map(str, given))}){instead}")
+        return found, tuple(candidates)
+
+    def _calling(
+        self, node: nodes.Call, name: str, overloads: tuple[Overload, ...], operands: Sequence[Evaluate]
+    ) -> Evaluate:
+        if name in DIRECT:
+            return DIRECT[name](*operands)
+        if name in PATTERN_FUNCTIONS:
+            # Kubernetes takes the first argument of matches(text, pattern), too, for a pattern.
+            for each in (node.operands[1], node.arguments[0] if name == "matches" else node.operands[1]):
+                if isinstance(each, nodes.Literal):
+                    self._converted(each, regex, each.value)
+        constants = [self._constants[each] for each in operands if each in self._constants]
+        if name == "@in" and operands[1] in self._constants and overloads[0].takes[1].name == "list":
+            return in_constants(operands[0], constants[-1])
+        body = chosen(name, overloads)
+        if name in CONVERSIONS and len(operands) == len(constants) == 1:
+            return self._constant(self._converted(node, body, constants[0]))
+        if len(operands) == 1:
+            [only] = operands
+            return lambda frame: body(only(frame))
+        if len(operands) == 2:
+            left, right = operands
+            return lambda frame: body(left(frame), right(frame))
+        return lambda frame: body(*[each(frame) for each in operands])
+
+    def _converted(self, node: Node, body: Callable[[Value], Value], value: Value) -> Value:
+        """Convert a constant at compile time, so that a wrong one is refused without a device."""
+        try:
+            return body(value)
+        except EvaluationError as error:
+            self._wrong_constants.append(self._error(node, str(error)))
+            return None
+
+    @build.register
+    def _logic(self, node: nodes.Logic) -> Typed:
+        terms = [self._bool(each, "&&" if node.is_and else "||") for each in node.terms]
+        decisive = not node.is_and
+        operator = "_&&_" if node.is_and else "_||_"
+        return BOOL, lambda frame: combined(terms, frame, decisive, operator)
+
+    def _bool(self, node: Node, where: str) -> Evaluate:
+        found, evaluate = self.build(node)
+        if not self._bindings.accepts([found], [BOOL]):
+            raise self._error(node, f"{where} takes bool, not {self._bindings.resolve(found, final=True)}")
+        return evaluate
+
+    @build.register
+    def _list(self, node: nodes.ListLiteral) -> Typed:
+        found, built = self._joined([(each.value, each.optional) for each in node.entries])
+        plain = [evaluate for evaluate, optional in built if not optional]
+        if len(plain) < len(built):
+            return list_of(found), lambda frame: tuple(members(built, frame))
+        if all(each in self._constants for each in plain):
+            return list_of(found), self._constant(tuple(self._constants[each] for each in plain))
+        return list_of(found), lambda frame: tuple([each(frame) for each in plain])
+
+    @build.register
+    def _map(self, node: nodes.MapLiteral) -> Typed:
+        key, keys = self._joined([(each.key, False) for each in node.entries if each.key is not None])
+        value, values = self._joined([(each.value, each.optional) for each in node.entries])
+        built = [(of_key, *of_value) for (of_key, _), of_value in zip(keys, values, strict=True)]
+        return map_of(key, value), lambda frame: Map(entries_of(built, frame))
+
+    def _joined(self, collection: Sequence[tuple[Node, bool]]) -> tuple[Type, list[tuple[Evaluate, bool]]]:
+        """The common type of members, and each with whether it is optional."""
+        joined: Type | None = None
+        typed, built = [], []
+        for node, optional in collection:
+            found, evaluate = self.build(node)
+            typed.append((node, found, optional))
+            built.append((evaluate, optional))
+            if optional:
+                if found.name != "optional_type" and not is_dynamic(found):
+                    raise self._error(node, f"? in front of a member takes an optional value, not {found}")
+                found = unwrapped(found)
+            if joined is None:
+                joined = found
+            elif self._bindings.accepts([joined], [found]):
+                joined = most_general(joined, found)
+            else:
+                raise self._different(node, found, joined)
+        self._collections.append(typed)
+        return joined or self._bindings.fresh(), built
+
+    @build.register
+    def _macro(self, node: nodes.Macro) -> Typed:
+        found, over = self.build(node.over)
+        if node.kind == "bind":
+            return self._bind(node, found, over)
+        if node.kind in ("optMap", "optFlatMap"):
+            return self._optional_map(node, found, over)
+        found = self._bindings.resolve(found)
+        types = self._iterated(node.over, found, len(node.variables))
+        units = work_of(node.body) + (0 if node.condition is None else work_of(node.condition))
+        with self._variables(node.variables, types) as slots:
+            if node.kind in ("all", "exists", "exists_one"):
+                return BOOL, quantifier(node.kind, over, slots, self._bool(node.body, node.kind), units)
+            condition = None if node.condition is None else self._bool(node.condition, "the condition of a macro")
+            result, body = self.build(node.body)
+        if node.kind == "sortBy":
+            self._resolve(node, "sortBy", FUNCTIONS["sort"], [list_of(result)])
+            if found.name != "list" and not is_dynamic(found):
+                raise self._error(node, f"sortBy takes a list, not {found}")
+            return found if found.name == "list" else list_of(DYN), sorted_by(over, slots, body, units)
+        evaluate = transform(node.kind, over, slots, condition, body, units)
+        if node.kind == "list":
+            return list_of(result), evaluate
+        if node.kind == "map":
+            return map_of(types[0], result), evaluate
+        wanted = map_of(self._bindings.fresh(), self._bindings.fresh())
+        if not self._bindings.accepts([result], [wanted]):
+            raise self._error(node.body, f"transformMapEntry takes a map of one entry, not {result}")
+        return self._bindings.resolve(wanted), evaluate
+
+    def _iterated(self, over: Node, found: Type, count: int) -> list[Type]:
+        """The types of the variables of a macro."""
+        if found.name == "list":
+            return [found.params[0]] if count == 1 else [INT, found.params[0]]
+        if found.name == "map":
+            return list(found.params[:count])
+        if found.name == "var":
+            self._bindings.accepts([DYN], [found])
+        elif found != DYN:
+            raise self._error(over, f"{found} can't be iterated over; lists and maps can")
+        return [DYN] * count
+
+    def _bind(self, node: nodes.Macro, found: Type, value: Evaluate) -> Typed:
+        with self._variables(node.variables, [found], bound=True) as [slot]:
+            result, body = self.build(node.body)
+        return result, bind(slot, value, body)
+
+    def _optional_map(self, node: nodes.Macro, found: Type, target: Evaluate) -> Typed:
+        content = self._bindings.fresh()
+        if not self._bindings.accepts([found], [optional_of(content)]):
+            raise self._error(node, f"optMap and optFlatMap take an optional value, not {found}")
+        types = [DYN if is_dynamic(found) else self._bindings.resolve(content)]
+        with self._variables(node.variables, types) as [slot]:
+            result, body = self.build(node.body)
+        flat = node.kind == "optFlatMap"
+        evaluate = optional_map(slot, target, body, flat=flat)
+        if not flat:
+            return optional_of(result), evaluate
+        types = [BOOL, result, optional_of(self._bindings.fresh())]
+        return self._resolve(node, "optFlatMap", FUNCTIONS["_?_:_"], types)[0], evaluate
