@@ -96,7 +96,7 @@ def facts(name: str) -> dict[str, Any]:
 
 @cache
 def find_product(name: str) -> Product | None:
-    """The product of that NVML name, or None. Without known placements ``profiles`` is empty, and other values may be 0."""
+    """The product of that NVML name, or None. Without known placements it has no profiles, other values may be 0."""
     products = _products()
     found = products.get(name) or products.get(name.partition(" (")[0])
     # Longer names, such as "NVIDIA B300 SXM6 AC", are the same product.
