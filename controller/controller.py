@@ -36,7 +36,7 @@ from driver.kube.clock import Clock
 from driver.kube.events import Recorder
 from driver.kube.work_loop import Loop
 from driver.model.plan import Offer
-from driver.placement import Key, Measure, Ranking, Weights
+from driver.placement import Measure, OfferKind, Ranking, Weights
 from driver.steps import observed, unobserved
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Controller:
         devices, queue = self._devices, Queue(seen.cluster, fleet, self._matching, self._eligibility)
         demands = demand_of(queue, self._starvation.widened(queue))
         requested = {demand.key for demand in demands}
-        protected = [offer for offer in devices.offered if Key(offer.type, offer.profile) in requested]
+        protected = [offer for offer in devices.offered if OfferKind(offer.type, offer.profile) in requested]
         chosen = self._curator.curate(fleet, demands, devices.offered, protected)
         offers = devices.offerable(chosen, seen.withdrawing)
         excess = (device for offer, device in devices.managed.items() if offer not in offers)

@@ -9,7 +9,7 @@ from functools import cached_property
 from driver.model.device import Device, DeviceKind, devices_of
 from driver.model.gpu import Gpu
 from driver.model.plan import Offer
-from driver.placement import GpuState, Key, Spot, spot_of
+from driver.placement import GpuState, OfferKind, Spot, spot_of
 from driver.placement.state import Geometry
 
 
@@ -126,7 +126,7 @@ def offer_at(uuid: str, spot: Spot) -> Offer:
 
 def spot_for(offer: Offer) -> Spot:
     """Where on its GPU ``offer`` lies."""
-    return Spot(Key(offer.type, offer.profile), offer.start or offer.index or 0)
+    return Spot(OfferKind(offer.type, offer.profile), offer.start or offer.index or 0)
 
 
 class Hardware:

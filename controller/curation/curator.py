@@ -19,7 +19,7 @@ from controller.cluster.fleet import Fleet
 from controller.curation.ranked_fleet import NO_CANDIDATES, Candidate, Candidates, Place, RankedFleet
 from controller.demand.demand import Demand, Eligible
 from driver.model.plan import Offer
-from driver.placement import Key, RankedClique, Ranking, Terms
+from driver.placement import OfferKind, RankedClique, Ranking, Terms
 
 ROUNDING = 1e-6
 """Smaller gains, in memory slices, are ignored."""
@@ -55,7 +55,7 @@ class Curator:
         a pending claim: they stay as long as they are possible. Demand for keys that the fleet lacks is ignored.
         """
         ranked = self._ranked = RankedFleet(fleet, self.ranking, self._ranked)
-        by_key: defaultdict[Key, list[Demand]] = defaultdict(list)
+        by_key: defaultdict[OfferKind, list[Demand]] = defaultdict(list)
         for demand in demands:
             by_key[demand.key].append(demand)
         standing = {offer: place for offer in published if (place := ranked.place(offer)) is not None}
@@ -67,7 +67,7 @@ class Curator:
         return tuple(ranked.offer(place) for place in sorted(chosen))
 
     def _select(
-        self, fleet: RankedFleet, key: Key, demands: list[Demand], standing: set[Place], keep: set[Place]
+        self, fleet: RankedFleet, key: OfferKind, demands: list[Demand], standing: set[Place], keep: set[Place]
     ) -> set[Place]:
         fixed = standing & keep
         for demand in demands:
@@ -85,7 +85,7 @@ class OfferDraft:
     ``growth``: memory slices by which fragmentation grows if all drafted places are allocated.
     """
 
-    def __init__(self, fleet: RankedFleet, key: Key) -> None:
+    def __init__(self, fleet: RankedFleet, key: OfferKind) -> None:
         self.fleet = fleet
         self.key = key
         self.places: set[Place] = set()
@@ -319,7 +319,7 @@ def _intersection(sets: Iterable[Eligible]) -> Eligible:
 
 
 def needs_of(
-    fleet: RankedFleet, key: Key, demands: Sequence[Demand], standing: Collection[Place], at_least: int
+    fleet: RankedFleet, key: OfferKind, demands: Sequence[Demand], standing: Collection[Place], at_least: int
 ) -> list[Need]:
     """The needs that follow from ``demands`` for ``key``, the narrowest first; the last one is for the whole fleet.
 
@@ -343,7 +343,7 @@ def _within(asked: Iterable[Need], eligible: frozenset[str]) -> int:
 
 
 def _group(
-    fleet: RankedFleet, key: Key, demand: Demand, asked: Sequence[Need], standing: Collection[Place]
+    fleet: RankedFleet, key: OfferKind, demand: Demand, asked: Sequence[Need], standing: Collection[Place]
 ) -> frozenset[str] | None:
     """The set of GPUs to serve a demand for devices together: one that already serves it, or the cheapest.
 

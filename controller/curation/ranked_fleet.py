@@ -10,7 +10,7 @@ from typing import NamedTuple
 from controller.cluster.fleet import Fleet, FleetGpu, offer_at, spot_for
 from controller.demand.demand import Eligible
 from driver.model.plan import Offer
-from driver.placement import Key, Ranked, RankedClique, Ranking, Spot, Terms
+from driver.placement import OfferKind, Ranked, RankedClique, Ranking, Spot, Terms
 
 MAX_SETS = 64
 """Sets of GPUs of which the positions are remembered; the same sets are needed again and again."""
@@ -75,7 +75,7 @@ class RankedFleet:
         self.found: Mapping[str, tuple[int, int]] = same.found if same else _positions_of(self.groups)
         """Clique and position of every GPU; the same as long as the hardware is."""
         self.known_positions: dict[frozenset[str], Mapping[int, list[int]]] = same.known_positions if same else {}
-        self.keys = sorted(frozenset[Key]().union(*{clique.offered for clique in self.cliques}), key=str)
+        self.keys = sorted(frozenset[OfferKind]().union(*{clique.offered for clique in self.cliques}), key=str)
         self.candidates = {key: self._candidates(key, same, changed) for key in self.keys}
         """By key, the best place of each clique that has one."""
 
@@ -113,14 +113,14 @@ class RankedFleet:
             self.known_positions[eligible] = found
         return self.known_positions[eligible]
 
-    def places(self, key: Key, eligible: Eligible) -> Iterator[Place]:
+    def places(self, key: OfferKind, eligible: Eligible) -> Iterator[Place]:
         """Every possible place of ``key`` on the GPUs of ``eligible``."""
         for clique, positions in self.positions(eligible).items():
             for position in positions:
                 for spot in self.cliques[clique].gpus[position].places(key):
                     yield Place(clique, position, spot)
 
-    def _candidates(self, key: Key, before: RankedFleet | None, changed: Collection[int]) -> Candidates:
+    def _candidates(self, key: OfferKind, before: RankedFleet | None, changed: Collection[int]) -> Candidates:
         known = before.candidates.get(key) if before is not None else None
         places = changed if known is not None else range(len(self.cliques))
         found = ((at, self.cliques[at].best(key)) for at in places)

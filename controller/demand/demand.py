@@ -17,7 +17,7 @@ from controller.demand.feasibility import Group, Kind, Nodes
 from controller.demand.matching import Matches, most_devices
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
-from driver.placement import Key
+from driver.placement import OfferKind
 
 NONE: Mapping[str, Nodes] = MappingProxyType({})
 
@@ -34,7 +34,7 @@ class Demand:
     those GPUs (for a claim that selects more finely than by GPU, or that no offer served).
     """
 
-    key: Key
+    key: OfferKind
     count: int = 1
     eligible: Eligible = None
     together: tuple[frozenset[str], ...] = ()
@@ -49,7 +49,7 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
     claims = _ClaimDemand(queue)
     found = [demand for pending in queue.pending for demand in claims.of(pending)]
     found += [each for p in queue.pending if p.key in widened for each in claims.everything(p, widened[p.key])]
-    plain: Counter[tuple[Key, Eligible]] = Counter()
+    plain: Counter[tuple[OfferKind, Eligible]] = Counter()
     rest: list[Demand] = []
     for demand in found:
         if demand.together or demand.everything:

@@ -9,7 +9,7 @@ from operator import attrgetter
 from controller.cluster.fleet import FleetGpu
 from driver.model.device import Device, DeviceKind, full_device, partition_device, share_device
 from driver.model.gpu import Gpu
-from driver.placement import FULL, SHARE, Key
+from driver.placement import FULL, SHARE, OfferKind
 from driver.slices.attributes import FACTS, Value
 
 BY_PLACEMENT = "placementStart"
@@ -101,7 +101,7 @@ def representatives(entry: FleetGpu, kind: DeviceKind, *, each_placement: bool) 
                 yield [partition_device(gpu, number, profile, each) for each in placements]
 
 
-def device_at(entry: FleetGpu, key: Key, start: int) -> Device:
+def device_at(entry: FleetGpu, key: OfferKind, start: int) -> Device:
     """The device of ``key`` on that GPU: the placement that begins at ``start``, the share of that number."""
     if key == FULL:
         return full_device(entry.gpu, entry.number)

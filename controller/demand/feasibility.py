@@ -16,7 +16,7 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.matching import FeasibilityMemory, Matches, Matching, Selector, is_in_use, most_devices
 from controller.demand.node_search import Budget, Outcome, States, fits
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
-from driver.placement import GpuState, Key
+from driver.placement import GpuState, OfferKind
 
 MAX_UNDECIDED_NODES = 4
 """The search for a node ends after this many nodes on which it was given up."""
@@ -39,7 +39,7 @@ class Found(NamedTuple):
 class Kind(NamedTuple):
     """Devices that a selector selects: a key, and where their placements start (None: anywhere)."""
 
-    key: Key
+    key: OfferKind
     starts: frozenset[int] | None
 
 
@@ -170,7 +170,7 @@ class Feasibility:
             memory[where] = {kind: frozenset(gpus) for kind, gpus in found.items()}
         return cast("dict[Kind, Group]", memory[where])
 
-    def having(self, key: Key) -> int:
+    def having(self, key: OfferKind) -> int:
         """The number of GPUs in the whole fleet that have devices of ``key``."""
         having = self._memory.having
         if not having:

@@ -31,7 +31,7 @@ from controller.demand.equivalence_classes import (
 from deviceclasses.cel import CelDevice, Program, ReferencedAttributes, compile_selector, from_slice_device
 from driver.errors import CelError
 from driver.model.device import SLICE_VALUE, Device, DeviceKind
-from driver.placement import SHARE, GpuState, Key, Spot, key_of, spot_of
+from driver.placement import SHARE, GpuState, OfferKind, Spot, key_of, spot_of
 from driver.slices.attributes import STANDARD, attributes, capacity
 
 MAX_SELECTORS = 512
@@ -113,19 +113,19 @@ class Matches:
     equivalent one, for which evaluation fails.
     """
 
-    keys: Mapping[Key, frozenset[int] | None]
+    keys: Mapping[OfferKind, frozenset[int] | None]
     failures: tuple[Failure, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.keys)
 
-    def has(self, key: Key, start: int) -> bool:
+    def has(self, key: OfferKind, start: int) -> bool:
         starts = self.keys.get(key, frozenset())
         return starts is None or start in starts
 
     def limited_to(self, spots: Collection[Spot]) -> Matches:
         """The selected devices at ``spots``."""
-        starts: dict[Key, set[int]] = {}
+        starts: dict[OfferKind, set[int]] = {}
         for spot in spots:
             if self.has(*spot):
                 starts.setdefault(spot.key, set()).add(spot.at)
@@ -136,7 +136,7 @@ NOTHING = Matches({})
 
 
 @lru_cache(1 << 12)
-def _shared_matches(keys: frozenset[tuple[Key, frozenset[int]]]) -> Matches:
+def _shared_matches(keys: frozenset[tuple[OfferKind, frozenset[int]]]) -> Matches:
     return Matches(dict(keys))
 
 
@@ -156,7 +156,7 @@ def most_devices(state: GpuState, matches: Matches) -> int:
     return max((1 + most_devices(state.take(spot), matches) for spot in free_spots(state, matches)), default=0)
 
 
-def slices_of(state: GpuState, key: Key) -> float:
+def slices_of(state: GpuState, key: OfferKind) -> float:
     """The memory slices that a device of ``key`` takes on such a GPU."""
     if key == SHARE and state.shares:
         return SLICE_VALUE // state.shares * state.geometry.slices / SLICE_VALUE
@@ -210,7 +210,7 @@ class Selector:
         return self._by_number[number]
 
     def _select(self, entry: FleetGpu, kind: DeviceKind) -> Matches:
-        keys: dict[Key, frozenset[int] | None] = {}
+        keys: dict[OfferKind, frozenset[int] | None] = {}
         failures: list[Failure] = []
         for devices in representatives(entry, kind, each_placement=self._by_placement):
             verdicts = [(device, self._timed_verdict(device)) for device in devices]
@@ -251,7 +251,7 @@ class FeasibilityMemory:
     kinds: dict[Any, Any] = field(default_factory=dict)
     free: dict[str, tuple[tuple[FleetGpu, ...], float]] = field(default_factory=dict)
     order: list[tuple[float, str]] = field(default_factory=list)
-    having: Counter[Key] = field(default_factory=Counter)
+    having: Counter[OfferKind] = field(default_factory=Counter)
     outcomes: dict[Any, dict[str, tuple[tuple[FleetGpu, ...], Any]]] = field(default_factory=dict)
 
 
@@ -319,7 +319,7 @@ class Matching:
     def _reads_ours(self, referenced: ReferencedAttributes) -> bool:
         return any(domain == self.driver for domain, _ in referenced.attributes | referenced.capacity)
 
-    def value(self, entry: FleetGpu, key: Key, start: int, attribute: str) -> Hashable | None:
+    def value(self, entry: FleetGpu, key: OfferKind, start: int, attribute: str) -> Hashable | None:
         """The value that constraints compare: a device's attribute, by its full name; None where it has none."""
         name = attribute.removeprefix(f"{self.driver}/")
         device = device_at(entry, key, start)

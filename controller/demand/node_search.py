@@ -14,7 +14,7 @@ from enum import Enum
 from controller.cluster.fleet import FleetGpu
 from controller.demand.matching import Matches, free_spots, is_in_use, most_devices, slices_of
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, Constraint
-from driver.placement import GpuState, Key, Spot
+from driver.placement import GpuState, OfferKind, Spot
 
 NODE_STEPS = 500
 """Devices tried on one node."""
@@ -29,7 +29,7 @@ States = tuple[GpuState, ...]
 Bound = tuple[Hashable, ...]
 """For each constraint the value that its devices share, None while it has no devices; if distinct, all their values."""
 
-ValueOf = Callable[[FleetGpu, Key, int, str], Hashable | None]
+ValueOf = Callable[[FleetGpu, OfferKind, int, str], Hashable | None]
 
 
 class Outcome(Enum):

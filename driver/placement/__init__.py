@@ -6,15 +6,15 @@ within and between cliques, and sorts the offers of one node.
 
 from driver.placement.measure import EQUAL, Measure, Weights
 from driver.placement.ranking import Ranked, RankedClique, RankedGpu, Ranking, Terms, order_offers
-from driver.placement.state import FULL, SHARE, GpuState, Key, Spot, key_of, spot_of
+from driver.placement.state import FULL, SHARE, GpuState, OfferKind, Spot, key_of, spot_of
 
 __all__ = [
     "EQUAL",
     "FULL",
     "SHARE",
     "GpuState",
-    "Key",
     "Measure",
+    "OfferKind",
     "Ranked",
     "RankedClique",
     "RankedGpu",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from driver.model.device import Device, DeviceKind
 from driver.placement.measure import CLIQUE_CLASS, Measure
-from driver.placement.state import FULL, SHARE, GpuState, Key, Spot, spot_of
+from driver.placement.state import FULL, SHARE, GpuState, OfferKind, Spot, spot_of
 
 DECIMALS = 9
 """Growth is rounded to this many decimals, because sums of weights have rounding errors."""
@@ -84,24 +84,24 @@ class RankedGpu:
         self.fragmentation = ranking.measure.fragmentation(state)
         self.clique_weight = ranking.measure.classes(state)[CLIQUE_CLASS]
         self._ranking = ranking
-        self._places: dict[Key, dict[Spot, LocalTerms]] = {}
-        self._best: dict[Key, LocalTerms | None] = {}
+        self._places: dict[OfferKind, dict[Spot, LocalTerms]] = {}
+        self._best: dict[OfferKind, LocalTerms | None] = {}
         self._after: dict[Spot, RankedGpu] = {}
 
-    def places(self, key: Key) -> Mapping[Spot, LocalTerms]:
+    def places(self, key: OfferKind) -> Mapping[Spot, LocalTerms]:
         """Free places for a device of ``key``, with their terms."""
         found = self._places.get(key)
         if found is None:
             found = self._places[key] = {spot: self._local(spot) for spot in self.state.spots(key)}
         return found
 
-    def best(self, key: Key) -> LocalTerms | None:
+    def best(self, key: OfferKind) -> LocalTerms | None:
         """The best place of ``key``, regardless of the clique."""
         if key not in self._best:
             self._best[key] = min(self.places(key).values(), default=None)
         return self._best[key]
 
-    def ends_shares(self, key: Key) -> bool:
+    def ends_shares(self, key: OfferKind) -> bool:
         """Whether a device of ``key`` is the full GPU, and the GPU offers shares."""
         return key == FULL and SHARE in self.offered
 
@@ -126,8 +126,8 @@ class RankedClique:
         self._ranking = ranking
         self._free = sum(gpu.free for gpu in gpus)
         self._spoiled = self._free if all(gpu.whole for gpu in gpus) else 0.0
-        self.offered = _one(frozenset[Key]().union(*{gpu.offered for gpu in gpus}))
-        self._best: dict[Key, Ranked | None] = {}
+        self.offered = _one(frozenset[OfferKind]().union(*{gpu.offered for gpu in gpus}))
+        self._best: dict[OfferKind, Ranked | None] = {}
 
     def admits(self, position: int, spot: Spot) -> bool:
         """Whether ``spot`` is possible on the GPU at ``position``."""
@@ -141,13 +141,13 @@ class RankedClique:
         """The first of the terms of ``spot`` alone."""
         return self._growth(self.gpus[position], self.gpus[position].places(spot.key)[spot])
 
-    def best(self, key: Key) -> Ranked | None:
+    def best(self, key: OfferKind) -> Ranked | None:
         """The best place of ``key``, or None if there is none."""
         if key not in self._best:
             self._best[key] = self.best_among(key, range(len(self.gpus)))
         return self._best[key]
 
-    def best_among(self, key: Key, positions: Iterable[int]) -> Ranked | None:
+    def best_among(self, key: OfferKind, positions: Iterable[int]) -> Ranked | None:
         """The best place of ``key`` on the GPUs at ``positions``."""
         found = None
         for position in positions:
@@ -172,13 +172,13 @@ class RankedClique:
         """A request for all GPUs loses what was free if this is the first cut, and what is taken now is not free."""
         return round(local.of_gpu + gpu.clique_weight * (self._spoiled + local.released), DECIMALS)
 
-    def _terms(self, gpu: RankedGpu, local: LocalTerms, key: Key) -> Terms:
+    def _terms(self, gpu: RankedGpu, local: LocalTerms, key: OfferKind) -> Terms:
         growth = self._growth(gpu, local)
         return Terms(gpu.ends_shares(key), growth, gpu.free, self._free, local.left, local.at, local.of_gpu)
 
 
 @lru_cache(1024)
-def _one(keys: frozenset[Key]) -> frozenset[Key]:
+def _one(keys: frozenset[OfferKind]) -> frozenset[OfferKind]:
     """Return one shared set for equal ones: there are few sets and thousands of cliques."""
     return keys
 

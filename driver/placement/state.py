@@ -61,7 +61,7 @@ def start_of(mask: int) -> int:
 ALL_KINDS = frozenset(DeviceKind)
 
 
-class Key(NamedTuple):
+class OfferKind(NamedTuple):
     """A kind of request and offer: full GPU, share, or partition of a profile."""
 
     kind: DeviceKind
@@ -71,18 +71,18 @@ class Key(NamedTuple):
         return self.profile or ("full" if self.kind is DeviceKind.FULL else "share")
 
 
-FULL = Key(DeviceKind.FULL)
-SHARE = Key(DeviceKind.SHARE)
+FULL = OfferKind(DeviceKind.FULL)
+SHARE = OfferKind(DeviceKind.SHARE)
 
 
-def key_of(device: Device) -> Key:
-    return Key(device.kind, device.profile.name if device.profile else None)
+def key_of(device: Device) -> OfferKind:
+    return OfferKind(device.kind, device.profile.name if device.profile else None)
 
 
 class Spot(NamedTuple):
     """A place on a GPU: the first memory slice of a placement, the number of a share, or 0 for a full GPU."""
 
-    key: Key
+    key: OfferKind
     at: int = 0
 
 
@@ -141,7 +141,7 @@ class GpuState(NamedTuple):
         """Free memory slices; shares occupy a part of each."""
         return (self.geometry.slices - self.mask.bit_count()) * (SLICE_VALUE - self.shared) / SLICE_VALUE
 
-    def spots(self, key: Key) -> Iterator[Spot]:
+    def spots(self, key: OfferKind) -> Iterator[Spot]:
         """Free places for a device of ``key``."""
         if key.kind not in self.kinds:
             return
@@ -162,14 +162,14 @@ class GpuState(NamedTuple):
             return False
         return device.profile is None or self.geometry.has_room(device.profile.name, self.taken)
 
-    def offered(self) -> Iterator[Key]:
+    def offered(self) -> Iterator[OfferKind]:
         """All kinds of offer that are possible on an empty GPU."""
         if DeviceKind.FULL in self.kinds:
             yield FULL
         if DeviceKind.SHARE in self.kinds and self.shares:
             yield SHARE
         if DeviceKind.PARTITION in self.kinds:
-            yield from (Key(DeviceKind.PARTITION, profile) for profile in self.geometry.windows)
+            yield from (OfferKind(DeviceKind.PARTITION, profile) for profile in self.geometry.windows)
 
     def take(self, spot: Spot) -> GpuState:
         """Return the state after the allocation of ``spot``, which must be free."""
@@ -187,7 +187,7 @@ class GpuState(NamedTuple):
             return
         yield from (Spot(SHARE, at) for at in range(self.shares) if not self.numbers >> at & 1)
 
-    def _free_placements(self, key: Key) -> Iterator[Spot]:
+    def _free_placements(self, key: OfferKind) -> Iterator[Spot]:
         windows = self.geometry.windows.get(key.profile or "", ())
         if windows and self.geometry.has_room(key.profile or "", self.taken):
             yield from (Spot(key, start_of(mask)) for mask in windows if not mask & self.mask)

@@ -185,21 +185,11 @@ def free_starts(product: Product, state: SimulatedGpuState, profile: ProductProf
 def compute_profiles(product: Product, profile: ProductProfile) -> dict[int, ComputeProfile]:
     """Compute-instance profiles of a GPU-instance profile, by id; the largest spans the whole instance."""
     multiprocessors = {p.slices: p.multiprocessors for p in reversed(product.profiles)}
-    partial = [
-        slices
-        for slices in _PARTIAL_CI_PROFILES
-        if slices < profile.slices and slices in multiprocessors and (slices != 3 or profile.slices == 7)
-    ]
-    found = {
-        _PARTIAL_CI_PROFILES[slices]: ComputeProfile(
-            id=_PARTIAL_CI_PROFILES[slices],
-            name=f"{slices}c.{profile.name}",
-            slices=slices,
-            multiprocessors=multiprocessors[slices],
-            max_instances=profile.slices // slices,
-        )
-        for slices in partial
-    }
+    found: dict[int, ComputeProfile] = {}
+    for slices, number in _PARTIAL_CI_PROFILES.items():
+        if slices < profile.slices and slices in multiprocessors and (slices != 3 or profile.slices == 7):
+            name, most = f"{slices}c.{profile.name}", profile.slices // slices
+            found[number] = ComputeProfile(number, name, slices, multiprocessors[slices], most)
     whole = profile.whole_ci_profile
     found[whole] = ComputeProfile(whole, profile.name, profile.slices, profile.multiprocessors, 1)
     return found

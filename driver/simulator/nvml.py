@@ -38,16 +38,6 @@ MIB = 1 << 20
 # Highest SM clock in MHz. Not published; only the memory clock matters.
 _MAX_SM_CLOCK = 1980
 
-_ARCHITECTURES = {
-    "Volta": pynvml.NVML_DEVICE_ARCH_VOLTA,
-    "Turing": pynvml.NVML_DEVICE_ARCH_TURING,
-    "Ampere": pynvml.NVML_DEVICE_ARCH_AMPERE,
-    "Ada Lovelace": pynvml.NVML_DEVICE_ARCH_ADA,
-    "Ada": pynvml.NVML_DEVICE_ARCH_ADA,
-    "Hopper": pynvml.NVML_DEVICE_ARCH_HOPPER,
-    "Blackwell": pynvml.NVML_DEVICE_ARCH_BLACKWELL,
-}
-
 _UUID = re.compile(r"^(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 
 _NVSWITCH_DEVICE_ID = 0x22A310DE
@@ -188,7 +178,8 @@ class DeviceCalls(NvmlSession):
     @simulated()
     def nvmlDeviceGetArchitecture(self, device: Any) -> int:
         self.device(device)
-        return int(_ARCHITECTURES[self.machine.product.architecture])
+        name = self.machine.product.architecture.partition(" ")[0].upper()  # Ada Lovelace is ADA
+        return int(getattr(pynvml, f"NVML_DEVICE_ARCH_{name}"))
 
     @simulated()
     def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:

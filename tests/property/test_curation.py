@@ -13,7 +13,7 @@ from controller.curation.curator import Curator
 from controller.demand.demand import Demand
 from driver.model.device import DeviceKind
 from driver.model.plan import Offer, offer_of
-from driver.placement import FULL, SHARE, Key, Ranking
+from driver.placement import FULL, SHARE, OfferKind, Ranking
 from tests.support.fleets import device_of, node, partition, take
 from tests.support.gpus import H100
 
@@ -71,11 +71,11 @@ def curate(
     return Curator(RANKING, 2, stickiness).curate(fleet, waiting, published, protected)
 
 
-def among(offers: Collection[Offer], key: Key, eligible: frozenset[str] | None = None) -> list[Offer]:
+def among(offers: Collection[Offer], key: OfferKind, eligible: frozenset[str] | None = None) -> list[Offer]:
     return [o for o in offers if (o.type, o.profile) == key and (eligible is None or o.gpu in eligible)]
 
 
-def fits(fleet: Fleet, key: Key, count: int, eligible: frozenset[str] | None = None) -> int:
+def fits(fleet: Fleet, key: OfferKind, count: int, eligible: frozenset[str] | None = None) -> int:
     """How many of ``key``, at most ``count``, can be held at once on these GPUs, one after another."""
     found = 0
     for uuid in fleet.gpus if eligible is None else eligible & fleet.gpus.keys():
@@ -157,7 +157,7 @@ def test_taking_a_device_takes_back_only_what_it_must(data: st.DataObject) -> No
     possible = set(every_offer(after))
     changed = curate(after, published=before)
     for offer in set(before) & possible - set(changed):
-        key = Key(offer.type, offer.profile)
+        key = OfferKind(offer.type, offer.profile)
         assert set(among(changed, key)) - set(before), "it was exchanged for another"
     patient = curate(after, published=before, stickiness=float("inf"))
     assert {offer for offer in before if offer in possible} <= set(patient)

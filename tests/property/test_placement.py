@@ -12,8 +12,8 @@ from driver.placement import (
     FULL,
     SHARE,
     GpuState,
-    Key,
     Measure,
+    OfferKind,
     RankedClique,
     Ranking,
     Weights,
@@ -194,14 +194,14 @@ def clique_of(*held: str) -> tuple[GpuState, ...]:
     return tuple(GpuState.of(GPU, [EVERY[f"gpu-0-mig-{held[i]}"]] if i < len(held) else []) for i in range(4))
 
 
-def best_growth(states: tuple[GpuState, ...], key: Key) -> tuple[float, int]:
+def best_growth(states: tuple[GpuState, ...], key: OfferKind) -> tuple[float, int]:
     best = RANKING.clique(tuple(RANKING.gpu(state) for state in states)).best(key)
     assert best is not None
     return best.terms.growth, best.position
 
 
 def test_the_first_cut_into_a_whole_node_costs_more_than_any_cut_after_it() -> None:
-    small = Key(DeviceKind.PARTITION, "1g.10gb")
+    small = OfferKind(DeviceKind.PARTITION, "1g.10gb")
     whole, _ = best_growth(clique_of(), small)
     cut_elsewhere, position = best_growth(clique_of("7g80gb-0"), small)
     assert whole > cut_elsewhere + 2
@@ -221,7 +221,7 @@ def test_shares_gather_on_the_gpu_that_is_shared_already() -> None:
 
 
 def test_weights_decide_what_is_kept_free() -> None:
-    three = Key(DeviceKind.PARTITION, "3g.40gb")
+    three = OfferKind(DeviceKind.PARTITION, "3g.40gb")
     starts = []
     for kept in ("4g.40gb", "1g.10gb"):
         weighted = Ranking(Measure(Weights({kept: 1.0}, default=0.0)))

@@ -8,14 +8,14 @@ from dataclasses import replace
 from controller.cluster.fleet import Fleet, FleetGpu
 from driver.model.device import Device, DeviceKind
 from driver.model.plan import Offer, offer_of
-from driver.placement import Key
+from driver.placement import OfferKind
 from tests.support.gpus import H100, gpu_of
 
-SMALL = Key(DeviceKind.PARTITION, "1g.10gb")
+SMALL = OfferKind(DeviceKind.PARTITION, "1g.10gb")
 
 
-def partition(profile: str) -> Key:
-    return Key(DeviceKind.PARTITION, profile)
+def partition(profile: str) -> OfferKind:
+    return OfferKind(DeviceKind.PARTITION, profile)
 
 
 def node(name: str, gpus: int = 2, product: str = H100, shares: int = 0) -> list[FleetGpu]:

@@ -20,13 +20,12 @@ from typing import Any
 
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.reads import RESOURCE_GROUP
-from driver.kube.types import Claim, Pod
-from driver.kube.types import Key as ObjectKey
+from driver.kube.types import Claim, Key, Pod
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.plan import PlanMode
-from driver.placement import GpuState, Key, key_of
+from driver.placement import GpuState, OfferKind, key_of
 from driver.simulator import load_description
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.names import Pool
@@ -107,7 +106,7 @@ class FleetNode:
         if self._mode is Mode.CURATED:
             self._plan_status.notify()
 
-    def admits(self, key: Key) -> bool:
+    def admits(self, key: OfferKind) -> bool:
         """Whether a device of ``key`` would fit beside what is held, offered or not."""
         for gpu in self.inventory.gpus:
             taken = GpuState.of(gpu, self.inventory.held_on(gpu))
@@ -202,7 +201,7 @@ class Kubelets:
     def _sync(self, name: str) -> None:
         """Hold or release what the claim of this name has; called at every change of it and of its pod."""
         with self._lock:
-            key = ObjectKey("default", name)
+            key = Key("default", name)
             wanted = self._claims.get(key) if self._pods.get(key) else None
             known = self._holding.pop(name, None)
             if wanted:
@@ -245,7 +244,7 @@ class RunningFleet:
     nodes: list[FleetNode]
     kubelets: Kubelets
 
-    def admits(self, key: Key) -> bool:
+    def admits(self, key: OfferKind) -> bool:
         return any(node.admits(key) for node in self.nodes)
 
     def wait_settled(self, deadline_s: float) -> None:

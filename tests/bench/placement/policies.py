@@ -10,7 +10,7 @@ from controller.curation.curator import Curator
 from controller.demand.demand import Demand
 from driver.model.device import Device
 from driver.model.plan import Offer, offer_of
-from driver.placement import EQUAL, Key, Measure, Ranking, Weights, key_of, order_offers
+from driver.placement import EQUAL, Measure, OfferKind, Ranking, Weights, key_of, order_offers
 from tests.bench.placement.trace import Request
 
 
@@ -20,7 +20,7 @@ class Policy(Protocol):
     def refresh(self, fleet: Fleet, waiting: Request | None) -> None:
         """Something changed, or ``waiting`` found nothing."""
 
-    def offered(self, gpus: Sequence[FleetGpu], key: Key) -> list[Device]:
+    def offered(self, gpus: Sequence[FleetGpu], key: OfferKind) -> list[Device]:
         """The offers of ``key`` on one node, in the order in which the scheduler meets them."""
 
 
@@ -30,7 +30,7 @@ class LowestStart:
     def refresh(self, fleet: Fleet, waiting: Request | None) -> None:
         pass
 
-    def offered(self, gpus: Sequence[FleetGpu], key: Key) -> list[Device]:
+    def offered(self, gpus: Sequence[FleetGpu], key: OfferKind) -> list[Device]:
         return [device for entry in gpus for device in possible(entry, key)]
 
 
@@ -40,7 +40,7 @@ class BestFirst:
     def refresh(self, fleet: Fleet, waiting: Request | None) -> None:
         pass
 
-    def offered(self, gpus: Sequence[FleetGpu], key: Key) -> list[Device]:
+    def offered(self, gpus: Sequence[FleetGpu], key: OfferKind) -> list[Device]:
         return in_order(gpus, (device for entry in gpus for device in possible(entry, key)))
 
 
@@ -63,7 +63,7 @@ class Curated:
         self.updates += len({fleet.gpus[offer.gpu].node for offer in changed})
         self._offers = offers
 
-    def offered(self, gpus: Sequence[FleetGpu], key: Key) -> list[Device]:
+    def offered(self, gpus: Sequence[FleetGpu], key: OfferKind) -> list[Device]:
         there = {entry.gpu.uuid: entry for entry in gpus}
         standing = {offer for offer in self._offers if offer.gpu in there and (offer.type, offer.profile) == key}
         entries = [there[uuid] for uuid in {offer.gpu for offer in standing}]
@@ -75,7 +75,7 @@ def curated(offers: int, weights: Weights = EQUAL) -> Curated:
     return Curated(Curator(Ranking(Measure(weights)), offers=offers))
 
 
-def possible(entry: FleetGpu, key: Key) -> list[Device]:
+def possible(entry: FleetGpu, key: OfferKind) -> list[Device]:
     return [device for device in entry.possible if key_of(device) == key]
 
 

@@ -18,7 +18,7 @@ from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.types import ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
-from driver.placement import FULL, Key
+from driver.placement import FULL, OfferKind
 from tests.bench.placement.trace import Arrival, Request
 from tests.harness.images import BUSYBOX_IMAGE
 from tests.support.workloads import CLAIMS, PODS
@@ -105,7 +105,7 @@ class Replay:
     client: KubeClient
     trace: Sequence[Arrival]
     unit_s: float
-    fits: Callable[[Key], bool]
+    fits: Callable[[OfferKind], bool]
     patience_s: float = PATIENCE_S
     fates: list[Fate] = field(default_factory=list)
     began: float = 0.0

@@ -16,14 +16,14 @@ from controller.demand.demand import Demand
 from driver.model.device import DeviceKind
 from driver.model.gpu import Gpu
 from driver.model.plan import Offer
-from driver.placement import Key
+from driver.placement import OfferKind
 from tests.bench.placement.trace import NODE_GPUS
 from tests.support.gpus import gpu_of
 
 T = TypeVar("T")
 
 REFRESHES = 60
-BURST = Demand(Key(DeviceKind.PARTITION, "1g.10gb"), 100)
+BURST = Demand(OfferKind(DeviceKind.PARTITION, "1g.10gb"), 100)
 
 
 @dataclass(frozen=True)

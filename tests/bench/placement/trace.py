@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from driver.model.device import DeviceKind
 from driver.model.gpu import Gpu
-from driver.placement import FULL, Key
+from driver.placement import FULL, OfferKind
 
 NODE_GPUS = 8
 
@@ -19,7 +19,7 @@ NODE_GPUS = 8
 class Request:
     """``count`` devices of ``key``, all of one clique."""
 
-    key: Key
+    key: OfferKind
     count: int = 1
 
     def slices(self, gpu: Gpu) -> int:
@@ -53,7 +53,7 @@ class Mix:
 
 
 def _partition(profile: str) -> Request:
-    return Request(Key(DeviceKind.PARTITION, profile))
+    return Request(OfferKind(DeviceKind.PARTITION, profile))
 
 
 PROFILES = tuple(_partition(name) for name in ("7g.80gb", "4g.40gb", "3g.40gb", "2g.20gb", "1g.20gb", "1g.10gb"))

@@ -14,7 +14,7 @@ from controller.curation.curator import Curator
 from controller.demand.demand import Demand
 from driver.model.device import Device
 from driver.model.plan import Offer, offer_of
-from driver.placement import Key, key_of
+from driver.placement import OfferKind, key_of
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from kubelet_plugin.plan.follower import HELD_LAG_SECONDS
 from tests.bench.scale.nodes import pool_of
@@ -35,7 +35,7 @@ class Publishing(Protocol):
     def contents(self, node: str) -> Mapping[str, Content]:
         """The content of the node's slices by name, as it should be now."""
 
-    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[Key, int]) -> None:
+    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[OfferKind, int]) -> None:
         """``held`` is all that claims have by now of each GPU that has changed, ``waiting`` how many pods wait."""
 
     def due(self) -> Iterable[str]:
@@ -54,7 +54,7 @@ class Peer:
     def contents(self, node: str) -> Mapping[str, Content]:
         return peer_slices(pool_of(node), self._fleet.nodes[node])
 
-    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[Key, int]) -> None:
+    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[OfferKind, int]) -> None:
         pass
 
     def due(self) -> Iterable[str]:
@@ -87,7 +87,7 @@ class Fitting:
         published = [PublishedGpu(e.gpu, e.number, e.held, self.offers(e)) for e in self._nodes[node].values()]
         return self._builders[node].build(published)
 
-    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[Key, int]) -> None:
+    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[OfferKind, int]) -> None:
         for uuid, devices in held.items():
             node = self._node_of[uuid]
             self._nodes[node][uuid] = self._nodes[node][uuid].holding(devices)
@@ -134,18 +134,18 @@ class Curated(Fitting):
         asked = self._offers.get(entry.gpu.uuid, frozenset())
         return tuple(d for d in entry.possible if offer_of(d) in asked) if asked else ()
 
-    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[Key, int]) -> None:
+    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[OfferKind, int]) -> None:
         super().changed(held, waiting)
         standing = self._standing()
         if any(standing[key] < max(self._curator.offers, waiting.get(key, 0)) for key in self._keys):
             self._offer(waiting)
 
-    def _standing(self) -> Counter[Key]:
+    def _standing(self) -> Counter[OfferKind]:
         """How many offers of each key can still be taken."""
         entries = (self._nodes[self._node_of[uuid]][uuid] for uuid in self._offers)
         return Counter(key_of(device) for entry in entries for device in self.offers(entry))
 
-    def _offer(self, waiting: Mapping[Key, int]) -> None:
+    def _offer(self, waiting: Mapping[OfferKind, int]) -> None:
         demands = [Demand(key) for key, count in waiting.items() for _ in range(count)]
         published = [offer for offers in self._offers.values() for offer in offers]
         for offer in self._curator.curate(self.fleet(), demands, published, published):

@@ -15,7 +15,7 @@ import msgspec
 from driver.kube.client import KubeClient
 from driver.kube.types import ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
-from driver.placement import Key
+from driver.placement import OfferKind
 from tests.bench.placement.replay import claim, pod
 from tests.bench.placement.trace import Request
 from tests.bench.scale.bulk import Etcd, Object
@@ -80,7 +80,7 @@ class Pods:
         threading.Thread(target=self._cache.run, args=(stop,), daemon=True).start()
         wait_for(lambda: self._cache.synced, SYNC_S, "the pods were listed")
 
-    def waiting(self, served: Collection[str]) -> Mapping[Key, int]:
+    def waiting(self, served: Collection[str]) -> Mapping[OfferKind, int]:
         """How many pods wait for a device of each key, those for several devices aside, and those that are ``served``:
         their claims have got something, though they may not be bound yet."""
         pods = self._cache.snapshot()

@@ -15,7 +15,7 @@ import pytest
 
 from controller.cluster.fleet import Fleet
 from driver.model.device import DeviceKind
-from driver.placement import Key
+from driver.placement import OfferKind
 from driver.slices.build import Content
 from tests.bench.scale import plot, report
 from tests.bench.scale.bulk import Etcd
@@ -25,7 +25,7 @@ from tests.bench.scale.nodes import held, loaded_fleet
 from tests.bench.scale.pods import Burst
 from tests.bench.scale.scheduler import Cost
 
-SMALL = Key(DeviceKind.PARTITION, "1g.10gb")
+SMALL = OfferKind(DeviceKind.PARTITION, "1g.10gb")
 NODE = "node-0000"
 
 

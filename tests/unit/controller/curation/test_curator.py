@@ -13,7 +13,7 @@ from controller.curation.ranked_fleet import RankedFleet
 from controller.demand.demand import Demand
 from driver.model.device import DeviceKind
 from driver.model.plan import Offer
-from driver.placement import FULL, SHARE, Key, Ranking, Terms
+from driver.placement import FULL, SHARE, OfferKind, Ranking, Terms
 from tests.support.fleets import SMALL, holding, node, partition, take
 
 CURATOR = Curator(Ranking())
@@ -27,12 +27,12 @@ def offer(uuid: str, profile: str, start: int) -> Offer:
     return Offer(uuid, DeviceKind.PARTITION, profile, start)
 
 
-def of_key(offers: Iterable[Offer], key: Key) -> list[str]:
+def of_key(offers: Iterable[Offer], key: OfferKind) -> list[str]:
     """The offers of ``key``, spelled as people read them."""
     return sorted(str(offer) for offer in offers if (offer.type, offer.profile) == key)
 
 
-def gpus_of(offers: Iterable[Offer], key: Key) -> set[str]:
+def gpus_of(offers: Iterable[Offer], key: OfferKind) -> set[str]:
     return {offer.gpu for offer in offers if (offer.type, offer.profile) == key}
 
 
@@ -140,7 +140,7 @@ def test_an_offer_that_is_clearly_worse_is_exchanged() -> None:
     worse = offer("b/1", "1g.10gb", 0)
     offers = CURATOR.curate(fleet, published=[worse])
     assert worse not in offers
-    better = min(terms_of(fleet, each).growth for each in offers if Key(each.type, each.profile) == SMALL)
+    better = min(terms_of(fleet, each).growth for each in offers if OfferKind(each.type, each.profile) == SMALL)
     assert terms_of(fleet, worse).growth > better + CURATOR.stickiness
 
 

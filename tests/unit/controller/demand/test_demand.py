@@ -11,7 +11,7 @@ from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
 from driver.placement import FULL as FULL_KEY
 from driver.placement import SHARE as SHARE_KEY
-from driver.placement import Key
+from driver.placement import OfferKind
 from tests.support.gpus import H100
 from tests.support.queues import (
     FULL,
@@ -26,8 +26,8 @@ from tests.support.queues import (
 )
 
 A100, L40S, H200 = "NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "NVIDIA H200"
-SMALL = Key(DeviceKind.PARTITION, "1g.10gb")
-TWO = Key(DeviceKind.PARTITION, "2g.20gb")
+SMALL = OfferKind(DeviceKind.PARTITION, "1g.10gb")
+TWO = OfferKind(DeviceKind.PARTITION, "2g.20gb")
 CLIQUE = "gpu.tessera.dev/nvlinkClique"
 PARENT = "gpu.tessera.dev/parentUUID"
 
@@ -70,7 +70,7 @@ def test_a_selector_that_several_kinds_of_device_meet_asks_for_each_of_them() ->
         ),
     ],
 )
-def test_every_kind_of_device_can_be_asked_for(selector: str, key: Key) -> None:
+def test_every_kind_of_device_can_be_asked_for(selector: str, key: OfferKind) -> None:
     there = Situation(node_of("a", shares=4)).wants(request(selector=selector))
     assert demand_of(there.queue) == [Demand(key, 1)]
 
@@ -249,7 +249,7 @@ def test_one_gpu_on_which_a_selector_fails_does_not_keep_the_others_from_countin
         pytest.param(L40S, MigMode.UNSUPPORTED, FULL, FULL_KEY, id="L40S"),
     ],
 )
-def test_products_are_asked_for_alike(product: str, mode: MigMode, selector: str, key: Key) -> None:
+def test_products_are_asked_for_alike(product: str, mode: MigMode, selector: str, key: OfferKind) -> None:
     there = Situation(node_of("a", product=product, facts={"mig_mode": mode})).wants(request(selector=selector))
     assert demand_of(there.queue) == [Demand(key, 1)]
 
