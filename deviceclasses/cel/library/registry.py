@@ -51,6 +51,14 @@ CONSTANT_TIME = frozenset({"size", "first", "last"})
 
 FUNCTIONS: dict[str, list[Overload]] = {}
 """All functions by name; filled by importing the modules of this package."""
+UNSUPPORTED_FUNCTIONS = {
+    "format": "string.format is not evaluated by Tessera; join strings with + instead",
+    "url": "url() is not evaluated by Tessera; use string functions instead",
+    "isURL": "isURL() is not evaluated by Tessera; use string functions instead",
+    "format.named": "named formats are not evaluated by Tessera; use matches() instead",
+    "authorizer": "a selector has no authorizer",
+}
+"""The reasons why Tessera refuses names that Kubernetes accepts; "format.named" is for all names after "format."."""
 
 
 def function(name: str, takes: list[Type], gives: Type, body: Body, *, member: bool = False) -> None:
