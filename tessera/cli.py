@@ -136,8 +136,8 @@ def node(log_format: str, log_level: str, **flags: Any) -> None:
     """
     with _kept_out_of_garbage_collection():
         from driver.shutdown import leave
+        from kubelet_plugin.app import node_plugin
         from kubelet_plugin.settings import node_settings
-        from kubelet_plugin.start import node_plugin
 
         configure_logs(log_format, log_level)
         settings, stop = node_settings(**flags), threading.Event()
