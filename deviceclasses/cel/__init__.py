@@ -1,7 +1,6 @@
 """Kubernetes' CEL for device selectors."""
 
-from deviceclasses.cel.device import CelDevice, from_slice_device
-from deviceclasses.cel.engine import Program, compile_selector
+from deviceclasses.cel.engine import CelDevice, Program, compile_selector, from_slice_device
 from deviceclasses.cel.referenced_attributes import ReferencedAttributes
 
 __all__ = [

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import singledispatchmethod
 
 from deviceclasses.cel import nodes
-from deviceclasses.cel.hints import advice, nearest, unsupported
 from deviceclasses.cel.library.collections import member, optional_member, present
 from deviceclasses.cel.library.operators import CONVERSIONS
-from deviceclasses.cel.library.registry import FUNCTIONS, Overload, chosen
+from deviceclasses.cel.library.registry import FUNCTIONS, UNSUPPORTED_FUNCTIONS, Overload, chosen
 from deviceclasses.cel.library.text import regex
-from deviceclasses.cel.nodes import Node, dotted
+from deviceclasses.cel.nodes import COMPARISONS, FLIPPED, Node, dotted
 from deviceclasses.cel.primitives import (
     DIRECT,
     Evaluate,
@@ -40,6 +40,8 @@ from deviceclasses.cel.types import (
     DEVICE_FIELDS,
     DYN,
     INT,
+    QUANTITY,
+    SEMVER,
     TYPES,
     Bindings,
     Type,
@@ -55,6 +57,8 @@ from deviceclasses.cel.values import EvaluationError, Map, TypeValue, Value, typ
 from driver.errors import CelError
 
 PATTERN_FUNCTIONS = ("matches", "find", "findAll")
+COMPARED_BY_FUNCTION = {QUANTITY: ("quantities", "quantity", "100Gi"), SEMVER: ("versions", "semver", "550.0.0")}
+"""Types that no operator compares: plural name, conversion function, and an example of its argument."""
 
 Typed = tuple[Type, Evaluate]
 """The type of a node and the function that evaluates it."""
@@ -110,7 +114,13 @@ class _Compiler:
         return self._error(node, f"{one} next to {other}; all members of a list or map have the same type")
 
     def _unknown(self, node: Node, name: str, known: Sequence[str], what: str = "name") -> CelError:
-        return self._error(node, unsupported(name) or f"unknown {what} {name!r}{nearest(name, known)}")
+        """The error about an unknown name, with the most similar known one, or else all of them if they are few."""
+        reason = UNSUPPORTED_FUNCTIONS.get("format.named" if name.startswith("format.") else name)
+        words = sorted(each for each in known if each[0].isalpha())
+        hint = f"; known are {', '.join(words)}" if len(words) <= 8 else ""
+        if close := get_close_matches(name, words, 1):
+            hint = f"; did you mean {close[0]!r}?"
+        return self._error(node, reason or f"unknown {what} {name!r}{hint}")
 
     def _constant(self, value: Value) -> Evaluate:
         def constant(_: Frame) -> Value:
@@ -219,7 +229,7 @@ class _Compiler:
             given = [self._bindings.resolve(each, final=True) for each in types]
             ways = sorted({f"({', '.join(map(str, each.takes))})" for each in declared})
             accepted = f"; it takes {' or '.join(ways)}" if ways else "; it is not called this way"
-            instead = advice(name, node, given) or accepted
+            instead = _comparison_hint(name, node, given) or accepted
             raise self._error(node, f"{name} does not take ({', '.join(map(str, given))}){instead}")
         return found, tuple(candidates)
 
@@ -366,3 +376,24 @@ class _Compiler:
             return optional_of(result), evaluate
         types = [BOOL, result, optional_of(self._bindings.fresh())]
         return self._resolve(node, "optFlatMap", FUNCTIONS["_?_:_"], types)[0], evaluate
+
+
+def _comparison_hint(name: str, node: Node, types: Sequence[Type]) -> str:
+    """A hint for operators on quantities and versions, which only functions compare; empty for all other calls."""
+    kind = next((each for each in types if each in COMPARED_BY_FUNCTION), None)
+    if name not in COMPARISONS or kind is None or not isinstance(node, nodes.Call):
+        return ""
+    many, function, example = COMPARED_BY_FUNCTION[kind]
+    given = [_literal_text(each) for each in node.operands]
+    operator = COMPARISONS[name]
+    if given[0] is not None:
+        operator = FLIPPED.get(operator, operator)
+    written = next((each for each in given if each is not None), example)
+    return f'; {many} are compared with .compareTo({function}("{written}")) {operator} 0'
+
+
+def _literal_text(node: Node) -> str | None:
+    """The text of a literal, or of the literal that is the only argument of a call."""
+    if isinstance(node, nodes.Call) and len(node.operands) == 1:
+        return _literal_text(node.operands[0])
+    return str(node.value) if isinstance(node, nodes.Literal) else None

@@ -5,11 +5,10 @@ Devices that are equal in the attributes that are read get the same verdict.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from deviceclasses.cel.device import CelDevice, Domains
 from deviceclasses.cel.nodes import (
     COMPARISONS,
     FLIPPED,
@@ -54,20 +53,6 @@ class ReferencedAttributes:
                 [("attributes", *each) for each in self.attributes] + [("capacity", *each) for each in self.capacity]
             )
         )
-
-
-def key_of(referenced: ReferencedAttributes, device: CelDevice) -> Hashable:
-    """A key that is equal for devices with equal values of everything that is read."""
-    plain = (device.driver, device.allow_multiple_allocations)
-    if referenced.everything:
-        return (*plain, _all_of(device.attributes), _all_of(device.capacity))
-    return (*plain, *[device.read(*each) for each in referenced.reads])
-
-
-def _all_of(domains: Domains) -> Hashable:
-    return frozenset(
-        (domain, name, type(value), value) for domain, values in domains.items() for name, value in values.items()
-    )
 
 
 INDEXES = ("_[_]", "_[?_]")

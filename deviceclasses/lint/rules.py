@@ -9,8 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, CAPACITIES, IN_STANDARD, STANDARD_DOMAIN, unknown_name
-from deviceclasses.lint.documents import SPEC, Document, Finding, Issue, Severity, kind_of, misspelt, text, wrong_kind
-from deviceclasses.lint.fields import shape_issues
+from deviceclasses.lint.documents import (
+    SPEC,
+    Document,
+    Finding,
+    Issue,
+    Severity,
+    kind_of,
+    misspelt,
+    shape_issues,
+    text,
+    wrong_kind,
+)
 from deviceclasses.lint.lint_context import (
     Constraint,
     LintContext,

@@ -147,23 +147,23 @@ SUMS = {
     DURATION: _total(Duration(0), lambda one, other: Duration(checked_int(one.nanoseconds + other.nanoseconds))),
 }
 for _kind in COMPARABLE:
-    method("isSorted", [list_of(_kind)], BOOL)(_is_sorted)
-    method("min", [list_of(_kind)], _kind)(_extreme("min", 1))
-    method("max", [list_of(_kind)], _kind)(_extreme("max", -1))
-    method("sort", [list_of(_kind)], list_of(_kind))(lambda members: sort_by(members, members))
+    method("isSorted", [list_of(_kind)], BOOL, _is_sorted)
+    method("min", [list_of(_kind)], _kind, _extreme("min", 1))
+    method("max", [list_of(_kind)], _kind, _extreme("max", -1))
+    method("sort", [list_of(_kind)], list_of(_kind), lambda members: sort_by(members, members))
 for _kind, _sum in SUMS.items():
-    method("sum", [list_of(_kind)], _kind)(_sum)
-method("indexOf", [LIST, T], INT)(_index_of)
-method("lastIndexOf", [LIST, T], INT)(_last_index_of)
-method("slice", [LIST, INT, INT], LIST)(_slice)
-method("flatten", [list_of(LIST)], LIST)(_flatten)
-method("flatten", [list_of(DYN), INT], list_of(DYN))(_flatten)
-method("reverse", [LIST], LIST)(lambda members: members[::-1])
-method("distinct", [LIST], LIST)(_distinct)
-function("lists.range", [INT], list_of(INT))(_range)
-function("sets.contains", [LIST, LIST], BOOL)(_contains)
-function("sets.intersects", [LIST, LIST], BOOL)(_intersects)
-function("sets.equivalent", [LIST, LIST], BOOL)(lambda one, other: _contains(one, other) and _contains(other, one))
+    method("sum", [list_of(_kind)], _kind, _sum)
+method("indexOf", [LIST, T], INT, _index_of)
+method("lastIndexOf", [LIST, T], INT, _last_index_of)
+method("slice", [LIST, INT, INT], LIST, _slice)
+method("flatten", [list_of(LIST)], LIST, _flatten)
+method("flatten", [list_of(DYN), INT], list_of(DYN), _flatten)
+method("reverse", [LIST], LIST, lambda members: members[::-1])
+method("distinct", [LIST], LIST, _distinct)
+function("lists.range", [INT], list_of(INT), _range)
+function("sets.contains", [LIST, LIST], BOOL, _contains)
+function("sets.intersects", [LIST, LIST], BOOL, _intersects)
+function("sets.equivalent", [LIST, LIST], BOOL, lambda one, other: _contains(one, other) and _contains(other, one))
 
 V = param("V")
 OPTIONAL = optional_of(V)
@@ -192,20 +192,23 @@ def _unwrap(members: tuple[Value, ...]) -> tuple[Value, ...]:
     return tuple(each.content for each in members if each.present)
 
 
-function("optional.of", [V], OPTIONAL)(lambda value: Optional(present=True, content=value))
-function("optional.ofNonZeroValue", [V], OPTIONAL)(
-    lambda value: NONE if _is_zero(value) else Optional(present=True, content=value)
+function("optional.of", [V], OPTIONAL, lambda value: Optional(present=True, content=value))
+function(
+    "optional.ofNonZeroValue",
+    [V],
+    OPTIONAL,
+    lambda value: NONE if _is_zero(value) else Optional(present=True, content=value),
 )
-function("optional.none", [], OPTIONAL)(lambda: NONE)
-function("optional.unwrap", [list_of(OPTIONAL)], list_of(V))(_unwrap)
-method("unwrapOpt", [list_of(OPTIONAL)], list_of(V))(_unwrap)
-method("value", [OPTIONAL], V)(_value)
-method("hasValue", [OPTIONAL], BOOL)(lambda one: one.present)
+function("optional.none", [], OPTIONAL, lambda: NONE)
+function("optional.unwrap", [list_of(OPTIONAL)], list_of(V), _unwrap)
+method("unwrapOpt", [list_of(OPTIONAL)], list_of(V), _unwrap)
+method("value", [OPTIONAL], V, _value)
+method("hasValue", [OPTIONAL], BOOL, lambda one: one.present)
 # The compiler evaluates the right side of both only where the left one is absent.
-method("or", [OPTIONAL, OPTIONAL], OPTIONAL)(lambda one, other: one if one.present else other)
-method("orValue", [OPTIONAL, V], V)(lambda one, other: one.content if one.present else other)
-method("first", [list_of(V)], OPTIONAL)(lambda members: Optional(present=True, content=members[0]) if members else NONE)
-method("last", [list_of(V)], OPTIONAL)(lambda members: Optional(present=True, content=members[-1]) if members else NONE)
+method("or", [OPTIONAL, OPTIONAL], OPTIONAL, lambda one, other: one if one.present else other)
+method("orValue", [OPTIONAL, V], V, lambda one, other: one.content if one.present else other)
+method("first", [list_of(V)], OPTIONAL, lambda members: Optional(present=True, content=members[0]) if members else NONE)
+method("last", [list_of(V)], OPTIONAL, lambda members: Optional(present=True, content=members[-1]) if members else NONE)
 
 
 def member(value: Value, key: Value) -> Value:
@@ -247,5 +250,5 @@ K = param("K")
 INDEXED = [(list_of(V), INT), (map_of(K, V), K)]
 for _container, _key in [*INDEXED, *((optional_of(container), key) for container, key in INDEXED)]:
     _element = OPTIONAL if _container.name == "optional_type" else V
-    function("_[_]", [_container, _key], _element)(member)
-    function("_[?_]", [_container, _key], OPTIONAL)(optional_member)
+    function("_[_]", [_container, _key], _element, member)
+    function("_[?_]", [_container, _key], OPTIONAL, optional_member)

@@ -101,16 +101,16 @@ def _signed(body: Callable[[int, int], int]) -> Callable[[int, int], int]:
 
 
 for _name, _body in INTEGER_ARITHMETIC.items():
-    function(_name, [INT, INT], INT)(_signed(_body))
-    function(_name, [UINT, UINT], UINT)(_unsigned(_body))
+    function(_name, [INT, INT], INT, _signed(_body))
+    function(_name, [UINT, UINT], UINT, _unsigned(_body))
 for _name, _real in DOUBLE_ARITHMETIC.items():
-    function(_name, [DOUBLE, DOUBLE], DOUBLE)(_real)
+    function(_name, [DOUBLE, DOUBLE], DOUBLE, _real)
 for _kind in (STRING, BYTES, list_of(A)):
-    function("_+_", [_kind, _kind], _kind)(operator.add)
+    function("_+_", [_kind, _kind], _kind, operator.add)
 
-function("-_", [INT], INT)(lambda value: checked_int(-value))
-function("-_", [DOUBLE], DOUBLE)(operator.neg)
-function("!_", [BOOL], BOOL)(operator.not_)
+function("-_", [INT], INT, lambda value: checked_int(-value))
+function("-_", [DOUBLE], DOUBLE, operator.neg)
+function("!_", [BOOL], BOOL, operator.not_)
 
 ORDER: dict[str, Callable[[int], bool]] = {
     "_<_": lambda order: order < 0,
@@ -130,26 +130,26 @@ def _ordered(wanted: Callable[[int], bool]) -> Callable[[Value, Value], bool]:
 
 for _name, _wanted in ORDER.items():
     for _one, _other in ORDERED_PAIRS:
-        function(_name, [_one, _other], BOOL)(_ordered(_wanted))
+        function(_name, [_one, _other], BOOL, _ordered(_wanted))
 
 
-function("_==_", [A, A], BOOL)(equal)
-function("_!=_", [A, A], BOOL)(lambda one, other: not equal(one, other))
+function("_==_", [A, A], BOOL, equal)
+function("_!=_", [A, A], BOOL, lambda one, other: not equal(one, other))
 # The compiler evaluates only one of both values.
-function("_?_:_", [BOOL, A, A], A)(lambda condition, yes, no: yes if condition else no)
+function("_?_:_", [BOOL, A, A], A, lambda condition, yes, no: yes if condition else no)
 
 
 def _in_list(wanted: Value, members: tuple[Value, ...]) -> bool:
     return any(same(wanted, each) for each in members)
 
 
-function("@in", [A, list_of(A)], BOOL)(_in_list)
-function("@in", [A, map_of(A, B)], BOOL)(lambda key, entries: entries.has(key))
+function("@in", [A, list_of(A)], BOOL, _in_list)
+function("@in", [A, map_of(A, B)], BOOL, lambda key, entries: entries.has(key))
 
 
 for _kind in (STRING, BYTES, list_of(A), map_of(A, B)):
-    function("size", [_kind], INT)(len)
-    method("size", [_kind], INT)(len)
+    function("size", [_kind], INT, len)
+    method("size", [_kind], INT, len)
 
 CONVERSIONS = frozenset(["bool", "bytes", "double", "duration", "dyn", "int", "string", "timestamp", "type", "uint"])
 INTEGER_TEXT = re.compile(r"[+-]?[0-9]+")
@@ -241,29 +241,29 @@ def _same(value: Value) -> Value:
 
 
 for _kind in COMPARABLE:
-    function(_kind.name.removeprefix("google.protobuf.").lower(), [_kind], _kind)(_same)
-function("dyn", [A], DYN)(_same)
-function("type", [A], type_of_type(A))(lambda value: TypeValue(type_name(value)))
-function("bool", [STRING], BOOL)(_bool)
-function("bytes", [STRING], BYTES)(lambda text: text.encode())
-function("double", [INT], DOUBLE)(float)
-function("double", [UINT], DOUBLE)(float)
-function("double", [STRING], DOUBLE)(_double)
-function("int", [DOUBLE], INT)(_double_to_int)
-function("int", [UINT], INT)(lambda value: checked_int(int(value)))
-function("int", [STRING], INT)(_int)
-function("int", [DURATION], INT)(lambda value: value.nanoseconds)
-function("int", [TIMESTAMP], INT)(lambda value: value.nanoseconds // 10**9)
-function("uint", [DOUBLE], UINT)(_double_to_uint)
-function("uint", [INT], UINT)(checked_uint)
-function("uint", [STRING], UINT)(_uint)
-function("string", [BOOL], STRING)(lambda value: "true" if value else "false")
-function("string", [BYTES], STRING)(_decoded)
-function("string", [DOUBLE], STRING)(double_text)
-function("string", [INT], STRING)(str)
-function("string", [UINT], STRING)(lambda value: str(int(value)))
-function("string", [DURATION], STRING)(duration_text)
-function("string", [TIMESTAMP], STRING)(timestamp_text)
-function("duration", [STRING], DURATION)(parse_duration)
-function("timestamp", [STRING], TIMESTAMP)(parse_timestamp)
-function("timestamp", [INT], TIMESTAMP)(timestamp_of)
+    function(_kind.name.removeprefix("google.protobuf.").lower(), [_kind], _kind, _same)
+function("dyn", [A], DYN, _same)
+function("type", [A], type_of_type(A), lambda value: TypeValue(type_name(value)))
+function("bool", [STRING], BOOL, _bool)
+function("bytes", [STRING], BYTES, lambda text: text.encode())
+function("double", [INT], DOUBLE, float)
+function("double", [UINT], DOUBLE, float)
+function("double", [STRING], DOUBLE, _double)
+function("int", [DOUBLE], INT, _double_to_int)
+function("int", [UINT], INT, lambda value: checked_int(int(value)))
+function("int", [STRING], INT, _int)
+function("int", [DURATION], INT, lambda value: value.nanoseconds)
+function("int", [TIMESTAMP], INT, lambda value: value.nanoseconds // 10**9)
+function("uint", [DOUBLE], UINT, _double_to_uint)
+function("uint", [INT], UINT, checked_uint)
+function("uint", [STRING], UINT, _uint)
+function("string", [BOOL], STRING, lambda value: "true" if value else "false")
+function("string", [BYTES], STRING, _decoded)
+function("string", [DOUBLE], STRING, double_text)
+function("string", [INT], STRING, str)
+function("string", [UINT], STRING, lambda value: str(int(value)))
+function("string", [DURATION], STRING, duration_text)
+function("string", [TIMESTAMP], STRING, timestamp_text)
+function("duration", [STRING], DURATION, parse_duration)
+function("timestamp", [STRING], TIMESTAMP, parse_timestamp)
+function("timestamp", [INT], TIMESTAMP, timestamp_of)

@@ -51,25 +51,25 @@ CONSTANT_TIME = frozenset({"size", "first", "last"})
 
 FUNCTIONS: dict[str, list[Overload]] = {}
 """All functions by name; filled by importing the modules of this package."""
+UNSUPPORTED_FUNCTIONS = {
+    "format": "string.format is not evaluated by Tessera; join strings with + instead",
+    "url": "url() is not evaluated by Tessera; use string functions instead",
+    "isURL": "isURL() is not evaluated by Tessera; use string functions instead",
+    "format.named": "named formats are not evaluated by Tessera; use matches() instead",
+    "authorizer": "a selector has no authorizer",
+}
+"""The reasons why Tessera refuses names that Kubernetes accepts; "format.named" is for all names after "format."."""
 
 
-def function(name: str, takes: list[Type], gives: Type) -> Callable[[Body], Body]:
-    """Declare the decorated function as ``name(...)``."""
-    return _declare(name, takes, gives, member=False)
+def function(name: str, takes: list[Type], gives: Type, body: Body, *, member: bool = False) -> None:
+    """Declare an overload of ``name(...)``."""
+    sized = [index for index, each in enumerate(takes) if each.name in SIZED and name not in CONSTANT_TIME]
+    FUNCTIONS.setdefault(name, []).append(Overload(tuple(takes), gives, member, body, tuple(sized)))
 
 
-def method(name: str, takes: list[Type], gives: Type) -> Callable[[Body], Body]:
-    """Declare the decorated function as ``first.name(...)``."""
-    return _declare(name, takes, gives, member=True)
-
-
-def _declare(name: str, takes: list[Type], gives: Type, *, member: bool) -> Callable[[Body], Body]:
-    def declare(body: Body) -> Body:
-        sized = [index for index, each in enumerate(takes) if each.name in SIZED and name not in CONSTANT_TIME]
-        FUNCTIONS.setdefault(name, []).append(Overload(tuple(takes), gives, member, body, tuple(sized)))
-        return body
-
-    return declare
+def method(name: str, takes: list[Type], gives: Type, body: Body) -> None:
+    """Declare an overload of ``first.name(...)``."""
+    function(name, takes, gives, body, member=True)
 
 
 def succeeds(convert: Callable[..., Value]) -> Callable[..., bool]:
@@ -87,9 +87,9 @@ def succeeds(convert: Callable[..., Value]) -> Callable[..., bool]:
 
 def declare_order(kind: Type, order: Callable[[Any, Any], int]) -> None:
     """Declare the methods that compare two values of a type which has no operators; ``order`` gives -1, 0 or 1."""
-    method("compareTo", [kind, kind], INT)(order)
-    method("isGreaterThan", [kind, kind], BOOL)(lambda one, other: order(one, other) > 0)
-    method("isLessThan", [kind, kind], BOOL)(lambda one, other: order(one, other) < 0)
+    method("compareTo", [kind, kind], INT, order)
+    method("isGreaterThan", [kind, kind], BOOL, lambda one, other: order(one, other) > 0)
+    method("isLessThan", [kind, kind], BOOL, lambda one, other: order(one, other) < 0)
 
 
 def _spend_for(values: list[Value]) -> None:

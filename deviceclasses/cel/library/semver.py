@@ -74,8 +74,8 @@ def _order(one: Semver, other: Semver) -> int:
 
 
 for _takes in ([STRING], [STRING, BOOL]):
-    function("semver", _takes, SEMVER)(_parse)
-    function("isSemver", _takes, BOOL)(succeeds(_parse))
+    function("semver", _takes, SEMVER, _parse)
+    function("isSemver", _takes, BOOL, succeeds(_parse))
 declare_order(SEMVER, _order)
 for _position, _part in enumerate(("major", "minor", "patch")):
-    method(_part, [SEMVER], INT)(lambda one, position=_position: one.numbers[position])
+    method(_part, [SEMVER], INT, lambda one, position=_position: one.numbers[position])

@@ -133,14 +133,14 @@ def _towards_zero(value: int, unit: int) -> int:
 
 
 for _name, _field in FIELDS.items():
-    method(_name, [TIMESTAMP], INT)(lambda value, part=_field: part(_local(value, "UTC")))
-    method(_name, [TIMESTAMP, STRING], INT)(lambda value, zone, part=_field: part(_local(value, zone)))
+    method(_name, [TIMESTAMP], INT, lambda value, part=_field: part(_local(value, "UTC")))
+    method(_name, [TIMESTAMP, STRING], INT, lambda value, zone, part=_field: part(_local(value, zone)))
 for _name, _unit in SPANS.items():
-    method(_name, [DURATION], INT)(lambda value, unit=_unit: _towards_zero(value.nanoseconds, unit))
+    method(_name, [DURATION], INT, lambda value, unit=_unit: _towards_zero(value.nanoseconds, unit))
 
-function("_+_", [DURATION, DURATION], DURATION)(lambda one, other: _duration(one.nanoseconds + other.nanoseconds))
-function("_+_", [DURATION, TIMESTAMP], TIMESTAMP)(lambda span, moment: _later(moment, span.nanoseconds))
-function("_+_", [TIMESTAMP, DURATION], TIMESTAMP)(lambda moment, span: _later(moment, span.nanoseconds))
-function("_-_", [DURATION, DURATION], DURATION)(lambda one, other: _duration(one.nanoseconds - other.nanoseconds))
-function("_-_", [TIMESTAMP, DURATION], TIMESTAMP)(lambda moment, span: _later(moment, -span.nanoseconds))
-function("_-_", [TIMESTAMP, TIMESTAMP], DURATION)(lambda one, other: _duration(one.nanoseconds - other.nanoseconds))
+function("_+_", [DURATION, DURATION], DURATION, lambda one, other: _duration(one.nanoseconds + other.nanoseconds))
+function("_+_", [DURATION, TIMESTAMP], TIMESTAMP, lambda span, moment: _later(moment, span.nanoseconds))
+function("_+_", [TIMESTAMP, DURATION], TIMESTAMP, lambda moment, span: _later(moment, span.nanoseconds))
+function("_-_", [DURATION, DURATION], DURATION, lambda one, other: _duration(one.nanoseconds - other.nanoseconds))
+function("_-_", [TIMESTAMP, DURATION], TIMESTAMP, lambda moment, span: _later(moment, -span.nanoseconds))
+function("_-_", [TIMESTAMP, TIMESTAMP], DURATION, lambda one, other: _duration(one.nanoseconds - other.nanoseconds))
