@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from driver.errors import ApiError, EnvironmentFault, FatalError, TesseraError
-from driver.logs import FORMATS, configure_logs
+from driver.logs import with_logs
 
 log = logging.getLogger(__name__)
 
@@ -122,9 +122,8 @@ def main() -> None:
 @click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 is every address.  [default: none]")
 @click.option("--health-address", help="HOST:PORT to serve /livez and /readyz at.  [default: none]")
 @click.option("--pod-uid", help="UID of this process' pod; allows two plugins on a node during a rolling update.")
-@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True)
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info", show_default=True)
-def node(log_format: str, log_level: str, **flags: Any) -> None:
+@with_logs()
+def node(**flags: Any) -> None:
     """Run the node plugin: publish this node's GPUs and prepare claims.
 
     Needs root, a kubelet, and the NVIDIA driver (or --gpus sim:...); outside a pod --kubeconfig, too.
@@ -139,7 +138,6 @@ def node(log_format: str, log_level: str, **flags: Any) -> None:
         from kubelet_plugin.settings import node_settings
         from kubelet_plugin.start import node_plugin
 
-        configure_logs(log_format, log_level)
         settings, stop = node_settings(**flags), threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())

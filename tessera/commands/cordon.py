@@ -15,10 +15,11 @@ import msgspec
 
 from driver.errors import CONFLICT, ApiError, EnvironmentFault, StateError
 from driver.kube.client import Object
+from driver.kube.reads import read_all
 from driver.kube.types import GpuNodePlan, ResourceSlice
 from driver.model.plan import API_VERSION, KIND, PATH, ClearedFaults, PlanSpec
 from driver.slices.publisher import SLICES
-from tessera.cluster_options import client_of, find_plans, read_all, with_driver_name, with_kubeconfig
+from tessera.cluster_options import client_of, find_plans, with_driver_name, with_kubeconfig
 from tessera.gpu_names import GpuName, ReportedFault, faults_of, find, names_of
 
 WRITE_ATTEMPTS = 5

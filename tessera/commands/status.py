@@ -14,7 +14,7 @@ import click
 
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.output import columns, counted, with_output
-from tessera.status import claims, cluster, health, nodes, processes
+from tessera.status import claims, cluster, nodes, processes
 from tessera.status.snapshot import NAMESPACE, CheckOutput, Finding, Listing, SnapshotReader, StatusSnapshot
 
 
@@ -65,7 +65,7 @@ CHECKS: Mapping[str, Check] = {
     "claims": Check(
         claims.pending, (Listing.CLAIMS, Listing.EVENTS), (Listing.LEASES, Listing.PENDING_PODS, Listing.CLASSES)
     ),
-    "health": Check(health.health, (Listing.SLICES,), (Listing.PLANS,)),
+    "health": Check(nodes.health, (Listing.SLICES,), (Listing.PLANS,)),
     "mode": Check(nodes.mode, (Listing.PLANS, Listing.SLICES), (Listing.LEASES,)),
     "clocks": Check(cluster.clocks, (), (Listing.LEASES, Listing.NODE_LEASES)),
     "neighbours": Check(nodes.other_drivers, (Listing.NODES, Listing.SLICES, Listing.PLANS, Listing.CLAIMS)),

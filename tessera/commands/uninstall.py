@@ -14,10 +14,10 @@ import click
 from controller.app import LEASE
 from controller.fence.protocol import CANARY
 from driver.errors import ApiError, FatalError
-from driver.kube.client import KubeClient
+from driver.kube.client import KubeClient, Object
 from driver.kube.heartbeat import HEARTBEAT, LEAVING
 from driver.kube.lease import LeaseSpec, lease_object, leases
-from driver.kube.reads import RESOURCE_GROUP, list_claims, objects
+from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
 from driver.kube.types import Claim
 from driver.model.plan import FENCE
 from driver.shutdown import wait_until
@@ -142,7 +142,8 @@ class Removal:
 
     def holders(self) -> list[Claim]:
         """The claims that have a device."""
-        return [claim for claim in list_claims(self.client) if self._has_device(claim)]
+        claims = list_claims(self.client)
+        return [claim for claim in claims if any(result.driver == self.driver for result in claim.results)]
 
     def announce(self) -> None:
         """Request every node plugin to withdraw its slices."""
@@ -158,7 +159,7 @@ class Removal:
     def publishing(self) -> dict[str, list[str]]:
         """Names of the driver's slices by node."""
         found: dict[str, list[str]] = {}
-        for item in objects(self.client, SLICES, {"fieldSelector": f"spec.driver={self.driver}"}):
+        for item in read_all(self.client, SLICES, Object, {"fieldSelector": f"spec.driver={self.driver}"}):
             found.setdefault(item["spec"].get("nodeName", ""), []).append(item["metadata"]["name"])
         return found
 
@@ -173,8 +174,8 @@ class Removal:
 
     def running(self) -> list[str]:
         """Names of pods that still exist."""
-        pods = objects(self.client, f"/api/v1/namespaces/{self.namespace}/pods", {"labelSelector": PROCESSES})
-        return [pod["metadata"]["name"] for pod in pods]
+        pods = f"/api/v1/namespaces/{self.namespace}/pods"
+        return [pod["metadata"]["name"] for pod in read_all(self.client, pods, Object, {"labelSelector": PROCESSES})]
 
     def delete_own_objects(self) -> None:
         """Delete objects that the processes created, which belong to no release."""
@@ -186,10 +187,6 @@ class Removal:
                 self._lease(HEARTBEAT),
             ]
         )
-
-    def _has_device(self, claim: Claim) -> bool:
-        allocation = claim.status.allocation
-        return allocation is not None and any(each.driver == self.driver for each in allocation.devices.results)
 
     def _lease(self, name: str) -> str:
         return f"{leases(self.namespace)}/{name}"

@@ -15,7 +15,7 @@ import msgspec
 
 from driver.config.flags import SIMULATED_NODES, check_driver_name
 from driver.errors import UsageError
-from driver.logs import FORMATS, configure_logs
+from driver.logs import with_logs
 from driver.model.plan import PlanMode
 from driver.simulator import NodeDescription, SimulatedNode, known_descriptions
 from driver.simulator.node import describe
@@ -109,8 +109,7 @@ def smi(host_root: Path | None, output: str) -> None:
     help="follow: offer what the plans list (whatever fits while the heartbeat is missing); alone: whatever fits.",
 )
 @click.option("--leases/--no-leases", default=True, show_default=True, help="Renew the nodes' Leases, as kubelets do.")
-@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True)
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="warning", show_default=True)
+@with_logs("warning")
 def fleet(
     *,
     nodes: int,
@@ -121,8 +120,6 @@ def fleet(
     namespace: str,
     mode: str,
     leases: bool,
-    log_format: str,
-    log_level: str,
 ) -> None:
     """Run many simulated GPU nodes in one process.
 
@@ -136,7 +133,6 @@ def fleet(
     from tessera.sim.fleet.fleet import discover, running_fleet
     from tessera.sim.fleet.node import FleetSettings
 
-    configure_logs(log_format, log_level)
     if not FLEET_NAME.fullmatch(name):
         raise UsageError(f"--name {name}: lower-case letters, digits and inner dashes, at most 50, such as sim")
     try:
