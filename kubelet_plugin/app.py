@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
 from driver.hardware.host_paths import boot_id
 from driver.kube.client import KubeClient, load_configuration
@@ -18,37 +19,45 @@ from driver.model.gpu import Gpu
 from driver.shutdown import join_all
 from driver.slices.names import Pool
 from driver.steps import unobserved
-from kubelet_plugin.cdi.driver_files import find_driver_files
-from kubelet_plugin.cdi.spec import CdiDirectory
+from kubelet_plugin.cdi.spec import CdiDirectory, find_driver_files
 from kubelet_plugin.checkpoint.files import probe
-from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares, slices_of_instance
+from kubelet_plugin.checkpoint.locks import KeyedLocks
+from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares
 from kubelet_plugin.checkpoint.store import Checkpoint
-from kubelet_plugin.claims.claim_reader import ApiClaimReader
-from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners
+from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners, ignore
 from kubelet_plugin.claims.context import PluginContext
-from kubelet_plugin.claims.partitions import Partitions
-from kubelet_plugin.claims.preparer import Preparer
+from kubelet_plugin.claims.partitions import Partitions, TimeSlices
+from kubelet_plugin.claims.preparer import ClaimReader, Preparer
 from kubelet_plugin.claims.steps import Observer, Step, Steps
-from kubelet_plugin.claims.time_slices import TimeSlices
-from kubelet_plugin.coexistence.other_drivers import OtherDriverPolicy
-from kubelet_plugin.coexistence.watch import OtherDriverWatch
+from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.dra.health_service import HealthService
-from kubelet_plugin.dra.registration import Registry, SocketServer
-from kubelet_plugin.dra.service import ClaimService, DraService
-from kubelet_plugin.dra.sockets import PluginSockets
+from kubelet_plugin.dra.service import ClaimObserver, DraService, ObservedClaims
+from kubelet_plugin.dra.sockets import PluginSockets, Registry, SocketServer
 from kubelet_plugin.health.monitor import HealthMonitor, NvmlEventListener
-from kubelet_plugin.hosts import open_host
+from kubelet_plugin.inventory.hardware import open_host, wait_for_driver
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
-from kubelet_plugin.inventory.scan import Scanner, ScanSettings, mig_warnings, share_warnings
-from kubelet_plugin.metrics.instrumentation import GaugeSources, Instrumentation
-from kubelet_plugin.metrics.probes import CDI_REASONS, PROBE, STATE_REASONS, DirectoryProbe, NodeProbes, run_probes
+from kubelet_plugin.inventory.scan import Scanner, mig_warnings, share_warnings
+from kubelet_plugin.metrics.probes import (
+    CDI_REASONS,
+    PROBE,
+    STATE_REASONS,
+    DirectoryProbe,
+    HardwareCheck,
+    NodeProbes,
+    run_probes,
+)
 from kubelet_plugin.publishing import Publishing
-from kubelet_plugin.reconcile.claim_activity import ActiveClaims, ClaimActivity
+from kubelet_plugin.reconcile.claim_activity import ClaimActivity
 from kubelet_plugin.reconcile.orphans import Orphans
 from kubelet_plugin.reconcile.recovery import hold_recorded, recover
 from kubelet_plugin.reconcile.retry import ClaimReconciler
 from kubelet_plugin.settings import NodeSettings
-from kubelet_plugin.status.events import EventReporter, Reason, ReportingWork
+from kubelet_plugin.status.events import EventReporter, Reason
+from kubelet_plugin.upgrade.instance_lock import claim_directory
+
+if TYPE_CHECKING:
+    from kubelet_plugin.metrics.metrics import Metrics
+    from kubelet_plugin.upgrade.rolling_update import RollingInstance
 
 log = logging.getLogger(__name__)
 
@@ -61,17 +70,11 @@ SCAN_DELAY_SECONDS = 2.0
 """Longest time that a scan of the hardware waits for claims in progress."""
 
 
-class Signal:
-    """Calls its receivers in order. They are connected when all parts exist, so that no part calls the composition."""
-
-    def __init__(self) -> None:
-        self._receivers: tuple[Callable[..., object], ...] = ()
-
-    def connect(self, *receivers: Callable[..., object]) -> None:
-        self._receivers += receivers
+class Signal(list[Callable[..., object]]):
+    """Receivers to call in order, added when all parts exist, so that no part calls the composition."""
 
     def __call__(self, *arguments: object) -> None:
-        for receiver in self._receivers:
+        for receiver in self:
             receiver(*arguments)
 
 
@@ -93,17 +96,18 @@ class NodePlugin:
         self._settings = settings
         self._sockets = sockets
         self._stop = stop or threading.Event()
-        self._instrumentation = _instrumentation(settings)
+        self._metrics = metrics = _metrics(settings)
         self._node_probes = NodeProbes(settings, self._stop)
-        observe = self._node_probes.reach.observer(self._instrumentation.requests)
+        observe = self._node_probes.reach.observer(metrics.requests if metrics else None)
         self._client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT, observe)
         self._recorder = Recorder(self._client, USER_AGENT, settings.node_name)
-        self._events = EventReporter(self._instrumentation.count_events(self._recorder.event), settings.node_name)
+        count_event = metrics.count_event if metrics else ignore
+        self._events = EventReporter(self._recorder.event, settings.node_name, count_event)
         self._activity = ClaimActivity()
         self._offers_changed, self._hardware_changed, self._health_changed = Signal(), Signal(), Signal()
         self._cdi_restored, self._release_failed = Signal(), Signal()
         self._hardware = ExitStack()
-        records = self._open(Steps(self._instrumentation.measure_steps(observer)))
+        records = self._open(Steps(observer, metrics.observe_step if metrics else ignore))
         self._monitor_health()
         self._publishing = Publishing(
             settings,
@@ -111,7 +115,7 @@ class NodePlugin:
             self._context,
             self._health,
             self._activity,
-            self._instrumentation,
+            metrics.slices_written if metrics else ignore,
             self._node_probes,
             self._other_drivers.wait_until_known,
         )
@@ -130,19 +134,10 @@ class NodePlugin:
         checkpoint = Checkpoint(settings.state_dir)
         with step(Step.LOAD_CHECKPOINT):
             records = checkpoint.load()
-        self._other_drivers = OtherDriverWatch(
-            self._client,
-            settings.node_name,
-            settings.driver_name,
-            settings.kubelet_dir,
-            OtherDriverPolicy(settings.neighbours),
-            self._offers_changed,
-            self._node_event,
-        )
-        scan_settings = gpu_choice(settings)
+        self._other_drivers = OtherDriverWatch(self._client, settings, self._offers_changed, self._events.node)
         self._scanner = Scanner(
             host,
-            scan_settings,
+            settings,
             self._activity.wait_idle(SCAN_DELAY_SECONDS),
             self._other_drivers.is_reserved,
             lambda gpu: self._events.node("GpuNeedsReset", _needs_reset(gpu)),
@@ -159,22 +154,20 @@ class NodePlugin:
             partitions=Partitions(host, inventory, step),
             time_slices=TimeSlices(host, checkpoint, step),
             step=step,
-            locks=self._instrumentation.locks(),
+            locks=KeyedLocks(waited=self._metrics.lock_waited if self._metrics else ignore),
             boot=boot_id(self._paths),
-            existing_published=scan_settings.publish_existing,
+            existing_published=settings.publish_existing,
         )
         return records
 
     def _monitor_health(self) -> None:
         context = self._context
         self._health = HealthMonitor(
-            context.inventory,
+            context,
             self._settings.state_dir,
-            context.host.recovery_action,
             lambda: boot_id(self._paths) or None,
-            lambda gpu, instance: slices_of_instance(context.checkpoint.records(), gpu, instance),
             self._health_changed,
-            self._node_event,
+            self._events.node,
         )
         self._listener = NvmlEventListener(context.host, self._health.handle_event, lambda _: self._scanner.scan_soon())
 
@@ -187,48 +180,52 @@ class NodePlugin:
             lambda record, made: self._events.claim(record.reference, Reason.REPAIRED, "; ".join(made)),
             self._release_failed,
         )
-        reader = ApiClaimReader(self._client, self._events.remember_pods)
+        reader = ClaimReader(self._client, self._events.remember_pods)
         self._cleanup = ClaimCleanup(context, listeners)
         self._preparer = Preparer(context, reader, self._cleanup, listeners)
-        orphans = Orphans(
-            context, self._preparer, self._cleanup, reader, self._events, self._instrumentation.count_orphan
-        )
+        count_orphan = self._metrics.count_orphan if self._metrics else ignore
+        orphans = Orphans(context, self._preparer, self._cleanup, reader, self._events, count_orphan)
         self._reconciler = ClaimReconciler(
             context, self._preparer, self._cleanup, self._events, self._health.set_condition, orphans.search_if_due
         )
         self._health_service = HealthService(context.pool.name, publishing.devices, self._health.unhealthy_reason)
-        unhealthy_reason, by_kind = self._health.unhealthy_reason, self._health.faults_by_kind
-        self._instrumentation.register_gauges(GaugeSources(context, publishing.device_names, unhealthy_reason, by_kind))
+        if self._metrics:
+            self._metrics.register_gauges(
+                context, publishing.device_names, self._health.unhealthy_reason, self._health.faults_by_kind
+            )
 
-    def _decorated_claims(self) -> ClaimService:
-        """The preparer and all its decorators, from the inside out."""
-        claims: ClaimService = self._preparer
-        claims = ReportingWork(claims, self._events)  # failures become Events
-        claims = ActiveClaims(claims, self._activity)  # background work waits
-        return self._instrumentation.measure_work(claims)  # durations and failures become metrics
+    def _observed_claims(self) -> ObservedClaims:
+        observers: list[ClaimObserver] = [self._activity.working, self._events.report_failure]
+        if self._metrics:
+            observers.insert(0, self._metrics.measure)
+        return ObservedClaims(self._preparer, *observers)
 
     def _connect(self) -> None:
         """Connect each change with the parts that have to act on it."""
         publishing, reconcile = self._publishing, self._reconciler.notify
-        self._offers_changed.connect(publishing.notify)
-        self._hardware_changed.connect(
-            partial(hold_recorded, self._context), reconcile, publishing.notify, self._health_service.notify
-        )
-        self._health_changed.connect(publishing.notify, publishing.notify_status, self._health_service.notify)
-        self._release_failed.connect(reconcile)
+        self._offers_changed += [publishing.notify]
+        self._hardware_changed += [
+            partial(hold_recorded, self._context),
+            reconcile,
+            publishing.notify,
+            self._health_service.notify,
+        ]
+        self._health_changed += [publishing.notify, publishing.notify_status, self._health_service.notify]
+        self._release_failed += [reconcile]
         restored = f"{self._settings.cdi_dir} was missing: it is created again, with the CDI specs of prepared claims"
-        self._cdi_restored.connect(lambda: self._events.node(Reason.CDI_RESTORED, restored), reconcile)
+        self._cdi_restored += [lambda: self._events.node(Reason.CDI_RESTORED, restored), reconcile]
 
     def _check_readiness(self) -> None:
         """Define what ``/livez`` and ``/readyz`` check; probe the directories that a prepare writes to."""
         settings, context, probes = self._settings, self._context, self._node_probes
-        probes.add_hardware(context.inventory)
+        self._hardware_check = HardwareCheck(context.inventory)
+        probes.add_ready_check("hardware", self._hardware_check.failure)
         probes.add_ready_check("neighbours", self._other_drivers.not_ready)
         self._other_drivers.serve(context.inventory, lambda: self._scanner.excluded_count)
         self._scanner.on_scan = self._scanned
         clock, write = Clock(), partial(probe, settings.state_dir / PROBE)
-        state = DirectoryProbe(settings.state_dir, write, STATE_REASONS, self._node_event, clock)
-        specs = DirectoryProbe(settings.cdi_dir, context.cdi.probe, CDI_REASONS, self._node_event, clock)
+        state = DirectoryProbe(settings.state_dir, write, STATE_REASONS, self._events.node, clock)
+        specs = DirectoryProbe(settings.cdi_dir, context.cdi.probe, CDI_REASONS, self._events.node, clock)
         self._probes = (state, specs)
         probes.add_ready_check("checkpoint", state.failure)
         probes.add_ready_check("cdi", specs.failure)
@@ -248,7 +245,7 @@ class NodePlugin:
             self._probe,
         )
         with ExitStack() as stack:  # the last to start is the first to stop, also if the next can't start
-            self._node_probes.serve(stack, self._instrumentation.pages)
+            self._node_probes.serve(stack, self._metrics.pages if self._metrics else dict)
             start = self._node_probes.watchdog.start
             for target in readers:
                 start(target)
@@ -266,7 +263,7 @@ class NodePlugin:
 
     def _serve(self, stack: ExitStack) -> None:
         settings = self._settings
-        service = DraService(self._decorated_claims(), self._context.locks.waits)
+        service = DraService(self._observed_claims(), self._context.locks.waits)
         stack.callback(service.close)
         handlers = [service.handler(), *self._health_service.handlers()]
         if self._sockets is not None:
@@ -308,33 +305,34 @@ class NodePlugin:
     def _probe(self, stop: threading.Event) -> None:
         run_probes(self._probes, stop)
 
-    # Reports
-
-    def _node_event(self, reason: str, message: str, warning: bool) -> None:
-        self._events.node(reason, message, warning=warning)
-
     def _scanned(self, answering: Sequence[Gpu]) -> None:
         self._reconciler.check_specs()
         self._health.handle_scan(answering)
-        self._node_probes.handle_scan(answering)
+        self._hardware_check.handle_scan(answering)
 
     def _registered(self, accepted: bool, reason: str) -> None:
-        self._node_probes.registration.set(accepted, reason)
+        self._node_probes.set_registered(accepted, reason)
         if accepted:
             # The kubelet has just started, and a kubelet that starts deletes the node's slices.
             self._publishing.notify_slices()
 
 
-def gpu_choice(settings: NodeSettings) -> ScanSettings:
-    """The GPUs to manage."""
-    return ScanSettings(
-        settings.include_gpus, settings.exclude_gpus, settings.mig_gpus, settings.existing_partitions == "publish"
-    )
+def node_plugin(settings: NodeSettings, stop: threading.Event) -> NodePlugin | RollingInstance | None:
+    """Return the plugin to run. Without a pod's uid, wait for the state directory first; None: ``stop`` was set
+    meanwhile. Raises FatalError."""
+    if settings.pod_uid:
+        from kubelet_plugin.upgrade.rolling_update import RollingInstance  # megabytes that only a rolling update needs
+
+        wait_for_driver(settings, stop)
+        return RollingInstance(settings, stop)
+    claim_directory(settings.state_dir, stop)
+    wait_for_driver(settings, stop)
+    return None if stop.is_set() else NodePlugin(settings, stop=stop)
 
 
-def _instrumentation(settings: NodeSettings) -> Instrumentation:
+def _metrics(settings: NodeSettings) -> Metrics | None:
     if settings.metrics_address is None:
-        return Instrumentation()
+        return None
     from kubelet_plugin.metrics.metrics import Metrics  # the Prometheus library needs a megabyte
 
     return Metrics()

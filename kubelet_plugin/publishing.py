@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 
 from driver.kube.client import KubeClient
@@ -12,20 +11,18 @@ from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.device import Device
 from driver.model.plan import PlanSpec
 from driver.slices.build import Content, SliceBuilder
-from driver.slices.publisher import Publisher, SliceStep
+from driver.slices.publisher import Publisher
 from driver.watchdog import Watched
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.health.monitor import HealthMonitor
-from kubelet_plugin.metrics.instrumentation import Instrumentation
 from kubelet_plugin.metrics.probes import NodeProbes
 from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter, PlanWatch
 from kubelet_plugin.plan.follower import PlanFile, PlanFollower
 from kubelet_plugin.reconcile.claim_activity import ClaimActivity
 from kubelet_plugin.reconcile.uninstall import Uninstall
 from kubelet_plugin.settings import NodeSettings
-from kubelet_plugin.status.claim_status import Statuses, device_statuses, prepared_devices
-from kubelet_plugin.status.writer import StatusWriter
+from kubelet_plugin.status.claim_status import StatusWriter, device_statuses
 
 SLICES_DELAY_SECONDS, STATUS_DELAY_SECONDS = 0.5, 2.0
 """Longest time that slices and status wait for claims in progress: a pod may wait for slices."""
@@ -47,24 +44,23 @@ class Publishing:
         context: PluginContext,
         health: HealthMonitor,
         activity: ClaimActivity,
-        instrumentation: Instrumentation,
+        slices_written: Callable[[int, float], None],
         node_probes: NodeProbes,
         wait_ready: Callable[[], None],
     ) -> None:
-        self._settings, self._client, self._context = settings, client, context
-        self._health, self._wait_ready = health, wait_ready
+        self._context, self._health, self._wait_ready = context, health, wait_ready
         self._builder = SliceBuilder(context.pool)
 
-        def loop(delay_s: float, watched: Watched) -> MakeLoop:
-            return node_probes.watchdog.loops(partial(Loop, give_way=activity.wait_idle(delay_s)), watched)
+        def loop(delay_seconds: float, watched: Watched) -> MakeLoop:
+            return node_probes.watchdog.loops(partial(Loop, give_way=activity.wait_idle(delay_seconds)), watched)
 
         self._publisher = Publisher(
             client,
             context.pool,
             self._desired,
             lambda: owner_reference(client, settings.node_name),
-            self._slice_step,
-            instrumentation.slices_written,
+            lambda step, name: context.step(Step(step.value), slice=name),
+            slices_written,
             loop=loop(SLICES_DELAY_SECONDS, node_probes.publishing),
         )
         node_probes.add_slices(self._publisher.published)
@@ -83,9 +79,12 @@ class Publishing:
         self._fence_release = FenceRelease(
             client, settings.namespace, context.pool.name, self._follower.standalone_epoch
         )
-        wait_idle = activity.wait_idle(STATUS_DELAY_SECONDS)
         self._status = StatusWriter(
-            client, settings.driver_name, self._statuses, steps=context.step, give_way=wait_idle
+            client,
+            settings.driver_name,
+            lambda: device_statuses(context.checkpoint.records(), self._unhealthy),
+            steps=context.step,
+            give_way=activity.wait_idle(STATUS_DELAY_SECONDS),
         )
         self.uninstall = Uninstall(self._plan.uninstalling, context.checkpoint, context.cdi, settings.state_dir)
         self.writers = (self._publisher.run, self._status.run, self._plan_status.run, self._fence_release.run)
@@ -133,12 +132,6 @@ class Publishing:
             return {}
         self._wait_ready()
         return self._builder.build(self._follower.published())
-
-    def _slice_step(self, step: SliceStep, name: str) -> AbstractContextManager[None]:
-        return self._context.step(Step(step.value), slice=name)
-
-    def _statuses(self) -> Statuses:
-        return device_statuses(prepared_devices(self._context.checkpoint.records()), self._unhealthy)
 
     def _unhealthy(self, name: str) -> str | None:
         device = self._context.inventory.device(name)

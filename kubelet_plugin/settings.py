@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from driver.config.flags import (
     DEFAULT_DRIVER,
@@ -49,16 +49,13 @@ def _absolute(value: str | Path) -> Path:
     return Path(value)
 
 
-def _existing_partitions(value: str) -> str:
-    if value not in {"ignore", "publish"}:
-        raise ValueError("must be ignore or publish")
-    return value
+def _one_of(*allowed: str) -> Callable[[str], str]:
+    def read(value: str) -> str:
+        if value not in allowed:
+            raise ValueError(f"must be {' or '.join(allowed)}")
+        return value
 
-
-def _neighbours(value: str) -> str:
-    if value not in {"refuse", "exclude"}:
-        raise ValueError("must be refuse or exclude")
-    return value
+    return read
 
 
 def _pod_uid(value: str) -> str:
@@ -70,35 +67,40 @@ def _pod_uid(value: str) -> str:
 # No pydantic here: it costs the node plugin 8 MiB, and nothing else in it needs it before a claim has parameters.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """The flags of ``tessera node``; field names are the flags' names."""
+    """The flags of ``tessera node``: field names are the flags' names, annotations their parsers (raise ValueError)."""
 
-    node_name: str
-    driver_name: str = DEFAULT_DRIVER
-    kubeconfig: Path | None = None
-    namespace: str = "tessera"
-    gpus: str = "nvml"
-    kubelet_dir: Path = Path("/var/lib/kubelet")
-    cdi_dir: Path = Path("/var/run/cdi")
-    state_dir: Path
-    driver_root: Path = Path("/")
-    host_root: Path = Path("/")
-    nvml_library: Path | None = None
-    include_gpus: GpuSelection = EVERY_GPU
-    exclude_gpus: GpuSelection = NO_GPU
-    mig_gpus: GpuSelection = NO_GPU
-    shares: ShareCounts = NO_SHARES
-    shares_only: GpuSelection = NO_GPU
-    existing_partitions: str = "ignore"
-    neighbours: str = "refuse"
-    sim_latency: str = "default"
-    metrics_address: ListenAddress | None = None
-    health_address: ListenAddress | None = None
-    pod_uid: str = ""
+    node_name: Annotated[str, _node_name]
+    driver_name: Annotated[str, check_driver_name] = DEFAULT_DRIVER
+    kubeconfig: Annotated[Path | None, Path] = None
+    namespace: Annotated[str, check_namespace] = "tessera"
+    gpus: Annotated[str, _gpus] = "nvml"
+    kubelet_dir: Annotated[Path, _absolute] = Path("/var/lib/kubelet")
+    cdi_dir: Annotated[Path, _absolute] = Path("/var/run/cdi")
+    state_dir: Annotated[Path, _absolute]
+    driver_root: Annotated[Path, _absolute] = Path("/")
+    host_root: Annotated[Path, _absolute] = Path("/")
+    nvml_library: Annotated[Path | None, Path] = None
+    include_gpus: Annotated[GpuSelection, GpuSelection.parse] = EVERY_GPU
+    exclude_gpus: Annotated[GpuSelection, GpuSelection.parse] = NO_GPU
+    mig_gpus: Annotated[GpuSelection, GpuSelection.parse] = NO_GPU
+    shares: Annotated[ShareCounts, ShareCounts.parse] = NO_SHARES
+    shares_only: Annotated[GpuSelection, GpuSelection.parse] = NO_GPU
+    existing_partitions: Annotated[str, _one_of("ignore", "publish")] = "ignore"
+    neighbours: Annotated[str, _one_of("refuse", "exclude")] = "refuse"
+    sim_latency: Annotated[str, str] = "default"
+    metrics_address: Annotated[ListenAddress | None, parse_listen_address] = None
+    health_address: Annotated[ListenAddress | None, parse_listen_address] = None
+    pod_uid: Annotated[str, _pod_uid] = ""
 
     @property
     def simulated(self) -> str | None:
         """The name or file of the simulated node, or None for real GPUs."""
         return self.gpus.removeprefix("sim:") if self.gpus.startswith("sim:") else None
+
+    @property
+    def publish_existing(self) -> bool:
+        """Whether partitions that Tessera did not create are published as they are."""
+        return self.existing_partitions == "publish"
 
     @property
     def plugin_socket(self) -> Path:
@@ -107,33 +109,6 @@ class NodeSettings:
     @property
     def registration_socket(self) -> Path:
         return registration_socket(self.kubelet_dir / "plugins_registry", self.driver_name, self.pod_uid)
-
-
-READ: Mapping[str, Callable[[Any], object]] = {
-    "node_name": _node_name,
-    "driver_name": check_driver_name,
-    "kubeconfig": Path,
-    "namespace": check_namespace,
-    "gpus": _gpus,
-    "kubelet_dir": _absolute,
-    "cdi_dir": _absolute,
-    "state_dir": _absolute,
-    "driver_root": _absolute,
-    "host_root": _absolute,
-    "nvml_library": Path,
-    "include_gpus": GpuSelection.parse,
-    "exclude_gpus": GpuSelection.parse,
-    "mig_gpus": GpuSelection.parse,
-    "shares": ShareCounts.parse,
-    "shares_only": GpuSelection.parse,
-    "existing_partitions": _existing_partitions,
-    "neighbours": _neighbours,
-    "sim_latency": str,
-    "metrics_address": parse_listen_address,
-    "health_address": parse_listen_address,
-    "pod_uid": _pod_uid,
-}
-"""Parsers of the flags' values; they raise ValueError."""
 
 
 def node_settings(**values: object) -> NodeSettings:
@@ -154,11 +129,12 @@ def node_settings(**values: object) -> NodeSettings:
 
 def _read(given: Mapping[str, object]) -> dict[str, Any]:
     read, faults = {}, []
-    for name in sorted(given, key=[field.name for field in fields(NodeSettings)].index):
-        try:
-            read[name] = READ[name](given[name])
-        except ValueError as error:
-            faults.append(f"--{name.replace('_', '-')} {given[name]}: {error}")
+    for name, annotated in get_type_hints(NodeSettings, include_extras=True).items():
+        if name in given:
+            try:
+                read[name] = annotated.__metadata__[0](given[name])
+            except ValueError as error:
+                faults.append(f"--{name.replace('_', '-')} {given[name]}: {error}")
     if "node_name" not in given:
         faults.append("--node-name: is needed")
     if faults:

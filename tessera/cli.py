@@ -135,8 +135,8 @@ def node(**flags: Any) -> None:
     """
     with _kept_out_of_garbage_collection():
         from driver.shutdown import leave
+        from kubelet_plugin.app import node_plugin
         from kubelet_plugin.settings import node_settings
-        from kubelet_plugin.start import node_plugin
 
         settings, stop = node_settings(**flags), threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
-import logging
 import os
-import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from driver.errors import EnvironmentFault, StateError
-
-log = logging.getLogger(__name__)
+from driver.errors import StateError
 
 TEMPORARY = ".tmp"
 
 PROBE_BYTES = os.urandom(16 * 1024)
 """Content of a probe: more than a checkpoint record, and random, because a file system may compress or skip zeros."""
-
-LOCK_CHECK_INTERVAL_SECONDS = 0.1
-"""Between two checks whether another plugin has ended: the kubelet reaches none meanwhile."""
 
 
 def write_atomically(path: Path, data: bytes, mode: int, *, durable: bool) -> None:
@@ -28,15 +21,12 @@ def write_atomically(path: Path, data: bytes, mode: int, *, durable: bool) -> No
     directory, _ = os.path.split(path)
     temporary = _temporary(path)
     try:
-        descriptor = _open(temporary, mode)
-        try:
+        with _opened(temporary, mode) as descriptor:
             os.fchmod(descriptor, mode)
             _write_all(descriptor, data)
             os.ftruncate(descriptor, len(data))
             if durable:
                 os.fdatasync(descriptor)
-        finally:
-            os.close(descriptor)
         os.replace(temporary, path)  # noqa: PTH105
         if durable:
             sync_directory(directory)
@@ -50,11 +40,8 @@ def reserve(path: Path, size: int, mode: int) -> None:
     """Allocate ``size`` bytes for the next ``write_atomically`` of ``path``. Raises StateError."""
     temporary = _temporary(path)
     try:
-        descriptor = _open(temporary, mode)
-        try:
+        with _opened(temporary, mode) as descriptor:
             os.posix_fallocate(descriptor, 0, size)
-        finally:
-            os.close(descriptor)
     except OSError as error:
         with suppress(OSError):
             os.unlink(temporary)  # noqa: PTH108
@@ -70,13 +57,12 @@ def probe(path: Path) -> None:
     """Write PROBE_BYTES to disk under the temporary name of ``path`` and delete them again. Raises StateError."""
     temporary = _temporary(path)
     try:
-        descriptor = _open(temporary, 0o600)
-        try:
-            _write_all(descriptor, PROBE_BYTES)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-            os.unlink(temporary)  # noqa: PTH108
+        with _opened(temporary, 0o600) as descriptor:
+            try:
+                _write_all(descriptor, PROBE_BYTES)
+                os.fsync(descriptor)
+            finally:
+                os.unlink(temporary)  # noqa: PTH108
     except OSError as error:
         raise StateError(f"can't write {path.parent}: {error.strerror}") from error
 
@@ -95,46 +81,6 @@ def remove(path: Path, *, durable: bool) -> None:
         raise StateError(f"can't remove {path}: {error.strerror}") from error
 
 
-def claim_directory(directory: Path, stop: threading.Event) -> None:
-    """Lock ``directory`` until this process ends, however it ends.
-
-    Waits, until ``stop`` is set, while another process has the lock: a rolling update starts the new plugin before the
-    old one has ended. Raises EnvironmentFault.
-    """
-    try:
-        lock = open_lock(directory)
-        logged = False
-        while not locked(lock):
-            if not logged:
-                owner = os.pread(lock, 32, 0).decode("utf-8", "replace").partition("\n")[0] or "unknown"
-                log.warning("waits for another node plugin to end", extra={"stateDir": str(directory), "pid": owner})
-                logged = True
-            if stop.wait(LOCK_CHECK_INTERVAL_SECONDS):
-                return
-        os.ftruncate(lock, 0)
-        os.write(lock, f"{os.getpid()}\n".encode())
-    except OSError as error:
-        raise EnvironmentFault(f"--state-dir {directory}: can't be used: {error.strerror}") from error
-
-
-def open_lock(directory: Path) -> int:
-    """Open the lock file in ``directory``. Raises OSError.
-
-    Never close it: the kernel releases the lock when the process ends.
-    """
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
-def locked(lock: int) -> bool:
-    """Lock that file; False if another process has the lock. Raises OSError."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def sync_directory(directory: Path | str) -> None:
     """Make renames and deletions in ``directory`` durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -149,9 +95,14 @@ def _temporary(path: Path) -> str:
     return f"{directory}/.{name}{TEMPORARY}"
 
 
-def _open(temporary: str, mode: int) -> int:
-    """Without truncating: reserved space stays allocated until it is overwritten."""
-    return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode)
+@contextmanager
+def _opened(temporary: str, mode: int) -> Iterator[int]:
+    """Open without truncating: reserved space stays allocated until it is overwritten."""
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -44,23 +44,30 @@ class _Entry:
 
 
 class KeyedLocks:
-    """One lock per key; an unused key needs no memory."""
+    """One lock per key; an unused key needs no memory. ``waited`` receives the seconds until all keys were acquired."""
 
-    def __init__(self, deadline_s: float = LOCK_TIMEOUT_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
-        self._deadline_s = deadline_s
+    def __init__(
+        self,
+        timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        waited: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        self._timeout_seconds = timeout_seconds
         self._clock = clock
+        self._waited = waited
         self._entries: dict[str, _Entry] = {}
         self._guard = threading.Lock()
 
     @contextmanager
     def hold(self, keys: Iterable[str], owner: str) -> Iterator[None]:
         """Hold all ``keys`` inside the block. Raises LockTimeoutError, holding none."""
-        deadline = self._clock() + self._deadline_s
+        started = self._clock()
         taken: list[str] = []
         try:
             for key in sorted(set(keys)):
-                self._take(key, owner, deadline)
+                self._take(key, owner, started + self._timeout_seconds)
                 taken.append(key)
+            self._waited(self._clock() - started)
             yield
         finally:
             for key in reversed(taken):
@@ -82,7 +89,7 @@ class KeyedLocks:
         if not entry.lock.acquire(blocking=False) and not self._wait(key, entry, owner, deadline):
             holder = self._holder(entry)
             self._leave(key, entry)
-            raise LockTimeoutError(f"{owner} waited {self._deadline_s:.0f} s for {key}, which {holder}")
+            raise LockTimeoutError(f"{owner} waited {self._timeout_seconds:.0f} s for {key}, which {holder}")
         entry.owner, entry.since = owner, self._clock()
 
     def _wait(self, key: str, entry: _Entry, owner: str, deadline: float) -> bool:
@@ -102,7 +109,7 @@ class KeyedLocks:
                 entry.waiting.remove(owner)
 
     def _holder(self, entry: _Entry) -> str:
-        return f"is in use by {entry.owner or 'nobody'} since {self._clock() - entry.since:.0f} s"
+        return f"is in use by {entry.owner or 'an unknown claim'} since {self._clock() - entry.since:.0f} s"
 
     def _release(self, key: str) -> None:
         entry = self._entries[key]

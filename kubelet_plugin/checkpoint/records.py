@@ -12,8 +12,7 @@ from driver.errors import StateError
 from driver.model.device import Device, DeviceKind, share_index
 from driver.model.gpu import Partition, Placement
 from driver.model.sharing import TimeSlice, in_force
-from kubelet_plugin.claims.allocation import ClaimReference
-from kubelet_plugin.inventory.inventory import Holder
+from kubelet_plugin.inventory.inventory import ClaimReference
 
 VERSION = 1
 """Version of the file format. A file of a newer version is set aside. Fields may be added without a new version: older
@@ -103,10 +102,6 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
     @property
     def reference(self) -> ClaimReference:
         return ClaimReference(self.namespace, self.name, self.uid)
-
-    @property
-    def holder(self) -> Holder:
-        return Holder(self.uid, self.namespace, self.name)
 
     def requested_time_slice(self, gpu_uuid: str) -> TimeSlice:
         """The interval that the claim requests for this GPU."""

@@ -15,23 +15,11 @@ from driver.kube.types import Claim, Configuration, OpaqueParameters, Result
 from driver.model.device import Device, DeviceKind
 from driver.model.sharing import TimeSlice
 from driver.slices.names import Pool
-from kubelet_plugin.inventory.inventory import Inventory
+from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 
 FROM_CLASS = "FromClass"
 
 ANY = msgspec.json.Decoder()
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimReference:
-    """The kubelet's reference to a claim. Logs and errors show ``str()``."""
-
-    namespace: str
-    name: str
-    uid: str
-
-    def __str__(self) -> str:
-        return f"{self.namespace}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +181,8 @@ def refuse_overlap(reference: ClaimReference, allocated: Sequence[Allocated], in
         if conflict is not None:
             holder, held = conflict
             raise ClaimError(
-                f"claim {reference}: {item.device} overlaps {held}, which {holder} still holds on this node; "
-                "it is prepared once that claim is unprepared"
+                f"claim {reference}: {item.device} overlaps {held}, which {holder.as_holder()} still holds on this "
+                "node; it is prepared once that claim is unprepared"
             )
 
 

@@ -13,9 +13,9 @@ from driver.errors import ClaimError, RecoverableError, StateError
 from driver.model.device import DeviceKind
 from kubelet_plugin.checkpoint.locks import claim_key
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.inventory.inventory import ClaimReference
 
 log = logging.getLogger(__name__)
 

@@ -9,14 +9,12 @@ from driver.errors import StateError
 from driver.hardware.host import Host
 from driver.model.device import Device, DeviceKind, devices_of
 from driver.slices.names import Pool
-from kubelet_plugin.cdi.driver_files import DriverFiles
-from kubelet_plugin.cdi.spec import CdiDirectory
+from kubelet_plugin.cdi.spec import CdiDirectory, DriverFiles
 from kubelet_plugin.checkpoint.locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import DeviceRecord
 from kubelet_plugin.checkpoint.store import Checkpoint
-from kubelet_plugin.claims.partitions import Partitions
+from kubelet_plugin.claims.partitions import Partitions, TimeSlices
 from kubelet_plugin.claims.steps import Steps
-from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.inventory.inventory import Inventory
 
 log = logging.getLogger(__name__)
@@ -62,6 +60,6 @@ class PluginContext:
         try:
             devices = [self.inventory.device(name) for name in self.cdi.devices(uid)]
         except StateError as error:
-            log.error("can't tell which devices a claim has", extra={"claimUID": uid, "error": str(error)})
+            log.error("can't read which devices a claim has", extra={"claimUID": uid, "error": str(error)})
             return
         self.inventory.hold_unrecorded(uid, [device for device in devices if device is not None])

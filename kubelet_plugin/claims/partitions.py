@@ -1,4 +1,4 @@
-"""Creating and removing MIG partitions. Every method can be repeated. The caller holds the lock of the GPU."""
+"""MIG partitions and time-slice intervals of GPUs. Every method can be repeated; the caller holds the GPU's lock."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import logging
 
 from driver.errors import HardwareError
 from driver.hardware.host import Host
+from driver.hardware.nvml_errors import ABSENT
 from driver.model.device import Device, DeviceKind
 from driver.model.gpu import Gpu, MigMode, Partition, Placement, Profile
-from driver.model.sharing import ComputeMode
-from kubelet_plugin.checkpoint.records import DeviceRecord
+from driver.model.sharing import ComputeMode, TimeSlice, in_force
+from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
+from kubelet_plugin.checkpoint.store import Checkpoint
 from kubelet_plugin.claims.steps import Step, Steps
 from kubelet_plugin.inventory.inventory import Inventory
 
@@ -17,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Partitions:
-    """Prepares and releases devices on the hardware."""
+    """Creates and removes MIG partitions, and switches MIG mode."""
 
     def __init__(self, host: Host, inventory: Inventory, steps: Steps) -> None:
         self._host = host
@@ -88,7 +90,7 @@ class Partitions:
         if not gpu.toggles_freely:
             raise HardwareError(
                 f"{gpu.uuid}: MIG mode is {'off' if enabled else 'on'}, and this {gpu.architecture} GPU needs a reset "
-                "with nobody using it to switch; --mig-gpus says which GPUs are meant for MIG"
+                "while nothing uses it to switch; --mig-gpus says which GPUs are meant for MIG"
             )
         with self._step(Step.SET_MIG_MODE, gpu=gpu.uuid, mode="on" if enabled else "off"):
             self._host.set_mig_mode(gpu, enabled=enabled)
@@ -106,7 +108,7 @@ class Partitions:
         partition = self._host.find_partition(device.gpu, profile, placement)
         if partition is None or not partition.complete:
             raise HardwareError(
-                f"{device}: the partition that was given out as somebody else made it is gone; make it again "
+                f"{device}: the partition, which Tessera published but did not create, is gone; create it again "
                 f"(nvidia-smi mig -cgi, -cci) or delete the pod"
             )
         return partition
@@ -149,3 +151,48 @@ def occupied(device: Device, partition: Partition) -> HardwareError:
         f"{partition.gpu_instance_id} ({names.get(partition.profile_id, 'unknown profile')}), which no claim of "
         "Tessera's holds; remove it (nvidia-smi mig -dci, -dgi) or leave this GPU out"
     )
+
+
+class TimeSlices:
+    """The time-slice interval of GPUs: the one that the claims on a GPU request, otherwise the default.
+
+    The interval follows from the checkpoint alone, so a kill at any instruction leaves nothing to remember: the record
+    of a claim is written before its interval is set, and removed after the interval is restored.
+    """
+
+    def __init__(self, host: Host, checkpoint: Checkpoint, steps: Steps) -> None:
+        self._host = host
+        self._checkpoint = checkpoint
+        self._step = steps
+
+    def apply(self, gpu: Gpu, record: ClaimRecord) -> None:
+        """Set the interval that ``gpu`` has with ``record``. Raises HardwareError."""
+        if (requested := record.requested_time_slice(gpu.uuid)) is not TimeSlice.DEFAULT:
+            others = self._requested_by_others(gpu, record)
+            # Set again at a repeat: a reset of the GPU may have undone it.
+            if in_force([others, requested]) is not others or record.phase == "prepared":
+                self._set(Step.SET_TIME_SLICE, gpu, in_force([others, requested]))
+
+    def release(self, gpu: Gpu, record: ClaimRecord) -> None:
+        """Set the interval that ``gpu`` has without ``record``. Raises HardwareError."""
+        if (requested := record.requested_time_slice(gpu.uuid)) is not TimeSlice.DEFAULT:
+            others = self._requested_by_others(gpu, record)
+            if in_force([others, requested]) is not others:
+                self._restore(gpu, others)
+
+    def _restore(self, gpu: Gpu, interval: TimeSlice) -> None:
+        try:
+            self._set(Step.RESTORE_TIME_SLICE, gpu, interval)
+        except HardwareError as error:
+            # A GPU that accepts no interval never had one: it must not block the release of a refused claim.
+            if error.code not in ABSENT:
+                raise
+
+    def _set(self, step: Step, gpu: Gpu, interval: TimeSlice) -> None:
+        with self._step(step, gpu=gpu.uuid, interval=interval.value):
+            self._host.set_time_slice(gpu, interval)
+        log.info("set the time-slice interval", extra={"gpu": gpu.uuid, "interval": interval.value})
+
+    def _requested_by_others(self, gpu: Gpu, record: ClaimRecord) -> TimeSlice:
+        others = (other for other in self._checkpoint.records() if other.uid != record.uid)
+        return in_force(other.requested_time_slice(gpu.uuid) for other in others if other.phase == "prepared")

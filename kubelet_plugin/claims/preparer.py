@@ -7,23 +7,25 @@ Undoing goes the other way, and the record goes last.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from driver.errors import HardwareError, RecoverableError, StateError
+from driver.kube.client import KubeClient
+from driver.kube.reads import list_claims, read_claim
+from driver.kube.types import Claim
 from driver.model.device import Device
 from driver.model.gpu import Partition
 from kubelet_plugin.cdi.spec import CdiDevice, build_spec, device_id, spec_room
 from kubelet_plugin.checkpoint.locks import claim_key
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
-from kubelet_plugin.claims.allocation import Allocated, ClaimReference, refuse_overlap, resolve
-from kubelet_plugin.claims.claim_reader import ClaimReader
+from kubelet_plugin.claims.allocation import Allocated, refuse_overlap, resolve
 from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
-from kubelet_plugin.inventory.inventory import Holder
+from kubelet_plugin.inventory.inventory import ClaimReference
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,24 @@ class PreparedDevice:
     pool: str
     device: str
     cdi_device_ids: tuple[str, ...]
+
+
+class ClaimReader:
+    """Reads ResourceClaims from the API server; ``observe`` receives each claim that ``read`` returns."""
+
+    def __init__(self, client: KubeClient, observe: Callable[[Claim], None]) -> None:
+        self._client = client
+        self._observe = observe
+
+    def read(self, namespace: str, name: str, *, any_age: bool = False) -> Claim:
+        """Read a claim; ``any_age``: a cached answer is sufficient. Raises ApiError, with status 404 if it is gone."""
+        claim = read_claim(self._client, namespace, name, any_age=any_age)
+        self._observe(claim)
+        return claim
+
+    def read_all(self) -> Iterable[Claim]:
+        """Read all claims of the cluster. Raises ApiError."""
+        return list_claims(self._client)
 
 
 class Preparer:
@@ -139,8 +159,7 @@ class Preparer:
         adopting = record is None and reference.uid in context.checkpoint.unrecorded
         repeat = adopting or (record is not None and record.prepared_in_this_boot(context.boot))
         # Held before the intent is on disk: concurrent work must find the devices taken.
-        holder = Holder(reference.uid, reference.namespace, reference.name)
-        context.inventory.hold(holder, [item.device for item in allocated])
+        context.inventory.hold(reference, [item.device for item in allocated])
         try:
             if not repeat:
                 # Refuse the claim before anything is created if the CDI directory has no space for its spec.

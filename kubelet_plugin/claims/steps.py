@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
@@ -55,17 +55,22 @@ Observer = StepObserver[Step]
 
 
 class Steps:
-    """Runs steps: notifies the observer before and after each, and logs its duration. A failed step has no after."""
+    """Runs steps: notifies the observer before and after each, logs its duration and passes it to ``took``.
 
-    def __init__(self, observer: Observer = unobserved) -> None:
+    A failed step has neither an after nor a duration.
+    """
+
+    def __init__(self, observer: Observer = unobserved, took: Callable[[Step, float], None] = lambda *_: None) -> None:
         self._observer = observer
+        self._took = took
 
     @contextmanager
     def __call__(self, step: Step, **context: object) -> Iterator[None]:
         self._observer(step, "before")
         started = time.perf_counter()
         yield
+        elapsed = time.perf_counter() - started
+        self._took(step, elapsed)
         if log.isEnabledFor(logging.DEBUG):
-            elapsed = (time.perf_counter() - started) * 1000
-            log.debug("step done", extra={"step": step.value, "ms": f"{elapsed:.2f}", **context})
+            log.debug("step done", extra={"step": step.value, "ms": f"{elapsed * 1000:.2f}", **context})
         self._observer(step, "after")

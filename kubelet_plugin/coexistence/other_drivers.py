@@ -1,15 +1,31 @@
-"""Rules that find other GPU drivers on the node and the GPUs that are reserved for them (pure).
+"""Other GPU drivers on the node, and the GPUs that are reserved for them: rules, and the watch that applies them.
 
 Three are detected: NVIDIA's device plugin (and others with its resource names), NVIDIA's DRA driver, and the GPU
 Operator's mig-manager. Only the DRA driver publishes which GPUs it owns. For the others ``--exclude-gpus`` decides:
-excluded GPUs are theirs, the rest is ours. Without excluded GPUs every GPU is theirs.
+excluded GPUs belong to them, the others to Tessera. Without excluded GPUs every GPU belongs to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
+
+from driver.errors import ApiError
+from driver.kube.client import KubeClient
+from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.types import Metadata, Node, ResourceSlice
+from driver.kube.watch_cache import WatchCache
+from driver.model.gpu import Gpu
+from kubelet_plugin.inventory.inventory import Inventory
+from kubelet_plugin.settings import NodeSettings
+from kubelet_plugin.upgrade.instance_lock import is_listening
+
+log = logging.getLogger(__name__)
 
 NVIDIA_DRIVER = "gpu.nvidia.com"
 WHOLE_GPU, PARTITION = "nvidia.com/gpu", "nvidia.com/mig-"
@@ -20,6 +36,22 @@ OWNED = " owns it"
 """Suffix of the reason of a reserved GPU in the plan's status, which the controller and ``tessera status`` read."""
 
 MIG_CONFIG, MIG_STATE = "nvidia.com/mig.config", "nvidia.com/mig.config.state"
+
+CHECK_INTERVAL_SECONDS = 5.0
+"""Time between two checks of the kubelet's directories."""
+
+CHECKS_PER_NODE_READ = 6
+"""Checks per read of the Node. The Node is not watched, which would need another permission."""
+
+LIST_TIMEOUT_SECONDS = 15.0
+"""Timeout of the first list of the DRA driver's slices."""
+
+SOCKETS = ("device-plugins/nvidia*.sock", f"plugins_registry/{NVIDIA_DRIVER}*-reg.sock")
+
+FOUND, GONE = "NeighbourFound", "NeighbourGone"
+"""Reasons of Events on the node."""
+
+NODE = msgspec.json.Decoder(Node)
 
 
 class OtherDriverPolicy(StrEnum):
@@ -127,3 +159,150 @@ def advice(other: OtherDriver, owned: int, all_gpus: int, mode: OtherDriverPolic
     if mode is OtherDriverPolicy.EXCLUDE and other.gpus is not None:
         return message
     return f"{message}; remove it from this node, or leave exactly its GPUs to it with --exclude-gpus"
+
+
+def gpus_of(item: ResourceSlice) -> frozenset[str] | None:
+    """UUIDs of the GPUs and parent GPUs in a slice; None if the slice is not of NVIDIA's driver."""
+    if item.spec.driver != NVIDIA_DRIVER:
+        return None
+    return item.spec.gpu_uuids
+
+
+class OtherDriverWatch:
+    """Sets the GPUs in the inventory that are reserved for other drivers.
+
+    ``on_change`` is called after they changed; it must return quickly. ``send_event`` takes (reason, message,
+    whether it is a warning) about the node.
+    """
+
+    def __init__(
+        self,
+        client: KubeClient,
+        settings: NodeSettings,
+        on_change: Callable[[], None],
+        send_event: Callable[[str, str, bool], None],
+    ) -> None:
+        self._client = client
+        self._node, self._driver = settings.node_name, settings.driver_name
+        self._kubelet_dir, self._mode = settings.kubelet_dir, OtherDriverPolicy(settings.neighbours)
+        self._on_change, self._send_event = on_change, send_event
+        self._inventory: Inventory | None = None
+        self._excluded: Callable[[], int] = lambda: 0
+        self._owned: Mapping[str, OtherDriver] = {}
+        self._reported: dict[str, str] = {}
+        self._known = False
+        self._object = Node(Metadata(self._node))
+        self._wake = threading.Event()
+        self._listed = threading.Event()
+        self._checking = threading.Lock()
+        selector = {"fieldSelector": f"spec.nodeName={self._node},spec.driver={NVIDIA_DRIVER}"}
+        self.cache = WatchCache(
+            client,
+            f"{RESOURCE_GROUP}/resourceslices",
+            ResourceSlice,
+            gpus_of,
+            lambda _: self._slices_changed(),
+            selector,
+        )
+
+    def serve(self, inventory: Inventory, excluded: Callable[[], int]) -> None:
+        """Set the inventory; ``excluded`` is the number of GPUs that ``--exclude-gpus`` excludes."""
+        self._inventory, self._excluded = inventory, excluded
+
+    def is_reserved(self, gpu: Gpu) -> bool:
+        """Whether ``gpu`` must not be changed: it is reserved for another driver, or that is not known yet."""
+        return not self._known or gpu.uuid in self._owned
+
+    def wait_until_known(self) -> None:
+        """Return when other drivers are known; their GPUs must never be published. Raises ApiError."""
+        if not self._known:
+            self._check(read_node=True)
+
+    def not_ready(self) -> str | None:
+        """Why the node is not ready because of other drivers, or None."""
+        if not self._known:
+            return "it is not known yet whether other drivers use GPUs of this node"
+        if self._mode is OtherDriverPolicy.EXCLUDE or not self._owned:
+            return None
+        reported = self._reported  # may lag behind ``_owned``
+        return "; ".join(sorted({reported.get(each.name, str(each)) for each in self._owned.values()}))
+
+    def run(self, stop: threading.Event) -> None:
+        """Check until ``stop`` is set (then call ``wake``)."""
+        checks, sockets = 0, frozenset[str]()
+        while not stop.is_set():
+            now = self._sockets()
+            fresh = checks % CHECKS_PER_NODE_READ == 0 or now != sockets
+            checks, sockets = (1 if fresh else checks + 1), now
+            try:
+                self._check(read_node=fresh)
+            except ApiError as error:
+                log.warning("can't check for other GPU drivers, trying again", extra={"error": str(error)})
+            except Exception:
+                log.exception("internal error while checking for other GPU drivers")
+            self._wake.wait(CHECK_INTERVAL_SECONDS)
+            self._wake.clear()
+
+    def wake(self) -> None:
+        """Check soon."""
+        self._wake.set()
+
+    def _slices_changed(self) -> None:
+        self._listed.set()
+        self.wake()
+
+    def _check(self, *, read_node: bool) -> None:
+        with self._checking:
+            if read_node or not self._known:
+                self._object = self._read_node()
+                if not self._listed.wait(LIST_TIMEOUT_SECONDS):
+                    raise ApiError(f"the ResourceSlices of {NVIDIA_DRIVER} can't be listed")
+            self._apply(self._signs())
+            self._known = True
+
+    def _read_node(self) -> Node:
+        path = f"/api/v1/nodes/{self._node}"
+        try:
+            return NODE.decode(self._client.get(path, {"resourceVersion": "0"}))
+        except msgspec.MsgspecError as error:
+            raise ApiError(f"GET {path}: the answer is no Node: {error}") from error
+
+    def _signs(self) -> NodeSigns:
+        slices = self.cache.snapshot().values()
+        published = frozenset[str]().union(*slices) if slices else None
+        return NodeSigns(self._object.status.allocatable, self._object.metadata.labels, published, self._sockets())
+
+    def _apply(self, signs: NodeSigns) -> None:
+        inventory = self._inventory
+        if inventory is None:
+            return
+        ours = [gpu.uuid for gpu in inventory.gpus]
+        drivers = find_other_drivers(signs, self._driver)
+        owned = owners_of(drivers, ours, self._excluded(), self._mode)
+        messages = {
+            each.name: advice(each, sum(by is each for by in owned.values()), len(ours), self._mode) for each in drivers
+        }
+        before, self._owned = self._owned, owned
+        self._report(messages, {each.name for each in owned.values()})
+        changed = inventory.set_reserved({uuid: f"{each}{OWNED}" for uuid, each in owned.items()})
+        if changed or before.keys() != owned.keys():
+            self._on_change()
+
+    def _report(self, messages: dict[str, str], owning: set[str]) -> None:
+        for name, message in messages.items():
+            if self._reported.get(name) != message:
+                serious = name in owning
+                log.log(
+                    logging.WARNING if serious else logging.INFO, "found another GPU driver", extra={"why": message}
+                )
+                self._send_event(FOUND, message, serious)
+        for name in self._reported.keys() - messages.keys():
+            log.info("the other GPU driver is gone", extra={"neighbour": name})
+            self._send_event(GONE, f"{name} is gone from this node", False)
+        self._reported = messages
+
+    def _sockets(self) -> frozenset[str]:
+        """Sockets with a listener; a killed plugin leaves its socket behind."""
+        wanted = SOCKETS if self._driver != NVIDIA_DRIVER else SOCKETS[:1]
+        paths = [path for pattern in wanted for path in self._kubelet_dir.glob(pattern)]
+        return frozenset(str(path.relative_to(self._kubelet_dir)) for path in paths if is_listening(path))

@@ -37,9 +37,11 @@ Handlers = Sequence[grpc.GenericRpcHandler]
 class CallProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Thread-safe. ``owner`` returns the socket of the active instance; None: this process, none, or unknown."""
 
-    def __init__(self, owner: Callable[[], Path | None], answer_s: float = service.ANSWER_TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self, owner: Callable[[], Path | None], timeout_seconds: float = service.ANSWER_TIMEOUT_SECONDS
+    ) -> None:
         self._owner = owner
-        self._answer_s = answer_s
+        self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
         self._inner: Handlers | None = None
         self._ended = False
@@ -58,10 +60,10 @@ class CallProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
             self._inner = None
             self._changed.notify_all()
 
-    def empty(self, timeout_s: float) -> bool:
-        """Wait until no call is in progress in this process; False after ``timeout_s``."""
+    def empty(self, timeout_seconds: float) -> bool:
+        """Wait until no call is in progress in this process; False after ``timeout_seconds``."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._in_progress, timeout_s)
+            return self._changed.wait_for(lambda: not self._in_progress, timeout_seconds)
 
     def end(self) -> None:
         """Refuse waiting and new calls: the process ends, and no other instance exists."""
@@ -69,7 +71,7 @@ class CallProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
             self._ended, self._inner = True, None
             self._changed.notify_all()
 
-    def quiet_s(self) -> float:
+    def quiet_seconds(self) -> float:
         """Seconds since the last call; 0 during a call, wherever it is answered."""
         with self._changed:
             return 0.0 if self._calls else time.monotonic() - self._answered_at
@@ -93,7 +95,7 @@ class CallProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
                 self._answered_at = time.monotonic()
 
     def _answer(self, details: Any, request: bytes, context: grpc.ServicerContext) -> bytes:
-        end = time.monotonic() + min(self._answer_s, context.time_remaining() or self._answer_s)
+        end = time.monotonic() + min(self._timeout_seconds, context.time_remaining() or self._timeout_seconds)
         while (left := end - time.monotonic()) > 0 and not self._ended:
             inner = self._enter()
             if inner is not None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ import grpc
 
 from driver.model.device import Device
 from kubelet_plugin.dra.protocol.generated import dra_health_v1_pb2, dra_health_v1alpha1_pb2
+from kubelet_plugin.dra.service import rpc_handler
 
 VERSIONS: Sequence[tuple[str, ModuleType]] = (
     ("v1.DRAResourceHealth", dra_health_v1_pb2),
@@ -32,32 +34,18 @@ MESSAGE_LIMIT = 1024
 """Maximum length of a message; the kubelet truncates longer ones."""
 
 
-class Stream:
-    """One open stream; ``wait`` returns after a change, at the end of the stream or at the timeout."""
+class Stream(threading.Event):
+    """One open stream; the event is set after a change and at the end of the stream."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._pending = False
-        self.over = False
-
-    def wait(self, timeout_s: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._pending or self.over, timeout_s)
-            self._pending = False
-
-    def wake(self) -> None:
-        with self._changed:
-            self._pending = True
-            self._changed.notify_all()
+    over = False
 
     def end(self) -> None:
-        with self._changed:
-            self.over = True
-            self._changed.notify_all()
+        self.over = True
+        self.set()
 
 
 class HealthService:
-    """``devices`` returns the published devices, ``trouble`` why one is unhealthy; both are called for each message.
+    """Calls ``devices``, the published devices, and ``unhealthy_reason`` of each device for each message.
 
     At most STREAMS are open: a new stream ends the oldest. The server needs that many additional threads.
     """
@@ -66,14 +54,14 @@ class HealthService:
         self,
         pool: str,
         devices: Callable[[], Iterable[Device]],
-        trouble: Callable[[Device], str | None],
-        resend_s: float = RESEND_INTERVAL_SECONDS,
+        unhealthy_reason: Callable[[Device], str | None],
+        resend_interval_seconds: float = RESEND_INTERVAL_SECONDS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._pool = pool
         self._devices = devices
-        self._trouble = trouble
-        self._resend_s = resend_s
+        self._unhealthy_reason = unhealthy_reason
+        self._resend_interval_seconds = resend_interval_seconds
         self._clock = clock
         self._lock = threading.Lock()
         self._streams: deque[Stream] = deque()
@@ -85,15 +73,18 @@ class HealthService:
         return len(self._streams)
 
     def handlers(self) -> list[grpc.GenericRpcHandler]:
-        """One gRPC handler a protocol version."""
-        return [self._handler(messages) for _, messages in VERSIONS]
+        """One gRPC handler for each protocol version."""
+        return [
+            rpc_handler(messages, "DRAResourceHealth", {"NodeWatchResources": partial(self._watch, messages)})
+            for _, messages in VERSIONS
+        ]
 
     def notify(self) -> None:
         """Report on every stream now. Cheap, from any thread."""
         with self._lock:
             streams = list(self._streams)
         for stream in streams:
-            stream.wake()
+            stream.set()
 
     def close(self) -> None:
         """End all streams; new ones end immediately."""
@@ -103,23 +94,15 @@ class HealthService:
         for stream in streams:
             stream.end()
 
-    def _handler(self, messages: ModuleType) -> grpc.GenericRpcHandler:
-        method = grpc.unary_stream_rpc_method_handler(
-            lambda _request, context: self._watch(messages, context),
-            request_deserializer=messages.NodeWatchResourcesRequest.FromString,
-            response_serializer=messages.NodeWatchResourcesResponse.SerializeToString,
-        )
-        service = messages.DESCRIPTOR.services_by_name["DRAResourceHealth"]
-        return grpc.method_handlers_generic_handler(service.full_name, {"NodeWatchResources": method})
-
-    def _watch(self, messages: ModuleType, context: grpc.ServicerContext) -> Iterator[Any]:
+    def _watch(self, messages: ModuleType, _request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         stream = self._open()
         try:
             if not context.add_callback(stream.end):  # the kubelet has hung up already
                 return
             while not stream.over:
                 yield self._message(messages)
-                stream.wait(self._resend_s)
+                stream.wait(self._resend_interval_seconds)
+                stream.clear()
         finally:
             with self._lock:
                 self._streams.remove(stream)
@@ -137,12 +120,12 @@ class HealthService:
     def _message(self, messages: ModuleType) -> Any:
         message, now = messages.NodeWatchResourcesResponse(), int(self._clock())
         for device in self._devices():
-            trouble = self._trouble(device)
+            reason = self._unhealthy_reason(device)
             message.devices.add(
                 device=messages.DeviceIdentifier(pool_name=self._pool, device_name=device.name),
-                health=messages.HEALTHY if trouble is None else messages.UNHEALTHY,
+                health=messages.HEALTHY if reason is None else messages.UNHEALTHY,
                 last_updated_time=now,
                 health_check_timeout_seconds=HEALTH_TIMEOUT_SECONDS,
-                message=(trouble or "")[:MESSAGE_LIMIT],
+                message=(reason or "")[:MESSAGE_LIMIT],
             )
         return message

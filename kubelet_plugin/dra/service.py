@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 import grpc
 
 from driver.errors import ClaimError, TesseraError
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.preparer import PreparedDevice
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2 as messages
+from kubelet_plugin.inventory.inventory import ClaimReference
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +38,35 @@ T = TypeVar("T")
 
 
 class ClaimService(Protocol):
-    """Prepares and unprepares one claim: the Preparer, or a decorator around it. Both methods raise TesseraError."""
+    """Prepares and unprepares one claim: the Preparer, alone or observed. Both methods raise TesseraError."""
 
     def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]: ...
 
     def unprepare(self, reference: ClaimReference) -> None: ...
+
+
+ClaimObserver = Callable[[str, ClaimReference], AbstractContextManager[None]]
+"""A block around the work on a claim. Arguments: ``prepare`` or ``unprepare``, the claim."""
+
+
+class ObservedClaims:
+    """A claim service inside the blocks of ``observers``, the outermost first."""
+
+    def __init__(self, claims: ClaimService, *observers: ClaimObserver) -> None:
+        self._claims = claims
+        self._observers = observers
+
+    def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
+        with ExitStack() as stack:
+            for observe in self._observers:
+                stack.enter_context(observe("prepare", reference))
+            return self._claims.prepare(reference)
+
+    def unprepare(self, reference: ClaimReference) -> None:
+        with ExitStack() as stack:
+            for observe in self._observers:
+                stack.enter_context(observe("unprepare", reference))
+            self._claims.unprepare(reference)
 
 
 class DraService:
@@ -50,26 +76,18 @@ class DraService:
         self,
         claims: ClaimService,
         waits: Callable[[], Sequence[str]] = list,
-        answer_timeout_s: float = ANSWER_TIMEOUT_SECONDS,
+        answer_timeout_seconds: float = ANSWER_TIMEOUT_SECONDS,
     ) -> None:
         """``waits`` describes which claims wait for which locks; it is part of the error message after a timeout."""
         self._claims = claims
         self._waits = waits
-        self._answer_timeout_s = answer_timeout_s
+        self._answer_timeout_seconds = answer_timeout_seconds
         self._pool = ThreadPoolExecutor(PARALLEL_CLAIMS, thread_name_prefix="claim")
 
     def handler(self) -> grpc.GenericRpcHandler:
         """gRPC handler of the service."""
         methods = {"NodePrepareResources": self._prepare_resources, "NodeUnprepareResources": self._unprepare_resources}
-        handlers = {
-            name: grpc.unary_unary_rpc_method_handler(
-                method,
-                request_deserializer=getattr(messages, f"{name}Request").FromString,
-                response_serializer=getattr(messages, f"{name}Response").SerializeToString,
-            )
-            for name, method in methods.items()
-        }
-        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+        return rpc_handler(messages, "DRAPlugin", methods)
 
     def close(self) -> None:
         """Start no more work. All calls have been answered by then; threads that hang are abandoned."""
@@ -100,7 +118,7 @@ class DraService:
     ) -> list[tuple[str, T | None, str]]:
         """Process the claims in parallel. Return (uid, result, error message) for each before the timeout."""
         todo = {claim.uid: claim for claim in claims}
-        end = time.monotonic() + self._answer_timeout_s
+        end = time.monotonic() + self._answer_timeout_seconds
         work = {uid: self._pool.submit(_attempt, claim, verb, call) for uid, claim in todo.items()}
         results = []
         for uid, future in work.items():
@@ -112,10 +130,24 @@ class DraService:
 
     def _timed_out(self, claim: Any, verb: str) -> str:
         where = f"{claim.namespace}/{claim.name}"
-        error = f"claim {where}: can't {verb} it within {self._answer_timeout_s:.0f} s, still in progress; "
+        error = f"claim {where}: can't {verb} it within {self._answer_timeout_seconds:.0f} s, still in progress; "
         error += "; ".join(self._waits()) or "a GPU or the API server does not answer"
         log.error("no answer in time", extra={"claim": where, "error": error})
         return error
+
+
+def rpc_handler(
+    messages: ModuleType, service: str, methods: Mapping[str, Callable[..., Any]]
+) -> grpc.GenericRpcHandler:
+    """The gRPC handler of a service that is defined in ``messages``."""
+    defined = messages.DESCRIPTOR.services_by_name[service]
+    handlers = {}
+    for name, call in methods.items():
+        method = defined.methods_by_name[name]
+        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        request, response = (getattr(messages, each.name) for each in (method.input_type, method.output_type))
+        handlers[name] = make(call, request.FromString, response.SerializeToString)
+    return grpc.method_handlers_generic_handler(defined.full_name, handlers)
 
 
 def _attempt(claim: Any, verb: str, call: Callable[[ClaimReference], T]) -> tuple[T | None, str]:

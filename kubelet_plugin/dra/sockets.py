@@ -1,27 +1,124 @@
-"""The sockets of a node plugin that is part of a rolling update: they outlive the plugin's turns as active instance."""
+"""The unix sockets on which the kubelet registers and calls the plugin. They are for root only.
+
+The kubelet watches its plugins_registry directory, calls GetInfo on a socket that appears there, connects
+to the endpoint named in the answer, then reports through NotifyRegistrationStatus.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import grpc
 
+from driver.errors import EnvironmentFault
 from kubelet_plugin.dra.call_proxy import CallProxy, Handlers
-from kubelet_plugin.dra.registration import STOP_TIMEOUT_SECONDS, Registry, SocketServer
+from kubelet_plugin.dra.health_service import STREAMS
+from kubelet_plugin.dra.health_service import VERSIONS as HEALTH_VERSIONS
+from kubelet_plugin.dra.protocol.generated import registration_v1_pb2 as messages
+from kubelet_plugin.dra.service import VERSION, rpc_handler
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.upgrade.instance_lock import InstanceLock
 
 log = logging.getLogger(__name__)
 
+PLUGIN_TYPE = "DRAPlugin"
+PARALLEL_CALLS = 16 + STREAMS
+"""Maximum gRPC calls in progress: one for each pod that starts or ends, and the streams of device health."""
+
+STOP_TIMEOUT_SECONDS = 20.0
+"""Longest time for calls in progress after SIGTERM; a pod's default grace period is 30 s."""
+
+REGISTRATION_TIMEOUT_SECONDS = 15.0
+"""A kubelet that watches the directory calls within a second; after this time the log says that none did."""
+
+
 Registered = Callable[[bool, str], None]
 """(whether the kubelet accepted the registration, why not)."""
 
 
+class SocketServer:
+    """A gRPC server on one unix socket, removed again by ``stop``."""
+
+    def __init__(self, path: Path, handlers: Sequence[grpc.GenericRpcHandler], calls: int = PARALLEL_CALLS) -> None:
+        """Listen on the socket. Raises EnvironmentFault."""
+        self._path = path
+        self._calls = ThreadPoolExecutor(calls, thread_name_prefix=path.stem)
+        self._server = grpc.server(self._calls, handlers=tuple(handlers))
+        try:
+            path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            # gRPC creates the socket file with the umask's mode; only root may connect.
+            previous = os.umask(0o177)
+            try:
+                self._server.add_insecure_port(f"unix://{path}")
+            finally:
+                os.umask(previous)
+        except (OSError, RuntimeError) as error:
+            raise EnvironmentFault(f"can't listen on {path}: {error}; is --kubelet-dir right?") from error
+        self._server.start()
+
+    def stop(self) -> None:
+        """Refuse new calls, wait for those in progress, remove the socket."""
+        self._path.unlink(missing_ok=True)
+        self._server.stop(STOP_TIMEOUT_SECONDS).wait()
+        self._calls.shutdown(wait=False)
+        self._path.unlink(missing_ok=True)
+
+
+class Registry(SocketServer):
+    """The registration socket. Logs a warning, once, if no kubelet calls within REGISTRATION_TIMEOUT_SECONDS."""
+
+    def __init__(self, settings: NodeSettings, registered: Registered) -> None:
+        """``registered`` receives the result that the kubelet reports. Raises EnvironmentFault."""
+        self._settings = settings
+        self._registered = registered
+        self._timer = threading.Timer(REGISTRATION_TIMEOUT_SECONDS, self._warn)
+        self._timer.daemon, self._timer.name = True, "registration"
+        methods = {"GetInfo": self._get_info, "NotifyRegistrationStatus": self._notify}
+        super().__init__(settings.registration_socket, [rpc_handler(messages, "Registration", methods)], calls=2)
+        self._timer.start()
+
+    def stop(self) -> None:
+        self._timer.cancel()
+        super().stop()
+
+    def _get_info(self, _request: Any, _context: grpc.ServicerContext) -> Any:
+        return messages.PluginInfo(
+            type=PLUGIN_TYPE,
+            name=self._settings.driver_name,
+            endpoint=str(self._settings.plugin_socket),
+            supported_versions=[VERSION, *(name for name, _ in HEALTH_VERSIONS)],
+        )
+
+    def _notify(self, status: Any, _context: grpc.ServicerContext) -> Any:
+        self._timer.cancel()
+        extra = {"driver": self._settings.driver_name}
+        if status.plugin_registered:
+            log.info("registered with the kubelet", extra=extra)
+        else:
+            log.error("the kubelet refused the registration", extra={**extra, "error": status.error})
+        self._registered(status.plugin_registered, status.error)
+        return messages.RegistrationStatusResponse()
+
+    def _warn(self) -> None:
+        log.warning(
+            "the kubelet has not registered this plugin: is its --root-dir really %s? (--kubelet-dir)",
+            self._settings.kubelet_dir,
+        )
+
+
 class PluginSockets:
-    """The plugin's socket exists until ``close``, the registration socket from ``offer`` to ``withdraw``."""
+    """The sockets of a plugin that is part of a rolling update: they outlive its turns as active instance.
+
+    The plugin's socket exists until ``close``, the registration socket from ``offer`` to ``withdraw``.
+    """
 
     def __init__(self, settings: NodeSettings, ownership: InstanceLock, *more: grpc.GenericRpcHandler) -> None:
         """``more`` are further handlers of the plugin's socket. Raises EnvironmentFault."""
@@ -48,10 +145,10 @@ class PluginSockets:
             self._serving = None
             self.drain(STOP_TIMEOUT_SECONDS)
 
-    def drain(self, timeout_s: float) -> bool:
-        """Accept no more calls and wait for those in progress; False after ``timeout_s``."""
+    def drain(self, timeout_seconds: float) -> bool:
+        """Accept no more calls and wait for those in progress; False after ``timeout_seconds``."""
         self._proxy.close()
-        return self._proxy.empty(timeout_s)
+        return self._proxy.empty(timeout_seconds)
 
     def reopen(self) -> None:
         """Accept calls again if this instance is active."""
@@ -66,9 +163,9 @@ class PluginSockets:
                 self._registry = Registry(settings, self._notify)
                 log.info("serving", extra={"driver": settings.driver_name, "socket": str(settings.plugin_socket)})
 
-    def quiet_s(self) -> float:
+    def quiet_seconds(self) -> float:
         """Seconds since the last call."""
-        return self._proxy.quiet_s()
+        return self._proxy.quiet_seconds()
 
     def withdraw(self) -> None:
         """End the registration with the kubelet; calls are still answered."""

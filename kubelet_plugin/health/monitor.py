@@ -24,9 +24,10 @@ from driver.model.health import ConditionType, DeviceCondition, EventKind, GpuEv
 from driver.model.plan import ClearedFaults, PlanSpec
 from driver.model.xid import meaning_of
 from kubelet_plugin.checkpoint.files import write_atomically
+from kubelet_plugin.checkpoint.records import slices_of_instance
+from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.health import conditions
 from kubelet_plugin.health.conditions import FaultKind, HealthRecord
-from kubelet_plugin.inventory.inventory import Inventory
 
 log = logging.getLogger(__name__)
 
@@ -37,29 +38,24 @@ UNHEALTHY, HEALTHY = "GpuUnhealthy", "GpuHealthy"
 class HealthMonitor:
     """Thread-safe. ``on_change`` is called after a visible change.
 
-    ``recovery_action`` reads the recovery action of a GPU (``Host.recovery_action``); ``boot_id`` the boot ID of the
-    node, None if it is unreadable; ``slices_of`` the memory slices of a GPU instance of ours, None if unknown.
-    ``send_event`` takes (reason, message, whether it is a warning). It and ``on_change`` are called under the lock and
-    must return quickly.
+    ``boot_id`` reads the boot ID of the node, None if it is unreadable. ``send_event`` takes (reason, message, whether
+    it is a warning). It and ``on_change`` are called under the lock and must return quickly.
     """
 
     def __init__(
         self,
-        inventory: Inventory,
+        context: PluginContext,
         state_dir: Path,
-        recovery_action: Callable[[Gpu], int | None],
         boot_id: Callable[[], str | None],
-        slices_of: Callable[[str, int], int | None],
         on_change: Callable[[], None],
         send_event: Callable[[str, str, bool], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Reads the file and updates the inventory; call ``handle_scan`` before devices are published."""
-        self._inventory = inventory
+        self._context = context
+        self._inventory = context.inventory
         self._file = HealthFile(state_dir)
-        self._recovery_action = recovery_action
         self._boot_id = boot_id
-        self._slices_of = slices_of
         self._on_change = on_change
         self._send_event = send_event
         self._clock = clock
@@ -141,14 +137,14 @@ class HealthMonitor:
         """The memory slices of the partition of ``event``; None: the whole GPU, or unknown."""
         if event.gpu_uuid is None or event.gpu_instance_id is None:
             return None
-        return self._slices_of(event.gpu_uuid, event.gpu_instance_id)
+        return slices_of_instance(self._context.checkpoint.records(), event.gpu_uuid, event.gpu_instance_id)
 
     def _recovery_actions(self, gpus: Iterable[Gpu]) -> dict[str, int]:
         """The recovery action of each GPU, by UUID, without the GPUs for which NVML does not report one."""
         found = {}
         for gpu in gpus:
             try:
-                action = self._recovery_action(gpu)
+                action = self._context.host.recovery_action(gpu)
             except RecoverableError as error:
                 log.warning("can't read the recovery action of a GPU", extra={"gpu": gpu.uuid, "error": str(error)})
                 continue

@@ -27,17 +27,21 @@ NOT_FOUND = "NVML no longer finds it"
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """A claim that holds devices, prepared or being prepared."""
+class ClaimReference:
+    """The kubelet's reference to a claim. Logs and errors show ``str()``."""
 
-    uid: str
     namespace: str
     name: str
+    uid: str
 
     def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+    def as_holder(self) -> str:
+        """The claim as the holder of a device, in messages about another claim."""
         if not self.namespace:
             return f"claim {self.uid}, whose checkpoint record is unreadable or missing,"
-        return f"claim {self.namespace}/{self.name} ({self.uid})"
+        return f"claim {self} ({self.uid})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ class Inventory:
         self._by_gpu: dict[str, tuple[Device, ...]] = {}
         self._devices: dict[str, Device] = {}
         self._faults: dict[str, str] = {}
-        self._held: dict[str, tuple[Holder, tuple[Device, ...]]] = {}
+        self._held: dict[str, tuple[ClaimReference, tuple[Device, ...]]] = {}
         self._foreign: dict[str, ForeignPartitions] = {}
         self._conditions: dict[str, tuple[DeviceCondition, ...]] = {}
         self._reserved: Mapping[str, str] = {}
@@ -160,7 +164,7 @@ class Inventory:
     def number(self, gpu: Gpu) -> int:
         return self._numbers[gpu.uuid]
 
-    def hold(self, holder: Holder, devices: Iterable[Device]) -> None:
+    def hold(self, holder: ClaimReference, devices: Iterable[Device]) -> None:
         """Record that ``holder`` holds exactly ``devices``; repeatable."""
         with self._lock:
             self._held[holder.uid] = (holder, tuple(devices))
@@ -168,7 +172,7 @@ class Inventory:
     def hold_unrecorded(self, uid: str, devices: Iterable[Device]) -> None:
         """Add ``devices`` to a claim without checkpoint record, except those that conflict with other claims."""
         with self._lock:
-            holder, held = self._held.get(uid, (Holder(uid, "", ""), ()))
+            holder, held = self._held.get(uid, (ClaimReference("", "", uid), ()))
             names = {device.name for device in held}
             new = [each for each in devices if each.name not in names and self._conflict(uid, each) is None]
             self._held[uid] = (holder, (*held, *new))
@@ -219,12 +223,12 @@ class Inventory:
         with self._lock:
             return device.name in self._foreign.get(device.gpu.uuid, ForeignPartitions()).offered
 
-    def conflict(self, uid: str, device: Device) -> tuple[Holder, Device] | None:
+    def conflict(self, uid: str, device: Device) -> tuple[ClaimReference, Device] | None:
         """Another claim that leaves no room for ``device``, and its overlapping device; None if ``device`` fits."""
         with self._lock:
             return self._conflict(uid, device)
 
-    def _conflict(self, uid: str, device: Device) -> tuple[Holder, Device] | None:
+    def _conflict(self, uid: str, device: Device) -> tuple[ClaimReference, Device] | None:
         """The caller holds the lock."""
         others = [
             (holder, held)

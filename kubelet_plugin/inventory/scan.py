@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from driver.config.suggestions import meant
 from driver.errors import RecoverableError
@@ -19,9 +18,10 @@ from driver.hardware.host import GpuFault, Host
 from driver.kube.work_loop import GiveWay, at_once
 from driver.model.device import MOST_SHARES, Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement
-from driver.model.selection import EVERY_GPU, FEWEST_SHARES, NO_GPU, GpuSelection, ShareCounts
+from driver.model.selection import FEWEST_SHARES, GpuSelection, ShareCounts
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.published_devices import ForeignPartitions
+from kubelet_plugin.settings import NodeSettings
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +32,6 @@ MIN_SCAN_INTERVAL_SECONDS = 1.0
 """Minimum time between two scans: creating partitions causes events, too."""
 
 RESET_PENDING = "waits for a reset"
-
-
-@dataclass(frozen=True, slots=True)
-class ScanSettings:
-    """The GPUs to manage, those to use with MIG, and whether existing partitions are offered."""
-
-    include: GpuSelection = EVERY_GPU
-    exclude: GpuSelection = NO_GPU
-    mig: GpuSelection = NO_GPU
-    publish_existing: bool = False
 
 
 class Scanner:
@@ -55,7 +45,7 @@ class Scanner:
     def __init__(
         self,
         host: Host,
-        settings: ScanSettings,
+        settings: NodeSettings,
         give_way: GiveWay = at_once,
         is_reserved: Callable[[Gpu], bool] = lambda _: False,
         on_reset_needed: Callable[[Gpu], None] = lambda _: None,
@@ -74,8 +64,8 @@ class Scanner:
     def discover(self) -> tuple[list[Gpu], dict[int, str]]:
         """The GPUs that are ours, and by index why others did not respond. Raises HardwareError."""
         discovery, settings = self._host.discover(), self._settings
-        ours = [gpu for gpu in discovery.gpus if gpu in settings.include and gpu not in settings.exclude]
-        self.excluded_count = sum(gpu in settings.exclude for gpu in discovery.gpus)
+        ours = [gpu for gpu in discovery.gpus if gpu in settings.include_gpus and gpu not in settings.exclude_gpus]
+        self.excluded_count = sum(gpu in settings.exclude_gpus for gpu in discovery.gpus)
         self._report(discovery.faults, ours)
         return ours, {fault.index: fault.reason for fault in discovery.faults}
 
@@ -170,7 +160,7 @@ class Scanner:
         """Why the MIG mode of ``gpu`` is not as configured, or None; requests MIG mode if settings name the GPU."""
         if gpu.mig_mode in (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE):
             return f"{RESET_PENDING}: MIG mode {gpu.mig_mode}"
-        if gpu.toggles_freely or gpu.mig_mode is not MigMode.DISABLED or gpu not in self._settings.mig:
+        if gpu.toggles_freely or gpu.mig_mode is not MigMode.DISABLED or gpu not in self._settings.mig_gpus:
             return None
         if self._is_reserved(gpu):
             return None

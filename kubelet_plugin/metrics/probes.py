@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,38 +43,33 @@ PROBE = "probe"
 """Name of the probe's file in the state directory."""
 
 SOCKET_TIMEOUT_SECONDS = 60.0
-"""How long nobody may listen on the plugin's socket: it is created after the health pages are served."""
+"""How long the plugin's socket may lack a listener: it is created after the health pages are served."""
 
 
 class NodeProbes:
-    """Thread-safe. The owner reports to ``reach``, ``watchdog``, ``registration`` and ``handle_scan``."""
+    """Thread-safe. The owner reports to ``reach``, ``watchdog`` and ``set_registered``."""
 
     def __init__(self, settings: NodeSettings, stop: threading.Event) -> None:
         self.reach = ApiReach()
         self.watchdog = Watchdog(stop)
         self.publishing = self.watchdog.watch("publishing slices")
         self.plan_status = self.watchdog.watch("writing the plan's status")
-        self.registration = RegistrationStatus()
         self._settings = settings
-        self._hardware: HardwareCheck | None = None
+        self._not_registered: str | None = (
+            "the kubelet has not called the registration socket yet; is it running, and is --kubelet-dir its directory?"
+        )
         self._live: list[Check] = [
             Check("loops", self.watchdog.failure),
             Check("grpc", SocketCheck(settings.plugin_socket).failure),
         ]
         self._ready: list[Check] = [
-            Check("registered", self.registration.failure),
+            Check("registered", lambda: self._not_registered),
             Check("api", self.reach.failure),
         ]
 
-    def add_hardware(self, inventory: Inventory) -> None:
-        """Check the hardware from now on: the GPUs of the node are known."""
-        self._hardware = HardwareCheck(inventory)
-        self._ready.append(Check("hardware", self._hardware.failure))
-
-    def handle_scan(self, answering: Sequence[Gpu]) -> None:
-        """Record that a scan has ended; the GPUs ``answering`` responded."""
-        if self._hardware is not None:
-            self._hardware.done(answering)
+    def set_registered(self, accepted: bool, reason: str) -> None:
+        """Record the kubelet's answer to the registration (``NotifyRegistrationStatus``)."""
+        self._not_registered = None if accepted else f"the kubelet refused the registration: {reason}"
 
     def add_slices(self, published: threading.Event) -> None:
         """Check the slices; ``published`` is set once they have been published for the first time."""
@@ -102,32 +96,9 @@ class NodeProbes:
         serve(stack, wanted)
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryReasons:
-    """Reasons of the Events about one directory."""
-
-    unwritable: Reason
-    writable: Reason
-
-
-STATE_REASONS = DirectoryReasons(Reason.STATE_UNWRITABLE, Reason.STATE_WRITABLE)
-CDI_REASONS = DirectoryReasons(Reason.CDI_UNWRITABLE, Reason.CDI_WRITABLE)
-
-
-class RegistrationStatus:
-    """The registration at the kubelet."""
-
-    def __init__(self) -> None:
-        self._reason: str | None = (
-            "the kubelet has not called the registration socket yet; is it running, and is --kubelet-dir its directory?"
-        )
-
-    def set(self, accepted: bool, reason: str) -> None:
-        """Record the kubelet's answer (``NotifyRegistrationStatus``)."""
-        self._reason = None if accepted else f"the kubelet refused the registration: {reason}"
-
-    def failure(self) -> str | None:
-        return self._reason
+STATE_REASONS = (Reason.STATE_UNWRITABLE, Reason.STATE_WRITABLE)
+CDI_REASONS = (Reason.CDI_UNWRITABLE, Reason.CDI_WRITABLE)
+"""Reasons of the Events about a directory: while it is not writable, and afterwards."""
 
 
 class SocketCheck:
@@ -155,8 +126,8 @@ class HardwareCheck:
         self._ended_at = clock()
         self._responding = True
 
-    def done(self, answering: Sequence[Gpu]) -> None:
-        """Record that a scan has ended."""
+    def handle_scan(self, answering: Sequence[Gpu]) -> None:
+        """Record that a scan has ended; the GPUs ``answering`` responded."""
         self._responding = bool(answering)
         self._ended_at = self._clock()
 
@@ -183,13 +154,13 @@ class DirectoryProbe:
         self,
         directory: Path,
         write: Callable[[], None],
-        reasons: DirectoryReasons,
+        reasons: tuple[Reason, Reason],
         send_event: Callable[[str, str, bool], None],
         clock: Clock,
     ) -> None:
         self._directory = directory
         self._write = write
-        self._reasons = reasons
+        self._unwritable, self._writable = reasons
         self._send_event = send_event
         self._clock = clock
         self._since = ""
@@ -219,11 +190,11 @@ class DirectoryProbe:
         where = str(self._directory)
         if self._failure is None:
             log.info("directory is writable", extra={"path": where})
-            self._send_event(self._reasons.writable, f"{where} is writable since {self._since}", False)
+            self._send_event(self._writable, f"{where} is writable since {self._since}", False)
         else:
             log.error("directory is not writable", extra={"path": where, "error": self._failure})
             message = f"no claim can be prepared since {self._since}: {self._failure}"
-            self._send_event(self._reasons.unwritable, message, True)
+            self._send_event(self._unwritable, message, True)
 
     def failure(self) -> str | None:
         """Why the directory is not writable, or None."""

@@ -56,7 +56,7 @@ class PlanWatch:
 
 
 def without_status(found: GpuNodePlan) -> GpuNodePlan:
-    """The part of the plan that its node reads: writing its own status must not look like a change."""
+    """The part of the plan that its node reads: a write of its own status must not count as a change."""
     metadata = found.metadata
     return GpuNodePlan(PlanMetadata(metadata.name, uid=metadata.uid, generation=metadata.generation), found.spec)
 

@@ -62,7 +62,7 @@ class PlanFollower:
         self,
         source: PlanSource,
         inventory: Inventory,
-        store: PlanStore,
+        store: PlanFile,
         published_before: Callable[[], Iterable[str]],
         on_mode: Callable[[], None],
         on_published: Callable[[], None],
@@ -218,18 +218,6 @@ class PlanMemory(msgspec.Struct, frozen=True):
 MEMORY = msgspec.json.Decoder(PlanMemory)
 
 
-class PlanStore(Protocol):
-    """Storage of the plan memory."""
-
-    def load(self) -> PlanMemory | None:
-        """The last saved memory; None if there is none or it is unreadable."""
-        ...
-
-    def save(self, memory: PlanMemory, *, durable: bool) -> None:
-        """Save ``memory``; ``durable``: also over a power failure. Raises StateError."""
-        ...
-
-
 class PlanFile:
     """``plan.json`` in the state directory."""
 
@@ -246,7 +234,7 @@ class PlanFile:
         write_atomically(self._path, msgspec.json.encode(memory), 0o600, durable=durable)
 
 
-class InMemoryPlanStore:
+class InMemoryPlanStore(PlanFile):
     """Starts with ``memory`` and writes no file: for simulated nodes."""
 
     def __init__(self, memory: PlanMemory | None = None) -> None:

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-
-from kubelet_plugin.claims.allocation import ClaimReference
-from kubelet_plugin.claims.preparer import PreparedDevice
-from kubelet_plugin.dra.service import ClaimService
 
 QUIET_PERIOD_SECONDS = 0.03
 """Time without work on claims after which a burst counts as over: calls of a burst follow each other sooner."""
@@ -30,8 +26,8 @@ class ClaimActivity:
         self._worked_at = float("-inf")
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Work on a claim inside the block."""
+    def working(self, *_: object) -> Iterator[None]:
+        """A claim is being worked on inside the block (a ``ClaimObserver``)."""
         with self._guard:
             self._working += 1
         try:
@@ -46,13 +42,13 @@ class ClaimActivity:
         """Whether a claim is being worked on, also one that was answered with a timeout."""
         return self._working > 0
 
-    def wait_idle(self, most_s: float) -> Callable[[threading.Event], None]:
+    def wait_idle(self, timeout_seconds: float) -> Callable[[threading.Event], None]:
         """Return a function to call before background work: it waits until no claim is being worked on, for at most
-        ``most_s``, or until its argument, a stop, is set."""
-        return partial(self._wait, most_s)
+        ``timeout_seconds``, or until its argument, a stop, is set."""
+        return partial(self._wait, timeout_seconds)
 
-    def _wait(self, most_s: float, stop: threading.Event) -> None:
-        end = self._clock() + most_s
+    def _wait(self, timeout_seconds: float, stop: threading.Event) -> None:
+        end = self._clock() + timeout_seconds
         while (left := min(self._left(), end - self._clock())) > 0:
             if stop.wait(left):
                 return
@@ -61,19 +57,3 @@ class ClaimActivity:
         """Shortest time until the node may be idle."""
         with self._guard:
             return QUIET_PERIOD_SECONDS if self._working else self._worked_at + QUIET_PERIOD_SECONDS - self._clock()
-
-
-class ActiveClaims:
-    """A claim service that counts as claim activity."""
-
-    def __init__(self, claims: ClaimService, activity: ClaimActivity) -> None:
-        self._claims = claims
-        self._activity = activity
-
-    def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
-        with self._activity.working():
-            return self._claims.prepare(reference)
-
-    def unprepare(self, reference: ClaimReference) -> None:
-        with self._activity.working():
-            self._claims.unprepare(reference)

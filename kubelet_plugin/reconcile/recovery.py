@@ -28,7 +28,7 @@ def recover(context: PluginContext, cleanup: ClaimCleanup, records: Iterable[Cla
     """
     records = list(records)
     for record in records:
-        context.inventory.hold(record.holder, _devices(context, record))
+        context.inventory.hold(record.reference, _devices(context, record))
     with context.step(Step.TIDY_CDI_SPECS):
         _tidy_specs(context)
     for record in records:
@@ -48,7 +48,7 @@ def hold_recorded(context: PluginContext) -> None:
             context.inventory.release(uid)
     for uid in [record.uid for record in context.checkpoint.records()]:
         while (record := context.checkpoint.get(uid)) is not None:
-            context.inventory.hold(record.holder, _devices(context, record))
+            context.inventory.hold(record.reference, _devices(context, record))
             if context.checkpoint.get(uid) is record:
                 break
         else:

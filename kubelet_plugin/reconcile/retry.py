@@ -45,23 +45,6 @@ ReportCondition = Callable[[str, ConditionType, str | None], None]
 """(device, kind of condition, reason): ``HealthMonitor.set_condition``. Without a reason the condition has ended."""
 
 
-class WorkerPool:
-    """Runs work that may hang without blocking other work. For one caller."""
-
-    def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix=name)
-        self._running: dict[str, Future[None]] = {}
-
-    def run(self, jobs: Mapping[str, Callable[[], None]]) -> None:
-        """Run ``jobs`` by key, except those still running from before. Raises errors that are no RecoverableError."""
-        self._running = {key: future for key, future in self._running.items() if not future.done()}
-        started = {key: self._pool.submit(job) for key, job in jobs.items() if key not in self._running}
-        self._running |= started
-        done, _ = wait(started.values(), ROUND_TIMEOUT_SECONDS)
-        for future in done:
-            future.result()
-
-
 class ClaimReconciler:
     """One thread. Call ``notify`` after a failed release or a loss; ``find_orphans`` runs in between."""
 
@@ -70,7 +53,7 @@ class ClaimReconciler:
         context: PluginContext,
         preparer: Preparer,
         cleanup: ClaimCleanup,
-        teller: EventReporter,
+        events: EventReporter,
         report_condition: ReportCondition,
         find_orphans: Callable[[], float] = lambda: RETRY_INTERVAL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
@@ -78,14 +61,15 @@ class ClaimReconciler:
         self._context = context
         self._preparer = preparer
         self._cleanup = cleanup
-        self._teller = teller
+        self._events = events
         self._report_condition = report_condition
         self._find_orphans = find_orphans
         self._clock = clock
         self._unreleased_since: dict[str, float] = {}
         self._tried_at: dict[str, float] = {}
         self._reported: dict[tuple[str, ConditionType], tuple[str, ...]] = {}
-        self._workers = WorkerPool("reconciler")
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="reconciler")
+        self._running: dict[str, Future[None]] = {}
         self._loop = Loop("reconciling prepared claims", self.reconcile, COALESCE_SECONDS)
         self.notify = self._loop.notify
 
@@ -110,9 +94,18 @@ class ClaimReconciler:
             self._unreleased_since.setdefault(uid, self._clock())
         jobs = {uid: partial(self._release, record) for uid, record in unreleased.items()}
         jobs |= {record.uid: partial(self._repair, record, lost) for record, lost in self._losses()}
-        self._workers.run({uid: job for uid, job in jobs.items() if self._is_due(uid)})
+        self._run({uid: job for uid, job in jobs.items() if self._is_due(uid)})
         pause = self._find_orphans()
         return min(pause, RETRY_INTERVAL_SECONDS) if self._unreleased_since or self._reported else pause
+
+    def _run(self, jobs: Mapping[str, Callable[[], None]]) -> None:
+        """Run ``jobs`` by claim, except those that hang since an earlier round. Raises what is no RecoverableError."""
+        self._running = {uid: future for uid, future in self._running.items() if not future.done()}
+        started = {uid: self._workers.submit(job) for uid, job in jobs.items() if uid not in self._running}
+        self._running |= started
+        done, _ = wait(started.values(), ROUND_TIMEOUT_SECONDS)
+        for future in done:
+            future.result()
 
     def _prepared(self) -> list[ClaimRecord]:
         boot = self._context.boot
@@ -148,7 +141,7 @@ class ClaimReconciler:
         self._report(record.uid, ConditionType.STUCK)
         if released:
             message = "what could not be released before is released now"
-            self._teller.claim(record.reference, Reason.RELEASED_LATE, message, warning=False)
+            self._events.claim(record.reference, Reason.RELEASED_LATE, message, warning=False)
 
     # Repairs
 
@@ -186,7 +179,7 @@ class ClaimReconciler:
             self._preparer.repair(record.uid)
         except RecoverableError as error:
             log.error("can't repair a prepared claim", extra={"claim": str(record), "lost": what, "error": str(error)})
-            self._teller.claim(record.reference, Reason.REPAIR_FAILED, f"{what} is gone and can't be made: {error}")
+            self._events.claim(record.reference, Reason.REPAIR_FAILED, f"{what} is gone and can't be made: {error}")
             self._report(record.uid, ConditionType.LOST, record, f"{what} is gone and can't be made again: {error}")
             return
         self._tried_at.pop(record.uid, None)

@@ -1,4 +1,4 @@
-"""The entries of a prepared claim's ``status.devices`` (pure).
+"""The entries of prepared claims' ``status.devices``, written after the answer to the kubelet.
 
 Fields of ``data`` in an entry, for people and tools; the scheduler ignores them:
 
@@ -10,21 +10,30 @@ Fields of ``data`` in an entry, for people and tools; the scheduler ignores them
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
+from driver.errors import CONFLICT, NOT_FOUND, ApiError, RecoverableError
+from driver.kube.client import OBJECT, KubeClient, Object
+from driver.kube.clock import seconds_time
 from driver.kube.decoding import decode
 from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.types import Metadata, ReportedDevice
+from driver.kube.work_loop import Backoff, GiveWay, Loop, at_once
 from driver.model.device import DeviceKind
 from driver.model.sharing import TimeSlice, in_force
-from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
+from kubelet_plugin.claims.steps import Step, Steps
+from kubelet_plugin.inventory.inventory import ClaimReference
 
-Object = dict[str, Any]
+log = logging.getLogger(__name__)
 
 READY = "Ready"
 PREPARED = "Prepared"
@@ -32,28 +41,28 @@ UNHEALTHY = "Unhealthy"
 MESSAGE_LIMIT = 32768
 """Maximum length of a condition's message (``metav1.Condition``)."""
 
+COALESCE_SECONDS = 0.25
+"""Time to collect changes: a share that is prepared or released changes the status of every claim on its GPU."""
 
-@dataclass(frozen=True, slots=True)
-class PreparedShare:
-    """One of ``shares`` shares of a GPU, with the time-slice interval that its claim requests."""
+FORBIDDEN_RETRY_SECONDS = (5.0, 300.0)
+"""First and longest retry delay if RBAC forbids the write: an API server that has just started may forbid it briefly;
+afterwards an operator has to change a role."""
 
-    shares: int
-    requested: TimeSlice | None = None
+FORBIDDEN, INVALID = 403, 422
 
+DRIVER_PERMISSION = "resourceclaims/driver"
+"""If it is missing, the answer is 422 with this text (Kubernetes 1.36 and newer), not 403 as for other permissions."""
 
-@dataclass(frozen=True, slots=True)
-class ReadyDevice:
-    """One device of a prepared claim. ``partition_uuid`` and ``instances`` (GPU instance, compute instance) are set for
-    MIG devices."""
+BYTES_DIFFER = "field cannot be modified once set"
+WHY_BYTES = (
+    "its opaque parameters are JSON with blanks or with keys in another order than kubectl writes, and the API "
+    "server (seen on 1.37.1) takes its own reformatting of them for a change of the allocation"
+)
 
-    claim: ClaimReference
-    pool: str
-    device: str
-    gpu_uuid: str
-    partition_uuid: str | None = None
-    share: PreparedShare | None = None
-    share_id: str | None = None
-    instances: tuple[int, int] | None = None
+ROLE = (
+    "resourceclaims/status: patch; from Kubernetes 1.36 also resourceclaims/driver: associated-node:patch for "
+    "resourceNames [%s], with a token that names the node (a pod's own does)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +76,7 @@ class DeviceStatus:
     device: str
     message: str
     data: Mapping[str, Any]
-    share_id: str | None = None
     ready: bool = True
-
-
-def prepared_devices(records: Iterable[ClaimRecord]) -> Iterator[ReadyDevice]:
-    """Every device of a prepared claim in the checkpoint's records."""
-    for record in records:
-        claim = record.reference
-        for device in record.devices if record.phase == "prepared" else ():
-            share = PreparedShare(device.shares, device.time_slice) if device.kind is DeviceKind.SHARE else None
-            ids = device.gpu_instance_id, device.compute_instance_id
-            instances = None if ids[0] is None or ids[1] is None else (ids[0], ids[1])
-            yield ReadyDevice(
-                claim, device.pool, device.device, device.gpu_uuid, device.uuid, share, instances=instances
-            )
 
 
 Statuses = Mapping[ClaimReference, Sequence[DeviceStatus]]
@@ -91,38 +86,39 @@ UnhealthyReason = Callable[[str], str | None]
 """Why the device with this name can't be used at present, or None."""
 
 
-def device_statuses(prepared: Iterable[ReadyDevice], unhealthy_reason: UnhealthyReason = lambda _: None) -> Statuses:
-    """The device status of each claim, from all prepared devices of the node and their health."""
-    devices = list(prepared)
-    shares: dict[str, list[PreparedShare]] = defaultdict(list)
-    for device in devices:
-        if device.share is not None:
-            shares[device.gpu_uuid].append(device.share)
+def device_statuses(records: Iterable[ClaimRecord], unhealthy_reason: UnhealthyReason = lambda _: None) -> Statuses:
+    """The device status of each prepared claim, from all checkpoint records of the node and the health of devices."""
+    devices = [(each.reference, device) for each in records if each.phase == "prepared" for device in each.devices]
+    requested: dict[str, list[TimeSlice | None]] = defaultdict(list)
+    for _, device in devices:
+        if device.kind is DeviceKind.SHARE:
+            requested[device.gpu_uuid].append(device.time_slice)
     found: dict[ClaimReference, list[DeviceStatus]] = defaultdict(list)
-    for device in devices:
-        status = _status(device, shares[device.gpu_uuid])
+    for claim, device in devices:
+        status = _status(device, requested[device.gpu_uuid])
         reason = unhealthy_reason(device.device)
-        found[device.claim].append(status if reason is None else replace(status, message=reason, ready=False))
+        found[claim].append(status if reason is None else replace(status, message=reason, ready=False))
     return found
 
 
-def _status(device: ReadyDevice, on_same_gpu: Sequence[PreparedShare]) -> DeviceStatus:
-    data: Object = {"uuid": device.partition_uuid or device.gpu_uuid}
+def _status(device: DeviceRecord, requested: Sequence[TimeSlice | None]) -> DeviceStatus:
+    """``requested``: the time-slice interval that each prepared share of the GPU requests."""
+    data: Object = {"uuid": device.uuid or device.gpu_uuid}
     message = "the whole GPU"
-    if device.partition_uuid is not None:
+    if device.kind is not DeviceKind.FULL:
         data["parentUUID"] = device.gpu_uuid
+    if device.kind is DeviceKind.PARTITION:
         message = "a partition of the GPU, isolated by hardware"
-        if device.instances is not None:
-            data["gpuInstanceID"], data["computeInstanceID"] = device.instances
-    elif device.share is not None:
-        data["parentUUID"] = device.gpu_uuid
+        if device.gpu_instance_id is not None and device.compute_instance_id is not None:
+            data |= {"gpuInstanceID": device.gpu_instance_id, "computeInstanceID": device.compute_instance_id}
+    elif device.kind is DeviceKind.SHARE:
         data["sharing"] = {
-            "shares": device.share.shares,
-            "inUse": len(on_same_gpu),
-            "timeSlice": str(in_force(share.requested for share in on_same_gpu)),
+            "shares": device.shares,
+            "inUse": len(requested),
+            "timeSlice": str(in_force(requested)),
         }
-        message = f"one of {device.share.shares} time-sliced shares of the GPU, not isolated from the others"
-    return DeviceStatus(device.pool, device.device, message, data, device.share_id)
+        message = f"one of {device.shares} time-sliced shares of the GPU, not isolated from the others"
+    return DeviceStatus(device.pool, device.device, message, data)
 
 
 def status_path(claim: ClaimReference) -> str:
@@ -150,17 +146,12 @@ def _entry(driver: str, device: DeviceStatus, since: str) -> Object:
         "message": device.message[:MESSAGE_LIMIT],
         "lastTransitionTime": since,
     }
-    entry: Object = {"driver": driver, "pool": device.pool, "device": device.device}
-    if device.share_id is not None:
-        entry["shareID"] = device.share_id
-    return {**entry, "conditions": [condition], "data": dict(device.data)}
+    identity = {"driver": driver, "pool": device.pool, "device": device.device}
+    return {**identity, "conditions": [condition], "data": dict(device.data)}
 
 
 class StoredClaim(msgspec.Struct, frozen=True):
     """The status of a claim at the API server."""
-
-    class Metadata(msgspec.Struct, frozen=True):
-        uid: str
 
     class Status(msgspec.Struct, frozen=True):
         """``devices`` stay undecoded: entries of other drivers may contain anything."""
@@ -177,20 +168,10 @@ class StoredClaim(msgspec.Struct, frozen=True):
 
     def entries(self, driver: str) -> list[Object]:
         """The entries of ``status.devices`` of ``driver``."""
-        return [decode(entry, ENTRY) for entry in self.status.devices if decode(entry, STATUS_ENTRY).driver == driver]
+        return [decode(entry, OBJECT) for entry in self.status.devices if decode(entry, REPORTED).driver == driver]
 
 
-class StatusEntry(msgspec.Struct, frozen=True):
-    """An entry of ``status.devices``."""
-
-    driver: str
-
-
-STORED, STATUS_ENTRY, ENTRY = (
-    msgspec.json.Decoder(StoredClaim),
-    msgspec.json.Decoder(StatusEntry),
-    msgspec.json.Decoder(Object),
-)
+STORED, REPORTED = msgspec.json.Decoder(StoredClaim), msgspec.json.Decoder(ReportedDevice)
 
 
 def unchanged_since(entries: Iterable[Object], devices: Iterable[DeviceStatus]) -> dict[str, str]:
@@ -205,6 +186,140 @@ def unchanged_since(entries: Iterable[Object], devices: Iterable[DeviceStatus]) 
     return {device: stored[key] for device, key in wanted.items() if key in stored}
 
 
-def contains(entries: Collection[Object], body: Object) -> bool:
-    """Whether ``entries`` contain all entries of ``body``."""
-    return all(entry in entries for entry in body["status"]["devices"])
+@dataclass
+class ClaimWriteState:
+    """What is written for a claim: transition times by device, the last status, and whether the claim is over, so that
+    it must not be written any more."""
+
+    since: dict[str, str] = field(default_factory=dict)
+    written: Sequence[DeviceStatus] | None = None
+    over: bool = False
+
+    def note_transitions(self, devices: Sequence[DeviceStatus], now: str) -> None:
+        """Set the transition time of devices that are new or whose readiness has changed."""
+        before = {each.device: each.ready for each in self.written or ()}
+        for each in devices:
+            if each.device not in self.since or before.get(each.device, each.ready) is not each.ready:
+                self.since[each.device] = now
+
+
+class StatusWriter:
+    """One writer per node. ``desired`` returns the status of every prepared claim; call ``notify`` when it has changed.
+
+    An unprepared claim keeps its last status: it is deallocated next, and the API server then removes the entries.
+    """
+
+    def __init__(
+        self,
+        client: KubeClient,
+        driver: str,
+        desired: Callable[[], Statuses],
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        steps: Steps | None = None,
+        give_way: GiveWay = at_once,
+    ) -> None:
+        self._client = client
+        self._driver = driver
+        self._desired = desired
+        self._now = now
+        self._step = steps or Steps()
+        self._states: dict[ClaimReference, ClaimWriteState] = {}
+        # Prepared before this process: their status may be written already, with transition times to keep.
+        self._inherited: set[ClaimReference] | None = None
+        self._forbidden: Backoff | None = None
+        self._loop = Loop("writing claim status", self._write_changes, COALESCE_SECONDS, self._retry_delay, give_way)
+
+    def notify(self) -> None:
+        """Write changes soon. Cheap; may be called from any thread."""
+        self._loop.notify()
+
+    def run(self, stop: threading.Event) -> None:
+        """Write at the start and at every notification until ``stop`` is set (then call ``notify`` once more)."""
+        self.notify()
+        self._loop.run(stop)
+
+    def _retry_delay(self, error: RecoverableError) -> float | None:
+        """The retry delay of ``error``. A missing permission is logged once."""
+        if not isinstance(error, ApiError) or error.status != FORBIDDEN:
+            return None
+        if self._forbidden is None:
+            log.error("not permitted to write claim status", extra={"error": str(error), "role": ROLE % self._driver})
+            self._forbidden = Backoff(*FORBIDDEN_RETRY_SECONDS)
+        return self._forbidden.next_s()
+
+    def _write_changes(self) -> None:
+        desired = self._desired()
+        if self._inherited is None:
+            self._inherited = set(desired)
+        for gone in self._states.keys() - desired.keys():
+            del self._states[gone]
+        failure: ApiError | None = None
+        for claim, devices in desired.items():
+            try:
+                self._bring_up_to_date(claim, devices)
+            except ApiError as error:
+                if error.status is None:
+                    raise
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        self._forbidden = None
+
+    def _bring_up_to_date(self, claim: ClaimReference, devices: Sequence[DeviceStatus]) -> None:
+        state = self._states.get(claim) or self._load_state(claim, devices)
+        self._states[claim] = state
+        if not state.over and state.written != devices:
+            state.note_transitions(devices, seconds_time(self._now()))
+            self._write(claim, devices, state)
+
+    def _load_state(self, claim: ClaimReference, devices: Sequence[DeviceStatus]) -> ClaimWriteState:
+        if claim not in (self._inherited or ()):
+            return ClaimWriteState()
+        stored = self._read(claim)
+        if stored is None:
+            return ClaimWriteState(over=True)
+        entries = stored.entries(self._driver)
+        state = ClaimWriteState(unchanged_since(entries, devices))
+        if state.since.keys() >= {each.device for each in devices}:
+            body = apply_body(claim, self._driver, devices, state.since)
+            if all(entry in entries for entry in body["status"]["devices"]):
+                state.written = devices
+        return state
+
+    def _read(self, claim: ClaimReference) -> StoredClaim | None:
+        """The claim at the API server; None if it is gone or replaced by another claim of that name."""
+        try:
+            found = decode(self._client.get(status_path(claim).removesuffix("/status")), STORED)
+        except ApiError as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+        except msgspec.MsgspecError as error:
+            raise ApiError(f"ResourceClaim {claim}: the API server's answer does not parse: {error}") from error
+        return found if found.metadata.uid == claim.uid else None
+
+    def _write(self, claim: ClaimReference, devices: Sequence[DeviceStatus], state: ClaimWriteState) -> None:
+        body = apply_body(claim, self._driver, devices, state.since)
+        try:
+            with self._step(Step.WRITE_STATUS, claim=str(claim)):
+                self._client.apply(status_path(claim), body, self._driver)
+        except ApiError as error:
+            if not self._is_over(claim, error):
+                raise
+            state.over = True
+        state.written = devices
+
+    def _is_over(self, claim: ClaimReference, error: ApiError) -> bool:
+        """Whether the error means that the claim is gone, replaced, or no longer allocated."""
+        if error.status == INVALID and DRIVER_PERMISSION in str(error):
+            raise ApiError(str(error), FORBIDDEN) from error
+        if error.status == INVALID and BYTES_DIFFER in str(error):
+            log.error(
+                "the API server rejects every write of this claim's status",
+                extra={"claim": str(claim), "why": WHY_BYTES},
+            )
+            return True
+        if error.status not in (NOT_FOUND, CONFLICT, INVALID):
+            return False
+        stored = self._read(claim) if error.status != NOT_FOUND else None
+        return stored is None or not stored.allocated

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 
 from driver.errors import TesseraError
 from driver.kube.events import Type
 from driver.kube.types import Claim, Reference
-from kubelet_plugin.claims.allocation import ClaimReference
-from kubelet_plugin.claims.preparer import PreparedDevice
-from kubelet_plugin.dra.service import ClaimService
+from kubelet_plugin.inventory.inventory import ClaimReference
 
 MOST_CLAIMS = 1024
 """Maximum number of claims whose pods are remembered."""
@@ -45,10 +44,14 @@ class Reason(StrEnum):
 
 
 class EventReporter:
-    """Records Events. Thread-safe; no method blocks."""
+    """Records Events. Thread-safe; no method blocks.
 
-    def __init__(self, record: RecordEvent, node: str) -> None:
+    ``count`` receives the reason of each Event; its copies on the pods of a claim are not counted.
+    """
+
+    def __init__(self, record: RecordEvent, node: str, count: Callable[[str], None] = lambda _: None) -> None:
         self._record = record
+        self._count = count
         # Like the kubelet: kubectl describe node also finds Events whose uid is the name of the node.
         self._node = Reference("Node", node, uid=node)
         self._pods: OrderedDict[str, tuple[Reference, ...]] = OrderedDict()
@@ -69,31 +72,20 @@ class EventReporter:
         itself = Reference("ResourceClaim", about.name, about.namespace, about.uid, "resource.k8s.io/v1")
         with self._lock:
             pods = self._pods.get(about.uid, ())
+        self._count(reason)
         for each in (itself, *pods):
             self._record(each, reason.value, message, "Warning" if warning else "Normal")
 
-    def node(self, reason: str, message: str, *, warning: bool = True) -> None:
+    def node(self, reason: str, message: str, warning: bool = True) -> None:
         """Record an Event on this node."""
+        self._count(reason)
         self._record(self._node, reason, message, "Warning" if warning else "Normal")
 
-
-class ReportingWork:
-    """Claim work that records an Event for each failure."""
-
-    def __init__(self, work: ClaimService, reporter: EventReporter) -> None:
-        self._work = work
-        self._reporter = reporter
-
-    def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
+    @contextmanager
+    def report_failure(self, verb: str, claim: ClaimReference) -> Iterator[None]:
+        """Record an Event if the prepare or unprepare inside the block fails."""
         try:
-            return self._work.prepare(reference)
+            yield
         except TesseraError as error:
-            self._reporter.claim(reference, Reason.PREPARE_FAILED, str(error))
-            raise
-
-    def unprepare(self, reference: ClaimReference) -> None:
-        try:
-            self._work.unprepare(reference)
-        except TesseraError as error:
-            self._reporter.claim(reference, Reason.UNPREPARE_FAILED, str(error))
+            self.claim(claim, Reason.PREPARE_FAILED if verb == "prepare" else Reason.UNPREPARE_FAILED, str(error))
             raise

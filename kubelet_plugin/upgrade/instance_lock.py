@@ -8,40 +8,49 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import socket
+import threading
 from contextlib import suppress
 from pathlib import Path
 
 from driver.errors import EnvironmentFault
-from kubelet_plugin.checkpoint.files import locked, open_lock
+
+log = logging.getLogger(__name__)
 
 REGISTERED = "registered"
 
 NOTE_LIMIT = 4096
 
+LOCK_CHECK_INTERVAL_SECONDS = 0.1
+"""Between two checks whether another plugin has ended: the kubelet reaches none meanwhile."""
+
 
 class InstanceLock:
-    """The lock of one state directory as seen by this process.
+    """The lock of one state directory as seen by this process, whose socket is ``own``.
 
-    ``fixed`` is the socket of an owner that names no socket in the file: a plugin without ``--pod-uid``.
+    ``own`` is None without ``--pod-uid``: the file then names no socket, and ``fixed`` is the owner's.
     """
 
-    def __init__(self, directory: Path, own: Path, fixed: Path) -> None:
+    def __init__(self, directory: Path, own: Path | None = None, fixed: Path | None = None) -> None:
         """Open the file without locking it. Raises EnvironmentFault if the directory can't be used."""
         self._directory, self._own, self._fixed = directory, own, fixed
         try:
-            self._lock = open_lock(directory)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Never closed: the kernel releases the lock when the process ends.
+            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise self._unusable(error) from error
 
     def take(self) -> bool:
         """Become the owner, unless another process is. Raises EnvironmentFault."""
         try:
-            if not locked(self._lock):
-                return False
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._lock, 0)  # an empty file means that the owner is not known
-            self._write(str(self._own))
+            self._write()
+        except BlockingIOError:
+            return False
         except OSError as error:
             raise self._unusable(error) from error
         return True
@@ -49,7 +58,7 @@ class InstanceLock:
     def note_registered(self) -> None:
         """Record that the kubelet has registered the owner; only the owner calls it. Raises EnvironmentFault."""
         try:
-            self._write(str(self._own), REGISTERED)
+            self._write(REGISTERED)
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -70,8 +79,13 @@ class InstanceLock:
         lines = self._read()
         return self.owner() is not None and (len(lines) == 1 or REGISTERED in lines[2:])
 
-    def _write(self, *lines: str) -> None:
-        data = "".join(f"{line}\n" for line in (str(os.getpid()), *lines)).encode()
+    def owner_pid(self) -> str:
+        """The process ID of the last owner, or ``unknown``."""
+        return next(iter(self._read()), "") or "unknown"
+
+    def _write(self, *notes: str) -> None:
+        lines = (str(os.getpid()), *([str(self._own)] if self._own else []), *notes)
+        data = "".join(f"{line}\n" for line in lines).encode()
         os.pwrite(self._lock, data, 0)
 
     def _read(self) -> list[str]:
@@ -79,6 +93,22 @@ class InstanceLock:
 
     def _unusable(self, error: OSError) -> EnvironmentFault:
         return EnvironmentFault(f"--state-dir {self._directory}: can't be used: {error.strerror}")
+
+
+def claim_directory(directory: Path, stop: threading.Event) -> None:
+    """Lock ``directory`` until this process ends, however it ends.
+
+    Waits, until ``stop`` is set, while another process has the lock: a rolling update starts the new plugin before the
+    old one has ended. Raises EnvironmentFault.
+    """
+    lock, logged = InstanceLock(directory), False
+    while not lock.take():
+        if not logged:
+            extra = {"stateDir": str(directory), "pid": lock.owner_pid()}
+            log.warning("waits for another node plugin to end", extra=extra)
+            logged = True
+        if stop.wait(LOCK_CHECK_INTERVAL_SECONDS):
+            return
 
 
 def is_listening(path: Path) -> bool:

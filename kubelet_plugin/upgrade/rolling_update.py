@@ -2,7 +2,8 @@
 
 At most one instance is active: the owner of the state directory. The others stand by and forward calls of the kubelet
 to it; the first that finds the directory free becomes active. So the node is served whichever instance dies. A new
-instance first checks that it could do the work and then asks the active one to hand over. See docs/upgrade.md.
+instance first checks that it could do the work and then asks the active one, over its socket, to hand over the node.
+Only root can open the socket. A plugin whose version lacks the RPC keeps the node until it ends. See docs/upgrade.md.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
+
+import grpc
+import msgspec
 
 from driver.errors import EnvironmentFault, RecoverableError
 from driver.http import Check, health_pages, serve
@@ -22,16 +27,21 @@ from driver.kube.client import KubeClient, load_configuration
 from driver.kube.reads import owner_reference
 from driver.shutdown import wait_until
 from driver.steps import StepObserver, observed, unobserved
-from kubelet_plugin.app import USER_AGENT, NodePlugin, gpu_choice
+from kubelet_plugin.app import USER_AGENT, NodePlugin
 from kubelet_plugin.checkpoint.store import check_readable
+from kubelet_plugin.dra.call_proxy import connect
 from kubelet_plugin.dra.sockets import PluginSockets
-from kubelet_plugin.hosts import open_host
+from kubelet_plugin.inventory.hardware import open_host
 from kubelet_plugin.inventory.scan import Scanner
 from kubelet_plugin.settings import NodeSettings, plugin_socket
-from kubelet_plugin.upgrade.handover import HandOver, HandOverAnswer, HandOverRequest, HandOverResult, ask, handler
 from kubelet_plugin.upgrade.instance_lock import InstanceLock, is_listening, sibling_sockets
 
 log = logging.getLogger(__name__)
+
+SERVICE, METHOD = "tessera.node.HandOver", "Ask"
+
+ANSWER_TIMEOUT_SECONDS = 40.0
+"""Covers the end of the claims in progress and then of the writers."""
 
 POLL_INTERVAL_SECONDS = 0.02
 """Short, because calls of the kubelet wait during a hand-over."""
@@ -56,6 +66,70 @@ QUIET_PERIOD_SECONDS = 1.0
 
 BUSY = "claims are still in progress"
 UNINSTALLING = "Tessera is being uninstalled"
+
+
+class HandOver(StrEnum):
+    """The steps of a hand-over in order: those of the new plugin and, in between, those of the active one."""
+
+    ASK = "ask"
+    FINISH_CLAIMS = "finish-claims"
+    STOP_WRITING = "stop-writing"
+    RELEASE = "release"
+    TAKE = "take"
+    RECOVER = "recover"
+    LEAVE = "leave"
+
+
+class HandOverResult(StrEnum):
+    """``HANDED_OVER``: the node is free. ``NOT_YET``: ask again. ``UNABLE``: only once the active plugin ends.
+
+    ``SILENT``: no answer.
+    """
+
+    HANDED_OVER = "handed-over"
+    NOT_YET = "not-yet"
+    UNABLE = "unable"
+    SILENT = "silent"
+
+
+class HandOverRequest(msgspec.Struct, frozen=True):
+    """Socket and version of the new plugin. Unknown fields of other versions are ignored."""
+
+    socket: str
+    version: str = ""
+
+
+class HandOverAnswer(msgspec.Struct, frozen=True):
+    """``why`` is a reason for people."""
+
+    result: HandOverResult = msgspec.field(name="said")
+    why: str = ""
+
+
+REQUEST, ANSWER = msgspec.json.Decoder(HandOverRequest), msgspec.json.Decoder(HandOverAnswer)
+
+
+def handler(hand_over: Callable[[HandOverRequest], HandOverAnswer]) -> grpc.GenericRpcHandler:
+    """The server side of ``ask``."""
+
+    def answer(request: bytes, _context: grpc.ServicerContext) -> bytes:
+        return msgspec.json.encode(hand_over(REQUEST.decode(request)))
+
+    return grpc.method_handlers_generic_handler(SERVICE, {METHOD: grpc.unary_unary_rpc_method_handler(answer)})
+
+
+def ask(owner: Path, own: Path, version: str) -> HandOverAnswer:
+    """Ask the plugin at the socket ``owner`` to hand over to the plugin at the socket ``own``."""
+    try:
+        with connect(owner) as channel:
+            request = msgspec.json.encode(HandOverRequest(str(own), version))
+            return ANSWER.decode(channel.unary_unary(f"/{SERVICE}/{METHOD}")(request, timeout=ANSWER_TIMEOUT_SECONDS))
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return HandOverAnswer(HandOverResult.UNABLE, "its version or its settings do not support it")
+        return HandOverAnswer(HandOverResult.SILENT, f"{error.code().name}: {error.details()}")
+    except msgspec.MsgspecError as error:
+        return HandOverAnswer(HandOverResult.UNABLE, f"this version can't read its answer: {error}")
 
 
 class RollingInstance:
@@ -251,7 +325,7 @@ class RollingInstance:
             wait_until(SUCCESSOR_TIMEOUT_SECONDS, self._quiet, POLL_INTERVAL_SECONDS)
 
     def _quiet(self) -> bool:
-        return self._sockets.quiet_s() >= QUIET_PERIOD_SECONDS
+        return self._sockets.quiet_seconds() >= QUIET_PERIOD_SECONDS
 
     def _wait_for_stop(self) -> None:
         self._stop.wait()
@@ -268,6 +342,6 @@ def preflight(settings: NodeSettings, awake: ExitStack) -> None:
     owner_reference(KubeClient(load_configuration(settings.kubeconfig), USER_AGENT), settings.node_name)
     with ExitStack() as stack:
         host, _ = stack.enter_context(open_host(settings, lasting=True))
-        Scanner(host, gpu_choice(settings)).discover()
+        Scanner(host, settings).discover()
         awake.close()
         awake.push(stack.pop_all())

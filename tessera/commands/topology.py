@@ -13,7 +13,7 @@ import click
 from driver.hardware.host import GpuFault, Host
 from driver.hardware.topology import Nic, Place, find_nics, level, links_between, place_of
 from driver.model.gpu import Gpu, Partition
-from kubelet_plugin.hosts import open_host
+from kubelet_plugin.inventory.hardware import open_host
 from kubelet_plugin.settings import node_settings
 from tessera.output import Span, columns, draw_slices, with_output
 

@@ -10,10 +10,10 @@ import pytest
 
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, load_configuration
+from driver.model.device import DeviceKind
 from driver.model.sharing import TimeSlice
-from kubelet_plugin.claims.allocation import ClaimReference
-from kubelet_plugin.status.claim_status import PreparedShare, ReadyDevice, apply_body, device_statuses, status_path
-from kubelet_plugin.status.writer import StatusWriter
+from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord
+from kubelet_plugin.status.claim_status import StatusWriter, apply_body, device_statuses, status_path
 from tests.bench.kubelet import allocated_claim
 from tests.harness.cluster import Cluster
 from tests.support.chart import install
@@ -40,13 +40,14 @@ def client_of(cluster: Cluster, node: str) -> KubeClient:
     return KubeClient(load_configuration(cluster.service_account_kubeconfig("tessera", "tessera-node", node=node)), "t")
 
 
-def shared_by(cluster: Cluster, name: str, number: int) -> ReadyDevice:
-    """A claim with share ``number`` of a GPU."""
+def shared_by(cluster: Cluster, name: str, number: int) -> ClaimRecord:
+    """The record of a claim with share ``number`` of a GPU."""
     device = f"gpu-0-share-{number}"
     uid = allocated_claim(cluster, name, NODE, device).uid
-    pool = f"{NODE}-{DRIVER}"
-    reference = ClaimReference("default", name, uid)
-    return ReadyDevice(reference, pool, device, "GPU-0", share=PreparedShare(10, TimeSlice.SHORT))
+    entry = DeviceRecord(
+        (), f"{NODE}-{DRIVER}", device, 0, "GPU-0", DeviceKind.SHARE, shares=10, time_slice=TimeSlice.SHORT
+    )
+    return ClaimRecord(VERSION, "default", name, uid, "prepared", (entry,))
 
 
 def stored(cluster: Cluster, name: str) -> dict[str, Any]:
@@ -90,19 +91,19 @@ def test_a_restart_rewrites_nothing_that_is_there(cluster: Cluster) -> None:
     assert in_use(cluster, "kept") == 1
 
 
-def written_at(cluster: Cluster, prepared: list[ReadyDevice], now: datetime) -> dict[str, Any]:
+def written_at(cluster: Cluster, prepared: list[ClaimRecord], now: datetime) -> dict[str, Any]:
     """The first claim after a writer with that clock has done its work."""
     writer = StatusWriter(client_of(cluster, NODE), DRIVER, lambda: device_statuses(prepared), lambda: now)
     with in_thread(writer.run, writer.notify):
         eventually(lambda: [known for known in writer._states.values() if known.written], "a round of the writer")
-    return stored(cluster, prepared[0].claim.name)
+    return stored(cluster, prepared[0].name)
 
 
 def test_another_nodes_plugin_may_not_write_it(cluster: Cluster) -> None:
-    device = shared_by(cluster, "foreign", 4)
-    body = apply_body(
-        device.claim, DRIVER, device_statuses([device])[device.claim], {device.device: "2026-01-01T00:00:00Z"}
-    )
+    record = shared_by(cluster, "foreign", 4)
+    claim = record.reference
+    since = {record.devices[0].device: "2026-01-01T00:00:00Z"}
+    body = apply_body(claim, DRIVER, device_statuses([record])[claim], since)
     with pytest.raises(ApiError, match="resourceclaims/driver"):
-        client_of(cluster, "node-b").apply(status_path(device.claim), body, DRIVER)
+        client_of(cluster, "node-b").apply(status_path(claim), body, DRIVER)
     assert "devices" not in stored(cluster, "foreign")["status"]

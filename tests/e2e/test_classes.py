@@ -20,8 +20,8 @@ from driver.model.gpu import Gpu, MigMode
 from driver.model.selection import EVERY_GPU, GpuSelection
 from driver.model.sharing import TimeSlice
 from driver.simulator import load_description
-from kubelet_plugin.claims.allocation import ClaimReference, resolve
-from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing
+from kubelet_plugin.claims.allocation import resolve
+from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for

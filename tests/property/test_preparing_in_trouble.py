@@ -18,8 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from driver.errors import RecoverableError
 from driver.hardware.nvml_errors import ABSENT
 from driver.steps import Moment
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.reconcile.recovery import hold_recorded
 from tests.property.test_preparing_model import CLAIMS, DEVICES, MEMORY, MOMENTS, STEPS, Crash, share_config
 from tests.support.care import Care

@@ -18,9 +18,8 @@ from driver.model.gpu import Partition
 from driver.model.sharing import in_force
 from driver.placement import GpuState
 from driver.steps import Moment
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.steps import Step
-from kubelet_plugin.inventory.inventory import GpuSharing
+from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
 from tests.support.claims import opaque, result
 from tests.support.node import NodeUnderTest, start_node
 

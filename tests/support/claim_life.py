@@ -15,8 +15,7 @@ import pytest
 from driver.errors import RecoverableError
 from driver.model.gpu import Gpu
 from driver.simulator import load_description
-from kubelet_plugin.claims.allocation import ClaimReference
-from kubelet_plugin.inventory.inventory import GpuSharing
+from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
 from tests.support.claims import opaque, result
 from tests.support.faulty_nvml import FaultyHost
 from tests.support.invariants import Facts, leftovers, read_facts, violations

@@ -11,7 +11,8 @@ import msgspec
 from driver.errors import ApiError
 from driver.kube.reads import CLAIM
 from driver.kube.types import Claim, ReportedDevice
-from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.claims.preparer import ClaimReader
+from kubelet_plugin.inventory.inventory import ClaimReference
 
 NODE = "node-a"
 DRIVER = "gpu.tessera.dev"
@@ -29,7 +30,7 @@ def opaque(parameters: dict[str, Any], requests: tuple[str, ...] = (), source: s
 
 
 @dataclass
-class ClaimApi:
+class ClaimApi(ClaimReader):
     """The claims that exist, by (namespace, name); its ``read`` stands for the GET a prepare makes."""
 
     claims: dict[tuple[str, str], Claim] = field(default_factory=dict)

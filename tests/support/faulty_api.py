@@ -19,8 +19,8 @@ from driver.kube.reads import RESOURCE_GROUP
 from driver.model.plan import PATH
 from driver.simulator import SimulatedNode
 from kubelet_plugin.app import NodePlugin
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.settings import node_settings
 from tests.support.api_server import SLICES, Exchange, HttpServer, ObjectApi, Route
 from tests.support.claims import DRIVER, NODE, POOL, result

@@ -8,7 +8,6 @@ from driver.hardware.host_paths import HostPaths, boot_id
 from driver.model.device import Device
 from driver.model.health import GpuEvent
 from driver.slices.build import UNHEALTHY
-from kubelet_plugin.checkpoint.records import slices_of_instance
 from kubelet_plugin.health.monitor import HealthMonitor
 from tests.support.node import NodeUnderTest
 from tests.support.published import build_slices
@@ -28,14 +27,11 @@ class HealthUnderTest:
 
     def start(self) -> None:
         """A new process's, on what the last one left on disk."""
-        host, checkpoint = self.node.node.host, self.node.node.checkpoint
         paths = HostPaths(self.node.simulated.root, self.node.simulated.root)
         self.health = HealthMonitor(
-            self.node.node.inventory,
+            self.node.node,
             self.node.root / "state",
-            host.recovery_action,
             lambda: boot_id(paths) or None,
-            lambda gpu, instance: slices_of_instance(checkpoint.records(), gpu, instance),
             self._changed,
             lambda reason, message, _warning: self.told.append((reason, message)),
             lambda: self.now,

@@ -16,23 +16,28 @@ from driver.simulator import ZERO_LATENCY, SimulatedNode, load_description
 from driver.simulator.description import NodeDescription
 from driver.slices.names import Pool
 from driver.steps import unobserved
-from kubelet_plugin.cdi.driver_files import find_driver_files
-from kubelet_plugin.cdi.spec import CdiDirectory
+from kubelet_plugin.cdi.spec import CdiDirectory, find_driver_files
 from kubelet_plugin.checkpoint.locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares
 from kubelet_plugin.checkpoint.store import Checkpoint
 from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners
 from kubelet_plugin.claims.context import PluginContext
-from kubelet_plugin.claims.partitions import Partitions
+from kubelet_plugin.claims.partitions import Partitions, TimeSlices
 from kubelet_plugin.claims.preparer import Preparer
-from kubelet_plugin.claims.steps import Observer, Steps
-from kubelet_plugin.claims.time_slices import TimeSlices
+from kubelet_plugin.claims.steps import Observer, Step, Steps
 from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing, Inventory
-from kubelet_plugin.inventory.scan import Scanner, ScanSettings
+from kubelet_plugin.inventory.scan import Scanner
 from kubelet_plugin.reconcile.recovery import recover
+from kubelet_plugin.settings import NodeSettings, node_settings
 from tests.support.claims import DRIVER, NODE, ClaimApi
 
-EVERY_GPU_AS_FOUND = ScanSettings()
+
+def choosing(**flags: object) -> NodeSettings:
+    """Settings with these flags, to choose GPUs."""
+    return node_settings(node_name=NODE, **flags)
+
+
+EVERY_GPU_AS_FOUND = choosing()
 
 
 def usual_host(simulated: SimulatedNode) -> Host:
@@ -91,9 +96,10 @@ def start_node(
     api: ClaimApi | None = None,
     observer: Observer = unobserved,
     gpus: str | NodeDescription = "dgx-h100",
-    choice: ScanSettings = EVERY_GPU_AS_FOUND,
+    choice: NodeSettings = EVERY_GPU_AS_FOUND,
     sharing: GpuSharing = UNSHARED,
     open_host: Callable[[SimulatedNode], Host] = usual_host,
+    took: Callable[[Step, float], None] = lambda *_: None,
 ) -> NodeUnderTest:
     """Start, or start again, what the node plugin is made of, below ``root``."""
     api = api or ClaimApi()
@@ -112,14 +118,14 @@ def start_node(
     pool = Pool(NODE, DRIVER)
     changes: list[str] = []
     repaired: list[Callable[[ClaimRecord, Sequence[str]], None]] = []
-    locks = KeyedLocks(deadline_s=5)
+    locks = KeyedLocks(timeout_seconds=5)
 
     def tell(record: ClaimRecord, made: Sequence[str]) -> None:
         for each in repaired:
             each(record, made)
 
     listeners = ClaimListeners(lambda: changes.append("held"), lambda: changes.append("let go"), tell)
-    steps = Steps(observer)
+    steps = Steps(observer, took)
     context = PluginContext(
         pool=pool,
         host=host,

@@ -12,7 +12,7 @@ from driver.model.device import Device, DeviceKind, number_gpus, share_index
 from driver.model.gpu import Gpu
 from driver.slices.build import slice_object
 from driver.slices.names import Pool
-from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing, Holder, Inventory
+from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
@@ -153,7 +153,7 @@ class Offering:
             device = self.inventory.device(name)
             assert device is not None
             self._held[name] = device
-            self.inventory.hold(Holder(name, "default", name), [device])
+            self.inventory.hold(ClaimReference("default", name, name), [device])
         self._publish()
 
     def release(self, *names: str) -> None:
@@ -187,7 +187,7 @@ class Offering:
                 held.setdefault(device.gpu.uuid, {})[share_index(device.name)] = device.shares
         inventory = Inventory(self._gpus, number_gpus(self._gpus, {}), sharing, held)
         for name, device in self._held.items():
-            inventory.hold(Holder(name, "default", name), [device])
+            inventory.hold(ClaimReference("default", name, name), [device])
         return inventory
 
     def _publish(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from driver.errors import RecoverableError, TesseraError
-from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.reconcile.recovery import hold_recorded
 from tests.support.claim_life import SHAPES, SHARES
 from tests.support.claims import result

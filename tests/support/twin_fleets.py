@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from kubelet_plugin.inventory.inventory import GpuSharing, Holder
+from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
 from tests.bench.placement.fleet import FleetNode, Mode
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
@@ -71,7 +71,7 @@ class TwinFleets:
         self.gpus = {node.name: node.gpus(cluster.directory) for node in NODES}
         labels = [{**node.labels, "logical": node.name} for node in NODES]
         self.known = Vocabulary([gpu for gpus in self.gpus.values() for gpu in gpus], labels)
-        self._holders: list[tuple[FleetNode, Holder]] = []
+        self._holders: list[tuple[FleetNode, ClaimReference]] = []
         self._pool = ThreadPoolExecutor(8)
         for namespace in (OPEN, CURATED, "occupancy"):
             cluster.api.post("/api/v1/namespaces", {"metadata": {"name": namespace}})
@@ -145,7 +145,7 @@ class TwinFleets:
         allocation = {"devices": {"results": results}}
         self.cluster.api.patch(f"{OCCUPANCY}/{metadata['name']}/status", {"status": {"allocation": allocation}})
         devices = [node.inventory.device(name) for name in names]
-        holder = Holder(metadata["uid"], "occupancy", metadata["name"])
+        holder = ClaimReference("occupancy", metadata["name"], metadata["uid"])
         node.inventory.hold(holder, [device for device in devices if device is not None])
         self._holders.append((node, holder))
         node.notify()

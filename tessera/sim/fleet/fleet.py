@@ -27,7 +27,7 @@ from driver.kube.work_loop import LoopPool
 from driver.model.gpu import Gpu
 from driver.model.plan import PATH, PlanMode
 from driver.slices.publisher import SLICES
-from kubelet_plugin.hosts import open_host
+from kubelet_plugin.inventory.hardware import open_host
 from kubelet_plugin.plan.api import without_status
 from kubelet_plugin.plan.follower import MODE_CHECK_INTERVAL_SECONDS
 from kubelet_plugin.settings import node_settings

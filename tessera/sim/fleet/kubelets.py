@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 
+import msgspec
+
 from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.clock import seconds_time
@@ -23,9 +25,9 @@ from driver.kube.types import Claim, Key, Pod
 from driver.kube.watch_cache import Change, WatchCache
 from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.device import Device, DeviceKind
-from kubelet_plugin.claims.allocation import ClaimReference
-from kubelet_plugin.inventory.inventory import Holder
-from kubelet_plugin.status.claim_status import PreparedShare, ReadyDevice, apply_body, device_statuses, status_path
+from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, device_record
+from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.status.claim_status import apply_body, device_statuses, status_path
 from tessera.sim.fleet.node import FleetNode
 
 log = logging.getLogger(__name__)
@@ -148,7 +150,7 @@ class Kubelets:
                 return True
             known = self._prepared.get(key)
             if known is None or known.uid != claim.uid:
-                holder = Holder(claim.uid, key.namespace, key.name)
+                holder = ClaimReference(key.namespace, key.name, claim.uid)
                 for node, names in self._held_by(claim):
                     if (conflict := node.hold(holder, names)) is not None:
                         self._conflicts += 1
@@ -161,14 +163,10 @@ class Kubelets:
 
     def _write_status(self, key: Key, claim: Allocated) -> None:
         reference = ClaimReference(key.namespace, key.name, claim.uid)
-        ready = [
-            _ready(reference, node.pool.name, device)
-            for node, names in self._held_by(claim)
-            for device in node.devices(names)
-        ]
-        statuses = device_statuses(ready)[reference]
+        records = [_record(reference, node.pool.name, node.devices(names)) for node, names in self._held_by(claim)]
+        statuses = device_statuses(records)[reference]
         now = seconds_time(datetime.now(UTC))
-        body = apply_body(reference, self._driver, statuses, dict.fromkeys((each.device for each in ready), now))
+        body = apply_body(reference, self._driver, statuses, dict.fromkeys((each.device for each in statuses), now))
         try:
             self._client.apply(status_path(reference), body, self._driver)
         except ApiError as error:
@@ -193,8 +191,11 @@ def _path(pod: Key) -> str:
     return f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
 
 
-def _ready(claim: ClaimReference, pool: str, device: Device) -> ReadyDevice:
-    generated = uuid.uuid5(uuid.NAMESPACE_DNS, f"{device.gpu.uuid}/{device.name}")
-    partition = f"MIG-{generated}" if device.kind is DeviceKind.PARTITION else None
-    share = PreparedShare(device.shares) if device.kind is DeviceKind.SHARE else None
-    return ReadyDevice(claim, pool, device.name, device.gpu.uuid, partition, share)
+def _record(claim: ClaimReference, pool: str, devices: Iterable[Device]) -> ClaimRecord:
+    """The record of a prepared claim; a partition has a UUID that follows from its name."""
+    entries = []
+    for device in devices:
+        generated = uuid.uuid5(uuid.NAMESPACE_DNS, f"{device.gpu.uuid}/{device.name}")
+        partition = f"MIG-{generated}" if device.kind is DeviceKind.PARTITION else None
+        entries.append(msgspec.structs.replace(device_record(device, pool, (), 0), uuid=partition))
+    return ClaimRecord(VERSION, claim.namespace, claim.name, claim.uid, "prepared", tuple(entries))

@@ -17,7 +17,7 @@ from driver.model.plan import PlanMode
 from driver.slices.build import Content, SliceBuilder
 from driver.slices.names import Pool
 from driver.slices.publisher import SLICES, Publisher
-from kubelet_plugin.inventory.inventory import Holder, Inventory
+from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter
 from kubelet_plugin.plan.follower import InMemoryPlanStore, PlanFollower, PlanMemory, new_epoch
 
@@ -116,12 +116,12 @@ class FleetNode:
         """Its devices of these names, as far as they exist."""
         return [device for device in map(self.inventory.device, names) if device is not None]
 
-    def hold(self, holder: Holder, names: Sequence[str]) -> str | None:
+    def hold(self, holder: ClaimReference, names: Sequence[str]) -> str | None:
         """Hold a claim's devices as the plugin does; returns an error if another claim holds them."""
         devices = self.devices(names)
         for device in devices:
             if (conflict := self.inventory.conflict(holder.uid, device)) is not None:
-                return f"{device.name} overlaps {conflict[1].name}, which {conflict[0]} holds"
+                return f"{device.name} overlaps {conflict[1].name}, which {conflict[0].as_holder()} holds"
         self.inventory.hold(holder, devices)
         self._held_changed()
         return None

@@ -31,7 +31,7 @@ from driver.simulator import load_description
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.names import Pool
 from driver.slices.publisher import Publisher
-from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing, Holder, Inventory
+from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
 from kubelet_plugin.plan.api import PlanStatusWriter, PlanWatch
 from kubelet_plugin.plan.follower import InMemoryPlanStore, PlanFollower
 from tests.harness.cluster import Cluster
@@ -151,7 +151,7 @@ def lowest_start_first(
 class Allocated:
     """What one claim has: pool and name of each device."""
 
-    holder: Holder
+    holder: ClaimReference
     devices: tuple[tuple[str, str], ...]
 
 
@@ -233,7 +233,7 @@ def _allocated(claim: Claim) -> Allocated | None:
     results = claim.status.allocation.devices.results
     devices = tuple((result.pool, result.device) for result in results if result.driver == DRIVER)
     metadata = claim.metadata
-    return Allocated(Holder(metadata.uid, metadata.namespace, metadata.name), devices) if devices else None
+    return Allocated(ClaimReference(metadata.namespace, metadata.name, metadata.uid), devices) if devices else None
 
 
 def _bound(pod: Pod) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 
 from driver.model.device import number_gpus
 from driver.slices.names import Pool
-from kubelet_plugin.inventory.inventory import Holder, Inventory
+from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from tests.bench.placement import plot, report
 from tests.bench.placement.fleet import Mode, lowest_start_first
 from tests.bench.placement.measures import count_refusals, mean, percentile, thinned
@@ -25,7 +25,7 @@ def test_the_peers_order_is_gpu_after_gpu_and_the_lowest_start_first() -> None:
     inventory = Inventory(gpus, number_gpus(gpus, {}))
     held = inventory.device("gpu-0-mig-1g10gb-6")
     assert held is not None
-    inventory.hold(Holder("u", "default", "infer"), [held])
+    inventory.hold(ClaimReference("default", "infer", "u"), [held])
     published = inventory.published()
     built = lowest_start_first(build_slices(Pool("n1", "gpu.tessera.dev"), published), published, inventory)
     names = [device["name"] for content in built.values() for device in content.get("devices", ())]

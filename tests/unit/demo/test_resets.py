@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from driver.model.selection import GpuSelection
 from driver.simulator.description import load_description
 from driver.simulator.node import describe
-from kubelet_plugin.inventory.scan import Scanner, ScanSettings
+from kubelet_plugin.inventory.scan import Scanner
 from tests.demo.nodes import NodePlan
 from tests.demo.resets import reset, wait_asked
 from tests.harness.waiting import DeadlineError
-from tests.support.node import start_node
+from tests.support.node import choosing, start_node
 from tests.support.plugin import BareNode
 from tests.support.published import build_slices
 
@@ -36,7 +35,7 @@ class LatePlugin:
         self._under = start_node(root, gpus=load_description(str(FIVE_A100)))
         self._scanner = Scanner(
             self._under.node.host,
-            ScanSettings(mig=GpuSelection.parse("2,3")),
+            choosing(mig_gpus="2,3"),
             is_reserved=lambda gpu: self.looks < asks_at[gpu.index],
         )
 

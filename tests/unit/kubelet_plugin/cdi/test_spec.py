@@ -14,8 +14,18 @@ import pytest
 from driver.errors import EnvironmentFault, StateError
 from driver.hardware.device_nodes import DeviceNode
 from driver.hardware.host_paths import HostPaths
-from kubelet_plugin.cdi.driver_files import DriverFiles, Mount, find_driver_files
-from kubelet_plugin.cdi.spec import CdiDevice, CdiDirectory, Spec, build_spec, device_id, spec_room, variable
+from kubelet_plugin.cdi.spec import (
+    CdiDevice,
+    CdiDirectory,
+    DriverFiles,
+    Mount,
+    Spec,
+    build_spec,
+    device_id,
+    find_driver_files,
+    spec_room,
+    variable,
+)
 from tests.support.disks import mounted
 
 UID = "2f0c3c1e-93a5-4d6f-9f4e-1c0f1b1e6a77"

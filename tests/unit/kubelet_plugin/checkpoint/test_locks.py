@@ -27,7 +27,7 @@ def test_one_key_is_held_by_one_at_a_time() -> None:
 
 
 def test_opposite_orders_do_not_wait_for_each_other_in_a_circle() -> None:
-    locks, done = KeyedLocks(deadline_s=20), []
+    locks, done = KeyedLocks(timeout_seconds=20), []
     start = threading.Barrier(4)
 
     def work(number: int) -> None:
@@ -43,13 +43,13 @@ def test_opposite_orders_do_not_wait_for_each_other_in_a_circle() -> None:
 
 
 def test_different_keys_do_not_wait() -> None:
-    locks = KeyedLocks(deadline_s=0)
+    locks = KeyedLocks(timeout_seconds=0)
     with locks.hold(["a"], "one"), locks.hold(["b"], "two"):
         pass
 
 
 def test_at_the_deadline_the_holder_is_named_and_nothing_is_kept() -> None:
-    locks = KeyedLocks(deadline_s=0)
+    locks = KeyedLocks(timeout_seconds=0)
     with locks.hold(["b"], "claim default/slow"):
         with (
             pytest.raises(LockTimeoutError, match=r"claim default/late waited 0 s for b, which is in use by claim def"),
@@ -63,7 +63,7 @@ def test_at_the_deadline_the_holder_is_named_and_nothing_is_kept() -> None:
 
 
 def test_an_error_inside_gives_everything_back_and_nothing_is_remembered() -> None:
-    locks = KeyedLocks(deadline_s=0)
+    locks = KeyedLocks(timeout_seconds=0)
     with pytest.raises(RuntimeError), locks.hold(["a", "b"], "one"):
         raise RuntimeError
     with locks.hold(["a", "b", "a"], "two"):
@@ -81,7 +81,7 @@ def run_all(work: object, count: int) -> None:
 
 
 def test_who_waits_for_whom_can_be_seen() -> None:
-    locks = KeyedLocks(deadline_s=20)
+    locks = KeyedLocks(timeout_seconds=20)
     with locks.hold(["GPU-1"], "claim default/slow"):
         late = threading.Thread(target=run_late, args=(locks,))
         late.start()
@@ -94,7 +94,7 @@ def test_who_waits_for_whom_can_be_seen() -> None:
 
 def test_a_long_wait_is_logged_and_ends_well(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("kubelet_plugin.checkpoint.locks.LONG_WAIT_SECONDS", 0.01)
-    locks = KeyedLocks(deadline_s=20)
+    locks = KeyedLocks(timeout_seconds=20)
     with locks.hold(["GPU-1"], "claim default/slow"):
         late = threading.Thread(target=run_late, args=(locks,))
         late.start()

@@ -10,8 +10,8 @@ import pytest
 from driver.errors import ClaimError
 from driver.model.gpu import Placement
 from driver.steps import Moment
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest, start_node
 

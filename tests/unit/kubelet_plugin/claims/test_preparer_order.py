@@ -11,11 +11,11 @@ import pytest
 from driver.errors import ApiError, ClaimError, HardwareError
 from driver.simulator import nvml_session
 from driver.steps import Moment
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
-from kubelet_plugin.dra.registration import SocketServer
 from kubelet_plugin.dra.service import DraService
+from kubelet_plugin.dra.sockets import SocketServer
+from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.care import Care
 from tests.support.kubelet import DraClient
 from tests.support.node import NodeUnderTest, start_node

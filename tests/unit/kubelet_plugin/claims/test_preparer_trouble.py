@@ -6,7 +6,7 @@ import pytest
 
 from driver.errors import ApiError, ClaimError, HardwareError, StateError
 from driver.model.gpu import Placement
-from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.claims import opaque, result
 from tests.support.node import NodeUnderTest
 from tests.support.nvml_client import process_on

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from kubelet_plugin.dra.call_proxy import CALLS, CallProxy, connect
-from kubelet_plugin.dra.registration import SocketServer
+from kubelet_plugin.dra.sockets import SocketServer
 from tests.harness.waiting import wait_for
 
 METHOD = min(CALLS)
@@ -66,7 +66,7 @@ def test_as_many_calls_as_there_are_threads_survive_that_the_node_changes_hands(
     with ThreadPoolExecutor(THREADS) as pool, connect(new.path) as channel:
         call = channel.unary_unary(METHOD)
         answers = [pool.submit(call, b"", timeout=SOON_S) for _ in range(THREADS)]
-        wait_for(lambda: old.proxy.quiet_s() == 0.0, 10, "a call has come through")
+        wait_for(lambda: old.proxy.quiet_seconds() == 0.0, 10, "a call has come through")
         new.owner, old.owner = None, new.path
         new.proxy.open([Plugin(b"new")])
         assert [answer.result() for answer in answers] == [b"new"] * THREADS

@@ -16,8 +16,8 @@ import pytest
 from driver.model.device import Device
 from kubelet_plugin.dra.health_service import MESSAGE_LIMIT, STREAMS, HealthService
 from kubelet_plugin.dra.protocol.generated import dra_health_v1_pb2, dra_health_v1alpha1_pb2, dra_v1_pb2
-from kubelet_plugin.dra.registration import PARALLEL_CALLS, STOP_TIMEOUT_SECONDS, SocketServer
 from kubelet_plugin.dra.service import DraService
+from kubelet_plugin.dra.sockets import PARALLEL_CALLS, STOP_TIMEOUT_SECONDS, SocketServer
 from tests.support.health import HealthUnderTest
 from tests.support.kubelet import DraClient
 from tests.support.node import NodeUnderTest
@@ -80,10 +80,10 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     def start(
         devices: Callable[[], list[Device]] = list,
         trouble: Callable[[Device], str | None] = lambda _: None,
-        resend_s: float = 60.0,
+        resend_interval_seconds: float = 60.0,
         work: Any = None,
     ) -> Served:
-        service = HealthService(POOL, devices, trouble, resend_s, lambda: 1234.0)
+        service = HealthService(POOL, devices, trouble, resend_interval_seconds, lambda: 1234.0)
         claims = DraService(work or Work())
         server = SocketServer(tmp_path / "dra.sock", [claims.handler(), *service.handlers()])
         served = Served(service, server, tmp_path / "dra.sock")
@@ -119,7 +119,7 @@ def test_every_device_is_told_of_at_once_and_again_when_anything_changes(
 
 
 def test_it_is_said_again_before_the_kubelet_takes_it_for_stale(serve: Serve) -> None:
-    watch = serve(resend_s=QUICK_S).watch()
+    watch = serve(resend_interval_seconds=QUICK_S).watch()
     eventually(lambda: len(watch.heard) >= 3, "it is said again and again")
 
 

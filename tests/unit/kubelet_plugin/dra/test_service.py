@@ -14,13 +14,13 @@ import grpc
 import pytest
 
 from driver.errors import ClaimError, EnvironmentFault
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.preparer import PreparedDevice
-from kubelet_plugin.dra import registration as registration_module
+from kubelet_plugin.dra import sockets
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from kubelet_plugin.dra.protocol.generated import registration_v1_pb2 as registration_messages
-from kubelet_plugin.dra.registration import Registration, Registry, SocketServer
 from kubelet_plugin.dra.service import DraService
+from kubelet_plugin.dra.sockets import Registry, SocketServer
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.settings import node_settings
 from tests.harness.waiting import wait_for
 from tests.support.claims import result
@@ -156,7 +156,7 @@ def test_the_kubelet_hears_in_time_of_a_claim_that_takes_too_long_and_the_others
     slow = node.api.allocate("slow", "gpu-0-mig-1g10gb-6")
     good = node.api.allocate("good", "gpu-1-mig-1g10gb-6")
     claims = [("default", claim.name, claim.uid) for claim in (slow, good)]
-    kubelet = serve(node.preparer, waits=node.locks.waits, answer_timeout_s=1.0)
+    kubelet = serve(node.preparer, waits=node.locks.waits, answer_timeout_seconds=1.0)
     gpu = node.node.inventory.gpus[0].uuid
 
     def prepared(wanted: Sequence[tuple[str, str, str]]) -> Any:
@@ -219,11 +219,10 @@ class Registered:
         self.heard.append((accepted, reason))
 
 
-def test_registration_tells_who_where_and_which_versions_newest_first(tmp_path: Path) -> None:
-    heard = Registered()
-    registration = Registration("gpu.tessera.dev", tmp_path / "dra.sock", heard)
-    server = SocketServer(tmp_path / "reg.sock", [registration.handler()])
-    with grpc.insecure_channel(f"unix://{tmp_path / 'reg.sock'}") as channel:
+def test_registration_tells_who_where_and_which_versions_newest_first(kubelet_dir: Path) -> None:
+    heard, settings = Registered(), node_settings(node_name="n1", kubelet_dir=kubelet_dir)
+    server = Registry(settings, heard)
+    with grpc.insecure_channel(f"unix://{settings.registration_socket}") as channel:
         info = channel.unary_unary(
             "/pluginregistration.Registration/GetInfo",
             request_serializer=registration_messages.InfoRequest.SerializeToString,
@@ -237,7 +236,7 @@ def test_registration_tells_who_where_and_which_versions_newest_first(tmp_path: 
         notify(registration_messages.RegistrationStatus(plugin_registered=True), timeout=60)
         notify(registration_messages.RegistrationStatus(plugin_registered=False, error="no such version"), timeout=60)
     server.stop()
-    assert (info.type, info.name, info.endpoint) == ("DRAPlugin", "gpu.tessera.dev", str(tmp_path / "dra.sock"))
+    assert (info.type, info.name, info.endpoint) == ("DRAPlugin", "gpu.tessera.dev", str(settings.plugin_socket))
     health = ["v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth"]
     assert list(info.supported_versions) == ["v1.DRAPlugin", *health]
     assert heard.heard == [(True, ""), (False, "no such version")]
@@ -260,7 +259,7 @@ def kubelet_dir() -> Iterator[Path]:
 def test_a_kubelet_that_never_comes_is_told_of_once(
     kubelet_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(registration_module, "REGISTRATION_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(sockets, "REGISTRATION_TIMEOUT_SECONDS", 0.05)
     registry = Registry(node_settings(node_name="n1", kubelet_dir=kubelet_dir), Registered())
     eventually(lambda: f"{UNHEARD} {kubelet_dir}? (--kubelet-dir)" in caplog.text, "it is told")
     eventually(lambda: not waiting_for_the_kubelet(), "nobody waits for more")

@@ -12,15 +12,13 @@ import pytest
 from driver.hardware.host import TimeoutRunner
 from driver.model.health import ConditionType, EventKind, GpuEvent, written_time
 from driver.model.plan import ClearedFaults, PlanSpec
-from driver.model.selection import GpuSelection
 from driver.model.xid import XIDS, Meaning, is_fatal
 from driver.simulator import SimulatedNode, nvml_session
 from driver.simulator.description import NodeDescription, load_description
 from driver.slices.build import CORDONED
 from kubelet_plugin.health.monitor import NvmlEventListener
-from kubelet_plugin.inventory.scan import ScanSettings
 from tests.support.health import HealthUnderTest
-from tests.support.node import NodeUnderTest, start_node
+from tests.support.node import NodeUnderTest, choosing, start_node
 from tests.support.published import build_slices
 from tests.support.running import eventually, in_thread
 
@@ -435,7 +433,7 @@ class TestHearing:
 
 
 def test_what_happens_to_a_gpu_that_is_not_ours_is_not_our_business(tmp_path: Path) -> None:
-    ill = HealthUnderTest(start_node(tmp_path, choice=ScanSettings(exclude=GpuSelection.parse("1"))))
+    ill = HealthUnderTest(start_node(tmp_path, choice=choosing(exclude_gpus="1")))
     ill.xid(1, 48)
     assert (ill.told, ill.health.describe_faults(), ill.changes) == ([], (), 0)
 

@@ -10,8 +10,7 @@ import pytest
 from driver.errors import ClaimError, HardwareError
 from driver.model.selection import GpuSelection
 from driver.model.sharing import TimeSlice
-from kubelet_plugin.claims.allocation import ClaimReference
-from kubelet_plugin.inventory.inventory import GpuSharing
+from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
 from tests.support.claims import opaque, result
 from tests.support.node import NodeUnderTest, start_node
 from tests.support.nvml_client import set_compute_mode

@@ -10,13 +10,12 @@ import pytest
 from driver.errors import ClaimError, HardwareError, UsageError
 from driver.model.device import DeviceKind
 from driver.model.gpu import Gpu, MigMode, Partition
-from driver.model.selection import GpuSelection
 from driver.slices.build import UNAVAILABLE
 from kubelet_plugin.health.monitor import NvmlEventListener
-from kubelet_plugin.inventory.scan import Scanner, ScanSettings
+from kubelet_plugin.inventory.scan import Scanner
 from kubelet_plugin.reconcile.recovery import hold_recorded
 from kubelet_plugin.settings import node_settings
-from tests.support.node import NodeUnderTest, start_node
+from tests.support.node import NodeUnderTest, choosing, start_node
 from tests.support.published import build_slices
 from tests.support.running import eventually, in_thread
 
@@ -171,7 +170,7 @@ def test_an_event_makes_it_look_at_once(node: NodeUnderTest, monkeypatch: pytest
     ],
 )
 def test_only_chosen_gpus_are_published(tmp_path: Path, include: str, exclude: str, left: list[int]) -> None:
-    choice = ScanSettings(include=GpuSelection.parse(include), exclude=GpuSelection.parse(exclude))
+    choice = choosing(include_gpus=include, exclude_gpus=exclude)
     node = start_node(tmp_path, choice=choice)
     assert [gpu.index for gpu in node.node.inventory.gpus] == left
     assert not look(node)
@@ -179,7 +178,7 @@ def test_only_chosen_gpus_are_published(tmp_path: Path, include: str, exclude: s
 
 def test_a_gpu_is_chosen_by_uuid(tmp_path: Path, node: NodeUnderTest) -> None:
     uuid = node.node.inventory.gpus[4].uuid
-    again = start_node(tmp_path, choice=ScanSettings(include=GpuSelection.parse(uuid)))
+    again = start_node(tmp_path, choice=choosing(include_gpus=uuid))
     assert [gpu.uuid for gpu in again.node.inventory.gpus] == [uuid]
 
 
@@ -204,7 +203,7 @@ class TestAmpere:
         assert self.kinds(node, 1) == {DeviceKind.FULL}
 
     def test_a_gpu_meant_for_mig_waits_for_its_reset_and_says_so(self, tmp_path: Path) -> None:
-        node = start_node(tmp_path, gpus="dgx-a100", choice=ScanSettings(mig=GpuSelection.parse("2")))
+        node = start_node(tmp_path, gpus="dgx-a100", choice=choosing(mig_gpus="2"))
         look(node)
         assert [gpu.mig_mode for gpu in node.node.inventory.gpus[1:4]] == [
             MigMode.DISABLED,
@@ -221,7 +220,7 @@ class TestAmpere:
         told: list[int] = []
         scanner = Scanner(
             node.node.host,
-            ScanSettings(mig=GpuSelection.parse("2")),
+            choosing(mig_gpus="2"),
             on_reset_needed=lambda gpu: told.append(gpu.index),
         )
         for _ in range(3):
@@ -246,7 +245,7 @@ class TestExistingPartitions:
     @pytest.fixture
     def shared(self, tmp_path: Path) -> NodeUnderTest:
         cut(start_node(tmp_path), "2g.20gb", place=1)
-        return start_node(tmp_path, choice=ScanSettings(publish_existing=True))
+        return start_node(tmp_path, choice=choosing(existing_partitions="publish"))
 
     def test_they_are_offered_and_nothing_over_them(self, shared: NodeUnderTest) -> None:
         assert {name for name in shared.offered() if "2g20gb" in name} == {
@@ -263,7 +262,7 @@ class TestExistingPartitions:
         shared.preparer.prepare(claim)
         assert shared.partitions() == [before]
         assert before.uuid in str(shared.cdi_specs())
-        again = start_node(shared.root, shared.api, choice=ScanSettings(publish_existing=True))
+        again = start_node(shared.root, shared.api, choice=choosing(existing_partitions="publish"))
         again.preparer.unprepare(claim)
         assert again.partitions() == [before]
         look(again)

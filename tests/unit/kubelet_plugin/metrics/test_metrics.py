@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from prometheus_client.exposition import generate_latest
 
 from driver.errors import ApiError, ClaimError, HardwareError, RecoverableError, StateError
 from driver.model.device import Device
-from driver.steps import unobserved
-from kubelet_plugin.checkpoint.locks import LockTimeoutError
+from kubelet_plugin.checkpoint.locks import KeyedLocks, LockTimeoutError
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.allocation import ClaimReference
+from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.dra.service import ObservedClaims
 from kubelet_plugin.health.monitor import UNHEALTHY
-from kubelet_plugin.metrics.instrumentation import GaugeSources, Instrumentation
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.metrics.metrics import Metrics, NodeGauges, failure_kind
 from kubelet_plugin.status.events import EventReporter, Reason
 from tests.support.api_server import ObjectApi
@@ -33,21 +34,25 @@ SMALL, OTHER, FULL = "gpu-0-mig-1g10gb-0", "gpu-0-mig-1g10gb-1", "gpu-1"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
 
 
+Sources = tuple[PluginContext, Callable[[], set[str]], Callable[[Device], str | None], Callable[[], Mapping[str, int]]]
+"""What the gauges are computed from."""
+
+
 class Measured:
     """A node whose every part is measured, and what a scrape would say of it."""
 
     def __init__(self, root: Path) -> None:
         self.metrics = Metrics()
         self.api = ClaimApi()
-        self.node: NodeUnderTest = start_node(root, self.api, self.metrics.measure_steps(unobserved))
+        self.node: NodeUnderTest = start_node(root, self.api, took=self.metrics.observe_step)
         self.published: set[str] = set()
         self.ill: set[str] = set()
-        self.work = self.metrics.measure_work(self.node.preparer)
-        self.metrics.register_gauges(self.sources)
+        self.work = ObservedClaims(self.node.preparer, self.metrics.measure)
+        self.metrics.register_gauges(*self.sources)
 
     @property
-    def sources(self) -> GaugeSources:
-        return GaugeSources(self.node.node, lambda: self.published, self._trouble, lambda: {"xid": 2, "new-kind": 1})
+    def sources(self) -> Sources:
+        return self.node.node, lambda: self.published, self._trouble, lambda: {"xid": 2, "new-kind": 1}
 
     def _trouble(self, device: Device) -> str | None:
         return "is ill" if device.name in self.ill else None
@@ -162,7 +167,7 @@ def test_a_claim_that_is_still_to_be_released_has_an_age_and_is_not_prepared(mea
     checkpoint.put(record(phase="prepared", releasing=True))
     written = checkpoint.path("uid-1").stat().st_mtime
     registry = CollectorRegistry()
-    registry.register(NodeGauges(measured.sources, lambda: written + 90))
+    registry.register(NodeGauges(*measured.sources, lambda: written + 90))
     assert value(registry, "tessera_releasing_claims") == 1
     assert value(registry, "tessera_prepared_claims") == 0
     assert value(registry, "tessera_oldest_unfinished_claim_age_seconds") == pytest.approx(90)
@@ -175,7 +180,7 @@ def test_a_record_that_goes_during_a_scrape_is_no_defect(measured: Measured) -> 
 
 
 def test_waiting_for_a_lock_is_measured(measured: Measured) -> None:
-    locks = measured.metrics.locks()
+    locks = KeyedLocks(waited=measured.metrics.lock_waited)
     asks = threading.Event()
 
     def wait() -> None:
@@ -236,18 +241,6 @@ def test_how_many_series_there_are_does_not_depend_on_how_many_claims_there_were
     assert series() == before
 
 
-def test_without_an_address_every_part_is_what_it_was(measured: Measured) -> None:
-    meter = Instrumentation()
-    assert meter.requests is None
-    assert meter.measure_steps(unobserved) is unobserved
-    assert meter.measure_work(measured.node.preparer) is measured.node.preparer
-    assert type(meter.locks()).__name__ == "KeyedLocks"
-    assert meter.count_events(print) is print
-    meter.slices_written(1, 0.1)
-    meter.count_orphan("claim")
-    assert meter.pages() == {}
-
-
 def test_what_others_find_is_counted_by_kind(measured: Measured) -> None:
     measured.metrics.count_orphan("cdi-spec")
     measured.metrics.slices_written(3, 0.2)
@@ -266,7 +259,7 @@ def test_repairs_and_faults_that_people_are_told_of_are_counted_once_however_man
     measured: Measured,
 ) -> None:
     heard: list[tuple[object, ...]] = []
-    teller = EventReporter(measured.metrics.count_events(lambda *told: heard.append(told)), "node-a")
+    teller = EventReporter(lambda *told: heard.append(told), "node-a", measured.metrics.count_event)
     claim = measured.api.allocate("one", SMALL)
     teller.remember_pods(measured.api.read("default", "one"))
     teller.claim(claim, Reason.REPAIRED, "was cut again")

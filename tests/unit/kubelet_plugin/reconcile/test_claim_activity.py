@@ -6,9 +6,10 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.preparer import PreparedDevice
-from kubelet_plugin.reconcile.claim_activity import QUIET_PERIOD_SECONDS, ActiveClaims, ClaimActivity
+from kubelet_plugin.dra.service import ObservedClaims
+from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.reconcile.claim_activity import QUIET_PERIOD_SECONDS, ClaimActivity
 
 CLAIM = ClaimReference("default", "claim", "uid-1")
 
@@ -82,7 +83,7 @@ def test_preparing_and_unpreparing_are_given_way_to() -> None:
     time = Waiting()
     activity = ClaimActivity(time.clock)
     worker = Worker(activity, time)
-    work = ActiveClaims(worker, activity)
+    work = ObservedClaims(worker, activity.working)
     work.prepare(CLAIM)
     work.unprepare(CLAIM)
     assert [round(wait, 3) for wait in worker.waits] == [1.0, 1.0]

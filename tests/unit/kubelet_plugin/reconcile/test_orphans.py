@@ -10,13 +10,12 @@ import pytest
 from driver.errors import ApiError, ClaimError, StateError
 from driver.model.gpu import Partition, Placement
 from driver.steps import Moment
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.steps import Step
-from kubelet_plugin.inventory.scan import ScanSettings
+from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.reconcile.recovery import hold_recorded
 from tests.support.care import Care
 from tests.support.claims import result
-from tests.support.node import NodeUnderTest, start_node
+from tests.support.node import NodeUnderTest, choosing, start_node
 from tests.support.nvml_client import process_on
 
 SMALL = "gpu-0-mig-1g10gb-6"
@@ -342,7 +341,7 @@ class TestRecordsThatAreMissing:
         assert again.held() == set()
 
     def test_where_partitions_of_others_are_given_out_an_adopted_one_is_never_removed(self, tmp_path: Path) -> None:
-        published = ScanSettings(publish_existing=True)
+        published = choosing(existing_partitions="publish")
         node = start_node(tmp_path, gpus="h100-1")
         theirs = cut(node, 6)
         node = start_node(tmp_path, node.api, gpus="h100-1", choice=published)

@@ -14,8 +14,8 @@ from driver.errors import ClaimError, HardwareError, RecoverableError, StateErro
 from driver.model.gpu import Placement
 from driver.steps import Moment
 from kubelet_plugin.cdi.spec import CdiDirectory
-from kubelet_plugin.claims.allocation import ClaimReference
 from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest, start_node
 from tests.support.nvml_client import process_on

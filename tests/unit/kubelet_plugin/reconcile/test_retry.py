@@ -15,15 +15,14 @@ from driver.errors import HardwareError, StateError
 from driver.model.gpu import Placement
 from driver.model.health import ConditionType
 from kubelet_plugin.cdi.spec import CdiDirectory
-from kubelet_plugin.claims.allocation import ClaimReference
-from kubelet_plugin.inventory.scan import ScanSettings
+from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.care import Care
 from tests.support.claims import result
-from tests.support.node import NodeUnderTest, start_node
+from tests.support.node import NodeUnderTest, choosing, start_node
 from tests.support.nvml_client import process_on
 from tests.support.running import eventually
 
-PUBLISHED = ScanSettings(publish_existing=True)
+PUBLISHED = choosing(existing_partitions="publish")
 SMALL = "gpu-0-mig-1g10gb-6"
 OTHER = "gpu-0-mig-2g20gb-0"
 
@@ -251,7 +250,7 @@ class TestWhatIsLost:
         care = Care(again)
         care.look()
         assert again.partitions() == []
-        assert "as somebody else made it is gone" in care.troubles[SMALL, ConditionType.LOST]
+        assert "which Tessera published but did not create, is gone" in care.troubles[SMALL, ConditionType.LOST]
         again.preparer.unprepare(claim)
         assert again.records() == []
 

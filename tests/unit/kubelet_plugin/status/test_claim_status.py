@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from driver.kube import work_loop as loop
 from driver.kube.clock import seconds_time
 from driver.kube.work_loop import Backoff
+from driver.model.device import DeviceKind
 from driver.model.sharing import TimeSlice
-from kubelet_plugin.claims.allocation import ClaimReference
-from kubelet_plugin.status import writer as module
-from kubelet_plugin.status.claim_status import PreparedShare, ReadyDevice, device_statuses, status_path
-from kubelet_plugin.status.writer import StatusWriter
+from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord
+from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.status import claim_status as module
+from kubelet_plugin.status.claim_status import StatusWriter, device_statuses, status_path
 from tests.support.api_server import Exchange, HttpServer
 from tests.support.claims import DRIVER, POOL
 from tests.support.running import eventually, in_thread
@@ -34,12 +35,18 @@ def claim(name: str, uid: str = "") -> ClaimReference:
     return ClaimReference("default", name, uid or f"uid-{name}")
 
 
-def full(name: str, gpu: str = "GPU-0") -> ReadyDevice:
-    return ReadyDevice(claim(name), POOL, f"{gpu.lower()}", gpu)
+def prepared(name: str, device: str, gpu: str, kind: DeviceKind, **fields: Any) -> ClaimRecord:
+    """The record of a claim with one device."""
+    entry = DeviceRecord((), POOL, device, 0, gpu, kind, **fields)
+    return ClaimRecord(VERSION, "default", name, f"uid-{name}", "prepared", (entry,))
 
 
-def share(name: str, number: int = 0, asked: TimeSlice | None = None, gpu: str = "GPU-0") -> ReadyDevice:
-    return ReadyDevice(claim(name), POOL, f"{gpu.lower()}-share-{number}", gpu, share=PreparedShare(10, asked))
+def full(name: str, gpu: str = "GPU-0") -> ClaimRecord:
+    return prepared(name, gpu.lower(), gpu, DeviceKind.FULL)
+
+
+def share(name: str, number: int = 0, asked: TimeSlice | None = None, gpu: str = "GPU-0") -> ClaimRecord:
+    return prepared(name, f"{gpu.lower()}-share-{number}", gpu, DeviceKind.SHARE, shares=10, time_slice=asked)
 
 
 class ClaimApi:
@@ -98,12 +105,12 @@ class Node:
 
     def __init__(self, api: ClaimApi) -> None:
         self.now = BEGAN
-        self._prepared: tuple[ReadyDevice, ...] = ()
+        self._prepared: tuple[ClaimRecord, ...] = ()
         self.writer = StatusWriter(
             api.server.client(), DRIVER, lambda: device_statuses(self._prepared), lambda: self.now
         )
 
-    def prepare(self, *devices: ReadyDevice) -> None:
+    def prepare(self, *devices: ClaimRecord) -> None:
         self._prepared = devices
         self.writer.notify()
 
@@ -118,11 +125,11 @@ def api() -> Iterator[ClaimApi]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "Backoff", partial(Backoff, first_s=0.01))
-    monkeypatch.setattr(module, "COALESCE_S", 0.0)
+    monkeypatch.setattr(module, "COALESCE_SECONDS", 0.0)
 
 
 @contextmanager
-def writing(api: ClaimApi, *prepared: ReadyDevice) -> Iterator[Node]:
+def writing(api: ClaimApi, *prepared: ClaimRecord) -> Iterator[Node]:
     """A node whose writer runs; ``prepared`` was prepared before it started."""
     node = Node(api)
     node.prepare(*prepared)
@@ -170,7 +177,8 @@ def test_a_full_gpu_says_its_uuid_and_since_when_it_is_ready(api: ClaimApi) -> N
 
 
 def test_a_partition_says_its_own_uuid_and_its_gpus() -> None:
-    (status,) = device_statuses([ReadyDevice(claim("a"), POOL, "gpu-0-mig-1g10gb-0", "GPU-0", "MIG-1")])[claim("a")]
+    record = prepared("a", "gpu-0-mig-1g10gb-0", "GPU-0", DeviceKind.PARTITION, uuid="MIG-1")
+    (status,) = device_statuses([record])[claim("a")]
     assert status.data == {"uuid": "MIG-1", "parentUUID": "GPU-0"}
     assert "isolated by hardware" in status.message
 
@@ -203,14 +211,6 @@ def test_every_prepared_device_has_one_entry_and_the_order_of_preparing_changes_
     assert {key: sorted(map(str, value)) for key, value in found.items()} == {
         key: sorted(map(str, value)) for key, value in again.items()
     }
-
-
-def test_a_claim_of_a_shared_device_is_named_with_its_share_id(api: ClaimApi) -> None:
-    api.allocate("a")
-    with writing(api) as node:
-        node.prepare(ReadyDevice(claim("a"), POOL, "gpu-0", "GPU-0", share_id="0f"))
-        eventually(lambda: api.entries("a"), "the entry")
-    assert api.entry("a")["shareID"] == "0f"
 
 
 def test_when_a_neighbour_comes_the_others_say_so_and_stay_ready_since_they_were(api: ClaimApi) -> None:

@@ -21,12 +21,18 @@ from driver.kube.heartbeat import HEARTBEAT, LEAVING
 from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP
 from kubelet_plugin.dra.sockets import PluginSockets
-from kubelet_plugin.hosts import open_host
+from kubelet_plugin.inventory.hardware import open_host
 from kubelet_plugin.settings import node_settings, plugin_socket
 from kubelet_plugin.upgrade import rolling_update
-from kubelet_plugin.upgrade.handover import HandOver, HandOverRequest, HandOverResult
 from kubelet_plugin.upgrade.instance_lock import InstanceLock
-from kubelet_plugin.upgrade.rolling_update import ASK_INTERVAL_SECONDS, UNINSTALLING, RollingInstance
+from kubelet_plugin.upgrade.rolling_update import (
+    ASK_INTERVAL_SECONDS,
+    UNINSTALLING,
+    HandOver,
+    HandOverRequest,
+    HandOverResult,
+    RollingInstance,
+)
 from tests.harness.waiting import wait_for
 from tests.support.api_server import SLICES, ObjectApi
 from tests.support.claims import DRIVER, NODE, result

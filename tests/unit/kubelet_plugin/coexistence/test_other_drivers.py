@@ -15,18 +15,19 @@ import pytest
 
 from driver.errors import ClaimError
 from driver.model.plan import GpuReport
-from kubelet_plugin.coexistence import watch as neighbour_watch
+from kubelet_plugin.coexistence import other_drivers as neighbour_watch
 from kubelet_plugin.coexistence.other_drivers import (
     NVIDIA_DRIVER,
     NodeSigns,
     OtherDriverPolicy,
+    OtherDriverWatch,
     advice,
     find_other_drivers,
     owners_of,
 )
-from kubelet_plugin.coexistence.watch import OtherDriverWatch
 from kubelet_plugin.health import monitor
 from kubelet_plugin.inventory.published_devices import PublishPolicy
+from kubelet_plugin.settings import node_settings
 from tests.harness.waiting import wait_for
 from tests.support.api_server import SLICES
 from tests.support.claims import NODE
@@ -251,8 +252,8 @@ def test_readiness_is_asked_for_in_the_moment_in_which_a_neighbour_is_found(root
         def tell(*_: object) -> None:
             heard.append(watch.not_ready())
 
-        everything = (NODE, DRIVER, root, OtherDriverPolicy.REFUSE, lambda: None, tell)
-        watch = OtherDriverWatch(api.server.client(), *everything)
+        settings = node_settings(node_name=NODE, driver_name=DRIVER, kubelet_dir=root)
+        watch = OtherDriverWatch(api.server.client(), settings, lambda: None, tell)
         inventory: Any = SimpleNamespace(gpus=[SimpleNamespace(uuid="GPU-a")], set_reserved=lambda _: False)
         watch.serve(inventory, lambda: 0)
         with in_thread(watch.cache.run, api.end_watches), in_thread(watch.run, watch.wake):

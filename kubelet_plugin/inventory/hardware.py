@@ -1,9 +1,11 @@
-"""Opening the node's hardware: real GPUs, or a simulated node."""
+"""Opening the node's hardware: real GPUs, once their driver is installed, or a simulated node."""
 
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,13 +14,40 @@ from typing import TYPE_CHECKING
 from driver.config.flags import SIMULATED_NODES
 from driver.errors import EnvironmentFault, UsageError
 from driver.hardware.host import Host, load_nvml
-from driver.hardware.host_paths import HostPaths, find_nvml, real_gpus, summary
+from driver.hardware.host_paths import HOST, HostPaths, find_nvml, missing_driver, real_gpus, summary
+from driver.http import Check, health_pages, serve
 from kubelet_plugin.settings import NodeSettings
 
 if TYPE_CHECKING:
     from driver.simulator import Latency, SimulatedNode
 
-HOST = Path("/")
+log = logging.getLogger(__name__)
+
+DRIVER_CHECK_INTERVAL_SECONDS = 2.0
+
+
+def wait_for_driver(settings: NodeSettings, stop: threading.Event) -> None:
+    """Return when a container (the GPU Operator's) has installed the driver, or ``stop`` is set.
+
+    The process is alive and not ready meanwhile. A driver of the host itself is not waited for: an administrator has to
+    install it.
+    """
+    if settings.simulated is not None or settings.driver_root == HOST:
+        return
+    paths = HostPaths(settings.host_root, HOST)
+    if missing_driver(paths, settings.driver_root) is None:
+        return
+    with ExitStack() as stack:
+        ready = [Check("driver", lambda: missing_driver(paths, settings.driver_root))]
+        serve(stack, [("--health-address", settings.health_address, lambda: health_pages([], ready))])
+        logged = None
+        while (missing := missing_driver(paths, settings.driver_root)) is not None and not stop.is_set():
+            if missing != logged:
+                log.warning("waits for the NVIDIA driver of --driver-root", extra={"missing": missing})
+                logged = missing
+            stop.wait(DRIVER_CHECK_INTERVAL_SECONDS)
+    if not stop.is_set():
+        log.info("the NVIDIA driver is there", extra={"driverRoot": str(settings.driver_root)})
 
 
 @contextmanager
