@@ -51,7 +51,7 @@ GC_THRESHOLD = 50_000
 @click.option("--fence-minutes", type=float, help="Longest delay of a decision of the scheduler.  [default: 15]")
 @click.option("--weights", help="PROFILE=WEIGHT,... of requests; also full, share, clique.  [default: equal]")
 @click.option("--unused-s", type=float, help="Seconds that a claim may pend beside a matching offer.  [default: 60]")
-@click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 is every address.  [default: none]")
+@click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 means every address.  [default: none]")
 @click.option("--health-address", help="HOST:PORT to serve /livez and /readyz at.  [default: none]")
 @with_logs()
 def controller(**flags: Any) -> None:

@@ -86,7 +86,7 @@ def _is_output_error(error: OSError) -> bool:
 @click.group(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="tessera-dra", prog_name="tessera")
 def main() -> None:
-    """Tessera: NVIDIA GPUs for Kubernetes, carved on demand.
+    """Tessera: NVIDIA GPUs for Kubernetes, partitioned on demand.
 
     \b
     Examples:
@@ -100,26 +100,28 @@ def main() -> None:
 @click.option("--node-name", envvar="NODE_NAME", required=True, help="Name of this machine's Node object.")
 @click.option("--kubeconfig", type=click.Path(path_type=Path), help="Default: the pod's own ServiceAccount.")
 @click.option("--driver-name", help="DRA driver name and attribute domain.  [default: gpu.tessera.dev]")
-@click.option("--gpus", help="nvml, sim:NAME or sim:FILE.  [default: nvml]")
-@click.option("--kubelet-dir", type=click.Path(path_type=Path), help="[default: /var/lib/kubelet]")
-@click.option("--namespace", help="Where the controller's heartbeat is.  [default: tessera]")
-@click.option("--cdi-dir", type=click.Path(path_type=Path), help="Where CDI specs go.  [default: /var/run/cdi]")
-@click.option("--state-dir", type=click.Path(path_type=Path), help="[default: KUBELET_DIR/plugins/DRIVER_NAME]")
-@click.option("--driver-root", type=click.Path(path_type=Path), help="The host's NVIDIA driver.  [default: /]")
-@click.option("--host-root", type=click.Path(path_type=Path), help="Where this process sees the host's root directory.")
-@click.option("--nvml-library", type=click.Path(path_type=Path), help="libnvidia-ml.so.1, if the linker can't find it.")
-@click.option("--include-gpus", help="Only these: indices, UUIDs, PCI addresses, comma-separated.  [default: all]")
-@click.option("--exclude-gpus", help="Not these.  [default: none]")
-@click.option("--mig-gpus", help="Ampere GPUs meant for MIG, whose mode needs a reset to switch.  [default: none]")
+@click.option("--gpus", help="Source of the GPUs: nvml, sim:NAME or sim:FILE.  [default: nvml]")
+@click.option("--kubelet-dir", type=click.Path(path_type=Path), help="Kubelet's root.  [default: /var/lib/kubelet]")
+@click.option("--namespace", help="Namespace of the controller's heartbeat.  [default: tessera]")
+@click.option("--cdi-dir", type=click.Path(path_type=Path), help="CDI specs.  [default: /var/run/cdi]")
+@click.option(
+    "--state-dir", type=click.Path(path_type=Path), help="Checkpoint files.  [default: KUBELET_DIR/plugins/DRIVER_NAME]"
+)
+@click.option("--driver-root", type=click.Path(path_type=Path), help="Root of the host's NVIDIA driver.  [default: /]")
+@click.option("--host-root", type=click.Path(path_type=Path), help="The host's root directory as this process sees it.")
+@click.option("--nvml-library", type=click.Path(path_type=Path), help="Path of libnvidia-ml.so.1.  [default: searched]")
+@click.option("--include-gpus", help="GPUs to manage: indices, UUIDs, PCI addresses, comma-separated.  [default: all]")
+@click.option("--exclude-gpus", help="GPUs not to manage, in the same form.  [default: none]")
+@click.option("--mig-gpus", help="Ampere GPUs to run in MIG mode, which takes a reset to change.  [default: none]")
 @click.option(
     "--shares",
-    help="WHICH=R,...: GPUs (all, index, UUID, PCI address, product) as R time-sliced shares.  [default: none]",
+    help="WHICH=R,...: offer GPUs (all, index, UUID, PCI address, product) as R time-sliced shares.  [default: none]",
 )
-@click.option("--shares-only", help="GPUs that are offered as shares and as nothing else.  [default: none]")
-@click.option("--existing-partitions", help="ignore or publish: partitions not made by Tessera.  [default: ignore]")
-@click.option("--neighbours", help="refuse or exclude: GPUs that other drivers here allocate.  [default: refuse]")
-@click.option("--sim-latency", help="default or zero: how long simulated GPU operations take.")
-@click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 is every address.  [default: none]")
+@click.option("--shares-only", help="GPUs to offer only as shares.  [default: none]")
+@click.option("--existing-partitions", help="Partitions of others: ignore or publish.  [default: ignore]")
+@click.option("--neighbours", help="GPUs that other drivers here allocate: refuse or exclude.  [default: refuse]")
+@click.option("--sim-latency", help="Duration of simulated GPU operations: default or zero.")
+@click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 means every address.  [default: none]")
 @click.option("--health-address", help="HOST:PORT to serve /livez and /readyz at.  [default: none]")
 @click.option("--pod-uid", help="UID of this process' pod; allows two plugins on a node during a rolling update.")
 @with_logs()

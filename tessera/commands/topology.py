@@ -18,7 +18,7 @@ from kubelet_plugin.settings import node_settings
 from tessera.output import Span, columns, draw_slices, with_output
 
 LEGEND = """\
-NV#   joined by # NVLinks                         PHB   over one PCIe host bridge (CPU)
+NV#   connected by # NVLinks                      PHB   over one PCIe host bridge (CPU)
 PIX   at most one PCIe switch between them        NODE  over host bridges of one NUMA node
 PXB   several PCIe switches between them          SYS   over the link between NUMA nodes"""
 
@@ -54,9 +54,9 @@ class Topology:
 
 
 @click.command()
-@click.option("--gpus", help="nvml, sim:NAME or sim:FILE.  [default: nvml]")
-@click.option("--host-root", type=click.Path(path_type=Path), help="Where this process sees the host's root directory.")
-@click.option("--nvml-library", type=click.Path(path_type=Path), help="libnvidia-ml.so.1, if the linker can't find it.")
+@click.option("--gpus", help="Source of the GPUs: nvml, sim:NAME or sim:FILE.  [default: nvml]")
+@click.option("--host-root", type=click.Path(path_type=Path), help="The host's root directory as this process sees it.")
+@click.option("--nvml-library", type=click.Path(path_type=Path), help="Path of libnvidia-ml.so.1.  [default: searched]")
 @with_output
 def topology(output: str, **flags: Any) -> None:
     """Show the distances between GPUs and NICs, NVLink cliques, and the partitions of each GPU.
@@ -96,7 +96,7 @@ def _as_text(found: Topology, gpus: Sequence[dict[str, Any]]) -> str:
     for gpu in gpus:
         spans = [Span(each["start"], each["size"], each["profile"] or "?") for each in gpu["partitions"]]
         parts.append(f"GPU{gpu['index']:<3} {draw_slices(gpu['memorySlices'], spans, width=8)}")
-    parts += [f"{fault}: left out: {fault.reason}" for fault in found.faults]
+    parts += [f"{fault}: not shown: {fault.reason}" for fault in found.faults]
     return "\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""``tessera uninstall``: removes objects that belong to no release; a helm hook that runs before the uninstallation."""
+"""``tessera uninstall``: removes objects that Helm does not delete; a helm hook that runs before the uninstallation."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ SHOWN = 20
 
 @click.command()
 @with_kubeconfig
-@click.option("--namespace", envvar="POD_NAMESPACE", default="tessera", show_default=True, help="The release's.")
+@click.option("--namespace", envvar="POD_NAMESPACE", default="tessera", show_default=True, help="Release namespace.")
 @with_driver_name
-@click.option("--check", is_flag=True, help="Only check whether anything is in use.")
-@click.option("--force", is_flag=True, help="Also while claims have devices: their pods can't terminate cleanly.")
+@click.option("--check", is_flag=True, help="Only check whether a claim has a device.")
+@click.option("--force", is_flag=True, help="Continue although claims have devices; their pods can't end cleanly.")
 @click.option(
-    "--timeout", type=click.FloatRange(1), default=120.0, show_default=True, help="Wait for nodes, in seconds."
+    "--timeout", type=click.FloatRange(1), default=120.0, show_default=True, help="Seconds to wait for the nodes."
 )
 def uninstall(
     kubeconfig: Path | None, namespace: str, driver_name: str, check: bool, force: bool, timeout: float
 ) -> None:
-    """Remove what belongs to no release: slices, files on nodes, Leases, the fence.
+    """Remove objects that Helm does not delete: slices, files on nodes, Leases, the fence.
 
-    Refuses while a claim has a device, and changes nothing then. Exit code 1: something is in use, or a step failed.
+    While a claim has a device it changes nothing and fails. Exit code 1: something is in use, or a step failed.
 
     \b
     Examples:
@@ -121,7 +121,7 @@ def _print_result(silent: Sequence[str], driver: str) -> None:
         return
     click.secho(f"done, but {len(silent)} nodes did not answer: {', '.join(silent)}", fg="yellow")
     click.echo(
-        f"Their slices were deleted. On their disks may be left: /var/lib/kubelet/plugins/{driver}, "
+        f"Their slices were deleted. Their disks may still have /var/lib/kubelet/plugins/{driver}, "
         f"/var/run/cdi/{driver}-claim_*.json, and partitions of claims that were not released."
     )
 

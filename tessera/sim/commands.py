@@ -1,4 +1,4 @@
-"""``tessera sim``: simulated nodes: which there are, their GPUs and partitions, and fleets of them."""
+"""``tessera sim``: lists simulated nodes, shows their GPUs and partitions, and runs fleets of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STATE_INTERVAL_SECONDS = 10.0
 
 @click.group()
 def sim() -> None:
-    """Simulated GPU nodes: Tessera without a GPU.
+    """Work with simulated GPU nodes: try Tessera without a GPU.
 
     \b
     Examples:
@@ -93,20 +93,20 @@ def smi(host_root: Path | None, output: str) -> None:
 
 
 @sim.command()
-@click.option("--nodes", type=click.IntRange(1, MOST_NODES), default=100, show_default=True, help="How many.")
+@click.option("--nodes", type=click.IntRange(1, MOST_NODES), default=100, show_default=True, help="Number of nodes.")
 @click.option(
-    "--gpus", default="dgx-h100", show_default=True, help="NAME (`tessera sim list`) or FILE: each node's GPUs."
+    "--gpus", default="dgx-h100", show_default=True, help="GPUs of each node: NAME (`tessera sim list`) or FILE."
 )
-@click.option("--name", default="sim", show_default=True, help="Nodes are called NAME-0000, NAME-0001, ...")
+@click.option("--name", default="sim", show_default=True, help="Prefix of the nodes' names: NAME-0000, ...")
 @with_kubeconfig
 @with_driver_name
-@click.option("--namespace", default="tessera", show_default=True, help="Where the controller's heartbeat is.")
+@click.option("--namespace", default="tessera", show_default=True, help="Namespace of the controller's heartbeat.")
 @click.option(
     "--mode",
     type=click.Choice(list(MODES)),
     default="follow",
     show_default=True,
-    help="follow: offer what the plans list (whatever fits while the heartbeat is missing); alone: whatever fits.",
+    help="follow: offer what the plans list, or whatever fits without a heartbeat; alone: always whatever fits.",
 )
 @click.option("--leases/--no-leases", default=True, show_default=True, help="Renew the nodes' Leases, as kubelets do.")
 @with_logs("warning")
