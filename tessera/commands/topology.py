@@ -18,7 +18,7 @@ from kubelet_plugin.settings import node_settings
 from tessera.output import Span, columns, draw_slices, with_output
 
 LEGEND = """\
-NV#   connected by # NVLinks                      PHB   over one PCIe host bridge (CPU)
+NV#   joined by # NVLinks                         PHB   over one PCIe host bridge (CPU)
 PIX   at most one PCIe switch between them        NODE  over host bridges of one NUMA node
 PXB   several PCIe switches between them          SYS   over the link between NUMA nodes"""
 
@@ -96,7 +96,7 @@ def _as_text(found: Topology, gpus: Sequence[dict[str, Any]]) -> str:
     for gpu in gpus:
         spans = [Span(each["start"], each["size"], each["profile"] or "?") for each in gpu["partitions"]]
         parts.append(f"GPU{gpu['index']:<3} {draw_slices(gpu['memorySlices'], spans, width=8)}")
-    parts += [f"{fault}: not shown: {fault.reason}" for fault in found.faults]
+    parts += [f"{fault}: left out: {fault.reason}" for fault in found.faults]
     return "\n".join(parts)
 
 
