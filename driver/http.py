@@ -59,23 +59,8 @@ class Check:
     failure: Callable[[], str | None]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """The result of a check; ``reason`` is None if it passed."""
-
-    name: str
-    reason: str | None
-
-    def __str__(self) -> str:
-        return f"[+]{self.name} ok" if self.reason is None else f"[-]{self.name} failed: {self.reason}"
-
-
-def run_checks(checks: Iterable[Check]) -> list[CheckResult]:
-    """Run all checks in order; an exception in one counts as its failure."""
-    return [CheckResult(check.name, _failure(check)) for check in checks]
-
-
 def _failure(check: Check) -> str | None:
+    """Why the check fails, or None; an exception in it counts as its failure."""
     try:
         return check.failure()
     except Exception as error:
@@ -93,11 +78,12 @@ def health_pages(live: Sequence[Check], ready: Sequence[Check]) -> Mapping[str, 
 
 def _health_page(name: str, checks: Sequence[Check]) -> Page:
     def answer(request: PageRequest) -> Reply:
-        results = run_checks(checks)
-        passed = all(result.reason is None for result in results)
+        failures = {check.name: _failure(check) for check in checks}
+        passed = not any(failures.values())
         if passed and VERBOSE not in request.keys:
             return Reply(HTTPStatus.OK, b"ok")
-        lines = [*map(str, results), f"{name} check {'passed' if passed else 'failed'}"]
+        lines = [f"[-]{each} failed: {why}" if why else f"[+]{each} ok" for each, why in failures.items()]
+        lines.append(f"{name} check {'passed' if passed else 'failed'}")
         body = "".join(f"{line}\n" for line in lines).encode()
         return Reply(HTTPStatus.OK if passed else HTTPStatus.SERVICE_UNAVAILABLE, body)
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from controller.cluster.claim_index import ClaimIndex, ClusterState, PoolDevice, claims_of
+from controller.cluster.claim_index import ClaimIndex, ClusterState, PoolDevice
 from controller.cluster.node_views import Changes, NodeView, NodeViews, PoolPart, Published
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP
@@ -202,7 +202,7 @@ class ClusterCache:
     def _pods_changed(self, changes: Sequence[Change[Pod]]) -> bool:
         """A pod that leaves the queue with all of its claims allocated changes nothing for pending claims."""
         return any(
-            change.new is not None or change.old is None or not self._claim_index.satisfies(claims_of(change.old))
+            change.new is not None or change.old is None or not self._claim_index.satisfies(change.old.claims)
             for change in changes
         )
 

@@ -103,13 +103,3 @@ class ClusterState:
     classes: tuple[DeviceClass, ...]
     pods: tuple[Pod, ...]
     nodes: tuple[Node, ...]
-
-
-def claims_of(pod: Pod) -> Iterator[Key]:
-    """The keys of the pod's claims, as far as the claims have a name yet."""
-    generated = {each.name: each.resource_claim_name for each in pod.status.resource_claim_statuses}
-    extended = pod.status.extended_resource_claim_status
-    named = [each.resource_claim_name or generated.get(each.name) for each in pod.spec.resource_claims]
-    for name in (*named, extended.resource_claim_name if extended else None):
-        if name:
-            yield Key(pod.metadata.namespace, name)

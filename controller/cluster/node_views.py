@@ -1,16 +1,20 @@
-"""One view of each node, from its Node object, its plan, its ResourceSlices and the allocated claims.
+"""One view of each node: from its Node object, its plan, its ResourceSlices, the allocated claims and its labels.
+
+Labels of a node may keep its GPUs, all or single ones, for one use.
 
 The views are kept between decisions, and what changed is collected here, once for everything that is derived from them.
 """
 
 from __future__ import annotations
 
+import re
+import time
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from controller.cluster.dedication import UNDEDICATED, Dedication, dedication_of
+from driver.config.suggestions import meant
 from driver.kube.types import GpuNodePlan, Node
 from driver.model.device import DeviceKind
 from driver.model.plan import Held, PlanStatus
@@ -18,6 +22,44 @@ from driver.slices.names import Pool
 
 UNREACHABLE_TAINTS = frozenset({"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"})
 """Taints of a node on which no new pod can start: nothing is offered there."""
+
+DEDICATED_TO = "gpu.tessera.dev/dedicated-to"
+"""Label of a node that is meant for one use; its GPUs are offered for that and for nothing else."""
+
+OF_ONE_GPU = re.compile(r"gpu-(?P<number>0|[1-9]\d{0,3})\." + re.escape(DEDICATED_TO))
+"""The same for one GPU, by the number in its devices' names; it has the last word about that GPU."""
+
+USES: Mapping[str, frozenset[DeviceKind]] = {
+    "training": frozenset({DeviceKind.FULL}),
+    "inference": frozenset({DeviceKind.PARTITION}),
+    "dev": frozenset({DeviceKind.SHARE}),
+}
+EVERY_USE = frozenset(DeviceKind)
+
+REPORT_TIMEOUT_SECONDS = 30.0
+"""Time that a node has for its first report; a starting node plugin needs seconds."""
+
+
+@dataclass(frozen=True)
+class Dedication:
+    """The use of a node (None: any), and of those of its GPUs that have one of their own, by number."""
+
+    node: str | None = None
+    gpus: Mapping[int, str] = field(default_factory=dict)
+
+    def kinds(self, number: int) -> frozenset[DeviceKind]:
+        """The kinds of device that GPU may be offered as."""
+        return USES.get(self.gpus.get(number, self.node or ""), EVERY_USE)
+
+
+UNDEDICATED = Dedication()
+
+
+def dedication_of(labels: Mapping[str, str]) -> Dedication:
+    """What the labels of a Node say; labels that say nothing sensible are ignored (``faults_in`` names them)."""
+    uses = {name: use for name, use in labels.items() if use in USES}
+    found = ((OF_ONE_GPU.fullmatch(name), use) for name, use in uses.items())
+    return Dedication(uses.get(DEDICATED_TO), {int(name["number"]): use for name, use in found if name})
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,3 +233,56 @@ def incomplete_pools(parts: Iterable[PoolPart]) -> dict[str, str]:
 def _missing(found: list[PoolPart]) -> str:
     [first, *_] = found
     return f"is incomplete: it has {len(found)} of the {first.slices} slices of its generation {first.generation}"
+
+
+def faults_in(labels: Mapping[str, str], numbers: Collection[int]) -> list[str]:
+    """A sentence for each label about dedication that is ignored; ``numbers`` are the node's GPUs, if known."""
+    return [fault for name, use in sorted(labels.items()) for fault in _faults(name, use, numbers)]
+
+
+def _faults(name: str, use: str, numbers: Collection[int]) -> Iterator[str]:
+    if name != DEDICATED_TO and not name.endswith(f".{DEDICATED_TO}"):
+        return
+    gpu = OF_ONE_GPU.fullmatch(name)
+    if gpu is None and name != DEDICATED_TO:
+        yield f"label {name} is ignored: it names no GPU; write gpu-<number>.{DEDICATED_TO}, or {DEDICATED_TO} for all"
+    elif use not in USES:
+        yield f"label {name}={use} is ignored: {use!r} is no use; there are {', '.join(USES)}{meant(use, USES)}"
+    elif gpu is not None and numbers and int(gpu["number"]) not in numbers:
+        there = ", ".join(map(str, sorted(numbers)))
+        yield f"label {name}={use} is ignored: the node has no GPU {gpu['number']}; there are {there}"
+
+
+@dataclass(frozen=True)
+class UnreportedNodes:
+    """``may_report``: for one of ``nodes``, or for the first node of all, the time has not run out yet."""
+
+    nodes: tuple[str, ...] = ()
+    may_report: bool = False
+
+
+ALL_REPORTED = UnreportedNodes()
+
+
+class UnreportedNodesTracker:
+    """Remembers since when nodes have been without a report; a new leader begins anew."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._none_since: float | None = None
+        """Since when no node at all has reported."""
+        self._since: dict[str, float] = {}
+
+    def update(self, views: Iterable[NodeView]) -> UnreportedNodes:
+        """The nodes without a report among ``views``."""
+        now, reported = self._clock(), False
+        since: dict[str, float] = {}
+        for view in views:
+            if view.status.inventory:
+                reported = True
+            else:
+                since[view.name] = self._since.get(view.name, now)
+        self._since = since
+        self._none_since = None if reported else now if self._none_since is None else self._none_since
+        times = [*since.values(), *([self._none_since] if self._none_since is not None else [])]
+        return UnreportedNodes(tuple(sorted(since)), any(now - began < REPORT_TIMEOUT_SECONDS for began in times))

@@ -10,14 +10,14 @@ gets wider offers later (``controller.demand.starvation``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
 
 import msgspec
 
-from controller.cluster.claim_index import ClusterState, claims_of
+from controller.cluster.claim_index import ClusterState
 from controller.cluster.fleet import Fleet
 from controller.demand.feasibility import Feasibility, Found, Nodes
 from controller.demand.matching import Matching
@@ -96,7 +96,7 @@ class Queue:
 
     def nodes_for(self, pod: Pod) -> Nodes:
         """The nodes on which ``pod`` may run, given its claims that are allocated."""
-        allocations = (self.cluster.claims.allocation(key) for key in claims_of(pod))
+        allocations = (self.cluster.claims.allocation(key) for key in pod.claims)
         selectors = [each.node_selector for each in allocations if each is not None and each.node_selector is not None]
         return self._eligibility.nodes_for(pod, selectors)
 
@@ -170,7 +170,7 @@ def pending_claims(claims: Iterable[Claim], classes: Iterable[DeviceClass], pods
     queued = [pod for pod in pods if _is_pending(pod)]
     users: dict[Key, list[Pod]] = {}
     for pod in queued:
-        for key in claims_of(pod):
+        for key in pod.claims:
             users.setdefault(key, []).append(pod)
     found = [
         PendingClaim(claim, tuple(users[claim.metadata.key]))
@@ -292,37 +292,25 @@ def _holds(term: NodeTerm, node: Node) -> bool:
     )
 
 
-def _greater(found: str, values: tuple[str, ...]) -> bool:
-    return len(values) == 1 and int(found) > int(values[0])
-
-
-def _less(found: str, values: tuple[str, ...]) -> bool:
-    return len(values) == 1 and int(found) < int(values[0])
-
-
-OPERATORS: Mapping[str, Callable[[str, tuple[str, ...]], bool]] = {
-    "In": lambda found, values: found in values,
-    "NotIn": lambda found, values: found not in values,
-    "Exists": lambda found, values: True,
-    "DoesNotExist": lambda found, values: False,
-    "Gt": _greater,
-    "Lt": _less,
-}
-"""The operators on labels that exist; unknown operators select nothing."""
-
-HOLD_WITHOUT = frozenset({"NotIn", "DoesNotExist"})
-"""Operators that are true where the label is missing."""
-
-
 def _meets(expression: Expression, labels: Mapping[str, str]) -> bool:
-    found = labels.get(expression.key)
-    if found is None:
-        return expression.operator in HOLD_WITHOUT
-    meets = OPERATORS.get(expression.operator)
-    try:
-        return meets is not None and meets(found, expression.values)
-    except ValueError:  # Gt and Lt compare integers; other values select nothing, as in the scheduler
-        return False
+    """Whether a requirement holds for ``labels``; unknown operators select nothing."""
+    found, values = labels.get(expression.key), expression.values
+    match expression.operator:
+        case "In":
+            return found in values
+        case "NotIn":
+            return found not in values
+        case "Exists":
+            return found is not None
+        case "DoesNotExist":
+            return found is None
+        case "Gt" | "Lt" as operator:
+            try:
+                [limit], number = map(int, values), int(found or "")
+            except ValueError:  # no integers, or several values: selects nothing, as in the scheduler
+                return False
+            return number > limit if operator == "Gt" else number < limit
+    return False
 
 
 def _tolerated(taint: Taint, tolerations: Iterable[Toleration]) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from controller.cluster.dedication import faults_in
 from controller.cluster.fleet import Fleet, Hardware
+from controller.cluster.node_views import faults_in
 from controller.explain.reasons import ClaimReason
 from driver.kube.events import Recorder
 from driver.kube.types import Node, Reference

@@ -13,13 +13,13 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from controller.cluster.fleet import FleetGpu
+from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.matching import Selector
 from controller.demand.node_search import Outcome
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, Refusal
 from controller.explain.shortage import Obstacle, Shortage, holders, listed, named, shortage
-from controller.explain.unreported_nodes import ALL_REPORTED, UnreportedNodes
 from driver.config.suggestions import meant
 from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode

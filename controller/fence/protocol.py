@@ -1,5 +1,8 @@
 """The fence: how an offer that still fits is withdrawn without allocating its memory twice.
 
+``Withdrawals`` fences offers that are no longer wanted. Such an offer stays withdrawn until it has left the node's
+slices or is wanted again.
+
 The scheduler decides from its own cache and writes the allocation milliseconds or minutes later. A device may be
 withdrawn only if no claim holds it and no decision for it can still be written. Hence the steps of
 ``controller.steps.Step``, after which the node may withdraw it:
@@ -31,8 +34,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -43,6 +47,7 @@ from driver.errors import CONFLICT, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.clock import Clock
 from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.work_loop import Loop
 from driver.model.plan import FENCE
 from driver.steps import observed, unobserved
 
@@ -57,6 +62,8 @@ ROOM_POLL_INTERVAL_SECONDS = 1.0
 PROBE_INTERVAL_SECONDS = 0.005
 """Time between two dry runs; on a busy machine the fence was in force within 8 ms."""
 
+COALESCE_SECONDS = 1.0
+"""Time in which devices are collected: fencing takes five requests, whatever their number."""
 
 CANARY = "tessera-canary"
 """Name of the canary claim. No pod uses it and its class does not exist, so it is never allocated."""
@@ -224,6 +231,78 @@ class Fence:
             self.lift(devices)
         except ApiError as error:
             log.warning("offered devices stay fenced for now", extra={"count": len(devices), "error": str(error)})
+
+
+class Withdrawals:
+    """Thread-safe. ``on_change`` is called when a device may be withdrawn; it must return quickly.
+
+    An unwanted device first stays published for ``linger_s``. Its taint prevents new decisions meanwhile, and earlier
+    ones are written, so that the fence hardly ever refuses one; and most devices are wanted again by then, or are
+    removed without a fence because a claim on their GPU is prepared.
+    """
+
+    def __init__(
+        self,
+        fence: Fence,
+        on_change: Callable[[], None],
+        linger_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        observer: Observer = unobserved,
+    ) -> None:
+        self._fence = fence
+        self._linger_s = linger_s
+        self._on_change = on_change
+        self._clock = clock
+        self._observer = observer
+        self._lock = threading.Lock()
+        self._unwanted_since: dict[PoolDevice, float] = {}
+        self._batch: set[PoolDevice] = set()
+        self._withdrawn: set[PoolDevice] = set()
+        self._loop = Loop("withdrawing offers", self._take_back, COALESCE_SECONDS)
+        self.run = self._loop.run
+        self.notify = self._loop.notify
+
+    def decide(
+        self, excess: Collection[PoolDevice], is_published: Callable[[PoolDevice], bool]
+    ) -> frozenset[PoolDevice]:
+        """Begin to withdraw ``excess``. Returns the devices that the nodes may remove now."""
+        with self._lock:
+            excess, now = set(excess), self._clock()
+            self._withdrawn = {device for device in self._withdrawn & excess if is_published(device)}
+            # A device whose fence expired before the node removed it starts again.
+            self._withdrawn = {device for device in self._withdrawn if self._fence.is_fenced(device)}
+            wanted = excess - self._withdrawn
+            self._unwanted_since = {device: self._unwanted_since.get(device, now) for device in wanted}
+            # The fence of a device that is wanted again is lifted: it leaves the batch.
+            self._batch &= excess
+            todo, withdrawn = bool(wanted), frozenset(self._withdrawn)
+        if todo:
+            self._loop.notify()
+        return withdrawn
+
+    def _take_back(self) -> float | None:
+        """Fence the devices that are due. Returns seconds until the next is due."""
+        with self._lock:
+            now = self._clock()
+            due = {device for device, since in self._unwanted_since.items() if now - since >= self._linger_s}
+            lingering = [since for since in self._unwanted_since.values() if now - since < self._linger_s]
+            self._batch = set(due)
+        self._fence.expire()
+        if due:
+            self._withdraw(due)
+        return min(lingering) + self._linger_s - now if lingering else None
+
+    def _withdraw(self, due: set[PoolDevice]) -> None:
+        result = self._fence.take_back(due)
+        free = result.devices
+        with observed(self._observer, Step.WITHDRAW):
+            with self._lock:
+                wanted_again = free - self._batch
+                self._withdrawn |= free & self._batch
+                for device in self._batch - result.undecided:
+                    self._unwanted_since.pop(device, None)
+            self._fence.lift(wanted_again)
+            self._on_change()
 
 
 class Canary:

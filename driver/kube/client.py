@@ -292,7 +292,7 @@ def _refusal(method: str, path: str, response: Any) -> ApiError:
     finally:
         response.release_conn()
     try:
-        message = str(_decode(body)["message"])
+        message = str(decode(body, OBJECT)["message"])
     except (msgspec.MsgspecError, KeyError):
         message = body.decode("utf-8", "replace") or str(response.reason)
     return ApiError(f"{method} {path}: {response.status}: {message[:ERROR_TEXT_LIMIT]}", response.status)
@@ -300,13 +300,9 @@ def _refusal(method: str, path: str, response: Any) -> ApiError:
 
 def _object(method: str, path: str, body: bytes) -> Object:
     try:
-        return _decode(body)
+        return decode(body, OBJECT)
     except msgspec.MsgspecError as error:
         raise ApiError(f"{method} {path}: the answer is no JSON object: {error}") from error
-
-
-def _decode(body: bytes) -> Object:
-    return decode(body, OBJECT)
 
 
 OBJECT = msgspec.json.Decoder(Object)

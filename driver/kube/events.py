@@ -105,10 +105,10 @@ class Recorder:
         """Write until ``stop`` is set (then call ``wake`` once more)."""
         backoff = Backoff()
         while not stop.is_set():
-            self._wake.clear()
             pause = self._next_due_seconds()
             if pause > 0:
                 self._clock.wait(self._wake, pause)
+                self._wake.clear()
             elif self._write_next():
                 backoff.reset()
             else:

@@ -74,7 +74,6 @@ class Reference:
 class Metadata(ObjectMeta, frozen=True, rename="camel", omit_defaults=True):
     resource_version: str = "0"
     labels: dict[str, str] = msgspec.field(default_factory=dict)
-    finalizers: tuple[str, ...] = ()
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
 
@@ -328,7 +327,6 @@ class Condition(Struct, frozen=True):
 class PodStatus(Struct, frozen=True):
     phase: str = "Pending"
     conditions: tuple[Condition, ...] = ()
-    nominated_node_name: str = ""
     resource_claim_statuses: tuple[PodResourceClaim, ...] = ()
     extended_resource_claim_status: ExtendedClaimStatus | None = None
 
@@ -340,9 +338,11 @@ class Pod(Struct, frozen=True):
 
     @property
     def claims(self) -> tuple[Key, ...]:
-        """The claims of ``spec.resourceClaims`` that have been created."""
+        """The claims that have been created; that for extended resources is the last."""
         created = {each.name: each.resource_claim_name for each in self.status.resource_claim_statuses}
-        names = (each.resource_claim_name or created.get(each.name) for each in self.spec.resource_claims)
+        extended = self.status.extended_resource_claim_status
+        names = [each.resource_claim_name or created.get(each.name) for each in self.spec.resource_claims]
+        names += [extended.resource_claim_name] if extended is not None else []
         return tuple(Key(self.metadata.namespace, name) for name in names if name)
 
 

@@ -126,18 +126,10 @@ class WatchCache(Generic[S, T]):
         """Whether a complete list has been read at least once."""
         return self._synced.is_set()
 
-    @property
-    def resource_version(self) -> int:
-        """Everything up to this version was processed, ``on_change`` included; 0 before the first list.
+    def wait_for_version(self, version: int, timeout_s: float) -> bool:
+        """Wait until everything up to ``version`` was processed, ``on_change`` included; False if that took too long.
 
         Own writes (``observe``) don't count: earlier writes of others may not have arrived yet.
-        """
-        with self._reading:
-            return self._version
-
-    def wait_for_version(self, version: int, timeout_s: float) -> bool:
-        """Wait until everything up to ``version`` was processed; returns whether it was in time.
-
         ``version`` must be of an object of this resource that the selectors match; any other may never be reached.
         Events of a resource come in the order of their versions, so everything written before it was processed, too.
         """

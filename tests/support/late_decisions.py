@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from controller.cluster.dedication import DEDICATED_TO
+from controller.cluster.node_views import DEDICATED_TO
 from tests.bench.placement.measures import count_refusals
 from tests.support.faults import FaultyController, HeldScheduler, Point
 from tests.support.field import FULL, LARGE, MIDDLE, SMALL, Field

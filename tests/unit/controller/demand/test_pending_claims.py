@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from controller.demand.demand import Demand, demand_of
-from driver.kube.types import Pod
+from driver.kube.types import Key, Pod
 from driver.placement import FULL as FULL_KEY
 from tests.support.queues import FULL, Situation, node_of, request
 
@@ -198,6 +198,6 @@ def test_objects_are_read_from_json_and_what_is_not_needed_is_skipped() -> None:
       "status": {"phase": "Pending", "nominatedNodeName": "a",
                  "resourceClaimStatuses": [{"name": "gpu", "resourceClaimName": "p-gpu-1"}]}}"""
     pod = msgspec.json.decode(raw, type=Pod)
-    assert (pod.metadata.path, pod.spec.node_selector, pod.status.nominated_node_name) == ("n/p", {"a": "b"}, "a")
+    assert (pod.metadata.path, pod.spec.node_selector, pod.claims) == ("n/p", {"a": "b"}, (Key("n", "p-gpu-1"),))
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(b'{"metadata": {}}', type=Pod)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from controller.cluster.node_views import NodeView
-from controller.explain.reasons import ReasonCode, reasons_of
-from controller.explain.unreported_nodes import (
+from controller.cluster.node_views import (
     ALL_REPORTED,
     REPORT_TIMEOUT_SECONDS,
+    NodeView,
     UnreportedNodes,
     UnreportedNodesTracker,
 )
+from controller.explain.reasons import ReasonCode, reasons_of
 from driver.model.plan import PlanStatus
 from tests.support.clock import FakeClock
 from tests.support.queues import FULL, Situation, node_of, profile, request

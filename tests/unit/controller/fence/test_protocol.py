@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from controller.cluster.claim_index import PoolDevice
 from controller.fence import configmap as fenced
 from controller.fence import protocol as module
-from controller.fence import withdrawal
-from controller.fence.protocol import Fence, FenceSettings, Withdrawable
-from controller.fence.withdrawal import Withdrawals
+from controller.fence.protocol import Fence, FenceSettings, Withdrawable, Withdrawals
 from controller.steps import Step
 from driver.errors import ApiError
 from driver.steps import Moment
@@ -413,7 +411,7 @@ def test_no_device_is_both_withdrawn_and_allocated(api: FencedApi, claims: Claim
 def test_an_offer_wanted_again_and_not_again_while_it_is_taken_back_is_withdrawn_only_behind_a_fence(
     api: FencedApi, claims: ClaimsCache, moment: tuple[Step, Moment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(withdrawal, "COALESCE_SECONDS", 0.001)
+    monkeypatch.setattr(module, "COALESCE_SECONDS", 0.001)
     changed_its_mind = threading.Event()
 
     def observer(step: Step, when: Moment) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from controller.cluster.claim_index import PoolDevice
-from controller.fence.protocol import Fence, FenceSettings
-from controller.fence.withdrawal import Withdrawals
+from controller.fence.protocol import Fence, FenceSettings, Withdrawals
 from tests.support.fence_race import POOL, ClaimsCache, allocate, claims_cache, new_claim
 from tests.support.running import eventually, in_thread
 from tests.unit.controller.fence.test_protocol import FencedApi
@@ -55,7 +54,7 @@ def taking(api: FencedApi) -> Iterator[Taking]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controller.fence.withdrawal.COALESCE_SECONDS", 0)
+    monkeypatch.setattr("controller.fence.protocol.COALESCE_SECONDS", 0)
 
 
 def test_a_device_lingers_before_it_is_fenced_and_may_go(api: FencedApi, taking: Taking) -> None:

@@ -204,3 +204,18 @@ def test_a_long_message_is_cut_to_what_the_api_takes(message: str) -> None:
     cut = shortened(message)
     assert len(cut.encode()) <= MESSAGE_BYTES
     assert cut == message or (cut.endswith("…") and message.startswith(cut[:-1]) and len(cut.encode()) > 1015)
+
+
+def test_a_stop_just_after_it_was_checked_ends_the_thread(api: ObjectApi) -> None:
+    class StopAfterCheck(threading.Event):
+        def is_set(self) -> bool:
+            before = super().is_set()
+            self.set()
+            recorder.wake()
+            return before
+
+    recorder = Recorder(api.server.client(), "tessera-controller", "controller-0")
+    thread = threading.Thread(target=recorder.run, args=(StopAfterCheck(),), daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()

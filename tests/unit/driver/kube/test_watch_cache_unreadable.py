@@ -137,7 +137,7 @@ def test_a_cache_is_stale_before_its_first_list_and_when_nothing_arrives_for_two
         clock.advance(119)
         assert cache.stale() is None
         version = api.bookmark()
-        eventually(lambda: cache.resource_version == version, "the bookmark was read")
+        eventually(lambda: cache.wait_for_version(version, 0), "the bookmark was read")
         clock.advance(119)
         assert cache.stale() is None
         clock.advance(2)
