@@ -18,7 +18,7 @@ from controller.settings import ControllerSettings, controller_settings
 from controller.steps import Observer, Step
 from driver.http import Check, health_pages, serve
 from driver.kube.client import ApiReach
-from driver.logs import FORMATS, configure_logs
+from driver.logs import with_logs
 from driver.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -51,11 +51,10 @@ GC_THRESHOLD = 50_000
 @click.option("--fence-minutes", type=float, help="Longest delay of a decision of the scheduler.  [default: 15]")
 @click.option("--weights", help="PROFILE=WEIGHT,... of requests; also full, share, clique.  [default: equal]")
 @click.option("--unused-s", type=float, help="Seconds that a claim may pend beside a matching offer.  [default: 60]")
-@click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 is every address.  [default: none]")
+@click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 means every address.  [default: none]")
 @click.option("--health-address", help="HOST:PORT to serve /livez and /readyz at.  [default: none]")
-@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True)
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info", show_default=True)
-def controller(log_format: str, log_level: str, **flags: Any) -> None:
+@with_logs()
+def controller(**flags: Any) -> None:
     """Run the controller: decide which devices each node offers.
 
     Runs until SIGTERM or Ctrl-C. Several may run; one of them leads. Without any, each node offers whatever fits.
@@ -65,7 +64,6 @@ def controller(log_format: str, log_level: str, **flags: Any) -> None:
       tessera controller
       tessera controller --kubeconfig ~/.kube/config --settle-s 0 --offers 4
     """
-    configure_logs(log_format, log_level)
     settings = controller_settings(**flags)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

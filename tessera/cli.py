@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from driver.errors import ApiError, EnvironmentFault, FatalError, TesseraError
-from driver.logs import FORMATS, configure_logs
+from driver.logs import with_logs
 
 log = logging.getLogger(__name__)
 
@@ -100,31 +100,32 @@ def main() -> None:
 @click.option("--node-name", envvar="NODE_NAME", required=True, help="Name of this machine's Node object.")
 @click.option("--kubeconfig", type=click.Path(path_type=Path), help="Default: the pod's own ServiceAccount.")
 @click.option("--driver-name", help="DRA driver name and attribute domain.  [default: gpu.tessera.dev]")
-@click.option("--gpus", help="nvml, sim:NAME or sim:FILE.  [default: nvml]")
-@click.option("--kubelet-dir", type=click.Path(path_type=Path), help="[default: /var/lib/kubelet]")
-@click.option("--namespace", help="Where the controller's heartbeat is.  [default: tessera]")
-@click.option("--cdi-dir", type=click.Path(path_type=Path), help="Where CDI specs go.  [default: /var/run/cdi]")
-@click.option("--state-dir", type=click.Path(path_type=Path), help="[default: KUBELET_DIR/plugins/DRIVER_NAME]")
-@click.option("--driver-root", type=click.Path(path_type=Path), help="The host's NVIDIA driver.  [default: /]")
-@click.option("--host-root", type=click.Path(path_type=Path), help="Where this process sees the host's root directory.")
-@click.option("--nvml-library", type=click.Path(path_type=Path), help="libnvidia-ml.so.1, if the linker can't find it.")
-@click.option("--include-gpus", help="Only these: indices, UUIDs, PCI addresses, comma-separated.  [default: all]")
-@click.option("--exclude-gpus", help="Not these.  [default: none]")
-@click.option("--mig-gpus", help="Ampere GPUs meant for MIG, whose mode needs a reset to switch.  [default: none]")
+@click.option("--gpus", help="Source of the GPUs: nvml, sim:NAME or sim:FILE.  [default: nvml]")
+@click.option("--kubelet-dir", type=click.Path(path_type=Path), help="Kubelet's root.  [default: /var/lib/kubelet]")
+@click.option("--namespace", help="Namespace of the controller's heartbeat.  [default: tessera]")
+@click.option("--cdi-dir", type=click.Path(path_type=Path), help="CDI specs.  [default: /var/run/cdi]")
+@click.option(
+    "--state-dir", type=click.Path(path_type=Path), help="Checkpoint files.  [default: KUBELET_DIR/plugins/DRIVER_NAME]"
+)
+@click.option("--driver-root", type=click.Path(path_type=Path), help="Root of the host's NVIDIA driver.  [default: /]")
+@click.option("--host-root", type=click.Path(path_type=Path), help="The host's root directory as this process sees it.")
+@click.option("--nvml-library", type=click.Path(path_type=Path), help="Path of libnvidia-ml.so.1.  [default: searched]")
+@click.option("--include-gpus", help="GPUs to manage: indices, UUIDs, PCI addresses, comma-separated.  [default: all]")
+@click.option("--exclude-gpus", help="GPUs not to manage, in the same form.  [default: none]")
+@click.option("--mig-gpus", help="Ampere GPUs to run in MIG mode, which takes a reset to change.  [default: none]")
 @click.option(
     "--shares",
-    help="WHICH=R,...: GPUs (all, index, UUID, PCI address, product) as R time-sliced shares.  [default: none]",
+    help="WHICH=R,...: offer GPUs (all, index, UUID, PCI address, product) as R time-sliced shares.  [default: none]",
 )
-@click.option("--shares-only", help="GPUs that are offered as shares and as nothing else.  [default: none]")
-@click.option("--existing-partitions", help="ignore or publish: partitions not made by Tessera.  [default: ignore]")
-@click.option("--neighbours", help="refuse or exclude: GPUs that other drivers here allocate.  [default: refuse]")
-@click.option("--sim-latency", help="default or zero: how long simulated GPU operations take.")
-@click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 is every address.  [default: none]")
+@click.option("--shares-only", help="GPUs to offer only as shares.  [default: none]")
+@click.option("--existing-partitions", help="Partitions of others: ignore or publish.  [default: ignore]")
+@click.option("--neighbours", help="GPUs that other drivers here allocate: refuse or exclude.  [default: refuse]")
+@click.option("--sim-latency", help="Duration of simulated GPU operations: default or zero.")
+@click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 means every address.  [default: none]")
 @click.option("--health-address", help="HOST:PORT to serve /livez and /readyz at.  [default: none]")
 @click.option("--pod-uid", help="UID of this process' pod; allows two plugins on a node during a rolling update.")
-@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True)
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="info", show_default=True)
-def node(log_format: str, log_level: str, **flags: Any) -> None:
+@with_logs()
+def node(**flags: Any) -> None:
     """Run the node plugin: publish this node's GPUs and prepare claims.
 
     Needs root, a kubelet, and the NVIDIA driver (or --gpus sim:...); outside a pod --kubeconfig, too.
@@ -139,7 +140,6 @@ def node(log_format: str, log_level: str, **flags: Any) -> None:
         from kubelet_plugin.app import node_plugin
         from kubelet_plugin.settings import node_settings
 
-        configure_logs(log_format, log_level)
         settings, stop = node_settings(**flags), threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import click
 from click.core import ParameterSource
@@ -15,11 +13,9 @@ from driver.errors import NOT_FOUND, ApiError, EnvironmentFault
 from driver.kube.client import KubeClient
 from driver.kube.credentials import POD, load_configuration
 from driver.kube.heartbeat import HEARTBEAT, LEAVING
-from driver.kube.reads import page_reader, pages
+from driver.kube.reads import read_all
 from driver.kube.types import GpuNodePlan
 from driver.model.plan import PATH
-
-T = TypeVar("T")
 
 DEFAULT_KUBECONFIG = Path("~/.kube/config")
 
@@ -47,12 +43,6 @@ def client_of(kubeconfig: Path | None, user_agent: str) -> KubeClient:
             f"no kubeconfig: neither --kubeconfig, $KUBECONFIG nor {DEFAULT_KUBECONFIG}, and not in a pod"
         )
     return KubeClient(load_configuration(kubeconfig, named=source), user_agent)
-
-
-def read_all(client: KubeClient, path: str, kind: type[T], selectors: Mapping[str, str] | None = None) -> Iterator[T]:
-    """All objects of a list. Raises ApiError, and MsgspecError if one is not of that kind."""
-    for page in pages(client, path, page_reader(kind), selectors):
-        yield from page.items or ()
 
 
 def find_plans(client: KubeClient) -> list[GpuNodePlan] | None:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import click
 
-with_output = click.option(
-    "-o", "--output", type=click.Choice(["table", "json"]), default="table", show_default=True, help="Format."
+with_output, with_text_output = (
+    click.option("-o", "--output", type=click.Choice([each, "json"]), default=each, show_default=True, help="Format.")
+    for each in ("table", "text")
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from driver.errors import ApiError
-from driver.kube.client import KubeClient, Object
+from driver.kube.client import KubeClient
 from driver.kube.decoding import decode
 from driver.kube.types import Claim
 
@@ -51,17 +51,13 @@ def page_reader(kind: type[T]) -> Callable[[bytes], Page[T]]:
     return partial(decode, decoder=decoder)
 
 
-_read_objects = page_reader(Object)
-
-
-def objects(client: KubeClient, path: str, selectors: Mapping[str, str] | None = None) -> Iterator[Object]:
-    """All objects of a list with all their fields, for commands. Raises as ``pages`` does."""
-    for page in pages(client, path, _read_objects, selectors):
+def read_all(client: KubeClient, path: str, kind: type[T], selectors: Mapping[str, str] | None = None) -> Iterator[T]:
+    """All objects of a list, with the fields of ``kind``. Raises ApiError, and MsgspecError if one is not of it."""
+    for page in pages(client, path, page_reader(kind), selectors):
         yield from page.items or ()
 
 
 CLAIM = msgspec.json.Decoder(Claim)
-read_claims = page_reader(Claim)
 
 
 def read_claim(client: KubeClient, namespace: str, name: str, *, any_age: bool = False) -> Claim:
@@ -80,8 +76,7 @@ def read_claim(client: KubeClient, namespace: str, name: str, *, any_age: bool =
 def list_claims(client: KubeClient) -> Iterator[Claim]:
     """All claims of the cluster, as of one moment. Raises ApiError."""
     try:
-        for page in pages(client, f"{RESOURCE_GROUP}/resourceclaims", read_claims):
-            yield from page.items or ()
+        yield from read_all(client, f"{RESOURCE_GROUP}/resourceclaims", Claim)
     except msgspec.MsgspecError as error:
         raise ApiError(f"listing ResourceClaims: the API server's answer does not parse: {error}") from error
 

@@ -15,16 +15,16 @@ import msgspec
 
 from driver.errors import CONFLICT, ApiError, EnvironmentFault, StateError
 from driver.kube.client import Object
+from driver.kube.reads import read_all
 from driver.kube.types import GpuNodePlan, ResourceSlice
 from driver.model.plan import API_VERSION, KIND, PATH, ClearedFaults, PlanSpec
 from driver.slices.publisher import SLICES
-from tessera.cluster_options import client_of, find_plans, read_all, with_driver_name, with_kubeconfig
+from tessera.cluster_options import client_of, find_plans, with_driver_name, with_kubeconfig
 from tessera.gpu_names import GpuName, ReportedFault, faults_of, find, names_of
+from tessera.output import with_text_output
 
 WRITE_ATTEMPTS = 5
 """Attempts to write a plan, which the controller may change at the same time."""
-
-with_output = click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", show_default=True)
 
 
 @click.command()
@@ -32,7 +32,7 @@ with_output = click.option("-o", "--output", type=click.Choice(["text", "json"])
 @click.option("--reason", help="Shown by `tessera status`.  [default: unchanged]")
 @with_kubeconfig
 @with_driver_name
-@with_output
+@with_text_output
 def cordon(gpu: str, reason: str | None, kubeconfig: Path | None, driver_name: str, output: str) -> None:
     """Exclude a GPU from new pods: each of its devices gets the taint gpu.tessera.dev/cordoned. Running pods stay.
 
@@ -55,7 +55,7 @@ def cordon(gpu: str, reason: str | None, kubeconfig: Path | None, driver_name: s
 @click.argument("gpu", metavar="GPU")
 @with_kubeconfig
 @with_driver_name
-@with_output
+@with_text_output
 def uncordon(gpu: str, kubeconfig: Path | None, driver_name: str, output: str) -> None:
     """Admit new pods to a GPU again: end its cordon, and clear the faults that it reports now.
 
@@ -154,15 +154,17 @@ def _values(faults: Iterable[ReportedFault]) -> list[str]:
     return list(dict.fromkeys(fault.value for fault in faults))
 
 
-def _outcome(name: GpuName, cordoned: bool, dealt: Sequence[str], left: Sequence[str]) -> str:
+def _outcome(name: GpuName, cordoned: bool, cleared: Sequence[str], left: Sequence[str]) -> str:
     gpu = f"{name} ({name.uuid})"
     if cordoned:
-        lines = [f"uncordoned {gpu}", *(f"dealt with: {value}" for value in dealt)]
-    elif dealt:
-        lines = [f"dealt with on {gpu}: {', '.join(dealt)}", "it was not cordoned"]
+        lines = [f"uncordoned {gpu}", *(f"cleared: {value}" for value in cleared)]
+    elif cleared:
+        lines = [f"cleared on {gpu}: {', '.join(cleared)}", "it was not cordoned"]
     else:
         lines = [f"{gpu} was not cordoned"]
-    return "\n".join([*lines, *(f"still there: {value}, which the node plugin itself ends" for value in left)])
+    return "\n".join(
+        [*lines, *(f"not cleared: {value}; the node plugin ends it when its cause is gone" for value in left)]
+    )
 
 
 def _say(output: str, name: GpuName, text: str, facts: Mapping[str, Any]) -> None:

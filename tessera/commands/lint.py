@@ -117,7 +117,7 @@ def _documents(file: str, text: bytes) -> Iterator[Document | Finding]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        message = f"is no YAML: {getattr(error, 'problem', None) or error}"
+        message = f"is not valid YAML: {getattr(error, 'problem', None) or error}"
         yield Finding(file, number + 1, "-", place, "", message, Severity.ERROR)
 
 
@@ -128,7 +128,7 @@ class _Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands here twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is a duplicate key", key.start_mark)
             if isinstance(key, yaml.ScalarNode):
                 seen.add(key.value)
         return super().construct_mapping(node, deep)

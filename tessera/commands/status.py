@@ -14,7 +14,7 @@ import click
 
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.output import columns, counted, with_output
-from tessera.status import claims, cluster, health, nodes, processes
+from tessera.status import claims, cluster, nodes, processes
 from tessera.status.snapshot import NAMESPACE, CheckOutput, Finding, Listing, SnapshotReader, StatusSnapshot
 
 
@@ -65,7 +65,7 @@ CHECKS: Mapping[str, Check] = {
     "claims": Check(
         claims.pending, (Listing.CLAIMS, Listing.EVENTS), (Listing.LEASES, Listing.PENDING_PODS, Listing.CLASSES)
     ),
-    "health": Check(health.health, (Listing.SLICES,), (Listing.PLANS,)),
+    "health": Check(nodes.health, (Listing.SLICES,), (Listing.PLANS,)),
     "mode": Check(nodes.mode, (Listing.PLANS, Listing.SLICES), (Listing.LEASES,)),
     "clocks": Check(cluster.clocks, (), (Listing.LEASES, Listing.NODE_LEASES)),
     "neighbours": Check(nodes.other_drivers, (Listing.NODES, Listing.SLICES, Listing.PLANS, Listing.CLAIMS)),
@@ -97,7 +97,7 @@ COLOURS = {CheckState.OK: "green", CheckState.PROBLEM: "red", CheckState.UNREAD:
 @click.command()
 @with_kubeconfig
 @with_driver_name
-@click.option("--namespace", default=NAMESPACE, show_default=True, help="Where the processes and their Leases are.")
+@click.option("--namespace", default=NAMESPACE, show_default=True, help="Namespace of the release.")
 @with_output
 def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: str) -> None:
     """Check whether the installation works, with a remedy for each problem.
@@ -119,7 +119,7 @@ def as_text(results: Sequence[Result]) -> str:
     rows = [[result.check, click.style(result.state, fg=COLOURS[result.state]), result.summary] for result in results]
     found = [(result.check, finding) for result in results for finding in result.findings]
     unread = sum(result.state is CheckState.UNREAD for result in results)
-    table = columns(["CHECK", "STATE", "WHAT"], rows)
+    table = columns(["CHECK", "STATE", "SUMMARY"], rows)
     return "\n".join([table, "", *(_finding_text(*each) for each in found), _verdict(len(found), unread)])
 
 
@@ -149,7 +149,7 @@ def _printable(text: str) -> str:
 
 def _verdict(found: int, unread: int) -> str:
     if not found and not unread:
-        return click.style("All is well.", fg="green")
+        return click.style("No problems found.", fg="green")
     parts = [f"{counted(found, 'problem')}"] if found else []
     if unread:
         parts.append(f"{counted(unread, 'check')} could not read everything")

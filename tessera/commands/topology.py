@@ -54,9 +54,9 @@ class Topology:
 
 
 @click.command()
-@click.option("--gpus", help="nvml, sim:NAME or sim:FILE.  [default: nvml]")
-@click.option("--host-root", type=click.Path(path_type=Path), help="Where this process sees the host's root directory.")
-@click.option("--nvml-library", type=click.Path(path_type=Path), help="libnvidia-ml.so.1, if the linker can't find it.")
+@click.option("--gpus", help="Source of the GPUs: nvml, sim:NAME or sim:FILE.  [default: nvml]")
+@click.option("--host-root", type=click.Path(path_type=Path), help="The host's root directory as this process sees it.")
+@click.option("--nvml-library", type=click.Path(path_type=Path), help="Path of libnvidia-ml.so.1.  [default: searched]")
 @with_output
 def topology(output: str, **flags: Any) -> None:
     """Show the distances between GPUs and NICs, NVLink cliques, and the partitions of each GPU.

@@ -1,4 +1,4 @@
-"""``tessera uninstall``: removes objects that belong to no release; a helm hook that runs before the uninstallation."""
+"""``tessera uninstall``: removes objects that Helm does not delete; a helm hook that runs before the uninstallation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import click
 from controller.app import LEASE
 from controller.fence.protocol import CANARY
 from driver.errors import ApiError, FatalError
-from driver.kube.client import KubeClient
+from driver.kube.client import KubeClient, Object
 from driver.kube.heartbeat import HEARTBEAT, LEAVING
 from driver.kube.lease import LeaseSpec, lease_object, leases
-from driver.kube.reads import RESOURCE_GROUP, list_claims, objects
+from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
 from driver.kube.types import Claim
 from driver.model.plan import FENCE
 from driver.shutdown import wait_until
@@ -31,19 +31,19 @@ SHOWN = 20
 
 @click.command()
 @with_kubeconfig
-@click.option("--namespace", envvar="POD_NAMESPACE", default="tessera", show_default=True, help="The release's.")
+@click.option("--namespace", envvar="POD_NAMESPACE", default="tessera", show_default=True, help="Release namespace.")
 @with_driver_name
-@click.option("--check", is_flag=True, help="Only check whether anything is in use.")
-@click.option("--force", is_flag=True, help="Also while claims have devices: their pods can't terminate cleanly.")
+@click.option("--check", is_flag=True, help="Only check whether a claim has a device.")
+@click.option("--force", is_flag=True, help="Continue although claims have devices; their pods can't end cleanly.")
 @click.option(
-    "--timeout", type=click.FloatRange(1), default=120.0, show_default=True, help="Wait for nodes, in seconds."
+    "--timeout", type=click.FloatRange(1), default=120.0, show_default=True, help="Seconds to wait for the nodes."
 )
 def uninstall(
     kubeconfig: Path | None, namespace: str, driver_name: str, check: bool, force: bool, timeout: float
 ) -> None:
-    """Remove what belongs to no release: slices, files on nodes, Leases, the fence.
+    """Remove objects that Helm does not delete: slices, files on nodes, Leases, the fence.
 
-    Refuses while a claim has a device, and changes nothing then. Exit code 1: something is in use, or a step failed.
+    While a claim has a device it changes nothing and fails. Exit code 1: something is in use, or a step failed.
 
     \b
     Examples:
@@ -121,7 +121,7 @@ def _print_result(silent: Sequence[str], driver: str) -> None:
         return
     click.secho(f"done, but {len(silent)} nodes did not answer: {', '.join(silent)}", fg="yellow")
     click.echo(
-        f"Their slices were deleted. On their disks may be left: /var/lib/kubelet/plugins/{driver}, "
+        f"Their slices were deleted. Their disks may still have /var/lib/kubelet/plugins/{driver}, "
         f"/var/run/cdi/{driver}-claim_*.json, and partitions of claims that were not released."
     )
 
@@ -142,7 +142,8 @@ class Removal:
 
     def holders(self) -> list[Claim]:
         """The claims that have a device."""
-        return [claim for claim in list_claims(self.client) if self._has_device(claim)]
+        claims = list_claims(self.client)
+        return [claim for claim in claims if any(result.driver == self.driver for result in claim.results)]
 
     def announce(self) -> None:
         """Request every node plugin to withdraw its slices."""
@@ -158,7 +159,7 @@ class Removal:
     def publishing(self) -> dict[str, list[str]]:
         """Names of the driver's slices by node."""
         found: dict[str, list[str]] = {}
-        for item in objects(self.client, SLICES, {"fieldSelector": f"spec.driver={self.driver}"}):
+        for item in read_all(self.client, SLICES, Object, {"fieldSelector": f"spec.driver={self.driver}"}):
             found.setdefault(item["spec"].get("nodeName", ""), []).append(item["metadata"]["name"])
         return found
 
@@ -173,8 +174,8 @@ class Removal:
 
     def running(self) -> list[str]:
         """Names of pods that still exist."""
-        pods = objects(self.client, f"/api/v1/namespaces/{self.namespace}/pods", {"labelSelector": PROCESSES})
-        return [pod["metadata"]["name"] for pod in pods]
+        pods = f"/api/v1/namespaces/{self.namespace}/pods"
+        return [pod["metadata"]["name"] for pod in read_all(self.client, pods, Object, {"labelSelector": PROCESSES})]
 
     def delete_own_objects(self) -> None:
         """Delete objects that the processes created, which belong to no release."""
@@ -186,10 +187,6 @@ class Removal:
                 self._lease(HEARTBEAT),
             ]
         )
-
-    def _has_device(self, claim: Claim) -> bool:
-        allocation = claim.status.allocation
-        return allocation is not None and any(each.driver == self.driver for each in allocation.devices.results)
 
     def _lease(self, name: str) -> str:
         return f"{leases(self.namespace)}/{name}"

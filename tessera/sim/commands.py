@@ -1,4 +1,4 @@
-"""``tessera sim``: simulated nodes: which there are, their GPUs and partitions, and fleets of them."""
+"""``tessera sim``: lists simulated nodes, shows their GPUs and partitions, and runs fleets of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 
 from driver.config.flags import SIMULATED_NODES, check_driver_name
 from driver.errors import UsageError
-from driver.logs import FORMATS, configure_logs
+from driver.logs import with_logs
 from driver.model.plan import PlanMode
 from driver.simulator import NodeDescription, SimulatedNode, known_descriptions
 from driver.simulator.node import describe
@@ -34,7 +34,7 @@ STATE_INTERVAL_SECONDS = 10.0
 
 @click.group()
 def sim() -> None:
-    """Simulated GPU nodes: Tessera without a GPU.
+    """Work with simulated GPU nodes: try Tessera without a GPU.
 
     \b
     Examples:
@@ -93,24 +93,23 @@ def smi(host_root: Path | None, output: str) -> None:
 
 
 @sim.command()
-@click.option("--nodes", type=click.IntRange(1, MOST_NODES), default=100, show_default=True, help="How many.")
+@click.option("--nodes", type=click.IntRange(1, MOST_NODES), default=100, show_default=True, help="Number of nodes.")
 @click.option(
-    "--gpus", default="dgx-h100", show_default=True, help="NAME (`tessera sim list`) or FILE: each node's GPUs."
+    "--gpus", default="dgx-h100", show_default=True, help="GPUs of each node: NAME (`tessera sim list`) or FILE."
 )
-@click.option("--name", default="sim", show_default=True, help="Nodes are called NAME-0000, NAME-0001, ...")
+@click.option("--name", default="sim", show_default=True, help="Prefix of the nodes' names: NAME-0000, ...")
 @with_kubeconfig
 @with_driver_name
-@click.option("--namespace", default="tessera", show_default=True, help="Where the controller's heartbeat is.")
+@click.option("--namespace", default="tessera", show_default=True, help="Namespace of the controller's heartbeat.")
 @click.option(
     "--mode",
     type=click.Choice(list(MODES)),
     default="follow",
     show_default=True,
-    help="follow: offer what the plans list (whatever fits while the heartbeat is missing); alone: whatever fits.",
+    help="follow: offer what the plans list, or whatever fits without a heartbeat; alone: always whatever fits.",
 )
 @click.option("--leases/--no-leases", default=True, show_default=True, help="Renew the nodes' Leases, as kubelets do.")
-@click.option("--log-format", type=click.Choice(FORMATS), default="text", show_default=True)
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning"]), default="warning", show_default=True)
+@with_logs("warning")
 def fleet(
     *,
     nodes: int,
@@ -121,8 +120,6 @@ def fleet(
     namespace: str,
     mode: str,
     leases: bool,
-    log_format: str,
-    log_level: str,
 ) -> None:
     """Run many simulated GPU nodes in one process.
 
@@ -136,7 +133,6 @@ def fleet(
     from tessera.sim.fleet.fleet import discover, running_fleet
     from tessera.sim.fleet.node import FleetSettings
 
-    configure_logs(log_format, log_level)
     if not FLEET_NAME.fullmatch(name):
         raise UsageError(f"--name {name}: lower-case letters, digits and inner dashes, at most 50, such as sim")
     try:

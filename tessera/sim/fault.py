@@ -39,7 +39,7 @@ def find_roots(base: Path) -> list[Path]:
 @click.option(
     "--host-root",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The simulated node's directory.  [default: the only node there is]",
+    help="The simulated node's directory.  [default: the only node]",
 )
 @click.pass_context
 def fault(context: click.Context, host_root: Path | None) -> None:
@@ -78,9 +78,9 @@ def _command(name: str, *examples: str) -> Callable[[Callable[..., str | None]],
 def _limits(command: F) -> F:
     """Add --gpu, --device and --times, which limit a fault to some calls."""
     for option in (
-        click.option("--times", type=int, help="How often it happens.  [default: until cleared]"),
-        click.option("--device", metavar="MIG-UUID", help="Only calls about this MIG device."),
-        click.option("--gpu", type=int, help="Only calls about the GPU of this minor number."),
+        click.option("--times", type=int, help="Number of calls.  [default: until cleared]"),
+        click.option("--device", metavar="MIG-UUID", help="Only calls that concern this MIG device."),
+        click.option("--gpu", type=int, help="Only calls that concern the GPU of this minor number."),
     ):
         command = option(command)
     return command
@@ -100,19 +100,19 @@ def _number(what: str, text: str, names: Mapping[int, str]) -> int:
 
 @_command("fail", "nvmlDeviceSetMigMode --code IN_USE --gpu 0 --times 2", "nvidia-smi --code NOT_SUPPORTED --gpu 0")
 @click.argument("call", default="*")
-@click.option("--code", required=True, help="NVML error by name or number, as GPU_IS_LOST or 15.")
+@click.option("--code", required=True, help="NVML error by name or number, such as GPU_IS_LOST or 15.")
 @_limits
 def fail(node: SimulatedNode, call: str, code: str, **limits: Any) -> str:
-    """Let calls of a function ("*": of any) fail."""
+    """Make calls of a function fail; without one, or with "*", calls of all functions."""
     return f"fault {node.faults.fail(call, code=_number('--code', code, error_names()), **limits)}"
 
 
 @_command("slow", "nvmlGpuInstanceDestroy --seconds 10 --times 1")
 @click.argument("call", default="*")
-@click.option("--seconds", type=float, required=True, help="How much longer a call takes.")
+@click.option("--seconds", type=float, required=True, help="Additional seconds that a call takes.")
 @_limits
 def slow(node: SimulatedNode, call: str, seconds: float, **limits: Any) -> str:
-    """Let calls of a function ("*": of any) take longer."""
+    """Make calls of a function slower; without one, or with "*", calls of all functions."""
     return f"fault {node.faults.slow(seconds, call, **limits)}"
 
 
@@ -131,7 +131,7 @@ def busy(node: SimulatedNode, device: str) -> str:
 @_command("list", "", "-o json")
 @with_output
 def list_faults(node: SimulatedNode, output: str) -> str:
-    """List the faults in force."""
+    """List the current faults and the removed GPUs."""
     now, names = node.faults.current(), error_names()
     found = [*now.faults, *(InjectedFault(0, "(removed)", gpu=gpu) for gpu in now.removed)]
     rows = [
@@ -147,21 +147,21 @@ def list_faults(node: SimulatedNode, output: str) -> str:
 @_command("clear", "2", "")
 @click.argument("ids", type=int, nargs=-1, metavar="[ID]...")
 def clear(node: SimulatedNode, ids: tuple[int, ...]) -> None:
-    """End the faults of these ids, or all; removed GPUs return. Added GPUs stay."""
+    """End the faults with these ids, by default all; then removed GPUs return. Added GPUs stay."""
     node.faults.clear(*ids)
 
 
 @_command("lose", "--gpu 3")
 @_gpu
 def lose(node: SimulatedNode, gpu: int) -> str:
-    """Let a GPU fall off the bus: XID 79, then GPU_IS_LOST from every call."""
+    """Make a GPU fall off the bus: XID 79, then GPU_IS_LOST from every call."""
     return f"fault {node.faults.lose_gpu(gpu)}"
 
 
 @_command("remove", "--gpu 3")
 @_gpu
 def remove(node: SimulatedNode, gpu: int) -> None:
-    """Let a GPU disappear from NVML's count and from sysfs."""
+    """Remove a GPU from NVML's count and from sysfs."""
     node.faults.remove_gpu(gpu)
 
 
@@ -173,9 +173,9 @@ def return_gpu(node: SimulatedNode, gpu: int) -> None:
 
 
 @_command("add", "--pci-bus-id 0000:e5:00.0 --numa-node 1")
-@click.option("--pci-bus-id", required=True, help="Where it sits, as 0000:e5:00.0.")
-@click.option("--pcie-root", help="Its root bus, as pci0000:e4.  [default: one bus before the GPU's]")
-@click.option("--numa-node", type=int, default=-1, show_default=True, help="Its NUMA node; -1: unknown.")
+@click.option("--pci-bus-id", required=True, help="PCI address, such as 0000:e5:00.0.")
+@click.option("--pcie-root", help="PCIe root, such as pci0000:e4.  [default: one bus before the GPU's]")
+@click.option("--numa-node", type=int, default=-1, show_default=True, help="NUMA node; -1: unknown.")
 def add(node: SimulatedNode, pci_bus_id: str, pcie_root: str | None, numa_node: int) -> str:
     """Add a GPU of the node's product. It stays."""
     place = {"pciBusId": pci_bus_id, "numaNode": numa_node} | ({"pcieRoot": pcie_root} if pcie_root else {})
@@ -184,7 +184,7 @@ def add(node: SimulatedNode, pci_bus_id: str, pcie_root: str | None, numa_node: 
 
 @_command("xid", "48 --gpu 0")
 @click.argument("number", type=int)
-@click.option("--device", metavar="MIG-UUID", help="MIG device it happened on.  [default: the whole GPU]")
+@click.option("--device", metavar="MIG-UUID", help="MIG device of the XID.  [default: the whole GPU]")
 @_gpu
 def xid(node: SimulatedNode, number: int, device: str | None, gpu: int) -> None:
     """Report an XID through NVML's event sets."""
@@ -210,14 +210,14 @@ def recovery(node: SimulatedNode, action: str, gpu: int) -> None:
 
 @_command("reboot", "")
 def reboot(node: SimulatedNode) -> None:
-    """As if the machine had been rebooted: no partition survives, nor Hopper's MIG mode."""
+    """Simulate a reboot of the node: partitions are lost, and on Hopper the MIG mode, too."""
     node.reboot()
 
 
 @_command("reset", "--gpu 0")
 @_gpu
 def reset(node: SimulatedNode, gpu: int) -> None:
-    """Reset a GPU as nvidia-smi --gpu-reset: partitions go, a pending MIG mode comes into force."""
+    """Reset a GPU like nvidia-smi --gpu-reset: removes partitions, applies a pending MIG mode."""
     try:
         node.reset_gpu(gpu)
     except NVMLError as error:

@@ -15,10 +15,10 @@ from driver.errors import ApiError, UsageError
 from driver.kube.client import KubeClient, Object
 from driver.kube.heartbeat import HEARTBEAT, SILENCE_TIMEOUT_SECONDS
 from driver.kube.lease import leases
-from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.reads import RESOURCE_GROUP, read_all
 from driver.kube.types import Claim, GpuNodePlan, ResourceSlice
 from driver.slices.publisher import SLICES
-from tessera.cluster_options import find_plans, read_all
+from tessera.cluster_options import find_plans
 
 EVENT_LIFETIME = timedelta(minutes=10)
 """Processes repeat the Event of a lasting condition every few minutes at the latest: an older Event is outdated."""

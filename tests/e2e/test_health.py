@@ -95,7 +95,7 @@ def test_new_pods_pass_by_an_unhealthy_gpu_until_an_operator_has_dealt_with_it(
     second = workloads.pod("second", workloads.claim("second", request("gpu-training")))
     wait_for(lambda: "cannot allocate" in workloads.why_waiting(second), TOLD_S, "the second pod waits")
     said = operator(faulty, "uncordon", "2")
-    assert said.startswith("dealt with on ")
+    assert said.startswith("cleared on ")
     assert "xid-48" in said
     workloads.running(second)
     assert workloads.allocated("second") == ["gpu-2"]

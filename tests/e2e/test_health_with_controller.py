@@ -61,7 +61,7 @@ def test_nothing_of_a_gpu_is_offered_while_it_is_cordoned_or_ill_and_uncordon_fi
     node.fault("xid", "48", "--gpu", "0")
     told = "the plan tells of the fault, and of what the GPU needs"
     wait_for(lambda: len(controller.plans()["n1"]["status"].get("faults", ())) == 2, SOON_S, told)
-    assert "dealt with: xid-48" in operator(cluster, "uncordon")
+    assert "cleared: xid-48" in operator(cluster, "uncordon")
     wait_for(lambda: "gpu-0" in node.devices(), SOON_S, "the GPU is offered again")
     assert not node.devices()["gpu-0"].get("taints")
     spec = controller.plans()["n1"]["spec"]

@@ -20,6 +20,7 @@ from driver.kube.client import KubeClient, Object
 from driver.kube.clock import micro_time, seconds_time
 from driver.kube.heartbeat import HeartbeatWatch
 from driver.kube.lease import LeaseSpec, lease_object, leases
+from driver.kube.reads import read_all
 from driver.kube.types import GpuNodePlan, Key, Node, ResourceSlice
 from driver.kube.watch_cache import Change, WatchCache
 from driver.kube.work_loop import LoopPool
@@ -30,7 +31,6 @@ from kubelet_plugin.inventory.hardware import open_host
 from kubelet_plugin.plan.api import without_status
 from kubelet_plugin.plan.follower import MODE_CHECK_INTERVAL_SECONDS
 from kubelet_plugin.settings import node_settings
-from tessera.cluster_options import read_all
 from tessera.sim.fleet.kubelets import Kubelets
 from tessera.sim.fleet.node import FleetNode, FleetSettings, PlanSource
 

@@ -8,6 +8,7 @@ from functools import partial
 
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
+from driver.kube.reads import read_all
 from driver.kube.types import GpuNodePlan, Key
 from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.device import Device, number_gpus
@@ -19,7 +20,6 @@ from driver.slices.publisher import SLICES, Publisher
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter
 from kubelet_plugin.plan.follower import InMemoryPlanStore, PlanFollower, PlanMemory, new_epoch
-from tessera.cluster_options import read_all
 
 
 class OwnSlices:

@@ -343,11 +343,11 @@ def test_a_list_as_kubectl_prints_it_is_looked_into() -> None:
     ("text", "expected"),
     [
         ("a: [1", "line 1, column 6"),
-        ("a: 1\nb: 2\na: 3\n", "'a' stands here twice"),
-        ("a: 2024-13-45", "is no YAML: month must be in 1..12"),
-        ("\x00", "is no YAML"),
-        ("{{ .Values.x }}: y", "is no YAML"),
-        ("[" * 1200, "is no YAML"),
+        ("a: 1\nb: 2\na: 3\n", "'a' is a duplicate key"),
+        ("a: 2024-13-45", "is not valid YAML: month must be in 1..12"),
+        ("\x00", "is not valid YAML"),
+        ("{{ .Values.x }}: y", "is not valid YAML"),
+        ("[" * 1200, "is not valid YAML"),
     ],
 )
 def test_a_file_that_is_no_yaml_is_a_finding_after_what_could_be_read(text: str, expected: str) -> None:

@@ -104,7 +104,7 @@ def test_uncordon_brings_it_back_and_clears_what_is_shown(cluster: Cluster) -> N
     cluster.ill.xid(3, 48)
     cluster.publish()
     answer = cluster.run("uncordon", f"{NODE}/gpu-3")
-    assert answer.output == f"uncordoned {NODE}/gpu-3 ({cluster.uuids[3]})\ndealt with: xid-48\n"
+    assert answer.output == f"uncordoned {NODE}/gpu-3 ({cluster.uuids[3]})\ncleared: xid-48\n"
     cluster.ill.xid(3, 95)
     cluster.follow()
     assert cluster.ill.taints()["gpu-3"] == "xid-95"
@@ -143,7 +143,7 @@ def test_uncordon_says_once_what_it_dealt_with_and_that_first(cluster: Cluster) 
         PLAN, spec={}, status=msgspec.to_builtins(PlanStatus(faults=cluster.ill.health.describe_faults()))
     )
     answer = cluster.run("uncordon", f"{NODE}/gpu-3")
-    shown = f"dealt with on {NODE}/gpu-3 ({cluster.uuids[3]}): needs-reset, xid-48\nit was not cordoned\n"
+    shown = f"cleared on {NODE}/gpu-3 ({cluster.uuids[3]}): needs-reset, xid-48\nit was not cordoned\n"
     assert answer.output == shown
     cluster.follow()
     assert cluster.ill.taints() == {}
@@ -159,7 +159,7 @@ def test_uncordon_says_what_it_can_not_end(cluster: Cluster) -> None:
     cluster.ill.health.set_condition("gpu-3", ConditionType.STUCK, "a process still uses it")
     cluster.publish()
     answer = cluster.run("uncordon", cluster.uuids[3])
-    assert "still there: stuck" in answer.output
+    assert "not cleared: stuck" in answer.output
     assert cluster.api.folder(PATH) == {}
 
 
