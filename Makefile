@@ -62,7 +62,7 @@ test-unit: env ## run all tests that need no cluster, except the slow ones (2 mi
 test-cluster: binaries ## run the tests on the real local cluster and check that no process has unused permissions (root)
 	@$(RUN)/python -m tests.harness preflight --mend
 	@rm -rf $(AUDIT) && mkdir -m 700 $(AUDIT)
-	TESSERA_AUDIT_DIR=$(AUDIT) $(RUN)/pytest -n 2 --dist loadscope -m "cluster and not slow"
+	TESSERA_AUDIT_DIR=$(AUDIT) $(RUN)/pytest -n 3 --dist loadscope -m "cluster and not slow"
 	@$(RUN)/python -m tests.audit $(AUDIT)
 
 lint: env ## run ruff, mypy --strict and import-linter
