@@ -136,7 +136,9 @@ class Recorder:
     def _write_next(self) -> bool:
         """Write the first Event that is due; False: the API server can't take it now, and it waits again."""
         with self._lock:
-            key = next(key for key in self._waiting if self._due_seconds(key) <= 0)
+            key = next((key for key in self._waiting if self._due_seconds(key) <= 0), None)
+            if key is None:
+                return True  # it was replaced meanwhile by the message written last, or dropped
             waiting = self._waiting.pop(key)
             self._tokens -= 1.0
         try:

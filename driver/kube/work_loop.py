@@ -141,7 +141,8 @@ class Loop:
         with self._pool.changed:
             self._working, self._not_before = False, time.monotonic() + pause
             if self._due < math.inf:
-                self._due = max(self._due, self._not_before)
+                # Coalesce the changes since the turn began, however long it took.
+                self._due = max(self._due, self._not_before + self._coalesce_seconds)
                 self._pool.push(self, self._due)
             if again is not None:
                 self._schedule(again + pause)

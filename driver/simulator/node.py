@@ -149,10 +149,12 @@ class SimulatedNode:
 
     def _edit_processes(self, device: str, edit: Callable[[tuple[Process, ...]], tuple[Process, ...]]) -> None:
         for minor, uuid in enumerate(self._machine.uuids):
-            if device == uuid or device in self.gpu_state(minor).mig_devices:
-                self._machine.change(
-                    minor, lambda state: (msgspec.structs.replace(state, processes=edit(state.processes)), None)
-                )
+
+            def edited(state: SimulatedGpuState, uuid: str = uuid) -> tuple[SimulatedGpuState, bool]:
+                found = device == uuid or device in state.mig_devices
+                return (msgspec.structs.replace(state, processes=edit(state.processes)) if found else state), found
+
+            if self._machine.change(minor, edited):
                 return
         raise UsageError(f"the simulated node {self.description.name} has no device {device}")
 

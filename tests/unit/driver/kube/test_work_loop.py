@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
 
 from driver.kube.work_loop import Loop
 from tests.support.running import eventually, in_thread
@@ -41,3 +42,20 @@ def test_what_may_wait_is_done_when_its_time_has_come() -> None:
     with in_thread(loop.run, loop.notify):
         eventually(lambda: done, "worked")
     assert done[0] - began >= 0.05
+
+
+def test_changes_during_a_turn_are_handled_together_afterwards() -> None:
+    """Else slow work would be done without a pause while changes keep coming, such as one slice update a change."""
+    turns: list[tuple[float, float]] = []
+
+    def work() -> None:
+        began = time.monotonic()
+        loop.notify()
+        time.sleep(0.1)
+        turns.append((began, time.monotonic()))
+
+    loop = Loop("testing", work, 0.05)
+    loop.notify()
+    with in_thread(loop.run, loop.notify):
+        eventually(lambda: len(turns) > 2, "worked three times")
+    assert all(after[0] - before[1] >= 0.05 for before, after in pairwise(turns))
