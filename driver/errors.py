@@ -16,8 +16,8 @@ A message names the field or object, what was found and what would have been acc
 
 from __future__ import annotations
 
-NOT_FOUND, CONFLICT = 404, 409
-"""Expected statuses of an ApiError: the object does not exist; it exists already, or has changed."""
+FORBIDDEN, NOT_FOUND, CONFLICT, INVALID = 403, 404, 409, 422
+"""Expected statuses of an ApiError: not permitted; missing; existing already, or changed meanwhile; not valid."""
 
 
 class TesseraError(Exception):

@@ -43,7 +43,7 @@ from typing import Protocol
 from controller.cluster.claim_index import PoolDevice
 from controller.fence.configmap import FencedDevices
 from controller.steps import Observer, Step
-from driver.errors import CONFLICT, NOT_FOUND, ApiError
+from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.clock import Clock
 from driver.kube.reads import RESOURCE_GROUP
@@ -333,7 +333,7 @@ class Canary:
         try:
             self._dry_run(body)
         except ApiError as error:
-            if error.status not in (403, 422):
+            if error.status not in (FORBIDDEN, INVALID):
                 raise
             return str(error)
         return ""

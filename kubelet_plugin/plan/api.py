@@ -96,9 +96,8 @@ class PlanStatusWriter:
         # With the uid, so that a plan that was deleted and created again in between is never changed.
         body = {"metadata": {"uid": plan.metadata.uid}, "status": msgspec.to_builtins(wanted[1])}
         if self._client.patch_existing(f"{PATH}/{plan.metadata.name}/status", body) is None:
-            return (
-                STATUS_INTERVAL_SECONDS  # deleted or replaced, which the watch reports soon, or a conflict of writers
-            )
+            # Deleted or replaced, which the watch reports, or a conflict of writers, which nothing reports.
+            return STATUS_INTERVAL_SECONDS
         self._written, self._written_at = wanted, self._clock()
         return None
 

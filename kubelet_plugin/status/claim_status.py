@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from driver.errors import CONFLICT, NOT_FOUND, ApiError, RecoverableError
+from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError, RecoverableError
 from driver.kube.client import OBJECT, KubeClient, Object
 from driver.kube.clock import seconds_time
 from driver.kube.decoding import decode
@@ -47,8 +47,6 @@ COALESCE_SECONDS = 0.25
 FORBIDDEN_RETRY_SECONDS = (5.0, 300.0)
 """First and longest retry delay if RBAC forbids the write: an API server that has just started may forbid it briefly;
 afterwards an operator has to change a role."""
-
-FORBIDDEN, INVALID = 403, 422
 
 DRIVER_PERMISSION = "resourceclaims/driver"
 """If it is missing, the answer is 422 with this text (Kubernetes 1.36 and newer), not 403 as for other permissions."""

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from controller.app import LEASE
 from driver.kube.client import Object
 from driver.kube.heartbeat import HEARTBEAT, LEAVING, SILENCE_TIMEOUT_SECONDS
 from kubelet_plugin.status.events import Reason
 from tessera.cluster_options import cancel_uninstall_command
 from tessera.output import counted, shortened
-from tessera.status.snapshot import CONTROLLER, CONTROLLER_LEASE, NODE, CheckOutput, Finding, Listing, StatusSnapshot
+from tessera.status.snapshot import CONTROLLER, NODE, CheckOutput, Finding, Listing, StatusSnapshot
 
 OWN_LABEL = "gpu.tessera.dev/node"
 GPU_LABELS = (
@@ -43,7 +44,7 @@ def controller(snapshot: StatusSnapshot) -> CheckOutput:
 
 
 def _leader(snapshot: StatusSnapshot) -> CheckOutput:
-    lease = snapshot.leases.get(CONTROLLER_LEASE)
+    lease = snapshot.leases.get(LEASE)
     holder = (lease or {}).get("spec", {}).get("holderIdentity")
     age = snapshot.age_of(snapshot.leases.get(HEARTBEAT))
     standalone = "every node offers whatever fits"

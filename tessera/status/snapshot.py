@@ -11,7 +11,8 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from driver.errors import ApiError, UsageError
+from controller.app import LEASE
+from driver.errors import FORBIDDEN, ApiError, UsageError
 from driver.kube.client import KubeClient, Object
 from driver.kube.heartbeat import HEARTBEAT, SILENCE_TIMEOUT_SECONDS
 from driver.kube.lease import leases
@@ -23,14 +24,12 @@ from tessera.cluster_options import find_plans
 EVENT_LIFETIME = timedelta(minutes=10)
 """Processes repeat the Event of a lasting condition every few minutes at the latest: an older Event is outdated."""
 
-CONTROLLER_LEASE = "tessera-controller"
 NODE, CONTROLLER = "tessera-node", "tessera-controller"
 """ServiceAccounts of the processes, and names of the DaemonSet and the Deployment."""
 
 NAMESPACE = "tessera"
 """Default namespace of the chart's release."""
 
-FORBIDDEN = 403
 POLICIES = "/apis/admissionregistration.k8s.io/v1"
 APPS = "/apis/apps/v1"
 EVENTS_OF_CONTROLLER = "reportingComponent=tessera-controller"
@@ -144,7 +143,7 @@ class StatusSnapshot:
     @property
     def is_in_namespace(self) -> bool:
         """Whether the namespace has an object of Tessera, as far as it was read."""
-        found = self.leases.keys() & {CONTROLLER_LEASE, HEARTBEAT}
+        found = self.leases.keys() & {LEASE, HEARTBEAT}
         return bool(found or self.pods_of(NODE) or self.pods_of(CONTROLLER) or self.daemon_set)
 
     def is_recent(self, event: Object) -> bool:
@@ -155,7 +154,7 @@ class StatusSnapshot:
     @property
     def has_controller(self) -> bool:
         """Whether a controller runs or has run: by its Lease and its pods."""
-        return bool(CONTROLLER_LEASE in self.leases or self.pods_of(CONTROLLER))
+        return bool(LEASE in self.leases or self.pods_of(CONTROLLER))
 
     def slices_of(self, node: str) -> list[ResourceSlice]:
         """The driver's slices of a node."""
@@ -236,7 +235,7 @@ class SnapshotReader:
     def _other_namespaces(self) -> list[str]:
         """Namespaces that have an object of Tessera, as far as they can be read."""
         paths: dict[str, tuple[str, ...]] = {f"{APPS}/daemonsets": (NODE,), f"{APPS}/deployments": (CONTROLLER,)}
-        paths["/apis/coordination.k8s.io/v1/leases"] = (CONTROLLER_LEASE, HEARTBEAT)
+        paths["/apis/coordination.k8s.io/v1/leases"] = (LEASE, HEARTBEAT)
         found = (item for path, names in paths.items() for name in names for item in self._list_named(path, name))
         return sorted({str(item["metadata"]["namespace"]) for item in found})
 
