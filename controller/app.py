@@ -23,7 +23,7 @@ from driver.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from controller.controller import Controller
-    from driver.config.flags import ListenAddress
+    from driver.config.shared_flags import ListenAddress
     from driver.http import Page
     from driver.kube.client import RequestObserver
     from driver.kube.lease import Timing
@@ -115,7 +115,7 @@ def _measured(
     """The metrics pages, and the observer of the client's requests; none of both without an address."""
     if address is None:
         return dict, None
-    from driver.metrics import METRICS_PATH, ApiMetrics, UnreadableObjects, metrics_page, process_registry
+    from driver.process_metrics import METRICS_PATH, ApiMetrics, UnreadableObjects, metrics_page, process_registry
 
     registry = process_registry()
     registry.register(UnreadableObjects(unreadable))

@@ -15,18 +15,18 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from controller.cluster.cache import ClusterCache, Snapshot
-from controller.cluster.devices import DeviceIndex
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import UnreportedNodesTracker
+from controller.cluster.published_offers import DeviceIndex
 from controller.curation.curator import Curator
 from controller.demand.demand import demand_of
-from controller.demand.matching import Matching
 from controller.demand.pending_claims import Eligibility, Queue
+from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
 from controller.explain.events import EventReporter
+from controller.explain.pending_despite_offers import UnscheduledClaims
 from controller.explain.reasons import reasons_of
-from controller.explain.unscheduled import UnscheduledClaims
-from controller.fence.protocol import Fence, FenceSettings, Withdrawals
+from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
 from controller.plans import PlanSpecs, PlanWriter
 from controller.settings import ControllerSettings
 from controller.steps import Observer, Step

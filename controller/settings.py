@@ -10,7 +10,13 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from driver.config.flags import DEFAULT_DRIVER, ListenAddress, check_driver_name, check_namespace, parse_listen_address
+from driver.config.shared_flags import (
+    DEFAULT_DRIVER,
+    ListenAddress,
+    check_driver_name,
+    check_namespace,
+    parse_listen_address,
+)
 from driver.config.suggestions import meant
 from driver.errors import UsageError
 from driver.placement.measure import CLIQUE_CLASS, FULL_CLASS, SHARE_CLASS

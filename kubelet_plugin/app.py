@@ -11,17 +11,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from driver.hardware.host_paths import boot_id
+from driver.hung_threads import join_all
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.clock import Clock
 from driver.kube.events import Recorder
 from driver.model.device import number_gpus
 from driver.model.gpu import Gpu
-from driver.shutdown import join_all
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 from driver.steps import unobserved
 from kubelet_plugin.cdi.spec import CdiDirectory, find_driver_files
 from kubelet_plugin.checkpoint.files import probe
-from kubelet_plugin.checkpoint.locks import KeyedLocks
+from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares
 from kubelet_plugin.checkpoint.store import Checkpoint
 from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners, ignore
@@ -34,8 +34,8 @@ from kubelet_plugin.dra.health_service import HealthService
 from kubelet_plugin.dra.service import ClaimObserver, DraService, ObservedClaims
 from kubelet_plugin.dra.sockets import PluginSockets, Registry, SocketServer
 from kubelet_plugin.health.monitor import HealthMonitor, NvmlEventListener
-from kubelet_plugin.inventory.hardware import open_host, wait_for_driver
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
+from kubelet_plugin.inventory.open_hardware import open_host, wait_for_driver
 from kubelet_plugin.inventory.scan import Scanner, mig_warnings, share_warnings
 from kubelet_plugin.metrics.probes import (
     CDI_REASONS,

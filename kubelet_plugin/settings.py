@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from driver.config.flags import (
+from driver.config.shared_flags import (
     DEFAULT_DRIVER,
     SUBDOMAIN,
     ListenAddress,
@@ -18,7 +18,7 @@ from driver.config.flags import (
     parse_listen_address,
 )
 from driver.errors import UsageError
-from driver.model.selection import EVERY_GPU, NO_GPU, NO_SHARES, GpuSelection, ShareCounts
+from driver.model.gpu_selection import EVERY_GPU, NO_GPU, NO_SHARES, GpuSelection, ShareCounts
 
 NODE_NAME_LIMIT = 253
 

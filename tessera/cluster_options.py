@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from driver.config.flags import DEFAULT_DRIVER
+from driver.config.shared_flags import DEFAULT_DRIVER
 from driver.errors import NOT_FOUND, ApiError, EnvironmentFault
 from driver.kube.client import KubeClient
 from driver.kube.credentials import POD, load_configuration

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from tessera.output import columns
+from tessera.tables_and_drawings import columns
 
 PROJECT = Path(__file__).parents[1]
 PRODUCT = ("driver", "kubelet_plugin", "controller", "deviceclasses", "tessera")

@@ -39,7 +39,7 @@ from driver.kube.types import (
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.plan import KIND, PATH, PlanStatus
 from driver.slices.build import CLOSED as NOT_OFFERED
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from driver.config.suggestions import meant
 from driver.kube.types import GpuNodePlan, Node
 from driver.model.device import DeviceKind
 from driver.model.plan import Held, PlanStatus
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 
 UNREACHABLE_TAINTS = frozenset({"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"})
 """Taints of a node on which no new pod can start: nothing is offered there."""

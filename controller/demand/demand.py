@@ -12,11 +12,11 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from controller.demand.equivalence_classes import BY_PLACEMENT
 from controller.demand.feasibility import Group, Kind, Nodes
-from controller.demand.matching import Matches, most_devices
+from controller.demand.gpu_equivalence_classes import BY_PLACEMENT
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
+from controller.demand.selected_devices import Matches, most_devices
 from driver.placement import OfferKind
 
 NONE: Mapping[str, Nodes] = MappingProxyType({})

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import NamedTuple, cast
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.demand.matching import FeasibilityMemory, Matches, Matching, Selector, is_in_use, most_devices
-from controller.demand.node_search import Budget, Outcome, States, fits
+from controller.demand.node_fit import Budget, Outcome, States, fits
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
+from controller.demand.selected_devices import FeasibilityMemory, Matches, Matching, Selector, is_in_use, most_devices
 from driver.placement import GpuState, OfferKind
 
 MAX_UNDECIDED_NODES = 4

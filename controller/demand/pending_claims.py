@@ -20,9 +20,9 @@ import msgspec
 from controller.cluster.claim_index import ClusterState
 from controller.cluster.fleet import Fleet
 from controller.demand.feasibility import Feasibility, Found, Nodes
-from controller.demand.matching import Matching
-from controller.demand.node_search import Outcome
+from controller.demand.node_fit import Outcome
 from controller.demand.requirements import MAX_COMBINATIONS, ClaimRequirements, Refusal, RequirementsReader, joined
+from controller.demand.selected_devices import Matching
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.values import EvaluationError
 from driver.kube.types import (
@@ -44,7 +44,7 @@ from driver.kube.types import (
     Taint,
     Toleration,
 )
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 
 IMPLICIT = "deviceclass.resource.kubernetes.io/"
 """The prefix of the extended resource that every class has, before its name."""

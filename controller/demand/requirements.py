@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Literal, NamedTuple
 
-from controller.demand.matching import Matching, Selector
+from controller.demand.selected_devices import Matching, Selector
 from driver.config.suggestions import meant
 from driver.errors import CelError
 from driver.kube.types import (

@@ -15,11 +15,11 @@ from typing import NamedTuple
 from controller.cluster.fleet import FleetGpu
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.demand.feasibility import Feasibility, Nodes
-from controller.demand.matching import Selector
-from controller.demand.node_search import Outcome
+from controller.demand.node_fit import Outcome
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, Refusal
-from controller.explain.shortage import Obstacle, Shortage, holders, listed, named, shortage
+from controller.demand.selected_devices import Selector
+from controller.explain.gpu_obstacles import Obstacle, Shortage, holders, listed, named, shortage
 from driver.config.suggestions import meant
 from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
@@ -45,7 +45,7 @@ class ReasonCode(StrEnum):
     FRAGMENTED = "Fragmented"
     HELD = "AllHeld"
     UNUSED = "OfferStandsUnused"
-    """Of a claim that can be satisfied (``controller.explain.unscheduled``)."""
+    """Of a claim that can be satisfied (``controller.explain.pending_despite_offers``)."""
 
 
 OF_OBSTACLE = {

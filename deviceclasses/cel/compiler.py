@@ -12,12 +12,7 @@ from difflib import get_close_matches
 from functools import singledispatchmethod
 
 from deviceclasses.cel import nodes
-from deviceclasses.cel.library.collections import member, optional_member, present
-from deviceclasses.cel.library.operators import CONVERSIONS
-from deviceclasses.cel.library.registry import FUNCTIONS, UNSUPPORTED_FUNCTIONS, Overload, chosen
-from deviceclasses.cel.library.text import regex
-from deviceclasses.cel.nodes import COMPARISONS, FLIPPED, Node, dotted
-from deviceclasses.cel.primitives import (
+from deviceclasses.cel.evaluation_functions import (
     DIRECT,
     Evaluate,
     Frame,
@@ -33,6 +28,11 @@ from deviceclasses.cel.primitives import (
     transform,
     work_of,
 )
+from deviceclasses.cel.library.lists_and_optionals import member, optional_member, present
+from deviceclasses.cel.library.operators_and_conversions import CONVERSIONS
+from deviceclasses.cel.library.registry import FUNCTIONS, UNSUPPORTED_FUNCTIONS, Overload, chosen
+from deviceclasses.cel.library.text import regex
+from deviceclasses.cel.nodes import COMPARISONS, FLIPPED, Node, dotted
 from deviceclasses.cel.types import (
     ANY,
     BOOL,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, names_of
-from deviceclasses.lint.documents import Issue
+from deviceclasses.lint.documents_and_findings import Issue
 from deviceclasses.lint.lint_context import (
     ClassFacts,
     Constraint,
@@ -21,8 +21,8 @@ from deviceclasses.lint.lint_context import (
     selectors_of,
 )
 from deviceclasses.lint.partial_evaluation import may_select
-from driver.config.opaque import devices_for
-from driver.config.schema import shown
+from driver.config.opaque_parameters import devices_for
+from driver.config.strict_schema import shown
 from driver.model.device import DeviceKind
 from driver.slices.attributes import PARENT as PARENT_UUID
 

@@ -19,7 +19,7 @@ from typing import Any
 import pynvml
 
 from driver.hardware.nvml_errors import ABSENT
-from driver.model.health import EventKind, GpuEvent
+from driver.model.events_and_conditions import EventKind, GpuEvent
 
 KINDS = {
     pynvml.nvmlEventTypeXidCriticalError: EventKind.XID,

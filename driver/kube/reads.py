@@ -10,7 +10,7 @@ import msgspec
 
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
-from driver.kube.decoding import decode
+from driver.kube.hostile_json import decode
 from driver.kube.types import Claim
 
 RESOURCE_GROUP = "/apis/resource.k8s.io/v1"

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from driver.errors import EnvironmentFault, UsageError
-from driver.model.sharing import ComputeMode, TimeSlice
+from driver.model.time_slice_and_compute_mode import ComputeMode, TimeSlice
 from driver.simulator import mig_rules, tree
 from driver.simulator.description import GpuDescription, NodeDescription, parse_description
 from driver.simulator.faults import FaultControl

@@ -19,7 +19,7 @@ from driver.kube.types import Key, ObjectMeta
 from driver.kube.watch_cache import WatchCache
 from driver.kube.work_loop import Loop, MakeLoop
 from driver.slices.build import UNHEALTHY, Content, slice_object, slice_spec
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 
 Slices = Mapping[str, dict[str, Any]]
 

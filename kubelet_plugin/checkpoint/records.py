@@ -11,7 +11,7 @@ import msgspec
 from driver.errors import StateError
 from driver.model.device import Device, DeviceKind, share_index
 from driver.model.gpu import Partition, Placement
-from driver.model.sharing import TimeSlice, in_force
+from driver.model.time_slice_and_compute_mode import TimeSlice, in_force
 from kubelet_plugin.inventory.inventory import ClaimReference
 
 VERSION = 1

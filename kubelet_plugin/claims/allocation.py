@@ -8,13 +8,13 @@ from itertools import combinations
 
 import msgspec
 
-from driver.config.opaque import FITTING, AnyParameters, parse_parameters
+from driver.config.opaque_parameters import FITTING, AnyParameters, parse_parameters
 from driver.errors import ClaimError, HardwareError
-from driver.kube.decoding import decode
+from driver.kube.hostile_json import decode
 from driver.kube.types import Claim, Configuration, OpaqueParameters, Result
 from driver.model.device import Device, DeviceKind
-from driver.model.sharing import TimeSlice
-from driver.slices.names import Pool
+from driver.model.time_slice_and_compute_mode import TimeSlice
+from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 
 FROM_CLASS = "FromClass"

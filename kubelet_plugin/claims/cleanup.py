@@ -11,7 +11,7 @@ import msgspec
 
 from driver.errors import ClaimError, RecoverableError, StateError
 from driver.model.device import DeviceKind
-from kubelet_plugin.checkpoint.locks import claim_key
+from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step

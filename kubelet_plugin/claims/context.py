@@ -6,11 +6,11 @@ import logging
 from dataclasses import dataclass, replace
 
 from driver.errors import StateError
-from driver.hardware.host import Host
+from driver.hardware.node_gpus import Host
 from driver.model.device import Device, DeviceKind, devices_of
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 from kubelet_plugin.cdi.spec import CdiDirectory, DriverFiles
-from kubelet_plugin.checkpoint.locks import KeyedLocks
+from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import DeviceRecord
 from kubelet_plugin.checkpoint.store import Checkpoint
 from kubelet_plugin.claims.partitions import Partitions, TimeSlices

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 
 from driver.errors import HardwareError
-from driver.hardware.host import Host
+from driver.hardware.node_gpus import Host
 from driver.hardware.nvml_errors import ABSENT
 from driver.model.device import Device, DeviceKind
 from driver.model.gpu import Gpu, MigMode, Partition, Placement, Profile
-from driver.model.sharing import ComputeMode, TimeSlice, in_force
+from driver.model.time_slice_and_compute_mode import ComputeMode, TimeSlice, in_force
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.checkpoint.store import Checkpoint
 from kubelet_plugin.claims.steps import Step, Steps

@@ -19,7 +19,7 @@ from driver.kube.types import Claim
 from driver.model.device import Device
 from driver.model.gpu import Partition
 from kubelet_plugin.cdi.spec import CdiDevice, build_spec, device_id, spec_room
-from kubelet_plugin.checkpoint.locks import claim_key
+from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
 from kubelet_plugin.claims.allocation import Allocated, refuse_overlap, resolve
 from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners

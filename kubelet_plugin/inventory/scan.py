@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from driver.config.suggestions import meant
 from driver.errors import RecoverableError
-from driver.hardware.host import GpuFault, Host
+from driver.hardware.node_gpus import GpuFault, Host
 from driver.kube.work_loop import GiveWay, at_once
 from driver.model.device import MOST_SHARES, Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement
-from driver.model.selection import FEWEST_SHARES, GpuSelection, ShareCounts
+from driver.model.gpu_selection import FEWEST_SHARES, GpuSelection, ShareCounts
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.published_devices import ForeignPartitions
 from kubelet_plugin.settings import NodeSettings

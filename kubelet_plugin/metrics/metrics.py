@@ -16,10 +16,10 @@ from prometheus_client.registry import Collector
 
 from driver.errors import ApiError, ClaimError, HardwareError, StateError, TesseraError
 from driver.http import Page
-from driver.metrics import METRICS_PATH, SECONDS, ApiMetrics, metrics_page, process_registry
 from driver.model.device import Device, DeviceKind
-from driver.model.health import ConditionType
-from kubelet_plugin.checkpoint.locks import LockTimeoutError
+from driver.model.events_and_conditions import ConditionType
+from driver.process_metrics import METRICS_PATH, SECONDS, ApiMetrics, metrics_page, process_registry
+from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.checkpoint.store import Checkpoint
 from kubelet_plugin.claims.context import PluginContext

@@ -16,7 +16,7 @@ from contextlib import suppress
 import msgspec
 
 from driver.errors import NOT_FOUND, ApiError, RecoverableError
-from driver.kube.decoding import decode
+from driver.kube.hostile_json import decode
 from driver.kube.types import Claim
 from driver.model.device import Device, DeviceKind
 from kubelet_plugin.checkpoint.records import ClaimRecord

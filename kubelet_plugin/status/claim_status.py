@@ -23,12 +23,12 @@ import msgspec
 from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError, RecoverableError
 from driver.kube.client import OBJECT, KubeClient, Object
 from driver.kube.clock import seconds_time
-from driver.kube.decoding import decode
+from driver.kube.hostile_json import decode
 from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.types import Metadata, ReportedDevice
 from driver.kube.work_loop import Backoff, GiveWay, Loop, at_once
 from driver.model.device import DeviceKind
-from driver.model.sharing import TimeSlice, in_force
+from driver.model.time_slice_and_compute_mode import TimeSlice, in_force
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.claims.steps import Step, Steps
 from kubelet_plugin.inventory.inventory import ClaimReference

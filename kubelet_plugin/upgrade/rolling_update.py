@@ -23,15 +23,15 @@ import msgspec
 
 from driver.errors import EnvironmentFault, RecoverableError
 from driver.http import Check, health_pages, serve
+from driver.hung_threads import wait_until
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.reads import owner_reference
-from driver.shutdown import wait_until
 from driver.steps import StepObserver, observed, unobserved
 from kubelet_plugin.app import USER_AGENT, NodePlugin
 from kubelet_plugin.checkpoint.store import check_readable
 from kubelet_plugin.dra.call_proxy import connect
 from kubelet_plugin.dra.sockets import PluginSockets
-from kubelet_plugin.inventory.hardware import open_host
+from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.inventory.scan import Scanner
 from kubelet_plugin.settings import NodeSettings, plugin_socket
 from kubelet_plugin.upgrade.instance_lock import InstanceLock, is_listening, sibling_sockets

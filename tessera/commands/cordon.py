@@ -21,7 +21,7 @@ from driver.model.plan import API_VERSION, KIND, PATH, ClearedFaults, PlanSpec
 from driver.slices.publisher import SLICES
 from tessera.cluster_options import client_of, find_plans, with_driver_name, with_kubeconfig
 from tessera.gpu_names import GpuName, ReportedFault, faults_of, find, names_of
-from tessera.output import with_text_output
+from tessera.tables_and_drawings import with_text_output
 
 WRITE_ATTEMPTS = 5
 """Attempts to write a plan, which the controller may change at the same time."""

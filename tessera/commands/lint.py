@@ -16,10 +16,10 @@ from typing import Any
 import click
 import yaml
 
-from deviceclasses.lint.documents import Document, Finding, Severity, items_of, kind_of, nothing_to_check
-from driver.config.flags import DEFAULT_DRIVER
+from deviceclasses.lint.documents_and_findings import Document, Finding, Severity, items_of, kind_of, nothing_to_check
+from driver.config.shared_flags import DEFAULT_DRIVER
 from driver.errors import UsageError
-from tessera.output import columns, counted, with_output
+from tessera.tables_and_drawings import columns, counted, with_output
 
 SUFFIXES = {".yaml", ".yml", ".json"}
 STDIN = "-"
@@ -41,7 +41,7 @@ def lint(paths: Sequence[str], driver_name: str, output: str) -> None:
       tessera lint deploy/examples -o json
       helm template --kube-version 1.37 deploy/tessera | tessera lint -
     """
-    from deviceclasses.lint.rules import lint as check
+    from deviceclasses.lint.object_rules import lint as check
 
     read = [part for path in paths for part in _read(path)]
     documents = [part for part in read if isinstance(part, Document)]

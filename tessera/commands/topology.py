@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 
-from driver.hardware.host import GpuFault, Host
+from driver.hardware.node_gpus import GpuFault, Host
 from driver.hardware.topology import Nic, Place, find_nics, level, links_between, place_of
 from driver.model.gpu import Gpu, Partition
-from kubelet_plugin.inventory.hardware import open_host
+from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.settings import node_settings
-from tessera.output import Span, columns, draw_slices, with_output
+from tessera.tables_and_drawings import Span, columns, draw_slices, with_output
 
 LEGEND = """\
 NV#   joined by # NVLinks                         PHB   over one PCIe host bridge (CPU)

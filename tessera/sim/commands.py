@@ -13,7 +13,7 @@ from typing import Any
 import click
 import msgspec
 
-from driver.config.flags import SIMULATED_NODES, check_driver_name
+from driver.config.shared_flags import SIMULATED_NODES, check_driver_name
 from driver.errors import UsageError
 from driver.logs import with_logs
 from driver.model.plan import PlanMode
@@ -21,8 +21,8 @@ from driver.simulator import NodeDescription, SimulatedNode, known_descriptions
 from driver.simulator.node import describe
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
-from tessera.output import Span, cell_width, columns, draw_placement, draw_slices, with_output
 from tessera.sim.fault import fault, find_roots
+from tessera.tables_and_drawings import Span, cell_width, columns, draw_placement, draw_slices, with_output
 
 MOST_NODES = 10_000
 FLEET_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,48}[a-z0-9])?")
@@ -131,7 +131,7 @@ def fleet(
       tessera sim fleet --nodes 1000 --gpus dgx-h100 --name big --no-leases
     """
     from tessera.sim.fleet.fleet import discover, running_fleet
-    from tessera.sim.fleet.node import FleetSettings
+    from tessera.sim.fleet.simulated_plugin import FleetSettings
 
     if not FLEET_NAME.fullmatch(name):
         raise UsageError(f"--name {name}: lower-case letters, digits and inner dashes, at most 50, such as sim")

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from driver.kube.client import Object
 from driver.kube.types import Claim, GpuNodePlan, ResourceSlice, SliceDevice
 from driver.model.plan import PlanMode
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 from kubelet_plugin.coexistence.other_drivers import OWNED, NodeSigns, find_other_drivers
 from tessera.gpu_names import GpuName, faults_of, names_of, states
-from tessera.output import counted, shortened
 from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot
+from tessera.tables_and_drawings import counted, shortened
 
 FAULT_TAINTS = ("unavailable", "unhealthy")
 

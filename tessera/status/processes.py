@@ -12,8 +12,8 @@ from driver.kube.client import Object
 from driver.kube.heartbeat import HEARTBEAT, LEAVING, SILENCE_TIMEOUT_SECONDS
 from kubelet_plugin.status.events import Reason
 from tessera.cluster_options import cancel_uninstall_command
-from tessera.output import counted, shortened
 from tessera.status.snapshot import CONTROLLER, NODE, CheckOutput, Finding, Listing, StatusSnapshot
+from tessera.tables_and_drawings import counted, shortened
 
 OWN_LABEL = "gpu.tessera.dev/node"
 GPU_LABELS = (

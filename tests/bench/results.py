@@ -8,7 +8,7 @@ import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tessera.output import columns
+from tessera.tables_and_drawings import columns
 
 
 @dataclass(frozen=True)

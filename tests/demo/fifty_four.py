@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from tessera.output import columns
+from tessera.tables_and_drawings import columns
 from tests.demo import nodes, pods
 from tests.demo.picture import draw, rows
 from tests.demo.promises import broken, broken_time_slices, seen_in_words, tally

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from tessera.output import Span, draw_slices
+from tessera.tables_and_drawings import Span, draw_slices
 
 Object = Mapping[str, Any]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from driver.model.gpu import Gpu
-from tessera.output import Span, columns, draw_slices
+from tessera.tables_and_drawings import Span, columns, draw_slices
 
 Slice = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ import pytest
 
 from controller.cluster.claim_index import PoolDevice
 from controller.fence.configmap import MAX_ENTRIES, FencedDevices
-from controller.fence.protocol import Canary, Fence, FenceSettings, Withdrawable
+from controller.fence.withdrawal import Canary, Fence, FenceSettings, Withdrawable
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.clock import Clock

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from driver.config.opaque import InvalidParameters, parse_parameters
+from driver.config.opaque_parameters import InvalidParameters, parse_parameters
 from driver.errors import ApiError
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for

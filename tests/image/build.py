@@ -14,7 +14,7 @@ from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 from driver.errors import EnvironmentFault
-from tessera.output import columns
+from tessera.tables_and_drawings import columns
 from tests.image import debian, oci, recipe
 
 KEPT_BUILDS = 4

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from controller.cluster.fleet import FleetGpu
 from controller.demand.demand import Demand, demand_of
-from controller.demand.matching import cel_device
+from controller.demand.selected_devices import cel_device
 from controller.explain.reasons import ReasonCode, reasons_of
 from deviceclasses.cel import Program, compile_selector
 from driver.model.device import Device

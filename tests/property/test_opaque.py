@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driver.config.opaque import parse_parameters
+from driver.config.opaque_parameters import parse_parameters
 from driver.errors import ClaimError
-from driver.model.sharing import TimeSlice
+from driver.model.time_slice_and_compute_mode import TimeSlice
 
 VERSION = "gpu.tessera.dev/v1alpha1"
 KNOWN = ["apiVersion", "kind", "sharing", "strategy", "timeSlicing", "timeSlicingConfig", "interval", "mpsConfig"]

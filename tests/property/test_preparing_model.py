@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from driver.errors import HardwareError, RecoverableError
 from driver.model.device import Device
 from driver.model.gpu import Partition
-from driver.model.sharing import in_force
+from driver.model.time_slice_and_compute_mode import in_force
 from driver.placement import GpuState
 from driver.steps import Moment
 from kubelet_plugin.claims.steps import Step

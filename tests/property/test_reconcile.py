@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driver.slices.build import CORDONED, UNHEALTHY, Content, slice_object
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 from driver.slices.publisher import Changes, Stored, changes, dropped_fields
 
 POOL = Pool("node-a", "gpu.tessera.dev")

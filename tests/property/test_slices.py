@@ -23,7 +23,7 @@ from driver.slices.build import (
     limited,
     slice_object,
 )
-from driver.slices.names import DEVICES_PER_GPU, Pool
+from driver.slices.pool_names import DEVICES_PER_GPU, Pool
 from tests.support.gpus import H100, gpu_of
 from tests.support.published import build_slices
 

@@ -10,7 +10,7 @@ from statistics import median, quantiles
 
 import click
 
-from tessera.output import columns
+from tessera.tables_and_drawings import columns
 from tests.bench.results import machine
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress, duration

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from controller.cluster.claim_index import PoolDevice
-from controller.fence.protocol import Canary, Withdrawable
+from controller.fence.withdrawal import Canary, Withdrawable
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.reads import RESOURCE_GROUP
@@ -36,7 +36,7 @@ def devices_of(claim: Claim) -> frozenset[PoolDevice] | None:
 
 
 class ClaimsCache:
-    """``controller.fence.protocol.ClaimCache`` over a WatchCache."""
+    """``controller.fence.withdrawal.ClaimCache`` over a WatchCache."""
 
     def __init__(self, client: KubeClient) -> None:
         self.cache = WatchCache(client, f"{RESOURCE_GROUP}/resourceclaims", Claim, devices_of)

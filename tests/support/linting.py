@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from deviceclasses.lint.documents import Document, Finding
-from deviceclasses.lint.rules import lint
+from deviceclasses.lint.documents_and_findings import Document, Finding
+from deviceclasses.lint.object_rules import lint
 from tessera.commands.lint import shipped_classes
 
 DRIVER = "gpu.tessera.dev"

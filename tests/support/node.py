@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from driver.hardware.host import Host
 from driver.hardware.host_paths import HostPaths, boot_id
+from driver.hardware.node_gpus import Host
 from driver.model.device import number_gpus
 from driver.model.gpu import Partition
 from driver.simulator import ZERO_LATENCY, SimulatedNode, load_description
 from driver.simulator.description import NodeDescription
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 from driver.steps import unobserved
 from kubelet_plugin.cdi.spec import CdiDirectory, find_driver_files
-from kubelet_plugin.checkpoint.locks import KeyedLocks
+from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares
 from kubelet_plugin.checkpoint.store import Checkpoint
 from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners

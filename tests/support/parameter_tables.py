@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from driver.config.opaque import GROUPS, devices_for
-from driver.config.schema import Strict, accepted_names, kind_of_field
+from driver.config.opaque_parameters import GROUPS, devices_for
+from driver.config.strict_schema import Strict, accepted_names, kind_of_field
 from driver.model.device import DeviceKind
 from driver.slices.attributes import FACTS
 from tests.support.chart import CHART

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from driver.hardware.host import Host
 from driver.hardware.host_paths import HostPaths
+from driver.hardware.node_gpus import Host
 from driver.model.device import devices_of, number_gpus
 from driver.model.gpu import Gpu
 from driver.simulator import ZERO_LATENCY, NodeDescription, SimulatedNode
 from driver.slices.build import Content, PublishedGpu, SliceBuilder, slice_object
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 
 DRIVER = "gpu.tessera.dev"
 

@@ -9,8 +9,8 @@ import msgspec
 
 from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.demand.matching import Matching
 from controller.demand.pending_claims import PendingClaim, Queue
+from controller.demand.selected_devices import Matching
 from driver.kube.types import Claim, DeviceClass, Node, Pod
 from driver.model.gpu import Gpu
 from tests.support.gpus import H100, gpu_of

@@ -11,7 +11,7 @@ from driver.errors import ApiError
 from driver.model.device import Device, DeviceKind, number_gpus, share_index
 from driver.model.gpu import Gpu
 from driver.slices.build import slice_object
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod

@@ -1,5 +1,21 @@
 """The functions of Kubernetes' CEL environment (1.37: what its API server accepts in a selector), by theme."""
 
-from deviceclasses.cel.library import collections, network, operators, quantity, semver, text, times
+from deviceclasses.cel.library import (
+    lists_and_optionals,
+    network,
+    operators_and_conversions,
+    quantity,
+    semver,
+    text,
+    times,
+)
 
-__all__ = ["collections", "network", "operators", "quantity", "semver", "text", "times"]
+__all__ = [
+    "lists_and_optionals",
+    "network",
+    "operators_and_conversions",
+    "quantity",
+    "semver",
+    "text",
+    "times",
+]

@@ -27,12 +27,12 @@ from driver.kube.work_loop import LoopPool
 from driver.model.gpu import Gpu
 from driver.model.plan import PATH, PlanMode
 from driver.slices.publisher import SLICES
-from kubelet_plugin.inventory.hardware import open_host
+from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.plan.api import without_status
 from kubelet_plugin.plan.follower import MODE_CHECK_INTERVAL_SECONDS
 from kubelet_plugin.settings import node_settings
 from tessera.sim.fleet.kubelets import Kubelets
-from tessera.sim.fleet.node import FleetNode, FleetSettings, PlanSource
+from tessera.sim.fleet.simulated_plugin import FleetNode, FleetSettings, PlanSource
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from driver.model.device import Device, DeviceKind
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, device_record
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status.claim_status import apply_body, device_statuses, status_path
-from tessera.sim.fleet.node import FleetNode
+from tessera.sim.fleet.simulated_plugin import FleetNode
 
 log = logging.getLogger(__name__)
 

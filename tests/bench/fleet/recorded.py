@@ -30,7 +30,7 @@ from driver.model.plan import (
     offer_of,
 )
 from driver.slices.build import PublishedGpu, SliceBuilder, slice_object
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES
 from tessera.sim.fleet.fleet import discover, gpus_of
 from tests.bench.fleet.replaying import folder_of

@@ -28,7 +28,7 @@ from driver.model.plan import PlanMode
 from driver.placement import GpuState, OfferKind, key_of
 from driver.simulator import load_description
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 from driver.slices.publisher import Publisher
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
 from kubelet_plugin.plan.api import PlanStatusWriter, PlanWatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tessera.output import columns
+from tessera.tables_and_drawings import columns
 from tests.bench.scale.layouts import Layout
 from tests.bench.scale.measure import Found
 from tests.bench.scale.pods import Burst

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from controller.cluster.claim_index import PoolDevice
-from controller.cluster.devices import DeviceIndex
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import Dedication, NodeView
+from controller.cluster.published_offers import DeviceIndex
 from controller.controller import DECISION_INTERVAL_SECONDS, soonest
 from controller.plans import LAZY_WRITE_DELAY_SECONDS, MAX_WRITES, RETRY_INTERVAL_SECONDS, PlanSpecs, PlanWriter
 from driver.kube.client import Object

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from driver.config.opaque import GpuConfig, MigDeviceConfig, ShareConfig, parse_parameters
+from driver.config.opaque_parameters import GpuConfig, MigDeviceConfig, ShareConfig, parse_parameters
 from driver.simulator.products import Product, find_product, product_names
 from tests.support.chart import EVENTS_OF_ALL_CLAIMS, EVENTS_OF_ONE_CLAIM, class_texts, notes, rendered
 from tests.support.nvml_client import profiles_by_name

@@ -11,8 +11,8 @@ import pytest
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.demand import demand_of
-from controller.demand.matching import Selector
 from controller.demand.pending_claims import Eligibility, Queue
+from controller.demand.selected_devices import Selector
 from controller.explain.reasons import reasons_of
 from tests.support.gpus import H100, gpu_of
 from tests.support.queues import ATTRIBUTES, FULL, OURS, Situation, profile, request, selected_by

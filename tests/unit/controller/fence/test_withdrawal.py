@@ -1,43 +1,53 @@
-"""From an offer that is wanted no longer to a device that may leave the slices."""
+"""Taking offers back: in every order, and with every failure and kill on the way, nothing is given away twice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import threading
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from controller.cluster.claim_index import PoolDevice
-from controller.fence.protocol import Fence, FenceSettings, Withdrawals
-from tests.support.fence_race import POOL, ClaimsCache, allocate, claims_cache, new_claim
+from controller.fence import configmap as fenced
+from controller.fence import withdrawal as module
+from controller.fence.withdrawal import Fence, FenceSettings, Withdrawable, Withdrawals
+from controller.steps import Step
+from driver.errors import ApiError
+from driver.steps import Moment
+from tests.support.api_server import Object, ObjectApi, Route
+from tests.support.clock import FakeClock
+from tests.support.fence_race import POOL, ClaimsCache, Race, allocate, claims_cache, new_claim, without_fence
 from tests.support.running import eventually, in_thread
-from tests.unit.controller.fence.test_protocol import FencedApi
 
+CONFIG_MAPS = "/api/v1/namespaces/tessera/configmaps"
 A, B, C = (PoolDevice(POOL, f"gpu-{number}") for number in range(3))
-LINGER_S = 10.0
+AT_ONCE = FenceSettings(settle_s=0)
+OF_THE_FENCE = [step for step in Step if step not in (Step.DECIDE, Step.WRITE_PLAN, Step.WITHDRAW)]
 
 
-class Taking:
-    """Withdrawals on a clock that stands still, and what they said last."""
+class FencedApi(ObjectApi):
+    """With the admission policy, in the words of the chart's ``fence.yaml``; ``policy`` can be taken away."""
 
-    def __init__(self, api: FencedApi, claims: ClaimsCache) -> None:
-        self.now = 100.0
-        self.fence = Fence(api.server.client(), claims, FenceSettings(settle_s=0))
-        self.changes = 0
-        self.withdrawals = Withdrawals(self.fence, self.changed, LINGER_S, lambda: self.now)
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = True
+        self.admit = self._refuses
 
-    def changed(self) -> None:
-        self.changes += 1
+    def fenced(self) -> set[PoolDevice]:
+        data = self.folder(CONFIG_MAPS).get("tessera-fence", {}).get("data", {})
+        return {PoolDevice(pool, name) for pool, names in data.items() for name in names.split(" ")}
 
-    def decide(self, *excess: PoolDevice, published: tuple[PoolDevice, ...] = (A, B, C)) -> frozenset[PoolDevice]:
-        return self.withdrawals.decide(excess, published.__contains__)
-
-    def after(self, seconds: float) -> None:
-        """Time passes, and the work that is due is done."""
-        self.now += seconds
-        before = self.changes
-        with in_thread(self.withdrawals.run, self.withdrawals.notify):
-            self.withdrawals.notify()
-            eventually(lambda: self.changes > before, "it was taken back")
+    def _refuses(self, route: Route, old: Object, new: Object) -> str | None:
+        if not self.policy or route.part != "status" or old.get("status", {}).get("allocation"):
+            return None
+        results = new.get("status", {}).get("allocation", {}).get("devices", {}).get("results", ())
+        found = [result for result in results if PoolDevice(result["pool"], result["device"]) in self.fenced()]
+        return f"ValidatingAdmissionPolicy 'tessera-fence' denied request: {found}" if found else None
 
 
 @pytest.fixture
@@ -47,64 +57,387 @@ def api() -> Iterator[FencedApi]:
 
 
 @pytest.fixture
-def taking(api: FencedApi) -> Iterator[Taking]:
+def claims(api: FencedApi) -> Iterator[ClaimsCache]:
     with claims_cache(api.server.client(), api.end_watches) as claims:
-        yield Taking(api, claims)
+        yield claims
 
 
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controller.fence.protocol.COALESCE_SECONDS", 0)
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
 
 
-def test_a_device_lingers_before_it_is_fenced_and_may_go(api: FencedApi, taking: Taking) -> None:
-    assert taking.decide(A, B) == frozenset()
-    assert taking.withdrawals._take_back() == LINGER_S
-    assert not api.fenced()
-    taking.now += LINGER_S
-    taking.withdrawals._take_back()
-    assert api.fenced() == {A, B}
-    assert taking.decide(A, B) == {A, B}
-    assert taking.changes == 1
+def fence_of(
+    api: FencedApi, claims: module.ClaimCache, clock: FakeClock | None = None, settings: FenceSettings = AT_ONCE
+) -> Fence:
+    return Fence(api.server.client(), claims, settings, clock)
 
 
-def test_what_is_wanted_again_before_it_is_ripe_is_not_fenced(api: FencedApi, taking: Taking) -> None:
-    taking.decide(A, B)
-    taking.now += LINGER_S - 1
-    taking.decide(B)
-    taking.decide(A, B)
-    taking.now += 1
-    assert taking.withdrawals._take_back() == LINGER_S - 1
-    assert api.fenced() == {B}
-    assert taking.decide(A, B) == {B}
-
-
-def test_what_is_wanted_again_afterwards_may_no_longer_go(api: FencedApi, taking: Taking) -> None:
-    taking.decide(A, B)
-    taking.after(LINGER_S)
-    assert taking.decide(A) == {A}
-    taking.fence.lift([B])
-    assert taking.decide(A, B) == {A}
-
-
-def test_what_has_left_the_slices_is_forgotten(taking: Taking) -> None:
-    taking.decide(A, B)
-    taking.after(LINGER_S)
-    assert taking.decide(A, B, published=(B,)) == {B}
-
-
-def test_what_is_no_longer_fenced_may_not_go(taking: Taking) -> None:
-    """Its time has run out before the node took it away, or a node alone has lifted it."""
-    taking.decide(A, B)
-    taking.after(LINGER_S)
-    taking.fence.lift([B])
-    assert taking.decide(A, B) == {A}
-
-
-def test_what_somebody_was_given_meanwhile_stays(api: FencedApi, taking: Taking) -> None:
+def give(api: FencedApi, name: str, *devices: PoolDevice) -> Object:
     client = api.server.client()
-    taking.decide(A, B)
-    allocate(client, new_claim(client, "holder"), A)
-    taking.after(LINGER_S)
-    assert taking.decide(A, B) == {B}
+    return allocate(client, new_claim(client, name), *devices)
+
+
+def test_what_nobody_holds_may_be_withdrawn_and_can_not_be_allocated_any_more(
+    api: FencedApi, claims: ClaimsCache
+) -> None:
+    fence = fence_of(api, claims)
+    assert fence.take_back([A, B]) == Withdrawable(frozenset({A, B}))
+    assert api.fenced() == {A, B}
+    with pytest.raises(ApiError, match="tessera-fence"):
+        give(api, "late", A)
+    give(api, "other", C)
+
+
+def test_what_somebody_holds_stays_and_is_not_fenced(api: FencedApi, claims: ClaimsCache) -> None:
+    give(api, "held", A)
+    fence = fence_of(api, claims)
+    assert fence.take_back([A, B]) == Withdrawable(frozenset({B}), held=frozenset({A}))
     assert api.fenced() == {B}
+    assert not fence.is_fenced(A)
+
+
+def test_nothing_to_take_back_asks_nobody(api: FencedApi, claims: ClaimsCache) -> None:
+    eventually(lambda: api.count("watch"), "the cache of claims asks for nothing more")
+    before = len(api.requests)
+    fence = fence_of(api, claims)
+    assert fence.take_back([]) == Withdrawable()
+    fence.lift([A])
+    fence.expire()
+    assert len(api.requests) == before
+
+
+def test_the_canary_is_written_only_after_the_fence_is_in_force(api: FencedApi, claims: ClaimsCache) -> None:
+    fence_of(api, claims).take_back([A])
+    api.requests.clear()
+    fence_of(api, claims).take_back([B])
+    asked = [(kind, path.split("?")[0].rsplit("/", 1)[-1]) for _, kind, path in api.requests if kind != "get"]
+    assert asked == [("PATCH", "tessera-fence"), ("PUT", "status"), ("PATCH", "tessera-canary")]
+
+
+def test_an_allocation_from_before_the_fence_that_the_cache_learns_late_is_seen(
+    api: FencedApi, claims: ClaimsCache
+) -> None:
+    """What the canary is for: the watch is held up until the fence is in force."""
+    wrote = threading.Event()
+
+    def observer(step: Step, moment: Moment) -> None:
+        if (step, moment) == (Step.FENCE, "before"):
+            api.end_watches(hang_up=True)
+            give(api, "early", A)
+            wrote.set()
+
+    fence = Fence(api.server.client(), claims, AT_ONCE, observer=observer)
+    assert fence.take_back([A]).held == {A}
+    assert wrote.is_set()
+
+
+class Lagging:
+    """A cache of claims that hears nothing."""
+
+    def wait_for_version(self, version: int, timeout_s: float) -> bool:
+        return False
+
+    def held(self) -> Collection[PoolDevice]:
+        raise AssertionError("it does not know")
+
+
+def test_while_the_cache_lags_behind_nothing_is_decided_and_nothing_stays_fenced(api: FencedApi) -> None:
+    fence = fence_of(api, Lagging())
+    assert fence.take_back([A]) == Withdrawable(undecided=frozenset({A}))
+    assert not api.fenced()
+
+
+def test_several_api_servers_are_given_their_time(api: FencedApi, claims: ClaimsCache, clock: FakeClock) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(fence_of(api, claims, clock, FenceSettings(settle_s=1)).take_back, [A])
+        eventually(lambda: clock.waiters, "it settles")
+        assert api.fenced() == {A}
+        assert api.count("PUT") == 0
+        clock.advance(0.9)
+        assert not job.done()
+        clock.advance(0.1)
+        assert job.result(60).devices == {A}
+
+
+def test_without_the_policy_it_goes_on_and_says_so(
+    api: FencedApi, claims: ClaimsCache, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    api.policy = False
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(fence_of(api, claims, clock).take_back, [A])
+        clock.run_until(job.done, "it goes on")
+        assert job.result() == Withdrawable(frozenset({A}), in_force=False)
+    assert "the fence is not in force" in caplog.text
+
+
+def test_a_right_that_is_missing_counts_as_a_policy_that_is_missing(
+    api: FencedApi, claims: ClaimsCache, clock: FakeClock
+) -> None:
+    api.once("PUT", *[lambda exchange: exchange.refuse(403, "resourceclaims/status is forbidden")] * 20)
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(fence_of(api, claims, clock).take_back, [A])
+        clock.run_until(job.done, "it goes on")
+        assert not job.result().in_force
+
+
+# How long
+
+
+def test_what_was_withdrawn_stays_fenced_for_fifteen_minutes(
+    api: FencedApi, claims: ClaimsCache, clock: FakeClock
+) -> None:
+    fence = fence_of(api, claims, clock)
+    fence.take_back([A])
+    clock.advance(600)
+    fence.take_back([B])
+    clock.advance(299)
+    fence.expire()
+    assert api.fenced() == {A, B}
+    clock.advance(1)
+    fence.expire()
+    assert api.fenced() == {B}
+
+
+def test_what_is_offered_again_is_lifted_first_and_can_be_taken_back_again(
+    api: FencedApi, claims: ClaimsCache, clock: FakeClock
+) -> None:
+    fence = fence_of(api, claims, clock)
+    fence.take_back([A, B])
+    fence.lift([A, C])
+    assert api.fenced() == {B}
+    clock.advance(600)
+    fence.take_back([A])
+    clock.advance(600)
+    fence.expire()
+    assert api.fenced() == {A}
+
+
+def test_the_oldest_go_where_there_are_too_many(
+    api: FencedApi, claims: ClaimsCache, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fenced, "MAX_ENTRIES", 3)
+    fence = fence_of(api, claims, clock)
+    for device in (C, A, B):
+        fence.take_back([device])
+        clock.advance(module.MIN_FENCED_SECONDS)
+    many = [PoolDevice(POOL, f"gpu-{number}") for number in (7, 8)]
+    fence.take_back(many)
+    assert api.fenced() == {B, *many}
+    result = fence.take_back([PoolDevice(POOL, f"gpu-{number}") for number in range(10, 15)])
+    assert (len(result.devices), len(result.undecided)) == (1, 4)
+    assert api.fenced() == {*many, *result.devices}
+
+
+def test_a_crowd_does_not_push_out_what_was_fenced_a_moment_ago(
+    api: FencedApi, claims: ClaimsCache, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fenced, "MAX_ENTRIES", 2)
+    fence = fence_of(api, claims, clock)
+    fence.take_back([A, B])
+    with ThreadPoolExecutor() as pool:
+        crowd = pool.submit(fence.take_back, [C])
+        eventually(lambda: clock.waiters, "it waits for room")
+        with pytest.raises(ApiError, match="tessera-fence"):
+            give(api, "late", A)
+        clock.advance(module.MIN_FENCED_SECONDS)
+        assert crowd.result().devices == {C}
+    assert len(api.fenced()) == 2
+
+
+def test_the_most_there_can_be_fits_into_a_config_map() -> None:
+    longest_name = 63
+    assert fenced.MAX_ENTRIES * (longest_name + 1) < 2**20 / 3
+
+
+def test_a_config_map_that_somebody_deleted_is_made_again_with_all_that_is_fenced(
+    api: FencedApi, claims: ClaimsCache
+) -> None:
+    fence = fence_of(api, claims)
+    fence.take_back([A])
+    api.drop(f"{CONFIG_MAPS}/tessera-fence")
+    fence.take_back([B])
+    assert api.fenced() == {A, B}
+
+
+def test_two_leaders_for_a_moment_undo_nothing_of_each_other(api: FencedApi, claims: ClaimsCache) -> None:
+    one, two = fence_of(api, claims), fence_of(api, claims)
+    one.take_back([A])
+    two.take_back([B])
+    one.lift([C])
+    assert api.fenced() == {A, B}
+    two.lift([B])
+    assert api.fenced() == {A}
+
+
+@pytest.mark.long
+def test_leaders_that_write_at_once_undo_nothing_of_each_other(api: FencedApi, claims: ClaimsCache) -> None:
+    """Each sees what the other has stored since it last looked."""
+    one, two = fence_of(api, claims), fence_of(api, claims)
+    devices = [PoolDevice(POOL, f"gpu-{number}") for number in range(10, 40)]
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(fence.take_back, [device]) for device in devices for fence in (one, two)]
+        results = [job.result(60) for job in jobs]
+    assert all(len(result.devices) == 1 for result in results)
+    assert api.fenced() == set(devices)
+
+
+NAMES = st.from_regex(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", fullmatch=True)
+POOLS = st.lists(NAMES, min_size=1, max_size=6).map(".".join).filter(lambda name: len(name) <= 253)
+DEVICES = st.builds(PoolDevice, POOLS, NAMES)
+
+
+@given(st.sets(DEVICES, min_size=1, max_size=20))
+def test_every_device_is_written_so_that_it_can_be_read_again(devices: set[PoolDevice]) -> None:
+    data = fenced.written(devices)
+    assert all(re.fullmatch(r"[-._a-zA-Z0-9]{1,253}", key) for key in data)
+    assert fenced.read(data) == devices
+
+
+# Kills and failures
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize(("step", "moment"), list(product(OF_THE_FENCE, ("before", "after"))))
+def test_after_a_kill_at_any_moment_the_next_leader_lets_go_what_is_offered(
+    api: FencedApi, claims: ClaimsCache, step: Step, moment: Moment
+) -> None:
+    give(api, "held", A)
+
+    def observer(at: Step, when: Moment) -> None:
+        if (at, when) == (step, moment):
+            raise Killed
+
+    with pytest.raises(Killed):
+        Fence(api.server.client(), claims, AT_ONCE, observer=observer).take_back([A, B, C])
+    successor = fence_of(api, claims)
+    successor.start(offered=[A, B, C])
+    assert not api.fenced()
+    assert successor.take_back([A, B, C]) == Withdrawable(frozenset({B, C}), held=frozenset({A}))
+    assert api.fenced() == {B, C}
+
+
+def test_what_was_withdrawn_before_a_restart_stays_fenced_for_all_of_its_time_after_it(
+    api: FencedApi, claims: ClaimsCache
+) -> None:
+    fence_of(api, claims, FakeClock(9000.0)).take_back([A, B])
+    clock = FakeClock(5.0)
+    successor = fence_of(api, claims, clock)
+    successor.start(offered=[B])
+    assert api.fenced() == {A}
+    assert successor.is_fenced(A)
+    clock.advance(899)
+    successor.expire()
+    assert api.fenced() == {A}
+    clock.advance(1)
+    successor.expire()
+    assert not api.fenced()
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["refused", "answer lost"])
+@pytest.mark.parametrize(("kind", "nth"), [("get", 1), ("POST", 1), ("PUT", 1), ("PATCH", 1), ("POST", 2)])
+def test_when_a_request_fails_nothing_is_withdrawn_and_nothing_stays_fenced(
+    api: FencedApi, claims: ClaimsCache, kind: str, nth: int, lost: bool
+) -> None:
+    fence = fence_of(api, claims)
+
+    def fails(exchange) -> None:  # type: ignore[no-untyped-def]
+        if lost:
+            exchange.send = lambda *_: exchange.cut()
+            api._write(exchange)
+        else:
+            exchange.refuse(500, "etcd")
+
+    usual = api._get if kind == "get" else api._write
+    api.once(kind, *[usual] * (nth - 1), fails)
+    with pytest.raises(ApiError):
+        fence.take_back([A, B])
+    fence.expire()
+    assert not api.fenced()
+    assert fence.take_back([A, B]).devices == {A, B}
+
+
+def test_what_could_not_be_lifted_at_once_is_lifted_later(api: FencedApi, claims: ClaimsCache) -> None:
+    fence = fence_of(api, claims)
+    fence.take_back([C])
+    api.once("PUT", lambda exchange: exchange.refuse(500, "etcd"))
+    api.once("PATCH", api._write, lambda exchange: exchange.refuse(500, "etcd"))
+    with pytest.raises(ApiError):
+        fence.take_back([A])
+    assert api.fenced() == {A, C}
+    fence.expire()
+    assert api.fenced() == {C}
+
+
+def test_a_leader_whose_term_has_ended_changes_nothing_any_more(api: FencedApi, claims: ClaimsCache) -> None:
+    """Its caches have stopped, so that it waits in vain; meanwhile the next leader fences the same devices."""
+
+    def observer(step: Step, moment: Moment) -> None:
+        if (step, moment) == (Step.CATCH_UP, "before"):
+            old.end()
+
+    old = Fence(api.server.client(), Lagging(), AT_ONCE, observer=observer)
+    old.take_back([A, B])
+    assert fence_of(api, claims).take_back([A]).devices == {A}
+    old.lift([A])
+    old.expire()
+    assert api.fenced() == {A, B}
+    assert old.take_back([C]) == Withdrawable(undecided=frozenset({C}))
+    assert C not in api.fenced()
+
+
+# The race
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fenced", [True, False])
+def test_no_device_is_both_withdrawn_and_allocated(api: FencedApi, claims: ClaimsCache, fenced: bool) -> None:
+    client = api.server.client()
+    fence = Fence(client, claims, AT_ONCE, observer=lambda step, moment: race.delay())
+    take_back = fence.take_back if fenced else without_fence(client, claims)
+    race = Race(client, take_back, fence.lift, seed=7, most_delay_s=0.01)
+    # Either way until it was close: the fence refused somebody, or the one that is not there would have had to.
+    outcome = race.run(5, until=lambda seen: seen.refused or seen.overlaps)
+    assert outcome.tried >= 50
+    assert outcome.allocated > 30
+    assert (outcome.overlaps == 0) == fenced
+    assert (outcome.refused > 0) == fenced
+
+
+@pytest.mark.parametrize("moment", [(Step.PROBE, "before"), (Step.CHECK, "after"), (Step.WITHDRAW, "before")])
+def test_an_offer_wanted_again_and_not_again_while_it_is_taken_back_is_withdrawn_only_behind_a_fence(
+    api: FencedApi, claims: ClaimsCache, moment: tuple[Step, Moment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COALESCE_SECONDS", 0.001)
+    changed_its_mind = threading.Event()
+
+    def observer(step: Step, when: Moment) -> None:
+        if (step, when) == moment and not changed_its_mind.is_set():
+            changed_its_mind.set()
+            withdrawals.decide([], {A, B}.__contains__)
+            fence.lift([A, B])  # offered: somebody may be given it from now on
+            withdrawals.decide([A, B], {A, B}.__contains__)
+
+    fence = Fence(api.server.client(), claims, AT_ONCE, observer=observer)
+    withdrawals = Withdrawals(fence, lambda: None, 1.0, count().__next__, observer)
+    withdrawals.decide([A, B], {A, B}.__contains__)
+    with in_thread(withdrawals.run, withdrawals.notify):
+        eventually(lambda: withdrawals.decide([A, B], {A, B}.__contains__), "it is withdrawn")
+        assert changed_its_mind.is_set()
+        assert fence.is_fenced(A)
+        assert fence.is_fenced(B)
+
+
+def test_a_fence_that_is_let_go_while_it_is_probed_is_no_missing_policy(
+    api: FencedApi, claims: ClaimsCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    def observer(step: Step, when: Moment) -> None:
+        if (step, when) == (Step.PROBE, "before"):
+            fence.lift([A])
+
+    fence = Fence(api.server.client(), claims, AT_ONCE, observer=observer)
+    assert fence.take_back([A, B]).in_force
+    assert "is the admission policy installed" not in caplog.text

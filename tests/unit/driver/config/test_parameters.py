@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from driver.config.opaque import GpuConfig, InvalidParameters, MigDeviceConfig, ShareConfig, parse_parameters
+from driver.config.opaque_parameters import GpuConfig, InvalidParameters, MigDeviceConfig, ShareConfig, parse_parameters
 from driver.model.device import DeviceKind
-from driver.model.sharing import TimeSlice
+from driver.model.time_slice_and_compute_mode import TimeSlice
 
 
 def theirs(kind: str, **fields: Any) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import pytest
 
 from driver.errors import HardwareError
 from driver.hardware import time_slice as module
-from driver.hardware.host import Host
 from driver.hardware.host_paths import HostPaths
+from driver.hardware.node_gpus import Host
 from driver.hardware.time_slice import TimeSliceTool
 from driver.model.gpu import Gpu
-from driver.model.sharing import ComputeMode, TimeSlice
+from driver.model.time_slice_and_compute_mode import ComputeMode, TimeSlice
 from driver.simulator import ZERO_LATENCY, SimulatedNode, load_description
 from tests.support.nvml_client import enable_mig, one_h100, set_compute_mode
 

@@ -16,7 +16,7 @@ from driver.kube import work_loop as loop
 from driver.kube.work_loop import Backoff
 from driver.slices import publisher
 from driver.slices.build import Content
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 from driver.slices.publisher import Publisher
 from tests.support.api_server import SliceApi
 from tests.support.running import eventually, in_thread

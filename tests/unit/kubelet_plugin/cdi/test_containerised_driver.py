@@ -14,8 +14,8 @@ from driver.errors import EnvironmentFault, HardwareError
 from driver.hardware.device_nodes import gpu_nodes
 from driver.hardware.host_paths import HostPaths, device_root, find_nvml, missing_driver
 from kubelet_plugin.cdi.spec import find_driver_files
-from kubelet_plugin.inventory import hardware
-from kubelet_plugin.inventory.hardware import open_host, refuse_beside_real_gpus, wait_for_driver
+from kubelet_plugin.inventory import open_hardware
+from kubelet_plugin.inventory.open_hardware import open_host, refuse_beside_real_gpus, wait_for_driver
 from kubelet_plugin.settings import NodeSettings, node_settings
 from tests.harness.waiting import wait_for
 from tests.support.metrics import fetch
@@ -124,7 +124,7 @@ def port() -> Iterator[int]:
 def test_a_plugin_that_starts_before_the_driver_waits_says_so_and_is_not_killed_for_it(
     host: Path, port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware, "DRIVER_CHECK_INTERVAL_SECONDS", 0.1)
+    monkeypatch.setattr(open_hardware, "DRIVER_CHECK_INTERVAL_SECONDS", 0.1)
     version = host / "proc/driver/nvidia/version"
     version.rename(host / "later")
     stop = threading.Event()

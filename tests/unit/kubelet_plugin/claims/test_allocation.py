@@ -8,8 +8,8 @@ import pytest
 
 from driver.errors import ClaimError
 from driver.model.device import Device, devices_of
-from driver.model.sharing import TimeSlice
-from driver.slices.names import Pool
+from driver.model.time_slice_and_compute_mode import TimeSlice
+from driver.slices.pool_names import Pool
 from kubelet_plugin.claims.allocation import Allocated, resolve
 from kubelet_plugin.inventory.inventory import Inventory
 from tests.support.claims import DRIVER, NODE, ClaimApi, opaque, result

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from driver.hardware.host import TimeoutRunner
-from driver.model.health import ConditionType, EventKind, GpuEvent, written_time
+from driver.hardware.node_gpus import TimeoutRunner
+from driver.model.events_and_conditions import ConditionType, EventKind, GpuEvent, written_time
 from driver.model.plan import ClearedFaults, PlanSpec
 from driver.model.xid import XIDS, Meaning, is_fatal
 from driver.simulator import SimulatedNode, nvml_session

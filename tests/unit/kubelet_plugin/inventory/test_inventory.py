@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from driver.errors import ClaimError, HardwareError
-from driver.model.selection import GpuSelection
-from driver.model.sharing import TimeSlice
+from driver.model.gpu_selection import GpuSelection
+from driver.model.time_slice_and_compute_mode import TimeSlice
 from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
 from tests.support.claims import opaque, result
 from tests.support.node import NodeUnderTest, start_node

@@ -14,7 +14,7 @@ from prometheus_client.exposition import generate_latest
 
 from driver.errors import ApiError, ClaimError, HardwareError, RecoverableError, StateError
 from driver.model.device import Device
-from kubelet_plugin.checkpoint.locks import KeyedLocks, LockTimeoutError
+from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks, LockTimeoutError
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step

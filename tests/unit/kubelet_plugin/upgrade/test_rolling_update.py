@@ -21,7 +21,7 @@ from driver.kube.heartbeat import HEARTBEAT, LEAVING
 from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP
 from kubelet_plugin.dra.sockets import PluginSockets
-from kubelet_plugin.inventory.hardware import open_host
+from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.settings import node_settings, plugin_socket
 from kubelet_plugin.upgrade import rolling_update
 from kubelet_plugin.upgrade.instance_lock import InstanceLock

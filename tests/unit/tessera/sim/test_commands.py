@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 from driver.errors import EnvironmentFault
 from driver.simulator import SimulatedNode
 from driver.simulator.node import describe
-from tessera.output import Span, cell_width, draw_placement, draw_slices
 from tessera.sim.commands import holders, render, sim
 from tessera.sim.fault import find_roots
+from tessera.tables_and_drawings import Span, cell_width, draw_placement, draw_slices
 from tests.support.nvml_client import G1, G3, create, cut, enable_mig, one_h100, process_on
 
 

@@ -11,11 +11,11 @@ from click.testing import CliRunner, Result
 from driver.errors import EnvironmentFault, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import Claim, Key, Pod
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 from tessera.cli import main
 from tessera.sim.fleet.fleet import discover, gpus_of
 from tessera.sim.fleet.kubelets import Allocated, allocated
-from tessera.sim.fleet.node import OwnSlices
+from tessera.sim.fleet.simulated_plugin import OwnSlices
 from tests.unit.tessera.test_cli import KUBECONFIG
 
 

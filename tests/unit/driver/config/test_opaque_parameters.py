@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from driver.config.opaque import GpuConfig, InvalidParameters, MigDeviceConfig, ShareConfig, parse_parameters
-from driver.model.sharing import TimeSlice
+from driver.config.opaque_parameters import GpuConfig, InvalidParameters, MigDeviceConfig, ShareConfig, parse_parameters
+from driver.model.time_slice_and_compute_mode import TimeSlice
 
 VERSION = "gpu.tessera.dev/v1alpha1"
 
@@ -161,7 +161,7 @@ FIRST_USE = """
 import sys, threading
 from typing import Literal
 from msgspec import defstruct
-from driver.config.schema import Group, Strict, validate
+from driver.config.strict_schema import Group, Strict, validate
 
 def strict(name, kind):
     fields = [(f"{name}{number}", kind | None, None) for number in range(20)]

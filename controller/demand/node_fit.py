@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from enum import Enum
 
 from controller.cluster.fleet import FleetGpu
-from controller.demand.matching import Matches, free_spots, is_in_use, most_devices, slices_of
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, Constraint
+from controller.demand.selected_devices import Matches, free_spots, is_in_use, most_devices, slices_of
 from driver.placement import GpuState, OfferKind, Spot
 
 NODE_STEPS = 500

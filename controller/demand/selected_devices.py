@@ -19,7 +19,7 @@ from operator import or_
 from typing import Any, NamedTuple, TypeVar
 
 from controller.cluster.fleet import FleetGpu, Hardware
-from controller.demand.equivalence_classes import (
+from controller.demand.gpu_equivalence_classes import (
     BY_PLACEMENT,
     FACT_OF,
     EquivalenceClasses,

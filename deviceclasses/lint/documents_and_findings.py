@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from enum import StrEnum
 from typing import Any
 
-from driver.config.schema import shown
+from driver.config.strict_schema import shown
 from driver.config.suggestions import meant, nearest
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from driver.errors import EnvironmentFault, UsageError
-from kubelet_plugin.inventory.hardware import open_host
+from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.settings import NodeSettings, node_settings
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from deviceclasses.cel.library.collections import member, optional_member, sort_by
+from deviceclasses.cel.library.lists_and_optionals import member, optional_member, sort_by
 from deviceclasses.cel.nodes import Node, children
 from deviceclasses.cel.types import BYTES, SEMVER
 from deviceclasses.cel.values import (

@@ -7,8 +7,8 @@ import time
 import msgspec
 import pytest
 
-from controller.demand import matching
-from controller.demand.matching import (
+from controller.demand import selected_devices
+from controller.demand.selected_devices import (
     BUDGET_SECONDS,
     EXHAUSTED,
     REFILL_PER_SECOND,
@@ -68,7 +68,7 @@ def hostile(situation: Situation, kind: str) -> None:
 def test_a_claim_with_a_thousand_selectors_takes_no_more_than_its_namespace_has(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matching, "BUDGET_SECONDS", 0.2)
+    monkeypatch.setattr(selected_devices, "BUDGET_SECONDS", 0.2)
     situation = Situation(node_of("a", gpus=8), matching=Matching(DRIVER))
     hostile(situation, kind)
     situation.wants(request(selector=profile("1g.10gb")), name="small")
@@ -90,7 +90,7 @@ def test_a_namespace_that_has_used_up_its_time_is_read_again_later(monkeypatch: 
         times.append(SelectorTime(budget, clock.monotonic, lambda: processor[0]))
         return times[-1]
 
-    monkeypatch.setattr(matching, "SelectorTime", made)
+    monkeypatch.setattr(selected_devices, "SelectorTime", made)
     there = Matching(DRIVER)
     assert not isinstance(there.selector((profile("1g.10gb"),), namespace="team"), CelError)
     times[0].spend(lambda: processor.__setitem__(0, BUDGET_SECONDS))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cmp_to_key, reduce
 from itertools import pairwise
 
-from deviceclasses.cel.library.operators import checked_int, checked_uint
+from deviceclasses.cel.library.operators_and_conversions import checked_int, checked_uint
 from deviceclasses.cel.library.registry import function, method
 from deviceclasses.cel.types import (
     BOOL,

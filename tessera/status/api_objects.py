@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from driver.kube.types import Claim
 from driver.model.plan import FENCE
-from tessera.output import counted
 from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot, read_time, written_at
+from tessera.tables_and_drawings import counted
 
 BOUNDARIES = tuple(f"own-{kind}.gpu.tessera.dev" for kind in ("claims", "events", "fence", "plan", "slices"))
 OLDEST_KUBERNETES = (1, 34)

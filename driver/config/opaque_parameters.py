@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, cast
 
-from driver.config.schema import Fault, Group, InvalidParameters, Strict, shown, validate, wrong_name
+from driver.config.strict_schema import Fault, Group, InvalidParameters, Strict, shown, validate, wrong_name
 from driver.config.suggestions import nearest
 from driver.model.device import DeviceKind
-from driver.model.sharing import TimeSlice
+from driver.model.time_slice_and_compute_mode import TimeSlice
 
 __all__ = ["InvalidParameters"]
 

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import FleetGpu
 from controller.demand.feasibility import Nodes
-from controller.demand.node_search import ValueOf, find_devices
+from controller.demand.node_fit import ValueOf, find_devices
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements
+from controller.explain.gpu_obstacles import listed
 from controller.explain.reasons import ClaimReason, ReasonCode
-from controller.explain.shortage import listed
 from driver.kube.clock import Clock, seconds_time
 from driver.kube.types import Pod
 from driver.model.device import Device

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kubelet_plugin.checkpoint.locks import KeyedLocks, LockTimeoutError
+from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks, LockTimeoutError
 from tests.harness.waiting import wait_for
 
 
@@ -93,7 +93,7 @@ def test_who_waits_for_whom_can_be_seen() -> None:
 
 
 def test_a_long_wait_is_logged_and_ends_well(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("kubelet_plugin.checkpoint.locks.LONG_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("kubelet_plugin.checkpoint.gpu_and_claim_locks.LONG_WAIT_SECONDS", 0.01)
     locks = KeyedLocks(timeout_seconds=20)
     with locks.hold(["GPU-1"], "claim default/slow"):
         late = threading.Thread(target=run_late, args=(locks,))

@@ -27,10 +27,10 @@ from deviceclasses.lint.attribute_catalogue import (
     unknown_name,
     values,
 )
-from deviceclasses.lint.documents import Issue, Severity, misspelt
+from deviceclasses.lint.documents_and_findings import Issue, Severity, misspelt
 from deviceclasses.lint.lint_context import selectors_of
 from deviceclasses.lint.partial_evaluation import compared_strings, compile_cached, compiled_programs, may_select
-from driver.config.schema import shown
+from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
 from driver.errors import CelError
 from driver.model.device import DeviceKind

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, CAPACITIES, IN_STANDARD, STANDARD_DOMAIN, unknown_name
-from deviceclasses.lint.documents import (
+from deviceclasses.lint.documents_and_findings import (
     SPEC,
     Document,
     Finding,
@@ -42,9 +42,9 @@ from deviceclasses.lint.satisfiability import (
     unsatisfiable_constraints,
     unsatisfiable_selectors,
 )
-from deviceclasses.lint.selectors import empty_class_issues, selector_issues
-from driver.config.opaque import InvalidParameters, parse_parameters
-from driver.config.schema import shown
+from deviceclasses.lint.selector_rules import empty_class_issues, selector_issues
+from driver.config.opaque_parameters import InvalidParameters, parse_parameters
+from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
 
 

@@ -8,8 +8,8 @@ from enum import StrEnum
 
 from controller.cluster.fleet import FleetGpu
 from controller.demand.feasibility import Feasibility, Kind, Nodes
-from controller.demand.matching import slices_of
 from controller.demand.requirements import DeviceRequest
+from controller.demand.selected_devices import slices_of
 from driver.model.device import DeviceKind
 
 SHOWN = 3

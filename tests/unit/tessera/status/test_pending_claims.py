@@ -15,7 +15,7 @@ from controller.explain.events import UNREADABLE
 from driver.kube.types import Claim, GpuNodePlan, PlanMetadata, ResourceSlice
 from driver.model.plan import GpuReport, PlanMode, PlanSpec, PlanStatus, described
 from kubelet_plugin.coexistence.other_drivers import OWNED
-from tessera.status.claims import PERMANENT, PERMANENT_IF_FREE, READ_EVENTS
+from tessera.status.pending_claims import PERMANENT, PERMANENT_IF_FREE, READ_EVENTS
 from tessera.status.snapshot import StatusSnapshot
 from tests.support.gpus import gpu_of
 from tests.unit.tessera.status.test_checks import NODE, NOW, SOUND, claim, found, plan, result, slice_of, stamp

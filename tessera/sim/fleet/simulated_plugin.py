@@ -15,7 +15,7 @@ from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.plan import PlanMode
 from driver.slices.build import Content, SliceBuilder
-from driver.slices.names import Pool
+from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES, Publisher
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter
