@@ -41,14 +41,13 @@ class Type:
 BOOL, BYTES, DOUBLE, INT = Type("bool"), Type("bytes"), Type("double"), Type("int")
 NULL, STRING, UINT = Type("null_type"), Type("string"), Type("uint")
 DYN, ANY = Type("dyn"), Type("any")
-DURATION, TIMESTAMP = Type("google.protobuf.Duration"), Type("google.protobuf.Timestamp")
-QUANTITY, SEMVER, URL = Type("kubernetes.Quantity"), Type("kubernetes.Semver"), Type("kubernetes.URL")
-IP, CIDR, FORMAT = Type("net.IP"), Type("net.CIDR"), Type("kubernetes.NamedFormat")
+QUANTITY, SEMVER = Type("kubernetes.Quantity"), Type("kubernetes.Semver")
+IP, CIDR = Type("net.IP"), Type("net.CIDR")
 DEVICE = Type("kubernetes.DRADevice")
 
 NUMBERS = (INT, UINT, DOUBLE)
-COMPARABLE = (INT, UINT, DOUBLE, BOOL, DURATION, TIMESTAMP, STRING, BYTES)
-NULLABLE = {"optional_type", *(each.name for each in (DURATION, TIMESTAMP, QUANTITY, SEMVER, URL, IP, CIDR, FORMAT))}
+COMPARABLE = (INT, UINT, DOUBLE, BOOL, STRING, BYTES)
+NULLABLE = {"optional_type", *(each.name for each in (QUANTITY, SEMVER, IP, CIDR))}
 
 
 def list_of(element: Type) -> Type:
@@ -85,7 +84,7 @@ DEVICE_FIELDS = {
 TYPES = {
     each.name: each
     for each in (
-        BOOL, BYTES, DOUBLE, INT, NULL, STRING, UINT, DURATION, TIMESTAMP, IP, CIDR,
+        BOOL, BYTES, DOUBLE, INT, NULL, STRING, UINT, IP, CIDR,
         list_of(DYN), map_of(DYN, DYN), optional_of(DYN), type_of_type(DYN),
     )
 }  # fmt: skip

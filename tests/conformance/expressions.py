@@ -676,11 +676,25 @@ LIMITS: dict[str, tuple[str, int]] = {
 """
 LOOP = "$A.all(x, $A.all(y, lists.range({times}).all(n, {what} || true)))"
 
+NO_TIMES = "no attribute of a device is a time or a duration"
 UNSUPPORTED: dict[str, str] = {
     "strings: format": "ten verbs, each with rules of its own for every type, for what + does as well",
     "addresses: a URL": "Go's own reading of URLs; no device is described by one",
     "addresses: isURL": "as above",
     "addresses: a named format": "for names of Kubernetes objects; matches() does as well",
+    "time: durations": NO_TIMES,
+    "time: a duration in seconds": NO_TIMES,
+    "time: a duration's parts": NO_TIMES,
+    "time: a duration as text": NO_TIMES,
+    "time: timestamps": NO_TIMES,
+    "time: a timestamp's parts": NO_TIMES,
+    "time: a timestamp's day": NO_TIMES,
+    "time: a zone by name": NO_TIMES,
+    "time: the weekday": NO_TIMES,
+    "time: a later timestamp": NO_TIMES,
+    "time: a timestamp in another zone": NO_TIMES,
+    "limit: durations, as often as allowed": NO_TIMES,
+    "limit: a timestamp, as often as allowed": NO_TIMES,
     "names and types: a message": "a device has no messages, and nothing in a selector takes one",
     "literals: a hundred and twenty nested nots": "nested deeper than 100 levels; Python's stack ends",
 }
@@ -700,7 +714,6 @@ REFUSED_FOR_COST = frozenset(
         "lists and maps: transformList",
         "lists and maps: min of strings",
         "lists and maps: isSorted",
-        "names and types: a type's name",
         "names and types: list as a type",
         "cost: four nested loops over the attributes",
         "cost: six nested loops over ten",
@@ -715,8 +728,10 @@ Tessera does not estimate costs: the API server refuses such a selector when it 
 
 
 def refused_for_cost(name: str) -> bool:
-    """Whether Kubernetes refuses the expression only because of its estimated cost."""
-    return name in REFUSED_FOR_COST or (name.startswith("limit: ") and name.endswith(", once more"))
+    """Whether Kubernetes refuses the expression only because of its estimated cost, and Tessera evaluates it."""
+    limit, _, often = name.rpartition(", ")
+    once_more = name.startswith("limit: ") and often == "once more"
+    return name in REFUSED_FOR_COST or (once_more and f"{limit}, as often as allowed" not in UNSUPPORTED)
 
 
 def expressions() -> dict[str, str]:

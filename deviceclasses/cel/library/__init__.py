@@ -7,7 +7,6 @@ from deviceclasses.cel.library import (
     quantity,
     semver,
     text,
-    times,
 )
 
 __all__ = [
@@ -17,5 +16,4 @@ __all__ = [
     "quantity",
     "semver",
     "text",
-    "times",
 ]

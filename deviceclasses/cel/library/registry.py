@@ -51,12 +51,21 @@ CONSTANT_TIME = frozenset({"size", "first", "last"})
 
 FUNCTIONS: dict[str, list[Overload]] = {}
 """All functions by name; filled by importing the modules of this package."""
+TIME_FUNCTIONS = (
+    "duration", "timestamp", "getFullYear", "getMonth", "getDayOfYear", "getDayOfMonth", "getDate", "getDayOfWeek",
+    "getHours", "getMinutes", "getSeconds", "getMilliseconds",
+)  # fmt: skip
 UNSUPPORTED_FUNCTIONS = {
     "format": "string.format is not evaluated by Tessera; join strings with + instead",
     "url": "url() is not evaluated by Tessera; use string functions instead",
     "isURL": "isURL() is not evaluated by Tessera; use string functions instead",
     "format.named": "named formats are not evaluated by Tessera; use matches() instead",
     "authorizer": "a selector has no authorizer",
+    "google": "types of google.protobuf are not evaluated by Tessera; no attribute of a device has one",
+    **{
+        name: f"{name}() is not evaluated by Tessera; no attribute of a device is a time or a duration"
+        for name in TIME_FUNCTIONS
+    },
 }
 """The reasons why Tessera refuses names that Kubernetes accepts; "format.named" is for all names after "format."."""
 
