@@ -42,12 +42,11 @@ BOOL, BYTES, DOUBLE, INT = Type("bool"), Type("bytes"), Type("double"), Type("in
 NULL, STRING, UINT = Type("null_type"), Type("string"), Type("uint")
 DYN, ANY = Type("dyn"), Type("any")
 QUANTITY, SEMVER = Type("kubernetes.Quantity"), Type("kubernetes.Semver")
-IP, CIDR = Type("net.IP"), Type("net.CIDR")
 DEVICE = Type("kubernetes.DRADevice")
 
 NUMBERS = (INT, UINT, DOUBLE)
 COMPARABLE = (INT, UINT, DOUBLE, BOOL, STRING, BYTES)
-NULLABLE = {"optional_type", *(each.name for each in (QUANTITY, SEMVER, IP, CIDR))}
+NULLABLE = frozenset({"optional_type", QUANTITY.name, SEMVER.name})
 
 
 def list_of(element: Type) -> Type:
@@ -84,7 +83,7 @@ DEVICE_FIELDS = {
 TYPES = {
     each.name: each
     for each in (
-        BOOL, BYTES, DOUBLE, INT, NULL, STRING, UINT, IP, CIDR,
+        BOOL, BYTES, DOUBLE, INT, NULL, STRING, UINT,
         list_of(DYN), map_of(DYN, DYN), optional_of(DYN), type_of_type(DYN),
     )
 }  # fmt: skip

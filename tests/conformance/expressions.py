@@ -677,8 +677,25 @@ LIMITS: dict[str, tuple[str, int]] = {
 LOOP = "$A.all(x, $A.all(y, lists.range({times}).all(n, {what} || true)))"
 
 NO_TIMES = "no attribute of a device is a time or a duration"
+NO_ADDRESSES = "no attribute of a device is an address or a network"
 UNSUPPORTED: dict[str, str] = {
     "strings: format": "ten verbs, each with rules of its own for every type, for what + does as well",
+    "addresses: an address": NO_ADDRESSES,
+    "addresses: an address of the new kind": NO_ADDRESSES,
+    "addresses: not an address": NO_ADDRESSES,
+    "addresses: isIP": NO_ADDRESSES,
+    "addresses: a mapped address": NO_ADDRESSES,
+    "addresses: leading zeros in an address": NO_ADDRESSES,
+    "addresses: canonical": NO_ADDRESSES,
+    "addresses: a network": NO_ADDRESSES,
+    "addresses: a network in a network": NO_ADDRESSES,
+    "addresses: masked": NO_ADDRESSES,
+    "addresses: the prefix": NO_ADDRESSES,
+    "addresses: isCIDR": NO_ADDRESSES,
+    "addresses: global": NO_ADDRESSES,
+    "limit: an address, as often as allowed": NO_ADDRESSES,
+    "limit: a network, as often as allowed": NO_ADDRESSES,
+    "limit: a network in a network, as often as allowed": NO_ADDRESSES,
     "addresses: a URL": "Go's own reading of URLs; no device is described by one",
     "addresses: isURL": "as above",
     "addresses: a named format": "for names of Kubernetes objects; matches() does as well",

@@ -2,7 +2,6 @@
 
 from deviceclasses.cel.library import (
     lists_and_optionals,
-    network,
     operators_and_conversions,
     quantity,
     semver,
@@ -11,7 +10,6 @@ from deviceclasses.cel.library import (
 
 __all__ = [
     "lists_and_optionals",
-    "network",
     "operators_and_conversions",
     "quantity",
     "semver",

@@ -55,6 +55,10 @@ TIME_FUNCTIONS = (
     "duration", "timestamp", "getFullYear", "getMonth", "getDayOfYear", "getDayOfMonth", "getDate", "getDayOfWeek",
     "getHours", "getMinutes", "getSeconds", "getMilliseconds",
 )  # fmt: skip
+NETWORK_FUNCTIONS = (
+    "ip", "isIP", "ip.isCanonical", "family", "isUnspecified", "isLoopback", "isLinkLocalMulticast",
+    "isLinkLocalUnicast", "isGlobalUnicast", "cidr", "isCIDR", "containsIP", "containsCIDR", "prefixLength", "masked",
+)  # fmt: skip
 UNSUPPORTED_FUNCTIONS = {
     "format": "string.format is not evaluated by Tessera; join strings with + instead",
     "url": "url() is not evaluated by Tessera; use string functions instead",
@@ -62,9 +66,14 @@ UNSUPPORTED_FUNCTIONS = {
     "format.named": "named formats are not evaluated by Tessera; use matches() instead",
     "authorizer": "a selector has no authorizer",
     "google": "types of google.protobuf are not evaluated by Tessera; no attribute of a device has one",
+    "net": "types of net are not evaluated by Tessera; no attribute of a device has one",
     **{
         name: f"{name}() is not evaluated by Tessera; no attribute of a device is a time or a duration"
         for name in TIME_FUNCTIONS
+    },
+    **{
+        name: f"{name}() is not evaluated by Tessera; no attribute of a device is an address or a network"
+        for name in NETWORK_FUNCTIONS
     },
 }
 """The reasons why Tessera refuses names that Kubernetes accepts; "format.named" is for all names after "format."."""

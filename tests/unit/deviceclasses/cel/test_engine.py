@@ -57,6 +57,7 @@ def refused(expression: str) -> CelError:
         ("9223372036854775808 > 0", "does not fit into an int", "9223372036854775808"),
         ("'%s'.format(['a']) == 'a'", "join strings with + instead", "'%s'"),
         ("timestamp('2026-01-01T00:00:00Z').getHours() == 1", "timestamp() is not evaluated by Tessera", "timestamp"),
+        ("ip.isCanonical('10.0.0.1')", "ip.isCanonical() is not evaluated by Tessera", "ip"),
         (f"{OURS}.type.getHours() == 1", "getHours() is not evaluated by Tessera", OURS),
         ("if == 1", "'if' is a reserved word", "if"),
         ("has(device)", "has() takes a field after a dot", "device"),

@@ -22,13 +22,17 @@ FULL = f'{OURS} && {TYPE} == "gpu"'
     [
         ('quantity("40Gigs")', "'40Gigs' is not a quantity: digits and a suffix such as m, k, Ki, Gi or e3 make one"),
         ('semver("12.0")', "'12.0' is not a semantic version: three numbers without leading zeros, such as 12.0.1"),
-        ('cidr("10.0.0.0")', "'10.0.0.0' is not a network such as 10.0.0.0/8"),
     ],
 )
 def test_a_conversion_of_a_literal_that_always_fails_is_found(call: str, message: str) -> None:
     value = call[call.index('"') : -1]
     expected = f"at character {len(OURS) + 5}: always fails: {message}"
     assert found(device_class("mine", f"{OURS} && {call} == {call}"))[0] == (PLACE, value, expected)
+
+
+def test_a_call_of_a_function_that_tessera_does_not_evaluate_is_found_with_its_name() -> None:
+    [(_, _, message)] = found(device_class("mine", f'{OURS} && cidr("10.0.0.0/8").containsIP("10.1.2.3")'))
+    assert message.endswith("cidr() is not evaluated by Tessera; no attribute of a device is an address or a network")
 
 
 def test_a_conversion_that_the_api_server_refuses_says_what_is_accepted() -> None:
