@@ -103,11 +103,11 @@ def succeeds(convert: Callable[..., Value]) -> Callable[..., bool]:
     return accepted
 
 
-def declare_order(kind: Type, order: Callable[[Any, Any], int]) -> None:
-    """Declare the methods that compare two values of a type which has no operators; ``order`` gives -1, 0 or 1."""
-    method("compareTo", [kind, kind], INT, order)
-    method("isGreaterThan", [kind, kind], BOOL, lambda one, other: order(one, other) > 0)
-    method("isLessThan", [kind, kind], BOOL, lambda one, other: order(one, other) < 0)
+def declare_order(kind: Type, key: Callable[[Any], Any]) -> None:
+    """Declare the methods that compare two values of a type which has no operators by a sort key."""
+    method("compareTo", [kind, kind], INT, lambda one, other: (key(one) > key(other)) - (key(one) < key(other)))
+    method("isGreaterThan", [kind, kind], BOOL, lambda one, other: key(one) > key(other))
+    method("isLessThan", [kind, kind], BOOL, lambda one, other: key(one) < key(other))
 
 
 def _spend_for(values: list[Value]) -> None:
