@@ -111,3 +111,9 @@ def test_the_gpus_of_a_node_that_is_gone_are_gone() -> None:
     builder, both = FleetBuilder(), [view(name="a", status=PlanStatus()), view(name="b")]
     assert len(builder.build(both, changes(both)).gpus) == 2
     assert not builder.build(both[:1], changes(both[:1], both)).gpus
+
+
+def test_an_allocated_share_with_an_impossible_number_is_ignored() -> None:
+    [first, _] = gpus(view("gpu-0-share-99999999999999", shares=4))
+    assert first.held == ()
+    assert kinds(first) == set(DeviceKind)
