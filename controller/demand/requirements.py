@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice, product, repeat
 from typing import Literal, NamedTuple
 
 from controller.demand.selected_devices import Matching, Selector
@@ -44,14 +44,26 @@ class Constraint(NamedTuple):
 
 
 class ClaimRequirements(NamedTuple):
-    """Devices that are allocated together on one node."""
+    """Devices that are allocated together on one node.
+
+    ``claims`` has the number of its claim for each request, where they are those of several claims of a pod.
+    """
 
     requests: tuple[DeviceRequest, ...]
     constraints: tuple[Constraint, ...] = ()
+    claims: tuple[int, ...] = ()
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """For each claim the number of its devices, without those of requests for all devices."""
+        found = dict.fromkeys(self.claims or (0,), 0)
+        for claim, request in zip(self.claims or repeat(0), self.requests, strict=False):
+            found[claim] += request.count or 0
+        return tuple(found.values())
 
     @property
     def too_many(self) -> bool:
-        return sum(request.count or 0 for request in self.requests) > MAX_DEVICES
+        return max(self.counts) > MAX_DEVICES
 
 
 class Refusal(NamedTuple):
@@ -113,15 +125,19 @@ class RequirementsReader:
 
 def joined(claims: Sequence[ClaimRequirements]) -> ClaimRequirements:
     """The requirements of several claims as one: those of a pod are allocated on one node."""
+    if len(claims) == 1:
+        return claims[0]
     requests: list[DeviceRequest] = []
     constraints: list[Constraint] = []
-    for claim in claims:
+    numbers: list[int] = []
+    for number, claim in enumerate(claims):
         shift = len(requests)
         constraints += [
             each._replace(requests=frozenset(shift + i for i in each.requests)) for each in claim.constraints
         ]
         requests += claim.requests
-    return ClaimRequirements(tuple(requests), tuple(constraints))
+        numbers += [number] * len(claim.requests)
+    return ClaimRequirements(tuple(requests), tuple(constraints), tuple(numbers))
 
 
 def _texts(selectors: Iterable[DeviceSelector]) -> Iterator[str]:
