@@ -46,6 +46,9 @@ T = TypeVar("T")
 MAX_SHARED_VALUES = 1 << 14
 """Distinct claim specs and node selectors that are kept; each node has a selector of its own."""
 
+MAX_SHARED_BYTES = 1 << 12
+"""Size of the largest of them: a spec that hardly any other claim has may take most of a MiB."""
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -319,8 +322,9 @@ def _interned(labels: Mapping[str, str]) -> dict[str, str]:
 
 
 def _shared(kind: type[T], value: T) -> T:
-    """The one kept object that equals ``value``."""
-    return cast("T", _one(kind, msgspec.json.encode(value)))  # type: ignore[arg-type]
+    """The one kept object that equals ``value``; ``value`` itself if it is large."""
+    encoded = msgspec.json.encode(value)
+    return cast("T", _one(kind, encoded)) if len(encoded) <= MAX_SHARED_BYTES else value  # type: ignore[arg-type]
 
 
 @lru_cache(MAX_SHARED_VALUES)

@@ -37,8 +37,8 @@ from driver.slices.attributes import STANDARD, attributes, capacity
 MAX_SELECTORS = 512
 """Selectors of a namespace, expressions, and sets of attributes that are remembered."""
 
-MAX_SELECTIONS = 50_000
-"""Selectors, each on one set of nodes, of which the result is remembered."""
+MAX_NAMESPACES = 1024
+"""Namespaces whose selectors are remembered, and more that have not got all of their budget back."""
 
 BUDGET_SECONDS = 3.0
 """Processor time that a namespace has at once; decisions have to follow each other within 20 s."""
@@ -77,17 +77,26 @@ class SelectorTime:
 
     def spend(self, work: Callable[[], T]) -> T:
         """Call ``work`` and subtract its processor time. Raises BudgetExhausted if no time is left to begin."""
-        now = self._clock()
-        self._left = min(self._budget, self._left + (now - self._filled_at) * REFILL_PER_SECOND)
-        self._filled_at = now
+        self._refill()
         if self._left <= 0:
-            self._refused_at = self._refused_at or now
+            self._refused_at = self._refused_at or self._filled_at
             raise BudgetExhausted
         began = self._processor_time()
         try:
             return work()
         finally:
             self._left -= self._processor_time() - began
+
+    @property
+    def full(self) -> bool:
+        """Whether none of the budget is missing."""
+        self._refill()
+        return self._left >= self._budget
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._left = min(self._budget, self._left + (now - self._filled_at) * REFILL_PER_SECOND)
+        self._filled_at = now
 
     def retry(self) -> bool:
         """Whether to try refused selectors again now; at most every RETRY_SECONDS."""
@@ -268,7 +277,8 @@ class Matching:
     def __init__(self, driver: str) -> None:
         self.driver = driver
         self.program = lru_cache(MAX_SELECTORS)(_compiled)
-        self._namespaces: dict[str, NamespaceSelectors] = {}
+        self.namespaces: dict[str, NamespaceSelectors] = {}
+        """The one used last at the end."""
         self._feasibility_memory = FeasibilityMemory(None)
         examples = ExampleDevices()
         self._classes = lru_cache(MAX_SELECTORS)(lambda names: EquivalenceClasses(names, examples))
@@ -276,7 +286,7 @@ class Matching:
     def feasibility_memory(self, hardware: Hardware) -> FeasibilityMemory:
         """The results about fleets of that hardware."""
         memory = self._feasibility_memory
-        if memory.hardware is not hardware or len(memory.kinds) > MAX_SELECTIONS:
+        if memory.hardware is not hardware:
             memory = self._feasibility_memory = FeasibilityMemory(hardware)
         return memory
 
@@ -287,12 +297,16 @@ class Matching:
 
         The time for it counts for ``namespace``, that of the claim; "" for the expressions of a DeviceClass alone.
         """
-        known = self._namespaces.get(namespace)
+        known = self.namespaces.pop(namespace, None)
         if known is None or known.time.retry():
             budget = BUDGET_SECONDS if namespace else math.inf
             time = SelectorTime(budget) if known is None else known.time
             make = lru_cache(MAX_SELECTORS)(partial(self._selector, time))
-            known = self._namespaces[namespace] = NamespaceSelectors(make, time)
+            known = NamespaceSelectors(make, time)
+        self.namespaces[namespace] = known
+        if len(self.namespaces) > MAX_NAMESPACES:
+            idle = (each for each, selectors in self.namespaces.items() if each != namespace and selectors.time.full)
+            self.namespaces.pop(next(idle, ""), None)
         return known.selector(expressions, capacity_conditions)
 
     def _selector(
