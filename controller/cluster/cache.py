@@ -54,15 +54,14 @@ MAX_SHARED_BYTES = 1 << 12
 class Snapshot:
     """Everything that is known at one moment; whatever did not change since the last snapshot is the same object.
 
-    ``incomplete`` are the pools that the scheduler ignores, with the reasons; ``withdrawing`` the plans that withdraw
-    devices; ``changed`` what changed since the last decision.
+    ``incomplete`` are the pools that the scheduler ignores, with the reasons; ``changed`` what changed since the last
+    decision.
     """
 
     cluster: ClusterState
     plans: Mapping[str, GpuNodePlan]
     views: tuple[NodeView, ...]
     incomplete: Mapping[str, str]
-    withdrawing: Mapping[str, GpuNodePlan]
     changed: Changes
 
 
@@ -77,7 +76,6 @@ class ClusterCache:
         self._claim_index = ClaimIndex(driver)
         self._nodes_by_name: dict[str, Node] = {}
         self._plans_by_node: dict[str, GpuNodePlan] = {}
-        self._withdrawing: dict[str, GpuNodePlan] = {}
         self._slices_by_node: dict[str, dict[Key, Published]] = {}
         self._node_of_pool: dict[str, str] = {}
         self._views = NodeViews(driver)
@@ -179,7 +177,6 @@ class ClusterCache:
                 dict(self._plans_by_node),
                 self._views.all(),
                 dict(self._views.incomplete),
-                dict(self._withdrawing),
                 self._views.changes(),
             )
 
@@ -225,10 +222,6 @@ class ClusterCache:
 
     def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> bool:
         self._take(changes, self._plans_by_node)
-        for name, new in ((change.key.name, change.new) for change in changes):
-            self._withdrawing.pop(name, None)
-            if new is not None and new.spec.withdrawn:
-                self._withdrawing[name] = new
         return any(_differ(change.old, change.new) for change in changes)
 
     def _take(self, changes: Sequence[Change[T]], into: dict[str, T]) -> bool:

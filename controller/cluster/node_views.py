@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -127,8 +126,6 @@ class NodeViews:
     def __init__(self, driver: str) -> None:
         self._driver = driver
         self._views: dict[str, NodeView] = {}
-        self._names: list[str] = []
-        self._ordered: list[NodeView] = []
         self._all: tuple[NodeView, ...] | None = None
         self.incomplete: dict[str, str] = {}
         """By pool, why the scheduler ignores it."""
@@ -142,7 +139,7 @@ class NodeViews:
     def all(self) -> tuple[NodeView, ...]:
         """The same tuple as long as no view changes."""
         if self._all is None:
-            self._all = tuple(self._ordered)
+            self._all = tuple(self._views[name] for name in sorted(self._views))
         return self._all
 
     def changes(self) -> Changes:
@@ -174,22 +171,13 @@ class NodeViews:
         found = self._view(node, plan, slices, held) if node is not None and is_ours else None
         before = self._views.get(name)
         if found != before:
-            self._replace(name, before, found)
-
-    def _replace(self, name: str, before: NodeView | None, found: NodeView | None) -> None:
-        at = bisect_left(self._names, name)
-        self._all = None
-        self._changed_views.add(name)
-        self._membership |= before is None or found is None
-        if found is None:
-            del self._views[name], self._names[at], self._ordered[at]
-            return
-        self._views[name] = found
-        if before is not None:
-            self._ordered[at] = found
-        else:
-            self._names.insert(at, name)
-            self._ordered.insert(at, found)
+            self._all = None
+            self._changed_views.add(name)
+            self._membership |= before is None or found is None
+            if found is not None:
+                self._views[name] = found
+            else:
+                del self._views[name]
 
     def _update_pools(self, node: str, slices: Collection[Published]) -> None:
         for pool in self._pools.pop(node, frozenset()):

@@ -201,7 +201,8 @@ def claim_for(pod: Pod, by_resource: Mapping[str, str]) -> Claim | None:
     """The claim that the scheduler will create for the pod's extended resources, if it requests any and has none."""
     if pod.status.extended_resource_claim_status is not None or pod.spec.node_name:
         return None
-    names = {name for each in _containers(pod) for name in _requests(each) if name in by_resource or _implicit(name)}
+    requested = {name for each in (*pod.spec.init_containers, *pod.spec.containers) for name in _requests(each)}
+    names = {name for name in requested if name in by_resource or name.startswith(IMPLICIT)}
     counts = {name: _amount(pod, name) for name in sorted(names)}
     requests = tuple(
         Request(name, ExactDeviceRequest(by_resource.get(name, name.removeprefix(IMPLICIT)), count=count))
@@ -211,14 +212,6 @@ def claim_for(pod: Pod, by_resource: Mapping[str, str]) -> Claim | None:
     if not requests:
         return None
     return Claim(Metadata(name=pod.metadata.name, namespace=pod.metadata.namespace), ClaimSpec(DeviceClaim(requests)))
-
-
-def _implicit(name: str) -> bool:
-    return name.startswith(IMPLICIT)
-
-
-def _containers(pod: Pod) -> tuple[Container, ...]:
-    return (*pod.spec.init_containers, *pod.spec.containers)
 
 
 def _requests(container: Container) -> Mapping[str, str | int]:

@@ -115,7 +115,8 @@ class RequirementsReader:
         payer = namespace if wanted.selectors or conditions else ""
         selector = self._matching.selector(expressions, conditions, payer)
         if isinstance(selector, CelError):
-            return _refused(request, selector) if self._matching.is_about_us(expressions) else None
+            may_be_about_us = any(self._matching.driver in text for text in expressions)
+            return _refused(request, selector) if may_be_about_us else None
         if not selector.is_about_us and not self._selects_ours(selector):
             return None
         if wanted.admin_access:  # needs no free device

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, reduce
 from operator import or_
@@ -23,9 +23,9 @@ from controller.demand.gpu_equivalence_classes import (
     BY_PLACEMENT,
     FACT_OF,
     EquivalenceClasses,
-    ExampleDevices,
     Names,
     device_at,
+    examples_of,
     representatives,
 )
 from deviceclasses.cel import CelDevice, Program, ReferencedAttributes, compile_selector, from_slice_device
@@ -208,8 +208,8 @@ class Selector:
         numbers = self._classes.of(entry)
         found = self._by_numbers.get(numbers)
         if found is None:
-            examples = self._classes.examples.of(entry)
-            parts = [self._part(number, entry, each.kind) for number, each in zip(numbers, examples, strict=True)]
+            pairs = zip(numbers, examples_of(entry), strict=True)
+            parts = [self._part(number, entry, each.kind) for number, each in pairs]
             found = self._by_numbers[numbers] = _joined([part for part in parts if part or part.failures])
         return found
 
@@ -280,8 +280,7 @@ class Matching:
         self.namespaces: dict[str, NamespaceSelectors] = {}
         """The one used last at the end."""
         self._feasibility_memory = FeasibilityMemory(None)
-        examples = ExampleDevices()
-        self._classes = lru_cache(MAX_SELECTORS)(lambda names: EquivalenceClasses(names, examples))
+        self._classes = lru_cache(MAX_SELECTORS)(EquivalenceClasses)
 
     def feasibility_memory(self, hardware: Hardware) -> FeasibilityMemory:
         """The results about fleets of that hardware."""
@@ -325,10 +324,6 @@ class Matching:
         classes = self._classes(_names(self.driver, referenced))
         about_us = any(self._reads_ours(program.referenced) for program in programs[: len(expressions)])
         return Selector(self.driver, tuple(programs), classes, time, is_about_us=about_us)
-
-    def is_about_us(self, expressions: Iterable[str]) -> bool:
-        """Whether any of ``expressions``, of which one is refused, may read attributes of this driver."""
-        return any(self.driver in text for text in expressions)
 
     def _reads_ours(self, referenced: ReferencedAttributes) -> bool:
         return any(domain == self.driver for domain, _ in referenced.attributes | referenced.capacity)
