@@ -83,7 +83,6 @@ class ClusterCache:
         """Nodes whose views are to be renewed by the next snapshot."""
         self._outdated_nodes: set[str] = set()
         """Of these, the ones whose Node object changed."""
-        self._node_objects: tuple[Node, ...] = ()
 
         def cache(
             path: str,
@@ -111,11 +110,10 @@ class ClusterCache:
             "Node": self._nodes,
             KIND: self._plans,
         }
-        self._all = tuple(self._kinds.values())
 
     def start(self, stop: threading.Event) -> list[threading.Thread]:
         """Watch each resource in a thread of its own until ``stop`` is set."""
-        threads = [threading.Thread(target=cache.run, args=(stop,), daemon=True) for cache in self._all]
+        threads = [threading.Thread(target=cache.run, args=(stop,), daemon=True) for cache in self._kinds.values()]
         for thread in threads:
             thread.start()
         return threads
@@ -123,11 +121,11 @@ class ClusterCache:
     @property
     def synced(self) -> bool:
         """Whether every resource has been listed."""
-        return all(cache.synced for cache in self._all)
+        return all(cache.synced for cache in self._kinds.values())
 
     def stale(self) -> str | None:
         """Why the caches may be out of date; None if all are current."""
-        return next((why for cache in self._all if (why := cache.stale()) is not None), None)
+        return next((why for cache in self._kinds.values() if (why := cache.stale()) is not None), None)
 
     def unreadable(self) -> list[tuple[Reference, str]]:
         """The objects that are unreadable at present, and why."""
@@ -170,10 +168,8 @@ class ClusterCache:
                     self._claim_index.held(Pool(name, self._driver).name),
                     node_changed=name in changed_nodes,
                 )
-            if changed_nodes:
-                self._node_objects = tuple(self._nodes_by_name.values())
             return Snapshot(
-                ClusterState(self._claim_index.view(), classes, pods, self._node_objects),
+                ClusterState(self._claim_index.view(), classes, pods, tuple(self._nodes_by_name.values())),
                 dict(self._plans_by_node),
                 self._views.all(),
                 dict(self._views.incomplete),

@@ -261,16 +261,14 @@ class UnreportedNodesTracker:
         """Since when no node at all has reported."""
         self._since: dict[str, float] = {}
 
-    def update(self, views: Iterable[NodeView]) -> UnreportedNodes:
+    def update(self, views: Collection[NodeView]) -> UnreportedNodes:
         """The nodes without a report among ``views``."""
-        now, reported = self._clock(), False
-        since: dict[str, float] = {}
-        for view in views:
-            if view.status.inventory:
-                reported = True
-            else:
-                since[view.name] = self._since.get(view.name, now)
-        self._since = since
-        self._none_since = None if reported else now if self._none_since is None else self._none_since
-        times = [*since.values(), *([self._none_since] if self._none_since is not None else [])]
-        return UnreportedNodes(tuple(sorted(since)), any(now - began < REPORT_TIMEOUT_SECONDS for began in times))
+        now, times = self._clock(), list[float]()
+        self._since = {view.name: self._since.get(view.name, now) for view in views if not view.status.inventory}
+        if len(self._since) < len(views):
+            self._none_since = None
+        else:
+            self._none_since = now if self._none_since is None else self._none_since
+            times.append(self._none_since)
+        times += self._since.values()
+        return UnreportedNodes(tuple(sorted(self._since)), any(now - began < REPORT_TIMEOUT_SECONDS for began in times))

@@ -61,10 +61,6 @@ class ClaimRequirements(NamedTuple):
             found[claim] += request.count or 0
         return tuple(found.values())
 
-    @property
-    def too_many(self) -> bool:
-        return max(self.counts) > MAX_DEVICES
-
 
 class Refusal(NamedTuple):
     """The reason why a request can't be evaluated."""
