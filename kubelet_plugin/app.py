@@ -31,7 +31,7 @@ from kubelet_plugin.claims.preparer import ClaimReader, Preparer
 from kubelet_plugin.claims.steps import Observer, Step, Steps
 from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.dra.health_service import HealthService
-from kubelet_plugin.dra.service import ClaimObserver, DraService, ObservedClaims
+from kubelet_plugin.dra.service import ClaimObserver, DraService
 from kubelet_plugin.dra.sockets import PluginSockets, Registry, SocketServer
 from kubelet_plugin.health.monitor import HealthMonitor, NvmlEventListener
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
@@ -194,12 +194,6 @@ class NodePlugin:
                 context, publishing.device_names, self._health.unhealthy_reason, self._health.faults_by_kind
             )
 
-    def _observed_claims(self) -> ObservedClaims:
-        observers: list[ClaimObserver] = [self._activity.working, self._events.report_failure]
-        if self._metrics:
-            observers.insert(0, self._metrics.measure)
-        return ObservedClaims(self._preparer, *observers)
-
     def _connect(self) -> None:
         """Connect each change with the parts that have to act on it."""
         publishing, reconcile = self._publishing, self._reconciler.notify
@@ -263,7 +257,10 @@ class NodePlugin:
 
     def _serve(self, stack: ExitStack) -> None:
         settings = self._settings
-        service = DraService(self._observed_claims(), self._context.locks.waits)
+        observers: list[ClaimObserver] = [self._activity.working, self._events.report_failure]
+        if self._metrics:
+            observers.insert(0, self._metrics.measure)
+        service = DraService(self._preparer, *observers, waits=self._context.locks.waits)
         stack.callback(service.close)
         handlers = [service.handler(), *self._health_service.handlers()]
         if self._sockets is not None:
