@@ -66,7 +66,8 @@ class Publishing:
         node_probes.add_slices(self._publisher.published)
         self._plan = PlanWatch(client, settings.namespace, settings.node_name, self._plan_changed)
         self._follower = PlanFollower(
-            self._plan,
+            self._plan.plan,
+            self._plan.alive,
             context.inventory,
             PlanFile(settings.state_dir),
             self._publisher.device_names,

@@ -79,7 +79,8 @@ class FleetNode:
         self._mode = mode
         self._word = PlanWatch(client, NAMESPACE, name, self.notify)
         self.follower = PlanFollower(
-            self._word,
+            self._word.plan,
+            self._word.alive,
             self.inventory,
             InMemoryPlanStore(),
             self.publisher.device_names,

@@ -50,7 +50,8 @@ class Followed:
     def start(self) -> None:
         """A new process."""
         self.follower = PlanFollower(
-            self.controller,
+            self.controller.plan,
+            self.controller.alive,
             self.node.node.inventory,
             PlanFile(self.node.root / "state"),
             lambda: self.in_slices,
