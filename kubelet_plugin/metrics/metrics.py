@@ -20,8 +20,7 @@ from driver.model.device import Device, DeviceKind
 from driver.model.events_and_conditions import ConditionType
 from driver.process_metrics import METRICS_PATH, SECONDS, ApiMetrics, metrics_page, process_registry
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
-from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.checkpoint.store import Checkpoint
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.health.conditions import FaultKind
