@@ -47,8 +47,7 @@ from kubelet_plugin.metrics.probes import (
 )
 from kubelet_plugin.publishing import Publishing
 from kubelet_plugin.reconcile.claim_activity import ClaimActivity
-from kubelet_plugin.reconcile.orphans import Orphans
-from kubelet_plugin.reconcile.recovery import hold_recorded, recover
+from kubelet_plugin.reconcile.recovery import Orphans, hold_recorded, recover
 from kubelet_plugin.reconcile.retry import ClaimReconciler
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.events import EventReporter, Reason
