@@ -63,8 +63,12 @@ def recover(context: PluginContext, cleanup: ClaimCleanup, records: Iterable[Cla
         _tidy_specs(context)
     for record in records:
         with context.step(Step.RECOVER_RECORD, claim=str(record)):
-            if record.needs_release:
-                _finish_release(cleanup, record)
+            try:
+                if record.needs_release:
+                    cleanup.finish_release(record.uid)
+            except RecoverableError as error:
+                extra = {"claim": str(record), "error": str(error)}
+                log.error("can't release what is left of a claim yet", extra=extra)
 
 
 def hold_recorded(context: PluginContext) -> None:
@@ -97,13 +101,6 @@ def _devices(context: PluginContext, record: ClaimRecord) -> list[Device]:
             extra={"claim": str(record), "device": entry.device, "gpu": entry.gpu_uuid},
         )
     return found
-
-
-def _finish_release(cleanup: ClaimCleanup, record: ClaimRecord) -> None:
-    try:
-        cleanup.finish_release(record.uid)
-    except RecoverableError as error:
-        log.error("can't release what is left of a claim yet", extra={"claim": str(record), "error": str(error)})
 
 
 def _tidy_specs(context: PluginContext) -> None:
@@ -191,7 +188,6 @@ class Orphans:
                 raise
             return True
         if claim.metadata.uid == record.uid and self._allocated(claim) & {entry.device for entry in record.devices}:
-            self._events.remember_pods(claim)
             self._gone_since.pop(record.uid, None)
             return False
         return True
