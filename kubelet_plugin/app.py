@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from driver.hardware.host_paths import boot_id
+from driver.http import Check
 from driver.hung_threads import join_all
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.clock import Clock
@@ -188,9 +189,11 @@ class NodePlugin:
         )
         self._health_service = HealthService(context.pool.name, publishing.devices, self._health.unhealthy_reason)
         if self._metrics:
-            self._metrics.register_gauges(
-                context, publishing.device_names, self._health.unhealthy_reason, self._health.faults_by_kind
-            )
+            from kubelet_plugin.metrics.metrics import NodeGauges
+
+            health = self._health
+            gauges = NodeGauges(context, publishing.device_names, health.unhealthy_reason, health.faults_by_kind)
+            self._metrics.registry.register(gauges)
 
     def _connect(self) -> None:
         """Connect each change with the parts that have to act on it."""
@@ -211,17 +214,19 @@ class NodePlugin:
         """Define what ``/livez`` and ``/readyz`` check; probe the directories that a prepare writes to."""
         settings, context, probes = self._settings, self._context, self._node_probes
         self._hardware_check = HardwareCheck(context.inventory)
-        probes.add_ready_check("hardware", self._hardware_check.failure)
-        probes.add_ready_check("neighbours", self._other_drivers.not_ready)
         self._other_drivers.serve(context.inventory, lambda: self._scanner.excluded_count)
         self._scanner.on_scan = self._scanned
         clock, write = Clock(), partial(probe, settings.state_dir / PROBE)
         state = DirectoryProbe(settings.state_dir, write, STATE_REASONS, self._events.node, clock)
         specs = DirectoryProbe(settings.cdi_dir, context.cdi.probe, CDI_REASONS, self._events.node, clock)
         self._probes = (state, specs)
-        probes.add_ready_check("checkpoint", state.failure)
-        probes.add_ready_check("cdi", specs.failure)
-        probes.add_live_check("cdi-mount", context.cdi.detached)
+        probes.ready += [
+            Check("hardware", self._hardware_check.failure),
+            Check("neighbours", self._other_drivers.not_ready),
+            Check("checkpoint", state.failure),
+            Check("cdi", specs.failure),
+        ]
+        probes.live.append(Check("cdi-mount", context.cdi.detached))
 
     def run(self) -> None:
         """Serve until ``stop``. The sockets are gone when this returns; slices stay, because claims stay prepared."""

@@ -56,7 +56,7 @@ def failure_kind(error: Exception) -> str:
 
 
 class Metrics:
-    """Counters, histograms and gauges of the node plugin. Thread-safe."""
+    """Counters and histograms of the node plugin; ``registry`` also gets its ``NodeGauges``. Thread-safe."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or process_registry()
@@ -91,16 +91,6 @@ class Metrics:
         for family, kinds in (*known, (self._faults, faults)):
             for kind in kinds:
                 family.labels(kind)
-
-    def register_gauges(
-        self,
-        node: PluginContext,
-        published: Callable[[], set[str]],
-        unhealthy_reason: Callable[[Device], str | None],
-        faults: Callable[[], Mapping[str, int]],
-    ) -> None:
-        """Register the gauges (``NodeGauges``) once, before the page is served."""
-        self.registry.register(NodeGauges(node, published, unhealthy_reason, faults))
 
     @contextmanager
     def measure(self, verb: str, _claim: ClaimReference) -> Iterator[None]:

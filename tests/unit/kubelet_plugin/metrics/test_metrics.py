@@ -46,7 +46,7 @@ class Measured:
         self.node: NodeUnderTest = start_node(root, self.api, took=self.metrics.observe_step)
         self.published: set[str] = set()
         self.ill: set[str] = set()
-        self.metrics.register_gauges(*self.sources)
+        self.metrics.registry.register(NodeGauges(*self.sources))
 
     @property
     def sources(self) -> Sources:
