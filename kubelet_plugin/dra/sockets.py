@@ -147,8 +147,7 @@ class PluginSockets:
 
     def drain(self, timeout_seconds: float) -> bool:
         """Accept no more calls and wait for those in progress; False after ``timeout_seconds``."""
-        self._proxy.close()
-        return self._proxy.empty(timeout_seconds)
+        return self._proxy.drain(timeout_seconds)
 
     def reopen(self) -> None:
         """Accept calls again if this instance is active."""

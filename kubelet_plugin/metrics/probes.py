@@ -47,8 +47,8 @@ SOCKET_TIMEOUT_SECONDS = 60.0
 
 
 class NodeProbes:
-    """Thread-safe. The owner reports to ``reach``, ``watchdog`` and ``set_registered``. Before ``serve`` it adds checks to
-    ``ready`` and, of failures that a new container repairs, to ``live``."""
+    """Thread-safe. The owner reports to ``reach``, ``watchdog`` and ``set_registered``. Before ``serve`` it adds checks
+    to ``ready`` and, of failures that a new container repairs, to ``live``."""
 
     def __init__(self, settings: NodeSettings, stop: threading.Event) -> None:
         self.reach = ApiReach()

@@ -51,7 +51,8 @@ class PlanFollower:
         plan: Callable[[], GpuNodePlan | None],
         alive: Callable[[], bool],
         inventory: Inventory,
-        store: PlanFile,
+        memory: PlanMemory | None,
+        save: Callable[[PlanMemory, bool], None],
         published_before: Callable[[], Iterable[str]],
         on_mode: Callable[[], None],
         on_published: Callable[[], None],
@@ -60,12 +61,13 @@ class PlanFollower:
         faults: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         """``plan`` returns the node's plan as last received, ``alive`` whether the controller has renewed its heartbeat
-        recently. ``store`` keeps the mode over restarts. ``published_before`` names the devices in the node's slices;
-        it is called once, when they are known. ``faults`` are the faults in the status, which operators can clear.
+        recently. ``memory`` is what the last process has saved; ``save`` takes (memory, whether durably).
+        ``published_before`` names the devices in the node's slices; it is called once, when they are known. ``faults``
+        are the faults in the status, which operators can clear.
         """
         self._plan, self._alive = plan, alive
         self._inventory = inventory
-        self._store = store
+        self._save = save
         self._published_before = published_before
         self._on_mode = on_mode
         self._on_published = on_published
@@ -73,7 +75,7 @@ class PlanFollower:
         self._spread = spread
         self._faults = faults
         self._lock = threading.Lock()
-        self._memory = store.load() or PlanMemory(new_epoch(), PlanMode.STANDALONE)
+        self._memory = memory or PlanMemory(new_epoch(), PlanMode.STANDALONE)
         self._offered: frozenset[str] | None = None
         self._held: frozenset[str] = frozenset()
         self._standalone_at: float | None = clock() + FIRST_PLAN_TIMEOUT_SECONDS + MODE_SPREAD_SECONDS * spread()
@@ -175,7 +177,7 @@ class PlanFollower:
             return
         self._memory = wanted
         try:
-            self._store.save(wanted, durable=durable)
+            self._save(wanted, durable)
         except StateError as error:
             log.error("can't save the plan mode for the next start", extra={"error": str(error)})
 
@@ -220,21 +222,8 @@ class PlanFile:
         except (OSError, msgspec.MsgspecError):
             return None
 
-    def save(self, memory: PlanMemory, *, durable: bool) -> None:
+    def save(self, memory: PlanMemory, durable: bool) -> None:
         write_atomically(self._path, msgspec.json.encode(memory), 0o600, durable=durable)
-
-
-class InMemoryPlanStore(PlanFile):
-    """Starts with ``memory`` and writes no file: for simulated nodes."""
-
-    def __init__(self, memory: PlanMemory | None = None) -> None:
-        self._memory = memory
-
-    def load(self) -> PlanMemory | None:
-        return self._memory
-
-    def save(self, memory: PlanMemory, *, durable: bool) -> None:
-        self._memory = memory
 
 
 def new_epoch() -> str:

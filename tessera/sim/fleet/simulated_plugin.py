@@ -19,7 +19,7 @@ from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES, Publisher
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter
-from kubelet_plugin.plan.follower import InMemoryPlanStore, PlanFollower, PlanMemory, new_epoch
+from kubelet_plugin.plan.follower import PlanFollower, PlanMemory, new_epoch
 
 
 class OwnSlices:
@@ -89,9 +89,15 @@ class FleetNode:
         self.name, self._loop = owner["name"], loop
         self.pool = Pool(self.name, settings.driver)
         self.inventory = Inventory(gpus, number_gpus(gpus, {}))
-        store = InMemoryPlanStore(PlanMemory(new_epoch(), settings.mode))
         self.follower = PlanFollower(
-            plan, alive, self.inventory, store, tuple, self.plan_changed, lambda: self._plan_status.notify()
+            plan,
+            alive,
+            self.inventory,
+            PlanMemory(new_epoch(), settings.mode),
+            save=lambda *_: None,
+            published_before=tuple,
+            on_mode=self.plan_changed,
+            on_published=lambda: self._plan_status.notify(),
         )
         self._builder = SliceBuilder(self.pool)
         self._slices = OwnSlices(client, self.pool)
