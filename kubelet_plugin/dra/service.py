@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
 from driver.errors import ClaimError, TesseraError
-from kubelet_plugin.claims.preparer import PreparedDevice
+from kubelet_plugin.claims.preparer import Preparer
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2 as messages
 from kubelet_plugin.inventory.inventory import ClaimReference
 
@@ -37,14 +37,6 @@ UID = re.compile(r"[A-Za-z0-9][-A-Za-z0-9]*")
 T = TypeVar("T")
 
 
-class ClaimService(Protocol):
-    """Prepares and unprepares one claim, like ``Preparer``. Both methods raise TesseraError."""
-
-    def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]: ...
-
-    def unprepare(self, reference: ClaimReference) -> None: ...
-
-
 ClaimObserver = Callable[[str, ClaimReference], AbstractContextManager[None]]
 """A block around the work on a claim. Arguments: ``prepare`` or ``unprepare``, the claim."""
 
@@ -54,14 +46,14 @@ class DraService:
 
     def __init__(
         self,
-        claims: ClaimService,
+        preparer: Preparer,
         *observers: ClaimObserver,
         waits: Callable[[], Sequence[str]] = list,
         answer_timeout_seconds: float = ANSWER_TIMEOUT_SECONDS,
     ) -> None:
         """``observers``: the outermost first. ``waits`` describes which claims wait for which locks, for the error
         message after a timeout."""
-        self._claims = claims
+        self._preparer = preparer
         self._observers = observers
         self._waits = waits
         self._answer_timeout_seconds = answer_timeout_seconds
@@ -78,7 +70,7 @@ class DraService:
 
     def _prepare_resources(self, request: Any, _context: grpc.ServicerContext) -> Any:
         response = messages.NodePrepareResourcesResponse()
-        for uid, devices, error in self._run(request.claims, "prepare", self._claims.prepare):
+        for uid, devices, error in self._run(request.claims, "prepare", self._preparer.prepare):
             answer = response.claims[uid]
             answer.error = error
             for device in devices or ():
@@ -92,7 +84,7 @@ class DraService:
 
     def _unprepare_resources(self, request: Any, _context: grpc.ServicerContext) -> Any:
         response = messages.NodeUnprepareResourcesResponse()
-        for uid, _, error in self._run(request.claims, "unprepare", self._claims.unprepare):
+        for uid, _, error in self._run(request.claims, "unprepare", self._preparer.unprepare):
             response.claims[uid].error = error
         return response
 

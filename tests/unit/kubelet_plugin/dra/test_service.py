@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from driver.errors import ClaimError, EnvironmentFault
-from kubelet_plugin.claims.preparer import PreparedDevice
+from kubelet_plugin.claims.preparer import PreparedDevice, Preparer
 from kubelet_plugin.dra import sockets
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from kubelet_plugin.dra.protocol.generated import registration_v1_pb2 as registration_messages
@@ -30,7 +30,7 @@ from tests.support.node import NodeUnderTest
 from tests.support.running import SOON_S, eventually
 
 
-class Work:
+class Work(Preparer):
     """Prepares by name: what a claim is called decides how it goes."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from kubelet_plugin.claims.preparer import PreparedDevice
+from kubelet_plugin.claims.preparer import PreparedDevice, Preparer
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from kubelet_plugin.dra.service import DraService
 from kubelet_plugin.dra.sockets import SocketServer
@@ -67,7 +67,7 @@ def test_a_stop_ends_the_waiting() -> None:
         activity.wait_idle(3600)(stop)
 
 
-class Worker:
+class Worker(Preparer):
     """Claim work that notes what waits meanwhile would see."""
 
     def __init__(self, activity: ClaimActivity, time: Waiting) -> None:
