@@ -106,7 +106,7 @@ class NodePlugin:
         self._offers_changed, self._hardware_changed, self._health_changed = Signal(), Signal(), Signal()
         self._cdi_restored, self._release_failed = Signal(), Signal()
         self._hardware = ExitStack()
-        records = self._open(Steps(observer, metrics.observe_step if metrics else ignore))
+        self._open(Steps(observer, metrics.observe_step if metrics else ignore))
         self._monitor_health()
         self._publishing = Publishing(
             settings,
@@ -120,14 +120,14 @@ class NodePlugin:
         )
         self._prepare_claims()
         self._connect()
-        recover(self._context, self._cleanup, records)
+        recover(self._context, self._cleanup)
         inventory = self._context.inventory
         self._scanner.scan_partitions(inventory, inventory.gpus)
         self._health.handle_scan(inventory.gpus)
         self._check_readiness()
 
-    def _open(self, step: Steps) -> Sequence[ClaimRecord]:
-        """Open hardware, checkpoint and CDI directory, and discover the GPUs. Return the checkpoint's records."""
+    def _open(self, step: Steps) -> None:
+        """Open hardware, checkpoint and CDI directory, and discover the GPUs."""
         settings = self._settings
         host, self._paths = self._hardware.enter_context(open_host(settings, lasting=True))
         checkpoint = Checkpoint(settings.state_dir)
@@ -157,7 +157,6 @@ class NodePlugin:
             boot=boot_id(self._paths),
             existing_published=settings.publish_existing,
         )
-        return records
 
     def _monitor_health(self) -> None:
         context = self._context

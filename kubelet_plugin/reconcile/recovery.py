@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import msgspec
@@ -50,13 +50,13 @@ Count = Callable[[str], None]
 """Receives the kind of each orphan that was dealt with: ``claim``, ``cdi-spec`` or ``record``."""
 
 
-def recover(context: PluginContext, cleanup: ClaimCleanup, records: Iterable[ClaimRecord]) -> None:
-    """Hold the devices of ``records`` and undo unfinished claims. Call it once, before the first prepare.
+def recover(context: PluginContext, cleanup: ClaimCleanup) -> None:
+    """Hold the devices of all records and undo unfinished claims. Call it once, before the first prepare.
 
     A claim that was being prepared is undone: the kubelet got no answer and will ask again. So is one that was being
     unprepared. Never raises for a single claim: what fails is logged and stays held.
     """
-    records = list(records)
+    records = context.checkpoint.records()
     for record in records:
         context.inventory.hold(record.reference, _devices(context, record))
     with context.step(Step.TIDY_CDI_SPECS):

@@ -141,6 +141,6 @@ def start_node(
     )
     cleanup = ClaimCleanup(context, listeners)
     preparer = Preparer(context, api, cleanup, listeners)
-    recover(context, cleanup, records)
+    recover(context, cleanup)
     scanner.scan_partitions(inventory, inventory.gpus)
     return NodeUnderTest(root, simulated, context, preparer, cleanup, scanner, api, changes, locks, repaired, open_host)
