@@ -70,7 +70,7 @@ class HostPaths:
 
 def _joined(root: Path, path: str) -> str:
     """Join as strings: a prepare does this ten times, and a Path costs more than the file access."""
-    return os.path.join(root, path.lstrip("/"))  # noqa: PTH118
+    return f"{str(root).rstrip('/')}/{path.lstrip('/')}"
 
 
 def boot_id(paths: HostPaths) -> str:

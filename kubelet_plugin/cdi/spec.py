@@ -201,7 +201,7 @@ class CdiDirectory:
             return False
         self.restore()
         # The directory is in memory (/var/run); the checkpoint survives a reboot.
-        write_atomically(path, data, 0o644, durable=False)
+        write_atomically(path, data, durable=False, mode=0o644, reserved=True)
         return True
 
     def reserve(self, uid: str, size: int) -> None:
@@ -242,14 +242,14 @@ class CdiDirectory:
     def has(self, uid: str) -> bool:
         """Whether the claim has a spec."""
         try:
-            return self._path(uid).exists()
+            return Path(self._path(uid)).exists()
         except OSError as error:
             raise StateError(f"can't read {self._path(uid)}: {error.strerror}") from error
 
     def devices(self, uid: str) -> dict[str, str]:
         """The devices in the claim's spec, name to UUID; empty if there is no spec or it is invalid."""
         try:
-            data = self._path(uid).read_bytes()
+            data = Path(self._path(uid)).read_bytes()
         except FileNotFoundError:
             return {}
         except OSError as error:
@@ -287,18 +287,18 @@ class CdiDirectory:
         except OSError as error:
             raise StateError(f"can't list {self._directory}: {error.strerror}") from error
 
-    def _path(self, uid: str) -> Path:
-        return self._directory / f"{self._prefix}{uid}.json"
+    def _path(self, uid: str) -> str:
+        return f"{self._directory}/{self._prefix}{uid}.json"
 
 
 def _name(uid: str, device: str) -> str:
     return f"{uid}-{device}"
 
 
-def _content(path: Path) -> bytes | None:
+def _content(path: str) -> bytes | None:
     """The content; None if the file is missing or unreadable: it is then written again, which reports any error."""
     try:
-        return path.read_bytes()
+        return Path(path).read_bytes()
     except OSError:
         return None
 

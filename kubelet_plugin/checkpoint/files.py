@@ -1,4 +1,8 @@
-"""Atomic file operations: a crash at any instruction leaves the old content or the new, never a mixture."""
+"""Atomic file operations: a crash at any instruction leaves the old content or the new, never a mixture.
+
+A prepare waits for three writes. Therefore paths may be strings, since creating a Path takes as long as the call that
+uses it, and system calls are few: after each one a thread may have to wait for the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -11,70 +15,79 @@ from driver.errors import StateError
 
 TEMPORARY = ".tmp"
 
+PRIVATE = 0o600
+"""Mode of a file that only its owner may read and write."""
+
 PROBE_BYTES = os.urandom(16 * 1024)
 """Content of a probe: more than a checkpoint record, and random, because a file system may compress or skip zeros."""
 
 
-def write_atomically(path: Path, data: bytes, mode: int, *, durable: bool) -> None:
-    """Replace ``path``. ``durable``: on disk when this returns, also after a power cut. Raises StateError."""
-    # Strings, because a prepare waits for three writes: creating a Path takes as long as the call that uses it.
-    directory, _ = os.path.split(path)
-    temporary = _temporary(path)
+def write_atomically(
+    path: str | Path, data: bytes, *, durable: bool, mode: int = PRIVATE, reserved: bool = False
+) -> None:
+    """Replace ``path``. ``durable``: on disk when this returns, also after a power cut. Raises StateError.
+
+    ``reserved``: ``reserve`` may have allocated space for it.
+    """
+    directory, temporary = _temporary(path)
     try:
-        with _opened(temporary, mode) as descriptor:
-            os.fchmod(descriptor, mode)
+        # Without truncating, reserved space stays allocated until it is overwritten.
+        with _opened(temporary, mode, 0 if reserved else os.O_TRUNC) as descriptor:
+            if mode != PRIVATE:  # no usual umask takes anything from PRIVATE
+                os.fchmod(descriptor, mode)
             _write_all(descriptor, data)
-            os.ftruncate(descriptor, len(data))
+            if reserved:
+                os.ftruncate(descriptor, len(data))
             if durable:
                 os.fdatasync(descriptor)
-        os.replace(temporary, path)  # noqa: PTH105
+        os.replace(temporary, path)
         if durable:
             sync_directory(directory)
     except OSError as error:
         with suppress(OSError):
-            os.unlink(temporary)  # noqa: PTH108
+            os.unlink(temporary)
         raise StateError(f"can't write {path}: {error.strerror}") from error
 
 
-def reserve(path: Path, size: int, mode: int) -> None:
+def reserve(path: str | Path, size: int, mode: int) -> None:
     """Allocate ``size`` bytes for the next ``write_atomically`` of ``path``. Raises StateError."""
-    temporary = _temporary(path)
+    _, temporary = _temporary(path)
     try:
-        with _opened(temporary, mode) as descriptor:
+        with _opened(temporary, mode, 0) as descriptor:
             os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         with suppress(OSError):
-            os.unlink(temporary)  # noqa: PTH108
+            os.unlink(temporary)
         raise StateError(f"can't write {path}: {error.strerror}") from error
 
 
-def unreserve(path: Path) -> None:
+def unreserve(path: str | Path) -> None:
     """Delete the temporary file of ``path``; a missing one is no error. Raises StateError."""
-    remove(Path(_temporary(path)), durable=False)
+    remove(_temporary(path)[1], durable=False)
 
 
-def probe(path: Path) -> None:
+def probe(path: str | Path) -> None:
     """Write PROBE_BYTES to disk under the temporary name of ``path`` and delete them again. Raises StateError."""
-    temporary = _temporary(path)
+    directory, temporary = _temporary(path)
     try:
-        with _opened(temporary, 0o600) as descriptor:
+        with _opened(temporary, PRIVATE, 0) as descriptor:
             try:
                 _write_all(descriptor, PROBE_BYTES)
                 os.fsync(descriptor)
             finally:
-                os.unlink(temporary)  # noqa: PTH108
+                os.unlink(temporary)
     except OSError as error:
-        raise StateError(f"can't write {path.parent}: {error.strerror}") from error
+        raise StateError(f"can't write {directory}: {error.strerror}") from error
 
 
-def remove(path: Path, *, durable: bool) -> None:
+def remove(path: str | Path, *, durable: bool) -> None:
     """Delete ``path``; a missing file is no error. Raises StateError."""
     try:
         # Checked first: a file system that is mounted read-only refuses to delete even a missing file.
-        path.lstat()
-        path.unlink()
+        os.lstat(path)
+        os.unlink(path)
         if durable:
-            sync_directory(path.parent)
+            sync_directory(os.path.dirname(path))
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
@@ -90,15 +103,15 @@ def sync_directory(directory: Path | str) -> None:
         os.close(descriptor)
 
 
-def _temporary(path: Path) -> str:
+def _temporary(path: str | Path) -> tuple[str, str]:
+    """The directory of ``path``, and the name under which its content is written."""
     directory, name = os.path.split(path)
-    return f"{directory}/.{name}{TEMPORARY}"
+    return directory, f"{directory}/.{name}{TEMPORARY}"
 
 
 @contextmanager
-def _opened(temporary: str, mode: int) -> Iterator[int]:
-    """Open without truncating: reserved space stays allocated until it is overwritten."""
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode)
+def _opened(temporary: str, mode: int, flags: int) -> Iterator[int]:
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | flags, mode)
     try:
         yield descriptor
     finally:

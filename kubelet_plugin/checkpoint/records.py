@@ -261,7 +261,7 @@ class Checkpoint:
     def put(self, record: ClaimRecord, *, durable: bool = True) -> None:
         """Write the record. It survives a kill of the process; if ``durable``, also a power cut."""
         try:
-            write_atomically(self.path(record.uid), msgspec.json.encode(record), 0o600, durable=durable)
+            write_atomically(self._file(record.uid), msgspec.json.encode(record), durable=durable)
         except StateError:
             # A release that is needed is known in memory at least. It may be on disk all the same: fsync fails late.
             if record.needs_release:
@@ -270,12 +270,15 @@ class Checkpoint:
         self._records[record.uid] = record
 
     def remove(self, uid: str) -> None:
-        remove(self.path(uid), durable=True)
+        remove(self._file(uid), durable=True)
         self._records.pop(uid, None)
 
     def path(self, uid: str) -> Path:
         """The file of one claim's record, whether it exists or not."""
-        return self._directory / f"{uid}.json"
+        return Path(self._file(uid))
+
+    def _file(self, uid: str) -> str:
+        return f"{self._directory}/{uid}.json"
 
     def _load(self, path: Path) -> None:
         try:

@@ -254,9 +254,7 @@ class HealthFile:
     def save(self, record: HealthRecord) -> None:
         """Write ``record`` durably. A failure is logged only: the record in memory stays in force."""
         try:
-            write_atomically(
-                self._path, msgspec.json.encode(HealthFileContent(FILE_VERSION, record)), 0o600, durable=True
-            )
+            write_atomically(self._path, msgspec.json.encode(HealthFileContent(FILE_VERSION, record)), durable=True)
         except StateError as error:
             log.error("can't save the health of GPUs; a restart would lose it", extra={"error": str(error)})
 

@@ -223,7 +223,7 @@ class PlanFile:
             return None
 
     def save(self, memory: PlanMemory, durable: bool) -> None:
-        write_atomically(self._path, msgspec.json.encode(memory), 0o600, durable=durable)
+        write_atomically(self._path, msgspec.json.encode(memory), durable=durable)
 
 
 def new_epoch() -> str:

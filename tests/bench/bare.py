@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc
@@ -23,7 +24,7 @@ from driver.kube.credentials import load_configuration
 from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.types import Claim
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
-from tests.bench.kubelet import SERVICE, Kubelet
+from tests.bench.kubelet import IN_MEMORY, SERVICE, Kubelet
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 
@@ -36,15 +37,16 @@ def bare_kubelet(cluster: Cluster, node: str) -> Iterator[Kubelet]:
     directory = cluster.directory / "bare"
     directory.mkdir()
     kubeconfig = cluster.service_account_kubeconfig("tessera", "tessera-node", node=node)
-    process = subprocess.Popen([sys.executable, "-m", "tests.bench.bare", kubeconfig, directory])
-    try:
-        wait_for((directory / "socket").exists, READY_S, "the bare path listens")
-        kubelet = Kubelet(directory / "socket").connect()
-        yield kubelet
-        kubelet.close()
-    finally:
-        process.terminate()
-        process.wait()
+    with TemporaryDirectory(dir=IN_MEMORY) as cdi_dir:
+        process = subprocess.Popen([sys.executable, "-m", "tests.bench.bare", kubeconfig, directory, cdi_dir])
+        try:
+            wait_for((directory / "socket").exists, READY_S, "the bare path listens")
+            kubelet = Kubelet(directory / "socket").connect()
+            yield kubelet
+            kubelet.close()
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def bare_ms(cluster: Cluster, node: str, claims: Sequence[Any]) -> float:
@@ -58,18 +60,19 @@ def bare_ms(cluster: Cluster, node: str, claims: Sequence[Any]) -> float:
 class BarePath:
     """``NodePrepareResources``, as short as it can be."""
 
-    def __init__(self, kubeconfig: Path, directory: Path) -> None:
+    def __init__(self, kubeconfig: Path, directory: Path, cdi_dir: Path) -> None:
         self._access = load_configuration(kubeconfig)
         self._directory = directory
+        self._cdi_dir = cdi_dir
         self._decoder = msgspec.json.Decoder(Claim)
 
     def prepare(self, request: Any, _context: grpc.ServicerContext) -> Any:
         response = dra_v1_pb2.NodePrepareResourcesResponse()
         for reference in request.claims:
             claim = self._read(f"{RESOURCE_GROUP}/namespaces/{reference.namespace}/resourceclaims/{reference.name}")
-            self._write("record", b'{"phase":"preparing"}', durable=True)
-            self._write("spec", b'{"cdiVersion":"0.6.0"}', durable=False)
-            self._write("record", b'{"phase":"prepared"}', durable=True)
+            self._write(self._directory, b'{"phase":"preparing"}', durable=True)
+            self._write(self._cdi_dir, b'{"cdiVersion":"0.6.0"}', durable=False)
+            self._write(self._directory, b'{"phase":"prepared"}', durable=True)
             answer = response.claims[reference.uid]
             for result in claim.status.allocation.devices.results if claim.status.allocation else ():
                 answer.devices.add(
@@ -81,24 +84,24 @@ class BarePath:
         headers = {"Accept": "application/json", "Authorization": self._access.authorization() or ""}
         return self._decoder.decode(self._access.pool.urlopen("GET", self._access.url(path), headers=headers).data)
 
-    def _write(self, name: str, data: bytes, *, durable: bool) -> None:
-        temporary = f"{self._directory}/.{name}.tmp"
+    def _write(self, directory: Path, data: bytes, *, durable: bool) -> None:
+        temporary = f"{directory}/.file.tmp"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.write(descriptor, data)
         if durable:
             os.fdatasync(descriptor)
         os.close(descriptor)
-        os.replace(temporary, f"{self._directory}/{name}")  # noqa: PTH105
+        os.replace(temporary, f"{directory}/file")  # noqa: PTH105
         if durable:
-            descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             os.fsync(descriptor)
             os.close(descriptor)
 
 
-def serve(kubeconfig: Path, directory: Path) -> None:
+def serve(kubeconfig: Path, directory: Path, cdi_dir: Path) -> None:
     """Until the process is ended."""
     handler = grpc.unary_unary_rpc_method_handler(
-        BarePath(kubeconfig, directory).prepare,
+        BarePath(kubeconfig, directory, cdi_dir).prepare,
         request_deserializer=dra_v1_pb2.NodePrepareResourcesRequest.FromString,
         response_serializer=dra_v1_pb2.NodePrepareResourcesResponse.SerializeToString,
     )
@@ -111,4 +114,4 @@ def serve(kubeconfig: Path, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), Path(sys.argv[2]))
+    serve(*map(Path, sys.argv[1:]))

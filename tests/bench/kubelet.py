@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import grpc
@@ -18,6 +20,8 @@ from tests.support.workloads import CLAIMS, request
 SERVICE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
 
 CONNECT_S = 60.0
+IN_MEMORY = Path("/dev/shm")
+
 DEADLINE_S = 45.0
 """The kubelet's own."""
 
@@ -77,16 +81,20 @@ def _timed(calls: Sequence[Any], messages: Sequence[Any]) -> float:
 
 @contextmanager
 def bench_plugin(cluster: Cluster, name: str = "bench-0", metrics_address: str = "") -> Iterator[PluginProcess]:
-    """A plugin for a Node object without a kubelet, as shipped but for the simulator's delay."""
-    plugin = PluginProcess(cluster, bare_node(cluster, name))
-    plugin.flags.log_level = "info"
-    plugin.flags.metrics_address = metrics_address
-    plugin.spawn()
-    plugin.wait_published()
-    try:
-        yield plugin
-    finally:
-        plugin.stop()
+    """A plugin for a Node object without a kubelet, as shipped but for the simulator's delay.
+
+    Its CDI directory is in memory, as /var/run is on a host: on a disk, the next durable write waits for the CDI spec.
+    """
+    with TemporaryDirectory(dir=IN_MEMORY) as cdi_dir:
+        plugin = PluginProcess(cluster, replace(bare_node(cluster, name), cdi_dir=Path(cdi_dir)))
+        plugin.flags.log_level = "info"
+        plugin.flags.metrics_address = metrics_address
+        plugin.spawn()
+        plugin.wait_published()
+        try:
+            yield plugin
+        finally:
+            plugin.stop()
 
 
 def allocated_claim(

@@ -136,7 +136,7 @@ def test_a_failed_write_leaves_the_old_content_and_no_temporary_file(tmp_path: P
     target.mkdir()
     (target / "inside").write_text("old")
     with pytest.raises(StateError, match=f"can't write {target}"):
-        write_atomically(target, b"new", 0o600, durable=True)
+        write_atomically(target, b"new", durable=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["taken"]
 
 
@@ -145,7 +145,7 @@ def test_a_temporary_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None
     victim.write_text("precious")
     (tmp_path / ".spec.tmp").symlink_to(victim)
     with pytest.raises(StateError):
-        write_atomically(tmp_path / "spec", b"new", 0o644, durable=False)
+        write_atomically(tmp_path / "spec", b"new", durable=False, mode=0o644)
     assert victim.read_text() == "precious"
 
 
