@@ -154,6 +154,13 @@ def advice(other: OtherDriver, owned: int, all_gpus: int, *, trusting: bool) -> 
     return f"{message}; remove it from this node, or leave exactly its GPUs to it with --exclude-gpus"
 
 
+def gpus_of(item: ResourceSlice) -> frozenset[str] | None:
+    """UUIDs of the GPUs and parent GPUs in a slice; None if the slice is not of NVIDIA's driver."""
+    if item.spec.driver != NVIDIA_DRIVER:
+        return None
+    return item.spec.gpu_uuids
+
+
 class OtherDriverWatch:
     """Sets the GPUs in the inventory that are reserved for other drivers.
 
@@ -186,7 +193,7 @@ class OtherDriverWatch:
             client,
             f"{RESOURCE_GROUP}/resourceslices",
             ResourceSlice,
-            lambda item: item.spec.gpu_uuids,
+            gpus_of,
             lambda _: self._slices_changed(),
             selector,
         )
