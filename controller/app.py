@@ -82,7 +82,7 @@ def run(
     """
     from controller.controller import Controller
     from driver.kube.client import KubeClient, load_configuration
-    from driver.kube.heartbeat import Heartbeat
+    from driver.kube.controller_heartbeat import Heartbeat
     from driver.kube.lease import LeaderElector
     from driver.steps import unobserved
 
@@ -115,7 +115,7 @@ def _measured(
     """The metrics pages, and the observer of the client's requests; none of both without an address."""
     if address is None:
         return dict, None
-    from driver.process_metrics import METRICS_PATH, ApiMetrics, UnreadableObjects, metrics_page, process_registry
+    from driver.common_metrics import METRICS_PATH, ApiMetrics, UnreadableObjects, metrics_page, process_registry
 
     registry = process_registry()
     registry.register(UnreadableObjects(unreadable))

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from driver.hardware.host_paths import boot_id
 from driver.http import Check
-from driver.hung_threads import join_all
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.clock import Clock
 from driver.kube.events import Recorder
 from driver.model.device import number_gpus
 from driver.model.gpu import Gpu
+from driver.process_exit import join_all
 from driver.slices.pool_names import Pool
 from driver.steps import unobserved
 from kubelet_plugin.cdi.spec import CdiDirectory, find_driver_files

@@ -18,7 +18,7 @@ from driver.config.shared_flags import (
     parse_listen_address,
 )
 from driver.errors import UsageError
-from driver.model.gpu_selection import EVERY_GPU, NO_GPU, NO_SHARES, GpuSelection, ShareCounts
+from driver.model.gpu_selection_and_share_counts import EVERY_GPU, NO_GPU, NO_SHARES, GpuSelection, ShareCounts
 
 NODE_NAME_LIMIT = 253
 

@@ -136,7 +136,7 @@ def node(**flags: Any) -> None:
       tessera node --node-name worker-1 --shares "NVIDIA L4=8,0=4" --shares-only 0
     """
     with _kept_out_of_garbage_collection():
-        from driver.hung_threads import leave
+        from driver.process_exit import leave
         from kubelet_plugin.app import node_plugin
         from kubelet_plugin.settings import node_settings
 

@@ -11,8 +11,8 @@ from click.core import ParameterSource
 from driver.config.shared_flags import DEFAULT_DRIVER
 from driver.errors import NOT_FOUND, ApiError, EnvironmentFault
 from driver.kube.client import KubeClient
+from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.credentials import POD, load_configuration
-from driver.kube.heartbeat import HEARTBEAT, LEAVING
 from driver.kube.reads import read_all
 from driver.kube.types import GpuNodePlan
 from driver.model.plan import PATH

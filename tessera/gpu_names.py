@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 from driver.errors import StateError, UsageError
 from driver.kube.types import GpuNodePlan, ResourceSlice, SliceDevice
-from driver.model.events_and_conditions import ConditionType, read_time
+from driver.model.gpu_health import ConditionType, read_time
 from driver.model.plan import ClearedFaults, GpuReport, states_of
 from driver.slices.build import UNHEALTHY
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple, cast
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.demand.node_fit import Budget, Outcome, States, fits
+from controller.demand.device_search import Budget, Outcome, States, fits
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
 from controller.demand.selected_devices import FeasibilityMemory, Matches, Matching, Selector, is_in_use, most_devices
 from driver.placement import GpuState, OfferKind

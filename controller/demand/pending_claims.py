@@ -19,8 +19,8 @@ import msgspec
 
 from controller.cluster.claim_index import ClusterState
 from controller.cluster.fleet import Fleet
+from controller.demand.device_search import Outcome
 from controller.demand.feasibility import Feasibility, Found, Nodes
-from controller.demand.node_fit import Outcome
 from controller.demand.requirements import MAX_COMBINATIONS, ClaimRequirements, Refusal, RequirementsReader, joined
 from controller.demand.selected_devices import Matching
 from deviceclasses.cel.library.quantity import parse_quantity

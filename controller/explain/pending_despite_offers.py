@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import FleetGpu
+from controller.demand.device_search import ValueOf, find_devices
 from controller.demand.feasibility import Nodes
-from controller.demand.node_fit import ValueOf, find_devices
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements
 from controller.explain.gpu_obstacles import listed

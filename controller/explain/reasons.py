@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from controller.cluster.fleet import FleetGpu
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
+from controller.demand.device_search import Outcome
 from controller.demand.feasibility import Feasibility, Nodes
-from controller.demand.node_fit import Outcome
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, Refusal
 from controller.demand.selected_devices import Selector

@@ -22,8 +22,8 @@ from driver.hardware.host_paths import HOST, HostPaths, device_root
 from driver.hardware.mig import MigOperations
 from driver.hardware.nvml_errors import described, fact, nvml_call
 from driver.hardware.time_slice import TimeSliceTool
-from driver.model.events_and_conditions import GpuEvent
 from driver.model.gpu import Gpu, Partition
+from driver.model.gpu_health import GpuEvent
 from driver.model.time_slice_and_compute_mode import ComputeMode, TimeSlice
 
 

@@ -18,8 +18,8 @@ import msgspec
 
 from driver.errors import StateError
 from driver.model.device import Device, DeviceKind, share_index
-from driver.model.events_and_conditions import read_time, written_time
 from driver.model.gpu import Gpu, NvLink, Profile
+from driver.model.gpu_health import read_time, written_time
 
 API_VERSION = "gpu.tessera.dev/v1alpha1"
 KIND = "GpuNodePlan"

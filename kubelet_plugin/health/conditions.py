@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from driver.model.events_and_conditions import NO_ACTION, RECOVERY_ACTIONS, DeviceCondition, EventKind, GpuEvent
+from driver.model.gpu_health import NO_ACTION, RECOVERY_ACTIONS, DeviceCondition, EventKind, GpuEvent
 from driver.model.xid import FALLEN_OFF_THE_BUS, is_fatal, meaning_of
 
 REPEAT_INTERVAL_SECONDS = 60

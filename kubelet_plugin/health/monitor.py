@@ -19,8 +19,8 @@ import msgspec
 from driver.errors import RecoverableError, StateError
 from driver.hardware.node_gpus import Host
 from driver.model.device import Device
-from driver.model.events_and_conditions import ConditionType, DeviceCondition, EventKind, GpuEvent
 from driver.model.gpu import Gpu
+from driver.model.gpu_health import ConditionType, DeviceCondition, EventKind, GpuEvent
 from driver.model.plan import ClearedFaults, PlanSpec
 from driver.model.xid import meaning_of
 from kubelet_plugin.checkpoint.files import write_atomically

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from driver.model.device import SLICE_VALUE, Device, DeviceKind, devices_of, number_gpus, share_indices
-from driver.model.events_and_conditions import DeviceCondition
 from driver.model.gpu import Gpu, MigMode
-from driver.model.gpu_selection import NO_GPU, GpuSelection
+from driver.model.gpu_health import DeviceCondition
+from driver.model.gpu_selection_and_share_counts import NO_GPU, GpuSelection
 from driver.model.plan import GpuReport
 from driver.slices.build import PublishedGpu
 from kubelet_plugin.inventory.published_devices import (

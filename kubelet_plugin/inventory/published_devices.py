@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from driver.model.device import Device, DeviceKind
-from driver.model.events_and_conditions import DeviceCondition
 from driver.model.gpu import Gpu
+from driver.model.gpu_health import DeviceCondition
 from driver.model.plan import Offer, offer_of
 from driver.placement import GpuState
 from driver.slices.build import PublishedGpu, limited

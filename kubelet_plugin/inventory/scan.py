@@ -18,7 +18,7 @@ from driver.hardware.node_gpus import GpuFault, Host
 from driver.kube.work_loop import GiveWay, at_once
 from driver.model.device import MOST_SHARES, Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement
-from driver.model.gpu_selection import FEWEST_SHARES, GpuSelection, ShareCounts
+from driver.model.gpu_selection_and_share_counts import FEWEST_SHARES, GpuSelection, ShareCounts
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.published_devices import ForeignPartitions
 from kubelet_plugin.settings import NodeSettings

@@ -14,11 +14,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from driver.common_metrics import METRICS_PATH, SECONDS, ApiMetrics, metrics_page, process_registry
 from driver.errors import ApiError, ClaimError, HardwareError, StateError, TesseraError
 from driver.http import Page
 from driver.model.device import Device, DeviceKind
-from driver.model.events_and_conditions import ConditionType
-from driver.process_metrics import METRICS_PATH, SECONDS, ApiMetrics, metrics_page, process_registry
+from driver.model.gpu_health import ConditionType
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.context import PluginContext

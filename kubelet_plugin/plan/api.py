@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from driver.kube.client import KubeClient
-from driver.kube.heartbeat import HeartbeatWatch
+from driver.kube.controller_heartbeat import HeartbeatWatch
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.kube.watch_cache import WatchCache
 from driver.kube.work_loop import Loop, MakeLoop

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import click
 
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
-from tessera.status import api_objects, nodes, pending_claims, processes
+from tessera.status import installation, nodes, pending_claims, processes
 from tessera.status.snapshot import NAMESPACE, CheckOutput, Finding, Listing, SnapshotReader, StatusSnapshot
 from tessera.tables_and_drawings import columns, counted, with_output
 
@@ -52,10 +52,10 @@ class Check(NamedTuple):
 
 
 CHECKS: Mapping[str, Check] = {
-    "API server": Check(api_objects.api),
-    "definition": Check(api_objects.definition, (Listing.PLANS,)),
-    "classes": Check(api_objects.classes, (Listing.CLASSES,), (Listing.CLAIMS,)),
-    "policies": Check(api_objects.policies, (Listing.POLICIES, Listing.BINDINGS)),
+    "API server": Check(installation.api),
+    "definition": Check(installation.definition, (Listing.PLANS,)),
+    "classes": Check(installation.classes, (Listing.CLASSES,), (Listing.CLAIMS,)),
+    "policies": Check(installation.policies, (Listing.POLICIES, Listing.BINDINGS)),
     "controller": Check(processes.controller, (), (Listing.LEASES, Listing.PODS)),
     "node plugins": Check(processes.plugins, (), (Listing.SLICES, Listing.NODES, Listing.PODS)),
     "versions": Check(processes.versions, (), (Listing.PODS,)),
@@ -69,21 +69,21 @@ CHECKS: Mapping[str, Check] = {
     ),
     "health": Check(nodes.health, (Listing.SLICES,), (Listing.PLANS,)),
     "mode": Check(nodes.mode, (Listing.PLANS, Listing.SLICES), (Listing.LEASES,)),
-    "clocks": Check(api_objects.clocks, (), (Listing.LEASES, Listing.NODE_LEASES)),
+    "clocks": Check(installation.clocks, (), (Listing.LEASES, Listing.NODE_LEASES)),
     "neighbours": Check(nodes.other_drivers, (Listing.NODES, Listing.SLICES, Listing.PLANS, Listing.CLAIMS)),
 }
 """Checks by the name that people see."""
 
 NOT_INSTALLED: Mapping[str, Check] = {
-    "API server": Check(api_objects.api),
-    "installation": Check(api_objects.not_installed),
+    "API server": Check(installation.api),
+    "installation": Check(installation.not_installed),
 }
 """The checks of a cluster without Tessera."""
 
 
 def run_checks(snapshot: StatusSnapshot) -> list[Result]:
     """The result of every check, in the order of the table."""
-    checks = NOT_INSTALLED if api_objects.is_not_installed(snapshot) else CHECKS
+    checks = NOT_INSTALLED if installation.is_not_installed(snapshot) else CHECKS
     return [_result(name, check, snapshot) for name, check in checks.items()]
 
 

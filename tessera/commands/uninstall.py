@@ -14,13 +14,13 @@ import click
 from controller.app import LEASE
 from controller.fence.withdrawal import CANARY
 from driver.errors import ApiError, FatalError
-from driver.hung_threads import wait_until
 from driver.kube.client import KubeClient, Object
-from driver.kube.heartbeat import HEARTBEAT, LEAVING
+from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.lease import LeaseSpec, lease_object, leases
 from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
 from driver.kube.types import Claim
 from driver.model.plan import FENCE
+from driver.process_exit import wait_until
 from driver.slices.publisher import SLICES
 from tessera.cluster_options import cancel_uninstall_command, client_of, with_driver_name, with_kubeconfig
 from tessera.tables_and_drawings import columns

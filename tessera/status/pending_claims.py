@@ -11,7 +11,7 @@ from controller.explain.events import UNREADABLE
 from controller.explain.reasons import ReasonCode
 from driver.kube.client import Object
 from driver.kube.types import Claim, Pod
-from tessera.status.api_objects import our_classes, requested_classes
+from tessera.status.installation import our_classes, requested_classes
 from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot, read_time
 from tessera.tables_and_drawings import counted, shortened
 

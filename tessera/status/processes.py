@@ -9,7 +9,7 @@ from typing import Any
 
 from controller.app import LEASE
 from driver.kube.client import Object
-from driver.kube.heartbeat import HEARTBEAT, LEAVING, SILENCE_TIMEOUT_SECONDS
+from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING, SILENCE_TIMEOUT_SECONDS
 from kubelet_plugin.status.events import Reason
 from tessera.cluster_options import cancel_uninstall_command
 from tessera.status.snapshot import CONTROLLER, NODE, CheckOutput, Finding, Listing, StatusSnapshot

@@ -14,7 +14,7 @@ import msgspec
 from controller.app import LEASE
 from driver.errors import FORBIDDEN, ApiError, UsageError
 from driver.kube.client import KubeClient, Object
-from driver.kube.heartbeat import HEARTBEAT, SILENCE_TIMEOUT_SECONDS
+from driver.kube.controller_heartbeat import HEARTBEAT, SILENCE_TIMEOUT_SECONDS
 from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP, read_all
 from driver.kube.types import Claim, GpuNodePlan, ResourceSlice

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from driver.kube.client import KubeClient, load_configuration
+from driver.kube.controller_heartbeat import Heartbeat, HeartbeatWatch
 from driver.kube.events import Recorder
-from driver.kube.heartbeat import Heartbeat, HeartbeatWatch
 from driver.kube.lease import LeaderElector, leases
 from driver.kube.types import Reference
 from tests.harness.cluster import Cluster

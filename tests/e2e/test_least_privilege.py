@@ -18,7 +18,7 @@ import pytest
 
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, load_configuration
-from driver.kube.heartbeat import HEARTBEAT
+from driver.kube.controller_heartbeat import HEARTBEAT
 from driver.kube.lease import leases
 from driver.model.plan import PATH
 from tests.audit.grants import Grant, grants

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from driver.hardware.host_paths import HostPaths, boot_id
 from driver.model.device import Device
-from driver.model.events_and_conditions import GpuEvent
+from driver.model.gpu_health import GpuEvent
 from driver.slices.build import UNHEALTHY
 from kubelet_plugin.health.monitor import HealthMonitor
 from tests.support.node import NodeUnderTest

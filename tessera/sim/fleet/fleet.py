@@ -19,7 +19,7 @@ import click
 from driver.errors import CONFLICT, ApiError, EnvironmentFault, UsageError
 from driver.kube.client import KubeClient, Object
 from driver.kube.clock import micro_time, seconds_time
-from driver.kube.heartbeat import HeartbeatWatch
+from driver.kube.controller_heartbeat import HeartbeatWatch
 from driver.kube.lease import LeaseSpec, lease_object, leases
 from driver.kube.reads import read_all
 from driver.kube.types import GpuNodePlan, Key, Node, ResourceSlice

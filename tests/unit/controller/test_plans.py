@@ -17,7 +17,7 @@ from controller.cluster.published_offers import DeviceIndex
 from controller.controller import DECISION_INTERVAL_SECONDS, soonest
 from controller.plans import LAZY_WRITE_DELAY_SECONDS, MAX_WRITES, RETRY_INTERVAL_SECONDS, PlanSpecs, PlanWriter
 from driver.kube.client import Object
-from driver.kube.heartbeat import SILENCE_TIMEOUT_SECONDS
+from driver.kube.controller_heartbeat import SILENCE_TIMEOUT_SECONDS
 from driver.kube.types import PAUSED, GpuNodePlan, PlanMetadata
 from driver.model.plan import Offer, PlanMode, PlanSpec, PlanStatus, offer_of
 from tests.support.api_server import Exchange, HttpServer

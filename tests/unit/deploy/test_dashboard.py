@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from driver.process_metrics import ApiMetrics, process_registry
+from driver.common_metrics import ApiMetrics, process_registry
 from kubelet_plugin.metrics.metrics import Metrics, NodeGauges
 from tests.support.chart import CHART, rendered
 from tests.support.node import start_node

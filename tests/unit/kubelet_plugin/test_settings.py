@@ -8,7 +8,7 @@ import pytest
 
 from driver.errors import UsageError
 from driver.model.gpu import Gpu
-from driver.model.gpu_selection import GpuSelection, ShareCounts
+from driver.model.gpu_selection_and_share_counts import GpuSelection, ShareCounts
 from kubelet_plugin.inventory.scan import mig_warnings, share_warnings
 from kubelet_plugin.settings import node_settings
 from tests.support.gpus import H100, gpu_of

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driver.errors import ApiError, UsageError
-from driver.kube.heartbeat import FAILURE_INTERVAL_SECONDS, HEARTBEAT, LEAVING, Heartbeat, HeartbeatWatch
+from driver.kube.controller_heartbeat import FAILURE_INTERVAL_SECONDS, HEARTBEAT, LEAVING, Heartbeat, HeartbeatWatch
 from driver.kube.lease import LeaderElector, Timing, leases
 from tests.support.api_server import Answer, Exchange, Object, ObjectApi
 from tests.support.clock import FakeClock

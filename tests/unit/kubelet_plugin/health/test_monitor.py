@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from driver.hardware.node_gpus import TimeoutRunner
-from driver.model.events_and_conditions import ConditionType, EventKind, GpuEvent, written_time
+from driver.model.gpu_health import ConditionType, EventKind, GpuEvent, written_time
 from driver.model.plan import ClearedFaults, PlanSpec
 from driver.model.xid import XIDS, Meaning, is_fatal
 from driver.simulator import SimulatedNode, nvml_session

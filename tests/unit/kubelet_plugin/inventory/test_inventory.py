@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from driver.errors import ClaimError, HardwareError
-from driver.model.gpu_selection import GpuSelection
+from driver.model.gpu_selection_and_share_counts import GpuSelection
 from driver.model.time_slice_and_compute_mode import TimeSlice
 from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
 from tests.support.claims import opaque, result

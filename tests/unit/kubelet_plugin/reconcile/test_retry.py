@@ -12,8 +12,8 @@ import pynvml
 import pytest
 
 from driver.errors import HardwareError, StateError
-from driver.model.events_and_conditions import ConditionType
 from driver.model.gpu import Placement
+from driver.model.gpu_health import ConditionType
 from kubelet_plugin.cdi.spec import CdiDirectory
 from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.care import Care

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from driver.kube.heartbeat import HEARTBEAT, LEAVING
+from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP
 from kubelet_plugin.dra.sockets import PluginSockets

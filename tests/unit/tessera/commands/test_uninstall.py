@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from driver.kube.heartbeat import HEARTBEAT, LEAVING
+from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.lease import leases
 from tests.harness.waiting import wait_for
 from tests.support.api_server import SLICES, Answer, Exchange, ObjectApi

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import yaml
 
-from driver.kube.heartbeat import LEAVING
+from driver.kube.controller_heartbeat import LEAVING
 from driver.kube.types import Claim, GpuNodePlan, PlanMetadata, ResourceSlice
 from driver.model.plan import PlanMode, PlanSpec, PlanStatus
 from tessera.commands.status import Result, as_text, run_checks

@@ -15,10 +15,10 @@ import yaml
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from driver.common_metrics import METRICS_PATH, RbacRequest, metrics_page, rbac_request
 from driver.config.shared_flags import ListenAddress, parse_listen_address
 from driver.errors import EnvironmentFault
 from driver.http import Endpoint
-from driver.process_metrics import METRICS_PATH, RbacRequest, metrics_page, rbac_request
 from tessera.cli import main
 from tests.harness.waiting import wait_for
 from tests.support.metrics import families, fetch, port_in, total
