@@ -32,7 +32,7 @@ from driver.slices.pool_names import Pool
 from driver.slices.publisher import Publisher
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
 from kubelet_plugin.plan.api import PlanStatusWriter, PlanWatch
-from kubelet_plugin.plan.follower import InMemoryPlanStore, PlanFollower
+from kubelet_plugin.plan.follower import PlanFollower
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.published import DRIVER, discover
@@ -79,9 +79,11 @@ class FleetNode:
         self._mode = mode
         self._word = PlanWatch(client, NAMESPACE, name, self.notify)
         self.follower = PlanFollower(
-            self._word,
+            self._word.plan,
+            self._word.alive,
             self.inventory,
-            InMemoryPlanStore(),
+            None,
+            lambda *_: None,
             self.publisher.device_names,
             self.notify,
             lambda: self._plan_status.notify(),
