@@ -261,7 +261,8 @@ def _kept_pod(found: Pod) -> Pod | None:
 
 def _kept_node(found: Node) -> Node:
     """A Node with its labels."""
-    return Node(_metadata(found.metadata, _interned(found.metadata.labels)), found.spec)
+    labels = {sys.intern(name): sys.intern(value) for name, value in found.metadata.labels.items()}
+    return Node(_metadata(found.metadata, labels), found.spec)
 
 
 def _kept_plan(found: GpuNodePlan) -> GpuNodePlan:
@@ -304,10 +305,6 @@ def _allocation(found: Allocation) -> Allocation:
     )
     selector = None if found.node_selector is None else _shared(NodeSelector, found.node_selector)
     return Allocation(DeviceAllocation(results), selector)
-
-
-def _interned(labels: Mapping[str, str]) -> dict[str, str]:
-    return {sys.intern(name): sys.intern(value) for name, value in labels.items()}
 
 
 def _shared(kind: type[T], value: T) -> T:

@@ -215,12 +215,12 @@ def incomplete_pools(parts: Iterable[PoolPart]) -> dict[str, str]:
             newest[part.pool] = [part]
         elif part.generation == known[0].generation:
             known.append(part)
-    return {pool: _missing(found) for pool, found in newest.items() if len(found) < found[0].slices}
-
-
-def _missing(found: list[PoolPart]) -> str:
-    [first, *_] = found
-    return f"is incomplete: it has {len(found)} of the {first.slices} slices of its generation {first.generation}"
+    counts = ((pool, len(found), found[0]) for pool, found in newest.items())
+    return {
+        pool: f"is incomplete: it has {count} of the {part.slices} slices of its generation {part.generation}"
+        for pool, count, part in counts
+        if count < part.slices
+    }
 
 
 def faults_in(labels: Mapping[str, str], numbers: Collection[int]) -> list[str]:

@@ -84,7 +84,7 @@ class Queue:
         self.pending = pending_claims(cluster.claims.unallocated, cluster.classes, cluster.pods)
         self._eligibility = eligibility or Eligibility(cluster.nodes)
         self._eligibility.forget_unused()
-        reader = RequirementsReader(matching, cluster.classes, self.feasibility.selects_any)
+        reader = RequirementsReader(matching, cluster.classes, fleet)
         self._requirements = {each.key: reader.of(each.claim) for each in self.pending}
         self._claims_of_pod: dict[str, list[PendingClaim]] = {}
         for each in self.pending:

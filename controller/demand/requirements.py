@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product, repeat
 from typing import Literal, NamedTuple
 
+from controller.cluster.fleet import Fleet
 from controller.demand.selected_devices import Matching, Selector
 from driver.config.suggestions import meant
 from driver.errors import CelError
@@ -72,16 +73,14 @@ class Refusal(NamedTuple):
 class RequirementsReader:
     """Reads claims with the present DeviceClasses.
 
-    Requests for other drivers' devices are left out: they read no attribute of this driver and ``selects_ours`` is
-    false. So are requests with adminAccess that can be read.
+    Requests for other drivers' devices are left out: they read no attribute of this driver and select
+    none of the fleet. So are requests with adminAccess that can be read.
     """
 
-    def __init__(
-        self, matching: Matching, classes: Iterable[DeviceClass], selects_ours: Callable[[Selector], bool]
-    ) -> None:
+    def __init__(self, matching: Matching, classes: Iterable[DeviceClass], fleet: Fleet) -> None:
         self._matching = matching
         self._classes: Mapping[str, DeviceClass] = {each.metadata.name: each for each in classes}
-        self._selects_ours = selects_ours
+        self._fleet = fleet
 
     def of(self, claim: Claim) -> tuple[ClaimRequirements, ...] | Refusal:
         """The requirements for each combination of alternatives, in the scheduler's order; none for other drivers."""
@@ -113,7 +112,7 @@ class RequirementsReader:
         if isinstance(selector, CelError):
             may_be_about_us = any(self._matching.driver in text for text in expressions)
             return _refused(request, selector) if may_be_about_us else None
-        if not selector.is_about_us and not self._selects_ours(selector):
+        if not selector.is_about_us and not any(selector.on(entry) for entry in self._fleet):
             return None
         if wanted.admin_access:  # needs no free device
             return None
