@@ -24,7 +24,6 @@ from driver.simulator.machine import (
     GpuInstance,
     Latency,
     Machine,
-    Process,
     SimulatedGpuState,
 )
 from driver.simulator.nvml import SimulatedNvml, is_simulated
@@ -77,13 +76,7 @@ class SimulatedNode:
         return cls(machine)
 
     @classmethod
-    def attach(
-        cls,
-        root: Path,
-        *,
-        latency: Latency = DEFAULT_LATENCY,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> SimulatedNode:
+    def attach(cls, root: Path, *, latency: Latency = DEFAULT_LATENCY) -> SimulatedNode:
         """Open the existing node in ``root``; nothing is written.
 
         :raises EnvironmentFault: there is none
@@ -94,7 +87,7 @@ class SimulatedNode:
                 f"no simulated node in {root}: {_node_file(root)} does not exist;"
                 " `tessera node --node-name NODE --kubeconfig FILE --gpus sim:NAME` makes one"
             )
-        return cls(Machine(description, root, latency, sleep))
+        return cls(Machine(description, root, latency, time.sleep))
 
     @staticmethod
     def is_in(root: Path) -> bool:
@@ -128,35 +121,6 @@ class SimulatedNode:
         :raises NVMLError: IN_USE while a process holds the GPU
         """
         self._machine.change(minor, lambda state: (mig_rules.reset(state), None), event=MIG_CHANGED)
-
-    def start_process(self, device: str, *, pid: int, memory: int = 0) -> None:
-        """Start a process on a GPU or a MIG device, which is IN_USE until :meth:`end_process`.
-
-        :param device: UUID
-        :param memory: bytes of GPU memory it uses
-        :raises UsageError: the node has no such device
-        """
-        process = Process(pid, memory, self._mig_uuid(device))
-        self._edit_processes(device, lambda present: (*present, process))
-
-    def end_process(self, device: str, *, pid: int) -> None:
-        """End that process."""
-        ended = (pid, self._mig_uuid(device))
-        self._edit_processes(device, lambda present: tuple(p for p in present if (p.pid, p.device) != ended))
-
-    def _mig_uuid(self, device: str) -> str:
-        return "" if device in self._machine.uuids else device
-
-    def _edit_processes(self, device: str, edit: Callable[[tuple[Process, ...]], tuple[Process, ...]]) -> None:
-        for minor, uuid in enumerate(self._machine.uuids):
-
-            def edited(state: SimulatedGpuState, uuid: str = uuid) -> tuple[SimulatedGpuState, bool]:
-                found = device == uuid or device in state.mig_devices
-                return (msgspec.structs.replace(state, processes=edit(state.processes)) if found else state), found
-
-            if self._machine.change(minor, edited):
-                return
-        raise UsageError(f"the simulated node {self.description.name} has no device {device}")
 
 
 @contextmanager

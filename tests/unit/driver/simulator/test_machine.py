@@ -205,11 +205,6 @@ def test_a_damaged_state_file_is_reported_with_its_path(tmp_path: Path) -> None:
         node.nvml.nvmlDeviceGetMigMode(node.nvml.nvmlDeviceGetHandleByIndex(0))
 
 
-def test_a_device_the_node_has_not_cannot_be_busy(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no device MIG-1"):
-        one_h100(tmp_path).start_process("MIG-1", pid=1)
-
-
 def test_operations_take_the_time_that_hardware_takes(tmp_path: Path) -> None:
     naps: list[float] = []
     node = SimulatedNode.open(load_description("h100-1"), tmp_path, sleep=naps.append)
