@@ -36,7 +36,9 @@ from driver.kube.clock import Clock
 from driver.kube.events import Recorder
 from driver.kube.work_loop import Loop
 from driver.model.plan import Offer
-from driver.placement import Measure, OfferKind, Ranking, Weights
+from driver.placement.measure import Measure, Weights
+from driver.placement.ranking import Ranking
+from driver.placement.state import OfferKind
 from driver.steps import observed, unobserved
 
 log = logging.getLogger(__name__)

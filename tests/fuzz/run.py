@@ -18,7 +18,8 @@ from controller.demand.pending_claims import Queue
 from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
 from controller.explain.reasons import reasons_of
-from driver.placement import Measure, Ranking, Weights
+from driver.placement.measure import Measure, Weights
+from driver.placement.ranking import Ranking
 from tests.fuzz.objects import Hostile
 from tests.support.queues import DRIVER, node_of
 

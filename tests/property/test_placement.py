@@ -8,20 +8,9 @@ from hypothesis import strategies as st
 
 from driver.model.device import Device, DeviceKind, devices_of
 from driver.model.gpu import Gpu
-from driver.placement import (
-    FULL,
-    SHARE,
-    GpuState,
-    Measure,
-    OfferKind,
-    RankedClique,
-    Ranking,
-    Weights,
-    key_of,
-    order_offers,
-    spot_of,
-)
-from driver.placement.measure import CLIQUE_CLASS, FULL_CLASS, SHARE_CLASS
+from driver.placement.measure import CLIQUE_CLASS, FULL_CLASS, SHARE_CLASS, Measure, Weights
+from driver.placement.ranking import RankedClique, Ranking, order_offers
+from driver.placement.state import FULL, SHARE, GpuState, OfferKind, key_of, spot_of
 from tests.support.gpus import H100, gpu_of
 
 GPU = gpu_of(H100)

@@ -8,8 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
-from driver.placement import Weights
-from driver.placement.measure import CLIQUE_CLASS
+from driver.placement.measure import CLIQUE_CLASS, Weights
 from tests.bench.placement.policies import BestFirst, Curated, LowestStart, Policy, curated
 from tests.bench.placement.simulation import Outcome, Simulation, pooled
 from tests.bench.placement.trace import MIXES, WITH_TRAINING, Mix, Request, Scenario

@@ -10,7 +10,9 @@ from controller.curation.curator import Curator
 from controller.demand.demand import Demand
 from driver.model.device import Device
 from driver.model.plan import Offer, offer_of
-from driver.placement import EQUAL, Measure, OfferKind, Ranking, Weights, key_of, order_offers
+from driver.placement.measure import EQUAL, Measure, Weights
+from driver.placement.ranking import Ranking, order_offers
+from driver.placement.state import OfferKind, key_of
 from tests.bench.placement.trace import Request
 
 

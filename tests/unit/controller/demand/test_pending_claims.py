@@ -9,7 +9,7 @@ import pytest
 
 from controller.demand.demand import Demand, demand_of
 from driver.kube.types import Key, Pod
-from driver.placement import FULL as FULL_KEY
+from driver.placement.state import FULL as FULL_KEY
 from tests.support.queues import FULL, Situation, node_of, request
 
 TRAINING = {"pool": "training", "slots": "8"}

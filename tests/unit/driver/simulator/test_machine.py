@@ -19,15 +19,10 @@ import pynvml
 import pytest
 
 from driver.errors import EnvironmentFault, StateError, UsageError
-from driver.simulator import (
-    DEFAULT_LATENCY,
-    ZERO_LATENCY,
-    Latency,
-    SimulatedNode,
-    load_description,
-    machine,
-    parse_latency,
-)
+from driver.simulator import machine
+from driver.simulator.description import load_description
+from driver.simulator.machine import DEFAULT_LATENCY, ZERO_LATENCY, Latency, parse_latency
+from driver.simulator.node import SimulatedNode
 from tests.support.nvml_client import (
     G1,
     G3,

@@ -9,8 +9,9 @@ from typing import Any
 import pynvml
 import pytest
 
-from driver.simulator import SimulatedNode, mig_rules
+from driver.simulator import mig_rules
 from driver.simulator.machine import Process, SimulatedGpuState
+from driver.simulator.node import SimulatedNode
 from driver.simulator.nvml import SimulatedNvml
 from driver.simulator.products import facts, find_product
 from tests.support.nvml_client import (

@@ -12,7 +12,9 @@ from typing import Any
 import pynvml
 import pytest
 
-from driver.simulator import ZERO_LATENCY, SimulatedNode, load_description
+from driver.simulator.description import load_description
+from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.node import SimulatedNode
 from driver.simulator.nvml import SimulatedNvml
 from tests.support.nvml_client import G1, G3, create, cut, enable_mig, one_h100, process_on, start_process
 

@@ -12,8 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from driver.errors import EnvironmentFault
-from driver.simulator import SimulatedNode
-from driver.simulator.node import describe
+from driver.simulator.node import SimulatedNode, describe
 from tessera.sim.commands import holders, render, sim
 from tessera.sim.fault import find_roots
 from tessera.tables_and_drawings import Span, cell_width, draw_placement, draw_slices
