@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
@@ -68,13 +67,6 @@ class Heartbeat:
         self._client.create_or_patch(f"{leases(self._namespace)}/{HEARTBEAT}", body)
 
 
-class Beat(NamedTuple):
-    """The state of the Lease: when it was renewed, and whether Tessera is being uninstalled."""
-
-    renewed: str | None
-    leaving: bool
-
-
 class HeartbeatWatch:
     """Whether a controller renews the Lease HEARTBEAT of ``namespace``, by this process's own clock.
 
@@ -95,7 +87,7 @@ class HeartbeatWatch:
         self._on_leaving = on_leaving
         self.leaving = False
         selector = {"fieldSelector": f"metadata.name={HEARTBEAT}"}
-        self._cache = WatchCache(client, leases(namespace), Lease, _beat, self._changed, selector)
+        self._cache = WatchCache(client, leases(namespace), Lease, lambda lease: lease, self._changed, selector)
 
     def run(self, stop: threading.Event) -> None:
         """Watch until ``stop`` is set."""
@@ -105,20 +97,16 @@ class HeartbeatWatch:
         """Whether a renewal was seen within SILENCE_TIMEOUT_SECONDS."""
         return self._clock.monotonic() - self._renewed_at <= SILENCE_TIMEOUT_SECONDS
 
-    def _changed(self, changes: Sequence[Change[Beat]]) -> None:
+    def _changed(self, changes: Sequence[Change[Lease]]) -> None:
         if self._listed and any(_is_renewal(change) for change in changes):
             self._renewed_at = self._clock.monotonic()
         self._listed = True
         for change in changes:
-            if change.new is not None and change.new.leaving != self.leaving:
-                self.leaving = change.new.leaving
+            if change.new is not None and (LEAVING in change.new.metadata.annotations) != self.leaving:
+                self.leaving = not self.leaving
                 self._on_leaving()
 
 
-def _is_renewal(change: Change[Beat]) -> bool:
-    renewed = change.new and change.new.renewed
-    return renewed is not None and (change.old is None or change.old.renewed != renewed)
-
-
-def _beat(lease: Lease) -> Beat:
-    return Beat(lease.spec.renew_time, LEAVING in lease.metadata.annotations)
+def _is_renewal(change: Change[Lease]) -> bool:
+    renewed = change.new and change.new.spec.renew_time
+    return renewed is not None and (change.old is None or change.old.spec.renew_time != renewed)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from driver.simulator.machine import (
     Latency,
     Machine,
     SimulatedGpuState,
+    exclusively,
 )
 from driver.simulator.nvml import SimulatedNvml, is_simulated
 from driver.simulator.products import Product
@@ -64,7 +62,8 @@ class SimulatedNode:
         machine = Machine(description, root, latency, sleep)
         try:
             _refuse_foreign_directory(root)
-            with _exclusively(root):
+            make_folder(root / "sim")
+            with exclusively(str(_lock_file(root))):
                 _refuse_another(root, description)
                 tree.build(machine.current_description, root)
                 machine.initialise()
@@ -121,17 +120,6 @@ class SimulatedNode:
         :raises NVMLError: IN_USE while a process holds the GPU
         """
         self._machine.change(minor, lambda state: (mig_rules.reset(state), None), event=MIG_CHANGED)
-
-
-@contextmanager
-def _exclusively(root: Path) -> Iterator[None]:
-    make_folder(root / "sim")
-    descriptor = os.open(_lock_file(root), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _lock_file(root: Path) -> Path:

@@ -198,6 +198,6 @@ def test_objects_are_read_from_json_and_what_is_not_needed_is_skipped() -> None:
       "status": {"phase": "Pending", "nominatedNodeName": "a",
                  "resourceClaimStatuses": [{"name": "gpu", "resourceClaimName": "p-gpu-1"}]}}"""
     pod = msgspec.json.decode(raw, type=Pod)
-    assert (pod.metadata.path, pod.spec.node_selector, pod.claims) == ("n/p", {"a": "b"}, (Key("n", "p-gpu-1"),))
+    assert (str(pod.metadata.key), pod.spec.node_selector, pod.claims) == ("n/p", {"a": "b"}, (Key("n", "p-gpu-1"),))
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(b'{"metadata": {}}', type=Pod)
