@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from driver.hardware.host_paths import boot_id
+from driver.http import Check
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.clock import Clock
 from driver.kube.events import Recorder
@@ -22,8 +23,7 @@ from driver.steps import unobserved
 from kubelet_plugin.cdi.spec import CdiDirectory, find_driver_files
 from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
-from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares
-from kubelet_plugin.checkpoint.store import Checkpoint
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
 from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners, ignore
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.partitions import Partitions, TimeSlices
@@ -31,7 +31,7 @@ from kubelet_plugin.claims.preparer import ClaimReader, Preparer
 from kubelet_plugin.claims.steps import Observer, Step, Steps
 from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.dra.health_service import HealthService
-from kubelet_plugin.dra.service import ClaimObserver, DraService, ObservedClaims
+from kubelet_plugin.dra.service import ClaimObserver, DraService
 from kubelet_plugin.dra.sockets import PluginSockets, Registry, SocketServer
 from kubelet_plugin.health.monitor import HealthMonitor, NvmlEventListener
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
@@ -48,8 +48,7 @@ from kubelet_plugin.metrics.probes import (
 )
 from kubelet_plugin.publishing import Publishing
 from kubelet_plugin.reconcile.claim_activity import ClaimActivity
-from kubelet_plugin.reconcile.orphans import Orphans
-from kubelet_plugin.reconcile.recovery import hold_recorded, recover
+from kubelet_plugin.reconcile.recovery import Orphans, hold_recorded, recover
 from kubelet_plugin.reconcile.retry import ClaimReconciler
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.events import EventReporter, Reason
@@ -107,7 +106,7 @@ class NodePlugin:
         self._offers_changed, self._hardware_changed, self._health_changed = Signal(), Signal(), Signal()
         self._cdi_restored, self._release_failed = Signal(), Signal()
         self._hardware = ExitStack()
-        records = self._open(Steps(observer, metrics.observe_step if metrics else ignore))
+        self._open(Steps(observer, metrics.observe_step if metrics else ignore))
         self._monitor_health()
         self._publishing = Publishing(
             settings,
@@ -121,14 +120,14 @@ class NodePlugin:
         )
         self._prepare_claims()
         self._connect()
-        recover(self._context, self._cleanup, records)
+        recover(self._context, self._cleanup)
         inventory = self._context.inventory
         self._scanner.scan_partitions(inventory, inventory.gpus)
         self._health.handle_scan(inventory.gpus)
         self._check_readiness()
 
-    def _open(self, step: Steps) -> Sequence[ClaimRecord]:
-        """Open hardware, checkpoint and CDI directory, and discover the GPUs. Return the checkpoint's records."""
+    def _open(self, step: Steps) -> None:
+        """Open hardware, checkpoint and CDI directory, and discover the GPUs."""
         settings = self._settings
         host, self._paths = self._hardware.enter_context(open_host(settings, lasting=True))
         checkpoint = Checkpoint(settings.state_dir)
@@ -158,7 +157,6 @@ class NodePlugin:
             boot=boot_id(self._paths),
             existing_published=settings.publish_existing,
         )
-        return records
 
     def _monitor_health(self) -> None:
         context = self._context
@@ -190,15 +188,11 @@ class NodePlugin:
         )
         self._health_service = HealthService(context.pool.name, publishing.devices, self._health.unhealthy_reason)
         if self._metrics:
-            self._metrics.register_gauges(
-                context, publishing.device_names, self._health.unhealthy_reason, self._health.faults_by_kind
-            )
+            from kubelet_plugin.metrics.metrics import NodeGauges
 
-    def _observed_claims(self) -> ObservedClaims:
-        observers: list[ClaimObserver] = [self._activity.working, self._events.report_failure]
-        if self._metrics:
-            observers.insert(0, self._metrics.measure)
-        return ObservedClaims(self._preparer, *observers)
+            health = self._health
+            gauges = NodeGauges(context, publishing.device_names, health.unhealthy_reason, health.faults_by_kind)
+            self._metrics.registry.register(gauges)
 
     def _connect(self) -> None:
         """Connect each change with the parts that have to act on it."""
@@ -219,17 +213,19 @@ class NodePlugin:
         """Define what ``/livez`` and ``/readyz`` check; probe the directories that a prepare writes to."""
         settings, context, probes = self._settings, self._context, self._node_probes
         self._hardware_check = HardwareCheck(context.inventory)
-        probes.add_ready_check("hardware", self._hardware_check.failure)
-        probes.add_ready_check("neighbours", self._other_drivers.not_ready)
         self._other_drivers.serve(context.inventory, lambda: self._scanner.excluded_count)
         self._scanner.on_scan = self._scanned
         clock, write = Clock(), partial(probe, settings.state_dir / PROBE)
         state = DirectoryProbe(settings.state_dir, write, STATE_REASONS, self._events.node, clock)
         specs = DirectoryProbe(settings.cdi_dir, context.cdi.probe, CDI_REASONS, self._events.node, clock)
         self._probes = (state, specs)
-        probes.add_ready_check("checkpoint", state.failure)
-        probes.add_ready_check("cdi", specs.failure)
-        probes.add_live_check("cdi-mount", context.cdi.detached)
+        probes.ready += [
+            Check("hardware", self._hardware_check.failure),
+            Check("neighbours", self._other_drivers.not_ready),
+            Check("checkpoint", state.failure),
+            Check("cdi", specs.failure),
+        ]
+        probes.live.append(Check("cdi-mount", context.cdi.detached))
 
     def run(self) -> None:
         """Serve until ``stop``. The sockets are gone when this returns; slices stay, because claims stay prepared."""
@@ -263,7 +259,10 @@ class NodePlugin:
 
     def _serve(self, stack: ExitStack) -> None:
         settings = self._settings
-        service = DraService(self._observed_claims(), self._context.locks.waits)
+        observers: list[ClaimObserver] = [self._activity.working, self._events.report_failure]
+        if self._metrics:
+            observers.insert(0, self._metrics.measure)
+        service = DraService(self._preparer, *observers, waits=self._context.locks.waits)
         stack.callback(service.close)
         handlers = [service.handler(), *self._health_service.handlers()]
         if self._sockets is not None:

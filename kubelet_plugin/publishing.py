@@ -65,10 +65,13 @@ class Publishing:
         )
         node_probes.add_slices(self._publisher.published)
         self._plan = PlanWatch(client, settings.namespace, settings.node_name, self._plan_changed)
+        plan_file = PlanFile(settings.state_dir)
         self._follower = PlanFollower(
-            self._plan,
+            self._plan.plan,
+            self._plan.alive,
             context.inventory,
-            PlanFile(settings.state_dir),
+            plan_file.load(),
+            plan_file.save,
             self._publisher.device_names,
             self.notify,
             lambda: self._plan_status.notify(),

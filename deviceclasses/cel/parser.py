@@ -160,7 +160,7 @@ SINGLE = {
 ESCAPE = re.compile(r"\\(?:[xX]([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-3][0-7]{2})|(.?))", re.DOTALL)
 
 
-def integer(text: str) -> int:
+def _integer(text: str) -> int:
     """An int literal, its sign included; raises EvaluationError beyond 64 bits."""
     value = int(text, 16) if "0x" in text else whole_number(text)
     if not INT_MIN <= value <= INT_MAX:
@@ -168,7 +168,7 @@ def integer(text: str) -> int:
     return value
 
 
-def unsigned(text: str) -> Uint:
+def _unsigned(text: str) -> Uint:
     """A uint literal with its suffix; raises EvaluationError beyond 64 bits."""
     digits = text[:-1]
     value = int(digits, 16) if "0x" in digits else whole_number(digits)
@@ -177,7 +177,7 @@ def unsigned(text: str) -> Uint:
     return Uint(value)
 
 
-def double(text: str) -> float:
+def _double(text: str) -> float:
     """A double literal; raises EvaluationError where it is too large for one."""
     value = float(text)
     if value in (float("inf"), float("-inf")):
@@ -185,7 +185,7 @@ def double(text: str) -> float:
     return value
 
 
-def string(text: str) -> Value:
+def _string(text: str) -> Value:
     """A string or bytes literal with its quotes; raises EvaluationError for an unknown escape."""
     binary = text[0] in "bB"
     body = text[1:] if binary else text
@@ -223,12 +223,12 @@ def _code_point(match: re.Match[str]) -> int:
 
 
 LITERALS: dict[str, Callable[[str], Value]] = {
-    "INT_LIT": integer,
-    "UINT_LIT": unsigned,
-    "FLOAT_LIT": double,
-    "STRING_LIT": string,
-    "MLSTRING_LIT": string,
-    "BYTES_LIT": string,
+    "INT_LIT": _integer,
+    "UINT_LIT": _unsigned,
+    "FLOAT_LIT": _double,
+    "STRING_LIT": _string,
+    "MLSTRING_LIT": _string,
+    "BYTES_LIT": _string,
     "BOOL_LIT": lambda text: text == "true",
     "NULL_LIT": lambda _: None,
 }

@@ -40,13 +40,14 @@ class Type:
 
 BOOL, BYTES, DOUBLE, INT = Type("bool"), Type("bytes"), Type("double"), Type("int")
 NULL, STRING, UINT = Type("null_type"), Type("string"), Type("uint")
+BASIC = (BOOL, BYTES, DOUBLE, INT, NULL, STRING, UINT)
 DYN, ANY = Type("dyn"), Type("any")
 QUANTITY, SEMVER = Type("kubernetes.Quantity"), Type("kubernetes.Semver")
 DEVICE = Type("kubernetes.DRADevice")
 
 NUMBERS = (INT, UINT, DOUBLE)
 COMPARABLE = (INT, UINT, DOUBLE, BOOL, STRING, BYTES)
-NULLABLE = frozenset({"optional_type", QUANTITY.name, SEMVER.name})
+NULLABLE = {"optional_type", QUANTITY.name, SEMVER.name}
 
 
 def list_of(element: Type) -> Type:
@@ -80,13 +81,7 @@ DEVICE_FIELDS = {
     "allowMultipleAllocations": BOOL,
 }
 """The fields of ``device`` in Kubernetes 1.34 and newer."""
-TYPES = {
-    each.name: each
-    for each in (
-        BOOL, BYTES, DOUBLE, INT, NULL, STRING, UINT,
-        list_of(DYN), map_of(DYN, DYN), optional_of(DYN), type_of_type(DYN),
-    )
-}  # fmt: skip
+TYPES = {each.name: each for each in (*BASIC, list_of(DYN), map_of(DYN, DYN), optional_of(DYN), type_of_type(DYN))}
 """Types that have a name in expressions, as in ``type(x) == int``."""
 
 

@@ -11,8 +11,7 @@ from driver.model.device import Device, DeviceKind, devices_of
 from driver.slices.pool_names import Pool
 from kubelet_plugin.cdi.spec import CdiDirectory, DriverFiles
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
-from kubelet_plugin.checkpoint.records import DeviceRecord
-from kubelet_plugin.checkpoint.store import Checkpoint
+from kubelet_plugin.checkpoint.records import Checkpoint, DeviceRecord
 from kubelet_plugin.claims.partitions import Partitions, TimeSlices
 from kubelet_plugin.claims.steps import Steps
 from kubelet_plugin.inventory.inventory import Inventory

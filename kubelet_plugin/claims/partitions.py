@@ -10,8 +10,7 @@ from driver.hardware.nvml_errors import ABSENT
 from driver.model.device import Device, DeviceKind
 from driver.model.gpu import Gpu, MigMode, Partition, Placement, Profile
 from driver.model.time_slice_and_compute_mode import ComputeMode, TimeSlice, in_force
-from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
-from kubelet_plugin.checkpoint.store import Checkpoint
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord
 from kubelet_plugin.claims.steps import Step, Steps
 from kubelet_plugin.inventory.inventory import Inventory
 

@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 import msgspec
 
@@ -54,13 +53,6 @@ FOUND, GONE = "NeighbourFound", "NeighbourGone"
 NODE = msgspec.json.Decoder(Node)
 
 
-class OtherDriverPolicy(StrEnum):
-    """How to treat other drivers (``--neighbours``)."""
-
-    REFUSE = "refuse"
-    EXCLUDE = "exclude"
-
-
 @dataclass(frozen=True, slots=True)
 class NodeSigns:
     """Observations of other drivers: the Node object, the GPU UUIDs in the slices of NVIDIA's DRA driver (None: it has
@@ -85,7 +77,8 @@ class OtherDriver:
     def owns(self, ours: Iterable[str], excluded: int, *, trusting: bool) -> frozenset[str]:
         """The UUIDs among ``ours`` that it owns, given the number of GPUs that ``--exclude-gpus`` leaves to it.
 
-        Unless ``trusting``, ``--exclude-gpus`` is ignored if it leaves fewer GPUs than the driver offers.
+        Unless ``trusting`` (``--neighbours exclude``), ``--exclude-gpus`` is ignored if it leaves fewer GPUs than the
+        driver offers.
         """
         if self.gpus is not None:
             return self.gpus.intersection(ours)
@@ -138,17 +131,17 @@ def _number(amount: str) -> int:
 
 
 def owners_of(
-    drivers: Iterable[OtherDriver], ours: Collection[str], excluded: int, mode: OtherDriverPolicy
+    drivers: Iterable[OtherDriver], ours: Collection[str], excluded: int, *, trusting: bool
 ) -> dict[str, OtherDriver]:
     """The owner of each GPU in ``ours`` that belongs to another driver, by UUID; the first if there are several."""
     found: dict[str, OtherDriver] = {}
     for driver in drivers:
-        for uuid in driver.owns(ours, excluded, trusting=mode is OtherDriverPolicy.EXCLUDE):
+        for uuid in driver.owns(ours, excluded, trusting=trusting):
             found.setdefault(uuid, driver)
     return found
 
 
-def advice(other: OtherDriver, owned: int, all_gpus: int, mode: OtherDriverPolicy) -> str:
+def advice(other: OtherDriver, owned: int, all_gpus: int, *, trusting: bool) -> str:
     """The Event message: the driver, the GPUs it owns, the consequence, and the remedy."""
     found = f"{other} is on this node"
     if not owned:
@@ -156,7 +149,7 @@ def advice(other: OtherDriver, owned: int, all_gpus: int, mode: OtherDriverPolic
     share = f"all {all_gpus} GPUs" if owned == all_gpus else f"{owned} of {all_gpus} GPUs"
     reason = "" if other.gpus is not None else " because it does not publish which"
     message = f"{found} and owns {share}{reason}: nothing of them is offered"
-    if mode is OtherDriverPolicy.EXCLUDE and other.gpus is not None:
+    if trusting and other.gpus is not None:
         return message
     return f"{message}; remove it from this node, or leave exactly its GPUs to it with --exclude-gpus"
 
@@ -184,7 +177,7 @@ class OtherDriverWatch:
     ) -> None:
         self._client = client
         self._node, self._driver = settings.node_name, settings.driver_name
-        self._kubelet_dir, self._mode = settings.kubelet_dir, OtherDriverPolicy(settings.neighbours)
+        self._kubelet_dir, self._trusting = settings.kubelet_dir, settings.neighbours == "exclude"
         self._on_change, self._send_event = on_change, send_event
         self._inventory: Inventory | None = None
         self._excluded: Callable[[], int] = lambda: 0
@@ -222,7 +215,7 @@ class OtherDriverWatch:
         """Why the node is not ready because of other drivers, or None."""
         if not self._known:
             return "it is not known yet whether other drivers use GPUs of this node"
-        if self._mode is OtherDriverPolicy.EXCLUDE or not self._owned:
+        if self._trusting or not self._owned:
             return None
         reported = self._reported  # may lag behind ``_owned``
         return "; ".join(sorted({reported.get(each.name, str(each)) for each in self._owned.values()}))
@@ -278,9 +271,10 @@ class OtherDriverWatch:
             return
         ours = [gpu.uuid for gpu in inventory.gpus]
         drivers = find_other_drivers(signs, self._driver)
-        owned = owners_of(drivers, ours, self._excluded(), self._mode)
+        owned = owners_of(drivers, ours, self._excluded(), trusting=self._trusting)
         messages = {
-            each.name: advice(each, sum(by is each for by in owned.values()), len(ours), self._mode) for each in drivers
+            each.name: advice(each, list(owned.values()).count(each), len(ours), trusting=self._trusting)
+            for each in drivers
         }
         before, self._owned = self._owned, owned
         self._report(messages, {each.name for each in owned.values()})

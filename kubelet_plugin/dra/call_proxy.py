@@ -54,15 +54,11 @@ class CallProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
             self._inner = inner
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Give no more calls to the handlers. Calls in progress continue."""
+    def drain(self, timeout_seconds: float) -> bool:
+        """Give no more calls to the handlers and wait for those in progress; False after ``timeout_seconds``."""
         with self._changed:
             self._inner = None
             self._changed.notify_all()
-
-    def empty(self, timeout_seconds: float) -> bool:
-        """Wait until no call is in progress in this process; False after ``timeout_seconds``."""
-        with self._changed:
             return self._changed.wait_for(lambda: not self._in_progress, timeout_seconds)
 
     def end(self) -> None:

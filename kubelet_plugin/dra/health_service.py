@@ -67,11 +67,6 @@ class HealthService:
         self._streams: deque[Stream] = deque()
         self._closed = False
 
-    @property
-    def streams(self) -> int:
-        """Number of open streams."""
-        return len(self._streams)
-
     def handlers(self) -> list[grpc.GenericRpcHandler]:
         """One gRPC handler for each protocol version."""
         return [

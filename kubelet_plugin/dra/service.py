@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
 from driver.errors import ClaimError, TesseraError
-from kubelet_plugin.claims.preparer import PreparedDevice
+from kubelet_plugin.claims.preparer import Preparer
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2 as messages
 from kubelet_plugin.inventory.inventory import ClaimReference
 
@@ -37,36 +37,8 @@ UID = re.compile(r"[A-Za-z0-9][-A-Za-z0-9]*")
 T = TypeVar("T")
 
 
-class ClaimService(Protocol):
-    """Prepares and unprepares one claim: the Preparer, alone or observed. Both methods raise TesseraError."""
-
-    def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]: ...
-
-    def unprepare(self, reference: ClaimReference) -> None: ...
-
-
 ClaimObserver = Callable[[str, ClaimReference], AbstractContextManager[None]]
 """A block around the work on a claim. Arguments: ``prepare`` or ``unprepare``, the claim."""
-
-
-class ObservedClaims:
-    """A claim service inside the blocks of ``observers``, the outermost first."""
-
-    def __init__(self, claims: ClaimService, *observers: ClaimObserver) -> None:
-        self._claims = claims
-        self._observers = observers
-
-    def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
-        with ExitStack() as stack:
-            for observe in self._observers:
-                stack.enter_context(observe("prepare", reference))
-            return self._claims.prepare(reference)
-
-    def unprepare(self, reference: ClaimReference) -> None:
-        with ExitStack() as stack:
-            for observe in self._observers:
-                stack.enter_context(observe("unprepare", reference))
-            self._claims.unprepare(reference)
 
 
 class DraService:
@@ -74,12 +46,15 @@ class DraService:
 
     def __init__(
         self,
-        claims: ClaimService,
+        preparer: Preparer,
+        *observers: ClaimObserver,
         waits: Callable[[], Sequence[str]] = list,
         answer_timeout_seconds: float = ANSWER_TIMEOUT_SECONDS,
     ) -> None:
-        """``waits`` describes which claims wait for which locks; it is part of the error message after a timeout."""
-        self._claims = claims
+        """``observers``: the outermost first. ``waits`` describes which claims wait for which locks, for the error
+        message after a timeout."""
+        self._preparer = preparer
+        self._observers = observers
         self._waits = waits
         self._answer_timeout_seconds = answer_timeout_seconds
         self._pool = ThreadPoolExecutor(PARALLEL_CLAIMS, thread_name_prefix="claim")
@@ -95,7 +70,7 @@ class DraService:
 
     def _prepare_resources(self, request: Any, _context: grpc.ServicerContext) -> Any:
         response = messages.NodePrepareResourcesResponse()
-        for uid, devices, error in self._run(request.claims, "prepare", self._claims.prepare):
+        for uid, devices, error in self._run(request.claims, "prepare", self._preparer.prepare):
             answer = response.claims[uid]
             answer.error = error
             for device in devices or ():
@@ -109,7 +84,7 @@ class DraService:
 
     def _unprepare_resources(self, request: Any, _context: grpc.ServicerContext) -> Any:
         response = messages.NodeUnprepareResourcesResponse()
-        for uid, _, error in self._run(request.claims, "unprepare", self._claims.unprepare):
+        for uid, _, error in self._run(request.claims, "unprepare", self._preparer.unprepare):
             response.claims[uid].error = error
         return response
 
@@ -119,7 +94,7 @@ class DraService:
         """Process the claims in parallel. Return (uid, result, error message) for each before the timeout."""
         todo = {claim.uid: claim for claim in claims}
         end = time.monotonic() + self._answer_timeout_seconds
-        work = {uid: self._pool.submit(_attempt, claim, verb, call) for uid, claim in todo.items()}
+        work = {uid: self._pool.submit(self._attempt, claim, verb, call) for uid, claim in todo.items()}
         results = []
         for uid, future in work.items():
             try:
@@ -127,6 +102,22 @@ class DraService:
             except TimeoutError:
                 results.append((uid, None, self._timed_out(todo[uid], verb)))
         return results
+
+    def _attempt(self, claim: Any, verb: str, call: Callable[[ClaimReference], T]) -> tuple[T | None, str]:
+        """Process one claim: its result, or None and an error message."""
+        try:
+            reference = _reference(claim)
+            with ExitStack() as stack:
+                for observe in self._observers:
+                    stack.enter_context(observe(verb, reference))
+                return call(reference), ""
+        except TesseraError as error:
+            log.warning("can't %s claim", verb, extra={"claim": f"{claim.namespace}/{claim.name}", "error": str(error)})
+            return None, str(error)
+        except Exception as error:
+            # A defect affects only this claim: the kubelet gets an answer for it and for the others.
+            log.exception("defect while trying to %s claim", verb, extra={"claim": f"{claim.namespace}/{claim.name}"})
+            return None, f"internal error, please report it: {type(error).__name__}: {error}"
 
     def _timed_out(self, claim: Any, verb: str) -> str:
         where = f"{claim.namespace}/{claim.name}"
@@ -148,19 +139,6 @@ def rpc_handler(
         request, response = (getattr(messages, each.name) for each in (method.input_type, method.output_type))
         handlers[name] = make(call, request.FromString, response.SerializeToString)
     return grpc.method_handlers_generic_handler(defined.full_name, handlers)
-
-
-def _attempt(claim: Any, verb: str, call: Callable[[ClaimReference], T]) -> tuple[T | None, str]:
-    """Process one claim: its result, or None and an error message."""
-    try:
-        return call(_reference(claim)), ""
-    except TesseraError as error:
-        log.warning("can't %s claim", verb, extra={"claim": f"{claim.namespace}/{claim.name}", "error": str(error)})
-        return None, str(error)
-    except Exception as error:
-        # A defect affects only this claim: the kubelet gets an answer for it and for the others.
-        log.exception("defect while trying to %s claim", verb, extra={"claim": f"{claim.namespace}/{claim.name}"})
-        return None, f"internal error, please report it: {type(error).__name__}: {error}"
 
 
 def _reference(claim: Any) -> ClaimReference:

@@ -125,6 +125,7 @@ class PluginSockets:
         self._settings = settings
         self._ownership = ownership
         self._proxy = CallProxy(ownership.owner)
+        self.drain, self.quiet_seconds = self._proxy.drain, self._proxy.quiet_seconds
         self._lock = threading.Lock()
         self._serving: tuple[Handlers, Registered] | None = None
         self._registry: SocketServer | None = None
@@ -145,11 +146,6 @@ class PluginSockets:
             self._serving = None
             self.drain(STOP_TIMEOUT_SECONDS)
 
-    def drain(self, timeout_seconds: float) -> bool:
-        """Accept no more calls and wait for those in progress; False after ``timeout_seconds``."""
-        self._proxy.close()
-        return self._proxy.empty(timeout_seconds)
-
     def reopen(self) -> None:
         """Accept calls again if this instance is active."""
         if self._serving is not None:
@@ -162,10 +158,6 @@ class PluginSockets:
                 settings = self._settings
                 self._registry = Registry(settings, self._notify)
                 log.info("serving", extra={"driver": settings.driver_name, "socket": str(settings.plugin_socket)})
-
-    def quiet_seconds(self) -> float:
-        """Seconds since the last call."""
-        return self._proxy.quiet_seconds()
 
     def withdraw(self) -> None:
         """End the registration with the kubelet; calls are still answered."""

@@ -20,8 +20,7 @@ from driver.http import Page
 from driver.model.device import Device, DeviceKind
 from driver.model.gpu_health import ConditionType
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
-from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.checkpoint.store import Checkpoint
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.health.conditions import FaultKind
@@ -57,7 +56,7 @@ def failure_kind(error: Exception) -> str:
 
 
 class Metrics:
-    """Counters, histograms and gauges of the node plugin. Thread-safe."""
+    """Counters and histograms of the node plugin; ``registry`` also gets its ``NodeGauges``. Thread-safe."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or process_registry()
@@ -92,16 +91,6 @@ class Metrics:
         for family, kinds in (*known, (self._faults, faults)):
             for kind in kinds:
                 family.labels(kind)
-
-    def register_gauges(
-        self,
-        node: PluginContext,
-        published: Callable[[], set[str]],
-        unhealthy_reason: Callable[[Device], str | None],
-        faults: Callable[[], Mapping[str, int]],
-    ) -> None:
-        """Register the gauges (``NodeGauges``) once, before the page is served."""
-        self.registry.register(NodeGauges(node, published, unhealthy_reason, faults))
 
     @contextmanager
     def measure(self, verb: str, _claim: ClaimReference) -> Iterator[None]:

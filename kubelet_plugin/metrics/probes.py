@@ -47,7 +47,8 @@ SOCKET_TIMEOUT_SECONDS = 60.0
 
 
 class NodeProbes:
-    """Thread-safe. The owner reports to ``reach``, ``watchdog`` and ``set_registered``."""
+    """Thread-safe. The owner reports to ``reach``, ``watchdog`` and ``set_registered``. Before ``serve`` it adds checks
+    to ``ready`` and, of failures that a new container repairs, to ``live``."""
 
     def __init__(self, settings: NodeSettings, stop: threading.Event) -> None:
         self.reach = ApiReach()
@@ -58,11 +59,11 @@ class NodeProbes:
         self._not_registered: str | None = (
             "the kubelet has not called the registration socket yet; is it running, and is --kubelet-dir its directory?"
         )
-        self._live: list[Check] = [
+        self.live: list[Check] = [
             Check("loops", self.watchdog.failure),
             Check("grpc", SocketCheck(settings.plugin_socket).failure),
         ]
-        self._ready: list[Check] = [
+        self.ready: list[Check] = [
             Check("registered", lambda: self._not_registered),
             Check("api", self.reach.failure),
         ]
@@ -77,21 +78,13 @@ class NodeProbes:
         def check() -> str | None:
             return self.publishing.failure or (None if published.is_set() else "they have not been published yet")
 
-        self._ready.append(Check("slices", check))
-
-    def add_ready_check(self, name: str, check: Callable[[], str | None]) -> None:
-        """Add a check to ``/readyz``; it returns the reason of a failure, or None."""
-        self._ready.append(Check(name, check))
-
-    def add_live_check(self, name: str, check: Callable[[], str | None]) -> None:
-        """Add a check to ``/livez``, for failures that a new container repairs."""
-        self._live.append(Check(name, check))
+        self.ready.append(Check("slices", check))
 
     def serve(self, stack: ExitStack, metrics: Callable[[], Mapping[str, Page]]) -> None:
         """Serve metrics and health at the addresses of the settings. Raises EnvironmentFault."""
         wanted = [
             ("--metrics-address", self._settings.metrics_address, metrics),
-            ("--health-address", self._settings.health_address, lambda: health_pages(self._live, self._ready)),
+            ("--health-address", self._settings.health_address, lambda: health_pages(self.live, self.ready)),
         ]
         serve(stack, wanted)
 

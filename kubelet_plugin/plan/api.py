@@ -35,6 +35,7 @@ class PlanWatch:
         selector = {"fieldSelector": f"metadata.name={node}"}
         self._plans = WatchCache(client, PATH, GpuNodePlan, without_status, lambda _: on_change(), selector, NO_CRD)
         self._heartbeat = HeartbeatWatch(client, namespace, on_leaving=on_change)
+        self.alive = self._heartbeat.alive
         self.loops: tuple[Callable[[threading.Event], None], ...] = (self._plans.run, self._heartbeat.run)
 
     @property
@@ -49,10 +50,6 @@ class PlanWatch:
     def uninstalling(self) -> bool:
         """Whether Tessera is being uninstalled."""
         return self._heartbeat.leaving
-
-    def alive(self) -> bool:
-        """Whether the controller has renewed its heartbeat recently."""
-        return self._heartbeat.alive()
 
 
 def without_status(found: GpuNodePlan) -> GpuNodePlan:

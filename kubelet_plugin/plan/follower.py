@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -42,27 +42,17 @@ from the claims, and each slice update wakes every pending pod."""
 MODE_CHECK_INTERVAL_SECONDS = 1.0
 
 
-class PlanSource(Protocol):
-    """The controller's plan and heartbeat."""
-
-    def plan(self) -> GpuNodePlan | None:
-        """The node's plan as last received; None if there is none."""
-        ...
-
-    def alive(self) -> bool:
-        """Whether the controller has renewed its heartbeat recently."""
-        ...
-
-
 class PlanFollower:
     """Thread-safe. ``on_mode`` is called after the mode changed, ``on_published`` after the published devices changed,
     of which ``status`` reports; both must return quickly."""
 
     def __init__(
         self,
-        source: PlanSource,
+        plan: Callable[[], GpuNodePlan | None],
+        alive: Callable[[], bool],
         inventory: Inventory,
-        store: PlanFile,
+        memory: PlanMemory | None,
+        save: Callable[[PlanMemory, bool], None],
         published_before: Callable[[], Iterable[str]],
         on_mode: Callable[[], None],
         on_published: Callable[[], None],
@@ -70,12 +60,14 @@ class PlanFollower:
         spread: Callable[[], float] = random.random,
         faults: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
-        """``store`` keeps the mode over restarts. ``published_before`` names the devices in the node's slices; it is
-        called once, when they are known. ``faults`` are the faults in the status, which operators can clear.
+        """``plan`` returns the node's plan as last received, ``alive`` whether the controller has renewed its heartbeat
+        recently. ``memory`` is what the last process has saved; ``save`` takes (memory, whether durably).
+        ``published_before`` names the devices in the node's slices; it is called once, when they are known. ``faults``
+        are the faults in the status, which operators can clear.
         """
-        self._source = source
+        self._plan, self._alive = plan, alive
         self._inventory = inventory
-        self._store = store
+        self._save = save
         self._published_before = published_before
         self._on_mode = on_mode
         self._on_published = on_published
@@ -83,7 +75,7 @@ class PlanFollower:
         self._spread = spread
         self._faults = faults
         self._lock = threading.Lock()
-        self._memory = store.load() or PlanMemory(new_epoch(), PlanMode.STANDALONE)
+        self._memory = memory or PlanMemory(new_epoch(), PlanMode.STANDALONE)
         self._offered: frozenset[str] | None = None
         self._held: frozenset[str] = frozenset()
         self._standalone_at: float | None = clock() + FIRST_PLAN_TIMEOUT_SECONDS + MODE_SPREAD_SECONDS * spread()
@@ -120,7 +112,7 @@ class PlanFollower:
 
     def status(self) -> PlanStatus:
         """The status of the plan object."""
-        plan = self._source.plan()
+        plan = self._plan()
         states = self._inventory.states()
         return PlanStatus(
             observed_generation=plan.metadata.generation if plan else 0,
@@ -151,7 +143,7 @@ class PlanFollower:
             self._on_mode()
 
     def _policy(self, before: frozenset[str]) -> PublishPolicy:
-        plan = self._source.plan()
+        plan = self._plan()
         if plan is None:  # there is none, or none has been received yet
             return PublishPolicy(offers=None if self.mode is PlanMode.STANDALONE else frozenset(), kept=before)
         held = plan.spec.held_devices
@@ -163,11 +155,11 @@ class PlanFollower:
 
     def _choose_mode(self) -> bool:
         """Choose the mode by plan and heartbeat; returns whether it changed. The caller holds the lock."""
-        plan = self._source.plan()
+        plan = self._plan()
         followed = plan is not None and plan.spec.epoch == self._memory.epoch
         if self.mode is PlanMode.STANDALONE:
-            return followed and self._source.alive() and self._enter(PlanMode.PLANNED, self._memory.epoch)
-        if plan is not None and self._source.alive():
+            return followed and self._alive() and self._enter(PlanMode.PLANNED, self._memory.epoch)
+        if plan is not None and self._alive():
             self._standalone_at = None
             return False
         if self._standalone_at is None:
@@ -185,7 +177,7 @@ class PlanFollower:
             return
         self._memory = wanted
         try:
-            self._store.save(wanted, durable=durable)
+            self._save(wanted, durable)
         except StateError as error:
             log.error("can't save the plan mode for the next start", extra={"error": str(error)})
 
@@ -230,21 +222,8 @@ class PlanFile:
         except (OSError, msgspec.MsgspecError):
             return None
 
-    def save(self, memory: PlanMemory, *, durable: bool) -> None:
+    def save(self, memory: PlanMemory, durable: bool) -> None:
         write_atomically(self._path, msgspec.json.encode(memory), durable=durable)
-
-
-class InMemoryPlanStore(PlanFile):
-    """Starts with ``memory`` and writes no file: for simulated nodes."""
-
-    def __init__(self, memory: PlanMemory | None = None) -> None:
-        self._memory = memory
-
-    def load(self) -> PlanMemory | None:
-        return self._memory
-
-    def save(self, memory: PlanMemory, *, durable: bool) -> None:
-        self._memory = memory
 
 
 def new_epoch() -> str:

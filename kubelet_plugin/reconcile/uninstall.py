@@ -14,7 +14,7 @@ from pathlib import Path
 
 from driver.errors import StateError
 from kubelet_plugin.cdi.spec import CdiDirectory
-from kubelet_plugin.checkpoint.store import Checkpoint
+from kubelet_plugin.checkpoint.records import Checkpoint
 
 log = logging.getLogger(__name__)
 

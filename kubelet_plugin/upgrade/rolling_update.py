@@ -28,7 +28,7 @@ from driver.kube.reads import owner_reference
 from driver.process_exit import wait_until
 from driver.steps import StepObserver, observed, unobserved
 from kubelet_plugin.app import USER_AGENT, NodePlugin
-from kubelet_plugin.checkpoint.store import check_readable
+from kubelet_plugin.checkpoint.records import check_readable
 from kubelet_plugin.dra.call_proxy import connect
 from kubelet_plugin.dra.sockets import PluginSockets
 from kubelet_plugin.inventory.open_hardware import open_host

@@ -12,14 +12,14 @@ from driver.hardware.host_paths import HostPaths, boot_id
 from driver.hardware.node_gpus import Host
 from driver.model.device import number_gpus
 from driver.model.gpu import Partition
-from driver.simulator import ZERO_LATENCY, SimulatedNode, load_description
-from driver.simulator.description import NodeDescription
+from driver.simulator.description import NodeDescription, load_description
+from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.node import SimulatedNode
 from driver.slices.pool_names import Pool
 from driver.steps import unobserved
 from kubelet_plugin.cdi.spec import CdiDirectory, find_driver_files
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
-from kubelet_plugin.checkpoint.records import ClaimRecord, held_shares
-from kubelet_plugin.checkpoint.store import Checkpoint
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
 from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.partitions import Partitions, TimeSlices
@@ -142,6 +142,6 @@ def start_node(
     )
     cleanup = ClaimCleanup(context, listeners)
     preparer = Preparer(context, api, cleanup, listeners)
-    recover(context, cleanup, records)
+    recover(context, cleanup)
     scanner.scan_partitions(inventory, inventory.gpus)
     return NodeUnderTest(root, simulated, context, preparer, cleanup, scanner, api, changes, locks, repaired, open_host)

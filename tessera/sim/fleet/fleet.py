@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import click
@@ -32,7 +33,7 @@ from kubelet_plugin.plan.api import without_status
 from kubelet_plugin.plan.follower import MODE_CHECK_INTERVAL_SECONDS
 from kubelet_plugin.settings import node_settings
 from tessera.sim.fleet.kubelets import Kubelets
-from tessera.sim.fleet.simulated_plugin import FleetNode, FleetSettings, PlanSource
+from tessera.sim.fleet.simulated_plugin import FleetNode, FleetSettings
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,15 @@ class SimulatedFleet:
         self._heartbeat = HeartbeatWatch(client, settings.namespace)
         self._plans = WatchCache(client, PATH, GpuNodePlan, without_status, self._plans_changed)
         self._nodes = {
-            name: FleetNode(client, settings, self._source(name), self._pool.loop, owner, gpus_of(name, settings.gpus))
+            name: FleetNode(
+                client,
+                settings,
+                partial(self._plans.get, Key("", name)),
+                self._heartbeat.alive,
+                self._pool.loop,
+                owner,
+                gpus_of(name, settings.gpus),
+            )
             for name, owner in owners.items()
         }
         self._kubelets = Kubelets(client, settings.driver, self._nodes.values(), self._pool.loop)
@@ -104,9 +113,6 @@ class SimulatedFleet:
     def __str__(self) -> str:
         follow = sum(node.follower.mode is PlanMode.PLANNED for node in self._nodes.values())
         return f"{len(self._nodes)} nodes, {follow} follow the controller; {self._kubelets}"
-
-    def _source(self, node: str) -> PlanSource:
-        return PlanSource(lambda: self._plans.get(Key("", node)), self._heartbeat.alive)
 
     def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> None:
         for change in changes:

@@ -19,7 +19,7 @@ from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES, Publisher
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter
-from kubelet_plugin.plan.follower import InMemoryPlanStore, PlanFollower, PlanMemory, new_epoch
+from kubelet_plugin.plan.follower import PlanFollower, PlanMemory, new_epoch
 
 
 class OwnSlices:
@@ -58,14 +58,6 @@ class OwnSlices:
 
 
 @dataclass(frozen=True)
-class PlanSource:
-    """A node's plan and the state of the heartbeat, by the watches of the fleet."""
-
-    plan: Callable[[], GpuNodePlan | None]
-    alive: Callable[[], bool]
-
-
-@dataclass(frozen=True)
 class FleetSettings:
     """``gpus``: those of each node, which get UUIDs of their own. ``leases``: renew the nodes' Leases; otherwise
     Kubernetes marks the nodes not ready."""
@@ -86,25 +78,33 @@ class FleetNode:
         self,
         client: KubeClient,
         settings: FleetSettings,
-        source: PlanSource,
+        plan: Callable[[], GpuNodePlan | None],
+        alive: Callable[[], bool],
         loop: MakeLoop,
         owner: Mapping[str, str],
         gpus: Sequence[Gpu],
     ) -> None:
-        """``owner``: reference to its Node object."""
+        """``plan`` and ``alive``: its plan and the heartbeat, by the watches of the fleet. ``owner``: reference to its
+        Node object."""
         self.name, self._loop = owner["name"], loop
         self.pool = Pool(self.name, settings.driver)
         self.inventory = Inventory(gpus, number_gpus(gpus, {}))
-        store = InMemoryPlanStore(PlanMemory(new_epoch(), settings.mode))
         self.follower = PlanFollower(
-            source, self.inventory, store, tuple, self.plan_changed, lambda: self._plan_status.notify()
+            plan,
+            alive,
+            self.inventory,
+            PlanMemory(new_epoch(), settings.mode),
+            save=lambda *_: None,
+            published_before=tuple,
+            on_mode=self.plan_changed,
+            on_published=lambda: self._plan_status.notify(),
         )
         self._builder = SliceBuilder(self.pool)
         self._slices = OwnSlices(client, self.pool)
         self._publisher = Publisher(
             client, self.pool, self._desired, lambda: owner, store=self._slices, loop=self._slices_loop
         )
-        self._plan_status = PlanStatusWriter(client, source.plan, self.follower.status, loop=loop)
+        self._plan_status = PlanStatusWriter(client, plan, self.follower.status, loop=loop)
         self._fence_release = FenceRelease(client, settings.namespace, self.name, self.follower.standalone_epoch, loop)
 
     @property

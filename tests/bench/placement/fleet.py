@@ -25,14 +25,14 @@ from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.plan import PlanMode
-from driver.placement import GpuState, OfferKind, key_of
-from driver.simulator import load_description
+from driver.placement.state import GpuState, OfferKind, key_of
+from driver.simulator.description import load_description
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import Publisher
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
 from kubelet_plugin.plan.api import PlanStatusWriter, PlanWatch
-from kubelet_plugin.plan.follower import InMemoryPlanStore, PlanFollower
+from kubelet_plugin.plan.follower import PlanFollower
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.published import DRIVER, discover
@@ -79,9 +79,11 @@ class FleetNode:
         self._mode = mode
         self._word = PlanWatch(client, NAMESPACE, name, self.notify)
         self.follower = PlanFollower(
-            self._word,
+            self._word.plan,
+            self._word.alive,
             self.inventory,
-            InMemoryPlanStore(),
+            None,
+            lambda *_: None,
             self.publisher.device_names,
             self.notify,
             lambda: self._plan_status.notify(),

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from driver.common_metrics import ApiMetrics, process_registry
-from kubelet_plugin.metrics.metrics import Metrics
+from kubelet_plugin.metrics.metrics import Metrics, NodeGauges
 from tests.support.chart import CHART, rendered
 from tests.support.node import start_node
 
@@ -45,7 +45,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """What a node plugin and a controller export."""
     metrics = Metrics()
     node = start_node(tmp_path_factory.mktemp("node"))
-    metrics.register_gauges(node.node, lambda: {"gpu-0"}, lambda _: None, lambda: {"xid": 1})
+    metrics.registry.register(NodeGauges(node.node, lambda: {"gpu-0"}, lambda _: None, lambda: {"xid": 1}))
     controller = process_registry()
     ApiMetrics(controller).observe("PATCH", "/apis/gpu.tessera.dev/v1alpha1/gpunodeplans/n", None, 200, 0.1)
     node_side, other = labels_of(metrics.registry), labels_of(controller)

@@ -19,7 +19,6 @@ from kubelet_plugin.coexistence import other_drivers as neighbour_watch
 from kubelet_plugin.coexistence.other_drivers import (
     NVIDIA_DRIVER,
     NodeSigns,
-    OtherDriverPolicy,
     OtherDriverWatch,
     advice,
     find_other_drivers,
@@ -42,10 +41,8 @@ MANAGER = NodeSigns(labels={"nvidia.com/mig.config": "all-1g.10gb", "nvidia.com/
 DRIVER = "gpu.tessera.dev"
 
 
-def owned(
-    signs: NodeSigns, excluded: int = 0, mode: OtherDriverPolicy = OtherDriverPolicy.REFUSE, driver: str = DRIVER
-) -> set[str]:
-    return set(owners_of(find_other_drivers(signs, driver), OURS, excluded, mode))
+def owned(signs: NodeSigns, excluded: int = 0, driver: str = DRIVER, *, trusting: bool = False) -> set[str]:
+    return set(owners_of(find_other_drivers(signs, driver), OURS, excluded, trusting=trusting))
 
 
 @pytest.mark.parametrize(
@@ -89,30 +86,30 @@ def test_who_is_called_as_nvidias_driver_is_not_its_own_neighbour() -> None:
 
 
 def test_a_driver_that_says_which_gpus_it_has_owns_those_and_no_others() -> None:
-    assert owned(DRA) == owned(DRA, mode=OtherDriverPolicy.EXCLUDE) == {"GPU-b"}
+    assert owned(DRA) == owned(DRA, trusting=True) == {"GPU-b"}
 
 
 @pytest.mark.parametrize("signs", [PLUGIN, MANAGER])
 def test_who_does_not_say_which_gpus_it_has_owns_all_unless_a_line_is_drawn(signs: NodeSigns) -> None:
-    assert owned(signs) == owned(signs, mode=OtherDriverPolicy.EXCLUDE) == set(OURS)
+    assert owned(signs) == owned(signs, trusting=True) == set(OURS)
     assert owned(signs, excluded=2) == set()
 
 
 def test_a_line_that_leaves_a_device_plugin_fewer_gpus_than_it_hands_out_is_none() -> None:
     assert owned(PLUGIN, excluded=1) == set(OURS)
-    assert owned(PLUGIN, excluded=1, mode=OtherDriverPolicy.EXCLUDE) == set()
+    assert owned(PLUGIN, excluded=1, trusting=True) == set()
     shared = replace(PLUGIN, labels={"nvidia.com/gpu.replicas": "2"})
     assert owned(shared, excluded=1) == set()
 
 
 def test_the_message_says_who_what_and_the_way_out() -> None:
     [plugin], [dra] = find_other_drivers(PLUGIN, DRIVER), find_other_drivers(DRA, DRIVER)
-    message = advice(plugin, 2, 2, OtherDriverPolicy.REFUSE)
+    message = advice(plugin, 2, 2, trusting=False)
     assert "owns all 2 GPUs because it does not publish which: nothing of them is offered" in message
     assert "--exclude-gpus" in message
-    assert "owns 1 of 2 GPUs: nothing" in advice(dra, 1, 2, OtherDriverPolicy.EXCLUDE)
-    assert "--exclude-gpus" not in advice(dra, 1, 2, OtherDriverPolicy.EXCLUDE)
-    assert "owns none of the GPUs of Tessera" in advice(plugin, 0, 2, OtherDriverPolicy.REFUSE)
+    assert "owns 1 of 2 GPUs: nothing" in advice(dra, 1, 2, trusting=True)
+    assert "--exclude-gpus" not in advice(dra, 1, 2, trusting=True)
+    assert "owns none of the GPUs of Tessera" in advice(plugin, 0, 2, trusting=False)
 
 
 @pytest.fixture

@@ -161,5 +161,5 @@ def test_a_stream_ends_when_the_kubelet_hangs_up(serve: Serve) -> None:
     watch = served.watch()
     eventually(lambda: watch.heard, "the first message")
     watch.call.cancel()
-    eventually(lambda: not served.service.streams, "the plugin forgets it")
+    eventually(lambda: not served.service._streams, "the plugin forgets it")
     eventually(lambda: threading.active_count() <= before + 3, "no thread is left for it")

@@ -7,6 +7,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import grpc
 import pytest
 
 from driver.errors import ClaimError, EnvironmentFault
-from kubelet_plugin.claims.preparer import PreparedDevice
+from kubelet_plugin.claims.preparer import PreparedDevice, Preparer
 from kubelet_plugin.dra import sockets
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from kubelet_plugin.dra.protocol.generated import registration_v1_pb2 as registration_messages
-from kubelet_plugin.dra.service import DraService
+from kubelet_plugin.dra.service import ClaimObserver, DraService
 from kubelet_plugin.dra.sockets import Registry, SocketServer
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.settings import node_settings
@@ -29,7 +30,7 @@ from tests.support.node import NodeUnderTest
 from tests.support.running import SOON_S, eventually
 
 
-class Work:
+class Work(Preparer):
     """Prepares by name: what a claim is called decides how it goes."""
 
     def __init__(self) -> None:
@@ -83,6 +84,36 @@ def test_each_claim_of_a_call_gets_its_own_answer(serve: Callable[..., DraClient
             f"device-of-{name}",
             ["vendor/claim=x"],
         )
+
+
+@pytest.mark.parametrize("name", ["good", "bad", "defect"])
+@pytest.mark.parametrize("verb", ["prepare", "unprepare"])
+def test_the_work_on_a_claim_is_observed_and_so_is_its_failure(tmp_path: Path, verb: str, name: str) -> None:
+    seen: list[str] = []
+
+    def observer(label: str) -> ClaimObserver:
+        @contextmanager
+        def observe(doing: str, claim: ClaimReference) -> Iterator[None]:
+            seen.append(f"{label} {doing} {claim.uid}")
+            try:
+                yield
+            except Exception as error:
+                seen.append(f"{label} {type(error).__name__}")
+                raise
+            seen.append(f"{label} done")
+
+        return observe
+
+    service = DraService(Work(), observer("outer"), observer("inner"))
+    server = SocketServer(tmp_path / "dra.sock", [service.handler()])
+    kubelet = DraClient(tmp_path / "dra.sock")
+    try:
+        kubelet.call(dra_v1_pb2, verb.capitalize(), [("default", name, "u1")])
+    finally:
+        for close in (kubelet.channel.close, server.stop, service.close):
+            close()
+    end = {"good": "done", "bad": "ClaimError", "defect": "KeyError"}[name]
+    assert seen == [f"outer {verb} u1", f"inner {verb} u1", f"inner {end}", f"outer {end}"]
 
 
 def test_unprepare_answers_for_every_claim(serve: Callable[..., DraClient]) -> None:

@@ -18,7 +18,6 @@ from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks, LockTimeou
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
-from kubelet_plugin.dra.service import ObservedClaims
 from kubelet_plugin.health.monitor import UNHEALTHY
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.metrics.metrics import Metrics, NodeGauges, failure_kind
@@ -47,12 +46,19 @@ class Measured:
         self.node: NodeUnderTest = start_node(root, self.api, took=self.metrics.observe_step)
         self.published: set[str] = set()
         self.ill: set[str] = set()
-        self.work = ObservedClaims(self.node.preparer, self.metrics.measure)
-        self.metrics.register_gauges(*self.sources)
+        self.metrics.registry.register(NodeGauges(*self.sources))
 
     @property
     def sources(self) -> Sources:
         return self.node.node, lambda: self.published, self._trouble, lambda: {"xid": 2, "new-kind": 1}
+
+    def prepare(self, claim: ClaimReference) -> None:
+        with self.metrics.measure("prepare", claim):
+            self.node.preparer.prepare(claim)
+
+    def unprepare(self, claim: ClaimReference) -> None:
+        with self.metrics.measure("unprepare", claim):
+            self.node.preparer.unprepare(claim)
 
     def _trouble(self, device: Device) -> str | None:
         return "is ill" if device.name in self.ill else None
@@ -80,7 +86,7 @@ def documented(process: str = "node") -> dict[str, tuple[str, frozenset[str]]]:
 
 
 def test_the_docs_table_is_what_is_exported(measured: Measured) -> None:
-    measured.work.prepare(measured.api.allocate("one", SMALL))
+    measured.prepare(measured.api.allocate("one", SMALL))
     with ObjectApi() as api, pytest.raises(ApiError):
         api.server.client(observe=measured.metrics.requests).get(f"{CLAIMS}/none")
     families = list(measured.metrics.registry.collect())
@@ -98,8 +104,8 @@ def test_every_metric_explains_itself_and_is_named_as_prometheus_wants(measured:
 
 def test_a_prepare_and_an_unprepare_are_timed_as_a_whole_and_step_by_step(measured: Measured) -> None:
     claim = measured.api.allocate("one", SMALL)
-    measured.work.prepare(claim)
-    measured.work.unprepare(claim)
+    measured.prepare(claim)
+    measured.unprepare(claim)
     assert measured.value("tessera_prepare_duration_seconds_count", result="success") == 1
     assert measured.value("tessera_unprepare_duration_seconds_count", result="success") == 1
     for step in (Step.READ_CLAIM, Step.CREATE_GPU_INSTANCE, Step.WRITE_PREPARED, Step.DESTROY_GPU_INSTANCE):
@@ -112,7 +118,7 @@ def test_a_failed_prepare_counts_as_an_error_and_as_a_fault_of_its_kind(measured
     claim = measured.api.allocate("one", SMALL)
     measured.api.away = True
     with pytest.raises(ApiError):
-        measured.work.prepare(claim)
+        measured.prepare(claim)
     assert measured.value("tessera_prepare_duration_seconds_count", result="error") == 1
     assert measured.value("tessera_prepare_duration_seconds_count", result="success") == 0
     assert measured.value("tessera_faults_total", kind="api") == 1
@@ -136,8 +142,8 @@ def test_faults_are_told_apart_by_what_failed(error: Exception, kind: str) -> No
 
 
 def test_gauges_say_what_is_held_and_what_is_still_offered(measured: Measured) -> None:
-    measured.work.prepare(measured.api.allocate("one", SMALL))
-    measured.work.prepare(measured.api.allocate("two", FULL))
+    measured.prepare(measured.api.allocate("one", SMALL))
+    measured.prepare(measured.api.allocate("two", FULL))
     measured.published = {SMALL, OTHER, FULL}
     assert measured.value("tessera_partitions") == 1
     assert measured.value("tessera_prepared_claims") == 2
@@ -222,7 +228,7 @@ def test_requests_are_counted_by_verb_resource_and_answer(measured: Measured) ->
 
 def test_no_label_tells_whose_claim_it_was_or_which_gpu(measured: Measured) -> None:
     claim = measured.api.allocate("secret-project", SMALL)
-    measured.work.prepare(claim)
+    measured.prepare(claim)
     measured.published = {SMALL}
     text = generate_latest(measured.metrics.registry).decode()
     uuids = {gpu.uuid for gpu in measured.node.node.inventory.gpus}
@@ -234,10 +240,10 @@ def test_how_many_series_there_are_does_not_depend_on_how_many_claims_there_were
     def series() -> int:
         return sum(len(family.samples) for family in measured.metrics.registry.collect())
 
-    measured.work.prepare(measured.api.allocate("one", SMALL))
+    measured.prepare(measured.api.allocate("one", SMALL))
     before = series()
     for start in range(1, 5):
-        measured.work.prepare(measured.api.allocate(f"more-{start}", f"gpu-0-mig-1g10gb-{start}"))
+        measured.prepare(measured.api.allocate(f"more-{start}", f"gpu-0-mig-1g10gb-{start}"))
     assert series() == before
 
 
@@ -251,7 +257,7 @@ def test_what_others_find_is_counted_by_kind(measured: Measured) -> None:
 
 
 def test_an_unknown_claim_is_unprepared_with_success(measured: Measured) -> None:
-    measured.work.unprepare(ClaimReference("default", "never", "uid-never"))
+    measured.unprepare(ClaimReference("default", "never", "uid-never"))
     assert measured.value("tessera_unprepare_duration_seconds_count", result="success") == 1
 
 

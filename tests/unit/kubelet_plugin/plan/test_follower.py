@@ -49,10 +49,13 @@ class Followed:
 
     def start(self) -> None:
         """A new process."""
+        store = PlanFile(self.node.root / "state")
         self.follower = PlanFollower(
-            self.controller,
+            self.controller.plan,
+            self.controller.alive,
             self.node.node.inventory,
-            PlanFile(self.node.root / "state"),
+            store.load(),
+            store.save,
             lambda: self.in_slices,
             self.count,
             lambda: None,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
-from kubelet_plugin.claims.preparer import PreparedDevice
-from kubelet_plugin.dra.service import ObservedClaims
+from kubelet_plugin.claims.preparer import PreparedDevice, Preparer
+from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
+from kubelet_plugin.dra.service import DraService
+from kubelet_plugin.dra.sockets import SocketServer
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.reconcile.claim_activity import QUIET_PERIOD_SECONDS, ClaimActivity
-
-CLAIM = ClaimReference("default", "claim", "uid-1")
+from tests.support.kubelet import DraClient
 
 
 class Waiting(threading.Event):
@@ -65,7 +67,7 @@ def test_a_stop_ends_the_waiting() -> None:
         activity.wait_idle(3600)(stop)
 
 
-class Worker:
+class Worker(Preparer):
     """Claim work that notes what waits meanwhile would see."""
 
     def __init__(self, activity: ClaimActivity, time: Waiting) -> None:
@@ -79,11 +81,16 @@ class Worker:
         self.waits.append(waited(self.activity, 1.0, self.time))
 
 
-def test_preparing_and_unpreparing_are_given_way_to() -> None:
+def test_preparing_and_unpreparing_are_given_way_to(tmp_path: Path) -> None:
     time = Waiting()
     activity = ClaimActivity(time.clock)
     worker = Worker(activity, time)
-    work = ObservedClaims(worker, activity.working)
-    work.prepare(CLAIM)
-    work.unprepare(CLAIM)
+    service = DraService(worker, activity.working)
+    with ExitStack() as stack:
+        stack.callback(service.close)
+        stack.callback(SocketServer(tmp_path / "dra.sock", [service.handler()]).stop)
+        kubelet = DraClient(tmp_path / "dra.sock")
+        stack.callback(kubelet.channel.close)
+        for verb in ("Prepare", "Unprepare"):
+            kubelet.call(dra_v1_pb2, verb, [("default", "claim", "uid-1")])
     assert [round(wait, 3) for wait in worker.waits] == [1.0, 1.0]

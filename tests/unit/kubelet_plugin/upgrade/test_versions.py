@@ -14,8 +14,7 @@ import msgspec
 import pytest
 
 from driver.model.plan import PlanSpec, PlanStatus
-from kubelet_plugin.checkpoint.records import decode_record
-from kubelet_plugin.checkpoint.store import check_readable
+from kubelet_plugin.checkpoint.records import check_readable, decode_record
 from kubelet_plugin.health.monitor import HEALTH_FILE
 from kubelet_plugin.inventory.inventory import GpuSharing
 from kubelet_plugin.plan.follower import MEMORY
