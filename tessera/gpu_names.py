@@ -73,7 +73,8 @@ def faults_of(name: GpuName, slices: Iterable[ResourceSlice], plan: GpuNodePlan 
     for text in plan.status.faults if plan else ():
         parsed = ClearedFaults.parse(text)
         if parsed is not None and parsed.gpu == name.uuid:
-            found.add(_fault(text.split(" ")[2].rstrip(":"), parsed.stamp))
+            words = text.split(" ", 3)
+            found.add(_fault(words[2].rstrip(":") if len(words) > 2 else "unknown", parsed.stamp))
     return sorted(found, key=lambda fault: (fault.stamp or 0, fault.value))
 
 
