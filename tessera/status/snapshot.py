@@ -168,6 +168,12 @@ class StatusSnapshot:
         return sorted(found - {""})
 
 
+def condition_of(item: Object, kind: str) -> Object | None:
+    """The condition of this type in the status of an object."""
+    conditions = item.get("status", {}).get("conditions") or ()
+    return next((each for each in conditions if each.get("type") == kind), None)
+
+
 def read_time(text: object) -> datetime | None:
     """Parse a time as Kubernetes writes it; None if it is not one."""
     try:

@@ -15,6 +15,7 @@ from controller.explain.events import UNREADABLE
 from driver.kube.types import Claim, GpuNodePlan, PlanMetadata, ResourceSlice
 from driver.model.plan import GpuReport, PlanMode, PlanSpec, PlanStatus, described
 from kubelet_plugin.coexistence.other_drivers import OWNED
+from tessera.commands.status import as_text
 from tessera.status.pending_claims import PERMANENT, PERMANENT_IF_FREE, READ_EVENTS
 from tessera.status.snapshot import StatusSnapshot
 from tests.support.gpus import gpu_of
@@ -153,6 +154,11 @@ def test_a_cordon_is_shown_with_its_reason_and_is_no_finding() -> None:
     snapshot = cordoned("fan on Friday", "cordoned", offered=1)
     assert found(snapshot) == {}
     assert result(snapshot, "health").summary == "0 unhealthy, 1 cordoned: node-a/gpu-0 (fan on Friday)"
+
+
+def test_a_reason_of_a_cordon_does_not_reach_the_terminal_as_commands() -> None:
+    text = as_text([result(cordoned("fan\x1b[2J", "cordoned", offered=1), "health")])
+    assert "node-a/gpu-0 (fan?[2J)" in text
 
 
 def test_a_cordon_is_no_finding_while_others_have_the_other_gpus() -> None:
