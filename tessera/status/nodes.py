@@ -182,9 +182,9 @@ def _reported_fault(name: GpuName, fault: str, plan: GpuNodePlan) -> str:
 def _cordons(snapshot: StatusSnapshot) -> dict[str, str]:
     """The reason of each cordoned GPU, by plans."""
     plans = snapshot.plans or {}
-    names = {name.uuid: str(name) for name in names_of(snapshot.slices, plans.values())}
+    names = {(name.node, name.uuid): str(name) for name in names_of(snapshot.slices, plans.values())}
     return {
-        names.get(uuid, f"{node}/{uuid}"): reason
+        names.get((node, uuid), f"{node}/{uuid}"): reason
         for node, plan in plans.items()
         for uuid, reason in plan.spec.cordons.items()
     }
