@@ -124,7 +124,7 @@ class Controller:
         requested = {demand.key for demand in demands}
         protected = [offer for offer in devices.offered if OfferKind(offer.type, offer.profile) in requested]
         chosen = self._curator.curate(fleet, demands, devices.offered, protected)
-        offers = devices.offerable(chosen, seen.withdrawing)
+        offers = devices.offerable(chosen, seen.plans)
         excess = (device for offer, device in devices.managed.items() if offer not in offers)
         self._start(seen)
         withdrawn = self._withdrawals.decide(frozenset(excess), devices.is_published)

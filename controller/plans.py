@@ -156,7 +156,7 @@ class PlanWriter:
         if not due:
             return 0
         with ThreadPoolExecutor(min(len(due), PARALLEL_WRITES)) as pool:
-            pending = [pool.submit(self._observed, *each) for each in due]
+            pending = [pool.submit(self._write, *each) for each in due]
         failures = {node: str(error) for (node, *_), each in zip(due, pending, strict=True) if (error := each.result())}
         if failures:
             self._failed |= dict.fromkeys(failures, now + RETRY_INTERVAL_SECONDS)
@@ -202,30 +202,26 @@ class PlanWriter:
         times = [*(since + LAZY_WRITE_DELAY_SECONDS for since in self._differs_since.values()), *self._failed.values()]
         return max(0.0, min(times) - self._clock()) if times else None
 
-    def _observed(self, node: str, plan: GpuNodePlan | None, owner: str, spec: PlanSpec) -> ApiError | None:
-        with observed(self._observer, Step.WRITE_PLAN):
-            return self._write(node, plan, owner, spec)
-
     def _write(self, node: str, plan: GpuNodePlan | None, owner: str, spec: PlanSpec) -> ApiError | None:
         """Write one plan, unless it changed meanwhile: another controller may lead by now."""
         body = {"spec": {key: value for key, value in msgspec.to_builtins(spec).items() if key not in OPERATORS}}
-        try:
-            if plan is None:
-                reference = {"apiVersion": "v1", "kind": "Node", "name": node, "uid": owner}
-                metadata = {"name": node, "ownerReferences": [reference]}
-                stored = self._client.create(
-                    PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, **body}
-                )
-            else:
-                precondition = {"metadata": {"resourceVersion": plan.metadata.resource_version}}
-                stored = self._client.patch(f"{PATH}/{node}", {**precondition, **body})
-        except ApiError as error:
-            if error.status != CONFLICT:
-                return error
-            log.debug("plan changed meanwhile: not written", extra={"node": node})
+        with observed(self._observer, Step.WRITE_PLAN):
+            try:
+                if plan is None:
+                    reference = {"apiVersion": "v1", "kind": "Node", "name": node, "uid": owner}
+                    metadata = {"name": node, "ownerReferences": [reference]}
+                    whole = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, **body}
+                    stored = self._client.create(PATH, whole)
+                else:
+                    precondition = {"metadata": {"resourceVersion": plan.metadata.resource_version}}
+                    stored = self._client.patch(f"{PATH}/{node}", {**precondition, **body})
+            except ApiError as error:
+                if error.status != CONFLICT:
+                    return error
+                log.debug("plan changed meanwhile: not written", extra={"node": node})
+                return None
+            self._stored(stored)
             return None
-        self._stored(stored)
-        return None
 
 
 def _is_current(current: PlanSpec, wanted: PlanSpec) -> bool:

@@ -46,20 +46,22 @@ T = TypeVar("T")
 MAX_SHARED_VALUES = 1 << 14
 """Distinct claim specs and node selectors that are kept; each node has a selector of its own."""
 
+MAX_SHARED_BYTES = 1 << 12
+"""Size of the largest of them: a spec that hardly any other claim has may take most of a MiB."""
+
 
 @dataclass(frozen=True)
 class Snapshot:
     """Everything that is known at one moment; whatever did not change since the last snapshot is the same object.
 
-    ``incomplete`` are the pools that the scheduler ignores, with the reasons; ``withdrawing`` the plans that withdraw
-    devices; ``changed`` what changed since the last decision.
+    ``incomplete`` are the pools that the scheduler ignores, with the reasons; ``changed`` what changed since the last
+    decision.
     """
 
     cluster: ClusterState
     plans: Mapping[str, GpuNodePlan]
     views: tuple[NodeView, ...]
     incomplete: Mapping[str, str]
-    withdrawing: Mapping[str, GpuNodePlan]
     changed: Changes
 
 
@@ -74,7 +76,6 @@ class ClusterCache:
         self._claim_index = ClaimIndex(driver)
         self._nodes_by_name: dict[str, Node] = {}
         self._plans_by_node: dict[str, GpuNodePlan] = {}
-        self._withdrawing: dict[str, GpuNodePlan] = {}
         self._slices_by_node: dict[str, dict[Key, Published]] = {}
         self._node_of_pool: dict[str, str] = {}
         self._views = NodeViews(driver)
@@ -82,7 +83,6 @@ class ClusterCache:
         """Nodes whose views are to be renewed by the next snapshot."""
         self._outdated_nodes: set[str] = set()
         """Of these, the ones whose Node object changed."""
-        self._node_objects: tuple[Node, ...] = ()
 
         def cache(
             path: str,
@@ -110,11 +110,10 @@ class ClusterCache:
             "Node": self._nodes,
             KIND: self._plans,
         }
-        self._all = tuple(self._kinds.values())
 
     def start(self, stop: threading.Event) -> list[threading.Thread]:
         """Watch each resource in a thread of its own until ``stop`` is set."""
-        threads = [threading.Thread(target=cache.run, args=(stop,), daemon=True) for cache in self._all]
+        threads = [threading.Thread(target=cache.run, args=(stop,), daemon=True) for cache in self._kinds.values()]
         for thread in threads:
             thread.start()
         return threads
@@ -122,11 +121,11 @@ class ClusterCache:
     @property
     def synced(self) -> bool:
         """Whether every resource has been listed."""
-        return all(cache.synced for cache in self._all)
+        return all(cache.synced for cache in self._kinds.values())
 
     def stale(self) -> str | None:
         """Why the caches may be out of date; None if all are current."""
-        return next((why for cache in self._all if (why := cache.stale()) is not None), None)
+        return next((why for cache in self._kinds.values() if (why := cache.stale()) is not None), None)
 
     def unreadable(self) -> list[tuple[Reference, str]]:
         """The objects that are unreadable at present, and why."""
@@ -169,14 +168,11 @@ class ClusterCache:
                     self._claim_index.held(Pool(name, self._driver).name),
                     node_changed=name in changed_nodes,
                 )
-            if changed_nodes:
-                self._node_objects = tuple(self._nodes_by_name.values())
             return Snapshot(
-                ClusterState(self._claim_index.view(), classes, pods, self._node_objects),
+                ClusterState(self._claim_index.view(), classes, pods, tuple(self._nodes_by_name.values())),
                 dict(self._plans_by_node),
                 self._views.all(),
                 dict(self._views.incomplete),
-                dict(self._withdrawing),
                 self._views.changes(),
             )
 
@@ -222,10 +218,6 @@ class ClusterCache:
 
     def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> bool:
         self._take(changes, self._plans_by_node)
-        for name, new in ((change.key.name, change.new) for change in changes):
-            self._withdrawing.pop(name, None)
-            if new is not None and new.spec.withdrawn:
-                self._withdrawing[name] = new
         return any(_differ(change.old, change.new) for change in changes)
 
     def _take(self, changes: Sequence[Change[T]], into: dict[str, T]) -> bool:
@@ -269,7 +261,8 @@ def _kept_pod(found: Pod) -> Pod | None:
 
 def _kept_node(found: Node) -> Node:
     """A Node with its labels."""
-    return Node(_metadata(found.metadata, _interned(found.metadata.labels)), found.spec)
+    labels = {sys.intern(name): sys.intern(value) for name, value in found.metadata.labels.items()}
+    return Node(_metadata(found.metadata, labels), found.spec)
 
 
 def _kept_plan(found: GpuNodePlan) -> GpuNodePlan:
@@ -314,13 +307,10 @@ def _allocation(found: Allocation) -> Allocation:
     return Allocation(DeviceAllocation(results), selector)
 
 
-def _interned(labels: Mapping[str, str]) -> dict[str, str]:
-    return {sys.intern(name): sys.intern(value) for name, value in labels.items()}
-
-
 def _shared(kind: type[T], value: T) -> T:
-    """The one kept object that equals ``value``."""
-    return cast("T", _one(kind, msgspec.json.encode(value)))  # type: ignore[arg-type]
+    """The one kept object that equals ``value``; ``value`` itself if it is large."""
+    encoded = msgspec.json.encode(value)
+    return cast("T", _one(kind, encoded)) if len(encoded) <= MAX_SHARED_BYTES else value  # type: ignore[arg-type]
 
 
 @lru_cache(MAX_SHARED_VALUES)

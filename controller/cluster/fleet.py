@@ -89,15 +89,8 @@ class FleetGpu:
         return self.layout.names.get(spot_for(offer))
 
     @cached_property
-    def possible(self) -> tuple[Device, ...]:
-        """What it could offer now: what fits beside what is held, without a reset, as settings and labels allow."""
-        names = {device.name for device in self.held}
-        fitting = (device for device in self.devices if self.state.fits(device))
-        return tuple(device for device in fitting if device.kind in self._kinds and device.name not in names)
-
-    @cached_property
     def state(self) -> GpuState:
-        """What :attr:`possible` says, as a value that many GPUs share: curation compares these."""
+        """What it could offer now beside what is held, as a value that many GPUs share: curation compares these."""
         return GpuState.of(self.gpu, self.held, self.foreign, self.shares, self._kinds)
 
     @cached_property

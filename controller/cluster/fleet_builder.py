@@ -16,7 +16,7 @@ from driver.model.plan import GpuReport, states_of
 
 log = logging.getLogger(__name__)
 
-SHARE = re.compile(r"gpu-(?P<number>\d+)-share-(?P<index>\d+)")
+SHARE = re.compile(r"gpu-(?P<number>[0-9]{1,4})-share-(?P<index>[0-9]{1,2})")
 
 
 @dataclass(frozen=True, slots=True)

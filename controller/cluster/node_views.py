@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -127,8 +126,6 @@ class NodeViews:
     def __init__(self, driver: str) -> None:
         self._driver = driver
         self._views: dict[str, NodeView] = {}
-        self._names: list[str] = []
-        self._ordered: list[NodeView] = []
         self._all: tuple[NodeView, ...] | None = None
         self.incomplete: dict[str, str] = {}
         """By pool, why the scheduler ignores it."""
@@ -142,7 +139,7 @@ class NodeViews:
     def all(self) -> tuple[NodeView, ...]:
         """The same tuple as long as no view changes."""
         if self._all is None:
-            self._all = tuple(self._ordered)
+            self._all = tuple(self._views[name] for name in sorted(self._views))
         return self._all
 
     def changes(self) -> Changes:
@@ -174,22 +171,13 @@ class NodeViews:
         found = self._view(node, plan, slices, held) if node is not None and is_ours else None
         before = self._views.get(name)
         if found != before:
-            self._replace(name, before, found)
-
-    def _replace(self, name: str, before: NodeView | None, found: NodeView | None) -> None:
-        at = bisect_left(self._names, name)
-        self._all = None
-        self._changed_views.add(name)
-        self._membership |= before is None or found is None
-        if found is None:
-            del self._views[name], self._names[at], self._ordered[at]
-            return
-        self._views[name] = found
-        if before is not None:
-            self._ordered[at] = found
-        else:
-            self._names.insert(at, name)
-            self._ordered.insert(at, found)
+            self._all = None
+            self._changed_views.add(name)
+            self._membership |= before is None or found is None
+            if found is not None:
+                self._views[name] = found
+            else:
+                del self._views[name]
 
     def _update_pools(self, node: str, slices: Collection[Published]) -> None:
         for pool in self._pools.pop(node, frozenset()):
@@ -227,12 +215,12 @@ def incomplete_pools(parts: Iterable[PoolPart]) -> dict[str, str]:
             newest[part.pool] = [part]
         elif part.generation == known[0].generation:
             known.append(part)
-    return {pool: _missing(found) for pool, found in newest.items() if len(found) < found[0].slices}
-
-
-def _missing(found: list[PoolPart]) -> str:
-    [first, *_] = found
-    return f"is incomplete: it has {len(found)} of the {first.slices} slices of its generation {first.generation}"
+    counts = ((pool, len(found), found[0]) for pool, found in newest.items())
+    return {
+        pool: f"is incomplete: it has {count} of the {part.slices} slices of its generation {part.generation}"
+        for pool, count, part in counts
+        if count < part.slices
+    }
 
 
 def faults_in(labels: Mapping[str, str], numbers: Collection[int]) -> list[str]:
@@ -273,16 +261,14 @@ class UnreportedNodesTracker:
         """Since when no node at all has reported."""
         self._since: dict[str, float] = {}
 
-    def update(self, views: Iterable[NodeView]) -> UnreportedNodes:
+    def update(self, views: Collection[NodeView]) -> UnreportedNodes:
         """The nodes without a report among ``views``."""
-        now, reported = self._clock(), False
-        since: dict[str, float] = {}
-        for view in views:
-            if view.status.inventory:
-                reported = True
-            else:
-                since[view.name] = self._since.get(view.name, now)
-        self._since = since
-        self._none_since = None if reported else now if self._none_since is None else self._none_since
-        times = [*since.values(), *([self._none_since] if self._none_since is not None else [])]
-        return UnreportedNodes(tuple(sorted(since)), any(now - began < REPORT_TIMEOUT_SECONDS for began in times))
+        now, times = self._clock(), list[float]()
+        self._since = {view.name: self._since.get(view.name, now) for view in views if not view.status.inventory}
+        if len(self._since) < len(views):
+            self._none_since = None
+        else:
+            self._none_since = now if self._none_since is None else self._none_since
+            times.append(self._none_since)
+        times += self._since.values()
+        return UnreportedNodes(tuple(sorted(self._since)), any(now - began < REPORT_TIMEOUT_SECONDS for began in times))

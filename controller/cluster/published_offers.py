@@ -79,12 +79,9 @@ class DeviceIndex:
 
     def of(self, offers: Iterable[Offer]) -> set[PoolDevice]:
         """The devices that carry ``offers``; offers of GPUs that are gone, or lack such a device, are skipped."""
-        return {device for offer in offers if (device := self._of(offer)) is not None}
-
-    def _of(self, offer: Offer) -> PoolDevice | None:
-        gpu = self._fleet.gpus.get(offer.gpu)
-        name = gpu.name(offer) if gpu is not None else None
-        return None if gpu is None or name is None else PoolDevice(self._pools[gpu.node], name)
+        gpus = ((offer, self._fleet.gpus.get(offer.gpu)) for offer in offers)
+        names = ((gpu.node, gpu.name(offer)) for offer, gpu in gpus if gpu is not None)
+        return {PoolDevice(self._pools[node], name) for node, name in names if name is not None}
 
 
 def _node_devices(view: NodeView, gpus: Collection[FleetGpu]) -> NodeDevices:

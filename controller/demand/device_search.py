@@ -113,7 +113,8 @@ class _Search:
             [pair for pair in enumerate(requirements.constraints) if index in pair[1].requests] for index in self._order
         ]
         self._start: Bound = tuple(frozenset() if each.distinct else None for each in requirements.constraints)
-        self._too_many = requirements.too_many
+        self._claims = [requirements.claims[index] if requirements.claims else 0 for index in self._order]
+        self._counts = requirements.counts
         self._gpus = gpus
         self._value_of = value_of
         self._in_use = in_use
@@ -125,10 +126,10 @@ class _Search:
         self._steps = 0
 
     def run(self, states: States) -> Outcome:
-        if self._too_many or self._needed(states) > sum(state.free for state in states):
+        if max(self._counts) > MAX_DEVICES or self._needed(states) > sum(state.free for state in states):
             return Outcome.NONE
         try:
-            found = self._satisfy(0, 0, states, self._start)
+            found = self._satisfy(0, self._counts, states, self._start)
         except _GivenUp:
             return Outcome.UNKNOWN
         return Outcome.FITS if found else Outcome.NONE
@@ -149,29 +150,32 @@ class _Search:
             )
         return found
 
-    def _satisfy(self, index: int, taken: int, states: States, bound: Bound) -> bool:
-        """Whether the requests from ``index`` on can be satisfied after ``taken`` devices."""
+    def _satisfy(self, index: int, counts: tuple[int, ...], states: States, bound: Bound) -> bool:
+        """Whether the requests from ``index`` on can be satisfied; ``counts``: the devices of each claim so far.
+
+        They include those of all requests for a number of devices.
+        """
         if index == len(self._requests):
-            return taken <= MAX_DEVICES
+            return True
         count = self._requests[index].count
         if count is None:
-            return self._take_all(index, taken, states, bound)
-        return self._take(index, count, taken, states, bound)
+            return self._take_all(index, counts, states, bound)
+        return self._take(index, count, counts, states, bound)
 
-    def _take(self, index: int, left: int, taken: int, states: States, bound: Bound) -> bool:
+    def _take(self, index: int, left: int, counts: tuple[int, ...], states: States, bound: Bound) -> bool:
         if not left:
-            return self._satisfy(index + 1, taken, states, bound)
+            return self._satisfy(index + 1, counts, states, bound)
         if self._capacity(index, states, bound) < left:
             return False
         if index + 1 == len(self._requests) and not self._constraints[index] and not self._record:
-            return taken + left <= MAX_DEVICES
-        where = (index, left, taken, states, bound)
+            return True
+        where = (index, left, counts, states, bound)
         if where in self._failed:
             return False
         self._step()
         for position, spot, now in self._choices(index, states, bound):
             self._chosen.append((index, position, spot))
-            if self._take(index, left - 1, taken + 1, _taken(states, position, spot), now):
+            if self._take(index, left - 1, counts, _taken(states, position, spot), now):
                 return True
             self._chosen.pop()
         self._failed.add(where)
@@ -208,11 +212,11 @@ class _Search:
                     tried.add(equivalent)
                     yield position, spot, now
 
-    def _take_all(self, index: int, taken: int, states: States, bound: Bound) -> bool:
+    def _take_all(self, index: int, counts: tuple[int, ...], states: States, bound: Bound) -> bool:
         """Takes all selected devices that fit beside each other; refused where one of them is not free."""
         if self._in_use and any(is_in_use(*each) for each in zip(self._gpus, self._matches[index], strict=True)):
             return False
-        before = taken
+        taken, claim = 0, self._claims[index]
         for position, matches in enumerate(self._matches[index]):
             while free := free_spots(states[position], matches):
                 spot = free[0]
@@ -220,7 +224,8 @@ class _Search:
                 if now is None:
                     return False
                 states, bound, taken = _taken(states, position, spot), now, taken + 1
-        return taken > before and self._satisfy(index + 1, taken, states, bound)
+        counts = (*counts[:claim], counts[claim] + taken, *counts[claim + 1 :])
+        return taken > 0 and counts[claim] <= MAX_DEVICES and self._satisfy(index + 1, counts, states, bound)
 
     def _bind(self, index: int, position: int, spot: Spot, bound: Bound) -> Bound | None:
         """The values of the constraints with one more device; None where it violates one."""

@@ -97,9 +97,6 @@ class Feasibility:
         """The GPUs of ``nodes``."""
         return (entry for entry in self.fleet if entry.node in nodes)
 
-    def selects_any(self, selector: Selector) -> bool:
-        return any(selector.on(entry) for entry in self.fleet)
-
     def could(self, requirements: ClaimRequirements, nodes: Nodes) -> bool:
         """Whether one of ``nodes`` satisfies ``requirements``, or might."""
         return self.find_node(requirements, nodes).outcome is not Outcome.NONE

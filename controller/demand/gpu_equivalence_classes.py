@@ -21,27 +21,11 @@ Names = frozenset[str] | None
 """Attributes of this driver as the slices spell them; None for all of them."""
 
 
-class ExampleDevices:
-    """One device of each kind of every GPU; remembered as long as the GPU is the same object."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[Gpu, int, tuple[Device, ...]]] = {}
-
-    def of(self, entry: FleetGpu) -> tuple[Device, ...]:
-        known = self._known.get(entry.gpu.uuid)
-        if known is None or known[0] is not entry.gpu or known[1] != entry.shares:
-            firsts = (next(representatives(entry, kind, each_placement=False), None) for kind in DeviceKind)
-            devices = tuple(devices[0] for devices in firsts if devices)
-            known = self._known[entry.gpu.uuid] = (entry.gpu, entry.shares, devices)
-        return known[2]
-
-
 class EquivalenceClasses:
     """The classes of GPUs whose devices don't differ in ``names``, for each kind of device by itself."""
 
-    def __init__(self, names: Names, examples: ExampleDevices) -> None:
+    def __init__(self, names: Names) -> None:
         self.names = names
-        self.examples = examples
         self._known: dict[str, tuple[Gpu, int, tuple[int, ...]]] = {}
         self._numbers: dict[Hashable, int] = {}
         self._by_facts: dict[Hashable, tuple[int, ...]] | None = (
@@ -59,10 +43,10 @@ class EquivalenceClasses:
 
     def _classify(self, entry: FleetGpu) -> tuple[int, ...]:
         if self._by_facts is None:
-            return tuple(self._number(entry, example) for example in self.examples.of(entry))
+            return tuple(self._number(entry, example) for example in examples_of(entry))
         facts = common_facts(entry)
         if facts not in self._by_facts:
-            self._by_facts[facts] = tuple(self._number(entry, example) for example in self.examples.of(entry))
+            self._by_facts[facts] = tuple(self._number(entry, example) for example in examples_of(entry))
         return self._by_facts[facts]
 
     def _number(self, entry: FleetGpu, example: Device) -> int:
@@ -99,6 +83,12 @@ def representatives(entry: FleetGpu, kind: DeviceKind, *, each_placement: bool) 
         for profile in gpu.profiles:
             if placements := profile.placements if each_placement else profile.placements[:1]:
                 yield [partition_device(gpu, number, profile, each) for each in placements]
+
+
+def examples_of(entry: FleetGpu) -> Iterator[Device]:
+    """One device of each kind that the GPU has."""
+    for kind in DeviceKind:
+        yield from next(representatives(entry, kind, each_placement=False), ())
 
 
 def device_at(entry: FleetGpu, key: OfferKind, start: int) -> Device:

@@ -10,7 +10,7 @@ gets wider offers later (``controller.demand.starvation``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
@@ -69,8 +69,8 @@ class PendingClaim:
 
     @property
     def key(self) -> str:
-        """``namespace/name`` of the claim, or of the pod that has none yet."""
-        return self.claim.metadata.path
+        """``namespace/name`` of the claim; ``Pod/namespace/name`` of the pod that has none yet."""
+        return f"Pod/{self.claim.metadata.path}" if self.not_created else self.claim.metadata.path
 
 
 class Queue:
@@ -83,7 +83,8 @@ class Queue:
         self.feasibility = Feasibility(fleet, matching)
         self.pending = pending_claims(cluster.claims.unallocated, cluster.classes, cluster.pods)
         self._eligibility = eligibility or Eligibility(cluster.nodes)
-        reader = RequirementsReader(matching, cluster.classes, self.feasibility.selects_any)
+        self._eligibility.forget_unused()
+        reader = RequirementsReader(matching, cluster.classes, fleet)
         self._requirements = {each.key: reader.of(each.claim) for each in self.pending}
         self._claims_of_pod: dict[str, list[PendingClaim]] = {}
         for each in self.pending:
@@ -200,7 +201,8 @@ def claim_for(pod: Pod, by_resource: Mapping[str, str]) -> Claim | None:
     """The claim that the scheduler will create for the pod's extended resources, if it requests any and has none."""
     if pod.status.extended_resource_claim_status is not None or pod.spec.node_name:
         return None
-    names = {name for each in _containers(pod) for name in _requests(each) if name in by_resource or _implicit(name)}
+    requested = {name for each in (*pod.spec.init_containers, *pod.spec.containers) for name in _requests(each)}
+    names = {name for name in requested if name in by_resource or name.startswith(IMPLICIT)}
     counts = {name: _amount(pod, name) for name in sorted(names)}
     requests = tuple(
         Request(name, ExactDeviceRequest(by_resource.get(name, name.removeprefix(IMPLICIT)), count=count))
@@ -210,14 +212,6 @@ def claim_for(pod: Pod, by_resource: Mapping[str, str]) -> Claim | None:
     if not requests:
         return None
     return Claim(Metadata(name=pod.metadata.name, namespace=pod.metadata.namespace), ClaimSpec(DeviceClaim(requests)))
-
-
-def _implicit(name: str) -> bool:
-    return name.startswith(IMPLICIT)
-
-
-def _containers(pod: Pod) -> tuple[Container, ...]:
-    return (*pod.spec.init_containers, *pod.spec.containers)
 
 
 def _requests(container: Container) -> Mapping[str, str | int]:
@@ -246,23 +240,32 @@ def _whole(quantity: str | int) -> int:
 
 
 class Eligibility:
-    """The nodes on which pods may run; remembers the answer for equal pods."""
+    """The nodes on which pods may run; remembers the answers for the pods of the last two decisions."""
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self._nodes = tuple(nodes)
         self._nodes_of: dict[bytes, frozenset[str]] = {}
+        self._before: dict[bytes, frozenset[str]] = {}
+
+    def forget_unused(self) -> None:
+        """Begin a decision: keep the answers that the last one used."""
+        self._before, self._nodes_of = self._nodes_of, {}
 
     def nodes_for(self, pod: Pod, allocations: Iterable[NodeSelector] = ()) -> frozenset[str]:
         """Names of the nodes for ``pod``, whose allocated claims are available on the nodes of ``allocations``."""
         spec, selectors = pod.spec, tuple(allocations)
         key = msgspec.json.encode((spec.node_name, spec.node_selector, spec.affinity, spec.tolerations, selectors))
         if key not in self._nodes_of:
-            self._nodes_of[key] = frozenset(
-                node.metadata.name
-                for node in self._nodes
-                if admits(spec, node) and all(selects(selector, node) for selector in selectors)
-            )
+            known = self._before.get(key)
+            self._nodes_of[key] = known if known is not None else self._admitting(spec, selectors)
         return self._nodes_of[key]
+
+    def _admitting(self, spec: PodSpec, selectors: Sequence[NodeSelector]) -> frozenset[str]:
+        return frozenset(
+            node.metadata.name
+            for node in self._nodes
+            if admits(spec, node) and all(selects(selector, node) for selector in selectors)
+        )
 
 
 def admits(spec: PodSpec, node: Node) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice, product, repeat
 from typing import Literal, NamedTuple
 
+from controller.cluster.fleet import Fleet
 from controller.demand.selected_devices import Matching, Selector
 from driver.config.suggestions import meant
 from driver.errors import CelError
@@ -44,14 +45,22 @@ class Constraint(NamedTuple):
 
 
 class ClaimRequirements(NamedTuple):
-    """Devices that are allocated together on one node."""
+    """Devices that are allocated together on one node.
+
+    ``claims`` has the number of its claim for each request, where they are those of several claims of a pod.
+    """
 
     requests: tuple[DeviceRequest, ...]
     constraints: tuple[Constraint, ...] = ()
+    claims: tuple[int, ...] = ()
 
     @property
-    def too_many(self) -> bool:
-        return sum(request.count or 0 for request in self.requests) > MAX_DEVICES
+    def counts(self) -> tuple[int, ...]:
+        """For each claim the number of its devices, without those of requests for all devices."""
+        found = dict.fromkeys(self.claims or (0,), 0)
+        for claim, request in zip(self.claims or repeat(0), self.requests, strict=False):
+            found[claim] += request.count or 0
+        return tuple(found.values())
 
 
 class Refusal(NamedTuple):
@@ -64,16 +73,14 @@ class Refusal(NamedTuple):
 class RequirementsReader:
     """Reads claims with the present DeviceClasses.
 
-    Requests for other drivers' devices are left out: they read no attribute of this driver and ``selects_ours`` is
-    false. So are requests with adminAccess that can be read.
+    Requests for other drivers' devices are left out: they read no attribute of this driver and select
+    none of the fleet. So are requests with adminAccess that can be read.
     """
 
-    def __init__(
-        self, matching: Matching, classes: Iterable[DeviceClass], selects_ours: Callable[[Selector], bool]
-    ) -> None:
+    def __init__(self, matching: Matching, classes: Iterable[DeviceClass], fleet: Fleet) -> None:
         self._matching = matching
         self._classes: Mapping[str, DeviceClass] = {each.metadata.name: each for each in classes}
-        self._selects_ours = selects_ours
+        self._fleet = fleet
 
     def of(self, claim: Claim) -> tuple[ClaimRequirements, ...] | Refusal:
         """The requirements for each combination of alternatives, in the scheduler's order; none for other drivers."""
@@ -103,8 +110,9 @@ class RequirementsReader:
         payer = namespace if wanted.selectors or conditions else ""
         selector = self._matching.selector(expressions, conditions, payer)
         if isinstance(selector, CelError):
-            return _refused(request, selector) if self._matching.is_about_us(expressions) else None
-        if not selector.is_about_us and not self._selects_ours(selector):
+            may_be_about_us = any(self._matching.driver in text for text in expressions)
+            return _refused(request, selector) if may_be_about_us else None
+        if not selector.is_about_us and not any(selector.on(entry) for entry in self._fleet):
             return None
         if wanted.admin_access:  # needs no free device
             return None
@@ -113,15 +121,19 @@ class RequirementsReader:
 
 def joined(claims: Sequence[ClaimRequirements]) -> ClaimRequirements:
     """The requirements of several claims as one: those of a pod are allocated on one node."""
+    if len(claims) == 1:
+        return claims[0]
     requests: list[DeviceRequest] = []
     constraints: list[Constraint] = []
-    for claim in claims:
+    numbers: list[int] = []
+    for number, claim in enumerate(claims):
         shift = len(requests)
         constraints += [
             each._replace(requests=frozenset(shift + i for i in each.requests)) for each in claim.constraints
         ]
         requests += claim.requests
-    return ClaimRequirements(tuple(requests), tuple(constraints))
+        numbers += [number] * len(claim.requests)
+    return ClaimRequirements(tuple(requests), tuple(constraints), tuple(numbers))
 
 
 def _texts(selectors: Iterable[DeviceSelector]) -> Iterator[str]:

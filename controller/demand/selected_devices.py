@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, reduce
 from operator import or_
@@ -23,9 +23,9 @@ from controller.demand.gpu_equivalence_classes import (
     BY_PLACEMENT,
     FACT_OF,
     EquivalenceClasses,
-    ExampleDevices,
     Names,
     device_at,
+    examples_of,
     representatives,
 )
 from deviceclasses.cel import CelDevice, Program, ReferencedAttributes, compile_selector, from_slice_device
@@ -37,8 +37,8 @@ from driver.slices.attributes import STANDARD, attributes, capacity
 MAX_SELECTORS = 512
 """Selectors of a namespace, expressions, and sets of attributes that are remembered."""
 
-MAX_SELECTIONS = 50_000
-"""Selectors, each on one set of nodes, of which the result is remembered."""
+MAX_NAMESPACES = 1024
+"""Namespaces whose selectors are remembered, and more that have not got all of their budget back."""
 
 BUDGET_SECONDS = 3.0
 """Processor time that a namespace has at once; decisions have to follow each other within 20 s."""
@@ -77,17 +77,26 @@ class SelectorTime:
 
     def spend(self, work: Callable[[], T]) -> T:
         """Call ``work`` and subtract its processor time. Raises BudgetExhausted if no time is left to begin."""
-        now = self._clock()
-        self._left = min(self._budget, self._left + (now - self._filled_at) * REFILL_PER_SECOND)
-        self._filled_at = now
+        self._refill()
         if self._left <= 0:
-            self._refused_at = self._refused_at or now
+            self._refused_at = self._refused_at or self._filled_at
             raise BudgetExhausted
         began = self._processor_time()
         try:
             return work()
         finally:
             self._left -= self._processor_time() - began
+
+    @property
+    def full(self) -> bool:
+        """Whether none of the budget is missing."""
+        self._refill()
+        return self._left >= self._budget
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._left = min(self._budget, self._left + (now - self._filled_at) * REFILL_PER_SECOND)
+        self._filled_at = now
 
     def retry(self) -> bool:
         """Whether to try refused selectors again now; at most every RETRY_SECONDS."""
@@ -199,8 +208,8 @@ class Selector:
         numbers = self._classes.of(entry)
         found = self._by_numbers.get(numbers)
         if found is None:
-            examples = self._classes.examples.of(entry)
-            parts = [self._part(number, entry, each.kind) for number, each in zip(numbers, examples, strict=True)]
+            pairs = zip(numbers, examples_of(entry), strict=True)
+            parts = [self._part(number, entry, each.kind) for number, each in pairs]
             found = self._by_numbers[numbers] = _joined([part for part in parts if part or part.failures])
         return found
 
@@ -268,15 +277,15 @@ class Matching:
     def __init__(self, driver: str) -> None:
         self.driver = driver
         self.program = lru_cache(MAX_SELECTORS)(_compiled)
-        self._namespaces: dict[str, NamespaceSelectors] = {}
+        self.namespaces: dict[str, NamespaceSelectors] = {}
+        """The one used last at the end."""
         self._feasibility_memory = FeasibilityMemory(None)
-        examples = ExampleDevices()
-        self._classes = lru_cache(MAX_SELECTORS)(lambda names: EquivalenceClasses(names, examples))
+        self._classes = lru_cache(MAX_SELECTORS)(EquivalenceClasses)
 
     def feasibility_memory(self, hardware: Hardware) -> FeasibilityMemory:
         """The results about fleets of that hardware."""
         memory = self._feasibility_memory
-        if memory.hardware is not hardware or len(memory.kinds) > MAX_SELECTIONS:
+        if memory.hardware is not hardware:
             memory = self._feasibility_memory = FeasibilityMemory(hardware)
         return memory
 
@@ -287,12 +296,16 @@ class Matching:
 
         The time for it counts for ``namespace``, that of the claim; "" for the expressions of a DeviceClass alone.
         """
-        known = self._namespaces.get(namespace)
+        known = self.namespaces.pop(namespace, None)
         if known is None or known.time.retry():
             budget = BUDGET_SECONDS if namespace else math.inf
             time = SelectorTime(budget) if known is None else known.time
             make = lru_cache(MAX_SELECTORS)(partial(self._selector, time))
-            known = self._namespaces[namespace] = NamespaceSelectors(make, time)
+            known = NamespaceSelectors(make, time)
+        self.namespaces[namespace] = known
+        if len(self.namespaces) > MAX_NAMESPACES:
+            idle = (each for each, selectors in self.namespaces.items() if each != namespace and selectors.time.full)
+            self.namespaces.pop(next(idle, ""), None)
         return known.selector(expressions, capacity_conditions)
 
     def _selector(
@@ -311,10 +324,6 @@ class Matching:
         classes = self._classes(_names(self.driver, referenced))
         about_us = any(self._reads_ours(program.referenced) for program in programs[: len(expressions)])
         return Selector(self.driver, tuple(programs), classes, time, is_about_us=about_us)
-
-    def is_about_us(self, expressions: Iterable[str]) -> bool:
-        """Whether any of ``expressions``, of which one is refused, may read attributes of this driver."""
-        return any(self.driver in text for text in expressions)
 
     def _reads_ours(self, referenced: ReferencedAttributes) -> bool:
         return any(domain == self.driver for domain, _ in referenced.attributes | referenced.capacity)

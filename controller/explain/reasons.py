@@ -7,7 +7,7 @@ wait in vain, and the reason stays the same while other claims come and go.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -149,14 +149,14 @@ class Reasoning:
         """Why a claim cannot be satisfied even alone; None if it can."""
         key = (requirements, nodes)
         if key not in self._known:
-            permanent = permanent_reason(self._feasibility, requirements, nodes, self._shortage)
-            self._known[key] = permanent or self._at_present(requirements, nodes)
+            self._known[key] = self._permanent(requirements, nodes) or self._at_present(requirements, nodes)
         return self._known[key]
 
     def _of_pod(self, pending: PendingClaim) -> Reason:
         """The reason of a claim that can be satisfied alone, but not together with the other claims of its pod."""
-        keys = {key for pod in pending.pods for each in self._queue.of_pod(pod) if (key := each.key) != pending.key}
-        others, impossible = ", ".join(sorted(keys)), self._pod_is_impossible(pending)
+        claims = {each for pod in pending.pods for each in self._queue.of_pod(pod)} - {pending}
+        others = ", ".join(sorted(each.claim.metadata.path for each in claims))
+        impossible = self._pod_is_impossible(pending)
         when = "even if nothing were held" if impossible else "at present"
         sentence = f"it could be met, but {when} not on one node with the other claims of its pod: {others}"
         return Reason(ReasonCode.NOT_TOGETHER, sentence, impossible)
@@ -165,7 +165,7 @@ class Reasoning:
         return self._queue.found(pending, self._feasibility.unheld).outcome is Outcome.NONE
 
     def _at_present(self, requirements: ClaimRequirements, nodes: Nodes) -> Reason | None:
-        could: Callable[[ClaimRequirements, Nodes], bool] = self._feasibility.could
+        could = self._feasibility.could
         for request in requirements.requests:
             if not could(ClaimRequirements((request,)), nodes):
                 return lacking(request, self._shortage(request, nodes), self._queue.holders)
@@ -174,6 +174,47 @@ class Reasoning:
         if requirements.constraints and could(ClaimRequirements(requirements.requests), nodes):
             return constraint(requirements, "the requests could be met, but at present")
         return together(requirements, "no node has all of them free at once")
+
+    def _permanent(self, requirements: ClaimRequirements, nodes: Nodes) -> Reason | None:
+        """Why a claim cannot be satisfied by itself even if nothing is held; None if it could or that is unknown."""
+        for request in requirements.requests:
+            if not self._feasibility.kinds(request.selector, nodes):
+                return _nothing_selected(self._feasibility, request, nodes)
+        if (count := max(requirements.counts)) > MAX_DEVICES:
+            sentence = f"it asks for {count} devices, more than the {MAX_DEVICES} that one claim can have"
+            return Reason(ReasonCode.TOO_MANY, sentence, permanent=True)
+        for request in requirements.requests:
+            if not self._feasibility.emptied.could(ClaimRequirements((request,)), nodes):
+                return Reason(ReasonCode.TOO_MANY, _too_many(self._feasibility, request, nodes), permanent=True)
+        if not self._feasibility.emptied.could(requirements, nodes):
+            return _not_together(self._feasibility, requirements, nodes)
+        hindered = any(self._shortage(request, nodes).hindered for request in requirements.requests)
+        if not hindered or self._feasibility.unheld.could(requirements, nodes):
+            return None
+        return self._hindered(requirements, nodes)
+
+    def _hindered(self, requirements: ClaimRequirements, nodes: Nodes) -> Reason | None:
+        """The reason where faults, settings, labels, MIG modes or foreign partitions are in the way."""
+        requests = requirements.requests
+        alone = (each for each in requests if not self._feasibility.unheld.could(ClaimRequirements((each,)), nodes))
+        first = next(alone, None)
+        chosen = requests if first is None else (first,)
+        found = [self._shortage(each, nodes) for each in chosen]
+        obstacles = _joined([each.obstacles for each in found]) or _joined([each.hindered for each in found])
+        if not obstacles:
+            return None
+        main = max(obstacles, key=lambda each: len(obstacles[each]))
+        gpus = {entry.gpu.uuid for each in found for entry in each.gpus}
+        request = f"request {chosen[0].name}: " if len(chosen) == 1 else ""
+        code, text = OF_OBSTACLE[main]
+        if not any(each.usable for each in found):
+            sentence = f"{request}{len(gpus)} GPUs have it, but {text.format('them')}"
+        else:
+            which = f"{len(obstacles[main])} of the {len(gpus)} GPUs that have it"
+            sentence = f"{request}even if nothing were held no node could give all of it: {text.format(which)}"
+        steps = _reset_steps(obstacles[main]) if main is Obstacle.RESET else named(obstacles[main])
+        others = {each: gpus for each, gpus in obstacles.items() if each is not main}
+        return Reason(code, f"{sentence}: {steps}{_unusable(others)}", permanent=True)
 
     def _shortage(self, request: DeviceRequest, nodes: Nodes) -> Shortage:
         key = (request.selector, nodes)
@@ -209,31 +250,6 @@ def _unusable(obstacles: Mapping[Obstacle, Sequence[FleetGpu]]) -> str:
     """The number of further GPUs that can't be used: the end of a message."""
     count = sum(map(len, obstacles.values()))
     return f"; {count} more can't be used ({', '.join(sorted(obstacles))})" if count else ""
-
-
-ShortageOf = Callable[[DeviceRequest, Nodes], Shortage]
-
-
-def permanent_reason(
-    feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes, shortage_of: ShortageOf
-) -> Reason | None:
-    """Why a claim cannot be satisfied by itself even if nothing is held; None if it could, or if that is unknown."""
-    for request in requirements.requests:
-        if not feasibility.kinds(request.selector, nodes):
-            return _nothing_selected(feasibility, request, nodes)
-    if requirements.too_many:
-        count = sum(request.count or 0 for request in requirements.requests)
-        sentence = f"it asks for {count} devices, more than the {MAX_DEVICES} that one claim can have"
-        return Reason(ReasonCode.TOO_MANY, sentence, permanent=True)
-    for request in requirements.requests:
-        if not feasibility.emptied.could(ClaimRequirements((request,)), nodes):
-            return Reason(ReasonCode.TOO_MANY, _too_many(feasibility, request, nodes), permanent=True)
-    if not feasibility.emptied.could(requirements, nodes):
-        return _not_together(feasibility, requirements, nodes)
-    hindered = any(shortage_of(request, nodes).hindered for request in requirements.requests)
-    if not hindered or feasibility.unheld.could(requirements, nodes):
-        return None
-    return _hindered(feasibility, requirements, nodes, shortage_of)
 
 
 def _nothing_selected(feasibility: Feasibility, request: DeviceRequest, nodes: Nodes) -> Reason:
@@ -329,32 +345,6 @@ def without_value(feasibility: Feasibility, requirements: ClaimRequirements, nod
         )
     }
     return f": none of these devices has a value of {', '.join(sorted(missing))}" if missing else ""
-
-
-def _hindered(
-    feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes, shortage_of: ShortageOf
-) -> Reason | None:
-    """The reason where faults, settings, labels, MIG modes or foreign partitions are in the way."""
-    requests = requirements.requests
-    alone = (each for each in requests if not feasibility.unheld.could(ClaimRequirements((each,)), nodes))
-    first = next(alone, None)
-    chosen = requests if first is None else (first,)
-    found = [shortage_of(each, nodes) for each in chosen]
-    obstacles = _joined([each.obstacles for each in found]) or _joined([each.hindered for each in found])
-    if not obstacles:
-        return None
-    main = max(obstacles, key=lambda each: len(obstacles[each]))
-    gpus = {entry.gpu.uuid for each in found for entry in each.gpus}
-    request = f"request {chosen[0].name}: " if len(chosen) == 1 else ""
-    code, text = OF_OBSTACLE[main]
-    if not any(each.usable for each in found):
-        sentence = f"{request}{len(gpus)} GPUs have it, but {text.format('them')}"
-    else:
-        which = f"{len(obstacles[main])} of the {len(gpus)} GPUs that have it"
-        sentence = f"{request}even if nothing were held no node could give all of it: {text.format(which)}"
-    steps = _reset_steps(obstacles[main]) if main is Obstacle.RESET else named(obstacles[main])
-    others = {each: gpus for each, gpus in obstacles.items() if each is not main}
-    return Reason(code, f"{sentence}: {steps}{_unusable(others)}", permanent=True)
 
 
 def _joined(parts: Sequence[Mapping[Obstacle, Sequence[FleetGpu]]]) -> dict[Obstacle, tuple[FleetGpu, ...]]:

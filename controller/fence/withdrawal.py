@@ -38,8 +38,8 @@ import time
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
 from controller.fence.configmap import FencedDevices
 from controller.steps import Observer, Step
@@ -69,18 +69,6 @@ CANARY = "tessera-canary"
 """Name of the canary claim. No pod uses it and its class does not exist, so it is never allocated."""
 
 ANNOTATION = "gpu.tessera.dev/canary"
-
-
-class ClaimCache(Protocol):
-    """The part of ``ClusterCache`` that the fence needs."""
-
-    def wait_for_version(self, version: int, timeout_s: float) -> bool:
-        """Wait until all changes of claims up to ``version`` are processed; False after ``timeout_s`` seconds."""
-        ...
-
-    def held(self) -> Collection[PoolDevice]:
-        """The devices that are allocated according to all processed changes."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -118,7 +106,7 @@ class Fence:
     def __init__(
         self,
         client: KubeClient,
-        claims: ClaimCache,
+        claims: ClusterCache,
         settings: FenceSettings | None = None,
         clock: Clock | None = None,
         observer: Observer = unobserved,
@@ -170,11 +158,15 @@ class Fence:
 
     def lift(self, devices: Collection[PoolDevice]) -> None:
         """Allow allocation of ``devices`` again; to be called before they are offered. Raises ApiError."""
-        self._remove(set(devices))
+        if self._ended.is_set():
+            return
+        with observed(self._observer, Step.LIFT):
+            self._fenced.remove(devices)
+        self._to_lift.difference_update(devices)
 
     def expire(self) -> None:
         """Lift devices withdrawn ``keep_s`` ago, and those whose lift failed before. Raises ApiError."""
-        self._remove(self._fenced.older_than(self._settings.keep_s) | self._to_lift)
+        self.lift(self._fenced.older_than(self._settings.keep_s) | self._to_lift)
 
     def _room(self) -> int:
         while (room := self._fenced.room(MIN_FENCED_SECONDS)) == 0 and not self._ended.is_set():
@@ -216,13 +208,6 @@ class Fence:
                 return False
             self._clock.wait(self._ended, PROBE_INTERVAL_SECONDS)
         return True
-
-    def _remove(self, devices: set[PoolDevice]) -> None:
-        if self._ended.is_set():
-            return
-        with observed(self._observer, Step.LIFT):
-            self._fenced.remove(devices)
-        self._to_lift -= devices
 
     def _lift_later(self, devices: frozenset[PoolDevice]) -> None:
         """Lift devices that are still offered: now, or when ``expire`` is called."""

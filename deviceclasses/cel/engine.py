@@ -18,7 +18,7 @@ from typing import Any
 from deviceclasses.cel.compiler import compile_tree
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.library.semver import parse_semver
-from deviceclasses.cel.parse import parse
+from deviceclasses.cel.parser import parse
 from deviceclasses.cel.referenced_attributes import ReferencedAttributes, referenced_attributes
 from deviceclasses.cel.values import (
     DomainMap,

@@ -21,7 +21,7 @@ from deviceclasses.cel.nodes import (
     Select,
     children,
 )
-from deviceclasses.cel.parse import parse
+from deviceclasses.cel.parser import parse
 from deviceclasses.cel.values import Value
 
 Path = tuple[str, ...]

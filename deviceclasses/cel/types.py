@@ -40,15 +40,14 @@ class Type:
 
 BOOL, BYTES, DOUBLE, INT = Type("bool"), Type("bytes"), Type("double"), Type("int")
 NULL, STRING, UINT = Type("null_type"), Type("string"), Type("uint")
+BASIC = (BOOL, BYTES, DOUBLE, INT, NULL, STRING, UINT)
 DYN, ANY = Type("dyn"), Type("any")
-DURATION, TIMESTAMP = Type("google.protobuf.Duration"), Type("google.protobuf.Timestamp")
-QUANTITY, SEMVER, URL = Type("kubernetes.Quantity"), Type("kubernetes.Semver"), Type("kubernetes.URL")
-IP, CIDR, FORMAT = Type("net.IP"), Type("net.CIDR"), Type("kubernetes.NamedFormat")
+QUANTITY, SEMVER = Type("kubernetes.Quantity"), Type("kubernetes.Semver")
 DEVICE = Type("kubernetes.DRADevice")
 
 NUMBERS = (INT, UINT, DOUBLE)
-COMPARABLE = (INT, UINT, DOUBLE, BOOL, DURATION, TIMESTAMP, STRING, BYTES)
-NULLABLE = {"optional_type", *(each.name for each in (DURATION, TIMESTAMP, QUANTITY, SEMVER, URL, IP, CIDR, FORMAT))}
+COMPARABLE = (INT, UINT, DOUBLE, BOOL, STRING, BYTES)
+NULLABLE = {"optional_type", QUANTITY.name, SEMVER.name}
 
 
 def list_of(element: Type) -> Type:
@@ -82,13 +81,7 @@ DEVICE_FIELDS = {
     "allowMultipleAllocations": BOOL,
 }
 """The fields of ``device`` in Kubernetes 1.34 and newer."""
-TYPES = {
-    each.name: each
-    for each in (
-        BOOL, BYTES, DOUBLE, INT, NULL, STRING, UINT, DURATION, TIMESTAMP, IP, CIDR,
-        list_of(DYN), map_of(DYN, DYN), optional_of(DYN), type_of_type(DYN),
-    )
-}  # fmt: skip
+TYPES = {each.name: each for each in (*BASIC, list_of(DYN), map_of(DYN, DYN), optional_of(DYN), type_of_type(DYN))}
 """Types that have a name in expressions, as in ``type(x) == int``."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 Value = Any
@@ -102,19 +102,6 @@ class TypeValue:
     name: str
 
 
-@dataclass(frozen=True, order=True)
-class Duration:
-    nanoseconds: int
-
-
-@dataclass(frozen=True, order=True)
-class Timestamp:
-    """Nanoseconds since 1970; ``offset`` in seconds is that of the zone it was written in."""
-
-    nanoseconds: int
-    offset: int = field(default=0, compare=False)
-
-
 class Map:
     """A map of CEL: 1 and 1u are the same key, which 1.0 finds too; 1 and true are not."""
 
@@ -195,8 +182,6 @@ PLAIN_NAMES: dict[type, str] = {
     DomainMap: "map",
     Optional: "optional_type",
     TypeValue: "type",
-    Duration: "google.protobuf.Duration",
-    Timestamp: "google.protobuf.Timestamp",
 }
 
 
@@ -308,5 +293,5 @@ def compare(one: Value, other: Value) -> int:
     return int(one > other) - int(one < other)
 
 
-ORDERED = frozenset({bool, str, bytes, Duration, Timestamp})
+ORDERED = frozenset({bool, str, bytes})
 """Types with an order. Strings are ordered by code points: the order of their bytes, which Go compares, is the same."""

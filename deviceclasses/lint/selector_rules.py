@@ -13,7 +13,7 @@ from typing import Any
 from deviceclasses.cel import CelDevice, Program, from_slice_device, nodes
 from deviceclasses.cel.library.registry import FUNCTIONS, chosen
 from deviceclasses.cel.nodes import Node, children
-from deviceclasses.cel.parse import parse
+from deviceclasses.cel.parser import parse
 from deviceclasses.cel.referenced_attributes import Comparison, comparisons_of
 from deviceclasses.cel.values import EvaluationError, start_work
 from deviceclasses.lint.attribute_catalogue import (

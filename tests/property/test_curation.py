@@ -14,7 +14,7 @@ from controller.demand.demand import Demand
 from driver.model.device import DeviceKind
 from driver.model.plan import Offer, offer_of
 from driver.placement import FULL, SHARE, OfferKind, Ranking
-from tests.support.fleets import device_of, node, partition, take
+from tests.support.fleets import device_of, node, partition, possible, take
 from tests.support.gpus import H100
 
 RANKING = Ranking()
@@ -37,13 +37,13 @@ def _in_some_state(draw: st.DrawFn, entry: FleetGpu) -> FleetGpu:
     fault, shares = draw(st.sampled_from([None] * 7 + ["off the bus"])), draw(st.sampled_from([0, 0, 3]))
     entry = replace(entry, uses=uses, fault=fault, shares=shares)
     for _ in range(draw(st.integers(0, 4))):
-        if entry.possible:
-            entry = replace(entry, held=(*entry.held, draw(st.sampled_from(entry.possible))))
+        if possible(entry):
+            entry = replace(entry, held=(*entry.held, draw(st.sampled_from(possible(entry)))))
     return entry
 
 
 def every_offer(fleet: Fleet) -> list[Offer]:
-    return [offer_of(device) for entry in fleet for device in entry.possible]
+    return [offer_of(device) for entry in fleet for device in possible(entry)]
 
 
 def some_offers(fleet: Fleet) -> st.SearchStrategy[set[Offer]]:
@@ -80,7 +80,7 @@ def fits(fleet: Fleet, key: OfferKind, count: int, eligible: frozenset[str] | No
     found = 0
     for uuid in fleet.gpus if eligible is None else eligible & fleet.gpus.keys():
         while found < count:
-            left = among([offer_of(device) for device in fleet.gpus[uuid].possible], key)
+            left = among([offer_of(device) for device in possible(fleet.gpus[uuid])], key)
             if not left:
                 break
             fleet, found = take(fleet, left[0]), found + 1
@@ -201,6 +201,6 @@ def test_a_full_gpu_that_has_shares_is_offered_only_beside_every_other_full_gpu(
     fleet, count = Fleet.of(entry.unheld for entry in data.draw(fleets())), data.draw(st.integers(0, 4))
     waiting = [Demand(FULL, count)] if count else []
     offered = {offer.gpu for offer in among(curate(fleet, waiting, data.draw(some_offers(fleet))), FULL)}
-    free = {entry.gpu.uuid: entry for entry in fleet if any(d.kind is DeviceKind.FULL for d in entry.possible)}
+    free = {entry.gpu.uuid: entry for entry in fleet if any(d.kind is DeviceKind.FULL for d in possible(entry))}
     divided = {uuid for uuid, entry in free.items() if entry.shares and DeviceKind.SHARE in entry.uses}
     assert not offered & divided or free.keys() - divided <= offered

@@ -19,6 +19,7 @@ from deviceclasses.cel import Program, compile_selector
 from driver.model.device import Device
 from driver.model.gpu import MigMode
 from driver.placement import GpuState, key_of
+from tests.support.fleets import possible
 from tests.support.gpus import H100
 from tests.support.queues import DRIVER, FULL, SHARE, Situation, fleet_gpu, profile, request, selected_by
 
@@ -57,8 +58,8 @@ def gpus(draw: st.DrawFn, node: str, number: int) -> FleetGpu:
     fault = draw(st.sampled_from([None, None, None, "Xid 79"]))
     entry = fleet_gpu(node, number, product, facts=facts, shares=shares)
     for _ in range(draw(st.integers(0, 3))):
-        if entry.possible:
-            entry = replace(entry, held=(*entry.held, draw(st.sampled_from(entry.possible))))
+        if possible(entry):
+            entry = replace(entry, held=(*entry.held, draw(st.sampled_from(possible(entry)))))
     return replace(entry, fault=fault)
 
 
@@ -140,7 +141,7 @@ def test_what_nothing_held_keeps_from_a_claim_is_its_reason_whatever_is_held(
 def fits_by_trying(there: Situation, node: str, selector: str, count: int, *, one_gpu: bool) -> bool:
     entries = {entry.gpu.uuid: entry for entry in there.gpus if entry.node == node}
     names = {
-        uuid: {device.name for device in selected(entry, selector)} & {device.name for device in entry.possible}
+        uuid: {device.name for device in selected(entry, selector)} & {device.name for device in possible(entry)}
         for uuid, entry in entries.items()
     }
     devices = [device for uuid, entry in entries.items() for device in entry.devices if device.name in names[uuid]]
@@ -206,7 +207,7 @@ def test_several_requests_are_satisfiable_where_one_node_has_free_devices_for_al
 def all_fit(there: Situation, node: str, selectors: list[str]) -> bool:
     entries = {entry.gpu.uuid: entry for entry in there.gpus if entry.node == node}
     choices = [
-        [device for entry in entries.values() for device in selected(entry, each) if device in entry.possible]
+        [device for entry in entries.values() for device in selected(entry, each) if device in possible(entry)]
         for each in selectors
     ]
     return any(

@@ -14,6 +14,7 @@ from controller.demand.demand import demand_of
 from driver.model.device import Device, DeviceKind
 from driver.model.plan import offer_of
 from tests.property.test_demand import selected
+from tests.support.fleets import possible
 from tests.support.queues import FULL, SHARE, Situation, fleet_gpu, profile, request, selected_by
 
 Wanted = tuple[str, int]
@@ -63,8 +64,8 @@ def built(fleet: Sequence[Sequence[Described]]) -> Situation:
 def _gpu(node: str, number: int, shares: int, held: tuple[int, ...]) -> FleetGpu:
     entry = fleet_gpu(node, number, shares=shares)
     for choice in held:
-        if entry.possible:
-            entry = entry.holding((*entry.held, entry.possible[choice % len(entry.possible)]))
+        if possible(entry):
+            entry = entry.holding((*entry.held, possible(entry)[choice % len(possible(entry))]))
     return entry
 
 
@@ -124,7 +125,7 @@ class _Trying:
             return not left
         for position, name in self._matching[left[0]]:
             entry = gpus[position]
-            device = next((each for each in entry.possible if each.name == name), None)
+            device = next((each for each in possible(entry) if each.name == name), None)
             if device is not None and _keeps(self._rule, device, parents):
                 after = (*gpus[:position], entry.holding((*entry.held, device)), *gpus[position + 1 :])
                 if self.all(after, left[1:], (*parents, device.gpu.uuid)):

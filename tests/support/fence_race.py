@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
 from controller.fence.withdrawal import Canary, Withdrawable
 from driver.errors import ApiError
@@ -35,8 +36,8 @@ def devices_of(claim: Claim) -> frozenset[PoolDevice] | None:
     return frozenset(PoolDevice(result.pool, result.device) for result in claim.status.allocation.devices.results)
 
 
-class ClaimsCache:
-    """``controller.fence.withdrawal.ClaimCache`` over a WatchCache."""
+class ClaimsCache(ClusterCache):
+    """The cache of claims alone."""
 
     def __init__(self, client: KubeClient) -> None:
         self.cache = WatchCache(client, f"{RESOURCE_GROUP}/resourceclaims", Claim, devices_of)
@@ -44,8 +45,8 @@ class ClaimsCache:
     def wait_for_version(self, version: int, timeout_s: float) -> bool:
         return self.cache.wait_for_version(version, timeout_s)
 
-    def held(self) -> Collection[PoolDevice]:
-        return frozenset().union(*self.cache.snapshot().values())
+    def held(self) -> frozenset[PoolDevice]:
+        return frozenset[PoolDevice]().union(*self.cache.snapshot().values())
 
 
 @contextmanager

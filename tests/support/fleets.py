@@ -42,14 +42,14 @@ def holding(fleet: Fleet, held: Mapping[str, str]) -> Fleet:
         for name in names.split():
             entry = gpus[uuid]
             spelled = f"gpu-{entry.number}" if name == "full" else f"gpu-{entry.number}-{name}"
-            [device] = [device for device in entry.possible if device.name == spelled]
+            [device] = [device for device in possible(entry) if device.name == spelled]
             gpus[uuid] = replace(entry, held=(*entry.held, device))
     return Fleet(gpus)
 
 
 def device_of(fleet: Fleet, offer: Offer) -> Device:
     """The device that ``offer`` stands for, which must be possible."""
-    [device] = [device for device in fleet.gpus[offer.gpu].possible if offer_of(device) == offer]
+    [device] = [device for device in possible(fleet.gpus[offer.gpu]) if offer_of(device) == offer]
     return device
 
 
@@ -57,3 +57,10 @@ def take(fleet: Fleet, offer: Offer) -> Fleet:
     """``fleet`` once ``offer`` is held."""
     entry = fleet.gpus[offer.gpu]
     return Fleet({**fleet.gpus, offer.gpu: replace(entry, held=(*entry.held, device_of(fleet, offer)))})
+
+
+def possible(entry: FleetGpu) -> tuple[Device, ...]:
+    """What it could offer now: what fits beside what is held, without a reset, as settings and labels allow."""
+    names = {device.name for device in entry.held}
+    fitting = (device for device in entry.devices if entry.state.fits(device))
+    return tuple(device for device in fitting if device.kind in entry.state.kinds and device.name not in names)

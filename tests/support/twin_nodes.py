@@ -12,6 +12,7 @@ from controller.cluster.fleet import FleetGpu
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu, MigMode
 from driver.simulator import load_description
+from tests.support.fleets import possible
 from tests.support.podgen import TAINTS
 from tests.support.published import discover
 
@@ -53,7 +54,7 @@ def held_on(node: LogicalNode, gpus: Sequence[Gpu], random: Random) -> Iterator[
     numbers = number_gpus(gpus, {})
     for at, gpu in zip(node.positions, gpus, strict=True):
         entry = FleetGpu(node.name, gpu, numbers[gpu.uuid], shares=node.shares.get(at, 0))
-        while entry.possible and random.random() < level:
-            device = random.choice(entry.possible)
+        while possible(entry) and random.random() < level:
+            device = random.choice(possible(entry))
             entry = entry.holding((*entry.held, device))
             yield device

@@ -2,20 +2,16 @@
 
 from deviceclasses.cel.library import (
     lists_and_optionals,
-    network,
     operators_and_conversions,
     quantity,
     semver,
     text,
-    times,
 )
 
 __all__ = [
     "lists_and_optionals",
-    "network",
     "operators_and_conversions",
     "quantity",
     "semver",
     "text",
-    "times",
 ]

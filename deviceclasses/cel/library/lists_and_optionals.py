@@ -12,7 +12,6 @@ from deviceclasses.cel.types import (
     BOOL,
     COMPARABLE,
     DOUBLE,
-    DURATION,
     DYN,
     INT,
     UINT,
@@ -25,11 +24,9 @@ from deviceclasses.cel.values import (
     MAX_SHOWN,
     NONE,
     NUMERIC,
-    Duration,
     EvaluationError,
     Map,
     Optional,
-    Timestamp,
     Uint,
     Value,
     compare,
@@ -144,7 +141,6 @@ SUMS = {
     INT: _total(0, lambda one, other: checked_int(one + other)),
     UINT: _total(Uint(0), lambda one, other: checked_uint(int(one) + int(other))),
     DOUBLE: _total(0.0, lambda one, other: one + other),
-    DURATION: _total(Duration(0), lambda one, other: Duration(checked_int(one.nanoseconds + other.nanoseconds))),
 }
 for _kind in COMPARABLE:
     method("isSorted", [list_of(_kind)], BOOL, _is_sorted)
@@ -178,8 +174,6 @@ def _value(one: Optional) -> Value:
 def _is_zero(value: Value) -> bool:
     if isinstance(value, (tuple, Map, str, bytes)):
         return len(value) == 0
-    if isinstance(value, (Duration, Timestamp)):
-        return value.nanoseconds == 0
     if isinstance(value, Optional):
         return not value.present or _is_zero(value.content)
     return value is None or (isinstance(value, (bool, int, float)) and not value)

@@ -12,18 +12,15 @@ from collections.abc import Callable
 from decimal import Decimal
 
 from deviceclasses.cel.library.registry import function, method
-from deviceclasses.cel.library.times import duration_text, parse_duration, parse_timestamp, timestamp_of, timestamp_text
 from deviceclasses.cel.types import (
     BOOL,
     BYTES,
     COMPARABLE,
     DOUBLE,
-    DURATION,
     DYN,
     INT,
     NUMBERS,
     STRING,
-    TIMESTAMP,
     UINT,
     Type,
     list_of,
@@ -151,7 +148,7 @@ for _kind in (STRING, BYTES, list_of(A), map_of(A, B)):
     function("size", [_kind], INT, len)
     method("size", [_kind], INT, len)
 
-CONVERSIONS = frozenset(["bool", "bytes", "double", "duration", "dyn", "int", "string", "timestamp", "type", "uint"])
+CONVERSIONS = frozenset(["bool", "bytes", "double", "dyn", "int", "string", "type", "uint"])
 INTEGER_TEXT = re.compile(r"[+-]?[0-9]+")
 UNSIGNED_TEXT = re.compile(r"[0-9]+")
 DOUBLE_TEXT = re.compile(r"[+-]?(([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|inf(inity)?|nan)", re.IGNORECASE)
@@ -241,7 +238,7 @@ def _same(value: Value) -> Value:
 
 
 for _kind in COMPARABLE:
-    function(_kind.name.removeprefix("google.protobuf.").lower(), [_kind], _kind, _same)
+    function(_kind.name, [_kind], _kind, _same)
 function("dyn", [A], DYN, _same)
 function("type", [A], type_of_type(A), lambda value: TypeValue(type_name(value)))
 function("bool", [STRING], BOOL, _bool)
@@ -252,8 +249,6 @@ function("double", [STRING], DOUBLE, _double)
 function("int", [DOUBLE], INT, _double_to_int)
 function("int", [UINT], INT, lambda value: checked_int(int(value)))
 function("int", [STRING], INT, _int)
-function("int", [DURATION], INT, lambda value: value.nanoseconds)
-function("int", [TIMESTAMP], INT, lambda value: value.nanoseconds // 10**9)
 function("uint", [DOUBLE], UINT, _double_to_uint)
 function("uint", [INT], UINT, checked_uint)
 function("uint", [STRING], UINT, _uint)
@@ -262,8 +257,3 @@ function("string", [BYTES], STRING, _decoded)
 function("string", [DOUBLE], STRING, double_text)
 function("string", [INT], STRING, str)
 function("string", [UINT], STRING, lambda value: str(int(value)))
-function("string", [DURATION], STRING, duration_text)
-function("string", [TIMESTAMP], STRING, timestamp_text)
-function("duration", [STRING], DURATION, parse_duration)
-function("timestamp", [STRING], TIMESTAMP, parse_timestamp)
-function("timestamp", [INT], TIMESTAMP, timestamp_of)

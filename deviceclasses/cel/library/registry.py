@@ -57,6 +57,14 @@ UNSUPPORTED_FUNCTIONS = {
     "isURL": "isURL() is not evaluated by Tessera; use string functions instead",
     "format.named": "named formats are not evaluated by Tessera; use matches() instead",
     "authorizer": "a selector has no authorizer",
+    **dict.fromkeys(
+        ("duration", "timestamp"),
+        "durations and timestamps are not evaluated by Tessera, because no device has an attribute of these types",
+    ),
+    **dict.fromkeys(
+        ("ip", "isIP", "ip.isCanonical", "cidr", "isCIDR"),
+        "IP addresses and networks are not evaluated by Tessera, because no device has an attribute of these types",
+    ),
 }
 """The reasons why Tessera refuses names that Kubernetes accepts; "format.named" is for all names after "format."."""
 

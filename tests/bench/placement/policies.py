@@ -12,6 +12,7 @@ from driver.model.device import Device
 from driver.model.plan import Offer, offer_of
 from driver.placement import EQUAL, Measure, OfferKind, Ranking, Weights, key_of, order_offers
 from tests.bench.placement.trace import Request
+from tests.support.fleets import possible as all_possible
 
 
 class Policy(Protocol):
@@ -57,7 +58,7 @@ class Curated:
     def refresh(self, fleet: Fleet, waiting: Request | None) -> None:
         demands = [_demand(fleet, waiting)] if waiting else []
         offers = self.curator.curate(fleet, demands, self._offers)
-        possible = {offer_of(device) for entry in fleet for device in entry.possible}
+        possible = {offer_of(device) for entry in fleet for device in all_possible(entry)}
         self.exchanged += len(possible & set(self._offers) - set(offers))
         changed = set(offers) ^ set(self._offers)
         self.updates += len({fleet.gpus[offer.gpu].node for offer in changed})
@@ -76,7 +77,7 @@ def curated(offers: int, weights: Weights = EQUAL) -> Curated:
 
 
 def possible(entry: FleetGpu, key: OfferKind) -> list[Device]:
-    return [device for device in entry.possible if key_of(device) == key]
+    return [device for device in all_possible(entry) if key_of(device) == key]
 
 
 def in_order(gpus: Sequence[FleetGpu], devices: Iterable[Device]) -> list[Device]:

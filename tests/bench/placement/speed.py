@@ -18,6 +18,7 @@ from driver.model.gpu import Gpu
 from driver.model.plan import Offer
 from driver.placement import OfferKind
 from tests.bench.placement.trace import NODE_GPUS
+from tests.support.fleets import possible
 from tests.support.gpus import gpu_of
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ def _gpu(node: int, number: int) -> Gpu:
 
 def _filled(entry: FleetGpu, rng: random.Random) -> FleetGpu:
     for _ in range(rng.randrange(6)):
-        fitting = [device for device in entry.possible if device.kind is DeviceKind.PARTITION]
+        fitting = [device for device in possible(entry) if device.kind is DeviceKind.PARTITION]
         if fitting:
             entry = replace(entry, held=(*entry.held, rng.choice(fitting)))
     return replace(entry)
@@ -89,4 +90,4 @@ def _changed(entry: FleetGpu, rng: random.Random) -> FleetGpu:
     """The GPU with one device more, or one less."""
     if entry.held and rng.random() < 0.5:
         return replace(entry, held=entry.held[1:])
-    return replace(entry, held=(*entry.held, rng.choice(entry.possible))) if entry.possible else entry
+    return replace(entry, held=(*entry.held, rng.choice(possible(entry)))) if possible(entry) else entry

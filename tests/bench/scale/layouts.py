@@ -19,6 +19,7 @@ from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from kubelet_plugin.plan.follower import HELD_LAG_SECONDS
 from tests.bench.scale.nodes import pool_of
 from tests.bench.scale.peer import peer_slices
+from tests.support.fleets import possible
 
 
 class Layout(StrEnum):
@@ -76,7 +77,7 @@ class Fitting:
 
     def offers(self, entry: FleetGpu) -> tuple[Device, ...]:
         """What the GPU offers."""
-        return entry.possible
+        return possible(entry)
 
     @property
     def lag_s(self) -> float:
@@ -132,7 +133,7 @@ class Curated(Fitting):
 
     def offers(self, entry: FleetGpu) -> tuple[Device, ...]:
         asked = self._offers.get(entry.gpu.uuid, frozenset())
-        return tuple(d for d in entry.possible if offer_of(d) in asked) if asked else ()
+        return tuple(d for d in possible(entry) if offer_of(d) in asked) if asked else ()
 
     def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[OfferKind, int]) -> None:
         super().changed(held, waiting)

@@ -9,6 +9,7 @@ from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import Dedication, NodeView
 from driver.model.device import DeviceKind
 from driver.model.plan import GpuReport, Held, PlanStatus, described
+from tests.support.fleets import possible
 from tests.support.gpus import H100, gpu_of
 from tests.support.node_views import changes, fleet_of
 
@@ -35,7 +36,7 @@ def gpus(*views: NodeView) -> list[FleetGpu]:
 
 
 def kinds(gpu: FleetGpu) -> set[DeviceKind]:
-    return {device.kind for device in gpu.possible}
+    return {device.kind for device in possible(gpu)}
 
 
 def test_the_fleet_has_every_fact_that_the_node_told() -> None:
@@ -46,7 +47,7 @@ def test_what_claims_have_is_held_on_the_gpu_it_is_on() -> None:
     first, second = gpus(view("gpu-0-mig-1g10gb-6", "gpu-1"))
     assert [device.name for device in first.held] == ["gpu-0-mig-1g10gb-6"]
     assert [device.name for device in second.held] == ["gpu-1"]
-    assert second.possible == ()
+    assert possible(second) == ()
 
 
 def test_a_share_that_is_held_takes_what_it_was_given_out_as() -> None:
@@ -82,7 +83,7 @@ def test_a_gpu_with_a_use_of_its_own_is_offered_for_that_and_the_others_for_the_
 def test_what_is_held_stays_whatever_its_gpu_is_dedicated_to_from_now_on() -> None:
     [first, _] = gpus(view("gpu-0-mig-1g10gb-6", dedication=Dedication(None, {0: "training"})))
     assert [device.name for device in first.held] == ["gpu-0-mig-1g10gb-6"]
-    assert first.possible == ()
+    assert possible(first) == ()
 
 
 def test_a_label_makes_only_its_node_anew_and_at_once() -> None:
@@ -93,7 +94,7 @@ def test_a_label_makes_only_its_node_anew_and_at_once() -> None:
 
 
 def test_a_cordoned_node_offers_nothing() -> None:
-    assert [entry.possible for entry in gpus(view(accepts_offers=False))] == [(), ()]
+    assert [possible(entry) for entry in gpus(view(accepts_offers=False))] == [(), ()]
 
 
 def test_a_gpu_that_did_not_change_is_not_built_again() -> None:
@@ -111,3 +112,9 @@ def test_the_gpus_of_a_node_that_is_gone_are_gone() -> None:
     builder, both = FleetBuilder(), [view(name="a", status=PlanStatus()), view(name="b")]
     assert len(builder.build(both, changes(both)).gpus) == 2
     assert not builder.build(both[:1], changes(both[:1], both)).gpus
+
+
+def test_an_allocated_share_with_an_impossible_number_is_ignored() -> None:
+    [first, _] = gpus(view("gpu-0-share-99999999999999", shares=4))
+    assert first.held == ()
+    assert kinds(first) == set(DeviceKind)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from controller.demand.demand import Demand, demand_of
+from controller.explain.reasons import reasons_of
 from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
 from driver.placement import FULL as FULL_KEY
@@ -284,3 +285,18 @@ def test_a_request_for_capacity_is_for_devices_that_have_that_much(
     product = {"a/0": H100, "b/0": H200}
     found = {uuid for demand in demand_of(there.queue) for uuid in demand.eligible or product}
     assert {product[uuid] for uuid in found} == products
+
+
+def test_the_limit_of_devices_is_for_each_claim_of_a_pod_and_not_for_all_together() -> None:
+    there = Situation(node_of("a", gpus=8))
+    twenty = request(selector=profile("1g.10gb"), count=20)
+    there.pod("pod", there.claim("first", twenty), there.claim("second", twenty))
+    assert there.queue.satisfiable(there.waiting("first"))
+    assert reasons_of(there.queue) == []
+
+
+def test_all_devices_of_a_node_count_for_the_limit_of_their_claim() -> None:
+    there = Situation(node_of("a", gpus=8))
+    every = request(selector=profile("1g.10gb"), allocationMode="All")
+    there.pod("pod", there.claim("all", every), there.claim("one", request(selector=profile("1g.10gb"))))
+    assert not there.queue.satisfiable(there.waiting("all"))

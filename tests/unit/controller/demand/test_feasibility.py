@@ -14,6 +14,7 @@ from controller.demand.demand import demand_of
 from controller.demand.pending_claims import Eligibility, Queue
 from controller.demand.selected_devices import Selector
 from controller.explain.reasons import reasons_of
+from tests.support.fleets import possible
 from tests.support.gpus import H100, gpu_of
 from tests.support.queues import ATTRIBUTES, FULL, OURS, Situation, profile, request, selected_by
 
@@ -33,8 +34,8 @@ def entry(node: str, number: int, held: int) -> FleetGpu:
     gpu = replace(BASE, uuid=f"GPU-{node}-{number}", index=number, minor=number, nvlink_clique=node)
     found = FleetGpu(node, gpu, number)
     for _ in range(held):
-        if found.possible:
-            found = replace(found, held=(*found.held, random.choice(found.possible)))
+        if possible(found):
+            found = replace(found, held=(*found.held, random.choice(possible(found))))
     return found
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import msgspec
 import pytest
 
 from controller.demand.demand import Demand, demand_of
+from controller.demand.pending_claims import Eligibility, Queue
 from driver.kube.types import Key, Pod
 from driver.placement import FULL as FULL_KEY
-from tests.support.queues import FULL, Situation, node_of, request
+from tests.support.queues import FULL, Situation, node_of, profile, request
 
 TRAINING = {"pool": "training", "slots": "8"}
 ON_A, ON_B, ON_BOTH = frozenset({"a/0", "a/1"}), frozenset({"b/0", "b/1"}), None
@@ -201,3 +203,24 @@ def test_objects_are_read_from_json_and_what_is_not_needed_is_skipped() -> None:
     assert (pod.metadata.path, pod.spec.node_selector, pod.claims) == ("n/p", {"a": "b"}, (Key("n", "p-gpu-1"),))
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(b'{"metadata": {}}', type=Pod)
+
+
+def test_a_pod_without_a_claim_and_a_claim_of_its_name_keep_their_own_requirements() -> None:
+    there = by_resource(containers=[container(GPU, "1")])
+    there.pod("another", there.claim("old", request(selector=profile("1g.10gb"))))
+    assert sorted(str(demand.key) for demand in demand_of(there.queue)) == ["1g.10gb", "full"]
+
+
+def test_pods_that_are_gone_take_no_memory_as_long_as_no_node_changes() -> None:
+    there = two_nodes()
+    eligibility = Eligibility(there.queue.cluster.nodes)
+    tracemalloc.start()
+    for number in range(200):
+        there.pods.clear()
+        there.claims.clear()
+        there.wants(request(selector=FULL), nodeSelector={"job": f"{number}-" + "x" * 100_000})
+        queue = there.queue
+        demand_of(Queue(queue.cluster, queue.feasibility.fleet, there.matching, eligibility))
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used < 5_000_000

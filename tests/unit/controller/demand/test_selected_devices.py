@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import msgspec
 import pytest
@@ -100,3 +101,21 @@ def test_a_namespace_that_has_used_up_its_time_is_read_again_later(monkeypatch: 
     assert not isinstance(there.selector((profile("2g.20gb"),)), CelError), "a class's own"
     clock.advance(RETRY_SECONDS)
     assert not isinstance(there.selector((profile("2g.20gb"),), namespace="team"), CelError)
+
+
+def test_namespaces_that_used_little_time_are_forgotten_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, processor = FakeClock(), [0.0]
+    made = partial(SelectorTime, clock=clock.monotonic, processor_time=lambda: processor[0])
+    monkeypatch.setattr(selected_devices, "SelectorTime", made)
+    monkeypatch.setattr(selected_devices, "MAX_NAMESPACES", 3)
+    there = Matching(DRIVER)
+
+    def asks(namespace: str, name: str = "1g.10gb") -> object:
+        return there.selector((profile(name),), namespace=namespace)
+
+    asks("greedy")
+    there.namespaces["greedy"].time.spend(lambda: processor.__setitem__(0, BUDGET_SECONDS))
+    for number in range(10):
+        asks(f"job-{number}")
+    assert len(there.namespaces) == 3
+    assert isinstance(asks("greedy", "2g.20gb"), CelError), "its budget is not renewed"

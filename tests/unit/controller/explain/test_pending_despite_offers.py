@@ -156,7 +156,7 @@ class TestWhatIsSaid:
         there.device_class("gpu-training", FULL, extendedResourceName="nvidia.com/gpu")
         there.pod("old", containers=[{"resources": {"requests": {"nvidia.com/gpu": "1"}}}])
         [reason] = Watched(there, "a/gpu-0").after(MINUTE)
-        assert (reason.pending.key, reason.pending.not_created) == ("default/old", True)
+        assert (reason.pending.key, reason.pending.not_created) == ("Pod/default/old", True)
 
 
 class TestWhatWouldDo:

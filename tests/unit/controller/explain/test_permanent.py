@@ -11,6 +11,7 @@ from controller.cluster.fleet import FleetGpu
 from controller.explain.reasons import ClaimReason, ReasonCode, reasons_of
 from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
+from tests.support.fleets import possible
 from tests.support.gpus import H100
 from tests.support.queues import FULL, Situation, first_available, fleet_gpu, node_of, profile, request
 
@@ -26,7 +27,7 @@ def reason(there: Situation, claim: str = "claim") -> ClaimReason:
 
 def all_held(gpus: list[FleetGpu]) -> list[FleetGpu]:
     """The same GPUs with something on each, where it can have anything."""
-    return [replace(entry, held=entry.possible[:1]) for entry in gpus]
+    return [replace(entry, held=possible(entry)[:1]) for entry in gpus]
 
 
 def clique_of(count: int) -> dict[str, Any]:

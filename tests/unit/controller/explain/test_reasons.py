@@ -253,7 +253,7 @@ def test_a_pod_without_a_claim_yet_gets_the_reason_itself() -> None:
     there = Situation(node_of("a", "full"))
     there.device_class("gpu-training", FULL, extendedResourceName="nvidia.com/gpu")
     there.pod("old", containers=[{"resources": {"requests": {"nvidia.com/gpu": "1"}}}])
-    assert (reason(there).pending.key, reason(there).pending.not_created) == ("default/old", True)
+    assert (reason(there).pending.key, reason(there).pending.not_created) == ("Pod/default/old", True)
 
 
 def test_all_of_devices_of_which_some_are_in_use_waits_for_them() -> None:

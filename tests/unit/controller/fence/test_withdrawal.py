@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, product
 
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
 from controller.fence import configmap as fenced
 from controller.fence import withdrawal as module
@@ -68,7 +69,7 @@ def clock() -> FakeClock:
 
 
 def fence_of(
-    api: FencedApi, claims: module.ClaimCache, clock: FakeClock | None = None, settings: FenceSettings = AT_ONCE
+    api: FencedApi, claims: ClusterCache, clock: FakeClock | None = None, settings: FenceSettings = AT_ONCE
 ) -> Fence:
     return Fence(api.server.client(), claims, settings, clock)
 
@@ -132,13 +133,16 @@ def test_an_allocation_from_before_the_fence_that_the_cache_learns_late_is_seen(
     assert wrote.is_set()
 
 
-class Lagging:
+class Lagging(ClusterCache):
     """A cache of claims that hears nothing."""
+
+    def __init__(self) -> None:
+        pass
 
     def wait_for_version(self, version: int, timeout_s: float) -> bool:
         return False
 
-    def held(self) -> Collection[PoolDevice]:
+    def held(self) -> frozenset[PoolDevice]:
         raise AssertionError("it does not know")
 
 
