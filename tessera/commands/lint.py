@@ -127,7 +127,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (LookupError, AttributeError, ValueError) as error:
+        except (LookupError, AttributeError) as error:
             message = f"{node.value!r} is not of the type {node.tag}"
             raise yaml.constructor.ConstructorError(None, None, message, node.start_mark) from error
 
