@@ -36,7 +36,9 @@ from driver.kube.clock import Clock
 from driver.kube.events import Recorder
 from driver.kube.work_loop import Loop
 from driver.model.plan import Offer
-from driver.placement import Measure, OfferKind, Ranking, Weights
+from driver.placement.measure import Measure
+from driver.placement.ranking import Ranking
+from driver.placement.state import OfferKind
 from driver.steps import observed, unobserved
 
 log = logging.getLogger(__name__)
@@ -78,7 +80,7 @@ class Controller:
         self._fleet_builder = FleetBuilder()
         self._devices = DeviceIndex()
         self._specs = PlanSpecs()
-        self._curator = Curator(Ranking(Measure(Weights(settings.weights))), settings.offers)
+        self._curator = Curator(Ranking(Measure(settings.weights)), settings.offers)
         self._unscheduled = UnscheduledClaims(settings.unused_s, Clock())
         self._writer = PlanWriter(client, self._cache.observe_plan, observer=observer)
         self._withdrawals = Withdrawals(self._fence, self._loop.notify, settings.linger_s, observer=observer)

@@ -18,9 +18,9 @@ WRITERS_TIMEOUT_SECONDS = 15.0
 """Longest time that threads that write may take to end: longer than a request to the API server."""
 
 
-def join_all(threads: Iterable[threading.Thread], timeout_s: float = WRITERS_TIMEOUT_SECONDS) -> None:
+def join_all(threads: Iterable[threading.Thread]) -> None:
     """Wait until all threads have ended. Raises FatalError if one has not: only the end of the process ends it then."""
-    end = time.monotonic() + timeout_s
+    end = time.monotonic() + WRITERS_TIMEOUT_SECONDS
     threads = list(threads)
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))

@@ -92,7 +92,7 @@ class ClaimIndex:
             return
         for result in allocation.devices.results:
             if result.driver == self._driver and not result.admin_access:
-                yield result.pool, Held(result.device, claim.metadata.path)
+                yield result.pool, Held(result.device, str(claim.metadata.key))
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from functools import cached_property
 from driver.model.device import Device, DeviceKind, devices_of
 from driver.model.gpu import Gpu
 from driver.model.plan import Offer
-from driver.placement import GpuState, OfferKind, Spot, spot_of
-from driver.placement.state import Geometry
+from driver.placement.state import Geometry, GpuState, OfferKind, Spot, spot_of
 
 
 class Layout:

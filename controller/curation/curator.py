@@ -19,7 +19,8 @@ from controller.cluster.fleet import Fleet
 from controller.curation.ranked_fleet import NO_CANDIDATES, Candidate, Candidates, Place, RankedFleet
 from controller.demand.demand import Demand, Eligible
 from driver.model.plan import Offer
-from driver.placement import OfferKind, RankedClique, Ranking, Terms
+from driver.placement.ranking import RankedClique, Ranking, Terms
+from driver.placement.state import OfferKind
 
 ROUNDING = 1e-6
 """Smaller gains, in memory slices, are ignored."""

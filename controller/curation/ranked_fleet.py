@@ -10,7 +10,8 @@ from typing import NamedTuple
 from controller.cluster.fleet import Fleet, FleetGpu, offer_at, spot_for
 from controller.demand.demand import Eligible
 from driver.model.plan import Offer
-from driver.placement import OfferKind, Ranked, RankedClique, Ranking, Spot, Terms
+from driver.placement.ranking import Ranked, RankedClique, Ranking, Terms
+from driver.placement.state import OfferKind, Spot
 
 MAX_SETS = 64
 """Sets of GPUs of which the positions are remembered; the same sets are needed again and again."""

@@ -17,7 +17,7 @@ from controller.demand.gpu_equivalence_classes import BY_PLACEMENT
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
 from controller.demand.selected_devices import Matches, most_devices
-from driver.placement import OfferKind
+from driver.placement.state import OfferKind
 
 NONE: Mapping[str, Nodes] = MappingProxyType({})
 

@@ -14,7 +14,7 @@ from enum import Enum
 from controller.cluster.fleet import FleetGpu
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, Constraint
 from controller.demand.selected_devices import Matches, free_spots, is_in_use, most_devices, slices_of
-from driver.placement import GpuState, OfferKind, Spot
+from driver.placement.state import GpuState, OfferKind, Spot
 
 NODE_STEPS = 500
 """Devices tried on one node."""

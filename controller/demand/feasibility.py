@@ -16,7 +16,7 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import Budget, Outcome, States, fits
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
 from controller.demand.selected_devices import FeasibilityMemory, Matches, Matching, Selector, is_in_use, most_devices
-from driver.placement import GpuState, OfferKind
+from driver.placement.state import GpuState, OfferKind
 
 MAX_UNDECIDED_NODES = 4
 """The search for a node ends after this many nodes on which it was given up."""

@@ -9,7 +9,7 @@ from operator import attrgetter
 from controller.cluster.fleet import FleetGpu
 from driver.model.device import Device, DeviceKind, full_device, partition_device, share_device
 from driver.model.gpu import Gpu
-from driver.placement import FULL, SHARE, OfferKind
+from driver.placement.state import FULL, SHARE, OfferKind
 from driver.slices.attributes import FACTS, Value
 
 BY_PLACEMENT = "placementStart"

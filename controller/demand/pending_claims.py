@@ -70,7 +70,7 @@ class PendingClaim:
     @property
     def key(self) -> str:
         """``namespace/name`` of the claim; ``Pod/namespace/name`` of the pod that has none yet."""
-        return f"Pod/{self.claim.metadata.path}" if self.not_created else self.claim.metadata.path
+        return f"Pod/{self.claim.metadata.key}" if self.not_created else str(self.claim.metadata.key)
 
 
 class Queue:
@@ -89,7 +89,7 @@ class Queue:
         self._claims_of_pod: dict[str, list[PendingClaim]] = {}
         for each in self.pending:
             for pod in each.pods:
-                self._claims_of_pod.setdefault(pod.metadata.path, []).append(each)
+                self._claims_of_pod.setdefault(str(pod.metadata.key), []).append(each)
 
     def requirements(self, pending: PendingClaim) -> tuple[ClaimRequirements, ...] | Refusal:
         """The requirements for each combination of alternatives; none if the claim is for other drivers' devices."""
@@ -146,7 +146,7 @@ class Queue:
 
     def of_pod(self, pod: Pod) -> list[PendingClaim]:
         """The pending claims of ``pod``."""
-        return self._claims_of_pod[pod.metadata.path]
+        return self._claims_of_pod[str(pod.metadata.key)]
 
     @cached_property
     def holders(self) -> dict[tuple[str, str], str]:

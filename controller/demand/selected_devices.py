@@ -31,7 +31,7 @@ from controller.demand.gpu_equivalence_classes import (
 from deviceclasses.cel import CelDevice, Program, ReferencedAttributes, compile_selector, from_slice_device
 from driver.errors import CelError
 from driver.model.device import SLICE_VALUE, Device, DeviceKind
-from driver.placement import SHARE, GpuState, OfferKind, Spot, key_of, spot_of
+from driver.placement.state import SHARE, GpuState, OfferKind, Spot, key_of, spot_of
 from driver.slices.attributes import STANDARD, attributes, capacity
 
 MAX_SELECTORS = 512

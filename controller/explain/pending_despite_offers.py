@@ -23,7 +23,7 @@ from driver.kube.clock import Clock, seconds_time
 from driver.kube.types import Pod
 from driver.model.device import Device
 from driver.model.plan import Offer
-from driver.placement import Spot, spot_of
+from driver.placement.state import Spot, spot_of
 
 GATES = (
     "check that it has the feature gates that the API server has: DynamicResourceAllocation, DRAPartitionableDevices"

@@ -155,7 +155,7 @@ class Reasoning:
     def _of_pod(self, pending: PendingClaim) -> Reason:
         """The reason of a claim that can be satisfied alone, but not together with the other claims of its pod."""
         claims = {each for pod in pending.pods for each in self._queue.of_pod(pod)} - {pending}
-        others = ", ".join(sorted(each.claim.metadata.path for each in claims))
+        others = ", ".join(sorted(str(each.claim.metadata.key) for each in claims))
         impossible = self._pod_is_impossible(pending)
         when = "even if nothing were held" if impossible else "at present"
         sentence = f"it could be met, but {when} not on one node with the other claims of its pod: {others}"

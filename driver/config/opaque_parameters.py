@@ -42,9 +42,7 @@ class Sharing(Strict, frozen=True):
 
 
 class Parameters(Strict, frozen=True):
-    """What every kind has in common."""
-
-    kind: ClassVar[str]
+    """What every kind has in common. The kind is the name of its class."""
 
     @property
     def time_slice(self) -> TimeSlice | None:
@@ -68,13 +66,9 @@ class TimeSliced(Parameters, frozen=True):
 class GpuConfig(TimeSliced, frozen=True):
     """For a full GPU: how several processes of its claim take turns on it."""
 
-    kind: ClassVar = "GpuConfig"
-
 
 class MigDeviceConfig(Parameters, frozen=True):
     """For a MIG partition. It has no settings: its presence says that the class means partitions."""
-
-    kind: ClassVar = "MigDeviceConfig"
 
     REFUSED: ClassVar = {"sharing": "time-slicing settings have no effect on a MIG partition"}
 
@@ -82,12 +76,10 @@ class MigDeviceConfig(Parameters, frozen=True):
 class ShareConfig(TimeSliced, frozen=True):
     """For a time-sliced share: the time-slice interval that this claim requests."""
 
-    kind: ClassVar = "ShareConfig"
-
 
 AnyParameters = GpuConfig | MigDeviceConfig | ShareConfig
 
-TESSERA = Group(API_VERSION, {kind.kind: kind for kind in (GpuConfig, MigDeviceConfig, ShareConfig)}, {})
+TESSERA = Group(API_VERSION, {kind.__name__: kind for kind in (GpuConfig, MigDeviceConfig, ShareConfig)}, {})
 
 
 class NvidiaSharing(Strict, frozen=True):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pynvml
 
 from driver.hardware.links import nvlink_cliques, read_fabric_clique, read_nvlink
-from driver.hardware.nvml_errors import ABSENT, fact, text
+from driver.hardware.nvml_errors import UNKNOWN_NUMBER, fact, text
 from driver.hardware.topology import numa_node, pci_address, pcie_root
 from driver.model.gpu import Gpu, MigMode, Placement, Profile
 
@@ -84,9 +84,6 @@ def _find(product: str, memory_bytes: int) -> KnownMemory | None:
 
 
 MIB = 1 << 20
-
-NO_SUCH_PROFILE = ABSENT | {pynvml.NVML_ERROR_INVALID_ARGUMENT}
-"""A driver older than the binding refuses profile indices it doesn't know with INVALID_ARGUMENT."""
 
 ARCHITECTURES = {
     value: name.removeprefix("NVML_DEVICE_ARCH_").capitalize()
@@ -170,7 +167,7 @@ def read_profiles(nvml: Any, handle: Any) -> Iterator[Profile]:
             info = nvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, enum_index)
             placements = read_placements(nvml, handle, info.id)
         except pynvml.NVMLError as error:
-            if error.value in NO_SUCH_PROFILE:
+            if error.value in UNKNOWN_NUMBER:
                 continue
             raise
         if placements:

@@ -13,7 +13,7 @@ from uuid import UUID
 
 import pynvml
 
-from driver.hardware.nvml_errors import ABSENT, fact, text
+from driver.hardware.nvml_errors import UNKNOWN_NUMBER, fact, text
 from driver.hardware.topology import pci_address
 from driver.model.gpu import NvLink
 
@@ -30,8 +30,6 @@ GENERATIONS = {
 
 LINK_GBPS = {1: 20, 2: 25, 3: 25, 4: 25, 5: 50}
 """Nominal GB/s of one link in one direction, by generation; data sheets give links x this x 2."""
-
-NO_SUCH_LINK = ABSENT | {pynvml.NVML_ERROR_INVALID_ARGUMENT}
 
 SWITCH = "switch"
 """Stands for the NVSwitch as a link's far end: a node's switches join all GPUs linked to them."""
@@ -99,7 +97,7 @@ def _links_up(nvml: Any, handle: Any) -> Iterator[int]:
         try:
             state = nvml.nvmlDeviceGetNvLinkState(handle, link)
         except pynvml.NVMLError as error:
-            if error.value in NO_SUCH_LINK:
+            if error.value in UNKNOWN_NUMBER:
                 continue  # not the end: numbers may have gaps where a board leaves links out
             raise
         if state == pynvml.NVML_FEATURE_ENABLED:

@@ -13,8 +13,7 @@ from typing import Any
 import pynvml
 
 from driver.errors import HardwareError
-from driver.hardware.discovery import NO_SUCH_PROFILE
-from driver.hardware.nvml_errors import nvml_call, text
+from driver.hardware.nvml_errors import UNKNOWN_NUMBER, nvml_call, text
 from driver.model.gpu import Gpu, Partition, Placement, Profile
 
 GONE = pynvml.NVML_ERROR_NOT_FOUND
@@ -154,7 +153,7 @@ class MigOperations:
             try:
                 yield self._nvml.nvmlGpuInstanceGetComputeInstanceProfileInfo(instance, index, shared)
             except pynvml.NVMLError as error:
-                if error.value not in NO_SUCH_PROFILE:
+                if error.value not in UNKNOWN_NUMBER:
                     raise
 
     def _spanning_profile(self, instance: Any, gpu: Gpu, profile_id: int) -> int:

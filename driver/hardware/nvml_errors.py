@@ -13,6 +13,9 @@ from driver.errors import HardwareError
 ABSENT = frozenset({pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND})
 """Codes that mean that the GPU or driver does not have a feature, rather than a failure."""
 
+UNKNOWN_NUMBER = ABSENT | {pynvml.NVML_ERROR_INVALID_ARGUMENT}
+"""Codes that mean that there is no link or profile of that number, which the driver may be too old to know."""
+
 NAMES = {
     value: name.removeprefix("NVML_ERROR_")
     for name, value in vars(pynvml).items()

@@ -31,12 +31,7 @@ def pcie_root(root: Path, address: str) -> str | None:
 
     This is the value of the standard attribute ``resource.kubernetes.io/pcieRoot`` (KEP-4381).
     """
-    link = root / "sys/bus/pci/devices" / address
-    try:
-        parts = link.readlink().parts
-    except OSError:
-        return None
-    return next((part for part in parts if PCI_ROOT.fullmatch(part)), None)
+    return next((part for part in _sysfs_path(root, address) if PCI_ROOT.fullmatch(part)), None)
 
 
 def numa_node(root: Path, address: str) -> int | None:
@@ -45,9 +40,12 @@ def numa_node(root: Path, address: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def local_cpus(root: Path, address: str) -> str | None:
-    """The kernel's list of CPUs near a PCI device (``0-55,112-167``), or None if unknown."""
-    return _sysfs_text(root, address, "local_cpulist") or None
+def _sysfs_path(root: Path, address: str) -> tuple[str, ...]:
+    """The folders above a PCI device and its own, from the root complex down; empty if unknown."""
+    try:
+        return (root / "sys/bus/pci/devices" / address).readlink().parts
+    except OSError:
+        return ()
 
 
 def _sysfs_text(root: Path, address: str, name: str) -> str:
@@ -74,7 +72,10 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a PCI device: root complex, path of bridges down to the device, NUMA node and local CPUs."""
+    """The place of a PCI device: root complex, path of bridges down to the device, NUMA node and CPUs.
+
+    ``cpus`` is the kernel's list of CPUs near it, such as ``0-55,112-167``.
+    """
 
     address: str
     root: str | None
@@ -93,13 +94,10 @@ class Nic:
 
 def place_of(root: Path, address: str) -> Place:
     """Return the place of a PCI device; unknown values are None or empty."""
-    try:
-        parts = (root / "sys/bus/pci/devices" / address).readlink().parts
-    except OSError:
-        parts = ()
-    top = pcie_root(root, address)
+    parts, top = _sysfs_path(root, address), pcie_root(root, address)
     path = parts[parts.index(top) + 1 :] if top in parts else ()
-    return Place(address, top, tuple(path), numa_node(root, address), local_cpus(root, address))
+    cpus = _sysfs_text(root, address, "local_cpulist") or None
+    return Place(address, top, tuple(path), numa_node(root, address), cpus)
 
 
 def find_nics(root: Path) -> list[Nic]:

@@ -50,30 +50,6 @@ class _Outcome:
     status: int | None = None
 
 
-class Watch:
-    """The response to a watch request: an iterator of its lines, and a context manager that closes the connection."""
-
-    def __init__(self, path: str, response: Any) -> None:
-        self._path = path
-        self._response = response
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._response.close()
-
-    def __iter__(self) -> Iterator[bytes]:
-        """The lines until the server ends the watch. Raises ApiError if the connection is cut or silent too long."""
-        pending = b""
-        try:
-            for chunk in self._response.stream(64 * 1024):
-                *lines, pending = (pending + chunk).split(b"\n")
-                yield from (line for line in lines if line)
-        except CONNECTION_ERRORS as error:
-            raise ApiError(f"watch of {self._path} was cut off: {error}") from error
-
-
 class KubeClient:
     """A client of one API server. Thread-safe. Paths are absolute (``/apis/resource.k8s.io/v1/...``).
 
@@ -151,16 +127,20 @@ class KubeClient:
             if error.status != NOT_FOUND or not missing_ok:
                 raise
 
-    def stream(self, path: str, query: Mapping[str, str], read_timeout_s: float) -> Watch:
-        """Begin a watch; the result must be closed (``with``).
+    @contextmanager
+    def stream(self, path: str, query: Mapping[str, str], read_timeout_s: float) -> Iterator[Iterator[bytes]]:
+        """Begin a watch and yield its lines until the server ends it; the block's end closes the connection.
 
-        Raises ApiError if the server refuses it.
+        Raises ApiError if the server refuses it, or the connection is cut or silent too long.
         """
         timeout = urllib3.Timeout(connect=REQUEST_TIMEOUT_SECONDS, read=read_timeout_s)
         with self._observed("GET", path, query) as outcome:
             response = self._open("GET", path, query, None, timeout)
             outcome.status = response.status
-        return Watch(path, response)
+        try:
+            yield _lines(path, response)
+        finally:
+            response.close()
 
     def _request(
         self,
@@ -271,6 +251,16 @@ class ApiReach:
     def requested_within(self, seconds: float) -> bool:
         """Whether a request ended, answered or not, within the last ``seconds``."""
         return self._requested_at is not None and self._clock() - self._requested_at <= seconds
+
+
+def _lines(path: str, response: Any) -> Iterator[bytes]:
+    pending = b""
+    try:
+        for chunk in response.stream(64 * 1024):
+            *lines, pending = (pending + chunk).split(b"\n")
+            yield from (line for line in lines if line)
+    except CONNECTION_ERRORS as error:
+        raise ApiError(f"watch of {path} was cut off: {error}") from error
 
 
 def _cause(error: BaseException) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
@@ -34,13 +33,11 @@ SILENCE_TIMEOUT_SECONDS = 30.0
 
 
 class Heartbeat:
-    """Renews the Lease ``namespace/name``; two leaders for a moment don't disturb one another."""
+    """Renews the Lease HEARTBEAT of ``namespace``; two leaders for a moment don't disturb one another."""
 
-    def __init__(
-        self, client: KubeClient, namespace: str, identity: str, name: str = HEARTBEAT, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, client: KubeClient, namespace: str, identity: str, clock: Clock | None = None) -> None:
         self._client = client
-        self._namespace, self._name, self._identity = namespace, name, identity
+        self._namespace, self._identity = namespace, identity
         self._clock = clock or Clock()
 
     def run(self, stop: threading.Event, failure: Callable[[], str | None] = lambda: None) -> None:
@@ -54,31 +51,24 @@ class Heartbeat:
             if renewing and reason is not None:
                 log.warning("the heartbeat stops: nodes must not rely on the plans", extra={"why": reason})
             elif not renewing and reason is None:
-                log.info("the heartbeat is renewed", extra={"lease": self._name})
+                log.info("the heartbeat is renewed", extra={"lease": HEARTBEAT})
             renewing = reason is None
             try:
                 if renewing:
                     self.beat()
             except ApiError as error:
-                log.warning("no heartbeat", extra={"lease": self._name, "error": str(error)})
+                log.warning("no heartbeat", extra={"lease": HEARTBEAT, "error": str(error)})
             self._clock.wait(stop, RENEW_INTERVAL_SECONDS if renewing else FAILURE_INTERVAL_SECONDS)
 
     def beat(self) -> None:
         """One renewal, without a precondition. Raises ApiError."""
         spec = LeaseSpec(self._identity, int(SILENCE_TIMEOUT_SECONDS), renew_time=micro_time(self._clock.now()))
-        body = lease_object(self._namespace, self._name, spec)
-        self._client.create_or_patch(f"{leases(self._namespace)}/{self._name}", body)
-
-
-class Beat(NamedTuple):
-    """The state of the Lease: when it was renewed, and whether Tessera is being uninstalled."""
-
-    renewed: str | None
-    leaving: bool
+        body = lease_object(self._namespace, HEARTBEAT, spec)
+        self._client.create_or_patch(f"{leases(self._namespace)}/{HEARTBEAT}", body)
 
 
 class HeartbeatWatch:
-    """Whether a controller renews the Lease ``namespace/name``, by this process's own clock.
+    """Whether a controller renews the Lease HEARTBEAT of ``namespace``, by this process's own clock.
 
     A Lease found when the watch begins may have been left by a dead controller; only the next renewal counts.
     ``leaving``: Tessera is being uninstalled, as the Lease said last; ``on_leaving`` is called when that changed.
@@ -88,7 +78,6 @@ class HeartbeatWatch:
         self,
         client: KubeClient,
         namespace: str,
-        name: str = HEARTBEAT,
         clock: Clock | None = None,
         on_leaving: Callable[[], None] = lambda: None,
     ) -> None:
@@ -97,8 +86,8 @@ class HeartbeatWatch:
         self._renewed_at = float("-inf")
         self._on_leaving = on_leaving
         self.leaving = False
-        selector = {"fieldSelector": f"metadata.name={name}"}
-        self._cache = WatchCache(client, leases(namespace), Lease, _beat, self._changed, selector)
+        selector = {"fieldSelector": f"metadata.name={HEARTBEAT}"}
+        self._cache = WatchCache(client, leases(namespace), Lease, lambda lease: lease, self._changed, selector)
 
     def run(self, stop: threading.Event) -> None:
         """Watch until ``stop`` is set."""
@@ -108,20 +97,16 @@ class HeartbeatWatch:
         """Whether a renewal was seen within SILENCE_TIMEOUT_SECONDS."""
         return self._clock.monotonic() - self._renewed_at <= SILENCE_TIMEOUT_SECONDS
 
-    def _changed(self, changes: Sequence[Change[Beat]]) -> None:
+    def _changed(self, changes: Sequence[Change[Lease]]) -> None:
         if self._listed and any(_is_renewal(change) for change in changes):
             self._renewed_at = self._clock.monotonic()
         self._listed = True
         for change in changes:
-            if change.new is not None and change.new.leaving != self.leaving:
-                self.leaving = change.new.leaving
+            if change.new is not None and (LEAVING in change.new.metadata.annotations) != self.leaving:
+                self.leaving = not self.leaving
                 self._on_leaving()
 
 
-def _is_renewal(change: Change[Beat]) -> bool:
-    renewed = change.new and change.new.renewed
-    return renewed is not None and (change.old is None or change.old.renewed != renewed)
-
-
-def _beat(lease: Lease) -> Beat:
-    return Beat(lease.spec.renew_time, LEAVING in lease.metadata.annotations)
+def _is_renewal(change: Change[Lease]) -> bool:
+    renewed = change.new and change.new.spec.renew_time
+    return renewed is not None and (change.old is None or change.old.spec.renew_time != renewed)

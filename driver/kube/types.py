@@ -77,11 +77,6 @@ class Metadata(ObjectMeta, frozen=True, rename="camel", omit_defaults=True):
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
 
-    @property
-    def path(self) -> str:
-        """``namespace/name``; the name alone of cluster-scoped objects."""
-        return str(self.key)
-
 
 class Expression(Struct, frozen=True):
     """A NodeSelectorRequirement."""

@@ -9,7 +9,6 @@ node, which is what distributed training asks for. All amounts are memory slices
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 from driver.model.device import DeviceKind
@@ -18,28 +17,15 @@ from driver.placement.state import SHARE, Geometry, GpuState
 FULL_CLASS, SHARE_CLASS, CLIQUE_CLASS = "full", "share", "clique"
 
 
-@dataclass(frozen=True)
-class Weights:
-    """The weight of each class: profile names, ``full``, ``share``, ``clique``; ``default`` for those not named.
+class Measure:
+    """Fragmentation, cached by state.
 
-    Only ratios matter. The default takes every class as equally likely.
+    ``weights`` are by class: profile names, ``full``, ``share``, ``clique``; a class that is not named has the weight
+    1. Only ratios matter: without weights, every class is equally likely.
     """
 
-    of_class: Mapping[str, float] = field(default_factory=dict)
-    default: float = 1.0
-
-    def __getitem__(self, name: str) -> float:
-        return self.of_class.get(name, self.default)
-
-
-EQUAL = Weights()
-
-
-class Measure:
-    """Fragmentation under ``weights``, cached by state."""
-
-    def __init__(self, weights: Weights = EQUAL) -> None:
-        self.weights = weights
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self._weights = weights or {}
         self._classes_of = lru_cache(1024)(self._weighted)
 
     def classes(self, state: GpuState) -> dict[str, float]:
@@ -51,8 +37,9 @@ class Measure:
 
     def _weighted(self, geometry: Geometry, shared: bool) -> dict[str, float]:
         names = [*geometry.windows, FULL_CLASS, CLIQUE_CLASS]
-        total = sum(self.weights[name] for name in names) or 1.0
-        return {name: self.weights[name] / total for name in (*names, *([SHARE_CLASS] if shared else []))}
+        total = sum(self._weights.get(name, 1.0) for name in names) or 1.0
+        names += [SHARE_CLASS] if shared else []
+        return {name: self._weights.get(name, 1.0) / total for name in names}
 
     def unusable(self, state: GpuState) -> dict[str, float]:
         """For each class that one GPU can serve, the free slices of the GPU that it cannot use."""

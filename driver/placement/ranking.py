@@ -197,7 +197,7 @@ BLOCKED = LocalTerms(float("inf"), 0, 0, 0.0)
 """The terms of a blocked offer, which is sorted last."""
 
 
-def order_offers(devices: Iterable[Device], occupied: Mapping[str, int], ranking: Ranking = RANKING) -> list[Device]:
+def order_offers(devices: Iterable[Device], occupied: Mapping[str, int]) -> list[Device]:
     """Sort ``devices`` in the order in which the scheduler should see them.
 
     Full GPUs first, then shares, those of GPUs in use first, then profiles from small to large (a device that
@@ -206,7 +206,7 @@ def order_offers(devices: Iterable[Device], occupied: Mapping[str, int], ranking
     """
     offers = list(devices)
     by_uuid = {device.gpu.uuid: device.gpu for device in offers}
-    gpus = {uuid: ranking.gpu(GpuState.of(gpu, foreign=occupied.get(uuid, 0))) for uuid, gpu in by_uuid.items()}
+    gpus = {uuid: RANKING.gpu(GpuState.of(gpu, foreign=occupied.get(uuid, 0))) for uuid, gpu in by_uuid.items()}
     return sorted(offers, key=lambda device: _key(device, gpus[device.gpu.uuid]))
 
 

@@ -37,13 +37,9 @@ class Geometry:
         return all(used + more <= limit.total for limit, used, more in room)
 
 
-def geometry_of(gpu: Gpu) -> Geometry:
-    """The geometry of ``gpu``, from its own placements."""
-    return _geometry(gpu.memory_slices, gpu.profiles)
-
-
 @lru_cache(maxsize=1024)
-def _geometry(slices: int, profiles: tuple[Profile, ...]) -> Geometry:
+def geometry_of(slices: int, profiles: tuple[Profile, ...]) -> Geometry:
+    """The geometry of GPUs with so many memory slices and these profiles."""
     limits = limits_of(profiles)
     return Geometry(
         slices,
@@ -118,7 +114,7 @@ class GpuState(NamedTuple):
         kinds: frozenset[DeviceKind] = ALL_KINDS,
     ) -> GpuState:
         """``gpu`` under ``held`` and the slices in ``foreign``, offering at most ``kinds``."""
-        geometry = geometry_of(gpu)
+        geometry = geometry_of(gpu.memory_slices, gpu.profiles)
         mask, taken, shared, numbers = foreign, [0] * len(geometry.limits), 0, 0
         for device in held:
             if device.kind is DeviceKind.SHARE:

@@ -188,6 +188,17 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
+@contextmanager
+def exclusively(path: str) -> Iterator[None]:
+    """Hold the lock of a file, which is created if it is missing."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class StateFile(Generic[S]):
     """A JSON file that any number of threads and processes share.
 
@@ -241,12 +252,8 @@ class StateFile(Generic[S]):
     @contextmanager
     def locked(self) -> Iterator[S]:
         """Hold the file's lock and yield its content."""
-        descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with exclusively(self._lock_path):
             yield self.read()
-        finally:
-            os.close(descriptor)
 
     def _content(self) -> bytes:
         descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)

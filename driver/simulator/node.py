@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +21,8 @@ from driver.simulator.machine import (
     GpuInstance,
     Latency,
     Machine,
-    Process,
     SimulatedGpuState,
+    exclusively,
 )
 from driver.simulator.nvml import SimulatedNvml, is_simulated
 from driver.simulator.products import Product
@@ -65,7 +62,8 @@ class SimulatedNode:
         machine = Machine(description, root, latency, sleep)
         try:
             _refuse_foreign_directory(root)
-            with _exclusively(root):
+            make_folder(root / "sim")
+            with exclusively(str(_lock_file(root))):
                 _refuse_another(root, description)
                 tree.build(machine.current_description, root)
                 machine.initialise()
@@ -77,13 +75,7 @@ class SimulatedNode:
         return cls(machine)
 
     @classmethod
-    def attach(
-        cls,
-        root: Path,
-        *,
-        latency: Latency = DEFAULT_LATENCY,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> SimulatedNode:
+    def attach(cls, root: Path, *, latency: Latency = DEFAULT_LATENCY) -> SimulatedNode:
         """Open the existing node in ``root``; nothing is written.
 
         :raises EnvironmentFault: there is none
@@ -94,7 +86,7 @@ class SimulatedNode:
                 f"no simulated node in {root}: {_node_file(root)} does not exist;"
                 " `tessera node --node-name NODE --kubeconfig FILE --gpus sim:NAME` makes one"
             )
-        return cls(Machine(description, root, latency, sleep))
+        return cls(Machine(description, root, latency, time.sleep))
 
     @staticmethod
     def is_in(root: Path) -> bool:
@@ -128,46 +120,6 @@ class SimulatedNode:
         :raises NVMLError: IN_USE while a process holds the GPU
         """
         self._machine.change(minor, lambda state: (mig_rules.reset(state), None), event=MIG_CHANGED)
-
-    def start_process(self, device: str, *, pid: int, memory: int = 0) -> None:
-        """Start a process on a GPU or a MIG device, which is IN_USE until :meth:`end_process`.
-
-        :param device: UUID
-        :param memory: bytes of GPU memory it uses
-        :raises UsageError: the node has no such device
-        """
-        process = Process(pid, memory, self._mig_uuid(device))
-        self._edit_processes(device, lambda present: (*present, process))
-
-    def end_process(self, device: str, *, pid: int) -> None:
-        """End that process."""
-        ended = (pid, self._mig_uuid(device))
-        self._edit_processes(device, lambda present: tuple(p for p in present if (p.pid, p.device) != ended))
-
-    def _mig_uuid(self, device: str) -> str:
-        return "" if device in self._machine.uuids else device
-
-    def _edit_processes(self, device: str, edit: Callable[[tuple[Process, ...]], tuple[Process, ...]]) -> None:
-        for minor, uuid in enumerate(self._machine.uuids):
-
-            def edited(state: SimulatedGpuState, uuid: str = uuid) -> tuple[SimulatedGpuState, bool]:
-                found = device == uuid or device in state.mig_devices
-                return (msgspec.structs.replace(state, processes=edit(state.processes)) if found else state), found
-
-            if self._machine.change(minor, edited):
-                return
-        raise UsageError(f"the simulated node {self.description.name} has no device {device}")
-
-
-@contextmanager
-def _exclusively(root: Path) -> Iterator[None]:
-    make_folder(root / "sim")
-    descriptor = os.open(_lock_file(root), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _lock_file(root: Path) -> Path:

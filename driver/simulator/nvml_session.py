@@ -295,7 +295,7 @@ class _Watch:
 
 
 class EventCalls(NvmlSession):
-    """``nvmlEventSet*`` and ``nvmlDevice*SimulatedEvent*``. MIG devices are NOT_SUPPORTED."""
+    """``nvmlEventSet*`` and ``nvmlDevice*Event*``. MIG devices are NOT_SUPPORTED."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)

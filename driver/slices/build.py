@@ -15,7 +15,7 @@ from typing import Any
 from driver.model.device import SLICE_VALUE, Device, DeviceKind
 from driver.model.gpu import Gpu, Limit, limits_of
 from driver.model.gpu_health import DeviceCondition, written_time
-from driver.placement import order_offers
+from driver.placement.ranking import order_offers
 from driver.slices.attributes import attributes, capacity
 from driver.slices.pool_names import DEVICES_PER_GPU, Pool, counter_set
 

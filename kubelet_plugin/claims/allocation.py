@@ -102,7 +102,7 @@ def _parameters(
         elif result.request in entry.requests and entry.source != FROM_CLASS:
             # A class's entries are given the request's name by newer schedulers; it may have one for each kind.
             raise ClaimError(
-                f"{where}: {parameters.kind} is for devices of type {FITTING[type(parameters)].value}, "
+                f"{where}: {type(parameters).__name__} is for devices of type {FITTING[type(parameters)].value}, "
                 f"{device.name} has type {device.kind.value}"
             )
     return effective

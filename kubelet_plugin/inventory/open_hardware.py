@@ -19,7 +19,8 @@ from driver.http import Check, health_pages, serve
 from kubelet_plugin.settings import NodeSettings
 
 if TYPE_CHECKING:
-    from driver.simulator import Latency, SimulatedNode
+    from driver.simulator.machine import Latency
+    from driver.simulator.node import SimulatedNode
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,9 @@ def _simulated_paths(settings: NodeSettings, stack: ExitStack, *, lasting: bool)
 
 def _simulated(settings: NodeSettings, paths: HostPaths, *, lasting: bool) -> Host:
     # Only a simulated node pays for loading the simulator.
-    from driver.simulator import SimulatedNode, load_description, parse_latency
+    from driver.simulator.description import load_description
+    from driver.simulator.machine import parse_latency
+    from driver.simulator.node import SimulatedNode
 
     description, latency = load_description(str(settings.simulated)), parse_latency(settings.sim_latency)
     if lasting:  # a cluster may have many nodes of one description, and no two GPUs of one UUID
@@ -120,7 +123,7 @@ def _simulated(settings: NodeSettings, paths: HostPaths, *, lasting: bool) -> Ho
 
 def _found(name: str, root: Path, latency: Latency) -> SimulatedNode:
     """Open the existing simulated node in ``root``; writes nothing. Raises EnvironmentFault and UsageError."""
-    from driver.simulator import SimulatedNode
+    from driver.simulator.node import SimulatedNode
 
     if not SimulatedNode.is_in(root):
         raise EnvironmentFault(

@@ -12,7 +12,7 @@ from driver.model.device import Device, DeviceKind
 from driver.model.gpu import Gpu
 from driver.model.gpu_health import DeviceCondition
 from driver.model.plan import Offer, offer_of
-from driver.placement import GpuState
+from driver.placement.state import GpuState
 from driver.slices.build import PublishedGpu, limited
 
 

@@ -17,8 +17,8 @@ from driver.config.shared_flags import SIMULATED_NODES, check_driver_name
 from driver.errors import UsageError
 from driver.logs import with_logs
 from driver.model.plan import PlanMode
-from driver.simulator import NodeDescription, SimulatedNode, known_descriptions
-from driver.simulator.node import describe
+from driver.simulator.description import NodeDescription, known_descriptions
+from driver.simulator.node import SimulatedNode, describe
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.sim.fault import fault, find_roots

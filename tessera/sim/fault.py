@@ -15,10 +15,10 @@ from pynvml import NVMLError
 from driver.config.shared_flags import SIMULATED_NODES
 from driver.config.suggestions import meant
 from driver.errors import EnvironmentFault, UsageError
-from driver.simulator import SimulatedNode
 from driver.simulator.description import parse_gpu
 from driver.simulator.faults import error_names, event_names, recovery_names
 from driver.simulator.machine import InjectedFault
+from driver.simulator.node import SimulatedNode
 from tessera.tables_and_drawings import columns, with_output
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -45,7 +45,7 @@ def devices(snapshot: StatusSnapshot) -> CheckOutput:
     if any(device.is_simulated for device in published.values()):
         yield "simulated GPUs among them"
     for name in sorted(taken.keys() - published.keys()):
-        message = f"of pool {name[0]} is held by claim {taken[name].metadata.path}, but not published"
+        message = f"of pool {name[0]} is held by claim {taken[name].metadata.key}, but not published"
         yield Finding(name[1], message, "start the node's plugin; until then its memory may be allocated twice")
 
 

@@ -73,7 +73,7 @@ def pending(snapshot: StatusSnapshot) -> CheckOutput:
         message = str(event.get("message", ""))
         shown = message if len(message) <= MESSAGE_CHARACTERS else f"{message[: MESSAGE_CHARACTERS - 1]}…"
         text = f"is pending, and not because GPUs are held: {event['reason']}: {shown}"
-        yield Finding(f"claim {claim.metadata.path}", text, _remedy(event) or "")
+        yield Finding(f"claim {claim.metadata.key}", text, _remedy(event) or "")
     if (more := len(permanent) - SHOWN) > 0:
         yield Finding(f"{more} more", "of the same kind", READ_EVENTS)
     yield from _unreadable(snapshot)
@@ -109,7 +109,7 @@ def _is_unschedulable(snapshot: StatusSnapshot, pod: Object) -> bool:
 
 
 def _no_reason(snapshot: StatusSnapshot, claims: Sequence[Claim]) -> Finding:
-    about = shortened([f"claim {claim.metadata.path}" for claim in claims])
+    about = shortened([f"claim {claim.metadata.key}" for claim in claims])
     verb = "is" if len(claims) == 1 else "are"
     remedy = f"read the scheduler's reason: kubectl -n {claims[0].metadata.namespace} describe pod"
     start = "" if snapshot.is_led else "; start a controller: it reports reasons"
@@ -135,4 +135,4 @@ def _explained(snapshot: StatusSnapshot) -> list[tuple[Claim, Object]]:
         if event.get("reason") in set(ReasonCode) and snapshot.is_recent(event) and uid in pending:
             latest[uid] = event
     found = [(pending[uid], event) for uid, event in latest.items()]
-    return sorted(found, key=lambda each: each[0].metadata.path)
+    return sorted(found, key=lambda each: str(each[0].metadata.key))

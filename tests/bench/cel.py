@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from deviceclasses.cel import CelDevice, Program, compile_selector, from_slice_device
-from driver.simulator import load_description
+from driver.simulator.description import load_description
 from tests.support.chart import class_texts
 from tests.support.published import DRIVER, devices_in, discover, slices_of
 

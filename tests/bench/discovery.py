@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from driver.simulator import load_description
+from driver.simulator.description import load_description
 from tests.support.published import simulated_host
 
 NODE = "dgx-h100"

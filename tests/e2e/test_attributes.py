@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from driver.model.gpu import Gpu
-from driver.simulator import NodeDescription, load_description
+from driver.simulator.description import NodeDescription, load_description
 from tests.harness.cluster import Cluster
 from tests.support.chart import install
 from tests.support.control_plane import control_plane

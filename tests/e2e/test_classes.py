@@ -19,7 +19,7 @@ from driver.kube.reads import CLAIM
 from driver.model.gpu import Gpu, MigMode
 from driver.model.gpu_selection_and_share_counts import EVERY_GPU, GpuSelection
 from driver.model.time_slice_and_compute_mode import TimeSlice
-from driver.simulator import load_description
+from driver.simulator.description import load_description
 from kubelet_plugin.claims.allocation import resolve
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing
 from tests.harness.cluster import Cluster

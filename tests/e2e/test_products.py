@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from driver.model.device import devices_of
-from driver.simulator import known_descriptions, load_description
-from driver.simulator.description import MAX_GPUS
+from driver.simulator.description import MAX_GPUS, known_descriptions, load_description
 from tests.harness.cluster import Cluster
 from tests.support.control_plane import control_plane
 from tests.support.plugin import SLICES

@@ -18,7 +18,8 @@ from controller.demand.pending_claims import Queue
 from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
 from controller.explain.reasons import reasons_of
-from driver.placement import Measure, Ranking, Weights
+from driver.placement.measure import Measure
+from driver.placement.ranking import Ranking
 from tests.fuzz.objects import Hostile
 from tests.support.queues import DRIVER, node_of
 
@@ -107,7 +108,7 @@ class Decider:
         self._fleet = Fleet.of([*node_of("a", gpus=2), *node_of("b", "mig-1g10gb-0", gpus=2, shares=4)])
         self._matching = Matching(DRIVER)
         self._starvation = StarvationFallback()
-        self._curator = Curator(Ranking(Measure(Weights({}))), offers=2)
+        self._curator = Curator(Ranking(Measure()), offers=2)
 
     def decide(self) -> None:
         seen = self._cache.snapshot()

@@ -13,7 +13,8 @@ from controller.curation.curator import Curator
 from controller.demand.demand import Demand
 from driver.model.device import DeviceKind
 from driver.model.plan import Offer, offer_of
-from driver.placement import FULL, SHARE, OfferKind, Ranking
+from driver.placement.ranking import Ranking
+from driver.placement.state import FULL, SHARE, OfferKind
 from tests.support.fleets import device_of, node, partition, possible, take
 from tests.support.gpus import H100
 

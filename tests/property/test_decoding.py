@@ -72,7 +72,7 @@ def test_a_claim_is_read_whole_whatever_another_drivers_parameters_are(parameter
         decode(data, msgspec.json.Decoder(Claim)),
         page_reader(Claim)(b'{"metadata":{"resourceVersion":"9"},"items":[' + data + b"]}").items[0],  # type: ignore[index]
     ):
-        assert (read.metadata.path, read.spec.devices.requests[0].name) == ("team/small", "gpu")
+        assert (str(read.metadata.key), read.spec.devices.requests[0].name) == ("team/small", "gpu")
         assert read.status.allocation is not None
         assert read.status.allocation.devices.results[0].device == "gpu-0"
     stored = decode(data, STORED)

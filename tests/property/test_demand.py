@@ -18,7 +18,7 @@ from controller.explain.reasons import ReasonCode, reasons_of
 from deviceclasses.cel import Program, compile_selector
 from driver.model.device import Device
 from driver.model.gpu import MigMode
-from driver.placement import GpuState, key_of
+from driver.placement.state import GpuState, key_of
 from tests.support.fleets import possible
 from tests.support.gpus import H100
 from tests.support.queues import DRIVER, FULL, SHARE, Situation, fleet_gpu, profile, request, selected_by

@@ -8,20 +8,9 @@ from hypothesis import strategies as st
 
 from driver.model.device import Device, DeviceKind, devices_of
 from driver.model.gpu import Gpu
-from driver.placement import (
-    FULL,
-    SHARE,
-    GpuState,
-    Measure,
-    OfferKind,
-    RankedClique,
-    Ranking,
-    Weights,
-    key_of,
-    order_offers,
-    spot_of,
-)
-from driver.placement.measure import CLIQUE_CLASS, FULL_CLASS, SHARE_CLASS
+from driver.placement.measure import CLIQUE_CLASS, FULL_CLASS, SHARE_CLASS, Measure
+from driver.placement.ranking import RankedClique, Ranking, order_offers
+from driver.placement.state import FULL, SHARE, GpuState, OfferKind, key_of, spot_of
 from tests.support.gpus import H100, gpu_of
 
 GPU = gpu_of(H100)
@@ -95,7 +84,7 @@ def test_fragmentation_is_what_its_definition_says(occupied: int, weights: dict[
     amounts = plain_unusable(GPU, occupied) | {FULL_CLASS: 8 - occupied.bit_count() if occupied else 0}
     total = sum(weights.get(name, 1) for name in (*amounts, CLIQUE_CLASS))
     expected = sum(weights.get(name, 1) / total * amount for name, amount in amounts.items())
-    assert Measure(Weights(weights)).fragmentation(state) == pytest.approx(expected)
+    assert Measure(weights).fragmentation(state) == pytest.approx(expected)
 
 
 masks = st.integers(0, 255)
@@ -224,7 +213,8 @@ def test_weights_decide_what_is_kept_free() -> None:
     three = OfferKind(DeviceKind.PARTITION, "3g.40gb")
     starts = []
     for kept in ("4g.40gb", "1g.10gb"):
-        weighted = Ranking(Measure(Weights({kept: 1.0}, default=0.0)))
+        weights = dict.fromkeys(MEASURE.classes(FREE), 0.0) | {kept: 1.0}
+        weighted = Ranking(Measure(weights))
         best = weighted.gpu(FREE).best(three)
         starts.append(best and best.at)
     assert starts == [4, 4]

@@ -29,6 +29,7 @@ from tests.support.faulty_files import ERRORS, FaultyFiles, FileTrouble
 from tests.support.faulty_nvml import CODES, FaultyHost, Mode, Trouble
 from tests.support.invariants import Facts, Place, leftovers, read_facts, violations
 from tests.support.node import start_node
+from tests.support.nvml_client import end_process, start_process
 
 NVML = st.builds(
     Trouble,
@@ -197,7 +198,7 @@ class NodeInTrouble(RuleBasedStateMachine):
             self.lost = False
             self.node.simulated.faults.return_gpu(0)
             for device in self.busy:
-                self.node.simulated.end_process(device, pid=7)
+                end_process(self.node.simulated, device, pid=7)
             self.node.simulated.reset_gpu(0)
             self.no_hardware()
         self.look()
@@ -227,10 +228,10 @@ class NodeInTrouble(RuleBasedStateMachine):
         device = standing[pick % len(standing)]
         if device in self.busy:
             self.busy.discard(device)
-            self.node.simulated.end_process(device, pid=7)
+            end_process(self.node.simulated, device, pid=7)
         else:
             self.busy.add(device)
-            self.node.simulated.start_process(device, pid=7)
+            start_process(self.node.simulated, device, pid=7)
 
     def damage_record(self, name: str, content: bytes | None) -> None:
         """Somebody deletes or garbles a claim's record (None: deletes), and the plugin starts again."""
@@ -321,7 +322,7 @@ class NodeInTrouble(RuleBasedStateMachine):
         """Whatever happened: when every claim is gone nothing is left but what was never ours to remove."""
         self.return_gpu()
         for device in self.busy:
-            self.node.simulated.end_process(device, pid=7)
+            end_process(self.node.simulated, device, pid=7)
         self.node.api.claims.clear()
         for claim in self.claims.values():
             with suppress(RecoverableError):

@@ -16,7 +16,7 @@ from driver.errors import HardwareError, RecoverableError
 from driver.model.device import Device
 from driver.model.gpu import Partition
 from driver.model.time_slice_and_compute_mode import in_force
-from driver.placement import GpuState
+from driver.placement.state import GpuState
 from driver.steps import Moment
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driver.model.device import MOST_SHARES, Device, DeviceKind, devices_of, number_gpus, share_device
-from driver.placement import GpuState
+from driver.placement.state import GpuState
 from driver.simulator.products import facts, find_product
 from driver.slices.attributes import quantity
 from driver.slices.build import (

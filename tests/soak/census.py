@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from driver.simulator import SimulatedNode
-from driver.simulator.node import describe
+from driver.simulator.node import SimulatedNode, describe
 from tests.bench.usage import memory_mb
 from tests.support.plugin import SLICES, PluginProcess
 from tests.support.workloads import CLAIMS, PODS

@@ -22,7 +22,7 @@ from driver.kube.types import Claim, GpuNodePlan, Key, ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, devices_of, number_gpus
 from driver.model.plan import PATH
-from driver.simulator import load_description
+from driver.simulator.description import load_description
 from tests.harness.cluster import Cluster
 from tests.support.plugin import SLICES
 from tests.support.published import DRIVER, discover

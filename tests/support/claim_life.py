@@ -14,7 +14,7 @@ import pytest
 
 from driver.errors import RecoverableError
 from driver.model.gpu import Gpu
-from driver.simulator import load_description
+from driver.simulator.description import load_description
 from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
 from tests.support.claims import opaque, result
 from tests.support.faulty_nvml import FaultyHost

@@ -17,7 +17,7 @@ import yaml
 
 from driver.kube.reads import RESOURCE_GROUP
 from driver.model.plan import PATH
-from driver.simulator import SimulatedNode
+from driver.simulator.node import SimulatedNode
 from kubelet_plugin.app import NodePlugin
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from kubelet_plugin.inventory.inventory import ClaimReference

@@ -20,7 +20,8 @@ from driver.hardware.host_paths import HostPaths
 from driver.hardware.node_gpus import Host
 from driver.hardware.nvml_errors import NAMES
 from driver.hardware.time_slice import TimeSliceTool
-from driver.simulator import SimulatedNode, smi_tool
+from driver.simulator import smi_tool
+from driver.simulator.node import SimulatedNode
 
 CODES = tuple(
     code

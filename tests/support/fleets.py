@@ -8,7 +8,7 @@ from dataclasses import replace
 from controller.cluster.fleet import Fleet, FleetGpu
 from driver.model.device import Device, DeviceKind
 from driver.model.plan import Offer, offer_of
-from driver.placement import OfferKind
+from driver.placement.state import OfferKind
 from tests.support.gpus import H100, gpu_of
 
 SMALL = OfferKind(DeviceKind.PARTITION, "1g.10gb")

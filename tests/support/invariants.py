@@ -18,8 +18,7 @@ import msgspec
 
 from driver.model.device import DeviceKind
 from driver.model.time_slice_and_compute_mode import in_force
-from driver.simulator import SimulatedNode
-from driver.simulator.node import describe
+from driver.simulator.node import SimulatedNode, describe
 from kubelet_plugin.cdi.spec import variable
 from kubelet_plugin.checkpoint.files import TEMPORARY
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord

@@ -12,8 +12,9 @@ from driver.hardware.host_paths import HostPaths, boot_id
 from driver.hardware.node_gpus import Host
 from driver.model.device import number_gpus
 from driver.model.gpu import Partition
-from driver.simulator import ZERO_LATENCY, SimulatedNode, load_description
-from driver.simulator.description import NodeDescription
+from driver.simulator.description import NodeDescription, load_description
+from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.node import SimulatedNode
 from driver.slices.pool_names import Pool
 from driver.steps import unobserved
 from kubelet_plugin.cdi.spec import CdiDirectory, find_driver_files

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_uint
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from driver.simulator import ZERO_LATENCY, SimulatedNode, load_description, mig_rules, smi_tool
-from driver.simulator.machine import SimulatedGpuState
+import msgspec
+
+from driver.simulator import mig_rules, smi_tool
+from driver.simulator.description import load_description
+from driver.simulator.machine import ZERO_LATENCY, Process, SimulatedGpuState
+from driver.simulator.node import SimulatedNode
 from driver.simulator.nvml import SimulatedNvml
 from driver.simulator.products import Product, ProductProfile
 
@@ -44,14 +48,44 @@ def profiles_by_name(product: Product) -> dict[str, ProductProfile]:
     return {profile.name: profile for profile in product.profiles}
 
 
+def start_process(node: SimulatedNode, device: str, *, pid: int, memory: int = 0) -> None:
+    """Start a process with ``memory`` bytes on a GPU or a MIG device (UUID), which is IN_USE until ``end_process``."""
+    process = Process(pid, memory, _mig_uuid(node, device))
+    _edit_processes(node, device, lambda present: (*present, process))
+
+
+def end_process(node: SimulatedNode, device: str, *, pid: int) -> None:
+    """End that process."""
+    ended = (pid, _mig_uuid(node, device))
+    _edit_processes(node, device, lambda present: tuple(p for p in present if (p.pid, p.device) != ended))
+
+
 @contextmanager
 def process_on(node: SimulatedNode, device: str, *, pid: int = 4242, memory: int = 0) -> Iterator[None]:
     """Run a process on the device (UUID) during the block."""
-    node.start_process(device, pid=pid, memory=memory)
+    start_process(node, device, pid=pid, memory=memory)
     try:
         yield
     finally:
-        node.end_process(device, pid=pid)
+        end_process(node, device, pid=pid)
+
+
+def _mig_uuid(node: SimulatedNode, device: str) -> str:
+    return "" if device in node._machine.uuids else device
+
+
+def _edit_processes(
+    node: SimulatedNode, device: str, edit: Callable[[tuple[Process, ...]], tuple[Process, ...]]
+) -> None:
+    for minor, uuid in enumerate(node._machine.uuids):
+
+        def edited(state: SimulatedGpuState, uuid: str = uuid) -> tuple[SimulatedGpuState, bool]:
+            found = device == uuid or device in state.mig_devices
+            return (msgspec.structs.replace(state, processes=edit(state.processes)) if found else state), found
+
+        if node._machine.change(minor, edited):
+            return
+    raise LookupError(f"the simulated node {node.description.name} has no device {device}")
 
 
 def placements(nvml: Any, device: Any, profile_id: int) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import grpc._server  # noqa: F401 - the plugin loads this and the simulator when it needs them: here before the fork
 
-import driver.simulator  # noqa: F401
+import driver.simulator.node  # noqa: F401
 from driver.logs import configure_logs
 from driver.slices import publisher
 from driver.steps import Moment

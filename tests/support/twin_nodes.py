@@ -11,7 +11,7 @@ from typing import Any
 from controller.cluster.fleet import FleetGpu
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu, MigMode
-from driver.simulator import load_description
+from driver.simulator.description import load_description
 from tests.support.fleets import possible
 from tests.support.podgen import TAINTS
 from tests.support.published import discover

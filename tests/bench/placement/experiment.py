@@ -8,7 +8,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
-from driver.placement import Weights
 from driver.placement.measure import CLIQUE_CLASS
 from tests.bench.placement.policies import BestFirst, Curated, LowestStart, Policy, curated
 from tests.bench.placement.simulation import Outcome, Simulation, pooled
@@ -90,7 +89,7 @@ def simulate(name: str, scenario: Scenario) -> tuple[Outcome, int, int]:
 
 
 def _policy(name: str) -> Policy:
-    return curated(2, Weights({CLIQUE_CLASS: 0.0})) if name == NO_NODE_TERM else POLICIES[name]()
+    return curated(2, {CLIQUE_CLASS: 0.0}) if name == NO_NODE_TERM else POLICIES[name]()
 
 
 def _by_mix(all_scenarios: Sequence[Scenario]) -> list[list[Scenario]]:

@@ -25,8 +25,8 @@ from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.plan import PlanMode
-from driver.placement import GpuState, OfferKind, key_of
-from driver.simulator import load_description
+from driver.placement.state import GpuState, OfferKind, key_of
+from driver.simulator.description import load_description
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import Publisher

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from controller.cluster.fleet import Fleet, FleetGpu
@@ -10,7 +10,9 @@ from controller.curation.curator import Curator
 from controller.demand.demand import Demand
 from driver.model.device import Device
 from driver.model.plan import Offer, offer_of
-from driver.placement import EQUAL, Measure, OfferKind, Ranking, Weights, key_of, order_offers
+from driver.placement.measure import Measure
+from driver.placement.ranking import Ranking, order_offers
+from driver.placement.state import OfferKind, key_of
 from tests.bench.placement.trace import Request
 from tests.support.fleets import possible as all_possible
 
@@ -72,7 +74,7 @@ class Curated:
         return in_order(gpus, found)
 
 
-def curated(offers: int, weights: Weights = EQUAL) -> Curated:
+def curated(offers: int, weights: Mapping[str, float] | None = None) -> Curated:
     return Curated(Curator(Ranking(Measure(weights)), offers=offers))
 
 

@@ -16,7 +16,7 @@ from controller.demand.demand import Demand
 from driver.model.device import DeviceKind
 from driver.model.gpu import Gpu
 from driver.model.plan import Offer
-from driver.placement import OfferKind
+from driver.placement.state import OfferKind
 from tests.bench.placement.trace import NODE_GPUS
 from tests.support.fleets import possible
 from tests.support.gpus import gpu_of

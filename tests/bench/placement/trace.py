@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from driver.model.device import DeviceKind
 from driver.model.gpu import Gpu
-from driver.placement import FULL, OfferKind
+from driver.placement.state import FULL, OfferKind
 
 NODE_GPUS = 8
 

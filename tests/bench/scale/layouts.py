@@ -14,7 +14,7 @@ from controller.curation.curator import Curator
 from controller.demand.demand import Demand
 from driver.model.device import Device
 from driver.model.plan import Offer, offer_of
-from driver.placement import OfferKind, key_of
+from driver.placement.state import OfferKind, key_of
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from kubelet_plugin.plan.follower import HELD_LAG_SECONDS
 from tests.bench.scale.nodes import pool_of

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from controller.cluster.fleet import Fleet, FleetGpu
 from driver.model.device import Device
 from driver.model.gpu import Gpu
-from driver.simulator import load_description
+from driver.simulator.description import load_description
 from driver.slices.pool_names import Pool
 from tests.support.published import DRIVER, discover
 

@@ -15,7 +15,7 @@ import pytest
 
 from controller.cluster.fleet import Fleet
 from driver.model.device import DeviceKind
-from driver.placement import OfferKind
+from driver.placement.state import OfferKind
 from driver.slices.build import Content
 from tests.bench.scale import plot, report
 from tests.bench.scale.bulk import Etcd

@@ -216,4 +216,4 @@ class TestTheDocs:
 
     @pytest.mark.parametrize("kind", [GpuConfig, MigDeviceConfig, ShareConfig])
     def test_name_every_kind_of_parameters(self, kind: type[GpuConfig | MigDeviceConfig | ShareConfig]) -> None:
-        assert f"| `{kind.kind}` |" in DOCS
+        assert f"| `{kind.__name__}` |" in DOCS

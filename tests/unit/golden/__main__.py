@@ -6,7 +6,7 @@ outputs were compared with are in ``driver/simulator/data/node_topologies.json``
 
 from __future__ import annotations
 
-from driver.simulator import known_descriptions
+from driver.simulator.description import known_descriptions
 from tests.unit.golden.outputs import FOLDER, kept, printed
 
 

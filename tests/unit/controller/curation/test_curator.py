@@ -13,7 +13,8 @@ from controller.curation.ranked_fleet import RankedFleet
 from controller.demand.demand import Demand
 from driver.model.device import DeviceKind
 from driver.model.plan import Offer
-from driver.placement import FULL, SHARE, OfferKind, Ranking, Terms
+from driver.placement.ranking import Ranking, Terms
+from driver.placement.state import FULL, SHARE, OfferKind
 from tests.support.fleets import SMALL, holding, node, partition, take
 
 CURATOR = Curator(Ranking())

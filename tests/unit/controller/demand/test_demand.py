@@ -10,9 +10,9 @@ from controller.demand.demand import Demand, demand_of
 from controller.explain.reasons import reasons_of
 from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
-from driver.placement import FULL as FULL_KEY
-from driver.placement import SHARE as SHARE_KEY
-from driver.placement import OfferKind
+from driver.placement.state import FULL as FULL_KEY
+from driver.placement.state import SHARE as SHARE_KEY
+from driver.placement.state import OfferKind
 from tests.support.gpus import H100
 from tests.support.queues import (
     FULL,

@@ -11,7 +11,7 @@ import pytest
 from controller.demand.demand import Demand, demand_of
 from controller.demand.pending_claims import Eligibility, Queue
 from driver.kube.types import Key, Pod
-from driver.placement import FULL as FULL_KEY
+from driver.placement.state import FULL as FULL_KEY
 from tests.support.queues import FULL, Situation, node_of, profile, request
 
 TRAINING = {"pool": "training", "slots": "8"}
@@ -200,7 +200,7 @@ def test_objects_are_read_from_json_and_what_is_not_needed_is_skipped() -> None:
       "status": {"phase": "Pending", "nominatedNodeName": "a",
                  "resourceClaimStatuses": [{"name": "gpu", "resourceClaimName": "p-gpu-1"}]}}"""
     pod = msgspec.json.decode(raw, type=Pod)
-    assert (pod.metadata.path, pod.spec.node_selector, pod.claims) == ("n/p", {"a": "b"}, (Key("n", "p-gpu-1"),))
+    assert (str(pod.metadata.key), pod.spec.node_selector, pod.claims) == ("n/p", {"a": "b"}, (Key("n", "p-gpu-1"),))
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(b'{"metadata": {}}', type=Pod)
 

@@ -52,7 +52,7 @@ def test_the_interval_asked_for_is_understood_and_missing_pieces_are_the_default
 
 def test_each_kind_is_its_own_type() -> None:
     for kind in (GpuConfig, MigDeviceConfig, ShareConfig):
-        assert type(parse_parameters(parameters(kind.kind), "here")) is kind
+        assert type(parse_parameters(parameters(kind.__name__), "here")) is kind
 
 
 def test_a_partition_has_no_wish_for_a_time_slice() -> None:

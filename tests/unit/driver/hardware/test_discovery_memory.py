@@ -9,7 +9,7 @@ import pynvml
 import pytest
 
 from driver.hardware.discovery import memory_type, read_memory_bandwidth
-from driver.simulator import known_descriptions, load_description
+from driver.simulator.description import known_descriptions, load_description
 from driver.simulator.products import facts
 from tests.support.published import discover
 

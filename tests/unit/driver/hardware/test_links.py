@@ -11,8 +11,9 @@ import pytest
 
 from driver.hardware.links import nvlink_cliques, read_fabric_clique, read_nvlink
 from driver.model.gpu import NvLink
-from driver.simulator import ZERO_LATENCY, NodeDescription, SimulatedNode, load_description
-from driver.simulator.description import FabricDescription
+from driver.simulator.description import FabricDescription, NodeDescription, load_description
+from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.node import SimulatedNode
 from tests.support.published import discover
 
 A, B, C, D = (f"0000:{bus}:00.0" for bus in ("17", "65", "ca", "e3"))

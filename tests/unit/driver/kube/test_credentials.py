@@ -186,7 +186,7 @@ def test_the_token_is_sent_as_it_is_at_the_time_of_the_request(tmp_path: Path) -
 def test_in_a_pod_the_node_plugin_loads_nothing_that_it_has_no_use_for(account: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from tessera.cli import main; main.get_command(None, 'node')\n"
-        "import kubelet_plugin.app, driver.process_exit, kubelet_plugin.checkpoint.files, driver.simulator\n"
+        "import kubelet_plugin.app, driver.process_exit, kubelet_plugin.checkpoint.files, driver.simulator.node\n"
         "from driver.kube import credentials\n"
         f"credentials.SERVICE_ACCOUNT = Path({str(account)!r})\n"
         f"credentials.load_configuration(None, {POD!r})\n"

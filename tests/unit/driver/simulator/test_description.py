@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from driver.errors import UsageError
-from driver.simulator import SimulatedNode, known_descriptions, load_description
-from driver.simulator.description import parse_description
+from driver.simulator.description import known_descriptions, load_description, parse_description
+from driver.simulator.node import SimulatedNode
 from driver.simulator.products import facts, find_product, product_names
 
 ONE_GPU = """

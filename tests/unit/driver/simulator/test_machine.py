@@ -19,15 +19,10 @@ import pynvml
 import pytest
 
 from driver.errors import EnvironmentFault, StateError, UsageError
-from driver.simulator import (
-    DEFAULT_LATENCY,
-    ZERO_LATENCY,
-    Latency,
-    SimulatedNode,
-    load_description,
-    machine,
-    parse_latency,
-)
+from driver.simulator import machine
+from driver.simulator.description import load_description
+from driver.simulator.machine import DEFAULT_LATENCY, ZERO_LATENCY, Latency, parse_latency
+from driver.simulator.node import SimulatedNode
 from tests.support.nvml_client import (
     G1,
     G3,
@@ -203,11 +198,6 @@ def test_a_damaged_state_file_is_reported_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "sim/gpu-0.json").write_text('{"migEnabled": 3}')
     with pytest.raises(StateError, match=r"gpu-0\.json"):
         node.nvml.nvmlDeviceGetMigMode(node.nvml.nvmlDeviceGetHandleByIndex(0))
-
-
-def test_a_device_the_node_has_not_cannot_be_busy(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no device MIG-1"):
-        one_h100(tmp_path).start_process("MIG-1", pid=1)
 
 
 def test_operations_take_the_time_that_hardware_takes(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import pynvml
 import pytest
 
-from driver.simulator import ZERO_LATENCY, SimulatedNode, load_description
-from driver.simulator.node import describe
+from driver.simulator.description import load_description
+from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.node import SimulatedNode, describe
 from tests.support.nvml_client import create, cut, mig_uuids, placements, profiles_by_name, remaining_capacity
 
 NOT_SUPPORTED = pynvml.NVML_ERROR_NOT_SUPPORTED

@@ -11,7 +11,7 @@ import pynvml
 import pytest
 
 from driver.errors import UsageError
-from driver.simulator import SimulatedNode
+from driver.simulator.node import SimulatedNode
 from tests.support.nvml_client import G3, cut, enable_mig, one_h100
 
 XID, MIG_CHANGE = pynvml.nvmlEventTypeXidCriticalError, pynvml.nvmlEventMigConfigChange
@@ -116,7 +116,7 @@ def test_wrong_registrations_are_refused(node: SimulatedNode, listening: Any) ->
 
 
 def test_a_gpu_without_mig_reports_no_mig_changes(tmp_path: Path) -> None:
-    from driver.simulator import load_description
+    from driver.simulator.description import load_description
 
     node = SimulatedNode.open(load_description("t4-4"), tmp_path / "t4")
     node.nvml.nvmlInit()

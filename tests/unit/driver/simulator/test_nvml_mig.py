@@ -9,8 +9,9 @@ from typing import Any
 import pynvml
 import pytest
 
-from driver.simulator import SimulatedNode, mig_rules
+from driver.simulator import mig_rules
 from driver.simulator.machine import Process, SimulatedGpuState
+from driver.simulator.node import SimulatedNode
 from driver.simulator.nvml import SimulatedNvml
 from driver.simulator.products import facts, find_product
 from tests.support.nvml_client import (
@@ -34,6 +35,7 @@ from tests.support.nvml_client import (
     remaining_capacity,
     remove,
     spanning_ci_profile,
+    start_process,
 )
 
 H100 = next(row for row in facts("mig_geometry")["products"] if row["product"] == "NVIDIA H100 80GB HBM3")
@@ -294,7 +296,7 @@ def test_all_media_engines_leave_room_only_for_instances_without() -> None:
 def test_a_reboot_clears_instances_and_hoppers_mig_mode(node: SimulatedNode, gpu: Any) -> None:
     nvml, boot_id = node.nvml, node.root / "proc/sys/kernel/random/boot_id"
     partition, before = cut(nvml, gpu, G3, 0, 4), boot_id.read_text()
-    node.start_process(partition.uuid, pid=7)
+    start_process(node, partition.uuid, pid=7)
     node.reboot()
     assert nvml.nvmlDeviceGetMigMode(gpu) == [0, 0]
     assert boot_id.read_text() != before

@@ -12,9 +12,11 @@ from typing import Any
 import pynvml
 import pytest
 
-from driver.simulator import ZERO_LATENCY, SimulatedNode, load_description
+from driver.simulator.description import load_description
+from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.node import SimulatedNode
 from driver.simulator.nvml import SimulatedNvml
-from tests.support.nvml_client import G1, G3, create, cut, enable_mig, one_h100, process_on
+from tests.support.nvml_client import G1, G3, create, cut, enable_mig, one_h100, process_on, start_process
 
 SIMULATED = sorted(name for name in dir(SimulatedNvml) if name.startswith("nvml"))
 NOT_SIMULATED = sorted(
@@ -272,7 +274,7 @@ def test_processes_are_listed_with_the_instances_they_run_on(tmp_path: Path) -> 
 def test_a_process_on_the_whole_gpu_belongs_to_no_instance(tmp_path: Path) -> None:
     node = one_h100(tmp_path)
     nvml, device = node.nvml, node.nvml.nvmlDeviceGetHandleByIndex(0)
-    node.start_process(nvml.nvmlDeviceGetUUID(device), pid=11, memory=5 * 2**20)
+    start_process(node, nvml.nvmlDeviceGetUUID(device), pid=11, memory=5 * 2**20)
     (process,) = nvml.nvmlDeviceGetComputeRunningProcesses(device)
     assert (process.pid, process.gpuInstanceId) == (11, pynvml.NVML_GPU_INSTANCE_ID_ANY)
     assert nvml.nvmlDeviceGetMemoryInfo(device).used == 5 * 2**20

@@ -12,11 +12,10 @@ import pynvml
 import pytest
 from click.testing import CliRunner
 
-from driver.simulator import SimulatedNode
 from driver.simulator.machine import Process, SimulatedGpuState
-from driver.simulator.node import describe
+from driver.simulator.node import SimulatedNode, describe
 from tessera.sim.commands import sim
-from tests.support.nvml_client import G3, cut, enable_mig, one_h100, set_compute_mode
+from tests.support.nvml_client import G3, cut, enable_mig, one_h100, set_compute_mode, start_process
 
 
 @pytest.fixture
@@ -105,7 +104,7 @@ def test_reset_and_reboot_bring_the_defaults_back(node: SimulatedNode, end: obje
 
 def test_the_tool_keeps_everything_else_of_the_gpus_state(node: SimulatedNode) -> None:
     partition = cut(node.nvml, enable_mig(node.nvml), G3, 4, 4)
-    node.start_process(partition.uuid, pid=7, memory=12)
+    start_process(node, partition.uuid, pid=7, memory=12)
     full = msgspec.structs.replace(node.gpu_state(0), mig_enabled=False, processes=(Process(8, 9),))
     node._machine.change(0, lambda _: (full, None))
     set_time_slice(node, "1")
@@ -117,7 +116,7 @@ def test_tools_that_run_at_once_lose_no_change(node: SimulatedNode) -> None:
     command = [str(node.root / "usr/bin/nvidia-smi"), "-i", "0", "-c", "PROHIBITED"]
     crowd = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(4)]
     for pid in range(50):
-        node.start_process(node.description.gpu_uuid(0), pid=pid)
+        start_process(node, node.description.gpu_uuid(0), pid=pid)
     assert [process.wait(60) for process in crowd] == [0] * 4
     assert node.gpu_state(0).compute_mode == pynvml.NVML_COMPUTEMODE_PROHIBITED
     assert len(node.gpu_state(0).processes) == 50

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from driver.simulator import ZERO_LATENCY, SimulatedNode, load_description
+from driver.simulator.description import load_description
+from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.node import SimulatedNode
 from tests.support.nvml_client import G1, G3, cut, enable_mig, one_h100, remove
 
 

@@ -13,8 +13,9 @@ from driver.hardware.node_gpus import TimeoutRunner
 from driver.model.gpu_health import ConditionType, EventKind, GpuEvent, written_time
 from driver.model.plan import ClearedFaults, PlanSpec
 from driver.model.xid import XIDS, Meaning, is_fatal
-from driver.simulator import SimulatedNode, nvml_session
+from driver.simulator import nvml_session
 from driver.simulator.description import NodeDescription, load_description
+from driver.simulator.node import SimulatedNode
 from driver.slices.build import CORDONED
 from kubelet_plugin.health.monitor import NvmlEventListener
 from tests.support.health import HealthUnderTest

@@ -19,7 +19,7 @@ from driver.config.shared_flags import ListenAddress
 from driver.errors import StateError
 from driver.hardware import node_gpus as hardware_host
 from driver.kube.events import Recorder
-from driver.simulator import SimulatedNode
+from driver.simulator.node import SimulatedNode
 from kubelet_plugin.dra.protocol.generated import registration_v1_pb2
 from kubelet_plugin.health import monitor
 from kubelet_plugin.inventory import scan

@@ -12,12 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from driver.errors import EnvironmentFault
-from driver.simulator import SimulatedNode
-from driver.simulator.node import describe
+from driver.simulator.node import SimulatedNode, describe
 from tessera.sim.commands import holders, render, sim
 from tessera.sim.fault import find_roots
 from tessera.tables_and_drawings import Span, cell_width, draw_placement, draw_slices
-from tests.support.nvml_client import G1, G3, create, cut, enable_mig, one_h100, process_on
+from tests.support.nvml_client import G1, G3, create, cut, enable_mig, one_h100, process_on, start_process
 
 
 def run(*arguments: str | Path) -> Result:
@@ -46,7 +45,7 @@ def test_list_as_json_is_a_list_of_objects() -> None:
 def test_smi_shows_gpus_partitions_and_how_they_lie(node: SimulatedNode) -> None:
     gpu = enable_mig(node.nvml)
     upper, lower = cut(node.nvml, gpu, G3, 4, 4), cut(node.nvml, gpu, G1, 0, 1)
-    node.start_process(upper.uuid, pid=9, memory=3 * 2**30)
+    start_process(node, upper.uuid, pid=9, memory=3 * 2**30)
     output = run("smi", "--host-root", node.root).output
     assert "\x1b" not in output
     for text in (
