@@ -150,13 +150,9 @@ class _Server(ThreadingTCPServer):
 
     def __init__(self, pages: Mapping[str, Page], address: ListenAddress) -> None:
         self.pages = pages
-        self.every_address = not address.host
         self.address_family = _family(address)
+        self._dual_stack = not address.host and self.address_family == socket.AF_INET6
         super().__init__(("::" if self._dual_stack else address.host, address.port), _Handler)
-
-    @property
-    def _dual_stack(self) -> bool:
-        return self.every_address and self.address_family == socket.AF_INET6
 
     def server_bind(self) -> None:
         if self._dual_stack:

@@ -43,17 +43,24 @@ def names_of(slices: Iterable[ResourceSlice], plans: Iterable[GpuNodePlan]) -> l
     """All GPUs: by published devices, and by plans for GPUs without a published device."""
     found = {}
     for plan in plans:
+        node = plan.metadata.name
         for state in states(plan):
-            found[state.gpu.uuid] = GpuName(plan.metadata.name, state.number, state.gpu.uuid)
+            found[node, state.gpu.uuid] = GpuName(node, state.number, state.gpu.uuid)
     for node, device in _devices(slices):
         uuid, number = device.gpu_uuid, NUMBER.match(device.name)
         if uuid is not None and number is not None:
-            found[uuid] = GpuName(node, int(number[1]), uuid)
+            found[node, uuid] = GpuName(node, int(number[1]), uuid)
     return sorted(found.values(), key=lambda name: (name.node, name.number))
 
 
 def find(text: str, names: Sequence[GpuName]) -> GpuName:
-    """The GPU with the name ``text``: a UUID or NODE/gpu-N. Raises UsageError with the nearest names."""
+    """The GPU with the name ``text``: a UUID or NODE/gpu-N. Raises UsageError with the nearest names.
+
+    A UUID that several nodes report is refused, because the cordon of one GPU must not end up on another node.
+    """
+    same = [str(name) for name in names if name.uuid == text]
+    if len(same) > 1:
+        raise UsageError(f"GPU {text!r}: several nodes have a GPU with this UUID: {', '.join(same)}; name one of these")
     spelled = {spelling: name for name in names for spelling in (str(name), name.uuid)}
     if text in spelled:
         return spelled[text]
@@ -73,7 +80,8 @@ def faults_of(name: GpuName, slices: Iterable[ResourceSlice], plan: GpuNodePlan 
     for text in plan.status.faults if plan else ():
         parsed = ClearedFaults.parse(text)
         if parsed is not None and parsed.gpu == name.uuid:
-            found.add(_fault(text.split(" ")[2].rstrip(":"), parsed.stamp))
+            words = text.split(" ", 3)
+            found.add(_fault(words[2].rstrip(":") if len(words) > 2 else "unknown", parsed.stamp))
     return sorted(found, key=lambda fault: (fault.stamp or 0, fault.value))
 
 

@@ -52,13 +52,9 @@ def cell_width(spans: Iterable[Span]) -> int:
     return max([4, *(-(-(len(span.label) - span.size + 1) // span.size) for span in spans)])
 
 
-def draw_slices(slices: int, spans: Iterable[Span], width: int | None = None) -> str:
-    """One line: labels padded with ``-`` for used slices, ``.`` for free ones.
-
-    :param width: characters per slice, to align several GPUs; by default as many as the labels need
-    """
+def draw_slices(slices: int, spans: Iterable[Span], width: int) -> str:
+    """One line, ``width`` characters per slice: labels padded with ``-`` for used slices, ``.`` for free ones."""
     by_start = {span.start: span for span in spans}
-    width = cell_width(by_start.values()) if width is None else width
     cells, position = [], 0
     while position < slices:
         span = by_start.get(position)

@@ -11,7 +11,7 @@ import msgspec
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.hostile_json import decode
-from driver.kube.types import Claim
+from driver.kube.types import Claim, Node
 
 RESOURCE_GROUP = "/apis/resource.k8s.io/v1"
 
@@ -57,20 +57,25 @@ def read_all(client: KubeClient, path: str, kind: type[T], selectors: Mapping[st
         yield from page.items or ()
 
 
-CLAIM = msgspec.json.Decoder(Claim)
-
-
-def read_claim(client: KubeClient, namespace: str, name: str, *, any_age: bool = False) -> Claim:
-    """Read a claim. Raises ApiError, with status 404 if it does not exist.
+def read_object(client: KubeClient, path: str, decoder: msgspec.json.Decoder[T], *, any_age: bool = False) -> T:
+    """Read one object. Raises ApiError, with status 404 if it does not exist.
 
     ``any_age`` allows an answer from the API server's cache, which costs it little and may be out of date.
     """
-    query = {"resourceVersion": "0"} if any_age else None
-    body = client.get(f"{RESOURCE_GROUP}/namespaces/{namespace}/resourceclaims/{name}", query)
+    body = client.get(path, {"resourceVersion": "0"} if any_age else None)
     try:
-        return decode(body, CLAIM)
+        return decode(body, decoder)
     except msgspec.MsgspecError as error:
-        raise ApiError(f"ResourceClaim {namespace}/{name}: the API server's answer does not parse: {error}") from error
+        raise ApiError(f"GET {path}: the API server's answer does not parse: {error}") from error
+
+
+CLAIM, NODE = msgspec.json.Decoder(Claim), msgspec.json.Decoder(Node)
+
+
+def read_claim(client: KubeClient, namespace: str, name: str, *, any_age: bool = False) -> Claim:
+    """Read a claim, as ``read_object`` does."""
+    path = f"{RESOURCE_GROUP}/namespaces/{namespace}/resourceclaims/{name}"
+    return read_object(client, path, CLAIM, any_age=any_age)
 
 
 def list_claims(client: KubeClient) -> Iterator[Claim]:
@@ -84,10 +89,7 @@ def list_claims(client: KubeClient) -> Iterator[Claim]:
 def owner_reference(client: KubeClient, name: str) -> Mapping[str, Any]:
     """An owner reference to the Node ``name``: objects with it are deleted with the Node. Raises ApiError."""
     try:
-        node = msgspec.json.decode(client.get(f"/api/v1/nodes/{name}"), type=dict[str, Any])
-        uid = node["metadata"]["uid"]
+        node = read_object(client, f"/api/v1/nodes/{name}", NODE)
     except ApiError as error:
         raise ApiError(f"--node-name {name}: its Node object can't be read: {error}", error.status) from error
-    except (msgspec.MsgspecError, KeyError) as error:
-        raise ApiError(f"--node-name {name}: what the API server sent is no Node object: {error}") from error
-    return {"apiVersion": "v1", "kind": "Node", "name": name, "uid": uid, "controller": True}
+    return {"apiVersion": "v1", "kind": "Node", "name": name, "uid": node.metadata.uid, "controller": True}

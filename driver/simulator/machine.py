@@ -310,13 +310,8 @@ class Machine:
         """The description, including added GPUs."""
         return self.description.replaced(gpus=self.gpus)
 
-    def initialise(self) -> None:
-        """Create missing state files, and repair what a killed process left incomplete."""
-        for minor in range(len(self.gpus)):
-            self.prepare_gpu(minor)
-
     def prepare_gpu(self, minor: int) -> None:
-        """Do the same for one GPU."""
+        """Create the state file of a GPU if it is missing, and repair what a killed process left incomplete."""
         file = self._file(minor)
         if not file.exists():
             file.write(SimulatedGpuState())

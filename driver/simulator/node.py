@@ -66,9 +66,10 @@ class SimulatedNode:
             with exclusively(str(_lock_file(root))):
                 _refuse_another(root, description)
                 tree.build(machine.current_description, root)
-                machine.initialise()
-                for minor in set(range(len(machine.gpus))) - set(machine.present):
-                    tree.remove_gpu(machine.gpus[minor], root)
+                for minor, gpu in enumerate(machine.gpus):
+                    machine.prepare_gpu(minor)
+                    if minor not in machine.present:
+                        tree.remove_gpu(gpu, root)
                 _write_description(root, description)
         except OSError as error:
             raise EnvironmentFault(f"simulated node in {root}: {error}") from error

@@ -12,11 +12,9 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-import msgspec
-
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
-from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.reads import NODE, RESOURCE_GROUP, read_object
 from driver.kube.types import Metadata, Node, ResourceSlice
 from driver.kube.watch_cache import WatchCache
 from driver.model.gpu import Gpu
@@ -49,8 +47,6 @@ SOCKETS = ("device-plugins/nvidia*.sock", f"plugins_registry/{NVIDIA_DRIVER}*-re
 
 FOUND, GONE = "NeighbourFound", "NeighbourGone"
 """Reasons of Events on the node."""
-
-NODE = msgspec.json.Decoder(Node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,18 +243,11 @@ class OtherDriverWatch:
     def _check(self, *, read_node: bool) -> None:
         with self._checking:
             if read_node or not self._known:
-                self._object = self._read_node()
+                self._object = read_object(self._client, f"/api/v1/nodes/{self._node}", NODE, any_age=True)
                 if not self._listed.wait(LIST_TIMEOUT_SECONDS):
                     raise ApiError(f"the ResourceSlices of {NVIDIA_DRIVER} can't be listed")
             self._apply(self._signs())
             self._known = True
-
-    def _read_node(self) -> Node:
-        path = f"/api/v1/nodes/{self._node}"
-        try:
-            return NODE.decode(self._client.get(path, {"resourceVersion": "0"}))
-        except msgspec.MsgspecError as error:
-            raise ApiError(f"GET {path}: the answer is no Node: {error}") from error
 
     def _signs(self) -> NodeSigns:
         slices = self.cache.snapshot().values()

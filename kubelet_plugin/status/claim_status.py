@@ -24,7 +24,7 @@ from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError, Rec
 from driver.kube.client import OBJECT, KubeClient, Object
 from driver.kube.clock import seconds_time
 from driver.kube.hostile_json import decode
-from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.reads import RESOURCE_GROUP, read_object
 from driver.kube.types import Metadata, ReportedDevice
 from driver.kube.work_loop import Backoff, GiveWay, Loop, at_once
 from driver.model.device import DeviceKind
@@ -287,13 +287,11 @@ class StatusWriter:
     def _read(self, claim: ClaimReference) -> StoredClaim | None:
         """The claim at the API server; None if it is gone or replaced by another claim of that name."""
         try:
-            found = decode(self._client.get(status_path(claim).removesuffix("/status")), STORED)
+            found = read_object(self._client, status_path(claim).removesuffix("/status"), STORED)
         except ApiError as error:
             if error.status == NOT_FOUND:
                 return None
             raise
-        except msgspec.MsgspecError as error:
-            raise ApiError(f"ResourceClaim {claim}: the API server's answer does not parse: {error}") from error
         return found if found.metadata.uid == claim.uid else None
 
     def _write(self, claim: ClaimReference, devices: Sequence[DeviceStatus], state: ClaimWriteState) -> None:

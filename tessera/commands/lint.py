@@ -122,11 +122,18 @@ def _documents(file: str, text: bytes) -> Iterator[Document | Finding]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys, as the API server does."""
+    """Refuses duplicate keys, as the API server does, and values that are not of their tag (``!!int x``)."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (LookupError, AttributeError) as error:
+            message = f"{node.value!r} is not of the type {node.tag}"
+            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
-        for key, _ in node.value:
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is a duplicate key", key.start_mark)
             if isinstance(key, yaml.ScalarNode):

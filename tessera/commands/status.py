@@ -121,7 +121,8 @@ def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: st
 
 def as_text(results: Sequence[Result]) -> str:
     """One line per check, then the findings with their remedies."""
-    rows = [[result.check, click.style(result.state, fg=COLOURS[result.state]), result.summary] for result in results]
+    states = {state: click.style(state, fg=colour) for state, colour in COLOURS.items()}
+    rows = [[result.check, states[result.state], _printable(result.summary)] for result in results]
     found = [(result.check, finding) for result in results for finding in result.findings]
     unread = sum(result.state is CheckState.UNREAD for result in results)
     table = columns(["CHECK", "STATE", "SUMMARY"], rows)

@@ -94,11 +94,12 @@ def _on_sigterm(number: int, _frame: object) -> None:
 
 
 def _none(items: Callable[[], object]) -> bool:
-    """Whether ``items`` returns none; False while the API server does not answer."""
+    """Whether ``items`` returns none; False while the API server does not answer or is overloaded."""
     try:
         return not items()
     except ApiError as error:
-        if error.status is not None and error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        refused = error.status is not None and error.status < HTTPStatus.INTERNAL_SERVER_ERROR
+        if refused and error.status != HTTPStatus.TOO_MANY_REQUESTS:
             raise
         return False
 

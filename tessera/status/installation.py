@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from driver.kube.types import Claim
 from driver.model.plan import FENCE
-from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot, read_time, written_at
+from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot, read_time, renewed_at
 from tessera.tables_and_drawings import counted
 
 BOUNDARIES = tuple(f"own-{kind}.gpu.tessera.dev" for kind in ("claims", "events", "fence", "plan", "slices"))
-OLDEST_KUBERNETES = (1, 34)
+SUPPORTED_KUBERNETES = (1, 37)
 EVIDENCE = (
     Listing.SLICES,
     Listing.CLAIMS,
@@ -29,8 +29,8 @@ CLOCK_SKEW_SECONDS = 5.0
 def api(snapshot: StatusSnapshot) -> CheckOutput:
     yield f"Kubernetes {snapshot.version}"
     found = re.match(r"v(\d+)\.(\d+)", snapshot.version)
-    if found and (int(found[1]), int(found[2])) < OLDEST_KUBERNETES:
-        remedy = "update it to 1.34 or newer: resource.k8s.io/v1 is needed"
+    if found and (int(found[1]), int(found[2])) < SUPPORTED_KUBERNETES:
+        remedy = "update it to 1.37: older ones drop or lack the counters that keep the offers of one GPU apart"
         yield Finding("API server", f"is {snapshot.version}", remedy)
     forbidden = [(listing, failure.reason) for listing, failure in snapshot.unreadable.items() if failure.forbidden]
     if forbidden:
@@ -71,7 +71,7 @@ def classes(snapshot: StatusSnapshot) -> CheckOutput:
     if not ours:
         message = f"none selects devices of {snapshot.driver}"
         yield Finding("DeviceClasses", message, "install the chart's (values: classes)")
-    known = {item["metadata"]["name"] for item in snapshot.classes}
+    known = {item.metadata.name for item in snapshot.classes}
     missing = {name for claim in snapshot.claims for name in requested_classes(claim)} - known
     for name in sorted(missing):
         yield Finding(f"DeviceClass {name}", "does not exist, but claims name it", "create it again (values: classes)")
@@ -96,7 +96,7 @@ def policies(snapshot: StatusSnapshot) -> CheckOutput:
 def clocks(snapshot: StatusSnapshot) -> CheckOutput:
     skews = {}
     for lease in (*snapshot.leases.values(), *snapshot.node_leases):
-        renewed, written = read_time(lease["spec"].get("renewTime")), written_at(lease)
+        renewed, written = read_time(lease["spec"].get("renewTime")), renewed_at(lease)
         if renewed is not None and written is not None:
             holder = str(lease["spec"].get("holderIdentity") or lease["metadata"]["name"])
             skews[holder] = (renewed - written).total_seconds()
@@ -119,7 +119,8 @@ def requested_classes(claim: Claim) -> Iterator[str]:
 
 
 def our_classes(snapshot: StatusSnapshot) -> list[str]:
-    return [item["metadata"]["name"] for item in snapshot.classes if snapshot.driver in str(item["spec"])]
+    """Names of the classes with a selector that mentions the driver."""
+    return [item.metadata.name for item in snapshot.classes if snapshot.driver in str(item.spec.selectors)]
 
 
 def _our_policies(snapshot: StatusSnapshot) -> list[str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from driver.kube.client import Object
 from driver.kube.types import Claim, GpuNodePlan, ResourceSlice, SliceDevice
 from driver.model.plan import PlanMode
 from driver.slices.pool_names import Pool
@@ -98,11 +97,13 @@ def other_drivers(snapshot: StatusSnapshot) -> CheckOutput:
     found: list[str] = []
     for node in snapshot.nodes:
         name = str(node["metadata"]["name"])
-        signs = _signs(snapshot, node)
+        others = [item for item in snapshot.others if item.spec.node_name == name]
+        allocatable, labels = node.get("status", {}).get("allocatable"), node["metadata"].get("labels")
+        signs = NodeSigns(allocatable or {}, labels or {}, _gpu_uuids(others) if others else None)
         refused = _refused_gpus(snapshot, name)
         for each in find_other_drivers(signs, snapshot.driver) if name in snapshot.gpu_nodes else ():
             found.append(f"{each.name} on {name}")
-            both = (each.gpus or frozenset()) & _published_gpus(snapshot, name)
+            both = (each.gpus or frozenset()) & _gpu_uuids(snapshot.slices_of(name))
             if both or refused:
                 gpus = counted(len(both) or refused, "GPU is", "GPUs are")
                 message = f"{each}: {gpus} {'in its slices and in ours' if both else 'not offered'}"
@@ -131,15 +132,8 @@ def _offered(snapshot: StatusSnapshot) -> list[tuple[str, str]]:
     return [name for name, device in _published(snapshot).items() if name not in taken and not device.taints]
 
 
-def _signs(snapshot: StatusSnapshot, node: Object) -> NodeSigns:
-    others = [item.spec.gpu_uuids for item in snapshot.others if item.spec.node_name == node["metadata"]["name"]]
-    theirs = frozenset().union(*others) if others else None
-    allocatable = node.get("status", {}).get("allocatable") or {}
-    return NodeSigns(allocatable, node["metadata"].get("labels") or {}, theirs)
-
-
-def _published_gpus(snapshot: StatusSnapshot, node: str) -> frozenset[str]:
-    return frozenset(uuid for item in snapshot.slices_of(node) for uuid in item.spec.gpu_uuids)
+def _gpu_uuids(slices: Iterable[ResourceSlice]) -> frozenset[str]:
+    return frozenset(uuid for item in slices for uuid in item.spec.gpu_uuids)
 
 
 def _refused_gpus(snapshot: StatusSnapshot, node: str) -> int:
@@ -188,9 +182,9 @@ def _reported_fault(name: GpuName, fault: str, plan: GpuNodePlan) -> str:
 def _cordons(snapshot: StatusSnapshot) -> dict[str, str]:
     """The reason of each cordoned GPU, by plans."""
     plans = snapshot.plans or {}
-    names = {name.uuid: str(name) for name in names_of(snapshot.slices, plans.values())}
+    names = {(name.node, name.uuid): str(name) for name in names_of(snapshot.slices, plans.values())}
     return {
-        names.get(uuid, f"{node}/{uuid}"): reason
+        names.get((node, uuid), f"{node}/{uuid}"): reason
         for node, plan in plans.items()
         for uuid, reason in plan.spec.cordons.items()
     }

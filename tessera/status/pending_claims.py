@@ -12,7 +12,7 @@ from controller.explain.reasons import ReasonCode
 from driver.kube.client import Object
 from driver.kube.types import Claim, Pod
 from tessera.status.installation import our_classes, requested_classes
-from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot, read_time
+from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot, condition_of, read_time
 from tessera.tables_and_drawings import counted, shortened
 
 SHOWN = 3
@@ -101,11 +101,11 @@ def _unexplained(snapshot: StatusSnapshot, explained: Collection[object]) -> lis
 
 def _is_unschedulable(snapshot: StatusSnapshot, pod: Object) -> bool:
     """Whether the scheduler has been unable to place the pod for long enough."""
-    for condition in pod.get("status", {}).get("conditions") or ():
-        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            since = read_time(condition.get("lastTransitionTime"))
-            return since is None or (snapshot.now - since).total_seconds() > UNEXPLAINED_AFTER_SECONDS
-    return False
+    scheduled = condition_of(pod, "PodScheduled")
+    if scheduled is None or scheduled.get("status") != "False":
+        return False
+    since = read_time(scheduled.get("lastTransitionTime"))
+    return since is None or (snapshot.now - since).total_seconds() > UNEXPLAINED_AFTER_SECONDS
 
 
 def _no_reason(snapshot: StatusSnapshot, claims: Sequence[Claim]) -> Finding:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
-from typing import Any
 
 from controller.app import LEASE
 from driver.kube.client import Object
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING, SILENCE_TIMEOUT_SECONDS
 from kubelet_plugin.status.events import Reason
 from tessera.cluster_options import cancel_uninstall_command
-from tessera.status.snapshot import CONTROLLER, NODE, CheckOutput, Finding, Listing, StatusSnapshot
+from tessera.status.snapshot import CONTROLLER, NODE, CheckOutput, Finding, Listing, StatusSnapshot, condition_of
 from tessera.tables_and_drawings import counted, shortened
 
 OWN_LABEL = "gpu.tessera.dev/node"
@@ -109,9 +108,7 @@ def _not_ready(snapshot: StatusSnapshot) -> CheckOutput:
     """GPU nodes whose kubelet is not ready or has stopped: pods can't use their devices."""
     ages = {lease["metadata"]["name"]: snapshot.age_of(lease) or 0.0 for lease in snapshot.node_leases}
     for node in snapshot.nodes:
-        name = str(node["metadata"]["name"])
-        conditions = node.get("status", {}).get("conditions") or ()
-        ready = next((each for each in conditions if each.get("type") == "Ready"), None)
+        name, ready = str(node["metadata"]["name"]), condition_of(node, "Ready")
         if name not in snapshot.gpu_nodes:
             continue
         remedy = f"no new pod starts there; kubectl describe node {name}"
@@ -185,15 +182,10 @@ def _has_gpus(node: Object) -> bool:
 def pods_ready(snapshot: StatusSnapshot, account: str) -> CheckOutput:
     """How many pods of a process are ready; a finding for each that is not."""
     pods = snapshot.pods_of(account)
-    ready = [pod for pod in pods if _is_ready(pod)]
+    ready = [pod for pod in pods if (condition_of(pod, "Ready") or {}).get("status") == "True"]
     if pods:
         yield f"{len(ready)} of {counted(len(pods), 'pod')} ready"
     yield from (_pod_finding(pod, snapshot.namespace) for pod in pods if pod not in ready)
-
-
-def _is_ready(pod: Object) -> bool:
-    conditions: Sequence[Any] = pod.get("status", {}).get("conditions") or ()
-    return any(entry["type"] == "Ready" and entry["status"] == "True" for entry in conditions)
 
 
 def _pod_finding(pod: Object, namespace: str) -> Finding:

@@ -17,7 +17,7 @@ from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HEARTBEAT, SILENCE_TIMEOUT_SECONDS
 from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP, read_all
-from driver.kube.types import Claim, GpuNodePlan, ResourceSlice
+from driver.kube.types import Claim, DeviceClass, GpuNodePlan, ResourceSlice
 from driver.slices.publisher import SLICES
 from tessera.cluster_options import find_plans
 
@@ -101,7 +101,7 @@ class StatusSnapshot:
     events: Sequence[Object] = ()
     node_events: Sequence[Object] = ()
     pending_pods: Sequence[Object] = ()
-    classes: Sequence[Object] = ()
+    classes: Sequence[DeviceClass] = ()
     policies: Sequence[Object] = ()
     bindings: Sequence[Object] = ()
     pods: Sequence[Object] = ()
@@ -116,14 +116,14 @@ class StatusSnapshot:
 
     @property
     def now(self) -> datetime:
-        """The latest time that the API server wrote into a Lease; the clock of this machine may differ."""
-        stamps = [written_at(lease) for lease in (*self.leases.values(), *self.node_leases)]
+        """The latest renewal of a Lease by the API server's clock; the clock of this machine may differ."""
+        stamps = [renewed_at(lease) for lease in (*self.leases.values(), *self.node_leases)]
         return max((stamp for stamp in stamps if stamp is not None), default=datetime.now(UTC))
 
     def age_of(self, lease: Object | None) -> float | None:
         """Seconds since a Lease was renewed, by the API server's clock."""
-        written = None if lease is None else written_at(lease)
-        return None if written is None else (self.now - written).total_seconds()
+        renewed = None if lease is None else renewed_at(lease)
+        return None if renewed is None else (self.now - renewed).total_seconds()
 
     @property
     def is_led(self) -> bool:
@@ -168,6 +168,12 @@ class StatusSnapshot:
         return sorted(found - {""})
 
 
+def condition_of(item: Object, kind: str) -> Object | None:
+    """The condition of this type in the status of an object."""
+    conditions = item.get("status", {}).get("conditions") or ()
+    return next((each for each in conditions if each.get("type") == kind), None)
+
+
 def read_time(text: object) -> datetime | None:
     """Parse a time as Kubernetes writes it; None if it is not one."""
     try:
@@ -176,10 +182,10 @@ def read_time(text: object) -> datetime | None:
         return None
 
 
-def written_at(item: Object) -> datetime | None:
-    """Time of an object's last write, by the API server's clock."""
-    fields = item.get("metadata", {}).get("managedFields") or ()
-    stamps = [read_time(entry.get("time")) for entry in fields]
+def renewed_at(lease: Object) -> datetime | None:
+    """Time of a Lease's last renewal by the API server's clock; other writes, such as of annotations, do not count."""
+    writers = lease["metadata"].get("managedFields") or ()
+    stamps = [read_time(each.get("time")) for each in writers if "f:renewTime" in str(each.get("fieldsV1"))]
     return max((stamp for stamp in stamps if stamp is not None), default=None)
 
 
@@ -206,7 +212,7 @@ class SnapshotReader:
             events=self._read(Listing.EVENTS, "/api/v1/events", Object, EVENTS_OF_CONTROLLER),
             node_events=self._read(Listing.EVENTS, "/api/v1/events", Object, EVENTS_OF_NODES),
             pending_pods=self._read(Listing.PENDING_PODS, "/api/v1/pods", Object, NOT_PLACED),
-            classes=self._read(Listing.CLASSES, f"{RESOURCE_GROUP}/deviceclasses", Object),
+            classes=self._read(Listing.CLASSES, f"{RESOURCE_GROUP}/deviceclasses", DeviceClass),
             policies=self._read(Listing.POLICIES, f"{POLICIES}/validatingadmissionpolicies", Object),
             bindings=self._read(Listing.BINDINGS, f"{POLICIES}/validatingadmissionpolicybindings", Object),
             pods=self._read(Listing.PODS, f"/api/v1/namespaces/{self._namespace}/pods", Object),

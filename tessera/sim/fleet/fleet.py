@@ -154,10 +154,11 @@ class NodeObjects:
         driver = {"fieldSelector": f"spec.driver={self._driver}"}
         found = read_all(self._client, SLICES, ResourceSlice, driver)
         slices = [item.metadata.name for item in found if item.spec.node_name in nodes]
-        self._each("removing nodes", [f"{NODES}/{name}" for name in nodes], self._delete)
-        self._each("removing plans", [f"{PATH}/{name}" for name in nodes], self._delete)
-        self._each("removing slices", [f"{SLICES}/{name}" for name in slices], self._delete)
-        self._each("removing node leases", [f"{leases(NODE_LEASES)}/{name}" for name in nodes], self._delete)
+        delete = partial(self._client.delete, missing_ok=True)
+        self._each("removing nodes", [f"{NODES}/{name}" for name in nodes], delete)
+        self._each("removing plans", [f"{PATH}/{name}" for name in nodes], delete)
+        self._each("removing slices", [f"{SLICES}/{name}" for name in slices], delete)
+        self._each("removing node leases", [f"{leases(NODE_LEASES)}/{name}" for name in nodes], delete)
 
     def keep_alive(self, stop: threading.Event) -> None:
         """Renew every node's Lease, as kubelets do, until ``stop`` is set."""
@@ -197,9 +198,6 @@ class NodeObjects:
     def _renew(self, name: str) -> None:
         spec = LeaseSpec(name, LEASE_DURATION_SECONDS, renew_time=micro_time(datetime.now(UTC)))
         self._client.create_or_patch(f"{leases(NODE_LEASES)}/{name}", lease_object(NODE_LEASES, name, spec))
-
-    def _delete(self, path: str) -> None:
-        self._client.delete(path, missing_ok=True)
 
     def _each(self, step: str, items: Sequence[str], work: Callable[[str], Any]) -> list[Any]:
         """Call ``work`` with every item, several at once; returns the results. Raises what ``work`` raises."""

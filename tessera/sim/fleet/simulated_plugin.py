@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.reads import read_all
 from driver.kube.types import GpuNodePlan, Key
-from driver.kube.work_loop import Loop, MakeLoop
+from driver.kube.work_loop import MakeLoop
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.plan import PlanMode
-from driver.slices.build import Content, SliceBuilder
+from driver.slices.build import SliceBuilder
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES, Publisher
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
@@ -25,15 +25,15 @@ from kubelet_plugin.plan.follower import PlanFollower, PlanMemory, new_epoch
 class OwnSlices:
     """Name, version and pool of each slice of a node, without a watch: this process is the only writer.
 
-    The publisher knows the content (``driver.slices.publisher.Stored``). After a failed write all slices are read
-    again, because another client may have changed them.
+    The publisher knows the content (``driver.slices.publisher.Stored``).
     """
+
+    synced = True
 
     def __init__(self, client: KubeClient, pool: Pool) -> None:
         self._client = client
         self._query = {"fieldSelector": f"spec.nodeName={pool.node},spec.driver={pool.driver}"}
         self._kept: dict[Key, Object] = {}
-        self.synced = True
 
     def snapshot(self) -> Mapping[Key, Object]:
         return self._kept
@@ -41,20 +41,22 @@ class OwnSlices:
     def observe(self, stored: Object) -> None:
         metadata, spec = stored["metadata"], stored["spec"]
         names = {name: metadata[name] for name in ("name", "uid", "resourceVersion")}
-        self._kept = {
-            **self._kept,
-            Key("", metadata["name"]): {"metadata": names, "spec": {"pool": spec["pool"]}},
-        }
+        self._kept[Key("", metadata["name"])] = {"metadata": names, "spec": {"pool": spec["pool"]}}
 
     def forget(self, key: Key) -> None:
-        self._kept = {known: item for known, item in self._kept.items() if known != key}
+        self._kept.pop(key, None)
 
-    def read(self) -> None:
-        """Read all slices from the API server. Raises ApiError."""
-        found = list(read_all(self._client, SLICES, Object, self._query))
-        self._kept = {}
-        for item in found:
-            self.observe(item)
+    @contextmanager
+    def read_again_after_failure(self, *_: object) -> Iterator[None]:
+        """Around a write: if it fails, read all slices, because another client may have changed them."""
+        try:
+            yield
+        except ApiError:
+            found = list(read_all(self._client, SLICES, Object, self._query))
+            self._kept.clear()
+            for item in found:
+                self.observe(item)
+            raise
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class FleetNode:
     ) -> None:
         """``plan`` and ``alive``: its plan and the heartbeat, by the watches of the fleet. ``owner``: reference to its
         Node object."""
-        self.name, self._loop = owner["name"], loop
+        self.name = owner["name"]
         self.pool = Pool(self.name, settings.driver)
         self.inventory = Inventory(gpus, number_gpus(gpus, {}))
         self.follower = PlanFollower(
@@ -100,9 +102,15 @@ class FleetNode:
             on_published=lambda: self._plan_status.notify(),
         )
         self._builder = SliceBuilder(self.pool)
-        self._slices = OwnSlices(client, self.pool)
+        slices = OwnSlices(client, self.pool)
         self._publisher = Publisher(
-            client, self.pool, self._desired, lambda: owner, store=self._slices, loop=self._slices_loop
+            client,
+            self.pool,
+            lambda: self._builder.build(self.follower.published()),
+            lambda: owner,
+            slices.read_again_after_failure,
+            store=slices,
+            loop=loop,
         )
         self._plan_status = PlanStatusWriter(client, plan, self.follower.status, loop=loop)
         self._fence_release = FenceRelease(client, settings.namespace, self.name, self.follower.standalone_epoch, loop)
@@ -140,16 +148,3 @@ class FleetNode:
     def _held_changed(self) -> None:
         self._publisher.notify_within(self.follower.held_lag_seconds)
         self._plan_status.notify()
-
-    def _desired(self) -> Mapping[str, Content]:
-        return self._builder.build(self.follower.published())
-
-    def _slices_loop(self, name: str, work: Callable[[], float | None], coalesce_s: float) -> Loop:
-        return self._loop(name, partial(self._reading_after_failure, work), coalesce_s)
-
-    def _reading_after_failure(self, work: Callable[[], float | None]) -> float | None:
-        try:
-            return work()
-        except ApiError:
-            self._slices.read()
-            raise

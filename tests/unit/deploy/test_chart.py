@@ -119,6 +119,16 @@ VALUE_SETS: dict[str, tuple[Values, Counter[str]]] = {
     "everything said of a node plugin": ({"excludeGpus": [0, "0000:17:00.0"], **ELABORATE}, EVERYTHING),
 }
 
+
+def _null_at(path: str) -> Values:
+    """Values in which this one is null: Helm then removes its default."""
+    parent, _, name = path[1:].rpartition("/")
+    values: Values = {name: None}
+    for each in reversed(parent.split("/") if parent else ()):
+        values = {each: values}
+    return values
+
+
 BAD_VALUES: dict[str, tuple[Values, str]] = {
     "a slip": ({"fense": {}}, "at '': additional properties 'fense' not allowed"),
     "a slip below": ({"crd": {"kep": True}}, "at '/crd': additional properties 'kep' not allowed"),
@@ -171,6 +181,20 @@ BAD_VALUES: dict[str, tuple[Values, str]] = {
     ),
     "no share class": ({"admission": {"shareClasses": []}}, "at '/admission/shareClasses': minItems: got 0, want 1"),
     "a number for a class": ({"classes": {"gpu-dev": 1}}, "at '/classes/gpu-dev': got number, want boolean"),
+    **{
+        f"null for {path}": (
+            _null_at(path),
+            f"at '{path.rpartition('/')[0]}': missing property '{path.rpartition('/')[2]}'",
+        )
+        for path in (
+            *("/driverName", "/neighbours", "/image", "/image/repository", "/image/pullPolicy", "/nodePlugin"),
+            *(f"/nodePlugin/{name}" for name in ("kubeletDir", "cdiDir", "driverRoot", "logLevel")),
+            *("/controller", "/controller/replicas", "/controller/logLevel", "/controller/pdb"),
+            *("/controller/pdb/maxUnavailable", "/podMonitor", "/podMonitor/interval", "/dashboards"),
+            *("/priorityQuota", "/priorityQuota/pods", "/admission", "/admission/shareClasses", "/fence", "/crd"),
+            *("/uninstall", "/uninstall/timeoutSeconds"),
+        )
+    },
     "no such class": ({"classes": {"gpu-dve": False}}, "classes.gpu-dve: there is no such class; there are gpu-dev, "),
     "twice": ({"extendedResourceNames": ["gpu-dev", "gpu-dev"]}, "at '/extendedResourceNames': items at 0 and 1 are"),
     "a class without resource name": (

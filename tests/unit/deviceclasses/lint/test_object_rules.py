@@ -340,6 +340,15 @@ def test_a_list_as_kubectl_prints_it_is_looked_into() -> None:
 
 
 @pytest.mark.parametrize(
+    "value", ['!!int ""', '!!float "_"', "!!bool maybe", "!!timestamp soon", "!!set [1]", "!!python/name:x y"]
+)
+def test_a_value_that_is_not_of_its_tag_is_a_finding(value: str) -> None:
+    answer = run("-", given=f"a: {value}\n")
+    assert "is not valid YAML" in answer.output
+    assert answer.exit_code == 1
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("a: [1", "line 1, column 6"),

@@ -155,7 +155,7 @@ def test_an_answer_that_is_no_object_is_an_error_of_the_request(script: Script, 
     script.answer = lambda exchange: exchange.send(200, body)
     with pytest.raises(ApiError, match=f"POST {PATH}: the answer is no JSON object"):
         script.client.create(PATH, {})
-    with pytest.raises(ApiError, match=r"ResourceClaim default/c: the API server's answer does not parse"):
+    with pytest.raises(ApiError, match=r"resourceclaims/c: the API server's answer does not parse"):
         read_claim(script.client, "default", "c")
 
 

@@ -172,6 +172,20 @@ def test_a_wrong_name_gets_the_nearest_there_are(cluster: Cluster) -> None:
     assert f"nearest: {NODE}/gpu-5 ({cluster.uuids[5]})" in cluster.run("uncordon", nearly).output
 
 
+def test_a_slice_of_another_node_with_the_uuid_of_a_gpu_does_not_take_its_cordon(cluster: Cluster) -> None:
+    """A plugin can publish any UUID on its own node, and machines can be copied."""
+    uuid = cluster.uuids[0]
+    pool = {"name": "node-z-gpu.tessera.dev", "generation": 1, "resourceSliceCount": 1}
+    device = {"name": "gpu-5", "attributes": {"uuid": {"string": uuid}}}
+    spec = {"driver": "gpu.tessera.dev", "nodeName": "node-z", "pool": pool, "devices": [device]}
+    cluster.api.store(f"{SLICES}/zzz", spec=spec)
+    refused = cluster.run("cordon", uuid)
+    assert refused.exit_code == 2
+    assert f"several nodes have a GPU with this UUID: {NODE}/gpu-0, node-z/gpu-5" in refused.output
+    assert cluster.run("cordon", f"{NODE}/gpu-0").exit_code == 0
+    assert cluster.api.folder(PATH).keys() == {NODE}
+
+
 def test_a_cluster_without_gpus_says_so(cluster: Cluster) -> None:
     for name in list(cluster.api.folder(SLICES)):
         cluster.api.drop(f"{SLICES}/{name}")

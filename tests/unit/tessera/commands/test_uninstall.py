@@ -80,8 +80,8 @@ def test_where_it_may_not_go_on_the_nodes_offer_again(api: ObjectApi, tmp_path: 
 
 def test_an_api_server_that_does_not_answer_once_is_asked_again(api: ObjectApi, tmp_path: Path) -> None:
     with waiting_for_nodes(api, tmp_path) as process:
-        api.once("list", refuse(503), lambda exchange: exchange.cut())
-        wait_for(lambda: api.count("list", "resourceslices") >= 4, SOON_S, "it asks again")
+        api.once("list", refuse(503), refuse(429), lambda exchange: exchange.cut())
+        wait_for(lambda: api.count("list", "resourceslices") >= 5, SOON_S, "it asks again")
         api.drop(SLICE)
         assert process.wait(SOON_S) == 0, process.communicate()
     assert HEARTBEAT not in api.folder(LEASE)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from driver.errors import EnvironmentFault, UsageError
+from driver.errors import ApiError, EnvironmentFault, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import Claim, Key, Pod
 from driver.slices.pool_names import Pool
@@ -16,6 +16,7 @@ from tessera.cli import main
 from tessera.sim.fleet.fleet import discover, gpus_of
 from tessera.sim.fleet.kubelets import Allocated, allocated
 from tessera.sim.fleet.simulated_plugin import OwnSlices
+from tests.support.api_server import SLICES, ObjectApi
 from tests.unit.tessera.test_cli import KUBECONFIG
 
 
@@ -76,6 +77,15 @@ def test_slices_are_known_by_what_was_written(tmp_path: Path) -> None:
     assert slices.snapshot()[Key("", "s")]["metadata"]["resourceVersion"] == "7"
     slices.forget(Key("", "s"))
     assert slices.snapshot() == {}
+
+
+def test_slices_are_read_again_after_a_write_that_failed() -> None:
+    with ObjectApi() as api:
+        api.store(f"{SLICES}/s", spec={"driver": "gpu.tessera.dev", "nodeName": "sim-0000", "pool": {"name": "p"}})
+        slices = OwnSlices(api.server.client(), Pool("sim-0000", "gpu.tessera.dev"))
+        with pytest.raises(ApiError), slices.read_again_after_failure():
+            raise ApiError("409: it exists")
+    assert slices.snapshot().keys() == {Key("", "s")}
 
 
 def test_a_pods_claims_are_those_that_have_a_name_by_now() -> None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from driver.kube.controller_heartbeat import LEAVING
-from driver.kube.types import Claim, GpuNodePlan, PlanMetadata, ResourceSlice
+from driver.kube.types import Claim, DeviceClass, GpuNodePlan, PlanMetadata, ResourceSlice
 from driver.model.plan import PlanMode, PlanSpec, PlanStatus
 from tessera.commands.status import Result, as_text, run_checks
 from tessera.status.snapshot import Listing, ReadFailure, StatusSnapshot
@@ -28,7 +28,7 @@ def stamp(at: datetime) -> str:
 
 def lease(name: str, holder: str | None, ago_s: float = 0.0, ahead_s: float = 0.0) -> dict[str, Any]:
     at = NOW - timedelta(seconds=ago_s)
-    fields = [{"manager": "x", "time": stamp(at)}]
+    fields = [{"manager": "x", "time": stamp(at), "fieldsV1": {"f:spec": {"f:renewTime": {}}}}]
     spec = {"holderIdentity": holder, "renewTime": stamp(at + timedelta(seconds=ahead_s))}
     return {"metadata": {"name": name, "managedFields": fields}, "spec": spec}
 
@@ -70,6 +70,10 @@ def claim(device: str) -> Claim:
     return msgspec.convert(found, Claim)
 
 
+def class_of(name: str, spec: dict[str, Any]) -> DeviceClass:
+    return msgspec.convert({"metadata": {"name": name}, "spec": spec}, DeviceClass)
+
+
 BOUNDARIES = [
     each["metadata"]["name"]
     for each in yaml.safe_load_all(manifests()["node-boundary.yaml"])
@@ -87,7 +91,7 @@ SOUND = StatusSnapshot(
     slices=[item()],
     plans={NODE: plan()},
     claims=[claim("gpu-0")],
-    classes=[{"metadata": {"name": "gpu-training"}, "spec": {"selectors": [{"cel": {"expression": DRIVER}}]}}],
+    classes=[class_of("gpu-training", {"selectors": [{"cel": {"expression": DRIVER}}]})],
     policies=[{"metadata": {"name": name}} for name in POLICIES],
     bindings=[{"spec": {"policyName": name, "validationActions": ["Deny"]}} for name in POLICIES],
     leases={
@@ -171,6 +175,7 @@ def test_a_claim_on_a_node_whose_name_begins_alike_hides_no_refusal() -> None:
     ("snapshot", "check", "message"),
     [
         (replace(SOUND, version="v1.33.2"), "API server", "is v1.33.2"),
+        (replace(SOUND, version="v1.36.0"), "API server", "is v1.36.0"),
         (replace(SOUND, plans=None), "definition", "the CustomResourceDefinition is not installed"),
         (replace(SOUND, classes=[]), "classes", "DeviceClass gpu-training does not exist, but claims name it"),
         (replace(SOUND, leases={**SOUND.leases, BEAT: lease(BEAT, "c", ago_s=95)}), "controller", "95 s ago"),
@@ -201,6 +206,26 @@ def test_trouble_is_found_by_its_check_and_nothing_else_is(snapshot: StatusSnaps
     told = found(snapshot)
     assert message in told.pop(check)
     assert told.keys() <= {"node plugins"}
+
+
+def test_a_lease_that_somebody_annotates_was_not_renewed_and_says_nothing_about_its_holders_clock() -> None:
+    """As `tessera uninstall` and the command that cancels it do, where the controller is gone."""
+    old = lease(BEAT, "controller-1", ago_s=600)
+    now = {"manager": "kubectl-annotate", "time": stamp(NOW), "fieldsV1": {"f:metadata": {"f:annotations": {}}}}
+    old["metadata"]["managedFields"].append(now)
+    snapshot = replace(SOUND, leases={**SOUND.leases, BEAT: old})
+    assert "sent its last heartbeat 600 s ago" in found(snapshot)["controller"]
+    assert "clocks" not in found(snapshot)
+
+
+def test_a_class_of_another_driver_is_not_one_of_ours_by_the_api_group_of_its_parameters() -> None:
+    parameters = {"apiVersion": "gpu.tessera.dev/v1alpha1", "kind": "GpuConfig"}
+    spec = {
+        "selectors": [{"cel": {"expression": 'device.driver == "gpu.example.com"'}}],
+        "config": [{"opaque": {"driver": "gpu.example.com", "parameters": parameters}}],
+    }
+    other = class_of("gpu-training", spec)
+    assert found(replace(SOUND, classes=[other])) == {"classes": f"DeviceClasses none selects devices of {DRIVER}"}
 
 
 def test_a_cluster_without_a_controller_is_sound_where_nobody_installed_one() -> None:

@@ -15,10 +15,22 @@ from controller.explain.events import UNREADABLE
 from driver.kube.types import Claim, GpuNodePlan, PlanMetadata, ResourceSlice
 from driver.model.plan import GpuReport, PlanMode, PlanSpec, PlanStatus, described
 from kubelet_plugin.coexistence.other_drivers import OWNED
+from tessera.commands.status import as_text
 from tessera.status.pending_claims import PERMANENT, PERMANENT_IF_FREE, READ_EVENTS
 from tessera.status.snapshot import StatusSnapshot
 from tests.support.gpus import gpu_of
-from tests.unit.tessera.status.test_checks import NODE, NOW, SOUND, claim, found, plan, result, slice_of, stamp
+from tests.unit.tessera.status.test_checks import (
+    NODE,
+    NOW,
+    SOUND,
+    claim,
+    class_of,
+    found,
+    plan,
+    result,
+    slice_of,
+    stamp,
+)
 
 GPU = gpu_of()
 SOUNDNESS = Path(__file__).parents[4] / "docs" / "soundness.md"
@@ -100,7 +112,7 @@ def test_a_claim_of_ours_that_waits_for_a_minute_without_a_reason_is_a_finding(
     device_class: str, ago_s: float, led: bool
 ) -> None:
     pending, _ = wish("a", "AllHeld", device_class=device_class)
-    nic = {"metadata": {"name": "any-nic"}, "spec": {"selectors": [{"cel": {"expression": "nic.example.com"}}]}}
+    nic = class_of("any-nic", {"selectors": [{"cel": {"expression": "nic.example.com"}}]})
     snapshot = replace(
         SOUND,
         classes=[*SOUND.classes, nic],
@@ -144,6 +156,11 @@ def test_a_cordon_is_shown_with_its_reason_and_is_no_finding() -> None:
     assert result(snapshot, "health").summary == "0 unhealthy, 1 cordoned: node-a/gpu-0 (fan on Friday)"
 
 
+def test_a_reason_of_a_cordon_does_not_reach_the_terminal_as_commands() -> None:
+    text = as_text([result(cordoned("fan\x1b[2J", "cordoned", offered=1), "health")])
+    assert "node-a/gpu-0 (fan?[2J)" in text
+
+
 def test_a_cordon_is_no_finding_while_others_have_the_other_gpus() -> None:
     """Nothing is offered, but not for the cordon."""
     assert "health" not in found(replace(cordoned("", "cordoned", offered=1), claims=[claim("gpu-1")]))
@@ -168,6 +185,8 @@ def test_a_gpu_that_is_unwell_and_in_no_slice_is_found_by_its_plan() -> None:
     assert found(replace(idle, plans=ill)) == {"health": "node-a/gpu-3 is unhealthy=xid-48: no new pods get it"}
     partly = told_by_plan(GpuReport(GPU, 3), f"{GPU.uuid} 2026-11-22T11:00:00Z xid-94: contained")
     assert found(replace(idle, plans=partly)) == {"health": "node-a/gpu-3 is unhealthy=xid-94: no new pods get it"}
+    unnamed = told_by_plan(GpuReport(GPU, 3), f"{GPU.uuid} 2026-11-22T11:00:00Z")
+    assert found(replace(idle, plans=unnamed)) == {"health": "node-a/gpu-3 is unhealthy=unknown: no new pods get it"}
     lost = told_by_plan(GpuReport(GPU, 3, fault="NVML says: GPU is lost"))
     assert "node-a/gpu-3 is unavailable: NVML says: GPU is lost" in found(replace(idle, plans=lost))["health"]
     assert found(replace(SOUND, slices=[], claims=[], plans=ill)).keys() == {"node plugins"}
