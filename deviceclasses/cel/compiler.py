@@ -28,7 +28,7 @@ from deviceclasses.cel.evaluation_functions import (
     transform,
     work_of,
 )
-from deviceclasses.cel.library.lists_and_optionals import member, optional_member, present
+from deviceclasses.cel.library.lists_and_optionals import member, optional_member
 from deviceclasses.cel.library.operators_and_conversions import CONVERSIONS
 from deviceclasses.cel.library.registry import FUNCTIONS, UNSUPPORTED_FUNCTIONS, Overload, chosen
 from deviceclasses.cel.library.text import regex
@@ -172,7 +172,7 @@ class _Compiler:
         found = self._bindings.resolve(found)
         gives, name = self._field(node, unwrapped(found)), node.field
         if node.test:
-            return BOOL, lambda frame: present(operand(frame), name)
+            return BOOL, lambda frame: optional_member(operand(frame), name).present
         if node.optional:
             return optional_of(gives), lambda frame: optional_member(operand(frame), name)
         if found.name == "optional_type":

@@ -167,7 +167,14 @@ def transform(
             for _ in iterate(over(frame), slots, frame, units)
             if condition is None or as_bool(condition(frame), "_?_:_")
         ]
-        return built_collection(kind, found)
+        if kind == "list":
+            return tuple(result for _, result in found)
+        if kind == "map":
+            return Map(found)
+        for _, result in found:
+            if not isinstance(result, Map):
+                raise no_overload("cel.@mapInsert", result)
+        return Map((entry for _, result in found for entry in result.items()), unique=True)
 
     return transformed
 
@@ -197,17 +204,6 @@ def iterate(over: Value, slots: list[int], frame: Frame, units: int) -> Iterator
         if len(slots) == 2:
             frame[slots[1]] = second
         yield None
-
-
-def built_collection(kind: str, found: list[tuple[Value, Value]]) -> Value:
-    if kind == "list":
-        return tuple(result for _, result in found)
-    if kind == "map":
-        return Map(found)
-    for _, result in found:
-        if not isinstance(result, Map):
-            raise no_overload("cel.@mapInsert", result)
-    return Map((entry for _, result in found for entry in result.items()), unique=True)
 
 
 def members(built: list[tuple[Evaluate, bool]], frame: Frame) -> Iterator[Value]:

@@ -1,6 +1,6 @@
 r"""The parser: from the text of an expression to its nodes, macros expanded.
 
-Sources: the CEL language definition, and cel-go's extensions (bindings, lists, two-variable comprehensions, optionals),
+Source: the CEL language definition and cel-go's extensions (bindings, lists, two-variable comprehensions, optionals),
 tried against Kubernetes' API server. Names, white space and comments are those of cel-python's grammar; its rules lack
 optionals and trailing commas, and its literals differ from Kubernetes' (a sign inside a number, ``1.``, unknown
 escapes). Messages (``Name{field: value}``) are left out: a device has none.
@@ -9,7 +9,7 @@ escapes). Messages (``Name{field: value}``) are left out: a device has none.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -30,19 +30,17 @@ GRAMMAR = r"""
 !?relation      : addition | relation ("<" | "<=" | ">" | ">=" | "==" | "!=" | "in") addition -> binary
 !?addition      : multiplication | addition ("+" | "-") multiplication -> binary
 !?multiplication : unary | multiplication ("*" | "/" | "%") unary -> binary
-?unary          : member | nots member -> unary | minuses member -> unary
-!nots           : "!"+
-!minuses        : "-"+
+!?unary         : member | "!"+ member -> unary | "-"+ member -> unary
 ?member         : primary
                 | member "." (IDENT | QUOTED) -> select
                 | member "." "?" (IDENT | QUOTED) -> optional_select
-                | member "." IDENT "(" arguments ")" -> member_call
+                | member "." IDENT "(" _arguments ")" -> member_call
                 | member "[" expr "]" -> index
                 | member "[" "?" expr "]" -> optional_index
 ?primary        : literal | list | map | "(" expr ")" -> parentheses
                 | "."? name -> ident
-                | "."? name "(" arguments ")" -> call
-arguments       : (expr ("," expr)*)?
+                | "."? name "(" _arguments ")" -> call
+_arguments      : (expr ("," expr)*)?
 name            : IDENT
 list            : "[" ","? "]" | "[" item ("," item)* ","? "]"
 item            : expr | "?" expr -> optional_item
@@ -71,6 +69,63 @@ SIGNS = {
 }  # fmt: skip
 """The parser's names of tokens, and their text in error messages."""
 
+MACROS: dict[tuple[str, int], tuple[str, int]] = {
+    ("all", 2): ("all", 1),
+    ("exists", 2): ("exists", 1),
+    ("exists_one", 2): ("exists_one", 1),
+    ("all", 3): ("all", 2),
+    ("exists", 3): ("exists", 2),
+    ("exists_one", 3): ("exists_one", 2),
+    ("existsOne", 3): ("exists_one", 2),
+    ("map", 2): ("list", 1),
+    ("map", 3): ("list", 1),
+    ("filter", 2): ("list", 1),
+    ("transformList", 3): ("list", 2),
+    ("transformList", 4): ("list", 2),
+    ("transformMap", 3): ("map", 2),
+    ("transformMap", 4): ("map", 2),
+    ("transformMapEntry", 3): ("entry", 2),
+    ("transformMapEntry", 4): ("entry", 2),
+    ("sortBy", 2): ("sortBy", 1),
+    ("optMap", 2): ("optMap", 1),
+    ("optFlatMap", 2): ("optFlatMap", 1),
+}
+"""Macros with a target, by name and number of arguments: their kind, and how many arguments are variables.
+
+After the variables come a condition, if any, and the body.
+"""
+
+MAX_CHARACTERS = 10 * 1024
+"""Kubernetes' limit for a selector, in bytes of UTF-8."""
+MAX_DEPTH = 100
+"""Maximum nesting of calls and operators. Kubernetes allows 250, which would exceed Python's stack."""
+MAX_PARENTHESES = 250
+"""Maximum nesting including parentheses."""
+
+RESERVED = frozenset(
+    {
+        "as", "break", "const", "continue", "else", "for", "function", "if", "import", "in", "let", "loop", "package",
+        "namespace", "return", "true", "false", "null", "var", "void", "while",
+    }
+)  # fmt: skip
+
+
+def parse(expression: str) -> Node:
+    """The nodes of an expression, macros expanded. Raises CelError with the position of the first error."""
+    size = len(expression.encode())
+    if size > MAX_CHARACTERS:
+        raise CelError(f"the expression has {size} bytes; {MAX_CHARACTERS} are allowed", expression)
+    if not expression.strip():
+        raise CelError("the expression is empty", expression, 0)
+    try:
+        tree = _parser().parse(expression)
+    except UnexpectedInput as error:
+        ended = isinstance(error, UnexpectedToken) and error.token.type == "$END"
+        position = len(expression) if ended or error.pos_in_stream is None else error.pos_in_stream
+        raise CelError(f"syntax error: {_what(expression, position)}{_expected(error)}", expression, position) from None
+    node: Node = _Builder(expression).build(tree)
+    return node
+
 
 @cache
 def _parser() -> Lark:
@@ -80,16 +135,6 @@ def _parser() -> Lark:
     # Its folder, without importing the package, which would load its evaluator, calendar and query libraries too.
     folder = str(Path(spec.origin).parent)
     return Lark(GRAMMAR, parser="lalr", start="expr", propagate_positions=True, import_paths=[folder])
-
-
-def _parse_tree(expression: str) -> Tree[Token]:
-    """The tree of grammar rules. Raises CelError with the position, the text there and what would be accepted."""
-    try:
-        return _parser().parse(expression)
-    except UnexpectedInput as error:
-        ended = isinstance(error, UnexpectedToken) and error.token.type == "$END"
-        position = len(expression) if ended or error.pos_in_stream is None else error.pos_in_stream
-        raise CelError(f"syntax error: {_what(expression, position)}{_expected(error)}", expression, position) from None
 
 
 def _what(expression: str, position: int) -> str:
@@ -177,45 +222,6 @@ def _code_point(match: re.Match[str]) -> int:
     return code
 
 
-MACROS: dict[tuple[str, int], tuple[str, int]] = {
-    ("all", 2): ("all", 1),
-    ("exists", 2): ("exists", 1),
-    ("exists_one", 2): ("exists_one", 1),
-    ("all", 3): ("all", 2),
-    ("exists", 3): ("exists", 2),
-    ("exists_one", 3): ("exists_one", 2),
-    ("existsOne", 3): ("exists_one", 2),
-    ("map", 2): ("list", 1),
-    ("map", 3): ("list", 1),
-    ("filter", 2): ("list", 1),
-    ("transformList", 3): ("list", 2),
-    ("transformList", 4): ("list", 2),
-    ("transformMap", 3): ("map", 2),
-    ("transformMap", 4): ("map", 2),
-    ("transformMapEntry", 3): ("entry", 2),
-    ("transformMapEntry", 4): ("entry", 2),
-    ("sortBy", 2): ("sortBy", 1),
-    ("optMap", 2): ("optMap", 1),
-    ("optFlatMap", 2): ("optFlatMap", 1),
-}
-"""Macros with a target, by name and number of arguments: their kind, and how many arguments are variables.
-
-After the variables come a condition, if any, and the body.
-"""
-
-MAX_CHARACTERS = 10 * 1024
-"""Kubernetes' limit for a selector, in bytes of UTF-8."""
-MAX_DEPTH = 100
-"""Maximum nesting of calls and operators. Kubernetes allows 250, which would exceed Python's stack."""
-MAX_PARENTHESES = 250
-"""Maximum nesting including parentheses."""
-
-RESERVED = frozenset(
-    {
-        "as", "break", "const", "continue", "else", "for", "function", "if", "import", "in", "let", "loop", "package",
-        "namespace", "return", "true", "false", "null", "var", "void", "while",
-    }
-)  # fmt: skip
 LITERALS: dict[str, Callable[[str], Value]] = {
     "INT_LIT": _integer,
     "UINT_LIT": _unsigned,
@@ -226,21 +232,8 @@ LITERALS: dict[str, Callable[[str], Value]] = {
     "BOOL_LIT": lambda text: text == "true",
     "NULL_LIT": lambda _: None,
 }
-PARTS = frozenset({"name", "arguments", "item", "optional_item", "entry", "optional_entry", "nots", "minuses"})
+PARTS = frozenset({"name", "item", "optional_item", "entry", "optional_entry"})
 """Grammar rules that are parts of a node, not nodes."""
-
-Arguments = tuple[Node, ...]
-
-
-def parse(expression: str) -> Node:
-    """The tree of an expression with macros expanded. Raises CelError with the position of the first error."""
-    size = len(expression.encode())
-    if size > MAX_CHARACTERS:
-        raise CelError(f"the expression has {size} bytes; {MAX_CHARACTERS} are allowed", expression)
-    if not expression.strip():
-        raise CelError("the expression is empty", expression, 0)
-    node: Node = _Builder(expression).build(_parse_tree(expression))
-    return node
 
 
 def _position(tree: Any) -> int:
@@ -263,14 +256,14 @@ class _Builder:
             [tree] = tree.children  # type: ignore[assignment]
         self.depth += tree.data not in PARTS
         if self.depth > MAX_DEPTH or self.depth + self.parentheses > MAX_PARENTHESES:
-            raise self.error(tree, f"nested deeper than {MAX_DEPTH} levels, which Tessera does not evaluate")
+            raise self.error(_position(tree), f"nested deeper than {MAX_DEPTH} levels, which Tessera does not evaluate")
         parts = (self.build(each) if isinstance(each, Tree) else each for each in tree.children)
         built = self._negative_number(tree) or getattr(self, tree.data)(tree, *parts)
         self.depth, self.parentheses = outside
         return built
 
-    def error(self, tree: Tree[Token] | Token, message: str) -> CelError:
-        return CelError(message, self.expression, _position(tree))
+    def error(self, position: int, message: str) -> CelError:
+        return CelError(message, self.expression, position)
 
     def choice(self, _: Tree[Token], condition: Node, yes: Node, no: Node) -> Node:
         return Call(condition.position, "_?_:_", None, (condition, yes, no))
@@ -284,33 +277,26 @@ class _Builder:
         function = "@in" if operator == "in" else f"_{operator}_"
         return Call(_position(tree.children[2]), function, None, (left, right))
 
-    def unary(self, tree: Tree[Token], signs: tuple[Token, ...], operand: Node) -> Node:
-        return Call(_position(tree), f"{signs[0]}_", None, (operand,)) if len(signs) % 2 else operand
-
-    def nots(self, _: Tree[Token], *signs: Token) -> tuple[Token, ...]:
-        return signs
-
-    minuses = nots
+    def unary(self, tree: Tree[Token], sign: Token, *rest: Any) -> Node:
+        *more, operand = rest
+        return operand if len(more) % 2 else Call(_position(tree), f"{sign}_", None, (operand,))
 
     def _negative_number(self, tree: Tree[Token]) -> Node | None:
         """The literal of a number after one sign, since the smallest int does not fit without its sign."""
-        if tree.data != "unary":
-            return None
-        signs, operand = tree.children
-        if signs.children != ["-"] or operand.data != "literal":  # type: ignore[union-attr]
-            return None
-        [token] = operand.children  # type: ignore[union-attr]
-        return self.literal(tree, token, "-") if token.type in ("INT_LIT", "FLOAT_LIT") else None  # type: ignore[union-attr, arg-type]
+        match tree.children:
+            case ["-", Tree(data="literal", children=[Token(type="INT_LIT" | "FLOAT_LIT") as number])]:
+                return self.literal(tree, number, "-")
+        return None
 
     def literal(self, _: Tree[Token], token: Token, sign: str = "") -> Node:
         try:
             return Literal(_position(token), LITERALS[token.type](f"{sign}{token}"))
         except EvaluationError as error:
-            raise self.error(token, str(error)) from None
+            raise self.error(_position(token), str(error)) from None
 
     def name(self, _: Tree[Token], token: Token) -> str:
         if token in RESERVED:
-            raise self.error(token, f"{str(token)!r} is a reserved word and can't be a name")
+            raise self.error(_position(token), f"{str(token)!r} is a reserved word and can't be a name")
         return str(token)
 
     def ident(self, tree: Tree[Token], name: str) -> Node:
@@ -326,15 +312,12 @@ class _Builder:
 
     optional_index = index
 
-    def arguments(self, _: Tree[Token], *arguments: Node) -> Arguments:
-        return arguments
-
-    def call(self, tree: Tree[Token], function: str, arguments: Arguments) -> Node:
+    def call(self, tree: Tree[Token], function: str, *arguments: Node) -> Node:
         if function == "has" and len(arguments) == 1:
             return self._has(tree, arguments[0])
         return Call(_position(tree), function, None, arguments)
 
-    def member_call(self, tree: Tree[Token], target: Node, function: Token, arguments: Arguments) -> Node:
+    def member_call(self, tree: Tree[Token], target: Node, function: Token, *arguments: Node) -> Node:
         macro = self._macro(_position(tree), target, str(function), arguments)
         return macro or Call(_position(tree), str(function), target, arguments)
 
@@ -357,10 +340,10 @@ class _Builder:
     def _has(self, tree: Tree[Token], tested: Node) -> Node:
         if not isinstance(tested, Select) or tested.optional or tested.test:
             message = 'has() takes a field after a dot, such as device.attributes["domain"].name'
-            raise CelError(message, self.expression, tested.position)
+            raise self.error(tested.position, message)
         return Select(_position(tree), tested.operand, tested.field, test=True)
 
-    def _macro(self, position: int, target: Node, function: str, arguments: Arguments) -> Node | None:
+    def _macro(self, position: int, target: Node, function: str, arguments: Sequence[Node]) -> Node | None:
         """The node of a macro, or None for an ordinary call."""
         if isinstance(target, Name) and target.name == "cel" and function == "bind" and len(arguments) == 3:
             variable, value, body = arguments
@@ -370,8 +353,7 @@ class _Builder:
         kind, count = MACROS[function, len(arguments)]
         variables = tuple(self._variable(function, each) for each in arguments[:count])
         if len(set(variables)) < count:
-            message = f"both variables of {function} are named {variables[0]}"
-            raise CelError(message, self.expression, arguments[1].position)
+            raise self.error(arguments[1].position, f"both variables of {function} are named {variables[0]}")
         *condition, body = (arguments[1], arguments[0]) if function == "filter" else arguments[count:]
         return Macro(position, kind, target, variables, condition[0] if condition else None, body)
 
@@ -382,4 +364,4 @@ class _Builder:
             message = "__result__ can't be a variable"
         else:
             return node.name
-        raise CelError(message, self.expression, node.position)
+        raise self.error(node.position, message)

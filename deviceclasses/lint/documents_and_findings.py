@@ -88,6 +88,12 @@ def misspelt(name: str, known: Sequence[str]) -> str | None:
     return close if SequenceMatcher(None, name.casefold(), close.casefold()).ratio() >= MIN_SIMILARITY else None
 
 
+def almost(path: str, value: str, known: Sequence[str], what: str) -> Iterator[Issue]:
+    """A warning about a value that is probably a misspelling of one in ``known``; none for any other value."""
+    if close := misspelt(value, known):
+        yield Issue(path, shown(value), f"is almost {what}; did you mean {close}?", Severity.WARNING)
+
+
 def items_of(content: object) -> Iterator[object]:
     """The objects of a document. The items of a list from the API server get the kind that the list implies."""
     kind = text(content, "kind") if isinstance(content, Mapping) else ""

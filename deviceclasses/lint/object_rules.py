@@ -15,6 +15,7 @@ from deviceclasses.lint.documents_and_findings import (
     Finding,
     Issue,
     Severity,
+    almost,
     kind_of,
     misspelt,
     shape_issues,
@@ -36,7 +37,6 @@ from deviceclasses.lint.lint_context import (
     settings_of,
 )
 from deviceclasses.lint.satisfiability import (
-    PARENT,
     parameter_mismatches,
     share_issues,
     unsatisfiable_constraints,
@@ -46,6 +46,7 @@ from deviceclasses.lint.selector_rules import empty_class_issues, selector_issue
 from driver.config.opaque_parameters import InvalidParameters, parse_parameters
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
+from driver.slices.attributes import PARENT
 
 
 def lint(documents: Sequence[Document], installed: Iterable[Mapping[str, Any]], driver: str) -> Iterator[Finding]:
@@ -101,9 +102,7 @@ def _parameter_issues(owner: Mapping[str, Any], path: str, context: LintContext)
     for index, entry in entries(owner, "config"):
         opaque = entry.get("opaque")
         other = text(opaque, "driver") if isinstance(opaque, Mapping) else ""
-        if misspelt(other, [context.driver]):
-            message = f"is almost the driver's name; did you mean {context.driver}?"
-            yield Issue(f"{path}.config[{index}].opaque.driver", shown(other), message, Severity.WARNING)
+        yield from almost(f"{path}.config[{index}].opaque.driver", other, [context.driver], "the driver's name")
     for index, _, opaque in parameters_of(owner, context.driver):
         try:
             parse_parameters(opaque.get("parameters"), path)
@@ -159,7 +158,7 @@ def _constraint_attribute(constraint: Constraint, context: LintContext) -> Itera
     domain, slash, name = constraint.attribute.rpartition("/")
     domains = [context.driver, STANDARD_DOMAIN]
     if not slash:
-        message = f"must be qualified by a domain, such as {context.driver}/{PARENT}"
+        message = f"must be qualified by a domain, such as {context.driver}/{PARENT.name}"
         hint = meant(name, (f"{context.driver}/{each}" for each in ATTRIBUTES))
         yield Issue(constraint.path, shown(name), f"{message}{hint}")
     elif misspelt(domain, domains):

@@ -6,8 +6,9 @@ All other attributes are unknown, so an expression that depends on one has no ve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
+from typing import NoReturn
 
 from deviceclasses.cel import CelDevice, Program, compile_selector
 from deviceclasses.cel.referenced_attributes import comparisons_of
@@ -99,11 +100,7 @@ class _PartialMap(Map):
     def has(self, key: Value) -> bool:
         return self.find(key) is not None
 
-    def items(self) -> Iterator[tuple[Value, Value]]:
+    def _not_known(self) -> NoReturn:
         raise EvaluationError("not everything is known")
 
-    def __iter__(self) -> Iterator[Value]:
-        raise EvaluationError("not everything is known")
-
-    def __len__(self) -> int:
-        raise EvaluationError("not everything is known")
+    items = __iter__ = __len__ = _not_known

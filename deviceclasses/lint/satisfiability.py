@@ -24,7 +24,7 @@ from deviceclasses.lint.partial_evaluation import may_select
 from driver.config.opaque_parameters import devices_for
 from driver.config.strict_schema import shown
 from driver.model.device import DeviceKind
-from driver.slices.attributes import PARENT as PARENT_UUID
+from driver.slices.attributes import PARENT
 
 DEVICE_NAMES = {DeviceKind.FULL: "full GPUs", DeviceKind.PARTITION: "partitions", DeviceKind.SHARE: "shares"}
 MAX_LISTED_CLASSES = 3
@@ -121,14 +121,11 @@ def _class_list(names: Sequence[str]) -> str:
     )
 
 
-PARENT = PARENT_UUID.name
-
-
 def share_issues(
     requests: Sequence[Request], constraints: Sequence[Constraint], context: LintContext
 ) -> Iterator[Issue]:
     """Issues for claims that could get two shares of one GPU, which the driver refuses when the pod starts."""
-    parent = f"{context.driver}/{PARENT}"
+    parent = f"{context.driver}/{PARENT.name}"
     apart = [each for each in constraints if each.distinct and each.attribute == parent]
     shares = [request for request in requests if _may_be_share(request, context)]
     remedy = (

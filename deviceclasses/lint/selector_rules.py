@@ -27,7 +27,7 @@ from deviceclasses.lint.attribute_catalogue import (
     unknown_name,
     values,
 )
-from deviceclasses.lint.documents_and_findings import Issue, Severity, misspelt
+from deviceclasses.lint.documents_and_findings import Issue, Severity, almost, misspelt
 from deviceclasses.lint.lint_context import selectors_of
 from deviceclasses.lint.partial_evaluation import compared_strings, compile_cached, compiled_programs, may_select
 from driver.config.strict_schema import shown
@@ -77,12 +77,11 @@ def _wrong_names(place: str, program: Program, driver: str) -> Iterator[Issue]:
     for section, domain, name in program.referenced.reads:
         if domain == driver and name not in (ATTRIBUTES if section == "attributes" else CAPACITIES):
             yield Issue(place, shown(name), unknown_name(section, name, domain))
-        elif close := misspelt(domain, [driver, STANDARD_DOMAIN]):
-            message = f"is almost a domain of Tessera's devices; did you mean {close}?"
-            yield Issue(place, shown(domain), message, Severity.WARNING)
         elif domain == STANDARD_DOMAIN and misspelt(name, list(IN_STANDARD)):
             message = f"Tessera publishes no such name in {domain}{meant(name, IN_STANDARD)}"
             yield Issue(place, shown(name), message, Severity.WARNING)
+        else:
+            yield from almost(place, domain, [driver, STANDARD_DOMAIN], "a domain of Tessera's devices")
 
 
 def _failures(place: str, program: Program, before: Iterable[str], driver: str) -> Iterator[Issue]:
@@ -151,7 +150,7 @@ def comparison_issues(place: str, expression: str, driver: str) -> Iterator[Issu
         if found.value in found.otherwise:
             continue
         if found.path == ("driver",) and isinstance(found.value, str):
-            yield from _driver(place, found.value, driver)
+            yield from almost(place, found.value, [driver], "the driver's name")
         name = _attribute(found, driver)
         if name is not None:
             yield from _value(place, name, found)
@@ -188,12 +187,6 @@ def _attribute(found: Comparison, driver: str) -> str | None:
     _, domain, name = found.path
     full = {driver: name, STANDARD_DOMAIN: f"{STANDARD}{name}"}.get(domain)
     return full if full in TYPES else None
-
-
-def _driver(place: str, value: str, driver: str) -> Iterator[Issue]:
-    if misspelt(value, [driver]):
-        message = f"is almost the driver's name; did you mean {driver}?"
-        yield Issue(place, shown(value), message, Severity.WARNING)
 
 
 def _value(place: str, name: str, found: Comparison) -> Iterator[Issue]:

@@ -658,6 +658,11 @@ LIMITS: dict[str, tuple[str, int]] = {
     "a number as a string": ('string(n) == "1"', 137),
     "arithmetic": ("n * 2 + 1 > n - 3", 96),
     "dyn": ('dyn(x) == "a"', 137),
+    "durations": ('duration("1h") == duration("60m")', 137),
+    "a timestamp": ('timestamp("2026-01-01T00:00:00Z").getHours() == n', 120),
+    "an address": ('ip("10.0.0.1") == ip("10.0.0.2")', 137),
+    "a network": ('cidr("10.0.0.0/8").containsIP("10.0.0.1")', 96),
+    "a network in a network": ('cidr("10.0.0.0/8").containsCIDR(cidr("10.0.0.0/9"))', 73),
     "bytes": ('bytes(x) == b"abc"', 96),
     "quote": ("strings.quote(x) == y", 68),
     "driver": ("device.driver == x", 87),
@@ -674,16 +679,16 @@ LOOP = "$A.all(x, $A.all(y, lists.range({times}).all(n, {what} || true)))"
 REFUSED_TIMES = ("not a duration", "not a timestamp", "now")
 """The expressions about time that Kubernetes refuses, too."""
 
+NO_TIMES = "durations and timestamps; no device has an attribute of these types"
+NO_ADDRESSES = "IP addresses and networks; no device has an attribute of these types"
 UNSUPPORTED: dict[str, str] = {
-    **{
-        f"time: {name}": "durations and timestamps; no device has an attribute of these types"
-        for name in THEMES["time"]
-        if name not in REFUSED_TIMES
-    },
-    **{
-        f"addresses: {name}": "IP addresses and networks; no device has an attribute of these types"
-        for name in THEMES["addresses"]
-    },
+    **{f"time: {name}": NO_TIMES for name in THEMES["time"] if name not in REFUSED_TIMES},
+    **{f"addresses: {name}": NO_ADDRESSES for name in THEMES["addresses"]},
+    "limit: durations, as often as allowed": NO_TIMES,
+    "limit: a timestamp, as often as allowed": NO_TIMES,
+    "limit: an address, as often as allowed": NO_ADDRESSES,
+    "limit: a network, as often as allowed": NO_ADDRESSES,
+    "limit: a network in a network, as often as allowed": NO_ADDRESSES,
     "strings: format": "ten verbs, each with rules of its own for every type, for what + does as well",
     "addresses: a URL": "Go's own reading of URLs; no device is described by one",
     "addresses: isURL": "as above",
@@ -721,8 +726,10 @@ Tessera does not estimate costs: the API server refuses such a selector when it 
 
 
 def refused_for_cost(name: str) -> bool:
-    """Whether Kubernetes refuses the expression only because of its estimated cost."""
-    return name in REFUSED_FOR_COST or (name.startswith("limit: ") and name.endswith(", once more"))
+    """Whether Kubernetes refuses the expression only because of its estimated cost, and Tessera evaluates it."""
+    limit, _, often = name.rpartition(", ")
+    once_more = name.startswith("limit: ") and often == "once more"
+    return name in REFUSED_FOR_COST or (once_more and f"{limit}, as often as allowed" not in UNSUPPORTED)
 
 
 def expressions() -> dict[str, str]:

@@ -225,10 +225,6 @@ def optional_member(value: Value, key: Value) -> Optional:
     return NONE if found is None else Optional(present=True, content=found[0])
 
 
-def present(value: Value, key: str) -> bool:
-    return optional_member(value, key).present
-
-
 def _found(value: Value, key: Value) -> tuple[Value] | None:
     """The member in a tuple of one; None if it is missing or ``value`` has no members."""
     if isinstance(value, Map):

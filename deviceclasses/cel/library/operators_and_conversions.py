@@ -198,13 +198,13 @@ def _double(text: str) -> float:
 
 
 def _double_to_int(value: float) -> int:
-    if math.isnan(value) or math.isinf(value) or not -(2.0**63) < value < 2.0**63:
+    if not -(2.0**63) < value < 2.0**63:
         raise EvaluationError("integer overflow")
     return int(value)
 
 
 def _double_to_uint(value: float) -> Uint:
-    if math.isnan(value) or math.isinf(value) or not 0 <= value < 2.0**64:
+    if not 0 <= value < 2.0**64:
         raise EvaluationError("unsigned integer overflow")
     return Uint(value)
 

@@ -153,10 +153,6 @@ def _as_integer(quantity: Quantity) -> int:
     return whole
 
 
-def _order(one: Quantity, other: Quantity) -> int:
-    return (one.value > other.value) - (one.value < other.value)
-
-
 def _of_int(number: int) -> Quantity:
     return Quantity(Fraction(number), 0)
 
@@ -164,7 +160,7 @@ def _of_int(number: int) -> Quantity:
 function("quantity", [STRING], QUANTITY, parse_quantity)
 function("isQuantity", [STRING], BOOL, succeeds(parse_quantity))
 function("sign", [QUANTITY], INT, lambda one: (one.value > 0) - (one.value < 0))
-declare_order(QUANTITY, _order)
+declare_order(QUANTITY, lambda one: one.value)
 method("asApproximateFloat", [QUANTITY], DOUBLE, _as_float)
 method("asInteger", [QUANTITY], INT, _as_integer)
 method("isInteger", [QUANTITY], BOOL, lambda one: one.whole is not None)

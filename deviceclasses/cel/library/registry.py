@@ -51,20 +51,30 @@ CONSTANT_TIME = frozenset({"size", "first", "last"})
 
 FUNCTIONS: dict[str, list[Overload]] = {}
 """All functions by name; filled by importing the modules of this package."""
+TIME_FUNCTIONS = (
+    "duration", "timestamp", "getFullYear", "getMonth", "getDayOfYear", "getDayOfMonth", "getDate", "getDayOfWeek",
+    "getHours", "getMinutes", "getSeconds", "getMilliseconds",
+)  # fmt: skip
+NETWORK_FUNCTIONS = (
+    "ip", "isIP", "ip.isCanonical", "family", "isUnspecified", "isLoopback", "isLinkLocalMulticast",
+    "isLinkLocalUnicast", "isGlobalUnicast", "cidr", "isCIDR", "containsIP", "containsCIDR", "prefixLength", "masked",
+)  # fmt: skip
 UNSUPPORTED_FUNCTIONS = {
     "format": "string.format is not evaluated by Tessera; join strings with + instead",
     "url": "url() is not evaluated by Tessera; use string functions instead",
     "isURL": "isURL() is not evaluated by Tessera; use string functions instead",
     "format.named": "named formats are not evaluated by Tessera; use matches() instead",
     "authorizer": "a selector has no authorizer",
-    **dict.fromkeys(
-        ("duration", "timestamp"),
-        "durations and timestamps are not evaluated by Tessera, because no device has an attribute of these types",
-    ),
-    **dict.fromkeys(
-        ("ip", "isIP", "ip.isCanonical", "cidr", "isCIDR"),
-        "IP addresses and networks are not evaluated by Tessera, because no device has an attribute of these types",
-    ),
+    "google": "types of google.protobuf are not evaluated by Tessera; no attribute of a device has one",
+    "net": "types of net are not evaluated by Tessera; no attribute of a device has one",
+    **{
+        name: f"{name}() is not evaluated by Tessera; no attribute of a device is a time or a duration"
+        for name in TIME_FUNCTIONS
+    },
+    **{
+        name: f"{name}() is not evaluated by Tessera; no attribute of a device is an address or a network"
+        for name in NETWORK_FUNCTIONS
+    },
 }
 """The reasons why Tessera refuses names that Kubernetes accepts; "format.named" is for all names after "format."."""
 
@@ -93,11 +103,11 @@ def succeeds(convert: Callable[..., Value]) -> Callable[..., bool]:
     return accepted
 
 
-def declare_order(kind: Type, order: Callable[[Any, Any], int]) -> None:
-    """Declare the methods that compare two values of a type which has no operators; ``order`` gives -1, 0 or 1."""
-    method("compareTo", [kind, kind], INT, order)
-    method("isGreaterThan", [kind, kind], BOOL, lambda one, other: order(one, other) > 0)
-    method("isLessThan", [kind, kind], BOOL, lambda one, other: order(one, other) < 0)
+def declare_order(kind: Type, key: Callable[[Any], Any]) -> None:
+    """Declare the methods that compare two values of a type which has no operators by a sort key."""
+    method("compareTo", [kind, kind], INT, lambda one, other: (key(one) > key(other)) - (key(one) < key(other)))
+    method("isGreaterThan", [kind, kind], BOOL, lambda one, other: key(one) > key(other))
+    method("isLessThan", [kind, kind], BOOL, lambda one, other: key(one) < key(other))
 
 
 def _spend_for(values: list[Value]) -> None:

@@ -68,14 +68,9 @@ def _rank(version: Semver) -> tuple[object, ...]:
     return (version.numbers, not version.prerelease, words)
 
 
-def _order(one: Semver, other: Semver) -> int:
-    left, right = _rank(one), _rank(other)
-    return (left > right) - (left < right)
-
-
 for _takes in ([STRING], [STRING, BOOL]):
     function("semver", _takes, SEMVER, _parse)
     function("isSemver", _takes, BOOL, succeeds(_parse))
-declare_order(SEMVER, _order)
+declare_order(SEMVER, _rank)
 for _position, _part in enumerate(("major", "minor", "patch")):
     method(_part, [SEMVER], INT, lambda one, position=_position: one.numbers[position])

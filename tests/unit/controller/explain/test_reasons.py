@@ -57,6 +57,13 @@ def test_a_selector_that_does_not_compile_is_shown_with_the_place() -> None:
     told(there, ReasonCode.SELECTOR_REFUSED, "devise", "at character")
 
 
+def test_a_selector_that_calls_a_function_tessera_does_not_evaluate_names_the_function_and_holds_up_no_other() -> None:
+    there = Situation(node_of("a")).wants(request(selector=f'{FULL} && duration("1h") == duration("60m")'))
+    told(there, ReasonCode.SELECTOR_REFUSED, "duration() is not evaluated by Tessera", "at character")
+    there.wants(request(selector=FULL), name="second")
+    assert [each.code for each in reasons_of(there.queue)] == [ReasonCode.SELECTOR_REFUSED]
+
+
 def test_a_selector_that_fails_names_expression_device_and_error() -> None:
     selector = 'device.attributes["gpu.tessera.dev"].nvlinkClique == "x"'
     there = Situation(node_of("a")).wants(request(selector=selector))

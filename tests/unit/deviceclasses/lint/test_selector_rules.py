@@ -30,6 +30,11 @@ def test_a_conversion_of_a_literal_that_always_fails_is_found(call: str, message
     assert found(device_class("mine", f"{OURS} && {call} == {call}"))[0] == (PLACE, value, expected)
 
 
+def test_a_call_of_a_function_that_tessera_does_not_evaluate_is_found_with_its_name() -> None:
+    [(_, _, message)] = found(device_class("mine", f'{OURS} && cidr("10.0.0.0/8").containsIP("10.1.2.3")'))
+    assert message.endswith("cidr() is not evaluated by Tessera; no attribute of a device is an address or a network")
+
+
 def test_a_conversion_that_the_api_server_refuses_says_what_is_accepted() -> None:
     [(_, _, message)] = found(device_class("mine", f'{OURS} && int("8 GPUs") == 8'))
     assert message.endswith("type conversion error from 'string' to 'int': '8 GPUs'; accepted: digits")
