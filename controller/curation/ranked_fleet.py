@@ -73,7 +73,11 @@ class RankedFleet:
         self.cliques: list[RankedClique] = [] if same is None else list(same.cliques)
         for at in changed:
             self.cliques[at : at + 1] = [ranking.clique(tuple(ranking.gpu(entry.state) for entry in self.groups[at]))]
-        self.found: Mapping[str, tuple[int, int]] = same.found if same else _positions_of(self.groups)
+        self.found: Mapping[str, tuple[int, int]] = (
+            same.found
+            if same
+            else {entry.gpu.uuid: (at, i) for at, group in enumerate(self.groups) for i, entry in enumerate(group)}
+        )
         """Clique and position of every GPU; the same as long as the hardware is."""
         self.known_positions: dict[frozenset[str], Mapping[int, list[int]]] = same.known_positions if same else {}
         self.keys = sorted(frozenset[OfferKind]().union(*{clique.offered for clique in self.cliques}), key=str)
@@ -130,11 +134,6 @@ class RankedFleet:
             return known.changed(candidates)
         there = {at: candidate for at, candidate in candidates.items() if candidate is not None}
         return Candidates(there, sorted(there.values()))
-
-
-def _positions_of(groups: Sequence[tuple[FleetGpu, ...]]) -> Mapping[str, tuple[int, int]]:
-    """Clique and position of every GPU."""
-    return {entry.gpu.uuid: (at, i) for at, group in enumerate(groups) for i, entry in enumerate(group)}
 
 
 def _changed(before: Sequence[tuple[FleetGpu, ...]], after: Sequence[tuple[FleetGpu, ...]]) -> list[int]:

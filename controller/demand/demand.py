@@ -119,7 +119,8 @@ class _ClaimDemand:
         requests = [request for each in all_claims for request in each.requests]
         kinds = {kind for request in requests for kind in feasibility.kinds(request.selector, nodes)}
         several = len(requirements.requests) > 1
-        finer = any(each.distinct or several or _inside_gpu(each.attribute) for each in requirements.constraints)
+        by_placement = any(each.attribute.rpartition("/")[2] == BY_PLACEMENT for each in requirements.constraints)
+        finer = by_placement or any(each.distinct or several for each in requirements.constraints)
         single = len(requirements.requests) == len(companions) == 1
         mixed = len(kinds) > 1 and not (single and requirements.requests[0].count in {1, None})
         exact = finer or mixed or any(kind.starts is not None for kind in kinds)
@@ -163,8 +164,3 @@ class _ClaimDemand:
         feasibility = self._feasibility
         only = self._matches.setdefault(kind, Matches({kind.key: kind.starts}))
         return sum(most_devices(feasibility.state(feasibility.fleet.gpus[uuid]), only) for uuid in gpus)
-
-
-def _inside_gpu(attribute: str) -> bool:
-    """Whether devices of one GPU differ in it."""
-    return attribute.rpartition("/")[2] == BY_PLACEMENT

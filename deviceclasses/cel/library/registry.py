@@ -36,13 +36,9 @@ def is_of(wanted: Type, value: Value) -> bool:
         return False
     if wanted.name == "list":
         return not value or is_of(wanted.params[0], value[0])
-    if isinstance(value, Map):
-        return all(is_of(wanted.params[0], key) and is_of(wanted.params[1], item) for key, item in _first(value))
+    if isinstance(value, Map) and len(value):
+        return all(map(is_of, wanted.params, next(value.items())))
     return True
-
-
-def _first(value: Map) -> list[tuple[Value, Value]]:
-    return [next(value.items())] if len(value) else []
 
 
 SIZED = frozenset({"list", "string", "bytes"})
