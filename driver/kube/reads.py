@@ -92,4 +92,6 @@ def owner_reference(client: KubeClient, name: str) -> Mapping[str, Any]:
         node = read_object(client, f"/api/v1/nodes/{name}", NODE)
     except ApiError as error:
         raise ApiError(f"--node-name {name}: its Node object can't be read: {error}", error.status) from error
+    if not node.metadata.uid:
+        raise ApiError(f"--node-name {name}: what the API server sent is no Node object: it has no uid")
     return {"apiVersion": "v1", "kind": "Node", "name": name, "uid": node.metadata.uid, "controller": True}

@@ -17,7 +17,7 @@ from driver.errors import ApiError, EnvironmentFault
 from driver.kube import client as transport
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.credentials import Access, retries
-from driver.kube.reads import read_claim
+from driver.kube.reads import owner_reference, read_claim
 from tests.harness.certs import Authority
 from tests.support.api_server import Answer, Exchange, HttpServer
 
@@ -157,6 +157,13 @@ def test_an_answer_that_is_no_object_is_an_error_of_the_request(script: Script, 
         script.client.create(PATH, {})
     with pytest.raises(ApiError, match=r"resourceclaims/c: the API server's answer does not parse"):
         read_claim(script.client, "default", "c")
+
+
+@pytest.mark.parametrize("body", [b"[]", b'{"kind": "Status"}', b'{"metadata": {"name": "node-a"}}'])
+def test_an_answer_that_is_no_node_with_a_uid_gives_no_owner_reference(script: Script, body: bytes) -> None:
+    script.answer = lambda exchange: exchange.send(200, body)
+    with pytest.raises(ApiError, match="--node-name node-a: "):
+        owner_reference(script.client, "node-a")
 
 
 def test_a_body_that_ends_early_is_an_error(script: Script) -> None:
