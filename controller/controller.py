@@ -15,11 +15,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from controller.cluster.cache import ClusterCache, Snapshot
+from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import UnreportedNodesTracker
 from controller.cluster.published_offers import DeviceIndex
 from controller.curation.curator import Curator
-from controller.demand.demand import demand_of
+from controller.demand.demand import demand_of, nodes_matching_held
 from controller.demand.pending_claims import Eligibility, Queue
 from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
@@ -27,13 +28,14 @@ from controller.explain.events import EventReporter
 from controller.explain.pending_despite_offers import UnscheduledClaims
 from controller.explain.reasons import reasons_of
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
-from controller.plans import PlanSpecs, PlanWriter
+from controller.plans import HeldPublication, PlanSpecs, PlanWriter
 from controller.settings import ControllerSettings
 from controller.steps import Observer, Step
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
 from driver.kube.events import Recorder
+from driver.kube.types import GpuNodePlan
 from driver.kube.work_loop import Loop
 from driver.model.plan import Offer
 from driver.placement.measure import Measure
@@ -43,8 +45,8 @@ from driver.steps import observed, unobserved
 
 log = logging.getLogger(__name__)
 
-LIFT_RETRY_INTERVAL_SECONDS = 2.0
-"""Time until the next decision after an offered device could not be removed from the fence."""
+BLOCKED_RETRY_INTERVAL_SECONDS = 2.0
+"""Time until the next decision after devices could not be offered: they stay fenced, or claims are not up to date."""
 
 DECISION_INTERVAL_SECONDS = 10.0
 """Longest time between two decisions. The heartbeat is renewed only while decisions are made."""
@@ -82,6 +84,8 @@ class Controller:
         self._specs = PlanSpecs()
         self._curator = Curator(Ranking(Measure(settings.weights)), settings.offers)
         self._unscheduled = UnscheduledClaims(settings.unused_s, Clock())
+        always = settings.publish_held == "always"
+        self._held_publication = HeldPublication(None if always else settings.publish_held_gpus)
         self._writer = PlanWriter(client, self._cache.observe_plan, observer=observer)
         self._withdrawals = Withdrawals(self._fence, self._loop.notify, settings.linger_s, observer=observer)
 
@@ -131,7 +135,10 @@ class Controller:
         self._start(seen)
         withdrawn = self._withdrawals.decide(frozenset(excess), devices.is_published)
         blocked = self._unfence(offers)
-        specs = self._specs.update(seen.views, seen.changed, fleet, offers - blocked, withdrawn)
+        names = [view.name for view in seen.views]
+        modes = self._held_publication.decide(len(fleet.gpus), seen.plans, names, nodes_matching_held(queue))
+        blocked |= self._unverified(offers - blocked, fleet, seen)
+        specs = self._specs.update(seen.views, seen.changed, fleet, offers - blocked, withdrawn, modes)
         changed = self._specs.changed | seen.changed.names
         written = self._writer.write(specs, seen.plans, self._specs.owners, changed)
         self._specs.changed.clear()
@@ -143,8 +150,14 @@ class Controller:
         self._events.unreadable(self._cache.unreadable())
         self._explain(queue, seen)
         self._decided_at = time.monotonic()
-        retry = LIFT_RETRY_INTERVAL_SECONDS if blocked else None
-        return soonest(self._writer.due_in_s(), self._unscheduled.next_s, self._starvation.next_s, retry)
+        retry = BLOCKED_RETRY_INTERVAL_SECONDS if blocked else None
+        return soonest(
+            self._writer.due_in_s(),
+            self._unscheduled.next_s,
+            self._starvation.next_s,
+            self._held_publication.next_s,
+            retry,
+        )
 
     def failure(self) -> str | None:
         """Why nodes must not rely on their plans: the caches are out of date, or no decisions are made."""
@@ -179,9 +192,35 @@ class Controller:
             return {offer for offer in offers if devices.of([offer]) & fenced}
         return set()
 
+    def _unverified(self, offers: Collection[Offer], fleet: Fleet, seen: Snapshot) -> set[Offer]:
+        """Those of ``offers`` on unpublished GPUs whose plans may lack a held device.
+
+        The scheduler does not count the memory of devices on such a GPU, so the plan that offers something of it again
+        must name every device of it that a claim holds. Hence this waits until the cache of claims has processed every
+        change up to now, and leaves out the nodes on which that changed anything: another decision follows at once.
+        """
+        again: dict[Offer, str] = {}
+        for offer in offers:
+            node = fleet.gpus[offer.gpu].node
+            plan = seen.plans.get(node)
+            if plan is not None and plan.spec.leaves_out_held and offer.gpu not in _offering(plan):
+                again[offer] = node
+        if not again:
+            return set()
+        nodes = set(again.values())
+        if self._fence.catch_up():
+            views = (view for view in seen.views if view.name in nodes)
+            nodes = {view.name for view in views if self._cache.held_on(view.pool) != view.held}
+        return {offer for offer, node in again.items() if node in nodes}
+
     def _explain(self, queue: Queue, seen: Snapshot) -> None:
         """Report why claims are pending: no device can satisfy them, or the scheduler does not allocate what can."""
         offered = {offer: self._devices.free[offer] for offer in self._devices.offered}
         unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
         reasons = reasons_of(queue, self._unreported.update(seen.views))
         self._events.claims([*reasons, *self._unscheduled.reasons(queue, unfenced, seen.incomplete)])
+
+
+def _offering(plan: GpuNodePlan) -> set[str]:
+    """The GPUs of which a plan offers anything."""
+    return {text.partition("/")[0] for text in plan.spec.offers}

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -63,7 +63,8 @@ class ControllerSettings(BaseModel):
     offer stays in the slices, closed to new claims. ``settle_s``: how long a fence needs to reach every API server.
     ``fence_minutes``: how long a withdrawn device stays fenced, since a decision of the scheduler may be that late.
     ``weights``: how much each class counts (default: equally). ``unused_s``: how long a claim may be pending beside a
-    matching offer until that is reported.
+    matching offer until that is reported. ``publish_held``: whether nodes publish the held devices of GPUs without
+    offers; ``auto``: in clusters of at most ``publish_held_gpus`` GPUs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -78,6 +79,8 @@ class ControllerSettings(BaseModel):
     fence_minutes: Annotated[float, Field(ge=1, le=120)] = 15.0
     weights: Annotated[dict[str, float], BeforeValidator(_weights)] = Field(default_factory=dict)
     unused_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
+    publish_held: Literal["always", "auto"] = "auto"
+    publish_held_gpus: Annotated[int, Field(ge=0)] = 400
     metrics_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
     health_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
 

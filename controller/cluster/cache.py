@@ -37,7 +37,7 @@ from driver.kube.types import (
     Result,
 )
 from driver.kube.watch_cache import Change, WatchCache
-from driver.model.plan import KIND, PATH, PlanStatus
+from driver.model.plan import KIND, PATH, Held, PlanStatus
 from driver.slices.build import CLOSED as NOT_OFFERED
 from driver.slices.pool_names import Pool
 
@@ -144,6 +144,11 @@ class ClusterCache:
         with self._lock:
             index = self._claim_index
             return frozenset(PoolDevice(pool, name) for pool in index.pools for name in index.held(pool))
+
+    def held_on(self, pool: str) -> Mapping[str, Held]:
+        """The devices of ``pool`` that are allocated according to all processed changes of claims."""
+        with self._lock:
+            return self._claim_index.held(pool)
 
     def observe_plan(self, stored: Mapping[str, Any]) -> None:
         """Take over a plan that this controller wrote, ahead of the watch and without calling ``on_change``."""

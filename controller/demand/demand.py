@@ -49,6 +49,7 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
     claims = _ClaimDemand(queue)
     found = [demand for pending in queue.pending for demand in claims.of(pending)]
     found += [each for p in queue.pending if p.key in widened for each in claims.everything(p, widened[p.key])]
+    found += [Demand(kind.key, 1, gpus, everything=True) for kind, gpus in _matching_held(queue)]
     plain: Counter[tuple[OfferKind, Eligible]] = Counter()
     rest: list[Demand] = []
     for demand in found:
@@ -57,6 +58,18 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
         else:
             plain[demand.key, demand.eligible] += demand.count
     return [*(Demand(key, count, eligible) for (key, eligible), count in plain.items()), *rest]
+
+
+def nodes_matching_held(queue: Queue) -> Nodes:
+    """The nodes that must publish their held devices, because a pending claim matches them."""
+    gpus = frozenset[str]().union(*(gpus for _, gpus in _matching_held(queue)))
+    return frozenset(queue.feasibility.fleet.gpus[uuid].node for uuid in gpus)
+
+
+def _matching_held(queue: Queue) -> Iterator[tuple[Kind, Group]]:
+    """Kinds of devices and GPUs that pending claims match whether they are held or not."""
+    for pending, selector in queue.matching_held:
+        yield from queue.feasibility.kinds(selector, queue.nodes(pending)).items()
 
 
 class _ClaimDemand:

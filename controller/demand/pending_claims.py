@@ -86,6 +86,11 @@ class Queue:
         self._eligibility.forget_unused()
         reader = RequirementsReader(matching, cluster.classes, fleet)
         self._requirements = {each.key: reader.of(each.claim) for each in self.pending}
+        self.matching_held = [
+            (each, selector) for each in self.pending for selector in reader.matching_held(each.claim)
+        ]
+        """Pending claims with a selector of each request that matches held devices, too."""
+
         self._claims_of_pod: dict[str, list[PendingClaim]] = {}
         for each in self.pending:
             for pod in each.pods:

@@ -74,7 +74,7 @@ class RequirementsReader:
     """Reads claims with the present DeviceClasses.
 
     Requests for other drivers' devices are left out: they read no attribute of this driver and select
-    none of the fleet. So are requests with adminAccess that can be read.
+    none of the fleet. So are requests with adminAccess that can be read: ``matching_held`` returns them.
     """
 
     def __init__(self, matching: Matching, classes: Iterable[DeviceClass], fleet: Fleet) -> None:
@@ -98,8 +98,26 @@ class RequirementsReader:
         found = (_requirements(chosen, devices.constraints) for chosen in combinations)
         return tuple(each for each in found if each.requests)
 
+    def matching_held(self, claim: Claim) -> Iterator[Selector]:
+        """The selectors of requests that match held devices, too: with adminAccess, or for all devices of a node."""
+        for request in claim.spec.devices.requests:
+            for wanted in request.alternatives:
+                if wanted.admin_access or wanted.takes_all:
+                    read = self._selector(request, wanted, claim.metadata.namespace)
+                    if isinstance(read, Selector):
+                        yield read
+
     def _read(self, request: Request, wanted: ExactDeviceRequest, namespace: str) -> DeviceRequest | Refusal | None:
         """None for requests that are left out."""
+        selector = self._selector(request, wanted, namespace)
+        if isinstance(selector, Refusal):
+            return selector
+        if selector is None or wanted.admin_access:  # adminAccess needs no free device
+            return None
+        return DeviceRequest(request.name, selector, None if wanted.takes_all else wanted.count)
+
+    def _selector(self, request: Request, wanted: ExactDeviceRequest, namespace: str) -> Selector | Refusal | None:
+        """None for requests for other drivers' devices."""
         device_class = self._classes.get(wanted.device_class_name)
         if device_class is None:
             sentence = f"request {request.name}: there is no DeviceClass {wanted.device_class_name!r}"
@@ -114,9 +132,7 @@ class RequirementsReader:
             return _refused(request, selector) if may_be_about_us else None
         if not selector.is_about_us and not any(selector.on(entry) for entry in self._fleet):
             return None
-        if wanted.admin_access:  # needs no free device
-            return None
-        return DeviceRequest(request.name, selector, None if wanted.takes_all else wanted.count)
+        return selector
 
 
 def joined(claims: Sequence[ClaimRequirements]) -> ClaimRequirements:

@@ -65,6 +65,9 @@ PROBE_INTERVAL_SECONDS = 0.005
 COALESCE_SECONDS = 1.0
 """Time in which devices are collected: fencing takes five requests, whatever their number."""
 
+DECISION_CATCH_UP_SECONDS = 2.0
+"""Longest time that a decision waits for the cache of claims."""
+
 CANARY = "tessera-canary"
 """Name of the canary claim. No pod uses it and its class does not exist, so it is never allocated."""
 
@@ -168,6 +171,23 @@ class Fence:
         """Lift devices withdrawn ``keep_s`` ago, and those whose lift failed before. Raises ApiError."""
         self.lift(self._fenced.older_than(self._settings.keep_s) | self._to_lift)
 
+    def catch_up(self) -> bool:
+        """Wait until the cache of claims has processed every change up to now; False if that takes long or fails."""
+        try:
+            return self._catch_up(DECISION_CATCH_UP_SECONDS)
+        except ApiError as error:
+            log.warning("can't verify what claims hold", extra={"error": str(error)})
+            return False
+
+    def _catch_up(self, seconds: float) -> bool:
+        with observed(self._observer, Step.CANARY):
+            version = self._canary.touch()
+        with observed(self._observer, Step.CATCH_UP):
+            if self._claims.wait_for_version(version, seconds):
+                return True
+            log.warning("the cache of claims lags behind: nothing is withdrawn", extra={"version": version})
+            return False
+
     def _room(self) -> int:
         while (room := self._fenced.room(MIN_FENCED_SECONDS)) == 0 and not self._ended.is_set():
             self._clock.wait(self._ended, ROOM_POLL_INTERVAL_SECONDS)
@@ -181,12 +201,8 @@ class Fence:
             self._clock.wait(self._ended, self._settings.settle_s)
         with observed(self._observer, Step.PROBE):
             in_force = self._probe(devices)
-        with observed(self._observer, Step.CANARY):
-            version = self._canary.touch()
-        with observed(self._observer, Step.CATCH_UP):
-            if not self._claims.wait_for_version(version, self._settings.catch_up_s):
-                log.warning("the cache of claims lags behind: no device is withdrawn", extra={"version": version})
-                return Withdrawable(undecided=devices, in_force=in_force)
+        if not self._catch_up(self._settings.catch_up_s):
+            return Withdrawable(undecided=devices, in_force=in_force)
         with observed(self._observer, Step.CHECK):
             held = devices.intersection(self._claims.held())
         return Withdrawable(devices - held, held, in_force=in_force)

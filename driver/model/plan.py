@@ -28,13 +28,23 @@ PATH = f"/apis/{API_VERSION}/gpunodeplans"
 FENCE = "tessera-fence"
 """Name of the admission policy, its binding, and the ConfigMap with the fenced devices by pool."""
 
+MODE_SPREAD_SECONDS = 60.0
+"""Time over which nodes that change their mode spread their slice updates: each update wakes every pending pod."""
+
 WRITTEN_OFFER = re.compile(
     r"(?P<gpu>[^/]+)/(?:full|share-(?P<index>[0-9]{1,2})|(?P<profile>[0-9A-Za-z.+-]+)@(?P<start>[0-9]{1,2}))"
 )
 
 
+class PublishHeld(StrEnum):
+    """Whether a node publishes the held devices of GPUs of which nothing is offered."""
+
+    ALWAYS = "Always"
+    BESIDE_OFFERS = "BesideOffers"
+
+
 class Held(msgspec.Struct, frozen=True):
-    """A device that a claim has, prepared or not: the node keeps it published. ``claim`` is ``namespace/name``."""
+    """A device that a claim has, prepared or not. ``claim`` is ``namespace/name``."""
 
     device: str
     claim: str
@@ -99,8 +109,8 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
     ``epoch`` is the one of the node's status that the controller answers; the node follows no other. ``held`` and
     ``offers`` are Held and Offer as they are written: one string each costs the API server a third of what objects
     do. ``withdrawn`` are names of devices that were offered, are fenced, and that no claim holds: the only ones the
-    node may take out of its slices. ``dedicated_to`` is the use a label gave the node, ``dedicated_gpus`` are
-    ``GPU-<uuid>=<use>`` of those with a use of their own: both for people to see.
+    node may take out of its slices. ``publish_held``: see PublishHeld. ``dedicated_to`` is the use a label gave the
+    node, ``dedicated_gpus`` are ``GPU-<uuid>=<use>`` of those with a use of their own: both for people to see.
 
     ``cordoned`` and ``cleared`` are operators' (``tessera cordon``, ``uncordon``), followed whether the node follows
     the plan or not, and never written by the controller: ``GPU-<uuid> <reason>`` of GPUs that no new claim may get,
@@ -111,6 +121,7 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
     held: tuple[str, ...] = ()
     offers: tuple[str, ...] = ()
     withdrawn: tuple[str, ...] = ()
+    publish_held: PublishHeld = PublishHeld.ALWAYS
     dedicated_to: str | None = None
     dedicated_gpus: tuple[str, ...] = msgspec.field(name="dedicatedGPUs", default=())
     cordoned: tuple[str, ...] = ()
@@ -125,6 +136,11 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
     def cordons(self) -> dict[str, str]:
         """The reason of each cordon, by GPU UUID."""
         return {gpu: reason for gpu, _, reason in (text.partition(" ") for text in self.cordoned)}
+
+    @property
+    def leaves_out_held(self) -> bool:
+        """Whether the node leaves the held devices of GPUs without offers out of its slices."""
+        return self.publish_held is PublishHeld.BESIDE_OFFERS
 
     @property
     def decided(self) -> PlanSpec:

@@ -46,6 +46,7 @@ class PublishedGpu:
     can't be used at present: its devices stay, tainted, since one of them may have been given out just now.
     ``closed`` are names of devices that are there to be counted, and not to be given to anybody new; ``conditions`` why
     some of its devices are not, though the GPU answers. ``divided``: the node's settings divide it into shares.
+    ``unpublished``: its slices contain neither its devices nor its counter set, because nothing of it is offered.
     """
 
     gpu: Gpu
@@ -57,6 +58,7 @@ class PublishedGpu:
     closed: frozenset[str] = frozenset()
     conditions: tuple[DeviceCondition, ...] = ()
     divided: bool = False
+    unpublished: bool = False
 
     @property
     def occupied(self) -> int:
@@ -105,12 +107,15 @@ def _grouped(gpus: Iterable[PublishedGpu], slice_of: Callable[[PublishedGpu], st
 
 
 def _counter_sets(group: Sequence[PublishedGpu]) -> Content:
-    sets = [{"name": counter_set(entry.number), "counters": counters_of_gpu(entry.gpu)} for entry in group]
-    return {"sharedCounters": sets}
+    """The counter sets, or an empty slice: the slices of a pool stay the same, so that its generation does, too."""
+    published = (entry for entry in group if not entry.unpublished)
+    sets = [{"name": counter_set(entry.number), "counters": counters_of_gpu(entry.gpu)} for entry in published]
+    return {"sharedCounters": sets} if sets else {"devices": []}
 
 
 def _devices(group: Sequence[PublishedGpu]) -> Content:
     """Held and closed devices first, which the scheduler skips without evaluating them; then the best offers."""
+    group = [entry for entry in group if not entry.unpublished]
     sets = {entry.gpu.uuid: counter_set(entry.number) for entry in group}
     occupied = {entry.gpu.uuid: entry.occupied for entry in group}
     by_uuid = {entry.gpu.uuid: entry for entry in group}

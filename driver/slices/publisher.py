@@ -34,11 +34,11 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Writes (by name, at one pool generation), deletions, and the objects that exist."""
+    """Writes in order (names and contents, at one pool generation), deletions, and the objects that exist."""
 
     generation: int
     count: int
-    write: dict[str, Content] = field(default_factory=dict)
+    write: list[tuple[str, Content]] = field(default_factory=list)
     delete: dict[str, dict[str, Any]] = field(default_factory=dict)
     existing: Slices = field(default_factory=dict)
 
@@ -51,8 +51,9 @@ def changes(desired: Mapping[str, Content], actual: Slices, sent: Mapping[str, S
 
     Slices of one pool generation belong together: while they are rewritten the scheduler skips the whole
     pool. So a change of devices stays in the generation, each slice being complete in itself; the set of
-    slices or a counter set changing, or a device that moves to another slice, starts a new one. A slice that
-    nobody changed since we sent it counts as what we sent, so that an API server which drops fields is not
+    slices or a counter set changing, or a device that moves to another slice, starts a new one. Counter sets come and
+    go within a generation: a set is written before the first device that refers to it, and removed after the last. A
+    slice that nobody changed since we sent it counts as what we sent, so that an API server which drops fields is not
     written to for ever.
     """
     specs = {name: _believed(item, sent.get(name)) for name, item in actual.items()}
@@ -67,11 +68,25 @@ def _at_generation(
     generation: int, desired: Mapping[str, Content], actual: Slices, specs: Slices, pool: Pool
 ) -> Changes:
     todo = Changes(generation, len(desired), existing=actual)
+    removals: list[tuple[str, Content]] = []
     for name, content in desired.items():
-        if specs.get(name) != slice_spec(content, pool, generation, len(desired)):
-            todo.write[name] = content
+        if specs.get(name) == slice_spec(content, pool, generation, len(desired)):
+            continue
+        sets, before = _sets(content), _sets(specs.get(name, {}))
+        if before.keys() <= sets.keys():
+            todo.write.append((name, content))
+            continue
+        if sets.keys() - before.keys():
+            todo.write.append((name, {"sharedCounters": list((before | sets).values())}))
+        removals.append((name, content))
+    todo.write.extend(removals)
     todo.delete.update((name, item) for name, item in actual.items() if name not in desired)
     return todo
+
+
+def _sets(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The counter sets by name."""
+    return {each["name"]: each for each in spec.get("sharedCounters") or ()}
 
 
 def _needs_new_generation(current: int, desired: Mapping[str, Content], specs: Slices) -> bool:
@@ -80,12 +95,13 @@ def _needs_new_generation(current: int, desired: Mapping[str, Content], specs: S
     complete = there and all(spec["pool"]["resourceSliceCount"] == len(there) for spec in there.values())
     if not complete:
         return False
-    counters_differ = any(
-        desired[name].get("sharedCounters") != spec.get("sharedCounters")
-        for name, spec in there.items()
-        if name in desired
-    )
-    return set(there) != set(desired) or counters_differ or _moved(there, desired)
+    return set(there) != set(desired) or _counters_differ(there, desired) or _moved(there, desired)
+
+
+def _counters_differ(there: Slices, desired: Mapping[str, Content]) -> bool:
+    """Whether the counters of a set change that stays."""
+    pairs = ((_sets(spec), _sets(desired[name])) for name, spec in there.items())
+    return any(before[name] != after[name] for before, after in pairs for name in before.keys() & after.keys())
 
 
 def _moved(there: Slices, desired: Mapping[str, Content]) -> bool:
@@ -240,7 +256,7 @@ class Publisher:
         if not self._store.synced:
             return
         todo = changes(self._desired(), self._stored(), self._sent, self._pool)
-        if todo.write and (self._owner is None or not todo.write.keys() <= todo.existing.keys()):
+        if todo.write and (self._owner is None or any(name not in todo.existing for name, _ in todo.write)):
             self._owner = self._find_owner()
         started = time.perf_counter()
         self._write(todo)
@@ -259,10 +275,11 @@ class Publisher:
         )
 
     def _write(self, todo: Changes) -> None:
-        for name, content in todo.write.items():
+        existing = dict(todo.existing)
+        for name, content in todo.write:
             wanted = slice_object(name, content, self._pool, todo.generation, todo.count, self._owner)
             with self._around(SliceStep.WRITE, name):
-                stored = self._put(wanted, todo.existing.get(name))
+                stored = existing[name] = self._put(wanted, existing.get(name))
             self._sent[name] = Stored(_version(stored), wanted["spec"])
             self._report_dropped(wanted, stored)
             self._store.observe(stored)

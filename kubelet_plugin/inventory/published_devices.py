@@ -39,12 +39,19 @@ class PublishPolicy:
 
     ``closing``: devices that are published but not in ``offers`` get a taint, so that no new claim gets them: devices
     that are being withdrawn, and held devices, which would otherwise be allocated again as soon as their claim ends.
+
+    ``publish_held``: False: a GPU becomes unpublished when it has no device but held ones. This is safe because its
+    devices stay in ``kept``: whenever it offers anything again, every device of it that was ever published and has not
+    been withdrawn since is published along with the offer, so that the scheduler counts its memory if a claim holds it.
+    ``unpublished`` are the UUIDs of the GPUs that are unpublished now: they stay so until something of them is wanted.
     """
 
     held: frozenset[str] = frozenset()
     offers: frozenset[Offer] | None = None
     kept: frozenset[str] = frozenset()
     closing: bool = False
+    publish_held: bool = True
+    unpublished: frozenset[str] = frozenset()
 
     def wants(self, device: Device) -> bool:
         return self.offers is None or device.name in self.kept or offer_of(device) in self.offers
@@ -89,10 +96,39 @@ class PublishableGpu:
         closed = policy.closed(held, offers) - self.foreign.offered
         if self.reserved:  # claims keep their devices until they end; no new claim gets one
             closed |= {device.name for device in (*held, *offers)}
-        divided = any(device.kind is DeviceKind.SHARE for device in self.devices)
         return PublishedGpu(
-            self.gpu, self.number, held, offers, self.foreign.mask, self.fault, closed, self.conditions, divided
+            self.gpu,
+            self.number,
+            held,
+            offers,
+            self.foreign.mask,
+            self.fault,
+            closed,
+            self.conditions,
+            divided=any(device.kind is DeviceKind.SHARE for device in self.devices),
+            unpublished=self._is_unpublished(policy, held, offers),
         )
+
+    def _is_unpublished(self, policy: PublishPolicy, held: Sequence[Device], offers: Sequence[Device]) -> bool:
+        if any(self._needs_slice(device) for device in held):
+            return False
+        is_unpublished = self.gpu.uuid in policy.unpublished
+        if not self.reserved and any(self._is_wanted(device, policy) for device in offers):
+            return is_unpublished and bool(self.unknown_to(policy))
+        return is_unpublished or not (policy.publish_held or offers)
+
+    def unknown_to(self, policy: PublishPolicy) -> list[str]:
+        """The prepared devices that the plan lacks: it is older than their claims, or its maker does not know them."""
+        return [device.name for device in self.prepared if device.name not in policy.held]
+
+    def _is_wanted(self, device: Device, policy: PublishPolicy) -> bool:
+        """Whether ``device`` is offered to new claims, and not only kept because it may just have been allocated."""
+        return policy.offers is None or offer_of(device) in policy.offers or device.name in self.foreign.offered
+
+    def _needs_slice(self, held: Device) -> bool:
+        """Whether a held device has something to report that only its slice can: a taint, or an outdated share size."""
+        unhealthy = self.fault is not None or any(each.affects(held) for each in self.conditions)
+        return unhealthy or (held.kind is DeviceKind.SHARE and held not in self.devices)
 
     def _fitting(self, held: Sequence[Device], taken: GpuState, policy: PublishPolicy) -> list[Device]:
         """The devices that may be published beside ``held``."""

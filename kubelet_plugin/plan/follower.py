@@ -4,6 +4,10 @@ The node removes a device from its slices only if the plan says that it was with
 if a prepared device overlaps it. Every other device that a plan leaves out stays, because it may just have been
 allocated. A plan is valid for one epoch of the node. An epoch ends when the node becomes standalone, because it then
 offers devices that no plan asked for. See ``driver.model.plan``. The mode is kept in a file over restarts.
+
+If the plan allows it, a GPU of which nothing is offered leaves the slices as a whole. Its devices stay in the memory of
+this module and come back together, in one update of their slice: see ``PublishPolicy``. So the file is as important as
+the slices then, and is written durably before a GPU leaves them.
 """
 
 from __future__ import annotations
@@ -21,16 +25,23 @@ import msgspec
 
 from driver.errors import StateError
 from driver.kube.types import GpuNodePlan
-from driver.model.plan import Offer, PlanMode, PlanStatus, Summary, described, line, offer_of
+from driver.model.plan import (
+    MODE_SPREAD_SECONDS,
+    Offer,
+    PlanMode,
+    PlanStatus,
+    PublishHeld,
+    Summary,
+    described,
+    line,
+    offer_of,
+)
 from driver.slices.build import PublishedGpu
 from kubelet_plugin.checkpoint.files import write_atomically
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 
 log = logging.getLogger(__name__)
-
-MODE_SPREAD_SECONDS = 60.0
-"""Nodes that lose the controller spread their slice updates over this time: each update wakes every pending pod."""
 
 FIRST_PLAN_TIMEOUT_SECONDS = 30.0
 """How long a plugin waits for the controller after its start."""
@@ -78,6 +89,8 @@ class PlanFollower:
         self._memory = memory or PlanMemory(new_epoch(), PlanMode.STANDALONE)
         self._offered: frozenset[str] | None = None
         self._held: frozenset[str] = frozenset()
+        self._open = 0
+        """Number of offers on published GPUs."""
         self._standalone_at: float | None = clock() + FIRST_PLAN_TIMEOUT_SECONDS + MODE_SPREAD_SECONDS * spread()
 
     @property
@@ -97,13 +110,19 @@ class PlanFollower:
         """The devices to publish now."""
         with self._lock:
             changed = self._choose_mode()
-            last = (self._offered, self._held)
+            last = (self._offered, self._held, self._open)
             before = self._offered | self._held if self._offered is not None else self._published_before_start()
             found = self._inventory.published(self._policy(before))
             self._offered = frozenset(device.name for entry in found for device in entry.offers)
             self._held = frozenset(device.name for entry in found for device in entry.held)
-            self._remember(durable=False, published=tuple(sorted(self._offered | self._held)))
-            differs = last != (self._offered, self._held)
+            self._open = sum(len(entry.offers) for entry in found if not entry.unpublished)
+            unpublished = tuple(sorted(entry.gpu.uuid for entry in found if entry.unpublished))
+            self._remember(
+                durable=not set(unpublished) <= set(self._memory.unpublished),
+                published=tuple(sorted(self._offered | self._held)),
+                unpublished=unpublished,
+            )
+            differs = last != (self._offered, self._held, self._open)
         if changed:
             self._on_mode()
         if differs:
@@ -118,7 +137,7 @@ class PlanFollower:
             observed_generation=plan.metadata.generation if plan else 0,
             epoch=self._memory.epoch,
             mode=self._memory.mode,
-            summary=Summary(len(states), len(self._held), len(self._offered or ())),
+            summary=Summary(len(states), len(self._held), self._open),
             gpus=tuple(line(state) for state in states),
             inventory=described(states),
             refused=tuple(self._refused(plan)) if plan and self.mode is PlanMode.PLANNED else (),
@@ -127,7 +146,7 @@ class PlanFollower:
 
     @property
     def published_names(self) -> frozenset[str]:
-        """The names that the last ``published`` returned."""
+        """The devices of the last ``published``, including those of unpublished GPUs."""
         return self._held | (self._offered or frozenset())
 
     def run(self, stop: threading.Event) -> None:
@@ -144,14 +163,16 @@ class PlanFollower:
 
     def _policy(self, before: frozenset[str]) -> PublishPolicy:
         plan = self._plan()
-        if plan is None:  # there is none, or none has been received yet
-            return PublishPolicy(offers=None if self.mode is PlanMode.STANDALONE else frozenset(), kept=before)
-        held = plan.spec.held_devices
+        held = plan.spec.held_devices if plan is not None else frozenset()
         if self.mode is PlanMode.STANDALONE:
             return PublishPolicy(held, kept=before)
-        if plan.spec.epoch != self._memory.epoch:
-            return PublishPolicy(held, frozenset(), before)
-        return PublishPolicy(held, plan.spec.offered, before - frozenset(plan.spec.withdrawn), closing=True)
+        unpublished = frozenset(self._memory.unpublished)
+        if plan is None or plan.spec.epoch != self._memory.epoch:  # not received yet, or not the answer to this node
+            return PublishPolicy(held, frozenset(), before, unpublished=unpublished)
+        kept = before - frozenset(plan.spec.withdrawn)
+        if plan.spec.publish_held is PublishHeld.ALWAYS:
+            return PublishPolicy(held, plan.spec.offered, kept, closing=True)
+        return PublishPolicy(held, plan.spec.offered, kept, closing=True, publish_held=False, unpublished=unpublished)
 
     def _choose_mode(self) -> bool:
         """Choose the mode by plan and heartbeat; returns whether it changed. The caller holds the lock."""
@@ -191,20 +212,29 @@ class PlanFollower:
         devices = (device for gpu in self._inventory.gpus for device in self._inventory.devices_on(gpu))
         names = {offer_of(device): device.name for device in devices}
         published = self.published_names
+        gpus = filter(None, map(self._inventory.gpu, self._memory.unpublished))
+        held = {gpu.uuid: {device.name for device in self._inventory.held_on(gpu)} for gpu in gpus}
         for text in plan.spec.offers:
             offer = Offer.parse(text)
             if offer is None or offer not in names:
                 yield f"{text}: this node has no such device"
             elif names[offer] not in published:
                 yield f"{text}: it does not fit beside the held devices, or its GPU can't be used at present"
+            elif missing := held.get(offer.gpu, set()) - plan.spec.held_devices:
+                yield f"{text}: the plan lacks a device of its GPU that a claim still has: {', '.join(sorted(missing))}"
 
 
 class PlanMemory(msgspec.Struct, frozen=True):
-    """The content of ``plan.json``. ``published`` are the devices in the slices, which may get deleted meanwhile."""
+    """The content of ``plan.json``.
+
+    ``published`` are the devices in the slices, which may get deleted meanwhile, and those of ``unpublished`` GPUs
+    (UUIDs), which come back together with the next offer of their GPU.
+    """
 
     epoch: str
     mode: PlanMode
     published: tuple[str, ...] = ()
+    unpublished: tuple[str, ...] = ()
 
 
 MEMORY = msgspec.json.Decoder(PlanMemory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
@@ -50,7 +51,7 @@ def stored(item: dict[str, Any], version: int) -> dict[str, Any]:
 def apply(todo: Changes, server: Server, sent: Sent, dropping: str = "") -> Server:
     """As the publisher and an API server would, the latter without the field ``dropping``."""
     after = {name: item for name, item in server.items() if name not in todo.delete}
-    for name, content in todo.write.items():
+    for name, content in todo.write:
         item = slice_object(name, content, POOL, todo.generation, todo.count, None)
         sent[name] = Stored(str(1000 + todo.generation), copy.deepcopy(item["spec"]))
         item["spec"].pop(dropping, None)
@@ -95,21 +96,64 @@ def test_a_change_of_devices_alone_stays_in_the_generation(
     after = {name: other.get(name, content) if "devices" in content else content for name, content in before.items()}
     todo = changes(after, server, sent, POOL)
     assert todo.generation == 1
-    assert set(todo.write) == {name for name in before if before[name] != after[name]}
+    assert {name for name, _ in todo.write} == {name for name in before if before[name] != after[name]}
 
 
 @given(contents(), contents())
-def test_a_changed_set_of_slices_or_counters_is_a_new_generation_of_all(
+def test_a_changed_set_of_slices_is_a_new_generation_of_all(
     before: dict[str, Content], after: dict[str, Content]
 ) -> None:
     sent: Sent = {}
     server = apply(changes(before, {}, sent, POOL), {}, sent)
     todo = changes(after, server, sent, POOL)
-    counters = {name for name in before if "sharedCounters" in before[name]}
-    if before and (set(before) != set(after) or any(before[name] != after[name] for name in counters)):
+    if before and set(before) != set(after):
         assert todo.generation == 2
-        assert todo.write == after
+        assert dict(todo.write) == after
     assert set(todo.delete) == set(before) - set(after)
+
+
+def test_changed_counters_of_a_set_that_stays_are_a_new_generation() -> None:
+    before: dict[str, Content] = {
+        NAMES[0]: {"sharedCounters": [{"name": "a", "counters": {}}]},
+        NAMES[2]: {"devices": []},
+    }
+    after = {**before, NAMES[0]: {"sharedCounters": [{"name": "a", "counters": {"memory-slice-0": {"value": "1"}}}]}}
+    sent: Sent = {}
+    server = apply(changes(before, {}, sent, POOL), {}, sent)
+    todo = changes(after, server, sent, POOL)
+    assert (todo.generation, dict(todo.write)) == (2, after)
+
+
+gpu_numbers = st.frozensets(st.integers(0, 3))
+
+
+def slices_of(published: frozenset[int]) -> dict[str, Content]:
+    """Slices of four GPUs, two in each device slice, of which those of these numbers are published."""
+    sets = [{"name": f"gpu-{number}", "counters": {}} for number in sorted(published)]
+    found: dict[str, Content] = {NAMES[0]: {"sharedCounters": sets} if sets else {"devices": []}}
+    for index, name in enumerate(NAMES[2:4]):
+        numbers = sorted(published & {2 * index, 2 * index + 1})
+        consumes = ([{"counterSet": f"gpu-{number}", "counters": {}}] for number in numbers)
+        found[name] = {"devices": [{"name": each[0]["counterSet"], "consumesCounters": each} for each in consumes]}
+    return found
+
+
+@given(st.lists(gpu_numbers, min_size=2, max_size=4), st.data())
+def test_no_device_ever_refers_to_a_counter_set_that_is_missing(
+    published: list[frozenset[int]], data: st.DataObject
+) -> None:
+    """After every single write, also when a round is cut short and the next one wants something else."""
+    sent: Sent = {}
+    server: Server = {}
+    server = apply(changes(slices_of(published[0]), server, sent, POOL), server, sent)
+    for wanted in published[1:]:
+        todo = changes(slices_of(wanted), server, sent, POOL)
+        assert todo.generation == 1
+        for write in todo.write[: data.draw(st.integers(0, len(todo.write)))]:
+            server = apply(replace(todo, write=[write]), server, sent)
+            specs = [item["spec"] for item in server.values()]
+            sets = {each["name"] for spec in specs for each in spec.get("sharedCounters", ())}
+            assert {device["name"] for spec in specs for device in spec.get("devices", ())} <= sets
 
 
 def test_devices_that_exchange_their_slices_are_a_new_generation() -> None:
@@ -119,7 +163,7 @@ def test_devices_that_exchange_their_slices_are_a_new_generation() -> None:
     sent: Sent = {}
     server = apply(changes(before, {}, sent, POOL), {}, sent)
     todo = changes(after, server, sent, POOL)
-    assert (todo.generation, todo.write) == (2, after)
+    assert (todo.generation, dict(todo.write)) == (2, after)
 
 
 @given(contents(), st.data())
@@ -129,7 +173,7 @@ def test_half_of_a_wiped_pool_is_completed_in_its_generation(desired: dict[str, 
     gone = set(data.draw(st.lists(st.sampled_from(sorted(desired)), unique=True))) if desired else set()
     left = {name: item for name, item in server.items() if name not in gone}
     todo = changes(desired, left, sent, POOL)
-    assert set(todo.write) == gone
+    assert {name for name, _ in todo.write} == gone
     assert todo.generation == 1
 
 
@@ -150,4 +194,4 @@ def test_the_time_of_a_fault_is_ours_and_of_any_other_taint_the_api_servers() ->
     item = slice_object(NAMES[2], stored, POOL, 1, 1, None)
     item["metadata"]["resourceVersion"] = "7"
     assert not changes(tainted(then, CORDONED), {NAMES[2]: item}, {}, POOL)
-    assert changes(tainted(later, CORDONED), {NAMES[2]: item}, {}, POOL).write.keys() == {NAMES[2]}
+    assert changes(tainted(later, CORDONED), {NAMES[2]: item}, {}, POOL).write[0][0] == NAMES[2]

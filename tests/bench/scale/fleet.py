@@ -7,8 +7,8 @@ from typing import Any
 
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP
-from driver.slices.build import Content, slice_object
-from driver.slices.publisher import SLICES
+from driver.slices.build import Content, slice_object, slice_spec
+from driver.slices.publisher import SLICES, changes
 from tests.bench.scale.bulk import Etcd
 from tests.bench.scale.layouts import Publishing
 from tests.bench.scale.nodes import HELD_PROFILE, HeldGpu, pool_of
@@ -62,10 +62,11 @@ class ServedFleet:
 
     def update(self, node: str, publishing: Publishing) -> None:
         """Write those slices of the node whose content has changed, as a node plugin does."""
-        contents = publishing.contents(node)
-        changed = {name: each for name, each in contents.items() if self._published[name] != each}
-        for name, content in changed.items():
-            item = slice_object(name, content, pool_of(node), 1, len(contents), None)
+        contents, pool = publishing.contents(node), pool_of(node)
+        before = {name: slice_spec(self._published[name], pool, 1, len(contents)) for name in contents}
+        actual = {name: {"metadata": {"resourceVersion": ""}, "spec": spec} for name, spec in before.items()}
+        for name, content in changes(contents, actual, {}, pool).write:
+            item = slice_object(name, content, pool, 1, len(contents), None)
             self._client.replace(f"{SLICES}/{name}", item)
             self._published[name] = content
             self.slice_updates += 1

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -27,6 +28,7 @@ class Layout(StrEnum):
 
     PEER = "like NVIDIA's driver"
     FITTING = "every offer that fits"
+    CURATED_ALWAYS = "curated, held always"
     CURATED = "curated"
 
 
@@ -84,9 +86,12 @@ class Fitting:
         """How long slices may say nothing of what was given out."""
         return 0.0
 
+    def published(self, entry: FleetGpu) -> PublishedGpu:
+        """What the slices have of the GPU."""
+        return PublishedGpu(entry.gpu, entry.number, entry.held, self.offers(entry))
+
     def contents(self, node: str) -> Mapping[str, Content]:
-        published = [PublishedGpu(e.gpu, e.number, e.held, self.offers(e)) for e in self._nodes[node].values()]
-        return self._builders[node].build(published)
+        return self._builders[node].build(map(self.published, self._nodes[node].values()))
 
     def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[OfferKind, int]) -> None:
         for uuid, devices in held.items():
@@ -113,7 +118,7 @@ class Fitting:
         return Fleet({uuid: entry for gpus in self._nodes.values() for uuid, entry in gpus.items()})
 
 
-class Curated(Fitting):
+class CuratedAlways(Fitting):
     """Node plugins that follow a controller: the product's choice of offers, and its rule when to tell what is held.
 
     An offer stays until something held overlaps it; the product takes others back, too, once they have stood unused
@@ -156,9 +161,18 @@ class Curated(Fitting):
                 self.write_in(self._node_of[offer.gpu], 0.0)
 
 
+class Curated(CuratedAlways):
+    """The same in a large cluster: a GPU of which nothing is offered is not published."""
+
+    def published(self, entry: FleetGpu) -> PublishedGpu:
+        found = super().published(entry)
+        return replace(found, unpublished=not found.offers)
+
+
 PUBLISHING: Mapping[Layout, Callable[[Fleet], Publishing]] = {
     Layout.PEER: Peer,
     Layout.FITTING: Fitting,
+    Layout.CURATED_ALWAYS: CuratedAlways,
     Layout.CURATED: Curated,
 }
 

@@ -19,7 +19,7 @@ from controller.plans import LAZY_WRITE_DELAY_SECONDS, MAX_WRITES, RETRY_INTERVA
 from driver.kube.client import Object
 from driver.kube.controller_heartbeat import SILENCE_TIMEOUT_SECONDS
 from driver.kube.types import PAUSED, GpuNodePlan, PlanMetadata
-from driver.model.plan import Offer, PlanMode, PlanSpec, PlanStatus, offer_of
+from driver.model.plan import Offer, PlanMode, PlanSpec, PlanStatus, PublishHeld, offer_of
 from tests.support.api_server import Exchange, HttpServer
 from tests.support.node_views import changes, fleet_of
 from tests.unit.controller.cluster.test_fleet_builder import view
@@ -67,7 +67,9 @@ def spec(*offers: str, withdrawn: tuple[str, ...] = (), held: tuple[str, ...] = 
 
 
 def spec_of(node: NodeView, offers: Sequence[Offer] = (), withdrawn: Sequence[PoolDevice] = ()) -> PlanSpec:
-    return PlanSpecs().update([node], changes([node]), fleet_of(node), offers, withdrawn)["n1"]
+    return PlanSpecs().update(
+        [node], changes([node]), fleet_of(node), offers, withdrawn, {node.name: PublishHeld.ALWAYS}
+    )["n1"]
 
 
 def index_of(node: NodeView) -> DeviceIndex:
@@ -249,19 +251,19 @@ def test_only_plans_are_looked_at_of_which_something_has_changed_or_that_wait_to
 
 
 def test_only_nodes_that_changed_get_another_spec() -> None:
-    specs, builder = PlanSpecs(), FleetBuilder()
+    specs, builder, modes = PlanSpecs(), FleetBuilder(), dict.fromkeys(("n1", "n2"), PublishHeld.ALWAYS)
     nodes = [view(), view(name="n2", pool="n2-gpu.tessera.dev", status=PlanStatus(epoch="e2"))]
     fleet, none = builder.build(nodes, changes(nodes)), changes(())
-    first = dict(specs.update(nodes, changes(nodes), fleet, [offer(SMALL)], []))
+    first = dict(specs.update(nodes, changes(nodes), fleet, [offer(SMALL)], [], modes))
     assert specs.changed == {"n1", "n2"}
     specs.changed.clear()
-    again = specs.update(nodes, none, fleet, [offer(SMALL)], [])
+    again = specs.update(nodes, none, fleet, [offer(SMALL)], [], modes)
     assert all(again[name] is first[name] for name in first)
     assert not specs.changed
-    assert specs.update(nodes, none, fleet, [], [PoolDevice(POOL, SMALL)])["n1"] == spec(withdrawn=(SMALL,))
-    assert specs.update(nodes, none, fleet, [], [])["n1"] == spec()
+    assert specs.update(nodes, none, fleet, [], [PoolDevice(POOL, SMALL)], modes)["n1"] == spec(withdrawn=(SMALL,))
+    assert specs.update(nodes, none, fleet, [], [], modes)["n1"] == spec()
     gone = changes(nodes[:1], nodes)
-    assert specs.update(nodes[:1], gone, builder.build(nodes[:1], gone), [], []) == {"n1": spec()}
+    assert specs.update(nodes[:1], gone, builder.build(nodes[:1], gone), [], [], modes) == {"n1": spec()}
 
 
 def test_what_somebody_was_given_though_it_was_to_go_is_told_at_once(writing: Writing) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from controller.demand.demand import Demand, demand_of
+from controller.demand.demand import Demand, demand_of, nodes_matching_held
 from controller.explain.reasons import reasons_of
 from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
@@ -141,9 +141,21 @@ def test_a_node_without_room_for_all_of_them_is_no_choice_while_another_has_it()
 def test_all_means_as_many_as_the_node_with_the_most_can_give() -> None:
     there = Situation([*node_of("a", gpus=2), *node_of("b", gpus=4)])
     there.wants(request(selector=FULL, allocationMode="All"))
-    [demand] = demand_of(there.queue)
+    demand = demand_of(there.queue)[0]
     assert demand.count == 4
     assert demand.together == (frozenset({"b/0", "b/1", "b/2", "b/3"}),)
+
+
+@pytest.mark.parametrize("field", [{"allocationMode": "All"}, {"adminAccess": True}])
+def test_everything_is_offered_that_a_claim_matches_whether_it_is_held_or_not(field: dict[str, Any]) -> None:
+    there = Situation(
+        [*node_of("a", gpus=2), *node_of("b", gpus=3), fleet_gpu("b", 3, "NVIDIA H100 80GB HBM3", "full")]
+    )
+    there.wants(request(selector=FULL, **field))
+    gpus = frozenset({"a/0", "a/1", "b/0", "b/1", "b/2", "b/3"})
+    assert demand_of(there.queue)[-1] == Demand(FULL_KEY, 1, gpus, everything=True)
+    assert nodes_matching_held(there.queue) == {"a", "b"}
+    assert not nodes_matching_held(Situation(node_of("a")).wants(request(selector=FULL)).queue)
 
 
 def test_all_is_not_for_a_node_where_some_are_in_use() -> None:
@@ -151,7 +163,7 @@ def test_all_is_not_for_a_node_where_some_are_in_use() -> None:
         [*node_of("a", gpus=2), *node_of("b", gpus=3), fleet_gpu("b", 3, "NVIDIA H100 80GB HBM3", "full")]
     )
     there.wants(request(selector=FULL, allocationMode="All"))
-    assert [(demand.count, demand.together) for demand in demand_of(there.queue)] == [
+    assert [(demand.count, demand.together) for demand in demand_of(there.queue) if not demand.everything] == [
         (2, (frozenset({"a/0", "a/1"}),)),
     ]
 

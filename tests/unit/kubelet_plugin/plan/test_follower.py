@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from driver.kube.types import GpuNodePlan, PlanMetadata
-from driver.model.plan import PlanMode, PlanSpec, offer_of, states_of
+from driver.model.plan import MODE_SPREAD_SECONDS, PlanMode, PlanSpec, offer_of, states_of
 from driver.slices.build import CLOSED
 from driver.slices.pool_names import DEVICES_PER_GPU, Pool
 from kubelet_plugin.inventory.inventory import GpuSharing
-from kubelet_plugin.plan.follower import FIRST_PLAN_TIMEOUT_SECONDS, MODE_SPREAD_SECONDS, PlanFile, PlanFollower
+from kubelet_plugin.plan.follower import FIRST_PLAN_TIMEOUT_SECONDS, PlanFile, PlanFollower
 from tests.support.node import NodeUnderTest, start_node
 from tests.support.published import build_slices
 
