@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from driver.kube.client import KubeClient, load_configuration
 from tests.bench.placement.trace import FULL_NODE, SKEW_SMALL, Request
@@ -98,7 +98,7 @@ class Measurement:
     def _bursts(self, layout: Layout, devices: int) -> Found:
         plan, before = self.plan, self.served.slice_updates
         with self.progress.part(f"{layout}: the scheduler starts and warms up"):
-            process = self.cluster.control_plane.restart_scheduler()
+            self._scheduler = process = self.cluster.control_plane.restart_scheduler()
             self.pods.burst("warm", [SMALL] * WARM_UP, WARM_UP_S)
         small = self._burst(layout, "small", [SMALL] * plan.pods)
         mix = self._burst(layout, "mix", _mixed(plan.pods))
@@ -111,7 +111,9 @@ class Measurement:
 
     def _burst(self, layout: Layout, name: str, requests: Sequence[Request]) -> Burst:
         with self.progress.part(f"{layout}: {len(requests)} pods ({name})"):
+            before = scheduler.cost(self._scheduler).cpu_s
             burst = self.pods.burst(name, requests, self.plan.burst_s)
+            burst = replace(burst, scheduler_cpu_s=scheduler.cost(self._scheduler).cpu_s - before)
             self.pods.give_up(name)
         bound = f"{burst.bound} of {burst.made} in {burst.seconds:.1f} s"
         self.progress.say(f"    {bound}: {burst.pods_a_second:.1f} pods/s")

@@ -52,15 +52,23 @@ class SeenPod(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Burst:
-    """Pods that were made at once: how many were bound, and within how many seconds: of the last, or of the limit."""
+    """Pods that were made at once: how many were bound, and within how many seconds: of the last, or of the limit.
+
+    ``scheduler_cpu_s`` is what the scheduler used meanwhile.
+    """
 
     made: int
     bound: int
     seconds: float
+    scheduler_cpu_s: float = 0.0
 
     @property
     def pods_a_second(self) -> float:
         return self.bound / self.seconds if self.bound else 0.0
+
+    @property
+    def scheduler_ms_a_pod(self) -> float | None:
+        return self.scheduler_cpu_s / self.bound * 1000 if self.bound else None
 
 
 @dataclass

@@ -9,7 +9,7 @@ from tests.bench.scale.layouts import Layout
 from tests.bench.scale.measure import Found
 from tests.bench.scale.pods import Burst
 
-HEADER = ("NODES", "LAYOUT", "DEVICES", "1g.10gb/s", "MIX/s", "1g.10gb/s BESIDE PARKED", "MEMORY MiB", "UPDATES")
+HEADER = ("NODES", "LAYOUT", "DEVICES", "1g.10gb/s", "MIX/s", "BESIDE PARKED/s", "CPU ms/POD", "MEMORY MiB", "UPDATES")
 
 
 def table(results: Sequence[Found]) -> str:
@@ -33,7 +33,9 @@ def _row(found: Found, peer: Found | None) -> list[str]:
         _rate(found.small_beside_parked, peer.small_beside_parked if peer else None),
     ]
     memory = _beside(f"{found.cost.peak_mib:.0f}", ratio(found.cost.peak_mib, peer.cost.peak_mib) if peer else None, 2)
-    return [str(found.nodes), found.layout, str(found.devices), *bursts, memory, str(found.slice_updates)]
+    cpu = found.small.scheduler_ms_a_pod
+    told = "-" if cpu is None else f"{cpu:.1f}"
+    return [str(found.nodes), found.layout, str(found.devices), *bursts, told, memory, str(found.slice_updates)]
 
 
 def _rate(burst: Burst, peer: Burst | None) -> str:
