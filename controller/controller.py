@@ -84,8 +84,8 @@ class Controller:
         self._specs = PlanSpecs()
         self._curator = Curator(Ranking(Measure(settings.weights)), settings.offers)
         self._unscheduled = UnscheduledClaims(settings.unused_s, Clock())
-        always = settings.publish_held == "always"
-        self._held_publication = HeldPublication(None if always else settings.publish_held_gpus)
+        self._client, self._settings = client, settings
+        self._held_publication = HeldPublication()
         self._writer = PlanWriter(client, self._cache.observe_plan, observer=observer)
         self._withdrawals = Withdrawals(self._fence, self._loop.notify, settings.linger_s, observer=observer)
 
@@ -173,10 +173,21 @@ class Controller:
         return Counter(about.kind for about, _ in self._cache.unreadable())
 
     def _start(self, seen: Snapshot) -> None:
-        """Take over the fence of the previous leader; once."""
+        """Take over the fence of the previous leader, and read the version of the API server; once."""
         if not self._started:
+            if self._settings.publish_held == "auto":
+                self._held_publication.most_gpus = self._settings.publish_held_limit(self._minor_version())
             self._fence.start(self._devices.of(offer for plan in seen.plans.values() for offer in plan.spec.offered))
             self._started = True
+
+    def _minor_version(self) -> str:
+        """The minor version of Kubernetes; empty if this account may not read it. Raises ApiError if nobody answers."""
+        try:
+            return str(self._client.get_object("/version").get("minor", ""))
+        except ApiError as error:
+            if error.status is None:
+                raise
+            return ""
 
     def _unfence(self, offers: Collection[Offer]) -> set[Offer]:
         """Lift the fence from offered devices. Returns those of ``offers`` that stay fenced because that failed."""

@@ -136,11 +136,11 @@ class HeldPublication:
 
     def __init__(
         self,
-        most_gpus: int | None,
+        most_gpus: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         spread: Callable[[], float] = random.random,
     ) -> None:
-        self._most_gpus = most_gpus
+        self.most_gpus = most_gpus
         self._clock = clock
         self._spread = spread
         self._modes: dict[str, PublishHeld] = {}
@@ -172,10 +172,10 @@ class HeldPublication:
 
     def _wanted(self, gpus: int, plans: Mapping[str, GpuNodePlan]) -> PublishHeld:
         """The mode of the cluster. It returns to ALWAYS only when clearly fewer GPUs are left."""
-        if self._most_gpus is None:
+        if self.most_gpus is None:
             return PublishHeld.ALWAYS
         left = any(plan.spec.publish_held is PublishHeld.BESIDE_OFFERS for plan in plans.values())
-        limit = self._most_gpus * RETURN_SHARE if left else self._most_gpus
+        limit = self.most_gpus * RETURN_SHARE if left else self.most_gpus
         return PublishHeld.ALWAYS if gpus <= limit else PublishHeld.BESIDE_OFFERS
 
 

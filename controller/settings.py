@@ -56,6 +56,10 @@ def _identity() -> str:
     return f"{socket.gethostname()}_{os.getpid()}"
 
 
+PUBLISH_HELD_GPUS, PUBLISH_HELD_GPUS_BEFORE_1_37 = 500, 80
+"""The number of GPUs at which held devices make the scheduler take about 10 ms for a pod (docs/scale.md)."""
+
+
 class ControllerSettings(BaseModel):
     """The settings of ``tessera controller``; field names are the flags' names.
 
@@ -64,7 +68,7 @@ class ControllerSettings(BaseModel):
     ``fence_minutes``: how long a withdrawn device stays fenced, since a decision of the scheduler may be that late.
     ``weights``: how much each class counts (default: equally). ``unused_s``: how long a claim may be pending beside a
     matching offer until that is reported. ``publish_held``: whether nodes publish the held devices of GPUs without
-    offers; ``auto``: in clusters of at most ``publish_held_gpus`` GPUs.
+    offers; ``auto``: in clusters of at most ``publish_held_gpus`` GPUs (None: by the version of Kubernetes).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,9 +84,16 @@ class ControllerSettings(BaseModel):
     weights: Annotated[dict[str, float], BeforeValidator(_weights)] = Field(default_factory=dict)
     unused_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
     publish_held: Literal["always", "auto"] = "auto"
-    publish_held_gpus: Annotated[int, Field(ge=0)] = 400
+    publish_held_gpus: Annotated[int | None, Field(ge=0)] = None
     metrics_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
     health_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
+
+    def publish_held_limit(self, minor: str) -> int:
+        """The most GPUs of a cluster whose nodes publish all held devices; ``minor``: its minor version, as "36+"."""
+        if self.publish_held_gpus is not None:
+            return self.publish_held_gpus
+        digits = re.match(r"\d+", minor)
+        return PUBLISH_HELD_GPUS_BEFORE_1_37 if digits and int(digits[0]) < 37 else PUBLISH_HELD_GPUS
 
 
 def controller_settings(**values: object) -> ControllerSettings:

@@ -40,13 +40,16 @@ def slices(snapshot: StatusSnapshot) -> CheckOutput:
 
 def devices(snapshot: StatusSnapshot) -> CheckOutput:
     published, taken = _published(snapshot), _taken(snapshot)
-    yield f"{len(taken)} held"
+    missing = sorted(taken.keys() - published.keys())
+    left_out = _left_out(snapshot, missing)
+    yield f"{len(taken)} held" + (f" ({len(left_out)} not published: publishHeld auto)" if left_out else "")
     yield f"{len(_offered(snapshot))} offered"
     if any(device.is_simulated for device in published.values()):
         yield "simulated GPUs among them"
-    for name in sorted(taken.keys() - published.keys()):
-        message = f"of pool {name[0]} is held by claim {taken[name].metadata.key}, but not published"
-        yield Finding(name[1], message, "start the node's plugin; until then its memory may be allocated twice")
+    for name in missing:
+        if name not in left_out:
+            message = f"of pool {name[0]} is held by claim {taken[name].metadata.key}, but not published"
+            yield Finding(name[1], message, "start the node's plugin; until then its memory may be allocated twice")
 
 
 def health(snapshot: StatusSnapshot) -> CheckOutput:
@@ -132,6 +135,24 @@ def _offered(snapshot: StatusSnapshot) -> list[tuple[str, str]]:
     return [name for name, device in _published(snapshot).items() if name not in taken and not device.taints]
 
 
+def _left_out(snapshot: StatusSnapshot, missing: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Those of ``missing``, held devices in no slice, that nodes leave out because nothing of their GPU is offered.
+
+    The plan of the node must name them as held: only then are they published again together with the next offer.
+    """
+    held = {
+        Pool(name, snapshot.driver).name: plan.spec.held_devices
+        for name, plan in (snapshot.plans or {}).items()
+        if plan.spec.leaves_out_held and plan.status.mode is PlanMode.PLANNED
+    }
+    offering = {(pool, _gpu_part(device)) for pool, device in _offered(snapshot)}
+    return {
+        (pool, device)
+        for pool, device in missing
+        if device in held.get(pool, ()) and (pool, _gpu_part(device)) not in offering
+    }
+
+
 def _gpu_uuids(slices: Iterable[ResourceSlice]) -> frozenset[str]:
     return frozenset(uuid for item in slices for uuid in item.spec.gpu_uuids)
 
@@ -203,4 +224,9 @@ def _served_gpus(snapshot: StatusSnapshot) -> set[str]:
 
 def _gpu_of(item: ResourceSlice, device: SliceDevice) -> str:
     """The GPU of a device as NODE/gpu-N."""
-    return f"{item.spec.node_name}/{'-'.join(device.name.split('-')[:2])}"
+    return f"{item.spec.node_name}/{_gpu_part(device.name)}"
+
+
+def _gpu_part(device: str) -> str:
+    """The part of a device's name that names its GPU: gpu-N."""
+    return "-".join(device.split("-")[:2])

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from driver.kube.types import GpuNodePlan, PlanMetadata
-from driver.model.plan import MODE_SPREAD_SECONDS, PlanMode, PlanSpec, offer_of, states_of
-from driver.slices.build import CLOSED
+from driver.model.gpu_health import DeviceCondition
+from driver.model.plan import MODE_SPREAD_SECONDS, PlanMode, PlanSpec, PublishHeld, Summary, offer_of, states_of
+from driver.slices.build import CLOSED, Content
 from driver.slices.pool_names import DEVICES_PER_GPU, Pool
 from kubelet_plugin.inventory.inventory import GpuSharing
 from kubelet_plugin.plan.follower import FIRST_PLAN_TIMEOUT_SECONDS, PlanFile, PlanFollower
@@ -250,10 +251,21 @@ def test_the_status_tells_the_controller_all_about_the_gpus(followed: Followed) 
     assert msgspec.json.decode(msgspec.json.encode(status), type=type(status)) == status
 
 
+def slices_of(followed: Followed) -> dict[str, Content]:
+    return build_slices(Pool("node-a", "gpu.tessera.dev"), followed.follower.published())
+
+
+def in_slices(followed: Followed) -> set[str]:
+    return {device["name"] for content in slices_of(followed).values() for device in content.get("devices", ())}
+
+
+def counter_sets(followed: Followed) -> set[str]:
+    return {each["name"] for content in slices_of(followed).values() for each in content.get("sharedCounters", ())}
+
+
 def closed(followed: Followed) -> set[str]:
     """Devices that are published and that nobody new is given."""
-    found = build_slices(Pool("node-a", "gpu.tessera.dev"), followed.follower.published())
-    devices = (device for content in found.values() for device in content.get("devices", ()))
+    devices = (device for content in slices_of(followed).values() for device in content.get("devices", ()))
     return {device["name"] for device in devices if CLOSED in device.get("taints", ())}
 
 
@@ -332,3 +344,93 @@ def test_offers_that_can_not_be_made_are_refused_with_a_reason(followed: Followe
     refused = dict(entry.split(": ") for entry in followed.follower.status().refused)
     assert refused.keys() == {unknown, *followed.offers(FULL)}
     assert "no such device" in refused[unknown]
+
+
+class TestAGpuThatOffersNothing:
+    """The plan says that held devices are published only beside offers."""
+
+    HELD, FREED = "gpu-0-mig-1g10gb-0", "gpu-0-mig-1g10gb-1"
+
+    @pytest.fixture
+    def beside(self, followed: Followed) -> Followed:
+        """HELD is allocated and prepared, SMALL is offered beside it."""
+        everything = tuple(device for gpu in range(8) for device in followed.published(gpu))
+        claim = followed.node.api.allocate("infer", self.HELD)
+        followed.node.preparer.prepare(claim)
+        self.plan(followed, SMALL, withdrawn=everything)
+        assert in_slices(followed) == {self.HELD, SMALL}
+        return followed
+
+    def plan(
+        self, followed: Followed, *offered: str, held: tuple[str, ...] = (HELD,), withdrawn: tuple[str, ...] = ()
+    ) -> None:
+        named = tuple(f"{device} default/infer" for device in held)
+        beside_offers = PublishHeld.BESIDE_OFFERS
+        followed.told(PlanSpec("", named, followed.offers(*offered), withdrawn, beside_offers))
+
+    def test_it_leaves_the_slices_with_its_counters_once_its_last_offer_is_allocated(self, beside: Followed) -> None:
+        assert counter_sets(beside) == {"gpu-0"}
+        self.plan(beside, held=(self.HELD, SMALL))
+        assert in_slices(beside) == set()
+        assert counter_sets(beside) == set()
+        assert beside.follower.status().summary == Summary(gpus=8, held=2, offered=0)
+
+    def test_it_stays_while_its_last_offer_is_not_withdrawn(self, beside: Followed) -> None:
+        self.plan(beside)
+        assert in_slices(beside) == {self.HELD, SMALL}
+        self.plan(beside, withdrawn=(SMALL,))
+        assert in_slices(beside) == set()
+
+    def test_it_comes_back_with_everything_that_may_be_held(self, beside: Followed) -> None:
+        self.plan(beside, held=(self.HELD, SMALL))
+        assert in_slices(beside) == set()
+        # Nobody has SMALL any more, as far as the controller knows; a late allocation of it may still be written.
+        self.plan(beside)
+        assert in_slices(beside) == set()
+        self.plan(beside, OTHER)
+        assert in_slices(beside) == {self.HELD, SMALL, OTHER}
+        assert closed(beside) == {self.HELD, SMALL}
+
+    @pytest.mark.parametrize("wiped", [False, True])
+    def test_a_restart_knows_what_was_unpublished(self, beside: Followed, *, wiped: bool) -> None:
+        self.plan(beside, held=(self.HELD, SMALL))
+        there = in_slices(beside)
+        beside.in_slices = set() if wiped else there
+        beside.start()
+        beside.controller.plan_now = None  # not received yet
+        assert in_slices(beside) == set()
+        self.plan(beside, OTHER)
+        assert in_slices(beside) == {self.HELD, SMALL, OTHER}
+
+    def test_a_plan_that_lacks_a_prepared_device_does_not_bring_it_back(self, beside: Followed) -> None:
+        self.plan(beside, held=(self.HELD, SMALL))
+        assert in_slices(beside) == set()
+        self.plan(beside, OTHER, held=(SMALL,))
+        assert in_slices(beside) == set()
+        [refused] = beside.follower.status().refused
+        assert refused.endswith(f"the plan lacks a device of its GPU that a claim still has: {self.HELD}")
+        self.plan(beside, OTHER, held=(self.HELD, SMALL))
+        assert in_slices(beside) == {self.HELD, SMALL, OTHER}
+
+    def test_it_is_published_whatever_is_offered_if_the_plan_says_always(self, beside: Followed) -> None:
+        self.plan(beside, held=(self.HELD, SMALL))
+        assert in_slices(beside) == set()
+        beside.told(PlanSpec(held=(f"{self.HELD} default/infer", f"{SMALL} default/infer")))
+        assert in_slices(beside) == {self.HELD, SMALL}
+
+    def test_it_is_published_by_a_standalone_node(self, beside: Followed) -> None:
+        self.plan(beside, held=(self.HELD, SMALL))
+        assert in_slices(beside) == set()
+        beside.controller.is_alive = False
+        in_slices(beside)
+        beside.now += MODE_SPREAD_SECONDS
+        assert in_slices(beside) >= {self.HELD, SMALL, OTHER}
+
+    def test_it_is_published_while_a_held_device_is_unhealthy(self, beside: Followed) -> None:
+        gpu = beside.node.node.inventory.gpus[0]
+        self.plan(beside, held=(self.HELD, SMALL))
+        assert in_slices(beside) == set()
+        beside.node.node.inventory.set_conditions(gpu.uuid, (DeviceCondition("xid-94", "contained error"),))
+        assert in_slices(beside) == {self.HELD, SMALL}
+        beside.node.node.inventory.set_conditions(gpu.uuid, ())
+        assert in_slices(beside) == set()

@@ -13,7 +13,7 @@ import yaml
 
 from driver.kube.controller_heartbeat import LEAVING
 from driver.kube.types import Claim, DeviceClass, GpuNodePlan, PlanMetadata, ResourceSlice
-from driver.model.plan import PlanMode, PlanSpec, PlanStatus
+from driver.model.plan import PlanMode, PlanSpec, PlanStatus, PublishHeld
 from tessera.commands.status import Result, as_text, run_checks
 from tessera.status.snapshot import Listing, ReadFailure, StatusSnapshot
 from tests.support.chart import manifests
@@ -115,6 +115,22 @@ def test_nothing_is_wrong_with_a_sound_installation() -> None:
     text = as_text(run_checks(SOUND))
     assert "leader controller-1, heartbeat 3 s ago" in text
     assert "1 held, 0 offered" in text
+
+
+def test_a_held_device_may_be_unpublished_only_while_nothing_of_its_gpu_is_offered() -> None:
+    held = PlanSpec(held=("gpu-0-mig-1g10gb-6 team/train",), publish_held=PublishHeld.BESIDE_OFFERS)
+    following = replace(SOUND, claims=[claim("gpu-0-mig-1g10gb-6")], slices=[slice_of([])])
+    sound = replace(following, plans={NODE: msgspec.structs.replace(plan(), spec=held)})
+    assert found(sound) == {}
+    assert "1 held (1 not published: publishHeld auto), 0 offered" in as_text(run_checks(sound))
+    offering = slice_of([{"name": "gpu-0-mig-1g10gb-0"}])
+    for wrong in (
+        replace(sound, slices=[offering]),
+        replace(sound, plans={NODE: msgspec.structs.replace(plan(PlanMode.STANDALONE), spec=held)}),
+        replace(sound, plans={NODE: msgspec.structs.replace(plan(), spec=msgspec.structs.replace(held, held=()))}),
+        following,
+    ):
+        assert "gpu-0-mig-1g10gb-6 of pool node-a-gpu.tessera.dev is held by claim" in found(wrong)["devices"]
 
 
 BEAT = "tessera-controller-heartbeat"
