@@ -28,14 +28,13 @@ from controller.explain.events import EventReporter
 from controller.explain.pending_despite_offers import UnscheduledClaims
 from controller.explain.reasons import reasons_of
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
-from controller.plans import HeldPublication, PlanSpecs, PlanWriter
+from controller.plans import HeldPublication, PlanSpecs, PlanWriter, first_offers
 from controller.settings import ControllerSettings
 from controller.steps import Observer, Step
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
 from driver.kube.events import Recorder
-from driver.kube.types import GpuNodePlan
 from driver.kube.work_loop import Loop
 from driver.model.plan import Offer
 from driver.placement.measure import Measure
@@ -210,12 +209,7 @@ class Controller:
         must name every device of it that a claim holds. Hence this waits until the cache of claims has processed every
         change up to now, and leaves out the nodes on which that changed anything: another decision follows at once.
         """
-        again: dict[Offer, str] = {}
-        for offer in offers:
-            node = fleet.gpus[offer.gpu].node
-            plan = seen.plans.get(node)
-            if plan is not None and plan.spec.leaves_out_held and offer.gpu not in _offering(plan):
-                again[offer] = node
+        again = first_offers(offers, fleet, seen.plans)
         if not again:
             return set()
         nodes = set(again.values())
@@ -230,8 +224,3 @@ class Controller:
         unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
         reasons = reasons_of(queue, self._unreported.update(seen.views))
         self._events.claims([*reasons, *self._unscheduled.reasons(queue, unfenced, seen.incomplete)])
-
-
-def _offering(plan: GpuNodePlan) -> set[str]:
-    """The GPUs of which a plan offers anything."""
-    return {text.partition("/")[0] for text in plan.spec.offers}

@@ -179,6 +179,17 @@ class HeldPublication:
         return PublishHeld.ALWAYS if gpus <= limit else PublishHeld.BESIDE_OFFERS
 
 
+def first_offers(offers: Collection[Offer], fleet: Fleet, plans: Mapping[str, GpuNodePlan]) -> dict[Offer, str]:
+    """Those of ``offers``, with their nodes, whose GPUs may be unpublished: plans offer nothing of them so far."""
+    offering = {
+        name: {text.partition("/")[0] for text in plans[name].spec.offers}
+        for name in {fleet.gpus[offer.gpu].node for offer in offers}
+        if name in plans and plans[name].spec.leaves_out_held
+    }
+    nodes = ((offer, fleet.gpus[offer.gpu].node) for offer in offers)
+    return {offer: node for offer, node in nodes if node in offering and offer.gpu not in offering[node]}
+
+
 def _mode(plan: GpuNodePlan | None, wanted: PublishHeld) -> PublishHeld:
     return wanted if plan is None else plan.spec.publish_held
 

@@ -36,3 +36,11 @@ def test_every_profile_of_a_known_product_can_have_a_weight() -> None:
         weights=", ".join(f"{name} = 2" for name in sorted(names)) + ",full=0,share=1,clique=3"
     )
     assert settings.weights == dict.fromkeys(names, 2.0) | {"full": 0.0, "share": 1.0, "clique": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "minor", "most"),
+    [(None, "37", 500), (None, "36", 80), (None, "36+", 80), (None, "", 500), (0, "36", 0), (9, "37", 9)],
+)
+def test_the_limit_of_auto_is_the_given_one_or_that_of_the_version(given: int | None, minor: str, most: int) -> None:
+    assert controller_settings(publish_held_gpus=given).publish_held_limit(minor) == most
