@@ -70,6 +70,8 @@ def race(
 def all_is_well(nodes: Field, outcome: Outcome) -> None:
     assert outcome.overlaps == 0
     assert outcome.refused_by_node == 0
+    assert outcome.unpublished
+    assert outcome.republished
     nodes.untouched()
     # Not all that still wait would fit beside those that are served.
     nodes.jobs.end(*(name for name in nodes.jobs.names if nodes.allocations.of(name)))

@@ -66,8 +66,9 @@ class Allocations:
     """Watches while ``stop`` is not set. All nodes have the same hardware, and offer so many shares of each GPU.
 
     ``overlaps`` are allocations of memory that another claim had, in the order in which the API server stored them.
-    ``touched`` are devices that left the slices, changed their counters or were withdrawn by a plan while a claim had
-    them.
+    ``touched`` are devices that changed their counters or were withdrawn by a plan while a claim had them, or that were
+    not in their slice though it had another device of their GPU that no claim had: after every write of a slice.
+    ``unpublished`` and ``republished`` count how often a GPU with held devices left its slice, and came back.
     ``on_change`` is told the name of each claim that got or lost devices, and what it has now.
     """
 
@@ -90,6 +91,7 @@ class Allocations:
         """Devices that were no longer in the slices when they were given out."""
         self.overlaps: list[str] = []
         self.touched: list[str] = []
+        self.unpublished = self.republished = 0
 
     def start(self, stop: threading.Event) -> None:
         for watched in (self._claims, self._slices, self._plans):
@@ -127,13 +129,30 @@ class Allocations:
                 if mine.pool == have.pool and self._devices[mine.device].overlaps(self._devices[have.device]):
                     self.overlaps.append(f"{time.strftime('%H:%M:%S')} {key.name} got {mine}; {other.name} has {have}")
 
+    def missing(self) -> set[PoolDevice]:
+        """Held devices that are not in the slices although something else of their GPU is offered there."""
+        held = {device for devices in self.held().values() for device in devices}
+        published = self.published()
+        offering = {_gpu_of(device) for device in published - held}
+        return {device for device in held - published if _gpu_of(device) in offering}
+
     def _slices_changed(self, changes: Sequence[Change[SliceSpec]]) -> None:
         for change in changes:
             old, new = _counters(change.old), _counters(change.new)
-            for name, held in self._claims.snapshot().items():
-                for device in held.devices:
-                    if device in old and old[device] != new.get(device) and self._still(name, held):
+            claims = self._claims.snapshot()
+            held = {device for claim in claims.values() for device in claim.devices}
+            offering = {_gpu_of(device) for device in new.keys() - held}
+            self._count({*map(_gpu_of, old.keys() & held)}, {*map(_gpu_of, new.keys() & held)})
+            for name, claim in claims.items():
+                for device in claim.devices:
+                    changed = device in old and device in new and old[device] != new[device]
+                    left = device not in new and _gpu_of(device) in offering
+                    if (changed or left) and self._still(name, claim):
                         self.touched.append(f"{time.strftime('%H:%M:%S')} {device} of {name.name}: {new.get(device)}")
+
+    def _count(self, before: set[tuple[str, str]], after: set[tuple[str, str]]) -> None:
+        self.unpublished += len(before - after)
+        self.republished += len(after - before)
 
     def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> None:
         for change in changes:
@@ -156,6 +175,11 @@ class Allocations:
 
 def _counters(spec: SliceSpec | None) -> dict[PoolDevice, tuple[dict[str, Any], ...]]:
     return {PoolDevice(spec.pool["name"], device.name): device.counters for device in spec.devices} if spec else {}
+
+
+def _gpu_of(device: PoolDevice) -> tuple[str, str]:
+    """The pool, and the number of the GPU in it."""
+    return device.pool, device.device.split("-")[1]
 
 
 def _held(claim: Claim) -> Held | None:

@@ -45,7 +45,7 @@ class Circumstances:
     """``lease_s``: how long others wait for a leader that is silent; ``server``: another address of the API server.
 
     ``offers``: how many of each kind stand; ``hasty``: what is not wanted is fenced at once, without the seconds in
-    which its taint keeps decisions away.
+    which its taint keeps decisions away. ``publish_held``: nodes publish the held devices of GPUs without offers.
     """
 
     lease_s: int = 3
@@ -53,6 +53,7 @@ class Circumstances:
     server: str = ""
     offers: int = 2
     hasty: bool = False
+    publish_held: bool = False
 
 
 class FaultyController(ControllerProcess):
@@ -71,7 +72,14 @@ class FaultyController(ControllerProcess):
         own = self.folder / "kubeconfig"
         own.write_text(kubeconfig.read_text().replace(self.cluster.server, near.server or self.cluster.server))
         own.chmod(0o600)
-        settings = {"kubeconfig": str(own), "identity": self._name, "offers": near.offers, "settle_s": 0.0}
+        settings: dict[str, object] = {
+            "kubeconfig": str(own),
+            "identity": self._name,
+            "offers": near.offers,
+            "settle_s": 0.0,
+        }
+        settings["publish_held"] = "always" if near.publish_held else "auto"
+        settings["publish_held_gpus"] = 0
         settings["linger_s"] = 0.0 if near.hasty else LINGER_S
         more = {"lease_s": near.lease_s, "clock_off_s": near.clock_off_s, "hasty": near.hasty}
         (self.folder / "settings.json").write_text(json.dumps({**settings, **more}))

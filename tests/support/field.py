@@ -68,10 +68,10 @@ class Field:
         return time.monotonic() - since
 
     def untouched(self) -> None:
-        """Nothing was given out twice, nothing held left the slices or changed."""
+        """Nothing was given out twice, nothing held changed or left the slices while its GPU offered anything."""
         assert self.allocations.overlaps == []
         assert self.allocations.touched == []
-        wait_for(self._all_published, SOON_S, "everything held is in the slices")
+        wait_for(lambda: not self.allocations.missing(), SOON_S, "what is held beside offers is in the slices")
 
     def fenced(self) -> set[PoolDevice]:
         try:
@@ -118,10 +118,6 @@ class Field:
     def _curated(self) -> bool:
         held = {device for devices in self.allocations.held().values() for device in devices}
         return self.allocations.published() <= self.offered() | held
-
-    def _all_published(self) -> bool:
-        held = {device for devices in self.allocations.held().values() for device in devices}
-        return held <= self.allocations.published()
 
 
 def _name(number: int, offer: Offer) -> str:

@@ -52,6 +52,8 @@ class Outcome:
     overlaps: int
     touched: int
     refused_by_node: int
+    unpublished: int
+    republished: int
 
     @property
     def tries(self) -> int:
@@ -64,7 +66,8 @@ class Outcome:
             f"{self.tries} tries ({self.during} stored meanwhile, {self.refused} refused by the fence): "
             f"{self.late} devices that had left the slices, "
             f"{self.overlaps} overlaps, {self.touched} held devices touched, "
-            f"{self.refused_by_node} prepares refused by the node"
+            f"{self.refused_by_node} prepares refused by the node; "
+            f"GPUs with held devices were unpublished {self.unpublished} times and came back {self.republished} times"
         )
 
 
@@ -167,6 +170,8 @@ class LateDecisions:
             overlaps=len(allocations.overlaps),
             touched=len(allocations.touched),
             refused_by_node=len(self._nodes.kubelets.refused),
+            unpublished=allocations.unpublished,
+            republished=allocations.republished,
         )
 
     def _spans(self) -> list[tuple[float, float]]:
