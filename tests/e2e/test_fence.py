@@ -30,6 +30,7 @@ from tests.support.fence_race import (
     new_claim,
     without_fence,
 )
+from tests.support.unpublishing_race import race as unpublishing_race
 
 LONGEST = ".".join(["n" * 63] * 3 + ["n" * 61])
 """A name of a pool as long as it may be."""
@@ -224,3 +225,29 @@ def test_no_device_is_both_withdrawn_and_allocated_in_thousands_of_tries(
     fence: Fence, scheduler: KubeClient, controller: KubeClient, claims: ClaimsCache, rounds: int, delay_s: float
 ) -> None:
     race(scheduler, controller, claims, fenced=True, rounds=rounds, delay_s=delay_s)
+
+
+def unpublishing(
+    scheduler: KubeClient, controller: KubeClient, claims: ClaimsCache, nodes: int, delay_s: float, tries: int
+) -> None:
+    fence = Fence(controller, claims, FenceSettings(settle_s=0))
+    assert fence.take_back([PoolDevice("no-pool", "no-device")]).in_force
+    outcome = unpublishing_race(scheduler, fence, claims, nodes, delay_s, tries, within_s=1500)
+    print(f"delays up to {delay_s} s: {outcome}")
+    assert outcome.overlaps == outcome.refused_by_node == 0
+    assert outcome.unpublished
+    assert outcome.republished
+
+
+def test_no_memory_is_given_out_twice_when_gpus_are_unpublished_and_come_back(
+    scheduler: KubeClient, controller: KubeClient, claims: ClaimsCache
+) -> None:
+    unpublishing(scheduler, controller, claims, nodes=8, delay_s=0.1, tries=150)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_no_memory_is_given_out_twice_in_thousands_of_tries(
+    scheduler: KubeClient, controller: KubeClient, claims: ClaimsCache
+) -> None:
+    unpublishing(scheduler, controller, claims, nodes=64, delay_s=10, tries=5000)

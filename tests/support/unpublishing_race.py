@@ -1,0 +1,246 @@
+"""A late scheduler against GPUs that are unpublished and published again: is any memory given out twice?
+
+Claims, fence and canary are on a real API server. Each node follows plans by the product's rules; its slices, which no
+part of the API server looks at, stay in this process. Every step is late: what the scheduler sees of the slices, what
+it writes, what the controller withdraws, what the node publishes and prepares. Two things a scheduler is spared: claims
+that end are not seen before the slices in which they were prepared, and devices are not offered again before it has
+seen that they were withdrawn.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from controller.cluster.claim_index import PoolDevice
+from controller.fence.withdrawal import Fence
+from driver.errors import ApiError
+from driver.kube.client import KubeClient
+from driver.kube.types import GpuNodePlan, PlanMetadata
+from driver.model.device import Device, devices_of
+from driver.model.plan import PlanMode, PlanSpec, PublishHeld, offer_of
+from driver.placement.state import GpuState
+from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
+from kubelet_plugin.plan.follower import PlanFollower, PlanMemory
+from tests.harness.waiting import wait_for
+from tests.support.fence_race import ClaimsCache, allocate, new_claim
+from tests.support.gpus import gpu_of
+from tests.support.published import DRIVER
+
+CLAIMANTS = 4
+"""Claims of each node."""
+
+POLL_S = 0.02
+
+GPU = gpu_of()
+DEVICES = {
+    device.name: device
+    for device in devices_of(GPU, 0, 0)
+    if device.profile is None or device.profile.name in {"1g.10gb", "3g.40gb"}
+}
+
+
+@dataclass
+class Outcome:
+    """``tried``: decisions that were written, stored or refused by the fence. ``refused_by_node``: prepares."""
+
+    tried: int = 0
+    refused: int = 0
+    overlaps: int = 0
+    refused_by_node: int = 0
+    unpublished: int = 0
+    republished: int = 0
+
+
+class NodeRace:
+    """One node with one GPU, its claimants, and the part of a controller that is about it."""
+
+    def __init__(
+        self, client: KubeClient, fence: Fence, claims: ClaimsCache, number: int, most_delay_s: float, total: Outcome
+    ) -> None:
+        self._client, self._fence, self._claims, self.total = client, fence, claims, total
+        self._random = random.Random(number)
+        self._most_delay_s = most_delay_s
+        self._pool = f"race-{number}-{DRIVER}"
+        self._lock = threading.Lock()
+        self._inventory = Inventory([GPU], {GPU.uuid: 0})
+        self._plan = GpuNodePlan(PlanMetadata("race"), PlanSpec("epoch", publish_held=PublishHeld.BESIDE_OFFERS))
+        self._follower = PlanFollower(
+            lambda: self._plan,
+            lambda: True,
+            self._inventory,
+            PlanMemory("epoch", PlanMode.PLANNED),
+            lambda memory, durable: None,
+            tuple,
+            lambda: None,
+            lambda: None,
+        )
+        self._slices: list[frozenset[str]] = [frozenset()]
+        """Every version of the slices; the scheduler sees them up to ``_seen``."""
+        self._offered: list[frozenset[str]] = [frozenset()]
+        """Of each version, the devices without the taint of those that are not offered."""
+        self._seen = 0
+        self._assumed: set[str] = set()
+        self._stored: set[str] = set()
+        self._hidden = False
+        self._objects = [new_claim(client, f"race-{number}-{at}") for at in range(CLAIMANTS)]
+
+    def delay(self, stop: threading.Event) -> None:
+        stop.wait(self._random.uniform(0, self._most_delay_s))
+
+    # The node
+
+    def _publish(self) -> int:
+        """Publish by the present plan. Returns the version of the slices."""
+        with self._lock:
+            [entry] = self._follower.published()
+            names = frozenset(device.name for device in (*entry.held, *entry.offers) if not entry.unpublished)
+            if entry.unpublished != self._hidden:
+                self._hidden = entry.unpublished
+                self.total.unpublished += entry.unpublished and bool(entry.held)
+                self.total.republished += not entry.unpublished and bool(entry.held)
+            if (names, names - entry.closed) != (self._slices[-1], self._offered[-1]):
+                self._offered.append(names - entry.closed)
+                self._slices.append(names)
+            return len(self._slices) - 1
+
+    def node(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            self.delay(stop)
+            self._publish()
+
+    # The scheduler
+
+    def watch(self, stop: threading.Event) -> None:
+        """See newer slices, late."""
+        while not stop.is_set():
+            newest = len(self._slices) - 1
+            self.delay(stop)
+            self._seen = max(self._seen, newest)
+
+    def _wait_seen(self, version: int, stop: threading.Event) -> None:
+        self._wait(lambda: self._seen >= version, stop)
+
+    def _decide(self, tolerates: bool) -> Device | None:
+        with self._lock:
+            published = self._slices[self._seen]
+            state = GpuState.of(GPU, [DEVICES[name] for name in published & self._assumed])
+            choice = (published if tolerates else self._offered[self._seen]) - self._assumed
+            free = sorted(name for name in choice if state.fits(DEVICES[name]))
+            if not free:
+                return None
+            name = self._random.choice(free)
+            self._assumed.add(name)
+            return DEVICES[name]
+
+    def claimant(self, at: int, stop: threading.Event) -> None:
+        """Get a device, have it prepared, give it back; again and again."""
+        while not stop.is_set():
+            self.delay(stop)
+            if (device := self._decide(tolerates=at == 0)) is None:
+                stop.wait(POLL_S)
+                continue
+            self.delay(stop)
+            if not self._allocate(at, device):
+                continue
+            self.delay(stop)
+            holder = ClaimReference("default", f"claim-{at}", f"{self._pool}-{at}")
+            with self._lock:
+                fits = self._inventory.conflict(holder.uid, device) is None
+                if fits:
+                    self._inventory.hold(holder, [device])
+                self.total.refused_by_node += not fits
+            self._wait_seen(self._publish(), stop)
+            self.delay(stop)
+            self._inventory.release(holder.uid)
+            with self._lock:
+                self._stored.discard(device.name)
+            self._objects[at] = allocate(self._client, self._objects[at])
+            with self._lock:
+                self._assumed.discard(device.name)
+
+    def _allocate(self, at: int, device: Device) -> bool:
+        try:
+            self._objects[at] = allocate(self._client, self._objects[at], PoolDevice(self._pool, device.name))
+        except ApiError as error:
+            assert error.status == 422, error  # noqa: PT017 - nothing else may refuse it
+            with self._lock:
+                self.total.tried += 1
+                self.total.refused += 1
+                self._assumed.discard(device.name)
+            return False
+        with self._lock:
+            self.total.tried += 1
+            self.total.overlaps += sum(device.overlaps(DEVICES[name]) for name in self._stored)
+            self._stored.add(device.name)
+        return True
+
+    # The controller
+
+    def controller(self, stop: threading.Event) -> None:
+        """Offer any devices that fit, most often none; withdraw others through the fence."""
+        while not stop.is_set():
+            self.delay(stop)
+            held = self._held()
+            state = GpuState.of(GPU, [DEVICES[name] for name in held])
+            fitting = sorted(name for name, device in DEVICES.items() if name not in held and state.fits(device))
+            wanted = self._random.sample(fitting, min(len(fitting), self._random.choice([0, 0, 1, 3])))
+            fenced = {device for device in map(self._device, wanted) if self._fence.is_fenced(device)}
+            self._wait(lambda fenced=fenced: not self._pending(fenced), stop)  # type: ignore[misc]
+            self._fence.lift(fenced)
+            self._offer(wanted, held)
+            self.delay(stop)
+            excess = {self._device(name) for name in self._slices[-1].difference(wanted, self._held())}
+            if excess:
+                gone = self._fence.take_back(excess).devices
+                self.delay(stop)
+                self._offer(wanted, self._held(), gone)
+                self._wait(lambda gone=gone: not gone & {*map(self._device, self._slices[-1])}, stop)  # type: ignore[misc]
+                self._wait_seen(len(self._slices) - 1, stop)
+
+    def _offer(self, wanted: list[str], held: frozenset[str], withdrawn: Collection[PoolDevice] = ()) -> None:
+        assert self._fence.catch_up()
+        if (now := self._held()) != held:  # the product makes another decision
+            wanted, held = [], now
+        offers = tuple(str(offer_of(DEVICES[name])) for name in wanted)
+        named = tuple(f"{name} default/claim" for name in sorted(held))
+        gone = tuple(device.device for device in withdrawn)
+        spec = PlanSpec("epoch", named, offers, gone, PublishHeld.BESIDE_OFFERS)
+        self._plan = GpuNodePlan(PlanMetadata("race"), spec)
+
+    def _held(self) -> frozenset[str]:
+        return frozenset(device.device for device in self._claims.held() if device.pool == self._pool)
+
+    def _device(self, name: str) -> PoolDevice:
+        return PoolDevice(self._pool, name)
+
+    def _pending(self, devices: set[PoolDevice]) -> set[PoolDevice]:
+        """Those of ``devices`` for which a decision is not written yet."""
+        with self._lock:
+            return devices & {*map(self._device, self._assumed - self._stored)}
+
+    def _wait(self, condition: Callable[[], bool], stop: threading.Event) -> None:
+        while not condition() and not stop.wait(POLL_S):
+            pass
+
+
+def race(
+    client: KubeClient, fence: Fence, claims: ClaimsCache, nodes: int, most_delay_s: float, tries: int, within_s: float
+) -> Outcome:
+    """Races on so many nodes at once until so many decisions were written."""
+    total, stop = Outcome(), threading.Event()
+    races = [NodeRace(client, fence, claims, number, most_delay_s, total) for number in range(nodes)]
+    with ThreadPoolExecutor(nodes * (CLAIMANTS + 3)) as pool:
+        jobs = [pool.submit(job, stop) for each in races for job in (each.node, each.watch, each.controller)]
+        jobs += [pool.submit(each.claimant, at, stop) for each in races for at in range(CLAIMANTS)]
+        try:
+            ended = lambda: total.tried >= tries or any(job.done() for job in jobs)  # noqa: E731
+            wait_for(ended, within_s, f"{tries} decisions were written", POLL_S)
+        finally:
+            stop.set()
+    for job in jobs:
+        job.result()
+    return total
