@@ -43,8 +43,8 @@ class ControllerProcess:
 
     def start(self) -> None:
         kubeconfig = self.cluster.service_account_kubeconfig("tessera", "tessera-controller")
-        command = [TESSERA, "controller", "--kubeconfig", str(kubeconfig), "--settle-s", "0", *QUICK, *self._flags]
-        self._table.spawn(self._name, [*command, "--log-level", "debug"], self.log)
+        command = [TESSERA, "controller", "--kubeconfig", str(kubeconfig), "--settle-s", "0", "--log-level", "debug"]
+        self._table.spawn(self._name, [*command, *QUICK, *self._flags], self.log)
 
     def kill(self) -> None:
         kill(self._records())

@@ -113,12 +113,24 @@ def running(cluster: Cluster, nodes: int, progress: Progress) -> Iterator[Live]:
     client = KubeClient(load_configuration(cluster.kubeconfig), "tessera-bench")
     with progress.part("claims that hold three quarters", 30):
         held = hold(client, [f"sim-{number:04}" for number in range(nodes)])
-    controller = ControllerProcess(cluster, flags=("--linger-s", "10"))
+    with started(cluster, nodes, progress, held=held) as live:
+        yield live
+
+
+@contextmanager
+def started(
+    cluster: Cluster, nodes: int, progress: Progress, name: str = "sim", flags: tuple[str, ...] = (), held: int = 0
+) -> Iterator[Live]:
+    """The controller, with ``flags``, and the fleet of this name: published, planned."""
+    client = KubeClient(load_configuration(cluster.kubeconfig), "tessera-bench")
+    controller = ControllerProcess(cluster, flags=("--linger-s", "10", *flags))
     controller.start()
     log = cluster.logs_dir / "fleet.log"
-    command = [TESSERA, "sim", "fleet", "--nodes", str(nodes), "--kubeconfig", str(cluster.kubeconfig), "--no-leases"]
+    command = [TESSERA, "sim", "fleet", "--name", name, "--nodes", str(nodes), "--no-leases"]
     with log.open("wb") as output:
-        fleet = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        fleet = subprocess.Popen(
+            [*command, "--kubeconfig", str(cluster.kubeconfig)], stdout=output, stderr=subprocess.STDOUT
+        )
     live = Live(cluster, client, nodes, held, fleet.pid, controller, log)
     try:
         with progress.part(f"{nodes} nodes publish and follow the controller", 60):

@@ -19,6 +19,14 @@ WRITE = re.compile(
 )
 
 
+def writes_so_far(client: KubeClient) -> dict[str, float]:
+    """How many writes the API server has answered, by resource."""
+    found: dict[str, float] = {}
+    for match in WRITE.finditer(client.get("/metrics").decode()):
+        found[match["resource"]] = found.get(match["resource"], 0.0) + float(match["count"])
+    return found
+
+
 @dataclass
 class Writes:
     """Successive counts of writes at the API server, by resource: (seconds, counts)."""
@@ -35,10 +43,7 @@ class Writes:
     def run(self, stop: threading.Event) -> None:
         """Look every PERIOD_S until ``stop`` is set."""
         while not stop.wait(PERIOD_S):
-            found: dict[str, float] = {}
-            for match in WRITE.finditer(self.client.get("/metrics").decode()):
-                found[match["resource"]] = found.get(match["resource"], 0.0) + float(match["count"])
-            self.counts.append((time.monotonic() - self.began, found))
+            self.counts.append((time.monotonic() - self.began, writes_so_far(self.client)))
 
     def per_second(self, resources: frozenset[str] | None = None) -> list[tuple[float, float]]:
         """(seconds, writes a second since the look before), of all resources or of some."""

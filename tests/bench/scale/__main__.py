@@ -1,7 +1,8 @@
 """``python -m tests.bench.scale``, or ``make bench-scale``: what published devices cost the real kube-scheduler.
 
 Node objects of 8 H100, three quarters given out; a burst of pods on the stock scheduler, by who decides what the nodes
-publish. A cluster for each number of nodes; the scheduler is started anew for each layout.
+publish. A cluster for each number of nodes, and another for the product's own processes; the scheduler is started anew
+for each layout.
 """
 
 from __future__ import annotations
@@ -49,10 +50,13 @@ def main(
     logging.basicConfig(level=logging.ERROR)  # the end of a cluster cuts watches off
     found: list[Found] = []
     chosen = [each for each in Layout if not layouts or each.name.lower() in layouts]
+    played = [each for each in chosen if each is not Layout.PRODUCT]
+    clusters = [each for each in (played, [each for each in chosen if each is Layout.PRODUCT]) if each]
     for nodes in fleets:
-        with control_plane(f"scale-{nodes}", EXTRA_ARGS, release(kubernetes)) as cluster:
-            install(cluster)
-            Measurement(cluster, Plan(nodes, pods, burst_s, parked), Progress()).run(chosen, found.append)
+        for together in clusters:
+            with control_plane(f"scale-{nodes}", EXTRA_ARGS, release(kubernetes)) as cluster:
+                install(cluster)
+                Measurement(cluster, Plan(nodes, pods, burst_s, parked), Progress()).run(together, found.append)
     click.echo(report.table(found))
     described = {"machine": machine(), "kubernetes": kubernetes, "burstLimitSeconds": burst_s}
     output.write_text(json.dumps({**described, "results": [asdict(each) for each in found]}, indent=1) + "\n")

@@ -39,6 +39,10 @@ class ServedFleet:
     def create_nodes(self, part: Part, names: Iterable[str]) -> None:
         """Nodes that take pods: with no taint left on them."""
         in_parallel(part, lambda name: self._client.create(NODES, {**node_object(name), **ready_status()}), names)
+        self.wait_untainted()
+
+    def wait_untainted(self) -> None:
+        """Wait until pods may be scheduled to every node."""
         wait_for(self._untainted, NODES_READY_S, "all Node objects without taints", 1.0)
 
     def hold(self, part: Part, held: Iterable[HeldGpu]) -> None:

@@ -30,6 +30,8 @@ class Layout(StrEnum):
     FITTING = "every offer that fits"
     CURATED_ALWAYS = "curated, held always"
     CURATED = "curated"
+    PRODUCT = "curated, real controller"
+    """By the product's own processes (``product.py``); in the others the benchmark plays controller and nodes."""
 
 
 class Publishing(Protocol):
@@ -122,7 +124,7 @@ class CuratedAlways(Fitting):
     """Node plugins that follow a controller: the product's choice of offers, and its rule when to tell what is held.
 
     An offer stays until something held overlaps it; the product takes others back, too, once they have stood unused
-    for a while, which is longer than a measurement. The seam for the real controller with a simulated fleet.
+    for a while, which is longer than a measurement.
     """
 
     def __init__(self, fleet: Fleet) -> None:

@@ -8,6 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from driver.kube.client import KubeClient, load_configuration
+from driver.model.plan import PATH as PLANS
+from driver.model.plan import PublishHeld
+from driver.slices.publisher import SLICES
+from tests.bench.fleet.live import started, wait_calm
+from tests.bench.fleet.watching import writes_so_far
 from tests.bench.placement.trace import FULL_NODE, SKEW_SMALL, Request
 from tests.bench.scale import scheduler
 from tests.bench.scale.bulk import Etcd
@@ -18,12 +23,16 @@ from tests.bench.scale.nodes import held, loaded_fleet
 from tests.bench.scale.pods import Burst, Pods
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
+from tests.harness.waiting import wait_for
 
 SMALL = next(request for request in SKEW_SMALL.weights if str(request) == "1g.10gb")
 MIX = {request: weight for request, weight in SKEW_SMALL.weights.items() if str(request) not in {"7g.80gb", "4g.40gb"}}
 
+CONTROLLER_FLAGS = ("--publish-held-gpus", "0", "--log-level", "info")
+"""Held devices are left out in small fleets, too."""
+
 WARM_UP = 3
-WARM_UP_S, PARKED_S = 120.0, 100.0
+WARM_UP_S, PARKED_S, HELD_LEFT_OUT_S = 120.0, 100.0, 180.0
 
 
 @dataclass(frozen=True)
@@ -66,19 +75,20 @@ class Measurement:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self, layouts: Sequence[Layout], found: Callable[[Found], None]) -> None:
-        """Calls ``found`` after each layout."""
+        """Calls ``found`` after each layout. ``PRODUCT`` must be the only one: it makes the Node objects itself."""
         self.client = KubeClient(load_configuration(self.cluster.kubeconfig), "tessera-bench")
         etcd = Etcd(self.cluster.etcd)
         self.fleet, self.served = loaded_fleet(self.plan.nodes), ServedFleet(self.client, etcd)
         self.pods = Pods(self.client, etcd)
         self.cluster.control_plane.stop_scheduler()
-        with self.progress.part(f"{self.plan.nodes} Node objects") as part:
-            self.served.create_nodes(part, self.fleet.nodes)
+        if Layout.PRODUCT not in layouts:
+            with self.progress.part(f"{self.plan.nodes} Node objects") as part:
+                self.served.create_nodes(part, self.fleet.nodes)
         with self.progress.part(f"{sum(len(entry.held) for entry in self.fleet)} allocated claims") as part:
             self.served.hold(part, held(self.fleet))
         self.pods.start(self._stop)
         for layout in layouts:
-            found(self._measure(layout))
+            found(self._measure_product() if layout is Layout.PRODUCT else self._measure(layout))
         self._stop.set()
         etcd.close()
 
@@ -89,14 +99,29 @@ class Measurement:
             self.served.publish(part, self.fleet.nodes, publishing)
         keeper = Keeper(self.client, self.served, publishing, self.fleet, self.pods)
         with keeper.running():
-            found = self._bursts(layout, devices)
+            found = self._bursts(layout, devices, lambda: self.served.slice_updates)
         with self.progress.part("pods go"):
             self.cluster.control_plane.stop_scheduler()
             self.pods.remove()
         return found
 
-    def _bursts(self, layout: Layout, devices: int) -> Found:
-        plan, before = self.plan, self.served.slice_updates
+    def _measure_product(self) -> Found:
+        """The slices are those of ``tessera sim fleet``, whose nodes follow ``tessera controller``."""
+        with started(self.cluster, self.plan.nodes, self.progress, "node", CONTROLLER_FLAGS):
+            with self.progress.part("nodes leave out the GPUs without offers", 60):
+                self.served.wait_untainted()
+                wait_for(self._held_left_out, HELD_LEFT_OUT_S, "all plans leave out held devices", 1.0)
+                wait_calm(self.client)
+            slices = self.client.get_object(SLICES)["items"]
+            devices = sum(len(item["spec"].get("devices", ())) for item in slices)
+            return self._bursts(Layout.PRODUCT, devices, lambda: round(writes_so_far(self.client)["resourceslices"]))
+
+    def _held_left_out(self) -> bool:
+        plans = self.client.get_object(PLANS)["items"]
+        return all(plan["spec"].get("publishHeld") == PublishHeld.BESIDE_OFFERS for plan in plans)
+
+    def _bursts(self, layout: Layout, devices: int, slice_updates: Callable[[], int]) -> Found:
+        plan, before = self.plan, slice_updates()
         with self.progress.part(f"{layout}: the scheduler starts and warms up"):
             self._scheduler = process = self.cluster.control_plane.restart_scheduler()
             self.pods.burst("warm", [SMALL] * WARM_UP, WARM_UP_S)
@@ -105,7 +130,7 @@ class Measurement:
         with self.progress.part(f"{layout}: {plan.parked} pods are parked"):
             parked, parking_s = self.pods.park("parked", plan.parked, FULL_NODE, PARKED_S)
         beside = self._burst(layout, "beside", [SMALL] * plan.pods)
-        updates = self.served.slice_updates - before
+        updates = slice_updates() - before
         cost = scheduler.cost(process)
         return Found(layout.value, plan.nodes, devices, small, mix, beside, parked, parking_s, updates, cost)
 

@@ -38,13 +38,13 @@ def devices(contents: Mapping[str, Content]) -> list[dict[str, Any]]:
     return [device for content in contents.values() for device in content.get("devices", ())]
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", PUBLISHING)
 def test_whatever_claims_hold_is_published_in_every_layout(fleet: Fleet, layout: Layout) -> None:
     names = {device["name"] for device in devices(PUBLISHING[layout](fleet).contents(NODE))}
     assert {device.name for gpu in held(fleet) if gpu.node == NODE for device in gpu.devices} <= names
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", PUBLISHING)
 def test_devices_use_only_counters_that_there_are_and_slices_keep_the_apis_limits(fleet: Fleet, layout: Layout) -> None:
     contents = PUBLISHING[layout](fleet).contents(NODE)
     sets = [each for content in contents.values() for each in content.get("sharedCounters", ())]
