@@ -38,7 +38,7 @@ from tessera.sim.fleet.simulated_plugin import FleetNode, FleetSettings
 log = logging.getLogger(__name__)
 
 THREADS = 8
-"""Concurrent work loops, which mostly wait for the API server."""
+"""Concurrent work loops of node plugins, and as many of kubelets; they mostly wait for the API server."""
 
 PUBLISHED_CHECK_INTERVAL_SECONDS = 0.2
 
@@ -79,6 +79,7 @@ class SimulatedFleet:
 
     def __init__(self, client: KubeClient, settings: FleetSettings, owners: Mapping[str, Mapping[str, Any]]) -> None:
         self._pool = LoopPool()
+        self._kubelet_pool = LoopPool()  # of their own: offers must not wait until all pods of a burst run
         self._heartbeat = HeartbeatWatch(client, settings.namespace)
         self._plans = WatchCache(client, PATH, GpuNodePlan, without_status, self._plans_changed)
         self._nodes = {
@@ -93,14 +94,15 @@ class SimulatedFleet:
             )
             for name, owner in owners.items()
         }
-        self._kubelets = Kubelets(client, settings.driver, self._nodes.values(), self._pool.loop)
+        self._kubelets = Kubelets(client, settings.driver, self._nodes.values(), self._kubelet_pool.loop)
         self._watches: list[Callable[[threading.Event], None]] = [*self._kubelets.loops]
         if settings.mode is PlanMode.PLANNED:
             self._watches += [self._plans.run, self._heartbeat.run, self._check_heartbeat]
 
     def start(self, stop: threading.Event) -> None:
         """Publish slices and follow plans and pods until ``stop`` is set."""
-        for target in (*self._watches, *[self._pool.run] * THREADS, self._wake):
+        pools = [self._pool.run, self._kubelet_pool.run] * THREADS
+        for target in (*self._watches, *pools, self._wake):
             threading.Thread(target=target, args=(stop,), daemon=True, name=target.__qualname__).start()
         for node in self._nodes.values():
             node.plan_changed()
@@ -128,6 +130,7 @@ class SimulatedFleet:
     def _wake(self, stop: threading.Event) -> None:
         stop.wait()
         self._pool.wake()
+        self._kubelet_pool.wake()
 
 
 class NodeObjects:
