@@ -53,6 +53,10 @@ DECISION_INTERVAL_SECONDS = 10.0
 COALESCE_SECONDS = 0.02
 """Time in which changes are collected: claims come in bursts, which one decision answers."""
 
+LONG_DECISION_SECONDS, REST_FACTOR, MAX_REST_SECONDS = 0.05, 2.0, 0.5
+"""After a decision that took longer, API server or machine are busy: the controller rests for a multiple of the excess,
+so that the next decision answers more changes with fewer writes."""
+
 
 def soonest(*times: float | None) -> float:
     """Seconds until the next decision without a change; None: not due at all."""
@@ -63,7 +67,7 @@ class Controller:
     """The work of the leader, for one term."""
 
     def __init__(self, client: KubeClient, settings: ControllerSettings, observer: Observer = unobserved) -> None:
-        self._loop = Loop("deciding what to offer", self._turn, COALESCE_SECONDS)
+        self._loop = Loop("deciding what to offer", self._turn, COALESCE_SECONDS, give_way=self._rest)
         self._observer = observer
         self._recorder = Recorder(client, "tessera-controller", settings.identity)
         self._events = EventReporter(self._recorder)
@@ -76,6 +80,8 @@ class Controller:
         self._eligibility = Eligibility(())
         self._started = self._settled = False
         self._decided_at = -math.inf
+        self._excess_seconds = 0.0
+        """How much longer than ``LONG_DECISION_SECONDS`` the last decision took."""
         self._starvation = StarvationFallback()
         self._unreported = UnreportedNodesTracker()
         self._fleet_builder = FleetBuilder()
@@ -101,9 +107,15 @@ class Controller:
         for wake in (self._loop.notify, self._withdrawals.notify, self._recorder.wake):
             wake()
 
+    def _rest(self, stop: threading.Event) -> None:
+        rest = min(REST_FACTOR * self._excess_seconds, MAX_REST_SECONDS)
+        stop.wait(max(0.0, self._decided_at + rest - time.monotonic()))
+
     def _turn(self) -> float | None:
+        began = time.monotonic()
         with observed(self._observer, Step.DECIDE):
             again = self._decide()
+        self._excess_seconds = max(0.0, time.monotonic() - began - LONG_DECISION_SECONDS)
         if not self._settled and self._decided_at > 0:
             # Most listed objects stay: the garbage collector need not visit them again and again.
             gc.collect()
