@@ -118,7 +118,7 @@ def _prepare_cut_short(node: KillNode) -> None:
     node.settle()
     node.plugin.order(Point("write-prepared", "before"))
     node.kubelet.prepare(node.claims[:1])
-    _see_killed(node)
+    see_killed(node)
 
 
 def _unprepare_cut_short(node: KillNode) -> None:
@@ -127,7 +127,7 @@ def _unprepare_cut_short(node: KillNode) -> None:
     node.settle()
     node.plugin.order(Point("remove-record", "before"))
     node.kubelet.unprepare(node.claims[:1])
-    _see_killed(node)
+    see_killed(node)
 
 
 def _start(node: KillNode) -> None:
@@ -188,7 +188,7 @@ def kill(node: KillNode, case: Case) -> list[str]:
             _begin(node, case.scenario)
         node.plugin.order(case.point)
         deed.act(node)
-        _see_killed(node)
+        see_killed(node)
         node.start()
         if deed.whole:
             _assert_right(node, node.look(), "after the restart")
@@ -255,6 +255,6 @@ def _assert_right(node: KillNode, look: Look, when: str) -> None:
     assert not wrong, f"{when}: {'; '.join(wrong)}"
 
 
-def _see_killed(node: KillNode) -> None:
+def see_killed(node: KillNode) -> None:
     assert node.plugin.killed(), "the plugin never came there"
     node.kubelet.part()
