@@ -250,4 +250,4 @@ def test_no_memory_is_given_out_twice_when_gpus_are_unpublished_and_come_back(
 def test_no_memory_is_given_out_twice_in_thousands_of_tries(
     scheduler: KubeClient, controller: KubeClient, claims: ClaimsCache
 ) -> None:
-    unpublishing(scheduler, controller, claims, nodes=64, delay_s=10, tries=5000)
+    unpublishing(scheduler, controller, claims, nodes=128, delay_s=10, tries=5000)

@@ -89,7 +89,8 @@ class NodeRace:
         self._objects = [new_claim(client, f"race-{number}-{at}") for at in range(CLAIMANTS)]
 
     def delay(self, stop: threading.Event) -> None:
-        stop.wait(self._random.uniform(0, self._most_delay_s))
+        """Short delays often, long ones seldom."""
+        stop.wait(self._most_delay_s * self._random.random() ** 3)
 
     # The node
 
