@@ -196,14 +196,18 @@ class NodeRace:
             self.delay(stop)
             excess = {self._device(name) for name in self._slices[-1].difference(wanted, self._held())}
             if excess:
-                gone = self._fence.take_back(excess).devices
+                try:
+                    gone = self._fence.take_back(excess).devices
+                except ApiError:  # as above
+                    continue
                 self.delay(stop)
                 self._offer(wanted, self._held(), gone)
                 self._wait(lambda gone=gone: not gone & {*map(self._device, self._slices[-1])}, stop)  # type: ignore[misc]
                 self._wait_seen(len(self._slices) - 1, stop)
 
     def _offer(self, wanted: list[str], held: frozenset[str], withdrawn: Collection[PoolDevice] = ()) -> None:
-        assert self._fence.catch_up()
+        if not withdrawn and not self._fence.catch_up():  # the other nodes' controllers change the canary, too
+            return
         if (now := self._held()) != held:  # the product makes another decision
             wanted, held = [], now
         offers = tuple(str(offer_of(DEVICES[name])) for name in wanted)
