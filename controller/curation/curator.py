@@ -330,9 +330,14 @@ def needs_of(
     if not demands:
         return [Need(None, at_least)]
     asked = [Need(demand.eligible, demand.count) for demand in demands if not demand.together]
+    unmet: set[Demand] = set()  # equal demands can't be met either: what is asked of a group only grows
     for demand in demands:
-        if demand.together and (group := _group(fleet, key, demand, asked, standing)) is not None:
-            asked.append(Need(group, demand.count))
+        if demand.together and demand not in unmet:
+            group = _group(fleet, key, demand, asked, standing)
+            if group is None:
+                unmet.add(demand)
+            else:
+                asked.append(Need(group, demand.count))
     sets = {need.eligible for need in asked if need.eligible is not None}
     needs = [Need(eligible, _within(asked, eligible)) for eligible in sets]
     needs.sort(key=lambda need: (len(need.eligible or ()), sorted(need.eligible or ())))

@@ -58,6 +58,7 @@ class Feasibility:
         self._states: dict[str, States] = {}
         self._outcomes: dict[Hashable, Outcome] = {}
         self._found: dict[tuple[ClaimRequirements, Nodes], Found] = {}
+        self._sets: dict[Hashable, list[list[str]]] = {}
 
     @cached_property
     def emptied(self) -> Feasibility:
@@ -193,6 +194,14 @@ class Feasibility:
 
         GPUs without a value of one of the attributes are left out.
         """
+        where = (request, kind, nodes, attributes)
+        if where not in self._sets:
+            self._sets[where] = self._find_sets(request, kind, nodes, attributes)
+        return self._sets[where]
+
+    def _find_sets(
+        self, request: DeviceRequest, kind: Kind, nodes: Nodes, attributes: tuple[str, ...]
+    ) -> list[list[str]]:
         found: dict[Hashable, list[str]] = {}
         selected = self.kinds(request.selector, nodes).get(kind, frozenset())
         for entry in self.on(nodes):
