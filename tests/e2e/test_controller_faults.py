@@ -120,6 +120,8 @@ def kill_everywhere(nodes: Field, cluster: Cluster, *, everywhere: bool) -> None
     assert {point.step for point in points} >= {"decide", "write-plan", "fence", "check", "lift", "withdraw"}
     cases = [[point] for point in points] + [[point, point] for point in points]
     cases = cases if everywhere else cases[: len(points) : 4]
+    allocations = nodes.allocations
+    unpublished, republished = allocations.unpublished, allocations.republished
     with ExitStack() as stack:
         succession = Succession(nodes, cluster, stack)
         holders = [*nodes.ask(SMALL, node="n1"), *nodes.ask(FULL, node="n2")]
@@ -132,8 +134,12 @@ def kill_everywhere(nodes: Field, cluster: Cluster, *, everywhere: bool) -> None
     took = sorted(succession.took.values())
     print(
         f"{len(cases)} kills, {len(points)} points found; who waited was served {took[len(took) // 2]:.1f} s "
-        f"(median) to {took[-1]:.1f} s ({slowest}) after they came"
+        f"(median) to {took[-1]:.1f} s ({slowest}) after they came; "
+        f"GPUs with held devices were unpublished {allocations.unpublished - unpublished} times "
+        f"and came back {allocations.republished - republished} times"
     )
+    assert allocations.unpublished > unpublished
+    assert allocations.republished > republished
 
 
 def test_a_controller_killed_at_some_points_leaves_nothing_touched_and_the_next_serves_who_waits(

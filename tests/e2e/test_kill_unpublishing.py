@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,31 +12,36 @@ from typing import Any
 
 import pytest
 
+from controller.cluster.claim_index import PoolDevice
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.controller_heartbeat import Heartbeat
 from driver.model.plan import API_VERSION, KIND, PATH
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
+from tests.support.allocations import Allocations
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
 from tests.support.invariants import published
 from tests.support.kill_matrix import see_killed
-from tests.support.kill_node import SOON_S, KillNode, Wanted
+from tests.support.kill_node import SHARES, SOON_S, KillNode, Wanted
 from tests.support.killable import Point, zygote
-from tests.support.plugin import SLICES
+from tests.support.plugin import DRIVER, SLICES
 from tests.support.running import in_thread
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 NODE = "kill-plan"
-HELD, OFFERED = "gpu-0-mig-1g10gb-6", "gpu-0-mig-1g10gb-0"
+HELD, UNKNOWN, OFFERED = "gpu-0-mig-1g10gb-6", "gpu-0-mig-1g10gb-5", "gpu-0-mig-1g10gb-0"
+"""Claims have HELD, which is prepared, and UNKNOWN, which is not: plans that offer something lack it, as those of a
+controller that does not know the claim, so that only the node's own memory brings it back."""
 
 
 class PlannedNode:
     """A killable node that follows plans which the test writes."""
 
-    def __init__(self, cluster: Cluster, node: KillNode) -> None:
+    def __init__(self, cluster: Cluster, node: KillNode, allocations: Allocations) -> None:
         self.node = node
+        self.allocations = allocations
         self._api = cluster.api
         self._path = f"{PATH}/{NODE}"
         self._api.post(PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": NODE}, "spec": {}})
@@ -45,11 +51,16 @@ class PlannedNode:
         wait_for(lambda: self._status()["mode"] == "Planned", SOON_S, "the node follows its plan")
 
     def plan(self, *, offers: bool) -> None:
-        """HELD is held; OFFERED is offered or withdrawn, and everything else is withdrawn."""
-        offered = [f"{self._uuid}/1g.10gb@0"] if offers else []
-        others = published(self._slices(), NODE) - {HELD, *([OFFERED] if offers else [])}
-        spec = {"epoch": self._epoch, "held": [f"{HELD} default/claim"], "offers": offered, "withdrawn": sorted(others)}
-        self._api.patch(self._path, {"spec": {**spec, "publishHeld": "BesideOffers"}})
+        """OFFERED is offered, or it is withdrawn and all that claims have is known; everything else is withdrawn."""
+        others = published(self._slices(), NODE) - {HELD, UNKNOWN, *([OFFERED] if offers else [])}
+        spec = {
+            "epoch": self._epoch,
+            "held": [f"{name} default/claim" for name in ([HELD] if offers else [HELD, UNKNOWN])],
+            "offers": [f"{self._uuid}/1g.10gb@0"] if offers else [],
+            "withdrawn": sorted(others),
+            "publishHeld": "BesideOffers",
+        }
+        self._api.patch(self._path, {"spec": spec})
 
     def wait_published(self, *names: str) -> None:
         def as_wanted() -> bool:
@@ -59,11 +70,9 @@ class PlannedNode:
         wait_for(as_wanted, SOON_S, f"published: {', '.join(names) or 'nothing'}")
 
     def check(self) -> None:
-        """The invariant, and that no device refers to a missing counter set."""
-        devices = [device for item in self._slices() for device in item["spec"].get("devices") or ()]
-        names = {device["name"] for device in devices}
-        assert HELD in names or OFFERED not in names
-        assert {used["counterSet"] for device in devices for used in device["consumesCounters"]} <= self._sets()
+        """What was written so far broke no promise, and neither do the slices now."""
+        assert self.allocations.touched == []
+        assert not self.allocations.missing()
 
     def _sets(self) -> set[str]:
         return {each["name"] for item in self._slices() for each in item["spec"].get("sharedCounters") or ()}
@@ -86,11 +95,14 @@ def planned() -> Iterator[PlannedNode]:
         install(cluster)
         node = KillNode(cluster, stack.enter_context(zygote(cluster)), NODE, root)
         stack.callback(node.close)
-        node.allocate([Wanted([HELD])])
-        node.kubelet.prepare(node.claims)
+        allocations, stop = Allocations(cluster, str(root / "two-h100.yaml"), shares=SHARES), threading.Event()
+        stack.callback(stop.set)
+        allocations.start(stop)
+        node.allocate([Wanted([HELD]), Wanted([UNKNOWN])])
+        node.kubelet.prepare(node.claims[:1])
         heartbeat = Heartbeat(KubeClient(load_configuration(cluster.kubeconfig), "test"), "tessera", "test")
         stack.enter_context(in_thread(heartbeat.run))
-        yield PlannedNode(cluster, node)
+        yield PlannedNode(cluster, node, allocations)
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
@@ -100,9 +112,12 @@ def test_a_plugin_killed_while_a_gpu_leaves_or_comes_back_never_leaves_out_what_
     planned: PlannedNode, moment: str, number: int, leaves: bool
 ) -> None:
     """Each transition writes two slices: devices and counter sets."""
-    states: dict[bool, tuple[str, ...]] = {True: (HELD, OFFERED), False: ()}
+    states: dict[bool, tuple[str, ...]] = {True: (HELD, UNKNOWN, OFFERED), False: ()}
     planned.plan(offers=leaves)
     planned.wait_published(*states[leaves])
+    seen = planned.allocations
+    wait_for(lambda: seen.published() == {*map(device, states[leaves])}, SOON_S, "the watch has brought it, too")
+    before = seen.unpublished, seen.republished
     planned.node.plugin.forget()
     planned.node.plugin.order(Point("write-slice", moment, number))
     planned.plan(offers=not leaves)
@@ -110,3 +125,10 @@ def test_a_plugin_killed_while_a_gpu_leaves_or_comes_back_never_leaves_out_what_
     planned.check()
     planned.node.start()
     planned.wait_published(*states[not leaves])
+    after = before[0] + leaves, before[1] + (not leaves)
+    wait_for(lambda: (seen.unpublished, seen.republished) == after, SOON_S, "one transition was seen")
+    planned.check()
+
+
+def device(name: str) -> PoolDevice:
+    return PoolDevice(f"{NODE}-{DRIVER}", name)

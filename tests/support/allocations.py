@@ -10,7 +10,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,14 +28,17 @@ from tests.support.plugin import SLICES
 from tests.support.published import DRIVER, discover
 from tests.support.running import eventually
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Held:
-    """What one claim has, and since when (monotonic, as this process heard of it)."""
+    """What one claim has, and since when: monotonic, as this process heard of it, and the version of the claim."""
 
     uid: str
     devices: tuple[PoolDevice, ...]
     at: float = field(compare=False)
+    version: int = field(compare=False)
 
 
 class SliceDevice(msgspec.Struct, frozen=True):
@@ -43,14 +46,29 @@ class SliceDevice(msgspec.Struct, frozen=True):
     counters: tuple[dict[str, Any], ...] = msgspec.field(default=(), name="consumesCounters")
 
 
+class CounterSet(msgspec.Struct, frozen=True):
+    name: str
+
+
 class SliceSpec(msgspec.Struct, frozen=True):
     pool: dict[str, Any]
     devices: tuple[SliceDevice, ...] = ()
+    sets: tuple[CounterSet, ...] = msgspec.field(default=(), name="sharedCounters")
 
 
 class Slice(msgspec.Struct, frozen=True):
     metadata: ObjectMeta
     spec: SliceSpec
+
+
+@dataclass(frozen=True)
+class Published:
+    """One slice, as it was written at ``version``. ``counters`` are what each of its devices consumes."""
+
+    pool: str
+    counters: Mapping[PoolDevice, tuple[dict[str, Any], ...]]
+    sets: frozenset[str]
+    version: int = field(compare=False)
 
 
 @cache
@@ -66,8 +84,14 @@ class Allocations:
     """Watches while ``stop`` is not set. All nodes have the same hardware, and offer so many shares of each GPU.
 
     ``overlaps`` are allocations of memory that another claim had, in the order in which the API server stored them.
-    ``touched`` are devices that changed their counters or were withdrawn by a plan while a claim had them, or that were
-    not in their slice though it had another device of their GPU that no claim had: after every write of a slice.
+    ``touched`` are devices that changed their counters or were withdrawn by a plan while a claim had them, or that a
+    slice lacked which had another device of their GPU that no claim had; and devices whose counter set no slice had.
+
+    This is looked at for each write of a slice or claim that a watch brings. Watches of claims and slices are not in
+    step, but versions of both are of one etcd: a slice breaks a promise to a claim if it is newer than the allocation,
+    and the claim has the device still, whichever of them came first. So an alarm is true. Missed are claims that ended
+    before they were read again, and slices that were written again before the claim arrived.
+
     ``unpublished`` and ``republished`` count how often a GPU with held devices left its slice, and came back.
     ``on_change`` is told the name of each claim that got or lost devices, and what it has now.
     """
@@ -83,7 +107,7 @@ class Allocations:
         self._devices = devices_by_name(hardware, shares)
         self._on_change = on_change
         self._claims = WatchCache(self._client, f"{RESOURCE_GROUP}/resourceclaims", Claim, _held, self._claims_changed)
-        self._slices = WatchCache(self._client, SLICES, Slice, lambda found: found.spec, self._slices_changed)
+        self._slices = WatchCache(self._client, SLICES, Slice, _published, self._slices_changed)
         self._plans = WatchCache(self._client, PATH, GpuNodePlan, lambda found: found, self._plans_changed)
         self.times: list[float] = []
         """Of every allocation (monotonic)."""
@@ -92,6 +116,10 @@ class Allocations:
         self.overlaps: list[str] = []
         self.touched: list[str] = []
         self.unpublished = self.republished = 0
+        self._changing = threading.Lock()
+        self._since: dict[Key, Held] = {}
+        """What claims have, with the version in which they got it."""
+        self._written: dict[Key, Published] = {}
 
     def start(self, stop: threading.Event) -> None:
         for watched in (self._claims, self._slices, self._plans):
@@ -107,11 +135,7 @@ class Allocations:
         return {key.name: found.devices for key, found in self._claims.snapshot().items()}
 
     def published(self) -> set[PoolDevice]:
-        return {
-            PoolDevice(spec.pool["name"], device.name)
-            for spec in self._slices.snapshot().values()
-            for device in spec.devices
-        }
+        return {device for found in self._slices.snapshot().values() for device in found.counters}
 
     def _claims_changed(self, changes: Sequence[Change[Held]]) -> None:
         for change in changes:
@@ -120,6 +144,9 @@ class Allocations:
                 self.late += len(set(change.new.devices) - self.published())
                 self._look_for_overlaps(change.key, change.new)
             self._on_change(change.key.name, change.new)
+        with self._changing:
+            _keep(self._since, changes)
+            self._look_for_absent({device.pool for change in changes if change.new for device in change.new.devices})
 
     def _look_for_overlaps(self, key: Key, new: Held) -> None:
         for other, theirs in self._claims.snapshot().items():
@@ -136,19 +163,41 @@ class Allocations:
         offering = {_gpu_of(device) for device in published - held}
         return {device for device in held - published if _gpu_of(device) in offering}
 
-    def _slices_changed(self, changes: Sequence[Change[SliceSpec]]) -> None:
-        for change in changes:
-            old, new = _counters(change.old), _counters(change.new)
-            claims = self._claims.snapshot()
-            held = {device for claim in claims.values() for device in claim.devices}
-            offering = {_gpu_of(device) for device in new.keys() - held}
-            self._count({*map(_gpu_of, old.keys() & held)}, {*map(_gpu_of, new.keys() & held)})
-            for name, claim in claims.items():
-                for device in claim.devices:
-                    changed = device in old and device in new and old[device] != new[device]
-                    left = device not in new and _gpu_of(device) in offering
-                    if (changed or left) and self._still(name, claim):
-                        self.touched.append(f"{time.strftime('%H:%M:%S')} {device} of {name.name}: {new.get(device)}")
+    def _slices_changed(self, changes: Sequence[Change[Published]]) -> None:
+        with self._changing:
+            _keep(self._written, changes)
+            held = {device: (key, claim) for key, claim in self._since.items() for device in claim.devices}
+            for change in changes:
+                old, new = (found.counters if found else {} for found in (change.old, change.new))
+                self._count({*map(_gpu_of, old.keys() & held)}, {*map(_gpu_of, new.keys() & held)})
+                for device in old.keys() & new.keys() & held.keys():
+                    if old[device] != new[device] and self._still(*held[device]):
+                        self._touch(f"{device} of {held[device][0].name} changed: {new[device]}")
+            pools = {found.pool for change in changes for found in (change.old, change.new) if found}
+            self._look_for_absent(pools)
+            self._look_for_missing_sets(pools)
+
+    def _look_for_absent(self, pools: set[str]) -> None:
+        for found in (each for each in self._written.values() if each.pool in pools):
+            before = {key: claim for key, claim in self._since.items() if claim.version < found.version}
+            held = {device for claim in before.values() for device in claim.devices}
+            offering = {_gpu_of(device) for device in found.counters.keys() - held}
+            for key, claim in before.items() if offering else ():
+                for device in set(claim.devices) - found.counters.keys():
+                    if _gpu_of(device) in offering and self._still(key, claim):
+                        self._touch(f"{device} of {key.name} is not in its slice of version {found.version}")
+
+    def _look_for_missing_sets(self, pools: set[str]) -> None:
+        for pool in pools:
+            slices = [found for found in self._written.values() if found.pool == pool]
+            sets = {name for found in slices for name in found.sets}
+            for found in slices:
+                for device, counters in found.counters.items():
+                    if absent := {used["counterSet"] for used in counters} - sets:
+                        self._touch(f"{device} refers to counter sets that are in no slice: {absent}")
+
+    def _touch(self, what: str) -> None:
+        self.touched.append(f"{time.strftime('%H:%M:%S')} {what}")
 
     def _count(self, before: set[tuple[str, str]], after: set[tuple[str, str]]) -> None:
         self.unpublished += len(before - after)
@@ -161,7 +210,7 @@ class Allocations:
             withdrawn = {PoolDevice(pool, device) for device in now - before}
             for name, held in self._claims.snapshot().items():
                 if withdrawn & set(held.devices) and self._still(name, held):
-                    self.touched.append(f"{time.strftime('%H:%M:%S')} a plan withdraws what {name.name} has")
+                    self._touch(f"a plan withdraws what {name.name} has")
 
     def _still(self, key: Key, held: Held) -> bool:
         """Whether the claim has it now: after its slice was changed, and so when it was."""
@@ -173,8 +222,18 @@ class Allocations:
         return now is not None and (now.uid, now.devices) == (held.uid, held.devices)
 
 
-def _counters(spec: SliceSpec | None) -> dict[PoolDevice, tuple[dict[str, Any], ...]]:
-    return {PoolDevice(spec.pool["name"], device.name): device.counters for device in spec.devices} if spec else {}
+def _keep(kept: dict[Key, T], changes: Sequence[Change[T]]) -> None:
+    for change in changes:
+        if change.new is None:
+            kept.pop(change.key, None)
+        else:
+            kept[change.key] = change.new
+
+
+def _published(found: Slice) -> Published:
+    pool = found.spec.pool["name"]
+    counters = {PoolDevice(pool, device.name): device.counters for device in found.spec.devices}
+    return Published(pool, counters, frozenset(each.name for each in found.spec.sets), found.metadata.version)
 
 
 def _gpu_of(device: PoolDevice) -> tuple[str, str]:
@@ -187,4 +246,4 @@ def _held(claim: Claim) -> Held | None:
         return None
     results = claim.status.allocation.devices.results
     devices = tuple(PoolDevice(result.pool, result.device) for result in results if result.driver == DRIVER)
-    return Held(claim.metadata.uid, devices, time.monotonic())
+    return Held(claim.metadata.uid, devices, time.monotonic(), claim.metadata.version)

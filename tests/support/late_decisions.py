@@ -1,19 +1,26 @@
-"""The real scheduler's decisions made late, while offers are taken back: how many meet the fence, does any overlap?"""
+"""The real scheduler's decisions made late, while offers are taken back: how many meet the fence, does any overlap?
+
+Late is every step of the controller, what the scheduler writes, and the nodes, which stand still now and then.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from controller.cluster.node_views import DEDICATED_TO
 from tests.bench.placement.measures import count_refusals
 from tests.support.faults import FaultyController, HeldScheduler, Point
 from tests.support.field import FULL, LARGE, MIDDLE, SMALL, Field
+from tests.support.plugin import PluginProcess
+from tests.support.running import in_thread
 
 CLASSES = {SMALL: 10, MIDDLE: 3, LARGE: 1, FULL: 1}
 """How often each is asked for."""
@@ -60,6 +67,11 @@ class Outcome:
         """Decisions written while something was being taken back, stored or refused."""
         return self.during + self.refused
 
+    @property
+    def met_everything(self) -> bool:
+        """Whether a decision met a taking back, and a GPU with held devices came back to the slices."""
+        return bool(self.tries and self.republished)
+
     def __str__(self) -> str:
         return (
             f"{self.seconds:.0f} s, {self.taken_back} times taken back, {self.allocations} allocations, "
@@ -83,15 +95,23 @@ class LateDecisions:
         self._refused_before = count_refusals(scheduler.log)
         self._late_before = nodes.allocations.late
         self._allocated_before = len(nodes.allocations.times)
+        self._unpublished_before, self._republished_before = (
+            nodes.allocations.unpublished,
+            nodes.allocations.republished,
+        )
 
     def run(self, seconds: float, most_s: float) -> Outcome:
-        """Disturb for so long and until a decision met a taking back, then let all requests go."""
+        """Disturb for so long and until everything was met, for LONGEST_S at most; then let all requests go."""
         self._controller.delay(most_s)
         began = time.monotonic()
-        while (lasted := time.monotonic() - began) < max(seconds, LONGEST_S) and (
-            lasted < seconds or not self._outcome(lasted).tries
-        ):
-            self._round(most_s)
+        with ExitStack() as late_nodes:
+            for number, node in enumerate(self._nodes.nodes):
+                stand_still = partial(_stand_still, node, random.Random(number), most_s)
+                late_nodes.enter_context(in_thread(stand_still))
+            while (lasted := time.monotonic() - began) < max(seconds, LONGEST_S) and (
+                lasted < seconds or not self._outcome(lasted).met_everything
+            ):
+                self._round(most_s)
         self._controller.delay(0)
         return self._outcome(time.monotonic() - began)
 
@@ -170,8 +190,8 @@ class LateDecisions:
             overlaps=len(allocations.overlaps),
             touched=len(allocations.touched),
             refused_by_node=len(self._nodes.kubelets.refused),
-            unpublished=allocations.unpublished,
-            republished=allocations.republished,
+            unpublished=allocations.unpublished - self._unpublished_before,
+            republished=allocations.republished - self._republished_before,
         )
 
     def _spans(self) -> list[tuple[float, float]]:
@@ -186,3 +206,11 @@ class LateDecisions:
                 found.append((began, at))
                 began = 0.0
         return found
+
+
+def _stand_still(node: PluginProcess, chance: random.Random, most_s: float, stop: threading.Event) -> None:
+    """Stop the node's plugin wherever it is, most often shortly, and let it go on; again and again."""
+    while not stop.wait(chance.uniform(0, 1)):
+        os.kill(node.pid, signal.SIGSTOP)
+        stop.wait(most_s * chance.random() ** 12)
+        os.kill(node.pid, signal.SIGCONT)
