@@ -139,7 +139,6 @@ def kill_everywhere(nodes: Field, cluster: Cluster, *, everywhere: bool) -> None
         f"and came back {allocations.republished - republished} times"
     )
     assert allocations.unpublished > unpublished
-    assert allocations.republished > republished
 
 
 def test_a_controller_killed_at_some_points_leaves_nothing_touched_and_the_next_serves_who_waits(
@@ -308,10 +307,11 @@ def test_a_node_that_ignores_its_plan_harms_nobody_and_what_waits_is_served_else
 
 
 def test_a_plan_for_a_gpu_that_is_gone_keeps_nobody_waiting(quiet: Field, start: Start) -> None:
-    leading(quiet, start("first"))
+    leading(quiet, start("first", Circumstances(publish_held=True)))
     [holder] = quiet.ask(SMALL)
     quiet.served(holder)
     [held] = quiet.allocations.of(holder)
+    wait_for(lambda: held in quiet.allocations.published(), SOON_S, "what is held is in the slices: Always")
     [node] = [node for node in quiet.nodes if held.pool.startswith(node.node.name)]
     gone = held.device.split("-")[1]
     node.fault("remove", "--gpu", gone)
