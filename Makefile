@@ -93,7 +93,7 @@ bench-refresh: binaries ## measure how soon allocated offers are replaced on 100
 bench-fleet: binaries ## measure the controller with 1,000 simulated nodes, and a full resync of 5,000 (8 minutes, 8 GB, root)
 	@$(RUN)/python -m tests.bench.fleet --plot docs/fleet
 
-bench-scale: binaries ## compare the scheduler's cost with NVIDIA's device layout on 200 and 1,000 nodes (20 minutes, root)
+bench-scale: binaries ## compare the scheduler's cost with NVIDIA's device layout on 200 and 1,000 nodes (KUBE=; 25 minutes, root)
 	@$(RUN)/python -m tests.bench.scale --plot docs/scale
 
 OBJECTS ?= 1000000

@@ -138,7 +138,6 @@ def kill_everywhere(nodes: Field, cluster: Cluster, *, everywhere: bool) -> None
         f"GPUs with held devices were unpublished {allocations.unpublished - unpublished} times "
         f"and came back {allocations.republished - republished} times"
     )
-    assert allocations.unpublished > unpublished
 
 
 def test_a_controller_killed_at_some_points_leaves_nothing_touched_and_the_next_serves_who_waits(
