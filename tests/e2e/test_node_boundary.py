@@ -7,6 +7,7 @@ comes before the policies (``test_claim_status.py``): what holds here holds on e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -47,12 +48,25 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def node_a(cluster: Cluster) -> KubeClient:
-    """With the token of node-a's plugin; returned when the policies are in force."""
+    """With the token of node-a's plugin; returned when each policy is in force, which none says of another."""
     found = client(cluster, "tessera-node", "node-a")
-    tried = f"{status_of('node-b')}?dryRun=All"
-    assert wait_for(lambda: refusal(found, tried, {"status": {"epoch": "x"}}), 60, "a policy in force")
-    for attempt in (slice_of("node-b"), slice_of("node-b") | {"metadata": {"name": "other"}}):
-        wait_for(lambda body=attempt: refused(found.create, f"{SLICES}?dryRun=All", body), 60, "another")  # type: ignore[misc]
+    cluster.api.post(CONFIG_MAPS, {"metadata": {"name": FENCE, "namespace": "tessera"}})
+    allocated_claim(cluster, "tried", "node-b", "gpu-0")
+    device = {"driver": DRIVER, "pool": POOL_B, "device": "gpu-0"}
+
+    def by_a_policy(call: Callable[..., object], path: str, body: Object) -> bool:
+        return "ValidatingAdmissionPolicy 'own-" in refused(call, f"{path}?dryRun=All", body)
+
+    for call, path, body in (
+        (found.patch, status_of("node-b"), {"status": {"epoch": "x"}}),
+        (found.patch, f"{CLAIMS}/tried/status", {"status": {"devices": [device]}}),
+        (found.patch, f"{CONFIG_MAPS}/{FENCE}", {"data": {"junk": "x"}}),
+        (found.create, EVENTS, event_from("node-b", "tried")),
+        (found.create, SLICES, slice_of("node-b")),
+    ):
+        wait_for(partial(by_a_policy, call, path, body), 60, f"a policy for {path} in force")
+    for path in (f"{CLAIMS}/tried", f"{CONFIG_MAPS}/{FENCE}"):
+        cluster.api.request("DELETE", path)
     return found
 
 
