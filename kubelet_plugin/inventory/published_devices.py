@@ -114,12 +114,12 @@ class PublishableGpu:
             return False
         is_unpublished = self.gpu.uuid in policy.unpublished
         if not self.reserved and any(self._is_wanted(device, policy) for device in offers):
-            return is_unpublished and bool(self.unknown_to(policy))
+            return is_unpublished and self._is_unknown_to(policy)
         return is_unpublished or not (policy.publish_held or offers)
 
-    def unknown_to(self, policy: PublishPolicy) -> list[str]:
-        """The prepared devices that the plan lacks: it is older than their claims, or its maker does not know them."""
-        return [device.name for device in self.prepared if device.name not in policy.held]
+    def _is_unknown_to(self, policy: PublishPolicy) -> bool:
+        """Whether the plan lacks a prepared device: it is older than its claim, or its maker does not know it."""
+        return any(device.name not in policy.held for device in self.prepared)
 
     def _is_wanted(self, device: Device, policy: PublishPolicy) -> bool:
         """Whether ``device`` is offered to new claims, and not only kept because it may just have been allocated."""

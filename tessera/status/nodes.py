@@ -39,11 +39,11 @@ def slices(snapshot: StatusSnapshot) -> CheckOutput:
 
 
 def devices(snapshot: StatusSnapshot) -> CheckOutput:
-    published, taken = _published(snapshot), _taken(snapshot)
+    published, taken, offered = _published(snapshot), _taken(snapshot), _offered(snapshot)
     missing = sorted(taken.keys() - published.keys())
-    left_out = _left_out(snapshot, missing)
+    left_out = _left_out(snapshot, missing, offered)
     yield f"{len(taken)} held" + (f" ({len(left_out)} not published: publishHeld auto)" if left_out else "")
-    yield f"{len(_offered(snapshot))} offered"
+    yield f"{len(offered)} offered"
     if any(device.is_simulated for device in published.values()):
         yield "simulated GPUs among them"
     for name in missing:
@@ -135,8 +135,10 @@ def _offered(snapshot: StatusSnapshot) -> list[tuple[str, str]]:
     return [name for name, device in _published(snapshot).items() if name not in taken and not device.taints]
 
 
-def _left_out(snapshot: StatusSnapshot, missing: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Those of ``missing``, held devices in no slice, that nodes leave out because nothing of their GPU is offered.
+def _left_out(
+    snapshot: StatusSnapshot, missing: Iterable[tuple[str, str]], offered: Iterable[tuple[str, str]]
+) -> set[tuple[str, str]]:
+    """Those of ``missing``, held devices in no slice, that nodes leave out because nothing of their GPU is ``offered``.
 
     The plan of the node must name them as held: only then are they published again together with the next offer.
     """
@@ -145,7 +147,7 @@ def _left_out(snapshot: StatusSnapshot, missing: Iterable[tuple[str, str]]) -> s
         for name, plan in (snapshot.plans or {}).items()
         if plan.spec.leaves_out_held and plan.status.mode is PlanMode.PLANNED
     }
-    offering = {(pool, _gpu_part(device)) for pool, device in _offered(snapshot)}
+    offering = {(pool, _gpu_part(device)) for pool, device in offered}
     return {
         (pool, device)
         for pool, device in missing

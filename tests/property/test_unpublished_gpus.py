@@ -38,7 +38,7 @@ from driver.kube.types import (
     ResourceSlice,
     Result,
 )
-from driver.model.device import Device, devices_of, number_gpus
+from driver.model.device import Device, devices_of
 from driver.model.plan import PlanMode, PlanSpec, PlanStatus, offer_of
 from driver.placement.state import GpuState
 from driver.slices.build import CLOSED, SliceBuilder, slice_object
@@ -51,11 +51,10 @@ from tests.support.gpus import gpu_of
 from tests.support.node_views import changes as changes_of
 
 POOL = Pool("n1", "gpu.tessera.dev")
-GPUS = [gpu_of()]
+GPU = gpu_of()
 DEVICES = {
     device.name: device
-    for number, gpu in enumerate(GPUS)
-    for device in devices_of(gpu, number, 0)
+    for device in devices_of(GPU, 0, 0)
     if device.profile is None or (device.profile.name in {"1g.10gb", "3g.40gb"} and device.mask & 0b11)
 }
 NAMES = st.sampled_from(sorted(DEVICES))
@@ -136,15 +135,14 @@ class OneNode(RuleBasedStateMachine):
             for each in devices.values():
                 assert {used["counterSet"] for used in each["consumesCounters"]} <= sets
             free = devices.keys() - {device.name for device in held}
-            offering = {name.split("-")[1] for name in free}
             # Two schedulers may give the same memory away: the node prepares one of the claims.
-            here = {device.name for device in held if device.name.split("-")[1] in offering} - twice
+            here = {device.name for device in held if free} - twice
             assert here <= devices.keys(), f"{sorted(free)} are in the slices, {sorted(here - devices.keys())} are held"
 
     # The node
 
     def start_node(self) -> None:
-        self.inventory = Inventory(GPUS, number_gpus(GPUS, {}))
+        self.inventory = Inventory([GPU], {GPU.uuid: 0})
         for claim, device in self.prepared.items():
             self.inventory.hold(ClaimReference("default", claim, claim), [device])
         self.follower = PlanFollower(
@@ -232,16 +230,13 @@ class OneNode(RuleBasedStateMachine):
             for spec in self.history[scheduler.seen].slices.values()
             for each in spec.get("devices", ())
         }
-        used = {
-            gpu.uuid: GpuState.of(gpu, [DEVICES[name] for name in taken & published.keys() if DEVICES[name].gpu == gpu])
-            for gpu in GPUS
-        }
+        used = GpuState.of(GPU, [DEVICES[name] for name in taken & published.keys()])
         free = [
             name
             for name, each in sorted(published.items())
             if name not in taken
             and name in DEVICES
-            and used[DEVICES[name].gpu.uuid].fits(DEVICES[name])
+            and used.fits(DEVICES[name])
             and (tolerates or CLOSED not in each.get("taints", ()))
         ]
         if free:
@@ -265,11 +260,8 @@ class OneNode(RuleBasedStateMachine):
         self.lifted: set[PoolDevice] = set()
         self.withdrawable: set[PoolDevice] = set()
         self.held_publication = HeldPublication(self.most_gpus, lambda: self.now, lambda: 0.0)
-        self.fenced -= {
-            PoolDevice(POOL.name, name)
-            for name, device in DEVICES.items()
-            if offer_of(device) in self.plan.spec.offered
-        }
+        offered = self.plan.spec.offered
+        self.fenced -= {PoolDevice(POOL.name, name) for name, device in DEVICES.items() if offer_of(device) in offered}
         self.pending: tuple[GpuNodePlan, PlanSpec] | None = None
 
     @rule(claims=st.integers(0, 4), slices=st.integers(0, 4))
@@ -321,9 +313,8 @@ class OneNode(RuleBasedStateMachine):
         offers = devices.offerable([fitting[name] for name in wanted if name in fitting], plans)
         excess = {device for offer, device in devices.managed.items() if offer not in offers}
         self.withdrawable = {each for each in self.withdrawable & excess & self.fenced if devices.is_published(each)}
-        lifted = devices.of(offers) | {each for offer, each in devices.free.items() if offer not in devices.managed}
-        self.lifted = lifted
-        self.to_check = (self.to_check & excess) - lifted
+        self.lifted = devices.of({*offers, *(devices.free.keys() - devices.managed.keys())})
+        self.to_check = (self.to_check & excess) - self.lifted
         self.excess = excess
         modes = self.held_publication.decide(len(fleet.gpus), plans, ["n1"], ())
         if again := first_offers(offers, fleet, plans):
@@ -403,8 +394,6 @@ class TwoSchedulers(OneNode):
     schedulers_count = 2
 
 
-EXAMPLES = 5 * settings().max_examples
-OneNode.TestCase.settings = settings(stateful_step_count=60, max_examples=EXAMPLES)
-TwoSchedulers.TestCase.settings = OneNode.TestCase.settings
-TestOneScheduler = OneNode.TestCase
-TestTwoSchedulers = TwoSchedulers.TestCase
+TestOneScheduler, TestTwoSchedulers = OneNode.TestCase, TwoSchedulers.TestCase
+LONG = settings(stateful_step_count=60, max_examples=5 * settings().max_examples)
+TestOneScheduler.settings = TestTwoSchedulers.settings = LONG

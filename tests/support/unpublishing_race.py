@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from controller.cluster.claim_index import PoolDevice
 from controller.fence.withdrawal import Fence
@@ -55,6 +57,13 @@ class Outcome:
     republished: int = 0
 
 
+class Published(NamedTuple):
+    """The devices in the slices, and those of them without the taint of those that are not offered."""
+
+    names: frozenset[str] = frozenset()
+    offered: frozenset[str] = frozenset()
+
+
 class NodeRace:
     """One node with one GPU, its claimants, and the part of a controller that is about it."""
 
@@ -78,10 +87,8 @@ class NodeRace:
             lambda: None,
             lambda: None,
         )
-        self._slices: list[frozenset[str]] = [frozenset()]
+        self._slices = [Published()]
         """Every version of the slices; the scheduler sees them up to ``_seen``."""
-        self._offered: list[frozenset[str]] = [frozenset()]
-        """Of each version, the devices without the taint of those that are not offered."""
         self._seen = 0
         self._assumed: set[str] = set()
         self._stored: set[str] = set()
@@ -103,9 +110,8 @@ class NodeRace:
                 self._hidden = entry.unpublished
                 self.total.unpublished += entry.unpublished and bool(entry.held)
                 self.total.republished += not entry.unpublished and bool(entry.held)
-            if (names, names - entry.closed) != (self._slices[-1], self._offered[-1]):
-                self._offered.append(names - entry.closed)
-                self._slices.append(names)
+            if (published := Published(names, names - entry.closed)) != self._slices[-1]:
+                self._slices.append(published)
             return len(self._slices) - 1
 
     def node(self, stop: threading.Event) -> None:
@@ -128,8 +134,8 @@ class NodeRace:
     def _decide(self, tolerates: bool) -> Device | None:
         with self._lock:
             published = self._slices[self._seen]
-            state = GpuState.of(GPU, [DEVICES[name] for name in published & self._assumed])
-            choice = (published if tolerates else self._offered[self._seen]) - self._assumed
+            state = GpuState.of(GPU, [DEVICES[name] for name in published.names & self._assumed])
+            choice = (published.names if tolerates else published.offered) - self._assumed
             free = sorted(name for name in choice if state.fits(DEVICES[name]))
             if not free:
                 return None
@@ -194,7 +200,7 @@ class NodeRace:
             self._fence.lift(fenced)
             self._offer(wanted, held)
             self.delay(stop)
-            excess = {self._device(name) for name in self._slices[-1].difference(wanted, self._held())}
+            excess = {self._device(name) for name in self._slices[-1].names.difference(wanted, self._held())}
             if excess:
                 try:
                     gone = self._fence.take_back(excess).devices
@@ -202,7 +208,7 @@ class NodeRace:
                     continue
                 self.delay(stop)
                 self._offer(wanted, self._held(), gone)
-                self._wait(lambda gone=gone: not gone & {*map(self._device, self._slices[-1])}, stop)  # type: ignore[misc]
+                self._wait(lambda gone=gone: not gone & {*map(self._device, self._slices[-1].names)}, stop)  # type: ignore[misc]
                 self._wait_seen(len(self._slices) - 1, stop)
 
     def _offer(self, wanted: list[str], held: frozenset[str], withdrawn: Collection[PoolDevice] = ()) -> None:
@@ -242,10 +248,13 @@ def race(
         jobs = [pool.submit(job, stop) for each in races for job in (each.node, each.watch, each.controller)]
         jobs += [pool.submit(each.claimant, at, stop) for each in races for at in range(CLAIMANTS)]
         try:
-            ended = lambda: total.tried >= tries or any(job.done() for job in jobs)  # noqa: E731
-            wait_for(ended, within_s, f"{tries} decisions were written", POLL_S)
+            wait_for(partial(_is_over, total, tries, jobs), within_s, f"{tries} decisions were written", POLL_S)
         finally:
             stop.set()
     for job in jobs:
         job.result()
     return total
+
+
+def _is_over(total: Outcome, tries: int, jobs: Iterable[Future[None]]) -> bool:
+    return total.tried >= tries or any(job.done() for job in jobs)
