@@ -43,6 +43,17 @@ class PublishHeld(StrEnum):
     BESIDE_OFFERS = "BesideOffers"
 
 
+class OfferMode(StrEnum):
+    """What keeps a GPU's memory from being allocated twice.
+
+    COUNTERS: offers of one GPU may overlap, and the scheduler subtracts shared counters (KEP-4815). DISJOINT: devices
+    have no counters; no two offers of one GPU overlap, and none overlaps a held device.
+    """
+
+    COUNTERS = "Counters"
+    DISJOINT = "Disjoint"
+
+
 class Held(msgspec.Struct, frozen=True):
     """A device that a claim has, prepared or not. ``claim`` is ``namespace/name``."""
 
@@ -109,8 +120,9 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
     ``epoch`` is the one of the node's status that the controller answers; the node follows no other. ``held`` and
     ``offers`` are Held and Offer as they are written: one string each costs the API server a third of what objects
     do. ``withdrawn`` are names of devices that were offered, are fenced, and that no claim holds: the only ones the
-    node may take out of its slices. ``publish_held``: see PublishHeld. ``dedicated_to`` is the use a label gave the
-    node, ``dedicated_gpus`` are ``GPU-<uuid>=<use>`` of those with a use of their own: both for people to see.
+    node may take out of its slices. ``publish_held``: see PublishHeld; ``offer_mode``: see OfferMode. ``dedicated_to``
+    is the use a label gave the node, ``dedicated_gpus`` are ``GPU-<uuid>=<use>`` of those with a use of their own: both
+    for people to see.
 
     ``cordoned`` and ``cleared`` are operators' (``tessera cordon``, ``uncordon``), followed whether the node follows
     the plan or not, and never written by the controller: ``GPU-<uuid> <reason>`` of GPUs that no new claim may get,
@@ -122,6 +134,7 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
     offers: tuple[str, ...] = ()
     withdrawn: tuple[str, ...] = ()
     publish_held: PublishHeld = PublishHeld.ALWAYS
+    offer_mode: OfferMode = OfferMode.COUNTERS
     dedicated_to: str | None = None
     dedicated_gpus: tuple[str, ...] = msgspec.field(name="dedicatedGPUs", default=())
     cordoned: tuple[str, ...] = ()
@@ -176,13 +189,17 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     """``epoch`` changes whenever the node has stood alone: what it offers then is no plan's doing.
 
     ``gpus`` has a line for each GPU, for people; ``inventory`` every fact of theirs, for the controller
-    (``driver.model.plan``). ``refused`` are offers that are not published, and why. ``faults`` are those that an
-    operator can clear, each as ClearedFaults writes it, and what it is.
+    (``driver.model.plan``). ``offer_mode`` is the mode in which the node publishes; after a change of the plan's, the
+    old one as long as offers of one of its GPUs overlap. ``dropped`` are the fields of a device that the API server
+    does not keep, such as ``consumesCounters``. ``refused`` are offers that are not published, and why. ``faults`` are
+    those that an operator can clear, each as ClearedFaults writes it, and what it is.
     """
 
     observed_generation: int = 0
     epoch: str = ""
     mode: PlanMode = PlanMode.STANDALONE
+    offer_mode: OfferMode = OfferMode.COUNTERS
+    dropped: tuple[str, ...] = ()
     summary: Summary = Summary()
     gpus: tuple[str, ...] = ()
     inventory: str = ""
