@@ -20,7 +20,7 @@ from controller.curation.ranked_fleet import NO_CANDIDATES, Candidate, Candidate
 from controller.demand.demand import Demand, Eligible
 from driver.model.plan import Offer
 from driver.placement.ranking import RankedClique, Ranking, Terms
-from driver.placement.state import OfferKind
+from driver.placement.state import GpuState, OfferKind
 
 ROUNDING = 1e-6
 """Smaller gains, in memory slices, are ignored."""
@@ -100,6 +100,10 @@ class OfferDraft:
 
     def admits(self, place: Place) -> bool:
         return self._cliques[place.clique].admits(place.position, place.spot)
+
+    def state(self, clique: int, position: int) -> GpuState:
+        """The state of a GPU with all drafted places allocated."""
+        return self._cliques[clique].gpus[position].state
 
     def rank(self, place: Place) -> Terms:
         """The terms of ``place``, which must be free, beside all drafted places."""

@@ -79,14 +79,29 @@ def find_devices(
     ``published`` are the free devices by UUID of their GPU. A request for all devices is never satisfied: devices that
     are not published count for it, too.
     """
-    if any(request.count is None for request in requirements.requests):
-        return []
-    matches = [
-        [request.selector.on(entry).limited_to(published[entry.gpu.uuid]) for entry in gpus]
-        for request in requirements.requests
-    ]
     states = tuple(entry.state for entry in gpus)
-    search = _Search(gpus, states, requirements, matches, value_of, Budget(PUBLISHED_STEPS), record=True)
+    return choose_devices(gpus, states, requirements, value_of, Budget(PUBLISHED_STEPS), published)
+
+
+def choose_devices(
+    gpus: Sequence[FleetGpu],
+    states: States,
+    requirements: ClaimRequirements,
+    value_of: ValueOf,
+    budget: Budget,
+    published: Mapping[str, Collection[Spot]] | None = None,
+) -> list[tuple[FleetGpu, Spot]]:
+    """Devices of one node, in ``states``, that satisfy ``requirements`` together, in the order of the requests.
+
+    Empty if there are none, or the search was given up. ``published``: as for ``find_devices``; None: any device.
+    """
+    if published is not None and any(request.count is None for request in requirements.requests):
+        return []
+    matches = [[request.selector.on(entry) for entry in gpus] for request in requirements.requests]
+    if published is not None:
+        spots = [published.get(entry.gpu.uuid, ()) for entry in gpus]
+        matches = [[each.limited_to(here) for each, here in zip(row, spots, strict=True)] for row in matches]
+    search = _Search(gpus, states, requirements, matches, value_of, budget, record=True)
     return search.devices if search.run(states) is Outcome.FITS else []
 
 
@@ -216,16 +231,22 @@ class _Search:
         """Takes all selected devices that fit beside each other; refused where one of them is not free."""
         if self._in_use and any(is_in_use(*each) for each in zip(self._gpus, self._matches[index], strict=True)):
             return False
-        taken, claim = 0, self._claims[index]
+        claim, before = self._claims[index], len(self._chosen)
         for position, matches in enumerate(self._matches[index]):
             while free := free_spots(states[position], matches):
                 spot = free[0]
                 now = self._bind(index, position, spot, bound)
                 if now is None:
+                    del self._chosen[before:]
                     return False
-                states, bound, taken = _taken(states, position, spot), now, taken + 1
+                states, bound = _taken(states, position, spot), now
+                self._chosen.append((index, position, spot))
+        taken = len(self._chosen) - before
         counts = (*counts[:claim], counts[claim] + taken, *counts[claim + 1 :])
-        return taken > 0 and counts[claim] <= MAX_DEVICES and self._satisfy(index + 1, counts, states, bound)
+        if taken > 0 and counts[claim] <= MAX_DEVICES and self._satisfy(index + 1, counts, states, bound):
+            return True
+        del self._chosen[before:]
+        return False
 
     def _bind(self, index: int, position: int, spot: Spot, bound: Bound) -> Bound | None:
         """The values of the constraints with one more device; None where it violates one."""

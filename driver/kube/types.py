@@ -296,6 +296,7 @@ class PodSpec(Struct, frozen=True):
     init_containers: tuple[Container, ...] = ()
     scheduling_gates: tuple[dict[str, str], ...] = ()
     scheduler_name: str = ""
+    priority: int = 0
 
 
 class ExtendedClaimStatus(Struct, frozen=True):

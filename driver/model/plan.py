@@ -198,13 +198,13 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     observed_generation: int = 0
     epoch: str = ""
     mode: PlanMode = PlanMode.STANDALONE
-    offer_mode: OfferMode = OfferMode.COUNTERS
-    dropped: tuple[str, ...] = ()
     summary: Summary = Summary()
     gpus: tuple[str, ...] = ()
     inventory: str = ""
     refused: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
+    offer_mode: OfferMode = OfferMode.COUNTERS
+    dropped: tuple[str, ...] = ()
 
 
 def offer_of(device: Device) -> Offer:

@@ -1,0 +1,214 @@
+"""Disjoint offers: for clusters whose scheduler does not subtract counters, so that no two offers may overlap (pure).
+
+The pods' pending claims come first, by priority and then by age. The claims of one pod are planned together, on one
+node, or not at all; a pod for which there is no room at present does not keep others from the free memory. What is left
+goes to offers for claims to come: so many full GPUs first, which stay whole, and then in turn one of every other kind,
+from small to large. Published offers are preferred, because to replace one takes about as long as a fence.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from controller.cluster.fleet import Fleet
+from controller.curation.curator import OfferDraft
+from controller.curation.ranked_fleet import Place, RankedFleet
+from controller.demand.demand import Eligible
+from controller.demand.device_search import Budget, choose_devices
+from controller.demand.feasibility import Kind, Nodes
+from controller.demand.pending_claims import Queue
+from controller.demand.requirements import ClaimRequirements
+from driver.kube.types import Pod
+from driver.model.plan import Offer
+from driver.placement.ranking import Ranking
+from driver.placement.state import FULL, SHARE, OfferKind, Spot
+
+Wanted = tuple[ClaimRequirements, Nodes]
+
+
+@dataclass(frozen=True)
+class DisjointOffers:
+    """``offers`` of which no two overlap. ``planned``: for each claim, by key, those that its pod is to be given."""
+
+    offers: tuple[Offer, ...]
+    planned: Mapping[str, tuple[Offer, ...]] = field(default_factory=dict)
+
+
+class DisjointCurator:
+    """Chooses the offers of a fleet. The result depends on the arguments only; remembered rankings save time.
+
+    ``offers``: the number of offers of each kind without pending claims. ``stickiness``: a published offer for claims
+    to come is given up for one whose growth of fragmentation is less by more than this, in memory slices.
+    """
+
+    def __init__(self, ranking: Ranking, offers: int = 2, stickiness: float = 0.5) -> None:
+        self._ranking = ranking
+        self._offers = offers
+        self._stickiness = stickiness
+        self._ranked: RankedFleet | None = None
+
+    def curate(
+        self, fleet: Fleet, queue: Queue, published: Collection[Offer], only_on: Mapping[str, Nodes]
+    ) -> DisjointOffers:
+        """``published`` are the present offers. ``only_on``: the nodes to plan on for claims that offers did not help.
+
+        The keys of ``only_on`` are those of claims (``controller.demand.starvation``).
+        """
+        ranked = self._ranked = RankedFleet(fleet, self._ranking, self._ranked)
+        standing = {place for offer in published if (place := ranked.place(offer)) is not None}
+        plan = _Plan(ranked, queue, standing)
+        planned: dict[str, tuple[Offer, ...]] = {}
+        for pod in in_order(queue):
+            claims = [each.key for each in queue.of_pod(pod)]
+            if planned.keys() & set(claims):  # another pod that shares a claim, and so the node
+                continue
+            turn = [only_on[key] for key in claims if key in only_on]
+            places = plan.serve(pod, frozenset.intersection(*turn) if turn else None)
+            if places:
+                planned |= dict.fromkeys(claims, tuple(map(ranked.offer, places)))
+        plan.fill(self._offers, self._stickiness)
+        return DisjointOffers(tuple(map(ranked.offer, sorted(plan.places))), planned)
+
+
+def in_order(queue: Queue) -> list[Pod]:
+    """The pods with pending claims: those of the highest priority first, among equals the oldest."""
+    pods = {pod.metadata.key: pod for pending in queue.pending for pod in pending.pods}
+
+    def order(pod: Pod) -> tuple[int, str, str]:
+        return -pod.spec.priority, pod.metadata.creation_timestamp or "", str(pod.metadata.key)
+
+    return sorted(pods.values(), key=order)
+
+
+class _Plan:
+    """Places that are planned one after the other, each beside the ones before."""
+
+    def __init__(self, fleet: RankedFleet, queue: Queue, standing: set[Place]) -> None:
+        self.places: set[Place] = set()
+        self._fleet, self._queue, self._feasibility = fleet, queue, queue.feasibility
+        self._standing = standing
+        self._drafts: dict[OfferKind, OfferDraft] = {}
+        self._unmet: set[Wanted] = set()
+        """What could not be planned: it can't be later either, because the free memory only shrinks."""
+
+        self._budgets: defaultdict[str, Budget] = defaultdict(Budget)
+        """The steps left for the search, by namespace: no tenant keeps others from being planned."""
+
+    def serve(self, pod: Pod, only_on: Nodes | None) -> list[Place]:
+        """Plan devices for all pending claims of ``pod``; none if not all of them have room."""
+        nodes = self._queue.nodes_for(pod)
+        if only_on is not None:
+            nodes = nodes & only_on or nodes
+        for requirements in self._queue.combinations(pod):
+            wanted = (requirements, nodes)
+            if wanted in self._unmet or not requirements.requests or not self._feasibility.could(*wanted):
+                continue
+            if _is_one(requirements):
+                found = self._one(*wanted)
+            else:
+                found = self._several(*wanted, self._budgets[pod.metadata.namespace])
+            if found:
+                for place in found:
+                    self._add(place)
+                return found
+            self._unmet.add(wanted)
+        return []
+
+    def fill(self, count: int, stickiness: float) -> None:
+        """Plan ``count`` more offers of each kind, as far as there is room."""
+        small_to_large = sorted(set(self._fleet.keys) - {FULL, SHARE}, key=self._size)
+        for kinds in ([FULL], *[[SHARE, *small_to_large]] * count):
+            for key in kinds:
+                for _ in range(count if key == FULL else 1):
+                    if (place := self._spare(key, stickiness)) is not None:
+                        self._add(place)
+
+    def _spare(self, key: OfferKind, stickiness: float) -> Place | None:
+        draft = self._draft(key)
+        best = draft.best(None)
+        if best is None:
+            return None
+        standing = self._admitted(place for place in self._standing if place.spot.key == key)
+        kept = min(standing, key=lambda place: (draft.rank(place), place), default=None)
+        if kept is not None and draft.rank(kept).growth <= best.ranked.terms.growth + stickiness:
+            return kept
+        return best.place
+
+    def _one(self, requirements: ClaimRequirements, nodes: Nodes) -> list[Place]:
+        """A place for one device: a published offer, or else the one that causes the least fragmentation."""
+        kinds = self._feasibility.kinds(requirements.requests[0].selector, nodes)
+        standing = [(kind, place) for kind, group in kinds.items() for place in self._standing_of(kind, group)]
+        found = standing or [(kind, place) for kind, group in kinds.items() for place in self._best_of(kind, group)]
+        ranked = ((self._draft(kind.key).rank(place), place) for kind, place in found)
+        return [place for _, place in sorted(ranked)[:1]]
+
+    def _standing_of(self, kind: Kind, group: frozenset[str]) -> list[Place]:
+        matching = (place for place in self._standing if _is_of(place.spot, kind) and self._fleet.within(place, group))
+        return self._admitted(matching)
+
+    def _best_of(self, kind: Kind, group: frozenset[str]) -> Iterable[Place]:
+        """The best place of one kind; all places, where a selector picks single placements."""
+        if kind.starts is not None:
+            return self._admitted(each for each in self._fleet.places(kind.key, group) if _is_of(each.spot, kind))
+        eligible: Eligible = None if len(group) == self._feasibility.having(kind.key) else group
+        best = self._draft(kind.key).best(eligible)
+        return [] if best is None else [best.place]
+
+    def _several(self, requirements: ClaimRequirements, nodes: Nodes, budget: Budget) -> list[Place]:
+        """Places for several devices on one node: published offers if they suffice, and on the fullest such node."""
+        standing: defaultdict[str, list[Spot]] = defaultdict(list)
+        for place in self._admitted(self._standing):
+            standing[self._fleet.uuid(place)].append(place.spot)
+        for published in (standing, None):
+            for node in self._feasibility.nodes:
+                if node in nodes and (found := self._on_node(requirements, node, budget, published)):
+                    return found
+        return []
+
+    def _on_node(
+        self,
+        requirements: ClaimRequirements,
+        node: str,
+        budget: Budget,
+        published: Mapping[str, Collection[Spot]] | None,
+    ) -> list[Place]:
+        """The GPUs with the least free memory come first. ``published``: the only spots to use, by GPU."""
+        gpus = sorted(self._feasibility.fleet.nodes[node], key=lambda entry: entry.state.free)
+        found = [self._fleet.found[entry.gpu.uuid] for entry in gpus]
+        states = tuple(self._draft(FULL).state(*each) for each in found)
+        chosen = choose_devices(gpus, states, requirements, self._feasibility.matching.value, budget, published)
+        return [Place(*self._fleet.found[entry.gpu.uuid], spot) for entry, spot in chosen]
+
+    def _admitted(self, places: Iterable[Place]) -> list[Place]:
+        return [place for place in places if self._admits(place)]
+
+    def _admits(self, place: Place) -> bool:
+        return self._draft(place.spot.key).admits(place)
+
+    def _size(self, key: OfferKind) -> int:
+        """The memory slices of a partition of ``key``, on the first GPU that has it."""
+        windows = (entry.state.geometry.windows.get(key.profile or "") for entry in self._feasibility.fleet)
+        return next((masks[0].bit_count() for masks in windows if masks), 0)
+
+    def _add(self, place: Place) -> None:
+        self.places.add(place)
+        for draft in self._drafts.values():
+            draft.add(place)
+
+    def _draft(self, key: OfferKind) -> OfferDraft:
+        """The draft with all planned places that ranks those of ``key``."""
+        if key not in self._drafts:
+            draft = self._drafts[key] = OfferDraft(self._fleet, key)
+            for place in sorted(self.places):
+                draft.add(place)
+        return self._drafts[key]
+
+
+def _is_one(requirements: ClaimRequirements) -> bool:
+    return len(requirements.requests) == 1 and requirements.requests[0].count == 1 and not requirements.constraints
+
+
+def _is_of(spot: Spot, kind: Kind) -> bool:
+    return spot.key == kind.key and (kind.starts is None or spot.at in kind.starts)
