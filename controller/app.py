@@ -53,6 +53,9 @@ GC_THRESHOLD = 50_000
 @click.option("--unused-s", type=float, help="Seconds that a claim may pend beside a matching offer.  [default: 60]")
 @click.option("--publish-held", help="always, or auto: unless the cluster has too many GPUs.  [default: auto]")
 @click.option("--publish-held-gpus", type=int, help="Limit of auto.  [default: 500; before Kubernetes 1.37: 80]")
+@click.option(
+    "--offer-mode", help="auto, counters, or disjoint: no two offers overlap (docs/versions.md).  [default: auto]"
+)
 @click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 means every address.  [default: none]")
 @click.option("--health-address", help="HOST:PORT to serve /livez and /readyz at.  [default: none]")
 @with_logs()

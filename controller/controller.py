@@ -9,26 +9,30 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
 
 from controller.cluster.cache import ClusterCache, Snapshot
+from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import UnreportedNodesTracker
 from controller.cluster.published_offers import DeviceIndex
 from controller.curation.curator import Curator
+from controller.curation.disjoint import DisjointCurator, DisjointOffers
 from controller.demand.demand import demand_of, nodes_matching_held
 from controller.demand.pending_claims import Eligibility, Queue
 from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
 from controller.explain.events import EventReporter
 from controller.explain.pending_despite_offers import UnscheduledClaims
-from controller.explain.reasons import reasons_of
+from controller.explain.reasons import ClaimReason, ReasonCode, reasons_of
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
-from controller.plans import HeldPublication, PlanSpecs, PlanWriter, first_offers
+from controller.plans import PlanSpecs, PlanWriter
+from controller.publication_modes import DecidedMode, HeldPublication, decide_offer_mode, first_offers
 from controller.settings import ControllerSettings
 from controller.steps import Observer, Step
 from driver.errors import ApiError
@@ -36,7 +40,7 @@ from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
 from driver.kube.events import Recorder
 from driver.kube.work_loop import Loop
-from driver.model.plan import Offer
+from driver.model.plan import Offer, OfferMode
 from driver.placement.measure import Measure
 from driver.placement.ranking import Ranking
 from driver.placement.state import OfferKind
@@ -46,6 +50,9 @@ log = logging.getLogger(__name__)
 
 BLOCKED_RETRY_INTERVAL_SECONDS = 2.0
 """Time until the next decision after devices could not be offered: they stay fenced, or claims are not up to date."""
+
+VERSION_INTERVAL_SECONDS = 30.0
+"""Time after which the version of the API server is read again: control planes are upgraded while this runs."""
 
 DECISION_INTERVAL_SECONDS = 10.0
 """Longest time between two decisions. The heartbeat is renewed only while decisions are made."""
@@ -87,9 +94,14 @@ class Controller:
         self._fleet_builder = FleetBuilder()
         self._devices = DeviceIndex()
         self._specs = PlanSpecs()
-        self._curator = Curator(Ranking(Measure(settings.weights)), settings.offers)
+        ranking = Ranking(Measure(settings.weights))
+        self._curator = Curator(ranking, settings.offers)
+        self._disjoint_curator = DisjointCurator(ranking, settings.offers)
         self._unscheduled = UnscheduledClaims(settings.unused_s, Clock())
         self._client, self._settings = client, settings
+        self._minor_version: int | None = None
+        self._version_read_at = -math.inf
+        self._mode: DecidedMode | None = None
         self._held_publication = HeldPublication()
         self._writer = PlanWriter(client, self._cache.observe_plan, observer=observer)
         self._withdrawals = Withdrawals(self._fence, self._loop.notify, settings.linger_s, observer=observer)
@@ -137,29 +149,36 @@ class Controller:
         if seen.changed.nodes:
             self._eligibility = Eligibility(seen.cluster.nodes)
         devices, queue = self._devices, Queue(seen.cluster, fleet, self._matching, self._eligibility)
-        demands = demand_of(queue, self._starvation.widened(queue))
-        requested = {demand.key for demand in demands}
-        protected = [offer for offer in devices.offered if OfferKind(offer.type, offer.profile) in requested]
-        chosen = self._curator.curate(fleet, demands, devices.offered, protected)
-        offers = devices.offerable(chosen, seen.plans)
-        excess = (device for offer, device in devices.managed.items() if offer not in offers)
         self._start(seen)
-        withdrawn = self._withdrawals.decide(frozenset(excess), devices.is_published)
-        blocked = self._unfence(offers)
-        names = [view.name for view in seen.views]
-        modes = self._held_publication.decide(len(fleet.gpus), seen.plans, names, nodes_matching_held(queue))
+        mode = self._decide_mode(seen)
+        chosen = self._choose(mode, fleet, queue)
+        offers = devices.offerable(chosen.offers, seen.plans)
+        excess = frozenset(device for offer, device in devices.managed.items() if offer not in offers)
+        obstructed: set[Offer] = set()
+        if mode is OfferMode.DISJOINT:
+            awaited = {offer for planned in chosen.planned.values() for offer in planned}
+            urgent = frozenset[PoolDevice]().union(*devices.obstacles(awaited, ()).values())
+            withdrawn = self._withdrawals.decide(excess, devices.is_published, urgent)
+            obstructed = {*devices.obstacles(offers, withdrawn)}
+        else:
+            withdrawn = self._withdrawals.decide(excess, devices.is_published)
+        blocked = obstructed | self._unfence(offers - obstructed)
+        most_gpus = self._settings.publish_held_limit(self._minor_version)
+        names, matched = [view.name for view in seen.views], nodes_matching_held(queue)
+        publish_held = self._held_publication.decide(len(fleet.gpus), most_gpus, seen.plans, names, matched)
         blocked |= self._unverified(offers - blocked, fleet, seen)
-        specs = self._specs.update(seen.views, seen.changed, fleet, offers - blocked, withdrawn, modes)
+        specs = self._specs.update(seen.views, seen.changed, fleet, offers - blocked, withdrawn, publish_held, mode)
         changed = self._specs.changed | seen.changed.names
         written = self._writer.write(specs, seen.plans, self._specs.owners, changed)
         self._specs.changed.clear()
         if written:
             elapsed = (time.perf_counter() - began) * 1000
-            log.info("wrote plans", extra={"plans": written, "offers": len(chosen), "ms": f"{elapsed:.0f}"})
+            log.info("wrote plans", extra={"plans": written, "offers": len(chosen.offers), "ms": f"{elapsed:.0f}"})
         self._events.labels(seen.cluster.nodes, seen.changed.nodes, fleet)
         self._cache.acknowledge()
         self._events.unreadable(self._cache.unreadable())
         self._explain(queue, seen)
+        self._events.claims(reshaping(queue, chosen.planned, obstructed, self._settings.settle_s))
         self._decided_at = time.monotonic()
         retry = BLOCKED_RETRY_INTERVAL_SECONDS if blocked else None
         return soonest(
@@ -184,21 +203,41 @@ class Controller:
         return Counter(about.kind for about, _ in self._cache.unreadable())
 
     def _start(self, seen: Snapshot) -> None:
-        """Take over the fence of the previous leader, and read the version of the API server; once."""
+        """Take over the fence of the previous leader; once."""
         if not self._started:
-            if self._settings.publish_held == "auto":
-                self._held_publication.most_gpus = self._settings.publish_held_limit(self._minor_version())
             self._fence.start(self._devices.of(offer for plan in seen.plans.values() for offer in plan.spec.offered))
             self._started = True
 
-    def _minor_version(self) -> str:
-        """The minor version of Kubernetes; empty if this account may not read it. Raises ApiError if nobody answers."""
+    def _decide_mode(self, seen: Snapshot) -> OfferMode:
+        """The offer mode of the cluster. Raises ApiError if the version is not known yet and nobody answers."""
+        if time.monotonic() - self._version_read_at >= VERSION_INTERVAL_SECONDS:
+            self._minor_version = self._read_minor_version()
+            self._version_read_at = time.monotonic()
+        decided = decide_offer_mode(self._settings.offer_mode, self._minor_version, seen.views)
+        if decided != self._mode:
+            log.info("offer mode", extra={"mode": decided.mode.value, "reason": decided.reason})
+            self._mode = decided
+        return decided.mode
+
+    def _read_minor_version(self) -> int | None:
+        """The minor version of Kubernetes, such as 36 for "36+"; None if this account may not read it."""
         try:
-            return str(self._client.get_object("/version").get("minor", ""))
+            found = re.match(r"\d+", str(self._client.get_object("/version").get("minor", "")))
         except ApiError as error:
             if error.status is None:
                 raise
-            return ""
+            return self._minor_version
+        return int(found[0]) if found is not None else None
+
+    def _choose(self, mode: OfferMode, fleet: Fleet, queue: Queue) -> DisjointOffers:
+        """What to offer, whatever is published at present."""
+        offered, widened = self._devices.offered, self._starvation.widened(queue)
+        if mode is OfferMode.DISJOINT:
+            return self._disjoint_curator.curate(fleet, queue, offered, widened)
+        demands = demand_of(queue, widened)
+        requested = {demand.key for demand in demands}
+        protected = [offer for offer in offered if OfferKind(offer.type, offer.profile) in requested]
+        return DisjointOffers(self._curator.curate(fleet, demands, offered, protected))
 
     def _unfence(self, offers: Collection[Offer]) -> set[Offer]:
         """Lift the fence from offered devices. Returns those of ``offers`` that stay fenced because that failed."""
@@ -236,3 +275,16 @@ class Controller:
         unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
         reasons = reasons_of(queue, self._unreported.update(seen.views))
         self._events.claims([*reasons, *self._unscheduled.reasons(queue, unfenced, seen.incomplete)])
+
+
+def reshaping(
+    queue: Queue, planned: Mapping[str, Collection[Offer]], obstructed: Collection[Offer], settle_s: float
+) -> list[ClaimReason]:
+    """A reason for each pending claim that waits until other offers of a GPU have been withdrawn."""
+    gpus, found = queue.feasibility.fleet.gpus, []
+    for pending in queue.pending:
+        for offer in [offer for offer in planned.get(pending.key, ()) if offer in obstructed][:1]:
+            entry, kind = gpus[offer.gpu], OfferKind(offer.type, offer.profile)
+            sentence = f"gpu-{entry.number} of node {entry.node} is changed to offer {kind}: about {settle_s + 1:.0f} s"
+            found.append(ClaimReason(pending, ReasonCode.RESHAPING, sentence))
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +17,7 @@ from controller.steps import Observer, Step
 from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan
-from driver.model.plan import API_VERSION, KIND, MODE_SPREAD_SECONDS, OPERATORS, PATH, Offer, PlanSpec, PublishHeld
+from driver.model.plan import API_VERSION, KIND, OPERATORS, PATH, Offer, OfferMode, PlanSpec, PublishHeld
 from driver.steps import observed, unobserved
 
 log = logging.getLogger(__name__)
@@ -31,9 +30,6 @@ RETRY_INTERVAL_SECONDS = 3.0
 
 MAX_WRITES = 48
 """Plans written per decision: an urgent plan must not wait for the updates of a thousand nodes."""
-
-RETURN_SHARE = 0.8
-"""A cluster near the limit of GPUs must not change to and fro as nodes come and go."""
 
 PARALLEL_WRITES = 8
 """One change of the cluster changes several plans, and claims wait for the last of them."""
@@ -56,6 +52,7 @@ class PlanSpecs:
         self._special: set[str] = set()
         """Nodes that had offers or withdrawn devices last time."""
         self._publish_held: Mapping[str, PublishHeld] = {}
+        self._offer_mode = OfferMode.COUNTERS
 
     def update(
         self,
@@ -65,6 +62,7 @@ class PlanSpecs:
         offers: Collection[Offer],
         withdrawn: Collection[PoolDevice],
         publish_held: Mapping[str, PublishHeld],
+        offer_mode: OfferMode = OfferMode.COUNTERS,
     ) -> Mapping[str, PlanSpec]:
         """The specs by node, given what is to be offered and withdrawn, and what each node does with held devices."""
         offers_of: dict[str, list[Offer]] = defaultdict(list)
@@ -77,11 +75,13 @@ class PlanSpecs:
         nodes_of_withdrawn = {self._node_of_pool[pool] for pool in withdrawn_of if pool in self._node_of_pool}
         special = offers_of.keys() | self._dedicated | nodes_of_withdrawn
         turned = {name for name, each in publish_held.items() if self._publish_held.get(name) is not each}
-        self._publish_held = dict(publish_held)
+        if offer_mode is not self._offer_mode:
+            turned = {*self._views}
+        self._publish_held, self._offer_mode = dict(publish_held), offer_mode
         for name in renewed | ((self._special | turned) & self._views.keys()) | special:
             view = self._views[name]
             gpus, gone = fleet.nodes.get(name, ()), withdrawn_of.get(view.pool, ())
-            self._put(name, _spec(view, gpus, offers_of.get(name, ()), gone, publish_held[name]))
+            self._put(name, _spec(view, gpus, offers_of.get(name, ()), gone, publish_held[name], offer_mode))
         self._special = special
         return self.specs
 
@@ -109,6 +109,7 @@ def _spec(
     offers: Sequence[Offer],
     gone: Sequence[str],
     publish_held: PublishHeld,
+    offer_mode: OfferMode,
 ) -> PlanSpec:
     return PlanSpec(
         epoch=node.status.epoch,
@@ -116,6 +117,7 @@ def _spec(
         offers=tuple(sorted(map(str, offers))),
         withdrawn=tuple(sorted(gone)),
         publish_held=publish_held,
+        offer_mode=offer_mode,
         dedicated_to=node.dedication.node,
         dedicated_gpus=_dedicated_gpus(node, gpus),
     )
@@ -125,73 +127,6 @@ def _dedicated_gpus(node: NodeView, gpus: tuple[FleetGpu, ...]) -> tuple[str, ..
     """``UUID=USE`` of the GPUs that have a use of their own."""
     uses = node.dedication.gpus
     return tuple(f"{entry.gpu.uuid}={uses[entry.number]}" for entry in gpus if entry.number in uses)
-
-
-class HeldPublication:
-    """Which nodes publish the held devices of GPUs without offers.
-
-    ``most_gpus``: all nodes do in clusters of at most so many GPUs, in larger ones none; None: always all. A node
-    changes at a random moment of ``MODE_SPREAD_SECONDS``: each slice update wakes every pending pod.
-    """
-
-    def __init__(
-        self,
-        most_gpus: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        spread: Callable[[], float] = random.random,
-    ) -> None:
-        self.most_gpus = most_gpus
-        self._clock = clock
-        self._spread = spread
-        self._modes: dict[str, PublishHeld] = {}
-        self._due: dict[str, float] = {}
-        """When nodes change to the other mode."""
-
-    def decide(
-        self, gpus: int, plans: Mapping[str, GpuNodePlan], nodes: Collection[str], requested: Collection[str]
-    ) -> Mapping[str, PublishHeld]:
-        """The mode of each of ``nodes``; ``requested`` are those whose held devices a pending claim matches.
-
-        A new leader starts from the modes in ``plans``.
-        """
-        now = self._clock()
-        wanted = self._wanted(gpus, plans)
-        known = {name: self._modes.get(name) or _mode(plans.get(name), wanted) for name in nodes}
-        self._modes = known | {name: PublishHeld.ALWAYS for name in requested if name in known}
-        differing = {name for name, mode in self._modes.items() if mode is not wanted} - {*requested}
-        self._due = {name: self._due.get(name) or now + MODE_SPREAD_SECONDS * self._spread() for name in differing}
-        for name in [name for name, due in self._due.items() if due <= now]:
-            self._modes[name] = wanted
-            del self._due[name]
-        return self._modes
-
-    @property
-    def next_s(self) -> float | None:
-        """Seconds until the next node changes; None: none is due."""
-        return max(0.0, min(self._due.values()) - self._clock()) if self._due else None
-
-    def _wanted(self, gpus: int, plans: Mapping[str, GpuNodePlan]) -> PublishHeld:
-        """The mode of the cluster. It returns to ALWAYS only when clearly fewer GPUs are left."""
-        if self.most_gpus is None:
-            return PublishHeld.ALWAYS
-        left = any(plan.spec.publish_held is PublishHeld.BESIDE_OFFERS for plan in plans.values())
-        limit = self.most_gpus * RETURN_SHARE if left else self.most_gpus
-        return PublishHeld.ALWAYS if gpus <= limit else PublishHeld.BESIDE_OFFERS
-
-
-def first_offers(offers: Collection[Offer], fleet: Fleet, plans: Mapping[str, GpuNodePlan]) -> dict[Offer, str]:
-    """Those of ``offers``, with their nodes, whose GPUs may be unpublished: plans offer nothing of them so far."""
-    offering = {
-        name: {text.partition("/")[0] for text in plans[name].spec.offers}
-        for name in {fleet.gpus[offer.gpu].node for offer in offers}
-        if name in plans and plans[name].spec.leaves_out_held
-    }
-    nodes = ((offer, fleet.gpus[offer.gpu].node) for offer in offers)
-    return {offer: node for offer, node in nodes if node in offering and offer.gpu not in offering[node]}
-
-
-def _mode(plan: GpuNodePlan | None, wanted: PublishHeld) -> PublishHeld:
-    return wanted if plan is None else plan.spec.publish_held
 
 
 Due = tuple[str, GpuNodePlan | None, str, PlanSpec]

@@ -69,6 +69,7 @@ class ControllerSettings(BaseModel):
     ``weights``: how much each class counts (default: equally). ``unused_s``: how long a claim may be pending beside a
     matching offer until that is reported. ``publish_held``: whether nodes publish the held devices of GPUs without
     offers; ``auto``: in clusters of at most ``publish_held_gpus`` GPUs (None: by the version of Kubernetes).
+    ``offer_mode``: what keeps offers of one GPU apart; ``auto``: counters, where API server and scheduler are up to it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -85,15 +86,18 @@ class ControllerSettings(BaseModel):
     unused_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
     publish_held: Literal["always", "auto"] = "auto"
     publish_held_gpus: Annotated[int | None, Field(ge=0)] = None
+    offer_mode: Literal["auto", "counters", "disjoint"] = "auto"
     metrics_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
     health_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
 
-    def publish_held_limit(self, minor: str) -> int:
-        """The most GPUs of a cluster whose nodes publish all held devices; ``minor``: its minor version, as "36+"."""
+    def publish_held_limit(self, minor_version: int | None) -> int | None:
+        """The most GPUs of a cluster whose nodes publish all held devices; None: any number."""
+        if self.publish_held == "always":
+            return None
         if self.publish_held_gpus is not None:
             return self.publish_held_gpus
-        digits = re.match(r"\d+", minor)
-        return PUBLISH_HELD_GPUS_BEFORE_1_37 if digits and int(digits[0]) < 37 else PUBLISH_HELD_GPUS
+        is_old = minor_version is not None and minor_version < 37
+        return PUBLISH_HELD_GPUS_BEFORE_1_37 if is_old else PUBLISH_HELD_GPUS
 
 
 def controller_settings(**values: object) -> ControllerSettings:

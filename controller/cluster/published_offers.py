@@ -9,6 +9,7 @@ from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import Changes, NodeView
 from driver.kube.types import GpuNodePlan
+from driver.model.device import Device
 from driver.model.plan import Offer
 
 
@@ -76,6 +77,27 @@ class DeviceIndex:
         )
         leaving = set(filter(self.is_published, withdrawn))
         return {offer for offer in offers if not leaving & self.of([offer])} if leaving else set(offers)
+
+    def obstacles(self, offers: Collection[Offer], withdrawn: Collection[PoolDevice]) -> dict[Offer, set[PoolDevice]]:
+        """Those of ``offers`` that overlap published devices which no claim holds, except ``withdrawn``, with these."""
+        on_gpu: dict[str, list[tuple[Offer, Device]]] = {}
+        wanted = {offer.gpu for offer in offers}
+        for offer, name in self.free.items():
+            if offer.gpu in wanted and name not in withdrawn and (device := self._device(offer)) is not None:
+                on_gpu.setdefault(offer.gpu, []).append((offer, device))
+        found: dict[Offer, set[PoolDevice]] = {}
+        for offer in offers:
+            others = [each for each in on_gpu.get(offer.gpu, ()) if each[0] != offer]
+            device = self._device(offer) if others else None
+            in_the_way = {self.free[other] for other, each in others if device is not None and device.overlaps(each)}
+            if in_the_way:
+                found[offer] = in_the_way
+        return found
+
+    def _device(self, offer: Offer) -> Device | None:
+        entry = self._fleet.gpus.get(offer.gpu)
+        name = entry.name(offer) if entry is not None else None
+        return entry.device(name) if entry is not None and name is not None else None
 
     def of(self, offers: Iterable[Offer]) -> set[PoolDevice]:
         """The devices that carry ``offers``; offers of GPUs that are gone, or lack such a device, are skipped."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from controller.cluster.fleet import Fleet, Hardware
 from controller.cluster.node_views import faults_in
-from controller.explain.reasons import ClaimReason
+from controller.explain.reasons import ClaimReason, ReasonCode
 from driver.kube.events import Recorder
 from driver.kube.types import Node, Reference
 
@@ -35,7 +35,9 @@ class EventReporter:
             about = pending.pods[0].metadata if pending.not_created else pending.claim.metadata
             kind, version = ("Pod", "v1") if pending.not_created else ("ResourceClaim", "resource.k8s.io/v1")
             reference = Reference(kind, about.name, about.namespace, about.uid, version)
-            self._recorder.event(reference, code.value, sentence, "Warning")
+            self._recorder.event(
+                reference, code.value, sentence, "Normal" if code is ReasonCode.RESHAPING else "Warning"
+            )
 
     def unreadable(self, found: Sequence[tuple[Reference, str]]) -> None:
         """One Event for each unreadable object, up to a maximum."""

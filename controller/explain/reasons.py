@@ -47,6 +47,9 @@ class ReasonCode(StrEnum):
     UNUSED = "OfferStandsUnused"
     """Of a claim that can be satisfied (``controller.explain.pending_despite_offers``)."""
 
+    RESHAPING = "Reshaping"
+    """Of a claim for which offers of a GPU are being replaced."""
+
 
 OF_OBSTACLE = {
     Obstacle.FAULT: (ReasonCode.FAULT, "a fault or an operator keeps {} from use"),

@@ -65,6 +65,9 @@ PROBE_INTERVAL_SECONDS = 0.005
 COALESCE_SECONDS = 1.0
 """Time in which devices are collected: fencing takes five requests, whatever their number."""
 
+URGENT_COALESCE_SECONDS = 0.02
+"""The same for devices for which a pending claim waits."""
+
 DECISION_CATCH_UP_SECONDS = 2.0
 """Longest time that a decision waits for the cache of claims."""
 
@@ -257,16 +260,23 @@ class Withdrawals:
         self._observer = observer
         self._lock = threading.Lock()
         self._unwanted_since: dict[PoolDevice, float] = {}
+        self._urgent: set[PoolDevice] = set()
         self._batch: set[PoolDevice] = set()
         self._withdrawn: set[PoolDevice] = set()
-        self._loop = Loop("withdrawing offers", self._take_back, COALESCE_SECONDS)
+        self._loop = Loop("withdrawing offers", self._take_back, URGENT_COALESCE_SECONDS)
         self.run = self._loop.run
         self.notify = self._loop.notify
 
     def decide(
-        self, excess: Collection[PoolDevice], is_published: Callable[[PoolDevice], bool]
+        self,
+        excess: Collection[PoolDevice],
+        is_published: Callable[[PoolDevice], bool],
+        urgent: Collection[PoolDevice] = (),
     ) -> frozenset[PoolDevice]:
-        """Begin to withdraw ``excess``. Returns the devices that the nodes may remove now."""
+        """Begin to withdraw ``excess``. Returns the devices that the nodes may remove now.
+
+        ``urgent`` are those that a pending claim waits for: they do not stay published for ``linger_s``.
+        """
         with self._lock:
             excess, now = set(excess), self._clock()
             self._withdrawn = {device for device in self._withdrawn & excess if is_published(device)}
@@ -276,22 +286,28 @@ class Withdrawals:
             self._unwanted_since = {device: self._unwanted_since.get(device, now) for device in wanted}
             # The fence of a device that is wanted again is lifted: it leaves the batch.
             self._batch &= excess
+            self._urgent = wanted & set(urgent)
             todo, withdrawn = bool(wanted), frozenset(self._withdrawn)
+            at_once = not self._urgent <= self._batch
         if todo:
-            self._loop.notify()
+            self._loop.notify_within(0.0 if at_once else COALESCE_SECONDS)
         return withdrawn
 
     def _take_back(self) -> float | None:
         """Fence the devices that are due. Returns seconds until the next is due."""
         with self._lock:
             now = self._clock()
-            due = {device for device, since in self._unwanted_since.items() if now - since >= self._linger_s}
-            lingering = [since for since in self._unwanted_since.values() if now - since < self._linger_s]
+            lingers = {
+                device: since
+                for device, since in self._unwanted_since.items()
+                if now - since < self._linger_s and device not in self._urgent
+            }
+            due = self._unwanted_since.keys() - lingers.keys()
             self._batch = set(due)
         self._fence.expire()
         if due:
             self._withdraw(due)
-        return min(lingering) + self._linger_s - now if lingering else None
+        return min(lingers.values()) + self._linger_s - now if lingers else None
 
     def _withdraw(self, due: set[PoolDevice]) -> None:
         result = self._fence.take_back(due)

@@ -54,6 +54,10 @@ class OfferMode(StrEnum):
     DISJOINT = "Disjoint"
 
 
+COUNTERS_FIELD = "consumesCounters"
+"""The field of a device without which offers must be disjoint, as ``PlanStatus.dropped`` names it."""
+
+
 class Held(msgspec.Struct, frozen=True):
     """A device that a claim has, prepared or not. ``claim`` is ``namespace/name``."""
 

@@ -24,7 +24,8 @@ from controller.cluster.claim_index import ClaimIndex, PoolDevice
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import NodeView, NodeViews
 from controller.cluster.published_offers import DeviceIndex
-from controller.plans import HeldPublication, PlanSpecs, first_offers
+from controller.plans import PlanSpecs
+from controller.publication_modes import HeldPublication, first_offers
 from driver.kube.types import (
     Allocation,
     Claim,
@@ -259,7 +260,7 @@ class OneNode(RuleBasedStateMachine):
         self.to_check: set[PoolDevice] = set()
         self.lifted: set[PoolDevice] = set()
         self.withdrawable: set[PoolDevice] = set()
-        self.held_publication = HeldPublication(self.most_gpus, lambda: self.now, lambda: 0.0)
+        self.held_publication = HeldPublication(lambda: self.now, lambda: 0.0)
         offered = self.plan.spec.offered
         self.fenced -= {PoolDevice(POOL.name, name) for name, device in DEVICES.items() if offer_of(device) in offered}
         self.pending: tuple[GpuNodePlan, PlanSpec] | None = None
@@ -316,7 +317,7 @@ class OneNode(RuleBasedStateMachine):
         self.lifted = devices.of({*offers, *(devices.free.keys() - devices.managed.keys())})
         self.to_check = (self.to_check & excess) - self.lifted
         self.excess = excess
-        modes = self.held_publication.decide(len(fleet.gpus), plans, ["n1"], ())
+        modes = self.held_publication.decide(len(fleet.gpus), self.most_gpus, plans, ["n1"], ())
         if again := first_offers(offers, fleet, plans):
             self.catch_up()
             if self.index().held(POOL.name) != view.held:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import msgspec
 import pytest
@@ -20,10 +19,8 @@ from controller.plans import (
     LAZY_WRITE_DELAY_SECONDS,
     MAX_WRITES,
     RETRY_INTERVAL_SECONDS,
-    HeldPublication,
     PlanSpecs,
     PlanWriter,
-    first_offers,
 )
 from driver.kube.client import Object
 from driver.kube.controller_heartbeat import SILENCE_TIMEOUT_SECONDS
@@ -308,75 +305,3 @@ def test_of_many_plans_those_that_offer_something_are_written_first_and_the_rest
     there = {name: GpuNodePlan(PlanMetadata(name, "1"), wanted[name]) for name in written}
     assert writing.writer.write(wanted, there, uids) == MAX_WRITES
     assert writing.writer.due_in_s() is None
-
-
-class TestHeldPublication:
-    """Which nodes publish the held devices of GPUs without offers, and when they change."""
-
-    NODES = tuple(f"n{number}" for number in range(100))
-
-    @pytest.fixture(autouse=True)
-    def clock(self) -> None:
-        self.now = 0.0
-        self.turn = iter(number / 100 for number in range(1, 10_000))
-
-    def publication(self, most_gpus: int | None = 500) -> HeldPublication:
-        return HeldPublication(most_gpus, lambda: self.now, lambda: next(self.turn) % 1)
-
-    def beside(self, modes: Mapping[str, PublishHeld]) -> int:
-        return sum(mode is PublishHeld.BESIDE_OFFERS for mode in modes.values())
-
-    def plans(self, mode: PublishHeld) -> dict[str, GpuNodePlan]:
-        return {name: GpuNodePlan(PlanMetadata(name), PlanSpec(publish_held=mode)) for name in self.NODES}
-
-    @pytest.mark.parametrize(
-        ("gpus", "most", "expected"), [(500, 500, 0), (501, 500, 100), (1, 0, 100), (9999, None, 0)]
-    )
-    def test_new_nodes_begin_with_what_the_size_of_the_cluster_asks_for(
-        self, gpus: int, most: int | None, expected: int
-    ) -> None:
-        assert self.beside(self.publication(most).decide(gpus, {}, self.NODES, ())) == expected
-
-    def test_a_cluster_that_grows_changes_node_by_node_within_a_minute(self) -> None:
-        found, plans = self.publication(), self.plans(PublishHeld.ALWAYS)
-        changed = []
-        for second in range(0, 61, 10):
-            self.now = float(second)
-            changed.append(self.beside(found.decide(800, plans, self.NODES, ())))
-        assert changed[0] <= 1
-        assert changed[-1] == 100
-        assert max(after - before for before, after in pairwise(changed)) <= 20
-        assert found.next_s is None
-
-    def test_a_cluster_that_shrinks_a_little_stays_as_it_is(self) -> None:
-        plans = self.plans(PublishHeld.BESIDE_OFFERS)
-        found = self.publication()
-        assert self.beside(found.decide(450, plans, self.NODES, ())) == 100
-        assert found.next_s is None
-        found.decide(400, plans, self.NODES, ())
-        self.now = 60.0
-        assert self.beside(found.decide(400, plans, self.NODES, ())) == 0
-
-    def test_nodes_that_a_claim_matches_whole_publish_at_once_and_go_back_later(self) -> None:
-        plans, found = self.plans(PublishHeld.BESIDE_OFFERS), self.publication()
-        found.decide(800, plans, self.NODES, ())
-        modes = found.decide(800, plans, self.NODES, {"n3"})
-        assert [name for name, mode in modes.items() if mode is PublishHeld.ALWAYS] == ["n3"]
-        self.now = 60.0
-        assert found.decide(800, plans, self.NODES, {"n3"})["n3"] is PublishHeld.ALWAYS
-        assert found.decide(800, plans, self.NODES, ())["n3"] is PublishHeld.ALWAYS
-        self.now = 120.0
-        assert self.beside(found.decide(800, plans, self.NODES, ())) == 100
-
-
-def test_only_offers_on_gpus_of_which_the_plan_offers_nothing_may_meet_an_unpublished_gpu() -> None:
-    fleet = fleet_of(view())
-
-    def found(publish_held: PublishHeld, *offered: str) -> set[Offer]:
-        plan = GpuNodePlan(PlanMetadata("n1"), PlanSpec(offers=tuple(map(str, offered)), publish_held=publish_held))
-        return set(first_offers([offer(SMALL)], fleet, {"n1": plan}))
-
-    assert found(PublishHeld.BESIDE_OFFERS) == {offer(SMALL)}
-    assert found(PublishHeld.BESIDE_OFFERS, str(offer(OTHER))) == set()
-    assert found(PublishHeld.ALWAYS) == set()
-    assert first_offers([offer(SMALL)], fleet, {}) == {}

@@ -1,0 +1,108 @@
+"""How nodes publish: with counters or disjoint offers, and whether with the held devices of GPUs without offers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from controller.cluster.fleet import Fleet
+from controller.cluster.node_views import NodeView
+from driver.kube.types import GpuNodePlan
+from driver.model.plan import COUNTERS_FIELD, MODE_SPREAD_SECONDS, Offer, OfferMode, PublishHeld
+
+RETURN_SHARE = 0.8
+"""A cluster near the limit of GPUs must not change to and fro as nodes come and go."""
+
+FIRST_FAST_MINOR_VERSION = 37
+"""The scheduler of Kubernetes 1.36 takes about a second for a pod at 1,000 nodes with counters (docs/scale.md)."""
+
+
+class DecidedMode(NamedTuple):
+    """The offer mode of the cluster, and why."""
+
+    mode: OfferMode
+    reason: str
+
+
+def decide_offer_mode(setting: str, minor_version: int | None, views: Iterable[NodeView]) -> DecidedMode:
+    """``setting``: auto, counters or disjoint; ``minor_version``: that of the API server, None if it is unknown.
+
+    Where an API server does not keep counters, offers must be disjoint whatever the setting.
+    """
+    if any(COUNTERS_FIELD in view.status.dropped for view in views):
+        return DecidedMode(OfferMode.DISJOINT, f"the API server does not keep {COUNTERS_FIELD} of devices")
+    if setting != "auto":
+        return DecidedMode(OfferMode(setting.capitalize()), f"--offer-mode {setting}")
+    if minor_version is not None and minor_version < FIRST_FAST_MINOR_VERSION:
+        return DecidedMode(OfferMode.DISJOINT, f"Kubernetes 1.{minor_version}: its scheduler is slow with counters")
+    return DecidedMode(OfferMode.COUNTERS, "the scheduler subtracts counters")
+
+
+class HeldPublication:
+    """Which nodes publish the held devices of GPUs without offers.
+
+    A node changes at a random moment of ``MODE_SPREAD_SECONDS``: each slice update wakes every pending pod.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, spread: Callable[[], float] = random.random
+    ) -> None:
+        self._clock = clock
+        self._spread = spread
+        self._modes: dict[str, PublishHeld] = {}
+        self._due: dict[str, float] = {}
+        """When nodes change to the other mode."""
+
+    def decide(
+        self,
+        gpus: int,
+        most_gpus: int | None,
+        plans: Mapping[str, GpuNodePlan],
+        nodes: Collection[str],
+        requested: Collection[str],
+    ) -> Mapping[str, PublishHeld]:
+        """The mode of each of ``nodes``; ``requested`` are those whose held devices a pending claim matches.
+
+        ``most_gpus``: all nodes publish them in clusters of at most so many GPUs, in larger ones none; None: always
+        all. A new leader starts from the modes in ``plans``.
+        """
+        now = self._clock()
+        wanted = self._wanted(gpus, most_gpus, plans)
+        known = {name: self._modes.get(name) or _mode(plans.get(name), wanted) for name in nodes}
+        self._modes = known | {name: PublishHeld.ALWAYS for name in requested if name in known}
+        differing = {name for name, mode in self._modes.items() if mode is not wanted} - {*requested}
+        self._due = {name: self._due.get(name) or now + MODE_SPREAD_SECONDS * self._spread() for name in differing}
+        for name in [name for name, due in self._due.items() if due <= now]:
+            self._modes[name] = wanted
+            del self._due[name]
+        return self._modes
+
+    @property
+    def next_s(self) -> float | None:
+        """Seconds until the next node changes; None: none is due."""
+        return max(0.0, min(self._due.values()) - self._clock()) if self._due else None
+
+    def _wanted(self, gpus: int, most_gpus: int | None, plans: Mapping[str, GpuNodePlan]) -> PublishHeld:
+        """The mode of the cluster. It returns to ALWAYS only when clearly fewer GPUs are left."""
+        if most_gpus is None:
+            return PublishHeld.ALWAYS
+        left = any(plan.spec.publish_held is PublishHeld.BESIDE_OFFERS for plan in plans.values())
+        limit = most_gpus * RETURN_SHARE if left else most_gpus
+        return PublishHeld.ALWAYS if gpus <= limit else PublishHeld.BESIDE_OFFERS
+
+
+def first_offers(offers: Collection[Offer], fleet: Fleet, plans: Mapping[str, GpuNodePlan]) -> dict[Offer, str]:
+    """Those of ``offers``, with their nodes, whose GPUs may be unpublished: plans offer nothing of them so far."""
+    offering = {
+        name: {text.partition("/")[0] for text in plans[name].spec.offers}
+        for name in {fleet.gpus[offer.gpu].node for offer in offers}
+        if name in plans and plans[name].spec.leaves_out_held
+    }
+    nodes = ((offer, fleet.gpus[offer.gpu].node) for offer in offers)
+    return {offer: node for offer, node in nodes if node in offering and offer.gpu not in offering[node]}
+
+
+def _mode(plan: GpuNodePlan | None, wanted: PublishHeld) -> PublishHeld:
+    return wanted if plan is None else plan.spec.publish_held
