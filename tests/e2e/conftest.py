@@ -13,8 +13,20 @@ from tests.harness.progress import Progress
 from tests.harness.settings import Settings
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
+from tests.support.features import has
 from tests.support.plugin import PluginProcess
 from tests.support.workloads import Workloads
+
+
+@pytest.fixture(autouse=True)
+def _features(request: pytest.FixtureRequest) -> None:
+    """Skips a test on a cluster that lacks a feature of its mark ``needs``."""
+    needed = [feature for mark in request.node.iter_markers("needs") for feature in mark.args]
+    if needed:
+        cluster = request.getfixturevalue("cluster")
+        missing = [feature for feature in needed if not has(cluster, feature)]
+        if missing:
+            pytest.skip(f"Kubernetes {cluster.release.kubernetes} has no {', '.join(missing)}")
 
 
 @pytest.fixture(scope="session")

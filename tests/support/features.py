@@ -1,0 +1,68 @@
+"""Features of Kubernetes that some tests need: whether the API server of a cluster keeps or serves them."""
+
+from __future__ import annotations
+
+from functools import cache, reduce
+from operator import getitem
+from typing import Any, NamedTuple
+
+from driver.errors import ApiError
+from tests.harness.cluster import Cluster
+from tests.support.plugin import SLICES
+from tests.support.workloads import CLAIMS
+
+GROUP = "/apis/resource.k8s.io/v1"
+ABSENT, INVALID = 404, 422
+Object = dict[str, Any]
+
+
+class Probe(NamedTuple):
+    """An object of a dry run, and the path in it to what the API server must keep."""
+
+    resource: str
+    spec: Object
+    kept: tuple[str | int, ...]
+
+
+def _slice(device: Object, **spec: Any) -> Object:
+    pool = {"name": "probe", "generation": 1, "resourceSliceCount": 1}
+    nodes = spec or {"allNodes": True}
+    return {"driver": "example.com", "pool": pool, "devices": [{"name": "probe", **device}], **nodes}
+
+
+_COUNTERS = {"consumesCounters": [{"counterSet": "set", "counters": {"memory": {"value": "1"}}}]}
+_TAINT = {"key": "example.com/probe", "effect": "NoSchedule"}
+_BY_DEVICE = {"perDeviceNodeSelection": True}
+_DEVICES = {
+    "requests": [{"name": "probe", "exactly": {"deviceClassName": "probe"}}],
+    "constraints": [{"distinctAttribute": "example.com/probe"}],
+}
+
+PROBES = {
+    "shared counters": Probe(SLICES, _slice(_COUNTERS), ("devices", 0, "consumesCounters")),
+    "nodes by device": Probe(SLICES, _slice({"allNodes": True}, **_BY_DEVICE), tuple(_BY_DEVICE)),
+    "device taints": Probe(SLICES, _slice({"taints": [_TAINT]}), ("devices", 0, "taints")),
+    "device taint rules": Probe(f"{GROUP}/devicetaintrules", {"taint": _TAINT}, ("taint",)),
+    "distinct attributes": Probe(CLAIMS, {"devices": _DEVICES}, ("devices", "constraints", 0, "distinctAttribute")),
+    "extended resources": Probe(
+        f"{GROUP}/deviceclasses", {"extendedResourceName": "example.com/probe"}, ("extendedResourceName",)
+    ),
+}
+"""By the name that a test has in its mark ``needs``."""
+
+
+@cache
+def has(cluster: Cluster, feature: str) -> bool:
+    """Whether the API server of a cluster has a feature of ``PROBES``."""
+    resource, spec, kept = PROBES[feature]
+    try:
+        stored = cluster.api.post(f"{resource}?dryRun=All", {"metadata": {"name": "probe"}, "spec": spec})["spec"]
+    except ApiError as error:
+        if error.status in (ABSENT, INVALID):  # what is left without the field may be invalid
+            return False
+        raise
+    try:
+        reduce(getitem, kept, stored)
+    except KeyError:
+        return False
+    return True
