@@ -24,7 +24,7 @@ WORKERS = $(shell echo $$(($$(nproc) + 1)))
 WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-54 demo-curation demo-helm image test test-all test-fast test-unit test-cluster lint format size bench bench-placement bench-refresh bench-fleet bench-scale fuzz soak \
+.PHONY: help demo demo-54 demo-curation demo-helm image test test-all test-fast test-unit test-cluster test-smoke test-versions lint format size bench bench-placement bench-refresh bench-fleet bench-scale fuzz soak \
 	conformance manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
@@ -48,7 +48,7 @@ image: ## build the container image as an OCI archive in the cache, without a Do
 	@$(MAKE) -s env >&2
 	@$(RUN)/python -m tests.image --cache $(CACHE)
 
-test: lint test-unit test-cluster ## run lint and all tests except the slow ones, also on the real cluster (10 minutes with a warm cache)
+test: lint test-unit test-cluster test-smoke ## run lint and all tests except the slow ones, also on the real cluster (10 minutes with a warm cache)
 
 test-all: lint binaries ## run lint and all tests, including the slow ones
 	@rm -rf $(AUDIT) && mkdir -m 700 $(AUDIT)
@@ -66,6 +66,13 @@ test-cluster: binaries ## run the tests on the real local cluster and check that
 	@rm -rf $(AUDIT) && mkdir -m 700 $(AUDIT)
 	TESSERA_AUDIT_DIR=$(AUDIT) $(RUN)/pytest -n 3 --dist loadscope -m "cluster and not slow"
 	@$(RUN)/python -m tests.audit $(AUDIT)
+
+test-smoke: env ## run 12 of the cluster tests on Kubernetes 1.35.4, if it is built (1 minute, root)
+	@$(RUN)/python -m tests.versions --smoke
+
+test-versions: env ## run the cluster tests on Kubernetes 1.34.4, 1.35.4 and 1.36.3; build what is missing (KUBE is ignored; root)
+	@$(RUN)/python -m tests.harness preflight --mend
+	@$(RUN)/python -m tests.versions
 
 lint: env ## run ruff, mypy --strict and import-linter
 	$(RUN)/ruff check

@@ -15,7 +15,7 @@ from tests.harness.progress import Progress
 def main() -> None:
     """Start a cluster without nodes, ask its API server and its scheduler, write verdicts.json."""
     progress = Progress()
-    with judging("conformance", progress) as judge, progress.part(f"{len(expressions())} expressions", 120):
+    with judging("conformance") as judge, progress.part(f"{len(expressions())} expressions", 120):
         rows = rows_of(judge, expressions())
     write(judge.cluster.release.kubernetes, rows)
     pairs = sum(len(row.devices) for row in rows.values())

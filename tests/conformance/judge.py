@@ -7,21 +7,18 @@ another.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from driver.errors import ApiError
 from tests.conformance.devices import DEVICES, entry
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
-from tests.harness.progress import SILENT, Progress
-from tests.harness.settings import Settings
 from tests.harness.waiting import wait_for
+from tests.support.control_plane import control_plane
 
 Verdict = bool | Literal["error"]
 Pair = tuple[str, str]
@@ -43,12 +40,9 @@ NO_LIMIT = ["--kube-api-qps=2000", "--kube-api-burst=2000"]
 
 
 @contextmanager
-def judging(name: str, progress: Progress = SILENT) -> Iterator[Judge]:
+def judging(name: str) -> Iterator[Judge]:
     """A cluster without a kubelet that has the devices; ends with the block."""
-    binaries = os.environ.get("TESSERA_BINARIES")
-    folder = Path(binaries) if binaries else None
-    settings = Settings(name=name, nodes=0, binaries=folder, extra_args={"kube-scheduler": NO_LIMIT})
-    with Cluster.start(settings, progress) as cluster:
+    with control_plane(name, {"kube-scheduler": NO_LIMIT}) as cluster:
         publish(cluster)
         yield Judge(cluster)
 

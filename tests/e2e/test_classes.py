@@ -219,10 +219,16 @@ EXCLUDING = [
 ]
 
 
+COUNTERS = pytest.mark.needs("shared counters")
+APART = pytest.mark.needs("distinct attributes")
+
+
 class TestOneGpu:
     """Full GPU, partition and share of one H100."""
 
-    @pytest.mark.parametrize("published", [True, False], ids=["published", "counters-alone"])
+    @pytest.mark.parametrize(
+        "published", [True, pytest.param(False, marks=COUNTERS)], ids=["published", "counters-alone"]
+    )
     @pytest.mark.parametrize(("first", "second"), EXCLUDING)
     def test_excludes_what_does_not_go_together(
         self, one_gpu: Offering, ask: Asking, first: str, second: str, published: bool
@@ -247,6 +253,7 @@ class TestOneGpu:
         holders["gpu-0-share-3"].forget()
         assert eleventh.given()[0].device == "gpu-0-share-3"
 
+    @COUNTERS
     @pytest.mark.parametrize("kept", [(0, 5, 9), (1, 2, 3)], ids=str)
     def test_gives_as_many_larger_shares_as_fit_beside_old_ones(
         self, one_gpu: Offering, ask: Asking, kept: tuple[int, ...]
@@ -299,6 +306,11 @@ def of_different_gpus(*requests: str) -> list[dict[str, Any]]:
     return [{**DIFFERENT_GPUS, "requests": list(requests)}]
 
 
+def marked(*cases: tuple[Any, Any]) -> list[Any]:
+    """Requests and constraints; those that the API server takes only if it knows ``distinctAttribute`` say so."""
+    return [pytest.param(*case, marks=[APART] if "distinctAttribute" in str(case) else []) for case in cases]
+
+
 class TestSharesOfOneGpuInOneClaim:
     """What the admission policy refuses and lets through, in claims and in templates."""
 
@@ -307,7 +319,7 @@ class TestSharesOfOneGpuInOneClaim:
     @pytest.mark.parametrize("template", [False, True], ids=["claim", "template"])
     @pytest.mark.parametrize(
         ("requests", "constraints"),
-        [
+        marked(
             ([asked(DEV, count=2)], []),
             ([all_of(DEV)], []),
             ([ONE, TWO], []),
@@ -320,7 +332,7 @@ class TestSharesOfOneGpuInOneClaim:
             ([ONE, TWO], [{"distinctAttribute": "resource.kubernetes.io/pcieRoot"}]),
             ([ONE, TWO], [{"matchAttribute": DISTINCT}]),
             ([ONE, alternatives(DEV, DEV, name="b")], of_different_gpus("a", "b/choice-0")),
-        ],
+        ),
     )
     def test_is_refused_with_what_to_ask_for(
         self, cluster: Cluster, requests: list[dict[str, Any]], constraints: list[dict[str, Any]], template: bool
@@ -334,7 +346,7 @@ class TestSharesOfOneGpuInOneClaim:
     @pytest.mark.parametrize("template", [False, True], ids=["claim", "template"])
     @pytest.mark.parametrize(
         ("requests", "constraints"),
-        [
+        marked(
             ([asked(DEV)], []),
             ([{"name": "gpu", "exactly": {"deviceClassName": DEV}}], []),
             ([asked(DEV, name="a"), asked(TRAINING, name="b", count=2), all_of(SMALL)], []),
@@ -344,13 +356,14 @@ class TestSharesOfOneGpuInOneClaim:
             ([ONE, alternatives(DEV, SMALL, name="b")], of_different_gpus("a", "b/choice-0")),
             ([asked(TRAINING, count=8)], []),
             ([all_of(ANY_PARTITION)], []),
-        ],
+        ),
     )
     def test_is_no_matter_where_it_cannot_happen(
         self, cluster: Cluster, requests: list[dict[str, Any]], constraints: list[dict[str, Any]], template: bool
     ) -> None:
         assert refusal(cluster, *requests, template=template, constraints=constraints) == ""
 
+    @APART
     def test_is_found_in_the_largest_claim_the_api_takes(self, cluster: Cluster) -> None:
         names = [f"request-{i:02}" for i in range(32)]
         largest = [alternatives(*[DEV] * 8, name=name) for name in names]
@@ -366,6 +379,7 @@ class TestSharesOfOneGpuInOneClaim:
 class TestShares:
     """Two H100 with two shares each, and two that can be cut."""
 
+    @APART
     def test_of_different_gpus_serve_one_claim(self, four_gpus: Offering, ask: Asking) -> None:
         both = ask("both", asked(DEV, count=2), constraints=[DIFFERENT_GPUS], node=four_gpus.node).given()
         assert {each.device.partition("-share-")[0] for each in both} == {"gpu-0", "gpu-1"}
@@ -464,7 +478,9 @@ SAME = {"training-clique": "nvlinkClique", "training-nic": "resource.kubernetes.
 DIFFERENT = {"dev-two-gpus": "parentUUID"}
 
 
-@pytest.mark.parametrize("example_pod", DEVICES, indirect=True)
+@pytest.mark.parametrize(
+    "example_pod", [pytest.param(name, marks=[APART] if name in DIFFERENT else []) for name in DEVICES], indirect=True
+)
 def test_every_example_gets_what_it_says(cluster: Cluster, cards: dict[str, Offering], example_pod: str) -> None:
     given = wait_for(partial(given_to, cluster, example_pod), SCHEDULED_S, "an allocation")
     published = cards["dgx-h100"].devices()
@@ -479,6 +495,7 @@ def test_every_example_gets_what_it_says(cluster: Cluster, cards: dict[str, Offe
         assert len({device[attribute] for device in devices}) == len(devices)
 
 
+@APART
 def test_no_example_is_blocked_by_another_when_the_folder_is_applied(
     cluster: Cluster, cards: dict[str, Offering]
 ) -> None:
@@ -506,6 +523,7 @@ def counted_resource(cluster: Cluster) -> Iterator[None]:
         cluster.api.patch(f"{CLASSES}/{device_class}", {"spec": {"extendedResourceName": None}})
 
 
+@pytest.mark.needs("extended resources")
 @pytest.mark.usefixtures("counted_resource")
 class TestUnchangedPods:
     @pytest.mark.parametrize("example_pod", ["extended-resource"], indirect=True)
@@ -574,6 +592,7 @@ def wait_refused(cluster: Cluster, name: str, count: int, told: str) -> None:
     wait_for(lambda: told in said_to(cluster, name, count), SCHEDULED_S, f"of {count} {name}: {told}")
 
 
+@APART
 def test_the_quota_example_limits_every_class(cluster: Cluster) -> None:
     quotas = example("quota/quota")
     hard = {key: int(number) for quota in quotas for key, number in quota["spec"]["hard"].items()}
@@ -587,6 +606,7 @@ def test_the_quota_example_limits_every_class(cluster: Cluster) -> None:
                 wait_taken(cluster, name, limit)
 
 
+@APART
 def test_quota_refuses_a_second_claim_and_counts_every_alternative(cluster: Cluster) -> None:
     keys = {name: f"{name}.deviceclass.resource.k8s.io/devices" for name in (TRAINING, DEV, SMALL)}
     hard = dict.fromkeys(keys.values(), "1")

@@ -8,8 +8,10 @@ import pytest
 
 from tests.conformance import table
 from tests.conformance.__main__ import rows_of
-from tests.conformance.judge import Judge, judging
+from tests.conformance.judge import NO_LIMIT, Judge, publish
 from tests.conformance.table import Row
+from tests.harness.cluster import Cluster
+from tests.support.control_plane import control_plane
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -18,9 +20,9 @@ RENEW = "renew the table with `make conformance` and see what our engine says of
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    with judging("conformance-e2e") as asked:
-        yield asked
+def cluster() -> Iterator[Cluster]:
+    with control_plane("conformance-e2e", {"kube-scheduler": NO_LIMIT}) as running:
+        yield running
 
 
 def spread(rows: dict[str, Row], count: int) -> dict[str, Row]:
@@ -29,7 +31,10 @@ def spread(rows: dict[str, Row], count: int) -> dict[str, Row]:
     return {name: rows[name] for name in names[:: -(-len(names) // count)]}
 
 
-def test_the_real_cluster_still_says_what_the_table_says(judge: Judge) -> None:
+@pytest.mark.needs("multiple allocations")
+def test_the_real_cluster_still_says_what_the_table_says(cluster: Cluster) -> None:
+    publish(cluster)
+    judge = Judge(cluster)
     kept = spread(table.read(), ASKED)
     assert {row.valid for row in kept.values()} == {True, False}
     assert {answer for row in kept.values() for answer in row.devices.values()} == {True, False, "error"}

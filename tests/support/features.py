@@ -43,6 +43,9 @@ PROBES = {
     "nodes by device": Probe(SLICES, _slice({"allNodes": True}, **_BY_DEVICE), tuple(_BY_DEVICE)),
     "device taints": Probe(SLICES, _slice({"taints": [_TAINT]}), ("devices", 0, "taints")),
     "device taint rules": Probe(f"{GROUP}/devicetaintrules", {"taint": _TAINT}, ("taint",)),
+    "multiple allocations": Probe(
+        SLICES, _slice({"allowMultipleAllocations": True}), ("devices", 0, "allowMultipleAllocations")
+    ),
     "distinct attributes": Probe(CLAIMS, {"devices": _DEVICES}, ("devices", "constraints", 0, "distinctAttribute")),
     "extended resources": Probe(
         f"{GROUP}/deviceclasses", {"extendedResourceName": "example.com/probe"}, ("extendedResourceName",)
