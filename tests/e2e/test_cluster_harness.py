@@ -17,6 +17,8 @@ from tests.harness.cgroups import TOP, Cgroups
 from tests.harness.layout import BASE, RUN
 from tests.harness.mounts import mounts_below
 from tests.harness.processes import ProcessTable, kill, marked
+from tests.harness.versions import REFERENCE
+from tests.support.features import PROBES, has
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -68,6 +70,12 @@ def test_versions_are_stamped(pair: Cluster) -> None:
     nodes = [pair.api.get(f"/api/v1/nodes/{node.name}")["status"]["nodeInfo"] for node in pair.nodes]
     assert {node["kubeletVersion"] for node in nodes} == {f"v{pair.release.kubernetes}"}
     assert {node["containerRuntimeVersion"] for node in nodes} == {f"containerd://{pair.release.containerd}"}
+
+
+def test_the_reference_version_lacks_no_feature_that_a_test_may_need(pair: Cluster) -> None:
+    """Otherwise such tests would be skipped on every version, unnoticed."""
+    if pair.release == REFERENCE:
+        assert [feature for feature in PROBES if not has(pair, feature)] == []
 
 
 def test_a_pod_on_each_of_two_nodes(pair: Cluster) -> None:
