@@ -1,7 +1,8 @@
 """Disjoint offers: for clusters whose scheduler does not subtract counters, so that no two offers may overlap (pure).
 
 The pods' pending claims come first, by priority and then by age. The claims of one pod are planned together, on one
-node, or not at all; a pod for which there is no room at present does not keep others from the free memory. What is left
+node, or not at all; a pod for which there is no room at present does not keep others from the free memory, except that
+of GPUs that are reserved for it after a while (``controller.demand.reservation``). What is left
 goes to offers for claims to come: so many full GPUs first, which stay whole, and then in turn one of every other kind,
 from small to large. Published offers are preferred, because to replace one takes about as long as a fence.
 """
@@ -12,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from controller.cluster.fleet import Fleet
 from controller.curation.curator import OfferDraft
 from controller.curation.ranked_fleet import Place, RankedFleet
 from controller.demand.demand import Eligible
@@ -20,6 +20,7 @@ from controller.demand.device_search import Budget, choose_devices
 from controller.demand.feasibility import Kind, Nodes
 from controller.demand.pending_claims import Queue
 from controller.demand.requirements import ClaimRequirements
+from controller.demand.reservation import Reserved, without
 from driver.kube.types import Pod
 from driver.model.plan import Offer
 from driver.placement.ranking import Ranking
@@ -50,12 +51,13 @@ class DisjointCurator:
         self._ranked: RankedFleet | None = None
 
     def curate(
-        self, fleet: Fleet, queue: Queue, published: Collection[Offer], only_on: Mapping[str, Nodes]
+        self, queue: Queue, published: Collection[Offer], only_on: Mapping[str, Nodes], reserved: Reserved | None = None
     ) -> DisjointOffers:
         """``published`` are the present offers. ``only_on``: the nodes to plan on for claims that offers did not help.
 
         The keys of ``only_on`` are those of claims (``controller.demand.starvation``).
         """
+        fleet = without(queue.feasibility.fleet, reserved)
         ranked = self._ranked = RankedFleet(fleet, self._ranking, self._ranked)
         standing = {place for offer in published if (place := ranked.place(offer)) is not None}
         plan = _Plan(ranked, queue, standing)
