@@ -1,8 +1,8 @@
 """GPUs kept free for a pod that waits in vain, so that smaller claims do not use them for ever (pure but a memory).
 
 With disjoint offers the controller decides which claim gets free memory. A pod for which there is no room keeps no
-other from it at first. After ``WAIT_SECONDS`` the first such pod gets a reservation: nothing new is offered on GPUs that
-would do for it once they are free, those with the most free memory. One pod at a time has a reservation.
+other from it at first. After ``WAIT_SECONDS`` the first such pod gets a reservation: nothing new is offered on GPUs
+that would do for it once they are free, those with the most free memory. One pod at a time has a reservation.
 """
 
 from __future__ import annotations
