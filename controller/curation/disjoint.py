@@ -59,7 +59,7 @@ class DisjointCurator:
         """
         fleet = without(queue.feasibility.fleet, reserved)
         ranked = self._ranked = RankedFleet(fleet, self._ranking, self._ranked)
-        standing = {place for offer in published if (place := ranked.place(offer)) is not None}
+        standing = sorted(place for offer in published if (place := ranked.place(offer)) is not None)
         plan = _Plan(ranked, queue, standing)
         planned: dict[str, tuple[Offer, ...]] = {}
         for pod in in_order(queue):
@@ -87,10 +87,12 @@ def in_order(queue: Queue) -> list[Pod]:
 class _Plan:
     """Places that are planned one after the other, each beside the ones before."""
 
-    def __init__(self, fleet: RankedFleet, queue: Queue, standing: set[Place]) -> None:
+    def __init__(self, fleet: RankedFleet, queue: Queue, standing: Iterable[Place]) -> None:
         self.places: set[Place] = set()
         self._fleet, self._queue, self._feasibility = fleet, queue, queue.feasibility
-        self._standing = standing
+        self._published: defaultdict[OfferKind, list[Place]] = defaultdict(list)
+        for place in standing:
+            self._published[place.spot.key].append(place)
         self._drafts: dict[OfferKind, OfferDraft] = {}
         self._unmet: set[Wanted] = set()
         """What could not be planned: it can't be later either, because the free memory only shrinks."""
@@ -132,8 +134,7 @@ class _Plan:
         best = draft.best(None)
         if best is None:
             return None
-        standing = self._admitted(place for place in self._standing if place.spot.key == key)
-        kept = min(standing, key=lambda place: (draft.rank(place), place), default=None)
+        kept = min(self._standing(key), key=lambda place: (draft.rank(place), place), default=None)
         if kept is not None and draft.rank(kept).growth <= best.ranked.terms.growth + stickiness:
             return kept
         return best.place
@@ -147,13 +148,15 @@ class _Plan:
         return [place for _, place in sorted(ranked)[:1]]
 
     def _standing_of(self, kind: Kind, group: frozenset[str]) -> list[Place]:
-        matching = (place for place in self._standing if _is_of(place.spot, kind) and self._fleet.within(place, group))
-        return self._admitted(matching)
+        within = self._fleet.within
+        return [place for place in self._standing(kind.key) if _is_of(place.spot, kind) and within(place, group)]
 
     def _best_of(self, kind: Kind, group: frozenset[str]) -> Iterable[Place]:
         """The best place of one kind; all places, where a selector picks single placements."""
         if kind.starts is not None:
-            return self._admitted(each for each in self._fleet.places(kind.key, group) if _is_of(each.spot, kind))
+            admits = self._draft(kind.key).admits
+            places = self._fleet.places(kind.key, group)
+            return [place for place in places if _is_of(place.spot, kind) and admits(place)]
         eligible: Eligible = None if len(group) == self._feasibility.having(kind.key) else group
         best = self._draft(kind.key).best(eligible)
         return [] if best is None else [best.place]
@@ -161,7 +164,7 @@ class _Plan:
     def _several(self, requirements: ClaimRequirements, nodes: Nodes, budget: Budget) -> list[Place]:
         """Places for several devices on one node: published offers if they suffice, and on the fullest such node."""
         standing: defaultdict[str, list[Spot]] = defaultdict(list)
-        for place in self._admitted(self._standing):
+        for place in (place for key in self._published for place in self._standing(key)):
             standing[self._fleet.uuid(place)].append(place.spot)
         for published in (standing, None):
             for node in self._feasibility.nodes:
@@ -183,11 +186,11 @@ class _Plan:
         chosen = choose_devices(gpus, states, requirements, self._feasibility.matching.value, budget, published)
         return [Place(*self._fleet.found[entry.gpu.uuid], spot) for entry, spot in chosen]
 
-    def _admitted(self, places: Iterable[Place]) -> list[Place]:
-        return [place for place in places if self._admits(place)]
-
-    def _admits(self, place: Place) -> bool:
-        return self._draft(place.spot.key).admits(place)
+    def _standing(self, key: OfferKind) -> list[Place]:
+        """Published offers of ``key`` that have room. The others never have again: the free memory only shrinks."""
+        admits = self._draft(key).admits
+        found = self._published[key] = [place for place in self._published[key] if admits(place)]
+        return found
 
     def _size(self, key: OfferKind) -> int:
         """The memory slices of a partition of ``key``, on the first GPU that has it."""
