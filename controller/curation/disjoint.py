@@ -9,14 +9,14 @@ from small to large. Published offers are preferred, because to replace one take
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from controller.curation.curator import OfferDraft
 from controller.curation.ranked_fleet import Place, RankedFleet
 from controller.demand.demand import Eligible
-from controller.demand.device_search import Budget, choose_devices
+from controller.demand.device_search import Budget, Outcome, choose_devices
 from controller.demand.feasibility import Kind, Nodes
 from controller.demand.pending_claims import Queue
 from controller.demand.requirements import ClaimRequirements
@@ -97,6 +97,9 @@ class _Plan:
         self._unmet: set[Wanted] = set()
         """What could not be planned: it can't be later either, because the free memory only shrinks."""
 
+        self._nodes_left: dict[Wanted, deque[str]] = {}
+        """The nodes that may still have room for several devices: those that had none before are left out."""
+
         self._budgets: defaultdict[str, Budget] = defaultdict(Budget)
         """The steps left for the search, by namespace: no tenant keeps others from being planned."""
 
@@ -163,13 +166,23 @@ class _Plan:
 
     def _several(self, requirements: ClaimRequirements, nodes: Nodes, budget: Budget) -> list[Place]:
         """Places for several devices on one node: published offers if they suffice, and on the fullest such node."""
+        gpus = self._feasibility.fleet.gpus
         standing: defaultdict[str, list[Spot]] = defaultdict(list)
         for place in (place for key in self._published for place in self._standing(key)):
             standing[self._fleet.uuid(place)].append(place.spot)
-        for published in (standing, None):
-            for node in self._feasibility.nodes:
-                if node in nodes and (found := self._on_node(requirements, node, budget, published)):
-                    return found
+        enough = Counter(gpus[uuid].node for uuid, spots in standing.items() for _ in spots)
+        for node in sorted(node for node, count in enough.items() if count >= sum(requirements.counts)):
+            if node in nodes and (found := self._on_node(requirements, node, budget, standing)):
+                return found
+        wanted = (requirements, nodes)
+        if wanted not in self._nodes_left:
+            outcomes = self._feasibility.outcomes(*wanted)
+            self._nodes_left[wanted] = deque(node for node, outcome in outcomes if outcome is not Outcome.NONE)
+        left = self._nodes_left[wanted]
+        while left:
+            if found := self._on_node(requirements, left[0], budget):
+                return found
+            left.popleft()
         return []
 
     def _on_node(
@@ -177,7 +190,7 @@ class _Plan:
         requirements: ClaimRequirements,
         node: str,
         budget: Budget,
-        published: Mapping[str, Collection[Spot]] | None,
+        published: Mapping[str, Collection[Spot]] | None = None,
     ) -> list[Place]:
         """The GPUs with the least free memory come first. ``published``: the only spots to use, by GPU."""
         gpus = sorted(self._feasibility.fleet.nodes[node], key=lambda entry: entry.state.free)
