@@ -1,5 +1,7 @@
 # Requirements: Linux, root, python3 (3.11 or newer). The targets install everything else: uv and the Python packages from PyPI, a
 # few Debian packages, Kubernetes built from its Go modules. Downloads and builds are in $(CACHE), the Python environment in .venv.
+#
+# KUBE=1.35.4 selects the Kubernetes version of every target that runs a cluster; tests/harness/versions.py names the known ones.
 
 CACHE ?= $(HOME)/.cache/tessera
 UV ?= $(shell command -v uv || echo $(CACHE)/uv/bin/uv)
@@ -30,16 +32,16 @@ help: ## show this list
 	@echo
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
-demo: env ## demonstrate the main use on a real local cluster, step by step (KEEP=1 leaves it running)
+demo: env ## demonstrate the main use on a real local cluster, step by step (KEEP=1 leaves it running; KUBE=1.35.4: other version)
 	@$(RUN)/python -m tests.demo $(if $(KEEP),--keep)
 
-demo-54: env ## place 54 workloads on 10 GPUs and draw the result (KEEP=1 as above, SVG=FILE)
+demo-54: env ## place 54 workloads on 10 GPUs and draw the result (KEEP=, KUBE= as above, SVG=FILE)
 	@$(RUN)/python -m tests.demo.fifty_four $(if $(KEEP),--keep) $(if $(SVG),--svg $(SVG))
 
-demo-curation: binaries ## place the same 40 claims with and without the controller and draw both results
+demo-curation: binaries ## place the same 40 claims with and without the controller and draw both results (KUBE=)
 	@$(RUN)/python -m tests.demo.curation
 
-demo-helm: env ## run the chart and the image in pods on a real two-node cluster (KEEP=1 as above)
+demo-helm: env ## run the chart and the image in pods on a real two-node cluster (KEEP=, KUBE= as above)
 	@$(RUN)/python -m tests.demo.helm $(if $(KEEP),--keep)
 
 image: ## build the container image as an OCI archive in the cache, without a Docker engine (root, Debian 12)
@@ -111,7 +113,7 @@ soak: binaries ## create and delete random claims; fail if anything leaks (DURAT
 conformance: binaries ## record on a real cluster the results that the CEL engine must give (2 minutes, root)
 	@$(RUN)/python -m tests.conformance
 
-cluster-up: env ## start a local cluster and leave it running; print KUBECONFIG and its nodes (NAME=...)
+cluster-up: env ## start a local cluster and leave it running; print KUBECONFIG and its nodes (NAME=..., KUBE=...)
 	@$(RUN)/python -m tests.harness up --name $(NAME)
 
 cluster-down: env ## stop a local cluster (NAME=... as above); list the clusters if NAME does not exist
@@ -122,7 +124,7 @@ manifests: ## print the objects of the Helm chart as YAML for kubectl apply (VAL
 	@$(MAKE) -s env >&2
 	@$(RUN)/python -m tests.support.chart $(VALUES)
 
-binaries: env ## build Kubernetes, etcd and containerd in the cache (15 minutes the first time)
+binaries: env ## build Kubernetes, etcd and containerd in the cache (KUBE=; 15 minutes the first time)
 	@test -n "$(TESSERA_BINARIES)$(KUBEBUILDER_ASSETS)" || $(RUN)/python -m tests.harness build
 
 env: $(VENV)/.complete ## install the Python environment with the command .venv/bin/tessera

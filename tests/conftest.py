@@ -16,6 +16,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
+from driver.errors import UsageError
+from tests.harness.versions import default_release
+
 settings.register_profile("full", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", settings.get_profile("full"), max_examples=20, derandomize=True, print_blob=False)
 settings.load_profile(os.environ.get("TESSERA_EXAMPLES", "full"))
@@ -38,6 +41,17 @@ class ByCluster(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         return cluster_of(nodeid.partition("::")[0])
+
+
+def pytest_configure() -> None:
+    try:
+        default_release()
+    except UsageError as error:
+        raise pytest.UsageError(f"KUBE: {error}") from error
+
+
+def pytest_report_header() -> str:
+    return f"clusters: Kubernetes {default_release().kubernetes}"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:

@@ -68,6 +68,7 @@ CHECKS: Mapping[str, Check] = {
         (Listing.LEASES, Listing.PENDING_PODS, Listing.CLASSES),
     ),
     "health": Check(nodes.health, (Listing.SLICES,), (Listing.PLANS,)),
+    "offers": Check(nodes.offers, (Listing.PLANS, Listing.SLICES)),
     "mode": Check(nodes.mode, (Listing.PLANS, Listing.SLICES), (Listing.LEASES,)),
     "clocks": Check(installation.clocks, (), (Listing.LEASES, Listing.NODE_LEASES)),
     "neighbours": Check(nodes.other_drivers, (Listing.NODES, Listing.SLICES, Listing.PLANS, Listing.CLAIMS)),

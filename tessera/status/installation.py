@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from driver.kube.types import Claim
@@ -11,7 +10,8 @@ from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapsho
 from tessera.tables_and_drawings import counted
 
 BOUNDARIES = tuple(f"own-{kind}.gpu.tessera.dev" for kind in ("claims", "events", "fence", "plan", "slices"))
-SUPPORTED_KUBERNETES = (1, 37)
+TESTED_KUBERNETES = ((1, 34), (1, 37))
+"""The oldest and the newest minor version on which Tessera was tested; those of the chart."""
 EVIDENCE = (
     Listing.SLICES,
     Listing.CLAIMS,
@@ -27,11 +27,11 @@ CLOCK_SKEW_SECONDS = 5.0
 
 
 def api(snapshot: StatusSnapshot) -> CheckOutput:
-    yield f"Kubernetes {snapshot.version}"
-    found = re.match(r"v(\d+)\.(\d+)", snapshot.version)
-    if found and (int(found[1]), int(found[2])) < SUPPORTED_KUBERNETES:
-        remedy = "update it to 1.37: older ones drop or lack the counters that keep the offers of one GPU apart"
-        yield Finding("API server", f"is {snapshot.version}", remedy)
+    oldest, newest = TESTED_KUBERNETES
+    version = snapshot.minor_version
+    yield f"Kubernetes {snapshot.version}" + (" (never tested)" if version and version > newest else "")
+    if version and version < oldest:
+        yield Finding("API server", f"is {snapshot.version}", "update it to 1.34 or newer (docs/versions.md)")
     forbidden = [(listing, failure.reason) for listing, failure in snapshot.unreadable.items() if failure.forbidden]
     if forbidden:
         remedy = "use an account that may list them: the ClusterRole is in docs/soundness.md"

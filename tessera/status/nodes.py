@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from controller.publication_modes import FIRST_FAST_MINOR_VERSION
 from driver.kube.types import Claim, GpuNodePlan, ResourceSlice, SliceDevice
-from driver.model.plan import PlanMode
+from driver.model.plan import COUNTERS_FIELD, OfferMode, PlanMode
 from driver.slices.pool_names import Pool
 from kubelet_plugin.coexistence.other_drivers import OWNED, NodeSigns, find_other_drivers
 from tessera.gpu_names import GpuName, faults_of, names_of, states
@@ -84,6 +86,38 @@ def mode(snapshot: StatusSnapshot) -> CheckOutput:
         yield Finding(name, "is standalone although a controller is running", remedy)
     for name in sorted(serving & plans.keys()):
         yield from _lagging(name, plans[name])
+
+
+def offers(snapshot: StatusSnapshot) -> CheckOutput:
+    """What keeps the offers of one GPU apart and why, and which fields of devices the API server does not keep."""
+    plans = _served(snapshot)
+    dropped = sorted({name for plan in plans for name in plan.status.dropped})
+    decided = Counter(
+        plan.spec.offer_mode if plan.status.mode is PlanMode.PLANNED else plan.status.offer_mode for plan in plans
+    )
+    if not decided:
+        yield "no plan"
+    for offer_mode, count in decided.most_common():
+        where = f" on {counted(count, 'node')}" if len(decided) > 1 else ""
+        yield f"mode {offer_mode}{where} ({_reason(offer_mode, dropped, snapshot)})"
+    changing = sum(
+        plan.status.mode is PlanMode.PLANNED and plan.spec.offer_mode is not plan.status.offer_mode for plan in plans
+    )
+    if changing:
+        yield f"{counted(changing, 'node')} not yet in the mode of the plan"
+    if dropped:
+        yield f"dropped device fields: {', '.join(dropped)}"
+
+
+def _reason(offer_mode: OfferMode, dropped: Iterable[str], snapshot: StatusSnapshot) -> str:
+    version = snapshot.minor_version
+    if offer_mode is OfferMode.COUNTERS:
+        return "the scheduler subtracts counters"
+    if COUNTERS_FIELD in dropped:
+        return f"nodes report that the API server does not keep {COUNTERS_FIELD}"
+    if version and version < (1, FIRST_FAST_MINOR_VERSION):
+        return f"Kubernetes {version[0]}.{version[1]}: its scheduler is slow with counters"
+    return "controller.offerMode or --offer-mode"
 
 
 def _lagging(name: str, plan: GpuNodePlan) -> CheckOutput:

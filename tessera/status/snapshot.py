@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -109,6 +110,12 @@ class StatusSnapshot:
     node_leases: Sequence[Object] = ()
     daemon_set: Object | None = None
     unreadable: Mapping[Listing, ReadFailure] = field(default_factory=dict)
+
+    @property
+    def minor_version(self) -> tuple[int, int] | None:
+        """The version of the API server, such as (1, 37); None if it is not written like one."""
+        found = re.match(r"v(\d+)\.(\d+)", self.version)
+        return (int(found[1]), int(found[2])) if found else None
 
     def has_read(self, *listings: Listing) -> bool:
         """Whether all of these lists were read."""

@@ -51,10 +51,10 @@ def perform(play: Play, keep: bool, binaries: Path | None) -> None:
     """Play it; whatever ends it, Ctrl-C included, ends what was started. Exits with 130, 1 or an error's own code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     screen = Screen()
-    settings = Settings(
-        name=play.name, nodes=play.nodes, binaries=binaries, ephemeral=not keep, usual_places=play.usual_places
-    )
     try:
+        settings = Settings(
+            name=play.name, nodes=play.nodes, binaries=binaries, ephemeral=not keep, usual_places=play.usual_places
+        )
         _tell(play, screen, settings)
     except KeyboardInterrupt:
         click.echo("\nstopped; what was started is ended", err=True)

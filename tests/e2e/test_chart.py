@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 
 from driver.errors import EnvironmentFault
 from tests.harness.cluster import Cluster
-from tests.harness.versions import DEFAULT, OLDER, KubernetesRelease
 from tests.support.chart import CHART, RELEASE, Object, Values, rendered
 from tests.support.control_plane import control_plane
 from tests.support.helm import helm
@@ -63,34 +61,15 @@ VALUE_SETS: dict[str, tuple[Values, str]] = {
 }
 
 
-@contextmanager
-def api_server(name: str, release: KubernetesRelease) -> Iterator[Cluster]:
-    with control_plane(name, release=release) as running:
-        running.api.post("/api/v1/namespaces", {"metadata": {"name": OTHER_NAMESPACE}})
-        yield running
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with api_server("chart", DEFAULT) as running:
+    with control_plane("chart") as running:
+        running.api.post("/api/v1/namespaces", {"metadata": {"name": OTHER_NAMESPACE}})
         yield running
 
 
 @pytest.mark.parametrize(("values", "namespace"), VALUE_SETS.values(), ids=VALUE_SETS)
 def test_the_api_server_accepts_every_object(cluster: Cluster, values: Values, namespace: str) -> None:
-    check_accepted(cluster, values, namespace)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(5400)  # what isn't in the cache is built first
-@pytest.mark.parametrize("release", OLDER, ids=[each.kubernetes for each in OLDER])
-def test_older_api_servers_accept_every_object(release: KubernetesRelease) -> None:
-    with api_server(f"chart-{release.minor}", release) as cluster:
-        for values, namespace in VALUE_SETS.values():
-            check_accepted(cluster, values, namespace)
-
-
-def check_accepted(cluster: Cluster, values: Values, namespace: str) -> None:
     objects = rendered(values, namespace)
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
     # Strict: a field that the API server does not know is an error, not a warning.

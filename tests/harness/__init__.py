@@ -16,12 +16,11 @@ from tests.harness.manifests import busybox_pod
 from tests.harness.node import Node
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings
-from tests.harness.versions import DEFAULT, KubernetesRelease, release
+from tests.harness.versions import KubernetesRelease, release
 from tests.harness.waiting import DeadlineError, wait_for
 
 __all__ = [
     "BUSYBOX_IMAGE",
-    "DEFAULT",
     "Cluster",
     "DeadlineError",
     "KubernetesRelease",

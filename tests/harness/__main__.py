@@ -18,7 +18,7 @@ from tests.harness.processes import ProcessTable
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings, check_name
 from tests.harness.state import cluster_directories, read_state
-from tests.harness.versions import DEFAULT, release
+from tests.harness.versions import REFERENCE, default_release, release
 
 DEFAULT_CACHE = Path.home() / ".cache" / "tessera"
 
@@ -31,7 +31,11 @@ _cache = click.option(
     help="Where programs are kept.",
 )
 _kubernetes = click.option(
-    "--kubernetes", default=DEFAULT.kubernetes, show_default=True, metavar="VERSION", help="The Kubernetes version."
+    "--kubernetes",
+    default=lambda: default_release().kubernetes,
+    show_default=f"KUBE, otherwise {REFERENCE.kubernetes}",
+    metavar="VERSION",
+    help="The Kubernetes version.",
 )
 _binaries = click.option(
     "--binaries",

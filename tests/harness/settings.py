@@ -10,7 +10,7 @@ from pathlib import Path
 from driver.errors import UsageError
 from tests.harness.addresses import MAX_NODES
 from tests.harness.layout import BASE, check_socket_paths
-from tests.harness.versions import DEFAULT, KubernetesRelease
+from tests.harness.versions import KubernetesRelease, default_release
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,18}[a-z0-9])?")
 COMPONENTS = ("etcd", "kube-apiserver", "kube-scheduler", "kube-controller-manager", "kubelet", "containerd")
@@ -22,6 +22,7 @@ class Settings:
 
     name        of the cluster and of its directory; clusters of different names live side by side
     nodes       real nodes, each with its own containerd and kubelet: "node-0", "node-1", ...
+    release     the Kubernetes version; without one, that of the environment variable KUBE, otherwise the reference
     binaries    a folder with all programs; None: the cache, built into if need be
     ephemeral   True: the cluster ends with the process that started it, however that ends;
                 False: it stays until ``Cluster.stop`` or ``python -m tests.harness down``
@@ -32,7 +33,7 @@ class Settings:
 
     name: str = "tessera"
     nodes: int = 1
-    release: KubernetesRelease = DEFAULT
+    release: KubernetesRelease = field(default_factory=default_release)
     binaries: Path | None = None
     cache: Path = field(default_factory=lambda: Path.home() / ".cache" / "tessera")
     ephemeral: bool = True

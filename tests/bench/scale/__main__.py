@@ -20,8 +20,8 @@ from tests.bench.scale import plot, report
 from tests.bench.scale.layouts import Layout
 from tests.bench.scale.measure import Found, Measurement, Plan
 from tests.bench.scale.scheduler import EXTRA_ARGS
-from tests.harness import DEFAULT, Progress
-from tests.harness.versions import release
+from tests.harness import Progress
+from tests.harness.versions import default_release
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
 
@@ -32,7 +32,6 @@ from tests.support.control_plane import control_plane
 @click.option("--pods", type=click.IntRange(min=1), default=300, show_default=True, help="In one burst.")
 @click.option("--burst-s", type=float, default=25.0, show_default=True, help="Seconds that a burst may take.")
 @click.option("--parked", type=click.IntRange(min=0), default=200, show_default=True, help="Pods nothing can serve.")
-@click.option("--kubernetes", envvar="KUBE", default=DEFAULT.kubernetes, show_default=True, help="Version. [env: KUBE]")
 @click.option("--output", type=click.Path(path_type=Path), default="scale-results.json", show_default=True)
 @click.option("--plot", "picture", type=click.Path(path_type=Path), help="Draw FILE.png and FILE.svg.")
 def main(
@@ -42,7 +41,6 @@ def main(
     pods: int,
     burst_s: float,
     parked: int,
-    kubernetes: str,
     output: Path,
     picture: Path | None,
 ) -> None:
@@ -54,11 +52,11 @@ def main(
     clusters = [each for each in (played, [each for each in chosen if each is Layout.PRODUCT]) if each]
     for nodes in fleets:
         for together in clusters:
-            with control_plane(f"scale-{nodes}", EXTRA_ARGS, release(kubernetes)) as cluster:
+            with control_plane(f"scale-{nodes}", EXTRA_ARGS) as cluster:
                 install(cluster)
                 Measurement(cluster, Plan(nodes, pods, burst_s, parked), Progress()).run(together, found.append)
     click.echo(report.table(found))
-    described = {"machine": machine(), "kubernetes": kubernetes, "burstLimitSeconds": burst_s}
+    described = {"machine": machine(), "kubernetes": default_release().kubernetes, "burstLimitSeconds": burst_s}
     output.write_text(json.dumps({**described, "results": [asdict(each) for each in found]}, indent=1) + "\n")
     if picture:
         plot.draw(found, picture)

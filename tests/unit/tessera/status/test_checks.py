@@ -13,7 +13,7 @@ import yaml
 
 from driver.kube.controller_heartbeat import LEAVING
 from driver.kube.types import Claim, DeviceClass, GpuNodePlan, PlanMetadata, ResourceSlice
-from driver.model.plan import PlanMode, PlanSpec, PlanStatus, PublishHeld
+from driver.model.plan import OfferMode, PlanMode, PlanSpec, PlanStatus, PublishHeld
 from tessera.commands.status import Result, as_text, run_checks
 from tessera.status.snapshot import Listing, ReadFailure, StatusSnapshot
 from tests.support.chart import manifests
@@ -117,6 +117,51 @@ def test_nothing_is_wrong_with_a_sound_installation() -> None:
     assert "1 held, 0 offered" in text
 
 
+@pytest.mark.parametrize("version", ["v1.34.4", "v1.35.4-gke.100", "v1.36.3", "v1.37.1", "v1.38.0"])
+def test_no_version_from_1_34_on_is_a_problem(version: str) -> None:
+    snapshot = replace(SOUND, version=version)
+    assert found(snapshot) == {}
+    assert ("never tested" in result(snapshot, "API server").summary) is (version == "v1.38.0")
+
+
+BOTH = ("consumesCounters", "taints")
+COUNTERS, DISJOINT = OfferMode
+NOT_KEPT = "nodes report that the API server does not keep consumesCounters"
+SLOW = "Kubernetes 1.36: its scheduler is slow with counters"
+
+
+@pytest.mark.parametrize(
+    ("version", "decided", "published", "dropped", "summary"),
+    [
+        ("v1.37.1", COUNTERS, COUNTERS, (), "mode Counters (the scheduler subtracts counters)"),
+        (
+            "v1.35.4",
+            DISJOINT,
+            DISJOINT,
+            BOTH,
+            f"mode Disjoint ({NOT_KEPT}), dropped device fields: consumesCounters, taints",
+        ),
+        (
+            "v1.36.3",
+            DISJOINT,
+            COUNTERS,
+            (),
+            f"mode Disjoint ({SLOW}), 1 node not yet in the mode of the plan",
+        ),
+        ("v1.37.1", DISJOINT, DISJOINT, (), "mode Disjoint (controller.offerMode or --offer-mode)"),
+    ],
+    ids=["1.37", "1.35", "1.36, changing", "by setting"],
+)
+def test_the_offer_mode_has_its_reason_and_what_the_api_server_drops_is_named(
+    version: str, decided: OfferMode, published: OfferMode, dropped: tuple[str, ...], summary: str
+) -> None:
+    status = PlanStatus(observed_generation=3, mode=PlanMode.PLANNED, offer_mode=published, dropped=dropped)
+    changed = msgspec.structs.replace(plan(), spec=PlanSpec(offer_mode=decided), status=status)
+    snapshot = replace(SOUND, version=version, plans={NODE: changed})
+    assert result(snapshot, "offers").summary == summary
+    assert found(snapshot) == {}
+
+
 def test_a_held_device_may_be_unpublished_only_while_nothing_of_its_gpu_is_offered() -> None:
     held = PlanSpec(held=("gpu-0-mig-1g10gb-6 team/train",), publish_held=PublishHeld.BESIDE_OFFERS)
     following = replace(SOUND, claims=[claim("gpu-0-mig-1g10gb-6")], slices=[slice_of([])])
@@ -191,7 +236,6 @@ def test_a_claim_on_a_node_whose_name_begins_alike_hides_no_refusal() -> None:
     ("snapshot", "check", "message"),
     [
         (replace(SOUND, version="v1.33.2"), "API server", "is v1.33.2"),
-        (replace(SOUND, version="v1.36.0"), "API server", "is v1.36.0"),
         (replace(SOUND, plans=None), "definition", "the CustomResourceDefinition is not installed"),
         (replace(SOUND, classes=[]), "classes", "DeviceClass gpu-training does not exist, but claims name it"),
         (replace(SOUND, leases={**SOUND.leases, BEAT: lease(BEAT, "c", ago_s=95)}), "controller", "95 s ago"),
