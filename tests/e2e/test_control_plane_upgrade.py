@@ -1,4 +1,4 @@
-"""The control plane is upgraded from 1.35 to 1.37 and back while pods run: each keeps its partition, new ones get theirs."""
+"""The control plane is upgraded from 1.35 to 1.37 and back: running pods keep their partitions, new ones get theirs."""
 
 from __future__ import annotations
 
