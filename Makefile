@@ -24,7 +24,7 @@ WORKERS = $(shell echo $$(($$(nproc) + 1)))
 WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-54 demo-curation demo-helm image test test-all test-fast test-unit test-cluster test-smoke test-versions lint format size bench bench-placement bench-refresh bench-fleet bench-scale fuzz soak \
+.PHONY: help demo demo-54 demo-curation demo-helm image test test-all test-fast test-unit test-cluster test-smoke test-versions lint format size bench bench-placement bench-refresh bench-fleet bench-scale bench-versions fuzz soak \
 	conformance manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
@@ -105,6 +105,9 @@ bench-fleet: binaries ## measure the controller with 1,000 simulated nodes, and 
 bench-scale: binaries ## compare the scheduler's cost with NVIDIA's device layout on 200 and 1,000 nodes (KUBE=; 25 minutes, root)
 	@$(RUN)/python -m tests.bench.scale --plot docs/scale
 
+bench-versions: env ## measure how soon pods are bound on Kubernetes 1.34 to 1.37 (30 minutes with binaries in the cache, root)
+	@$(RUN)/python -m tests.bench.versions
+
 OBJECTS ?= 1000000
 fuzz: env ## feed hostile API objects to the controller (OBJECTS=; 30 minutes per million)
 	@$(RUN)/python -m tests.fuzz --objects $(OBJECTS)
@@ -160,5 +163,5 @@ protocol: env ## generate the kubelet's gRPC messages from the .proto files
 		--pyi_out=$(PROTOCOL)/generated $(wildcard $(PROTOCOL)/*.proto)
 
 clean: ## remove generated files from the checkout
-	rm -rf $(VENV) $(AUDIT) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist bench-results.json placement-results.json refresh-results.json fleet-results.json scale-results.json
+	rm -rf $(VENV) $(AUDIT) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist bench-results.json placement-results.json refresh-results.json fleet-results.json scale-results.json versions-results.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,14 +22,16 @@ from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import UnreportedNodesTracker
 from controller.cluster.published_offers import DeviceIndex
 from controller.curation.curator import Curator
-from controller.curation.disjoint import DisjointCurator, DisjointOffers
+from controller.curation.disjoint import DisjointCurator, DisjointOffers, in_order
 from controller.demand.demand import demand_of, nodes_matching_held
 from controller.demand.pending_claims import Eligibility, Queue
+from controller.demand.reservation import Reservations
 from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
+from controller.explain.disjoint_offers import reasons_of_waiting
 from controller.explain.events import EventReporter
 from controller.explain.pending_despite_offers import UnscheduledClaims
-from controller.explain.reasons import ClaimReason, ReasonCode, reasons_of
+from controller.explain.reasons import reasons_of
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
 from controller.plans import PlanSpecs, PlanWriter
 from controller.publication_modes import DecidedMode, HeldPublication, decide_offer_mode, first_offers
@@ -90,6 +92,7 @@ class Controller:
         self._excess_seconds = 0.0
         """How much longer than ``LONG_DECISION_SECONDS`` the last decision took."""
         self._starvation = StarvationFallback()
+        self._reservations = Reservations()
         self._unreported = UnreportedNodesTracker()
         self._fleet_builder = FleetBuilder()
         self._devices = DeviceIndex()
@@ -178,13 +181,15 @@ class Controller:
         self._cache.acknowledge()
         self._events.unreadable(self._cache.unreadable())
         self._explain(queue, seen)
-        self._events.claims(reshaping(queue, chosen.planned, obstructed, self._settings.settle_s))
+        if mode is OfferMode.DISJOINT:
+            self._events.claims(reasons_of_waiting(queue, chosen.planned, obstructed, self._settings.settle_s))
         self._decided_at = time.monotonic()
         retry = BLOCKED_RETRY_INTERVAL_SECONDS if blocked else None
         return soonest(
             self._writer.due_in_s(),
             self._unscheduled.next_s,
             self._starvation.next_s,
+            self._reservations.next_s,
             self._held_publication.next_s,
             retry,
         )
@@ -230,11 +235,12 @@ class Controller:
         return int(found[0]) if found is not None else None
 
     def _choose(self, mode: OfferMode, fleet: Fleet, queue: Queue) -> DisjointOffers:
-        """What to offer, whatever is published at present."""
-        offered, widened = self._devices.offered, self._starvation.widened(queue)
+        """What to offer, whether it is possible at once or not."""
+        offered = self._devices.offered
         if mode is OfferMode.DISJOINT:
-            return self._disjoint_curator.curate(fleet, queue, offered, widened)
-        demands = demand_of(queue, widened)
+            reserved = self._reservations.update(queue, in_order(queue))
+            return self._disjoint_curator.curate(queue, offered, self._starvation.next_node(queue), reserved)
+        demands = demand_of(queue, self._starvation.widened(queue))
         requested = {demand.key for demand in demands}
         protected = [offer for offer in offered if OfferKind(offer.type, offer.profile) in requested]
         return DisjointOffers(self._curator.curate(fleet, demands, offered, protected))
@@ -275,16 +281,3 @@ class Controller:
         unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
         reasons = reasons_of(queue, self._unreported.update(seen.views))
         self._events.claims([*reasons, *self._unscheduled.reasons(queue, unfenced, seen.incomplete)])
-
-
-def reshaping(
-    queue: Queue, planned: Mapping[str, Collection[Offer]], obstructed: Collection[Offer], settle_s: float
-) -> list[ClaimReason]:
-    """A reason for each pending claim that waits until other offers of a GPU have been withdrawn."""
-    gpus, found = queue.feasibility.fleet.gpus, []
-    for pending in queue.pending:
-        for offer in [offer for offer in planned.get(pending.key, ()) if offer in obstructed][:1]:
-            entry, kind = gpus[offer.gpu], OfferKind(offer.type, offer.profile)
-            sentence = f"gpu-{entry.number} of node {entry.node} is changed to offer {kind}: about {settle_s + 1:.0f} s"
-            found.append(ClaimReason(pending, ReasonCode.RESHAPING, sentence))
-    return found

@@ -273,9 +273,8 @@ def _kept_node(found: Node) -> Node:
 def _kept_plan(found: GpuNodePlan) -> GpuNodePlan:
     """A plan without the parts that only people read."""
     status = found.status
-    return GpuNodePlan(
-        found.metadata, found.spec, PlanStatus(epoch=status.epoch, mode=status.mode, inventory=status.inventory)
-    )
+    kept = PlanStatus(epoch=status.epoch, mode=status.mode, inventory=status.inventory, dropped=status.dropped)
+    return GpuNodePlan(found.metadata, found.spec, kept)
 
 
 def _differ(old: GpuNodePlan | None, new: GpuNodePlan | None) -> bool:

@@ -1,25 +1,26 @@
 """Disjoint offers: for clusters whose scheduler does not subtract counters, so that no two offers may overlap (pure).
 
 The pods' pending claims come first, by priority and then by age. The claims of one pod are planned together, on one
-node, or not at all; a pod for which there is no room at present does not keep others from the free memory. What is left
+node, or not at all; a pod for which there is no room at present does not keep others from the free memory, except that
+of GPUs that are reserved for it after a while (``controller.demand.reservation``). What is left
 goes to offers for claims to come: so many full GPUs first, which stay whole, and then in turn one of every other kind,
 from small to large. Published offers are preferred, because to replace one takes about as long as a fence.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from controller.cluster.fleet import Fleet
 from controller.curation.curator import OfferDraft
 from controller.curation.ranked_fleet import Place, RankedFleet
 from controller.demand.demand import Eligible
-from controller.demand.device_search import Budget, choose_devices
+from controller.demand.device_search import Budget, Outcome, choose_devices
 from controller.demand.feasibility import Kind, Nodes
 from controller.demand.pending_claims import Queue
 from controller.demand.requirements import ClaimRequirements
+from controller.demand.reservation import Reserved, without
 from driver.kube.types import Pod
 from driver.model.plan import Offer
 from driver.placement.ranking import Ranking
@@ -50,14 +51,15 @@ class DisjointCurator:
         self._ranked: RankedFleet | None = None
 
     def curate(
-        self, fleet: Fleet, queue: Queue, published: Collection[Offer], only_on: Mapping[str, Nodes]
+        self, queue: Queue, published: Collection[Offer], only_on: Mapping[str, Nodes], reserved: Reserved | None = None
     ) -> DisjointOffers:
         """``published`` are the present offers. ``only_on``: the nodes to plan on for claims that offers did not help.
 
         The keys of ``only_on`` are those of claims (``controller.demand.starvation``).
         """
+        fleet = without(queue.feasibility.fleet, reserved)
         ranked = self._ranked = RankedFleet(fleet, self._ranking, self._ranked)
-        standing = {place for offer in published if (place := ranked.place(offer)) is not None}
+        standing = sorted(place for offer in published if (place := ranked.place(offer)) is not None)
         plan = _Plan(ranked, queue, standing)
         planned: dict[str, tuple[Offer, ...]] = {}
         for pod in in_order(queue):
@@ -85,13 +87,18 @@ def in_order(queue: Queue) -> list[Pod]:
 class _Plan:
     """Places that are planned one after the other, each beside the ones before."""
 
-    def __init__(self, fleet: RankedFleet, queue: Queue, standing: set[Place]) -> None:
+    def __init__(self, fleet: RankedFleet, queue: Queue, standing: Iterable[Place]) -> None:
         self.places: set[Place] = set()
         self._fleet, self._queue, self._feasibility = fleet, queue, queue.feasibility
-        self._standing = standing
+        self._published: defaultdict[OfferKind, list[Place]] = defaultdict(list)
+        for place in standing:
+            self._published[place.spot.key].append(place)
         self._drafts: dict[OfferKind, OfferDraft] = {}
         self._unmet: set[Wanted] = set()
         """What could not be planned: it can't be later either, because the free memory only shrinks."""
+
+        self._nodes_left: dict[Wanted, deque[str]] = {}
+        """The nodes that may still have room for several devices: those that had none before are left out."""
 
         self._budgets: defaultdict[str, Budget] = defaultdict(Budget)
         """The steps left for the search, by namespace: no tenant keeps others from being planned."""
@@ -130,8 +137,7 @@ class _Plan:
         best = draft.best(None)
         if best is None:
             return None
-        standing = self._admitted(place for place in self._standing if place.spot.key == key)
-        kept = min(standing, key=lambda place: (draft.rank(place), place), default=None)
+        kept = min(self._standing(key), key=lambda place: (draft.rank(place), place), default=None)
         if kept is not None and draft.rank(kept).growth <= best.ranked.terms.growth + stickiness:
             return kept
         return best.place
@@ -145,26 +151,38 @@ class _Plan:
         return [place for _, place in sorted(ranked)[:1]]
 
     def _standing_of(self, kind: Kind, group: frozenset[str]) -> list[Place]:
-        matching = (place for place in self._standing if _is_of(place.spot, kind) and self._fleet.within(place, group))
-        return self._admitted(matching)
+        within = self._fleet.within
+        return [place for place in self._standing(kind.key) if _is_of(place.spot, kind) and within(place, group)]
 
     def _best_of(self, kind: Kind, group: frozenset[str]) -> Iterable[Place]:
         """The best place of one kind; all places, where a selector picks single placements."""
         if kind.starts is not None:
-            return self._admitted(each for each in self._fleet.places(kind.key, group) if _is_of(each.spot, kind))
+            admits = self._draft(kind.key).admits
+            places = self._fleet.places(kind.key, group)
+            return [place for place in places if _is_of(place.spot, kind) and admits(place)]
         eligible: Eligible = None if len(group) == self._feasibility.having(kind.key) else group
         best = self._draft(kind.key).best(eligible)
         return [] if best is None else [best.place]
 
     def _several(self, requirements: ClaimRequirements, nodes: Nodes, budget: Budget) -> list[Place]:
         """Places for several devices on one node: published offers if they suffice, and on the fullest such node."""
+        gpus = self._feasibility.fleet.gpus
         standing: defaultdict[str, list[Spot]] = defaultdict(list)
-        for place in self._admitted(self._standing):
+        for place in (place for key in self._published for place in self._standing(key)):
             standing[self._fleet.uuid(place)].append(place.spot)
-        for published in (standing, None):
-            for node in self._feasibility.nodes:
-                if node in nodes and (found := self._on_node(requirements, node, budget, published)):
-                    return found
+        enough = Counter(gpus[uuid].node for uuid, spots in standing.items() for _ in spots)
+        for node in sorted(node for node, count in enough.items() if count >= sum(requirements.counts)):
+            if node in nodes and (found := self._on_node(requirements, node, budget, standing)):
+                return found
+        wanted = (requirements, nodes)
+        if wanted not in self._nodes_left:
+            outcomes = self._feasibility.outcomes(*wanted)
+            self._nodes_left[wanted] = deque(node for node, outcome in outcomes if outcome is not Outcome.NONE)
+        left = self._nodes_left[wanted]
+        while left:
+            if found := self._on_node(requirements, left[0], budget):
+                return found
+            left.popleft()
         return []
 
     def _on_node(
@@ -172,7 +190,7 @@ class _Plan:
         requirements: ClaimRequirements,
         node: str,
         budget: Budget,
-        published: Mapping[str, Collection[Spot]] | None,
+        published: Mapping[str, Collection[Spot]] | None = None,
     ) -> list[Place]:
         """The GPUs with the least free memory come first. ``published``: the only spots to use, by GPU."""
         gpus = sorted(self._feasibility.fleet.nodes[node], key=lambda entry: entry.state.free)
@@ -181,11 +199,11 @@ class _Plan:
         chosen = choose_devices(gpus, states, requirements, self._feasibility.matching.value, budget, published)
         return [Place(*self._fleet.found[entry.gpu.uuid], spot) for entry, spot in chosen]
 
-    def _admitted(self, places: Iterable[Place]) -> list[Place]:
-        return [place for place in places if self._admits(place)]
-
-    def _admits(self, place: Place) -> bool:
-        return self._draft(place.spot.key).admits(place)
+    def _standing(self, key: OfferKind) -> list[Place]:
+        """Published offers of ``key`` that have room. The others never have again: the free memory only shrinks."""
+        admits = self._draft(key).admits
+        found = self._published[key] = [place for place in self._published[key] if admits(place)]
+        return found
 
     def _size(self, key: OfferKind) -> int:
         """The memory slices of a partition of ``key``, on the first GPU that has it."""

@@ -110,27 +110,30 @@ class Feasibility:
         return self._found[where]
 
     def _find_node(self, requirements: ClaimRequirements, nodes: Nodes) -> Found:
-        undecided, budget = 0, Budget()
-        known = self._known_outcomes(requirements)
-        for node in self.nodes:
-            if node not in nodes:
-                continue
-            gpus, free = self._memory.free[node]
-            if not free:
-                continue
-            before = known.get(node)
-            if before is not None and before[0] is gpus:
-                outcome = before[1]
-            else:
-                outcome = self._outcome(requirements, node, budget)
-                if outcome is not Outcome.UNKNOWN:  # depends on the steps used for other nodes, too
-                    known[node] = (gpus, outcome)
+        undecided = 0
+        for node, outcome in self.outcomes(requirements, nodes):
             if outcome is Outcome.FITS:
                 return Found(outcome, node)
             undecided += outcome is Outcome.UNKNOWN
             if undecided >= MAX_UNDECIDED_NODES:
                 break
         return Found(Outcome.UNKNOWN if undecided else Outcome.NONE)
+
+    def outcomes(self, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[tuple[str, Outcome]]:
+        """Whether each of ``nodes`` with free memory satisfies ``requirements``, the fullest first."""
+        known, budget = self._known_outcomes(requirements), Budget()
+        for node in self.nodes:
+            gpus, free = self._memory.free[node]
+            if not free or node not in nodes:
+                continue
+            before = known.get(node)
+            if before is not None and before[0] is gpus:
+                yield node, before[1]
+                continue
+            outcome = self._outcome(requirements, node, budget)
+            if outcome is not Outcome.UNKNOWN:  # depends on the steps used for other nodes, too
+                known[node] = (gpus, outcome)
+            yield node, outcome
 
     def _known_outcomes(self, requirements: ClaimRequirements) -> dict[str, tuple[tuple[FleetGpu, ...], Outcome]]:
         outcomes = self._memory.outcomes

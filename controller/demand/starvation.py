@@ -8,7 +8,7 @@ nodes after the other. If that doesn't help, offers are not the obstacle, and th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from controller.demand.feasibility import Nodes
@@ -62,6 +62,13 @@ class StarvationFallback:
 
     def widened(self, queue: Queue) -> Mapping[str, Nodes]:
         """The nodes that must offer all matching devices, by key of the claim."""
+        return self._turns(queue, lambda each: _groups(queue, each))
+
+    def next_node(self, queue: Queue) -> Mapping[str, Nodes]:
+        """The same for disjoint offers, of which few fit at once: one node for the devices of each claim."""
+        return self._turns(queue, lambda each: [frozenset({node}) for node in _feasible(queue, each)])
+
+    def _turns(self, queue: Queue, groups_of: Callable[[PendingClaim], Sequence[Nodes]]) -> Mapping[str, Nodes]:
         now = self._clock()
         refused = {each.key: each for each in queue.pending if is_refused(each) and queue.satisfiable(each)}
         self._remember(queue, refused, now)
@@ -71,7 +78,7 @@ class StarvationFallback:
         found: dict[str, Nodes] = {}
         for each in overdue:
             equal = (self._waits[each.key].requirements, queue.nodes(each))
-            if equal not in chosen and len(chosen) < MAX_CLAIMS and (nodes := self._turn(queue, each, now)):
+            if equal not in chosen and len(chosen) < MAX_CLAIMS and (nodes := self._turn(groups_of(each), each, now)):
                 chosen[equal] = nodes
             if equal in chosen:
                 found[each.key] = chosen[equal]
@@ -90,21 +97,34 @@ class StarvationFallback:
         """Seconds since the time for regular offers ended; negative before."""
         return now - self._waits[pending.key].since - WAIT_SECONDS
 
-    def _turn(self, queue: Queue, pending: PendingClaim, now: float) -> Nodes:
-        """The group of nodes whose turn it is, first those where its pods may run; none in a pause."""
+    def _turn(self, groups: Sequence[Nodes], pending: PendingClaim, now: float) -> Nodes:
+        """The one of ``groups`` whose turn it is; none in a pause."""
         at = self._age(pending, now)
-        everywhere = frozenset(queue.feasibility.fleet.nodes)
-        eligible = queue.nodes(pending) & everywhere
-        parts = [*_parts(eligible), *_parts(everywhere - eligible)]
-        wide, pause = max(WIDE_SECONDS, TURN_SECONDS * len(parts)), PAUSE_SECONDS
+        wide, pause = max(WIDE_SECONDS, TURN_SECONDS * len(groups)), PAUSE_SECONDS
         while at >= wide + pause:
             at, pause = at - wide - pause, min(2 * pause, MAX_PAUSE_SECONDS)
-        return parts[int(at / TURN_SECONDS) % len(parts)] if at < wide and parts else frozenset()
+        return groups[int(at / TURN_SECONDS) % len(groups)] if at < wide and groups else frozenset()
 
 
 def is_refused(pending: PendingClaim) -> bool:
     """Whether the scheduler reported a lack of devices for one of its pods."""
     return any(condition.lacks_devices for pod in pending.pods for condition in pod.status.conditions)
+
+
+def _groups(queue: Queue, pending: PendingClaim) -> list[Nodes]:
+    """Groups of all nodes, first those where its pods may run."""
+    everywhere = frozenset(queue.feasibility.fleet.nodes)
+    eligible = queue.nodes(pending) & everywhere
+    return [*_parts(eligible), *_parts(everywhere - eligible)]
+
+
+def _feasible(queue: Queue, pending: PendingClaim) -> list[str]:
+    """The nodes that have room for it now."""
+    requirements = queue.chosen(pending)
+    if requirements is None:
+        return []
+    could = queue.feasibility.could
+    return [node for node in sorted(queue.nodes(pending)) if could(requirements, frozenset({node}))]
 
 
 def _parts(nodes: Nodes) -> Iterator[Nodes]:

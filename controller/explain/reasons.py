@@ -48,7 +48,10 @@ class ReasonCode(StrEnum):
     """Of a claim that can be satisfied (``controller.explain.pending_despite_offers``)."""
 
     RESHAPING = "Reshaping"
-    """Of a claim for which offers of a GPU are being replaced."""
+    """Of a claim for which offers of a GPU are being replaced (``controller.explain.disjoint_offers``)."""
+
+    BEHIND = "BehindOthers"
+    """Of a claim for which other claims leave no room (ibid.)."""
 
 
 OF_OBSTACLE = {

@@ -47,6 +47,8 @@ class PublishedGpu:
     ``closed`` are names of devices that are there to be counted, and not to be given to anybody new; ``conditions`` why
     some of its devices are not, though the GPU answers. ``divided``: the node's settings divide it into shares.
     ``unpublished``: its slices contain neither its devices nor its counter set, because nothing of it is offered.
+    ``counted``: its devices consume shared counters, because they overlap or may do so. ``keeps_taints``: False: the
+    API server drops taints, so free devices that no new claim may get at present are left out of the slices.
     """
 
     gpu: Gpu
@@ -59,6 +61,8 @@ class PublishedGpu:
     conditions: tuple[DeviceCondition, ...] = ()
     divided: bool = False
     unpublished: bool = False
+    counted: bool = True
+    keeps_taints: bool = True
 
     @property
     def occupied(self) -> int:
@@ -108,7 +112,7 @@ def _grouped(gpus: Iterable[PublishedGpu], slice_of: Callable[[PublishedGpu], st
 
 def _counter_sets(group: Sequence[PublishedGpu]) -> Content:
     """The counter sets, or an empty slice: the slices of a pool stay the same, so that its generation does, too."""
-    published = (entry for entry in group if not entry.unpublished)
+    published = (entry for entry in group if entry.counted and not entry.unpublished)
     sets = [{"name": counter_set(entry.number), "counters": counters_of_gpu(entry.gpu)} for entry in published]
     return {"sharedCounters": sets} if sets else {"devices": []}
 
@@ -116,11 +120,10 @@ def _counter_sets(group: Sequence[PublishedGpu]) -> Content:
 def _devices(group: Sequence[PublishedGpu]) -> Content:
     """Held and closed devices first, which the scheduler skips without evaluating them; then the best offers."""
     group = [entry for entry in group if not entry.unpublished]
-    sets = {entry.gpu.uuid: counter_set(entry.number) for entry in group}
     occupied = {entry.gpu.uuid: entry.occupied for entry in group}
     by_uuid = {entry.gpu.uuid: entry for entry in group}
     closed = frozenset().union(*(entry.closed for entry in group))
-    offers = order_offers((device for entry in group for device in entry.offers), occupied)
+    offers = order_offers((device for entry in group for device in _published_offers(entry)), occupied)
     # Held and closed devices have one order, so that a slice need not change when a device is released.
     going = [device for device in offers if device.name in closed]
     counted = sorted((*(d for entry in group for d in entry.held), *going), key=lambda device: device.name)
@@ -128,10 +131,17 @@ def _devices(group: Sequence[PublishedGpu]) -> Content:
     limits = {entry.gpu.uuid: limits_of(entry.gpu.profiles) for entry in group}
 
     def content(device: Device) -> Content:
-        uuid = device.gpu.uuid
-        return _device(device, consumption(device, sets[uuid], limits[uuid]), taints_of(device, by_uuid[uuid]))
+        entry = by_uuid[device.gpu.uuid]
+        counters = consumption(device, counter_set(entry.number), limits[entry.gpu.uuid]) if entry.counted else []
+        return _device(device, counters, taints_of(device, entry) if entry.keeps_taints else [])
 
     return {"devices": [content(device) for device in (*counted, *new)]}
+
+
+def _published_offers(entry: PublishedGpu) -> Iterable[Device]:
+    if entry.keeps_taints:
+        return entry.offers
+    return [device for device in entry.offers if all(taint == CLOSED for taint in taints_of(device, entry))]
 
 
 def taints_of(device: Device, entry: PublishedGpu) -> list[Content]:
@@ -149,7 +159,9 @@ def taints_of(device: Device, entry: PublishedGpu) -> list[Content]:
 
 
 def _device(device: Device, counters: list[Content], taints: list[Content]) -> Content:
-    content: Content = {"name": device.name, "attributes": attributes(device), "consumesCounters": counters}
+    content: Content = {"name": device.name, "attributes": attributes(device)}
+    if counters:
+        content["consumesCounters"] = counters
     if amounts := capacity(device):
         content["capacity"] = amounts
     return {**content, "taints": taints} if taints else content

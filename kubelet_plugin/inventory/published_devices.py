@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from driver.model.device import Device, DeviceKind
 from driver.model.gpu import Gpu
 from driver.model.gpu_health import DeviceCondition
-from driver.model.plan import Offer, offer_of
+from driver.model.plan import Offer, OfferMode, offer_of
+from driver.placement.ranking import order_offers
 from driver.placement.state import GpuState
 from driver.slices.build import PublishedGpu, limited
 
@@ -44,6 +45,9 @@ class PublishPolicy:
     devices stay in ``kept``: whenever it offers anything again, every device of it that was ever published and has not
     been withdrawn since is published along with the offer, so that the scheduler counts its memory if a claim holds it.
     ``unpublished`` are the UUIDs of the GPUs that are unpublished now: they stay so until something of them is wanted.
+
+    ``mode``: DISJOINT: of the devices that ``offers`` wants, only those are added that fit beside everything that is
+    published. ``keeps_taints``: whether the API server keeps the taints of devices.
     """
 
     held: frozenset[str] = frozenset()
@@ -52,6 +56,8 @@ class PublishPolicy:
     closing: bool = False
     publish_held: bool = True
     unpublished: frozenset[str] = frozenset()
+    mode: OfferMode = OfferMode.COUNTERS
+    keeps_taints: bool = True
 
     def wants(self, device: Device) -> bool:
         return self.offers is None or device.name in self.kept or offer_of(device) in self.offers
@@ -90,8 +96,11 @@ class PublishableGpu:
         taken = GpuState.of(self.gpu, held, self.foreign.mask)
         fitting = self._fitting(held, taken, policy)
         existing = policy.kept | self.foreign.offered
+        standing = [device for device in fitting if device.name in existing]
         new = [device for device in fitting if device.name not in existing]
-        chosen = limited(len(held) + len(fitting) - len(new), new, taken.mask)
+        if policy.mode is OfferMode.DISJOINT:
+            new = self._fitting_together(new, (*held, *standing))
+        chosen = limited(len(held) + len(standing), new, taken.mask)
         offers = tuple(device for device in fitting if device.name in existing or device.name in chosen)
         closed = policy.closed(held, offers) - self.foreign.offered
         if self.reserved:  # claims keep their devices until they end; no new claim gets one
@@ -107,13 +116,17 @@ class PublishableGpu:
             self.conditions,
             divided=any(device.kind is DeviceKind.SHARE for device in self.devices),
             unpublished=self._is_unpublished(policy, held, offers),
+            counted=policy.mode is OfferMode.COUNTERS or self._overlap((*held, *offers)),
+            keeps_taints=policy.keeps_taints,
         )
 
     def _is_unpublished(self, policy: PublishPolicy, held: Sequence[Device], offers: Sequence[Device]) -> bool:
         if any(self._needs_slice(device) for device in held):
             return False
         is_unpublished = self.gpu.uuid in policy.unpublished
-        if not self.reserved and any(self._is_wanted(device, policy) for device in offers):
+        # A device that is only kept keeps others from being offered in DISJOINT mode, so the controller must see it.
+        disjoint = policy.mode is OfferMode.DISJOINT
+        if not self.reserved and any(disjoint or self._is_wanted(device, policy) for device in offers):
             return is_unpublished and self._is_unknown_to(policy)
         return is_unpublished or not (policy.publish_held or offers)
 
@@ -144,6 +157,19 @@ class PublishableGpu:
             return policy.wants(device) and state.fits(device)
 
         return [d for d in self.devices if d.name not in names and self._possible(d) and stays(d)]
+
+    def _fitting_together(self, devices: Iterable[Device], published: Sequence[Device] = ()) -> list[Device]:
+        """Those of ``devices`` that fit beside ``published`` and beside each other, the first in a fixed order."""
+        chosen: list[Device] = []
+        for device in order_offers(devices, {}):
+            if GpuState.of(self.gpu, (*published, *chosen), self.foreign.mask).fits(device):
+                chosen.append(device)
+        return chosen
+
+    def _overlap(self, devices: Iterable[Device]) -> bool:
+        """Whether not all of ``devices`` can be allocated together. A plan may name as held what no claim has."""
+        own = [device for device in devices if device.name not in self.foreign.offered]
+        return len(self._fitting_together(own)) < len(own)
 
     def _possible(self, device: Device) -> bool:
         """Whether settings and MIG mode allow ``device`` without a reset of the GPU."""

@@ -16,6 +16,7 @@ from controller.fence.withdrawal import Canary, Fence, FenceSettings, Withdrawab
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.clock import Clock
+from driver.model.plan import OfferMode
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
@@ -232,7 +233,7 @@ def unpublishing(
 ) -> None:
     fence = Fence(controller, claims, FenceSettings(settle_s=0))
     assert fence.take_back([PoolDevice("no-pool", "no-device")]).in_force
-    outcome = unpublishing_race(scheduler, fence, claims, nodes, delay_s, tries, within_s=1500)
+    outcome = unpublishing_race(scheduler, fence, claims, nodes, delay_s, lambda so_far: so_far.tried >= tries, 1500)
     print(f"delays up to {delay_s} s: {outcome}")
     assert outcome.overlaps == outcome.refused_by_node == 0
     assert outcome.unpublished
@@ -251,3 +252,29 @@ def test_no_memory_is_given_out_twice_in_thousands_of_tries(
     scheduler: KubeClient, controller: KubeClient, claims: ClaimsCache
 ) -> None:
     unpublishing(scheduler, controller, claims, nodes=128, delay_s=10, tries=5000)
+
+
+def reshaping(
+    scheduler: KubeClient, controller: KubeClient, claims: ClaimsCache, nodes: int, delay_s: float, times: int
+) -> None:
+    fence = Fence(controller, claims, FenceSettings(settle_s=0))
+    assert fence.take_back([PoolDevice("no-pool", "no-device")]).in_force
+    outcome = unpublishing_race(
+        scheduler, fence, claims, nodes, delay_s, lambda so_far: so_far.reshaped >= times, 1500, OfferMode.DISJOINT
+    )
+    print(f"delays up to {delay_s} s: {outcome}; refused: {outcome.refused / outcome.tried:.1%}")
+    assert outcome.overlaps == outcome.refused_by_node == 0
+
+
+def test_no_memory_is_given_out_twice_when_disjoint_offers_are_replaced(
+    scheduler: KubeClient, controller: KubeClient, claims: ClaimsCache
+) -> None:
+    reshaping(scheduler, controller, claims, nodes=8, delay_s=0.1, times=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_no_memory_is_given_out_twice_when_disjoint_offers_are_replaced_thousands_of_times(
+    scheduler: KubeClient, controller: KubeClient, claims: ClaimsCache
+) -> None:
+    reshaping(scheduler, controller, claims, nodes=128, delay_s=10, times=5000)

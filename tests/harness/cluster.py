@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from msgspec.structs import replace
+
 from driver.errors import ApiError, UsageError
 from tests.harness import cleanup, preflight
 from tests.harness.api import Api
@@ -24,6 +26,7 @@ from tests.harness.node import Node
 from tests.harness.progress import SILENT, Progress
 from tests.harness.settings import Settings, check_name
 from tests.harness.state import ClusterState, cluster_directories, read_state
+from tests.harness.versions import KubernetesRelease
 from tests.harness.waiting import wait_for
 
 NODE_READY_S = 180.0
@@ -192,6 +195,30 @@ class Cluster:
         """Where etcd answers, for who puts more objects into it than the API server takes in reasonable time."""
         return f"http://{self._state.addresses.control_plane}:{self._state.control.etcd}"
 
+    def change_release(self, release: KubernetesRelease, progress: Progress = SILENT) -> None:
+        """Go on as another release, which must be built or is built now: etcd, containerd and all pods run through.
+
+        The API server comes first in an upgrade, and last in a downgrade: no other part may be newer.
+        """
+        binaries = ensure_binaries(release, progress)
+        newer = _number(release) > _number(self.release)
+        self._state = replace(self._state, binaries=str(binaries), release=release)
+        self._state.write()
+        self.binaries, self.release = binaries, release
+        self.nodes = [Node(self._state, index) for index in range(len(self.nodes))]
+        steps = [self._restart_control_plane, *(node.restart_kubelet for node in self.nodes)]
+        for step in steps if newer else reversed(steps):
+            step()
+        for node in self.nodes:
+            wait_for(lambda name=node.name: self._ready_node(name), NODE_READY_S, f"node {node.name} Ready")  # type: ignore[misc]
+
+    def _restart_control_plane(self) -> None:
+        control = self.control_plane
+        control.stop()
+        control.start_apiserver()
+        control.start_controllers()
+        control.wait()
+
     # Starting it
 
     def _bring_up(self) -> None:
@@ -247,3 +274,7 @@ class Cluster:
         found = self.api.get(path)
         kind = "Node" if node else "Pod"
         return {"apiVersion": "v1", "kind": kind, "name": found["metadata"]["name"], "uid": found["metadata"]["uid"]}
+
+
+def _number(release: KubernetesRelease) -> tuple[int, ...]:
+    return tuple(map(int, release.kubernetes.split(".")))

@@ -53,6 +53,11 @@ class ControlPlane:
         self._wait("kube-scheduler", f"https://{address}:{ports.scheduler}/healthz")
         self._wait("kube-controller-manager", f"https://{address}:{ports.controller_manager}/healthz")
 
+    def stop(self) -> None:
+        """End everything but etcd."""
+        names = ("kube-controller-manager", "kube-scheduler", "kube-apiserver")
+        stop([record for record in map(self._table.get, names) if record is not None])
+
     def stop_scheduler(self) -> None:
         """End the scheduler; ``restart_scheduler`` starts another."""
         record = self._table.get("kube-scheduler")

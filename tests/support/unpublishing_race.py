@@ -1,20 +1,22 @@
-"""A late scheduler against GPUs that are unpublished and published again: is any memory given out twice?
+"""A late scheduler against GPUs whose offers are replaced, or that leave the slices: is any memory given out twice?
 
 Claims, fence and canary are on a real API server. Each node follows plans by the product's rules; its slices, which no
 part of the API server looks at, stay in this process. Every step is late: what the scheduler sees of the slices, what
 it writes, what the controller withdraws, what the node publishes and prepares. Two things a scheduler is spared: claims
 that end are not seen before the slices in which they were prepared, and devices are not offered again before it has
 seen that they were withdrawn.
+
+With counters the scheduler refuses a device that overlaps a published one that is allocated. With disjoint offers it
+takes any device, and the controller offers nothing that overlaps a device before that was withdrawn.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from controller.cluster.claim_index import PoolDevice
@@ -23,7 +25,7 @@ from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.device import Device, devices_of
-from driver.model.plan import PlanMode, PlanSpec, PublishHeld, offer_of
+from driver.model.plan import OfferMode, PlanMode, PlanSpec, PublishHeld, offer_of
 from driver.placement.state import GpuState
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower, PlanMemory
@@ -47,7 +49,10 @@ DEVICES = {
 
 @dataclass
 class Outcome:
-    """``tried``: decisions that were written, stored or refused by the fence. ``refused_by_node``: prepares."""
+    """``tried``: decisions that were written, stored or refused by the fence. ``refused_by_node``: prepares.
+
+    ``reshaped``: devices that took the place of withdrawn ones that overlap them.
+    """
 
     tried: int = 0
     refused: int = 0
@@ -55,6 +60,7 @@ class Outcome:
     refused_by_node: int = 0
     unpublished: int = 0
     republished: int = 0
+    reshaped: int = 0
 
 
 class Published(NamedTuple):
@@ -68,15 +74,23 @@ class NodeRace:
     """One node with one GPU, its claimants, and the part of a controller that is about it."""
 
     def __init__(
-        self, client: KubeClient, fence: Fence, claims: ClaimsCache, number: int, most_delay_s: float, total: Outcome
+        self,
+        client: KubeClient,
+        fence: Fence,
+        claims: ClaimsCache,
+        number: int,
+        most_delay_s: float,
+        mode: OfferMode,
+        total: Outcome,
     ) -> None:
         self._client, self._fence, self._claims, self.total = client, fence, claims, total
+        self._mode = mode
         self._random = random.Random(number)
         self._most_delay_s = most_delay_s
         self._pool = f"race-{number}-{DRIVER}"
         self._lock = threading.Lock()
         self._inventory = Inventory([GPU], {GPU.uuid: 0})
-        self._plan = GpuNodePlan(PlanMetadata("race"), PlanSpec("epoch", publish_held=PublishHeld.BESIDE_OFFERS))
+        self._plan = GpuNodePlan(PlanMetadata("race"), self._spec())
         self._follower = PlanFollower(
             lambda: self._plan,
             lambda: True,
@@ -110,7 +124,9 @@ class NodeRace:
                 self._hidden = entry.unpublished
                 self.total.unpublished += entry.unpublished and bool(entry.held)
                 self.total.republished += not entry.unpublished and bool(entry.held)
-            if (published := Published(names, names - entry.closed)) != self._slices[-1]:
+            if (published := Published(names, names - entry.closed)) != (before := self._slices[-1]):
+                gone = [DEVICES[name] for name in before.names - names]
+                self.total.reshaped += sum(any(map(DEVICES[name].overlaps, gone)) for name in names - before.names)
                 self._slices.append(published)
             return len(self._slices) - 1
 
@@ -136,7 +152,7 @@ class NodeRace:
             published = self._slices[self._seen]
             state = GpuState.of(GPU, [DEVICES[name] for name in published.names & self._assumed])
             choice = (published.names if tolerates else published.offered) - self._assumed
-            free = sorted(name for name in choice if state.fits(DEVICES[name]))
+            free = sorted(name for name in choice if self._mode is OfferMode.DISJOINT or state.fits(DEVICES[name]))
             if not free:
                 return None
             name = self._random.choice(free)
@@ -195,10 +211,9 @@ class NodeRace:
             state = GpuState.of(GPU, [DEVICES[name] for name in held])
             fitting = sorted(name for name, device in DEVICES.items() if name not in held and state.fits(device))
             wanted = self._random.sample(fitting, min(len(fitting), self._random.choice([0, 0, 1, 3])))
-            fenced = {device for device in map(self._device, wanted) if self._fence.is_fenced(device)}
-            self._wait(lambda fenced=fenced: not self._pending(fenced), stop)  # type: ignore[misc]
-            self._fence.lift(fenced)
-            self._offer(wanted, held)
+            possible = self._unobstructed(wanted, ())
+            self._lift(possible, stop)
+            self._offer(possible, held)
             self.delay(stop)
             excess = {self._device(name) for name in self._slices[-1].names.difference(wanted, self._held())}
             if excess:
@@ -207,9 +222,28 @@ class NodeRace:
                 except ApiError:  # as above
                     continue
                 self.delay(stop)
-                self._offer(wanted, self._held(), gone)
+                possible = self._unobstructed(wanted, {device.device for device in gone})
+                self._lift(possible, stop)
+                self._offer(possible, self._held(), gone)
                 self._wait(lambda gone=gone: not gone & {*map(self._device, self._slices[-1].names)}, stop)  # type: ignore[misc]
                 self._wait_seen(len(self._slices) - 1, stop)
+
+    def _unobstructed(self, wanted: list[str], withdrawn: Collection[str]) -> list[str]:
+        """Those of ``wanted`` that may be offered beside what is published and not ``withdrawn``."""
+        if self._mode is OfferMode.COUNTERS:
+            return wanted
+        found: list[str] = []
+        for name in wanted:
+            others = (self._slices[-1].names | {*found}) - {name, *withdrawn}
+            if not any(DEVICES[name].overlaps(DEVICES[other]) for other in others):
+                found.append(name)
+        return found
+
+    def _lift(self, wanted: list[str], stop: threading.Event) -> None:
+        """Lift the fence from devices that are offered again, once no earlier decision for them can be written."""
+        fenced = {device for device in map(self._device, wanted) if self._fence.is_fenced(device)}
+        self._wait(lambda: not self._pending(fenced), stop)
+        self._fence.lift(fenced)
 
     def _offer(self, wanted: list[str], held: frozenset[str], withdrawn: Collection[PoolDevice] = ()) -> None:
         if not withdrawn and not self._fence.catch_up():  # the other nodes' controllers change the canary, too
@@ -219,8 +253,12 @@ class NodeRace:
         offers = tuple(str(offer_of(DEVICES[name])) for name in wanted)
         named = tuple(f"{name} default/claim" for name in sorted(held))
         gone = tuple(device.device for device in withdrawn)
-        spec = PlanSpec("epoch", named, offers, gone, PublishHeld.BESIDE_OFFERS)
-        self._plan = GpuNodePlan(PlanMetadata("race"), spec)
+        self._plan = GpuNodePlan(PlanMetadata("race"), self._spec(named, offers, gone))
+
+    def _spec(
+        self, held: tuple[str, ...] = (), offers: tuple[str, ...] = (), withdrawn: tuple[str, ...] = ()
+    ) -> PlanSpec:
+        return PlanSpec("epoch", held, offers, withdrawn, PublishHeld.BESIDE_OFFERS, self._mode)
 
     def _held(self) -> frozenset[str]:
         return frozenset(device.device for device in self._claims.held() if device.pool == self._pool)
@@ -239,22 +277,25 @@ class NodeRace:
 
 
 def race(
-    client: KubeClient, fence: Fence, claims: ClaimsCache, nodes: int, most_delay_s: float, tries: int, within_s: float
+    client: KubeClient,
+    fence: Fence,
+    claims: ClaimsCache,
+    nodes: int,
+    most_delay_s: float,
+    is_over: Callable[[Outcome], bool],
+    within_s: float,
+    mode: OfferMode = OfferMode.COUNTERS,
 ) -> Outcome:
-    """Races on so many nodes at once until so many decisions were written."""
+    """Races on so many nodes at once until ``is_over``."""
     total, stop = Outcome(), threading.Event()
-    races = [NodeRace(client, fence, claims, number, most_delay_s, total) for number in range(nodes)]
+    races = [NodeRace(client, fence, claims, number, most_delay_s, mode, total) for number in range(nodes)]
     with ThreadPoolExecutor(nodes * (CLAIMANTS + 3)) as pool:
         jobs = [pool.submit(job, stop) for each in races for job in (each.node, each.watch, each.controller)]
         jobs += [pool.submit(each.claimant, at, stop) for each in races for at in range(CLAIMANTS)]
         try:
-            wait_for(partial(_is_over, total, tries, jobs), within_s, f"{tries} decisions were written", POLL_S)
+            wait_for(lambda: is_over(total) or any(job.done() for job in jobs), within_s, "the race is over", POLL_S)
         finally:
             stop.set()
     for job in jobs:
         job.result()
     return total
-
-
-def _is_over(total: Outcome, tries: int, jobs: Iterable[Future[None]]) -> bool:
-    return total.tried >= tries or any(job.done() for job in jobs)

@@ -20,7 +20,7 @@ from tests.support.queues import FULL, SHARE, Situation, first_available, node_o
 
 
 def curated(there: Situation, published: Iterable[Offer] = (), offers: int = 2) -> DisjointOffers:
-    return DisjointCurator(Ranking(), offers).curate(Fleet.of(there.gpus), there.queue, [*published], {})
+    return DisjointCurator(Ranking(), offers).curate(there.queue, [*published], {})
 
 
 def devices(there: Situation, offers: Iterable[Offer]) -> list[Device]:

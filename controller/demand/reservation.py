@@ -1,0 +1,88 @@
+"""GPUs kept free for a pod that waits in vain, so that smaller claims do not use them for ever (pure but a memory).
+
+With disjoint offers the controller decides which claim gets free memory. A pod for which there is no room keeps no
+other from it at first. After ``WAIT_SECONDS`` the first such pod gets a reservation: nothing new is offered on GPUs
+that would do for it once they are free, those with the most free memory. One pod at a time has a reservation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from controller.cluster.fleet import Fleet
+from controller.demand.device_search import Budget, choose_devices
+from controller.demand.pending_claims import Queue
+from driver.kube.types import Key, Pod
+
+WAIT_SECONDS = 120.0
+"""Time after which a pod that could run on empty GPUs gets a reservation."""
+
+
+class Reserved(NamedTuple):
+    """``gpus`` by UUID are kept free for ``pod``."""
+
+    pod: Key
+    gpus: frozenset[str]
+
+
+class Reservations:
+    """Remembers since when pods have no room; a new leader starts from zero."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: dict[Key, float] = {}
+        self._reserved: Reserved | None = None
+
+    @property
+    def next_s(self) -> float | None:
+        """Seconds until a pod may get a reservation; None if none waits for one."""
+        if not self._since or self._reserved is not None:
+            return None
+        return max(1.0, min(self._since.values()) + WAIT_SECONDS - self._clock())
+
+    def update(self, queue: Queue, pods: Sequence[Pod]) -> Reserved | None:
+        """The reservation after this decision. ``pods`` are those with pending claims, in the order of planning."""
+        now = self._clock()
+        waiting = [pod for pod in pods if not _has_room(queue, pod)]
+        self._since = {pod.metadata.key: self._since.get(pod.metadata.key, now) for pod in waiting}
+        if self._reserved is not None and self._reserved.pod not in self._since:
+            self._reserved = None
+        if self._reserved is None or not self._reserved.gpus <= queue.feasibility.fleet.gpus.keys():
+            overdue = (pod for pod in waiting if now - self._since[pod.metadata.key] >= WAIT_SECONDS)
+            found = (Reserved(pod.metadata.key, gpus) for pod in overdue if (gpus := _emptiest(queue, pod)))
+            self._reserved = next(found, None)
+        return self._reserved
+
+
+def without(fleet: Fleet, reserved: Reserved | None) -> Fleet:
+    """``fleet`` as it is for all others: nothing new is offered on reserved GPUs."""
+    if reserved is None:
+        return fleet
+    return fleet.changed(replace(fleet.gpus[uuid], uses=frozenset()) for uuid in reserved.gpus)
+
+
+def _has_room(queue: Queue, pod: Pod) -> bool:
+    """True, too, for a pod whose claims can't be evaluated, or are for other drivers' devices."""
+    combinations = [each for each in queue.combinations(pod) if each.requests]
+    nodes = queue.nodes_for(pod)
+    return not combinations or any(queue.feasibility.could(each, nodes) for each in combinations)
+
+
+def _emptiest(queue: Queue, pod: Pod) -> frozenset[str]:
+    """The GPUs on which ``pod`` could run if nothing were held there: of the node with the most free memory."""
+    feasibility, unheld = queue.feasibility, queue.feasibility.unheld
+    eligible = queue.nodes_for(pod)
+    for requirements in queue.combinations(pod):
+        budget = Budget()
+        for node in reversed(feasibility.nodes):
+            if node not in eligible or not unheld.could(requirements, frozenset({node})):
+                continue
+            gpus = sorted(feasibility.fleet.nodes[node], key=lambda entry: -entry.state.free)
+            states = tuple(entry.unheld.state for entry in gpus)
+            chosen = choose_devices(gpus, states, requirements, feasibility.matching.value, budget)
+            if chosen:
+                return frozenset(entry.gpu.uuid for entry, _ in chosen)
+    return frozenset()

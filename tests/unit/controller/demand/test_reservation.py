@@ -1,0 +1,67 @@
+"""Reservations: a large claim is not kept waiting for ever by small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from controller.curation.disjoint import DisjointCurator, in_order
+from controller.demand.reservation import WAIT_SECONDS, Reservations
+from controller.explain.disjoint_offers import reasons_of_waiting
+from driver.placement.ranking import Ranking
+from tests.support.queues import FULL, Situation, fleet_gpu, profile, request
+
+BUSY = fleet_gpu("a", 0, "NVIDIA H100 80GB HBM3", "mig-1g10gb-0", "mig-2g20gb-2", "mig-1g10gb-4")
+BUSIER = fleet_gpu("a", 1, "NVIDIA H100 80GB HBM3", "mig-3g40gb-4", "mig-2g20gb-2", "mig-1g10gb-0")
+
+
+class TestReservation:
+    @pytest.fixture(autouse=True)
+    def clock(self) -> None:
+        self.now = 0.0
+        self.reservations = Reservations(lambda: self.now)
+
+    def planned(self, *gpus: object, small: int = 0, large: int = 1, after: float = 0.0) -> dict[str, set[str]]:
+        """The GPUs of the planned devices by claim, ``after`` more seconds; claims for full GPUs are the oldest."""
+        self.now += after
+        there = Situation([*gpus])  # type: ignore[list-item]
+        for at in range(large):
+            there.wants(request(selector=FULL), name=f"large-{at}", priority=1)
+        for at in range(small):
+            there.wants(request(selector=profile("1g.10gb")), name=f"small-{at}")
+        queue = there.queue
+        reserved = self.reservations.update(queue, in_order(queue))
+        found = DisjointCurator(Ranking()).curate(queue, [], {}, reserved)
+        self.reasons = {
+            reason.pending.key: reason.sentence for reason in reasons_of_waiting(queue, found.planned, (), 1)
+        }
+        self.offered = {offer.gpu for offer in found.offers}
+        return {key.removeprefix("default/"): gpus_of(offers) for key, offers in found.planned.items()}
+
+    def test_after_two_minutes_nothing_new_is_offered_on_the_gpu_with_the_most_free_memory(self) -> None:
+        assert self.planned(BUSIER, BUSY, small=2).keys() == {"small-0", "small-1"}
+        assert self.offered == {"a/0", "a/1"}
+        assert self.planned(BUSIER, BUSY, small=2, after=WAIT_SECONDS) == {"small-0": {"a/1"}}
+        assert self.offered == {"a/1"}
+        assert "planned for claims before it: default/small-0" in self.reasons["default/small-1"]
+
+    def test_the_reservation_ends_when_the_gpu_is_free(self) -> None:
+        self.planned(BUSIER, BUSY)
+        self.planned(BUSIER, BUSY, after=WAIT_SECONDS)
+        assert self.planned(BUSIER, BUSY.unheld, small=1, after=1) == {"large-0": {"a/0"}, "small-0": {"a/1"}}
+
+    def test_the_reservation_ends_with_the_pod(self) -> None:
+        self.planned(BUSIER, BUSY)
+        self.planned(BUSIER, BUSY, after=WAIT_SECONDS)
+        self.planned(BUSIER, BUSY, large=0)
+        assert self.offered == {"a/0", "a/1"}
+
+    def test_one_pod_at_a_time_has_a_reservation(self) -> None:
+        self.planned(BUSIER, BUSY, large=3)
+        self.planned(BUSIER, BUSY, large=3, after=WAIT_SECONDS)
+        assert self.offered == {"a/1"}
+
+
+def gpus_of(offers: Iterable[object]) -> set[str]:
+    return {offer.gpu for offer in offers}  # type: ignore[attr-defined]
