@@ -159,8 +159,13 @@ class DeviceConstraint(Struct, frozen=True):
 
 
 class DeviceClaim(Struct, frozen=True):
-    requests: tuple[Request, ...] = ()
+    written_requests: tuple[Request, ...] | None = msgspec.field(default=(), name="requests")
+    """None: an empty list."""
     constraints: tuple[DeviceConstraint, ...] = ()
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        return self.written_requests or ()
 
 
 class ClaimSpec(Struct, frozen=True):
@@ -416,7 +421,12 @@ class SliceSpec(Struct, frozen=True):
     driver: str
     pool: ResourcePool
     node_name: str = ""
-    devices: tuple[SliceDevice, ...] = ()
+    written_devices: tuple[SliceDevice, ...] | None = msgspec.field(default=(), name="devices")
+    """None: an empty list, as Kubernetes 1.34 writes it."""
+
+    @property
+    def devices(self) -> tuple[SliceDevice, ...]:
+        return self.written_devices or ()
 
     @property
     def gpu_uuids(self) -> frozenset[str]:

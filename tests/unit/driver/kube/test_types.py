@@ -1,0 +1,17 @@
+"""Types of the API server's objects."""
+
+from __future__ import annotations
+
+import msgspec
+
+from driver.kube.types import Claim, ResourceSlice
+
+
+def test_an_empty_list_that_is_written_as_null_is_read() -> None:
+    """Kubernetes 1.34 writes the devices of a slice so, every version the requests of a claim."""
+    of_slice = (
+        b'{"metadata":{"name":"s","resourceVersion":"1"},"spec":{"driver":"d","pool":{"name":"p"},"devices":null}}'
+    )
+    assert msgspec.json.decode(of_slice, type=ResourceSlice).spec.devices == ()
+    of_claim = b'{"metadata":{"name":"c"},"spec":{"devices":{"requests":null}}}'
+    assert msgspec.json.decode(of_claim, type=Claim).spec.devices.requests == ()
