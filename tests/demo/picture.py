@@ -63,7 +63,7 @@ def published(slices: Iterable[Object]) -> dict[tuple[str, str], Published]:
             item["spec"]["nodeName"], device["name"], device["attributes"]
         )
         for item in slices
-        for device in item["spec"].get("devices", ())
+        for device in item["spec"].get("devices") or ()
     }
 
 

@@ -19,7 +19,7 @@ def slices_table(slices: Iterable[Slice]) -> str:
     rows = []
     for item in slices:
         spec = item["spec"]
-        devices = spec.get("devices", [])
+        devices = spec.get("devices") or []
         gpus = sorted({device["name"].split("-mig-")[0] for device in devices})
         content = ", ".join(gpus) if devices else f"{len(spec['sharedCounters'])} counter sets, one a GPU"
         rows.append([item["metadata"]["name"], str(spec["pool"]["generation"]), str(len(devices)), content])
@@ -30,7 +30,7 @@ def offers_table(slices: Iterable[Slice], only: int = 8) -> str:
     """How many devices of each profile every GPU has in the slices."""
     counts: dict[str, Counter[str]] = {}
     for item in slices:
-        for device in item["spec"].get("devices", []):
+        for device in item["spec"].get("devices") or []:
             profile = device["attributes"]["profile"]["string"]
             counts.setdefault(device["name"].split("-mig-")[0], Counter())[profile] += 1
     profiles = sorted({name for found in counts.values() for name in found if name != "none"})

@@ -138,7 +138,7 @@ def ask(cluster: Cluster) -> Iterator[Asking]:
 def devices_of(cluster: Cluster) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every published device with its pool."""
     for item in cluster.api.get(SLICES)["items"]:
-        for device in item["spec"].get("devices", ()):
+        for device in item["spec"].get("devices") or ():
             yield item["spec"]["pool"]["name"], device
 
 
@@ -220,7 +220,7 @@ EXCLUDING = [
 
 
 COUNTERS = pytest.mark.needs("shared counters")
-APART = pytest.mark.needs("distinct attributes")
+APART = pytest.mark.needs("consumable capacity")
 
 
 class TestOneGpu:
@@ -307,7 +307,7 @@ def of_different_gpus(*requests: str) -> list[dict[str, Any]]:
 
 
 def marked(*cases: tuple[Any, Any]) -> list[Any]:
-    """Requests and constraints; those that the API server takes only if it knows ``distinctAttribute`` say so."""
+    """Requests and constraints; those with ``distinctAttribute`` need consumable capacity."""
     return [pytest.param(*case, marks=[APART] if "distinctAttribute" in str(case) else []) for case in cases]
 
 

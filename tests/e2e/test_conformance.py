@@ -31,7 +31,7 @@ def spread(rows: dict[str, Row], count: int) -> dict[str, Row]:
     return {name: rows[name] for name in names[:: -(-len(names) // count)]}
 
 
-@pytest.mark.needs("multiple allocations")
+@pytest.mark.needs("consumable capacity")
 def test_the_real_cluster_still_says_what_the_table_says(cluster: Cluster) -> None:
     publish(cluster)
     judge = Judge(cluster)

@@ -72,7 +72,7 @@ def test_the_plugin_of_each_node_tells_of_that_nodes_gpus_and_of_no_others(relea
             return {uuid for each in uuids.values() for uuid in each if uuid in status}
 
         assert wait_for(told, READY_S, f"{node} tells of its GPUs") == own
-    devices = [device for item in cluster.api.get(SLICES)["items"] for device in item["spec"].get("devices", ())]
+    devices = [device for item in cluster.api.get(SLICES)["items"] for device in item["spec"].get("devices") or ()]
     assert devices
     assert all(device["attributes"]["simulated"]["bool"] for device in devices)
 

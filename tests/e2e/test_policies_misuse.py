@@ -190,7 +190,7 @@ class TestConstraints:
         assert f"constraint on {DRIVER}/nvlinkClique: request a has class {ONE}, which gives partitions, which" in said
         assert "take class gpu-training, or list under requests of the constraint only those that it applies to" in said
 
-    @pytest.mark.needs("distinct attributes")
+    @pytest.mark.needs("consumable capacity")
     def test_that_keep_requests_of_partitions_and_full_gpus_apart_are_refused(self, cluster: Cluster) -> None:
         apart = self.constraint("parentUUID", field="distinctAttribute")
         assert "request gpu has class gpu-training" in refusal(
@@ -218,7 +218,7 @@ def examples() -> Iterator[Any]:
     for file in sorted((PROJECT / "deploy" / "examples").glob("*.yaml")):
         for template in yaml.safe_load_all(file.read_text()):
             if template["kind"] == "ResourceClaimTemplate":
-                marks = [pytest.mark.needs("distinct attributes")] if "distinctAttribute" in str(template) else []
+                marks = [pytest.mark.needs("consumable capacity")] if "distinctAttribute" in str(template) else []
                 yield pytest.param(template, id=file.stem, marks=marks)
 
 

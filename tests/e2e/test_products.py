@@ -47,7 +47,7 @@ def keeps_within_the_limits(slices: list[dict[str, Any]]) -> None:
     for item in slices:
         spec = item["spec"]
         assert ("devices" in spec) != ("sharedCounters" in spec)
-        assert len(spec.get("devices", ())) <= DEVICES_PER_SLICE
+        assert len(spec.get("devices") or ()) <= DEVICES_PER_SLICE
         assert len(spec.get("sharedCounters", ())) <= COUNTER_SETS_PER_SLICE
         assert all(len(counters["counters"]) <= COUNTERS_PER_SET for counters in spec.get("sharedCounters", ()))
         assert spec["pool"]["resourceSliceCount"] == len(slices)

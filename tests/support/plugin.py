@@ -171,7 +171,7 @@ class PluginProcess:
 
     def devices(self) -> dict[str, dict[str, Any]]:
         """Every published device by name."""
-        return {device["name"]: device for item in self.slices() for device in item["spec"].get("devices", ())}
+        return {device["name"]: device for item in self.slices() for device in item["spec"].get("devices") or ()}
 
     def everything_offered(self) -> bool:
         """Whether all eight GPUs are offered whole: nothing is held then, and nothing is about to be published."""

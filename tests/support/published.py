@@ -57,4 +57,4 @@ def slices_of(node: str, gpus: Iterable[Gpu]) -> list[dict[str, Any]]:
 def devices_in(slices: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Every device in them, as the API knows it."""
     for item in slices:
-        yield from item["spec"].get("devices", ())
+        yield from item["spec"].get("devices") or ()

@@ -113,7 +113,7 @@ class Measurement:
                 wait_for(self._held_left_out, HELD_LEFT_OUT_S, "all plans leave out held devices", 1.0)
                 wait_calm(self.client)
             slices = self.client.get_object(SLICES)["items"]
-            devices = sum(len(item["spec"].get("devices", ())) for item in slices)
+            devices = sum(len(item["spec"].get("devices") or ()) for item in slices)
             return self._bursts(Layout.PRODUCT, devices, lambda: round(writes_so_far(self.client)["resourceslices"]))
 
     def _held_left_out(self) -> bool:
