@@ -416,7 +416,12 @@ class SliceSpec(Struct, frozen=True):
     driver: str
     pool: ResourcePool
     node_name: str = ""
-    devices: tuple[SliceDevice, ...] = ()
+    stored_devices: tuple[SliceDevice, ...] | None = msgspec.field(name="devices", default=())
+    """None: Kubernetes 1.34 writes null for a slice without devices."""
+
+    @property
+    def devices(self) -> tuple[SliceDevice, ...]:
+        return self.stored_devices or ()
 
     @property
     def gpu_uuids(self) -> frozenset[str]:
