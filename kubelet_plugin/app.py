@@ -18,6 +18,7 @@ from driver.kube.events import Recorder
 from driver.model.device import number_gpus
 from driver.model.gpu import Gpu
 from driver.process_exit import join_all
+from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.steps import unobserved
 from kubelet_plugin.cdi.spec import CdiDirectory, find_driver_files
@@ -97,7 +98,8 @@ class NodePlugin:
         self._stop = stop or threading.Event()
         self._metrics = metrics = _metrics(settings)
         self._node_probes = NodeProbes(settings, self._stop)
-        observe = self._node_probes.reach.observer(metrics.requests if metrics else None)
+        kept_fields = KeptFields()
+        observe = kept_fields.observer(self._node_probes.reach.observer(metrics.requests if metrics else None))
         self._client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT, observe)
         self._recorder = Recorder(self._client, USER_AGENT, settings.node_name)
         count_event = metrics.count_event if metrics else ignore
@@ -117,6 +119,7 @@ class NodePlugin:
             metrics.slices_written if metrics else ignore,
             self._node_probes,
             self._other_drivers.wait_until_known,
+            kept_fields,
         )
         self._prepare_claims()
         self._connect()

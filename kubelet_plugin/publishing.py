@@ -11,6 +11,7 @@ from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.device import Device
 from driver.model.plan import PlanSpec
 from driver.slices.build import Content, SliceBuilder
+from driver.slices.kept_fields import KeptFields
 from driver.slices.publisher import Publisher
 from driver.watchdog import Watched
 from kubelet_plugin.claims.context import PluginContext
@@ -47,6 +48,7 @@ class Publishing:
         slices_written: Callable[[int, float], None],
         node_probes: NodeProbes,
         wait_ready: Callable[[], None],
+        fields: KeptFields,
     ) -> None:
         self._context, self._health, self._wait_ready = context, health, wait_ready
         self._builder = SliceBuilder(context.pool)
@@ -62,7 +64,9 @@ class Publishing:
             lambda step, name: context.step(Step(step.value), slice=name),
             slices_written,
             loop=loop(SLICES_DELAY_SECONDS, node_probes.publishing),
+            fields=fields,
         )
+        fields.on_due = self._publisher.notify
         node_probes.add_slices(self._publisher.published)
         self._plan = PlanWatch(client, settings.namespace, settings.node_name, self._plan_changed)
         plan_file = PlanFile(settings.state_dir)
@@ -76,6 +80,10 @@ class Publishing:
             self.notify,
             lambda: self._plan_status.notify(),
             faults=health.describe_faults,
+            dropped=lambda: fields.dropped,
+            has_counters=lambda entry: self._publisher.has_counters(
+                context.pool.device_slice(entry.number, divided=entry.divided)
+            ),
         )
         status_loop = loop(STATUS_DELAY_SECONDS, node_probes.plan_status)
         self._plan_status = PlanStatusWriter(client, self._plan.plan, self._follower.status, loop=status_loop)

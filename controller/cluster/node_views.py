@@ -65,10 +65,10 @@ def dedication_of(labels: Mapping[str, str]) -> Dedication:
 class NodeView:
     """One node: the GPUs that it reports, its published and its allocated devices, and its dedication.
 
-    ``uid`` is that of the Node. ``published`` maps the device names in its slices to the number of shares that its GPU
-    has with such devices (1: not a share); ``offered`` are those that new claims can be allocated. ``held`` maps the
-    names of allocated devices to their claims. ``accepts_offers``: new pods can start there, and its plan is not
-    paused. ``follows_plan``: the node does what its plan says.
+    ``uid`` is that of the Node. ``published`` maps the device names in its slices, and those that the node left out of
+    them, to the number of shares that its GPU has with such devices (1: not a share); ``offered`` are those that new
+    claims can be allocated. ``held`` maps the names of allocated devices to their claims. ``accepts_offers``: new pods
+    can start there, and its plan is not paused. ``follows_plan``: the node does what its plan says.
     """
 
     name: str
@@ -192,12 +192,14 @@ class NodeViews:
     ) -> NodeView:
         paused = plan is not None and plan.metadata.paused
         closed = node.spec.unschedulable or {taint.key for taint in node.spec.taints} & UNREACHABLE_TAINTS
+        status = plan.status if plan is not None else PlanStatus()
         return NodeView(
             name=node.metadata.name,
             uid=node.metadata.uid,
             pool=Pool(node.metadata.name, self._driver).name,
-            status=plan.status if plan is not None else PlanStatus(),
-            published={name: shares for each in slices for name, shares in each.devices.items()},
+            status=status,
+            published=dict.fromkeys(status.left_out, 1)
+            | {name: shares for each in slices for name, shares in each.devices.items()},
             offered=frozenset().union(*(each.offered for each in slices)),
             held=held,
             dedication=dedication_of(node.metadata.labels),

@@ -77,8 +77,8 @@ class KubeClient:
                 raise
         return None
 
-    def create(self, path: str, body: Object) -> Object:
-        return _object("POST", path, self._request("POST", path, body=body))
+    def create(self, path: str, body: Object, query: Mapping[str, str] | None = None) -> Object:
+        return _object("POST", path, self._request("POST", path, query=query, body=body))
 
     def replace(self, path: str, body: Object, query: Mapping[str, str] | None = None) -> Object:
         return _object("PUT", path, self._request("PUT", path, query=query, body=body))

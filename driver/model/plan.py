@@ -57,6 +57,9 @@ class OfferMode(StrEnum):
 COUNTERS_FIELD = "consumesCounters"
 """The field of a device without which offers must be disjoint, as ``PlanStatus.dropped`` names it."""
 
+TAINTS_FIELD = "taints"
+"""The field of a device without which the node leaves out the free devices of a GPU that can't be used."""
+
 
 class Held(msgspec.Struct, frozen=True):
     """A device that a claim has, prepared or not. ``claim`` is ``namespace/name``."""
@@ -195,8 +198,10 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     ``gpus`` has a line for each GPU, for people; ``inventory`` every fact of theirs, for the controller
     (``driver.model.plan``). ``offer_mode`` is the mode in which the node publishes; after a change of the plan's, the
     old one as long as offers of one of its GPUs overlap. ``dropped`` are the fields of a device that the API server
-    does not keep, such as ``consumesCounters``. ``refused`` are offers that are not published, and why. ``faults`` are
-    those that an operator can clear, each as ClearedFaults writes it, and what it is.
+    does not keep, such as ``consumesCounters``. ``left_out`` are names of free devices that overlap and that would lose
+    their counters if they were published again; a claim may just have been allocated one, so the plan has to withdraw
+    them like published ones. ``refused`` are offers that are not published, and why. ``faults`` are those that an
+    operator can clear, each as ClearedFaults writes it, and what it is.
     """
 
     observed_generation: int = 0
@@ -209,6 +214,7 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     faults: tuple[str, ...] = ()
     offer_mode: OfferMode = OfferMode.COUNTERS
     dropped: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def offer_of(device: Device) -> Offer:

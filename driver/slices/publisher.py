@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,11 +14,13 @@ from typing import Any, Protocol
 import msgspec
 
 from driver.kube.client import KubeClient, Object
-from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.types import Key, ObjectMeta
 from driver.kube.watch_cache import WatchCache
 from driver.kube.work_loop import Loop, MakeLoop
+from driver.model.plan import COUNTERS_FIELD
 from driver.slices.build import UNHEALTHY, Content, slice_object, slice_spec
+from driver.slices.kept_fields import SLICES as SLICES
+from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 
 Slices = Mapping[str, dict[str, Any]]
@@ -157,8 +159,6 @@ COALESCE_INTERVAL_SECONDS = 0.05
 """How long to gather changes before writing them: each write of a slice wakes every waiting pod of the cluster,
 and claims come in bursts."""
 
-SLICES = f"{RESOURCE_GROUP}/resourceslices"
-
 
 class SliceStep(StrEnum):
     """A request that changes one slice."""
@@ -206,7 +206,7 @@ class Publisher:
     the old one owns is garbage. ``around`` is entered around every request that changes a slice; ``on_written`` is
     told after each reconciliation that wrote something how many slices were written or deleted, and how many seconds
     that took. ``store`` knows the slices instead of a watch of its own; who gives one calls ``notify`` when the API
-    server has others than it says.
+    server has others than it says. ``fields`` is checked before ``desired`` is called.
     """
 
     def __init__(
@@ -219,6 +219,7 @@ class Publisher:
         on_written: Callable[[int, float], None] = lambda objects, seconds: None,
         store: Store | None = None,
         loop: MakeLoop = Loop,
+        fields: KeptFields | None = None,
     ) -> None:
         self._client = client
         self._pool = pool
@@ -226,6 +227,7 @@ class Publisher:
         self._find_owner = owner
         self._around = around
         self._on_written = on_written
+        self._fields = fields
         self._owner: Mapping[str, Any] | None = None
         self._sent: dict[str, Stored] = {}
         self._reported: set[str] = set()
@@ -239,6 +241,11 @@ class Publisher:
         """The devices in the slices as they are."""
         specs = [item["spec"] for item in self._store.snapshot().values()]
         return {device["name"] for spec in specs for device in spec.get("devices") or ()}
+
+    def has_counters(self, name: str) -> bool:
+        """Whether a device in the slice ``name`` consumes counters: then an API server keeps all counters in it."""
+        item = self._store.snapshot().get(Key("", name))
+        return item is not None and any(COUNTERS_FIELD in device for device in item["spec"].get("devices") or ())
 
     def notify(self) -> None:
         """Reconcile soon; cheap, from any thread."""
@@ -255,6 +262,8 @@ class Publisher:
     def _reconcile(self) -> None:
         if not self._store.synced:
             return
+        if self._fields is not None:
+            self._fields.check(self._client, self._pool)
         todo = changes(self._desired(), self._stored(), self._sent, self._pool)
         if todo.write and (self._owner is None or any(name not in todo.existing for name, _ in todo.write)):
             self._owner = self._find_owner()
@@ -281,8 +290,13 @@ class Publisher:
             with self._around(SliceStep.WRITE, name):
                 stored = existing[name] = self._put(wanted, existing.get(name))
             self._sent[name] = Stored(_version(stored), wanted["spec"])
-            self._report_dropped(wanted, stored)
+            dropped = [*dropped_fields(wanted["spec"], stored["spec"])]
+            self._report_dropped(name, dropped)
             self._store.observe(stored)
+            if self._fields is not None and self._fields.learn(dropped):
+                del self._sent[name]  # it must be written again even if another API server keeps the fields
+                self.notify()
+                return
         for name, item in todo.delete.items():
             with self._around(SliceStep.DELETE, name):
                 self._delete(item)
@@ -305,14 +319,14 @@ class Publisher:
         metadata = item["metadata"]
         self._client.delete(f"{SLICES}/{metadata['name']}", metadata["uid"], missing_ok=True)
 
-    def _report_dropped(self, wanted: Object, stored: Object) -> None:
+    def _report_dropped(self, name: str, dropped: Iterable[str]) -> None:
         """Log each field that the API server dropped, once: it does so silently when a feature gate is off."""
-        for path in dropped_fields(wanted["spec"], stored["spec"]):
+        for path in dropped:
             if path not in self._reported:
                 self._reported.add(path)
                 log.error(
                     "the API server dropped a field of a ResourceSlice: feature gate off, or older than 1.37?",
-                    extra={"field": path, "slice": wanted["metadata"]["name"]},
+                    extra={"field": path, "slice": name},
                 )
 
 

@@ -13,7 +13,7 @@ from driver.kube.controller_heartbeat import HeartbeatWatch
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.kube.watch_cache import WatchCache
 from driver.kube.work_loop import Loop, MakeLoop
-from driver.model.plan import FENCE, PATH, PlanMode, PlanStatus
+from driver.model.plan import FENCE, PATH, PlanStatus
 
 STATUS_COALESCE_SECONDS, RELEASE_COALESCE_SECONDS = 0.5, 0.05
 
@@ -99,9 +99,10 @@ class PlanStatusWriter:
         return None
 
 
-def _urgent(uid: str, status: PlanStatus) -> tuple[str, str, PlanMode, str, tuple[str, ...]]:
+def _urgent(uid: str, status: PlanStatus) -> tuple[object, ...]:
     """The fields that the controller or an operator acts on."""
-    return uid, status.epoch, status.mode, status.inventory, status.faults
+    modes = (status.mode, status.offer_mode, status.dropped, status.left_out)
+    return uid, status.epoch, *modes, status.inventory, status.faults
 
 
 class FenceRelease:

@@ -8,6 +8,11 @@ offers devices that no plan asked for. See ``driver.model.plan``. The mode is ke
 If the plan allows it, a GPU of which nothing is offered leaves the slices as a whole. Its devices stay in the memory of
 this module and come back together, in one update of their slice: see ``PublishPolicy``. So the file is as important as
 the slices then, and is written durably before a GPU leaves them.
+
+Where the API server does not keep shared counters, offers are disjoint whatever the plan says (``OfferMode``). A GPU of
+which published devices overlap, because the API server was downgraded, keeps its counters as long as its slice has any.
+If they would be lost, its devices are left out of the slices, and the plan's status names them until the plan has
+withdrawn what overlaps.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +31,14 @@ import msgspec
 
 from driver.errors import StateError
 from driver.kube.types import GpuNodePlan
+from driver.model.device import Device
+from driver.model.gpu import Gpu
 from driver.model.plan import (
+    COUNTERS_FIELD,
     MODE_SPREAD_SECONDS,
+    TAINTS_FIELD,
     Offer,
+    OfferMode,
     PlanMode,
     PlanStatus,
     PublishHeld,
@@ -39,6 +50,7 @@ from driver.model.plan import (
 from driver.slices.build import PublishedGpu
 from kubelet_plugin.checkpoint.files import write_atomically
 from kubelet_plugin.inventory.inventory import Inventory
+from kubelet_plugin.inventory.layouts import default_layout
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 
 log = logging.getLogger(__name__)
@@ -70,11 +82,16 @@ class PlanFollower:
         clock: Callable[[], float] = time.monotonic,
         spread: Callable[[], float] = random.random,
         faults: Callable[[], tuple[str, ...]] = tuple,
+        dropped: Callable[[], tuple[str, ...]] = tuple,
+        has_counters: Callable[[PublishedGpu], bool] = lambda _: False,
+        layouts: Callable[[Gpu, Sequence[Device]], Iterable[Device]] = default_layout,
     ) -> None:
         """``plan`` returns the node's plan as last received, ``alive`` whether the controller has renewed its heartbeat
         recently. ``memory`` is what the last process has saved; ``save`` takes (memory, whether durably).
         ``published_before`` names the devices in the node's slices; it is called once, when they are known. ``faults``
-        are the faults in the status, which operators can clear.
+        are the faults in the status, which operators can clear. ``dropped`` are the fields of devices that the API
+        server does not keep, ``has_counters`` whether the slice of a GPU's devices has any at present. ``layouts``
+        chooses, among all devices of a GPU, the disjoint offers of a node without controller.
         """
         self._plan, self._alive = plan, alive
         self._inventory = inventory
@@ -85,12 +102,17 @@ class PlanFollower:
         self._clock = clock
         self._spread = spread
         self._faults = faults
+        self._dropped, self._has_counters, self._layouts = dropped, has_counters, layouts
+        self._left_out: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._memory = memory or PlanMemory(new_epoch(), PlanMode.STANDALONE)
         self._offered: frozenset[str] | None = None
         self._held: frozenset[str] = frozenset()
         self._open = 0
         """Number of offers on published GPUs."""
+
+        self._offer_mode = self._memory.offer_mode
+        """The mode in which the devices were published last."""
         self._standalone_at: float | None = clock() + FIRST_PLAN_TIMEOUT_SECONDS + MODE_SPREAD_SECONDS * spread()
 
     @property
@@ -110,9 +132,12 @@ class PlanFollower:
         """The devices to publish now."""
         with self._lock:
             changed = self._choose_mode()
-            last = (self._offered, self._held, self._open)
+            last = self._reported
             before = self._offered | self._held if self._offered is not None else self._published_before_start()
-            found = self._inventory.published(self._policy(before))
+            policy = self._policy(before)
+            found = self._without_lost_counters(self._inventory.published(policy))
+            counted = policy.mode is OfferMode.COUNTERS or any(entry.counted for entry in found)
+            self._offer_mode = OfferMode.COUNTERS if counted else OfferMode.DISJOINT
             self._offered = frozenset(device.name for entry in found for device in entry.offers)
             self._held = frozenset(device.name for entry in found for device in entry.held)
             self._open = sum(len(entry.offers) for entry in found if not entry.unpublished)
@@ -122,7 +147,7 @@ class PlanFollower:
                 published=tuple(sorted(self._offered | self._held)),
                 unpublished=unpublished,
             )
-            differs = last != (self._offered, self._held, self._open)
+            differs = last != self._reported
         if changed:
             self._on_mode()
         if differs:
@@ -142,6 +167,9 @@ class PlanFollower:
             inventory=described(states),
             refused=tuple(self._refused(plan)) if plan and self.mode is PlanMode.PLANNED else (),
             faults=self._faults(),
+            offer_mode=self._offer_mode,
+            dropped=self._dropped(),
+            left_out=self._left_out,
         )
 
     @property
@@ -162,17 +190,39 @@ class PlanFollower:
             self._on_mode()
 
     def _policy(self, before: frozenset[str]) -> PublishPolicy:
-        plan = self._plan()
+        plan, dropped = self._plan(), self._dropped()
+        answer = plan.spec if plan is not None and plan.spec.epoch == self._memory.epoch else None
+        if answer is not None and self.mode is PlanMode.PLANNED:
+            self._remember(durable=False, offer_mode=answer.offer_mode)
         held = plan.spec.held_devices if plan is not None else frozenset()
+        mode = OfferMode.DISJOINT if COUNTERS_FIELD in dropped else self._memory.offer_mode
+        policy = PublishPolicy(held, kept=before, mode=mode, keeps_taints=TAINTS_FIELD not in dropped)
         if self.mode is PlanMode.STANDALONE:
-            return PublishPolicy(held, kept=before)
+            return policy if mode is OfferMode.COUNTERS else replace(policy, offers=self._standalone_offers())
         unpublished = frozenset(self._memory.unpublished)
-        if plan is None or plan.spec.epoch != self._memory.epoch:  # not received yet, or not the answer to this node
-            return PublishPolicy(held, frozenset(), before, unpublished=unpublished)
-        kept = before - frozenset(plan.spec.withdrawn)
-        if plan.spec.publish_held is PublishHeld.ALWAYS:
-            return PublishPolicy(held, plan.spec.offered, kept, closing=True)
-        return PublishPolicy(held, plan.spec.offered, kept, closing=True, publish_held=False, unpublished=unpublished)
+        if answer is None:  # not received yet, or not the answer to this node
+            return replace(policy, offers=frozenset(), unpublished=unpublished)
+        policy = replace(policy, offers=answer.offered, kept=before - frozenset(answer.withdrawn), closing=True)
+        if answer.publish_held is PublishHeld.ALWAYS:
+            return policy
+        return replace(policy, publish_held=False, unpublished=unpublished)
+
+    def _standalone_offers(self) -> frozenset[Offer]:
+        inventory = self._inventory
+        return frozenset(
+            offer_of(device) for gpu in inventory.gpus for device in self._layouts(gpu, inventory.devices_on(gpu))
+        )
+
+    def _without_lost_counters(self, found: Iterable[PublishedGpu]) -> list[PublishedGpu]:
+        """``found``, with GPUs unpublished of which devices overlap and would lose their counters."""
+        drops = COUNTERS_FIELD in self._dropped()
+        lost = {entry.gpu.uuid for entry in found if drops and entry.counted and not self._has_counters(entry)}
+        self._left_out = tuple(sorted(d.name for entry in found if entry.gpu.uuid in lost for d in entry.offers))
+        return [replace(entry, unpublished=True) if entry.gpu.uuid in lost else entry for entry in found]
+
+    @property
+    def _reported(self) -> object:
+        return self._offered, self._held, self._open, self._offer_mode, self._left_out, self._dropped()
 
     def _choose_mode(self) -> bool:
         """Choose the mode by plan and heartbeat; returns whether it changed. The caller holds the lock."""
@@ -219,7 +269,8 @@ class PlanFollower:
             if offer is None or offer not in names:
                 yield f"{text}: this node has no such device"
             elif names[offer] not in published:
-                yield f"{text}: it does not fit beside the held devices, or its GPU can't be used at present"
+                beside = "held" if self._offer_mode is OfferMode.COUNTERS else "published"
+                yield f"{text}: it does not fit beside the {beside} devices, or its GPU can't be used at present"
             elif missing := held.get(offer.gpu, set()) - plan.spec.held_devices:
                 yield f"{text}: the plan lacks a device of its GPU that a claim still has: {', '.join(sorted(missing))}"
 
@@ -228,13 +279,14 @@ class PlanMemory(msgspec.Struct, frozen=True):
     """The content of ``plan.json``.
 
     ``published`` are the devices in the slices, which may get deleted meanwhile, and those of ``unpublished`` GPUs
-    (UUIDs), which come back together with the next offer of their GPU.
+    (UUIDs), which come back together with the next offer of their GPU. ``offer_mode`` is that of the last plan.
     """
 
     epoch: str
     mode: PlanMode
     published: tuple[str, ...] = ()
     unpublished: tuple[str, ...] = ()
+    offer_mode: OfferMode = OfferMode.COUNTERS
 
 
 MEMORY = msgspec.json.Decoder(PlanMemory)

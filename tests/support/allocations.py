@@ -52,7 +52,7 @@ class CounterSet(msgspec.Struct, frozen=True):
 
 class SliceSpec(msgspec.Struct, frozen=True):
     pool: dict[str, Any]
-    devices: tuple[SliceDevice, ...] = ()
+    devices: tuple[SliceDevice, ...] | None = ()
     sets: tuple[CounterSet, ...] = msgspec.field(default=(), name="sharedCounters")
 
 
@@ -232,7 +232,7 @@ def _keep(kept: dict[Key, T], changes: Sequence[Change[T]]) -> None:
 
 def _published(found: Slice) -> Published:
     pool = found.spec.pool["name"]
-    counters = {PoolDevice(pool, device.name): device.counters for device in found.spec.devices}
+    counters = {PoolDevice(pool, device.name): device.counters for device in found.spec.devices or ()}
     return Published(pool, counters, frozenset(each.name for each in found.spec.sets), found.metadata.version)
 
 

@@ -354,7 +354,7 @@ class ObjectApi:
 
     def _written(self, exchange: Exchange, route: Route, known: Object | None, wanted: Object) -> Object:
         if "dryRun" in exchange.query:
-            return wanted
+            return self.stored_as(wanted)
         self.writes.append(f"{exchange.command} {route.name}")
         if exchange.command == "DELETE":
             return self._drop(route)

@@ -27,7 +27,7 @@ from driver.kube.watch_cache import Change, WatchCache
 from driver.kube.work_loop import LoopPool
 from driver.model.gpu import Gpu
 from driver.model.plan import PATH, PlanMode
-from driver.slices.publisher import SLICES
+from driver.slices.kept_fields import SLICES, KeptFields
 from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.plan.api import without_status
 from kubelet_plugin.plan.follower import MODE_CHECK_INTERVAL_SECONDS
@@ -82,6 +82,7 @@ class SimulatedFleet:
         self._kubelet_pool = LoopPool()  # of their own: offers must not wait until all pods of a burst run
         self._heartbeat = HeartbeatWatch(client, settings.namespace)
         self._plans = WatchCache(client, PATH, GpuNodePlan, without_status, self._plans_changed)
+        fields = KeptFields()
         self._nodes = {
             name: FleetNode(
                 client,
@@ -91,6 +92,7 @@ class SimulatedFleet:
                 self._pool.loop,
                 owner,
                 gpus_of(name, settings.gpus),
+                fields,
             )
             for name, owner in owners.items()
         }

@@ -15,6 +15,7 @@ from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.plan import PlanMode
 from driver.slices.build import SliceBuilder
+from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES, Publisher
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
@@ -30,8 +31,8 @@ class OwnSlices:
 
     synced = True
 
-    def __init__(self, client: KubeClient, pool: Pool) -> None:
-        self._client = client
+    def __init__(self, client: KubeClient, pool: Pool, fields: KeptFields) -> None:
+        self._client, self._fields = client, fields
         self._query = {"fieldSelector": f"spec.nodeName={pool.node},spec.driver={pool.driver}"}
         self._kept: dict[Key, Object] = {}
 
@@ -52,6 +53,7 @@ class OwnSlices:
         try:
             yield
         except ApiError:
+            self._fields.expire()
             found = list(read_all(self._client, SLICES, Object, self._query))
             self._kept.clear()
             for item in found:
@@ -85,9 +87,10 @@ class FleetNode:
         loop: MakeLoop,
         owner: Mapping[str, str],
         gpus: Sequence[Gpu],
+        fields: KeptFields,
     ) -> None:
         """``plan`` and ``alive``: its plan and the heartbeat, by the watches of the fleet. ``owner``: reference to its
-        Node object."""
+        Node object. ``fields`` is the fleet's."""
         self.name = owner["name"]
         self.pool = Pool(self.name, settings.driver)
         self.inventory = Inventory(gpus, number_gpus(gpus, {}))
@@ -100,9 +103,10 @@ class FleetNode:
             published_before=tuple,
             on_mode=self.plan_changed,
             on_published=lambda: self._plan_status.notify(),
+            dropped=lambda: fields.dropped,
         )
         self._builder = SliceBuilder(self.pool)
-        slices = OwnSlices(client, self.pool)
+        slices = OwnSlices(client, self.pool, fields)
         self._publisher = Publisher(
             client,
             self.pool,
@@ -111,6 +115,7 @@ class FleetNode:
             slices.read_again_after_failure,
             store=slices,
             loop=loop,
+            fields=fields,
         )
         self._plan_status = PlanStatusWriter(client, plan, self.follower.status, loop=loop)
         self._fence_release = FenceRelease(client, settings.namespace, self.name, self.follower.standalone_epoch, loop)

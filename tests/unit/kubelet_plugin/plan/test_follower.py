@@ -10,7 +10,17 @@ import pytest
 
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.gpu_health import DeviceCondition
-from driver.model.plan import MODE_SPREAD_SECONDS, PlanMode, PlanSpec, PublishHeld, Summary, offer_of, states_of
+from driver.model.plan import (
+    COUNTERS_FIELD,
+    MODE_SPREAD_SECONDS,
+    OfferMode,
+    PlanMode,
+    PlanSpec,
+    PublishHeld,
+    Summary,
+    offer_of,
+    states_of,
+)
 from driver.slices.build import CLOSED, Content
 from driver.slices.pool_names import DEVICES_PER_GPU, Pool
 from kubelet_plugin.inventory.inventory import GpuSharing
@@ -44,6 +54,8 @@ class Followed:
     now: float = 1000.0
     in_slices: set[str] = field(default_factory=set)
     changes: int = 0
+    dropped: tuple[str, ...] = ()
+    has_counters: bool = True
 
     def __post_init__(self) -> None:
         self.start()
@@ -62,6 +74,8 @@ class Followed:
             lambda: None,
             lambda: self.now,
             lambda: 0.5,
+            dropped=lambda: self.dropped,
+            has_counters=lambda _: self.has_counters,
         )
 
     def count(self) -> None:
@@ -434,3 +448,83 @@ class TestAGpuThatOffersNothing:
         assert in_slices(beside) == {self.HELD, SMALL}
         beside.node.node.inventory.set_conditions(gpu.uuid, ())
         assert in_slices(beside) == set()
+
+
+class TestOfferModes:
+    """Offers of one GPU overlap and are counted, or are disjoint."""
+
+    HALF, OTHER_HALF = "gpu-0-mig-3g40gb-0", "gpu-0-mig-3g40gb-4"
+
+    def plan(self, followed: Followed, *offered: str, withdrawn: tuple[str, ...] = ()) -> None:
+        followed.told(PlanSpec("", (), followed.offers(*offered), withdrawn, offer_mode=OfferMode.DISJOINT))
+
+    def modes(self, followed: Followed) -> tuple[OfferMode, tuple[str, ...], int]:
+        """The reported mode, the fields that are dropped, and the number of devices left out."""
+        status = followed.follower.status()
+        return status.offer_mode, status.dropped, len(status.left_out)
+
+    def test_a_node_changes_to_disjoint_offers_when_nothing_overlaps_any_more(self, followed: Followed) -> None:
+        everything = tuple(in_slices(followed))
+        self.plan(followed, FULL)
+        assert in_slices(followed) == {*everything}
+        assert self.modes(followed) == (OfferMode.COUNTERS, (), 0)
+        assert counter_sets(followed) == {f"gpu-{number}" for number in range(8)}
+        self.plan(followed, self.HALF, SMALL, withdrawn=everything)
+        assert in_slices(followed) == {self.HALF, SMALL}
+        assert self.modes(followed) == (OfferMode.DISJOINT, (), 0)
+        assert counter_sets(followed) == set()
+
+    def test_a_node_changes_back_at_once(self, followed: Followed) -> None:
+        everything = tuple(followed.published())
+        self.plan(followed, SMALL, withdrawn=everything)
+        assert followed.published() == {SMALL}
+        followed.told(PlanSpec(offers=followed.offers(SMALL, FULL)))
+        assert followed.published() == {SMALL, FULL}
+        assert self.modes(followed)[0] is OfferMode.COUNTERS
+
+    def test_counters_that_are_dropped_make_offers_disjoint_whatever_the_plan_says(self, followed: Followed) -> None:
+        followed.dropped = (COUNTERS_FIELD,)
+        followed.told(PlanSpec(offers=followed.offers(SMALL, FULL)))
+        assert followed.published() == {FULL}
+        assert self.modes(followed) == (OfferMode.DISJOINT, (COUNTERS_FIELD,), 0)
+
+    def test_a_standalone_node_keeps_the_mode_of_its_last_plan_over_a_restart(self, followed: Followed) -> None:
+        everything = tuple(in_slices(followed))
+        self.plan(followed, SMALL, withdrawn=everything)
+        in_slices(followed)
+        followed.controller.plan_now, followed.controller.is_alive = None, False
+        followed.in_slices = set()
+        followed.start()
+        followed.now += FIRST_PLAN_TIMEOUT_SECONDS + MODE_SPREAD_SECONDS
+        assert followed.published() == {SMALL}
+        assert followed.published(1) == {"gpu-1"}
+        assert followed.follower.mode is PlanMode.STANDALONE
+
+    def test_a_downgraded_api_server_keeps_the_counters_of_slices_that_have_them(self, followed: Followed) -> None:
+        before = in_slices(followed)
+        followed.dropped = (COUNTERS_FIELD,)
+        self.plan(followed)
+        assert in_slices(followed) == before
+        assert self.modes(followed)[0] is OfferMode.COUNTERS
+
+    def test_devices_whose_counters_would_be_lost_are_left_out_and_reported_until_they_are_withdrawn(
+        self, followed: Followed
+    ) -> None:
+        before = tuple(in_slices(followed))
+        followed.dropped, followed.has_counters = (COUNTERS_FIELD,), False
+        followed.start()
+        self.plan(followed, self.HALF)
+        assert in_slices(followed) == set()
+        assert set(followed.follower.status().left_out) == set(before)
+        self.plan(followed, self.HALF, self.OTHER_HALF, withdrawn=before)
+        assert in_slices(followed) == {self.HALF, self.OTHER_HALF}
+        assert self.modes(followed) == (OfferMode.DISJOINT, (COUNTERS_FIELD,), 0)
+
+    def test_an_offer_that_overlaps_a_published_device_is_refused_with_the_reason(self, followed: Followed) -> None:
+        everything = tuple(in_slices(followed))
+        self.plan(followed, SMALL, withdrawn=everything)
+        followed.published()
+        self.plan(followed, FULL)
+        assert followed.published() == {SMALL}
+        [refused] = followed.follower.status().refused
+        assert "does not fit beside the published devices" in refused

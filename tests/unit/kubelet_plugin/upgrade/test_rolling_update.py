@@ -131,7 +131,8 @@ class Site:
 
     def written(self) -> int:
         """How many requests were made that change slices."""
-        return sum(self.api.count(verb, "resourceslices") for verb in ("POST", "PUT", "PATCH", "DELETE"))
+        requests = sum(self.api.count(verb, "resourceslices") for verb in ("POST", "PUT", "PATCH", "DELETE"))
+        return requests - self.api.count("POST", "dryRun")
 
 
 @pytest.fixture

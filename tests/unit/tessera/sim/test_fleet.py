@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from driver.errors import ApiError, EnvironmentFault, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import Claim, Key, Pod
+from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from tessera.cli import main
 from tessera.sim.fleet.fleet import discover, gpus_of
@@ -71,7 +72,7 @@ def test_nodes_differ_in_the_uuids_of_their_gpus_alone_and_keep_them() -> None:
 
 
 def test_slices_are_known_by_what_was_written(tmp_path: Path) -> None:
-    slices = OwnSlices(KubeClient.__new__(KubeClient), Pool("sim-0000", "gpu.tessera.dev"))
+    slices = OwnSlices(KubeClient.__new__(KubeClient), Pool("sim-0000", "gpu.tessera.dev"), KeptFields())
     stored = {"metadata": {"name": "s", "uid": "u", "resourceVersion": "7"}, "spec": {"pool": {"name": "p"}}}
     slices.observe(stored)
     assert slices.snapshot()[Key("", "s")]["metadata"]["resourceVersion"] == "7"
@@ -82,7 +83,7 @@ def test_slices_are_known_by_what_was_written(tmp_path: Path) -> None:
 def test_slices_are_read_again_after_a_write_that_failed() -> None:
     with ObjectApi() as api:
         api.store(f"{SLICES}/s", spec={"driver": "gpu.tessera.dev", "nodeName": "sim-0000", "pool": {"name": "p"}})
-        slices = OwnSlices(api.server.client(), Pool("sim-0000", "gpu.tessera.dev"))
+        slices = OwnSlices(api.server.client(), Pool("sim-0000", "gpu.tessera.dev"), KeptFields())
         with pytest.raises(ApiError), slices.read_again_after_failure():
             raise ApiError("409: it exists")
     assert slices.snapshot().keys() == {Key("", "s")}
