@@ -34,7 +34,7 @@ from tests.support.fence_race import ClaimsCache, allocate, new_claim
 from tests.support.gpus import gpu_of
 from tests.support.published import DRIVER
 
-CLAIMANTS = 4
+CLAIMANTS = {OfferMode.COUNTERS: 4, OfferMode.DISJOINT: 2}
 """Claims of each node."""
 
 POLL_S = 0.02
@@ -107,7 +107,7 @@ class NodeRace:
         self._assumed: set[str] = set()
         self._stored: set[str] = set()
         self._hidden = False
-        self._objects = [new_claim(client, f"race-{number}-{at}") for at in range(CLAIMANTS)]
+        self._objects = [new_claim(client, f"race-{number}-{at}") for at in range(CLAIMANTS[mode])]
 
     def delay(self, stop: threading.Event) -> None:
         """Short delays often, long ones seldom."""
@@ -204,13 +204,14 @@ class NodeRace:
     # The controller
 
     def controller(self, stop: threading.Event) -> None:
-        """Offer any devices that fit, most often none; withdraw others through the fence."""
+        """Offer any devices that fit, with counters most often none; withdraw others through the fence."""
         while not stop.is_set():
             self.delay(stop)
             held = self._held()
             state = GpuState.of(GPU, [DEVICES[name] for name in held])
             fitting = sorted(name for name, device in DEVICES.items() if name not in held and state.fits(device))
-            wanted = self._random.sample(fitting, min(len(fitting), self._random.choice([0, 0, 1, 3])))
+            count = self._random.choice([0, 0, 1, 3] if self._mode is OfferMode.COUNTERS else [0, 1, 1, 3])
+            wanted = self._random.sample(fitting, min(len(fitting), count))
             possible = self._unobstructed(wanted, ())
             self._lift(possible, stop)
             self._offer(possible, held)
@@ -289,9 +290,9 @@ def race(
     """Races on so many nodes at once until ``is_over``."""
     total, stop = Outcome(), threading.Event()
     races = [NodeRace(client, fence, claims, number, most_delay_s, mode, total) for number in range(nodes)]
-    with ThreadPoolExecutor(nodes * (CLAIMANTS + 3)) as pool:
+    with ThreadPoolExecutor(nodes * (CLAIMANTS[mode] + 3)) as pool:
         jobs = [pool.submit(job, stop) for each in races for job in (each.node, each.watch, each.controller)]
-        jobs += [pool.submit(each.claimant, at, stop) for each in races for at in range(CLAIMANTS)]
+        jobs += [pool.submit(each.claimant, at, stop) for each in races for at in range(CLAIMANTS[mode])]
         try:
             wait_for(lambda: is_over(total) or any(job.done() for job in jobs), within_s, "the race is over", POLL_S)
         finally:
