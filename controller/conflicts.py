@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from controller.cluster.cache import Snapshot
+from controller.cluster.claim_index import ClaimIndex
 from controller.cluster.fleet import Fleet, FleetGpu
 from driver.config.shared_flags import SUBDOMAIN
 from driver.errors import CONFLICT, NOT_FOUND, ApiError
@@ -136,10 +136,10 @@ class ConflictResolver:
         """Seconds until the next attempt; None: there is no conflict."""
         return max(0.0, min(self._due.values()) - self._clock()) if self._due else None
 
-    def update(self, seen: Snapshot, fleet: Fleet) -> None:
-        """Find the conflicts on the nodes that changed, and resolve those that are due."""
-        for node in seen.changed.names:
-            holders = seen.cluster.claims.holders(Pool(node, self._driver).name)
+    def update(self, claims: ClaimIndex, fleet: Fleet, changed: Iterable[str]) -> None:
+        """Find the conflicts on the nodes that changed, and resolve those that are due. Raises nothing."""
+        for node in changed:
+            holders = claims.holders(Pool(node, self._driver).name)
             self._by_node[node] = conflicts_on(node, fleet.nodes.get(node, ()), holders)
             if not self._by_node[node]:
                 del self._by_node[node]
@@ -148,17 +148,15 @@ class ConflictResolver:
         self._due = {each: self._due.get(each, began + CONFLICT_SECONDS) for each in lasting}
         for conflict in sorted((each for each in self._due if self._due[each] <= began), key=self._due.__getitem__):
             self._due[conflict] = self._clock() + CONFLICT_SECONDS
-            failures = self._resolve(conflict)
-            for error in failures:
-                claims = f"{conflict.one.claim},{conflict.other.claim}"
+            for error in self._resolve(conflict, began + PASS_SECONDS):
                 log.warning(
-                    "two claims hold overlapping devices; their pods cannot be read or evicted now, trying again",
-                    extra={"node": conflict.node, "claim": claims, "error": str(error)},
+                    "the pods of one of two claims with overlapping devices cannot be evicted now, trying again",
+                    extra={"node": conflict.node, "claim": conflict.one.claim, "error": str(error)},
                 )
-            if self._clock() - began > PASS_SECONDS or any(error.status is None for error in failures):
+            if self._clock() > began + PASS_SECONDS:
                 break
 
-    def _resolve(self, conflict: Conflict) -> list[ApiError]:
+    def _resolve(self, conflict: Conflict, until: float) -> list[ApiError]:
         """Evict the pods of the claim that can't be prepared. Returns the failures that are worth another attempt."""
         try:
             one, other = (read_claim(self._client, *held.claim.split("/")) for held in (conflict.one, conflict.other))
@@ -173,8 +171,8 @@ class ConflictResolver:
                 self._evict(name, refused, conflict.node)
             except ApiError as error:
                 failures += [error] if error.status not in (NOT_FOUND, CONFLICT) else []
-                if error.status is None:
-                    break
+            if self._clock() > until:
+                break
         return failures
 
     def _evict(self, name: str, refused: RefusedClaim, node: str) -> None:

@@ -181,7 +181,7 @@ class Controller:
             log.info("wrote plans", extra={"plans": written, "offers": len(chosen.offers), "ms": f"{elapsed:.0f}"})
         self._events.labels(seen.cluster.nodes, seen.changed.nodes, fleet)
         if self._settings.evict_conflicting:
-            self._conflicts.update(seen, fleet)
+            self._conflicts.update(seen.cluster.claims, fleet, seen.changed.names)
         self._cache.acknowledge()
         self._events.unreadable(self._cache.unreadable())
         self._explain(queue, seen)
