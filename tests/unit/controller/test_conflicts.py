@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from controller import conflicts
 from controller.cluster.claim_index import ClaimIndex
 from controller.cluster.fleet import Fleet
 from controller.conflicts import CONFLICT_SECONDS, PASS_SECONDS, ConflictResolver, conflicts_on
@@ -20,6 +21,7 @@ from tests.support.clock import FakeClock
 from tests.support.gpus import H100
 from tests.support.queues import DRIVER, fleet_gpu
 from tests.support.running import eventually, in_thread
+from tests.unit.controller.test_controller import led
 
 NODE = "node-a"
 POOL = f"{NODE}-{DRIVER}"
@@ -279,3 +281,17 @@ def test_decisions_do_not_wait_for_an_api_server_that_is_slow(site: Site) -> Non
     assert len(site.api.evicted) == 2
     site.decide(CONFLICT_SECONDS)
     assert len(site.api.evicted) == 3
+
+
+@pytest.mark.parametrize("evicts", [True, False])
+def test_a_controller_evicts_unless_it_is_told_not_to(
+    site: Site, monkeypatch: pytest.MonkeyPatch, evicts: bool
+) -> None:
+    monkeypatch.setattr(conflicts, "CONFLICT_SECONDS", 0.0)
+    site.api.store(f"/api/v1/nodes/{NODE}")
+    site.claim("first", SMALL, devices=ready(SMALL))
+    site.claim("second", SMALL, "pod")
+    site.pod("pod", "second")
+    with led(site.api, evict_conflicting=evicts) as controller:
+        eventually(lambda: controller.failure() is None, "it has decided")
+    assert site.api.evicted == (["pod"] if evicts else [])
