@@ -165,7 +165,7 @@ def test_a_pod_that_nothing_replaces_stays_and_is_told_to_be_deleted(site: Site)
     assert not site.api.evicted
 
 
-def test_of_two_claims_with_the_same_device_that_which_is_unhealthy_is_the_holder_if_it_is_prepared(site: Site) -> None:
+def test_of_two_claims_with_one_device_the_prepared_one_is_the_holder_even_if_it_is_unhealthy(site: Site) -> None:
     site.claim("first", SMALL, devices=ready(SMALL, "False"))
     site.claim("second", SMALL, "pod")
     site.pod("pod", "second")
