@@ -56,6 +56,11 @@ GC_THRESHOLD = 50_000
 @click.option(
     "--offer-mode", help="auto, counters, or disjoint: no two offers overlap (docs/versions.md).  [default: auto]"
 )
+@click.option(
+    "--evict-conflicting/--no-evict-conflicting",
+    default=None,
+    help="Evict pods whose claim was allocated what another claim holds.  [default: evict]",
+)
 @click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 means every address.  [default: none]")
 @click.option("--health-address", help="HOST:PORT to serve /livez and /readyz at.  [default: none]")
 @with_logs()

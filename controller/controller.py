@@ -21,6 +21,7 @@ from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import UnreportedNodesTracker
 from controller.cluster.published_offers import DeviceIndex
+from controller.conflicts import ConflictResolver
 from controller.curation.curator import Curator
 from controller.curation.disjoint import DisjointCurator, DisjointOffers, in_order
 from controller.demand.demand import demand_of, nodes_matching_held
@@ -101,6 +102,7 @@ class Controller:
         self._curator = Curator(ranking, settings.offers)
         self._disjoint_curator = DisjointCurator(ranking, settings.offers)
         self._unscheduled = UnscheduledClaims(settings.unused_s, Clock())
+        self._conflicts = ConflictResolver(client, self._recorder, settings.driver_name)
         self._client, self._settings = client, settings
         self._minor_version: int | None = None
         self._version_read_at = -math.inf
@@ -178,6 +180,8 @@ class Controller:
             elapsed = (time.perf_counter() - began) * 1000
             log.info("wrote plans", extra={"plans": written, "offers": len(chosen.offers), "ms": f"{elapsed:.0f}"})
         self._events.labels(seen.cluster.nodes, seen.changed.nodes, fleet)
+        if self._settings.evict_conflicting:
+            self._conflicts.update(seen.cluster.claims, fleet, seen.changed.names)
         self._cache.acknowledge()
         self._events.unreadable(self._cache.unreadable())
         self._explain(queue, seen)
@@ -191,6 +195,7 @@ class Controller:
             self._starvation.next_s,
             self._reservations.next_s,
             self._held_publication.next_s,
+            self._conflicts.next_s,
             retry,
         )
 

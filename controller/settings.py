@@ -70,6 +70,7 @@ class ControllerSettings(BaseModel):
     matching offer until that is reported. ``publish_held``: whether nodes publish the held devices of GPUs without
     offers; ``auto``: in clusters of at most ``publish_held_gpus`` GPUs (None: by the version of Kubernetes).
     ``offer_mode``: what keeps offers of one GPU apart; ``auto``: counters, where API server and scheduler are up to it.
+    ``evict_conflicting``: evict the pods of a claim whose device overlaps one that another claim has already.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -87,6 +88,7 @@ class ControllerSettings(BaseModel):
     publish_held: Literal["always", "auto"] = "auto"
     publish_held_gpus: Annotated[int | None, Field(ge=0)] = None
     offer_mode: Literal["auto", "counters", "disjoint"] = "auto"
+    evict_conflicting: bool = True
     metrics_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
     health_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,8 +47,12 @@ class ClaimIndex:
 
     def held(self, pool: str) -> Mapping[str, Held]:
         """The allocated devices of ``pool`` by name; the latest claim where two have the same device, a defect."""
+        return {device: holders[-1] for device, holders in self.holders(pool).items()}
+
+    def holders(self, pool: str) -> Mapping[str, Sequence[Held]]:
+        """The allocated devices of ``pool`` by name, each with all claims that have it."""
         # A copy: another thread may take over changes.
-        return {device: holders[-1] for device, holders in tuple(self._held.get(pool, {}).items())}
+        return dict(self._held.get(pool, {}))
 
     @property
     def pools(self) -> Iterable[str]:

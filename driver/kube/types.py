@@ -71,11 +71,20 @@ class Reference:
     api_version: str = "v1"
 
 
+class OwnerReference(Struct, frozen=True):
+    """``controller``: whether the owner is the controller that replaces the object."""
+
+    kind: str
+    name: str
+    controller: bool = False
+
+
 class Metadata(ObjectMeta, frozen=True, rename="camel", omit_defaults=True):
     resource_version: str = "0"
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     creation_timestamp: str | None = None
     deletion_timestamp: str | None = None
+    owner_references: tuple[OwnerReference, ...] = ()
 
 
 class Expression(Struct, frozen=True):
@@ -218,6 +227,21 @@ class Consumer(Struct, frozen=True):
     uid: str = ""
 
 
+class Condition(Struct, frozen=True):
+    type: str
+    status: str = ""
+    message: str = ""
+
+    @property
+    def keeps_from_scheduling(self) -> bool:
+        return self.type == "PodScheduled" and self.status == "False"
+
+    @property
+    def lacks_devices(self) -> bool:
+        """Whether the scheduler found a node that lacks devices (dynamicresources.go, 1.34 to 1.37)."""
+        return self.keeps_from_scheduling and "cannot allocate all claims" in self.message
+
+
 class ReportedDevice(Struct, frozen=True):
     """An entry of ``status.devices``; ``data`` is JSON that only ``driver`` interprets."""
 
@@ -225,6 +249,7 @@ class ReportedDevice(Struct, frozen=True):
     pool: str
     device: str
     data: msgspec.Raw = msgspec.Raw(b"null")
+    conditions: tuple[Condition, ...] = ()
 
 
 class ClaimStatus(Struct, frozen=True):
@@ -308,21 +333,6 @@ class ExtendedClaimStatus(Struct, frozen=True):
     """The claim that the scheduler created for a pod's extended resources (KEP-5004)."""
 
     resource_claim_name: str = ""
-
-
-class Condition(Struct, frozen=True):
-    type: str
-    status: str = ""
-    message: str = ""
-
-    @property
-    def keeps_from_scheduling(self) -> bool:
-        return self.type == "PodScheduled" and self.status == "False"
-
-    @property
-    def lacks_devices(self) -> bool:
-        """Whether the scheduler found a node that lacks devices (dynamicresources.go, 1.34 to 1.37)."""
-        return self.keeps_from_scheduling and "cannot allocate all claims" in self.message
 
 
 class PodStatus(Struct, frozen=True):

@@ -32,7 +32,7 @@ from tests.support.chart import install, rendered
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess
 from tests.support.plugin import DRIVER, SLICES, TESSERA, PluginProcess, bare_node
-from tests.support.workloads import CLAIMS, PODS, is_gone, request
+from tests.support.workloads import CLAIMS, PODS, bound_pod, is_gone, request
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -128,6 +128,12 @@ def a_claims_life(cluster: Cluster, plugin: PluginProcess) -> None:
     kubelet.close()
 
 
+def pod_without_its_gpu(cluster: Cluster) -> None:
+    """A pod on the node whose claim was allocated the GPU that a prepared claim has: the controller evicts it."""
+    allocated_claim(cluster, "late", NODE, "gpu-0")
+    bound_pod(cluster, "late", NODE, "late", owned=True)
+
+
 def uninstall(cluster: Cluster) -> None:
     """What helm runs before it deletes a release; its controller left no sign of life, and its node is down."""
     cluster.api.request("DELETE", f"{leases('tessera')}/{HEARTBEAT}")
@@ -153,6 +159,7 @@ def work(watched: Watched) -> Report:
         waiting_pod(cluster)
         wait_for(lambda: told(cluster, "waiting"), SOON_S, "an Event on the claim that waits")
         a_claims_life(cluster, plugin)
+        pod_without_its_gpu(cluster)
         first.stop()
         second.start()
         # Whatever is amiss is told by the table below.

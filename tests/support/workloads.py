@@ -40,6 +40,29 @@ def is_gone(cluster: Cluster, path: str) -> bool:
     return False
 
 
+def bound_pod(cluster: Cluster, name: str, node: str, claim: str, *, owned: bool) -> str:
+    """A pod on a node without a kubelet, where it waits for ``claim``; gives its UID.
+
+    ``owned``: something that exists, a ConfigMap, calls itself the controller of the pod.
+    """
+    owners = []
+    if owned:
+        owner = cluster.api.post(f"/api/v1/namespaces/{NAMESPACE}/configmaps", {"metadata": {"name": name}})
+        identity = {"name": name, "uid": owner["metadata"]["uid"]}
+        owners = [{"apiVersion": "v1", "kind": "ConfigMap", **identity, "controller": True}]
+    container = {"name": "main", "image": "none", "resources": {"claims": [{"name": "gpu"}]}}
+    claims = [{"name": "gpu", "resourceClaimName": claim}]
+    spec = {"nodeName": node, "containers": [container], "resourceClaims": claims}
+    pod = cluster.api.post(PODS, {"metadata": {"name": name, "ownerReferences": owners}, "spec": spec})
+
+    def is_reserved() -> bool:
+        users = cluster.api.get(f"{CLAIMS}/{claim}")["status"].get("reservedFor", ())
+        return pod["metadata"]["uid"] in {each["uid"] for each in users}
+
+    wait_for(is_reserved, RUNNING_S, f"claim {claim} is reserved for pod {name}")
+    return str(pod["metadata"]["uid"])
+
+
 class Workloads:
     """What one test creates. Names are the test's own; ``delete_all`` removes what is left."""
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -18,10 +19,10 @@ from tests.support.running import eventually, in_thread
 
 
 @contextmanager
-def led(api: ObjectApi) -> Iterator[Controller]:
+def led(api: ObjectApi, **settings: Any) -> Iterator[Controller]:
     """A controller at work; all of its threads have ended after the block."""
     before = set(threading.enumerate())
-    controller = Controller(api.server.client(), controller_settings())
+    controller = Controller(api.server.client(), controller_settings(**settings))
     with in_thread(controller.run, api.end_watches):
         yield controller
     own = {thread for thread in set(threading.enumerate()) - before if "process_request" not in thread.name}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -364,10 +365,10 @@ class TestTheRights:
 
     Right = tuple[str, str, str, str, str]
 
-    def granted(self) -> Counter[Right]:
+    def granted(self, values: Values | None = None) -> Counter[Right]:
         found: Counter[TestTheRights.Right] = Counter()
         for kind, where in (("ClusterRole", "cluster"), ("Role", "here")):
-            for who, role in of_kind(kind, rendered()).items():
+            for who, role in of_kind(kind, rendered(values)).items():
                 found.update(right for rule in role["rules"] for right in self._rights(who, where, rule))
         return found
 
@@ -393,6 +394,14 @@ class TestTheRights:
                 # Its own comment, or that of the rule before it, which it continues.
                 before = next(line for line in reversed(lines[:rule]) if re.match(r"  #|rules:|  - apiGroups", line))
                 assert before != "rules:", lines[rule:]
+
+    def test_to_read_and_evict_pods_are_granted_only_to_a_controller_that_does(self) -> None:
+        values = {"controller": {"evictConflicting": False}}
+        used = {("resource.k8s.io/resourceclaims", "get"), ("pods", "get"), ("pods/eviction", "create")}
+        gone = self.granted() - self.granted(values)
+        assert {(what, verbs) for _, _, what, _, verbs in gone} == used
+        flags = [strings(each) for each in rendered(values) if each["kind"] == "Deployment"]
+        assert "--no-evict-conflicting" in chain.from_iterable(flags)
 
     def test_are_never_everything_nor_on_secrets(self) -> None:
         assert not [right for right in self.granted() if "*" in "".join(right) or "secrets" in right[2]]
