@@ -36,8 +36,9 @@ from kubelet_plugin.dra.service import ClaimObserver, DraService
 from kubelet_plugin.dra.sockets import PluginSockets, Registry, SocketServer
 from kubelet_plugin.health.monitor import HealthMonitor, NvmlEventListener
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
+from kubelet_plugin.inventory.layouts import check_layouts, layout_warnings
 from kubelet_plugin.inventory.open_hardware import open_host, wait_for_driver
-from kubelet_plugin.inventory.scan import Scanner, mig_warnings, share_warnings
+from kubelet_plugin.inventory.scan import Scanner, mig_warnings, names_of, share_warnings
 from kubelet_plugin.metrics.probes import (
     CDI_REASONS,
     PROBE,
@@ -341,13 +342,14 @@ def _metrics(settings: NodeSettings) -> Metrics | None:
 
 
 def _discover(scanner: Scanner, records: Iterable[ClaimRecord], settings: NodeSettings) -> Inventory:
-    """The node's GPUs; held devices keep the names by which they were allocated. Raises HardwareError."""
+    """The node's GPUs; held devices keep the names by which they were allocated. Raises HardwareError, UsageError."""
     gpus, _ = scanner.discover()
     kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
     products = ", ".join(sorted({gpu.product_name for gpu in gpus}))
     log.info("discovered GPUs", extra={"count": len(gpus), "products": products})
-    warnings = share_warnings(settings.shares, settings.shares_only, gpus)
-    for warning in (*mig_warnings(settings.mig_gpus, gpus), *warnings):
+    check_layouts(settings.layout, settings.shares, gpus)
+    warnings = [*mig_warnings(settings.mig_gpus, gpus), *share_warnings(settings.shares, settings.shares_only, gpus)]
+    for warning in (*warnings, *layout_warnings(settings.layout, gpus, names_of(gpus))):
         log.warning(warning)
     sharing = GpuSharing(settings.shares.of, settings.shares_only)
     return Inventory(gpus, number_gpus(gpus, kept), sharing, held_shares(records))

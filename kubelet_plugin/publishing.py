@@ -17,6 +17,7 @@ from driver.watchdog import Watched
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.health.monitor import HealthMonitor
+from kubelet_plugin.inventory.layouts import standalone_offers
 from kubelet_plugin.metrics.probes import NodeProbes
 from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter, PlanWatch
 from kubelet_plugin.plan.follower import PlanFile, PlanFollower
@@ -81,6 +82,7 @@ class Publishing:
             lambda: self._plan_status.notify(),
             faults=health.describe_faults,
             dropped=lambda: fields.dropped,
+            standalone_offers=partial(standalone_offers, layouts=settings.layout),
             has_counters=lambda entry: self._publisher.has_counters(
                 context.pool.device_slice(entry.number, divided=entry.divided)
             ),

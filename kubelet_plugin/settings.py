@@ -18,7 +18,15 @@ from driver.config.shared_flags import (
     parse_listen_address,
 )
 from driver.errors import UsageError
-from driver.model.gpu_selection_and_share_counts import EVERY_GPU, NO_GPU, NO_SHARES, GpuSelection, ShareCounts
+from driver.model.gpu_selection_and_share_counts import (
+    EVERY_GPU,
+    NO_GPU,
+    NO_LAYOUTS,
+    NO_SHARES,
+    GpuSelection,
+    Layouts,
+    ShareCounts,
+)
 
 NODE_NAME_LIMIT = 253
 
@@ -85,6 +93,7 @@ class NodeSettings:
     mig_gpus: Annotated[GpuSelection, GpuSelection.parse] = NO_GPU
     shares: Annotated[ShareCounts, ShareCounts.parse] = NO_SHARES
     shares_only: Annotated[GpuSelection, GpuSelection.parse] = NO_GPU
+    layout: Annotated[Layouts, Layouts.parse] = NO_LAYOUTS
     existing_partitions: Annotated[str, _one_of("ignore", "publish")] = "ignore"
     neighbours: Annotated[str, _one_of("refuse", "exclude")] = "refuse"
     sim_latency: Annotated[str, str] = "default"

@@ -118,6 +118,11 @@ def main() -> None:
     help="WHICH=R,...: offer GPUs (all, index, UUID, PCI address, product) as R time-sliced shares.  [default: none]",
 )
 @click.option("--shares-only", help="GPUs to offer only as shares.  [default: none]")
+@click.option(
+    "--layout",
+    help="WHICH=PROFILE,...;...: partitions that GPUs offer where offers are disjoint and no controller plans them "
+    "(docs/node-plugin.md).  [default: full GPUs]",
+)
 @click.option("--existing-partitions", help="Partitions of others: ignore or publish.  [default: ignore]")
 @click.option("--neighbours", help="GPUs that other drivers here allocate: refuse or exclude.  [default: refuse]")
 @click.option("--sim-latency", help="Duration of simulated GPU operations: default or zero.")
@@ -134,6 +139,7 @@ def node(**flags: Any) -> None:
     Examples:
       tessera node --node-name worker-1 --kubeconfig ~/.kube/config --gpus sim:dgx-h100
       tessera node --node-name worker-1 --shares "NVIDIA L4=8,0=4" --shares-only 0
+      tessera node --node-name worker-1 --layout "NVIDIA H100 80GB HBM3=3g.40gb,2g.20gb,1g.10gb,1g.10gb;0=7g.80gb"
     """
     with _kept_out_of_garbage_collection():
         from driver.process_exit import leave

@@ -1,9 +1,9 @@
-"""Settings that select GPUs: some of them, and the number of shares by GPU, product, or for all."""
+"""Settings that select GPUs: some of them, and shares and partitions by GPU, product, or for all."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from driver.model.device import MOST_SHARES
@@ -69,11 +69,45 @@ class ShareCounts:
 
     def unmatched(self, gpus: Sequence[Gpu]) -> list[str]:
         """Entries that match none of ``gpus``: a typing error, or a missing GPU."""
-        known = {ALL, *(name for gpu in gpus for name in _names(gpu))}
-        return sorted(name for name, _ in self.entries if name not in known)
+        return _unmatched(dict(self.entries), gpus)
 
 
 NO_SHARES = ShareCounts()
+
+
+PROFILE = re.compile(r"\d+g\.\d+gb[a-z.+-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """Profiles of the partitions of a GPU by name of a GPU, as in ShareCounts."""
+
+    entries: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Layouts:
+        """``NVIDIA H100 80GB HBM3=3g.40gb,2g.20gb;0=7g.80gb``. Raises ValueError naming the entry that is wrong."""
+        entries = [_layout(part.strip()) for part in text.split(";") if part.strip()]
+        names = [name for name, _ in entries]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{name} has several layouts; give it one")
+        return cls(tuple(entries))
+
+    def __str__(self) -> str:
+        return ";".join(f"{name}={','.join(profiles)}" for name, profiles in self.entries)
+
+    def of(self, gpu: Gpu) -> tuple[str, ...]:
+        """The profiles of the partitions of ``gpu``; none if no entry matches."""
+        profiles = dict(self.entries)
+        return next((profiles[name] for name in _names(gpu) if name in profiles), ())
+
+    def unmatched(self, gpus: Sequence[Gpu]) -> list[str]:
+        """Entries that match none of ``gpus``: a typing error, or a missing GPU."""
+        return _unmatched(dict(self.entries), gpus)
+
+
+NO_LAYOUTS = Layouts()
 
 
 def _names(gpu: Gpu) -> Iterator[str]:
@@ -81,14 +115,35 @@ def _names(gpu: Gpu) -> Iterator[str]:
     yield from (gpu.uuid, gpu.pci_bus_id, str(gpu.index), gpu.product_name, ALL)
 
 
-def _entry(part: str) -> tuple[str, int]:
-    name, equals, number = (piece.strip() for piece in part.rpartition("="))
-    if not equals:
-        raise ValueError(f"{part!r} has no number of shares: write WHICH=R, such as all=10")
+def _unmatched(names: Iterable[str], gpus: Sequence[Gpu]) -> list[str]:
+    known = {ALL, *(name for gpu in gpus for name in _names(gpu))}
+    return sorted(name for name in names if name not in known)
+
+
+def _check_name(name: str) -> None:
     if not ENTRY.fullmatch(name) and not PRODUCT.fullmatch(name):
         raise ValueError(
             f"{name!r} is no index (0), UUID (GPU-...), PCI address (0000:1b:00.0) or product (NVIDIA L4), nor `all`"
         )
+
+
+def _layout(part: str) -> tuple[str, tuple[str, ...]]:
+    name, equals, listed = (piece.strip() for piece in part.partition("="))
+    profiles = tuple(profile.strip() for profile in listed.split(",") if profile.strip())
+    if not equals or not profiles:
+        raise ValueError(f"{part!r} has no profiles: write WHICH=PROFILE,..., such as all=3g.40gb,3g.40gb")
+    _check_name(name)
+    for profile in profiles:
+        if not PROFILE.fullmatch(profile):
+            raise ValueError(f"{part!r}: {profile!r} is no MIG profile, such as 3g.40gb; layouts are separated by ;")
+    return name, profiles
+
+
+def _entry(part: str) -> tuple[str, int]:
+    name, equals, number = (piece.strip() for piece in part.rpartition("="))
+    if not equals:
+        raise ValueError(f"{part!r} has no number of shares: write WHICH=R, such as all=10")
+    _check_name(name)
     if not number.isascii() or not number.isdigit():
         raise ValueError(f"{part!r}: {number!r} is no number of shares: {ACCEPTED}")
     shares = int(number)

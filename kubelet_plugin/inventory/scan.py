@@ -182,7 +182,7 @@ def _device_of(inventory: Inventory, gpu: Gpu, partition: Partition) -> Device |
 
 def share_warnings(shares: ShareCounts, shares_only: GpuSelection, gpus: Sequence[Gpu]) -> list[str]:
     """One line for each setting without effect: an unknown GPU, or shares only without a number of shares."""
-    known = _known(gpus)
+    known = names_of(gpus)
     products = sorted({gpu.product_name for gpu in gpus})
     return [
         *(
@@ -201,10 +201,10 @@ def share_warnings(shares: ShareCounts, shares_only: GpuSelection, gpus: Sequenc
 
 def mig_warnings(mig_gpus: GpuSelection, gpus: Sequence[Gpu]) -> list[str]:
     """One line for each entry of ``--mig-gpus`` that matches no GPU."""
-    return [f"--mig-gpus {name}: no GPU here has that name{_known(gpus)}" for name in mig_gpus.unmatched(gpus)]
+    return [f"--mig-gpus {name}: no GPU here has that name{names_of(gpus)}" for name in mig_gpus.unmatched(gpus)]
 
 
-def _known(gpus: Sequence[Gpu]) -> str:
+def names_of(gpus: Sequence[Gpu]) -> str:
     """``; there are NVIDIA L4 (0, 1), ...``: the GPUs by product, with their indices."""
     indices: dict[str, list[str]] = {}
     for gpu in gpus:

@@ -50,7 +50,7 @@ from driver.model.plan import (
 from driver.slices.build import PublishedGpu
 from kubelet_plugin.checkpoint.files import write_atomically
 from kubelet_plugin.inventory.inventory import Inventory
-from kubelet_plugin.inventory.layouts import default_layout
+from kubelet_plugin.inventory.layouts import standalone_offers
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 
 log = logging.getLogger(__name__)
@@ -84,14 +84,14 @@ class PlanFollower:
         faults: Callable[[], tuple[str, ...]] = tuple,
         dropped: Callable[[], tuple[str, ...]] = tuple,
         has_counters: Callable[[PublishedGpu], bool] = lambda _: False,
-        layouts: Callable[[Gpu, Sequence[Device]], Iterable[Device]] = default_layout,
+        standalone_offers: Callable[[Gpu, Sequence[Device]], Iterable[Device]] = standalone_offers,
     ) -> None:
         """``plan`` returns the node's plan as last received, ``alive`` whether the controller has renewed its heartbeat
         recently. ``memory`` is what the last process has saved; ``save`` takes (memory, whether durably).
         ``published_before`` names the devices in the node's slices; it is called once, when they are known. ``faults``
         are the faults in the status, which operators can clear. ``dropped`` are the fields of devices that the API
-        server does not keep, ``has_counters`` whether the slice of a GPU's devices has any at present. ``layouts``
-        chooses, among all devices of a GPU, the disjoint offers of a node without controller.
+        server does not keep, ``has_counters`` whether the slice of a GPU's devices has any at present.
+        ``standalone_offers`` are, among all devices of a GPU, the disjoint offers of a node without controller.
         """
         self._plan, self._alive = plan, alive
         self._inventory = inventory
@@ -102,7 +102,7 @@ class PlanFollower:
         self._clock = clock
         self._spread = spread
         self._faults = faults
-        self._dropped, self._has_counters, self._layouts = dropped, has_counters, layouts
+        self._dropped, self._has_counters, self._offers_of = dropped, has_counters, standalone_offers
         self._left_out: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._memory = memory or PlanMemory(new_epoch(), PlanMode.STANDALONE)
@@ -210,7 +210,7 @@ class PlanFollower:
     def _standalone_offers(self) -> frozenset[Offer]:
         inventory = self._inventory
         return frozenset(
-            offer_of(device) for gpu in inventory.gpus for device in self._layouts(gpu, inventory.devices_on(gpu))
+            offer_of(device) for gpu in inventory.gpus for device in self._offers_of(gpu, inventory.devices_on(gpu))
         )
 
     def _without_lost_counters(self, found: Iterable[PublishedGpu]) -> list[PublishedGpu]:

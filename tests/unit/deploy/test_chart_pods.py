@@ -188,6 +188,11 @@ class TestTheNodePlugin:
         assert (flags["--neighbours"], flags["--exclude-gpus"]) == ("exclude", "0,0000:17:00.0,GPU-1")
         assert "--exclude-gpus" not in args("node")
 
+    def test_is_told_the_layout_of_gpus_without_a_controller(self) -> None:
+        layout = "NVIDIA H100 80GB HBM3=3g.40gb,1g.10gb+me; 0=7g.80gb"
+        assert args("node", {"nodePlugin": {"layout": layout}})["--layout"] == layout
+        assert "--layout" not in args("node")
+
     @pytest.mark.parametrize("gpus", ["nvml", "sim:dgx-h100", None])
     def test_simulates_only_when_told_to(self, gpus: str | None) -> None:
         assert args("node", {"gpus": gpus})["--gpus"] == (gpus or "nvml")

@@ -57,6 +57,11 @@ def test_sockets_and_state_follow_driver_name_and_kubelet_directory() -> None:
         pytest.param("shares", "GPU-xyz=4", "'GPU-xyz' is no index (0), UUID", id="no UUID"),
         pytest.param("shares", "0=4,0=8", "--shares 0=4,0=8: 0 has several numbers of shares", id="two numbers"),
         pytest.param("shares_only", "H100", "--shares-only H100: 'H100' is no index", id="a product is no selection"),
+        pytest.param("layout", "0", "--layout 0: '0' has no profiles: write WHICH=PROFILE,...", id="no profiles"),
+        pytest.param("layout", "0=half", "'0=half': 'half' is no MIG profile, such as 3g.40gb", id="no profile"),
+        pytest.param("layout", "=1g.10gb", "'' is no index (0), UUID (GPU-...)", id="layout of nothing"),
+        pytest.param("layout", "0=1g.10gb,1=1g.10gb", "layouts are separated by ;", id="layouts with a comma between"),
+        pytest.param("layout", "0=1g.10gb;0=2g.20gb", "0 has several layouts; give it one", id="two layouts"),
         pytest.param("kubelet_dir", Path("/" + "k" * 90), "Linux takes 107", id="socket path too long"),
     ],
 )
