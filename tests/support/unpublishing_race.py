@@ -33,6 +33,7 @@ from tests.harness.waiting import wait_for
 from tests.support.fence_race import ClaimsCache, allocate, new_claim
 from tests.support.gpus import gpu_of
 from tests.support.published import DRIVER
+from tests.support.workloads import CLAIMS
 
 CLAIMANTS = {OfferMode.COUNTERS: 4, OfferMode.DISJOINT: 2}
 """Claims of each node."""
@@ -112,6 +113,11 @@ class NodeRace:
     def delay(self, stop: threading.Event) -> None:
         """Short delays often, long ones seldom."""
         stop.wait(self._most_delay_s * self._random.random() ** 3)
+
+    def remove(self) -> None:
+        """Delete the claims."""
+        for claim in self._objects:
+            self._client.delete(f"{CLAIMS}/{claim['metadata']['name']}")
 
     # The node
 
@@ -297,6 +303,8 @@ def race(
             wait_for(lambda: is_over(total) or any(job.done() for job in jobs), within_s, "the race is over", POLL_S)
         finally:
             stop.set()
+    for each in races:
+        each.remove()
     for job in jobs:
         job.result()
     return total
