@@ -68,6 +68,7 @@ class PluginFlags:
     mig_gpus: str = ""
     shares: str = ""
     shares_only: str = ""
+    layout: str = ""
     metrics_address: str = ""
     health_address: str = ""
     neighbours: str = ""
@@ -127,6 +128,7 @@ class PluginProcess:
             "--mig-gpus": self.flags.mig_gpus,
             "--shares": self.flags.shares,
             "--shares-only": self.flags.shares_only,
+            "--layout": self.flags.layout,
             "--metrics-address": self.flags.metrics_address,
             "--health-address": self.flags.health_address,
             "--neighbours": self.flags.neighbours,
