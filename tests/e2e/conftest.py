@@ -14,13 +14,26 @@ from tests.harness.settings import Settings
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
 from tests.support.features import has
-from tests.support.plugin import PluginProcess
+from tests.support.plugin import PluginFlags, PluginProcess
 from tests.support.workloads import Workloads
+
+DISJOINT = PluginFlags(layout="0=1g.10gb,1g.10gb,1g.10gb,1g.10gb,1g.10gb,1g.10gb,1g.10gb;1=3g.40gb,3g.40gb")
+"""A node without controller whose API server keeps no counters offers partitions only where its layout names them."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _features_of_module(request: pytest.FixtureRequest) -> None:
+    """Before other fixtures of the module, which may need the features."""
+    skip_without_features(request)
 
 
 @pytest.fixture(autouse=True)
 def _features(request: pytest.FixtureRequest) -> None:
-    """Skips a test on a cluster that lacks a feature of its mark ``needs``."""
+    skip_without_features(request)
+
+
+def skip_without_features(request: pytest.FixtureRequest) -> None:
+    """Skip the tests on a cluster that lacks a feature of their mark ``needs``."""
     needed = [feature for mark in request.node.iter_markers("needs") for feature in mark.args]
     if needed:
         cluster = request.getfixturevalue("cluster")
@@ -41,7 +54,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def plugin_process(cluster: Cluster) -> Iterator[PluginProcess]:
-    process = PluginProcess(cluster, cluster.nodes[0])
+    process = PluginProcess(cluster, cluster.nodes[0], PluginFlags() if has(cluster, "shared counters") else DISJOINT)
     process.start()
     yield process
     process.stop()

@@ -128,6 +128,7 @@ def release(cluster: Cluster) -> Iterator[Release]:
     found.uninstall()
 
 
+@pytest.mark.smoke
 def test_an_upgrade_to_the_same_changes_nothing(release: Release) -> None:
     release.install()
     installed = release.stored()

@@ -59,6 +59,7 @@ def in_use(cluster: Cluster, name: str) -> int:
     return sum(entry["data"]["sharing"]["inUse"] for entry in entries)
 
 
+@pytest.mark.smoke
 def test_the_entry_arrives_follows_changes_and_never_lands_on_a_recreated_claim(cluster: Cluster) -> None:
     first, second = shared_by(cluster, "first", 0), shared_by(cluster, "second", 1)
     prepared = [first]
@@ -99,6 +100,7 @@ def written_at(cluster: Cluster, prepared: list[ClaimRecord], now: datetime) -> 
     return stored(cluster, prepared[0].name)
 
 
+@pytest.mark.smoke
 def test_another_nodes_plugin_may_not_write_it(cluster: Cluster) -> None:
     """Refused by the API server's own check where it has one, otherwise by the chart's policy."""
     record = shared_by(cluster, "foreign", 4)

@@ -168,6 +168,7 @@ class TestEveryClass:
         installed = {each["metadata"]["name"]: each["spec"] for each in cluster.api.get(CLASSES)["items"]}
         assert {name: installed.get(name) for name in SHIPPED} == {name: each["spec"] for name, each in SHIPPED.items()}
 
+    @pytest.mark.smoke
     @pytest.mark.usefixtures("cards")
     def test_allocates_what_its_name_says(self, cluster: Cluster, ask: Asking) -> None:
         published = {(pool, device["name"]): device["attributes"] for pool, device in devices_of(cluster)}

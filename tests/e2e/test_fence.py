@@ -89,6 +89,7 @@ def claim(scheduler: KubeClient, request: pytest.FixtureRequest) -> Iterator[dic
     scheduler.delete(f"{CLAIMS}/wanted")
 
 
+@pytest.mark.smoke
 def test_a_fenced_device_is_refused_with_a_reason_and_an_unfenced_one_is_not(
     fence: Fence, scheduler: KubeClient, claim: dict[str, Any]
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_fenced_device_is_refused_with_a_reason_and_an_unfenced_one_is_not(
     assert allocate(scheduler, claim, C)["status"]["allocation"]["devices"]["results"][0]["device"] == "gpu-2"
 
 
+@pytest.mark.smoke
 def test_what_was_allocated_before_can_be_reserved_reported_and_given_back(
     fence: Fence, scheduler: KubeClient, claim: dict[str, Any], controller: KubeClient
 ) -> None:

@@ -14,7 +14,7 @@ from tests.support.controller import ControllerProcess, plugins
 from tests.support.plugin import PluginFlags, PluginProcess
 from tests.support.scheduling import Scheduling, asked, forget
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
 
 SMALL, TRAINING, DEV = "gpu-inference-1g-10gb", "gpu-training", "gpu-dev"
 SETTLED_S = 60.0

@@ -54,6 +54,7 @@ def test_three_pods_get_a_full_gpu_a_small_and_a_larger_partition(workloads: Wor
     assert plugin.nothing_left()
 
 
+@pytest.mark.smoke
 def test_a_pod_with_two_claims_sees_both_devices(workloads: Workloads, plugin: PluginProcess) -> None:
     first = workloads.claim("first", request(SMALL))
     second = workloads.claim("second", request(SMALL))
@@ -76,6 +77,7 @@ def test_a_running_pods_claim_says_which_partition_it_got(workloads: Workloads, 
     assert [entry["device"]] == workloads.allocated("told")
 
 
+@pytest.mark.smoke
 def test_two_pods_that_share_a_claim_see_the_same_partition(workloads: Workloads, plugin: PluginProcess) -> None:
     claim = workloads.claim("shared", request(SMALL))
     workloads.pod("one", claim)

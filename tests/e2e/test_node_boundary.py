@@ -159,6 +159,7 @@ def refusal(who: KubeClient, path: str, change: Object) -> str:
 
 
 class TestSlices:
+    @pytest.mark.smoke
     def test_a_node_creates_changes_and_deletes_its_own(self, cluster: Cluster, node_a: KubeClient) -> None:
         stored = node_a.create(SLICES, slice_of("node-a"))
         stored["spec"]["devices"] = [{"name": "gpu-7"}]
@@ -237,6 +238,7 @@ class TestClaimStatus:
         for name in ("mine", "theirs", "nobodys"):
             cluster.api.request("DELETE", f"{CLAIMS}/{name}")
 
+    @pytest.mark.smoke
     def test_a_node_writes_about_its_devices_of_a_claim_on_it(
         self, cluster: Cluster, node_a: KubeClient, claims: None
     ) -> None:
@@ -292,6 +294,7 @@ class TestClaimStatus:
 
 
 class TestThePlan:
+    @pytest.mark.smoke
     def test_a_node_writes_the_status_of_its_own_and_of_no_other(self, cluster: Cluster, node_a: KubeClient) -> None:
         assert not refusal(node_a, status_of("node-a"), {"status": {"epoch": "e1"}})
         told = refusal(node_a, status_of("node-b"), {"status": {"epoch": "e1"}})

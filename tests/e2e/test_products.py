@@ -17,7 +17,7 @@ from tests.support.control_plane import control_plane
 from tests.support.plugin import SLICES
 from tests.support.published import devices_in, discover, slices_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
 
 DEVICES_PER_SLICE = 64
 """Of a slice whose devices consume counters."""

@@ -97,6 +97,7 @@ def test_sigterm_removes_the_sockets(plugin: PluginProcess) -> None:
     assert not plugin.registration_socket.exists()
 
 
+@pytest.mark.needs("shared counters", "device taints")
 def test_the_api_server_keeps_every_field_that_is_sent(plugin: PluginProcess) -> None:
     assert plugin.slices()[0]["spec"]["sharedCounters"]
     assert "dropped a field" not in plugin.log.read_text()

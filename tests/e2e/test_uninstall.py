@@ -67,6 +67,7 @@ def test_uninstalling_is_refused_while_claims_have_devices(
     assert is_gone(cluster, OWN[1])
 
 
+@pytest.mark.smoke
 def test_uninstalling_leaves_nothing_and_names_nodes_that_are_down(
     cluster: Cluster, plugin: PluginProcess, slice_of_a_node_that_is_down: str
 ) -> None:

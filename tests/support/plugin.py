@@ -73,6 +73,7 @@ class PluginFlags:
     health_address: str = ""
     neighbours: str = ""
     exclude_gpus: str = ""
+    layout: str = ""
 
 
 class PluginProcess:
@@ -133,6 +134,7 @@ class PluginProcess:
             "--health-address": self.flags.health_address,
             "--neighbours": self.flags.neighbours,
             "--exclude-gpus": self.flags.exclude_gpus,
+            "--layout": self.flags.layout,
         }
         pairs = [str(part) for pair in flags.items() if pair[1] for part in pair]
         return [TESSERA, "node", *pairs]
@@ -175,14 +177,21 @@ class PluginProcess:
         """Every published device by name."""
         return {device["name"]: device for item in self.slices() for device in item["spec"].get("devices") or ()}
 
+    @property
+    def _whole_gpus(self) -> set[str]:
+        """Those of the eight GPUs without a layout."""
+        return {f"gpu-{number}" for number in range(8)} - {
+            f"gpu-{each[0]}" for each in self.flags.layout.split(";") if each
+        }
+
     def everything_offered(self) -> bool:
-        """Whether all eight GPUs are offered whole: nothing is held then, and nothing is about to be published."""
-        return {f"gpu-{number}" for number in range(8)} <= self.devices().keys()
+        """Whether all GPUs are offered whole: nothing is held then, and nothing is about to be published."""
+        return self._whole_gpus <= self.devices().keys()
 
     def holds_something(self) -> bool:
-        """Whether its slices, all of them, say that something is held."""
+        """Whether its slices, all of them, say that something is held; with a layout they look the same."""
         devices = self.devices()
-        return bool(devices) and not {f"gpu-{number}" for number in range(8)} <= devices.keys()
+        return bool(devices) and (bool(self.flags.layout) or not self._whole_gpus <= devices.keys())
 
     def faults_of_gpus(self) -> dict[str, list[dict[str, Any]]]:
         """What it keeps of faults, by GPU, of those of which it also knows what NVML says they need."""
