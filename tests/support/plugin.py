@@ -73,7 +73,6 @@ class PluginFlags:
     health_address: str = ""
     neighbours: str = ""
     exclude_gpus: str = ""
-    layout: str = ""
 
 
 class PluginProcess:
@@ -134,7 +133,6 @@ class PluginProcess:
             "--health-address": self.flags.health_address,
             "--neighbours": self.flags.neighbours,
             "--exclude-gpus": self.flags.exclude_gpus,
-            "--layout": self.flags.layout,
         }
         pairs = [str(part) for pair in flags.items() if pair[1] for part in pair]
         return [TESSERA, "node", *pairs]
