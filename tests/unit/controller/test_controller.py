@@ -66,6 +66,6 @@ def test_an_object_that_cannot_be_read_is_counted_and_gets_an_event() -> None:
             (event,) = events.values()
             assert (event["reason"], event["involvedObject"]["kind"]) == ("ObjectUnreadable", "ResourceClaim")
             assert event["involvedObject"]["apiVersion"] == "resource.k8s.io/v1"
-            assert "Expected `array`, got `str`" in event["message"]
+            assert "Expected `array | null`, got `str`" in event["message"]
             assert controller.unreadable() == {"ResourceClaim": 1}
             assert controller.failure() is None
