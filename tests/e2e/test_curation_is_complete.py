@@ -136,6 +136,7 @@ def test_so_it_is_in_many_cases(fleets: TwinFleets) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.needs("device taint rules")
 def test_a_pod_gets_another_device_where_an_admin_has_tainted_what_is_offered(fleets: TwinFleets) -> None:
     fleets.free_all()
     fleets.wait_settled()
