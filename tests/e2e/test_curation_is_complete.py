@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.control_plane import control_plane
 from tests.support.plugin import DRIVER
@@ -58,8 +59,14 @@ class Compared:
 
 
 @pytest.fixture(scope="module")
-def fleets() -> Iterator[TwinFleets]:
-    with control_plane("curation") as cluster, twin_fleets(cluster) as found:
+def cluster() -> Iterator[Cluster]:
+    with control_plane("curation") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def fleets(cluster: Cluster) -> Iterator[TwinFleets]:
+    with twin_fleets(cluster) as found:
         yield found
 
 
