@@ -57,10 +57,7 @@ class RefusedClaim(NamedTuple):
 def conflicts_on(node: str, gpus: Iterable[FleetGpu], holders: Mapping[str, Sequence[Held]]) -> frozenset[Conflict]:
     """The conflicts on one node; ``holders`` are the claims that hold each device, by name."""
     devices = {(name, name) for name, claims in holders.items() if len(claims) > 1}
-    for entry in gpus:
-        # Two shares of less than the whole memory always fit beside each other.
-        whole = [device for device in entry.held if device.shares == 1]
-        devices |= {(device.name, other.name) for device in whole for other in entry.held if device.overlaps(other)}
+    devices |= {pair for entry in gpus for pair in entry.overlaps}
     pairs = ((one, other) for a, b in devices for one in holders.get(a, ()) for other in holders.get(b, ()))
     return frozenset(Conflict(node, *sorted(pair, key=str)) for pair in pairs if pair[0].claim != pair[1].claim)
 

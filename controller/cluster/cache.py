@@ -273,7 +273,13 @@ def _kept_node(found: Node) -> Node:
 def _kept_plan(found: GpuNodePlan) -> GpuNodePlan:
     """A plan without the parts that only people read."""
     status = found.status
-    kept = PlanStatus(epoch=status.epoch, mode=status.mode, inventory=status.inventory, dropped=status.dropped)
+    kept = PlanStatus(
+        epoch=status.epoch,
+        mode=status.mode,
+        inventory=status.inventory,
+        dropped=status.dropped,
+        left_out=status.left_out,
+    )
     return GpuNodePlan(found.metadata, found.spec, kept)
 
 

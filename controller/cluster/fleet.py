@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import combinations
 
 from driver.model.device import Device, DeviceKind, devices_of
 from driver.model.gpu import Gpu
@@ -91,6 +92,13 @@ class FleetGpu:
     def state(self) -> GpuState:
         """What it could offer now beside what is held, as a value that many GPUs share: curation compares these."""
         return GpuState.of(self.gpu, self.held, self.foreign, self.shares, self._kinds)
+
+    @cached_property
+    def overlaps(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of names of held devices that exclude each other: one of them was allocated by mistake."""
+        # Two shares of less than all memory always fit beside each other.
+        pairs = ((one, other) for one, other in combinations(self.held, 2) if one.shares == 1 or other.shares == 1)
+        return tuple((one.name, other.name) for one, other in pairs if one.overlaps(other))
 
     @cached_property
     def clique(self) -> tuple[str, str]:

@@ -249,7 +249,12 @@ class ReportedDevice(Struct, frozen=True):
     pool: str
     device: str
     data: msgspec.Raw = msgspec.Raw(b"null")
-    conditions: tuple[Condition, ...] = ()
+    written_conditions: tuple[Condition, ...] | None = msgspec.field(default=(), name="conditions")
+    """None: an empty list."""
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        return self.written_conditions or ()
 
 
 class ClaimStatus(Struct, frozen=True):

@@ -11,6 +11,7 @@ from tests.demo.screen import Screen
 from tests.demo.stage import Play, options, perform, try_next
 from tests.harness.cluster import Cluster
 from tests.support.chart import install
+from tests.support.features import has
 from tests.support.plugin import PluginFlags, PluginProcess
 
 
@@ -36,6 +37,8 @@ def _on(screen: Screen, cluster: Cluster, keep: bool) -> None:
     # Operations take as long as on hardware here; tests run them without delay.
     plugin = PluginProcess(cluster, cluster.nodes[0], PluginFlags(sim_latency="default"))
     story.published(screen, plugin)
+    if not has(cluster, "shared counters"):
+        story.offers_are_disjoint(screen, cluster)
     story.pods_run(screen, cluster, plugin)
     story.inside(screen, cluster, plugin)
     story.pods_go(screen, cluster, plugin)

@@ -11,6 +11,7 @@ from driver.slices.build import slice_object
 from tests.demo import views
 from tests.demo.screen import Screen
 from tests.harness.cluster import Cluster
+from tests.support.controller import ControllerProcess
 from tests.support.node import start_node
 from tests.support.plugin import PluginProcess
 from tests.support.published import build_slices
@@ -54,6 +55,17 @@ def published(screen: Screen, plugin: PluginProcess) -> None:
     screen.say("What is in them: what every GPU has to give, and the devices that can be had.")
     screen.show(views.slices_table(plugin.slices()))
     screen.show(views.offers_table(plugin.slices()))
+
+
+def offers_are_disjoint(screen: Screen, cluster: Cluster) -> None:
+    """What differs where the scheduler does not subtract counters."""
+    screen.act(f"Kubernetes {cluster.release.kubernetes}: no two offers overlap")
+    screen.say(
+        "This API server drops the counters that keep overlapping devices apart. So a node alone offers full GPUs "
+        "only, and the controller replaces offers: when a pod asks for a partition, the full GPU is taken back first."
+    )
+    with screen.step("start `tessera controller`"):
+        ControllerProcess(cluster).start()
 
 
 def pods_run(screen: Screen, cluster: Cluster, plugin: PluginProcess) -> None:

@@ -21,7 +21,8 @@ def slices_table(slices: Iterable[Slice]) -> str:
         spec = item["spec"]
         devices = spec.get("devices") or []
         gpus = sorted({device["name"].split("-mig-")[0] for device in devices})
-        content = ", ".join(gpus) if devices else f"{len(spec['sharedCounters'])} counter sets, one a GPU"
+        sets = spec.get("sharedCounters") or []
+        content = ", ".join(gpus) or (f"{len(sets)} counter sets, one a GPU" if sets else "nothing")
         rows.append([item["metadata"]["name"], str(spec["pool"]["generation"]), str(len(devices)), content])
     return columns(["RESOURCESLICE", "GENERATION", "DEVICES", "OF"], rows)
 

@@ -68,11 +68,11 @@ class PluginFlags:
     mig_gpus: str = ""
     shares: str = ""
     shares_only: str = ""
+    layout: str = ""
     metrics_address: str = ""
     health_address: str = ""
     neighbours: str = ""
     exclude_gpus: str = ""
-    layout: str = ""
 
 
 class PluginProcess:
@@ -128,11 +128,11 @@ class PluginProcess:
             "--mig-gpus": self.flags.mig_gpus,
             "--shares": self.flags.shares,
             "--shares-only": self.flags.shares_only,
+            "--layout": self.flags.layout,
             "--metrics-address": self.flags.metrics_address,
             "--health-address": self.flags.health_address,
             "--neighbours": self.flags.neighbours,
             "--exclude-gpus": self.flags.exclude_gpus,
-            "--layout": self.flags.layout,
         }
         pairs = [str(part) for pair in flags.items() if pair[1] for part in pair]
         return [TESSERA, "node", *pairs]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from controller.cluster.node_views import Changes, NodeViews, PoolPart, Published
-from driver.kube.types import Metadata, Node
-from driver.model.plan import Held
+from driver.kube.types import GpuNodePlan, Metadata, Node, PlanMetadata
+from driver.model.plan import Held, PlanStatus
 
 HELD = {"gpu-0": Held("gpu-0", "default/claim")}
 
@@ -53,3 +53,11 @@ def test_a_node_that_is_gone_changes_the_membership(views: NodeViews) -> None:
     views.update("a", None, None, [slice_of("a")], {}, node_changed=True)
     assert [view.name for view in views.all()] == ["b"]
     assert views.changes() == Changes(frozenset("a"), {"a": None}, [], True)
+
+
+def test_devices_that_a_node_left_out_of_its_slices_count_as_published_and_not_as_offered(views: NodeViews) -> None:
+    """A claim may just have been allocated one, so they have to be withdrawn."""
+    plan = GpuNodePlan(PlanMetadata("a"), status=PlanStatus(left_out=("gpu-1",)))
+    views.update("a", node("a"), plan, [slice_of("a")], {}, node_changed=False)
+    assert views.all()[0].published.keys() == {"gpu-0", "gpu-1"}
+    assert views.all()[0].offered == {"gpu-0"}
