@@ -18,7 +18,7 @@ from tests.harness.layout import BASE, RUN
 from tests.harness.mounts import mounts_below
 from tests.harness.processes import ProcessTable, kill, marked
 from tests.harness.versions import REFERENCE
-from tests.support.features import PROBES, has
+from tests.support.features import FEATURES, has
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -75,7 +75,7 @@ def test_versions_are_stamped(pair: Cluster) -> None:
 def test_the_reference_version_lacks_no_feature_that_a_test_may_need(pair: Cluster) -> None:
     """Otherwise such tests would be skipped on every version, unnoticed."""
     if pair.release == REFERENCE:
-        assert [feature for feature in PROBES if not has(pair, feature)] == []
+        assert [feature for feature in FEATURES if not has(pair, feature)] == []
 
 
 def test_a_pod_on_each_of_two_nodes(pair: Cluster) -> None:

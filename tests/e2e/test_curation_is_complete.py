@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.control_plane import control_plane
 from tests.support.plugin import DRIVER
@@ -58,8 +59,14 @@ class Compared:
 
 
 @pytest.fixture(scope="module")
-def fleets() -> Iterator[TwinFleets]:
-    with control_plane("curation") as cluster, twin_fleets(cluster) as found:
+def cluster() -> Iterator[Cluster]:
+    with control_plane("curation") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def fleets(cluster: Cluster) -> Iterator[TwinFleets]:
+    with twin_fleets(cluster) as found:
         yield found
 
 
@@ -136,6 +143,7 @@ def test_so_it_is_in_many_cases(fleets: TwinFleets) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.needs("device taint rules")
 def test_a_pod_gets_another_device_where_an_admin_has_tainted_what_is_offered(fleets: TwinFleets) -> None:
     fleets.free_all()
     fleets.wait_settled()

@@ -42,6 +42,7 @@ def tainted(plugin: PluginProcess, key: str = "") -> set[str]:
     }
 
 
+@pytest.mark.needs("device taints")
 def test_a_lost_gpu_is_tainted_and_nothing_new_lands_on_it(faults: PluginProcess, workloads: Workloads) -> None:
     running = workloads.pod("running", workloads.claim("running", request("gpu-inference-1g-10gb")))
     workloads.running(running)
@@ -58,6 +59,7 @@ def test_a_lost_gpu_is_tainted_and_nothing_new_lands_on_it(faults: PluginProcess
     wait_for(lambda: not tainted(faults), SEEN_S, "the GPU is well again")
 
 
+@pytest.mark.needs("device taints")
 def test_a_gpu_that_disappears_and_comes_back(faults: PluginProcess) -> None:
     before = faults.devices()
     fault(faults, "remove", "--gpu", "6")

@@ -69,6 +69,20 @@ def health_of(cluster: Cluster, pod: str) -> dict[str, tuple[str, str]]:
     return found
 
 
+def test_an_unhealthy_gpu_is_offered_to_nobody_until_it_is_reset(faulty: PluginProcess) -> None:
+    """Its devices are tainted, or left out of the slices where the API server keeps no taints."""
+
+    def offered() -> bool:
+        devices = faulty.devices()
+        return "gpu-3" in devices and "taints" not in devices["gpu-3"]
+
+    faulty.fault("xid", "48", "--gpu", "3")
+    wait_for(lambda: faulty.devices() and not offered(), SEEN_S, "no pod can get it")
+    faulty.fault("reset", "--gpu", "3")
+    wait_for(offered, SEEN_S, "it is offered again")
+
+
+@pytest.mark.needs("device taints")
 def test_a_fatal_xid_taints_its_gpu_survives_a_restart_and_ends_with_a_reset(faulty: PluginProcess) -> None:
     faulty.fault("xid", "13", "--gpu", "1")  # an application's: it would show as soon as the other
     faulty.fault("xid", "48", "--gpu", "3")
@@ -83,6 +97,7 @@ def test_a_fatal_xid_taints_its_gpu_survives_a_restart_and_ends_with_a_reset(fau
     wait_for(lambda: not tainted(faulty), SEEN_S, "the GPU is well again")
 
 
+@pytest.mark.needs("device taints")
 def test_new_pods_pass_by_an_unhealthy_gpu_until_an_operator_has_dealt_with_it(
     faulty: PluginProcess, workloads: Workloads
 ) -> None:
@@ -103,6 +118,7 @@ def test_new_pods_pass_by_an_unhealthy_gpu_until_an_operator_has_dealt_with_it(
         operator(faulty, "uncordon", str(gpu))
 
 
+@pytest.mark.needs("device taints")
 def test_a_cordon_keeps_new_pods_off_and_uncordon_brings_the_gpu_back(
     faulty: PluginProcess, workloads: Workloads
 ) -> None:
@@ -121,6 +137,7 @@ def test_a_cordon_keeps_new_pods_off_and_uncordon_brings_the_gpu_back(
     wait_for(lambda: not tainted(faulty), SEEN_S, "the cordon is gone")
 
 
+@pytest.mark.needs("device taints", "resource health")
 def test_a_running_pods_status_says_that_its_device_is_unhealthy_and_well_again(
     faulty: PluginProcess, workloads: Workloads, cluster: Cluster
 ) -> None:

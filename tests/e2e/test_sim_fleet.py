@@ -72,7 +72,7 @@ def test_a_pod_runs_on_a_fleet_and_ctrl_c_leaves_nothing_of_it(cluster: Cluster,
             wait_for(lambda: len(devices_by_node(cluster)) == NODES, READY_S, "every node publishes")
             for devices in devices_by_node(cluster).values():
                 assert all(device["attributes"]["simulated"] == {"bool": True} for device in devices)
-            workloads.claim("one", request("gpu-inference"))
+            workloads.claim("one", request("gpu-training"))
             workloads.pod("one", "one")
             workloads.running("one")
             workloads.end_pods("one")

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from driver.errors import ApiError
 from tests.harness.cluster import Cluster
+from tests.harness.manifests import busybox_pod
 from tests.support.plugin import SLICES
+from tests.support.workloads import PODS
 
 GROUP = "/apis/resource.k8s.io/v1"
 ABSENT, INVALID = 404, 422
@@ -51,10 +53,15 @@ consumable capacity: also the constraint ``distinctAttribute``, which the API se
 that of 1.34 keeps though its scheduler ignores it.
 """
 
+RESOURCE_HEALTH = "resource health"
+FEATURES = (*PROBES, RESOURCE_HEALTH)
+
 
 @cache
 def has(cluster: Cluster, feature: str) -> bool:
-    """Whether the API server of a cluster has a feature of ``PROBES``."""
+    """Whether the API server of a cluster has a feature of ``FEATURES``."""
+    if feature == RESOURCE_HEALTH:
+        return _keeps_health(cluster)
     resource, spec, kept = PROBES[feature]
     try:
         stored = cluster.api.post(f"{resource}?dryRun=All", {"metadata": {"name": "probe"}, "spec": spec})["spec"]
@@ -67,3 +74,20 @@ def has(cluster: Cluster, feature: str) -> bool:
     except KeyError:
         return False
     return True
+
+
+def _keeps_health(cluster: Cluster) -> bool:
+    """Whether it keeps the health of devices in the status of a pod; the pod of the probe is never scheduled."""
+    claims = [{"name": "gpu", "resourceClaimName": "probe"}]
+    container = {"resources": {"claims": [{"name": "gpu"}]}}
+    pod = busybox_pod("probe", container=container, resourceClaims=claims, schedulingGates=[{"name": "example.com/no"}])
+    cluster.api.post(PODS, pod)
+    try:
+        [main] = pod["spec"]["containers"]
+        health = [{"name": "claim:gpu", "resources": [{"resourceID": "example.com/gpu", "health": "Healthy"}]}]
+        status = {"name": main["name"], "image": "", "imageID": "", "ready": False, "restartCount": 0}
+        changed = {"status": {"containerStatuses": [{**status, "allocatedResourcesStatus": health}]}}
+        stored = cluster.api.patch(f"{PODS}/probe/status?dryRun=All", changed)
+        return "allocatedResourcesStatus" in stored["status"]["containerStatuses"][0]
+    finally:
+        cluster.api.request("DELETE", f"{PODS}/probe", {"gracePeriodSeconds": 0})
