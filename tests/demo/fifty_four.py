@@ -80,9 +80,10 @@ def _set_up(screen: Screen, plugins: Sequence[PluginProcess]) -> None:
     )
     for plugin in plugins:
         flags = plugin.flags
+        layout = f"--layout '{flags.layout}' " if flags.layout else ""
         screen.command(
             f"tessera node --node-name {plugin.node.name} --mig-gpus {flags.mig_gpus} "
-            f"--shares {flags.shares} --shares-only {flags.shares_only} ..."
+            f"--shares {flags.shares} --shares-only {flags.shares_only} {layout}..."
         )
     with screen.step("start them, register with the kubelets, publish the GPUs"):
         nodes.start(plugins)

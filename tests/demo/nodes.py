@@ -11,9 +11,11 @@ import yaml
 from tests.demo.picture import Object
 from tests.demo.resets import SETTLED_S, in_time, reset, wait_asked
 from tests.harness.cluster import Cluster
+from tests.support.features import has
 from tests.support.plugin import PluginFlags, PluginProcess
 
 SHARES = 10
+LAYOUT = ",".join(["1g.10gb"] * 7)
 
 
 @dataclass(frozen=True)
@@ -23,14 +25,15 @@ class NodePlan:
     mig: tuple[int, ...]
     shared: tuple[int, ...]
 
-    def flags(self, gpus: str, sim_latency: str) -> PluginFlags:
-        """What the node's plugin is told."""
+    def flags(self, gpus: str, sim_latency: str, *, counters: bool) -> PluginFlags:
+        """What the node's plugin is told; without counters also how to divide GPUs, since its offers are disjoint."""
         return PluginFlags(
             gpus=gpus,
             sim_latency=sim_latency,
             mig_gpus=",".join(map(str, self.mig)),
             shares=",".join(f"{number}={SHARES}" for number in self.shared),
             shares_only=",".join(map(str, self.shared)),
+            layout="" if counters else ";".join(f"{number}={LAYOUT}" for number in self.mig),
         )
 
     @property
@@ -49,7 +52,8 @@ def node_plugins(cluster: Cluster, sim_latency: str = "default") -> list[PluginP
     for node, plan in zip(cluster.nodes, PLANS, strict=True):
         file = cluster.directory / f"gpus-{node.name}.yaml"
         file.write_text(yaml.safe_dump({**description, "name": f"{description['name']}-{node.name}"}))
-        plugins.append(PluginProcess(cluster, node, plan.flags(f"sim:{file}", sim_latency)))
+        flags = plan.flags(f"sim:{file}", sim_latency, counters=has(cluster, "shared counters"))
+        plugins.append(PluginProcess(cluster, node, flags))
     return plugins
 
 
