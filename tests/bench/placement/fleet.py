@@ -28,6 +28,7 @@ from driver.model.plan import PlanMode
 from driver.placement.state import GpuState, OfferKind, key_of
 from driver.simulator.description import load_description
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
+from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import Publisher
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
@@ -69,12 +70,13 @@ class FleetNode:
     ) -> None:
         node = cluster.add_node_object(name, labels, capacity)
         kubeconfig = cluster.service_account_kubeconfig("tessera", "tessera-node", node=name)
-        client = KubeClient(load_configuration(kubeconfig), USER_AGENT)
+        fields = KeptFields()
+        client = KubeClient(load_configuration(kubeconfig), USER_AGENT, fields.observer(None))
         owner = {"apiVersion": "v1", "kind": "Node", "name": name, "uid": node["metadata"]["uid"], "controller": True}
         self.name = name
         self.pool = Pool(name, DRIVER)
         self.inventory = Inventory(gpus, number_gpus(gpus, {}), sharing)
-        self.publisher = Publisher(client, self.pool, self._desired, lambda: owner)
+        self.publisher = Publisher(client, self.pool, self._desired, lambda: owner, fields=fields)
         self._builder = SliceBuilder(self.pool)
         self._mode = mode
         self._word = PlanWatch(client, NAMESPACE, name, self.notify)
@@ -88,6 +90,7 @@ class FleetNode:
             self.notify,
             lambda: self._plan_status.notify(),
             spread=random.random,
+            dropped=lambda: fields.dropped,
         )
         self._plan_status = PlanStatusWriter(client, self._word.plan, self.follower.status)
 
