@@ -23,7 +23,7 @@ from controller.cluster.node_views import UnreportedNodesTracker
 from controller.cluster.published_offers import DeviceIndex
 from controller.conflicts import ConflictResolver
 from controller.curation.curator import Curator
-from controller.curation.disjoint import DisjointCurator, DisjointOffers, in_order
+from controller.curation.disjoint import DisjointCurator, DisjointOffers
 from controller.demand.demand import demand_of, nodes_matching_held
 from controller.demand.pending_claims import Eligibility, Queue
 from controller.demand.reservation import Reservations
@@ -243,7 +243,7 @@ class Controller:
         """What to offer, whether it is possible at once or not."""
         offered = self._devices.offered
         if mode is OfferMode.DISJOINT:
-            reserved = self._reservations.update(queue, in_order(queue))
+            reserved = self._reservations.update(queue)
             return self._disjoint_curator.curate(queue, offered, self._starvation.next_node(queue), reserved)
         demands = demand_of(queue, self._starvation.widened(queue))
         requested = {demand.key for demand in demands}

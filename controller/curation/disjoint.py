@@ -62,7 +62,7 @@ class DisjointCurator:
         standing = sorted(place for offer in published if (place := ranked.place(offer)) is not None)
         plan = _Plan(ranked, queue, standing)
         planned: dict[str, tuple[Offer, ...]] = {}
-        for pod in in_order(queue):
+        for pod in queue.pods:
             claims = [each.key for each in queue.of_pod(pod)]
             if planned.keys() & set(claims):  # another pod that shares a claim, and so the node
                 continue
@@ -72,16 +72,6 @@ class DisjointCurator:
                 planned |= dict.fromkeys(claims, tuple(map(ranked.offer, places)))
         plan.fill(self._offers, self._stickiness)
         return DisjointOffers(tuple(map(ranked.offer, sorted(plan.places))), planned)
-
-
-def in_order(queue: Queue) -> list[Pod]:
-    """The pods with pending claims: those of the highest priority first, among equals the oldest."""
-    pods = {pod.metadata.key: pod for pending in queue.pending for pod in pending.pods}
-
-    def order(pod: Pod) -> tuple[int, str, str]:
-        return -pod.spec.priority, pod.metadata.creation_timestamp or "", str(pod.metadata.key)
-
-    return sorted(pods.values(), key=order)
 
 
 class _Plan:

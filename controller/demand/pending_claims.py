@@ -154,6 +154,16 @@ class Queue:
         return self._claims_of_pod[str(pod.metadata.key)]
 
     @cached_property
+    def pods(self) -> list[Pod]:
+        """The pods with pending claims: those of the highest priority first, among equals the oldest."""
+        pods = {pod.metadata.key: pod for pending in self.pending for pod in pending.pods}
+
+        def order(pod: Pod) -> tuple[int, str, str]:
+            return -pod.spec.priority, pod.metadata.creation_timestamp or "", str(pod.metadata.key)
+
+        return sorted(pods.values(), key=order)
+
+    @cached_property
     def holders(self) -> dict[tuple[str, str], str]:
         """The claim (``namespace/name``) to which a device is allocated, by node and name of the device."""
         return {

@@ -8,7 +8,7 @@ that would do for it once they are free, those with the most free memory. One po
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -43,10 +43,10 @@ class Reservations:
             return None
         return max(1.0, min(self._since.values()) + WAIT_SECONDS - self._clock())
 
-    def update(self, queue: Queue, pods: Sequence[Pod]) -> Reserved | None:
-        """The reservation after this decision. ``pods`` are those with pending claims, in the order of planning."""
+    def update(self, queue: Queue) -> Reserved | None:
+        """The reservation after this decision."""
         now = self._clock()
-        waiting = [pod for pod in pods if not _has_room(queue, pod)]
+        waiting = [pod for pod in queue.pods if not _has_room(queue, pod)]
         self._since = {pod.metadata.key: self._since.get(pod.metadata.key, now) for pod in waiting}
         if self._reserved is not None and self._reserved.pod not in self._since:
             self._reserved = None

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from controller.curation.disjoint import DisjointCurator, in_order
+from controller.curation.disjoint import DisjointCurator
 from controller.demand.reservation import WAIT_SECONDS, Reservations
 from controller.explain.disjoint_offers import reasons_of_waiting
 from driver.placement.ranking import Ranking
@@ -31,7 +31,7 @@ class TestReservation:
         for at in range(small):
             there.wants(request(selector=profile("1g.10gb")), name=f"small-{at}")
         queue = there.queue
-        reserved = self.reservations.update(queue, in_order(queue))
+        reserved = self.reservations.update(queue)
         found = DisjointCurator(Ranking()).curate(queue, [], {}, reserved)
         self.reasons = {
             reason.pending.key: reason.sentence for reason in reasons_of_waiting(queue, found.planned, (), 1)
