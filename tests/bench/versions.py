@@ -141,7 +141,8 @@ class Measurement:
 def measure(cluster: Cluster, nodes: int, pods: int, tries: int, settle_s: float) -> Found:
     stop = threading.Event()
     client = KubeClient(load_configuration(cluster.kubeconfig), "tessera-bench")
-    controller = ControllerProcess(cluster, flags=("--settle-s", str(settle_s)))
+    # All held devices are published, so that it shows in the slices when a node follows its plan.
+    controller = ControllerProcess(cluster, flags=("--settle-s", str(settle_s), "--publish-held", "always"))
     with running_fleet(cluster, nodes, Mode.CURATED) as fleet:
         controller.start()
         fleet.wait_settled(SETTLED_S)
