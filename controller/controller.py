@@ -234,7 +234,7 @@ class Controller:
         try:
             found = re.match(r"\d+", str(self._client.get_object("/version").get("minor", "")))
         except ApiError as error:
-            if error.status is None:
+            if error.status is None and self._mode is None:
                 raise
             return self._minor_version
         return int(found[0]) if found is not None else None
