@@ -36,10 +36,13 @@ def skip_without_features(request: pytest.FixtureRequest) -> None:
     """Skip the tests on a cluster that lacks a feature of their mark ``needs``."""
     needed = [feature for mark in request.node.iter_markers("needs") for feature in mark.args]
     if needed:
-        cluster = request.getfixturevalue("cluster")
-        missing = [feature for feature in needed if not has(cluster, feature)]
-        if missing:
-            pytest.skip(f"Kubernetes {cluster.release.kubernetes} has no {', '.join(missing)}")
+        skip_without(request.getfixturevalue("cluster"), *needed)
+
+
+def skip_without(cluster: Cluster, *features: str) -> None:
+    missing = [feature for feature in features if not has(cluster, feature)]
+    if missing:
+        pytest.skip(f"Kubernetes {cluster.release.kubernetes} has no {', '.join(missing)}")
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ KINDS = 8
 """Full GPUs and seven profiles."""
 
 SOON_S = 60.0
+COUNTERS = ("--offer-mode", "counters")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def nodes(cluster: Cluster) -> Iterator[list[PluginProcess]]:
 @pytest.fixture
 def controller(cluster: Cluster, nodes: list[PluginProcess]) -> Iterator[ControllerProcess]:
     """Leading, and everything superfluous taken back."""
-    found = ControllerProcess(cluster)
+    found = ControllerProcess(cluster, flags=COUNTERS)
     found.start()
     wait_for(lambda: devices(nodes) == 2 * KINDS, SOON_S, "two offers of each kind")
     yield found
@@ -185,7 +186,7 @@ def test_a_killed_controller_changes_nothing_and_the_next_goes_on(
     [held] = holder.given()
     controller.kill()
     assert any(held.device in node.devices() for node in nodes)
-    follower = ControllerProcess(cluster, "second")
+    follower = ControllerProcess(cluster, "second", COUNTERS)
     follower.start()
     late = Scheduling(cluster, "late")
     late.ask(asked(SMALL))

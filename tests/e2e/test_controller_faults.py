@@ -52,9 +52,9 @@ def stir(nodes: Field, before: list[str]) -> list[str]:
     return [*nodes.ask(FULL), *nodes.ask(MIDDLE), *nodes.ask(LARGE)]
 
 
-def points_of(nodes: Field, cluster: Cluster) -> list[Point]:
+def points_of(nodes: Field, cluster: Cluster, circumstances: Circumstances) -> list[Point]:
     """Every point that a controller comes to in its life, in that order, found by watching one."""
-    first = FaultyController(cluster, "watched")
+    first = FaultyController(cluster, "watched", circumstances)
     first.start()
     wait_for(first.leads, 60, "the first leads")
     nodes.wait_curated()
@@ -71,8 +71,8 @@ def points_of(nodes: Field, cluster: Cluster) -> list[Point]:
 class Succession:
     """Controllers one after the other: each is killed at its point, and the next one waits already."""
 
-    def __init__(self, nodes: Field, cluster: Cluster, stack: ExitStack) -> None:
-        self._nodes, self._cluster, self._stack = nodes, cluster, stack
+    def __init__(self, nodes: Field, cluster: Cluster, circumstances: Circumstances, stack: ExitStack) -> None:
+        self._nodes, self._cluster, self._circumstances, self._stack = nodes, cluster, circumstances, stack
         self._made = 0
         self._leader = self._next()
         self._jobs: list[str] = []
@@ -81,7 +81,7 @@ class Succession:
 
     def _next(self) -> FaultyController:
         self._made += 1
-        found = FaultyController(self._cluster, f"c{self._made}")
+        found = FaultyController(self._cluster, f"c{self._made}", self._circumstances)
         found.start()
         self._stack.callback(found.kill)
         return found
@@ -115,15 +115,15 @@ class Succession:
         self._leader = standby
 
 
-def kill_everywhere(nodes: Field, cluster: Cluster, *, everywhere: bool) -> None:
-    points = points_of(nodes, cluster)
+def kill_everywhere(nodes: Field, cluster: Cluster, circumstances: Circumstances, *, everywhere: bool) -> None:
+    points = points_of(nodes, cluster, circumstances)
     assert {point.step for point in points} >= {"decide", "write-plan", "fence", "check", "lift", "withdraw"}
     cases = [[point] for point in points] + [[point, point] for point in points]
     cases = cases if everywhere else cases[: len(points) : 4]
     allocations = nodes.allocations
     unpublished, republished = allocations.unpublished, allocations.republished
     with ExitStack() as stack:
-        succession = Succession(nodes, cluster, stack)
+        succession = Succession(nodes, cluster, circumstances, stack)
         holders = [*nodes.ask(SMALL, node="n1"), *nodes.ask(FULL, node="n2")]
         nodes.served(*holders)
         had = {name: nodes.allocations.of(name) for name in holders}
@@ -140,17 +140,23 @@ def kill_everywhere(nodes: Field, cluster: Cluster, *, everywhere: bool) -> None
     )
 
 
+COUNTED, DISJOINT = Circumstances(), Circumstances(offer_mode="disjoint")
+kill_matrix = pytest.mark.parametrize("circumstances", [COUNTED, DISJOINT], ids=["counted", "disjoint"])
+
+
+@kill_matrix
 def test_a_controller_killed_at_some_points_leaves_nothing_touched_and_the_next_serves_who_waits(
-    quiet: Field, cluster: Cluster
+    quiet: Field, cluster: Cluster, circumstances: Circumstances
 ) -> None:
-    kill_everywhere(quiet, cluster, everywhere=False)
+    kill_everywhere(quiet, cluster, circumstances, everywhere=False)
 
 
 @pytest.mark.slow
+@kill_matrix
 def test_a_controller_killed_at_any_point_leaves_nothing_touched_and_the_next_serves_who_waits(
-    quiet: Field, cluster: Cluster
+    quiet: Field, cluster: Cluster, circumstances: Circumstances
 ) -> None:
-    kill_everywhere(quiet, cluster, everywhere=True)
+    kill_everywhere(quiet, cluster, circumstances, everywhere=True)
 
 
 Start = Callable[..., FaultyController]

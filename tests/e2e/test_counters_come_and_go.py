@@ -12,6 +12,7 @@ import pytest
 
 from driver.kube.client import KubeClient, load_configuration
 from driver.model.plan import COUNTERS_FIELD
+from tests.e2e.conftest import skip_without
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
@@ -51,6 +52,8 @@ def replace_control_plane(cluster: Cluster, *, keeps_counters: bool) -> None:
     plane.start_apiserver()
     plane.start_controllers()
     plane.wait()
+    if keeps_counters:
+        skip_without(cluster, "shared counters")  # 1.34 has them in the slices of the devices only
 
 
 def counted(node: PluginProcess) -> set[bool]:
@@ -87,7 +90,7 @@ def test_a_node_follows_what_the_api_server_keeps(cluster: Cluster, node: Plugin
     controller = ControllerProcess(cluster)
     controller.start()
     wait_for(lambda: status(controller).get("offerMode") == "Disjoint", SETTLED_S, "disjoint offers")
-    assert status(controller)["dropped"] == [COUNTERS_FIELD]
+    assert COUNTERS_FIELD in status(controller)["dropped"]
     assert len(node.devices()) < len(before)
     assert given <= node.devices().keys()
     wait_for(lambda: counted(node) == {False}, SETTLED_S, "no counters")

@@ -21,7 +21,7 @@ from tests.support.plugin import DRIVER
 from tests.support.podgen import CLASS, Case, generate, pod_with, selector
 from tests.support.twin_fleets import CURATED, OPEN, Outcome, TwinFleets, twin_fleets
 
-pytestmark = [pytest.mark.cluster]
+pytestmark = [pytest.mark.cluster, pytest.mark.needs("shared counters")]
 
 PATIENCE_S = 10.0
 """How much longer than with everything offered a pod may wait."""

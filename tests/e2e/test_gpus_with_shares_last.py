@@ -61,7 +61,7 @@ def test_full_gpus_and_partitions_come_from_gpus_without_shares_while_there_are_
 ) -> None:
     # In this order and in one test: a node goes on with a stopped controller's plan for up to 90 seconds.
     assert_shares_last(given_in_turn(cluster))
-    controller = ControllerProcess(cluster)
+    controller = ControllerProcess(cluster, flags=("--offer-mode", "counters"))
     controller.start()
     wait_for(lambda: full_gpus(node) == {"gpu-1", "gpu-2"}, SETTLED_S, "only full GPUs that have no shares offered")
     assert_shares_last(given_in_turn(cluster))

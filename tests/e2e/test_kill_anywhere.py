@@ -15,13 +15,14 @@ from typing import TypeVar
 import pytest
 
 from kubelet_plugin.claims.steps import Step
+from tests.harness.cluster import Cluster
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
 from tests.support.kill_matrix import SCENARIOS, Case, Scenario, kill, quick, watch
 from tests.support.kill_node import KillNode
 from tests.support.killable import zygote
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), pytest.mark.needs("shared counters")]
 
 NODES = 3
 """Plugins that are killed side by side; each waits for the API server most of the time."""
@@ -57,12 +58,17 @@ class Nodes:
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
+def cluster() -> Iterator[Cluster]:
+    with control_plane("kill") as running:
+        install(running)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: Cluster) -> Iterator[Nodes]:
     root = Path(tempfile.mkdtemp(prefix="tk-", dir=MEMORY))
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, root)
-        cluster = stack.enter_context(control_plane("kill"))
-        install(cluster)
         parent = stack.enter_context(zygote(cluster))
         found = [KillNode(cluster, parent, f"kill-{number}", root) for number in range(NODES)]
         for node in found:

@@ -28,7 +28,7 @@ from tests.support.killable import Point, zygote
 from tests.support.plugin import DRIVER, SLICES
 from tests.support.running import in_thread
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
 
 NODE = "kill-plan"
 HELD, UNKNOWN, OFFERED = "gpu-0-mig-1g10gb-6", "gpu-0-mig-1g10gb-5", "gpu-0-mig-1g10gb-0"
@@ -87,12 +87,17 @@ class PlannedNode:
 
 
 @pytest.fixture(scope="module")
-def planned() -> Iterator[PlannedNode]:
+def cluster() -> Iterator[Cluster]:
+    with control_plane("kill-plan") as running:
+        install(running)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def planned(cluster: Cluster) -> Iterator[PlannedNode]:
     root = Path(tempfile.mkdtemp(prefix="tk-"))
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, root)
-        cluster = stack.enter_context(control_plane("kill-plan"))
-        install(cluster)
         node = KillNode(cluster, stack.enter_context(zygote(cluster)), NODE, root)
         stack.callback(node.close)
         allocations, stop = Allocations(cluster, str(root / "two-h100.yaml"), shares=SHARES), threading.Event()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
 from tests.soak.run import Plan, soak
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
 from tests.support.metrics import total
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240), pytest.mark.needs("shared counters")]
 
 LOAD = Plan(duration_s=40, rate=200, kills=0, seed=7)
 """With the start of the cluster and the end of the last pods that is a minute."""
@@ -19,10 +22,15 @@ BUSY = 100
 """Claims that must have been served, or it was no load: four of five that come."""
 
 
-def test_claims_that_come_and_go_by_the_hundred_leave_nothing_behind() -> None:
-    with control_plane("soak") as cluster:
-        install(cluster)
-        report = soak(cluster, LOAD, Progress())
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with control_plane("soak") as running:
+        install(running)
+        yield running
+
+
+def test_claims_that_come_and_go_by_the_hundred_leave_nothing_behind(cluster: Cluster) -> None:
+    report = soak(cluster, LOAD, Progress())
     assert report.problems == []
     assert report.tally.served > BUSY
     assert len(report.taken) > 10

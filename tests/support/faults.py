@@ -54,6 +54,7 @@ class Circumstances:
     offers: int = 2
     hasty: bool = False
     publish_held: bool = False
+    offer_mode: str = "auto"
 
 
 class FaultyController(ControllerProcess):
@@ -77,6 +78,7 @@ class FaultyController(ControllerProcess):
             "identity": self._name,
             "offers": near.offers,
             "settle_s": 0.0,
+            "offer_mode": near.offer_mode,
         }
         settings["publish_held"] = "always" if near.publish_held else "auto"
         settings["publish_held_gpus"] = 0
