@@ -26,7 +26,7 @@ from controller.curation.curator import Curator
 from controller.curation.disjoint import DisjointCurator, DisjointOffers
 from controller.demand.demand import demand_of, nodes_matching_held
 from controller.demand.pending_claims import Eligibility, Queue
-from controller.demand.reservation import Reservations
+from controller.demand.reservation import NominatedPods, Reservations
 from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
 from controller.explain.disjoint_offers import reasons_of_waiting
@@ -94,6 +94,7 @@ class Controller:
         """How much longer than ``LONG_DECISION_SECONDS`` the last decision took."""
         self._starvation = StarvationFallback()
         self._reservations = Reservations()
+        self._nominated = NominatedPods()
         self._unreported = UnreportedNodesTracker()
         self._fleet_builder = FleetBuilder()
         self._devices = DeviceIndex()
@@ -157,7 +158,8 @@ class Controller:
         self._start(seen)
         mode = self._decide_mode(seen)
         chosen = self._choose(mode, fleet, queue)
-        offers = devices.offerable(chosen.offers, seen.plans)
+        nominated = self._nominated.update(queue, devices.offered)
+        offers = devices.offerable({*chosen.offers, *nominated}, seen.plans)
         excess = frozenset(device for offer, device in devices.managed.items() if offer not in offers)
         obstructed: set[Offer] = set()
         if mode is OfferMode.DISJOINT:

@@ -345,6 +345,7 @@ class PodStatus(Struct, frozen=True):
     conditions: tuple[Condition, ...] = ()
     resource_claim_statuses: tuple[PodResourceClaim, ...] = ()
     extended_resource_claim_status: ExtendedClaimStatus | None = None
+    nominated_node_name: str = ""
 
 
 class Pod(Struct, frozen=True):

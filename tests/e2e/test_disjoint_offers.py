@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.harness.cluster import Cluster
-from tests.harness.waiting import wait_for
+from tests.harness.waiting import DeadlineError, wait_for
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess, plugins
+from tests.support.faults import signal_scheduler
 from tests.support.plugin import PluginFlags, PluginProcess
 from tests.support.scheduling import Scheduling, asked
+from tests.support.workloads import PODS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -75,6 +78,31 @@ def test_a_full_gpu_that_is_offered_is_taken_back_for_a_pod_that_needs_a_part(
     assert f"small-0: {last} of node n1 is changed to offer 1g.10gb: about 1 s" in events(cluster, "Reshaping")
     for each in (*full, small):
         each.forget()
+    wait_for(lambda: full_gpus(node) == 2 and is_disjoint(node), SOON_S, "two GPUs are offered whole again")
+
+
+def test_an_offer_that_the_scheduler_may_have_chosen_already_is_not_withdrawn(
+    cluster: Cluster, node: PluginProcess
+) -> None:
+    full = asking(cluster, FULL, GPUS - 1, "full")
+    [last] = {f"gpu-{number}" for number in range(GPUS)} - {each.given()[0].device for each in full}
+    wait_for(lambda: last in node.devices() and is_disjoint(node), SOON_S, "the last GPU is offered whole")
+    signal_scheduler(cluster, signal.SIGSTOP)
+    try:
+        [decided] = asking(cluster, FULL, 1, "decided")
+        cluster.api.patch(f"{PODS}/{decided.name}/status", {"status": {"nominatedNodeName": "n1"}})
+        urgent = Scheduling(cluster, "urgent")
+        urgent.ask(asked(SMALL), priorityClassName="system-node-critical")
+        wait_for(lambda: any("urgent: " in each for each in events(cluster, "Reshaping")), SOON_S, "it is planned")
+        with pytest.raises(DeadlineError):  # a withdrawal takes less than a second here
+            wait_for(lambda: last not in node.devices(), 3, "the full GPU is withdrawn")
+    finally:
+        signal_scheduler(cluster, signal.SIGCONT)
+    assert decided.given()[0].device == last
+    for each in (*full, decided):
+        each.forget()
+    assert urgent.given()
+    urgent.forget()
     wait_for(lambda: full_gpus(node) == 2 and is_disjoint(node), SOON_S, "two GPUs are offered whole again")
 
 

@@ -60,14 +60,16 @@ class Scheduling:
         constraints: Sequence[dict[str, Any]] = (),
         config: Sequence[dict[str, Any]] = (),
         node: str | None = None,
+        **pod_spec: Any,
     ) -> None:
-        """A claim, and a pod that needs it, on ``node`` or on any."""
+        """A claim, and a pod that needs it, on ``node`` or on any; ``pod_spec`` are more fields of the pod."""
         devices = {"requests": list(requests), "constraints": list(constraints), "config": list(config)}
         pod = busybox_pod(
             self.name,
             node=node,
             container={"resources": {"claims": [{"name": "devices"}]}},
             resourceClaims=[{"name": "devices", "resourceClaimName": self.name}],
+            **pod_spec,
         )
         self._create(CLAIMS, {"metadata": {"name": self.name}, "spec": {"devices": devices}})
         self._create(PODS, pod)
