@@ -29,7 +29,7 @@ from driver.model.plan import OfferMode, PlanMode, PlanSpec, PublishHeld, offer_
 from driver.placement.state import GpuState
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower, PlanMemory
-from tests.harness.waiting import wait_for
+from tests.harness.waiting import DeadlineError, wait_for
 from tests.support.fence_race import ClaimsCache, allocate, new_claim
 from tests.support.gpus import gpu_of
 from tests.support.published import DRIVER
@@ -301,6 +301,8 @@ def race(
         jobs += [pool.submit(each.claimant, at, stop) for each in races for at in range(CLAIMANTS[mode])]
         try:
             wait_for(lambda: is_over(total) or any(job.done() for job in jobs), within_s, "the race is over", POLL_S)
+        except DeadlineError as error:
+            raise DeadlineError(f"{error}; so far: {total}") from None
         finally:
             stop.set()
     for each in races:
