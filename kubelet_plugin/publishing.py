@@ -19,7 +19,7 @@ from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.health.monitor import HealthMonitor
 from kubelet_plugin.inventory.layouts import standalone_offers
 from kubelet_plugin.metrics.probes import NodeProbes
-from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter, PlanWatch
+from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter, PlanWatch, PublishLabel
 from kubelet_plugin.plan.follower import PlanFile, PlanFollower
 from kubelet_plugin.reconcile.claim_activity import ClaimActivity
 from kubelet_plugin.reconcile.uninstall import Uninstall
@@ -66,10 +66,12 @@ class Publishing:
             slices_written,
             loop=loop(SLICES_DELAY_SECONDS, node_probes.publishing),
             fields=fields,
+            is_complete=lambda: not self._follower.is_waiting,
         )
         fields.on_due = self._publisher.notify
         node_probes.add_slices(self._publisher.published)
         self._plan = PlanWatch(client, settings.namespace, settings.node_name, self._plan_changed)
+        self._label = PublishLabel(client, settings.node_name, settings.publish, self.notify)
         plan_file = PlanFile(settings.state_dir)
         self._follower = PlanFollower(
             self._plan.plan,
@@ -83,6 +85,8 @@ class Publishing:
             faults=health.describe_faults,
             dropped=lambda: fields.dropped,
             standalone_offers=partial(standalone_offers, layouts=settings.layout),
+            complete=self._label.complete,
+            has_controller=self._plan.has_controller,
             has_counters=lambda entry: self._publisher.has_counters(
                 context.pool.device_slice(entry.number, divided=entry.divided)
             ),
@@ -90,7 +94,7 @@ class Publishing:
         status_loop = loop(STATUS_DELAY_SECONDS, node_probes.plan_status)
         self._plan_status = PlanStatusWriter(client, self._plan.plan, self._follower.status, loop=status_loop)
         self._fence_release = FenceRelease(
-            client, settings.namespace, context.pool.name, self._follower.standalone_epoch
+            client, settings.namespace, context.pool.name, self._follower.unplanned_epoch
         )
         self._status = StatusWriter(
             client,
@@ -101,7 +105,7 @@ class Publishing:
         )
         self.uninstall = Uninstall(self._plan.uninstalling, context.checkpoint, context.cdi, settings.state_dir)
         self.writers = (self._publisher.run, self._status.run, self._plan_status.run, self._fence_release.run)
-        self.readers = (self._publisher.cache.run, *self._plan.loops)
+        self.readers = (self._publisher.cache.run, *self._plan.loops, self._label.run)
         self.follow = self._follower.run
         self.device_names = self._publisher.device_names
         """Names of the devices in the slices at the API server."""

@@ -27,6 +27,7 @@ from driver.model.gpu_selection_and_share_counts import (
     Layouts,
     ShareCounts,
 )
+from driver.model.plan import CURATED, PUBLISH_VALUES
 
 NODE_NAME_LIMIT = 253
 
@@ -93,6 +94,7 @@ class NodeSettings:
     mig_gpus: Annotated[GpuSelection, GpuSelection.parse] = NO_GPU
     shares: Annotated[ShareCounts, ShareCounts.parse] = NO_SHARES
     shares_only: Annotated[GpuSelection, GpuSelection.parse] = NO_GPU
+    publish: Annotated[str, _one_of(*PUBLISH_VALUES)] = CURATED
     layout: Annotated[Layouts, Layouts.parse] = NO_LAYOUTS
     existing_partitions: Annotated[str, _one_of("ignore", "publish")] = "ignore"
     neighbours: Annotated[str, _one_of("refuse", "exclude")] = "refuse"

@@ -119,6 +119,11 @@ def main() -> None:
 )
 @click.option("--shares-only", help="GPUs to offer only as shares.  [default: none]")
 @click.option(
+    "--publish",
+    help="curated or complete: every device that the GPUs can be, at any time; the Node's label "
+    "gpu.tessera.dev/publish takes precedence.  [default: curated]",
+)
+@click.option(
     "--layout",
     help="WHICH=PROFILE,...;...: partitions that GPUs offer where offers are disjoint and no controller plans them "
     "(docs/node-plugin.md).  [default: full GPUs]",

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from driver.config.suggestions import meant
 from driver.kube.types import GpuNodePlan, Node
 from driver.model.device import DeviceKind
-from driver.model.plan import Held, PlanStatus
+from driver.model.plan import PUBLISH, PUBLISH_VALUES, Held, PlanMode, PlanStatus
 from driver.slices.pool_names import Pool
 
 UNREACHABLE_TAINTS = frozenset({"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"})
@@ -81,6 +81,11 @@ class NodeView:
     dedication: Dedication = UNDEDICATED
     accepts_offers: bool = True
     follows_plan: bool = True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the node publishes every device, so that there is nothing to offer or to withdraw."""
+        return self.status.mode is PlanMode.COMPLETE
 
     def uses(self, number: int) -> frozenset[DeviceKind]:
         """The kinds of device that GPU may be offered as."""
@@ -226,11 +231,13 @@ def incomplete_pools(parts: Iterable[PoolPart]) -> dict[str, str]:
 
 
 def faults_in(labels: Mapping[str, str], numbers: Collection[int]) -> list[str]:
-    """A sentence for each label about dedication that is ignored; ``numbers`` are the node's GPUs, if known."""
+    """A sentence for each of Tessera's labels that is ignored; ``numbers`` are the node's GPUs, if known."""
     return [fault for name, use in sorted(labels.items()) for fault in _faults(name, use, numbers)]
 
 
 def _faults(name: str, use: str, numbers: Collection[int]) -> Iterator[str]:
+    if name == PUBLISH and use not in PUBLISH_VALUES:
+        yield f"label {name}={use} is ignored: accepted are {' and '.join(PUBLISH_VALUES)}{meant(use, PUBLISH_VALUES)}"
     if name != DEDICATED_TO and not name.endswith(f".{DEDICATED_TO}"):
         return
     gpu = OF_ONE_GPU.fullmatch(name)

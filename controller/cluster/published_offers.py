@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from controller.cluster.claim_index import PoolDevice
-from controller.cluster.fleet import Fleet, FleetGpu
+from controller.cluster.fleet import Fleet, FleetGpu, spot_for
 from controller.cluster.node_views import Changes, NodeView
 from driver.kube.types import GpuNodePlan
 from driver.model.device import Device
@@ -15,7 +15,7 @@ from driver.model.plan import Offer
 
 @dataclass(frozen=True, slots=True)
 class NodeDevices:
-    """The published devices of one node that no claim holds, by their offers; ``offered`` as in NodeView."""
+    """The published devices of one node that no claim holds, by their offers; ``offered`` are those that fit."""
 
     view: NodeView
     free: Mapping[Offer, PoolDevice]
@@ -33,6 +33,8 @@ class DeviceIndex:
         self.free: dict[Offer, PoolDevice] = {}
         self.offered: set[Offer] = set()
         self.managed: dict[Offer, PoolDevice] = {}
+        self._complete: set[str] = set()
+        """UUIDs of the GPUs of nodes that publish every device."""
         self._fleet = Fleet()
         self._by_pool: dict[str, NodeDevices] = {}
         self._with_free: dict[str, NodeDevices] = {}
@@ -52,6 +54,8 @@ class DeviceIndex:
             self._with_free.pop(view.pool, None)
             if found.free:
                 self._with_free[view.pool] = found
+        complete = [found.view.name for found in self._by_pool.values() if found.view.is_complete]
+        self._complete = {entry.gpu.uuid for name in complete for entry in fleet.nodes.get(name, ())}
         self.free, self.offered, self.managed = {}, set(), {}
         for found in self._with_free.values():
             self.free.update(found.free)
@@ -64,9 +68,9 @@ class DeviceIndex:
         return found is not None and device.device in found.view.published
 
     def offerable(self, offers: Iterable[Offer], plans: Mapping[str, GpuNodePlan]) -> set[Offer]:
-        """``offers`` without the devices that ``plans`` withdraw and that are still published.
+        """``offers`` without devices of complete nodes, and those that ``plans`` withdraw and that are still published.
 
-        Their nodes may be removing them at this moment. If they were offered again and unfenced, they could be
+        The nodes of the latter may be removing them at this moment. If they were offered again and unfenced, they could be
         allocated while they leave the slices.
         """
         withdrawn = (
@@ -76,12 +80,16 @@ class DeviceIndex:
             for device in plan.spec.withdrawn
         )
         leaving = set(filter(self.is_published, withdrawn))
-        return {offer for offer in offers if not leaving & self.of([offer])} if leaving else set(offers)
+        possible = {offer for offer in offers if offer.gpu not in self._complete}
+        return {offer for offer in possible if not leaving & self.of([offer])} if leaving else possible
 
     def obstacles(self, offers: Collection[Offer], withdrawn: Collection[PoolDevice]) -> dict[Offer, set[PoolDevice]]:
-        """Those of ``offers`` that overlap published devices which no claim holds, except ``withdrawn``, with these."""
+        """Those of ``offers`` that overlap published devices which no claim holds, except ``withdrawn``, with these.
+
+        On complete nodes counters keep devices apart.
+        """
         on_gpu: dict[str, list[tuple[Offer, Device]]] = {}
-        wanted = {offer.gpu for offer in offers}
+        wanted = {offer.gpu for offer in offers} - self._complete
         for offer, name in self.free.items():
             if offer.gpu in wanted and name not in withdrawn and (device := self._device(offer)) is not None:
                 on_gpu.setdefault(offer.gpu, []).append((offer, device))
@@ -111,4 +119,7 @@ def _node_devices(view: NodeView, gpus: Collection[FleetGpu]) -> NodeDevices:
     pairs = ((gpu.offer(name), name) for gpu in gpus for name in free)
     names = {offer: name for offer, name in pairs if offer is not None}
     devices = {offer: PoolDevice(view.pool, name) for offer, name in names.items()}
-    return NodeDevices(view, devices, frozenset(offer for offer, name in names.items() if name in view.offered))
+    states = {gpu.gpu.uuid: gpu.state for gpu in gpus}
+    offered = [offer for offer, name in names.items() if name in view.offered]
+    fitting = (offer for offer in offered if not view.is_complete or states[offer.gpu].admits(spot_for(offer)))
+    return NodeDevices(view, devices, frozenset(fitting))

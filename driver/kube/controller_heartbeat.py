@@ -71,7 +71,8 @@ class HeartbeatWatch:
     """Whether a controller renews the Lease HEARTBEAT of ``namespace``, by this process's own clock.
 
     A Lease found when the watch begins may have been left by a dead controller; only the next renewal counts.
-    ``leaving``: Tessera is being uninstalled, as the Lease said last; ``on_leaving`` is called when that changed.
+    ``leaving``: Tessera is being uninstalled, as the Lease said last. ``exists``: whether there is a Lease; None: not
+    known yet. ``on_change`` is called when one of the two becomes known or has changed.
     """
 
     def __init__(
@@ -79,13 +80,14 @@ class HeartbeatWatch:
         client: KubeClient,
         namespace: str,
         clock: Clock | None = None,
-        on_leaving: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._clock = clock or Clock()
         self._listed = False
         self._renewed_at = float("-inf")
-        self._on_leaving = on_leaving
+        self._on_change = on_change
         self.leaving = False
+        self.exists: bool | None = None
         selector = {"fieldSelector": f"metadata.name={HEARTBEAT}"}
         self._cache = WatchCache(client, leases(namespace), Lease, lambda lease: lease, self._changed, selector)
 
@@ -101,10 +103,14 @@ class HeartbeatWatch:
         if self._listed and any(_is_renewal(change) for change in changes):
             self._renewed_at = self._clock.monotonic()
         self._listed = True
+        before = self.leaving, self.exists
+        self.exists = bool(self.exists)
         for change in changes:
-            if change.new is not None and (LEAVING in change.new.metadata.annotations) != self.leaving:
-                self.leaving = not self.leaving
-                self._on_leaving()
+            self.exists = change.new is not None
+            if change.new is not None:
+                self.leaving = LEAVING in change.new.metadata.annotations
+        if before != (self.leaving, self.exists):
+            self._on_change()
 
 
 def _is_renewal(change: Change[Lease]) -> bool:

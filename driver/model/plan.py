@@ -178,10 +178,22 @@ OPERATORS = ("cordoned", "cleared")
 
 
 class PlanMode(StrEnum):
-    """Whether the node follows the plan or, without a controller, offers everything that fits."""
+    """What decides which devices a node publishes.
+
+    PLANNED: the plan. STANDALONE: there is no controller, so the node offers everything that fits. COMPLETE: the label
+    ``PUBLISH`` or ``--publish`` asks for every device that the GPUs can be, at any time.
+    """
 
     PLANNED = "Planned"
     STANDALONE = "Alone"
+    COMPLETE = "Complete"
+
+
+PUBLISH = "gpu.tessera.dev/publish"
+"""Label of a Node: one of PUBLISH_VALUES. It takes precedence over the node's ``--publish``."""
+
+CURATED, COMPLETE = PUBLISH_VALUES = ("curated", "complete")
+"""Publish what is held and what the controller offers; or every device that the GPUs can be."""
 
 
 class Summary(msgspec.Struct, frozen=True):

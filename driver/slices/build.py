@@ -9,11 +9,11 @@ while some are held. Other counters exist only where memory slices are not suffi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from driver.model.device import SLICE_VALUE, Device, DeviceKind
-from driver.model.gpu import Gpu, Limit, limits_of
+from driver.model.gpu import Gpu, Limit, MigMode, limits_of
 from driver.model.gpu_health import DeviceCondition, written_time
 from driver.placement.ranking import order_offers
 from driver.slices.attributes import attributes, capacity
@@ -49,6 +49,7 @@ class PublishedGpu:
     ``unpublished``: its slices contain neither its devices nor its counter set, because nothing of it is offered.
     ``counted``: its devices consume shared counters, because they overlap or may do so. ``keeps_taints``: False: the
     API server drops taints, so free devices that no new claim may get at present are left out of the slices.
+    ``constant``: the slices must not show what is held, so that equal nodes have equal slices.
     """
 
     gpu: Gpu
@@ -63,12 +64,13 @@ class PublishedGpu:
     unpublished: bool = False
     counted: bool = True
     keeps_taints: bool = True
+    constant: bool = False
 
     @property
     def occupied(self) -> int:
         """Bit mask of memory slices that no offer can use."""
         mask = self.foreign
-        for device in self.held:
+        for device in () if self.constant else self.held:
             mask |= device.mask
         return mask
 
@@ -126,7 +128,8 @@ def _devices(group: Sequence[PublishedGpu]) -> Content:
     offers = order_offers((device for entry in group for device in _published_offers(entry)), occupied)
     # Held and closed devices have one order, so that a slice need not change when a device is released.
     going = [device for device in offers if device.name in closed]
-    counted = sorted((*(d for entry in group for d in entry.held), *going), key=lambda device: device.name)
+    held = [device for entry in group if not entry.constant for device in entry.held]
+    counted = sorted((*held, *going), key=lambda device: device.name)
     new = [device for device in offers if device.name not in closed]
     limits = {entry.gpu.uuid: limits_of(entry.gpu.profiles) for entry in group}
 
@@ -139,9 +142,19 @@ def _devices(group: Sequence[PublishedGpu]) -> Content:
 
 
 def _published_offers(entry: PublishedGpu) -> Iterable[Device]:
+    if entry.constant:
+        return map(_as_idle, (*entry.held, *entry.offers))
     if entry.keeps_taints:
         return entry.offers
     return [device for device in entry.offers if all(taint == CLOSED for taint in taints_of(device, entry))]
+
+
+def _as_idle(device: Device) -> Device:
+    """``device`` with the MIG mode that its GPU has without partitions, if that mode follows them."""
+    gpu = device.gpu
+    if not (gpu.toggles_freely and gpu.mig_mode.in_force):
+        return device
+    return replace(device, gpu=replace(gpu, mig_mode=MigMode.DISABLED))
 
 
 def taints_of(device: Device, entry: PublishedGpu) -> list[Content]:

@@ -48,8 +48,10 @@ class Changes:
         return bool(self.write or self.delete)
 
 
-def changes(desired: Mapping[str, Content], actual: Slices, sent: Mapping[str, Stored], pool: Pool) -> Changes:
-    """The writes and deletions that lead from ``actual`` to ``desired``.
+def changes(
+    desired: Mapping[str, Content], actual: Slices, sent: Mapping[str, Stored], pool: Pool, missing: int = 0
+) -> Changes:
+    """The writes and deletions that lead from ``actual`` to ``desired``, a pool that lacks ``missing`` slices.
 
     Slices of one pool generation belong together: while they are rewritten the scheduler skips the whole
     pool. So a change of devices stays in the generation, each slice being complete in itself; the set of
@@ -60,19 +62,20 @@ def changes(desired: Mapping[str, Content], actual: Slices, sent: Mapping[str, S
     """
     specs = {name: _believed(item, sent.get(name)) for name, item in actual.items()}
     current = max((spec["pool"]["generation"] for spec in specs.values()), default=1)
-    todo = _at_generation(current, desired, actual, specs, pool)
+    count = len(desired) + missing
+    todo = _at_generation(current, count, desired, actual, specs, pool)
     if _needs_new_generation(current, desired, specs):
-        todo = _at_generation(current + 1, desired, actual, specs, pool)
+        todo = _at_generation(current + 1, count, desired, actual, specs, pool)
     return todo
 
 
 def _at_generation(
-    generation: int, desired: Mapping[str, Content], actual: Slices, specs: Slices, pool: Pool
+    generation: int, count: int, desired: Mapping[str, Content], actual: Slices, specs: Slices, pool: Pool
 ) -> Changes:
-    todo = Changes(generation, len(desired), existing=actual)
+    todo = Changes(generation, count, existing=actual)
     removals: list[tuple[str, Content]] = []
     for name, content in desired.items():
-        if specs.get(name) == slice_spec(content, pool, generation, len(desired)):
+        if specs.get(name) == slice_spec(content, pool, generation, count):
             continue
         sets, before = _sets(content), _sets(specs.get(name, {}))
         if before.keys() <= sets.keys():
@@ -206,7 +209,8 @@ class Publisher:
     the old one owns is garbage. ``around`` is entered around every request that changes a slice; ``on_written`` is
     told after each reconciliation that wrote something how many slices were written or deleted, and how many seconds
     that took. ``store`` knows the slices instead of a watch of its own; who gives one calls ``notify`` when the API
-    server has others than it says. ``fields`` is checked before ``desired`` is called.
+    server has others than it says. ``fields`` is checked before ``desired`` is called. ``is_complete`` is asked after
+    ``desired``: while it is False the pool has one slice, and says that it has more, so that nobody relies on it.
     """
 
     def __init__(
@@ -220,6 +224,7 @@ class Publisher:
         store: Store | None = None,
         loop: MakeLoop = Loop,
         fields: KeptFields | None = None,
+        is_complete: Callable[[], bool] = lambda: True,
     ) -> None:
         self._client = client
         self._pool = pool
@@ -228,6 +233,7 @@ class Publisher:
         self._around = around
         self._on_written = on_written
         self._fields = fields
+        self._is_complete = is_complete
         self._owner: Mapping[str, Any] | None = None
         self._sent: dict[str, Stored] = {}
         self._reported: set[str] = set()
@@ -264,7 +270,11 @@ class Publisher:
             return
         if self._fields is not None:
             self._fields.check(self._client, self._pool)
-        todo = changes(self._desired(), self._stored(), self._sent, self._pool)
+        desired, missing = self._desired(), 0
+        if desired and not self._is_complete():
+            first = min(desired)
+            desired, missing = {first: desired[first]}, 1
+        todo = changes(desired, self._stored(), self._sent, self._pool, missing)
         if todo.write and (self._owner is None or any(name not in todo.existing for name, _ in todo.write)):
             self._owner = self._find_owner()
         started = time.perf_counter()

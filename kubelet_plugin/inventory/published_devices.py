@@ -48,6 +48,9 @@ class PublishPolicy:
 
     ``mode``: DISJOINT: of the devices that ``offers`` wants, only those are added that fit beside everything that is
     published. ``keeps_taints``: whether the API server keeps the taints of devices.
+
+    ``complete``: every device that the GPU can be, whatever is held: shared counters keep the scheduler from allocating
+    what overlaps. Only partitions that Tessera did not create, faults, and other drivers change what is published.
     """
 
     held: frozenset[str] = frozenset()
@@ -58,6 +61,7 @@ class PublishPolicy:
     unpublished: frozenset[str] = frozenset()
     mode: OfferMode = OfferMode.COUNTERS
     keeps_taints: bool = True
+    complete: bool = False
 
     def wants(self, device: Device) -> bool:
         return self.offers is None or device.name in self.kept or offer_of(device) in self.offers
@@ -92,6 +96,8 @@ class PublishableGpu:
     conditions: tuple[DeviceCondition, ...]
 
     def published(self, policy: PublishPolicy = OFFER_EVERYTHING) -> PublishedGpu:
+        if policy.complete:
+            return self._complete(policy)
         held = (*self.prepared, *self.allocated)
         taken = GpuState.of(self.gpu, held, self.foreign.mask)
         fitting = self._fitting(held, taken, policy)
@@ -118,6 +124,28 @@ class PublishableGpu:
             unpublished=self._is_unpublished(policy, held, offers),
             counted=policy.mode is OfferMode.COUNTERS or self._overlap((*held, *offers)),
             keeps_taints=policy.keeps_taints,
+        )
+
+    def _complete(self, policy: PublishPolicy) -> PublishedGpu:
+        """Every device that is possible beside partitions that Tessera did not create, and what is held."""
+        held, names = self.prepared, {device.name for device in self.prepared}
+        empty = GpuState.of(self.gpu, foreign=self.foreign.mask)
+        possible = [d for d in self.devices if d.name in self.foreign.offered or (self._possible(d) and empty.fits(d))]
+        chosen = limited(0, possible, self.foreign.mask) | self.foreign.offered
+        free = tuple(device for device in possible if device.name in chosen - names)
+        closed = frozenset(device.name for device in (*held, *free)) if self.reserved else frozenset()
+        return PublishedGpu(
+            self.gpu,
+            self.number,
+            held,
+            free,
+            self.foreign.mask,
+            self.fault,
+            closed,
+            self.conditions,
+            divided=any(device.kind is DeviceKind.SHARE for device in self.devices),
+            keeps_taints=policy.keeps_taints,
+            constant=True,
         )
 
     def _is_unpublished(self, policy: PublishPolicy, held: Sequence[Device], offers: Sequence[Device]) -> bool:

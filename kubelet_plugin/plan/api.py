@@ -1,4 +1,7 @@
-"""The node's requests to the API server about its plan: watch it, write its status, release the controller's fence."""
+"""The node's requests to the API server about its plan: watch it, write its status, release the controller's fence.
+
+And the watch of the label that selects complete publication.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ import msgspec
 
 from driver.kube.client import KubeClient
 from driver.kube.controller_heartbeat import HeartbeatWatch
-from driver.kube.types import GpuNodePlan, PlanMetadata
+from driver.kube.types import GpuNodePlan, Node, PlanMetadata
 from driver.kube.watch_cache import WatchCache
 from driver.kube.work_loop import Loop, MakeLoop
-from driver.model.plan import FENCE, PATH, PlanStatus
+from driver.model.plan import COMPLETE, FENCE, PATH, PUBLISH, PUBLISH_VALUES, PlanStatus
+
+NODES = "/api/v1/nodes"
 
 STATUS_COALESCE_SECONDS, RELEASE_COALESCE_SECONDS = 0.5, 0.05
 
@@ -28,13 +33,13 @@ NO_CRD = (
 
 
 class PlanWatch:
-    """The node's plan and the controller's heartbeat. ``on_change`` is called when the plan has changed or Tessera is
-    being uninstalled; it must return quickly."""
+    """The node's plan and the controller's heartbeat. ``on_change`` is called when the plan has changed, Tessera is
+    being uninstalled, or it is known whether there is a controller; it must return quickly."""
 
     def __init__(self, client: KubeClient, namespace: str, node: str, on_change: Callable[[], None]) -> None:
         selector = {"fieldSelector": f"metadata.name={node}"}
         self._plans = WatchCache(client, PATH, GpuNodePlan, without_status, lambda _: on_change(), selector, NO_CRD)
-        self._heartbeat = HeartbeatWatch(client, namespace, on_leaving=on_change)
+        self._heartbeat = HeartbeatWatch(client, namespace, on_change=on_change)
         self.alive = self._heartbeat.alive
         self.loops: tuple[Callable[[threading.Event], None], ...] = (self._plans.run, self._heartbeat.run)
 
@@ -47,9 +52,37 @@ class PlanWatch:
         """The node's plan; None if there is none, or none has been received yet."""
         return next(iter(self._plans.snapshot().values()), None)
 
+    def has_controller(self) -> bool:
+        """Whether there is or was a controller, or that is not known yet."""
+        return self._heartbeat.exists is not False
+
     def uninstalling(self) -> bool:
         """Whether Tessera is being uninstalled."""
         return self._heartbeat.leaving
+
+
+class PublishLabel:
+    """The label PUBLISH of the node. ``on_change`` is called when it has changed; it must return quickly.
+
+    ``default`` is one of PUBLISH_VALUES, and applies if the Node has no such label, or one that is not valid.
+    """
+
+    def __init__(self, client: KubeClient, node: str, default: str, on_change: Callable[[], None]) -> None:
+        self._default = default
+        selector = {"fieldSelector": f"metadata.name={node}"}
+        self._nodes = WatchCache(client, NODES, Node, _label, lambda _: on_change(), selector)
+        self.run = self._nodes.run
+
+    def complete(self) -> bool | None:
+        """Whether the node publishes every device; None: the Node has not been received yet."""
+        if not self._nodes.synced:
+            return None
+        label = next(iter(self._nodes.snapshot().values()), None)
+        return (label if label in PUBLISH_VALUES else self._default) == COMPLETE
+
+
+def _label(node: Node) -> str:
+    return node.metadata.labels.get(PUBLISH, "")
 
 
 def without_status(found: GpuNodePlan) -> GpuNodePlan:
@@ -106,13 +139,13 @@ def _urgent(uid: str, status: PlanStatus) -> tuple[object, ...]:
 
 
 class FenceRelease:
-    """Releases the controller's fence around this node's devices when the node becomes standalone.
+    """Releases the controller's fence around this node's devices when the node becomes standalone or complete.
 
-    A standalone node offers every device that fits, also devices that a controller has fenced. They are in the slices
-    again, so the scheduler counts them, and no controller would release the fence.
+    It then offers devices that a controller has fenced, too. They are in the slices again, so the scheduler counts
+    them, and no controller would release the fence.
 
-    ``standalone_epoch`` is the epoch in which the node is standalone, None while it follows a plan; call ``notify``
-    when it has changed.
+    ``unplanned_epoch`` is the epoch in which the node follows no plan, None while it does; call ``notify`` when it has
+    changed.
     """
 
     def __init__(
@@ -120,13 +153,13 @@ class FenceRelease:
         client: KubeClient,
         namespace: str,
         pool: str,
-        standalone_epoch: Callable[[], str | None],
+        unplanned_epoch: Callable[[], str | None],
         loop: MakeLoop = Loop,
     ) -> None:
         self._client = client
         self._path = f"/api/v1/namespaces/{namespace}/configmaps/{FENCE}"
         self._pool = pool
-        self._standalone_epoch = standalone_epoch
+        self._unplanned_epoch = unplanned_epoch
         self._released: str | None = None
         self._loop = loop("releasing the fence of an absent controller", self._release, RELEASE_COALESCE_SECONDS)
         self.notify = self._loop.notify
@@ -134,7 +167,7 @@ class FenceRelease:
 
     def _release(self) -> None:
         """Release the fence once in each epoch. Raises ApiError."""
-        epoch = self._standalone_epoch()
+        epoch = self._unplanned_epoch()
         if epoch is None or epoch == self._released:
             return
         self._client.patch_existing(self._path, {"data": {self._pool: None}})

@@ -1,5 +1,9 @@
 """Follows the controller's plan; without a controller the node is standalone and offers every device that fits.
 
+A new node, of which nothing is published or held, publishes no device until its first plan, if there is a controller.
+A node whose label or settings ask for complete publication publishes every device that its GPUs can be; what the plan
+says does not matter then.
+
 The node removes a device from its slices only if the plan says that it was withdrawn (fenced, and held by no claim) or
 if a prepared device overlaps it. Every other device that a plan leaves out stays, because it may just have been
 allocated. A plan is valid for one epoch of the node. An epoch ends when the node becomes standalone, because it then
@@ -64,6 +68,12 @@ from the claims, and each slice update wakes every pending pod."""
 
 MODE_CHECK_INTERVAL_SECONDS = 1.0
 
+ENTERED = {
+    PlanMode.PLANNED: "following the controller's plan",
+    PlanMode.STANDALONE: "running standalone: no controller",
+    PlanMode.COMPLETE: "publishing every device that the GPUs can be",
+}
+
 
 class PlanFollower:
     """Thread-safe. ``on_mode`` is called after the mode changed, ``on_published`` after the published devices changed,
@@ -85,6 +95,8 @@ class PlanFollower:
         dropped: Callable[[], tuple[str, ...]] = tuple,
         has_counters: Callable[[PublishedGpu], bool] = lambda _: False,
         standalone_offers: Callable[[Gpu, Sequence[Device]], Iterable[Device]] = standalone_offers,
+        complete: Callable[[], bool | None] = lambda: False,
+        has_controller: Callable[[], bool] = lambda: False,
     ) -> None:
         """``plan`` returns the node's plan as last received, ``alive`` whether the controller has renewed its heartbeat
         recently. ``memory`` is what the last process has saved; ``save`` takes (memory, whether durably).
@@ -92,6 +104,8 @@ class PlanFollower:
         are the faults in the status, which operators can clear. ``dropped`` are the fields of devices that the API
         server does not keep, ``has_counters`` whether the slice of a GPU's devices has any at present.
         ``standalone_offers`` are, among all devices of a GPU, the disjoint offers of a node without controller.
+        ``complete``: whether every device is to be published, None: not known yet. ``has_controller``: whether the
+        cluster has a controller or had one, or that is not known yet.
         """
         self._plan, self._alive = plan, alive
         self._inventory = inventory
@@ -103,9 +117,12 @@ class PlanFollower:
         self._spread = spread
         self._faults = faults
         self._dropped, self._has_counters, self._offers_of = dropped, has_counters, standalone_offers
+        self._complete, self._has_controller = complete, has_controller
         self._left_out: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._memory = memory or PlanMemory(new_epoch(), PlanMode.STANDALONE)
+        self._new_until = clock() + FIRST_PLAN_TIMEOUT_SECONDS if memory is None else None
+        """Until when a new node waits for its first plan; None: it does not."""
         self._offered: frozenset[str] | None = None
         self._held: frozenset[str] = frozenset()
         self._open = 0
@@ -119,9 +136,14 @@ class PlanFollower:
     def mode(self) -> PlanMode:
         return self._memory.mode
 
-    def standalone_epoch(self) -> str | None:
-        """The epoch in which the node is standalone; None while it follows plans."""
-        return self._memory.epoch if self.mode is PlanMode.STANDALONE else None
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this is a new node that waits for its first plan and publishes no device."""
+        return self._new_until is not None
+
+    def unplanned_epoch(self) -> str | None:
+        """The epoch in which the node offers devices that no plan asked for; None while it follows plans."""
+        return None if self.mode is PlanMode.PLANNED or self.is_waiting else self._memory.epoch
 
     @property
     def held_lag_seconds(self) -> float:
@@ -134,7 +156,9 @@ class PlanFollower:
             changed = self._choose_mode()
             last = self._reported
             before = self._offered | self._held if self._offered is not None else self._published_before_start()
-            policy = self._policy(before)
+            if before or not self._awaits_plan():
+                self._new_until = None
+            policy = PublishPolicy(offers=frozenset()) if self.is_waiting else self._policy(before)
             found = self._without_lost_counters(self._inventory.published(policy))
             counted = policy.mode is OfferMode.COUNTERS or any(entry.counted for entry in found)
             self._offer_mode = OfferMode.COUNTERS if counted else OfferMode.DISJOINT
@@ -185,7 +209,7 @@ class PlanFollower:
     def update_mode(self) -> None:
         """Change the mode if it is time to."""
         with self._lock:
-            changed = self._choose_mode()
+            changed = self._choose_mode() or (self.is_waiting and not self._awaits_plan())
         if changed:
             self._on_mode()
 
@@ -197,6 +221,8 @@ class PlanFollower:
         held = plan.spec.held_devices if plan is not None else frozenset()
         mode = OfferMode.DISJOINT if COUNTERS_FIELD in dropped else self._memory.offer_mode
         policy = PublishPolicy(held, kept=before, mode=mode, keeps_taints=TAINTS_FIELD not in dropped)
+        if self.mode is PlanMode.COMPLETE:
+            return replace(policy, complete=True)
         if self.mode is PlanMode.STANDALONE:
             return policy if mode is OfferMode.COUNTERS else replace(policy, offers=self._standalone_offers())
         unpublished = frozenset(self._memory.unpublished)
@@ -224,12 +250,28 @@ class PlanFollower:
     def _reported(self) -> object:
         return self._offered, self._held, self._open, self._offer_mode, self._left_out, self._dropped()
 
+    def _awaits_plan(self) -> bool:
+        """Whether a new node has to wait for its first plan still. The caller holds the lock."""
+        waits = self._new_until is not None and self._clock() < self._new_until and self.mode is PlanMode.STANDALONE
+        held = any(self._inventory.held_on(gpu) for gpu in self._inventory.gpus)
+        return waits and not held and self._has_controller()
+
     def _choose_mode(self) -> bool:
-        """Choose the mode by plan and heartbeat; returns whether it changed. The caller holds the lock."""
+        """Choose the mode by label, plan and heartbeat; returns whether it changed. The caller holds the lock."""
+        complete = COUNTERS_FIELD not in self._dropped() and self._complete()
+        if self.mode is PlanMode.COMPLETE:
+            return complete is False and self._enter(PlanMode.STANDALONE, new_epoch())
+        if complete:
+            return self._enter(PlanMode.COMPLETE, new_epoch())
         plan = self._plan()
         followed = plan is not None and plan.spec.epoch == self._memory.epoch
         if self.mode is PlanMode.STANDALONE:
-            return followed and self._alive() and self._enter(PlanMode.PLANNED, self._memory.epoch)
+            # A plan that answers a new node's epoch, which is random, is the work of a live controller.
+            if not followed or not (self.is_waiting or self._alive()):
+                return False
+            self._enter(PlanMode.PLANNED, self._memory.epoch)
+            self._standalone_at = self._clock() + FIRST_PLAN_TIMEOUT_SECONDS
+            return True
         if plan is not None and self._alive():
             self._standalone_at = None
             return False
@@ -255,7 +297,7 @@ class PlanFollower:
     def _enter(self, mode: PlanMode, epoch: str) -> bool:
         self._standalone_at = None
         self._remember(durable=True, epoch=epoch, mode=mode)
-        log.info("following the controller's plan" if mode is PlanMode.PLANNED else "running standalone: no controller")
+        log.info(ENTERED[mode])
         return True
 
     def _refused(self, plan: GpuNodePlan) -> Iterable[str]:

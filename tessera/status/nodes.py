@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from controller.publication_modes import FIRST_FAST_MINOR_VERSION
 from driver.kube.types import Claim, GpuNodePlan, ResourceSlice, SliceDevice
-from driver.model.plan import COUNTERS_FIELD, OfferMode, PlanMode
+from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, OfferMode, PlanMode
 from driver.slices.pool_names import Pool
 from kubelet_plugin.coexistence.other_drivers import OWNED, NodeSigns, find_other_drivers
 from tessera.gpu_names import GpuName, faults_of, names_of, states
@@ -23,6 +23,9 @@ SELF_CLEARING: Mapping[str, str] = {
     "unavailable": "the GPU does not answer: docs/health.md; it is used again as soon as it does",
 }
 """Remedies of faults that the node plugin ends by itself; ``tessera uncordon`` has no effect on them."""
+
+KARPENTER = "karpenter.sh/nodepool"
+"""Label of the Nodes that Karpenter manages."""
 
 CORDONED = "cordoned"
 """First word of the fault of a cordoned GPU."""
@@ -76,9 +79,12 @@ def mode(snapshot: StatusSnapshot) -> CheckOutput:
     plans = snapshot.plans or {}
     serving = {item.spec.node_name for item in snapshot.slices} - {""}
     standalone = {name for name in serving if name not in plans or plans[name].status.mode is PlanMode.STANDALONE}
-    follow = len(serving - standalone)
+    complete = {name for name in serving & plans.keys() if plans[name].status.mode is PlanMode.COMPLETE}
+    follow = len(serving - standalone - complete)
     yield f"{counted(follow, 'node follows', 'nodes follow')} the controller"
     yield f"{len(standalone)} standalone"
+    if complete:
+        yield f"{counted(len(complete), 'node publishes', 'nodes publish')} every device"
     if idle := len(plans.keys() - serving):
         yield f"{counted(idle, 'plan')} of nodes that publish nothing"
     for name in sorted(standalone & plans.keys()) if snapshot.is_led else ():
@@ -86,6 +92,24 @@ def mode(snapshot: StatusSnapshot) -> CheckOutput:
         yield Finding(name, "is standalone although a controller is running", remedy)
     for name in sorted(serving & plans.keys()):
         yield from _lagging(name, plans[name])
+    yield from _autoscaled(snapshot, serving, complete)
+
+
+def _autoscaled(snapshot: StatusSnapshot, serving: set[str], complete: set[str]) -> CheckOutput:
+    """Nodes that an autoscaler manages and that publish only some of their devices, and labels without effect."""
+    labels = {str(node["metadata"]["name"]): node["metadata"].get("labels") or {} for node in snapshot.nodes}
+    remedy = f"kubectl label node NODE {PUBLISH}={COMPLETE}, or set it for the node pool; see docs/autoscaling.md"
+    if snapshot.autoscaler is not None and serving and not complete:
+        message = "takes the devices that a node publishes for all that it has, but no node publishes every device"
+        yield Finding("cluster-autoscaler", message, remedy)
+    for name in sorted(serving - complete):
+        wanted = labels.get(name, {}).get(PUBLISH)
+        plan = (snapshot.plans or {}).get(name)
+        if wanted == COMPLETE and plan is not None and COUNTERS_FIELD in plan.status.dropped:
+            message = f"has the label {PUBLISH}={COMPLETE} without effect: the API server does not keep {COUNTERS_FIELD}"
+            yield Finding(name, message, "remove the label, or upgrade to Kubernetes 1.36 or newer")
+        elif wanted != COMPLETE and KARPENTER in labels.get(name, {}):
+            yield Finding(name, "is managed by Karpenter and does not publish every device", remedy)
 
 
 def offers(snapshot: StatusSnapshot) -> CheckOutput:

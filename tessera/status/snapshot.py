@@ -31,6 +31,8 @@ NODE, CONTROLLER = "tessera-node", "tessera-controller"
 NAMESPACE = "tessera"
 """Default namespace of the chart's release."""
 
+AUTOSCALER = "cluster-autoscaler-status"
+
 POLICIES = "/apis/admissionregistration.k8s.io/v1"
 APPS = "/apis/apps/v1"
 EVENTS_OF_CONTROLLER = "reportingComponent=tessera-controller"
@@ -87,6 +89,7 @@ class StatusSnapshot:
     events         of the controller, about any object; ``node_events`` of node plugins, about their nodes
     plans          None if the CustomResourceDefinition is not installed
     daemon_set     None if there is none, or if it can't be read
+    autoscaler     status ConfigMap of cluster-autoscaler; None if there is none, or if it can't be read
     unreadable     lists that can't be read, with the reason; their fields are empty
     """
 
@@ -109,6 +112,7 @@ class StatusSnapshot:
     leases: Mapping[str, Object] = field(default_factory=dict)
     node_leases: Sequence[Object] = ()
     daemon_set: Object | None = None
+    autoscaler: Object | None = None
     unreadable: Mapping[Listing, ReadFailure] = field(default_factory=dict)
 
     @property
@@ -228,6 +232,7 @@ class SnapshotReader:
             },
             node_leases=self._read(Listing.NODE_LEASES, leases("kube-node-lease"), Object),
             daemon_set=next(iter(self._list_named(f"{APPS}/namespaces/{self._namespace}/daemonsets", NODE)), None),
+            autoscaler=next(iter(self._list_named("/api/v1/namespaces/kube-system/configmaps", AUTOSCALER)), None),
             unreadable=self._unreadable,
         )
         self._check_namespace(snapshot)

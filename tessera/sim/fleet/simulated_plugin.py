@@ -118,7 +118,7 @@ class FleetNode:
             fields=fields,
         )
         self._plan_status = PlanStatusWriter(client, plan, self.follower.status, loop=loop)
-        self._fence_release = FenceRelease(client, settings.namespace, self.name, self.follower.standalone_epoch, loop)
+        self._fence_release = FenceRelease(client, settings.namespace, self.name, self.follower.unplanned_epoch, loop)
 
     @property
     def published(self) -> bool:

@@ -56,6 +56,8 @@ class Followed:
     changes: int = 0
     dropped: tuple[str, ...] = ()
     has_counters: bool = True
+    complete: bool | None = False
+    has_controller: bool = False
 
     def __post_init__(self) -> None:
         self.start()
@@ -76,6 +78,8 @@ class Followed:
             lambda: 0.5,
             dropped=lambda: self.dropped,
             has_counters=lambda _: self.has_counters,
+            complete=lambda: self.complete,
+            has_controller=lambda: self.has_controller,
         )
 
     def count(self) -> None:
@@ -263,6 +267,102 @@ def test_the_status_tells_the_controller_all_about_the_gpus(followed: Followed) 
     assert [state.gpu for state in states_of(status.inventory)] == list(followed.node.node.inventory.gpus)
     assert re.fullmatch("gpu-0 GPU-[-0-9a-f]+: NVIDIA H100 80GB HBM3, MIG disabled", status.gpus[0])
     assert msgspec.json.decode(msgspec.json.encode(status), type=type(status)) == status
+
+
+class TestANewNode:
+    """Nothing was ever published of it, and it holds nothing."""
+
+    @pytest.fixture
+    def new(self, followed: Followed) -> Followed:
+        followed.has_controller = True
+        return followed
+
+    def test_it_offers_nothing_before_its_first_plan_and_then_what_that_says(self, new: Followed) -> None:
+        assert new.published() == set()
+        assert new.follower.is_waiting
+        new.told(PlanSpec(offers=new.offers(SMALL)))
+        new.controller.is_alive = False  # no renewal was seen yet
+        assert new.published() == {SMALL}
+        assert not new.follower.is_waiting
+        new.now += MODE_SPREAD_SECONDS / 4
+        new.controller.is_alive = True
+        assert new.published() == {SMALL}
+
+    def test_it_is_standalone_if_no_plan_comes(self, new: Followed) -> None:
+        assert new.published() == set()
+        new.now += FIRST_PLAN_TIMEOUT_SECONDS
+        changes = new.changes
+        new.follower.update_mode()
+        assert new.changes == changes + 1
+        assert new.published() == new.node.offered(0)
+        assert new.follower.mode is PlanMode.STANDALONE
+
+    def test_it_is_standalone_as_soon_as_it_knows_that_there_is_no_controller(self, new: Followed) -> None:
+        assert new.published() == set()
+        assert new.follower.unplanned_epoch() is None
+        new.has_controller = False
+        assert new.published() == new.node.offered(0)
+        assert new.follower.unplanned_epoch() is not None
+
+    def test_a_node_with_held_devices_or_slices_is_not_new(self, new: Followed) -> None:
+        new.in_slices = {OTHER}
+        assert new.published() == new.node.offered(0)
+
+    def test_a_node_that_holds_a_device_is_not_new(self, new: Followed) -> None:
+        new.node.preparer.prepare(new.node.api.allocate("infer", SMALL))
+        assert FULL not in new.published()
+        assert OTHER in new.published()
+
+
+class TestCompletePublication:
+    """Every device that the GPUs can be, whatever is held and whatever the plan says."""
+
+    @pytest.fixture
+    def complete(self, followed: Followed) -> Followed:
+        followed.complete = True
+        return followed
+
+    def test_slices_are_the_same_before_and_after_an_allocation(self, complete: Followed) -> None:
+        idle = slices_of(complete)
+        assert complete.follower.status().mode is PlanMode.COMPLETE
+        claim = complete.node.api.allocate("infer", SMALL)
+        complete.node.preparer.prepare(claim)
+        complete.told(PlanSpec(held=(f"{SMALL} default/infer",), withdrawn=(FULL, OTHER)))
+        complete.node.scanner.scan(complete.node.node.inventory)
+        assert slices_of(complete) == idle
+        complete.node.preparer.unprepare(claim)
+        assert slices_of(complete) == idle
+
+    def test_a_fault_still_shows(self, complete: Followed) -> None:
+        gpu = complete.node.node.inventory.gpus[0]
+        complete.node.node.inventory.set_conditions(gpu.uuid, (DeviceCondition("xid-48", "double bit error"),))
+        devices = [device for content in slices_of(complete).values() for device in content.get("devices", ())]
+        assert {device["name"] for device in devices if "taints" in device} == complete.published()
+
+    def test_a_node_that_followed_a_plan_publishes_the_rest_and_returns_without_a_gap(self, followed: Followed) -> None:
+        everything = followed.published()
+        followed.told(PlanSpec(offers=followed.offers(SMALL), withdrawn=tuple(everything)))
+        assert followed.published() == {SMALL}
+        epoch = followed.follower.status().epoch
+        followed.complete = True
+        assert followed.published() == everything
+        assert followed.follower.unplanned_epoch() not in {None, epoch}
+        followed.complete = False
+        assert followed.published() == everything
+        followed.told(PlanSpec(offers=followed.offers(SMALL), withdrawn=(FULL,)))
+        assert followed.published() == everything - {FULL}
+
+    def test_a_restart_goes_on_before_the_label_is_known(self, complete: Followed) -> None:
+        everything = complete.published()
+        complete.node.preparer.prepare(complete.node.api.allocate("infer", SMALL))
+        complete.complete = None
+        complete.start()
+        assert complete.published() == everything
+
+    def test_without_counters_at_the_api_server_it_has_no_effect(self, complete: Followed) -> None:
+        complete.dropped = (COUNTERS_FIELD,)
+        assert complete.published() == {FULL}
+        assert complete.follower.mode is PlanMode.STANDALONE
 
 
 def slices_of(followed: Followed) -> dict[str, Content]:
