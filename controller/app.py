@@ -46,6 +46,11 @@ GC_THRESHOLD = 50_000
 @click.option("--namespace", help="Namespace of the Leases, the fence and the canary claim.  [default: tessera]")
 @click.option("--identity", help="Name of this candidate in the Lease.  [default: HOST_PID]")
 @click.option("--offers", type=int, help="Number of offers of each profile while no claim is pending.  [default: 2]")
+@click.option(
+    "--min-published",
+    help="Devices of each kind and product that are published, offered or not, for tools that count them: auto, none, "
+    "or full=8,1g.10gb=2.  [default: auto: of full GPUs as many as the largest node has, of other kinds --offers]",
+)
 @click.option("--linger-s", type=float, help="Seconds that an unwanted offer stays published, tainted.  [default: 10]")
 @click.option("--settle-s", type=float, help="Seconds until a fence has reached all API servers.  [default: 1]")
 @click.option("--fence-minutes", type=float, help="Longest delay of a decision of the scheduler.  [default: 15]")

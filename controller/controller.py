@@ -24,6 +24,7 @@ from controller.cluster.published_offers import DeviceIndex
 from controller.conflicts import ConflictResolver
 from controller.curation.curator import Curator
 from controller.curation.disjoint import DisjointCurator, DisjointOffers
+from controller.curation.listed_devices import ListedDevices
 from controller.demand.demand import demand_of, nodes_matching_held
 from controller.demand.pending_claims import Eligibility, Queue
 from controller.demand.reservation import NominatedPods, Reservations
@@ -102,6 +103,7 @@ class Controller:
         ranking = Ranking(Measure(settings.weights))
         self._curator = Curator(ranking, settings.offers)
         self._disjoint_curator = DisjointCurator(ranking, settings.offers)
+        self._listed_devices = ListedDevices(settings.min_published, settings.offers)
         self._unscheduled = UnscheduledClaims(settings.unused_s, Clock())
         self._conflicts = ConflictResolver(client, self._recorder, settings.driver_name)
         self._client, self._settings = client, settings
@@ -160,6 +162,8 @@ class Controller:
         chosen = self._choose(mode, fleet, queue)
         nominated = self._nominated.update(queue, devices.offered)
         offers = devices.offerable({*chosen.offers, *nominated}, seen.plans)
+        listed = self._list(mode, fleet, offers, seen)
+        offers |= listed
         excess = frozenset(device for offer, device in devices.managed.items() if offer not in offers)
         obstructed: set[Offer] = set()
         if mode is OfferMode.DISJOINT:
@@ -174,7 +178,10 @@ class Controller:
         names, matched = [view.name for view in seen.views], nodes_matching_held(queue)
         publish_held = self._held_publication.decide(len(fleet.gpus), most_gpus, seen.plans, names, matched)
         blocked |= self._unverified(offers - blocked, fleet, seen)
-        specs = self._specs.update(seen.views, seen.changed, fleet, offers - blocked, withdrawn, publish_held, mode)
+        possible = offers - blocked
+        specs = self._specs.update(
+            seen.views, seen.changed, fleet, possible, withdrawn, publish_held, mode, listed
+        )
         changed = self._specs.changed | seen.changed.names
         written = self._writer.write(specs, seen.plans, self._specs.owners, changed)
         self._specs.changed.clear()
@@ -251,6 +258,14 @@ class Controller:
         requested = {demand.key for demand in demands}
         protected = [offer for offer in offered if OfferKind(offer.type, offer.profile) in requested]
         return DisjointOffers(self._curator.curate(fleet, demands, offered, protected))
+
+    def _list(self, mode: OfferMode, fleet: Fleet, offers: Collection[Offer], seen: Snapshot) -> Collection[Offer]:
+        """What to publish without offering it; nothing with disjoint offers, which it would obstruct."""
+        if mode is OfferMode.DISJOINT:
+            return ()
+        nodes = {view.name for view in seen.views if view.follows_plan and view.accepts_offers}
+        listed = self._listed_devices.update(fleet, offers, self._devices.is_published_on, nodes)
+        return self._devices.offerable(listed, seen.plans)
 
     def _unfence(self, offers: Collection[Offer]) -> set[Offer]:
         """Lift the fence from offered devices. Returns those of ``offers`` that stay fenced because that failed."""

@@ -63,8 +63,12 @@ class PlanSpecs:
         withdrawn: Collection[PoolDevice],
         publish_held: Mapping[str, PublishHeld],
         offer_mode: OfferMode = OfferMode.COUNTERS,
+        listed: Collection[Offer] = (),
     ) -> Mapping[str, PlanSpec]:
-        """The specs by node, given what is to be offered and withdrawn, and what each node does with held devices."""
+        """The specs by node, given what is to be offered and withdrawn, and what each node does with held devices.
+
+        ``listed`` are those of ``offers`` that are only to be published.
+        """
         offers_of: dict[str, list[Offer]] = defaultdict(list)
         for offer in offers:
             offers_of[fleet.gpus[offer.gpu].node].append(offer)
@@ -81,7 +85,8 @@ class PlanSpecs:
         for name in renewed | ((self._special | turned) & self._views.keys()) | special:
             view = self._views[name]
             gpus, gone = fleet.nodes.get(name, ()), withdrawn_of.get(view.pool, ())
-            self._put(name, _spec(view, gpus, offers_of.get(name, ()), gone, publish_held[name], offer_mode))
+            wanted = offers_of.get(name, ())
+            self._put(name, _spec(view, gpus, wanted, listed, gone, publish_held[name], offer_mode))
         self._special = special
         return self.specs
 
@@ -107,6 +112,7 @@ def _spec(
     node: NodeView,
     gpus: tuple[FleetGpu, ...],
     offers: Sequence[Offer],
+    listed: Collection[Offer],
     gone: Sequence[str],
     publish_held: PublishHeld,
     offer_mode: OfferMode,
@@ -114,7 +120,8 @@ def _spec(
     return PlanSpec(
         epoch=node.status.epoch,
         held=tuple(sorted(map(str, node.held.values()))),
-        offers=tuple(sorted(map(str, offers))),
+        offers=tuple(sorted(str(offer) for offer in offers if offer not in listed)),
+        listed=tuple(sorted(str(offer) for offer in offers if offer in listed)),
         withdrawn=tuple(sorted(gone)),
         publish_held=publish_held,
         offer_mode=offer_mode,

@@ -19,7 +19,9 @@ from driver.config.shared_flags import (
 )
 from driver.config.suggestions import meant
 from driver.errors import UsageError
+from driver.model.device import DeviceKind
 from driver.placement.measure import CLIQUE_CLASS, FULL_CLASS, SHARE_CLASS
+from driver.placement.state import FULL, SHARE, OfferKind
 
 PROFILE = re.compile(r"\d+g\.\d+gb([+-][a-z.]+)*")
 """Names of MIG profiles as in NVML: 1g.10gb, 1g.24gb+me.all, 2g.48gb-me."""
@@ -48,6 +50,23 @@ def _weight(part: str) -> tuple[str, float]:
     return name, weight
 
 
+def _minimum(value: object) -> object:
+    """``full=8,1g.10gb=2`` as a mapping, ``none`` as an empty one, ``auto`` as None."""
+    if not isinstance(value, str) or value == "auto":
+        return None if value == "auto" else value
+    if value == "none":
+        return {}
+    return dict(_count(part.strip()) for part in value.split(",") if part.strip())
+
+
+def _count(part: str) -> tuple[OfferKind, int]:
+    name, _, number = (piece.strip() for piece in part.partition("="))
+    kinds = {"full": FULL, "share": SHARE}
+    if not number.isdecimal() or not (name in kinds or PROFILE.fullmatch(name)):
+        raise ValueError(f"{part!r} is not KIND=COUNT; accepted are auto, none, and such as full=8,1g.10gb=2,share=4")
+    return kinds.get(name, OfferKind(DeviceKind.PARTITION, name)), int(number)
+
+
 def _listen(value: object) -> object:
     return parse_listen_address(value) if isinstance(value, str) else value
 
@@ -63,7 +82,8 @@ PUBLISH_HELD_GPUS, PUBLISH_HELD_GPUS_BEFORE_1_37 = 500, 80
 class ControllerSettings(BaseModel):
     """The settings of ``tessera controller``; field names are the flags' names.
 
-    ``offers``: placements of each profile that are offered without pending claims. ``linger_s``: how long an unwanted
+    ``offers``: placements of each profile that are offered without pending claims. ``min_published``: devices of each
+    kind that are published of every product, offered or not; None (``auto``): as ListedDevices says. ``linger_s``: how long an unwanted
     offer stays in the slices, closed to new claims. ``settle_s``: how long a fence needs to reach every API server.
     ``fence_minutes``: how long a withdrawn device stays fenced, since a decision of the scheduler may be that late.
     ``weights``: how much each class counts (default: equally). ``unused_s``: how long a claim may be pending beside a
@@ -80,6 +100,7 @@ class ControllerSettings(BaseModel):
     namespace: Annotated[str, AfterValidator(check_namespace)] = "tessera"
     identity: Annotated[str, Field(min_length=1, max_length=253)] = Field(default_factory=_identity)
     offers: Annotated[int, Field(ge=1, le=100)] = 2
+    min_published: Annotated[dict[OfferKind, int] | None, BeforeValidator(_minimum)] = None
     settle_s: Annotated[float, Field(ge=0, le=60)] = 1.0
     linger_s: Annotated[float, Field(ge=0, le=600)] = 10.0
     fence_minutes: Annotated[float, Field(ge=1, le=120)] = 15.0

@@ -126,7 +126,8 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
 
     ``epoch`` is the one of the node's status that the controller answers; the node follows no other. ``held`` and
     ``offers`` are Held and Offer as they are written: one string each costs the API server a third of what objects
-    do. ``withdrawn`` are names of devices that were offered, are fenced, and that no claim holds: the only ones the
+    do. ``listed`` are Offers, too: devices to publish without offering them, beside held devices if need be.
+    ``withdrawn`` are names of devices that were offered, are fenced, and that no claim holds: the only ones the
     node may take out of its slices. ``publish_held``: see PublishHeld; ``offer_mode``: see OfferMode. ``dedicated_to``
     is the use a label gave the node, ``dedicated_gpus`` are ``GPU-<uuid>=<use>`` of those with a use of their own: both
     for people to see.
@@ -142,6 +143,7 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
     withdrawn: tuple[str, ...] = ()
     publish_held: PublishHeld = PublishHeld.ALWAYS
     offer_mode: OfferMode = OfferMode.COUNTERS
+    listed: tuple[str, ...] = ()
     dedicated_to: str | None = None
     dedicated_gpus: tuple[str, ...] = msgspec.field(name="dedicatedGPUs", default=())
     cordoned: tuple[str, ...] = ()
@@ -170,7 +172,16 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
     @property
     def offered(self) -> frozenset[Offer]:
         """The offers that could be parsed."""
-        return frozenset(offer for text in self.offers if (offer := Offer.parse(text)) is not None)
+        return _parsed(self.offers)
+
+    @property
+    def listed_offers(self) -> frozenset[Offer]:
+        """Those of ``listed`` that could be parsed."""
+        return _parsed(self.listed)
+
+
+def _parsed(texts: Iterable[str]) -> frozenset[Offer]:
+    return frozenset(offer for text in texts if (offer := Offer.parse(text)) is not None)
 
 
 OPERATORS = ("cordoned", "cleared")

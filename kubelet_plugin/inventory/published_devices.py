@@ -41,6 +41,8 @@ class PublishPolicy:
     ``closing``: devices that are published but not in ``offers`` get a taint, so that no new claim gets them: devices
     that are being withdrawn, and held devices, which would otherwise be allocated again as soon as their claim ends.
 
+    ``listed``: devices to publish without offering them, beside held devices, too; not if ``mode`` is DISJOINT.
+
     ``publish_held``: False: a GPU becomes unpublished when it has no device but held ones. This is safe because its
     devices stay in ``kept``: whenever it offers anything again, every device of it that was ever published and has not
     been withdrawn since is published along with the offer, so that the scheduler counts its memory if a claim holds it.
@@ -57,6 +59,7 @@ class PublishPolicy:
     offers: frozenset[Offer] | None = None
     kept: frozenset[str] = frozenset()
     closing: bool = False
+    listed: frozenset[Offer] = frozenset()
     publish_held: bool = True
     unpublished: frozenset[str] = frozenset()
     mode: OfferMode = OfferMode.COUNTERS
@@ -164,7 +167,8 @@ class PublishableGpu:
 
     def _is_wanted(self, device: Device, policy: PublishPolicy) -> bool:
         """Whether ``device`` is offered to new claims, and not only kept because it may just have been allocated."""
-        return policy.offers is None or offer_of(device) in policy.offers or device.name in self.foreign.offered
+        wanted = policy.offers is None or offer_of(device) in policy.offers | policy.listed
+        return wanted or device.name in self.foreign.offered
 
     def _needs_slice(self, held: Device) -> bool:
         """Whether a held device has something to report that only its slice can: a taint, or an outdated share size."""
@@ -175,12 +179,16 @@ class PublishableGpu:
         """The devices that may be published beside ``held``."""
         names = {device.name for device in held}
         prepared = GpuState.of(self.gpu, self.prepared, self.foreign.mask)
+        empty = GpuState.of(self.gpu, foreign=self.foreign.mask)
+        listed = policy.listed if policy.mode is OfferMode.COUNTERS else frozenset[Offer]()
 
         def stays(device: Device) -> bool:
             if self.reserved and device.name not in policy.kept:
                 return False
             if device.name in self.foreign.offered:
                 return True
+            if offer_of(device) in listed:
+                return empty.fits(device)
             state = prepared if device.name in policy.kept else taken
             return policy.wants(device) and state.fits(device)
 

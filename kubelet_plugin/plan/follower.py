@@ -228,7 +228,8 @@ class PlanFollower:
         unpublished = frozenset(self._memory.unpublished)
         if answer is None:  # not received yet, or not the answer to this node
             return replace(policy, offers=frozenset(), unpublished=unpublished)
-        policy = replace(policy, offers=answer.offered, kept=before - frozenset(answer.withdrawn), closing=True)
+        kept = before - frozenset(answer.withdrawn)
+        policy = replace(policy, offers=answer.offered, listed=answer.listed_offers, kept=kept, closing=True)
         if answer.publish_held is PublishHeld.ALWAYS:
             return policy
         return replace(policy, publish_held=False, unpublished=unpublished)

@@ -124,7 +124,10 @@ class FleetNode:
         """Follows the plan, and its slices have nothing that the plan doesn't."""
         plan = self._word.plan()
         planned = plan is not None and self.follower.mode is PlanMode.PLANNED
-        return planned and len(self.publisher.device_names()) == len(plan.spec.offers) + len(plan.spec.held)  # type: ignore[union-attr]
+        if not planned or plan is None:
+            return False
+        spec = plan.spec
+        return len(self.publisher.device_names()) == len({*spec.offers, *spec.listed}) + len(spec.held)
 
     def _desired(self) -> Mapping[str, Content]:
         if self._mode is Mode.CURATED:

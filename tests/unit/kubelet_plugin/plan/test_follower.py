@@ -394,6 +394,18 @@ def test_what_is_published_and_not_offered_is_closed_to_new_claims(followed: Fol
     assert closed(followed) == set()
 
 
+def test_a_listed_device_is_published_and_closed_even_beside_what_overlaps_it(followed: Followed) -> None:
+    followed.told(PlanSpec(withdrawn=tuple(device for gpu in range(8) for device in followed.published(gpu))))
+    assert in_slices(followed) == set()
+    followed.node.preparer.prepare(followed.node.api.allocate("infer", SMALL))
+    [full] = [offer for offer in followed.offers(FULL) if offer.endswith("/full")][:1]
+    followed.told(PlanSpec(held=(f"{SMALL} default/infer",), listed=(full,)))
+    assert in_slices(followed) == {SMALL, FULL}
+    assert closed(followed) == {SMALL, FULL}
+    followed.told(PlanSpec(held=(f"{SMALL} default/infer",)))
+    assert in_slices(followed) == {SMALL}
+
+
 def test_what_a_claim_leaves_is_not_given_away_again_where_it_is(followed: Followed) -> None:
     others = tuple({device for gpu in range(8) for device in followed.published(gpu)} - {SMALL})
     followed.told(PlanSpec(offers=followed.offers(SMALL), withdrawn=others))

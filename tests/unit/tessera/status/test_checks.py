@@ -13,7 +13,7 @@ import yaml
 
 from driver.kube.controller_heartbeat import LEAVING
 from driver.kube.types import Claim, DeviceClass, GpuNodePlan, PlanMetadata, ResourceSlice
-from driver.model.plan import OfferMode, PlanMode, PlanSpec, PlanStatus, PublishHeld
+from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, OfferMode, PlanMode, PlanSpec, PlanStatus, PublishHeld
 from tessera.commands.status import Result, as_text, run_checks
 from tessera.status.snapshot import Listing, ReadFailure, StatusSnapshot
 from tests.support.chart import manifests
@@ -44,8 +44,18 @@ def slice_of(devices: list[dict[str, Any]], count: int = 1, node: str = NODE) ->
     return msgspec.convert({"metadata": metadata, "spec": spec}, ResourceSlice)
 
 
-def plan(mode: PlanMode = PlanMode.PLANNED, generation: int = 3, observed: int = 3, *cordoned: str) -> GpuNodePlan:
-    status = PlanStatus(observed_generation=observed, mode=mode)
+def node_with(labels: dict[str, str]) -> dict[str, Any]:
+    return {"metadata": {"name": NODE, "labels": labels}}
+
+
+def plan(
+    mode: PlanMode = PlanMode.PLANNED,
+    generation: int = 3,
+    observed: int = 3,
+    *cordoned: str,
+    dropped: tuple[str, ...] = (),
+) -> GpuNodePlan:
+    status = PlanStatus(observed_generation=observed, mode=mode, dropped=dropped)
     return GpuNodePlan(PlanMetadata(NODE, generation=generation), PlanSpec(cordoned=cordoned), status)
 
 
@@ -254,6 +264,13 @@ def test_a_claim_on_a_node_whose_name_begins_alike_hides_no_refusal() -> None:
             "is standalone although a controller is running",
         ),
         (replace(SOUND, plans={NODE: plan(observed=1)}), "mode", "is 2 versions of its plan behind"),
+        (replace(SOUND, autoscaler={}), "mode", "cluster-autoscaler takes the devices that a node publishes for all"),
+        (replace(SOUND, nodes=[node_with({"karpenter.sh/nodepool": "a100"})]), "mode", "is managed by Karpenter"),
+        (
+            replace(SOUND, nodes=[node_with({PUBLISH: COMPLETE})], plans={NODE: plan(dropped=(COUNTERS_FIELD,))}),
+            "mode",
+            "without effect: the API server does not keep consumesCounters",
+        ),
         (replace(SOUND, node_leases=[lease(NODE, NODE, ahead_s=-30)]), "clocks", "30 s behind the API server's"),
         (
             replace(SOUND, unreadable={Listing.PODS: ReadFailure("500: why")}),
@@ -322,3 +339,10 @@ def test_numbers_agree_with_their_nouns() -> None:
     alone = replace(SOUND, plans={}, leases={})
     assert result(alone, "mode").summary == "0 nodes follow the controller, 1 standalone"
     assert result(SOUND, "classes").summary == "1 DeviceClass"
+
+
+def test_a_node_that_publishes_every_device_is_right_for_an_autoscaler() -> None:
+    complete = replace(SOUND, autoscaler={}, plans={NODE: plan(PlanMode.COMPLETE)})
+    [mode] = [result for result in run_checks(complete) if result.check == "mode"]
+    assert mode.summary.endswith("1 node publishes every device")
+    assert not mode.findings
