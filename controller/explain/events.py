@@ -13,7 +13,7 @@ from driver.kube.types import Node, Reference
 
 log = logging.getLogger(__name__)
 
-IGNORED = "DedicationIgnored"
+IGNORED = "LabelIgnored"
 UNREADABLE = "ObjectUnreadable"
 
 MAX_UNREADABLE_EVENTS = 100
@@ -46,7 +46,7 @@ class EventReporter:
             self._recorder.event(about, UNREADABLE, message, "Warning")
 
     def labels(self, nodes: Collection[Node], changed: Mapping[str, Node | None], fleet: Fleet) -> None:
-        """One Event for each node with ignored dedication labels; ``changed`` are the Nodes changed since last time."""
+        """One Event for each node with ignored labels; ``changed`` are the Nodes changed since last time."""
         if fleet.hardware is not self._hardware:
             # Whether a label names an existing GPU may be answered differently now.
             changed = {**changed, **{node.metadata.name: node for node in nodes}}

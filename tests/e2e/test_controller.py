@@ -167,12 +167,12 @@ def test_a_label_that_can_not_be_followed_is_answered_on_its_node(
     def told() -> str:
         events = cluster.api.get("/api/v1/namespaces/default/events")["items"]
         about = [event for event in events if event["involvedObject"]["name"] == "n2"]
-        return next((event["message"] for event in about if event["reason"] == "DedicationIgnored"), "")
+        return next((event["message"] for event in about if event["reason"] == "LabelIgnored"), "")
 
     message = wait_for(told, SOON_S, "an Event on the node")
     assert "did you mean training?" in message
     assert "the node has no GPU 8" in message
-    assert "DedicationIgnored" in cluster.kubectl("describe", "node", "n2")
+    assert "LabelIgnored" in cluster.kubectl("describe", "node", "n2")
     assert devices(nodes) == 2 * KINDS
     dedicate(cluster, "n2", {3: None, 8: None})
 

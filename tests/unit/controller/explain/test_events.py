@@ -57,7 +57,7 @@ def test_a_node_is_told_of_its_wrong_labels_all_in_one_event(told: Told) -> None
     assert "no GPU 2" in event["message"]
     assert "gpu-1" not in event["message"]
     assert (event["involvedObject"]["kind"], event["involvedObject"]["name"]) == ("Node", "a")
-    assert (event["reason"], event["type"]) == ("DedicationIgnored", "Warning")
+    assert (event["reason"], event["type"]) == ("LabelIgnored", "Warning")
 
 
 def test_it_is_told_again_only_when_something_else_is_wrong(told: Told) -> None:
