@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driver.model.device import MOST_SHARES, Device, DeviceKind, devices_of, number_gpus, share_device
+from driver.model.gpu import MigMode
 from driver.placement.state import GpuState
 from driver.simulator.products import facts, find_product
 from driver.slices.attributes import quantity
@@ -24,6 +25,7 @@ from driver.slices.build import (
     slice_object,
 )
 from driver.slices.pool_names import DEVICES_PER_GPU, Pool
+from kubelet_plugin.inventory.published_devices import ForeignPartitions, PublishableGpu, PublishPolicy
 from tests.support.gpus import H100, gpu_of
 from tests.support.published import build_slices
 
@@ -128,6 +130,34 @@ def test_a_device_says_the_same_held_or_offered_whatever_else_is_held(gpus: Flee
     # Alone on its GPU: beside all others some shares would have to wait.
     free = {d.name: described([replace(e, held=(), offers=(d,))])[d.name] for e, devices in every for d in devices}
     assert [name for name, device in described(gpus).items() if free[name] != device] == []
+
+
+@given(products, st.sampled_from([0, 2, 10]), st.data())
+def test_complete_slices_do_not_show_what_is_held(product: str, shares: int, data: st.DataObject) -> None:
+    gpu = gpu_of(product)
+    every = devices_of(gpu, 0, shares)
+    possible = [d for d in every if gpu.toggles_freely or (d.profile is not None) == gpu.mig_mode.in_force]
+    held = admitted(data.draw(st.lists(st.sampled_from(possible), max_size=8, unique_by=lambda device: device.name)))
+
+    def published(*prepared: Device) -> dict[str, Content]:
+        mode = MigMode.ENABLED if any(device.profile for device in prepared) else gpu.mig_mode
+        known = replace(gpu, mig_mode=mode) if gpu.toggles_freely else gpu
+        renewed = [replace(device, gpu=known) for device in (*every, *prepared)]
+        entry = PublishableGpu(
+            known,
+            0,
+            renewed[: len(every)],
+            prepared=tuple(renewed[len(every) :]),
+            allocated=(),
+            shares_only=False,
+            foreign=ForeignPartitions(),
+            reserved=False,
+            fault=None,
+            conditions=(),
+        )
+        return build_slices(POOL, [entry.published(PublishPolicy(complete=True))])
+
+    assert published(*held) == published()
 
 
 def shares_on(entry: PublishedGpu) -> int:
