@@ -88,6 +88,11 @@ def simulate(name: str, scenario: Scenario) -> tuple[Outcome, int, int]:
     return (outcome, policy.exchanged, policy.updates) if isinstance(policy, Curated) else (outcome, 0, 0)
 
 
+def simulated_acceptance(name: str, scenario: Scenario) -> float | None:
+    """The acceptance of one scenario; None if there is no such policy."""
+    return simulate(name, scenario)[0].acceptance if name in POLICIES else None
+
+
 def _policy(name: str) -> Policy:
     return curated(2, {CLIQUE_CLASS: 0.0}) if name == NO_NODE_TERM else POLICIES[name]()
 

@@ -24,7 +24,8 @@ from driver.kube.types import Claim, Key, Pod
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
-from driver.model.plan import PlanMode
+from driver.model.gpu_selection_and_share_counts import Layouts
+from driver.model.plan import COUNTERS_FIELD, PlanMode
 from driver.placement.state import GpuState, OfferKind, key_of
 from driver.simulator.description import load_description
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
@@ -32,6 +33,7 @@ from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import Publisher
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
+from kubelet_plugin.inventory.layouts import standalone_offers
 from kubelet_plugin.plan.api import PlanStatusWriter, PlanWatch
 from kubelet_plugin.plan.follower import PlanFollower
 from tests.harness.cluster import Cluster
@@ -49,6 +51,14 @@ class Mode(StrEnum):
     LOWEST_START = "everything, lowest start first"
     BEST_FIRST = "everything, FGD order"
     CURATED = "curated, K=2"
+    STATIC = "static layouts by hand"
+
+
+STATIC_LAYOUT = Layouts.parse(
+    "0=7g.80gb;1=7g.80gb;2=7g.80gb;3=4g.40gb,3g.40gb;4=4g.40gb,3g.40gb;5=4g.40gb,3g.40gb;"
+    "6=2g.20gb,2g.20gb,1g.20gb,1g.20gb;7=2g.20gb,1g.20gb,1g.10gb,1g.10gb,1g.10gb,1g.10gb"
+)
+"""Three of each profile, one more of 1g.10gb: what the uniform mix needs on 8 GPUs of 80 GB."""
 
 
 class FleetNode:
@@ -90,7 +100,8 @@ class FleetNode:
             self.notify,
             lambda: self._plan_status.notify(),
             spread=random.random,
-            dropped=lambda: fields.dropped,
+            dropped=lambda: (COUNTERS_FIELD,) if mode is Mode.STATIC else fields.dropped,
+            standalone_offers=partial(standalone_offers, layouts=STATIC_LAYOUT),
         )
         self._plan_status = PlanStatusWriter(client, self._word.plan, self.follower.status)
 
@@ -130,7 +141,7 @@ class FleetNode:
         return len(self.publisher.device_names()) == len({*spec.offers, *spec.listed}) + len(spec.held)
 
     def _desired(self) -> Mapping[str, Content]:
-        if self._mode is Mode.CURATED:
+        if self._mode in {Mode.CURATED, Mode.STATIC}:
             return self._builder.build(self.follower.published())
         published = self.inventory.published()
         built = self._builder.build(published)

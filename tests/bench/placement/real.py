@@ -47,8 +47,8 @@ FENCE_MINUTES, LINGER_S = "1", "10"
 class RealResult:
     """One mode. Times in ms, CPU in s; ``held`` is the mean part of the memory slices that were allocated.
 
-    ``simulated`` is the acceptance of the same trace in the fast simulation. ``fitted`` are the counted rejections for
-    which there was room somewhere, offered or not, when the pod gave up.
+    ``simulated`` is the acceptance of the same trace in the fast simulation, if that knows the mode. ``fitted`` are
+    the counted rejections for which there was room somewhere, offered or not, when the pod gave up.
     """
 
     mode: str
@@ -68,7 +68,7 @@ class RealResult:
     fence_refusals: int
     overlaps: Sequence[str]
     fitted: int
-    simulated: float
+    simulated: float | None
     reasons: Mapping[str, int]
     slices_over_time: Sequence[tuple[float, float]]
 
@@ -172,7 +172,7 @@ class Bench:
             fence_refusals=count_refusals(self.cluster.logs_dir / "kube-scheduler.log"),
             overlaps=tuple(kubelets.overlaps),
             fitted=sum(fate.fitted for fate in turned_away),
-            simulated=experiment.simulate(self.mode.value, scenario)[0].acceptance,
+            simulated=experiment.simulated_acceptance(self.mode.value, scenario),
             reasons=dict(Counter(fate.reason for fate in turned_away)),
             slices_over_time=thinned(over_time),
         )

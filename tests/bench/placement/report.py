@@ -68,7 +68,8 @@ def real(results: Sequence[RealResult]) -> str:
     for title in ("kube-apiserver", "tessera-controller"):
         shares = "".join(f"{result.cpu_s.get(title, 0.0):34.1f}" for result in results)
         lines.append(f"{'CPU s of ' + title:{NAME}}{shares}")
-    lines.append(f"{'acceptance in the simulation':{NAME}}" + "".join(f"{each.simulated:34.3f}" for each in results))
+    simulated = ("-" if each.simulated is None else f"{each.simulated:.3f}" for each in results)
+    lines.append(f"{'acceptance in the simulation':{NAME}}" + "".join(f"{cell:>34}" for cell in simulated))
     lines.append(f"{results[0].arrivals} arrivals, {results[0].counted} counted; updates and writes are per allocation")
     return "\n".join(lines)
 
