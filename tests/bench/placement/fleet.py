@@ -52,6 +52,7 @@ class Mode(StrEnum):
     BEST_FIRST = "everything, FGD order"
     CURATED = "curated, K=2"
     STATIC = "static layouts by hand"
+    COMPLETE = "complete nodes"
 
 
 STATIC_LAYOUT = Layouts.parse(
@@ -102,6 +103,7 @@ class FleetNode:
             spread=random.random,
             dropped=lambda: (COUNTERS_FIELD,) if mode is Mode.STATIC else fields.dropped,
             standalone_offers=partial(standalone_offers, layouts=STATIC_LAYOUT),
+            complete=lambda: mode is Mode.COMPLETE,
         )
         self._plan_status = PlanStatusWriter(client, self._word.plan, self.follower.status)
 
@@ -141,7 +143,7 @@ class FleetNode:
         return len(self.publisher.device_names()) == len({*spec.offers, *spec.listed}) + len(spec.held)
 
     def _desired(self) -> Mapping[str, Content]:
-        if self._mode in {Mode.CURATED, Mode.STATIC}:
+        if self._mode in {Mode.CURATED, Mode.STATIC, Mode.COMPLETE}:
             return self._builder.build(self.follower.published())
         published = self.inventory.published()
         built = self._builder.build(published)

@@ -27,6 +27,7 @@ class Layout(StrEnum):
     """Who decides what is published."""
 
     PEER = "like NVIDIA's driver"
+    COMPLETE = "complete"
     FITTING = "every offer that fits"
     CURATED_ALWAYS = "curated, held always"
     CURATED = "curated"
@@ -120,6 +121,16 @@ class Fitting:
         return Fleet({uuid: entry for gpus in self._nodes.values() for uuid, entry in gpus.items()})
 
 
+class Complete(Fitting):
+    """Nodes that publish every device, whatever is held."""
+
+    def published(self, entry: FleetGpu) -> PublishedGpu:
+        return PublishedGpu(entry.gpu, entry.number, (), entry.devices, constant=True)
+
+    def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[OfferKind, int]) -> None:
+        pass
+
+
 class CuratedAlways(Fitting):
     """Node plugins that follow a controller: the product's choice of offers, and its rule when to tell what is held.
 
@@ -173,6 +184,7 @@ class Curated(CuratedAlways):
 
 PUBLISHING: Mapping[Layout, Callable[[Fleet], Publishing]] = {
     Layout.PEER: Peer,
+    Layout.COMPLETE: Complete,
     Layout.FITTING: Fitting,
     Layout.CURATED_ALWAYS: CuratedAlways,
     Layout.CURATED: Curated,
