@@ -179,9 +179,7 @@ class Controller:
         publish_held = self._held_publication.decide(len(fleet.gpus), most_gpus, seen.plans, names, matched)
         blocked |= self._unverified(offers - blocked, fleet, seen)
         possible = offers - blocked
-        specs = self._specs.update(
-            seen.views, seen.changed, fleet, possible, withdrawn, publish_held, mode, listed
-        )
+        specs = self._specs.update(seen.views, seen.changed, fleet, possible, withdrawn, publish_held, mode, listed)
         changed = self._specs.changed | seen.changed.names
         written = self._writer.write(specs, seen.plans, self._specs.owners, changed)
         self._specs.changed.clear()
@@ -259,10 +257,10 @@ class Controller:
         protected = [offer for offer in offered if OfferKind(offer.type, offer.profile) in requested]
         return DisjointOffers(self._curator.curate(fleet, demands, offered, protected))
 
-    def _list(self, mode: OfferMode, fleet: Fleet, offers: Collection[Offer], seen: Snapshot) -> Collection[Offer]:
+    def _list(self, mode: OfferMode, fleet: Fleet, offers: Collection[Offer], seen: Snapshot) -> set[Offer]:
         """What to publish without offering it; nothing with disjoint offers, which it would obstruct."""
         if mode is OfferMode.DISJOINT:
-            return ()
+            return set()
         nodes = {view.name for view in seen.views if view.follows_plan and view.accepts_offers}
         listed = self._listed_devices.update(fleet, offers, self._devices.is_published_on, nodes)
         return self._devices.offerable(listed, seen.plans)

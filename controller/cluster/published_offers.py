@@ -74,8 +74,8 @@ class DeviceIndex:
     def offerable(self, offers: Iterable[Offer], plans: Mapping[str, GpuNodePlan]) -> set[Offer]:
         """``offers`` without devices of complete nodes, and those that ``plans`` withdraw and that are still published.
 
-        The nodes of the latter may be removing them at this moment. If they were offered again and unfenced, they could be
-        allocated while they leave the slices.
+        The nodes of the latter may be removing them at this moment. If they were offered again and unfenced, they could
+        be allocated while they leave the slices.
         """
         withdrawn = (
             PoolDevice(self._pools[name], device)

@@ -52,7 +52,9 @@ class ListedDevices:
         if fleet.hardware is not self._hardware:
             self._hardware, self._wanted = fleet.hardware, self._wanted_in(fleet)
         kept = {each for each in self._listed if each not in offers and self._is_possible(fleet, each, nodes)}
-        counted = Counter(_kind_of(fleet.gpus[offer.gpu], offer) for offer in (*offers, *kept) if offer.gpu in fleet.gpus)
+        counted = Counter(
+            _kind_of(fleet.gpus[offer.gpu], offer) for offer in (*offers, *kept) if offer.gpu in fleet.gpus
+        )
         missing = {kind: count - counted[kind] for kind, count in self._wanted.items() if count > counted[kind]}
         if missing:
             kept |= {*_chosen(fleet, _without_held(fleet, missing, is_published), {*offers, *kept}, nodes)}

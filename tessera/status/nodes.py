@@ -106,7 +106,9 @@ def _autoscaled(snapshot: StatusSnapshot, serving: set[str], complete: set[str])
         wanted = labels.get(name, {}).get(PUBLISH)
         plan = (snapshot.plans or {}).get(name)
         if wanted == COMPLETE and plan is not None and COUNTERS_FIELD in plan.status.dropped:
-            message = f"has the label {PUBLISH}={COMPLETE} without effect: the API server does not keep {COUNTERS_FIELD}"
+            message = (
+                f"has the label {PUBLISH}={COMPLETE} without effect: the API server does not keep {COUNTERS_FIELD}"
+            )
             yield Finding(name, message, "remove the label, or upgrade to Kubernetes 1.36 or newer")
         elif wanted != COMPLETE and KARPENTER in labels.get(name, {}):
             yield Finding(name, "is managed by Karpenter and does not publish every device", remedy)
