@@ -84,8 +84,8 @@ class ControllerSettings(BaseModel):
 
     ``offers``: placements of each profile that are offered without pending claims. ``min_published``: devices of each
     kind that are published of every product, offered or not; None (``auto``): as ListedDevices says. ``linger_s``: how
-    long an unwanted offer stays in the slices, closed to new claims. ``settle_s``: how long a fence needs to reach every
-    API server.
+    long an unwanted offer stays in the slices, closed to new claims. ``settle_s``: how long a fence takes to reach all
+    API servers.
     ``fence_minutes``: how long a withdrawn device stays fenced, since a decision of the scheduler may be that late.
     ``weights``: how much each class counts (default: equally). ``unused_s``: how long a claim may be pending beside a
     matching offer until that is reported. ``publish_held``: whether nodes publish the held devices of GPUs without
