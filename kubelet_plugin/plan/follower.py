@@ -156,8 +156,8 @@ class PlanFollower:
             changed = self._choose_mode()
             last = self._reported
             before = self._offered | self._held if self._offered is not None else self._published_before_start()
-            if before or not self._awaits_plan():
-                self._new_until = None
+            if self.is_waiting and (before or not self._awaits_plan()):
+                self._new_until, changed = None, True
             policy = PublishPolicy(offers=frozenset()) if self.is_waiting else self._policy(before)
             found = self._without_lost_counters(self._inventory.published(policy))
             counted = policy.mode is OfferMode.COUNTERS or any(entry.counted for entry in found)

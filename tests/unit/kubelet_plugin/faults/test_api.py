@@ -36,9 +36,11 @@ KINDS = [
     "get resourceclaims",
     "list gpunodeplans",
     "list leases",
+    "list nodes",
     "list resourceslices",
     "watch gpunodeplans",
     "watch leases",
+    "watch nodes",
     "watch resourceslices",
 ]
 
