@@ -171,3 +171,41 @@ def test_a_label_that_is_not_valid_is_named(led: Cluster) -> None:
         assert message.startswith(
             "label gpu.tessera.dev/publish=compleet is ignored: accepted are curated and complete"
         )
+
+
+@pytest.fixture
+def listing() -> Iterator[Cluster]:
+    """A control plane with a controller that lists devices, as by default."""
+    with control_plane("listed-devices") as running:
+        install(running)
+        controller = ControllerProcess(running, flags=("--min-published", "auto"))
+        controller.start()
+        yield running
+        controller.stop()
+
+
+def published(node: PluginProcess, kind: str) -> list[str]:
+    """The devices of a kind in the slices, tainted and held ones included, as Kueue counts them."""
+    devices = node.devices().items()
+    return [
+        name
+        for name, device in devices
+        if device["attributes"]["type" if kind == "gpu" else "profile"] == {"string": kind}
+    ]
+
+
+def test_a_tool_that_counts_published_devices_finds_a_whole_node_and_some_of_each_kind(listing: Cluster) -> None:
+    with plugins(listing, ["n1"], PluginFlags(gpus="sim:dgx-h100")) as [node]:
+        wait_for(lambda: len(published(node, "gpu")) == 8, SOON_S, "all full GPUs are published")
+        tainted = [name for name, device in node.devices().items() if "taints" in device]
+        assert len(tainted) == 6
+        eight = Scheduling(listing, "eight")
+        eight.ask(asked(FULL, count=8))
+        assert len(eight.given()) == 8
+        wait_for(lambda: len(published(node, "1g.10gb")) == 2, SOON_S, "partitions are listed though nothing is free")
+        part = Scheduling(listing, "part")
+        part.ask(asked(SMALL))
+        assert part.refused()
+        eight.forget()
+        assert part.given()
+        part.forget()

@@ -12,8 +12,8 @@ from tests.harness.cluster import Cluster
 from tests.harness.processes import ProcessRecord, ProcessTable, kill, stop
 from tests.support.plugin import REFUSED, STOPPED_S, TESSERA, PluginFlags, PluginProcess, bare_node
 
-QUICK = ("--linger-s", "0.5")
-"""Offers go sooner than they need to, so that tests needn't wait."""
+COUNTABLE = ("--linger-s", "0.5", "--min-published", "none")
+"""Offers go sooner than they need to, so that tests needn't wait; nothing but them and what is held is published."""
 
 
 @contextmanager
@@ -44,7 +44,7 @@ class ControllerProcess:
     def start(self) -> None:
         kubeconfig = self.cluster.service_account_kubeconfig("tessera", "tessera-controller")
         command = [TESSERA, "controller", "--kubeconfig", str(kubeconfig), "--settle-s", "0", "--log-level", "debug"]
-        self._table.spawn(self._name, [*command, *QUICK, *self._flags], self.log)
+        self._table.spawn(self._name, [*command, *COUNTABLE, *self._flags], self.log)
 
     def kill(self) -> None:
         kill(self._records())
