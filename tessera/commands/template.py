@@ -175,7 +175,7 @@ def _of_node(client: KubeClient, name: str) -> tuple[NodeDescription, list[GpuRe
     if node is None:
         raise UsageError(f"--like {name}: the cluster has no such Node; `tessera status` lists the nodes with GPUs")
     if plan is None:
-        raise EnvironmentFault(f"--like {name}: the node has no {KIND}: no node plugin has reported its GPUs")
+        raise EnvironmentFault(f"--like {name}: the node has no {KIND}, which the controller creates: is it running?")
     try:
         description, status = msgspec.convert(node, NodeDescription), msgspec.convert(plan, GpuNodePlan).status
     except msgspec.MsgspecError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from driver.model.plan import API_VERSION, KIND, PATH
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
@@ -23,7 +24,6 @@ from tests.support.scheduling import Scheduling, asked
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 NODES = "/api/v1/nodes"
-PLANS = "/apis/gpu.tessera.dev/v1alpha1/gpunodeplans"
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,11 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture(scope="module")
 def live(cluster: Cluster, kind: Kind) -> Iterator[PluginProcess]:
-    """A node that has just started, of which nothing is held."""
+    """A node that has just started, of which nothing is held, and an empty plan for its report."""
     with plugins(cluster, [kind.node], PluginFlags(gpus=f"sim:{kind.gpus}", shares=kind.shares)) as [found]:
         cluster.api.patch(f"{NODES}/{kind.node}", {"metadata": {"labels": {"example.com/rack": "7"}}})
-        wait_for(lambda: cluster.api.get(f"{PLANS}/{kind.node}")["status"]["inventory"], 60, "the node's report")
+        cluster.api.post(PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": kind.node}})
+        wait_for(lambda: "inventory" in cluster.api.get(f"{PATH}/{kind.node}").get("status", {}), 60, "its report")
         yield found
 
 

@@ -185,7 +185,7 @@ def test_a_node_without_report_or_counters_has_no_template(api: ObjectApi, like:
         answer = run(*like)
         assert (answer.exit_code, expected in answer.output) == (code, True), answer.output
     api.drop(f"{PATH}/{NODE}")
-    assert "no node plugin has reported its GPUs" in run(*like).output
+    assert "which the controller creates" in run(*like).output
     api.drop(f"/api/v1/nodes/{NODE}")
     assert (answer := run(*like)).exit_code == 2
     assert "no such Node" in answer.output
