@@ -32,7 +32,12 @@ PUBLISH = {"gpu.tessera.dev/publish": "complete"}
 HOST_LABELS = {"kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
 RESOURCES = "cpu=192,memory=2Ti,ephemeral-storage=1Ti,pods=110"
 
-OWN_LABELS = ("kubernetes.io/hostname", "gpu.tessera.dev/fabric-clique", "gpu.tessera.dev/simulated-fleet")
+OWN_LABELS = (
+    "kubernetes.io/hostname",
+    "gpu.tessera.dev/fabric-clique",
+    "nvidia.com/gpu.clique",
+    "gpu.tessera.dev/simulated-fleet",
+)
 """Labels that say which node it is, or where it is: a new node has others."""
 
 PASSING_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/", "ToBeDeleted", "DeletionCandidate")
