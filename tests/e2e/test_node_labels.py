@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +31,42 @@ RACKS = {"rack-a-1": FIRST, "rack-a-2": FIRST, "rack-b-1": SECOND, "rack-b-2": S
 GFD = "nvidia.com/gpu.product"
 
 
+@contextmanager
+def cluster_of(name: str) -> Iterator[Cluster]:
+    with control_plane(name) as running:
+        install(running, {"controller": {"nodeLabels": "all"}})
+        yield running
+
+
+@contextmanager
+def led(cluster: Cluster, nodes: Mapping[str, str], folder: Path) -> Iterator[ControllerProcess]:
+    """A controller, and trays of these racks; rack-a-1 has a label of NVIDIA's feature discovery already."""
+    with ExitStack() as stack:
+        for rack in set(nodes.values()):
+            description = folder / f"{rack}.yaml"
+            description.write_text(TRAY.read_text().replace(FIRST, rack))
+            names = [node for node, its in nodes.items() if its == rack]
+            stack.enter_context(plugins(cluster, names, PluginFlags(gpus=f"sim:{description}")))
+        label(cluster, "rack-a-1", {GFD: "NVIDIA-GB200-SHARED"})
+        found = ControllerProcess(cluster, flags=("--node-labels", "all"))
+        found.start()
+        for node in nodes:
+            wait_right(cluster, node)
+        yield found
+        found.stop()
+        assert found.refused() == []
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with control_plane("node-labels") as running:
-        install(running, {"controller": {"nodeLabels": "all"}})
+    with cluster_of("node-labels") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def controller(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
-    """It leads two racks; the first node has a label of NVIDIA's feature discovery already."""
-    other = tmp_path_factory.mktemp("rack") / "tray.yaml"
-    other.write_text(TRAY.read_text().replace(FIRST, SECOND))
-    racks = (["rack-a-1", "rack-a-2"], f"sim:{TRAY}"), (["rack-b-1", "rack-b-2"], f"sim:{other}")
-    with (
-        plugins(cluster, racks[0][0], PluginFlags(gpus=racks[0][1])),
-        plugins(cluster, racks[1][0], PluginFlags(gpus=racks[1][1])),
-    ):
-        label(cluster, "rack-a-1", {GFD: "NVIDIA-GB200-SHARED"})
-        found = ControllerProcess(cluster, flags=("--node-labels", "all"))
-        found.start()
+    with led(cluster, RACKS, tmp_path_factory.mktemp("racks")) as found:
         yield found
-        found.stop()
-        assert found.refused() == []
 
 
 def labels(cluster: Cluster, node: str) -> dict[str, str]:
@@ -83,14 +97,11 @@ def wait_right(cluster: Cluster, node: str) -> None:
 
 
 def test_the_nodes_of_a_rack_have_its_clique_and_no_other(cluster: Cluster, controller: ControllerProcess) -> None:
-    for node in RACKS:
-        wait_right(cluster, node)
     cliques = {node: labels(cluster, node)["gpu.tessera.dev/fabric-clique"] for node in RACKS}
     assert cliques["rack-a-1"] == cliques["rack-a-2"] != cliques["rack-b-1"] == cliques["rack-b-2"]
 
 
 def test_labels_that_somebody_changes_or_removes_come_back(cluster: Cluster, controller: ControllerProcess) -> None:
-    wait_right(cluster, "rack-b-1")
     for _ in range(2):
         label(cluster, "rack-b-1", {"gpu.tessera.dev/fabric-clique": "another", "gpu.tessera.dev/count": None})
         wait_right(cluster, "rack-b-1")
@@ -128,20 +139,17 @@ def test_the_right_to_patch_nodes_is_good_for_these_labels_only(
     assert refused.value.status in (FORBIDDEN, INVALID)
 
 
-def test_uninstalling_removes_what_tessera_wrote_and_nothing_else(
-    cluster: Cluster, controller: ControllerProcess
-) -> None:
-    for node in RACKS:
-        wait_right(cluster, node)
-    controller.stop()
-    kubeconfig = cluster.service_account_kubeconfig("tessera", "tessera-uninstall")
-    command = [TESSERA, "uninstall", "--kubeconfig", str(kubeconfig), "--timeout", "20"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert answer.returncode == 0, answer.stderr
-    assert {node: labels(cluster, node) for node in RACKS} == {
-        "rack-a-1": {GFD: "NVIDIA-GB200-SHARED"},
-        "rack-a-2": {},
-        "rack-b-1": {},
-        "rack-b-2": {},
-    }
-    assert cluster.api.get(f"{NODES}/rack-b-1")["metadata"]["labels"]["kubernetes.io/hostname"] == "rack-b-1"
+def test_uninstalling_removes_what_tessera_wrote_and_nothing_else(tmp_path: Path) -> None:
+    nodes = {"rack-a-1": FIRST, "rack-a-2": FIRST}
+    with cluster_of("labels-gone") as cluster:
+        with led(cluster, nodes, tmp_path):
+            pass
+        kubeconfig = cluster.service_account_kubeconfig("tessera", "tessera-uninstall")
+        command = [TESSERA, "uninstall", "--kubeconfig", str(kubeconfig), "--timeout", "1"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert answer.returncode == 0, answer.stderr
+        assert {node: labels(cluster, node) for node in nodes} == {
+            "rack-a-1": {GFD: "NVIDIA-GB200-SHARED"},
+            "rack-a-2": {},
+        }
+        assert "kubernetes.io/hostname" in cluster.api.get(f"{NODES}/rack-a-2")["metadata"]["labels"]
