@@ -35,6 +35,7 @@ from controller.explain.events import EventReporter
 from controller.explain.pending_despite_offers import UnscheduledClaims
 from controller.explain.reasons import reasons_of
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
+from controller.node_labels import LABEL_SETS, NodeLabels
 from controller.plans import PlanSpecs, PlanWriter
 from controller.publication_modes import DecidedMode, HeldPublication, decide_offer_mode, first_offers
 from controller.settings import ControllerSettings
@@ -105,6 +106,7 @@ class Controller:
         self._disjoint_curator = DisjointCurator(ranking, settings.offers)
         self._listed_devices = ListedDevices(settings.min_published, settings.offers)
         self._unscheduled = UnscheduledClaims(settings.unused_s, Clock())
+        self._node_labels = NodeLabels(client, LABEL_SETS[settings.node_labels])
         self._conflicts = ConflictResolver(client, self._recorder, settings.driver_name)
         self._client, self._settings = client, settings
         self._minor_version: int | None = None
@@ -117,14 +119,14 @@ class Controller:
     def run(self, stop: threading.Event) -> None:
         """Lead until ``stop`` is set."""
         self._cache.start(stop)
-        for target in (self._withdrawals.run, self._recorder.run, self._wake_at):
+        for target in (self._withdrawals.run, self._recorder.run, self._node_labels.run, self._wake_at):
             threading.Thread(target=target, args=(stop,), daemon=True, name=target.__qualname__).start()
         self._loop.run(stop)
 
     def _wake_at(self, stop: threading.Event) -> None:
         stop.wait()
         self._fence.end()
-        for wake in (self._loop.notify, self._withdrawals.notify, self._recorder.wake):
+        for wake in (self._loop.notify, self._withdrawals.notify, self._recorder.wake, self._node_labels.wake):
             wake()
 
     def _rest(self, stop: threading.Event) -> None:
@@ -187,6 +189,7 @@ class Controller:
             elapsed = (time.perf_counter() - began) * 1000
             log.info("wrote plans", extra={"plans": written, "offers": len(chosen.offers), "ms": f"{elapsed:.0f}"})
         self._events.labels(seen.cluster.nodes, seen.changed.nodes, fleet)
+        self._node_labels.update(seen.changed, fleet)
         if self._settings.evict_conflicting:
             self._conflicts.update(seen.cluster.claims, fleet, seen.changed.names)
         self._cache.acknowledge()

@@ -28,6 +28,7 @@ COMMAND_MODULES = {
     "lint": "tessera.commands.lint",
     "sim": "tessera.sim.commands",
     "status": "tessera.commands.status",
+    "template": "tessera.commands.template",
     "topology": "tessera.commands.topology",
     "uninstall": "tessera.commands.uninstall",
     "uncordon": "tessera.commands.cordon",

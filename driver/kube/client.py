@@ -102,13 +102,14 @@ class KubeClient:
         patched = self.patch_existing(path, body)
         return self.create(path.rpartition("/")[0], new or body) if patched is None else patched
 
-    def apply(self, path: str, body: Object, manager: str) -> None:
+    def apply(self, path: str, body: Object, manager: str, *, force: bool = True) -> None:
         """Server-side apply: fields that ``manager`` applied before and that are not in ``body`` are removed.
 
-        Takes over fields of other managers (force). With ``metadata.uid`` in ``body``, another object of the same name
-        is refused with status 409, and no object with 404 (a subresource is never created).
+        ``force``: take over fields of other managers; otherwise other values of theirs are refused with status 409.
+        With ``metadata.uid`` in ``body``, another object of the same name is refused with status 409, too, and no
+        object with 404 or 409 (nothing is created).
         """
-        query = {"fieldManager": manager, "force": "true"}
+        query = {"fieldManager": manager, "force": str(force).lower()}
         self._request("PATCH", path, query=query, body=body, content=APPLY_PATCH)
 
     def delete(

@@ -3,7 +3,8 @@
 Shared counters keep full GPU, partitions and shares of one GPU from being allocated twice: one counter set per GPU with
 ``memory-slice-<i>`` of SLICE_VALUE each. A share consumes its part of every slice, so the number of shares may change
 while some are held. Other counters exist only where memory slices are not sufficient (media engines; see
-:func:`driver.model.gpu.limits_of`).
+:func:`driver.model.gpu.limits_of`). ``memory`` keeps nothing apart: it is there for programs that add up what devices
+take in bytes, such as Kueue's quota by counter.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from driver.model.device import SLICE_VALUE, Device, DeviceKind
-from driver.model.gpu import Gpu, Limit, MigMode, limits_of
+from driver.model.gpu import Gpu, Limit, MigMode, heaviest, limits_of
 from driver.model.gpu_health import DeviceCondition, written_time
 from driver.placement.ranking import order_offers
-from driver.slices.attributes import attributes, capacity
+from driver.slices.attributes import attributes, capacity, quantity
 from driver.slices.pool_names import DEVICES_PER_GPU, Pool, counter_set
 
 Content = dict[str, Any]
@@ -200,11 +201,15 @@ def slice_object(
 
 Counters = dict[str, dict[str, str]]
 
+MEMORY = "memory"
+MIB = 1 << 20
+
 
 def counters_of_gpu(gpu: Gpu) -> Counters:
     """The counter set's counters."""
     slices = {f"memory-slice-{i}": _value(SLICE_VALUE) for i in range(gpu.memory_slices)}
-    return slices | {limit.name: _value(limit.total) for limit in limits_of(gpu.profiles)}
+    limits = {limit.name: _value(limit.total) for limit in limits_of(gpu.profiles)}
+    return slices | limits | {MEMORY: _value(_memory_of_gpu(gpu))}
 
 
 def consumption(device: Device, set_name: str, limits: Iterable[Limit]) -> list[dict[str, Any]]:
@@ -214,11 +219,25 @@ def consumption(device: Device, set_name: str, limits: Iterable[Limit]) -> list[
     if device.profile is not None:
         used = {limit.name: limit.taken_by(device.profile) for limit in limits}
         taken |= {name: _value(amount) for name, amount in used.items() if amount}
-    return [{"counterSet": set_name, "counters": taken}]
+    return [{"counterSet": set_name, "counters": taken | {MEMORY: _value(_memory_taken(device))}}]
+
+
+def _memory_of_gpu(gpu: Gpu) -> int:
+    """The bytes that its devices take at most: its memory, but NVML rounds the memory of profiles on its own."""
+    return max(gpu.memory_bytes, heaviest(gpu.profiles, {profile.id: profile.memory_bytes for profile in gpu.profiles}))
+
+
+def _memory_taken(device: Device) -> int:
+    """The bytes that a device takes of its GPU's, without regard to what it may use: that is its capacity."""
+    if device.profile is not None:
+        return device.profile.memory_bytes
+    whole = _memory_of_gpu(device.gpu)
+    # Whole MiB have a canonical form; fractions must not depend on how many shares there were when one was published.
+    return whole if device.shares == 1 else whole * device.weight // SLICE_VALUE // MIB * MIB
 
 
 def _value(number: int) -> dict[str, str]:
-    return {"value": str(number)}
+    return {"value": quantity(number)}
 
 
 def limited(published: int, new: Collection[Device], occupied: int) -> set[str]:

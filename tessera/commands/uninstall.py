@@ -13,12 +13,13 @@ import click
 
 from controller.app import LEASE
 from controller.fence.withdrawal import CANARY
-from driver.errors import ApiError, FatalError
+from controller.node_labels import LABEL_SETS, NODES
+from driver.errors import CONFLICT, FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.lease import LeaseSpec, lease_object, leases
 from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
-from driver.kube.types import Claim
+from driver.kube.types import Claim, Node
 from driver.model.plan import FENCE
 from driver.process_exit import wait_until
 from driver.slices.publisher import SLICES
@@ -41,7 +42,7 @@ SHOWN = 20
 def uninstall(
     kubeconfig: Path | None, namespace: str, driver_name: str, check: bool, force: bool, timeout: float
 ) -> None:
-    """Remove objects that Helm does not delete: slices, files on nodes, Leases, the fence.
+    """Remove objects that Helm does not delete: slices, files on nodes, Leases, the fence, labels of Nodes.
 
     While a claim has a device it changes nothing and fails. Exit code 1: something is in use, or a step failed.
 
@@ -69,6 +70,7 @@ def uninstall(
         click.secho(f"still terminating: {', '.join(removal.running())}", fg="yellow")
     removal.delete(f"{SLICES}/{name}" for names in silent.values() for name in names)
     removal.delete_own_objects()
+    _remove_labels(removal)
     _print_result(sorted(silent), driver_name)
 
 
@@ -87,6 +89,16 @@ def _rolled_back_on_failure(removal: Removal) -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _remove_labels(removal: Removal) -> None:
+    try:
+        removal.remove_labels()
+    except ApiError as error:
+        if error.status != FORBIDDEN:
+            raise
+        # The chart grants it only with controller.nodeLabels; then there may be labels of an earlier revision.
+        click.echo("not allowed to remove labels of Nodes: docs/controller.md has the command, should there be any")
 
 
 def _on_sigterm(number: int, _frame: object) -> None:
@@ -188,6 +200,17 @@ class Removal:
                 self._lease(HEARTBEAT),
             ]
         )
+
+    def remove_labels(self) -> None:
+        """Remove the labels of Nodes that the controller wrote; others of the same names stay."""
+        for node in list(read_all(self.client, NODES, Node)):
+            for labels in LABEL_SETS["all"]:
+                if node.metadata.labels.keys() & set(labels.names):
+                    try:
+                        labels.apply(self.client, node.metadata.name, node.metadata.uid, {})
+                    except ApiError as error:
+                        if error.status not in (NOT_FOUND, CONFLICT):
+                            raise
 
     def _lease(self, name: str) -> str:
         return f"{leases(self.namespace)}/{name}"

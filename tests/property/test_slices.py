@@ -26,7 +26,7 @@ from driver.slices.build import (
 )
 from driver.slices.pool_names import DEVICES_PER_GPU, Pool
 from kubelet_plugin.inventory.published_devices import ForeignPartitions, PublishableGpu, PublishPolicy
-from tests.support.gpus import H100, gpu_of
+from tests.support.gpus import H100, MIB, gpu_of
 from tests.support.published import build_slices
 
 
@@ -121,7 +121,7 @@ def check_device(device: Content, sets: dict[str, dict[str, Any]]) -> None:
     assert 1 <= len(device["consumesCounters"]) <= 2
     for consumed in device["consumesCounters"]:
         for counter, value in consumed["counters"].items():
-            assert int(value["value"]) <= int(sets[consumed["counterSet"]][counter]["value"])
+            assert amount(value) <= amount(sets[consumed["counterSet"]][counter])
 
 
 @given(held_gpus(most=3))
@@ -200,22 +200,56 @@ def test_building_from_memory_equals_building_from_nothing(gpus: Fleet, data: st
     assert builder.build(changed[1:]) == build_slices(POOL, changed[1:])
 
 
-def fits_counters(devices: list[Device], available: dict[str, Any]) -> bool:
-    """The scheduler's rule: what all devices consume is there."""
-    left = {name: int(value["value"]) for name, value in available.items()}
+def counters_left(devices: list[Device], available: dict[str, Any]) -> dict[str, int]:
+    """The counters without what all devices consume; a combination fits if none is negative."""
+    left = {name: amount(value) for name, value in available.items()}
     for device in devices:
         entry = PublishedGpu(device.gpu, 0, (device,), ())
         [published] = [d for c in build_slices(POOL, [entry]).values() for d in c.get("devices", ())]
         for name, value in published["consumesCounters"][0]["counters"].items():
-            left[name] -= int(value["value"])
-    return all(value >= 0 for value in left.values())
+            left[name] -= amount(value)
+    return left
+
+
+def amount(value: dict[str, str]) -> int:
+    match = re.fullmatch(r"(\d+)(Ki|Mi|Gi|Ti|Pi)?", value["value"])
+    assert match is not None
+    return int(match[1]) * 1024 ** ["", "Ki", "Mi", "Gi", "Ti", "Pi"].index(match[2] or "")
 
 
 @given(products, st.data())
 def test_the_scheduler_admits_exactly_what_fits_one_after_another(product: str, data: st.DataObject) -> None:
     gpu = gpu_of(product)
     devices = data.draw(st.lists(st.sampled_from(devices_of(gpu, 0, data.draw(share_counts))), max_size=8))
-    assert fits_counters(devices, counters_of_gpu(gpu)) == (admitted(devices) == devices)
+    left = counters_left(devices, counters_of_gpu(gpu))
+    assert (min(left.values()) >= 0) == (admitted(devices) == devices)
+
+
+@given(products, st.data())
+def test_the_memory_of_devices_that_fit_together_never_exceeds_that_of_the_gpu(
+    product: str, data: st.DataObject
+) -> None:
+    gpu = gpu_of(product)
+    every = devices_of(gpu, 0, data.draw(share_counts))
+    others = devices_of(gpu, 0, data.draw(share_counts))  # published before the number of shares changed
+    fitting = admitted(data.draw(st.permutations([*every, *others])))
+    left = counters_left(fitting, counters_of_gpu(gpu))
+    assert left["memory"] >= 0
+    if fitting[0].kind is DeviceKind.FULL:
+        assert left["memory"] == 0
+
+
+@pytest.mark.parametrize("product", [*PRODUCTS, "NVIDIA L40S"])
+def test_a_partition_takes_its_capacity_of_memory_and_a_share_its_part(product: str) -> None:
+    gpu = gpu_of(product)
+    for device in devices_of(gpu, 0, 10):
+        whole = amount(counters_of_gpu(gpu)["memory"])
+        taken = whole - counters_left([device], counters_of_gpu(gpu))["memory"]
+        if device.profile is not None:
+            assert taken == device.profile.memory_bytes
+        else:
+            assert whole >= gpu.memory_bytes
+            assert whole / device.shares - MIB < taken <= whole / device.shares
 
 
 @given(products, st.lists(st.tuples(st.integers(0, MOST_SHARES - 1), st.integers(2, MOST_SHARES)), max_size=40))
@@ -228,7 +262,7 @@ def test_a_gpu_is_never_given_out_more_than_once_however_often_the_number_of_sha
         share = share_device(gpu, 0, index % shares, shares)
         if GpuState.of(gpu, taken).fits(share) and share.name not in {held.name for held in taken}:
             taken.append(share)
-    assert fits_counters(taken, counters_of_gpu(gpu))
+    assert min(counters_left(taken, counters_of_gpu(gpu)).values()) >= 0
     assert sum(1 / share.shares for share in taken) <= 1.04
     for other in devices_of(gpu, 0):
         assert not taken or not GpuState.of(gpu, taken).fits(other)
@@ -282,7 +316,7 @@ def test_a_slice_object_is_complete() -> None:
 def test_a_full_h100_takes_every_slice_and_only_media_extensions_are_limited_apart() -> None:
     counters = counters_of_gpu(gpu_of())
     slices = {f"memory-slice-{i}": {"value": "840"} for i in range(8)}
-    assert counters == slices | {"ofa-engines": {"value": "1"}}
+    assert counters == slices | {"ofa-engines": {"value": "1"}, "memory": {"value": "81559Mi"}}
 
 
 def test_profiles_with_and_without_media_engines_get_different_names() -> None:

@@ -61,7 +61,16 @@ def run(*arguments: str) -> Result:
 
 
 def test_help_of_every_command_has_examples() -> None:
-    for command in ((), ("node",), ("cordon",), ("uncordon",), ("sim",), ("sim", "list"), ("sim", "smi")):
+    for command in (
+        (),
+        ("node",),
+        ("cordon",),
+        ("uncordon",),
+        ("template",),
+        ("sim",),
+        ("sim", "list"),
+        ("sim", "smi"),
+    ):
         answer = run(*command, "--help")
         assert answer.exit_code == 0
         assert "Examples:" in answer.output

@@ -1,0 +1,275 @@
+"""``tessera template``: the Node and the ResourceSlices of a node that does not exist yet, for autoscalers."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import yaml
+
+from driver.config.shared_flags import SUBDOMAIN, check_driver_name
+from driver.errors import EnvironmentFault, FatalError, UsageError
+from driver.kube.client import KubeClient, Object
+from driver.kube.types import GpuNodePlan, Metadata, NodeSpec, Struct, Taint
+from driver.model.gpu import MigMode
+from driver.model.gpu_selection_and_share_counts import GpuSelection
+from driver.model.plan import COUNTERS_FIELD, KIND, PATH, GpuReport, states_of
+from driver.slices.build import SliceBuilder, slice_object
+from driver.slices.pool_names import Pool
+from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
+from kubelet_plugin.inventory.open_hardware import open_host
+from kubelet_plugin.settings import node_settings
+from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+
+PUBLISH = {"gpu.tessera.dev/publish": "complete"}
+
+HOST_LABELS = {"kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
+RESOURCES = "cpu=192,memory=2Ti,ephemeral-storage=1Ti,pods=110"
+
+OWN_LABELS = (
+    "kubernetes.io/hostname",
+    "gpu.tessera.dev/fabric-clique",
+    "nvidia.com/gpu.clique",
+    "gpu.tessera.dev/simulated-fleet",
+)
+"""Labels that say which node it is, or where it is: a new node has others."""
+
+PASSING_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/", "ToBeDeleted", "DeletionCandidate")
+"""How the keys of taints begin that say what happens to a node at present."""
+
+CAPACITY = "capacity.cluster-autoscaler.kubernetes.io/"
+"""Prefix of the annotations that the provider clusterapi of cluster-autoscaler reads (clusterapi_utils.go)."""
+
+CAPACITY_NAMES = {"cpu": "cpu", "memory": "memory", "ephemeral-storage": "ephemeral-disk", "pods": "maxPods"}
+"""Their names, by resource."""
+
+DOCUMENTS = ("objects", "cluster-autoscaler", "karpenter")
+
+
+class SystemInfo(Struct, frozen=True):
+    """What is the same on all nodes of a kind."""
+
+    architecture: str = ""
+    operating_system: str = ""
+    kernel_version: str = ""
+    os_image: str = msgspec.field(default="", name="osImage")
+    container_runtime_version: str = ""
+    kubelet_version: str = ""
+
+
+class Resources(Struct, frozen=True):
+    capacity: dict[str, str] = msgspec.field(default_factory=dict)
+    allocatable: dict[str, str] = msgspec.field(default_factory=dict)
+    node_info: SystemInfo = SystemInfo()
+
+
+class NodeDescription(Struct, frozen=True):
+    """The part of a Node that a new node of the same kind has, too."""
+
+    metadata: Metadata
+    spec: NodeSpec = NodeSpec()
+    status: Resources = Resources()
+
+
+@dataclass(frozen=True)
+class Template:
+    """A node and its slices, as plain objects."""
+
+    node: Object
+    slices: Sequence[Object]
+
+    @property
+    def objects(self) -> list[Object]:
+        return [self.node, *self.slices]
+
+
+@click.command()
+@click.option("--gpus", metavar="SOURCE", help="GPUs of the node: sim:NAME, sim:FILE, or nvml: those of this machine.")
+@click.option("--like", metavar="NODE", help="A node of the cluster: what a new node of its kind has.")
+@click.option("--name", default="template", show_default=True, help="Name of the Node that is printed.")
+@click.option("--resources", default=RESOURCES, show_default=True, help="With --gpus: capacity of the node.")
+@click.option("--shares", help="With --gpus: as `tessera node --shares`.")
+@click.option("--shares-only", help="With --gpus: as `tessera node --shares-only`.")
+@click.option("--for", "document", type=click.Choice(DOCUMENTS), default="objects", show_default=True, help="Reader.")
+@click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True, help="Format.")
+@with_kubeconfig
+@with_driver_name
+def template(
+    *,
+    gpus: str | None,
+    like: str | None,
+    name: str,
+    resources: str,
+    shares: str | None,
+    shares_only: str | None,
+    document: str,
+    output: str,
+    kubeconfig: Path | None,
+    driver_name: str,
+) -> None:
+    """Print the Node and the ResourceSlices of a new, idle node that publishes everything (docs/autoscaling.md).
+
+    For autoscalers that add the first node of a group. UUIDs and fabric cliques are placeholders, because only the real
+    node will have its own. --for cluster-autoscaler: what the providers externalgrpc and clusterapi need; --for
+    karpenter: the ResourceSliceTemplates of an instance type.
+
+    \b
+    Examples:
+      tessera template --gpus sim:dgx-h100
+      tessera template --like worker-1 --name a100-pool -o json
+      tessera template --like worker-1 --for cluster-autoscaler
+    """
+    if (gpus is None) == (like is None):
+        raise UsageError("give either --gpus (such as sim:dgx-h100) or --like (the name of a node)")
+    pool = _pool(name, driver_name)
+    if like is not None:
+        description, reports = _of_node(client_of(kubeconfig, "tessera-template"), like)
+    else:
+        description = NodeDescription(Metadata(name, labels=HOST_LABELS), status=_resources(resources))
+        reports = _of_hardware(gpus=gpus, shares=shares, shares_only=shares_only)
+    found = Template(_node(name, description), _slices(pool, reports))
+    written = _documents(found, document, driver_name, len(reports))
+    click.echo(json.dumps(written, indent=2) if output == "json" else _as_yaml(written))
+
+
+def _pool(name: str, driver: str) -> Pool:
+    for flag, value, check in (("--name", name, _check_name), ("--driver-name", driver, check_driver_name)):
+        try:
+            check(value)
+        except ValueError as error:
+            raise UsageError(f"{flag} {value}: {error}") from error
+    return Pool(name, driver)
+
+
+def _check_name(name: str) -> None:
+    if len(name) > 253 or not SUBDOMAIN.fullmatch(name):
+        raise ValueError("must be a name for a Node object: a DNS subdomain such as worker-1")
+
+
+def _resources(text: str) -> Resources:
+    """Read ``cpu=192,memory=2Ti``. Raises UsageError."""
+    found = {}
+    for entry in text.split(","):
+        name, separator, amount = entry.strip().partition("=")
+        if not (name and separator and amount):
+            raise UsageError(f"--resources {text}: {entry!r} is not NAME=QUANTITY, such as cpu=192")
+        found[name] = amount
+    return Resources(found, found)
+
+
+def _of_hardware(**flags: str | None) -> list[GpuReport]:
+    """The GPUs of a simulated node, or of this machine. Raises UsageError, HardwareError and EnvironmentFault."""
+    settings = node_settings(node_name="template", sim_latency="zero", **flags)
+    with open_host(settings, lasting=False) as (host, _):
+        found = host.discover()
+    for fault in found.faults:
+        raise EnvironmentFault(f"--gpus {settings.gpus}: {fault} can't be read: {fault.reason}")
+    by_minor = sorted(found.gpus, key=lambda gpu: gpu.minor)
+    return [GpuReport(gpu, gpu.minor, settings.shares.of(gpu), gpu in settings.shares_only) for gpu in by_minor]
+
+
+def _of_node(client: KubeClient, name: str) -> tuple[NodeDescription, list[GpuReport]]:
+    """A node of the cluster, and its GPUs by its plan. Raises ApiError and FatalError."""
+    node, plan = client.find(f"/api/v1/nodes/{name}"), client.find(f"{PATH}/{name}")
+    if node is None:
+        raise UsageError(f"--like {name}: the cluster has no such Node; `tessera status` lists the nodes with GPUs")
+    if plan is None:
+        raise EnvironmentFault(f"--like {name}: the node has no {KIND}, which the controller creates: is it running?")
+    try:
+        description, status = msgspec.convert(node, NodeDescription), msgspec.convert(plan, GpuNodePlan).status
+    except msgspec.MsgspecError as error:
+        raise FatalError(f"--like {name}: its Node or {KIND} can't be read: {error}") from error
+    reports = states_of(status.inventory)
+    if not reports:
+        raise FatalError(f"--like {name}: its {KIND} lists no GPU (status.inventory): its node plugin has not started")
+    if COUNTERS_FIELD in status.dropped:
+        raise EnvironmentFault(
+            f"--like {name}: the API server does not keep {COUNTERS_FIELD}, so no node can publish everything; "
+            "it needs Kubernetes 1.37, or 1.36 with DRAPartitionableDevices (docs/versions.md)"
+        )
+    for report in reports:
+        if report.fault is not None:
+            note = f"gpu-{report.number} of {name} can't be used at present ({report.fault}); the template has it free"
+            click.secho(note, fg="yellow", err=True)
+    return description, reports
+
+
+def _slices(pool: Pool, reports: Iterable[GpuReport]) -> list[Object]:
+    """The slices of a node with these GPUs of which nothing is held."""
+    anonymous = [_anonymous(report, pool.node) for report in reports]
+    shares = {report.gpu.uuid: report.shares for report in anonymous}
+    only = GpuSelection(frozenset(report.gpu.uuid for report in anonymous if report.shares_only))
+    inventory = Inventory(
+        [report.gpu for report in anonymous],
+        {report.gpu.uuid: report.number for report in anonymous},
+        GpuSharing(lambda gpu: shares[gpu.uuid], only),
+    )
+    built = SliceBuilder(pool).build(inventory.published())
+    return [slice_object(name, content, pool, 1, len(built), None) for name, content in built.items()]
+
+
+def _anonymous(report: GpuReport, node: str) -> GpuReport:
+    """The GPU without what no other node has, and with the MIG mode that it has when nothing is held."""
+    gpu, fabric = report.gpu, report.gpu.fabric_clique
+    gpu = replace(
+        gpu,
+        uuid=f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{node}/gpu-{report.number}')}",
+        fabric_clique=None if fabric is None else f"{uuid.UUID(int=0)}.{fabric.rpartition('.')[2]}",
+        mig_mode=MigMode.DISABLED if gpu.toggles_freely and gpu.mig_capable else gpu.mig_mode,
+    )
+    return replace(report, gpu=gpu)
+
+
+def _node(name: str, like: NodeDescription) -> Object:
+    labels = {key: value for key, value in like.metadata.labels.items() if key not in OWN_LABELS}
+    taints = [taint for taint in like.spec.taints if not taint.key.startswith(PASSING_TAINTS)]
+    status = msgspec.to_builtins(like.status)
+    ready = {"type": "Ready", "status": "True", "reason": "Template", "message": "a node that does not exist yet"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "labels": {**labels, "kubernetes.io/hostname": name, **PUBLISH}},
+        "spec": {"taints": msgspec.to_builtins(taints)} if taints else {},
+        "status": {**status, "conditions": [ready]},
+    }
+
+
+def _documents(found: Template, document: str, driver: str, gpus: int) -> list[Any]:
+    if document == "karpenter":
+        return [{"resourceSliceTemplates": [_slice_template(item["spec"]) for item in found.slices]}]
+    if document == "cluster-autoscaler":
+        annotations = dict(_annotations(found.node, driver, gpus))
+        external = {"node": found.node, "resourceSlices": list(found.slices)}
+        return [{"externalgrpc": external, "clusterapi": {"annotations": annotations}}]
+    return found.objects
+
+
+def _slice_template(spec: Mapping[str, Any]) -> Object:
+    """Karpenter's ResourceSliceTemplate (pkg/cloudprovider/dynamicresources.go)."""
+    content = {key: spec[key] for key in ("sharedCounters", "devices") if key in spec}
+    return {"driver": spec["driver"], "pool": {"name": spec["pool"]["name"]}, **content}
+
+
+def _annotations(node: Object, driver: str, gpus: int) -> Iterator[tuple[str, str]]:
+    """Annotations of a MachineDeployment, from which the provider makes a node with full GPUs only."""
+    for resource, name in CAPACITY_NAMES.items():
+        if (amount := node["status"].get("capacity", {}).get(resource)) is not None:
+            yield CAPACITY + name, amount
+    yield f"{CAPACITY}dra-driver", driver
+    yield f"{CAPACITY}gpu-count", str(gpus)
+    labels = {key: value for key, value in node["metadata"]["labels"].items() if key not in OWN_LABELS}
+    yield f"{CAPACITY}labels", ",".join(f"{key}={value}" for key, value in labels.items())
+    taints = [msgspec.convert(taint, Taint) for taint in node["spec"].get("taints", ())]
+    if taints:
+        yield f"{CAPACITY}taints", ",".join(f"{taint.key}={taint.value}:{taint.effect}" for taint in taints)
+
+
+def _as_yaml(documents: Sequence[Any]) -> str:
+    plain = json.loads(json.dumps(documents))  # values that occur twice would become aliases
+    return yaml.dump_all(plain, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False).rstrip()
