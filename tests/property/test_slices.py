@@ -214,7 +214,8 @@ def counters_left(devices: list[Device], available: dict[str, Any]) -> dict[str,
 def amount(value: dict[str, str]) -> int:
     match = re.fullmatch(r"(\d+)(Ki|Mi|Gi|Ti|Pi)?", value["value"])
     assert match is not None
-    return int(match[1]) * 1024 ** ["", "Ki", "Mi", "Gi", "Ti", "Pi"].index(match[2] or "")
+    factor: int = 1024 ** ["", "Ki", "Mi", "Gi", "Ti", "Pi"].index(match[2] or "")
+    return int(match[1]) * factor
 
 
 @given(products, st.data())

@@ -50,6 +50,9 @@ ADMISSION = [MISUSE, ALL, ONE_SHARE, PARAMETERS]
 BOUNDARIES = [f"own-{what}.gpu.tessera.dev" for what in ("claims", "events", "fence", "plan", "slices")]
 """Part of the rights: what a node's token may not do."""
 
+NODE_LABELS = "node-labels.gpu.tessera.dev"
+"""Part of the rights: what the controller's token may not do."""
+
 CLASSES = class_texts()
 RIGHTS_ALONE = Counter(
     ServiceAccount=3,
@@ -57,7 +60,7 @@ RIGHTS_ALONE = Counter(
     ClusterRoleBinding=3,
     Role=3,
     RoleBinding=3,
-    **dict.fromkeys(POLICIES, len(BOUNDARIES)),
+    **dict.fromkeys(POLICIES, len(BOUNDARIES) + 1),
 )
 NODE_PLUGIN = Counter(["DaemonSet"])
 UNINSTALLING = Counter(["ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"])
@@ -297,12 +300,13 @@ def test_only_the_named_classes_get_their_resource_name() -> None:
         ({"admission": {"parameters": False}}, [PARAMETERS]),
         ({"admission": {"misuse": False}}, [MISUSE]),
         ({"controller": OFF}, [ALL]),
+        ({"controller": {"nodeLabels": "none"}}, [NODE_LABELS]),
     ],
 )
 def test_each_policy_goes_alone_and_with_its_binding(switched: Values, gone: list[str]) -> None:
     objects = rendered(switched)
     for kind in POLICIES:
-        assert sorted(of_kind(kind, objects)) == sorted({FENCE, *ADMISSION, *BOUNDARIES} - {*gone})
+        assert sorted(of_kind(kind, objects)) == sorted({FENCE, NODE_LABELS, *ADMISSION, *BOUNDARIES} - {*gone})
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -330,7 +334,8 @@ def test_everything_is_in_the_namespace_of_the_release(namespace: str) -> None:
 class TestAnotherDriver:
     def test_leaves_the_name_only_to_the_api_group_and_what_is_named_after_it(self) -> None:
         kept = {GROUP, f"{GROUP}/v1alpha1", f"{GROUP}/node", *ADMISSION, *BOUNDARIES}
-        objects = [each for each in rendered({"driverName": OTHER}) if each["kind"] != CRD]
+        values = {"driverName": OTHER, "controller": {"nodeLabels": "none"}}
+        objects = [each for each in rendered(values) if each["kind"] != CRD]
         texts = (text.replace(f"{GROUP}/v1alpha1", "the API group") for text in strings(objects))
         assert {text for text in texts if GROUP in text} == kept - {f"{GROUP}/v1alpha1"}
 
