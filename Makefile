@@ -24,7 +24,7 @@ WORKERS = $(shell echo $$(($$(nproc) + 1)))
 WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-54 demo-curation demo-helm image test test-all test-fast test-unit test-cluster test-smoke test-versions lint format size bench bench-placement bench-refresh bench-fleet bench-scale bench-versions fuzz soak \
+.PHONY: help demo demo-54 demo-curation demo-helm image test test-all test-fast test-unit test-cluster test-smoke test-versions lint format size bench bench-placement bench-refresh bench-fleet bench-scale bench-versions integration fuzz soak \
 	conformance manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
@@ -107,6 +107,9 @@ bench-scale: binaries ## compare the scheduler's cost with NVIDIA's device layou
 
 bench-versions: env ## measure how soon pods are bound on Kubernetes 1.34 to 1.37 (30 minutes with binaries in the cache, root)
 	@$(RUN)/python -m tests.bench.versions
+
+integration: env binaries ## test with the real cluster-autoscaler (CLUSTER_AUTOSCALER=binary, or _SOURCE=repository; root)
+	@$(RUN)/python -m tests.integration
 
 OBJECTS ?= 1000000
 fuzz: env ## feed hostile API objects to the controller (OBJECTS=; 30 minutes per million)

@@ -277,7 +277,7 @@ class RunningFleet:
 def running_fleet(cluster: Cluster, count: int, mode: Mode, description: str = "dgx-h100") -> Iterator[RunningFleet]:
     """``count`` nodes whose slices are published, until the block ends. The cluster must be installed."""
     stop = threading.Event()
-    gpus: Callable[[str], Sequence[Gpu]] = partial(_gpus, description, cluster.directory)
+    gpus: Callable[[str], Sequence[Gpu]] = partial(simulated_gpus, description, cluster.directory)
     nodes = [FleetNode(cluster, name, gpus(name), mode) for name in (f"node-{i:03}" for i in range(count))]
     kubelets = Kubelets(KubeClient(load_configuration(cluster.kubeconfig), USER_AGENT), nodes)
     kubelets.start(stop)
@@ -293,6 +293,7 @@ def running_fleet(cluster: Cluster, count: int, mode: Mode, description: str = "
             node.notify()
 
 
-def _gpus(description: str, directory: Path, node: str) -> Sequence[Gpu]:
+def simulated_gpus(description: str, directory: Path, node: str) -> Sequence[Gpu]:
+    """The GPUs of a node of this description, with UUIDs of its own."""
     loaded: Any = load_description(description).replaced(serial=node)
     return discover(loaded, directory / "fleet-gpus" / node)
