@@ -214,8 +214,7 @@ def counters_left(devices: list[Device], available: dict[str, Any]) -> dict[str,
 def amount(value: dict[str, str]) -> int:
     match = re.fullmatch(r"(\d+)(Ki|Mi|Gi|Ti|Pi)?", value["value"])
     assert match is not None
-    factor: int = 1024 ** ["", "Ki", "Mi", "Gi", "Ti", "Pi"].index(match[2] or "")
-    return int(match[1]) * factor
+    return int(match[1]) << 10 * ["", "Ki", "Mi", "Gi", "Ti", "Pi"].index(match[2] or "")
 
 
 @given(products, st.data())

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.node_labels import OWN
 from tessera.cli import main
 from tessera.commands.lint import shipped_classes
 from tests.support.chart import (
@@ -47,11 +48,9 @@ FENCE, ONE_SHARE = "tessera-fence", "one-share-of-a-gpu.gpu.tessera.dev"
 PARAMETERS, MISUSE = "valid-parameters.gpu.tessera.dev", "fitting-class.gpu.tessera.dev"
 ALL = "no-allocation-mode-all.gpu.tessera.dev"
 ADMISSION = [MISUSE, ALL, ONE_SHARE, PARAMETERS]
-BOUNDARIES = [f"own-{what}.gpu.tessera.dev" for what in ("claims", "events", "fence", "plan", "slices")]
-"""Part of the rights: what a node's token may not do."""
-
-NODE_LABELS = "node-labels.gpu.tessera.dev"
-"""Part of the rights: what the controller's token may not do."""
+LABELS = "node-labels.gpu.tessera.dev"
+BOUNDARIES = [LABELS, *(f"own-{what}.gpu.tessera.dev" for what in ("claims", "events", "fence", "plan", "slices"))]
+"""Part of the rights: what a node's token, and the right to patch Nodes, may not do."""
 
 CLASSES = class_texts()
 RIGHTS_ALONE = Counter(
@@ -60,7 +59,7 @@ RIGHTS_ALONE = Counter(
     ClusterRoleBinding=3,
     Role=3,
     RoleBinding=3,
-    **dict.fromkeys(POLICIES, len(BOUNDARIES) + 1),
+    **dict.fromkeys(POLICIES, len(BOUNDARIES)),
 )
 NODE_PLUGIN = Counter(["DaemonSet"])
 UNINSTALLING = Counter(["ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"])
@@ -102,6 +101,7 @@ VALUE_SETS: dict[str, tuple[Values, Counter[str]]] = {
     "no classes": ({"classes": NO_CLASSES}, EVERYTHING - Counter(DeviceClass=len(CLASSES))),
     "another driver": ({"driverName": OTHER}, EVERYTHING),
     "resource names": ({"extendedResourceNames": ["gpu-training", "gpu-dev"]}, EVERYTHING),
+    "no labels": ({"controller": {"nodeLabels": "none"}}, EVERYTHING - Counter(POLICIES)),
     "no fence": ({"fence": OFF}, EVERYTHING - Counter(POLICIES)),
     "no admission": ({"admission": OFF}, EVERYTHING - Counter(POLICIES * len(ADMISSION))),
     "any parameters": ({"admission": {"parameters": False}}, EVERYTHING - Counter(POLICIES)),
@@ -300,13 +300,13 @@ def test_only_the_named_classes_get_their_resource_name() -> None:
         ({"admission": {"parameters": False}}, [PARAMETERS]),
         ({"admission": {"misuse": False}}, [MISUSE]),
         ({"controller": OFF}, [ALL]),
-        ({"controller": {"nodeLabels": "none"}}, [NODE_LABELS]),
+        ({"controller": {"nodeLabels": "none"}}, [LABELS]),
     ],
 )
 def test_each_policy_goes_alone_and_with_its_binding(switched: Values, gone: list[str]) -> None:
     objects = rendered(switched)
     for kind in POLICIES:
-        assert sorted(of_kind(kind, objects)) == sorted({FENCE, NODE_LABELS, *ADMISSION, *BOUNDARIES} - {*gone})
+        assert sorted(of_kind(kind, objects)) == sorted({FENCE, *ADMISSION, *BOUNDARIES} - {*gone})
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -333,10 +333,10 @@ def test_everything_is_in_the_namespace_of_the_release(namespace: str) -> None:
 
 class TestAnotherDriver:
     def test_leaves_the_name_only_to_the_api_group_and_what_is_named_after_it(self) -> None:
+        labels = re.compile(rf"{GROUP}/(product|count|driver-version|nvlink-generation|fabric-clique)")
         kept = {GROUP, f"{GROUP}/v1alpha1", f"{GROUP}/node", *ADMISSION, *BOUNDARIES}
-        values = {"driverName": OTHER, "controller": {"nodeLabels": "none"}}
-        objects = [each for each in rendered(values) if each["kind"] != CRD]
-        texts = (text.replace(f"{GROUP}/v1alpha1", "the API group") for text in strings(objects))
+        objects = [each for each in rendered({"driverName": OTHER}) if each["kind"] != CRD]
+        texts = (labels.sub("a label", text).replace(f"{GROUP}/v1alpha1", "the API group") for text in strings(objects))
         assert {text for text in texts if GROUP in text} == kept - {f"{GROUP}/v1alpha1"}
 
     def test_has_its_attributes_in_the_admission_policy(self) -> None:
@@ -407,6 +407,17 @@ class TestTheRights:
         assert {(what, verbs) for _, _, what, _, verbs in gone} == used
         flags = [strings(each) for each in rendered(values) if each["kind"] == "Deployment"]
         assert "--no-evict-conflicting" in chain.from_iterable(flags)
+
+    def test_to_patch_nodes_is_granted_only_for_labels(self) -> None:
+        values = {"controller": {"nodeLabels": "none"}}
+        gone = self.granted() - self.granted(values)
+        assert {(who, what, verbs) for who, _, what, _, verbs in gone} == {
+            ("tessera-controller", "nodes", "patch"),
+            ("tessera-uninstall", "nodes", "list, patch"),
+        }
+        [policy] = (each for each in rendered() if each["metadata"]["name"] == LABELS and "validations" in each["spec"])
+        [names] = (each["expression"] for each in policy["spec"]["variables"] if each["name"] == "names")
+        assert sorted(re.findall(r"'([^']+)'", names)) == sorted(OWN.names)
 
     def test_are_never_everything_nor_on_secrets(self) -> None:
         assert not [right for right in self.granted() if "*" in "".join(right) or "secrets" in right[2]]
