@@ -17,17 +17,15 @@ from driver.config.shared_flags import SUBDOMAIN, check_driver_name
 from driver.errors import EnvironmentFault, FatalError, UsageError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan, Metadata, NodeSpec, Struct, Taint
-from driver.model.gpu import MigMode
 from driver.model.gpu_selection_and_share_counts import GpuSelection
-from driver.model.plan import COUNTERS_FIELD, KIND, PATH, GpuReport, states_of
+from driver.model.plan import COMPLETE, COUNTERS_FIELD, KIND, PATH, PUBLISH, GpuReport, states_of
 from driver.slices.build import SliceBuilder, slice_object
 from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
 from kubelet_plugin.inventory.open_hardware import open_host
+from kubelet_plugin.inventory.published_devices import PublishPolicy
 from kubelet_plugin.settings import node_settings
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
-
-PUBLISH = {"gpu.tessera.dev/publish": "complete"}
 
 HOST_LABELS = {"kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
 RESOURCES = "cpu=192,memory=2Ti,ephemeral-storage=1Ti,pods=110"
@@ -210,18 +208,17 @@ def _slices(pool: Pool, reports: Iterable[GpuReport]) -> list[Object]:
         {report.gpu.uuid: report.number for report in anonymous},
         GpuSharing(lambda gpu: shares[gpu.uuid], only),
     )
-    built = SliceBuilder(pool).build(inventory.published())
+    built = SliceBuilder(pool).build(inventory.published(PublishPolicy(complete=True)))
     return [slice_object(name, content, pool, 1, len(built), None) for name, content in built.items()]
 
 
 def _anonymous(report: GpuReport, node: str) -> GpuReport:
-    """The GPU without what no other node has, and with the MIG mode that it has when nothing is held."""
+    """The GPU without what no other node has."""
     gpu, fabric = report.gpu, report.gpu.fabric_clique
     gpu = replace(
         gpu,
         uuid=f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{node}/gpu-{report.number}')}",
         fabric_clique=None if fabric is None else f"{uuid.UUID(int=0)}.{fabric.rpartition('.')[2]}",
-        mig_mode=MigMode.DISABLED if gpu.toggles_freely and gpu.mig_capable else gpu.mig_mode,
     )
     return replace(report, gpu=gpu)
 
@@ -234,7 +231,7 @@ def _node(name: str, like: NodeDescription) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": {"name": name, "labels": {**labels, "kubernetes.io/hostname": name, **PUBLISH}},
+        "metadata": {"name": name, "labels": {**labels, "kubernetes.io/hostname": name, PUBLISH: COMPLETE}},
         "spec": {"taints": msgspec.to_builtins(taints)} if taints else {},
         "status": {**status, "conditions": [ready]},
     }

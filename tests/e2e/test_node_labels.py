@@ -116,6 +116,16 @@ def test_labels_of_others_stay_as_they_are(cluster: Cluster, controller: Control
     assert found["example.com/rack"] == "b"
 
 
+def test_the_policy_is_sound_by_the_word_of_the_api_server(cluster: Cluster) -> None:
+    path = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/node-labels.gpu.tessera.dev"
+
+    def checked() -> dict[str, Any]:
+        status = cluster.api.get(path).get("status", {})
+        return {"found": status["typeChecking"]} if "typeChecking" in status else {}
+
+    assert wait_for(checked, SOON_S, "the API server has checked it") == {"found": {}}
+
+
 @pytest.mark.parametrize("account", ["tessera-controller", "tessera-uninstall"])
 @pytest.mark.parametrize(
     "change",
