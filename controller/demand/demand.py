@@ -42,12 +42,14 @@ class Demand:
 
 
 def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]:
-    """Demand for every pending claim. Claims for one device with the same eligible GPUs make one demand.
+    """Demand for every pending claim, except those of gangs that the scheduler can not place at present.
+
+    Claims for one device with the same eligible GPUs make one demand.
 
     ``widened``: nodes that offer all matching devices for the claim of that key (``controller.demand.starvation``).
     """
     claims = _ClaimDemand(queue)
-    found = [demand for pending in queue.pending for demand in claims.of(pending)]
+    found = [demand for each in queue.pending if each.key not in queue.held_back for demand in claims.of(each)]
     found += [each for p in queue.pending if p.key in widened for each in claims.everything(p, widened[p.key])]
     found += [Demand(kind.key, 1, gpus, everything=True) for kind, gpus in _matching_held(queue)]
     plain: Counter[tuple[OfferKind, Eligible]] = Counter()

@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from controller.cluster.fleet import Fleet, Hardware
 from controller.cluster.node_views import faults_in
+from controller.cluster.pod_groups import POD_GROUP_VERSION
 from controller.explain.reasons import ClaimReason, ReasonCode
 from driver.kube.events import Recorder
-from driver.kube.types import Node, Reference
+from driver.kube.types import Key, Node, Reference
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,16 @@ class EventReporter:
         self._hardware: Hardware | None = None
 
     def claims(self, reasons: Iterable[ClaimReason]) -> None:
-        """One Event for each claim and code, updated when the message changes; on the pod if there is no claim yet."""
-        for pending, code, sentence in reasons:
+        """One Event for each claim and code, updated when the message changes; on the pod if there is no claim yet.
+
+        The reason of a gang is an Event of its PodGroup, too.
+        """
+        groups: set[Key] = set()
+        for pending, code, sentence, group in reasons:
+            if group is not None and group.key not in groups:
+                groups.add(group.key)
+                reference = Reference("PodGroup", group.name, group.namespace, group.uid, POD_GROUP_VERSION)
+                self._recorder.event(reference, code.value, sentence, "Warning")
             about = pending.pods[0].metadata if pending.not_created else pending.claim.metadata
             kind, version = ("Pod", "v1") if pending.not_created else ("ResourceClaim", "resource.k8s.io/v1")
             reference = Reference(kind, about.name, about.namespace, about.uid, version)
