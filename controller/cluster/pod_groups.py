@@ -58,7 +58,7 @@ class PodGroups:
                 return True
             why = "not served" if error.status == NOT_FOUND else "no right to list them"
             if why != self._unavailable:
-                log.info("PodGroups are not read: gangs are planned pod by pod", extra={"reason": why})
+                log.info("PodGroups are not read: gangs are planned pod by pod", extra={"why": why})
             self._unavailable = why
             return False
         self._unavailable = None
