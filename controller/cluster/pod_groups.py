@@ -10,14 +10,16 @@ from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.types import Condition, Key, Metadata, PodGroup, PodGroupStatus
 from driver.kube.watch_cache import WatchCache
+from driver.kube.work_loop import Backoff
 
 log = logging.getLogger(__name__)
 
 POD_GROUP_VERSION = "scheduling.k8s.io/v1beta1"
 PATH = f"/apis/{POD_GROUP_VERSION}/podgroups"
 
-PROBE_INTERVAL_SECONDS = 300.0
-"""Time until an API server without PodGroups is asked again: its feature gates change when it is restarted."""
+FIRST_PROBE_INTERVAL_SECONDS, MAX_PROBE_INTERVAL_SECONDS = 1.0, 300.0
+"""Time until an API server without PodGroups is asked again: it knows new roles after a moment, and its feature gates
+change when it is restarted."""
 
 FORBIDDEN = 403
 
@@ -32,11 +34,12 @@ class PodGroups:
 
     def run(self, stop: threading.Event) -> None:
         """Watch until ``stop`` is set, once the API server serves PodGroups. For a daemon thread."""
+        backoff = Backoff(FIRST_PROBE_INTERVAL_SECONDS, MAX_PROBE_INTERVAL_SECONDS)
         while not stop.is_set():
             if self._is_served():
                 self.cache.run(stop)
             else:
-                stop.wait(PROBE_INTERVAL_SECONDS)
+                stop.wait(backoff.next_s())
 
     @property
     def synced(self) -> bool:
@@ -55,7 +58,7 @@ class PodGroups:
                 return True
             why = "not served" if error.status == NOT_FOUND else "no right to list them"
             if why != self._unavailable:
-                log.info("PodGroups are not read: gangs are planned pod by pod", extra={"reason": why})
+                log.info("PodGroups are not read: gangs are planned pod by pod", extra={"why": why})
             self._unavailable = why
             return False
         self._unavailable = None

@@ -69,7 +69,7 @@ class DisjointCurator:
         for pod in queue.pods:
             gang = gang_of.get(pod.metadata.key)
             if gang is not None:
-                if gang not in done and gang.is_complete:
+                if gang not in done and not gang.missing:
                     planned |= plan.serve_gang(gang, planned.keys(), only_on)
                 done.add(gang)
             elif planned.keys().isdisjoint(each.key for each in queue.of_pod(pod)):

@@ -8,8 +8,7 @@ only if it is certain that the scheduler can not place it.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from controller.demand.device_search import Outcome
@@ -31,9 +30,9 @@ class Gang:
     needed: int
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all pods exist: until then the scheduler does not try to place any."""
-        return self.needed <= len(self.pods)
+    def missing(self) -> int:
+        """The number of pods that are still to be created: until then the scheduler does not try to place any."""
+        return max(0, self.needed - len(self.pods))
 
 
 def gangs_of(pods: Iterable[Pod], pending: Collection[str], groups: Mapping[Key, PodGroup]) -> list[Gang]:
@@ -74,12 +73,13 @@ class GangRoom:
         self._feasibility = feasibility
         self._known: dict[tuple[ClaimRequirements, str], tuple[int, float]] = {}
 
-    def of(self, pods: Sequence[Wanted]) -> Room:
-        alike, total = Counter(pods), 0
+    def of(self, pods: Mapping[Wanted, int]) -> Room:
+        """``pods``: how many are alike."""
+        total = 0
         used: set[str] = set()
         sizes: list[float] = []
         """Memory slices that each pod takes at least."""
-        for (alternatives, nodes), count in alike.items():
+        for (alternatives, nodes), count in pods.items():
             least, most = math.inf, 0
             for requirements in alternatives:
                 for node, outcome in self._feasibility.outcomes(requirements, nodes):

@@ -10,6 +10,7 @@ gets wider offers later (``controller.demand.starvation``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from controller.cluster.claim_index import ClusterState
 from controller.cluster.fleet import Fleet
 from controller.demand.device_search import Outcome
 from controller.demand.feasibility import Feasibility, Found, Nodes
-from controller.demand.gangs import Gang, GangRoom, Room, gangs_of
+from controller.demand.gangs import Gang, GangRoom, Room, Wanted, gangs_of
 from controller.demand.requirements import MAX_COMBINATIONS, ClaimRequirements, Refusal, RequirementsReader, joined
 from controller.demand.selected_devices import Matching
 from deviceclasses.cel.library.quantity import parse_quantity
@@ -156,15 +157,20 @@ class Queue:
         return self._claims_of_pod[str(pod.metadata.key)]
 
     def room(self, gang: Gang, feasibility: Feasibility | None = None) -> Room:
-        """How many pods of ``gang`` there is room for at most; now, or by another ``feasibility``."""
+        """How many pods of ``gang`` there is room for at most; now, or by another ``feasibility``.
+
+        Missing pods are taken to be like the first one.
+        """
         seen: set[str] = set()
-        wanted = []
+        wanted: Counter[Wanted] = Counter()
         for pod in gang.pods:
             claims = {each.key for each in self.of_pod(pod)}
             if not seen & claims:  # pods that share a claim share its devices
-                wanted.append((tuple(self.combinations(pod)), self.nodes_for(pod)))
+                wanted[tuple(self.combinations(pod)), self.nodes_for(pod)] += 1
             seen |= claims
-        sharing = len(gang.pods) - len(wanted)
+        if wanted.total() == len(gang.pods):
+            wanted[next(iter(wanted))] += gang.missing
+        sharing = len(gang.pods) + gang.missing - wanted.total()
         found = (self._gang_room if feasibility is None else GangRoom(feasibility)).of(wanted)
         return Room(found.pods + sharing, found.nodes)
 
@@ -174,11 +180,8 @@ class Queue:
 
     @cached_property
     def held_back(self) -> Mapping[str, Gang]:
-        """The gangs for which there is no room at present, by the keys of their claims.
-
-        Incomplete gangs get offers for the pods that exist, so that these offers stand when the last pod is created.
-        """
-        impossible = [gang for gang in self.gangs if self.room(gang).pods < min(gang.needed, len(gang.pods))]
+        """The gangs for which there is no room at present, by the keys of their claims."""
+        impossible = [gang for gang in self.gangs if self.room(gang).pods < gang.needed]
         gang_of = {pod.metadata.key: gang for gang in impossible for pod in gang.pods}
         return {
             each.key: gang_of[each.pods[0].metadata.key]
@@ -187,6 +190,14 @@ class Queue:
             for each in self.of_pod(pod)
             if all(user.metadata.key in gang_of for user in each.pods)
         }
+
+    @property
+    def expected(self) -> Iterator[tuple[PendingClaim, int]]:
+        """Pending claims of incomplete gangs with room, and how many claims like them are still to come."""
+        for gang in self.gangs:
+            for each in self.of_pod(gang.pods[0]) if gang.missing else ():
+                if len(each.pods) == 1 and each.key not in self.held_back:
+                    yield each, gang.missing
 
     @cached_property
     def pods(self) -> list[Pod]:

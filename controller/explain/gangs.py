@@ -12,7 +12,7 @@ def reason_of_gang(queue: Queue, gang: Gang) -> tuple[str, bool] | None:
 
     None if that is unknown, or if pods are missing, which the scheduler itself reports.
     """
-    if not gang.is_complete:
+    if gang.missing:
         return None
     emptied = queue.room(gang, queue.feasibility.unheld)
     permanent = emptied.pods < gang.needed

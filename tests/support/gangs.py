@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tests.harness.images import BUSYBOX_IMAGE
+from tests.harness.versions import REFERENCE, default_release
 from tests.support.workloads import NAMESPACE
 
 POD_GROUPS = f"/apis/scheduling.k8s.io/v1beta1/namespaces/{NAMESPACE}/podgroups"
 
+SERVED = default_release() is REFERENCE
+"""Whether the release of the cluster tests serves PodGroups of v1beta1: those before 1.37 do not."""
+
 GATE = "--feature-gates=GenericWorkload=true"
-GANGS: Mapping[str, Sequence[str]] = {
+GANGS: Mapping[str, list[str]] = {
     "kube-apiserver": [GATE, "--runtime-config=scheduling.k8s.io/v1beta1=true"],
     "kube-scheduler": [GATE],
     "kube-controller-manager": [GATE],

@@ -69,8 +69,19 @@ def test_a_gang_needs_room_only_for_the_pods_that_it_needs_at_least() -> None:
     assert offered(nodes(8, 4).gang("training", *[ONE] * 16, min_count=12)) == 16
 
 
-def test_pods_of_a_gang_that_is_still_being_created_get_offers_in_advance() -> None:
-    assert offered(nodes(8).gang("training", *[ONE] * 4, min_count=16)) == 4
+@pytest.mark.parametrize(("free", "expected"), [((8, 8), 16), ((8, 7), 0)])
+def test_pods_of_a_gang_that_are_still_to_be_created_get_offers_in_advance(
+    free: tuple[int, ...], expected: int
+) -> None:
+    assert offered(nodes(*free).gang("training", *[ONE] * 4, min_count=16)) == expected
+
+
+def test_a_group_that_claims_to_need_more_pods_than_any_cluster_has_gets_no_offers() -> None:
+    assert offered(nodes(8, 8).gang("training", ONE, min_count=2**31 - 1)) == 0
+
+
+def test_nodes_for_pods_that_are_still_to_be_created_are_offered_whole() -> None:
+    assert offered(nodes(8, 8, 8).gang("training", EIGHT, min_count=3)) == 24
 
 
 def test_pods_of_a_group_without_a_gang_are_planned_one_by_one() -> None:
