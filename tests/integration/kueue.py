@@ -236,7 +236,8 @@ class Queues:
 
     def _remove(self, path: str) -> None:
         for item in self._items(path):
-            self.client.delete(f"{path}/{item['metadata']['name']}", missing_ok=True)
+            # Jobs would otherwise leave their pods behind.
+            self.client.delete(f"{path}/{item['metadata']['name']}?propagationPolicy=Background", missing_ok=True)
 
     def _object(self, kind: str, name: str, spec: Object) -> Object:
         return {"apiVersion": f"{GROUP}/v1beta2", "kind": kind, "metadata": {"name": name}, "spec": spec}
