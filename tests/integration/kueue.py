@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +15,14 @@ from typing import Any
 import yaml
 
 from driver.errors import RecoverableError
-from driver.kube.client import KubeClient, Object
+from driver.kube.client import KubeClient, Object, load_configuration
 from tests.harness.certs import Authority
 from tests.harness.cluster import Cluster
 from tests.harness.processes import ProcessTable, stop
 from tests.harness.waiting import wait_for
+from tests.support.chart import install
+from tests.support.controller import ControllerProcess
+from tests.support.plugin import SLICES, TESSERA
 from tests.support.ports import kept_port
 from tests.support.published import DRIVER
 from tests.support.workloads import PODS, TEMPLATES
@@ -39,6 +44,32 @@ HANDLED_GROUPS = {"batch", GROUP}
 
 METRICS_CERTIFICATES = "kueue/metrics/certs"
 """Where the manager insists on a certificate, below /etc."""
+
+
+@contextmanager
+def curated_nodes(cluster: Cluster, count: int) -> Iterator[None]:
+    """Simulated nodes, each with eight H100, and a controller that curates them; their pods run no container."""
+    install(cluster)
+    controller = ControllerProcess(cluster, flags=("--min-published", "auto"))
+    controller.start()
+    client = KubeClient(load_configuration(cluster.kubeconfig), "test")
+    options = ["--nodes", str(count), "--gpus", "dgx-h100", "--kubeconfig", str(cluster.kubeconfig)]
+    with (cluster.logs_dir / "fleet.log").open("w") as output:
+        fleet = subprocess.Popen([TESSERA, "sim", "fleet", *options], stdout=output, stderr=subprocess.STDOUT)
+    try:
+        wait_for(lambda: len(published(client, type="gpu")) >= 8, READY_S, "full GPUs are published to be counted")
+        yield
+    finally:
+        fleet.send_signal(signal.SIGINT)
+        fleet.wait(READY_S)
+        controller.stop()
+
+
+def published(client: KubeClient, **attributes: str) -> list[Object]:
+    """Published devices with these values of attributes."""
+    devices = [each for item in client.get_object(SLICES)["items"] for each in item["spec"].get("devices", ())]
+    wanted = {name: {"string": value} for name, value in attributes.items()}
+    return [each for each in devices if wanted.items() <= each["attributes"].items()]
 
 
 @contextmanager
@@ -70,7 +101,6 @@ def kueue_manager(
             str(program),
             f"--config={config}",
             f"--kubeconfig={cluster.kubeconfig}",
-            "--zap-log-level=4",
         ]
         record = table.spawn("kueue", command, cluster.logs_dir / "kueue.log")
         try:
@@ -209,34 +239,39 @@ class Queues:
                 return {each["type"]: each for each in item.get("status", {}).get("conditions", ())}
         return {}
 
-    def finish(self, job: str) -> None:
-        """Let its pods succeed."""
-        for pod in self.pods(job):
+    def finish(self, pods: Iterable[Object]) -> None:
+        """Let these pods succeed."""
+        for pod in pods:
             self.client.patch_existing(f"{PODS}/{pod['metadata']['name']}/status", {"status": {"phase": "Succeeded"}})
 
     def remove_all(self) -> None:
         """Remove jobs, queues and templates, and wait until nothing of them is left."""
-        self._remove(JOBS)
+        self._remove_all(JOBS)
         for path in (PODS, WORKLOADS):
             wait_for(partial(self._is_empty, path), READY_S, f"all {path.rpartition('/')[2]} are gone")
         for path in (LOCAL_QUEUES, CLUSTER_QUEUES, PRIORITIES, TEMPLATES):
-            self._remove(path)
+            self._remove_all(path)
         wait_for(partial(self._is_empty, CLUSTER_QUEUES), READY_S, "all queues are gone")
 
-    def _items(self, path: str) -> list[Object]:
+    def remove(self, path: str) -> None:
+        """Remove one object, and the pods of a job, which would otherwise stay."""
+        self.client.delete(f"{path}?propagationPolicy=Background", missing_ok=True)
+
+    def items(self, path: str) -> list[Object]:
+        """The objects of a list."""
         found: list[Object] = self.client.get_object(path)["items"]
         return found
 
     def _is_empty(self, path: str) -> bool:
         """Raises RecoverableError naming what is left."""
-        left = [{name: item["metadata"].get(name) for name in METADATA} for item in self._items(path)]
+        left = [{name: item["metadata"].get(name) for name in METADATA} for item in self.items(path)]
         if left:
             raise RecoverableError(f"{left}")
         return True
 
-    def _remove(self, path: str) -> None:
-        for item in self._items(path):
-            self.client.delete(f"{path}/{item['metadata']['name']}", missing_ok=True)
+    def _remove_all(self, path: str) -> None:
+        for item in self.items(path):
+            self.remove(f"{path}/{item['metadata']['name']}")
 
     def _object(self, kind: str, name: str, spec: Object) -> Object:
         return {"apiVersion": f"{GROUP}/v1beta2", "kind": kind, "metadata": {"name": name}, "spec": spec}

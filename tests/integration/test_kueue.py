@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from driver.kube.client import KubeClient, Object, load_configuration
+from driver.kube.client import KubeClient, load_configuration
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
-from tests.integration.kueue import Queues, kueue_manager, mapping
-from tests.support.chart import install
+from tests.integration.kueue import Queues, curated_nodes, kueue_manager, mapping, published
 from tests.support.control_plane import control_plane
-from tests.support.controller import ControllerProcess
-from tests.support.plugin import SLICES, TESSERA
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -44,41 +38,17 @@ COPIES = {
 """Classes with the selectors of others: a class can be part of one mapping only."""
 
 
-@contextmanager
-def simulated_nodes(cluster: Cluster, log: Path) -> Iterator[None]:
-    """Nodes that follow the controller's plans, and whose pods run without containers."""
-    options = ["--nodes", str(NODES), "--gpus", "dgx-h100", "--kubeconfig", str(cluster.kubeconfig)]
-    with log.open("w") as output:
-        fleet = subprocess.Popen([TESSERA, "sim", "fleet", *options], stdout=output, stderr=subprocess.STDOUT)
-    try:
-        yield
-    finally:
-        fleet.send_signal(signal.SIGINT)
-        fleet.wait(SOON_S)
-
-
-def published(client: KubeClient, **attributes: str) -> list[Object]:
-    """Published devices with these values of attributes."""
-    devices = [each for item in client.get_object(SLICES)["items"] for each in item["spec"].get("devices", ())]
-    wanted = {name: {"string": value} for name, value in attributes.items()}
-    return [each for each in devices if wanted.items() <= each["attributes"].items()]
-
-
 @pytest.fixture(scope="module")
 def cluster(kueue_program: Path, kueue_source: Path) -> Iterator[Cluster]:
-    with control_plane("kueue") as running:
-        install(running)
+    with (
+        control_plane("kueue") as running,
+        curated_nodes(running, NODES),
+        kueue_manager(running, kueue_program, kueue_source, MAPPINGS),
+    ):
         for name, original in COPIES.items():
             spec = running.api.get(f"{CLASSES}/{original}")["spec"]
             running.api.post(CLASSES, {"metadata": {"name": name}, "spec": spec})
-        controller = ControllerProcess(running, flags=("--min-published", "auto"))
-        controller.start()
-        client = KubeClient(load_configuration(running.kubeconfig), "test")
-        with simulated_nodes(running, running.logs_dir / "fleet.log"):
-            wait_for(lambda: len(published(client, type="gpu")) >= NODES, SOON_S, "full GPUs are published")
-            with kueue_manager(running, kueue_program, kueue_source, MAPPINGS):
-                yield running
-        controller.stop()
+        yield running
 
 
 @pytest.fixture
@@ -115,7 +85,7 @@ def test_jobs_run_as_far_as_the_quota_goes(queues: Queues) -> None:
         if name != "third":
             runs(queues, name, 8)
     waits(queues, "third")
-    queues.finish("first")
+    queues.finish(queues.pods("first"))
     runs(queues, "third", 8)
 
 
