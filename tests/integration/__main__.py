@@ -75,7 +75,7 @@ def source_of(program: Program, progress: Progress) -> Path:
             _run([*git, "fetch", "--quiet", "--depth=1", named, program.revision])
             _run([*git, "checkout", "--quiet", "FETCH_HEAD"])
         unfinished.rename(checkout)
-    click.echo(f"{program.source_variable}: {checkout}, from {named}", err=True)
+    click.echo(f"{program.source_variable}: {checkout}, commit {program.revision}", err=True)
     return checkout
 
 
