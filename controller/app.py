@@ -66,6 +66,11 @@ GC_THRESHOLD = 50_000
     default=None,
     help="Evict pods whose claim was allocated what another claim holds.  [default: evict]",
 )
+@click.option(
+    "--kueue/--no-kueue",
+    default=None,
+    help="Publish what Kueue counts before it admits the Workloads in its queue.  [default: no]",
+)
 @click.option("--node-labels", help="Labels of Nodes: none, tessera, or all (also NVIDIA's).  [default: tessera]")
 @click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 means every address.  [default: none]")
 @click.option("--health-address", help="HOST:PORT to serve /livez and /readyz at.  [default: none]")

@@ -19,7 +19,8 @@ from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
-from controller.cluster.node_views import UnreportedNodesTracker
+from controller.cluster.kueue import KueueQueue
+from controller.cluster.node_views import UnreportedNodes, UnreportedNodesTracker
 from controller.cluster.published_offers import DeviceIndex
 from controller.conflicts import ConflictResolver
 from controller.curation.curator import Curator
@@ -27,12 +28,14 @@ from controller.curation.disjoint import DisjointCurator, DisjointOffers
 from controller.curation.listed_devices import ListedDevices
 from controller.demand.demand import demand_of, nodes_matching_held
 from controller.demand.pending_claims import Eligibility, Queue
+from controller.demand.queued_workloads import cluster_of, countable
 from controller.demand.reservation import NominatedPods, Reservations
 from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
 from controller.explain.disjoint_offers import reasons_of_waiting
 from controller.explain.events import EventReporter
 from controller.explain.pending_despite_offers import UnscheduledClaims
+from controller.explain.queued_workloads import reasons_of_workloads
 from controller.explain.reasons import reasons_of
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
 from controller.node_labels import LABEL_SETS, NodeLabels
@@ -89,7 +92,8 @@ class Controller:
         )
         self._fence = Fence(client, self._cache, fence_settings, observer=observer)
         self._matching = Matching(settings.driver_name)
-        self._eligibility = Eligibility(())
+        self._eligibility = self._eligibility_of_queued = Eligibility(())
+        self._kueue = KueueQueue(client, self._loop.notify) if settings.kueue else None
         self._started = self._settled = False
         self._decided_at = -math.inf
         self._excess_seconds = 0.0
@@ -119,7 +123,8 @@ class Controller:
     def run(self, stop: threading.Event) -> None:
         """Lead until ``stop`` is set."""
         self._cache.start(stop)
-        for target in (self._withdrawals.run, self._recorder.run, self._node_labels.run, self._wake_at):
+        kueue = () if self._kueue is None else (self._kueue.run,)
+        for target in (self._withdrawals.run, self._recorder.run, self._node_labels.run, self._wake_at, *kueue):
             threading.Thread(target=target, args=(stop,), daemon=True, name=target.__qualname__).start()
         self._loop.run(stop)
 
@@ -157,14 +162,16 @@ class Controller:
         fleet = self._fleet_builder.build(seen.views, seen.changed)
         self._devices.update(seen.views, seen.changed, fleet)
         if seen.changed.nodes:
-            self._eligibility = Eligibility(seen.cluster.nodes)
+            self._eligibility, self._eligibility_of_queued = (Eligibility(seen.cluster.nodes) for _ in range(2))
         devices, queue = self._devices, Queue(seen.cluster, fleet, self._matching, self._eligibility)
         self._start(seen)
         mode = self._decide_mode(seen)
         chosen = self._choose(mode, fleet, queue)
         nominated = self._nominated.update(queue, devices.offered)
         offers = devices.offerable({*chosen.offers, *nominated}, seen.plans)
-        listed = self._list(mode, fleet, offers, seen)
+        workloads = [] if self._kueue is None else self._kueue.snapshot()
+        queued = Queue(cluster_of(seen.cluster, workloads), fleet, self._matching, self._eligibility_of_queued)
+        listed = self._list(mode, fleet, offers, queued, seen)
         offers |= listed
         excess = frozenset(device for offer, device in devices.managed.items() if offer not in offers)
         obstructed: set[Offer] = set()
@@ -194,7 +201,9 @@ class Controller:
             self._conflicts.update(seen.cluster.claims, fleet, seen.changed.names)
         self._cache.acknowledge()
         self._events.unreadable(self._cache.unreadable())
-        self._explain(queue, seen)
+        unreported = self._unreported.update(seen.views)
+        self._explain(queue, unreported, seen)
+        self._events.workloads(reasons_of_workloads(queued, workloads, unreported))
         if mode is OfferMode.DISJOINT:
             self._events.claims(reasons_of_waiting(queue, chosen.planned, obstructed, self._settings.settle_s))
         self._decided_at = time.monotonic()
@@ -260,12 +269,15 @@ class Controller:
         protected = [offer for offer in offered if OfferKind(offer.type, offer.profile) in requested]
         return DisjointOffers(self._curator.curate(fleet, demands, offered, protected))
 
-    def _list(self, mode: OfferMode, fleet: Fleet, offers: Collection[Offer], seen: Snapshot) -> set[Offer]:
+    def _list(
+        self, mode: OfferMode, fleet: Fleet, offers: Collection[Offer], queued: Queue, seen: Snapshot
+    ) -> set[Offer]:
         """What to publish without offering it; nothing with disjoint offers, which it would obstruct."""
         if mode is OfferMode.DISJOINT:
             return set()
         nodes = {view.name for view in seen.views if view.follows_plan and view.accepts_offers}
-        listed = self._listed_devices.update(fleet, offers, self._devices.is_published_on, nodes)
+        published = self._devices.is_published_on
+        listed = self._listed_devices.update(fleet, offers, published, nodes, countable(queued))
         return self._devices.offerable(listed, seen.plans)
 
     def _unfence(self, offers: Collection[Offer]) -> set[Offer]:
@@ -298,9 +310,9 @@ class Controller:
             nodes = {view.name for view in views if self._cache.held_on(view.pool) != view.held}
         return {offer for offer, node in again.items() if node in nodes}
 
-    def _explain(self, queue: Queue, seen: Snapshot) -> None:
+    def _explain(self, queue: Queue, unreported: UnreportedNodes, seen: Snapshot) -> None:
         """Report why claims are pending: no device can satisfy them, or the scheduler does not allocate what can."""
         offered = {offer: self._devices.free[offer] for offer in self._devices.offered}
         unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
-        reasons = reasons_of(queue, self._unreported.update(seen.views))
+        reasons = reasons_of(queue, unreported)
         self._events.claims([*reasons, *self._unscheduled.reasons(queue, unfenced, seen.incomplete)])

@@ -92,6 +92,7 @@ class ControllerSettings(BaseModel):
     offers; ``auto``: in clusters of at most ``publish_held_gpus`` GPUs (None: by the version of Kubernetes).
     ``offer_mode``: what keeps offers of one GPU apart; ``auto``: counters, where API server and scheduler are up to it.
     ``evict_conflicting``: evict the pods of a claim whose device overlaps one that another claim has already.
+    ``kueue``: whether the Workloads in Kueue's queue are read, where Kueue is installed.
     ``node_labels``: which labels Nodes get that say what GPUs they have: none, Tessera's, or also NVIDIA's.
     """
 
@@ -112,6 +113,7 @@ class ControllerSettings(BaseModel):
     publish_held_gpus: Annotated[int | None, Field(ge=0)] = None
     offer_mode: Literal["auto", "counters", "disjoint"] = "auto"
     evict_conflicting: bool = True
+    kueue: bool = False
     node_labels: Literal["none", "tessera", "all"] = "tessera"
     metrics_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
     health_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None

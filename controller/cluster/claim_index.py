@@ -59,11 +59,15 @@ class ClaimIndex:
         """The pools with allocated devices."""
         return tuple(self._held)
 
-    def view(self) -> ClaimIndex:
-        """A view in which ``unallocated`` no longer changes; allocations may still become newer."""
+    def view(self, unallocated: Iterable[Claim] | None = None) -> ClaimIndex:
+        """A view in which ``unallocated`` no longer changes; allocations may still become newer.
+
+        ``unallocated`` replaces the claims without an allocation.
+        """
         found = ClaimIndex(self._driver)
         found._claims, found._held = self._claims, self._held
-        found._unallocated = dict(self._unallocated)
+        replaced = None if unallocated is None else {claim.metadata.key: claim for claim in unallocated}
+        found._unallocated = dict(self._unallocated) if replaced is None else replaced
         return found
 
     def put(self, key: Key, claim: Claim | None) -> set[str]:

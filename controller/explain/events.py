@@ -6,11 +6,12 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from controller.cluster.fleet import Fleet, Hardware
+from controller.cluster.kueue import WORKLOAD_VERSION
 from controller.cluster.node_views import faults_in
 from controller.cluster.pod_groups import POD_GROUP_VERSION
 from controller.explain.reasons import ClaimReason, ReasonCode
 from driver.kube.events import Recorder
-from driver.kube.types import Key, Node, Reference
+from driver.kube.types import Key, Metadata, Node, Reference
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,12 @@ class EventReporter:
             self._recorder.event(
                 reference, code.value, sentence, "Normal" if code is ReasonCode.RESHAPING else "Warning"
             )
+
+    def workloads(self, reasons: Iterable[tuple[Metadata, ClaimReason]]) -> None:
+        """One Event for each queued Workload of Kueue: why what it will claim is not free."""
+        for about, (_, code, sentence) in reasons:
+            reference = Reference("Workload", about.name, about.namespace, about.uid, WORKLOAD_VERSION)
+            self._recorder.event(reference, code.value, sentence, "Warning")
 
     def unreadable(self, found: Sequence[tuple[Reference, str]]) -> None:
         """One Event for each unreadable object, up to a maximum."""

@@ -535,3 +535,59 @@ class GpuNodePlan(msgspec.Struct, frozen=True):
     def followed(self) -> bool:
         """Whether the node follows this plan or an earlier one of the same epoch, by its status."""
         return self.status.mode is PlanMode.PLANNED and self.spec.epoch == self.status.epoch
+
+
+class TemplatedClaim(PodResourceClaim, frozen=True):
+    """A claim in the pod template of a Workload."""
+
+    resource_claim_template_name: str | None = None
+
+
+class WorkloadPodSpec(PodSpec, frozen=True):
+    resource_claims: tuple[TemplatedClaim, ...] = ()
+
+
+class WorkloadPodTemplate(Struct, frozen=True):
+    spec: WorkloadPodSpec = WorkloadPodSpec()
+
+
+class PodSet(Struct, frozen=True):
+    """Pods of a Workload that are alike."""
+
+    name: str = "main"
+    template: WorkloadPodTemplate = WorkloadPodTemplate()
+
+
+class WorkloadSpec(Struct, frozen=True):
+    pod_sets: tuple[PodSet, ...] = ()
+    priority: int | None = None
+    active: bool = True
+
+
+class WorkloadStatus(Struct, frozen=True):
+    conditions: tuple[Condition, ...] = ()
+
+
+class KueueWorkload(Struct, frozen=True):
+    """A Workload of kueue.x-k8s.io."""
+
+    metadata: Metadata
+    spec: WorkloadSpec = WorkloadSpec()
+    status: WorkloadStatus = WorkloadStatus()
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether it waits for quota, or for Kueue to find out how much it needs."""
+        done = {each.type for each in self.status.conditions if each.status == "True"}
+        return self.spec.active and not self.metadata.deletion_timestamp and not done & {"QuotaReserved", "Finished"}
+
+
+class ClaimTemplateSpec(Struct, frozen=True):
+    spec: ClaimSpec = ClaimSpec()
+
+
+class ClaimTemplate(Struct, frozen=True):
+    """A ResourceClaimTemplate."""
+
+    metadata: Metadata
+    spec: ClaimTemplateSpec = ClaimTemplateSpec()

@@ -388,7 +388,17 @@ class TestTheRights:
         return Counter(line.findall((PROJECT / "docs" / "install.md").read_text()))
 
     def test_are_exactly_the_documented_ones_each_with_a_reason(self) -> None:
-        assert self.granted() == self.documented()
+        assert self.granted({"controller": {"kueue": True}}) == self.documented()
+
+    def test_to_read_workloads_and_templates_are_granted_only_to_a_controller_that_reads_kueues_queue(self) -> None:
+        values = {"controller": {"kueue": True}}
+        more = self.granted(values) - self.granted()
+        assert {(who, what, verbs) for who, _, what, _, verbs in more} == {
+            ("tessera-controller", "kueue.x-k8s.io/workloads", "list, watch"),
+            ("tessera-controller", "resource.k8s.io/resourceclaimtemplates", "list, watch"),
+        }
+        flags = [strings(each) for each in rendered(values) if each["kind"] == "Deployment"]
+        assert "--kueue" in chain.from_iterable(flags)
 
     def test_have_their_reason_in_the_chart_too(self) -> None:
         for part in ("node-plugin", "controller", "uninstall"):

@@ -1,0 +1,137 @@
+"""The Workloads of Kueue that are not admitted yet, and the ResourceClaimTemplates that their pods name."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from driver.errors import NOT_FOUND, ApiError
+from driver.kube.client import KubeClient
+from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.types import (
+    ClaimSpec,
+    ClaimTemplate,
+    Key,
+    KueueWorkload,
+    Metadata,
+    PodSet,
+    PodSpec,
+    WorkloadPodSpec,
+    WorkloadPodTemplate,
+    WorkloadSpec,
+)
+from driver.kube.watch_cache import WatchCache
+
+log = logging.getLogger(__name__)
+
+WORKLOAD_VERSION = "kueue.x-k8s.io/v1beta2"
+"""Served by Kueue 0.15 and newer."""
+
+WORKLOADS = f"/apis/{WORKLOAD_VERSION}/workloads"
+
+PROBE_INTERVAL_SECONDS = 60.0
+"""Time until an API server without Workloads is asked again: Kueue may be installed at any time."""
+
+MAX_WORKLOADS = 200
+"""Workloads that are regarded, by priority and age: those that Kueue may admit next."""
+
+MAX_POD_SETS, MAX_CLAIMS = 18, 16
+"""Limits of what is read of one Workload (Kueue's) and of one pod (about what fits beside its other volumes)."""
+
+
+class QueuedPod(NamedTuple):
+    """The pods of one pod set, which are alike: the name of the set, their spec and their claims by name."""
+
+    name: str
+    spec: PodSpec
+    claims: Mapping[str, ClaimSpec]
+
+
+class QueuedWorkload(NamedTuple):
+    """A Workload that is not admitted yet."""
+
+    metadata: Metadata
+    pods: tuple[QueuedPod, ...]
+
+
+class KueueQueue:
+    """A cache of the queue, empty while the API server does not serve Workloads or this account may not read them.
+
+    Decisions do not wait for it: it adds to what is published, and to nothing else.
+    """
+
+    def __init__(self, client: KubeClient, on_change: Callable[[], None]) -> None:
+        self._client = client
+        self._workloads = WatchCache(client, WORKLOADS, KueueWorkload, kept_workload, lambda _: on_change())
+        self._templates = WatchCache(
+            client, f"{RESOURCE_GROUP}/resourceclaimtemplates", ClaimTemplate, _spec, lambda _: on_change()
+        )
+
+    def run(self, stop: threading.Event) -> None:
+        """Watch until ``stop`` is set, as soon as Workloads are served. For a daemon thread."""
+        while not stop.is_set() and not self._is_served():
+            stop.wait(PROBE_INTERVAL_SECONDS)
+        if not stop.is_set():
+            threading.Thread(target=self._templates.run, args=(stop,), daemon=True).start()
+            self._workloads.run(stop)
+
+    def snapshot(self) -> list[QueuedWorkload]:
+        """The Workloads that are queued and whose claims this account can read, in about the order of the queue."""
+        if not self._workloads.synced or not self._templates.synced:
+            return []
+        found = sorted(self._workloads.snapshot().values(), key=_order)[:MAX_WORKLOADS]
+        queued = (QueuedWorkload(each.metadata, tuple(map(self._pod(each), each.spec.pod_sets))) for each in found)
+        return [each for each in queued if any(pod.claims for pod in each.pods)]
+
+    def _pod(self, workload: KueueWorkload) -> Callable[[PodSet], QueuedPod]:
+        namespace = workload.metadata.namespace
+
+        def read(pods: PodSet) -> QueuedPod:
+            named = (
+                (each.name, each.resource_claim_template_name or "") for each in pods.template.spec.resource_claims
+            )
+            specs = ((name, self._templates.get(Key(namespace, template))) for name, template in named)
+            return QueuedPod(pods.name, pods.template.spec, {name: spec for name, spec in specs if spec is not None})
+
+        return read
+
+    def _is_served(self) -> bool:
+        """Whether Workloads can be listed. Other errors than a refusal are left to the watch, which retries."""
+        try:
+            self._client.get(WORKLOADS, {"limit": "1"})
+        except ApiError as error:
+            if error.status == NOT_FOUND:
+                log.debug("Kueue's Workloads are not served")
+                return False
+        return True
+
+
+def _order(workload: KueueWorkload) -> tuple[int, str, Key]:
+    return -(workload.spec.priority or 0), workload.metadata.creation_timestamp or "", workload.metadata.key
+
+
+def kept_workload(found: KueueWorkload) -> KueueWorkload | None:
+    """What decides which devices a queued Workload needs; None for one that is not queued or needs no template."""
+    sets = tuple(
+        PodSet(each.name, WorkloadPodTemplate(_kept_spec(each.template.spec)))
+        for each in found.spec.pod_sets[:MAX_POD_SETS]
+        if any(claim.resource_claim_template_name for claim in each.template.spec.resource_claims)
+    )
+    if not found.is_queued or not sets:
+        return None
+    at = found.metadata
+    kept = Metadata(name=at.name, namespace=at.namespace, uid=at.uid, creation_timestamp=at.creation_timestamp)
+    return KueueWorkload(kept, WorkloadSpec(sets, found.spec.priority))
+
+
+def _kept_spec(spec: WorkloadPodSpec) -> WorkloadPodSpec:
+    """What decides where such a pod may run. Tolerations are left out: Kueue adds those of a ResourceFlavor."""
+    return WorkloadPodSpec(
+        node_selector=spec.node_selector, affinity=spec.affinity, resource_claims=spec.resource_claims[:MAX_CLAIMS]
+    )
+
+
+def _spec(found: ClaimTemplate) -> ClaimSpec:
+    return found.spec.spec

@@ -1,0 +1,128 @@
+"""What waits in Kueue's queue, on the real API server and scheduler: published to be counted, and explained.
+
+Kueue itself does not run here: the Workloads are written by the test, with a definition that has only what is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
+from tests.support.chart import install
+from tests.support.control_plane import control_plane
+from tests.support.controller import ControllerProcess, plugins
+from tests.support.plugin import PluginFlags, PluginProcess
+from tests.support.scheduling import Scheduling, asked
+from tests.support.workloads import TEMPLATES
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
+
+SMALL, FULL = "gpu-inference-1g-10gb", "gpu-training"
+SOON_S = 60.0
+QUEUE = "/apis/kueue.x-k8s.io/v1beta2/namespaces/default/workloads"
+DEFINITION = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {
+        "name": "workloads.kueue.x-k8s.io",
+        "annotations": {"api-approved.kubernetes.io": "unapproved, a part for a test"},
+    },
+    "spec": {
+        "group": "kueue.x-k8s.io",
+        "names": {"kind": "Workload", "plural": "workloads", "listKind": "WorkloadList"},
+        "scope": "Namespaced",
+        "versions": [
+            {
+                "name": "v1beta2",
+                "served": True,
+                "storage": True,
+                "subresources": {"status": {}},
+                "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+            }
+        ],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cluster]:
+    """A control plane with a controller that reads Kueue's queue and lists nothing else."""
+    with control_plane("kueue-queue") as cluster:
+        install(cluster, {"controller": {"kueue": True}})
+        cluster.apply([DEFINITION])
+        controller = ControllerProcess(cluster, flags=("--kueue",))
+        controller.start()
+        yield cluster
+        refused = controller.refused()
+        controller.stop()
+        assert refused == []
+
+
+@pytest.fixture(scope="module")
+def node(running: Cluster) -> Iterator[PluginProcess]:
+    with plugins(running, ["n1"], PluginFlags(gpus="sim:dgx-h100")) as [plugin]:
+        yield plugin
+
+
+class Queued:
+    """A Workload in the queue, of one pod with one claim."""
+
+    def __init__(self, cluster: Cluster, name: str, request: dict[str, Any]) -> None:
+        self.cluster, self.name = cluster, name
+        devices = {"devices": {"requests": [request]}}
+        cluster.api.post(TEMPLATES, {"metadata": {"name": name}, "spec": {"spec": devices}})
+        claims = [{"name": "gpu", "resourceClaimTemplateName": name}]
+        pods = [{"name": "main", "count": 1, "template": {"spec": {"resourceClaims": claims}}}]
+        metadata = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "Workload", "metadata": {"name": name}}
+        cluster.api.post(QUEUE, {**metadata, "spec": {"podSets": pods, "queueName": "team", "active": True}})
+
+    def admit(self) -> None:
+        conditions = [{"type": "QuotaReserved", "status": "True"}]
+        self.cluster.api.patch(f"{QUEUE}/{self.name}/status", {"status": {"conditions": conditions}})
+
+    def reason(self) -> str:
+        """The message of the Event on it; empty if it has none."""
+        events = self.cluster.api.get("/api/v1/namespaces/default/events")["items"]
+        about = {"kind": "Workload", "name": self.name}
+        return next((each["message"] for each in events if about.items() <= each["involvedObject"].items()), "")
+
+
+def partitions(node: PluginProcess) -> list[dict[str, Any]]:
+    """The published partitions of the profile, as Kueue counts them."""
+    return [each for each in node.devices().values() if each["attributes"].get("profile") == {"string": "1g.10gb"}]
+
+
+def test_as_many_devices_are_published_as_a_queued_workload_asks_for_until_it_is_admitted(
+    running: Cluster, node: PluginProcess
+) -> None:
+    assert len(partitions(node)) == 2
+    queued = Queued(running, "many", asked(SMALL, count=12))
+    wait_for(lambda: len(partitions(node)) == 12, SOON_S, "12 partitions are published")
+    assert len([each for each in partitions(node) if "taints" not in each]) == 2
+    queued.admit()
+    wait_for(lambda: len(partitions(node)) == 2, SOON_S, "those of the queue are taken back")
+    assert queued.reason() == ""
+
+
+def test_a_queued_workload_takes_nothing_from_pods_and_says_who_holds_its_gpus(
+    running: Cluster, node: PluginProcess
+) -> None:
+    parts = Queued(running, "parts", asked(SMALL, count=20))
+    wait_for(lambda: len(partitions(node)) == 20, SOON_S, "20 partitions are published")
+    eight = Scheduling(running, "eight")
+    eight.ask(asked(FULL, count=8))
+    assert len(eight.given()) == 8
+    whole = Queued(running, "whole", asked(FULL, count=8))
+    message = wait_for(whole.reason, SOON_S, "an Event on the Workload")
+    assert message == (
+        "pod set main, claim gpu: request gpu: of the 8 GPUs that have it none has enough free, devices there are held "
+        "by 1 claim"
+    )
+    assert wait_for(parts.reason, SOON_S, "an Event on the other Workload")
+    assert len(partitions(node)) == 20
+    eight.forget()
+    parts.admit()
