@@ -51,9 +51,9 @@ class EventReporter:
 
     def workloads(self, reasons: Iterable[tuple[Metadata, ClaimReason]]) -> None:
         """One Event for each queued Workload of Kueue: why what it will claim is not free."""
-        for about, (_, code, sentence) in reasons:
+        for about, reason in reasons:
             reference = Reference("Workload", about.name, about.namespace, about.uid, WORKLOAD_VERSION)
-            self._recorder.event(reference, code.value, sentence, "Warning")
+            self._recorder.event(reference, reason.code.value, reason.sentence, "Warning")
 
     def unreadable(self, found: Sequence[tuple[Reference, str]]) -> None:
         """One Event for each unreadable object, up to a maximum."""
