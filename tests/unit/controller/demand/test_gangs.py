@@ -9,7 +9,7 @@ import pytest
 from controller.demand.demand import demand_of
 from controller.explain.reasons import ReasonCode, reasons_of
 from driver.placement.state import FULL as FULL_KEY
-from tests.support.queues import FULL, Situation, fleet_gpu, node_of, profile, request, selected_by
+from tests.support.queues import FULL, SHARE, Situation, fleet_gpu, node_of, profile, request, selected_by
 
 ONE = request(selector=FULL)
 EIGHT = request(selector=FULL, count=8)
@@ -126,6 +126,15 @@ def test_partitions_count_by_the_placements_that_are_left() -> None:
     there = Situation(node_of("a", gpus=2)).gang("training", *[request(selector=profile("3g.40gb"))] * 4)
     assert len(demand_of(there.queue)) == 1
     there = Situation(node_of("a", gpus=2)).gang("training", *[request(selector=profile("3g.40gb"))] * 5)
+    assert demand_of(there.queue) == []
+
+
+@pytest.mark.parametrize("shares", [3, 7, 10])
+def test_shares_are_counted_exactly(shares: int) -> None:
+    gpus = [fleet_gpu("a", number, shares=shares) for number in range(3)]
+    there = Situation(gpus).gang("notebooks", *[request(selector=SHARE)] * (3 * shares))
+    assert [demand.count for demand in demand_of(there.queue)] == [3 * shares]
+    there = Situation(gpus).gang("notebooks", *[request(selector=SHARE)] * (3 * shares + 1))
     assert demand_of(there.queue) == []
 
 
