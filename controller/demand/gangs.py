@@ -20,6 +20,9 @@ from driver.kube.types import Key, Pod, PodGroup
 Wanted = tuple[tuple[ClaimRequirements, ...], Nodes]
 """The alternatives of a pod, of which one must be satisfied on one of the nodes."""
 
+ROUNDING = 1e-6
+"""Memory slices that are ignored: a share takes a fraction of one."""
+
 
 @dataclass(frozen=True, eq=False)
 class Gang:
@@ -96,7 +99,7 @@ class GangRoom:
         fitting = 0
         for size in sorted(sizes):
             free -= size
-            if free < 0:
+            if free < -ROUNDING:
                 break
             fitting += 1
         return Room(min(total, fitting), len(used))
@@ -118,5 +121,5 @@ class GangRoom:
             most = min(most, sum(most_devices(*pair) for pair in pairs) // count if request.count else 1)
             size += count * min((slices_of(state, key) for state, each in pairs for key in each.keys), default=0.0)
         if size:
-            most = min(most, sum(state.free for state in states) // size)
+            most = min(most, (sum(state.free for state in states) + ROUNDING) // size)
         return int(most), size

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
 from controller.demand.demand import demand_of
+from controller.demand.device_search import Budget, choose_devices
 from controller.explain.reasons import ReasonCode, reasons_of
 from driver.placement.state import FULL as FULL_KEY
-from tests.support.queues import FULL, Situation, fleet_gpu, node_of, profile, request, selected_by
+from tests.support.gpus import H100
+from tests.support.queues import FULL, SHARE, Situation, fleet_gpu, node_of, profile, request, selected_by
 
 ONE = request(selector=FULL)
 EIGHT = request(selector=FULL, count=8)
@@ -129,6 +132,15 @@ def test_partitions_count_by_the_placements_that_are_left() -> None:
     assert demand_of(there.queue) == []
 
 
+@pytest.mark.parametrize("shares", [3, 7, 10])
+def test_shares_are_counted_exactly(shares: int) -> None:
+    gpus = [fleet_gpu("a", number, shares=shares) for number in range(3)]
+    there = Situation(gpus).gang("notebooks", *[request(selector=SHARE)] * (3 * shares))
+    assert [demand.count for demand in demand_of(there.queue)] == [3 * shares]
+    there = Situation(gpus).gang("notebooks", *[request(selector=SHARE)] * (3 * shares + 1))
+    assert demand_of(there.queue) == []
+
+
 @pytest.mark.parametrize(
     ("free", "pods", "sentence"),
     [
@@ -192,3 +204,40 @@ def test_a_gang_whose_pods_are_not_all_created_has_no_reason_of_its_own() -> Non
 def test_a_gang_is_never_held_back_where_each_pod_has_a_node_of_its_own(count: int) -> None:
     there = nodes(*[count] * 4).gang("training", *[request(selector=FULL, count=count)] * 4)
     assert offered(there) == 4 * count
+
+
+def placed(there: Situation) -> int:
+    """The number of pods that a simple search places, one after the other: there is room for these in any case."""
+    queue = there.queue
+    feasibility, count = queue.feasibility, 0
+    states = {node: list(feasibility.states(node)) for node in feasibility.nodes}
+    for pod in queue.gangs[0].pods:
+        for node, gpus in feasibility.fleet.nodes.items():
+            now, value = tuple(states[node]), feasibility.matching.value
+            chosen = choose_devices(gpus, now, next(queue.combinations(pod)), value, Budget())
+            for entry, spot in chosen:
+                at = gpus.index(entry)
+                states[node][at] = states[node][at].take(spot)
+            if chosen:
+                count += 1
+                break
+    return count
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_gang_that_can_be_placed_is_never_held_back(seed: int) -> None:
+    chance = random.Random(seed)
+    held = ["mig-1g10gb-6", "mig-2g20gb-0", "mig-3g40gb-4", "full"]
+    gpus = [
+        fleet_gpu(node, number, H100, *chance.sample(held, chance.choice([0, 0, 1])))
+        for node in ("a", "b")
+        for number in range(3)
+    ]
+    selectors = [FULL, *map(profile, ("1g.10gb", "2g.20gb", "3g.40gb"))]
+    requests = [
+        request(selector=chance.choice(selectors), count=chance.choice([1, 1, 2])) for _ in range(chance.randint(2, 9))
+    ]
+    there = Situation(gpus).gang("training", *requests)
+    found = placed(there)
+    there = Situation(gpus).gang("training", *requests, min_count=max(1, found))
+    assert there.queue.held_back == {}
