@@ -17,6 +17,7 @@ import msgspec
 
 from controller.cluster.claim_index import ClaimIndex, ClusterState, PoolDevice
 from controller.cluster.node_views import Changes, NodeView, NodeViews, PoolPart, Published
+from controller.cluster.pod_groups import PodGroups
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.types import (
@@ -110,10 +111,12 @@ class ClusterCache:
             "Node": self._nodes,
             KIND: self._plans,
         }
+        self._pod_groups = PodGroups(client, on_change)
 
     def start(self, stop: threading.Event) -> list[threading.Thread]:
         """Watch each resource in a thread of its own until ``stop`` is set."""
-        threads = [threading.Thread(target=cache.run, args=(stop,), daemon=True) for cache in self._kinds.values()]
+        runs = [*(cache.run for cache in self._kinds.values()), self._pod_groups.run]
+        threads = [threading.Thread(target=run, args=(stop,), daemon=True) for run in runs]
         for thread in threads:
             thread.start()
         return threads
@@ -121,7 +124,7 @@ class ClusterCache:
     @property
     def synced(self) -> bool:
         """Whether every resource has been listed."""
-        return all(cache.synced for cache in self._kinds.values())
+        return self._pod_groups.synced and all(cache.synced for cache in self._kinds.values())
 
     def stale(self) -> str | None:
         """Why the caches may be out of date; None if all are current."""
@@ -131,7 +134,7 @@ class ClusterCache:
         """The objects that are unreadable at present, and why."""
         return [
             (Reference(kind, at.name, at.namespace, at.uid, cache.api_version), why)
-            for kind, cache in self._kinds.items()
+            for kind, cache in (*self._kinds.items(), ("PodGroup", self._pod_groups.cache))
             for at, why in cache.unreadable
         ]
 
@@ -161,6 +164,7 @@ class ClusterCache:
     def snapshot(self) -> Snapshot:
         """The present state. ``changed`` accumulates until ``acknowledge``, so that a failed decision loses nothing."""
         classes, pods = tuple(self._classes.snapshot().values()), tuple(self._pods.snapshot().values())
+        pod_groups = self._pod_groups.snapshot()
         with self._lock:
             outdated, self._outdated = self._outdated, set()
             changed_nodes, self._outdated_nodes = self._outdated_nodes, set()
@@ -174,7 +178,7 @@ class ClusterCache:
                     node_changed=name in changed_nodes,
                 )
             return Snapshot(
-                ClusterState(self._claim_index.view(), classes, pods, tuple(self._nodes_by_name.values())),
+                ClusterState(self._claim_index.view(), classes, pods, tuple(self._nodes_by_name.values()), pod_groups),
                 dict(self._plans_by_node),
                 self._views.all(),
                 dict(self._views.incomplete),
@@ -255,11 +259,11 @@ def _kept_claim(found: Claim) -> Claim:
 
 
 def _kept_pod(found: Pod) -> Pod | None:
-    """A pod that may request devices: one with claims or extended resources. None for other pods."""
+    """A pod that may request devices, or that belongs to a group with such pods. None for other pods."""
     common = {"cpu", "memory", "ephemeral-storage", "pods"}
     containers = (*found.spec.containers, *found.spec.init_containers)
     requested = {name for each in containers for name in (*each.resources.requests, *each.resources.limits)}
-    if not found.spec.resource_claims and not requested - common:
+    if not found.spec.resource_claims and not requested - common and found.spec.scheduling_group is None:
         return None
     return Pod(_metadata(found.metadata), found.spec, found.status)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from driver.kube.types import Allocation, Claim, DeviceClass, Key, Node, Pod
+from driver.kube.types import Allocation, Claim, DeviceClass, Key, Node, Pod, PodGroup
 from driver.model.plan import Held
 
 
@@ -111,3 +111,4 @@ class ClusterState:
     classes: tuple[DeviceClass, ...]
     pods: tuple[Pod, ...]
     nodes: tuple[Node, ...]
+    pod_groups: Mapping[Key, PodGroup] = field(default_factory=dict)

@@ -1,10 +1,11 @@
 """Disjoint offers: for clusters whose scheduler does not subtract counters, so that no two offers may overlap (pure).
 
 The pods' pending claims come first, by priority and then by age. The claims of one pod are planned together, on one
-node, or not at all; a pod for which there is no room at present does not keep others from the free memory, except that
-of GPUs that are reserved for it after a while (``controller.demand.reservation``). What is left
-goes to offers for claims to come: so many full GPUs first, which stay whole, and then in turn one of every other kind,
-from small to large. Published offers are preferred, because to replace one takes about as long as a fence.
+node, or not at all, and so are the pods of a gang, on any nodes; a pod or gang for which there is no room at present
+does not keep others from the free memory, except a pod from that of GPUs that are reserved for it after a while
+(``controller.demand.reservation``). What is left goes to offers for claims to come: so many full GPUs first, which stay
+whole, and then in turn one of every other kind, from small to large. Published offers are preferred, because to replace
+one takes about as long as a fence.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from controller.curation.ranked_fleet import Place, RankedFleet
 from controller.demand.demand import Eligible
 from controller.demand.device_search import Budget, Outcome, choose_devices
 from controller.demand.feasibility import Kind, Nodes
+from controller.demand.gangs import Gang
 from controller.demand.pending_claims import Queue
 from controller.demand.requirements import ClaimRequirements
 from controller.demand.reservation import Reserved, without
@@ -61,17 +63,20 @@ class DisjointCurator:
         ranked = self._ranked = RankedFleet(fleet, self._ranking, self._ranked)
         standing = sorted(place for offer in published if (place := ranked.place(offer)) is not None)
         plan = _Plan(ranked, queue, standing)
-        planned: dict[str, tuple[Offer, ...]] = {}
+        planned: dict[str, tuple[Place, ...]] = {}
+        gang_of = {pod.metadata.key: gang for gang in queue.gangs for pod in gang.pods}
+        done: set[Gang] = set()
         for pod in queue.pods:
-            claims = [each.key for each in queue.of_pod(pod)]
-            if planned.keys() & set(claims):  # another pod that shares a claim, and so the node
-                continue
-            turn = [only_on[key] for key in claims if key in only_on]
-            places = plan.serve(pod, frozenset.intersection(*turn) if turn else None)
-            if places:
-                planned |= dict.fromkeys(claims, tuple(map(ranked.offer, places)))
+            gang = gang_of.get(pod.metadata.key)
+            if gang is not None:
+                if gang not in done and not gang.missing:
+                    planned |= plan.serve_gang(gang, planned.keys(), only_on)
+                done.add(gang)
+            elif planned.keys().isdisjoint(each.key for each in queue.of_pod(pod)):
+                planned |= plan.serve_pod(pod, only_on)
         plan.fill(self._offers, self._stickiness)
-        return DisjointOffers(tuple(map(ranked.offer, sorted(plan.places))), planned)
+        offers = {key: tuple(map(ranked.offer, places)) for key, places in planned.items()}
+        return DisjointOffers(tuple(map(ranked.offer, sorted(plan.places))), offers)
 
 
 class _Plan:
@@ -92,6 +97,39 @@ class _Plan:
 
         self._budgets: defaultdict[str, Budget] = defaultdict(Budget)
         """The steps left for the search, by namespace: no tenant keeps others from being planned."""
+
+    def serve_gang(
+        self, gang: Gang, planned: Collection[str], only_on: Mapping[str, Nodes]
+    ) -> dict[str, tuple[Place, ...]]:
+        """Plan devices for as many pods of ``gang`` as it needs at least, or for none; by key of the claim.
+
+        ``planned`` are the keys of claims that have devices already.
+        """
+        before = self._unmet.copy(), {wanted: nodes.copy() for wanted, nodes in self._nodes_left.items()}
+        standing = {key: places.copy() for key, places in self._published.items()}
+        places_before = self.places.copy()
+        found: dict[str, tuple[Place, ...]] = {}
+        served = 0
+        for pod in gang.pods:
+            claims = {each.key for each in self._queue.of_pod(pod)}
+            shared = not claims.isdisjoint(found.keys() | planned)
+            places = {} if shared else self.serve_pod(pod, only_on)
+            served += shared or bool(places)
+            found |= places
+        if served >= gang.needed:
+            return found
+        for place in self.places - places_before:
+            self._remove(place)
+        self._unmet, self._nodes_left = before[0], before[1]
+        self._published.update(standing)
+        return {}
+
+    def serve_pod(self, pod: Pod, only_on: Mapping[str, Nodes]) -> dict[str, tuple[Place, ...]]:
+        """Plan devices for all pending claims of ``pod``, or for none; by key of the claim."""
+        claims = [each.key for each in self._queue.of_pod(pod)]
+        turn = [only_on[key] for key in claims if key in only_on]
+        places = self.serve(pod, frozenset.intersection(*turn) if turn else None)
+        return dict.fromkeys(claims, tuple(places)) if places else {}
 
     def serve(self, pod: Pod, only_on: Nodes | None) -> list[Place]:
         """Plan devices for all pending claims of ``pod``; none if not all of them have room."""
@@ -204,6 +242,11 @@ class _Plan:
         self.places.add(place)
         for draft in self._drafts.values():
             draft.add(place)
+
+    def _remove(self, place: Place) -> None:
+        self.places.remove(place)
+        for draft in self._drafts.values():
+            draft.remove(place)
 
     def _draft(self, key: OfferKind) -> OfferDraft:
         """The draft with all planned places that ranks those of ``key``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from controller.demand.feasibility import Group, Kind, Nodes
@@ -42,12 +42,18 @@ class Demand:
 
 
 def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]:
-    """Demand for every pending claim. Claims for one device with the same eligible GPUs make one demand.
+    """Demand for every pending claim, except those of gangs that the scheduler can not place at present.
+
+    Offers for the pods of a gang that are still to be created must stand when the scheduler first tries: it tries again
+    after a second, and then ever later. Claims for one device with the same eligible GPUs make one demand.
 
     ``widened``: nodes that offer all matching devices for the claim of that key (``controller.demand.starvation``).
     """
     claims = _ClaimDemand(queue)
-    found = [demand for pending in queue.pending for demand in claims.of(pending)]
+    found = [demand for each in queue.pending if each.key not in queue.held_back for demand in claims.of(each)]
+    for each, count in queue.expected:
+        for demand in claims.of(each):
+            found += [demand] * count if demand.together else [replace(demand, count=count * demand.count)]
     found += [each for p in queue.pending if p.key in widened for each in claims.everything(p, widened[p.key])]
     found += [Demand(kind.key, 1, gpus, everything=True) for kind, gpus in _matching_held(queue)]
     plain: Counter[tuple[OfferKind, Eligible]] = Counter()

@@ -10,6 +10,7 @@ gets wider offers later (``controller.demand.starvation``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from controller.cluster.claim_index import ClusterState
 from controller.cluster.fleet import Fleet
 from controller.demand.device_search import Outcome
 from controller.demand.feasibility import Feasibility, Found, Nodes
+from controller.demand.gangs import Gang, GangRoom, Room, Wanted, gangs_of
 from controller.demand.requirements import MAX_COMBINATIONS, ClaimRequirements, Refusal, RequirementsReader, joined
 from controller.demand.selected_devices import Matching
 from deviceclasses.cel.library.quantity import parse_quantity
@@ -95,6 +97,7 @@ class Queue:
         for each in self.pending:
             for pod in each.pods:
                 self._claims_of_pod.setdefault(str(pod.metadata.key), []).append(each)
+        self.gangs = gangs_of(cluster.pods, self._claims_of_pod.keys(), cluster.pod_groups)
 
     def requirements(self, pending: PendingClaim) -> tuple[ClaimRequirements, ...] | Refusal:
         """The requirements for each combination of alternatives; none if the claim is for other drivers' devices."""
@@ -152,6 +155,49 @@ class Queue:
     def of_pod(self, pod: Pod) -> list[PendingClaim]:
         """The pending claims of ``pod``."""
         return self._claims_of_pod[str(pod.metadata.key)]
+
+    def room(self, gang: Gang, feasibility: Feasibility | None = None) -> Room:
+        """How many pods of ``gang`` there is room for at most; now, or by another ``feasibility``.
+
+        Missing pods are taken to be like the first one.
+        """
+        seen: set[str] = set()
+        wanted: Counter[Wanted] = Counter()
+        for pod in gang.pods:
+            claims = {each.key for each in self.of_pod(pod)}
+            if not seen & claims:  # pods that share a claim share its devices
+                wanted[tuple(self.combinations(pod)), self.nodes_for(pod)] += 1
+            seen |= claims
+        if wanted.total() == len(gang.pods):
+            wanted[next(iter(wanted))] += gang.missing
+        sharing = len(gang.pods) + gang.missing - wanted.total()
+        found = (self._gang_room if feasibility is None else GangRoom(feasibility)).of(wanted)
+        return Room(found.pods + sharing, found.nodes)
+
+    @cached_property
+    def _gang_room(self) -> GangRoom:
+        return GangRoom(self.feasibility)
+
+    @cached_property
+    def held_back(self) -> Mapping[str, Gang]:
+        """The gangs for which there is no room at present, by the keys of their claims."""
+        impossible = [gang for gang in self.gangs if self.room(gang).pods < gang.needed]
+        gang_of = {pod.metadata.key: gang for gang in impossible for pod in gang.pods}
+        return {
+            each.key: gang_of[each.pods[0].metadata.key]
+            for gang in impossible
+            for pod in gang.pods
+            for each in self.of_pod(pod)
+            if all(user.metadata.key in gang_of for user in each.pods)
+        }
+
+    @property
+    def expected(self) -> Iterator[tuple[PendingClaim, int]]:
+        """Pending claims of incomplete gangs with room, and how many claims like them are still to come."""
+        for gang in self.gangs:
+            for each in self.of_pod(gang.pods[0]) if gang.missing else ():
+                if len(each.pods) == 1 and each.key not in self.held_back:
+                    yield each, gang.missing
 
     @cached_property
     def pods(self) -> list[Pod]:

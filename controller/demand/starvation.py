@@ -70,7 +70,8 @@ class StarvationFallback:
 
     def _turns(self, queue: Queue, groups_of: Callable[[PendingClaim], Sequence[Nodes]]) -> Mapping[str, Nodes]:
         now = self._clock()
-        refused = {each.key: each for each in queue.pending if is_refused(each) and queue.satisfiable(each)}
+        waiting = (each for each in queue.pending if each.key not in queue.held_back)
+        refused = {each.key: each for each in waiting if is_refused(each) and queue.satisfiable(each)}
         self._remember(queue, refused, now)
         overdue = [each for each in refused.values() if self._age(each, now) >= 0]
         overdue.sort(key=lambda each: self._waits[each.key].since)

@@ -25,7 +25,7 @@ def reasons_of_waiting(
         if waits_for:
             sentence = f"{_changed(queue, waits_for[0])}: about {settle_s + 1:.0f} s"
             found.append(ClaimReason(pending, ReasonCode.RESHAPING, sentence))
-        elif offers is None and queue.satisfiable(pending):
+        elif offers is None and pending.key not in queue.held_back and queue.satisfiable(pending):
             sentence = f"the free memory that would do is planned for claims before it: {listed(sorted(planned))}"
             found.append(ClaimReason(pending, ReasonCode.BEHIND, sentence))
     return found

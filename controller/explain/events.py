@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from controller.cluster.fleet import Fleet, Hardware
 from controller.cluster.kueue import WORKLOAD_VERSION
 from controller.cluster.node_views import faults_in
+from controller.cluster.pod_groups import POD_GROUP_VERSION
 from controller.explain.reasons import ClaimReason, ReasonCode
 from driver.kube.events import Recorder
-from driver.kube.types import Metadata, Node, Reference
+from driver.kube.types import Key, Metadata, Node, Reference
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,16 @@ class EventReporter:
         self._hardware: Hardware | None = None
 
     def claims(self, reasons: Iterable[ClaimReason]) -> None:
-        """One Event for each claim and code, updated when the message changes; on the pod if there is no claim yet."""
-        for pending, code, sentence in reasons:
+        """One Event for each claim and code, updated when the message changes; on the pod if there is no claim yet.
+
+        The reason of a gang is an Event of its PodGroup, too.
+        """
+        groups: set[Key] = set()
+        for pending, code, sentence, group in reasons:
+            if group is not None and group.key not in groups:
+                groups.add(group.key)
+                reference = Reference("PodGroup", group.name, group.namespace, group.uid, POD_GROUP_VERSION)
+                self._recorder.event(reference, code.value, sentence, "Warning")
             about = pending.pods[0].metadata if pending.not_created else pending.claim.metadata
             kind, version = ("Pod", "v1") if pending.not_created else ("ResourceClaim", "resource.k8s.io/v1")
             reference = Reference(kind, about.name, about.namespace, about.uid, version)
@@ -42,9 +51,9 @@ class EventReporter:
 
     def workloads(self, reasons: Iterable[tuple[Metadata, ClaimReason]]) -> None:
         """One Event for each queued Workload of Kueue: why what it will claim is not free."""
-        for about, (_, code, sentence) in reasons:
+        for about, reason in reasons:
             reference = Reference("Workload", about.name, about.namespace, about.uid, WORKLOAD_VERSION)
-            self._recorder.event(reference, code.value, sentence, "Warning")
+            self._recorder.event(reference, reason.code.value, reason.sentence, "Warning")
 
     def unreadable(self, found: Sequence[tuple[Reference, str]]) -> None:
         """One Event for each unreadable object, up to a maximum."""

@@ -70,7 +70,8 @@ class UnscheduledClaims:
         self, queue: Queue, standing: Mapping[Offer, PoolDevice], incomplete: Mapping[str, str]
     ) -> list[ClaimReason]:
         """One reason for each claim that is pending beside ``standing``, the offered devices."""
-        claims = {_uid(each) for each in queue.pending if queue.requirements(each)}
+        waiting = (each for each in queue.pending if each.key not in queue.held_back)
+        claims = {_uid(each) for each in waiting if queue.requirements(each)}
         self._claims = {uid: self._claims.get(uid) or self._now() for uid in claims}
         self._devices = {name: self._devices.get(name) or self._now() for name in standing.values()}
         overdue = [each for each in queue.pending if (since := self._claims.get(_uid(each))) and self._is_over(since)]

@@ -16,11 +16,14 @@ from controller.cluster.fleet import FleetGpu
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.demand.device_search import Outcome
 from controller.demand.feasibility import Feasibility, Nodes
+from controller.demand.gangs import Gang
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, Refusal
 from controller.demand.selected_devices import Selector
+from controller.explain.gangs import reason_of_gang
 from controller.explain.gpu_obstacles import Obstacle, Shortage, holders, listed, named, shortage
 from driver.config.suggestions import meant
+from driver.kube.types import Metadata
 from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
 
@@ -53,6 +56,9 @@ class ReasonCode(StrEnum):
     BEHIND = "BehindOthers"
     """Of a claim for which other claims leave no room (ibid.)."""
 
+    GANG = "PodGroupNeedsMore"
+    """Of a claim whose PodGroup can not be placed as a whole (``controller.explain.gangs``)."""
+
 
 OF_OBSTACLE = {
     Obstacle.FAULT: (ReasonCode.FAULT, "a fault or an operator keeps {} from use"),
@@ -79,6 +85,8 @@ class ClaimReason(NamedTuple):
     pending: PendingClaim
     code: ReasonCode
     sentence: str
+    group: Metadata | None = None
+    """The PodGroup that the reason is about."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +104,25 @@ class Reason:
 
 
 def reasons_of(queue: Queue, unreported: UnreportedNodes = ALL_REPORTED) -> list[ClaimReason]:
-    """One reason for each pending claim that no free device can satisfy.
+    """One reason for each pending claim that no free device can satisfy, or whose gang lacks devices.
 
     Claims are left out if the bounded search is undecided, if they request only devices of other drivers, and, with
     permanent reasons, while nodes may still report GPUs.
     """
     reasoning = Reasoning(queue)
-    found = ((pending, _qualified(reasoning.of(pending), queue, unreported)) for pending in queue.pending)
-    return [ClaimReason(pending, reason.code, reason.sentence) for pending, reason in found if reason is not None]
+    found = (reason_of(each, reasoning, queue, unreported) for each in queue.pending)
+    return [reason for reason in found if reason is not None]
+
+
+def reason_of(
+    pending: PendingClaim, reasoning: Reasoning, queue: Queue, unreported: UnreportedNodes
+) -> ClaimReason | None:
+    """The reason of one claim, as for ``reasons_of``."""
+    reason = _qualified(reasoning.of_claim_or_gang(pending), queue, unreported)
+    if reason is None:
+        return None
+    group = queue.held_back[pending.key].group.metadata if reason.code is ReasonCode.GANG else None
+    return ClaimReason(pending, reason.code, reason.sentence, group)
 
 
 def _qualified(reason: Reason | None, queue: Queue, unreported: UnreportedNodes) -> Reason | None:
@@ -131,6 +150,17 @@ class Reasoning:
         self._feasibility = queue.feasibility
         self._shortages: dict[tuple[Selector, Nodes], Shortage] = {}
         self._known: dict[tuple[ClaimRequirements, Nodes], Reason | None] = {}
+        self._of_gang: dict[Gang, Reason | None] = {}
+
+    def of_claim_or_gang(self, pending: PendingClaim) -> Reason | None:
+        """The permanent reason of ``pending``, that of its gang, or its temporary one."""
+        reason, gang = self.of(pending), self._queue.held_back.get(pending.key)
+        if gang is None or (reason is not None and reason.permanent):
+            return reason
+        if gang not in self._of_gang:
+            found = reason_of_gang(self._queue, gang)
+            self._of_gang[gang] = None if found is None else Reason(ReasonCode.GANG, *found)
+        return self._of_gang[gang] or reason
 
     def of(self, pending: PendingClaim) -> Reason | None:
         """Why no free device satisfies ``pending``; None if one does, or if the search is undecided."""

@@ -321,6 +321,12 @@ class Container(Struct, frozen=True):
     restart_policy: str | None = None
 
 
+class SchedulingGroup(Struct, frozen=True):
+    """The PodGroup of a pod, in its namespace (Kubernetes 1.36 and newer)."""
+
+    pod_group_name: str | None = None
+
+
 class PodSpec(Struct, frozen=True):
     node_name: str = ""
     node_selector: dict[str, str] = {}
@@ -331,6 +337,7 @@ class PodSpec(Struct, frozen=True):
     init_containers: tuple[Container, ...] = ()
     scheduling_gates: tuple[dict[str, str], ...] = ()
     scheduler_name: str = ""
+    scheduling_group: SchedulingGroup | None = None
     priority: int = 0
 
 
@@ -361,6 +368,50 @@ class Pod(Struct, frozen=True):
         names = [each.resource_claim_name or created.get(each.name) for each in self.spec.resource_claims]
         names += [extended.resource_claim_name] if extended is not None else []
         return tuple(Key(self.metadata.namespace, name) for name in names if name)
+
+    @property
+    def pod_group(self) -> Key | None:
+        """The key of its PodGroup, which may not exist."""
+        group = self.spec.scheduling_group
+        return Key(self.metadata.namespace, group.pod_group_name) if group and group.pod_group_name else None
+
+
+class GangPolicy(Struct, frozen=True):
+    min_count: int = 1
+
+
+class GroupPolicy(Struct, frozen=True):
+    """Without ``gang`` the pods of the group are scheduled one by one."""
+
+    gang: GangPolicy | None = None
+
+
+class PodGroupSpec(Struct, frozen=True):
+    scheduling_policy: GroupPolicy = GroupPolicy()
+
+
+class PodGroupStatus(Struct, frozen=True):
+    conditions: tuple[Condition, ...] = ()
+
+
+class PodGroup(Struct, frozen=True):
+    """A PodGroup of scheduling.k8s.io."""
+
+    metadata: Metadata
+    spec: PodGroupSpec = PodGroupSpec()
+    status: PodGroupStatus = PodGroupStatus()
+
+    @property
+    def min_count(self) -> int:
+        """The number of pods that the scheduler places together or not at all; 0: it places each by itself.
+
+        Once that many have been placed, further pods of the group are placed one by one.
+        """
+        placed = any(
+            each.type == "PodGroupInitiallyScheduled" and each.status == "True" for each in self.status.conditions
+        )
+        gang = self.spec.scheduling_policy.gang
+        return gang.min_count if gang is not None and not placed else 0
 
 
 class Taint(Struct, frozen=True):

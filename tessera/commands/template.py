@@ -17,19 +17,17 @@ from driver.config.shared_flags import SUBDOMAIN, check_driver_name
 from driver.errors import EnvironmentFault, FatalError, UsageError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan, Metadata, NodeSpec, Struct, Taint
-from driver.model.gpu import MigMode
 from driver.model.gpu_selection_and_share_counts import GpuSelection
-from driver.model.plan import COUNTERS_FIELD, KIND, PATH, GpuReport, states_of
+from driver.model.plan import COMPLETE, COUNTERS_FIELD, KIND, PATH, PUBLISH, GpuReport, states_of
 from driver.slices.build import SliceBuilder, slice_object
 from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
 from kubelet_plugin.inventory.open_hardware import open_host
+from kubelet_plugin.inventory.published_devices import PublishPolicy
 from kubelet_plugin.settings import node_settings
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 
-PUBLISH = {"gpu.tessera.dev/publish": "complete"}
-
-HOST_LABELS = {"kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64"}
+LABELS = "kubernetes.io/os=linux,kubernetes.io/arch=amd64"
 RESOURCES = "cpu=192,memory=2Ti,ephemeral-storage=1Ti,pods=110"
 
 OWN_LABELS = (
@@ -94,6 +92,7 @@ class Template:
 @click.option("--like", metavar="NODE", help="A node of the cluster: what a new node of its kind has.")
 @click.option("--name", default="template", show_default=True, help="Name of the Node that is printed.")
 @click.option("--resources", default=RESOURCES, show_default=True, help="With --gpus: capacity of the node.")
+@click.option("--labels", default=LABELS, show_default=True, help="With --gpus: labels of the node.")
 @click.option("--shares", help="With --gpus: as `tessera node --shares`.")
 @click.option("--shares-only", help="With --gpus: as `tessera node --shares-only`.")
 @click.option("--for", "document", type=click.Choice(DOCUMENTS), default="objects", show_default=True, help="Reader.")
@@ -106,6 +105,7 @@ def template(
     like: str | None,
     name: str,
     resources: str,
+    labels: str,
     shares: str | None,
     shares_only: str | None,
     document: str,
@@ -131,7 +131,9 @@ def template(
     if like is not None:
         description, reports = _of_node(client_of(kubeconfig, "tessera-template"), like)
     else:
-        description = NodeDescription(Metadata(name, labels=HOST_LABELS), status=_resources(resources))
+        amounts = _pairs("--resources", resources, "NAME=QUANTITY, such as cpu=192")
+        names = _pairs("--labels", labels, "NAME=VALUE, such as kubernetes.io/arch=arm64")
+        description = NodeDescription(Metadata(name, labels=names), status=Resources(amounts, amounts))
         reports = _of_hardware(gpus=gpus, shares=shares, shares_only=shares_only)
     found = Template(_node(name, description), _slices(pool, reports))
     written = _documents(found, document, driver_name, len(reports))
@@ -152,15 +154,15 @@ def _check_name(name: str) -> None:
         raise ValueError("must be a name for a Node object: a DNS subdomain such as worker-1")
 
 
-def _resources(text: str) -> Resources:
+def _pairs(flag: str, text: str, accepted: str) -> dict[str, str]:
     """Read ``cpu=192,memory=2Ti``. Raises UsageError."""
     found = {}
     for entry in text.split(","):
-        name, separator, amount = entry.strip().partition("=")
-        if not (name and separator and amount):
-            raise UsageError(f"--resources {text}: {entry!r} is not NAME=QUANTITY, such as cpu=192")
-        found[name] = amount
-    return Resources(found, found)
+        name, separator, value = entry.strip().partition("=")
+        if not (name and separator and value):
+            raise UsageError(f"{flag} {text}: {entry!r} is not {accepted}")
+        found[name] = value
+    return found
 
 
 def _of_hardware(**flags: str | None) -> list[GpuReport]:
@@ -210,18 +212,17 @@ def _slices(pool: Pool, reports: Iterable[GpuReport]) -> list[Object]:
         {report.gpu.uuid: report.number for report in anonymous},
         GpuSharing(lambda gpu: shares[gpu.uuid], only),
     )
-    built = SliceBuilder(pool).build(inventory.published())
+    built = SliceBuilder(pool).build(inventory.published(PublishPolicy(complete=True)))
     return [slice_object(name, content, pool, 1, len(built), None) for name, content in built.items()]
 
 
 def _anonymous(report: GpuReport, node: str) -> GpuReport:
-    """The GPU without what no other node has, and with the MIG mode that it has when nothing is held."""
+    """The GPU without what no other node has."""
     gpu, fabric = report.gpu, report.gpu.fabric_clique
     gpu = replace(
         gpu,
         uuid=f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{node}/gpu-{report.number}')}",
         fabric_clique=None if fabric is None else f"{uuid.UUID(int=0)}.{fabric.rpartition('.')[2]}",
-        mig_mode=MigMode.DISABLED if gpu.toggles_freely and gpu.mig_capable else gpu.mig_mode,
     )
     return replace(report, gpu=gpu)
 
@@ -234,7 +235,7 @@ def _node(name: str, like: NodeDescription) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": {"name": name, "labels": {**labels, "kubernetes.io/hostname": name, **PUBLISH}},
+        "metadata": {"name": name, "labels": {**labels, "kubernetes.io/hostname": name, PUBLISH: COMPLETE}},
         "spec": {"taints": msgspec.to_builtins(taints)} if taints else {},
         "status": {**status, "conditions": [ready]},
     }

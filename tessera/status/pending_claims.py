@@ -43,6 +43,7 @@ PERMANENT: Mapping[str, str] = {
 PERMANENT_IF_FREE: Mapping[str, str] = {
     ReasonCode.CONSTRAINT: "change its constraints, or ask for less",
     ReasonCode.NOT_TOGETHER: "ask for less on one node",
+    ReasonCode.GANG: "lower the minCount of its PodGroup, or add GPUs",
 }
 """Remedies of reasons that are permanent only if the message contains EVEN_IF_FREE."""
 

@@ -31,6 +31,7 @@ from tests.harness.waiting import DeadlineError, wait_for
 from tests.support.chart import install, rendered
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess
+from tests.support.gangs import GANGS, SERVED
 from tests.support.plugin import DRIVER, SLICES, TESSERA, PluginProcess, bare_node
 from tests.support.workloads import CLAIMS, PODS, bound_pod, is_gone, request
 
@@ -57,7 +58,8 @@ class Watched:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("audit")
     log = folder / "privileges.jsonl"
-    with control_plane("privileges", {"kube-apiserver": audit_flags(folder / "policy.json", log)}) as cluster:
+    flags = [*audit_flags(folder / "policy.json", log), *(GANGS["kube-apiserver"] if SERVED else [])]
+    with control_plane("privileges", {"kube-apiserver": flags}) as cluster:
         install(cluster)
         yield Watched(cluster, log)
 

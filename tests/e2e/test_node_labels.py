@@ -116,6 +116,16 @@ def test_labels_of_others_stay_as_they_are(cluster: Cluster, controller: Control
     assert found["example.com/rack"] == "b"
 
 
+def test_the_policy_is_sound_by_the_word_of_the_api_server(cluster: Cluster) -> None:
+    path = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies/node-labels.gpu.tessera.dev"
+
+    def checked() -> dict[str, Any]:
+        status = cluster.api.get(path).get("status", {})
+        return {"found": status["typeChecking"]} if "typeChecking" in status else {}
+
+    assert wait_for(checked, SOON_S, "the API server has checked it") == {"found": {}}
+
+
 @pytest.mark.parametrize("account", ["tessera-controller", "tessera-uninstall"])
 @pytest.mark.parametrize(
     "change",
@@ -139,15 +149,24 @@ def test_the_right_to_patch_nodes_is_good_for_these_labels_only(
     assert refused.value.status in (FORBIDDEN, INVALID)
 
 
+def uninstall(cluster: Cluster) -> str:
+    """What the hook of the chart prints, with the rights that it has."""
+    kubeconfig = cluster.service_account_kubeconfig("tessera", "tessera-uninstall")
+    command = [TESSERA, "uninstall", "--kubeconfig", str(kubeconfig), "--timeout", "1"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
 def test_uninstalling_removes_what_tessera_wrote_and_nothing_else(tmp_path: Path) -> None:
     nodes = {"rack-a-1": FIRST, "rack-a-2": FIRST}
     with cluster_of("labels-gone") as cluster:
         with led(cluster, nodes, tmp_path):
             pass
-        kubeconfig = cluster.service_account_kubeconfig("tessera", "tessera-uninstall")
-        command = [TESSERA, "uninstall", "--kubeconfig", str(kubeconfig), "--timeout", "1"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert answer.returncode == 0, answer.stderr
+        install(cluster, {"controller": {"nodeLabels": "none"}})
+        before = {node: labels(cluster, node) for node in nodes}
+        assert "not allowed to remove labels of Nodes" in uninstall(cluster)
+        assert {node: labels(cluster, node) for node in nodes} == before
+        install(cluster, {"controller": {"nodeLabels": "all"}})
+        assert "not allowed" not in uninstall(cluster)
         assert {node: labels(cluster, node) for node in nodes} == {
             "rack-a-1": {GFD: "NVIDIA-GB200-SHARED"},
             "rack-a-2": {},

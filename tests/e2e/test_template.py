@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from driver.model.plan import API_VERSION, KIND, PATH
+from driver.model.plan import API_VERSION, COMPLETE, KIND, PATH, PUBLISH, PlanMode
+from tests.bench.kubelet import Kubelet, allocated_claim
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
@@ -61,12 +62,24 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture(scope="module")
 def live(cluster: Cluster, kind: Kind) -> Iterator[PluginProcess]:
-    """A node that has just started, of which nothing is held, and an empty plan for its report."""
+    """A complete node of which a device is held; its plan is empty, and there for its report."""
     with plugins(cluster, [kind.node], PluginFlags(gpus=f"sim:{kind.gpus}", shares=kind.shares)) as [found]:
-        cluster.api.patch(f"{NODES}/{kind.node}", {"metadata": {"labels": {"example.com/rack": "7"}}})
+        cluster.api.patch(
+            f"{NODES}/{kind.node}", {"metadata": {"labels": {"example.com/rack": "7", PUBLISH: COMPLETE}}}
+        )
         cluster.api.post(PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": kind.node}})
-        wait_for(lambda: "inventory" in cluster.api.get(f"{PATH}/{kind.node}").get("status", {}), 60, "its report")
+        wait_for(lambda: mode_of(cluster, kind.node) == PlanMode.COMPLETE, 60, "everything is published")
+        kubelet = Kubelet(found.socket).connect()
+        device = next((name for name in sorted(found.devices()) if "-mig-1g" in name), "gpu-0")
+        kubelet.prepare(allocated_claim(cluster, kind.node, kind.node, device))
+        kubelet.close()
+        assert found.records()
         yield found
+
+
+def mode_of(cluster: Cluster, node: str) -> str | None:
+    mode: str | None = cluster.api.get(f"{PATH}/{node}").get("status", {}).get("mode")
+    return mode
 
 
 def printed(cluster: Cluster, *flags: str) -> list[dict[str, Any]]:

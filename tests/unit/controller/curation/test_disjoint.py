@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet
 from controller.curation.disjoint import DisjointCurator, DisjointOffers
-from driver.model.device import Device
+from driver.model.device import Device, DeviceKind
 from driver.model.plan import Offer
 from driver.placement.ranking import Ranking
 from driver.placement.state import GpuState
@@ -192,3 +192,39 @@ def test_whatever_is_held_and_wanted_no_two_offers_overlap_and_planned_claims_ha
         assert len({offer for each in found.planned.values() for offer in each}) == sum(
             map(len, found.planned.values())
         )
+
+
+def test_a_gang_is_planned_for_all_of_its_pods_or_for_none() -> None:
+    there = Situation(node_of("a", gpus=3)).gang("training", *[request(selector=FULL)] * 3)
+    assert planned(there).keys() == {"training-0", "training-1", "training-2"}
+    there = Situation(node_of("a", gpus=2)).gang("training", *[request(selector=FULL)] * 3)
+    assert planned(there) == {}
+
+
+def test_what_a_gang_without_room_leaves_is_planned_for_the_next_pods() -> None:
+    there = Situation(node_of("a", gpus=3)).gang("a-large", *[request(selector=FULL)] * 4)
+    there.gang("b-small", *[request(selector=FULL)] * 2).wants(request(selector=FULL), name="c-alone")
+    assert planned(there).keys() == {"b-small-0", "b-small-1", "c-alone"}
+
+
+def test_of_two_gangs_that_have_room_only_alone_one_is_planned() -> None:
+    there = Situation([*node_of("a", gpus=2), *node_of("b", gpus=2)])
+    there.gang("first", *[request(selector=FULL)] * 3).gang("second", *[request(selector=FULL)] * 3)
+    assert planned(there).keys() == {f"first-{number}" for number in range(3)}
+
+
+def test_a_gang_for_which_only_some_pods_have_room_is_planned_if_it_needs_no_more() -> None:
+    there = Situation(node_of("a", gpus=2)).gang("training", *[request(selector=FULL)] * 3, min_count=2)
+    assert len(planned(there)) == 2
+
+
+def test_an_incomplete_gang_keeps_nobody_from_free_memory() -> None:
+    there = Situation(node_of("a", gpus=1)).gang("training", request(selector=FULL), min_count=2)
+    assert planned(there.wants(request(selector=FULL), name="z-alone")).keys() == {"z-alone"}
+
+
+def test_published_offers_that_a_gang_would_have_used_serve_the_next_pod() -> None:
+    there = Situation(node_of("a", gpus=2)).gang("large", *[request(selector=FULL)] * 3)
+    there.wants(request(selector=FULL), name="z-alone")
+    standing = Offer("a/1", DeviceKind.FULL)
+    assert planned(there, published=[standing]) == {"z-alone": ["a/1 gpu-1"]}

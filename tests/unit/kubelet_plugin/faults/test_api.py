@@ -80,6 +80,7 @@ def live(root: Path, trouble: ApiTrouble | None) -> FaultyApi:
             assert leftovers(plugin.facts()) == []
             wait_for(lambda: "gpu-0" in plugin.published(), 60, "the whole GPU was offered again", 0.01)
             wait_for(lambda: api.kinds["watch resourceslices"] > 1, 60, "a second watch", 0.01)
+            wait_for(lambda: api.kinds["PATCH gpunodeplans/status"], 60, "the plan's status was written", 0.01)
     return api
 
 

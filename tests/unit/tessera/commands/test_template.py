@@ -117,6 +117,13 @@ def test_a_new_node_has_nothing_of_the_one_that_it_is_like_but_its_kind(like: li
     assert devices["gpu-0"]["attributes"]["fabricClique"] == {"string": f"{OTHERS}.7"}
 
 
+def test_a_node_that_is_described_has_the_labels_and_the_resources_that_are_given() -> None:
+    node = printed("--gpus", "sim:gh200", "--labels", "kubernetes.io/arch=arm64", "--resources", "cpu=72,pods=110")[0]
+    own = {"kubernetes.io/hostname": "template", "gpu.tessera.dev/publish": "complete"}
+    assert node["metadata"]["labels"] == {"kubernetes.io/arch": "arm64", **own}
+    assert node["status"]["capacity"] == node["status"]["allocatable"] == {"cpu": "72", "pods": "110"}
+
+
 def test_the_slices_count_themselves(like: list[str]) -> None:
     pools = [item["spec"]["pool"] for item in printed(*like, "--name", "new-1")[1:]]
     assert pools == [{"name": "new-1-gpu.tessera.dev", "generation": 1, "resourceSliceCount": 3}] * 3
@@ -166,6 +173,7 @@ def test_a_gpu_that_is_out_of_order_is_free_in_the_template_and_people_are_told(
         (["--gpus", "sim:h100-1", "--name", "New"], 2, "--name New: must be a name for a Node object"),
         (["--gpus", "sim:h100-1", "--driver-name", "Bad"], 2, "--driver-name Bad: must be a DNS subdomain"),
         (["--gpus", "sim:h100-1", "--resources", "192"], 2, "'192' is not NAME=QUANTITY, such as cpu=192"),
+        (["--gpus", "sim:h100-1", "--labels", "a=b,c"], 2, "'c' is not NAME=VALUE, such as kubernetes.io/arch=arm64"),
     ],
 )
 def test_what_makes_no_sense_is_a_usage_error(arguments: list[str], code: int, expected: str) -> None:

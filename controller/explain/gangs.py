@@ -1,0 +1,45 @@
+"""The reason why a gang is pending as a whole, though there may be room for some of its pods (pure)."""
+
+from __future__ import annotations
+
+from controller.demand.gangs import Gang
+from controller.demand.pending_claims import Queue
+from driver.kube.types import Pod
+
+
+def reason_of_gang(queue: Queue, gang: Gang) -> tuple[str, bool] | None:
+    """Why the scheduler can not place ``gang``, and whether that holds even if nothing were held.
+
+    None if that is unknown, or if pods are missing, which the scheduler itself reports.
+    """
+    if gang.missing:
+        return None
+    emptied = queue.room(gang, queue.feasibility.unheld)
+    permanent = emptied.pods < gang.needed
+    room = emptied if permanent else queue.room(gang)
+    free = "even if nothing were held, there would be room for" if permanent else "free devices are enough for"
+    at_most = f"{free} {_at_most(room.pods, room.nodes)}"
+    return f"PodGroup {gang.group.metadata.name} needs {_needed(queue, gang)} at once; {at_most}", permanent
+
+
+def _needed(queue: Queue, gang: Gang) -> str:
+    counts = {_devices(queue, pod) for pod in gang.pods}
+    if len(counts) > 1 or None in counts:
+        return f"{gang.needed} pods with their devices"
+    [each] = counts
+    return f"{gang.needed} pods with {each} {'device' if each == 1 else 'devices'} each"
+
+
+def _devices(queue: Queue, pod: Pod) -> int | None:
+    """The number of devices of ``pod``; None if that depends on the node or the alternative."""
+    counts = {
+        None if any(request.count is None for request in each.requests) else sum(each.counts)
+        for each in queue.combinations(pod)
+    }
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _at_most(pods: int, nodes: int) -> str:
+    if not pods:
+        return "none of them"
+    return f"{pods} of them at most, on {nodes} {'node' if nodes == 1 else 'nodes'}"
