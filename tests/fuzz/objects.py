@@ -41,6 +41,7 @@ class Hostile:
         makers: Mapping[str, Callable[[], Object]] = {
             "resourceclaims": self._claim,
             "pods": self._pod,
+            "podgroups": self._pod_group,
             "nodes": self._node,
             "deviceclasses": self._class,
             "resourceslices": self._slice,
@@ -89,7 +90,7 @@ class Hostile:
     def _metadata(self, kind: str, version: int) -> Object:
         name = f"{self._pick('o', 'x' * 240)}-{self._random.randrange(60)}"
         found: Object = {"name": name, "uid": f"uid-{name[-6:]}", "resourceVersion": str(version)}
-        if kind in ("resourceclaims", "pods"):
+        if kind in ("resourceclaims", "pods", "podgroups"):
             found["namespace"] = self._pick(*NAMESPACES)
         names = {"nodes": NODES, "gpunodeplans": NODES, "deviceclasses": CLASSES}.get(kind)
         if names is not None and not self._one_in(4):
@@ -198,9 +199,18 @@ class Hostile:
                 None, {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
             ),
         }
+        if self._one_in(3):
+            name = f"{self._pick('o', 'x' * 240)}-{self._random.randrange(60)}"
+            spec["schedulingGroup"] = self._pick(None, {}, {"podGroupName": self._pick(name, None)})
         message = f"0/2 nodes are available: {self._pick('cannot allocate all claims', 'x' * 30_000)}"
         condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
         return {"spec": spec, "status": {"phase": "Pending", "conditions": [condition]}}
+
+    def _pod_group(self) -> Object:
+        gang = {"minCount": self._pick(1, 2, 33, HUGE, 0, -1)}
+        policy = self._pick({"gang": gang}, {"gang": None}, {"basic": {}}, None)
+        conditions = self._pick([], None, [{"type": "PodGroupInitiallyScheduled", "status": "True"}])
+        return {"spec": {"schedulingPolicy": policy}, "status": {"conditions": conditions}}
 
     def _node(self) -> Object:
         taint = {"key": self._string(), "effect": self._pick("NoSchedule", "x"), "value": self._string()}

@@ -18,6 +18,7 @@ import click
 
 from driver.errors import EnvironmentFault
 from tests.harness.golang import ensure_go
+from tests.harness.locks import file_lock
 from tests.harness.progress import Progress
 from tests.harness.versions import default_release
 
@@ -74,7 +75,7 @@ def source_of(program: Program, progress: Progress) -> Path:
             _run([*git, "fetch", "--quiet", "--depth=1", named, program.revision])
             _run([*git, "checkout", "--quiet", "FETCH_HEAD"])
         unfinished.rename(checkout)
-    click.echo(f"{program.source_variable}: {checkout}, from {named}", err=True)
+    click.echo(f"{program.source_variable}: {checkout}, commit {program.revision}", err=True)
     return checkout
 
 
@@ -112,6 +113,8 @@ def _run(command: list[str], folder: Path | None = None, environment: dict[str, 
         )
     except subprocess.CalledProcessError as error:
         raise EnvironmentFault(f"{' '.join(command)}: {error.stderr.strip()[-2000:]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EnvironmentFault(f"{' '.join(command)}: {error}") from error
     return done.stdout
 
 
@@ -120,11 +123,12 @@ def main() -> int:
     progress = Progress()
     KEPT.mkdir(parents=True, exist_ok=True)
     found: dict[str, str] = {}
-    for program in (AUTOSCALER, KUEUE):
-        if program is KUEUE or program.variable not in os.environ:
-            found[program.source_variable] = str(source_of(program, progress))
-        source = Path(found.get(program.source_variable, KEPT))
-        found[program.variable] = str(binary_of(program, source, progress))
+    with file_lock(KEPT / "lock", on_wait=lambda: progress.say(f"another run is building into {KEPT}: waiting for it")):
+        for program in (AUTOSCALER, KUEUE):
+            if program is KUEUE or program.variable not in os.environ:
+                found[program.source_variable] = str(source_of(program, progress))
+            source = Path(found.get(program.source_variable, KEPT))
+            found[program.variable] = str(binary_of(program, source, progress))
     command = [sys.executable, "-m", "pytest", "-m", "integration", "tests/integration", *sys.argv[1:]]
     return subprocess.run(command, env={**os.environ, **found}, check=False).returncode
 
