@@ -35,7 +35,7 @@ from controller.demand.starvation import StarvationFallback
 from controller.explain.disjoint_offers import reasons_of_waiting
 from controller.explain.events import EventReporter
 from controller.explain.pending_despite_offers import UnscheduledClaims
-from controller.explain.queued_workloads import reasons_of_workloads
+from controller.explain.queued_workloads import WorkloadReasons
 from controller.explain.reasons import reasons_of
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
 from controller.node_labels import LABEL_SETS, NodeLabels
@@ -102,6 +102,7 @@ class Controller:
         self._reservations = Reservations()
         self._nominated = NominatedPods()
         self._unreported = UnreportedNodesTracker()
+        self._workload_reasons = WorkloadReasons()
         self._fleet_builder = FleetBuilder()
         self._devices = DeviceIndex()
         self._specs = PlanSpecs()
@@ -203,7 +204,7 @@ class Controller:
         self._events.unreadable(self._cache.unreadable())
         unreported = self._unreported.update(seen.views)
         self._explain(queue, unreported, seen)
-        self._events.workloads(reasons_of_workloads(queued, workloads, unreported))
+        self._events.workloads(self._workload_reasons.of(queued, workloads, unreported))
         if mode is OfferMode.DISJOINT:
             self._events.claims(reasons_of_waiting(queue, chosen.planned, obstructed, self._settings.settle_s))
         self._decided_at = time.monotonic()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import NamedTuple
 
 from controller.cluster.claim_index import ClusterState
@@ -16,10 +15,11 @@ from controller.cluster.kueue import QueuedWorkload
 from controller.demand.feasibility import Group, Kind
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import MAX_DEVICES, Refusal
+from controller.demand.selected_devices import Selector
 from driver.kube.types import Claim, Metadata, Pod, PodResourceClaim, PodSpec, Toleration
 
 MAX_SELECTIONS = 32
-"""Different sets of devices that are kept published for queued Workloads, those of the first ones."""
+"""Different selectors for which devices are kept published for queued Workloads, those of the first ones."""
 
 EVERY_TAINT = Toleration(operator="Exists")
 """Kueue adds the tolerations of a ResourceFlavor when it admits a Workload: until then no taint rules out a node."""
@@ -52,7 +52,7 @@ def cluster_of(cluster: ClusterState, workloads: Iterable[QueuedWorkload]) -> Cl
             )
             pods.append(Pod(_named(workload, name), spec))
             claims += found
-    return replace(cluster, claims=cluster.claims.view(claims), pods=tuple(pods))
+    return replace(cluster, claims=cluster.claims.view(claims), pods=tuple(pods), pod_groups={})
 
 
 def _named(workload: QueuedWorkload, name: str) -> Metadata:
@@ -61,21 +61,20 @@ def _named(workload: QueuedWorkload, name: str) -> Metadata:
 
 def countable(queue: Queue) -> Sequence[Countable]:
     """The devices that must be published so that the claims of ``queue`` find as many as they ask for."""
-    found: dict[frozenset[tuple[Kind, Group]], Countable] = {}
-    nodes = frozenset(queue.feasibility.fleet.nodes)
+    needed: dict[Selector, int] = {}
     for pending in queue.pending:
-        for selected, count in _requests(queue, pending, nodes):
-            key = frozenset(selected.items())
-            known = found.get(key)
-            found[key] = Countable(selected, max(count, known.needed if known is not None else 0))
-    return list(islice(found.values(), MAX_SELECTIONS))
+        for selector, count in _requests(queue, pending):
+            if selector in needed or len(needed) < MAX_SELECTIONS:
+                needed[selector] = max(count, needed.get(selector, 0))
+    nodes = frozenset(queue.feasibility.fleet.nodes)
+    return [Countable(queue.feasibility.kinds(selector, nodes), count) for selector, count in needed.items()]
 
 
-def _requests(queue: Queue, pending: PendingClaim, nodes: Group) -> Iterable[tuple[Mapping[Kind, Group], int]]:
-    """The devices that each request matches and how many it asks for: Kueue checks each request alone."""
+def _requests(queue: Queue, pending: PendingClaim) -> Iterable[tuple[Selector, int]]:
+    """The selector of each request and how many devices it asks for: Kueue checks each request alone."""
     requirements = queue.requirements(pending)
     if isinstance(requirements, Refusal) or not requirements:
         return
     for request in requirements[0].requests:
         if request.count is not None and request.count <= MAX_DEVICES:
-            yield queue.feasibility.kinds(request.selector, nodes), request.count
+            yield request.selector, request.count

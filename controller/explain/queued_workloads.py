@@ -5,30 +5,54 @@ Kueue decides by quotas, which the controller does not know: a Workload whose de
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 from controller.cluster.kueue import QueuedWorkload
 from controller.cluster.node_views import UnreportedNodes
 from controller.demand.pending_claims import Queue
-from controller.explain.reasons import ClaimReason, ReasonCode, reasons_of
+from controller.explain.reasons import ClaimReason, ReasonCode, Reasoning, reason_of
 from driver.kube.types import Key, Metadata
 
 DECIDED_AT_ADMISSION = {ReasonCode.NO_NODE, ReasonCode.OTHER_NODES}
 """Left out: a ResourceFlavor may change where the pods may run."""
 
 
-def reasons_of_workloads(
-    queue: Queue, workloads: Iterable[QueuedWorkload], unreported: UnreportedNodes
-) -> Iterator[tuple[Metadata, ClaimReason]]:
-    """The first reason of each Workload, by its metadata; ``queue`` is that of the Workloads."""
-    by_key = {each.metadata.key: each for each in workloads}
-    done: set[Key] = set()
-    for reason in reasons_of(queue, unreported):
-        claim = reason.pending.claim.metadata
-        name, index, source = claim.name.split("/", 2)
-        key = Key(claim.namespace, name)
-        if key not in done and reason.code not in DECIDED_AT_ADMISSION:
-            done.add(key)
-            workload = by_key[key]
-            where = f"pod set {workload.pods[int(index)].name}, claim {source}: "
-            yield workload.metadata, reason._replace(sentence=where + reason.sentence)
+INTERVAL_SECONDS, EXPLAIN_SECONDS = 5.0, 0.25
+"""Time between two explanations, and about how long one may take: pods wait for it meanwhile."""
+
+
+class WorkloadReasons:
+    """Explains the Workloads in turn, as many at a time as there is time for."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due_at = -math.inf
+        self._explained = 0
+        """How many claims of the queue have had their turn."""
+
+    def of(
+        self, queue: Queue, workloads: Iterable[QueuedWorkload], unreported: UnreportedNodes
+    ) -> Iterator[tuple[Metadata, ClaimReason]]:
+        """One reason of each Workload, by its metadata; ``queue`` is that of the Workloads."""
+        began = self._clock()
+        if began < self._due_at:
+            return
+        self._due_at = began + INTERVAL_SECONDS
+        by_key = {each.metadata.key: each for each in workloads}
+        done: set[Key] = set()
+        reasoning, first = Reasoning(queue), self._explained % max(1, len(queue.pending))
+        for pending in (*queue.pending[first:], *queue.pending[:first]):
+            self._explained += 1
+            claim = pending.claim.metadata
+            name, index, source = claim.name.split("/", 2)
+            key = Key(claim.namespace, name)
+            reason = None if key in done else reason_of(pending, reasoning, queue, unreported)
+            if reason is not None and reason.code not in DECIDED_AT_ADMISSION:
+                done.add(key)
+                workload = by_key[key]
+                where = f"pod set {workload.pods[int(index)].name}, claim {source}: "
+                yield workload.metadata, reason._replace(sentence=where + reason.sentence)
+            if self._clock() - began > EXPLAIN_SECONDS:
+                return

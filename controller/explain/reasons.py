@@ -110,12 +110,19 @@ def reasons_of(queue: Queue, unreported: UnreportedNodes = ALL_REPORTED) -> list
     permanent reasons, while nodes may still report GPUs.
     """
     reasoning = Reasoning(queue)
-    found = []
-    for pending in queue.pending:
-        if (reason := _qualified(reasoning.of_claim_or_gang(pending), queue, unreported)) is not None:
-            group = queue.held_back[pending.key].group.metadata if reason.code is ReasonCode.GANG else None
-            found.append(ClaimReason(pending, reason.code, reason.sentence, group))
-    return found
+    found = (reason_of(each, reasoning, queue, unreported) for each in queue.pending)
+    return [reason for reason in found if reason is not None]
+
+
+def reason_of(
+    pending: PendingClaim, reasoning: Reasoning, queue: Queue, unreported: UnreportedNodes
+) -> ClaimReason | None:
+    """The reason of one claim, as for ``reasons_of``."""
+    reason = _qualified(reasoning.of_claim_or_gang(pending), queue, unreported)
+    if reason is None:
+        return None
+    group = queue.held_back[pending.key].group.metadata if reason.code is ReasonCode.GANG else None
+    return ClaimReason(pending, reason.code, reason.sentence, group)
 
 
 def _qualified(reason: Reason | None, queue: Queue, unreported: UnreportedNodes) -> Reason | None:

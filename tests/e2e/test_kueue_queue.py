@@ -99,7 +99,7 @@ def partitions(node: PluginProcess) -> list[dict[str, Any]]:
 def test_as_many_devices_are_published_as_a_queued_workload_asks_for_until_it_is_admitted(
     running: Cluster, node: PluginProcess
 ) -> None:
-    assert len(partitions(node)) == 2
+    wait_for(lambda: len(partitions(node)) == 2, SOON_S, "the node follows its plan")
     queued = Queued(running, "many", asked(SMALL, count=12))
     wait_for(lambda: len(partitions(node)) == 12, SOON_S, "12 partitions are published")
     assert len([each for each in partitions(node) if "taints" not in each]) == 2

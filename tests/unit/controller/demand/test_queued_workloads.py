@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from controller.cluster.node_views import ALL_REPORTED
 from controller.curation.listed_devices import ListedDevices
 from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import cluster_of, countable
-from controller.explain.queued_workloads import reasons_of_workloads
+from controller.explain.queued_workloads import WorkloadReasons
 from driver.kube.types import ClaimSpec, KueueWorkload, Metadata, PodSpec
 from driver.model.plan import Offer
 from tests.support.queues import FULL, Situation, node_of, profile, request
@@ -96,7 +97,7 @@ def test_a_selector_for_one_node_lists_devices_of_that_node() -> None:
 def test_a_workload_whose_devices_are_held_gets_the_reason_of_its_claim() -> None:
     there = Situation([*node_of("a", "full")]).holding("holder", "a", "gpu-0", "gpu-1")
     train = workload("train", request(selector=FULL, count=2))
-    [(about, reason)] = reasons_of_workloads(queue_of(there, train), [train], ALL_REPORTED)
+    [(about, reason)] = WorkloadReasons().of(queue_of(there, train), [train], ALL_REPORTED)
     assert (about.name, reason.code) == ("train", "AllHeld")
     assert reason.sentence.startswith("pod set workers, claim gpu: request gpu: of the 2 GPUs that have it none")
 
@@ -107,7 +108,15 @@ def test_a_workload_gets_no_reason_where_devices_are_free_or_a_flavor_may_open_n
     free = workload("free", request(selector=FULL))
     elsewhere = workload("elsewhere", request(selector=FULL), nodeSelector={"pool": "none"})
     queued = [free, elsewhere]
-    assert [*reasons_of_workloads(queue_of(there, *queued), queued, ALL_REPORTED)] == []
+    assert [*WorkloadReasons().of(queue_of(there, *queued), queued, ALL_REPORTED)] == []
+
+
+def test_every_workload_has_its_turn_although_there_is_time_for_one_at_a_time() -> None:
+    there = Situation([*node_of("a", "full")]).holding("holder", "a", "gpu-0", "gpu-1")
+    queued = [workload(name, request(selector=FULL)) for name in ("a", "b", "c")]
+    queue, reasons = queue_of(there, *queued), WorkloadReasons(count(step=10).__next__)
+    found = [[about.name for about, _ in reasons.of(queue, queued, ALL_REPORTED)] for _ in range(4)]
+    assert found == [["a"], ["b"], ["c"], ["a"]]
 
 
 CLAIMS = [{"name": "gpu", "resourceClaimTemplateName": "gpu"}]
