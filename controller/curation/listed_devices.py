@@ -117,12 +117,15 @@ class ListedDevices:
 def _without_held(
     fleet: Fleet, missing: Mapping[ProductKind, int], is_published: Callable[[FleetGpu, str], bool]
 ) -> dict[ProductKind, int]:
-    """``missing`` less the held devices that are published."""
+    """``missing`` less the held full GPUs that are published.
+
+    A held partition leaves the slices with its claim, and Kueue does not try a Workload again that then finds none.
+    """
     left = dict(missing)
     for entry in fleet:
         for device in entry.held:
             each = ProductKind(entry.gpu.product_name, key_of(device))
-            if each in left and is_published(entry, device.name):
+            if each.kind == FULL and each in left and is_published(entry, device.name):
                 left[each] -= 1
                 if not left[each]:
                     del left[each]

@@ -59,6 +59,12 @@ def test_held_devices_count_only_where_they_are_published() -> None:
     assert kinds(listed(held, minimum={FULL: 6}, held_published=False)) == {"full": 4}
 
 
+def test_held_partitions_do_not_count_because_they_leave_the_slices_with_their_claim() -> None:
+    fleet = fleet_of("a")
+    held = holding(fleet, dict.fromkeys(list(fleet.gpus)[:1], "mig-1g10gb-0 mig-1g10gb-1"))
+    assert kinds(listed(held, minimum={SMALL: 2})) == {"1g.10gb": 2}
+
+
 def test_nothing_is_listed_on_nodes_that_follow_no_plan_or_without_a_minimum() -> None:
     fleet = fleet_of("a", "b")
     assert {offer.gpu.split("/")[0] for offer in listed(fleet, nodes=("b",))} == {"b"}
