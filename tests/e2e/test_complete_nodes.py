@@ -10,70 +10,39 @@ import pytest
 
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.watch_cache import Change, WatchCache
-from driver.model.plan import PUBLISH
 from driver.slices.publisher import Slice
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
+from tests.support.complete_nodes import is_complete, label, specs
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess, plugins
 from tests.support.plugin import SLICES, PluginFlags, PluginProcess
 from tests.support.scheduling import Scheduling, asked
-from tests.support.workloads import Workloads, request
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 SMALL, FULL = "gpu-inference-1g-10gb", "gpu-training"
 SOON_S = 60.0
 
 
-def label(cluster: Cluster, node: str, value: str | None) -> None:
-    cluster.api.patch(f"/api/v1/nodes/{node}", {"metadata": {"labels": {PUBLISH: value}}})
-
-
-def specs(node: PluginProcess) -> list[dict[str, Any]]:
-    return [item["spec"] for item in node.slices()]
-
-
-def is_complete(node: PluginProcess) -> bool:
-    """Whether all eight GPUs are published whole and in all their parts, without a taint."""
-    devices = node.devices()
-    return len(devices) == 8 * 26 and not any("taints" in device for device in devices.values())
-
-
-def test_slices_stay_the_same_while_a_pod_runs(cluster: Cluster, plugin: PluginProcess, workloads: Workloads) -> None:
-    try:
-        label(cluster, plugin.node.name, "complete")
-        wait_for(lambda: is_complete(plugin), SOON_S, "every device is published")
-        versions = {item["metadata"]["name"]: item["metadata"]["resourceVersion"] for item in plugin.slices()}
-        idle = specs(plugin)
-        workloads.claim("part", request(SMALL))
-        workloads.claim("whole", request(FULL))
-        workloads.pod("both", "part", "whole")
-        workloads.running("both")
-        assert len(plugin.partitions()) == 1
-        plugin.restart()
-        assert specs(plugin) == idle
-        workloads.end_pods("both")
-        wait_for(lambda: not plugin.records(), SOON_S, "both claims are unprepared")
-        assert specs(plugin) == idle
-        assert {item["metadata"]["name"]: item["metadata"]["resourceVersion"] for item in plugin.slices()} == versions
-    finally:
-        label(cluster, plugin.node.name, None)
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with control_plane("complete-nodes") as running:
+        install(running)
+        yield running
 
 
 @pytest.fixture
-def led() -> Iterator[Cluster]:
-    """A control plane with a controller that was there before the first node."""
-    with control_plane("complete-nodes") as running:
-        install(running)
-        controller = ControllerProcess(running)
-        controller.start()
-        lease = "/apis/coordination.k8s.io/v1/namespaces/tessera/leases/tessera-controller-heartbeat"
-        wait_for(lambda: running.api.get(lease), SOON_S, "the controller is there")
-        yield running
-        controller.stop()
-        assert controller.refused() == []
+def led(cluster: Cluster) -> Iterator[Cluster]:
+    """A cluster with a controller that was there before the first node."""
+    controller = ControllerProcess(cluster)
+    controller.start()
+    lease = "/apis/coordination.k8s.io/v1/namespaces/tessera/leases/tessera-controller-heartbeat"
+    wait_for(lambda: cluster.api.get(lease), SOON_S, "the controller is there")
+    yield cluster
+    controller.stop()
+    assert controller.refused() == []
 
 
 def plan(cluster: Cluster, node: str) -> dict[str, Any]:
@@ -108,6 +77,7 @@ class Pools:
             self._slices[change.key.name] = change.new
 
 
+@pytest.mark.needs("shared counters")
 def test_a_new_node_has_no_complete_pool_before_its_first_plan(led: Cluster) -> None:
     stop = threading.Event()
     pools = Pools(led, "n1", stop)
@@ -122,6 +92,7 @@ def test_a_new_node_has_no_complete_pool_before_its_first_plan(led: Cluster) -> 
     assert (True, 0) not in pools.seen
 
 
+@pytest.mark.needs("shared counters")
 def test_the_controller_offers_nothing_on_a_complete_node_and_leaves_its_devices_alone(led: Cluster) -> None:
     with plugins(led, ["n2"], PluginFlags(gpus="sim:dgx-h100")) as [node]:
         wait_for(lambda: plan(led, "n2")["spec"].get("offers"), SOON_S, "a plan with offers")
@@ -159,6 +130,7 @@ def reason(cluster: Cluster, claim: str) -> str:
     return wait_for(found, SOON_S, "the controller's reason")
 
 
+@pytest.mark.needs("shared counters")
 def test_a_label_that_is_not_valid_is_named(led: Cluster) -> None:
     with plugins(led, ["n3"], PluginFlags(gpus="sim:dgx-h100")):
         label(led, "n3", "compleet")
@@ -174,14 +146,12 @@ def test_a_label_that_is_not_valid_is_named(led: Cluster) -> None:
 
 
 @pytest.fixture
-def listing() -> Iterator[Cluster]:
-    """A control plane with a controller that lists devices, as by default."""
-    with control_plane("listed-devices") as running:
-        install(running)
-        controller = ControllerProcess(running, flags=("--min-published", "auto"))
-        controller.start()
-        yield running
-        controller.stop()
+def listing(cluster: Cluster) -> Iterator[Cluster]:
+    """A cluster with a controller that lists devices, as by default."""
+    controller = ControllerProcess(cluster, flags=("--min-published", "auto"))
+    controller.start()
+    yield cluster
+    controller.stop()
 
 
 def published(node: PluginProcess, kind: str) -> list[str]:
@@ -194,6 +164,7 @@ def published(node: PluginProcess, kind: str) -> list[str]:
     ]
 
 
+@pytest.mark.needs("shared counters")
 def test_a_tool_that_counts_published_devices_finds_a_whole_node_and_some_of_each_kind(listing: Cluster) -> None:
     with plugins(listing, ["n1"], PluginFlags(gpus="sim:dgx-h100")) as [node]:
         wait_for(lambda: len(published(node, "gpu")) == 8, SOON_S, "all full GPUs are published")

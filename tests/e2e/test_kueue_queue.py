@@ -49,22 +49,22 @@ DEFINITION = {
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Cluster]:
+def cluster() -> Iterator[Cluster]:
     """A control plane with a controller that reads Kueue's queue and lists nothing else."""
-    with control_plane("kueue-queue") as cluster:
-        install(cluster, {"controller": {"kueue": True}})
-        cluster.apply([DEFINITION])
-        controller = ControllerProcess(cluster, flags=("--kueue",))
+    with control_plane("kueue-queue") as running:
+        install(running, {"controller": {"kueue": True}})
+        running.apply([DEFINITION])
+        controller = ControllerProcess(running, flags=("--kueue",))
         controller.start()
-        yield cluster
+        yield running
         refused = controller.refused()
         controller.stop()
         assert refused == []
 
 
 @pytest.fixture(scope="module")
-def node(running: Cluster) -> Iterator[PluginProcess]:
-    with plugins(running, ["n1"], PluginFlags(gpus="sim:dgx-h100")) as [plugin]:
+def node(cluster: Cluster) -> Iterator[PluginProcess]:
+    with plugins(cluster, ["n1"], PluginFlags(gpus="sim:dgx-h100")) as [plugin]:
         yield plugin
 
 
@@ -97,10 +97,10 @@ def partitions(node: PluginProcess) -> list[dict[str, Any]]:
 
 
 def test_as_many_devices_are_published_as_a_queued_workload_asks_for_until_it_is_admitted(
-    running: Cluster, node: PluginProcess
+    cluster: Cluster, node: PluginProcess
 ) -> None:
     wait_for(lambda: len(partitions(node)) == 2, SOON_S, "the node follows its plan")
-    queued = Queued(running, "many", asked(SMALL, count=12))
+    queued = Queued(cluster, "many", asked(SMALL, count=12))
     wait_for(lambda: len(partitions(node)) == 12, SOON_S, "12 partitions are published")
     assert len([each for each in partitions(node) if "taints" not in each]) == 2
     queued.admit()
@@ -109,14 +109,14 @@ def test_as_many_devices_are_published_as_a_queued_workload_asks_for_until_it_is
 
 
 def test_a_queued_workload_takes_nothing_from_pods_and_says_who_holds_its_gpus(
-    running: Cluster, node: PluginProcess
+    cluster: Cluster, node: PluginProcess
 ) -> None:
-    parts = Queued(running, "parts", asked(SMALL, count=20))
+    parts = Queued(cluster, "parts", asked(SMALL, count=20))
     wait_for(lambda: len(partitions(node)) == 20, SOON_S, "20 partitions are published")
-    eight = Scheduling(running, "eight")
+    eight = Scheduling(cluster, "eight")
     eight.ask(asked(FULL, count=8))
     assert len(eight.given()) == 8
-    whole = Queued(running, "whole", asked(FULL, count=8))
+    whole = Queued(cluster, "whole", asked(FULL, count=8))
     message = wait_for(whole.reason, SOON_S, "an Event on the Workload")
     assert message == (
         "pod set main, claim gpu: request gpu: of the 8 GPUs that have it none has enough free, devices there are held "

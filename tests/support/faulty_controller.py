@@ -82,7 +82,8 @@ def main(folder: Path) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     timing = Timing(lease_s, lease_s * 2 / 3, lease_s * 2 / 15)
-    run(controller_settings(**values), stop, Orders(folder), timing)
+    # Tests count offers: nothing else is published but what is held.
+    run(controller_settings(**{"min_published": "none", **values}), stop, Orders(folder), timing)
 
 
 if __name__ == "__main__":
