@@ -11,9 +11,14 @@ from controller.demand.feasibility import Feasibility, Kind, Nodes
 from controller.demand.requirements import DeviceRequest
 from controller.demand.selected_devices import slices_of
 from driver.model.device import DeviceKind
+from driver.model.gpu import MigMode
 
 SHOWN = 3
 """Names in a message."""
+
+
+NEAREST = (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE, MigMode.DISABLED, MigMode.ENABLED)
+"""MIG modes, the one with the fewest remaining steps first."""
 
 
 class Obstacle(StrEnum):
@@ -115,3 +120,35 @@ def holders(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -
     """The claims with devices on ``gpus``; ``claim_of`` maps node and device to ``namespace/name``."""
     held = ((entry.node, device.name) for entry in gpus for device in entry.held)
     return {claim_of[each] for each in held if each in claim_of}
+
+
+def joined(parts: Sequence[Mapping[Obstacle, Sequence[FleetGpu]]]) -> dict[Obstacle, tuple[FleetGpu, ...]]:
+    """The GPUs of all parts, each once."""
+    found: dict[Obstacle, dict[str, FleetGpu]] = {}
+    for part in parts:
+        for obstacle, gpus in part.items():
+            found.setdefault(obstacle, {}).update({entry.gpu.uuid: entry for entry in gpus})
+    return {obstacle: tuple(gpus.values()) for obstacle, gpus in found.items()}
+
+
+def reset_steps(gpus: Sequence[FleetGpu]) -> str:
+    """The GPUs with the fewest remaining steps to another MIG mode, and these steps."""
+    modes = {entry.gpu.mig_mode for entry in gpus}
+    mode = next((each for each in NEAREST if each in modes), None)
+    nearest = [entry for entry in gpus if entry.gpu.mig_mode is mode]
+    uuid, gpu = nearest[0].gpu.uuid, f"for gpu-{nearest[0].number}"
+    reset, flag = f"nvidia-smi --gpu-reset -i {uuid}", f"--mig-gpus={uuid}"
+    match mode:
+        case MigMode.RESET_TO_ENABLE | MigMode.RESET_TO_DISABLE:
+            steps = f"the new mode is set already, so {gpu}, with nothing running on it: {reset}"
+        case MigMode.DISABLED:
+            steps = (
+                f"{gpu}: start its node plugin with {flag} (nodePlugin.extraArgs={{{flag}}}), "
+                f"then, with nothing running on the GPU: {reset}"
+            )
+        case _:
+            steps = (
+                f"{gpu}, with nothing running on it: name it no more in its node plugin's --mig-gpus, "
+                f"then nvidia-smi -i {uuid} -mig 0, then {reset}"
+            )
+    return f"{named(nearest)}; {steps}"

@@ -21,11 +21,10 @@ from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, Refusal
 from controller.demand.selected_devices import Selector
 from controller.explain.gangs import reason_of_gang
-from controller.explain.gpu_obstacles import Obstacle, Shortage, holders, listed, named, shortage
+from controller.explain.gpu_obstacles import Obstacle, Shortage, holders, joined, listed, named, reset_steps, shortage
 from driver.config.suggestions import meant
 from driver.kube.types import Metadata
 from driver.model.device import DeviceKind
-from driver.model.gpu import MigMode
 
 
 class ReasonCode(StrEnum):
@@ -66,9 +65,6 @@ OF_OBSTACLE = {
     Obstacle.DEDICATED: (ReasonCode.DEDICATED, "labels, settings or a pause of the node's plan keep {} for other uses"),
     Obstacle.FOREIGN: (ReasonCode.FOREIGN, "partitions that Tessera did not make take the place on {}"),
 }
-
-NEAREST = (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE, MigMode.DISABLED, MigMode.ENABLED)
-"""MIG modes, the one with the fewest remaining steps first."""
 
 LITERAL = re.compile(r"\.(\w+)\s*==\s*\"([^\"]*)\"")
 """A comparison of an attribute with a string."""
@@ -236,7 +232,7 @@ class Reasoning:
         first = next(alone, None)
         chosen = requests if first is None else (first,)
         found = [self._shortage(each, nodes) for each in chosen]
-        obstacles = _joined([each.obstacles for each in found]) or _joined([each.hindered for each in found])
+        obstacles = joined([each.obstacles for each in found]) or joined([each.hindered for each in found])
         if not obstacles:
             return None
         main = max(obstacles, key=lambda each: len(obstacles[each]))
@@ -248,7 +244,7 @@ class Reasoning:
         else:
             which = f"{len(obstacles[main])} of the {len(gpus)} GPUs that have it"
             sentence = f"{request}even if nothing were held no node could give all of it: {text.format(which)}"
-        steps = _reset_steps(obstacles[main]) if main is Obstacle.RESET else named(obstacles[main])
+        steps = reset_steps(obstacles[main]) if main is Obstacle.RESET else named(obstacles[main])
         others = {each: gpus for each, gpus in obstacles.items() if each is not main}
         return Reason(code, f"{sentence}: {steps}{_unusable(others)}", permanent=True)
 
@@ -381,35 +377,3 @@ def without_value(feasibility: Feasibility, requirements: ClaimRequirements, nod
         )
     }
     return f": none of these devices has a value of {', '.join(sorted(missing))}" if missing else ""
-
-
-def _joined(parts: Sequence[Mapping[Obstacle, Sequence[FleetGpu]]]) -> dict[Obstacle, tuple[FleetGpu, ...]]:
-    """The GPUs of all parts, each once."""
-    found: dict[Obstacle, dict[str, FleetGpu]] = {}
-    for part in parts:
-        for obstacle, gpus in part.items():
-            found.setdefault(obstacle, {}).update({entry.gpu.uuid: entry for entry in gpus})
-    return {obstacle: tuple(gpus.values()) for obstacle, gpus in found.items()}
-
-
-def _reset_steps(gpus: Sequence[FleetGpu]) -> str:
-    """The GPUs with the fewest remaining steps to another MIG mode, and these steps."""
-    modes = {entry.gpu.mig_mode for entry in gpus}
-    mode = next((each for each in NEAREST if each in modes), None)
-    nearest = [entry for entry in gpus if entry.gpu.mig_mode is mode]
-    uuid, gpu = nearest[0].gpu.uuid, f"for gpu-{nearest[0].number}"
-    reset, flag = f"nvidia-smi --gpu-reset -i {uuid}", f"--mig-gpus={uuid}"
-    match mode:
-        case MigMode.RESET_TO_ENABLE | MigMode.RESET_TO_DISABLE:
-            steps = f"the new mode is set already, so {gpu}, with nothing running on it: {reset}"
-        case MigMode.DISABLED:
-            steps = (
-                f"{gpu}: start its node plugin with {flag} (nodePlugin.extraArgs={{{flag}}}), "
-                f"then, with nothing running on the GPU: {reset}"
-            )
-        case _:
-            steps = (
-                f"{gpu}, with nothing running on it: name it no more in its node plugin's --mig-gpus, "
-                f"then nvidia-smi -i {uuid} -mig 0, then {reset}"
-            )
-    return f"{named(nearest)}; {steps}"
