@@ -118,8 +118,8 @@ class NodeLabels:
         self._nodes: dict[str, Node] = {}
         self._due: dict[tuple[str, str], Write] = {}
         """By node and field manager."""
-        self._done: dict[tuple[str, str], Write] = {}
-        """Writes after which the Node has not had the labels yet: a write that changes nothing is not repeated."""
+        self._refused: dict[tuple[str, str], Write] = {}
+        """Refused writes are not repeated until the labels change."""
 
     def update(self, changed: Changes, fleet: Fleet) -> None:
         """Compare the labels of the nodes that changed with their GPUs. Nodes without a report are left alone."""
@@ -151,13 +151,13 @@ class NodeLabels:
             key = (name, labels.manager)
             self._due.pop(key, None)
             if node is None:
-                self._done.pop(key, None)
+                self._refused.pop(key, None)
             elif gpus:
                 found = {each: node.metadata.labels[each] for each in labels.names if each in node.metadata.labels}
                 write = Write(labels, name, node.metadata.uid, labels.of(gpus), found)
                 if found == write.wanted:
-                    self._done.pop(key, None)
-                elif self._done.get(key) != write:
+                    self._refused.pop(key, None)
+                elif self._refused.get(key) != write:
                     self._due[key] = write
 
     def _write_due(self) -> None:
@@ -167,13 +167,12 @@ class NodeLabels:
                 if not self._due:
                     return
                 key, write = self._due.popitem()
-                self._done[key] = write
             try:
                 write.labels.apply(self._client, write.node, write.uid, write.wanted)
             except ApiError as error:
-                if error.status not in FINAL:
-                    with self._lock:
-                        if self._done.pop(key, None) is write:
-                            self._due.setdefault(key, write)
-                    raise
+                with self._lock:
+                    if error.status not in FINAL:
+                        self._due.setdefault(key, write)
+                        raise
+                    self._refused[key] = write
                 log.warning("labels of a node are not written", extra={"node": write.node, "error": str(error)})

@@ -114,6 +114,14 @@ def test_a_node_gets_its_labels_and_gets_them_back_however_often_they_are_change
     cluster.has("a", right)
 
 
+def test_the_same_change_again_before_the_correction_was_seen_is_corrected_again(cluster: Cluster) -> None:
+    wrong = {**OWN.of(tray()), "gpu.tessera.dev/count": "8"}
+    cluster.has("a", wrong, tray())
+    cluster.written(1)
+    cluster.has("a", wrong)
+    assert len(cluster.written(2)) == 2
+
+
 def test_what_the_api_server_refuses_is_not_repeated_until_the_node_changes(cluster: Cluster) -> None:
     def refuse() -> None:
         raise ApiError("not allowed", FORBIDDEN)
