@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from driver.errors import NOT_FOUND, ApiError
+from driver.errors import FORBIDDEN, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.types import Condition, Key, Metadata, PodGroup, PodGroupStatus
 from driver.kube.watch_cache import WatchCache
@@ -21,14 +21,13 @@ FIRST_PROBE_INTERVAL_SECONDS, MAX_PROBE_INTERVAL_SECONDS = 1.0, 300.0
 """Time until an API server without PodGroups is asked again: it knows new roles after a moment, and its feature gates
 change when it is restarted."""
 
-FORBIDDEN = 403
-
 
 class PodGroups:
     """A cache of PodGroups, empty while the API server does not serve them or this account may not read them."""
 
     def __init__(self, client: KubeClient, on_change: Callable[[], None]) -> None:
         self._client = client
+        self._on_change = on_change
         self.cache = WatchCache(client, PATH, PodGroup, _kept, lambda _: on_change())
         self._unavailable: str | None = None
 
@@ -59,7 +58,8 @@ class PodGroups:
             why = "not served" if error.status == NOT_FOUND else "no right to list them"
             if why != self._unavailable:
                 log.info("PodGroups are not read: gangs are planned pod by pod", extra={"why": why})
-            self._unavailable = why
+                self._unavailable = why
+                self._on_change()
             return False
         self._unavailable = None
         return True
