@@ -129,10 +129,18 @@ class Site:
         """How many calls were cut off."""
         return sum(cycle.cut for cycle in self.cycles)
 
-    def written(self) -> int:
-        """How many requests were made that change slices."""
-        requests = sum(self.api.count(verb, "resourceslices") for verb in ("POST", "PUT", "PATCH", "DELETE"))
-        return requests - self.api.count("POST", "dryRun")
+    def has_a_complete_pool(self) -> bool:
+        pools = [item["spec"]["pool"] for item in self.api.folder(SLICES).values()]
+        return bool(pools) and len(pools) == pools[0]["resourceSliceCount"]
+
+    def written(self) -> list[str]:
+        """The requests that changed slices, in order."""
+        verbs = ("POST", "PUT", "PATCH", "DELETE")
+        return [
+            f"{verb} {path}"
+            for _, verb, path in self.api.requests
+            if verb in verbs and "resourceslices" in path and "dryRun" not in path
+        ]
 
 
 @pytest.fixture
@@ -196,7 +204,7 @@ def test_no_call_fails_while_one_plugin_takes_over_from_another(site: Site) -> N
 @pytest.mark.long
 def test_a_plugin_that_takes_over_an_idle_node_writes_no_slice(site: Site) -> None:
     old = site.at_work("old")
-    wait_for(lambda: "published slices" in old.log(), 60, "the slices are there")
+    wait_for(site.has_a_complete_pool, 60, "the slices are there")
     before = {name: item["metadata"]["resourceVersion"] for name, item in site.api.folder(SLICES).items()}
     written = site.written()
     new = site.at_work("new")
@@ -236,7 +244,7 @@ def test_a_plugin_that_could_not_do_the_work_takes_nothing_from_one_that_does(si
 def test_a_node_that_is_being_taken_out_does_not_change_hands(site: Site) -> None:
     """What the one at work removes then, its lock among it, is nothing for another to go on with."""
     old = site.at_work("old")
-    wait_for(lambda: "published slices" in old.log(), 60, "the slices are there")
+    wait_for(site.has_a_complete_pool, 60, "the slices are there")
     lease = f"{leases('tessera')}/{HEARTBEAT}"
     site.api.store(lease, metadata={"name": HEARTBEAT, "annotations": {LEAVING: "true"}}, spec={})
     wait_for(lambda: "Tessera is being uninstalled" in old.log(), 60, "it has heard of it")
