@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -16,6 +17,7 @@ from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord
 from kubelet_plugin.status.claim_status import StatusWriter, apply_body, device_statuses, status_path
 from tests.bench.kubelet import allocated_claim
 from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
 from tests.support.plugin import DRIVER
@@ -102,11 +104,21 @@ def written_at(cluster: Cluster, prepared: list[ClaimRecord], now: datetime) -> 
 
 @pytest.mark.smoke
 def test_another_nodes_plugin_may_not_write_it(cluster: Cluster) -> None:
-    """Refused by the API server's own check where it has one, otherwise by the chart's policy."""
-    record = shared_by(cluster, "foreign", 4)
+    """Refused by the API server's own check where it has one, otherwise by the chart's policy, once it is in force."""
+    other = client_of(cluster, "node-b")
+    early = shared_by(cluster, "early", 4)
+    wait_for(lambda: refusal(other, early), 60, "another node's plugin may not write")
+    foreign = shared_by(cluster, "foreign", 4)
+    assert re.search(r"resourceclaims/driver|own-claims\.gpu\.tessera\.dev", refusal(other, foreign))
+    assert "devices" not in stored(cluster, "foreign")["status"]
+
+
+def refusal(client: KubeClient, record: ClaimRecord) -> str:
+    """Why the status of a claim may not be written; empty if it was."""
     claim = record.reference
     since = {record.devices[0].device: "2026-01-01T00:00:00Z"}
-    body = apply_body(claim, DRIVER, device_statuses([record])[claim], since)
-    with pytest.raises(ApiError, match=r"resourceclaims/driver|own-claims\.gpu\.tessera\.dev"):
-        client_of(cluster, "node-b").apply(status_path(claim), body, DRIVER)
-    assert "devices" not in stored(cluster, "foreign")["status"]
+    try:
+        client.apply(status_path(claim), apply_body(claim, DRIVER, device_statuses([record])[claim], since), DRIVER)
+    except ApiError as error:
+        return str(error)
+    return ""

@@ -17,7 +17,7 @@ from tests.harness.waiting import wait_for
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess
-from tests.support.gangs import GANGS, POD_GROUPS, SERVED, gang_of, members
+from tests.support.gangs import GANGS, POD_GROUPS, SERVED, gang_of, gang_with_one_claim, members
 from tests.support.plugin import SLICES
 from tests.support.workloads import CLAIMS, PODS
 
@@ -167,3 +167,28 @@ def test_the_offers_for_a_gang_stand_when_its_last_pod_is_created(
     rest()
     wait_for(lambda: gangs.bound("early") == 16, BOUND_S, "the gang is bound")
     assert gangs.refusals("early") == []
+
+
+def test_pods_that_share_the_claim_of_their_pod_group_are_bound_to_the_node_of_its_devices(
+    gangs: Gangs, cluster: Cluster
+) -> None:
+    group, template, pods = gang_with_one_claim("shared", 4, gpus=8)
+    templates = CLAIMS.replace("resourceclaims", "resourceclaimtemplates")
+    for path, body in ((POD_GROUPS, group), (templates, template), *((PODS, pod) for pod in pods)):
+        cluster.api.post(path, body)
+    names = members("shared", 4)
+    nodes = wait_for(lambda: nodes_of(cluster, names), BOUND_S, "the pods are bound")
+    assert len(nodes) == 1
+    [claim] = [each for each in cluster.api.get(CLAIMS)["items"] if each["metadata"]["name"].startswith("shared-")]
+    assert len(claim["status"]["allocation"]["devices"]["results"]) == 8
+    for name in names:
+        cluster.api.request("DELETE", f"{PODS}/{name}")
+    cluster.api.request("DELETE", f"{POD_GROUPS}/shared")
+    cluster.api.request("DELETE", f"{templates}/shared")
+    wait_for(lambda: gangs.open_gpus() >= 1 and not cluster.api.get(CLAIMS)["items"], BOUND_S, "the claim is gone")
+
+
+def nodes_of(cluster: Cluster, pods: list[str]) -> set[str]:
+    """The nodes of the pods; none until all are bound."""
+    found = [pod["spec"].get("nodeName") for pod in cluster.api.get(PODS)["items"] if pod["metadata"]["name"] in pods]
+    return {*found} if len(found) == len(pods) and all(found) else set()

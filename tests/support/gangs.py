@@ -14,13 +14,13 @@ POD_GROUPS = f"/apis/scheduling.k8s.io/v1beta1/namespaces/{NAMESPACE}/podgroups"
 SERVED = default_release() is REFERENCE
 """Whether the release of the cluster tests serves PodGroups of v1beta1: those before 1.37 do not."""
 
-GATE = "--feature-gates=GenericWorkload=true"
+GATE = "--feature-gates=GenericWorkload=true,DRAWorkloadResourceClaims=true"
 GANGS: Mapping[str, list[str]] = {
     "kube-apiserver": [GATE, "--runtime-config=scheduling.k8s.io/v1beta1=true"],
     "kube-scheduler": [GATE],
     "kube-controller-manager": [GATE],
 }
-"""Flags with which Kubernetes 1.37 serves PodGroups and schedules them all or none."""
+"""Flags with which Kubernetes 1.37 serves PodGroups, schedules them all or none, and gives them claims."""
 
 Body = dict[str, Any]
 
@@ -38,6 +38,17 @@ def gang_of(
     group = {"metadata": {"name": gang}, "spec": {"schedulingPolicy": policy}}
     names = members(gang, pods)
     return group, [_claim(name, gpus_per_pod) for name in names], [_pod(name, gang) for name in names]
+
+
+def gang_with_one_claim(gang: str, pods: int, gpus: int) -> tuple[Body, Body, list[Body]]:
+    """A PodGroup, the template of its only claim, which all of its pods share, and the pods."""
+    shared = {"name": "gpu", "resourceClaimTemplateName": gang}
+    spec = {"schedulingPolicy": {"gang": {"minCount": pods}}, "resourceClaims": [shared]}
+    bodies = [_pod(name, gang) for name in members(gang, pods)]
+    for body in bodies:
+        body["spec"]["resourceClaims"] = [shared]
+    template = {"metadata": {"name": gang}, "spec": {"spec": _claim(gang, gpus)["spec"]}}
+    return {"metadata": {"name": gang}, "spec": spec}, template, bodies
 
 
 def _claim(name: str, gpus: int) -> Body:
