@@ -277,9 +277,8 @@ class Controller:
         if mode is OfferMode.DISJOINT:
             return set()
         nodes = {view.name for view in seen.views if view.follows_plan and view.accepts_offers}
-        published = self._devices.is_published_on
-        listed = self._listed_devices.update(fleet, offers, published, nodes, countable(queued))
-        return self._devices.offerable(listed, seen.plans)
+        listed = self._listed_devices.update(fleet, nodes, countable(queued))
+        return self._devices.offerable(listed.difference(offers), seen.plans)
 
     def _unfence(self, offers: Collection[Offer]) -> set[Offer]:
         """Lift the fence from offered devices. Returns those of ``offers`` that stay fenced because that failed."""

@@ -67,10 +67,6 @@ class DeviceIndex:
         found = self._by_pool.get(device.pool)
         return found is not None and device.device in found.view.published
 
-    def is_published_on(self, entry: FleetGpu, name: str) -> bool:
-        """Whether the device of that name of a GPU is in the slices."""
-        return self.is_published(PoolDevice(self._pools[entry.node], name))
-
     def offerable(self, offers: Iterable[Offer], plans: Mapping[str, GpuNodePlan]) -> set[Offer]:
         """``offers`` without devices of complete nodes, and those that ``plans`` withdraw and that are still published.
 

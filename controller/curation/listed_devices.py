@@ -1,9 +1,10 @@
 """Devices that are published without being offered, for tools that count published devices (pure).
 
 Kueue, for example, admits a claim only if as many published devices match its selectors as it asks for, held or tainted
-ones included (pkg/dra/claims.go). Curation offers two devices of each kind, and none of a kind that has no room. What
-is missing is listed: published with the taint of devices that are not offered, beside held devices, too, as shared
-counters keep the scheduler from allocating both. The scheduler skips a tainted device before it evaluates selectors.
+ones included (pkg/dra/claims.go); a Workload that finds too few at the wrong moment may wait for ever. Curation offers
+two devices of each kind, and none of a kind that has no room. So a constant set of devices is listed: published with
+the taint of devices that are not offered, whether they are held or beside held devices, as shared counters keep the
+scheduler from allocating both. The scheduler skips a tainted device before it evaluates selectors.
 
 For Workloads that wait in Kueue's queue (``controller.demand.queued_workloads``) as many devices are listed as their
 claims ask for.
@@ -12,14 +13,14 @@ claims ask for.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import chain, islice
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain, islice, zip_longest
 from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu, Hardware, offer_at, spot_for
 from controller.demand.queued_workloads import Countable
 from driver.model.plan import Offer
-from driver.placement.state import FULL, OfferKind, Spot, key_of, spot_of
+from driver.placement.state import FULL, OfferKind, Spot
 
 
 class ProductKind(NamedTuple):
@@ -30,10 +31,10 @@ class ProductKind(NamedTuple):
 
 
 class ListedDevices:
-    """Chooses what is listed. A device stays listed until it is offered, allocated or impossible.
+    """Chooses what is listed. A device stays listed as long as its GPU can be that device.
 
-    ``minimum``: how many devices of each kind are to be published of every product; None: of full GPUs as many as the
-    largest node has, of other kinds ``offers``.
+    ``minimum``: how many devices of each kind are listed of every product; None: of full GPUs as many as the largest
+    node has, of other kinds ``offers``.
     """
 
     def __init__(self, minimum: Mapping[OfferKind, int] | None, offers: int) -> None:
@@ -44,53 +45,32 @@ class ListedDevices:
         self._hardware: Hardware | None = None
         self._wanted: Mapping[ProductKind, int] = {}
 
-    def update(
-        self,
-        fleet: Fleet,
-        offers: Collection[Offer],
-        is_published: Callable[[FleetGpu, str], bool],
-        nodes: Collection[str],
-        queued: Iterable[Countable] = (),
-    ) -> frozenset[Offer]:
-        """The devices to list beside ``offers``, on GPUs of ``nodes``, which follow their plans.
+    def update(self, fleet: Fleet, nodes: Collection[str], queued: Iterable[Countable] = ()) -> frozenset[Offer]:
+        """The devices to list, on GPUs of ``nodes``, which follow their plans; some may be offered at present.
 
-        ``is_published``: whether the device of this name of a GPU is in the slices. ``queued``: what queued Workloads
-        need; it is listed until they are admitted.
+        ``queued``: what queued Workloads need; it is listed until they are admitted.
         """
         if fleet.hardware is not self._hardware:
             self._hardware, self._wanted = fleet.hardware, self._wanted_in(fleet)
-        kept = {each for each in self._listed if each not in offers and self._is_possible(fleet, each, nodes)}
-        counted = Counter(
-            _kind_of(fleet.gpus[offer.gpu], offer) for offer in (*offers, *kept) if offer.gpu in fleet.gpus
-        )
+        kept = {each for each in self._listed if _is_possible(fleet, each, nodes)}
+        counted = Counter(_kind_of(fleet.gpus[offer.gpu], offer) for offer in kept)
         missing = {kind: count - counted[kind] for kind, count in self._wanted.items() if count > counted[kind]}
         if missing:
-            kept |= {*_chosen(fleet, _without_held(fleet, missing, is_published), {*offers, *kept}, nodes)}
+            kept |= {*_chosen(fleet, missing, kept, nodes)}
         self._listed = frozenset(kept)
-        self._queued = frozenset(self._for_queued(fleet, {*offers, *kept}, is_published, nodes, queued))
+        self._queued = frozenset(self._for_queued(fleet, nodes, queued))
         return self._listed | self._queued
 
-    def _for_queued(
-        self,
-        fleet: Fleet,
-        published: Collection[Offer],
-        is_published: Callable[[FleetGpu, str], bool],
-        nodes: Collection[str],
-        queued: Iterable[Countable],
-    ) -> set[Offer]:
-        """What is missing beside ``published``, as far as possible what was listed before."""
+    def _for_queued(self, fleet: Fleet, nodes: Collection[str], queued: Iterable[Countable]) -> set[Offer]:
+        """What is missing beside the minimum, as far as possible what was listed before."""
         found: set[Offer] = set()
-        before = {each for each in self._queued if each not in published and self._is_possible(fleet, each, nodes)}
+        before = {each for each in self._queued if each not in self._listed and _is_possible(fleet, each, nodes)}
         for each in queued:
-            missing = each.needed - sum(1 for one in (*published, *found) if _counts(each, one.gpu, spot_for(one)))
-            if missing > 0:
-                devices = (one for entry in fleet for one in entry.held if is_published(entry, one.name))
-                held = (one for one in devices if _counts(each, one.gpu.uuid, spot_of(one)))
-                missing -= sum(1 for _ in islice(held, missing))
-            if missing > 0:
+            counted = sum(1 for one in chain(self._listed, found) if _counts(each, one.gpu, spot_for(one)))
+            if counted < each.needed:
                 again = sorted((one for one in before - found if _counts(each, one.gpu, spot_for(one))), key=str)
-                more = _free(fleet, each, {*published, *found, *again}, nodes)
-                found |= {*islice(chain(again, more), missing)}
+                more = _possible(fleet, each, {*self._listed, *found, *again}, nodes)
+                found |= {*islice(chain(again, more), each.needed - counted)}
         return found
 
     def _wanted_in(self, fleet: Fleet) -> Mapping[ProductKind, int]:
@@ -106,52 +86,30 @@ class ListedDevices:
             found |= {each: max(per_node[each.product].values()) for each in found if each.kind == FULL}
         return {each: count for each, count in found.items() if count}
 
-    def _is_possible(self, fleet: Fleet, offer: Offer, nodes: Collection[str]) -> bool:
-        entry = fleet.gpus.get(offer.gpu)
-        if entry is None or entry.node not in nodes:
-            return False
-        held = {device.name for device in entry.held}
-        return entry.name(offer) not in held and entry.unheld.state.admits(spot_for(offer))
 
-
-def _without_held(
-    fleet: Fleet, missing: Mapping[ProductKind, int], is_published: Callable[[FleetGpu, str], bool]
-) -> dict[ProductKind, int]:
-    """``missing`` less the held full GPUs that are published.
-
-    A held partition leaves the slices with its claim, and Kueue does not try a Workload again that then finds none.
-    """
-    left = dict(missing)
-    for entry in fleet:
-        for device in entry.held:
-            each = ProductKind(entry.gpu.product_name, key_of(device))
-            if each.kind == FULL and each in left and is_published(entry, device.name):
-                left[each] -= 1
-                if not left[each]:
-                    del left[each]
-        if not left:
-            break
-    return left
+def _is_possible(fleet: Fleet, offer: Offer, nodes: Collection[str]) -> bool:
+    entry = fleet.gpus.get(offer.gpu)
+    return entry is not None and entry.node in nodes and entry.unheld.state.admits(spot_for(offer))
 
 
 def _chosen(
     fleet: Fleet, missing: Mapping[ProductKind, int], taken: Collection[Offer], nodes: Collection[str]
 ) -> Iterator[Offer]:
-    """So many free devices of each kind, none of ``taken``, as far as there are any."""
-    left = dict(missing)
-    for entry in fleet:
-        if not left:
-            return
-        kinds = [each for each in left if each.product == entry.gpu.product_name] if entry.node in nodes else []
-        held = {device.name for device in entry.held} if kinds else set()
-        for each in kinds:
-            spots = (spot for spot, name in entry.layout.names.items() if spot.key == each.kind and name not in held)
-            offers = (offer_at(entry.gpu.uuid, spot) for spot in spots if entry.unheld.state.admits(spot))
-            found = list(islice((offer for offer in offers if offer not in taken), left[each]))
-            yield from found
-            left[each] -= len(found)
-            if not left[each]:
-                del left[each]
+    """So many devices of each kind, none of ``taken``, as far as there are any.
+
+    They are taken from the nodes in turn: while its slices change, the pool of a node is incomplete for a moment.
+    """
+    for each, count in missing.items():
+        on_nodes = (_on_node(gpus, each) for node, gpus in fleet.nodes.items() if node in nodes)
+        in_turn = chain.from_iterable(zip_longest(*on_nodes))
+        yield from islice((offer for offer in in_turn if offer is not None and offer not in taken), count)
+
+
+def _on_node(gpus: Iterable[FleetGpu], wanted: ProductKind) -> Iterator[Offer]:
+    for entry in gpus:
+        if entry.gpu.product_name == wanted.product:
+            spots = (spot for spot in entry.layout.names if spot.key == wanted.kind)
+            yield from (offer_at(entry.gpu.uuid, spot) for spot in spots if entry.unheld.state.admits(spot))
 
 
 def _kind_of(entry: FleetGpu, offer: Offer) -> ProductKind:
@@ -166,12 +124,11 @@ def _counts(wanted: Countable, gpu: str, spot: Spot) -> bool:
     )
 
 
-def _free(fleet: Fleet, wanted: Countable, taken: Collection[Offer], nodes: Collection[str]) -> Iterator[Offer]:
+def _possible(fleet: Fleet, wanted: Countable, taken: Collection[Offer], nodes: Collection[str]) -> Iterator[Offer]:
     """The devices of ``wanted`` that may be listed, none of ``taken``."""
     for entry in fleet:
         if entry.node in nodes and any(entry.gpu.uuid in gpus for gpus in wanted.kinds.values()):
-            held = {device.name for device in entry.held}
-            for spot, name in entry.layout.names.items():
-                offer, is_wanted = offer_at(entry.gpu.uuid, spot), _counts(wanted, entry.gpu.uuid, spot)
-                if is_wanted and name not in held and offer not in taken and entry.unheld.state.admits(spot):
+            for spot in entry.layout.names:
+                offer = offer_at(entry.gpu.uuid, spot)
+                if _counts(wanted, entry.gpu.uuid, spot) and offer not in taken and entry.unheld.state.admits(spot):
                     yield offer

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from controller.cluster.fleet import Fleet, FleetGpu
-from controller.curation.curator import Curator
+from controller.cluster.fleet import Fleet
 from controller.curation.listed_devices import ListedDevices
 from driver.model.plan import Offer
 from driver.placement.state import FULL, OfferKind
 from tests.support.fleets import SMALL, holding, node
-
-CURATOR = Curator()
 
 
 def fleet_of(*names: str, gpus: int = 8) -> Fleet:
@@ -24,45 +21,33 @@ def kinds(offers: frozenset[Offer] | tuple[Offer, ...]) -> Mapping[str, int]:
 
 
 def listed(
-    fleet: Fleet,
-    offers: tuple[Offer, ...] = (),
-    minimum: Mapping[OfferKind, int] | None = None,
-    *,
-    held_published: bool = True,
-    nodes: tuple[str, ...] = ("a", "b"),
+    fleet: Fleet, minimum: Mapping[OfferKind, int] | None = None, nodes: tuple[str, ...] = ("a", "b")
 ) -> frozenset[Offer]:
-    def is_published(entry: FleetGpu, name: str) -> bool:
-        return held_published
-
-    return ListedDevices(minimum, 2).update(fleet, offers, is_published, nodes)
+    return ListedDevices(minimum, 2).update(fleet, nodes)
 
 
-def test_on_an_idle_cluster_as_many_full_gpus_are_published_as_the_largest_node_has() -> None:
+def test_as_many_full_gpus_are_listed_as_the_largest_node_has_and_two_of_each_other_kind() -> None:
     fleet = fleet_of("a", "b")
-    offers = CURATOR.curate(fleet)
-    found = listed(fleet, offers)
-    assert kinds(found) == {"full": 6}
-    assert not found & {*offers}
-
-
-def test_of_a_fleet_that_is_held_whole_two_of_each_kind_are_listed_and_no_full_gpu() -> None:
-    fleet = fleet_of("a", "b")
-    full = holding(fleet, dict.fromkeys(fleet.gpus, "full"))
     profiles = {profile.name for entry in fleet for profile in entry.gpu.profiles}
-    assert kinds(listed(full)) == dict.fromkeys(profiles, 2)
+    assert kinds(listed(fleet)) == {"full": 8, **dict.fromkeys(profiles, 2)}
 
 
-def test_held_devices_count_only_where_they_are_published() -> None:
-    fleet = fleet_of("a")
-    held = holding(fleet, dict.fromkeys(list(fleet.gpus)[:4], "full"))
-    assert kinds(listed(held, minimum={FULL: 6})) == {"full": 2}
-    assert kinds(listed(held, minimum={FULL: 6}, held_published=False)) == {"full": 4}
+def test_what_is_listed_stays_the_same_whatever_claims_hold() -> None:
+    fleet, lists = fleet_of("a", "b"), ListedDevices(None, 2)
+    first = lists.update(fleet, ["a", "b"])
+    for held in ("full", "mig-1g10gb-0 mig-1g10gb-1", "mig-3g40gb-0"):
+        assert lists.update(holding(fleet, dict.fromkeys(fleet.gpus, held)), ["a", "b"]) == first
 
 
-def test_held_partitions_do_not_count_because_they_leave_the_slices_with_their_claim() -> None:
-    fleet = fleet_of("a")
-    held = holding(fleet, dict.fromkeys(list(fleet.gpus)[:1], "mig-1g10gb-0 mig-1g10gb-1"))
-    assert kinds(listed(held, minimum={SMALL: 2})) == {"1g.10gb": 2}
+def test_devices_of_one_kind_are_on_several_nodes_where_there_are_several() -> None:
+    fleet = fleet_of("a", "b")
+    found = listed(fleet, {FULL: 8, SMALL: 2})
+    nodes = Counter((offer.gpu.split("/")[0], offer.profile) for offer in found)
+    assert nodes == {("a", None): 4, ("b", None): 4, ("a", "1g.10gb"): 1, ("b", "1g.10gb"): 1}
+
+
+def test_one_gpu_gives_several_devices_of_a_kind() -> None:
+    assert kinds(listed(fleet_of("a", gpus=1), {SMALL: 3})) == {"1g.10gb": 3}
 
 
 def test_nothing_is_listed_on_nodes_that_follow_no_plan_or_without_a_minimum() -> None:
@@ -72,18 +57,9 @@ def test_nothing_is_listed_on_nodes_that_follow_no_plan_or_without_a_minimum() -
     assert listed(fleet, minimum={}) == frozenset()
 
 
-def test_a_listed_device_stays_until_it_is_offered_or_allocated() -> None:
-    fleet, lists = fleet_of("a"), ListedDevices({SMALL: 3}, 2)
-    first = sorted(lists.update(fleet, (), lambda *_: True, ["a"]), key=str)
-    assert len(first) == 3
-    offered = first[0]
-    again = lists.update(fleet, (offered,), lambda *_: True, ["a"])
-    assert again == {*first[1:]}
-    name = fleet.gpus[first[1].gpu].name(first[1])
-    assert name is not None
-    held = holding(fleet, {first[1].gpu: name.removeprefix("gpu-0-")})
-    now = lists.update(held, (offered,), lambda *_: True, ["a"])
-    assert first[2] in now
-    assert first[1] not in now
-    assert len(now) == 2
-    assert len(lists.update(held, (), lambda *_: False, ["a"])) == 3
+def test_devices_of_a_node_that_leaves_are_replaced_and_the_others_stay() -> None:
+    fleet, lists = fleet_of("a", "b"), ListedDevices({SMALL: 4}, 2)
+    first = lists.update(fleet, ["a", "b"])
+    now = lists.update(fleet, ["b"])
+    assert len(now) == 4
+    assert now >= {offer for offer in first if offer.gpu.startswith("b/")}

@@ -36,11 +36,10 @@ def queue_of(there: Situation, *workloads: QueuedWorkload) -> Queue:
 
 
 def listed(there: Situation, *workloads: QueuedWorkload, lists: ListedDevices | None = None) -> frozenset[Offer]:
-    """What is listed beside held devices, which are published."""
     queue = queue_of(there, *workloads)
     nodes = {entry.node for entry in there.gpus}
     found = lists or ListedDevices({}, 2)
-    return found.update(queue.feasibility.fleet, (), lambda *_: True, nodes, countable(queue))
+    return found.update(queue.feasibility.fleet, nodes, countable(queue))
 
 
 def names(offers: frozenset[Offer]) -> list[str]:
@@ -72,9 +71,9 @@ def test_equal_requests_of_several_workloads_need_the_devices_once() -> None:
     assert names(listed(there, *queued)) == ["full"] * 5
 
 
-def test_held_devices_count_and_others_are_listed_beside_them() -> None:
+def test_devices_are_listed_that_are_held_or_beside_held_ones() -> None:
     there = Situation([*node_of("a", "full", gpus=4)])
-    assert names(listed(there, workload("train", request(selector=FULL, count=4)))) == []
+    assert names(listed(there, workload("train", request(selector=FULL, count=4)))) == ["full"] * 4
     assert names(listed(there, workload("infer", request(selector=SMALL, count=7)))) == ["1g.10gb"] * 7
 
 
