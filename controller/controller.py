@@ -183,11 +183,11 @@ class Controller:
             obstructed = {*devices.obstacles(offers, withdrawn)}
         else:
             withdrawn = self._withdrawals.decide(excess, devices.is_published)
-        blocked = obstructed | self._unfence(offers - obstructed)
+        blocked = obstructed | self._unfence(offers - listed - obstructed)
         most_gpus = self._settings.publish_held_limit(self._minor_version)
         names, matched = [view.name for view in seen.views], nodes_matching_held(queue)
         publish_held = self._held_publication.decide(len(fleet.gpus), most_gpus, seen.plans, names, matched)
-        blocked |= self._unverified(offers - blocked, fleet, seen)
+        blocked |= self._unverified(offers - listed - blocked, fleet, seen)
         possible = offers - blocked
         specs = self._specs.update(seen.views, seen.changed, fleet, possible, withdrawn, publish_held, mode, listed)
         changed = self._specs.changed | seen.changed.names

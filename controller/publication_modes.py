@@ -96,7 +96,7 @@ class HeldPublication:
 def first_offers(offers: Collection[Offer], fleet: Fleet, plans: Mapping[str, GpuNodePlan]) -> dict[Offer, str]:
     """Those of ``offers``, with their nodes, whose GPUs may be unpublished: plans offer nothing of them so far."""
     offering = {
-        name: {text.partition("/")[0] for text in (*plans[name].spec.offers, *plans[name].spec.listed)}
+        name: {text.partition("/")[0] for text in plans[name].spec.offers}
         for name in {fleet.gpus[offer.gpu].node for offer in offers}
         if name in plans and plans[name].spec.leaves_out_held
     }
