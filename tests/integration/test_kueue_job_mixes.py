@@ -75,7 +75,8 @@ class Mixes:
             self.queues.remove(f"{JOBS}/{name}")
             del self.wanted[name]
         for name, wanted in self.wanted.items():
-            if len(pods[name]) == wanted:
+            # A job that was preempted while its pods succeeded one after the other goes on with the others.
+            if pods[name] and len(pods[name]) == wanted - jobs[name].get("status", {}).get("succeeded", 0):
                 self.queues.finish(pods[name])
         self._check_partial(jobs, pods)
         return len(done)
