@@ -329,7 +329,7 @@ def _shared_hardware(queue: Object, context: KueueContext) -> Iterator[Issue]:
         if resource in names[1:]:
             message = (
                 f"the quota of {names[0]} in flavor {flavor} is for the same GPUs: together they promise more "
-                f"than there is; map the classes of both to one resource with a counter source {MEMORY}, and give it one quota"
+                f"than there is; map the classes of both to one resource with a counter source {MEMORY} and one quota"
             )
             yield Issue(path, f"{resource}: {quota}", message, Severity.WARNING)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.linting import DRIVER, OURS
+from tests.support.linting import DRIVER, OURS, SHARE, TYPE
 
 Body = dict[str, Any]
 API = "kueue.x-k8s.io/v1beta2"
+FULL, SMALL = "gpu-training", "gpu-inference-1g-10gb"
+NINE = ("1g-5gb", "1g-6gb", "1g-10gb", "1g-18gb", "1g-20gb", "1g-23gb", "1g-35gb", "1g-45gb", "2g-10gb")
 CAPACITY_GATE = {"KueueDRAIntegrationConsumableCapacity": True}
 
 
@@ -48,3 +50,97 @@ def job(template: str | None, queue: str = "", **container: Any) -> Body:
     labels = {"kueue.x-k8s.io/queue-name": queue} if queue else {}
     metadata = {"name": "work", "labels": labels}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": {"template": {"spec": pod}}}
+
+
+MEMORY = source("counter", "memory")
+MAPPINGS = "resources.deviceClassMappings"
+
+CONFIGURATIONS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
+    "one count per class": (configuration(mapping("gpus", FULL), mapping("small", SMALL)), []),
+    "a counter for all": (configuration(mapping("gpu-memory", FULL, SMALL, sources=[MEMORY])), []),
+    "no mappings": (configuration(), []),
+    "17 mappings": (
+        configuration(*(mapping(f"m{n}", sources=[source("counter", "memory")]) for n in range(17))),
+        [(MAPPINGS, "error"), *((f"{MAPPINGS}[{n}].deviceClassNames", "error") for n in range(17))],
+    ),
+    "9 classes": (
+        configuration(mapping("m", *(f"gpu-inference-{n}" for n in NINE), sources=[MEMORY])),
+        [("[0].deviceClassNames", "error")],
+    ),
+    "a name with a space": (configuration(mapping("my gpus", FULL)), [("[0].name", "error")]),
+    "a domain in capitals": (configuration(mapping("Example.com/gpus", FULL)), [("[0].name", "error")]),
+    "a name of two mappings": (
+        configuration(mapping("gpus", FULL), mapping("gpus", SMALL)),
+        [("[1].name", "error")],
+    ),
+    "a class twice": (configuration(mapping("gpus", FULL, FULL)), [("[0].deviceClassNames[1]", "error")]),
+    "a class of two mappings": (
+        configuration(mapping("gpus", FULL), mapping("more", FULL)),
+        [("[1].deviceClassNames[0]", "error")],
+    ),
+    "a class that does not exist": (
+        configuration(mapping("gpus", "gpu-trainig")),
+        [("[0].deviceClassNames[0]", "warning")],
+    ),
+    "an empty source": (configuration(mapping("m", FULL, sources=[{}])), [("[0].sources[0]", "error")]),
+    "counter and capacity": (
+        configuration(mapping("m", FULL, sources=[MEMORY, source("capacity", "memory")]), gates=CAPACITY_GATE),
+        [("[0].sources", "error")],
+    ),
+    "capacity without its gate": (
+        configuration(mapping("m", FULL, sources=[source("capacity", "memory")]), gates={"VisibilityOnDemand": False}),
+        [("[0].sources[0].capacity", "error")],
+    ),
+    "capacity, and gates perhaps by flag": (
+        configuration(mapping("m", FULL, sources=[source("capacity", "memory")])),
+        [("[0].sources[0].capacity", "warning")],
+    ),
+    "capacity with a domain": (
+        configuration(mapping("m", FULL, sources=[source("capacity", f"{DRIVER}/memory")]), gates=CAPACITY_GATE),
+        [("[0].sources[0].capacity.name", "error")],
+    ),
+    "the counter of one memory slice": (
+        configuration(mapping("m", FULL, sources=[source("counter", "memory-slice-0")])),
+        [("[0].sources[0].counter.name", "error")],
+    ),
+    "a driver that is almost ours": (
+        configuration(mapping("m", FULL, sources=[source("counter", "memory", driver="gpu.tesera.dev")])),
+        [("[0].sources[0].counter.driver", "warning")],
+    ),
+    "no driver": (
+        configuration(mapping("m", FULL, sources=[source("counter", "memory", driver="")])),
+        [("[0].sources[0].counter.driver", "error")],
+    ),
+    "a selector that does not compile": (
+        configuration(mapping("m", FULL, sources=[source("counter", "memory", "device.driver =")])),
+        [("[0].sources[0].counter.deviceSelector.cel.expression", "error")],
+    ),
+    "no selector": (
+        configuration(mapping("m", FULL, sources=[source("counter", "memory", "")])),
+        [("[0].sources[0].counter.deviceSelector.cel.expression", "error")],
+    ),
+    "a selector of other devices than the class gives": (
+        configuration(mapping("m", FULL, sources=[source("counter", "memory", f'{OURS} && {TYPE} == "mig"')])),
+        [("[0].sources[0].counter.deviceSelector.cel.expression", "error")],
+    ),
+    "capacity of shares": (
+        configuration(mapping("m", "gpu-dev", sources=[source("capacity", "memory", SHARE)]), gates=CAPACITY_GATE),
+        [("[0].sources[0].capacity", "error")],
+    ),
+    "full GPUs and partitions by count": (
+        configuration(mapping("m", FULL, SMALL)),
+        [("[0].deviceClassNames", "warning")],
+    ),
+}
+"""Configurations, and path (below ``MAPPINGS``) and severity of each finding."""
+
+REFUSED_LATER = {
+    "capacity with a domain",
+    "the counter of one memory slice",
+    "a selector of other devices than the class gives",
+    "capacity of shares",
+}
+"""Errors of which Kueue knows nothing until a Workload comes, which it never admits."""
+
+REFUSED_BY_DEFAULT = {"capacity, and gates perhaps by flag"}
+"""Warnings about what Kueue refuses without flags."""

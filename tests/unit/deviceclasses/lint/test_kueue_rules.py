@@ -13,22 +13,21 @@ from click.testing import CliRunner
 from deviceclasses.lint.documents_and_findings import Document, Finding
 from deviceclasses.lint.kueue_rules import lint_kueue
 from tessera.cli import main
-from tests.support.linting import CLASSES, DRIVER, OURS, SHARE, TYPE, request
+from tests.support.linting import CLASSES, DRIVER, request
 from tests.support.queue_objects import (
-    CAPACITY_GATE,
+    CONFIGURATIONS,
+    FULL,
+    MEMORY,
+    SMALL,
     cluster_queue,
     configuration,
     job,
     local_queue,
     mapping,
-    source,
     template,
 )
 
-FULL, SMALL, OTHER = "gpu-training", "gpu-inference-1g-10gb", "gpu-inference-2g-20gb"
 MAPPINGS = "resources.deviceClassMappings"
-MEMORY = source("counter", "memory")
-NINE = ("1g-5gb", "1g-6gb", "1g-10gb", "1g-18gb", "1g-20gb", "1g-23gb", "1g-35gb", "1g-45gb", "2g-10gb")
 
 
 def findings(*contents: object) -> list[Finding]:
@@ -39,85 +38,6 @@ def findings(*contents: object) -> list[Finding]:
 def found(*contents: object) -> list[tuple[str, str]]:
     """Path and severity of each finding."""
     return [(finding.path, finding.severity.value) for finding in findings(*contents)]
-
-
-CONFIGURATIONS: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
-    "one count per class": (configuration(mapping("gpus", FULL), mapping("small", SMALL)), []),
-    "a counter for all": (configuration(mapping("gpu-memory", FULL, SMALL, sources=[MEMORY])), []),
-    "no mappings": (configuration(), []),
-    "17 mappings": (
-        configuration(*(mapping(f"m{n}", sources=[source("counter", "memory")]) for n in range(17))),
-        [(MAPPINGS, "error"), *((f"{MAPPINGS}[{n}].deviceClassNames", "error") for n in range(17))],
-    ),
-    "9 classes": (
-        configuration(mapping("m", *(f"gpu-inference-{n}" for n in NINE), sources=[MEMORY])),
-        [("[0].deviceClassNames", "error")],
-    ),
-    "a name with a space": (configuration(mapping("my gpus", FULL)), [("[0].name", "error")]),
-    "a domain in capitals": (configuration(mapping("Example.com/gpus", FULL)), [("[0].name", "error")]),
-    "a name of two mappings": (
-        configuration(mapping("gpus", FULL), mapping("gpus", SMALL)),
-        [("[1].name", "error")],
-    ),
-    "a class twice": (configuration(mapping("gpus", FULL, FULL)), [("[0].deviceClassNames[1]", "error")]),
-    "a class of two mappings": (
-        configuration(mapping("gpus", FULL), mapping("more", FULL)),
-        [("[1].deviceClassNames[0]", "error")],
-    ),
-    "a class that does not exist": (
-        configuration(mapping("gpus", "gpu-trainig")),
-        [("[0].deviceClassNames[0]", "warning")],
-    ),
-    "an empty source": (configuration(mapping("m", FULL, sources=[{}])), [("[0].sources[0]", "error")]),
-    "counter and capacity": (
-        configuration(mapping("m", FULL, sources=[MEMORY, source("capacity", "memory")]), gates=CAPACITY_GATE),
-        [("[0].sources", "error")],
-    ),
-    "capacity without its gate": (
-        configuration(mapping("m", FULL, sources=[source("capacity", "memory")]), gates={"Other": True}),
-        [("[0].sources[0].capacity", "error")],
-    ),
-    "capacity, and gates perhaps by flag": (
-        configuration(mapping("m", FULL, sources=[source("capacity", "memory")])),
-        [("[0].sources[0].capacity", "warning")],
-    ),
-    "capacity with a domain": (
-        configuration(mapping("m", FULL, sources=[source("capacity", f"{DRIVER}/memory")]), gates=CAPACITY_GATE),
-        [("[0].sources[0].capacity.name", "error")],
-    ),
-    "the counter of one memory slice": (
-        configuration(mapping("m", FULL, sources=[source("counter", "memory-slice-0")])),
-        [("[0].sources[0].counter.name", "error")],
-    ),
-    "a driver that is almost ours": (
-        configuration(mapping("m", FULL, sources=[source("counter", "memory", driver="gpu.tesera.dev")])),
-        [("[0].sources[0].counter.driver", "warning")],
-    ),
-    "no driver": (
-        configuration(mapping("m", FULL, sources=[source("counter", "memory", driver="")])),
-        [("[0].sources[0].counter.driver", "error")],
-    ),
-    "a selector that does not compile": (
-        configuration(mapping("m", FULL, sources=[source("counter", "memory", "device.driver =")])),
-        [("[0].sources[0].counter.deviceSelector.cel.expression", "error")],
-    ),
-    "no selector": (
-        configuration(mapping("m", FULL, sources=[source("counter", "memory", "")])),
-        [("[0].sources[0].counter.deviceSelector.cel.expression", "error")],
-    ),
-    "a selector of other devices than the class gives": (
-        configuration(mapping("m", FULL, sources=[source("counter", "memory", f'{OURS} && {TYPE} == "mig"')])),
-        [("[0].sources[0].counter.deviceSelector.cel.expression", "error")],
-    ),
-    "capacity of shares": (
-        configuration(mapping("m", "gpu-dev", sources=[source("capacity", "memory", SHARE)]), gates=CAPACITY_GATE),
-        [("[0].sources[0].capacity", "error")],
-    ),
-    "full GPUs and partitions by count": (
-        configuration(mapping("m", FULL, SMALL)),
-        [("[0].deviceClassNames", "warning")],
-    ),
-}
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
