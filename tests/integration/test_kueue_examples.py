@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from tests.integration.kueue import JOBS, Queues, curated_nodes, kueue_manager
 from tests.support.control_plane import control_plane
 from tests.support.gangs import GANGS
 from tests.support.linting import request
-from tests.support.queue_examples import apply, example
+from tests.support.plugin import TESSERA
+from tests.support.queue_examples import STRICT, apply, collection, example
 from tests.support.queue_objects import FULL, job, template
 from tests.support.workloads import TEMPLATES
 
@@ -79,3 +82,11 @@ def test_a_job_with_a_claim_that_exists_already_is_never_admitted(queues: Queues
     queues.client.create(JOBS, queued("direct", resourceClaimName="mine"))
     wait_for(lambda: "does not support use of resource claims" in refusal(queues, "direct"), SOON_S, "it is refused")
     assert not queues.admitted("direct")
+
+
+def test_kueue_accepts_the_queues_that_tessera_prints(queues: Queues) -> None:
+    command = [TESSERA, "kueue", "config", "--gpus", "sim:dgx-h100", "--queues", "-o", "json"]
+    _, *printed = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    for content in printed:
+        content["metadata"]["name"] = "printed"
+        queues.client.create(collection(content), content, {**STRICT, "dryRun": "All"})
