@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 COMMAND_MODULES = {
     "controller": "controller.app",
     "cordon": "tessera.commands.cordon",
+    "kueue": "tessera.commands.kueue",
     "lint": "tessera.commands.lint",
     "sim": "tessera.sim.commands",
     "status": "tessera.commands.status",

@@ -209,7 +209,7 @@ def counters_of_gpu(gpu: Gpu) -> Counters:
     """The counter set's counters."""
     slices = {f"memory-slice-{i}": _value(SLICE_VALUE) for i in range(gpu.memory_slices)}
     limits = {limit.name: _value(limit.total) for limit in limits_of(gpu.profiles)}
-    return slices | limits | {MEMORY: _value(_memory_of_gpu(gpu))}
+    return slices | limits | {MEMORY: _value(memory_of_gpu(gpu))}
 
 
 def consumption(device: Device, set_name: str, limits: Iterable[Limit]) -> list[dict[str, Any]]:
@@ -222,7 +222,7 @@ def consumption(device: Device, set_name: str, limits: Iterable[Limit]) -> list[
     return [{"counterSet": set_name, "counters": taken | {MEMORY: _value(_memory_taken(device))}}]
 
 
-def _memory_of_gpu(gpu: Gpu) -> int:
+def memory_of_gpu(gpu: Gpu) -> int:
     """The bytes that its devices take at most: its memory, but NVML rounds the memory of profiles on its own."""
     return max(gpu.memory_bytes, heaviest(gpu.profiles, {profile.id: profile.memory_bytes for profile in gpu.profiles}))
 
@@ -231,7 +231,7 @@ def _memory_taken(device: Device) -> int:
     """The bytes that a device takes of its GPU's, without regard to what it may use: that is its capacity."""
     if device.profile is not None:
         return device.profile.memory_bytes
-    whole = _memory_of_gpu(device.gpu)
+    whole = memory_of_gpu(device.gpu)
     # Whole MiB have a canonical form; fractions must not depend on how many shares there were when one was published.
     return whole if device.shares == 1 else whole * device.weight // SLICE_VALUE // MIB * MIB
 

@@ -28,17 +28,20 @@ STDIN = "-"
 @click.command()
 @click.argument("paths", metavar="FILE...", nargs=-1, required=True)
 @click.option("--driver-name", default=DEFAULT_DRIVER, show_default=True, help="DRA driver name and attribute domain.")
+@click.option("--kueue", is_flag=True, help="Check Kueue's Configuration, queues and queued jobs, too.")
 @with_output
-def lint(paths: Sequence[str], driver_name: str, output: str) -> None:
+def lint(paths: Sequence[str], driver_name: str, kueue: bool, output: str) -> None:
     """Check DeviceClasses, ResourceClaims and ResourceClaimTemplates in YAML or JSON files.
 
     FILE may be a folder (all .yaml, .yml and .json files below it) or - for standard input. Exit code 0: nothing found;
-    1: findings, warnings among them; 2: usage.
+    1: findings, warnings among them; 2: usage. With --kueue the files may hold Kueue's Configuration, ClusterQueues,
+    LocalQueues and jobs of any kind; give them together, because they refer to each other (docs/queues.md).
 
     \b
     Examples:
       tessera lint class.yaml claim.yaml
       tessera lint deploy/examples -o json
+      tessera lint --kueue kueue-config.yaml queues.yaml job.yaml
       helm template --kube-version 1.37 deploy/tessera | tessera lint -
     """
     from deviceclasses.lint.object_rules import lint as check
@@ -48,6 +51,11 @@ def lint(paths: Sequence[str], driver_name: str, output: str) -> None:
     unreadable = [part for part in read if not isinstance(part, Document)]
     findings = [*unreadable, *check(documents, shipped_classes(driver_name), driver_name)]
     objects = sum(kind_of(each.content) is not None for each in documents)
+    if kueue:
+        from deviceclasses.lint.kueue_rules import is_checked, lint_kueue
+
+        findings += lint_kueue(documents, shipped_classes(driver_name), driver_name)
+        objects += sum(kind_of(each.content) is None and is_checked(each.content) for each in documents)
     if not objects and not unreadable:
         findings.append(nothing_to_check(paths, documents))
     if output == "json":

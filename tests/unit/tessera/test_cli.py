@@ -67,6 +67,8 @@ def test_help_of_every_command_has_examples() -> None:
         ("cordon",),
         ("uncordon",),
         ("template",),
+        ("kueue",),
+        ("kueue", "config"),
         ("sim",),
         ("sim", "list"),
         ("sim", "smi"),

@@ -37,9 +37,10 @@ from tests.support.linting import (
 )
 
 
-def test_what_is_shipped_has_no_errors_and_names_only_one_class_that_is_not_ours() -> None:
+@pytest.mark.parametrize("flags", [(), ("--kueue",)], ids=["", "kueue"])
+def test_what_is_shipped_has_no_errors_and_names_only_one_class_that_is_not_ours(flags: tuple[str, ...]) -> None:
     root = Path(__file__).parents[4]
-    answer = json.loads(run(str(root / "deploy" / "examples"), str(CHART / "classes"), "-o", "json").output)
+    answer = json.loads(run(*flags, str(root / "deploy" / "examples"), str(CHART / "classes"), "-o", "json").output)
     assert [(finding["severity"], finding["value"]) for finding in answer] == [("warning", '"rdma-nic"')]
 
 
