@@ -172,9 +172,9 @@ class Controller:
         offers = devices.offerable({*chosen.offers, *nominated}, seen.plans)
         workloads = [] if self._kueue is None else self._kueue.snapshot()
         queued = Queue(cluster_of(seen.cluster, workloads), fleet, self._matching, self._eligibility_of_queued)
-        listed = self._list(mode, fleet, offers, queued, seen)
-        offers |= listed
-        excess = frozenset(device for offer, device in devices.managed.items() if offer not in offers)
+        published = self._list(mode, fleet, queued, seen)
+        staying = offers | published
+        excess = frozenset(device for offer, device in devices.managed.items() if offer not in staying)
         obstructed: set[Offer] = set()
         if mode is OfferMode.DISJOINT:
             awaited = {offer for planned in chosen.planned.values() for offer in planned}
@@ -183,12 +183,13 @@ class Controller:
             obstructed = {*devices.obstacles(offers, withdrawn)}
         else:
             withdrawn = self._withdrawals.decide(excess, devices.is_published)
-        blocked = obstructed | self._unfence(offers - listed - obstructed)
+        blocked = obstructed | self._unfence(offers - obstructed)
         most_gpus = self._settings.publish_held_limit(self._minor_version)
         names, matched = [view.name for view in seen.views], nodes_matching_held(queue)
         publish_held = self._held_publication.decide(len(fleet.gpus), most_gpus, seen.plans, names, matched)
-        blocked |= self._unverified(offers - listed - blocked, fleet, seen)
-        possible = offers - blocked
+        blocked |= self._unverified(offers - blocked, fleet, seen)
+        listed = published - (offers - blocked)
+        possible = (offers - blocked) | listed
         specs = self._specs.update(seen.views, seen.changed, fleet, possible, withdrawn, publish_held, mode, listed)
         changed = self._specs.changed | seen.changed.names
         written = self._writer.write(specs, seen.plans, self._specs.owners, changed)
@@ -270,15 +271,12 @@ class Controller:
         protected = [offer for offer in offered if OfferKind(offer.type, offer.profile) in requested]
         return DisjointOffers(self._curator.curate(fleet, demands, offered, protected))
 
-    def _list(
-        self, mode: OfferMode, fleet: Fleet, offers: Collection[Offer], queued: Queue, seen: Snapshot
-    ) -> set[Offer]:
-        """What to publish without offering it; nothing with disjoint offers, which it would obstruct."""
+    def _list(self, mode: OfferMode, fleet: Fleet, queued: Queue, seen: Snapshot) -> set[Offer]:
+        """What to publish whether it is offered or not; nothing with disjoint offers, which it would obstruct."""
         if mode is OfferMode.DISJOINT:
             return set()
         nodes = {view.name for view in seen.views if view.follows_plan and view.accepts_offers}
-        listed = self._listed_devices.update(fleet, nodes, countable(queued))
-        return self._devices.offerable(listed.difference(offers), seen.plans)
+        return self._devices.offerable(self._listed_devices.update(fleet, nodes, countable(queued)), seen.plans)
 
     def _unfence(self, offers: Collection[Offer]) -> set[Offer]:
         """Lift the fence from offered devices. Returns those of ``offers`` that stay fenced because that failed."""
