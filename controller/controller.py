@@ -172,8 +172,8 @@ class Controller:
         offers = devices.offerable({*chosen.offers, *nominated}, seen.plans)
         workloads = [] if self._kueue is None else self._kueue.snapshot()
         queued = Queue(cluster_of(seen.cluster, workloads), fleet, self._matching, self._eligibility_of_queued)
-        published = self._list(mode, fleet, queued, seen)
-        staying = offers | published
+        listed = self._list(mode, fleet, queued, seen)
+        staying = offers | listed
         excess = frozenset(device for offer, device in devices.managed.items() if offer not in staying)
         obstructed: set[Offer] = set()
         if mode is OfferMode.DISJOINT:
@@ -188,8 +188,7 @@ class Controller:
         names, matched = [view.name for view in seen.views], nodes_matching_held(queue)
         publish_held = self._held_publication.decide(len(fleet.gpus), most_gpus, seen.plans, names, matched)
         blocked |= self._unverified(offers - blocked, fleet, seen)
-        listed = published - (offers - blocked)
-        possible = (offers - blocked) | listed
+        possible = offers - blocked
         specs = self._specs.update(seen.views, seen.changed, fleet, possible, withdrawn, publish_held, mode, listed)
         changed = self._specs.changed | seen.changed.names
         written = self._writer.write(specs, seen.plans, self._specs.owners, changed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -67,17 +67,15 @@ class PlanSpecs:
     ) -> Mapping[str, PlanSpec]:
         """The specs by node, given what is to be offered and withdrawn, and what each node does with held devices.
 
-        ``listed`` are those of ``offers`` that are only to be published.
+        ``listed`` are to be published whether they are offered or not.
         """
-        offers_of: dict[str, list[Offer]] = defaultdict(list)
-        for offer in offers:
-            offers_of[fleet.gpus[offer.gpu].node].append(offer)
+        offers_of, listed_of = _by_node(fleet, offers), _by_node(fleet, listed)
         withdrawn_of: dict[str, list[str]] = defaultdict(list)
         for device in withdrawn:
             withdrawn_of[device.pool].append(device.device)
         renewed = self._take_over(views, changes)
         nodes_of_withdrawn = {self._node_of_pool[pool] for pool in withdrawn_of if pool in self._node_of_pool}
-        special = offers_of.keys() | self._dedicated | nodes_of_withdrawn
+        special = offers_of.keys() | listed_of.keys() | self._dedicated | nodes_of_withdrawn
         turned = {name for name, each in publish_held.items() if self._publish_held.get(name) is not each}
         if offer_mode is not self._offer_mode:
             turned = {*self._views}
@@ -85,8 +83,8 @@ class PlanSpecs:
         for name in renewed | ((self._special | turned) & self._views.keys()) | special:
             view = self._views[name]
             gpus, gone = fleet.nodes.get(name, ()), withdrawn_of.get(view.pool, ())
-            wanted = offers_of.get(name, ())
-            self._put(name, _spec(view, gpus, wanted, listed, gone, publish_held[name], offer_mode))
+            wanted, published = offers_of.get(name, ()), listed_of.get(name, ())
+            self._put(name, _spec(view, gpus, wanted, published, gone, publish_held[name], offer_mode))
         self._special = special
         return self.specs
 
@@ -108,11 +106,18 @@ class PlanSpecs:
             self.changed.add(name)
 
 
+def _by_node(fleet: Fleet, offers: Iterable[Offer]) -> dict[str, list[Offer]]:
+    found: dict[str, list[Offer]] = defaultdict(list)
+    for offer in offers:
+        found[fleet.gpus[offer.gpu].node].append(offer)
+    return found
+
+
 def _spec(
     node: NodeView,
     gpus: tuple[FleetGpu, ...],
-    offers: Sequence[Offer],
-    listed: Collection[Offer],
+    offers: Iterable[Offer],
+    listed: Iterable[Offer],
     gone: Sequence[str],
     publish_held: PublishHeld,
     offer_mode: OfferMode,
@@ -120,8 +125,8 @@ def _spec(
     return PlanSpec(
         epoch=node.status.epoch,
         held=tuple(sorted(map(str, node.held.values()))),
-        offers=tuple(sorted(str(offer) for offer in offers if offer not in listed)),
-        listed=tuple(sorted(str(offer) for offer in offers if offer in listed)),
+        offers=tuple(sorted(map(str, offers))),
+        listed=tuple(sorted(map(str, listed))),
         withdrawn=tuple(sorted(gone)),
         publish_held=publish_held,
         offer_mode=offer_mode,

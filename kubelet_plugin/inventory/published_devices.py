@@ -41,7 +41,8 @@ class PublishPolicy:
     ``closing``: devices that are published but not in ``offers`` get a taint, so that no new claim gets them: devices
     that are being withdrawn, and held devices, which would otherwise be allocated again as soon as their claim ends.
 
-    ``listed``: devices to publish without offering them, beside held devices, too; not if ``mode`` is DISJOINT.
+    ``listed``: devices to publish whether they are offered or not, beside held devices, too; not if ``mode`` is
+    DISJOINT.
 
     ``publish_held``: False: a GPU becomes unpublished when it has no device but held ones. This is safe because its
     devices stay in ``kept``: whenever it offers anything again, every device of it that was ever published and has not

@@ -72,10 +72,18 @@ def spec(*offers: str, withdrawn: tuple[str, ...] = (), held: tuple[str, ...] = 
     return spec_of(view(*held), [offer(name) for name in offers], gone)
 
 
-def spec_of(node: NodeView, offers: Sequence[Offer] = (), withdrawn: Sequence[PoolDevice] = ()) -> PlanSpec:
-    return PlanSpecs().update(
-        [node], changes([node]), fleet_of(node), offers, withdrawn, {node.name: PublishHeld.ALWAYS}
-    )["n1"]
+def spec_of(
+    node: NodeView, offers: Sequence[Offer] = (), withdrawn: Sequence[PoolDevice] = (), listed: Sequence[Offer] = ()
+) -> PlanSpec:
+    held = {node.name: PublishHeld.ALWAYS}
+    return PlanSpecs().update([node], changes([node]), fleet_of(node), offers, withdrawn, held, listed=listed)["n1"]
+
+
+def test_a_listed_device_is_listed_whether_it_is_offered_or_not() -> None:
+    """A node withdraws an offer by itself as soon as a claim has what overlaps it."""
+    small, other = offer(SMALL), offer(OTHER)
+    found = spec_of(view(), [small], listed=[small, other])
+    assert (found.offers, found.listed) == ((str(small),), (str(other), str(small)))
 
 
 def index_of(node: NodeView) -> DeviceIndex:

@@ -406,6 +406,15 @@ def test_a_listed_device_is_published_and_closed_even_beside_what_overlaps_it(fo
     assert in_slices(followed) == {SMALL}
 
 
+def test_a_listed_device_that_is_offered_stays_when_a_claim_gets_what_overlaps_it(followed: Followed) -> None:
+    [full] = [offer for offer in followed.offers(FULL) if offer.endswith("/full")][:1]
+    others = tuple({device for gpu in range(8) for device in followed.published(gpu)} - {FULL})
+    followed.told(PlanSpec(offers=(full,), listed=(full,), withdrawn=others))
+    assert (in_slices(followed), closed(followed)) == ({FULL}, set())
+    followed.node.preparer.prepare(followed.node.api.allocate("infer", SMALL))
+    assert in_slices(followed) == {SMALL, FULL}
+
+
 def test_what_a_claim_leaves_is_not_given_away_again_where_it_is(followed: Followed) -> None:
     others = tuple({device for gpu in range(8) for device in followed.published(gpu)} - {SMALL})
     followed.told(PlanSpec(offers=followed.offers(SMALL), withdrawn=others))
