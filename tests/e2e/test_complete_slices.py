@@ -17,6 +17,7 @@ SOON_S = 60.0
 
 
 def test_slices_stay_the_same_while_a_pod_runs(cluster: Cluster, plugin: PluginProcess, workloads: Workloads) -> None:
+    wait_for(lambda: not plugin.records() and not plugin.partitions(), SOON_S, "the node is idle")
     try:
         label(cluster, plugin.node.name, "complete")
         wait_for(lambda: is_complete(plugin), SOON_S, "every device is published")
