@@ -91,7 +91,7 @@ class Succession:
         for last in (False, False, False, False, True):
             self._jobs = stir(self._nodes, self._jobs)
             try:
-                wait_for(lambda: not leader.running, 60, f"the controller to be killed {', '.join(map(str, points))}")
+                wait_for(lambda: not leader.running, 15, f"the controller to be killed {', '.join(map(str, points))}")
                 return
             except DeadlineError:
                 if last:
