@@ -19,7 +19,7 @@ from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
-from controller.cluster.kueue import KueueQueue
+from controller.cluster.kueue import KueueQueue, QueuedWorkload
 from controller.cluster.node_views import UnreportedNodes, UnreportedNodesTracker
 from controller.cluster.published_offers import DeviceIndex
 from controller.conflicts import ConflictResolver
@@ -171,7 +171,7 @@ class Controller:
         nominated = self._nominated.update(queue, devices.offered)
         offers = devices.offerable({*chosen.offers, *nominated}, seen.plans)
         workloads = [] if self._kueue is None else self._kueue.snapshot()
-        queued = Queue(cluster_of(seen.cluster, workloads), fleet, self._matching, self._eligibility_of_queued)
+        queued = self._queue_of(workloads, fleet, seen)
         listed = self._list(mode, fleet, queued, seen)
         staying = offers | listed
         excess = frozenset(device for offer, device in devices.managed.items() if offer not in staying)
@@ -204,7 +204,8 @@ class Controller:
         self._events.unreadable(self._cache.unreadable())
         unreported = self._unreported.update(seen.views)
         self._explain(queue, unreported, seen)
-        self._events.workloads(self._workload_reasons.of(queued, workloads, unreported))
+        if queued is not None:
+            self._events.workloads(self._workload_reasons.of(queued, workloads, unreported))
         if mode is OfferMode.DISJOINT:
             self._events.claims(reasons_of_waiting(queue, chosen.planned, obstructed, self._settings.settle_s))
         self._decided_at = time.monotonic()
@@ -270,12 +271,19 @@ class Controller:
         protected = [offer for offer in offered if OfferKind(offer.type, offer.profile) in requested]
         return DisjointOffers(self._curator.curate(fleet, demands, offered, protected))
 
-    def _list(self, mode: OfferMode, fleet: Fleet, queued: Queue, seen: Snapshot) -> set[Offer]:
+    def _queue_of(self, workloads: Collection[QueuedWorkload], fleet: Fleet, seen: Snapshot) -> Queue | None:
+        """What ``workloads`` will claim; None without any, as every decision would pay for an empty queue."""
+        if not workloads:
+            return None
+        return Queue(cluster_of(seen.cluster, workloads), fleet, self._matching, self._eligibility_of_queued)
+
+    def _list(self, mode: OfferMode, fleet: Fleet, queued: Queue | None, seen: Snapshot) -> set[Offer]:
         """What to publish whether it is offered or not; nothing with disjoint offers, which it would obstruct."""
         if mode is OfferMode.DISJOINT:
             return set()
         nodes = {view.name for view in seen.views if view.follows_plan and view.accepts_offers}
-        return self._devices.offerable(self._listed_devices.update(fleet, nodes, countable(queued)), seen.plans)
+        needed = () if queued is None else countable(queued)
+        return self._devices.offerable(self._listed_devices.update(fleet, nodes, needed), seen.plans)
 
     def _unfence(self, offers: Collection[Offer]) -> set[Offer]:
         """Lift the fence from offered devices. Returns those of ``offers`` that stay fenced because that failed."""

@@ -21,3 +21,14 @@ def is_complete(node: PluginProcess) -> bool:
     """Whether all eight GPUs are published whole and in all their parts, without a taint."""
     devices = node.devices()
     return len(devices) == 8 * 26 and not any("taints" in device for device in devices.values())
+
+
+def differences(found: Any, wanted: Any, where: str = "") -> list[str]:
+    """Each value in which two JSON documents differ, with its path."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        pairs = [(f"{where}.{key}", found.get(key), wanted.get(key)) for key in sorted({*found, *wanted})]
+    elif isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
+        pairs = [(f"{where}[{index}]", *each) for index, each in enumerate(zip(found, wanted, strict=True))]
+    else:
+        return [] if found == wanted else [f"{where}: {found!r} instead of {wanted!r}"[:300]]
+    return [line for path, one, other in pairs for line in differences(one, other, path)]

@@ -20,12 +20,12 @@ def example(name: str) -> Iterator[dict[str, Any]]:
     yield from yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text())
 
 
-def collection(content: dict[str, Any]) -> str:
-    """The path of the objects of this kind."""
+def collection(content: dict[str, Any], namespace: str = NAMESPACE) -> str:
+    """The path of the objects of this kind, in ``namespace`` if they have one."""
     version, kind = content["apiVersion"], content["kind"]
     root = f"/apis/{version}" if "/" in version else f"/api/{version}"
-    namespace = "" if kind in CLUSTER_SCOPED else f"/namespaces/{NAMESPACE}"
-    return f"{root}{namespace}/{PLURALS.get(kind, f'{kind.lower()}s')}"
+    scope = "" if kind in CLUSTER_SCOPED else f"/namespaces/{namespace}"
+    return f"{root}{scope}/{PLURALS.get(kind, f'{kind.lower()}s')}"
 
 
 def apply(client: KubeClient, name: str) -> None:
