@@ -59,6 +59,7 @@ from kubelet_plugin.upgrade.instance_lock import claim_directory
 if TYPE_CHECKING:
     from kubelet_plugin.metrics.metrics import Metrics
     from kubelet_plugin.upgrade.rolling_update import RollingInstance
+    from kubelet_plugin.usage.sampler import UsageSampler
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,7 @@ class NodePlugin:
         self._activity = ClaimActivity()
         self._offers_changed, self._hardware_changed, self._health_changed = Signal(), Signal(), Signal()
         self._cdi_restored, self._release_failed = Signal(), Signal()
+        self._claim_prepared, self._claim_released = Signal(), Signal()
         self._hardware = ExitStack()
         self._open(Steps(observer, metrics.observe_step if metrics else ignore))
         self._monitor_health()
@@ -177,12 +179,13 @@ class NodePlugin:
         """Build what prepares and unprepares claims, and what cleans up and repairs them."""
         context, publishing = self._context, self._publishing
         listeners = ClaimListeners(
-            publishing.claim_prepared,
-            publishing.claim_released,
+            self._claim_prepared,
+            self._claim_released,
             lambda record, made: self._events.claim(record.reference, Reason.REPAIRED, "; ".join(made)),
             self._release_failed,
         )
         reader = ClaimReader(self._client, self._events.remember_pods)
+        self._usage = self._usage_sampler(reader)
         self._cleanup = ClaimCleanup(context, listeners)
         self._preparer = Preparer(context, reader, self._cleanup, listeners)
         count_orphan = self._metrics.count_orphan if self._metrics else ignore
@@ -198,6 +201,27 @@ class NodePlugin:
             gauges = NodeGauges(context, publishing.device_names, health.unhealthy_reason, health.faults_by_kind)
             self._metrics.registry.register(gauges)
 
+    def _usage_sampler(self, reader: ClaimReader) -> UsageSampler | None:
+        """What measures the usage of claims, if that is asked for."""
+        settings, context = self._settings, self._context
+        if settings.usage_interval is None or self._metrics is None:
+            return None
+        from kubelet_plugin.metrics.usage import UsageCollector
+        from kubelet_plugin.usage.labels import labels_of, pod_of
+        from kubelet_plugin.usage.sampler import UsageSampler, since_boot
+        from kubelet_plugin.usage.totals import TotalsFile
+
+        sampler = UsageSampler(
+            context,
+            context.host.usage_reader(),
+            lambda record: labels_of(reader.read(record.namespace, record.name, any_age=True)),
+            partial(pod_of, self._paths),
+            TotalsFile(settings.state_dir, context.boot),
+            settings.usage_interval,
+        )
+        self._metrics.registry.register(UsageCollector(context, sampler, since_boot))
+        return sampler
+
     def _connect(self) -> None:
         """Connect each change with the parts that have to act on it."""
         publishing, reconcile = self._publishing, self._reconciler.notify
@@ -210,6 +234,9 @@ class NodePlugin:
         ]
         self._health_changed += [publishing.notify, publishing.notify_status, self._health_service.notify]
         self._release_failed += [reconcile]
+        usage = [self._usage.notify] if self._usage else []
+        self._claim_prepared += [publishing.claim_prepared, *usage]
+        self._claim_released += [publishing.claim_released, *usage]
         restored = f"{self._settings.cdi_dir} was missing: it is created again, with the CDI specs of prepared claims"
         self._cdi_restored += [lambda: self._events.node(Reason.CDI_RESTORED, restored), reconcile]
 
@@ -243,6 +270,7 @@ class NodePlugin:
             publishing.follow,
             self._reconciler.run,
             self._probe,
+            *((self._usage.run,) if self._usage else ()),
         )
         with ExitStack() as stack:  # the last to start is the first to stop, also if the next can't start
             self._node_probes.serve(stack, self._metrics.pages if self._metrics else dict)
@@ -291,6 +319,8 @@ class NodePlugin:
         self._recorder.wake()
         self._other_drivers.wake()
         self._scanner.scan_soon()
+        if self._usage:
+            self._usage.notify()
 
     @property
     def uninstalling(self) -> bool:

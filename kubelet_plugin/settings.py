@@ -37,6 +37,10 @@ SOCKET_PATH_LIMIT = 107
 UID_HASH_LENGTH = 8
 """Characters that replace a uid that does not fit."""
 
+INTERVAL = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)(s|m)")
+INTERVAL_UNITS = {"s": 1.0, "m": 60.0}
+SHORTEST_INTERVAL_SECONDS, LONGEST_INTERVAL_SECONDS = 1.0, 600.0
+
 POD_UID = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?")
 
 
@@ -65,6 +69,14 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
         return value
 
     return read
+
+
+def _usage_interval(value: str) -> float:
+    found = INTERVAL.fullmatch(value)
+    seconds = float(found[1]) * INTERVAL_UNITS[found[2]] if found else 0.0
+    if not SHORTEST_INTERVAL_SECONDS <= seconds <= LONGEST_INTERVAL_SECONDS:
+        raise ValueError("must be a duration from 1s to 10m, such as 15s")
+    return seconds
 
 
 def _pod_uid(value: str) -> str:
@@ -100,6 +112,7 @@ class NodeSettings:
     neighbours: Annotated[str, _one_of("refuse", "exclude")] = "refuse"
     sim_latency: Annotated[str, str] = "default"
     metrics_address: Annotated[ListenAddress | None, parse_listen_address] = None
+    usage_interval: Annotated[float | None, _usage_interval] = None
     health_address: Annotated[ListenAddress | None, parse_listen_address] = None
     pod_uid: Annotated[str, _pod_uid] = ""
 
@@ -129,6 +142,8 @@ def node_settings(**values: object) -> NodeSettings:
     kubelet = Path(str(given.get("kubelet_dir", "/var/lib/kubelet")))
     given.setdefault("state_dir", kubelet / "plugins" / driver)
     settings = NodeSettings(**_read(given))
+    if settings.usage_interval is not None and settings.metrics_address is None:
+        raise UsageError("--usage-interval: needs --metrics-address, such as :9400, where the usage is served")
     for path in (settings.plugin_socket, settings.registration_socket):
         if len(str(path)) > SOCKET_PATH_LIMIT:
             raise UsageError(

@@ -134,6 +134,9 @@ def main() -> None:
 @click.option("--neighbours", help="GPUs that other drivers here allocate: refuse or exclude.  [default: refuse]")
 @click.option("--sim-latency", help="Duration of simulated GPU operations: default or zero.")
 @click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 means every address.  [default: none]")
+@click.option(
+    "--usage-interval", help="Measure how much of their GPUs claims use, every 15s, for example.  [default: never]"
+)
 @click.option("--health-address", help="HOST:PORT to serve /livez and /readyz at.  [default: none]")
 @click.option("--pod-uid", help="UID of this process' pod; allows two plugins on a node during a rolling update.")
 @with_logs()

@@ -22,6 +22,7 @@ from driver.hardware.host_paths import HOST, HostPaths, device_root
 from driver.hardware.mig import MigOperations
 from driver.hardware.nvml_errors import described, fact, nvml_call
 from driver.hardware.time_slice import TimeSliceTool
+from driver.hardware.usage import UsageReader
 from driver.model.gpu import Gpu, Partition
 from driver.model.gpu_health import GpuEvent
 from driver.model.time_slice_and_compute_mode import ComputeMode, TimeSlice
@@ -159,6 +160,10 @@ class Host(MigOperations):
     def _read(self, index: int) -> tuple[Any, Gpu]:
         handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
         return handle, read_gpu(self._nvml, handle, index, self._paths.root, simulated=self._simulated)
+
+    def usage_reader(self) -> UsageReader:
+        """Reads the usage of GPUs and partitions; its threads are apart from those of the other methods."""
+        return UsageReader(self._nvml)
 
     def compute_mode(self, gpu: Gpu) -> ComputeMode:
         """Whether several processes may use ``gpu``. An administrator sets it; a reboot sets it to DEFAULT."""

@@ -1,0 +1,1 @@
+"""How much of their devices the prepared claims use."""

@@ -1,0 +1,251 @@
+"""Samples the usage of every prepared claim, apart from preparing: a GPU that hangs costs a gap in its metrics only."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from driver.errors import ApiError, HardwareError
+from driver.hardware.node_gpus import TimeoutRunner
+from driver.hardware.usage import UsageReader
+from driver.model.device import DeviceKind
+from driver.model.usage import UsageReading, UsageTarget, UsageTotals
+from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
+from kubelet_plugin.claims.context import PluginContext
+from kubelet_plugin.usage.labels import ClaimLabels, reading_of_share
+from kubelet_plugin.usage.totals import TotalsFile
+
+log = logging.getLogger(__name__)
+
+READ_TIMEOUT_SECONDS = 5.0
+"""How long one GPU may take for one reading of all its claims' devices; it takes milliseconds."""
+
+FIRST_INTERVAL_SECONDS = 1.0
+"""A GPU with a new claim is sampled again after this time, then after twice as long, up to the usual interval: a pod
+that lives for seconds is measured, too."""
+
+LINGER_SECONDS = 300.0
+"""How long the totals of a claim stay after its end, so that every scraper reads their last values."""
+
+
+def since_boot() -> float:
+    """Seconds since boot; goes on while the plugin restarts."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUsage:
+    """One device of a claim, first seen at ``since``.
+
+    ``labels`` is None until the claim was read, ``reading`` while nothing is known and after the claim's end
+    (``ended_at``). ``activity_at`` is the time of the last reading with activity.
+    """
+
+    record: ClaimRecord
+    device: DeviceRecord
+    totals: UsageTotals
+    since: float
+    labels: ClaimLabels | None = None
+    reading: UsageReading | None = None
+    activity_at: float | None = None
+    ended_at: float | None = None
+
+    @property
+    def series(self) -> tuple[str, str, str]:
+        """What distinguishes its series from others."""
+        return self.record.namespace, self.record.name, self.device.device
+
+    def measured(self, reading: UsageReading, now: float) -> DeviceUsage:
+        activity = reading.activity
+        totals = self.totals if activity is None else self.totals.measured(activity, now)
+        return replace(self, reading=reading, totals=totals, activity_at=now if activity else self.activity_at)
+
+    def ended(self, now: float, most_seconds: float) -> DeviceUsage:
+        """After the claim's end; for up to ``most_seconds`` before, it counts as active as in its last sample."""
+        totals, activity = self.totals.counted(now), self.reading.activity if self.reading is not None else None
+        if activity is not None and self.activity_at is not None:
+            seconds = min(max(0.0, now - self.activity_at), most_seconds)
+            totals = totals.measured(replace(activity, seconds=seconds), totals.active_at)
+        return replace(self, totals=totals, reading=None, ended_at=now)
+
+
+Key = tuple[str, str]
+"""Uid of a claim and name of one of its devices."""
+
+
+class UsageSampler:
+    """``run`` samples; everything else only reads memory.
+
+    ``read_labels`` reads the claim of a record and raises ApiError. ``pod_of_process`` is the uid of a process's pod.
+    """
+
+    def __init__(
+        self,
+        context: PluginContext,
+        reader: UsageReader,
+        read_labels: Callable[[ClaimRecord], ClaimLabels],
+        pod_of_process: Callable[[int], str | None],
+        totals_file: TotalsFile,
+        interval_seconds: float,
+        clock: Callable[[], float] = since_boot,
+    ) -> None:
+        self._context = context
+        self._reader = reader
+        self._read_labels = read_labels
+        self._pod_of_process = pod_of_process
+        self._file = totals_file
+        self._interval = interval_seconds
+        self._clock = clock
+        self._timeouts = TimeoutRunner(READ_TIMEOUT_SECONDS)
+        self._saved = totals_file.load(clock())
+        self._saved_at = clock()
+        self._due: dict[str, float] = {}
+        self._changed = threading.Event()
+        self.devices: Mapping[Key, DeviceUsage] = {}
+        """Replaced as a whole after each round."""
+
+    def notify(self) -> None:
+        """A claim was prepared or released."""
+        self._changed.set()
+
+    def run(self, stop: threading.Event) -> None:
+        """Sample until ``stop`` is set (then call ``notify``)."""
+        while not stop.is_set():
+            self._changed.clear()
+            wait = self.sample()
+            self._changed.wait(wait)
+        self._file.save({key: each.totals for key, each in self.devices.items()})
+
+    def sample(self) -> float:
+        """Sample what is due. Returns the seconds until something is due again."""
+        now = self._clock()
+        devices = self._current(now)
+        self._read_missing_labels(devices)
+        due = {each.device.gpu_uuid for each in devices.values() if each.ended_at is None}
+        for uuid in [uuid for uuid in due if self._due.get(uuid, now) <= now]:
+            self._sample_gpu(uuid, devices)
+            # A new claim is sampled again soon; the time doubles with each sample.
+            youngest = min(now - each.since for each in self._on(uuid, devices))
+            self._due[uuid] = now + min(self._interval, max(FIRST_INTERVAL_SECONDS, youngest))
+        self._due = {uuid: at for uuid, at in self._due.items() if uuid in due}
+        self.devices = devices
+        self._reader.keep([target_of(each.device) for each in devices.values() if each.ended_at is None])
+        if now - self._saved_at >= self._interval:
+            self._file.save({key: each.totals for key, each in devices.items()})
+            self._saved_at = now
+        return max(0.0, min(self._due.values(), default=now + self._interval) - self._clock())
+
+    def _current(self, now: float) -> dict[Key, DeviceUsage]:
+        """The devices of all prepared claims and of those that ended lately, with the time until ``now`` counted."""
+        boot = self._context.boot
+        found: dict[Key, DeviceUsage] = {}
+        for record in self._context.checkpoint.records():
+            if not record.prepared_in_this_boot(boot):
+                continue
+            for device in record.devices:
+                key = (record.uid, device.device)
+                known = self.devices.get(key)
+                if known is None or known.ended_at is not None or known.device != device:
+                    known = self._begun(record, device, now)
+                found[key] = replace(known, record=record, totals=known.totals.counted(now))
+        going_on = {each.series for each in found.values()}
+        for key, each in self.devices.items():
+            ended = each if each.ended_at is not None else each.ended(now, self._interval)
+            if key not in found and each.series not in going_on and now - (ended.ended_at or now) < LINGER_SECONDS:
+                found[key] = ended
+        return found
+
+    def _begun(self, record: ClaimRecord, device: DeviceRecord, now: float) -> DeviceUsage:
+        """A device that is new, or that is another one than before: its partition was cut again."""
+        self._due.pop(device.gpu_uuid, None)
+        begun = DeviceUsage(record, device, self._saved_totals(record, device, now), since=now)
+        for known in self.devices.values():
+            # A claim may be created again under its name: its series go on.
+            if known.series == begun.series:
+                totals = known.totals if known.ended_at is None else known.totals.resumed(now)
+                same = known.record.uid == record.uid
+                return replace(begun, totals=totals, labels=known.labels if same else None)
+        return begun
+
+    def _saved_totals(self, record: ClaimRecord, device: DeviceRecord, now: float) -> UsageTotals:
+        saved = self._saved.pop((record.uid, device.device), None)
+        return saved or UsageTotals(slices=self._slices(device), counted_at=now, active_at=now)
+
+    def _slices(self, device: DeviceRecord) -> float:
+        if device.size is not None:
+            return float(device.size)
+        gpu = self._context.inventory.gpu(device.gpu_uuid)
+        return (gpu.memory_slices if gpu is not None else 1) / device.shares
+
+    def _read_missing_labels(self, devices: dict[Key, DeviceUsage]) -> None:
+        """Read the claims that were not read yet; an API server that does not answer is asked again next time."""
+        read: dict[str, ClaimLabels] = {}
+        for key, each in devices.items():
+            if each.labels is not None or each.ended_at is not None:
+                continue
+            try:
+                labels = read.get(each.record.uid) or self._read_labels(each.record)
+            except ApiError as error:
+                log.debug("claim of a usage metric was not read", extra={"error": str(error)})
+                if error.status is None:
+                    return
+                continue
+            read[each.record.uid] = labels
+            devices[key] = replace(each, labels=labels)
+
+    def _on(self, gpu_uuid: str, devices: Mapping[Key, DeviceUsage]) -> Iterable[DeviceUsage]:
+        return (each for each in devices.values() if each.device.gpu_uuid == gpu_uuid and each.ended_at is None)
+
+    def _sample_gpu(self, uuid: str, devices: dict[Key, DeviceUsage]) -> None:
+        """Read every device of claims on one GPU."""
+        mine = {key: each for key, each in devices.items() if each.device.gpu_uuid == uuid and each.ended_at is None}
+        targets = {target_of(each.device) for each in mine.values()}
+        try:
+            readings = self._timeouts.run(uuid, partial(self._read, targets))
+        except HardwareError as error:
+            log.debug("usage of a GPU is unknown", extra={"gpu": uuid, "error": str(error)})
+            readings = {}
+        now = self._clock()
+        for key, each in mine.items():
+            reading = readings.get(target_of(each.device))
+            if reading is None:
+                devices[key] = replace(each, reading=None)
+                continue
+            if each.device.kind is DeviceKind.SHARE:
+                reading = reading_of_share(reading, each.labels, self._pod_of_process)
+            devices[key] = each.measured(reading, now)
+
+    def _read(self, targets: Iterable[UsageTarget]) -> Mapping[UsageTarget, UsageReading]:
+        """Devices that cannot be read are left out."""
+        found: dict[UsageTarget, UsageReading] = {}
+        for target in targets:
+            try:
+                found[target] = self._reader.read(target)
+            except HardwareError as error:
+                log.debug("usage of a device is unknown", extra={"gpu": target.gpu_uuid, "error": str(error)})
+        return found
+
+    def has_activity(self, gpu_uuid: str) -> bool:
+        """Whether the GPU is known to have activity counters."""
+        return bool(self._reader.has_activity(gpu_uuid))
+
+    def unknown(self) -> Mapping[str, str]:
+        """Why claims on a GPU have no activity, by the UUIDs of the GPUs that claims hold."""
+        found: dict[str, str] = {}
+        for each in self.devices.values():
+            gpu = self._context.inventory.gpu(each.device.gpu_uuid)
+            if gpu is None or each.ended_at is not None:
+                continue
+            if each.reading is None:
+                found[gpu.uuid] = "the GPU does not answer"
+            elif self._reader.has_activity(gpu.uuid) is False:
+                found[gpu.uuid] = f"no activity counters on {gpu.product_name}"
+        return found
+
+
+def target_of(device: DeviceRecord) -> UsageTarget:
+    return UsageTarget(device.gpu_uuid, device.gpu_instance_id, device.uuid)
