@@ -203,23 +203,12 @@ class NodePlugin:
 
     def _usage_sampler(self, reader: ClaimReader) -> UsageSampler | None:
         """What measures the usage of claims, if that is asked for."""
-        settings, context = self._settings, self._context
-        if settings.usage_interval is None or self._metrics is None:
+        if self._settings.usage_interval is None or self._metrics is None:
             return None
-        from kubelet_plugin.metrics.usage import UsageCollector
-        from kubelet_plugin.usage.labels import labels_of, pod_of
-        from kubelet_plugin.usage.sampler import UsageSampler, since_boot
-        from kubelet_plugin.usage.totals import TotalsFile
+        from kubelet_plugin.metrics.usage import UsageCollector, usage_sampler
 
-        sampler = UsageSampler(
-            context,
-            context.host.usage_reader(),
-            lambda record: labels_of(reader.read(record.namespace, record.name, any_age=True)),
-            partial(pod_of, self._paths),
-            TotalsFile(settings.state_dir, context.boot),
-            settings.usage_interval,
-        )
-        self._metrics.registry.register(UsageCollector(context, sampler, since_boot))
+        sampler = usage_sampler(self._settings, self._context, self._client, reader, self._events, self._paths)
+        self._metrics.registry.register(UsageCollector(self._context, sampler))
         return sampler
 
     def _connect(self) -> None:

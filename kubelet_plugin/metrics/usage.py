@@ -6,17 +6,29 @@ for each device of a claim, until LINGER_SECONDS after the claim's end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from driver.hardware.host_paths import HostPaths
+from driver.kube.client import KubeClient
+from driver.kube.clock import Clock
+from driver.kube.reads import read_object
 from driver.model.device import DeviceKind, full_device
 from driver.model.usage import UsageReading
+from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.context import PluginContext
-from kubelet_plugin.usage.labels import ClaimLabels
-from kubelet_plugin.usage.sampler import DeviceUsage, UsageSampler
+from kubelet_plugin.claims.preparer import ClaimReader
+from kubelet_plugin.settings import NodeSettings
+from kubelet_plugin.status.events import EventReporter
+from kubelet_plugin.usage.full_partitions import POD, FullPartitions, PodObject
+from kubelet_plugin.usage.labels import ClaimLabels, labels_of, pod_of
+from kubelet_plugin.usage.sampler import DeviceUsage, UsageSampler, since_boot
+from kubelet_plugin.usage.totals import TotalsFile
 
 LABELS = ("namespace", "claim", "pod", "class", "profile", "device", "gpu", "node", "source")
 NO_PROFILE = "none"
@@ -94,7 +106,7 @@ def _slices(usage: DeviceUsage) -> Value:
 class UsageCollector(Collector):
     """Reads only memory, in the thread of the scrape. What is unknown has no series."""
 
-    def __init__(self, context: PluginContext, sampler: UsageSampler, now: Callable[[], float]) -> None:
+    def __init__(self, context: PluginContext, sampler: UsageSampler, now: Callable[[], float] = since_boot) -> None:
         self._context, self._sampler, self._now = context, sampler, now
 
     def collect(self) -> Iterable[Metric]:
@@ -147,3 +159,30 @@ class UsageCollector(Collector):
                 unknown.add_metric([node, name, reasons[gpu.uuid]], 1)
         yield slices
         yield unknown
+
+
+def usage_sampler(
+    settings: NodeSettings,
+    context: PluginContext,
+    client: KubeClient,
+    claims: ClaimReader,
+    events: EventReporter,
+    paths: HostPaths,
+) -> UsageSampler:
+    """The sampler of ``settings.usage_interval``."""
+
+    def read_labels(record: ClaimRecord) -> ClaimLabels:
+        return labels_of(claims.read(record.namespace, record.name, any_age=True))
+
+    def read_pod(namespace: str, name: str) -> PodObject:
+        return read_object(client, f"/api/v1/namespaces/{namespace}/pods/{name}", POD, any_age=True)
+
+    return UsageSampler(
+        context,
+        context.host.usage_reader(),
+        read_labels,
+        partial(pod_of, paths),
+        TotalsFile(settings.state_dir, context.boot),
+        settings.usage_interval or math.inf,
+        FullPartitions(read_pod, events.claim, context.inventory.gpu, Clock()).check,
+    )

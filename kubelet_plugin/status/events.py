@@ -36,6 +36,7 @@ class Reason(StrEnum):
     RECORD_MISSING = "CheckpointRecordMissing"
     RECORD_UNREADABLE = "CheckpointRecordUnreadable"
     RECORD_REBUILT = "CheckpointRecordRebuilt"
+    PARTITION_FULL = "PartitionFull"
     CDI_RESTORED = "CdiDirectoryRestored"
     CDI_UNWRITABLE = "CdiDirectoryUnwritable"
     CDI_WRITABLE = "CdiDirectoryWritable"

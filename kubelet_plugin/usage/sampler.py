@@ -81,6 +81,7 @@ class UsageSampler:
     """``run`` samples; everything else only reads memory.
 
     ``read_labels`` reads the claim of a record and raises ApiError. ``pod_of_process`` is the uid of a process's pod.
+    ``check`` gets the devices of each round; it returns the seconds until it wants the next one, or None.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class UsageSampler:
         pod_of_process: Callable[[int], str | None],
         totals_file: TotalsFile,
         interval_seconds: float,
+        check: Callable[[Mapping[Key, DeviceUsage]], float | None],
         clock: Callable[[], float] = since_boot,
     ) -> None:
         self._context = context
@@ -99,6 +101,7 @@ class UsageSampler:
         self._pod_of_process = pod_of_process
         self._file = totals_file
         self._interval = interval_seconds
+        self._check = check
         self._clock = clock
         self._timeouts = TimeoutRunner(READ_TIMEOUT_SECONDS)
         self._saved = totals_file.load(clock())
@@ -137,7 +140,8 @@ class UsageSampler:
         if now - self._saved_at >= self._interval:
             self._file.save({key: each.totals for key, each in devices.items()})
             self._saved_at = now
-        return max(0.0, min(self._due.values(), default=now + self._interval) - self._clock())
+        due_in = min(self._due.values(), default=now + self._interval) - self._clock()
+        return max(0.0, min(due_in, self._check(devices) or due_in))
 
     def _current(self, now: float) -> dict[Key, DeviceUsage]:
         """The devices of all prepared claims and of those that ended lately, with the time until ``now`` counted."""

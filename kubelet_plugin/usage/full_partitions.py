@@ -1,0 +1,151 @@
+"""Events about containers that failed while the memory of their partition was full."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+import msgspec
+
+from driver.errors import ApiError
+from driver.kube.clock import Clock, seconds_time
+from driver.model.gpu import Gpu
+from driver.model.usage import UsageReading
+from kubelet_plugin.checkpoint.records import DeviceRecord
+from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.status.events import Reason
+from kubelet_plugin.usage.sampler import DeviceUsage, Key
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 30.0
+"""How long to look for a failed container after processes of a full partition have ended: the kubelet writes the pod's
+status later."""
+
+CHECK_INTERVAL_SECONDS = 2.0
+
+LARGER = 3
+"""Number of larger profiles that an Event names."""
+
+GIB = 1 << 30
+
+
+class Terminated(msgspec.Struct, frozen=True, rename="camel"):
+    exit_code: int
+    finished_at: str | None = None
+
+
+class ContainerState(msgspec.Struct, frozen=True):
+    terminated: Terminated | None = None
+
+
+class ContainerStatus(msgspec.Struct, frozen=True, rename="camel"):
+    name: str
+    state: ContainerState = ContainerState()
+    last_state: ContainerState = ContainerState()
+
+
+class PodStatus(msgspec.Struct, frozen=True, rename="camel"):
+    init_container_statuses: tuple[ContainerStatus, ...] | None = None
+    container_statuses: tuple[ContainerStatus, ...] | None = None
+
+
+class PodObject(msgspec.Struct, frozen=True):
+    """The fields of a Pod that say how its containers ended."""
+
+    status: PodStatus = PodStatus()
+
+    def failures(self, since: str) -> Iterator[tuple[str, Terminated]]:
+        """Name and end of each container that has failed at ``since`` or later (RFC 3339, UTC)."""
+        for each in (*(self.status.init_container_statuses or ()), *(self.status.container_statuses or ())):
+            for end in (each.state.terminated, each.last_state.terminated):
+                if end is not None and end.exit_code != 0 and (end.finished_at or "") >= since:
+                    yield each.name, end
+
+
+POD = msgspec.json.Decoder(PodObject)
+
+
+@dataclass(frozen=True, slots=True)
+class _Suspect:
+    """A device whose processes have ended while it was full. ``full`` is the last reading before."""
+
+    usage: DeviceUsage
+    full: UsageReading
+    since: str
+    until: float
+
+
+class FullPartitions:
+    """``read_pod`` (namespace, name) raises ApiError; ``report`` records an Event on a claim and its pods."""
+
+    def __init__(
+        self,
+        read_pod: Callable[[str, str], PodObject],
+        report: Callable[[ClaimReference, Reason, str], None],
+        gpu: Callable[[str], Gpu | None],
+        clock: Clock,
+    ) -> None:
+        self._read_pod, self._report, self._gpu, self._clock = read_pod, report, gpu, clock
+        self._full: dict[Key, tuple[UsageReading, datetime]] = {}
+        self._suspects: dict[Key, _Suspect] = {}
+
+    def check(self, devices: Mapping[Key, DeviceUsage]) -> float | None:
+        """Handle the devices of one round. Returns the seconds until the next check; None: none is needed."""
+        now, today = self._clock.monotonic(), self._clock.now()
+        for key, (full, at) in list(self._full.items()):
+            usage = devices.get(key)
+            if usage is None or _changed(full, usage.reading):
+                del self._full[key]
+            if usage is not None and _changed(full, usage.reading):
+                self._suspects[key] = _Suspect(usage, full, seconds_time(at), now + WATCH_SECONDS)
+        for key, usage in devices.items():
+            if usage.reading is not None and usage.reading.full and usage.labels is not None:
+                self._full[key] = (usage.reading, today)
+        for key, suspect in list(self._suspects.items()):
+            if self._has_failed(suspect) or now > suspect.until:
+                del self._suspects[key]
+        return CHECK_INTERVAL_SECONDS if self._suspects else None
+
+    def _has_failed(self, suspect: _Suspect) -> bool:
+        """Report the failed containers of the claim's pods; whether there are any."""
+        found, usage = False, suspect.usage
+        for pod in usage.labels.pods if usage.labels is not None else ():
+            try:
+                failures = list(self._read_pod(usage.record.namespace, pod.name).failures(suspect.since))
+            except ApiError as error:
+                log.debug("pod of a full partition was not read", extra={"pod": pod.name, "error": str(error)})
+                continue
+            for container, end in failures:
+                found = True
+                self._report(usage.record.reference, Reason.PARTITION_FULL, self._message(suspect, container, end))
+        return found
+
+    def _message(self, suspect: _Suspect, container: str, end: Terminated) -> str:
+        device, full = suspect.usage.device, suspect.full
+        used, total = ((number or 0) / GIB for number in (full.memory_used, full.memory_total))
+        what = f"partition {device.profile}" if device.profile else f"GPU {device.device}"
+        gpu = self._gpu(device.gpu_uuid)
+        larger = larger_profiles(gpu, device) if gpu is not None else []
+        advice = f"next larger profiles: {', '.join(larger)}" if larger else "no profile of this GPU is larger"
+        ended = f"when container {container} ended with code {end.exit_code}"
+        return f"{what} was full ({used:.1f} of {total:.1f} GiB) {ended}; {advice}"
+
+
+def _changed(full: UsageReading, now: UsageReading | None) -> bool:
+    """Whether processes have ended since the reading ``full``, or may have."""
+    if now is None or not now.full or full.processes is None or now.processes is None:
+        return now is None or not now.full
+    return not {each.pid for each in full.processes} <= {each.pid for each in now.processes}
+
+
+def larger_profiles(gpu: Gpu, device: DeviceRecord) -> Sequence[str]:
+    """The next profiles with more memory than a partition, smallest first."""
+    own = gpu.profile_with_id(device.profile_id) if device.profile_id is not None else None
+    if own is None:
+        return []
+    plain = (each for each in gpu.profiles if not set("+-") & set(each.name))
+    larger = [each for each in plain if each.memory_bytes > own.memory_bytes]
+    return [each.name for each in sorted(larger, key=lambda each: (each.memory_bytes, each.compute_slices))][:LARGER]
