@@ -23,6 +23,7 @@ from driver.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from controller.controller import Controller
+    from controller.metrics import ControllerMetrics
     from driver.config.shared_flags import ListenAddress
     from driver.http import Page
     from driver.kube.client import RequestObserver
@@ -109,20 +110,22 @@ def run(
 
     gc.set_threshold(GC_THRESHOLD, 20, 100)
     health = ControllerHealth(settings, stop)
-    pages, observe = _measured(settings.metrics_address, health.unreadable)
+    pages, observe, metrics = _measured(settings.metrics_address, health.unreadable)
     client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT, health.reach.observer(observe))
     heartbeat = Heartbeat(client, settings.namespace, settings.identity)
     steps = health.observer(observer or unobserved)
 
     def lead(lost: threading.Event) -> None:
         # New for each term: another leader may have changed anything in between.
-        work = Controller(client, settings, steps)
+        work = Controller(client, settings, steps, metrics)
         threading.Thread(target=heartbeat.run, args=(lost, work.failure), daemon=True, name="heartbeat").start()
         health.leads(work)
         try:
             work.run(lost)
         finally:
             health.leads(None)
+            if metrics is not None:
+                metrics.leadership_lost()
 
     with ExitStack() as stack:
         health.serve(stack, pages)
@@ -132,15 +135,17 @@ def run(
 
 def _measured(
     address: ListenAddress | None, unreadable: Callable[[], Mapping[str, int]]
-) -> tuple[Callable[[], Mapping[str, Page]], RequestObserver | None]:
-    """The metrics pages, and the observer of the client's requests; none of both without an address."""
+) -> tuple[Callable[[], Mapping[str, Page]], RequestObserver | None, ControllerMetrics | None]:
+    """The metrics pages, the observer of the client's requests, and the leader's metrics; none without an address."""
     if address is None:
-        return dict, None
+        return dict, None, None
+    from controller.metrics import ControllerMetrics
     from driver.common_metrics import METRICS_PATH, ApiMetrics, UnreadableObjects, metrics_page, process_registry
 
     registry = process_registry()
     registry.register(UnreadableObjects(unreadable))
-    return lambda: {METRICS_PATH: metrics_page(registry)}, ApiMetrics(registry).observe
+    pages = {METRICS_PATH: metrics_page(registry)}
+    return lambda: pages, ApiMetrics(registry).observe, ControllerMetrics(registry)
 
 
 class ControllerHealth:

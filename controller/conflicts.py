@@ -122,8 +122,14 @@ class ConflictResolver:
     """Finds conflicts as decisions are made, and resolves those that last."""
 
     def __init__(
-        self, client: KubeClient, recorder: Recorder, driver: str, clock: Callable[[], float] = time.monotonic
+        self,
+        client: KubeClient,
+        recorder: Recorder,
+        driver: str,
+        clock: Callable[[], float] = time.monotonic,
+        evicted: Callable[[], None] | None = None,
     ) -> None:
+        self._evicted = evicted
         self._client, self._recorder, self._driver, self._clock = client, recorder, driver, clock
         self._by_node: dict[str, frozenset[Conflict]] = {}
         self._due: dict[Conflict, float] = {}
@@ -181,6 +187,8 @@ class ConflictResolver:
             return
         if is_replaced(pod):
             self._client.create(f"{path}/eviction", eviction_of(pod))
+            if self._evicted is not None:
+                self._evicted()
             log.warning(
                 "evicted a pod whose claim was allocated a device that overlaps one of another claim",
                 extra={

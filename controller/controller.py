@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.claim_index import PoolDevice
@@ -54,6 +55,9 @@ from driver.placement.ranking import Ranking
 from driver.placement.state import OfferKind
 from driver.steps import observed, unobserved
 
+if TYPE_CHECKING:
+    from controller.metrics import ControllerMetrics
+
 log = logging.getLogger(__name__)
 
 BLOCKED_RETRY_INTERVAL_SECONDS = 2.0
@@ -81,12 +85,20 @@ def soonest(*times: float | None) -> float:
 class Controller:
     """The work of the leader, for one term."""
 
-    def __init__(self, client: KubeClient, settings: ControllerSettings, observer: Observer = unobserved) -> None:
+    def __init__(
+        self,
+        client: KubeClient,
+        settings: ControllerSettings,
+        observer: Observer = unobserved,
+        metrics: ControllerMetrics | None = None,
+    ) -> None:
         self._loop = Loop("deciding what to offer", self._turn, COALESCE_SECONDS, give_way=self._rest)
         self._observer = observer
         self._recorder = Recorder(client, "tessera-controller", settings.identity)
         self._events = EventReporter(self._recorder)
-        self._cache = ClusterCache(client, settings.driver_name, self._loop.notify)
+        self._metrics = metrics
+        claim_changed = metrics.claim_changed if metrics is not None else None
+        self._cache = ClusterCache(client, settings.driver_name, self._loop.notify, claim_changed)
         fence_settings = FenceSettings(
             settings.settle_s, keep_s=settings.fence_minutes * 60, namespace=settings.namespace
         )
@@ -112,7 +124,9 @@ class Controller:
         self._listed_devices = ListedDevices(settings.min_published, settings.offers)
         self._unscheduled = UnscheduledClaims(settings.unused_s, Clock())
         self._node_labels = NodeLabels(client, LABEL_SETS[settings.node_labels])
-        self._conflicts = ConflictResolver(client, self._recorder, settings.driver_name)
+        self._conflicts = ConflictResolver(
+            client, self._recorder, settings.driver_name, evicted=metrics.pod_evicted if metrics is not None else None
+        )
         self._client, self._settings = client, settings
         self._minor_version: int | None = None
         self._version_read_at = -math.inf
@@ -203,7 +217,9 @@ class Controller:
         self._cache.acknowledge()
         self._events.unreadable(self._cache.unreadable())
         unreported = self._unreported.update(seen.views)
-        self._explain(queue, unreported, seen)
+        reasons = self._explain(queue, unreported, seen)
+        if self._metrics is not None:
+            self._metrics.decision_made(queue, fleet, offers, reasons, seen.changed.names)
         if queued is not None:
             self._events.workloads(self._workload_reasons.of(queued, workloads, unreported))
         if mode is OfferMode.DISJOINT:
@@ -315,9 +331,14 @@ class Controller:
             nodes = {view.name for view in views if self._cache.held_on(view.pool) != view.held}
         return {offer for offer, node in again.items() if node in nodes}
 
-    def _explain(self, queue: Queue, unreported: UnreportedNodes, seen: Snapshot) -> None:
-        """Report why claims are pending: no device can satisfy them, or the scheduler does not allocate what can."""
+    def _explain(self, queue: Queue, unreported: UnreportedNodes, seen: Snapshot) -> Mapping[str, str]:
+        """Report why claims are pending: no device can satisfy them, or the scheduler does not allocate what can.
+
+        Returns the code of the reason by key of the claim.
+        """
         offered = {offer: self._devices.free[offer] for offer in self._devices.offered}
         unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
         reasons = reasons_of(queue, unreported)
-        self._events.claims([*reasons, *self._unscheduled.reasons(queue, unfenced, seen.incomplete)])
+        found = [*reasons, *self._unscheduled.reasons(queue, unfenced, seen.incomplete)]
+        self._events.claims(found)
+        return {each.pending.key: each.code.value for each in found}

@@ -67,10 +67,18 @@ class Snapshot:
 
 
 class ClusterCache:
-    """The caches. ``on_change`` is called after every change that matters; it must return quickly."""
+    """The caches. ``on_change`` is called after every change that matters, ``claim_changed`` with each changed claim
+    before and after; both must return quickly."""
 
-    def __init__(self, client: KubeClient, driver: str, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        client: KubeClient,
+        driver: str,
+        on_change: Callable[[], None],
+        claim_changed: Callable[[Claim | None, Claim | None], None] | None = None,
+    ) -> None:
         self._driver = driver
+        self._claim_changed = claim_changed
         self._on_change = on_change
         self._lock = threading.Lock()
         self._own_write = threading.local()
@@ -200,6 +208,8 @@ class ClusterCache:
 
     def _claims_changed(self, changes: Sequence[Change[Claim]]) -> bool:
         for change in changes:
+            if self._claim_changed is not None:
+                self._claim_changed(change.old, change.new)
             pools = self._claim_index.put(change.key, change.new)
             self._outdated |= {self._node_of_pool[pool] for pool in pools if pool in self._node_of_pool}
         return True

@@ -1,0 +1,143 @@
+"""What becomes of the cluster's memory slices, counted by product and state (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from enum import StrEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+from controller.cluster.fleet import Fleet, FleetGpu, spot_for
+from controller.demand.feasibility import Kind
+from controller.demand.pending_claims import PendingClaim, Queue
+from controller.demand.requirements import Refusal
+from driver.model.device import SLICE_VALUE, DeviceKind
+from driver.model.plan import Offer
+from driver.placement.state import GpuState, OfferKind, key_of, start_of
+
+REQUESTED_SECONDS = 3600.0
+"""A kind of device counts as requested for this time after a claim last asked for it."""
+
+
+class SliceState(StrEnum):
+    """``stranded``: free, but in no free placement of a kind of device that was requested lately."""
+
+    HELD = "held"
+    OFFERED = "offered"
+    FREE = "free"
+    STRANDED = "stranded"
+    UNAVAILABLE = "unavailable"
+
+
+class GpuUse(StrEnum):
+    HELD = "held"
+    PARTLY_HELD = "partly-held"
+    FREE = "free"
+    UNAVAILABLE = "unavailable"
+
+
+class Capacity(NamedTuple):
+    """Memory slices by product and state, and GPUs by product and use."""
+
+    slices: Mapping[tuple[str, SliceState], float]
+    gpus: Mapping[tuple[str, GpuUse], int]
+
+
+class RequestedKinds:
+    """The kinds of devices that claims have asked for lately."""
+
+    def __init__(self) -> None:
+        self._requested_at: dict[OfferKind, float] = {}
+        self._held: dict[str, frozenset[str]] = {}
+        """Names of the held devices of each node."""
+
+    def update(self, queue: Queue, fleet: Fleet, changed: Iterable[str], now: float) -> None:
+        """Add what pending claims match, and what was allocated on ``changed`` nodes since the last time."""
+        kinds = {kind.key for each in queue.pending for kind in _kinds(queue, each)}
+        for node in changed:
+            held = {device.name: device for entry in fleet.nodes.get(node, ()) for device in entry.held}
+            kinds |= {key_of(held[name]) for name in held.keys() - self._held.get(node, frozenset())}
+            self._held[node] = frozenset(held)
+        oldest = now - REQUESTED_SECONDS
+        requested = {**self._requested_at, **dict.fromkeys(kinds, now)}
+        self._requested_at = {kind: at for kind, at in requested.items() if at >= oldest}
+
+    @property
+    def kinds(self) -> frozenset[OfferKind]:
+        return frozenset(self._requested_at)
+
+
+def _kinds(queue: Queue, pending: PendingClaim) -> Iterator[Kind]:
+    requirements, nodes = queue.requirements(pending), queue.nodes(pending)
+    if isinstance(requirements, Refusal):
+        return
+    for request in {request for each in requirements for request in each.requests}:
+        yield from queue.feasibility.kinds(request.selector, nodes)
+
+
+def capacity_of(fleet: Fleet, offered: Iterable[Offer], requested: Collection[OfferKind]) -> Capacity:
+    """Count every slice once: what several offers cover, too."""
+    by_gpu: dict[str, list[Offer]] = {}
+    for offer in offered:
+        by_gpu.setdefault(offer.gpu, []).append(offer)
+    slices: Counter[tuple[str, SliceState]] = Counter()
+    gpus: Counter[tuple[str, GpuUse]] = Counter()
+    kinds = frozenset(requested)
+    for entry in fleet:
+        product = entry.gpu.product_name
+        counts = _slices(entry, by_gpu.get(entry.gpu.uuid, ()), kinds)
+        for state, count in counts.items():
+            slices[product, state] += count  # type: ignore[assignment]  # a share holds a part of a slice
+        gpus[product, _use(counts, entry.gpu.memory_slices)] += 1
+    return Capacity(slices, gpus)
+
+
+def _use(counts: Mapping[SliceState, float], total: int) -> GpuUse:
+    held = counts.get(SliceState.HELD, 0)
+    if held:
+        return GpuUse.HELD if held >= total else GpuUse.PARTLY_HELD
+    return GpuUse.UNAVAILABLE if counts.get(SliceState.UNAVAILABLE, 0) >= total else GpuUse.FREE
+
+
+def _slices(entry: FleetGpu, offers: Iterable[Offer], requested: frozenset[OfferKind]) -> Mapping[SliceState, float]:
+    state, total = entry.state, entry.gpu.memory_slices
+    if state.shared:
+        held = total * state.shared / SLICE_VALUE
+        rest = SliceState.UNAVAILABLE if entry.fault else SliceState.OFFERED if tuple(offers) else SliceState.FREE
+        return {SliceState.HELD: held, rest: total - held}
+    held_mask = 0
+    for device in entry.held:
+        held_mask |= device.mask
+    free = 0 if entry.fault is not None else state.geometry.all_slices & ~state.mask
+    offered = 0
+    for offer in offers:
+        offered |= _mask(state, spot_for(offer).key, spot_for(offer).at) & free
+    usable = _usable(state, requested) if requested else free
+    stranded = free & ~offered & ~usable
+    masks = {
+        SliceState.HELD: held_mask,
+        SliceState.OFFERED: offered,
+        SliceState.FREE: free & ~offered & ~stranded,
+        SliceState.STRANDED: stranded,
+        SliceState.UNAVAILABLE: state.geometry.all_slices & ~held_mask & ~free,
+    }
+    return {name: mask.bit_count() for name, mask in masks.items() if mask}
+
+
+@lru_cache(maxsize=1 << 14)
+def _usable(state: GpuState, requested: frozenset[OfferKind]) -> int:
+    """Bit mask of the slices in free placements of ``requested``."""
+    mask = 0
+    for key in requested:
+        for spot in state.spots(key):
+            mask |= _mask(state, key, spot.at)
+    return mask
+
+
+def _mask(state: GpuState, key: OfferKind, at: int) -> int:
+    """Bit mask of the slices under a device of ``key`` at that place."""
+    if key.kind is not DeviceKind.PARTITION:
+        return state.geometry.all_slices
+    windows = state.geometry.windows.get(key.profile or "", ())
+    return next((mask for mask in windows if start_of(mask) == at), 0)

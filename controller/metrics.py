@@ -1,0 +1,104 @@
+"""The controller's own metrics, all listed in docs/metrics.md; loaded only if metrics are asked for."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Count
+from collections.abc import Callable, Collection, Iterable, Mapping
+from datetime import datetime
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from controller.capacity import GpuUse, RequestedKinds, SliceState, capacity_of
+from controller.cluster.fleet import Fleet
+from controller.demand.pending_claims import PendingClaim, Queue
+from driver.kube.types import Claim
+from driver.model.plan import Offer
+from driver.placement.state import OfferKind
+
+SECONDS = (0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
+"""Upper bounds of the buckets of waiting times: seconds to a day."""
+
+UNKNOWN_CLASS = "unknown"
+"""Label of claims whose DeviceClass does not exist: tenants may write any name."""
+
+WAITS = "Waits"
+"""Reason of a pending claim for which there are free devices: the scheduler has not allocated them yet."""
+
+
+class Decided(NamedTuple):
+    """What a decision was made from. ``pending`` are DeviceClass and reason of each pending claim."""
+
+    fleet: Fleet
+    offered: frozenset[Offer]
+    requested: frozenset[OfferKind]
+    pending: tuple[tuple[str, str], ...]
+
+
+class ControllerMetrics(Collector):
+    """Everything is computed at a scrape, in its thread, from the leader's last decision; none without leadership."""
+
+    def __init__(self, registry: CollectorRegistry, now: Callable[[], float] = time.time) -> None:
+        self._decided: Decided | None = None
+        self._requested = RequestedKinds()
+        self._now = now
+        meaning = "Time from the creation of a claim to its allocation."
+        self._allocated = Histogram(
+            "tessera_claim_allocation_duration_seconds", meaning, registry=registry, buckets=SECONDS
+        )
+        self._evictions = Counter(
+            "tessera_evictions_total", "Pods evicted because another claim has their device.", registry=registry
+        )
+        registry.register(self)
+
+    def claim_changed(self, old: Claim | None, new: Claim | None) -> None:
+        """Observe the change of a claim; one that was allocated before it was seen does not count."""
+        if old is None or new is None or old.status.allocation is not None or new.status.allocation is None:
+            return
+        created = new.metadata.creation_timestamp
+        if created is not None:
+            self._allocated.observe(max(0.0, self._now() - datetime.fromisoformat(created).timestamp()))
+
+    def decision_made(
+        self, queue: Queue, fleet: Fleet, offered: Iterable[Offer], reasons: Mapping[str, str], changed: Iterable[str]
+    ) -> None:
+        """Note a decision. ``reasons`` are by key of the pending claim, ``changed`` the nodes that changed since the last.
+
+        Only notes: counting everything takes as long as a decision.
+        """
+        self._requested.update(queue, fleet, changed, self._now())
+        classes = {each.metadata.name for each in queue.cluster.classes}
+        pending = tuple((class_of(each, classes), reasons.get(each.key, WAITS)) for each in queue.pending)
+        self._decided = Decided(fleet, frozenset(offered), self._requested.kinds, pending)
+
+    def leadership_lost(self) -> None:
+        self._decided = None
+
+    def pod_evicted(self) -> None:
+        self._evictions.inc()
+
+    def collect(self) -> Iterable[Metric]:
+        slices = GaugeMetricFamily("tessera_slices", "Memory slices of GPUs by state.", labels=["product", "state"])
+        gpus = GaugeMetricFamily("tessera_gpus_by_use", "GPUs by use.", labels=["product", "use"])
+        pending = GaugeMetricFamily("tessera_pending_claims", "Pending claims.", labels=["class", "reason"])
+        decided = self._decided
+        if decided is not None:
+            capacity = capacity_of(decided.fleet, decided.offered, decided.requested)
+            for product in sorted({product for product, _ in capacity.gpus}):
+                for state in SliceState:
+                    slices.add_metric([product, state.value], capacity.slices.get((product, state), 0))
+                for use in GpuUse:
+                    gpus.add_metric([product, use.value], capacity.gpus.get((product, use), 0))
+            for labels, count in Count(decided.pending).items():
+                pending.add_metric(labels, count)
+        yield from (slices, gpus, pending)
+
+
+def class_of(pending: PendingClaim, classes: Collection[str]) -> str:
+    """The DeviceClass of its first request."""
+    names = (each.device_class_name for request in pending.claim.spec.devices.requests for each in request.alternatives)
+    first = next(names, "")
+    return first if first in classes else UNKNOWN_CLASS
