@@ -65,7 +65,7 @@ class ControllerMetrics(Collector):
     def decision_made(
         self, queue: Queue, fleet: Fleet, offered: Iterable[Offer], reasons: Mapping[str, str], changed: Iterable[str]
     ) -> None:
-        """Note a decision. ``reasons`` are by key of the pending claim, ``changed`` the nodes that changed since the last.
+        """Note a decision. ``reasons`` are by key of the claim, ``changed`` the nodes that changed since the last one.
 
         Only notes: counting everything takes as long as a decision.
         """

@@ -1,0 +1,55 @@
+"""What the controller tells of its last decision, and how long claims wait for their allocation."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from controller.metrics import ControllerMetrics
+from driver.kube.types import Claim
+from tests.support.gpus import H100
+from tests.support.queues import DRIVER, Situation, fleet_gpu, profile, request
+
+NOW = datetime(2026, 1, 1, 12, 0, 30, tzinfo=UTC)
+
+
+def measured(registry: CollectorRegistry) -> ControllerMetrics:
+    return ControllerMetrics(registry, NOW.timestamp)
+
+
+def test_pending_claims_are_counted_by_class_and_reason_and_an_invented_class_makes_no_series() -> None:
+    registry = CollectorRegistry()
+    metrics, situation = measured(registry), Situation([fleet_gpu("n", 0, H100, "full")])
+    situation.wants(request(selector=profile("1g.10gb")), name="one").wants(request(), name="two")
+    situation.wants(request(device_class="invented-by-a-tenant"), name="three")
+    queue = situation.queue
+    metrics.decision_made(queue, queue.feasibility.fleet, (), {"default/one": "Fragmented"}, ["n"])
+    found = {
+        (sample.labels["class"], sample.labels["reason"]): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "tessera_pending_claims"
+    }
+    assert found == {("any", "Fragmented"): 1, ("any", "Waits"): 1, ("unknown", "Waits"): 1}
+    assert registry.get_sample_value("tessera_slices", {"product": H100, "state": "held"}) == 8
+    assert registry.get_sample_value("tessera_gpus_by_use", {"product": H100, "use": "held"}) == 1
+    metrics.leadership_lost()
+    assert registry.get_sample_value("tessera_slices", {"product": H100, "state": "held"}) is None
+
+
+def claim(*, allocated: bool) -> Claim:
+    results = [{"request": "gpu", "driver": DRIVER, "pool": "n", "device": "gpu-0"}]
+    status = {"allocation": {"devices": {"results": results}}} if allocated else {}
+    metadata = {"name": "one", "namespace": "default", "uid": "one", "creationTimestamp": "2026-01-01T12:00:00Z"}
+    return msgspec.convert({"metadata": metadata, "status": status}, Claim)
+
+
+def test_the_wait_of_a_claim_ends_with_its_allocation_and_counts_once() -> None:
+    registry = CollectorRegistry()
+    metrics, waits, has = measured(registry), claim(allocated=False), claim(allocated=True)
+    for old, new in [(None, waits), (waits, has), (has, has), (has, None), (None, has)]:
+        metrics.claim_changed(old, new)
+    assert registry.get_sample_value("tessera_claim_allocation_duration_seconds_count") == 1
+    assert registry.get_sample_value("tessera_claim_allocation_duration_seconds_sum") == 30
