@@ -131,7 +131,7 @@ class FullPartitions:
         larger = larger_profiles(gpu, device) if gpu is not None else []
         advice = f"next larger profiles: {', '.join(larger)}" if larger else "no profile of this GPU is larger"
         ended = f"when container {container} ended with code {end.exit_code}"
-        return f"{what} was full ({used:.1f} of {total:.1f} GiB) {ended}; {advice}"
+        return f"{what} was full ({used:.3g} of {total:.3g} GiB) {ended}; {advice}"
 
 
 def _changed(full: UsageReading, now: UsageReading | None) -> bool:
