@@ -207,7 +207,7 @@ class NodePlugin:
             return None
         from kubelet_plugin.metrics.usage import UsageCollector, usage_sampler
 
-        sampler = usage_sampler(self._settings, self._context, self._client, reader, self._events, self._paths)
+        sampler = usage_sampler(self._settings, self._context, self._client, reader, self._events)
         self._metrics.registry.register(UsageCollector(self._context, sampler))
         return sampler
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from driver.hardware.host_paths import HostPaths
+from driver.hardware.host_paths import HOST, HostPaths
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
 from driver.kube.reads import read_object
@@ -167,9 +167,10 @@ def usage_sampler(
     client: KubeClient,
     claims: ClaimReader,
     events: EventReporter,
-    paths: HostPaths,
 ) -> UsageSampler:
     """The sampler of ``settings.usage_interval``."""
+    # The processes on simulated GPUs are those of this machine.
+    machine = HostPaths(HOST if settings.simulated else settings.host_root, HOST)
 
     def read_labels(record: ClaimRecord) -> ClaimLabels:
         return labels_of(claims.read(record.namespace, record.name, any_age=True))
@@ -181,7 +182,7 @@ def usage_sampler(
         context,
         context.host.usage_reader(),
         read_labels,
-        partial(pod_of, paths),
+        partial(pod_of, machine),
         TotalsFile(settings.state_dir, context.boot),
         settings.usage_interval or math.inf,
         FullPartitions(read_pod, events.claim, context.inventory.gpu, Clock()).check,
