@@ -130,6 +130,11 @@ class NvlinkDescription(Part, frozen=True, kw_only=True):
     switches: tuple[BusId, ...] = ()
     rack_switches: bool = False
 
+    @property
+    def switched(self) -> bool:
+        """Whether the links end at switches."""
+        return bool(self.switches) or self.rack_switches
+
 
 class FabricDescription(Part, frozen=True, kw_only=True):
     """The NVLink domain: a zero cluster UUID is one node's own NVSwitches.

@@ -7,22 +7,22 @@ also ends the MIG instances of a real GPU.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import msgspec
 import pynvml
 
-from driver.errors import StateError, UsageError
+from driver.errors import UsageError
 from driver.simulator.description import GpuDescription, NodeDescription
-from driver.simulator.tree import Capabilities, swap_in
+from driver.simulator.state.load import WHOLE_GPU, Loads
+from driver.simulator.state.state_file import StateFile
+from driver.simulator.tree import Capabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,11 @@ class SimulatedGpuState(msgspec.Struct, frozen=True, rename="camel"):
     next_event: int = 1
     events: tuple[SimulatedEvent, ...] = ()
     recovery_action: int = 0
+    loads: Loads = Loads()
+
+    def processes_at(self, now: float) -> list[Process]:
+        """All processes, those of loads included."""
+        return [*self.processes, *(Process(load.pid, load.memory_at(now), load.device) for load in self.loads.running)]
 
     @property
     def mig_devices(self) -> dict[str, tuple[GpuInstance, ComputeInstance]]:
@@ -188,81 +193,6 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-@contextmanager
-def exclusively(path: str) -> Iterator[None]:
-    """Hold the lock of a file, which is created if it is missing."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-class StateFile(Generic[S]):
-    """A JSON file that any number of threads and processes share.
-
-    It is replaced as a whole: a reader sees it before or after a change, never a mixture, even if the writer is
-    killed. Writers take turns with ``flock`` on a file beside it, which the kernel releases when its holder dies;
-    readers take no lock. ``missing`` is the content while there is no file; None: that is an error.
-    """
-
-    def __init__(self, path: Path, kind: type[S], missing: S | None = None) -> None:
-        self._path = str(path)
-        self._lock_path = str(path.with_suffix(".lock"))
-        self._decoder = msgspec.json.Decoder(kind)
-        self._missing = missing
-        self._known: tuple[bytes, S] | None = None
-
-    def exists(self) -> bool:
-        return os.access(self._path, os.F_OK)
-
-    def read(self) -> S:
-        """Read the current content; takes about 15 microseconds, 1 to 2 without a file.
-
-        :raises StateError: the file is missing or was damaged by someone else
-        """
-        if self._missing is not None and not self.exists():
-            return self._missing
-        try:
-            content, known = self._content(), self._known
-            if known is None or known[0] != content:
-                known = self._known = (content, self._decoder.decode(content))
-        except (OSError, msgspec.MsgspecError) as error:
-            if self._missing is not None and isinstance(error, FileNotFoundError):
-                return self._missing
-            raise StateError(f"file of a simulated node, {self._path}: {error}") from error
-        return known[1]
-
-    def write(self, state: S) -> None:
-        """Replace the content; ``missing`` removes the file. Only for the holder of :meth:`locked`."""
-        if state == self._missing:
-            Path(self._path).unlink(missing_ok=True)
-            return
-        content, temporary = msgspec.json.encode(state), f"{self._path}.new"
-        # An explicit mode: the umask of a test or a container may allow everybody to write.
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            os.write(descriptor, content)
-        finally:
-            os.close(descriptor)
-        swap_in(temporary, self._path)
-        self._known = (content, state)
-
-    @contextmanager
-    def locked(self) -> Iterator[S]:
-        """Hold the file's lock and yield its content."""
-        with exclusively(self._lock_path):
-            yield self.read()
-
-    def _content(self) -> bytes:
-        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return b"".join(iter(partial(os.read, descriptor, 1 << 16), b""))
-        finally:
-            os.close(descriptor)
-
-
 Rule = Callable[[S], tuple[S, T]]
 """A change: the state before -> the state after, and a result."""
 
@@ -271,13 +201,19 @@ class Machine:
     """The hardware of one node. GPUs are numbered by minor; NVML indices differ once a GPU was removed."""
 
     def __init__(
-        self, description: NodeDescription, root: Path, latency: Latency, sleep: Callable[[float], None]
+        self,
+        description: NodeDescription,
+        root: Path,
+        latency: Latency,
+        sleep: Callable[[float], None],
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.description = description
         self.product = description.gpu_product
         self.root = root
         self.latency = latency
         self.faults = StateFile(root / "sim" / "faults.json", InjectedFaults, NO_FAULTS)
+        self.clock = clock
         self._sleep = sleep
         self._capabilities = Capabilities(root)
         self._seen = NO_FAULTS
@@ -340,6 +276,7 @@ class Machine:
                 self._sleep(seconds)
             if event is not None and _layout(changed) != _layout(state):
                 changed = changed.with_event(event)
+            changed = self._with_possible_loads(changed)
             # In this order a reader never sees an instance without its capability files.
             ids = {gi.id: tuple(ci.id for ci in gi.compute) for gi in changed.instances}
             self._capabilities.add(minor, ids)
@@ -347,6 +284,13 @@ class Machine:
                 self._file(minor).write(changed)
             self._capabilities.remove_stale(minor, ids)
         return result
+
+    def _with_possible_loads(self, state: SimulatedGpuState) -> SimulatedGpuState:
+        if state.loads == Loads():
+            return state
+        present = state.mig_devices.keys() if state.mig_enabled else {WHOLE_GPU}
+        loads = state.loads.end_on_missing(present, self.clock())
+        return state if loads is state.loads else msgspec.structs.replace(state, loads=loads)
 
     def change_faults(self, rule: Rule[InjectedFaults, T]) -> T:
         """Apply ``rule`` to the node's faults; return its second value."""
@@ -361,6 +305,18 @@ class Machine:
     def take_fault(self, fault: InjectedFault) -> bool:
         """Count one occurrence of ``fault``; False if it was cleared or used up in the meantime."""
         return fault.times is None or self.change_faults(lambda now: _one_less(now, fault.id))
+
+    def nvlink_peers(self, minor: int) -> list[GpuDescription]:
+        """The present GPUs that bridges join to this one."""
+        gpus = self.gpus
+        clique = gpus[minor].nvlink_clique
+        near = (gpus[other] for other in self.present if other != minor)
+        return [gpu for gpu in near if clique is not None and gpu.nvlink_clique == clique]
+
+    def has_nvlink(self, minor: int) -> bool:
+        """Whether NVLink joins the GPU to a switch or to another GPU."""
+        nvlink = self.description.nvlink
+        return nvlink is not None and (nvlink.switched or bool(self.nvlink_peers(minor)))
 
     @property
     def reports_recovery_action(self) -> bool:

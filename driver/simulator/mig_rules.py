@@ -16,6 +16,7 @@ import pynvml
 
 from driver.simulator.machine import ComputeInstance, GpuInstance, SimulatedGpuState
 from driver.simulator.products import Product, ProductProfile
+from driver.simulator.state.load import Loads
 
 # Compute slices a compute instance may have inside a larger GPU instance, with its profile
 # (MIG user guide, "Compute instance profiles").
@@ -80,6 +81,7 @@ def _emptied(state: SimulatedGpuState, mode: bool) -> SimulatedGpuState:
         time_slice=0,
         instances=(),
         processes=(),
+        loads=Loads(),
         recovery_action=pynvml.NVML_GPU_RECOVERY_ACTION_NONE,
     )
 

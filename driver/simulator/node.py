@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from driver.config.suggestions import meant
 from driver.errors import EnvironmentFault, UsageError
 from driver.model.time_slice_and_compute_mode import ComputeMode, TimeSlice
 from driver.simulator import mig_rules, tree
@@ -21,11 +22,13 @@ from driver.simulator.machine import (
     GpuInstance,
     Latency,
     Machine,
+    Process,
     SimulatedGpuState,
-    exclusively,
 )
 from driver.simulator.nvml import SimulatedNvml, is_simulated
 from driver.simulator.products import Product
+from driver.simulator.state.load import LOAD_PID, WHOLE_GPU, Load, Phase, check_activity, check_memory
+from driver.simulator.state.state_file import exclusively
 from driver.simulator.tree import make_folder, write_file
 
 # Version of the directory layout; other versions are refused.
@@ -53,13 +56,14 @@ class SimulatedNode:
         *,
         latency: Latency = DEFAULT_LATENCY,
         sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.time,
     ) -> SimulatedNode:
         """Open the node in ``root``, or create it if the directory is missing or empty; existing GPU state is kept.
 
         :raises UsageError: ``root`` holds a node of another description, or other files
         :raises EnvironmentFault: ``root`` can't be written
         """
-        machine = Machine(description, root, latency, sleep)
+        machine = Machine(description, root, latency, sleep, clock)
         try:
             _refuse_foreign_directory(root)
             make_folder(root / "sim")
@@ -108,6 +112,10 @@ class SimulatedNode:
         """The current state of a GPU, without an NVML session."""
         return self._machine.state(minor)
 
+    def processes(self, minor: int) -> list[Process]:
+        """The processes of a GPU, those of loads included."""
+        return self.gpu_state(minor).processes_at(self._machine.clock())
+
     def reboot(self) -> None:
         """Reboot the machine: instances and processes end, and MIG mode on Hopper and newer is switched off."""
         product = self._machine.product
@@ -121,6 +129,71 @@ class SimulatedNode:
         :raises NVMLError: IN_USE while a process holds the GPU
         """
         self._machine.change(minor, lambda state: (mig_rules.reset(state), None), event=MIG_CHANGED)
+
+    def put_load(self, device: str, phases: tuple[Phase, ...], *, pid: int = LOAD_PID) -> None:
+        """Load a GPU or a MIG device (UUID) from now on; replaces its load of the same process id.
+
+        The load of a MIG device ends with it, that of a GPU with a reset, a reboot or MIG mode.
+
+        :raises UsageError: no such device, or more than it has
+        """
+        minor, mig = self._find(device)
+        product, machine = self._machine.product, self._machine
+
+        def rule(state: SimulatedGpuState) -> tuple[SimulatedGpuState, None]:
+            now = machine.clock()
+            load = Load(phases, mig, pid, now, *_parts(product, state, mig))
+            loads = state.loads.put(load)
+            check_activity(list(loads.on(mig)), nvlink=machine.has_nvlink(minor))
+            total = product.memory_mib
+            if mig:
+                instance, _ = state.mig_devices[mig]
+                total = product.by_id[instance.profile].memory_at(instance.start)
+            processes = sum(process.memory for process in state.processes if process.device == mig)
+            check_memory(load, [other for other in loads.on(mig) if other is not load], (total << 20) - processes)
+            return msgspec.structs.replace(state, loads=loads), None
+
+        machine.change(minor, rule)
+
+    def end_load(self, device: str, pid: int | None = None) -> None:
+        """End the load of a GPU or a MIG device (UUID); with ``pid`` only that of one process."""
+        minor, mig = self._find(device)
+
+        def rule(state: SimulatedGpuState) -> tuple[SimulatedGpuState, None]:
+            loads = state.loads.end(mig, self._machine.clock(), pid)
+            return (state if loads is state.loads else msgspec.structs.replace(state, loads=loads)), None
+
+        self._machine.change(minor, rule)
+
+    def _find(self, device: str) -> tuple[int, str]:
+        """The minor of the GPU, and the UUID of the MIG device; empty for a GPU."""
+        known: dict[str, tuple[int, str]] = {}
+        for minor in self.present:
+            mig_devices = self.gpu_state(minor).mig_devices
+            known |= {self._machine.uuids[minor]: (minor, WHOLE_GPU)} | {uuid: (minor, uuid) for uuid in mig_devices}
+        if device not in known:
+            raise UsageError(
+                f"device: {device} is not on this node{meant(device, known)}; there are {', '.join(known)}"
+            )
+        return known[device]
+
+
+def _parts(product: Product, state: SimulatedGpuState, mig: str) -> tuple[float, float]:
+    """The device's parts of the compute slices and the memory slices of its GPU.
+
+    :raises UsageError: the whole GPU in MIG mode, or a MIG device that was destroyed in the meantime
+    """
+    devices = ", ".join(state.mig_devices) or "none now"
+    if not mig and state.mig_enabled:
+        raise UsageError(f"device: the GPU is in MIG mode; accepted: one of its partitions: {devices}")
+    if not mig:
+        return 1.0, 1.0
+    if mig not in state.mig_devices:
+        raise UsageError(f"device: {mig} is gone; accepted: another partition: {devices}")
+    instance, compute = state.mig_devices[mig]
+    slices = max(profile.slices for profile in product.profiles)
+    share = compute.size / product.by_id[instance.profile].slices
+    return compute.size / slices, share * instance.size / product.memory_slices
 
 
 def _lock_file(root: Path) -> Path:
@@ -181,7 +254,7 @@ def describe(node: SimulatedNode, held: dict[str, str]) -> list[dict[str, Any]]:
 
 def _describe_gpu(node: SimulatedNode, minor: int, held: dict[str, str]) -> dict[str, Any]:
     state, product = node.gpu_state(minor), node.description.gpu_product
-    uuid = node.description.gpu_uuid(minor)
+    uuid, processes = node.description.gpu_uuid(minor), node.processes(minor)
     in_order = sorted(state.instances, key=lambda gi: gi.start)
     return {
         "node": node.description.name,
@@ -190,19 +263,19 @@ def _describe_gpu(node: SimulatedNode, minor: int, held: dict[str, str]) -> dict
         "uuid": uuid,
         "pciBusId": node.gpus[minor].pci_bus_id,
         "memoryTotal": product.memory_mib,
-        "memoryUsed": sum(process.memory for process in state.processes) >> 20,
+        "memoryUsed": sum(process.memory for process in processes) >> 20,
         "migMode": _mode(product.mig_capable, state.mig_enabled),
         "migModePending": _mode(product.mig_capable, state.mig_pending),
         "computeMode": ComputeMode(state.compute_mode).name,
         "timeSlice": str(list(TimeSlice)[state.time_slice]),
         "holder": held.get(uuid),
-        "processes": _pids(state, ""),
-        "migDevices": [row for gi in in_order for row in _describe_instance(product, state, gi, held)],
+        "processes": _pids(processes, ""),
+        "migDevices": [row for gi in in_order for row in _describe_instance(product, processes, gi, held)],
     }
 
 
 def _describe_instance(
-    product: Product, state: SimulatedGpuState, gi: GpuInstance, held: dict[str, str]
+    product: Product, processes: Sequence[Process], gi: GpuInstance, held: dict[str, str]
 ) -> list[dict[str, Any]]:
     profile = product.by_id[gi.profile]
     common: dict[str, Any] = {
@@ -219,14 +292,14 @@ def _describe_instance(
             "computeInstance": ci.id,
             "uuid": ci.uuid,
             "holder": held.get(ci.uuid),
-            "processes": _pids(state, ci.uuid),
+            "processes": _pids(processes, ci.uuid),
         }
         for ci in gi.compute
     ]
 
 
-def _pids(state: SimulatedGpuState, device: str) -> list[int]:
-    return [process.pid for process in state.processes if process.device == device]
+def _pids(processes: Sequence[Process], device: str) -> list[int]:
+    return [process.pid for process in processes if process.device == device]
 
 
 def _mode(capable: bool, enabled: bool) -> str:

@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 
 import pynvml
 
-from driver.simulator.description import GpuDescription, NvlinkDescription
+from driver.simulator.description import NvlinkDescription
 from driver.simulator.machine import Process, SimulatedGpuState
+from driver.simulator.nvml_gpm import MIB, GpmCalls
 from driver.simulator.nvml_mig import MigCalls
 from driver.simulator.nvml_session import (
     EventCalls,
@@ -32,8 +33,6 @@ from driver.simulator.nvml_session import (
     text,
 )
 from driver.simulator.smi_tool import CALL as SMI
-
-MIB = 1 << 20
 
 # Highest SM clock in MHz. Not published; only the memory clock matters.
 _MAX_SM_CLOCK = 1980
@@ -63,7 +62,7 @@ _FULL_BANDWIDTH = (
 
 
 class DeviceCalls(NvmlSession):
-    """System, identity, memory, processes, field values and links. A MIG device is NOT_SUPPORTED."""
+    """System, identity, memory, processes, field values and links. Most refuse a MIG device: NOT_SUPPORTED."""
 
     @simulated()
     def nvmlDeviceGetPciInfo(self, handle: Any) -> Any:
@@ -74,9 +73,11 @@ class DeviceCalls(NvmlSession):
     def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any:
         if version:
             raise error(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+        state, device = self._state_and_device(handle)
         info = pynvml.c_nvmlMemory_t()
-        info.total = self.machine.product.memory_mib * MIB
-        info.used = sum(process.memory for process in self.machine.state(self.gpu(handle)).processes)
+        info.total = self._memory_mib(state, device) * MIB
+        used = sum(process.memory for process in self._processes(state, device))
+        info.used = min(used, info.total)
         info.free = info.total - info.used
         return info
 
@@ -113,8 +114,27 @@ class DeviceCalls(NvmlSession):
 
     @simulated()
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
-        state = self.machine.state(self.gpu(handle))
-        return [_process_info(process, state) for process in state.processes]
+        state, device = self._state_and_device(handle)
+        return [_process_info(process, state) for process in self._processes(state, device)]
+
+    def _state_and_device(self, handle: Any) -> tuple[SimulatedGpuState, str | None]:
+        """The GPU's state and the UUID of its MIG device; None: the GPU. A destroyed device is INVALID_ARGUMENT."""
+        key = self.device(handle)
+        state, device = self.machine.state(key.minor), key.uuid if isinstance(key, MigKey) else None
+        if device is not None and device not in state.mig_devices:
+            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return state, device
+
+    def _processes(self, state: SimulatedGpuState, device: str | None) -> list[Process]:
+        found = state.processes_at(self.machine.clock())
+        return [process for process in found if device is None or process.device == device]
+
+    def _memory_mib(self, state: SimulatedGpuState, device: str | None) -> int:
+        product = self.machine.product
+        if device is None:
+            return product.memory_mib
+        instance, _ = state.mig_devices[device]
+        return product.by_id[instance.profile].memory_at(instance.start)
 
     @simulated()
     def nvmlDeviceGetComputeMode(self, handle: Any) -> int:
@@ -159,12 +179,8 @@ class DeviceCalls(NvmlSession):
 
     @simulated()
     def nvmlDeviceGetUUID(self, handle: Any) -> str:
-        key = self.device(handle)
-        if isinstance(key, GpuKey):
-            return self.machine.uuids[key.minor]
-        if key.uuid not in self.machine.state(key.minor).mig_devices:
-            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return key.uuid
+        _, device = self._state_and_device(handle)
+        return device or self.machine.uuids[self.device(handle).minor]
 
     @simulated()
     def nvmlDeviceGetMinorNumber(self, handle: Any) -> int:
@@ -230,7 +246,7 @@ class DeviceCalls(NvmlSession):
     def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: Any, link: int) -> int:
         nvlink = self.nvlink(handle, link)
         kinds = (pynvml.NVML_NVLINK_DEVICE_TYPE_GPU, pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
-        return int(kinds[_is_switched(nvlink)])
+        return int(kinds[nvlink.switched])
 
     @simulated()
     def nvmlDeviceGetNvLinkRemotePciInfo(self, device: Any, link: int) -> Any:
@@ -239,7 +255,7 @@ class DeviceCalls(NvmlSession):
             return pci_info(nvlink.switches[integer(link) % len(nvlink.switches)], _NVSWITCH_DEVICE_ID)
         if nvlink.rack_switches:
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        peers = self._peers(self.gpu(device))
+        peers = self.machine.nvlink_peers(self.gpu(device))
         return pci_info(peers[integer(link) % len(peers)].pci_bus_id, self.machine.product.pci_device_id)
 
     @simulated()
@@ -264,17 +280,11 @@ class DeviceCalls(NvmlSession):
         minor, number = self.gpu(handle), integer(link)
         if not 0 <= number < pynvml.NVML_NVLINK_MAX_LINKS:
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        if nvlink is None or not (_is_switched(nvlink) or self._peers(minor)):
+        if nvlink is None or not self.machine.has_nvlink(minor):
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
         if number >= nvlink.links:
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return nvlink
-
-    def _peers(self, minor: int) -> list[GpuDescription]:
-        gpus = self.machine.gpus
-        clique = gpus[minor].nvlink_clique
-        near = (gpus[other] for other in self.machine.present if other != minor)
-        return [gpu for gpu in near if clique is not None and gpu.nvlink_clique == clique]
 
 
 def pci_info(bus_id: str, device_id: int) -> Any:
@@ -298,15 +308,11 @@ def _process_info(process: Process, state: SimulatedGpuState) -> Any:
     return pynvml.nvmlStructToFriendlyObject(info)
 
 
-def _is_switched(nvlink: NvlinkDescription) -> bool:
-    return bool(nvlink.switches) or nvlink.rack_switches
-
-
 # Functions of pynvml that do not call the library.
 _PURE = {"nvmlExceptionClass", "nvmlStructToFriendlyObject", "nvmlFriendlyObjectToStruct"}
 
 
-class SimulatedNvml(DeviceCalls, MigCalls, EventCalls):
+class SimulatedNvml(DeviceCalls, MigCalls, GpmCalls, EventCalls):
     """The pynvml functions of one simulated node: same names, arguments, structs, results and errors."""
 
     def __getattr__(self, name: str) -> Any:

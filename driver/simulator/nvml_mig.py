@@ -134,6 +134,14 @@ class MigCalls(NvmlSession):
         info.placement.start, info.placement.size = instance.start, instance.size
         return info
 
+    @simulated()
+    def nvmlDeviceGetGpuInstanceId(self, device: Any) -> int:
+        key = self.device(device)
+        if isinstance(key, GpuKey):
+            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        instance, _ = _with_uuid(self.machine.state(key.minor), key.uuid)
+        return instance.id
+
     def _mig_gpu(self, handle: Any) -> int:
         minor = self.gpu(handle, pynvml.NVML_ERROR_INVALID_ARGUMENT)
         if not self.machine.product.mig_capable:

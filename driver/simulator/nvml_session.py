@@ -111,7 +111,14 @@ class EventSetKey:
     number: int
 
 
-HandleTarget = GpuKey | MigKey | GpuInstanceKey | ComputeInstanceKey | EventSetKey
+@dataclass(frozen=True, slots=True)
+class SampleKey:
+    """The GPM sample behind a handle."""
+
+    number: int
+
+
+HandleTarget = GpuKey | MigKey | GpuInstanceKey | ComputeInstanceKey | EventSetKey | SampleKey
 
 _HANDLE_OF: dict[type[HandleTarget], Any] = {
     GpuKey: pynvml.c_nvmlDevice_t,
@@ -119,6 +126,7 @@ _HANDLE_OF: dict[type[HandleTarget], Any] = {
     GpuInstanceKey: pynvml.c_nvmlGpuInstance_t,
     ComputeInstanceKey: pynvml.c_nvmlComputeInstance_t,
     EventSetKey: pynvml.c_nvmlEventSet_t,
+    SampleKey: pynvml.c_nvmlGpmSample_t,
 }
 _HANDLE_TYPES = tuple(set(_HANDLE_OF.values()))
 
@@ -248,7 +256,7 @@ class NvmlSession:
 
     def _apply_faults(self, now: InjectedFaults, name: str, values: Iterable[Any]) -> None:
         keys = [key for value in values if (key := self.find(value)) is not None]
-        gpus = {key.minor for key in keys if not isinstance(key, EventSetKey)}
+        gpus = {key.minor for key in keys if not isinstance(key, EventSetKey | SampleKey)}
         devices = {uuid for key in keys for uuid in self._devices(key)}
         for fault in now.faults:
             if (

@@ -1,0 +1,164 @@
+"""Simulated NVML: GPM, whose samples hold the counters of a GPU or a GPU instance, and utilization rates.
+
+NVML documents these functions without their error codes. Estimates: every code below except NOT_SUPPORTED of GPUs
+before Hopper, and that samples which do not belong together are refused. A client must not rely on the latter.
+"""
+
+# ruff: noqa: N802, N803
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pynvml
+
+from driver.simulator import mig_rules
+from driver.simulator.machine import GpuInstance, Machine, SimulatedGpuState
+from driver.simulator.nvml_session import NvmlSession, SampleKey, error, integer, simulated
+from driver.simulator.state.load import WHOLE_GPU, Activity
+
+MIB = 1 << 20
+
+SHORTEST_INTERVAL_SECONDS = 0.1
+"""NVML's manual: two samples should be more than 100 ms apart, the time in which the counters are refreshed."""
+
+_HOPPER = (9, 0)
+
+_RATIOS = {
+    pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL: "busy",
+    pynvml.NVML_GPM_METRIC_SM_UTIL: "sm",
+    pynvml.NVML_GPM_METRIC_SM_OCCUPANCY: "occupancy",
+    pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: "tensor",
+    pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: "dram",
+}
+_NVLINK = (pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC, pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC)
+_PCIE = (pynvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC, pynvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Counters at a time, of a GPU or of the GPU instance with this serial."""
+
+    minor: int
+    serial: int | None
+    time: float
+    counters: Activity
+
+
+class GpmCalls(NvmlSession):
+    """``nvmlGpm*`` and utilization rates. Samples belong to the process that allocated them."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self._sample_numbers = itertools.count()
+        self._samples: dict[SampleKey, _Sample | None] = {}
+
+    @simulated()
+    def nvmlGpmQueryDeviceSupport(self, device: Any) -> Any:
+        self.gpu(device, pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        support = pynvml.c_nvmlGpmSupport_t()
+        support.version = pynvml.NVML_GPM_SUPPORT_VERSION
+        support.isSupportedDevice = int(self._has_gpm)
+        return support
+
+    @simulated()
+    def nvmlGpmSampleAlloc(self) -> Any:
+        key = SampleKey(next(self._sample_numbers))
+        self._samples[key] = None
+        return self.handle(key)
+
+    @simulated()
+    def nvmlGpmSampleFree(self, gpmSample: Any) -> None:
+        key = self._sample_key(gpmSample)
+        self._samples.pop(key, None)
+        self.forget(key)
+
+    @simulated()
+    def nvmlGpmSampleGet(self, device: Any, gpmSample: Any) -> Any:
+        minor, key = self._gpm_gpu(device), self._sample_key(gpmSample)
+        now, state = self.machine.clock(), self.machine.state(minor)
+        self._samples[key] = _Sample(minor, None, now, state.loads.counters(WHOLE_GPU, now))
+        return gpmSample
+
+    @simulated()
+    def nvmlGpmMigSampleGet(self, device: Any, gpuInstanceId: int, gpmSample: Any) -> Any:
+        minor, key, wanted = self._gpm_gpu(device), self._sample_key(gpmSample), integer(gpuInstanceId)
+        now, state = self.machine.clock(), self.machine.state(minor)
+        mig_rules.require_mig(state)
+        instance = next((gi for gi in state.instances if gi.id == wanted), None)
+        if instance is None:
+            raise error(pynvml.NVML_ERROR_NOT_FOUND)
+        self._samples[key] = _Sample(minor, instance.serial, now, self._of_instance(state, instance, now))
+        return gpmSample
+
+    @simulated()
+    def nvmlGpmMetricsGet(self, metricsGet: Any) -> Any:
+        if not isinstance(metricsGet, pynvml.c_nvmlGpmMetricsGet_t):
+            raise TypeError(f"expected c_nvmlGpmMetricsGet_t, got {type(metricsGet).__name__}")
+        if metricsGet.version != pynvml.NVML_GPM_METRICS_GET_VERSION:
+            raise error(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+        minor, average = self._average(metricsGet.sample1, metricsGet.sample2)
+        if not 0 < metricsGet.numMetrics <= len(metricsGet.metrics):
+            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        values = self._values(minor, average)
+        for metric in metricsGet.metrics[: metricsGet.numMetrics]:
+            known = metric.metricId in values
+            metric.nvmlReturn = pynvml.NVML_SUCCESS if known else pynvml.NVML_ERROR_NOT_SUPPORTED
+            metric.value = values.get(metric.metricId, 0.0)
+        return metricsGet
+
+    @simulated()
+    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
+        state, now = self.machine.state(self.gpu(handle)), self.machine.clock()
+        if state.mig_enabled:
+            raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        before, after = (state.loads.counters(WHOLE_GPU, time) for time in (now - 1, now))
+        rates = pynvml.c_nvmlUtilization_t()
+        rates.gpu, rates.memory = (
+            min(100, round(100 * seconds)) for seconds in (after.busy - before.busy, after.dram - before.dram)
+        )
+        return rates
+
+    @property
+    def _has_gpm(self) -> bool:
+        return self.machine.product.compute_capability >= _HOPPER
+
+    def _gpm_gpu(self, handle: Any) -> int:
+        minor = self.gpu(handle, pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        if not self._has_gpm:
+            raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return minor
+
+    def _sample_key(self, handle: Any) -> SampleKey:
+        key = self.find(handle)
+        if not isinstance(key, SampleKey):
+            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return key
+
+    def _of_instance(self, state: SimulatedGpuState, instance: GpuInstance, now: float) -> Activity:
+        """The counters of a GPU instance: those of its compute instances, by their parts of it."""
+        slices, total = self.machine.product.by_id[instance.profile].slices, Activity()
+        for compute in instance.compute:
+            part = compute.size / slices
+            total = total.plus(state.loads.counters(compute.uuid, now).part(part, part))
+        return total
+
+    def _average(self, first: Any, second: Any) -> tuple[int, Activity]:
+        """The GPU and its average activity between two samples; INVALID_ARGUMENT if they do not belong together."""
+        one, two = (self._samples.get(self._sample_key(handle)) for handle in (first, second))
+        if one is None or two is None or (one.minor, one.serial) != (two.minor, two.serial):
+            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        seconds = two.time - one.time
+        # After a reset of the GPU its counters begin again at 0; the tolerance is for rounding.
+        went_back = any(later < earlier * (1 - 1e-9) for earlier, later in zip(one.counters, two.counters, strict=True))
+        if seconds < SHORTEST_INTERVAL_SECONDS or went_back:
+            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        differences = two.counters.plus(one.counters, -1)
+        return one.minor, Activity(*(max(0.0, difference) / seconds for difference in differences))
+
+    def _values(self, minor: int, average: Activity) -> dict[int, float]:
+        """The values of the metrics that the GPU has: percentages, and MiB per second in each direction."""
+        values = {metric: min(100.0, 100 * getattr(average, name)) for metric, name in _RATIOS.items()}
+        values |= dict.fromkeys(_PCIE, average.pcie / 2 / MIB)
+        return values | dict.fromkeys(_NVLINK if self.machine.has_nvlink(minor) else (), average.nvlink / 2 / MIB)
