@@ -76,6 +76,7 @@ def test_an_unhealthy_gpu_is_offered_to_nobody_until_it_is_reset(faulty: PluginP
         devices = faulty.devices()
         return "gpu-3" in devices and "taints" not in devices["gpu-3"]
 
+    wait_for(offered, SEEN_S, "nothing holds it any more")
     faulty.fault("xid", "48", "--gpu", "3")
     wait_for(lambda: faulty.devices() and not offered(), SEEN_S, "no pod can get it")
     faulty.fault("reset", "--gpu", "3")

@@ -18,9 +18,13 @@ def specs(node: PluginProcess) -> list[dict[str, Any]]:
 
 
 def is_complete(node: PluginProcess) -> bool:
-    """Whether all eight GPUs are published whole and in all their parts, without a taint."""
-    devices = node.devices()
-    return len(devices) == 8 * 26 and not any("taints" in device for device in devices.values())
+    """Whether all eight GPUs are published whole and in all their parts, without a taint, and as they are when idle.
+
+    An idle node without a controller publishes the same devices, but with the MIG mode that its GPUs have now.
+    """
+    devices = node.devices().values()
+    enabled = [each for each in devices if each["attributes"].get("migMode") == {"string": "enabled"}]
+    return len(devices) == 8 * 26 and not enabled and not any("taints" in each for each in devices)
 
 
 def differences(found: Any, wanted: Any, where: str = "") -> list[str]:
