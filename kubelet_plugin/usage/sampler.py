@@ -105,7 +105,6 @@ class UsageSampler:
         self._clock = clock
         self._timeouts = TimeoutRunner(READ_TIMEOUT_SECONDS)
         self._saved = totals_file.load(clock())
-        self._saved_at = clock()
         self._due: dict[str, float] = {}
         self._changed = threading.Event()
         self.devices: Mapping[Key, DeviceUsage] = {}
@@ -129,17 +128,19 @@ class UsageSampler:
         devices = self._current(now)
         self._read_missing_labels(devices)
         due = {each.device.gpu_uuid for each in devices.values() if each.ended_at is None}
-        for uuid in [uuid for uuid in due if self._due.get(uuid, now) <= now]:
+        to_sample = [uuid for uuid in due if self._due.get(uuid, now) <= now]
+        for uuid in to_sample:
             self._sample_gpu(uuid, devices)
             # A new claim is sampled again soon; the time doubles with each sample.
             youngest = min(now - each.since for each in self._on(uuid, devices))
-            self._due[uuid] = now + min(self._interval, max(FIRST_INTERVAL_SECONDS, youngest))
+            # All GPUs are sampled at multiples of the interval, together.
+            until_next = self._interval - now % self._interval
+            self._due[uuid] = now + min(until_next, max(FIRST_INTERVAL_SECONDS, youngest))
         self._due = {uuid: at for uuid, at in self._due.items() if uuid in due}
         self.devices = devices
         self._reader.keep([target_of(each.device) for each in devices.values() if each.ended_at is None])
-        if now - self._saved_at >= self._interval:
+        if to_sample:
             self._file.save({key: each.totals for key, each in devices.items()})
-            self._saved_at = now
         due_in = min(self._due.values(), default=now + self._interval) - self._clock()
         return max(0.0, min(due_in, self._check(devices) or due_in))
 

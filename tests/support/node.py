@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,11 +101,12 @@ def start_node(
     sharing: GpuSharing = UNSHARED,
     open_host: Callable[[SimulatedNode], Host] = usual_host,
     took: Callable[[Step, float], None] = lambda *_: None,
+    clock: Callable[[], float] = time.time,
 ) -> NodeUnderTest:
     """Start, or start again, what the node plugin is made of, below ``root``."""
     api = api or ClaimApi()
     description = load_description(gpus) if isinstance(gpus, str) else gpus
-    simulated = SimulatedNode.open(description, root / "host", latency=ZERO_LATENCY)
+    simulated = SimulatedNode.open(description, root / "host", latency=ZERO_LATENCY, clock=clock)
     host = open_host(simulated)
     checkpoint = Checkpoint(root / "state")
     records = checkpoint.load()

@@ -79,8 +79,9 @@ def measured(tmp_path: Path) -> Measured:
 
 
 def documented(process: str = "node") -> dict[str, tuple[str, frozenset[str]]]:
-    """(type, labels) by name, as in the table of the docs for that process."""
-    node, _, controller = DOCS.read_text().partition("\nThe controller exports")
+    """(type, labels) by name, as in the table of the docs for that process, without the usage of claims."""
+    node, _, rest = DOCS.read_text().partition("\n## Usage of claims")
+    controller = rest.partition("\nThe controller exports")[2]
     rows = ROW.findall({"node": node, "controller": controller}[process])
     return {name: (kind, frozenset(re.findall(r"\w+", labels))) for name, kind, labels in rows}
 
