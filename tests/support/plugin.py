@@ -71,6 +71,7 @@ class PluginFlags:
     layout: str = ""
     metrics_address: str = ""
     health_address: str = ""
+    usage_interval: str = ""
     neighbours: str = ""
     exclude_gpus: str = ""
 
@@ -131,6 +132,7 @@ class PluginProcess:
             "--layout": self.flags.layout,
             "--metrics-address": self.flags.metrics_address,
             "--health-address": self.flags.health_address,
+            "--usage-interval": self.flags.usage_interval,
             "--neighbours": self.flags.neighbours,
             "--exclude-gpus": self.flags.exclude_gpus,
         }

@@ -84,8 +84,8 @@ class Workloads:
         self._templates.append(name)
         return name
 
-    def pod(self, name: str, *claims: str, template: str | None = None) -> str:
-        """A pod that runs until it is deleted and uses every claim."""
+    def pod(self, name: str, *claims: str, template: str | None = None, script: str = SLEEP) -> str:
+        """A pod that uses every claim, and runs until it is deleted unless its shell ``script`` ends."""
         sources: list[dict[str, str]] = [{"name": claim, "resourceClaimName": claim} for claim in claims]
         if template is not None:
             sources.append({"name": template, "resourceClaimTemplateName": template})
@@ -93,7 +93,7 @@ class Workloads:
             "name": "main",
             "image": "docker.io/tessera/busybox:local",
             "imagePullPolicy": "Never",
-            "command": ["sh", "-c", SLEEP],
+            "command": ["sh", "-c", script],
             "resources": {"claims": [{"name": source["name"]} for source in sources]},
         }
         spec = {
