@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tests.bench import cel, discovery, pods, prepare, process
+from tests.bench import cel, claim_usage, discovery, pods, prepare, process
 from tests.bench.results import Figure, machine, table, write
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
@@ -38,6 +38,7 @@ def _measure(cluster: Cluster, progress: Progress) -> list[Figure]:
         *prepare.figures(cluster, progress, where),
         Figure("discovery.8gpus_ms", discovery.discovery_ms(), "ms", 150, None, where),
         *process.figures(cluster, progress, where),
+        *claim_usage.figures(cluster, progress, where),
         *pods.figures(cluster, progress, where),
         Figure("cel.new_shape_p50_ms", cel.new_shape_ms(), "ms", 1, None, where),
         Figure("cel.fleet_verdicts_s", cel.fleet_s(), "s", 1, None, where),

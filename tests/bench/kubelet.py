@@ -80,7 +80,9 @@ def _timed(calls: Sequence[Any], messages: Sequence[Any]) -> float:
 
 
 @contextmanager
-def bench_plugin(cluster: Cluster, name: str = "bench-0", metrics_address: str = "") -> Iterator[PluginProcess]:
+def bench_plugin(
+    cluster: Cluster, name: str = "bench-0", metrics_address: str = "", usage_interval: str = ""
+) -> Iterator[PluginProcess]:
     """A plugin for a Node object without a kubelet, as shipped but for the simulator's delay.
 
     Its CDI directory is in memory, as /var/run is on a host: on a disk, the next durable write waits for the CDI spec.
@@ -89,6 +91,7 @@ def bench_plugin(cluster: Cluster, name: str = "bench-0", metrics_address: str =
         plugin = PluginProcess(cluster, replace(bare_node(cluster, name), cdi_dir=Path(cdi_dir)))
         plugin.flags.log_level = "info"
         plugin.flags.metrics_address = metrics_address
+        plugin.flags.usage_interval = usage_interval
         plugin.spawn()
         plugin.wait_published()
         try:
