@@ -165,16 +165,19 @@ class SimulatedNode:
 
         self._machine.change(minor, rule)
 
-    def _find(self, device: str) -> tuple[int, str]:
-        """The minor of the GPU, and the UUID of the MIG device; empty for a GPU."""
+    def device_uuids(self) -> dict[str, tuple[int, str]]:
+        """The present GPUs and MIG devices by UUID: minor, and UUID of the MIG device, empty for a GPU."""
         known: dict[str, tuple[int, str]] = {}
         for minor in self.present:
             mig_devices = self.gpu_state(minor).mig_devices
             known |= {self._machine.uuids[minor]: (minor, WHOLE_GPU)} | {uuid: (minor, uuid) for uuid in mig_devices}
+        return known
+
+    def _find(self, device: str) -> tuple[int, str]:
+        known = self.device_uuids()
         if device not in known:
-            raise UsageError(
-                f"device: {device} is not on this node{meant(device, known)}; there are {', '.join(known)}"
-            )
+            near = meant(device, known)
+            raise UsageError(f"device: {device} is not on this node{near}; accepted: {', '.join(known)}")
         return known[device]
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from driver.config.shared_flags import SIMULATED_NODES, check_driver_name
 from driver.errors import UsageError
@@ -19,9 +18,9 @@ from driver.logs import with_logs
 from driver.model.plan import PlanMode
 from driver.simulator.description import NodeDescription, known_descriptions
 from driver.simulator.node import SimulatedNode, describe
-from kubelet_plugin.checkpoint.records import ClaimRecord
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.sim.fault import fault, find_roots
+from tessera.sim.load import claim_devices, load
 from tessera.tables_and_drawings import Span, cell_width, columns, draw_placement, draw_slices, with_output
 
 MOST_NODES = 10_000
@@ -41,10 +40,12 @@ def sim() -> None:
       tessera node --node-name n1 --kubeconfig ~/.kube/config --gpus sim:dgx-h100
       tessera sim smi
       tessera sim fault lose --gpu 3
+      tessera sim load default/train --sm 0.8 --memory 7Gi
     """
 
 
 sim.add_command(fault)
+sim.add_command(load)
 
 
 @sim.command("list")
@@ -154,26 +155,11 @@ def fleet(
 
 
 def holders(root: Path) -> dict[str, str]:
-    """The claims that hold devices of a simulated node: "namespace/name" by UUID of GPU or MIG device.
-
-    Read from the node plugin's checkpoint, whose directory is in ``sim/plugin.json``; empty without a plugin.
-    """
-    try:
-        folder = Path(json.loads((root / "sim" / "plugin.json").read_text(encoding="utf-8"))["stateDir"]) / "claims"
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    """The claims that hold devices of a simulated node: "namespace/name" by UUID of GPU or MIG device."""
     found: dict[str, list[str]] = {}
-    for path in sorted(folder.glob("*.json")):
-        try:
-            record = msgspec.json.decode(path.read_bytes(), type=ClaimRecord)
-        except (OSError, msgspec.MsgspecError):
-            # The plugin may be removing it right now; it reports damaged files itself.
-            continue
-        for device in record.devices:
-            # A partition without a UUID does not exist yet: the output has no line for it.
-            uuid = device.uuid or (device.gpu_uuid if device.profile is None else None)
-            if uuid is not None:
-                found.setdefault(uuid, []).append(f"{record.namespace}/{record.name}")
+    for claim, uuids in claim_devices(root):
+        for uuid in uuids:
+            found.setdefault(uuid, []).append(claim)
     return {uuid: ", ".join(names) for uuid, names in found.items()}
 
 

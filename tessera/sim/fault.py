@@ -35,6 +35,14 @@ def find_roots(base: Path) -> list[Path]:
     return roots
 
 
+def only_root(host_root: Path | None) -> Path:
+    """``host_root``, by default the only simulated node; UsageError if there are several."""
+    roots = [host_root] if host_root else find_roots(SIMULATED_NODES)
+    if len(roots) > 1:
+        raise UsageError(f"several simulated nodes: choose one with --host-root: {', '.join(map(str, roots))}")
+    return roots[0]
+
+
 @click.group()
 @click.option(
     "--host-root",
@@ -56,7 +64,7 @@ def fault(context: click.Context, host_root: Path | None) -> None:
 def _command(name: str, *examples: str) -> Callable[[Callable[..., str | None]], click.Command]:
     """Make a function a command of ``fault``: it gets the simulated node and returns what the command prints.
 
-    The node is that of --host-root, by default the only node; UsageError if there are several.
+    The node is that of :func:`only_root`.
     """
     shown = [f"  tessera sim fault {name} {example}".rstrip() for example in examples]
 
@@ -64,10 +72,7 @@ def _command(name: str, *examples: str) -> Callable[[Callable[..., str | None]],
         @click.pass_obj
         @wraps(act)
         def run(host_root: Path | None, /, **options: Any) -> None:
-            roots = [host_root] if host_root else find_roots(SIMULATED_NODES)
-            if len(roots) > 1:
-                raise UsageError(f"several simulated nodes: choose one with --host-root: {', '.join(map(str, roots))}")
-            if (text := act(SimulatedNode.attach(roots[0]), **options)) is not None:
+            if (text := act(SimulatedNode.attach(only_root(host_root)), **options)) is not None:
                 click.echo(text)
 
         return fault.command(name, help="\n".join([f"{act.__doc__}\n\n\b\nExamples:", *shown]))(run)

@@ -1,0 +1,199 @@
+"""``tessera sim load``: the activity and the memory use of simulated GPUs, as if programs ran on them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from driver.config.shared_flags import SIMULATED_NODES
+from driver.config.suggestions import meant
+from driver.errors import UsageError
+from driver.simulator.node import SimulatedNode
+from driver.simulator.state.load import LOAD_PID, RATIOS, Activity, Phase, constant, duty, steps
+from kubelet_plugin.checkpoint.records import ClaimRecord
+from tessera.sim.fault import find_roots, only_root
+
+MOST_POINTS = 1000
+"""Rows of a file; every NVML call on the GPU reads them again when its state has changed."""
+
+RATES = ("nvlink", "pcie")
+COLUMNS = ["second", "sm", "tensor", "dram", "memory"]
+"""Columns of a file without a header."""
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?")
+_DUTY = re.compile(r"duty:([0-9.]+)@([0-9.]+)(ms|s|m|h)")
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@click.command()
+@click.argument("target")
+@click.option("--sm", metavar="RATIO", help="SM activity, 0 to 1.")
+@click.option("--occupancy", metavar="RATIO", help="SM occupancy, 0 to 1.")
+@click.option("--tensor", metavar="RATIO", help="Tensor activity, 0 to 1.")
+@click.option("--dram", metavar="RATIO", help="Memory-bandwidth activity, 0 to 1.")
+@click.option("--memory", metavar="BYTES", help="Memory that the process uses, such as 7Gi.")
+@click.option("--nvlink", metavar="BYTES", help="Bytes per second through NVLink, both directions together.")
+@click.option("--pcie", metavar="BYTES", help="Bytes per second through PCIe, both directions together.")
+@click.option(
+    "--pattern",
+    metavar="duty:FRACTION@PERIOD|FILE",
+    help="Active during a fraction of each period, or the rows of a CSV file, repeated.  [default: constant]",
+)
+@click.option("--pid", type=click.IntRange(1, 0xFFFFFFFF), help="Process id.  [default: one that no process has]")
+@click.option("--clear", is_flag=True, help="End the loads of TARGET; with --pid only that of one process.")
+@click.option(
+    "--host-root",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The simulated node's directory.  [default: the node that has TARGET]",
+)
+def load(target: str, pattern: str | None, pid: int | None, clear: bool, host_root: Path | None, **given: Any) -> None:
+    """Load TARGET from now on: a claim (NAMESPACE/NAME, or NAME in namespace default), a GPU (index or UUID) or a
+    MIG device (UUID).
+
+    NVML's GPM samples, utilization, memory and processes show the load. A new load replaces the one of the same
+    process. Columns of a CSV file: second,sm,tensor,dram,memory, or those of its header; a row lasts until the next.
+
+    \b
+    Examples:
+      tessera sim load team-a/train --sm 0.8 --tensor 0.5 --dram 0.6 --memory 7Gi
+      tessera sim load 3 --sm 0.9 --pattern duty:0.3@60s
+      tessera sim load team-a/train --pattern day.csv
+      tessera sim load team-a/train --clear
+    """
+    options = {name: text for name, text in given.items() if text is not None}
+    if clear == bool(options or pattern):
+        raise UsageError(f"{target}: give either --clear or a load, such as --sm 0.8 or --memory 7Gi")
+    phases = () if clear else _phases(options, pattern)
+    node, devices, default_pid = _find(target, host_root)
+    for device in devices:
+        if clear:
+            node.end_load(device, pid)
+        else:
+            node.put_load(device, phases, pid=pid or default_pid)
+            click.echo(f"{device} loaded by process {pid or default_pid}")
+
+
+def claim_devices(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """The claims of a simulated node ("namespace/name"), each with the UUIDs of its GPUs and MIG devices.
+
+    Read from the node plugin's checkpoint, whose directory is in ``sim/plugin.json``; empty without a plugin.
+    """
+    try:
+        folder = Path(json.loads((root / "sim" / "plugin.json").read_text(encoding="utf-8"))["stateDir"]) / "claims"
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    for path in sorted(folder.glob("*.json")):
+        try:
+            record = msgspec.json.decode(path.read_bytes(), type=ClaimRecord)
+        except (OSError, msgspec.MsgspecError):
+            # The plugin may be removing it right now; it reports damaged files itself.
+            continue
+        # A partition without a UUID does not exist yet.
+        uuids = (device.uuid or (device.gpu_uuid if device.profile is None else None) for device in record.devices)
+        yield str(record), list(dict.fromkeys(uuid for uuid in uuids if uuid is not None))
+
+
+def _find(target: str, host_root: Path | None) -> tuple[SimulatedNode, list[str], int]:
+    """The node of the target, the UUIDs of its devices, and the default process id of its load."""
+    if target.isdecimal():
+        node = SimulatedNode.attach(only_root(host_root))
+        if int(target) >= len(node.present):
+            raise UsageError(f"TARGET: GPU {target} is not on this node; accepted: 0 to {len(node.present) - 1}")
+        return node, [node.description.gpu_uuid(node.present[int(target)])], LOAD_PID
+    claim = target if "/" in target else f"default/{target}"
+    known: list[str] = []
+    for root in [host_root] if host_root else find_roots(SIMULATED_NODES):
+        node, claims = SimulatedNode.attach(root), dict(claim_devices(root))
+        if target in (uuids := node.device_uuids()):
+            return node, [target], LOAD_PID
+        if claim in claims:
+            if not claims[claim]:
+                raise UsageError(f"TARGET: claim {claim} is not prepared yet; accepted: a claim whose devices exist")
+            # Several claims may share one GPU, each with a load of its own.
+            return node, claims[claim], LOAD_PID + 1 + zlib.crc32(claim.encode()) % 1_000_000
+        known += [*claims, *uuids]
+    near = meant(target, [*known, *(name.partition("/")[2] for name in known)])
+    raise UsageError(f"TARGET: {target!r} is unknown{near}; accepted: the index of a GPU, {', '.join(known)}")
+
+
+def _phases(options: dict[str, str], pattern: str | None) -> tuple[Phase, ...]:
+    activity, memory = _parse(options, "--")
+    if pattern is None:
+        return constant(activity, memory)
+    if not pattern.startswith("duty:"):
+        return _points(Path(pattern), options)
+    match = _DUTY.fullmatch(pattern)
+    fraction, period = (_number(text) or 0.0 for text in match.group(1, 2)) if match else (0.0, 0.0)
+    if match is None or not 0 < fraction <= 1 or period * _UNITS[match[3]] < 0.01:
+        raise UsageError(
+            f"--pattern: {pattern!r} is not accepted; duty:FRACTION@PERIOD with a fraction above 0 up to 1"
+            " and a period from 10ms, such as duty:0.3@60s, or the path of a CSV file"
+        )
+    return duty(activity, memory, fraction, period * _UNITS[match[3]])
+
+
+def _points(path: Path, options: dict[str, str]) -> tuple[Phase, ...]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = [line for line in csv.reader(file) if line]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"--pattern: {path}: {error}; accepted: duty:FRACTION@PERIOD or a CSV file") from error
+    columns = lines.pop(0) if lines and lines[0][0] == "second" else COLUMNS
+    if unknown := sorted(set(columns) - {*COLUMNS, *RATIOS, *RATES}):
+        raise UsageError(
+            f"{path}: column {unknown[0]!r} is unknown; accepted: {', '.join([*COLUMNS, 'occupancy', *RATES])}"
+        )
+    if not 0 < len(lines) <= MOST_POINTS:
+        raise UsageError(f"{path}: {len(lines)} rows are not accepted; 1 to {MOST_POINTS}")
+    points: list[tuple[float, Activity, int]] = []
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, row {number}: "
+        if len(line) != len(columns):
+            raise UsageError(f"{where}{len(line)} values are not accepted; {len(columns)}: {','.join(columns)}")
+        row = dict(zip(columns, line, strict=True))
+        second = _number(text := row.pop("second"))
+        if second is None or (second <= points[-1][0] if points else second != 0):
+            raise UsageError(f"{where}second: {text!r} is not accepted; 0 in the first row, then ascending")
+        points.append((second, *_parse(options | row, where)))
+    return steps(points)
+
+
+def _parse(values: dict[str, str], where: str) -> tuple[Activity, int]:
+    """Activity and memory. ``where`` precedes the name of a value in messages."""
+    found: dict[str, float] = {}
+    for name, text in values.items():
+        if name in RATIOS:
+            ratio = _number(text)
+            if ratio is None or ratio > 1:
+                raise UsageError(f"{where}{name}: {text!r} is not accepted; a number from 0 to 1, such as 0.8")
+            found[name] = ratio
+        else:
+            match = _BYTES.fullmatch(text)
+            if match is None:
+                raise UsageError(f"{where}{name}: {text!r} is not accepted; a number of bytes, such as 7Gi or 512Mi")
+            found[name] = float(match[1]) * _factor(match[2] or "")
+    memory = int(found.pop("memory", 0))
+    return Activity.of(**found), memory
+
+
+def _number(text: str) -> float | None:
+    """A finite number from 0; None for any other text."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and value >= 0 else None
+
+
+def _factor(suffix: str) -> int:
+    power = " kMGT".index(suffix[:1].replace("K", "k") or " ")
+    return int((1024 if suffix.endswith("i") else 1000) ** power)
