@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from driver.kube.client import KubeClient
@@ -10,10 +11,11 @@ from driver.kube.reads import owner_reference
 from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.device import Device
 from driver.model.plan import PlanSpec
-from driver.slices.build import Content, SliceBuilder
+from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.kept_fields import KeptFields
 from driver.slices.publisher import Publisher
 from driver.watchdog import Watched
+from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.health.monitor import HealthMonitor
@@ -148,8 +150,17 @@ class Publishing:
         if self.uninstall.due():
             return {}
         self._wait_ready()
-        return self._builder.build(self._follower.published())
+        return self._builder.build(with_mig_uuids(self._follower.published(), self._context.checkpoint.records()))
 
     def _unhealthy(self, name: str) -> str | None:
         device = self._context.inventory.device(name)
         return None if device is None else self._health.unhealthy_reason(device)
+
+
+def with_mig_uuids(gpus: Iterable[PublishedGpu], records: Iterable[ClaimRecord]) -> list[PublishedGpu]:
+    """``gpus`` with the UUIDs of the partitions in ``records``."""
+    uuids = {device.device: device.uuid for record in records for device in record.devices if device.uuid is not None}
+    return [
+        replace(entry, mig_uuids={held.name: uuids[held.name] for held in entry.held if held.name in uuids})
+        for entry in gpus
+    ]

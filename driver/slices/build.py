@@ -10,7 +10,7 @@ take in bytes, such as Kueue's quota by counter.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from driver.model.device import SLICE_VALUE, Device, DeviceKind
@@ -50,7 +50,8 @@ class PublishedGpu:
     ``unpublished``: its slices contain neither its devices nor its counter set, because nothing of it is offered.
     ``counted``: its devices consume shared counters, because they overlap or may do so. ``keeps_taints``: False: the
     API server drops taints, so free devices that no new claim may get at present are left out of the slices.
-    ``constant``: the slices must not show what is held, so that equal nodes have equal slices.
+    ``constant``: the slices must not show what is held, so that equal nodes have equal slices. ``mig_uuids``: the UUIDs
+    of held partitions that were cut, by device: dcgm-exporter finds the pods of its metrics by them.
     """
 
     gpu: Gpu
@@ -66,6 +67,7 @@ class PublishedGpu:
     counted: bool = True
     keeps_taints: bool = True
     constant: bool = False
+    mig_uuids: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def occupied(self) -> int:
@@ -137,7 +139,10 @@ def _devices(group: Sequence[PublishedGpu]) -> Content:
     def content(device: Device) -> Content:
         entry = by_uuid[device.gpu.uuid]
         counters = consumption(device, counter_set(entry.number), limits[entry.gpu.uuid]) if entry.counted else []
-        return _device(device, counters, taints_of(device, entry) if entry.keeps_taints else [])
+        found = _device(device, counters, taints_of(device, entry) if entry.keeps_taints else [])
+        if device.name in entry.mig_uuids and not entry.constant:
+            found["attributes"]["uuid"] = {"string": entry.mig_uuids[device.name]}
+        return found
 
     return {"devices": [content(device) for device in (*counted, *new)]}
 

@@ -96,7 +96,11 @@ COUNTERS = (
     ),
 )
 
-SERIES_PER_DEVICE = len(GAUGES) + len(COUNTERS)
+INFO = "tessera_claim_device_info"
+INFO_LABELS = ("UUID", "GPU_I_ID")
+"""Named as dcgm-exporter names them, so that its series can be joined."""
+
+SERIES_PER_DEVICE = len(GAUGES) + len(COUNTERS) + 1
 
 
 def _slices(usage: DeviceUsage) -> Value:
@@ -119,6 +123,14 @@ class UsageCollector(Collector):
                     if (value := metric.of(usage, now)) is not None:
                         family.add_metric(labels, value)
                 yield family
+        info = GaugeMetricFamily(
+            INFO, "GPU and GPU instance of a claim's device; always 1.", labels=LABELS + INFO_LABELS
+        )
+        for usage, labels in labelled:
+            if usage.ended_at is None:
+                instance = usage.device.gpu_instance_id
+                info.add_metric([*labels, usage.device.gpu_uuid, "" if instance is None else str(instance)], 1)
+        yield info
         yield from self._gpus()
 
     def _values(self, usage: DeviceUsage, labels: ClaimLabels) -> list[str]:

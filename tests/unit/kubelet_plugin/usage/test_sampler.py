@@ -14,7 +14,7 @@ from prometheus_client.exposition import generate_latest
 from driver.hardware.usage import UsageReader
 from driver.simulator.state.load import Activity, Phase, constant, duty
 from kubelet_plugin.inventory.inventory import GpuSharing
-from kubelet_plugin.metrics.usage import COUNTERS, GAUGES, SERIES_PER_DEVICE, UsageCollector
+from kubelet_plugin.metrics.usage import COUNTERS, GAUGES, INFO, SERIES_PER_DEVICE, UsageCollector
 from kubelet_plugin.usage import sampler
 from kubelet_plugin.usage.labels import labels_of
 from kubelet_plugin.usage.sampler import LINGER_SECONDS, UsageSampler
@@ -292,6 +292,7 @@ def test_the_docs_list_every_series_and_how_many_there_are_at_most(node: Node) -
     assert {name for name in table if name.startswith("tessera_claim_")} == {
         *(metric.name for metric in GAUGES),
         *(f"{metric.name}_total" for metric in COUNTERS),
+        INFO,
     }
     assert f"at most {SERIES_PER_DEVICE} series" in DOCS.read_text()
     series = [line for line in generate_latest(node.registry).decode().splitlines() if 'claim="one"' in line]
