@@ -56,8 +56,13 @@ def _duration(_: click.Context, option: click.Parameter, value: str | None) -> t
 
 
 @click.command()
-@click.option("--by", default="namespace", show_default=True, metavar="KEY",
-              help="namespace, class, claim, or label=KEY: the value of a label of the claims' namespaces.")  # fmt: skip
+@click.option(
+    "--by",
+    default="namespace",
+    show_default=True,
+    metavar="KEY",
+    help="namespace, class, claim, or label=KEY: the value of a label of the claims' namespaces.",
+)
 @click.option("--prometheus", metavar="URL", help="Read a period from this Prometheus; may have USER:PASSWORD@.")
 @click.option("--prometheus-token-file", type=click.Path(path_type=Path), help="Bearer token for --prometheus.")
 @click.option(
@@ -72,8 +77,12 @@ def _duration(_: click.Context, option: click.Parameter, value: str | None) -> t
     metavar="DURATION",
     help="Claims idle so long are counted.",
 )
-@click.option("--node-metrics", metavar="URL", multiple=True,
-              help="Read this page of a node plugin directly, such as http://10.0.0.7:9400/metrics; repeatable.")  # fmt: skip
+@click.option(
+    "--node-metrics",
+    metavar="URL",
+    multiple=True,
+    help="Read this page of a node plugin directly, such as http://10.0.0.7:9400/metrics; repeatable.",
+)
 @click.option("--namespace", default=NAMESPACE, show_default=True, help="Namespace of the release.")
 @with_kubeconfig
 @with_driver_name
