@@ -124,13 +124,13 @@ def read_period(prometheus: Prometheus, seconds: float, labels: Sequence[str]) -
     """Usage by ``labels`` of the metrics (namespace, claim, class) and GPU. Raises EnvironmentFault, FatalError."""
     _check_labels(prometheus)
     by = ", ".join((*labels, "node", "gpu"))
-    allocated, used = growth(ALLOCATED, seconds), growth(USED, seconds)
-    known_at = dict(_by_device(prometheus, f"sum by ({by}) ({allocated} and {used})", labels))
-    used_at = dict(_by_device(prometheus, f"sum by ({by}) ({used} and {allocated})", labels))
-    unknown_at = dict(_by_device(prometheus, f"sum by ({by}) ({allocated} unless {used})", labels))
+    allocated, period = growth(ALLOCATED, seconds), f"{seconds:.0f}s"
+    has_activity = f"max by ({SERIES}) (last_over_time({USED}[{period}]))"
+    known_at = dict(_by_device(prometheus, f"sum by ({by}) ({allocated} and {has_activity})", labels))
+    unknown_at = dict(_by_device(prometheus, f"sum by ({by}) ({allocated} unless {has_activity})", labels))
+    used_at = dict(_by_device(prometheus, f"sum by ({by}) {growth(USED, seconds)}", labels))
     devices = [_device(key, labels, value, min(used_at.get(key, 0.0), value)) for key, value in known_at.items()]
     devices += [_device(key, labels, value, None) for key, value in unknown_at.items()]
-    period = f"{seconds:.0f}s"
     gpus = {}
     for found, value in prometheus.query(f"max by (node, gpu, product) (last_over_time({GPU_SLICES}[{period}]))"):
         if value > 0:

@@ -14,6 +14,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from tessera.cli import main
+from tessera.commands.usage import usage as command
 from tests.support.api_server import SLICES, Exchange, HttpServer, ObjectApi
 from tests.support.usage_pages import A100, GIB, GpuSeries, Held, usage_page
 from tests.unit.tessera.test_cli import KUBECONFIG
@@ -31,6 +32,19 @@ PAGE = usage_page(
 OTHER_PAGE = usage_page(
     "node-2", [GpuSeries()], [Held("team-b/idle", values={"sm_active_ratio": 0, "idle_seconds": 1e5})]
 )
+
+
+TABLE = (
+    "allocated 17 of 24 slices, used 4 of 16 with known activity (25 %); idle 24 h: 1 claim\n"
+    "activity unknown for 1 slice: no activity counters on NVIDIA A100\n"
+    "\n"
+    "NAMESPACE  CLAIMS  ALLOCATED  USED  USED %  MEMORY         IDLE 24 H  UNKNOWN\n"
+    "team-b     2       9          0     0 %     -              1          1\n"
+    "team-a     1       8          4     50 %    20.0/80.0 GiB  0          -\n"
+)
+"""What the documentation shows, too."""
+
+DOCUMENTATION = Path(__file__).parents[4] / "docs" / "usage.md"
 
 
 class UsageApi(ObjectApi):
@@ -86,14 +100,8 @@ def groups(kubeconfig: Path, *flags: str) -> dict[tuple[str | None, ...], dict[s
 def test_the_table_shows_who_uses_what_is_allocated(kubeconfig: Path) -> None:
     answer = usage(kubeconfig)
     assert answer.exit_code == 0, answer.output
-    assert click.unstyle(answer.stdout) == (
-        "allocated 17 of 24 slices, used 4 of 16 with known activity (25 %); idle 24 h: 1 claim\n"
-        "activity unknown for 1 slice: no activity counters on NVIDIA A100\n"
-        "\n"
-        "NAMESPACE  CLAIMS  ALLOCATED  USED  USED %  MEMORY         IDLE 24 H  UNKNOWN\n"
-        "team-b     2       9          0     0 %     -              1          1\n"
-        "team-a     1       8          4     50 %    20.0/80.0 GiB  0          -\n"
-    )
+    assert f"```\n{TABLE}```" in DOCUMENTATION.read_text()
+    assert click.unstyle(answer.stdout) == TABLE
 
 
 def test_the_key_can_be_the_class_the_claim_or_a_label_of_the_namespace(api: UsageApi, kubeconfig: Path) -> None:
@@ -193,3 +201,10 @@ def test_wrong_flags_are_refused_with_what_is_accepted(flags: list[str], said: s
     answer = CliRunner().invoke(main, ["usage", *flags])
     assert answer.exit_code == 2
     assert said in answer.stderr
+
+
+def test_every_flag_is_documented() -> None:
+    text = DOCUMENTATION.read_text()
+    flags = {option for each in command.params for option in each.opts if option.startswith("--")}
+    common = {"--namespace", "--kubeconfig", "--driver-name", "--output"}
+    assert {flag for flag in flags - common if f"`{flag}`" not in text} == set()

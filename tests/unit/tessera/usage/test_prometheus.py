@@ -55,7 +55,7 @@ def api() -> Iterator[PrometheusApi]:
     with PrometheusApi() as server:
         server.answers = {
             f"{BY} ({growth(ALLOCATED, HOUR)} and": vector(({"namespace": "a", **ON}, 8 * HOUR)),
-            f"{BY} ({growth(USED, HOUR)} and": vector(({"namespace": "a", **ON}, 2 * HOUR)),
+            f"{BY} {growth(USED, HOUR)}": vector(({"namespace": "a", **ON}, 2 * HOUR)),
             f"{BY} ({growth(ALLOCATED, HOUR)} unless": vector(({"namespace": "b", **ELSEWHERE}, HOUR)),
             GPUS: vector(({**ON, "product": H100}, 8)),
             REASONS: vector(({**ELSEWHERE, "reason": "no counters"}, 1)),
