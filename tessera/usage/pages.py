@@ -21,6 +21,7 @@ from driver.slices.publisher import SLICES
 from tessera.status.snapshot import NODE
 from tessera.tables_and_drawings import counted, printable, shortened
 from tessera.usage.http import HttpReader
+from tessera.usage.prometheus import GPU_SLICES, GPU_UNKNOWN
 from tessera.usage.report import DeviceUsage, Gpu, GpuKey, Reading
 
 METRICS_PORT = "metrics"
@@ -29,8 +30,16 @@ METRICS_PORT = "metrics"
 MAX_NAMED_NODES = 10
 """Nodes without an answer that are listed with their reason each."""
 
-CLAIM, GPU_SLICES, GPU_UNKNOWN = "tessera_claim_", "tessera_gpu_memory_slices", "tessera_gpu_activity_unknown"
+CLAIM = "tessera_claim_"
 NO_USAGE = "serves no usage metrics; start its plugin with --usage-interval"
+
+
+SERIES = ("node", "gpu", "namespace", "claim", "device", "class", "source")
+"""Labels of a device of a claim."""
+SHARED = "shared"
+"""Value of ``source`` for a share of a GPU."""
+
+Series = tuple[str, ...]
 
 
 class ContainerPort(msgspec.Struct, frozen=True, rename="camel"):
@@ -74,17 +83,16 @@ class PluginPod(msgspec.Struct, frozen=True):
 class Page(NamedTuple):
     """What a page says: devices of claims, GPUs, reasons of unknown activity; None: it has no usage metrics."""
 
-    devices: Mapping[tuple[str, ...], DeviceUsage]
+    devices: Mapping[Series, DeviceUsage]
     gpus: Mapping[GpuKey, Gpu]
     reasons: Mapping[GpuKey, str]
 
 
 def parse_page(text: str) -> Page | None:
     """Parse a page; None if its process measures no usage. Raises ValueError if it is no page of metrics."""
-    series: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
+    values: dict[Series, dict[str, float]] = defaultdict(dict)
     gpus: dict[GpuKey, Gpu] = {}
     reasons: dict[GpuKey, str] = {}
-    classes: dict[tuple[str, ...], str] = {}
     metrics = 0
     for name, labels, value in _samples(text):
         metrics += 1
@@ -94,15 +102,14 @@ def parse_page(text: str) -> Page | None:
         elif name == GPU_UNKNOWN:
             reasons[gpu] = labels.get("reason", "")
         elif name.startswith(CLAIM) and isfinite(value):
-            identity = tuple(labels.get(label, "") for label in ("node", "gpu", "namespace", "claim", "device"))
-            series[identity][name.removeprefix(CLAIM)] = value
-            classes[identity] = labels.get("class", "")
+            series = tuple(labels.get(label, "") for label in SERIES)
+            values[series][name.removeprefix(CLAIM)] = value
     if not metrics:
         raise ValueError("has no metrics")
-    if not gpus and not series:
+    if not gpus and not values:
         return None
-    return Page({each: _device(each, classes[each], found) for each, found in series.items() if "slices" in found},
-                gpus, reasons)  # fmt: skip
+    devices = {series: _device(series, found, gpus) for series, found in values.items() if "slices" in found}
+    return Page(devices, gpus, reasons)
 
 
 def _samples(text: str) -> Iterable[tuple[str, Mapping[str, str], float]]:
@@ -115,11 +122,14 @@ def _samples(text: str) -> Iterable[tuple[str, Mapping[str, str], float]]:
         raise ValueError(f"is no page of Prometheus metrics: {str(error)[:100]}") from error
 
 
-def _device(identity: tuple[str, ...], device_class: str, values: Mapping[str, float]) -> DeviceUsage:
-    node, gpu, namespace, claim, _ = identity
+def _device(series: Series, values: Mapping[str, float], gpus: Mapping[GpuKey, Gpu]) -> DeviceUsage:
+    node, gpu, namespace, claim, _, device_class, source = series
     slices = values["slices"]
     activity = [values[each] for each in ("sm_active_ratio", "dram_active_ratio") if each in values]
     used, total = values.get("memory_used_bytes"), values.get("memory_total_bytes")
+    if source == SHARED and total is not None:  # of the whole GPU
+        whole = gpus.get(GpuKey(node, gpu))
+        total = None if whole is None else total * slices / whole.slices
     return DeviceUsage(
         GpuKey(node, gpu),
         slices,
@@ -171,7 +181,7 @@ def read_pages(sources: Mapping[str, Sequence[Callable[[], str]]]) -> Reading:
     nodes = sorted(sources)
     with ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="page") as pool:
         outcomes = list(pool.map(lambda node: _read_node(sources[node]), nodes))
-    devices: dict[tuple[str, ...], DeviceUsage] = {}
+    devices: dict[Series, DeviceUsage] = {}
     gpus: dict[GpuKey, Gpu] = {}
     reasons: dict[GpuKey, str] = {}
     failures = {}

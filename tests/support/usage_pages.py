@@ -22,6 +22,7 @@ class Held:
     slices: float = 8
     device_class: str = "gpu-training"
     pod: str = "pod"
+    source: str = "gpm"
     values: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -46,7 +47,7 @@ def usage_page(node: str, gpus: Iterable[GpuSeries], held: Iterable[Held] = ()) 
             unknown.labels(node, gpu.name, gpu.reason).set(1)
     gauges: dict[str, Gauge] = {}
     for each in held:
-        labels = (*each.claim.split("/"), each.pod, each.device_class, "none", each.device, each.gpu, node, "gpm")
+        labels = (*each.claim.split("/"), each.pod, each.device_class, "none", each.device, each.gpu, node, each.source)
         for name, value in {"slices": each.slices, **each.values}.items():
             if name not in gauges:
                 gauges[name] = Gauge(f"tessera_claim_{name}", "A metric.", CLAIM_LABELS, registry=registry)

@@ -58,6 +58,14 @@ def test_a_page_says_who_has_what() -> None:
     ]
 
 
+def test_the_memory_of_a_share_is_its_part_of_the_gpu() -> None:
+    values = {"memory_used_bytes": 5 * GIB, "memory_total_bytes": 80 * GIB}
+    shares = [Held(f"team-{i}/dev", f"gpu-0-share-{i}", slices=2, source="shared", values=values) for i in range(4)]
+    page = parse_page(usage_page("node-1", [GpuSeries()], shares))
+    assert page is not None
+    assert [device.memory for device in page.devices.values()] == [(5 * GIB, 20 * GIB)] * 4
+
+
 @pytest.mark.parametrize("text", ["", "<html>a proxy that knows better</html>", 'tessera_gpus{a="', "x{} y\n", "{}\n"])
 def test_a_page_that_is_no_metrics_is_a_node_that_can_not_be_read(text: str) -> None:
     reading = read_pages({"node-1": [lambda: usage_page("node-1", [GpuSeries()])], "node-2": [lambda: text]})
