@@ -33,6 +33,7 @@ COMMAND_MODULES = {
     "topology": "tessera.commands.topology",
     "uninstall": "tessera.commands.uninstall",
     "uncordon": "tessera.commands.cordon",
+    "usage": "tessera.commands.usage",
 }
 """Modules of the commands by name, each loaded only when its command runs: the node plugin must not load them all."""
 

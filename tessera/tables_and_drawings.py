@@ -38,6 +38,11 @@ def shortened(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + more
 
 
+def printable(text: str) -> str:
+    """Replace control characters: parts of the text come from tenants."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 class Span(NamedTuple):
     """A labelled range of memory slices: [start, start + size)."""
 

@@ -15,7 +15,7 @@ import click
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.status import installation, nodes, pending_claims, processes
 from tessera.status.snapshot import NAMESPACE, CheckOutput, Finding, Listing, SnapshotReader, StatusSnapshot
-from tessera.tables_and_drawings import columns, counted, with_output
+from tessera.tables_and_drawings import columns, counted, printable, with_output
 
 
 class CheckState(StrEnum):
@@ -123,7 +123,7 @@ def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: st
 def as_text(results: Sequence[Result]) -> str:
     """One line per check, then the findings with their remedies."""
     states = {state: click.style(state, fg=colour) for state, colour in COLOURS.items()}
-    rows = [[result.check, states[result.state], _printable(result.summary)] for result in results]
+    rows = [[result.check, states[result.state], printable(result.summary)] for result in results]
     found = [(result.check, finding) for result in results for finding in result.findings]
     unread = sum(result.state is CheckState.UNREAD for result in results)
     table = columns(["CHECK", "STATE", "SUMMARY"], rows)
@@ -145,13 +145,8 @@ def as_json(results: Sequence[Result]) -> list[dict[str, object]]:
 
 
 def _finding_text(check: str, finding: Finding) -> str:
-    about, message, remedy = map(_printable, (finding.about, finding.message, finding.remedy))
+    about, message, remedy = map(printable, (finding.about, finding.message, finding.remedy))
     return f"{check}: {click.style(about, bold=True)} {message}\n    -> {remedy}"
-
-
-def _printable(text: str) -> str:
-    """Replace control characters: parts of the text come from tenants."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _verdict(found: int, unread: int) -> str:

@@ -38,6 +38,7 @@ class Group:
     packages: dict[str, str]
     stamps: dict[str, str]
     usual_s: float
+    tags: str = ""
 
 
 def groups(release: KubernetesRelease) -> tuple[Group, ...]:
@@ -102,7 +103,7 @@ def build(group: Group, go: Path, workspace: Path, output: Path, progress: Progr
         upstream = _upstream_go_mod(group, go, log)
         (workspace / "go.mod").write_text(go_mod(group, upstream))
         stamps = [f"-X {name}={value}" for name, value in group.stamps.items()]
-        command = [str(go), "build", "-v", "-trimpath", "-ldflags", " ".join(["-s -w", *stamps])]
+        command = [str(go), "build", "-v", "-trimpath", "-tags", group.tags, "-ldflags", " ".join(["-s -w", *stamps])]
         command += ["-o", f"{output}/", *group.packages.values()]
         if _run(command, workspace, handle.fileno(), lambda: _tick(part, log)) != 0:
             raise EnvironmentFault(_failure(group, log))

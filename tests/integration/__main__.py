@@ -3,6 +3,7 @@
 CLUSTER_AUTOSCALER and KUEUE_MANAGER name binaries. One that is not named is built from the folder or git repository
 that CLUSTER_AUTOSCALER_SOURCE or KUEUE_SOURCE names, otherwise from the public repository, at the commit that was
 tried. Kueue's source is needed in any case, for its CRDs and webhooks. Builds are kept in the cache, by commit.
+PROMETHEUS names a folder with prometheus and promtool; otherwise they are built from their Go module.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from driver.errors import EnvironmentFault
 from tests.harness.golang import ensure_go
 from tests.harness.locks import file_lock
 from tests.harness.progress import Progress
+from tests.harness.prometheus import ensure_prometheus
 from tests.harness.versions import default_release
 
 CACHE = Path.home() / ".cache" / "tessera"
@@ -129,6 +131,7 @@ def main() -> int:
                 found[program.source_variable] = str(source_of(program, progress))
             source = Path(found.get(program.source_variable, KEPT))
             found[program.variable] = str(binary_of(program, source, progress))
+    found["PROMETHEUS"] = os.environ.get("PROMETHEUS") or str(ensure_prometheus(progress, CACHE))
     command = [sys.executable, "-m", "pytest", "-m", "integration", "tests/integration", *sys.argv[1:]]
     return subprocess.run(command, env={**os.environ, **found}, check=False).returncode
 

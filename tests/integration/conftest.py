@@ -31,3 +31,8 @@ def kueue_program() -> Path:
 @pytest.fixture(scope="session")
 def kueue_source() -> Path:
     return program("KUEUE_SOURCE")
+
+
+@pytest.fixture(scope="session")
+def prometheus_folder() -> Path:
+    return program("PROMETHEUS")

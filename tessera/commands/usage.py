@@ -1,0 +1,173 @@
+"""``tessera usage``: what claims have allocated and what they use of it, by tenant, with its cost."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+import msgspec
+
+from driver.errors import FatalError, UsageError
+from driver.kube.reads import read_all
+from driver.kube.types import Metadata
+from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.status.snapshot import NAMESPACE
+from tessera.usage.output import Style, as_csv, as_json, as_table
+from tessera.usage.pages import read_cluster, read_urls
+from tessera.usage.prices import read_prices
+from tessera.usage.prometheus import Prometheus, read_period
+from tessera.usage.report import DeviceUsage, KeyOf, summarize
+
+USER_AGENT = "tessera-usage"
+DURATION = re.compile(r"([1-9][0-9]{0,6})([smhdw])")
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+UNITS = {"s": "s", "m": "min", "h": "h", "d": "days", "w": "weeks"}
+SHORTEST_PERIOD, LONGEST_PERIOD = 60, 5 * 366 * 86400
+
+LABEL_KEY = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "namespace": ("namespace",),
+    "class": ("class",),
+    "claim": ("namespace", "claim"),
+}
+"""Labels of the metrics that make up a key."""
+
+BY_LABEL = "label="
+
+
+class Namespace(msgspec.Struct, frozen=True):
+    """The fields of a Namespace that are read."""
+
+    metadata: Metadata
+
+
+def _duration(_: click.Context, option: click.Parameter, value: str | None) -> tuple[int, str] | None:
+    """Seconds, and the duration as people read it. Raises UsageError."""
+    if value is None:
+        return None
+    found = DURATION.fullmatch(value)
+    if found is None or not SHORTEST_PERIOD <= int(found[1]) * SECONDS[found[2]] <= LONGEST_PERIOD:
+        accepted = "a duration from 1m to 5 years, such as 90m, 24h, 30d or 4w"
+        raise UsageError(f"--{option.name} {value}: must be {accepted}")
+    return int(found[1]) * SECONDS[found[2]], f"{found[1]} {UNITS[found[2]]}"
+
+
+@click.command()
+@click.option(
+    "--by",
+    default="namespace",
+    show_default=True,
+    metavar="KEY",
+    help="namespace, class, claim, or label=KEY: the value of a label of the claims' namespaces.",
+)
+@click.option("--prometheus", metavar="URL", help="Read a period from this Prometheus; may have USER:PASSWORD@.")
+@click.option("--prometheus-token-file", type=click.Path(path_type=Path), help="Bearer token for --prometheus.")
+@click.option(
+    "--since", callback=_duration, metavar="DURATION", help="With --prometheus: length of the period.  [default: 24h]"
+)
+@click.option("--prices", type=click.Path(path_type=Path), help="YAML with a price for each product: adds the cost.")
+@click.option(
+    "--idle",
+    callback=_duration,
+    default="24h",
+    show_default=True,
+    metavar="DURATION",
+    help="Claims idle so long are counted.",
+)
+@click.option(
+    "--node-metrics",
+    metavar="URL",
+    multiple=True,
+    help="Read this page of a node plugin directly, such as http://10.0.0.7:9400/metrics; repeatable.",
+)
+@click.option("--namespace", default=NAMESPACE, show_default=True, help="Namespace of the release.")
+@with_kubeconfig
+@with_driver_name
+@click.option("-o", "--output", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True,
+              help="Format.")  # fmt: skip
+def usage(
+    *,
+    by: str,
+    prometheus: str | None,
+    prometheus_token_file: Path | None,
+    since: tuple[int, str] | None,
+    prices: Path | None,
+    idle: tuple[int, str],
+    node_metrics: tuple[str, ...],
+    namespace: str,
+    kubeconfig: Path | None,
+    driver_name: str,
+    output: str,
+) -> None:
+    """Show what claims have allocated of the GPUs, and what they use of it.
+
+    Reads the metrics of all node plugins (`tessera node --usage-interval`) through the API server, or with --prometheus
+    the sums of a period. A slice is one of the memory slices of a GPU; used is the larger of SM and memory bandwidth
+    activity. What is not known is not counted as 0 (docs/usage.md).
+
+    Exit code 0: complete; 1: a node could not be read, or a warning says what is missing.
+
+    \b
+    Examples:
+      tessera usage
+      tessera usage --by label=team --prices deploy/examples/usage/prices.yaml
+      tessera usage --prometheus http://127.0.0.1:9090 --since 30d --by namespace -o csv > usage.csv
+    """
+    key, label = _key(by)
+    if prometheus is None and (since is not None or prometheus_token_file is not None):
+        raise UsageError("--since and --prometheus-token-file need --prometheus, such as http://127.0.0.1:9090")
+    if prometheus is not None and node_metrics:
+        raise UsageError("--prometheus and --node-metrics are two sources: give one of them")
+    price_list = None if prices is None else read_prices(prices)
+    period = None
+    if prometheus is not None:
+        seconds, period = since or (SECONDS["d"], "24 h")
+        reading = read_period(Prometheus(prometheus, prometheus_token_file), seconds, key)
+    elif node_metrics:
+        reading = read_urls(node_metrics)
+    else:
+        reading = read_cluster(client_of(kubeconfig, USER_AGENT), driver_name, namespace)
+    key_of = _by_labels(key) if label is None else _by_namespace_label(label, kubeconfig)
+    report = summarize(reading, key_of, price_list, idle[0])
+    currency = None if price_list is None else price_list.currency
+    style = Style(key if label is None else (label,), currency, idle[1], period)
+    text = {"table": as_table, "json": as_json, "csv": as_csv}[output](report, style)
+    click.echo(text, nl=output != "csv")
+    for warning in reading.warnings:
+        click.secho(f"warning: {warning}", fg="yellow", err=True)
+    sys.exit(1 if reading.warnings else 0)
+
+
+def _key(by: str) -> tuple[tuple[str, ...], str | None]:
+    """The labels of the metrics to sum by, and the label of namespaces that the key is. Raises UsageError."""
+    label = by.removeprefix(BY_LABEL)
+    if by in KEYS:
+        return KEYS[by], None
+    if label == by or not LABEL_KEY.fullmatch(label):
+        raise UsageError(
+            f"--by {by}: must be {', '.join(KEYS)} or label=KEY with the key of a label, such as label=team"
+        )
+    return KEYS["namespace"], label
+
+
+def _by_labels(key: tuple[str, ...]) -> KeyOf:
+    fields = {"namespace": "namespace", "claim": "claim", "class": "device_class"}
+    return lambda device: tuple(str(getattr(device, fields[part])) for part in key)
+
+
+def _by_namespace_label(label: str, kubeconfig: Path | None) -> KeyOf:
+    """The label of the Namespace, which tenants usually can't change; None without it, or if the Namespace is gone."""
+    client = client_of(kubeconfig, USER_AGENT)
+    try:
+        namespaces = read_all(client, "/api/v1/namespaces", Namespace)
+        values = {item.metadata.name: item.metadata.labels.get(label) for item in namespaces}
+    except msgspec.MsgspecError as error:
+        raise FatalError(f"the API server's list of namespaces can't be read: {error}") from error
+
+    def key_of(device: DeviceUsage) -> tuple[str | None, ...]:
+        return (values.get(device.namespace),)
+
+    return key_of

@@ -1,0 +1,227 @@
+"""Usage at present: the /metrics pages of all node plugins, read in parallel through the API server or directly."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import fsum, isfinite
+from typing import NamedTuple
+from urllib.parse import quote
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from driver.errors import FORBIDDEN, ApiError, EnvironmentFault, FatalError
+from driver.kube.client import KubeClient
+from driver.kube.credentials import MAX_CONNECTIONS
+from driver.kube.reads import read_all
+from driver.kube.types import Metadata, ResourceSlice
+from driver.slices.publisher import SLICES
+from tessera.status.snapshot import NODE
+from tessera.tables_and_drawings import counted, printable, shortened
+from tessera.usage.http import HttpReader
+from tessera.usage.prometheus import GPU_SLICES, GPU_UNKNOWN
+from tessera.usage.report import DeviceUsage, Gpu, GpuKey, Reading
+
+METRICS_PORT = "metrics"
+"""Name of the port in the chart's pods."""
+
+MAX_NAMED_NODES = 10
+"""Nodes without an answer that are listed with their reason each."""
+
+CLAIM = "tessera_claim_"
+NO_USAGE = "serves no usage metrics; start its plugin with --usage-interval"
+
+
+SERIES = ("node", "gpu", "namespace", "claim", "device", "class", "source")
+"""Labels of a device of a claim."""
+SHARED = "shared"
+"""Value of ``source`` for a share of a GPU."""
+
+Series = tuple[str, ...]
+
+
+class ContainerPort(msgspec.Struct, frozen=True, rename="camel"):
+    container_port: int
+    name: str = ""
+
+
+class Container(msgspec.Struct, frozen=True):
+    ports: tuple[ContainerPort, ...] = ()
+
+
+class PluginPodSpec(msgspec.Struct, frozen=True, rename="camel"):
+    service_account_name: str = ""
+    node_name: str = ""
+    containers: tuple[Container, ...] = ()
+
+
+class PluginPodStatus(msgspec.Struct, frozen=True):
+    phase: str = ""
+
+
+class PluginPod(msgspec.Struct, frozen=True):
+    """The fields of a pod by which a node plugin and its page are found."""
+
+    metadata: Metadata
+    spec: PluginPodSpec
+    status: PluginPodStatus = PluginPodStatus()
+
+    @property
+    def runs(self) -> bool:
+        ended = self.status.phase in ("Succeeded", "Failed")
+        return self.spec.service_account_name == NODE and bool(self.spec.node_name) and not ended
+
+    @property
+    def port(self) -> int | None:
+        """The port of /metrics; None: it serves none."""
+        ports = (port for container in self.spec.containers for port in container.ports)
+        return next((port.container_port for port in ports if port.name == METRICS_PORT), None)
+
+
+class Page(NamedTuple):
+    """What a page says: devices of claims, GPUs, reasons of unknown activity; None: it has no usage metrics."""
+
+    devices: Mapping[Series, DeviceUsage]
+    gpus: Mapping[GpuKey, Gpu]
+    reasons: Mapping[GpuKey, str]
+
+
+def parse_page(text: str) -> Page | None:
+    """Parse a page; None if its process measures no usage. Raises ValueError if it is no page of metrics."""
+    values: dict[Series, dict[str, float]] = defaultdict(dict)
+    gpus: dict[GpuKey, Gpu] = {}
+    reasons: dict[GpuKey, str] = {}
+    metrics = 0
+    for name, labels, value in _samples(text):
+        metrics += 1
+        gpu = GpuKey(labels.get("node", ""), labels.get("gpu", ""))
+        if name == GPU_SLICES and value > 0:
+            gpus[gpu] = Gpu(labels.get("product", ""), value)
+        elif name == GPU_UNKNOWN:
+            reasons[gpu] = labels.get("reason", "")
+        elif name.startswith(CLAIM) and isfinite(value):
+            series = tuple(labels.get(label, "") for label in SERIES)
+            values[series][name.removeprefix(CLAIM)] = value
+    if not metrics:
+        raise ValueError("has no metrics")
+    if not gpus and not values:
+        return None
+    devices = {series: _device(series, found, gpus) for series, found in values.items() if "slices" in found}
+    return Page(devices, gpus, reasons)
+
+
+def _samples(text: str) -> Iterable[tuple[str, Mapping[str, str], float]]:
+    # The library has no error type of its own: hostile text ends in errors of any kind.
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                yield sample.name, sample.labels, float(sample.value)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"is no page of Prometheus metrics: {str(error)[:100]}") from error
+
+
+def _device(series: Series, values: Mapping[str, float], gpus: Mapping[GpuKey, Gpu]) -> DeviceUsage:
+    node, gpu, namespace, claim, _, device_class, source = series
+    slices = values["slices"]
+    activity = [values[each] for each in ("sm_active_ratio", "dram_active_ratio") if each in values]
+    used, total = values.get("memory_used_bytes"), values.get("memory_total_bytes")
+    if source == SHARED and total is not None:  # of the whole GPU
+        whole = gpus.get(GpuKey(node, gpu))
+        total = None if whole is None else total * slices / whole.slices
+    return DeviceUsage(
+        GpuKey(node, gpu),
+        slices,
+        slices * min(max(activity), 1.0) if activity else None,
+        namespace,
+        claim,
+        device_class,
+        None if used is None or total is None else (used, total),
+        values.get("idle_seconds"),
+    )
+
+
+def read_cluster(client: KubeClient, driver: str, namespace: str) -> Reading:
+    """Read the pages of all node plugins in the pods of ``namespace``.
+
+    Nodes that publish devices and have no such pod are named in a warning, and those that do not answer. Raises
+    ApiError if the API server does not answer, EnvironmentFault if there is no plugin, FatalError without the rights.
+    """
+    try:
+        pods = [pod for pod in read_all(client, f"/api/v1/namespaces/{namespace}/pods", PluginPod) if pod.runs]
+        slices = read_all(client, SLICES, ResourceSlice, {"fieldSelector": f"spec.driver={driver}"})
+        publishing = {item.spec.node_name for item in slices} - {""}
+    except msgspec.MsgspecError as error:
+        raise FatalError(f"the API server's list of pods or ResourceSlices can't be read: {error}") from error
+    if not pods and not publishing:
+        raise EnvironmentFault(f"no pod of a node plugin in namespace {namespace}, and no node publishes devices of "
+                               f"{driver}: check --namespace and --driver-name, or `tessera status`")  # fmt: skip
+    sources: dict[str, list[Callable[[], str]]] = {name: [] for name in publishing}
+    for pod in pods:
+        sources.setdefault(pod.spec.node_name, [])
+        if pod.port is not None:
+            sources[pod.spec.node_name].append(_through_proxy(client, namespace, pod.metadata.name, pod.port))
+    return read_pages(sources)
+
+
+def _through_proxy(client: KubeClient, namespace: str, pod: str, port: int) -> Callable[[], str]:
+    path = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/http:{quote(pod, safe='')}:{port}/proxy/metrics"
+    return lambda: client.get(path).decode("utf-8", "replace")
+
+
+def read_urls(urls: Sequence[str]) -> Reading:
+    """Read pages directly. Raises UsageError if an address is not one."""
+    readers = [HttpReader("--node-metrics", url) for url in urls]
+    return read_pages({reader.name: [reader.text] for reader in readers})
+
+
+def read_pages(sources: Mapping[str, Sequence[Callable[[], str]]]) -> Reading:
+    """Read the pages of each node: of two plugins, as there are during an update, one answer is sufficient."""
+    nodes = sorted(sources)
+    with ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="page") as pool:
+        outcomes = list(pool.map(lambda node: _read_node(sources[node]), nodes))
+    devices: dict[Series, DeviceUsage] = {}
+    gpus: dict[GpuKey, Gpu] = {}
+    reasons: dict[GpuKey, str] = {}
+    failures = {}
+    for node, outcome in zip(nodes, outcomes, strict=True):
+        if isinstance(outcome, str):
+            failures[node] = outcome
+            continue
+        for page in outcome:
+            devices |= page.devices
+            gpus |= page.gpus
+            reasons |= page.reasons
+    if failures and len(failures) == len(nodes):
+        raise EnvironmentFault(f"no node could be read: {'; '.join(_warnings(failures))}")
+    capacity = fsum(gpu.slices for gpu in gpus.values())
+    return Reading(list(devices.values()), gpus, reasons, capacity, _warnings(failures))
+
+
+def _read_node(sources: Sequence[Callable[[], str]]) -> list[Page] | str:
+    """The pages of a node's plugins, or why there is none."""
+    pages, reason = [], "publishes devices, but no pod of a node plugin with a metrics port runs there"
+    for source in sources:
+        try:
+            page = parse_page(source())
+        except ApiError as error:
+            if error.status == FORBIDDEN and "pods/proxy" in str(error):
+                raise FatalError(f"{error}; the ClusterRole is in docs/usage.md") from error
+            reason = f"can't be read: {printable(str(error))}"
+        except ValueError as error:
+            reason = f"its page {printable(str(error))}"
+        else:
+            if page is not None:
+                pages.append(page)
+            else:
+                reason = NO_USAGE
+    return pages or reason
+
+
+def _warnings(failures: Mapping[str, str]) -> list[str]:
+    """A line for each of the first nodes, and one that names the others."""
+    named = [f"{printable(node)} {reason}" for node, reason in list(failures.items())[:MAX_NAMED_NODES]]
+    if rest := list(failures)[MAX_NAMED_NODES:]:
+        named.append(f"{counted(len(rest), 'more node')} without usage: {printable(shortened(rest, 100))}")
+    return named

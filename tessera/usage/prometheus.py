@@ -1,0 +1,197 @@
+"""Usage over a period, from the two counters of slice-seconds in Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from math import fsum, isfinite
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from driver.errors import ApiError, EnvironmentFault, FatalError
+from driver.kube.hostile_json import decode
+from tessera.tables_and_drawings import printable
+from tessera.usage.http import ERROR_TEXT_LIMIT, HttpReader
+from tessera.usage.report import DeviceUsage, Gpu, GpuKey, Reading
+
+ALLOCATED, USED = "tessera_claim_allocated_slice_seconds_total", "tessera_claim_used_slice_seconds_total"
+GPU_SLICES, GPU_UNKNOWN = "tessera_gpu_memory_slices", "tessera_gpu_activity_unknown"
+
+SERIES = "namespace, claim, class, profile, device, gpu, node"
+"""Labels of a device of a claim. Others, such as the plugin's instance, change with its pod; the counters go on."""
+
+LOOKBACK = "5m"
+"""A series without a sample in this time before the period did not exist then."""
+
+NEW_CLAIM_SLICE_SECONDS = 2400
+"""A counter that is first seen at less (5 minutes of 8 slices) began in the period; otherwise it was not scraped
+before, and what it counted until then may lie before the period."""
+
+STEPS = 288
+"""Moments at which the number of GPUs in the period is read: every 5 minutes of a day."""
+
+HOUR = 3600.0
+MAX_WARNINGS = 5
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """An element of an instant vector: labels; time and value."""
+
+    metric: dict[str, str]
+    value: tuple[float, str]
+
+
+class Vector(msgspec.Struct, frozen=True, rename="camel"):
+    result_type: str
+    result: tuple[Sample, ...]
+
+
+class Answer(msgspec.Struct, frozen=True, rename="camel"):
+    """What /api/v1/query answers."""
+
+    status: Annotated[str, msgspec.Meta(max_length=64)]
+    data: Vector | None = None
+    error: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+ANSWER = msgspec.json.Decoder(Answer)
+
+
+class Prometheus:
+    """Instant queries to one server, all as of the same moment."""
+
+    def __init__(self, address: str, token_file: Path | None = None, at: float | None = None) -> None:
+        """Raises UsageError."""
+        self._http = HttpReader("--prometheus", address, token_file)
+        self.at = time.time() if at is None else at
+        self.warnings: dict[str, None] = {}
+
+    @property
+    def name(self) -> str:
+        return self._http.name
+
+    def query(self, expression: str) -> Iterator[tuple[Mapping[str, str], float]]:
+        """Labels and values. Raises EnvironmentFault if there is no answer, FatalError if it is no result."""
+        try:
+            body = self._http.get("/api/v1/query", {"query": expression, "time": f"{self.at:.3f}"})
+        except ApiError as error:
+            raise EnvironmentFault(f"--prometheus {self.name}: {error}") from error
+        try:
+            answer = decode(body, ANSWER)
+        except msgspec.MsgspecError as error:
+            raise FatalError(f"--prometheus {self.name}: answers something else than Prometheus: {error}") from error
+        if answer.status != "success":
+            said = printable(answer.error)[:ERROR_TEXT_LIMIT] or "it does not say why"
+            raise FatalError(f"--prometheus {self.name}: refuses a query: {said}")
+        if answer.data is None or answer.data.result_type != "vector":
+            raise FatalError(f"--prometheus {self.name}: answers something else than a vector")
+        for text in answer.warnings[:MAX_WARNINGS]:
+            self.warnings.setdefault(f"Prometheus: {printable(text)[:ERROR_TEXT_LIMIT]}")
+        for sample in answer.data.result:
+            yield sample.metric, self._number(sample.value[1])
+
+    def _number(self, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not isfinite(value):
+            raise FatalError(f"--prometheus {self.name}: a value is no finite number: {printable(text)[:40]}")
+        return value
+
+
+def growth(metric: str, seconds: float) -> str:
+    """An expression for what each counter counted in the period, by SERIES.
+
+    Its last value less that of the beginning, which is exact, also for claims that began or ended in the period.
+    increase() would leave out what a claim used until its first sample. It is taken for counters that began anew,
+    as those of a claim that was created again by the same name and got the same device.
+    """
+    period = f"{seconds:.0f}s"
+    last = f"max by ({SERIES}) (last_over_time({metric}[{period}]))"
+    start = f"max by ({SERIES}) (last_over_time({metric}[{LOOKBACK}] offset {period}))"
+    first = f"min by ({SERIES}) (min_over_time({metric}[{period}]))"
+    old = f"min by ({SERIES}) (min_over_time({ALLOCATED}[{period}])) > {NEW_CLAIM_SLICE_SECONDS}"
+    anew = f"max by ({SERIES}) (resets({metric}[{period}])) > 0"
+    increase = f"max by ({SERIES}) (increase({metric}[{period}]))"
+    return f"((({last} unless {anew}) - ({start} or ({first} and {old}) or {last} * 0)) or {increase})"
+
+
+def read_period(prometheus: Prometheus, seconds: float, labels: Sequence[str]) -> Reading:
+    """Usage by ``labels`` of the metrics (namespace, claim, class) and GPU. Raises EnvironmentFault, FatalError."""
+    _check_labels(prometheus)
+    by = ", ".join((*labels, "node", "gpu"))
+    allocated, period = growth(ALLOCATED, seconds), f"{seconds:.0f}s"
+    has_activity = f"max by ({SERIES}) (last_over_time({USED}[{period}]))"
+    known_at = dict(_by_device(prometheus, f"sum by ({by}) ({allocated} and {has_activity})", labels))
+    unknown_at = dict(_by_device(prometheus, f"sum by ({by}) ({allocated} unless {has_activity})", labels))
+    used_at = dict(_by_device(prometheus, f"sum by ({by}) {growth(USED, seconds)}", labels))
+    devices = [_device(key, labels, value, min(used_at.get(key, 0.0), value)) for key, value in known_at.items()]
+    devices += [_device(key, labels, value, None) for key, value in unknown_at.items()]
+    gpus = {}
+    for found, value in prometheus.query(f"max by (node, gpu, product) (last_over_time({GPU_SLICES}[{period}]))"):
+        if value > 0:
+            gpus[_gpu_key(found)] = Gpu(found.get("product", ""), value)
+    reasons = {
+        _gpu_key(found): found.get("reason", "")
+        for found, _ in prometheus.query(f"max by (node, gpu, reason) (last_over_time({GPU_UNKNOWN}[{period}]))")
+    }
+    if not gpus and not devices:
+        raise FatalError(
+            f"--prometheus {prometheus.name}: has no {GPU_SLICES} in the period: does it scrape the node plugins, and "
+            "do they run with --usage-interval?"
+        )
+    warnings = _coverage(prometheus, seconds)
+    return Reading(devices, gpus, reasons, _capacity(prometheus, seconds), [*warnings, *prometheus.warnings], seconds)
+
+
+def _check_labels(prometheus: Prometheus) -> None:
+    if list(prometheus.query(f'count({{__name__=~"{ALLOCATED}|{GPU_SLICES}", exported_namespace!=""}})')):
+        raise FatalError(
+            f"--prometheus {prometheus.name}: has the claims' namespaces as exported_namespace: scrape the node "
+            "plugins with honor_labels: true (honorLabels of a PodMonitor), docs/usage.md"
+        )
+
+
+Key = tuple[str, ...]
+"""Values of the labels that were asked for, then node and GPU."""
+
+
+def _by_device(prometheus: Prometheus, expression: str, labels: Sequence[str]) -> Iterator[tuple[Key, float]]:
+    """Slice-hours by labels, node and GPU."""
+    for found, value in prometheus.query(expression):
+        yield tuple(found.get(label, "") for label in (*labels, "node", "gpu")), max(value, 0.0) / HOUR
+
+
+def _device(key: Key, labels: Sequence[str], allocated: float, used: float | None) -> DeviceUsage:
+    *values, node, gpu = key
+    named = dict(zip(labels, values, strict=True))
+    return DeviceUsage(
+        GpuKey(node, gpu),
+        allocated,
+        used,
+        named.get("namespace", ""),
+        named.get("claim", ""),
+        named.get("class", ""),
+    )
+
+
+def _gpu_key(labels: Mapping[str, str]) -> GpuKey:
+    return GpuKey(labels.get("node", ""), labels.get("gpu", ""))
+
+
+def _capacity(prometheus: Prometheus, seconds: float) -> float:
+    """Slice-hours of all GPUs, by their number at STEPS moments."""
+    step = max(round(seconds / STEPS), 1)
+    gpus = f"max by (node, gpu) ({GPU_SLICES})"
+    total = prometheus.query(f"sum(sum_over_time({gpus}[{seconds:.0f}s:{step}s]))")
+    return fsum(value for _, value in total) * step / HOUR
+
+
+def _coverage(prometheus: Prometheus, seconds: float) -> list[str]:
+    if list(prometheus.query(f"count(last_over_time({GPU_SLICES}[{LOOKBACK}] offset {seconds:.0f}s))")):
+        return []
+    return ["Prometheus has no usage of the beginning of the period: the figures are of a shorter time"]

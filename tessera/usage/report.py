@@ -1,0 +1,187 @@
+"""Usage of devices, summed by tenant, class, claim or label, and its cost (pure).
+
+Amounts are slices where usage was read at one moment, and slice-hours over a period.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
+from typing import NamedTuple
+
+from tessera.usage.prices import Prices
+
+NO_REASON = "no activity has been measured yet"
+UNKNOWN_PRODUCT = "an unknown product"
+
+
+class GpuKey(NamedTuple):
+    """A GPU of the cluster: its node and its published name."""
+
+    node: str
+    gpu: str
+
+
+class Gpu(NamedTuple):
+    """What a node plugin says of a GPU: product name of NVML, and number of memory slices."""
+
+    product: str
+    slices: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUsage:
+    """Usage of a device, or in a period of all devices of a tenant on a GPU. None: unknown.
+
+    ``used`` is None if the activity is unknown: then nothing of ``allocated`` counts as used or as idle.
+    """
+
+    gpu: GpuKey
+    allocated: float
+    used: float | None
+    namespace: str = ""
+    claim: str = ""
+    device_class: str = ""
+    memory: tuple[float, float] | None = None
+    """Bytes used, bytes in total."""
+    idle_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """An allocated amount; ``used`` and ``unknown`` are parts of it, and the rest is idle."""
+
+    allocated: float
+    used: float
+    unknown: float
+
+    @property
+    def known(self) -> float:
+        """What has a known activity."""
+        return self.allocated - self.unknown
+
+    @property
+    def idle(self) -> float:
+        return self.known - self.used
+
+    @property
+    def used_ratio(self) -> float | None:
+        """Used, of what has a known activity; None if nothing has."""
+        return self.used / self.known if self.known > 0 else None
+
+
+class Idle(NamedTuple):
+    """Claims whose idle time is known, and those of them that have been idle for long."""
+
+    known: int
+    idle: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Sums of the devices with one key. ``cost``: of those with a price; ``unpriced``: the amount of the others."""
+
+    key: tuple[str | None, ...]
+    amounts: Amounts
+    memory: tuple[float, float] | None
+    claims: int
+    idle: Idle
+    cost: Amounts | None = None
+    unpriced: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Usage as it was read. ``seconds``: length of the period; None: at one moment. ``capacity``: of all GPUs."""
+
+    devices: Sequence[DeviceUsage]
+    gpus: Mapping[GpuKey, Gpu]
+    reasons: Mapping[GpuKey, str]
+    capacity: float | None
+    warnings: Sequence[str] = ()
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Rows by key, largest first, and their total. ``unknown``: amounts without known activity, by reason."""
+
+    reading: Reading
+    rows: Sequence[Row]
+    total: Row
+    unknown: Mapping[str, float]
+    unpriced: Mapping[str, float]
+
+
+KeyOf = Callable[[DeviceUsage], tuple[str | None, ...]]
+
+
+def summarize(reading: Reading, key_of: KeyOf, prices: Prices | None, idle_seconds: float) -> Report:
+    """Sum a reading by key. A claim counts as idle from ``idle_seconds`` on."""
+    groups: dict[tuple[str | None, ...], list[DeviceUsage]] = defaultdict(list)
+    for device in reading.devices:
+        groups[key_of(device)].append(device)
+    rows = [_row(key, found, reading.gpus, prices, idle_seconds) for key, found in groups.items()]
+    rows.sort(key=lambda row: (-row.amounts.allocated, [part or "" for part in row.key]))
+    total = _row((), reading.devices, reading.gpus, prices, idle_seconds)
+    unknown: dict[str, list[float]] = defaultdict(list)
+    unpriced: dict[str, list[float]] = defaultdict(list)
+    for device in reading.devices:
+        if device.used is None:
+            unknown[reading.reasons.get(device.gpu, NO_REASON)].append(device.allocated)
+        if prices is not None and _price_of(device, reading.gpus, prices) is None:
+            gpu = reading.gpus.get(device.gpu)
+            unpriced[UNKNOWN_PRODUCT if gpu is None else gpu.product].append(device.allocated)
+    return Report(reading, rows, total, _largest_first(unknown), _largest_first(unpriced))
+
+
+def _largest_first(amounts: Mapping[str, list[float]]) -> Mapping[str, float]:
+    sums = {name: fsum(each) for name, each in amounts.items()}
+    return dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _row(
+    key: tuple[str | None, ...],
+    devices: Sequence[DeviceUsage],
+    gpus: Mapping[GpuKey, Gpu],
+    prices: Prices | None,
+    idle_seconds: float,
+) -> Row:
+    memories = [device.memory for device in devices if device.memory is not None]
+    memory = (fsum(used for used, _ in memories), fsum(total for _, total in memories)) if memories else None
+    claims: dict[tuple[str, str], list[float | None]] = defaultdict(list)
+    for device in devices:
+        claims[device.namespace, device.claim].append(device.idle_seconds)
+    row = Row(key, _amounts((device, 1.0) for device in devices), memory, len(claims), _idle(claims, idle_seconds))
+    if prices is None:
+        return row
+    rates = [(device, _price_of(device, gpus, prices)) for device in devices]
+    priced = [(device, rate) for device, rate in rates if rate is not None]
+    cost = _amounts(priced) if priced else None
+    unpriced = fsum(device.allocated for device, rate in rates if rate is None)
+    return Row(row.key, row.amounts, row.memory, row.claims, row.idle, cost, unpriced)
+
+
+def _amounts(devices: Iterable[tuple[DeviceUsage, float]]) -> Amounts:
+    """Sums of amounts, each multiplied by a rate."""
+    found = list(devices)
+    return Amounts(
+        fsum(device.allocated * rate for device, rate in found),
+        fsum(device.used * rate for device, rate in found if device.used is not None),
+        fsum(device.allocated * rate for device, rate in found if device.used is None),
+    )
+
+
+def _idle(claims: Mapping[tuple[str, str], Sequence[float | None]], idle_seconds: float) -> Idle:
+    """A claim with several devices is idle as long as the busiest of them; it is unknown if that of one is."""
+    times = [min(each for each in found if each is not None) for found in claims.values() if None not in found]
+    return Idle(len(times), sum(time >= idle_seconds for time in times))
+
+
+def _price_of(device: DeviceUsage, gpus: Mapping[GpuKey, Gpu], prices: Prices) -> float | None:
+    """The price of a slice for an hour; None if the product has no price or is unknown."""
+    gpu = gpus.get(device.gpu)
+    price = None if gpu is None else prices.price_of(gpu.product)
+    return None if gpu is None or price is None else price / gpu.slices
