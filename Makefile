@@ -24,7 +24,7 @@ WORKERS = $(shell echo $$(($$(nproc) + 1)))
 WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-54 demo-curation demo-helm image test test-all test-fast test-unit test-cluster test-smoke test-versions lint format size bench bench-placement bench-refresh bench-fleet bench-scale bench-versions integration fuzz soak \
+.PHONY: help demo demo-54 demo-curation demo-usage demo-helm image test test-all test-fast test-unit test-cluster test-smoke test-versions lint format size bench bench-placement bench-refresh bench-fleet bench-scale bench-versions integration fuzz soak \
 	conformance manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
@@ -34,6 +34,9 @@ help: ## show this list
 
 demo: env ## demonstrate the main use on a real local cluster, step by step (KEEP=1 leaves it running; KUBE=1.35.4: other version)
 	@$(RUN)/python -m tests.demo $(if $(KEEP),--keep)
+
+demo-usage: env ## measure what 30 pods use of 10 GPUs, and draw it (KEEP=, KUBE= as above, SVG=FILE)
+	@$(RUN)/python -m tests.demo.usage $(if $(KEEP),--keep) $(if $(SVG),--svg $(SVG))
 
 demo-54: env ## place 54 workloads on 10 GPUs and draw the result (KEEP=, KUBE= as above, SVG=FILE)
 	@$(RUN)/python -m tests.demo.fifty_four $(if $(KEEP),--keep) $(if $(SVG),--svg $(SVG))

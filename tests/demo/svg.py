@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
+from typing import NamedTuple
 
 from tests.demo.picture import USES, Row
 
@@ -47,3 +48,36 @@ def _field(x: float, y: int, width: float, style: str) -> str:
 
 def _text(x: float, y: int, text: str, fill: str, style: str = "") -> str:
     return f"<text x='{x:g}' y='{y}' fill='{fill}' {style}>{escape(text)}</text>"
+
+
+class UsedSpan(NamedTuple):
+    """Memory slices of a GPU that a claim has, and how much of them it uses, 0 to 1."""
+
+    node: str
+    gpu: str
+    start: int
+    size: int
+    used: float
+
+
+def usage_svg(spans: Sequence[UsedSpan], cells: int = 8) -> str:
+    """One bar a GPU: what is allocated is pale, what is used of it dark, the rest outlined."""
+    lines: list[str] = []
+    y, width = 0, BAR_WIDTH / cells
+    for node, of_node in groupby(spans, key=lambda span: span.node):
+        y += LINE
+        lines.append(_text(0, y - 8, node, TEXT, "font-weight='bold'"))
+        for gpu, of_gpu in groupby(of_node, key=lambda span: span.gpu):
+            lines.append(_text(0, y + 15, gpu, TEXT))
+            lines += (_field(BAR_X + n * width, y, width, f"fill='none' stroke='{TEXT}'") for n in range(cells))
+            allocated = used = 0.0
+            for span in of_gpu:
+                x, wide = BAR_X + span.start * width, span.size * width
+                lines.append(_field(x, y, wide, f"fill='{FILLS['mig']}' fill-opacity='0.35'"))
+                if span.used:
+                    lines.append(_field(x, y, max(4.0, wide * span.used), f"fill='{FILLS['mig']}'"))
+                allocated, used = allocated + span.size, used + span.size * span.used
+            lines.append(_text(60, y + 15, f"{used / allocated:.0%}", TEXT))
+            y += LINE
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {BAR_X + BAR_WIDTH} {y}' "
+    return "\n".join([f"{head}font-family='monospace' font-size='11'>", *lines, "</svg>", ""])
