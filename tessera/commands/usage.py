@@ -15,6 +15,7 @@ from driver.kube.reads import read_all
 from driver.kube.types import Metadata
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.status.snapshot import NAMESPACE
+from tessera.usage.duration import DAY, Duration, duration
 from tessera.usage.output import Style, as_csv, as_json, as_table
 from tessera.usage.pages import read_cluster, read_urls
 from tessera.usage.prices import read_prices
@@ -22,11 +23,6 @@ from tessera.usage.prometheus import Prometheus, read_period
 from tessera.usage.report import DeviceUsage, KeyOf, summarize
 
 USER_AGENT = "tessera-usage"
-DURATION = re.compile(r"([1-9][0-9]{0,6})([smhdw])")
-SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-UNITS = {"s": "s", "m": "min", "h": "h", "d": "days", "w": "weeks"}
-SHORTEST_PERIOD, LONGEST_PERIOD = 60, 5 * 366 * 86400
-
 LABEL_KEY = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 KEYS: Mapping[str, tuple[str, ...]] = {
     "namespace": ("namespace",),
@@ -44,17 +40,6 @@ class Namespace(msgspec.Struct, frozen=True):
     metadata: Metadata
 
 
-def _duration(_: click.Context, option: click.Parameter, value: str | None) -> tuple[int, str] | None:
-    """Seconds, and the duration as people read it. Raises UsageError."""
-    if value is None:
-        return None
-    found = DURATION.fullmatch(value)
-    if found is None or not SHORTEST_PERIOD <= int(found[1]) * SECONDS[found[2]] <= LONGEST_PERIOD:
-        accepted = "a duration from 1m to 5 years, such as 90m, 24h, 30d or 4w"
-        raise UsageError(f"--{option.name} {value}: must be {accepted}")
-    return int(found[1]) * SECONDS[found[2]], f"{found[1]} {UNITS[found[2]]}"
-
-
 @click.command()
 @click.option(
     "--by",
@@ -66,12 +51,12 @@ def _duration(_: click.Context, option: click.Parameter, value: str | None) -> t
 @click.option("--prometheus", metavar="URL", help="Read a period from this Prometheus; may have USER:PASSWORD@.")
 @click.option("--prometheus-token-file", type=click.Path(path_type=Path), help="Bearer token for --prometheus.")
 @click.option(
-    "--since", callback=_duration, metavar="DURATION", help="With --prometheus: length of the period.  [default: 24h]"
+    "--since", callback=duration, metavar="DURATION", help="With --prometheus: length of the period.  [default: 24h]"
 )
 @click.option("--prices", type=click.Path(path_type=Path), help="YAML with a price for each product: adds the cost.")
 @click.option(
     "--idle",
-    callback=_duration,
+    callback=duration,
     default="24h",
     show_default=True,
     metavar="DURATION",
@@ -93,9 +78,9 @@ def usage(
     by: str,
     prometheus: str | None,
     prometheus_token_file: Path | None,
-    since: tuple[int, str] | None,
+    since: Duration | None,
     prices: Path | None,
-    idle: tuple[int, str],
+    idle: Duration,
     node_metrics: tuple[str, ...],
     namespace: str,
     kubeconfig: Path | None,
@@ -124,16 +109,16 @@ def usage(
     price_list = None if prices is None else read_prices(prices)
     period = None
     if prometheus is not None:
-        seconds, period = since or (SECONDS["d"], "24 h")
+        seconds, period = since or Duration(DAY, "24 h")
         reading = read_period(Prometheus(prometheus, prometheus_token_file), seconds, key)
     elif node_metrics:
         reading = read_urls(node_metrics)
     else:
         reading = read_cluster(client_of(kubeconfig, USER_AGENT), driver_name, namespace)
     key_of = _by_labels(key) if label is None else _by_namespace_label(label, kubeconfig)
-    report = summarize(reading, key_of, price_list, idle[0])
+    report = summarize(reading, key_of, price_list, idle.seconds)
     currency = None if price_list is None else price_list.currency
-    style = Style(key if label is None else (label,), currency, idle[1], period)
+    style = Style(key if label is None else (label,), currency, idle.text, period)
     text = {"table": as_table, "json": as_json, "csv": as_csv}[output](report, style)
     click.echo(text, nl=output != "csv")
     for warning in reading.warnings:

@@ -122,7 +122,7 @@ def growth(metric: str, seconds: float) -> str:
 
 def read_period(prometheus: Prometheus, seconds: float, labels: Sequence[str]) -> Reading:
     """Usage by ``labels`` of the metrics (namespace, claim, class) and GPU. Raises EnvironmentFault, FatalError."""
-    _check_labels(prometheus)
+    check_labels(prometheus)
     by = ", ".join((*labels, "node", "gpu"))
     allocated, period = growth(ALLOCATED, seconds), f"{seconds:.0f}s"
     has_activity = f"max by ({SERIES}) (last_over_time({USED}[{period}]))"
@@ -148,7 +148,8 @@ def read_period(prometheus: Prometheus, seconds: float, labels: Sequence[str]) -
     return Reading(devices, gpus, reasons, _capacity(prometheus, seconds), [*warnings, *prometheus.warnings], seconds)
 
 
-def _check_labels(prometheus: Prometheus) -> None:
+def check_labels(prometheus: Prometheus) -> None:
+    """Raises FatalError if the labels of the metrics were overwritten by those of the scraped pod."""
     if list(prometheus.query(f'count({{__name__=~"{ALLOCATED}|{GPU_SLICES}", exported_namespace!=""}})')):
         raise FatalError(
             f"--prometheus {prometheus.name}: has the claims' namespaces as exported_namespace: scrape the node "

@@ -14,17 +14,23 @@ from typing import Any
 
 import pytest
 import urllib3
+import yaml
 from click.testing import CliRunner
 
+from driver.model.plan import PATH, GpuReport, described
 from tessera.cli import main
 from tests.harness.waiting import wait_for
+from tests.support.api_server import ObjectApi
+from tests.support.faulty_api import kubeconfig_of
+from tests.support.gpus import gpu_of
 from tests.support.ports import kept_port
-from tests.support.usage_pages import A100, H100
+from tests.support.usage_pages import A100, GIB, H100
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SCRAPE_S = 30
 HOUR, DAY = 3600.0, 86400.0
+SLICES, MEMORY, SM = "tessera_claim_slices", "tessera_claim_memory_used_bytes", "tessera_claim_sm_active_ratio"
 ALLOCATED, USED = "tessera_claim_allocated_slice_seconds_total", "tessera_claim_used_slice_seconds_total"
 
 
@@ -88,6 +94,38 @@ LIVES = [
 ]
 
 
+@dataclass(frozen=True)
+class Sized:
+    """A pod on a full GPU, measured every minute for ``hours`` except in ``gap`` (hours before the present)."""
+
+    pod: str
+    hours: float
+    memory_gib: float
+    sm: float
+    gap: tuple[float, float] = (0, 0)
+
+    def samples(self, now: float) -> Iterator[tuple[str, str, float, float]]:
+        labels = {"namespace": "size", "claim": self.pod, "class": "gpu-training", "profile": "none", "gpu": "gpu-0"}
+        labels |= {"device": f"gpu-0-{self.pod}", "node": "n", "instance": "i", "source": "gpm", "pod": self.pod}
+        text = ",".join(f'{name}="{value}"' for name, value in labels.items())
+        for minute in range(int(self.hours * 60) + 1):
+            at = now - (self.hours * 60 - minute) * 60
+            yield ALLOCATED, text, at, 8 * 60.0 * minute
+            if not self.gap[1] < (now - at) / HOUR < self.gap[0]:
+                # Half of it at first: the highest value counts.
+                part = 0.5 if minute < 60 else 1.0
+                values = {SLICES: 8, MEMORY: self.memory_gib * GIB * part, SM: self.sm * part}
+                yield from ((name, text, at, value) for name, value in values.items())
+
+
+SIZED = (
+    Sized("serve-6b7f8c9d4f-x2x9z", 25.5, 7, 0.1),
+    Sized("busy-6b7f8c9d4f-x2x9z", 25.5, 7, 0.95),
+    Sized("young-6b7f8c9d4f-x2x9z", 20, 7, 0.1),
+    Sized("gappy-6b7f8c9d4f-x2x9z", 25.5, 7, 0.1, gap=(10, 5)),
+)
+
+
 def openmetrics(now: float) -> str:
     """All samples in the order that promtool requires: by metric, series and time."""
     gpus = {f'node="n",gpu="gpu-0",product="{H100}"': 8, f'node="n",gpu="gpu-1",product="{A100}"': 8}
@@ -98,6 +136,11 @@ def openmetrics(now: float) -> str:
     labels = 'node="n",gpu="gpu-1",reason="no activity counters on NVIDIA A100"'
     lines += [f"tessera_gpu_activity_unknown{{{labels}}} 1 {at:.3f}" for at in moments]
     series = sorted(sample for life in LIVES for sample in life.samples(now))
+    sized = sorted((name, labels, at, value) for each in SIZED for name, labels, at, value in each.samples(now))
+    for metric in (SLICES, MEMORY, SM):
+        lines.append(f"# TYPE {metric} gauge")
+        lines += [f"{name}{{{labels}}} {value} {at:.3f}" for name, labels, at, value in sized if name == metric]
+    series = sorted(series + [each for each in sized if each[0] == ALLOCATED])
     for metric in (ALLOCATED, USED):
         lines.append(f"# TYPE {metric.removesuffix('_total')} counter")
         lines += [f"{name}{{{labels}}} {value} {at:.3f}" for name, labels, at, value in series if name == metric]
@@ -152,7 +195,8 @@ def test_slice_hours_of_a_day_are_those_of_the_claims(prometheus: str) -> None:
     expected = {name: sum(life.slice_hours for life in LIVES if life.namespace == name) for name in groups}
     expected["unseen"] /= 2  # what was not scraped is nobody's guess
     found = {name: group["allocated"] for name, group in groups.items()}
-    assert found.keys() == {life.namespace for life in LIVES}
+    expected["size"] = 8 * sum(min(each.hours, 24) for each in SIZED)
+    assert found.keys() == {"size", *(life.namespace for life in LIVES)}
     long_lived = {name: value for name, value in expected.items() if name != "short"}
     assert {name: found[name] for name in long_lived} == pytest.approx(long_lived, rel=0.005)
     # Each of the 200 claims of 2 minutes ends up to one scrape after its last sample.
@@ -164,9 +208,9 @@ def test_slice_hours_of_a_day_are_those_of_the_claims(prometheus: str) -> None:
 def test_used_is_the_part_with_activity_and_unknown_is_neither(prometheus: str) -> None:
     document = usage(prometheus)
     ratios = {group["key"]["namespace"]: group["usedRatio"] for group in document["groups"]}
-    assert ratios.pop("unknown") is None
+    assert (ratios.pop("unknown"), ratios.pop("size")) == (None, None)
     assert ratios == pytest.approx({**dict.fromkeys(ratios, 0.5), "long": 0.75, "short": 0.25}, abs=0.02)
-    assert document["unknownActivity"] == [
+    assert document["unknownActivity"][1:] == [
         {"reason": "no activity counters on NVIDIA A100", "amount": pytest.approx(16, rel=0.005)}
     ]
 
@@ -182,3 +226,22 @@ def test_a_period_longer_than_the_data_is_named(prometheus: str) -> None:
     answer = CliRunner().invoke(main, ["usage", "--prometheus", prometheus, "--since", "30d"])
     assert answer.exit_code == 1
     assert "no usage of the beginning of the period" in answer.stderr
+
+
+def test_workloads_that_would_have_fitted_into_less_are_named(prometheus: str, tmp_path: Path) -> None:
+    with ObjectApi() as api:
+        report = GpuReport(gpu_of(H100), 0)
+        api.store(f"{PATH}/n", spec={}, status={"inventory": described([report])})
+        kubeconfig = tmp_path / "kubeconfig"
+        kubeconfig.write_text(yaml.safe_dump(kubeconfig_of(api.server.url)))
+        flags = ["--prometheus", prometheus, "--kubeconfig", str(kubeconfig), "--since", "25h", "-o", "json"]
+        answer = CliRunner().invoke(main, ["advise", *flags])
+    assert answer.exit_code == 0, answer.output
+    found = {each["workload"]: each for each in json.loads(answer.stdout)}
+    assert found["serve"]["smallestClass"] == "gpu-inference-1g-10gb"
+    assert found["serve"]["savedSliceHours"] == pytest.approx(7 * 25, rel=0.005)
+    assert found["serve"]["highestMemoryBytes"] == 7 * GIB
+    reasons = {name: each["reason"] for name, each in found.items()}
+    assert reasons.pop("young").startswith("only 20 h of data")
+    assert reasons.pop("gappy").startswith("no measurement in 20 % of its time")
+    assert reasons == {"serve": None, "busy": "it has the smallest class that fits"}

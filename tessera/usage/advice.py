@@ -1,0 +1,172 @@
+"""The smallest partition into which a workload would have fitted, by the most that it used in a period (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import fsum
+from typing import NamedTuple
+
+from tessera.usage.report import GpuKey
+
+MIN_HOURS = 24.0
+"""A workload is judged after a day: less says nothing of what it needs at other times of the day."""
+MAX_GAP = 0.1
+"""Greatest part of its time in which a workload may have no measurement."""
+
+WHOLE = "none"
+"""Value of the label ``profile`` of what is no partition."""
+
+SAFE = "[bcdfghjklmnpqrstvwxz2456789]"
+GENERATED = re.compile(rf"(.+)-{SAFE}{{5}}")
+HASH = re.compile(rf"(.+)-{SAFE}{{8,10}}")
+ORDINAL = re.compile(r"(.+)-[0-9]+")
+"""What Kubernetes adds to the names of pods: of Jobs and ReplicaSets; to those of ReplicaSets; of StatefulSets,
+indexed Jobs and the Jobs of CronJobs."""
+
+
+class Candidate(NamedTuple):
+    """A profile of a product with a class of its own."""
+
+    device_class: str
+    profile: str
+    slices: int
+    compute_slices: int
+    memory_bytes: int
+
+
+class Geometry(NamedTuple):
+    """The partitions of a product, and the compute slices of a whole GPU."""
+
+    candidates: tuple[Candidate, ...]
+    compute_slices: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHistory:
+    """A device of a claim in the period: the most it used, and how long it was prepared, measured, and first seen ago.
+
+    None: never known. Activities are parts of the device.
+    """
+
+    namespace: str
+    pod: str
+    device_class: str
+    profile: str
+    gpu: GpuKey
+    slices: float
+    slice_hours: float
+    measured_hours: float
+    age_hours: float
+    memory: float | None = None
+    sm: float | None = None
+    dram: float | None = None
+
+    @property
+    def hours(self) -> float:
+        return self.slice_hours / self.slices
+
+
+class Workload(NamedTuple):
+    """What is judged together: devices of one size that pods of one owner have."""
+
+    namespace: str
+    name: str
+    device_class: str
+    profile: str
+    slices: float
+    product: str
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The result for a workload: the smallest class that fits, or ``refusal``, the reason why there is none.
+
+    ``saved``: slice-hours less in the period. ``activity`` None: unknown, so that the class is chosen by memory only.
+    """
+
+    workload: Workload
+    memory: float | None
+    activity: float | None
+    slice_hours: float
+    best: Candidate | None = None
+    refusal: str | None = None
+
+    @property
+    def saved(self) -> float:
+        if self.best is None:
+            return 0.0
+        return self.slice_hours * (1 - self.best.slices / self.workload.slices)
+
+
+def owner_of(pod: str) -> str:
+    """The name of the workload: the pod's name without what Kubernetes adds to that of its owner.
+
+    Owners of pods that have ended can't be read from the API server any more.
+    """
+    if (generated := GENERATED.fullmatch(pod)) is not None:
+        pod = generated[1]
+        if (hashed := HASH.fullmatch(pod)) is not None:
+            return hashed[1]
+    ordinal = ORDINAL.fullmatch(pod)
+    return pod if ordinal is None else ordinal[1]
+
+
+def advise(
+    devices: Iterable[DeviceHistory],
+    products: Mapping[GpuKey, str],
+    geometries: Mapping[str, Geometry],
+    margin: float,
+) -> list[Advice]:
+    """Advice for each workload, what saves most first. ``margin``: room above the most that was used, 0.2 for 20 %."""
+    groups: dict[Workload, list[DeviceHistory]] = defaultdict(list)
+    for device in devices:
+        product = products.get(device.gpu, "")
+        owner = owner_of(device.pod)
+        groups[Workload(device.namespace, owner, device.device_class, device.profile, device.slices, product)].append(
+            device
+        )
+    found = [_advice(workload, group, geometries, margin) for workload, group in groups.items()]
+    return sorted(found, key=lambda each: (-each.saved, -each.slice_hours, each.workload))
+
+
+def _advice(
+    workload: Workload, devices: Sequence[DeviceHistory], geometries: Mapping[str, Geometry], margin: float
+) -> Advice:
+    memory = max((device.memory for device in devices if device.memory is not None), default=None)
+    sm = max((device.sm for device in devices if device.sm is not None), default=None)
+    dram = max((device.dram for device in devices if device.dram is not None), default=None)
+    activity = max((each for each in (sm, dram) if each is not None), default=None)
+    advice = Advice(workload, memory, activity, fsum(device.slice_hours for device in devices))
+    geometry = geometries.get(workload.product, Geometry((), 0))
+    if (refusal := _refusal(devices, geometry, workload)) is not None or memory is None:
+        return replace(advice, refusal=refusal or "its memory is unknown")
+    own = {each.profile: each.compute_slices for each in geometry.candidates}
+    compute = own.get(workload.profile, geometry.compute_slices) * (sm or 0.0)
+    fitting = [
+        each
+        for each in geometry.candidates
+        if each.slices < workload.slices
+        and each.memory_bytes >= memory * (1 + margin)
+        and each.compute_slices >= compute
+        and each.slices >= workload.slices * (dram or 0.0)
+    ]
+    if not fitting:
+        return replace(advice, refusal="it has the smallest class that fits")
+    return replace(advice, best=min(fitting, key=lambda each: (each.slices, each.compute_slices, each.profile)))
+
+
+def _refusal(devices: Sequence[DeviceHistory], geometry: Geometry, workload: Workload) -> str | None:
+    """Why a workload can't be judged."""
+    age = max(device.age_hours for device in devices)
+    prepared = fsum(device.hours for device in devices)
+    gap = 1 - fsum(device.measured_hours for device in devices) / prepared if prepared > 0 else 1.0
+    if age < MIN_HOURS:
+        return f"only {age:.0f} h of data; {MIN_HOURS:.0f} h are needed"
+    if gap > MAX_GAP:
+        return f"no measurement in {gap * 100:.0f} % of its time; at most {MAX_GAP * 100:.0f} % may lack"
+    if not geometry.candidates:
+        return f"no partitions of {workload.product or 'its GPU'} are known"
+    return None

@@ -1,0 +1,96 @@
+"""The most that devices of claims used in a period, from Prometheus; the partitions of products, from plans."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+
+import yaml
+
+from driver.model.plan import GpuReport
+from tessera.usage.advice import Candidate, DeviceHistory, Geometry
+from tessera.usage.prometheus import ALLOCATED, GPU_SLICES, HOUR, Prometheus, growth
+from tessera.usage.report import GpuKey
+
+LABELS = ("namespace", "pod", "claim", "class", "profile", "device", "gpu", "node")
+JUDGED = '{pod!="",source!="shared"}'
+"""Devices of a claim of several pods belong to no workload; the activity of a share is that of its GPU."""
+
+MOMENTS = 1440
+"""How often in a period it is looked whether a device was measured: every 7 minutes of a week."""
+SHORTEST_STEP_SECONDS = 60
+
+SLICES, MEMORY = "tessera_claim_slices", "tessera_claim_memory_used_bytes"
+SM, DRAM = "tessera_claim_sm_active_ratio", "tessera_claim_dram_active_ratio"
+
+PLAIN_PROFILE = re.compile(r"\d+g\.\d+gb")
+
+
+def read_history(prometheus: Prometheus, seconds: float) -> list[DeviceHistory]:
+    """The devices of all claims of single pods. Raises EnvironmentFault and FatalError."""
+    period, step = f"{seconds:.0f}s", max(round(seconds / MOMENTS), SHORTEST_STEP_SECONDS)
+    by = f"max by ({', '.join(LABELS)})"
+
+    def read(expression: str) -> Mapping[tuple[str, ...], float]:
+        found = prometheus.query(expression)
+        return {tuple(labels.get(each, "") for each in LABELS): value for labels, value in found}
+
+    def most(metric: str) -> Mapping[tuple[str, ...], float]:
+        return read(f"{by} (max_over_time({metric}{JUDGED}[{period}]))")
+
+    memory, sm, dram, slices = most(MEMORY), most(SM), most(DRAM), most(SLICES)
+    measured = read(f"{by} (count_over_time({MEMORY}{JUDGED}[{period}:{step}s]))")
+    age = read(f"{by} (time() - min_over_time(timestamp({SLICES}{JUDGED})[{period}:{step}s]))")
+    allocated = _without_pod(prometheus, growth(ALLOCATED, seconds))
+    return [
+        DeviceHistory(
+            namespace=key[0],
+            pod=key[1],
+            device_class=key[3],
+            profile=key[4],
+            gpu=GpuKey(key[7], key[6]),
+            slices=each,
+            slice_hours=allocated.get((key[0], *key[2:]), 0.0),
+            measured_hours=measured.get(key, 0.0) * step / HOUR,
+            age_hours=age.get(key, 0.0) / HOUR,
+            memory=memory.get(key),
+            sm=sm.get(key),
+            dram=dram.get(key),
+        )
+        for key, each in slices.items()
+        if each > 0
+    ]
+
+
+def _without_pod(prometheus: Prometheus, expression: str) -> Mapping[tuple[str, ...], float]:
+    names = [label for label in LABELS if label != "pod"]
+    found = prometheus.query(expression)
+    return {tuple(labels.get(name, "") for name in names): value / HOUR for labels, value in found}
+
+
+def read_products(prometheus: Prometheus, seconds: float) -> dict[GpuKey, str]:
+    """The product of each GPU of the period."""
+    found = prometheus.query(f"max by (node, gpu, product) (last_over_time({GPU_SLICES}[{seconds:.0f}s]))")
+    return {GpuKey(each.get("node", ""), each.get("gpu", "")): each.get("product", "") for each, _ in found}
+
+
+def geometries_of(reports: Iterable[GpuReport]) -> dict[str, Geometry]:
+    """The partitions for which the chart has a class, by product."""
+    text = (files("deviceclasses") / "manifests" / "partitions" / "profiles.yaml").read_text("utf-8")
+    with_class = set(yaml.safe_load(text))
+    found = {}
+    for gpu in {report.gpu.product_name: report.gpu for report in reports}.values():
+        candidates = tuple(
+            Candidate(
+                f"gpu-inference-{profile.name.replace('.', '-')}",
+                profile.name,
+                profile.placements[0].size,
+                profile.compute_slices,
+                profile.memory_bytes,
+            )
+            for profile in gpu.profiles
+            if PLAIN_PROFILE.fullmatch(profile.name) and profile.name in with_class and profile.placements
+        )
+        found[gpu.product_name] = Geometry(candidates, max((each.compute_slices for each in candidates), default=0))
+    return found
