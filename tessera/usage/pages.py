@@ -19,7 +19,7 @@ from driver.kube.reads import read_all
 from driver.kube.types import Metadata, ResourceSlice
 from driver.slices.publisher import SLICES
 from tessera.status.snapshot import NODE
-from tessera.tables_and_drawings import counted, printable, shortened
+from tessera.tables_and_drawings import counted, printable
 from tessera.usage.http import HttpReader
 from tessera.usage.prometheus import GPU_SLICES, GPU_UNKNOWN
 from tessera.usage.report import DeviceUsage, Gpu, GpuKey, Reading
@@ -223,5 +223,5 @@ def _warnings(failures: Mapping[str, str]) -> list[str]:
     """A line for each of the first nodes, and one that names the others."""
     named = [f"{printable(node)} {reason}" for node, reason in list(failures.items())[:MAX_NAMED_NODES]]
     if rest := list(failures)[MAX_NAMED_NODES:]:
-        named.append(f"{counted(len(rest), 'more node')} without usage: {printable(shortened(rest, 100))}")
+        named.append(f"{counted(len(rest), 'more node')} without usage: {printable(', '.join(rest))}")
     return named

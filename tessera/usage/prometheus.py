@@ -61,12 +61,12 @@ ANSWER = msgspec.json.Decoder(Answer)
 
 
 class Prometheus:
-    """Instant queries to one server, all as of the same moment."""
+    """Instant queries to one server, all as of the same moment by its clock."""
 
-    def __init__(self, address: str, token_file: Path | None = None, at: float | None = None) -> None:
+    def __init__(self, address: str, token_file: Path | None = None) -> None:
         """Raises UsageError."""
         self._http = HttpReader("--prometheus", address, token_file)
-        self.at = time.time() if at is None else at
+        self._at: float | None = None
         self.warnings: dict[str, None] = {}
 
     @property
@@ -75,8 +75,14 @@ class Prometheus:
 
     def query(self, expression: str) -> Iterator[tuple[Mapping[str, str], float]]:
         """Labels and values. Raises EnvironmentFault if there is no answer, FatalError if it is no result."""
+        if self._at is None:
+            self._at = max((sample.value[0] for sample in self._ask({"query": "vector(1)"})), default=time.time())
+        for sample in self._ask({"query": expression, "time": f"{self._at:.3f}"}):
+            yield sample.metric, self._number(sample.value[1])
+
+    def _ask(self, query: Mapping[str, str]) -> tuple[Sample, ...]:
         try:
-            body = self._http.get("/api/v1/query", {"query": expression, "time": f"{self.at:.3f}"})
+            body = self._http.get("/api/v1/query", query)
         except ApiError as error:
             raise EnvironmentFault(f"--prometheus {self.name}: {error}") from error
         try:
@@ -90,8 +96,7 @@ class Prometheus:
             raise FatalError(f"--prometheus {self.name}: answers something else than a vector")
         for text in answer.warnings[:MAX_WARNINGS]:
             self.warnings.setdefault(f"Prometheus: {printable(text)[:ERROR_TEXT_LIMIT]}")
-        for sample in answer.data.result:
-            yield sample.metric, self._number(sample.value[1])
+        return answer.data.result
 
     def _number(self, text: str) -> float:
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import fsum
 from typing import NamedTuple
 
@@ -161,7 +161,7 @@ def _row(
     priced = [(device, rate) for device, rate in rates if rate is not None]
     cost = _amounts(priced) if priced else None
     unpriced = fsum(device.allocated for device, rate in rates if rate is None)
-    return Row(row.key, row.amounts, row.memory, row.claims, row.idle, cost, unpriced)
+    return replace(row, cost=cost, unpriced=unpriced)
 
 
 def _amounts(devices: Iterable[tuple[DeviceUsage, float]]) -> Amounts:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import fsum
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tessera.usage.pages import parse_page
 from tessera.usage.prices import Prices
 from tessera.usage.report import Amounts, DeviceUsage, Gpu, GpuKey, KeyOf, Reading, summarize
 
@@ -67,3 +69,35 @@ def test_used_idle_and_unknown_are_parts_of_what_is_allocated(found: list[Device
         tolerance = EXACT * (1 + amounts.allocated)
         assert min(amounts.used, amounts.idle, amounts.unknown) >= -tolerance
         assert amounts.used + amounts.idle + amounts.unknown == pytest.approx(amounts.allocated, rel=EXACT)
+
+
+WORDS = (
+    *("tessera_claim_slices", "tessera_gpu_memory_slices", "# TYPE ", "# HELP ", "gauge", "histogram", "counter"),
+    *(
+        "{",
+        "}",
+        '"',
+        "=",
+        ",",
+        "\\",
+        " ",
+        "\n",
+        "#",
+        "node",
+        "gpu",
+        "1",
+        "-1e999",
+        "NaN",
+        "0x1",
+        "1_0",
+        "\x00",
+        "\u2028",
+    ),
+    *("_bucket", "_total", 'le="x"'),
+)
+
+
+@given(st.text() | st.lists(st.sampled_from(WORDS), max_size=60).map("".join))
+def test_any_text_is_a_page_or_is_refused(text: str) -> None:
+    with suppress(ValueError):
+        parse_page(text)

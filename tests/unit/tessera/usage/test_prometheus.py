@@ -37,6 +37,7 @@ class PrometheusApi(HttpServer):
     def __init__(self) -> None:
         self.answers: dict[str, dict[str, Any]] = {}
         self.asked: list[str] = []
+        self.times: set[str | None] = set()
         self.authorizations: set[str | None] = set()
         super().__init__(self._answer)
 
@@ -44,8 +45,11 @@ class PrometheusApi(HttpServer):
         assert exchange.route == "/api/v1/query"
         query = exchange.query["query"]
         self.asked.append(query)
+        self.times.add(exchange.query.get("time"))
+        if query == "vector(1)":
+            return exchange.send_json(vector(({}, 1)))
         self.authorizations.add(exchange.headers.get("Authorization"))
-        exchange.send_json(
+        return exchange.send_json(
             next((answer for start, answer in self.answers.items() if query.startswith(start)), vector())
         )
 
@@ -76,6 +80,11 @@ def test_slice_hours_are_read_by_tenant_and_gpu(api: PrometheusApi) -> None:
     assert reading.capacity == pytest.approx(8 * 300 * 12 / HOUR)
     assert reading.warnings == []
     assert max(map(len, api.asked)) < 6000, "proxies refuse long addresses"
+
+
+def test_all_queries_are_as_of_one_moment_by_the_clock_of_prometheus(api: PrometheusApi) -> None:
+    read_period(Prometheus(api.url), HOUR, ["namespace"])
+    assert api.times == {None, "1.500"}
 
 
 def test_a_period_that_begins_before_the_data_is_named(api: PrometheusApi) -> None:
