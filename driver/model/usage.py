@@ -75,14 +75,15 @@ class UsageReading:
 class UsageTotals(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """What one device of a claim has used so far. ``counted_at`` and ``active_at`` are seconds since boot.
 
-    ``allocated`` and ``used`` are slice-seconds: memory slices x seconds, for ``used`` x the larger of SM and
-    memory-bandwidth activity. ``nvlink`` and ``pcie`` are bytes.
+    ``allocated``, ``measured`` and ``used`` are slice-seconds: memory slices x seconds. ``measured`` counts the time of
+    known activity, ``used`` the same x the larger of SM and memory-bandwidth activity. ``nvlink``, ``pcie`` are bytes.
     """
 
     slices: float
     counted_at: float
     active_at: float
     allocated: float = 0.0
+    measured: float | None = None
     used: float | None = None
     nvlink: float | None = None
     pcie: float | None = None
@@ -94,11 +95,12 @@ class UsageTotals(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
             self, counted_at=self.counted_at + seconds, allocated=self.allocated + self.slices * seconds
         )
 
-    def measured(self, activity: Activity, now: float) -> UsageTotals:
+    def with_activity(self, activity: Activity, now: float) -> UsageTotals:
         """With ``activity`` added, which ended at ``now``."""
         busiest = activity.busiest
         return msgspec.structs.replace(
             self,
+            measured=_sum(self.measured, None if busiest is None else 1.0, self.slices * activity.seconds),
             used=_sum(self.used, busiest, self.slices * activity.seconds),
             nvlink=_sum(self.nvlink, activity.nvlink, activity.seconds),
             pcie=_sum(self.pcie, activity.pcie, activity.seconds),

@@ -90,6 +90,11 @@ COUNTERS = (
         lambda usage, now: usage.totals.counted(now).allocated if usage.ended_at is None else usage.totals.allocated,
     ),
     UsageMetric(
+        "tessera_claim_measured_slice_seconds",
+        "Memory slices x seconds of known activity.",
+        lambda usage, _: usage.totals.measured,
+    ),
+    UsageMetric(
         "tessera_claim_used_slice_seconds",
         "Memory slices x seconds x the larger of SM and memory-bandwidth activity.",
         lambda usage, _: usage.totals.used,

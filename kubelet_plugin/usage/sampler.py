@@ -61,7 +61,7 @@ class DeviceUsage:
 
     def measured(self, reading: UsageReading, now: float) -> DeviceUsage:
         activity = reading.activity
-        totals = self.totals if activity is None else self.totals.measured(activity, now)
+        totals = self.totals if activity is None else self.totals.with_activity(activity, now)
         return replace(self, reading=reading, totals=totals, activity_at=now if activity else self.activity_at)
 
     def ended(self, now: float, most_seconds: float) -> DeviceUsage:
@@ -69,7 +69,7 @@ class DeviceUsage:
         totals, activity = self.totals.counted(now), self.reading.activity if self.reading is not None else None
         if activity is not None and self.activity_at is not None:
             seconds = min(max(0.0, now - self.activity_at), most_seconds)
-            totals = totals.measured(replace(activity, seconds=seconds), totals.active_at)
+            totals = totals.with_activity(replace(activity, seconds=seconds), totals.active_at)
         return replace(self, totals=totals, reading=None, ended_at=now)
 
 

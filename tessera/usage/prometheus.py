@@ -1,4 +1,4 @@
-"""Usage over a period, from the two counters of slice-seconds in Prometheus."""
+"""Usage over a period, from the counters of slice-seconds in Prometheus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tessera.tables_and_drawings import printable
 from tessera.usage.http import ERROR_TEXT_LIMIT, HttpReader
 from tessera.usage.report import DeviceUsage, Gpu, GpuKey, Reading
 
-ALLOCATED, USED = "tessera_claim_allocated_slice_seconds_total", "tessera_claim_used_slice_seconds_total"
+ALLOCATED, MEASURED = "tessera_claim_allocated_slice_seconds_total", "tessera_claim_measured_slice_seconds_total"
+USED = "tessera_claim_used_slice_seconds_total"
 GPU_SLICES, GPU_UNKNOWN = "tessera_gpu_memory_slices", "tessera_gpu_activity_unknown"
 
 SERIES = "namespace, claim, class, profile, device, gpu, node"
@@ -28,6 +29,9 @@ LOOKBACK = "5m"
 NEW_CLAIM_SLICE_SECONDS = 2400
 """A counter that is first seen at less (5 minutes of 8 slices) began in the period; otherwise it was not scraped
 before, and what it counted until then may lie before the period."""
+
+UNMEASURED_RATIO = 0.02
+"""A smaller part of the allocated time without a reading does not count as unknown: the time until the next reading."""
 
 STEPS = 288
 """Moments at which the number of GPUs in the period is read: every 5 minutes of a day."""
@@ -129,13 +133,20 @@ def read_period(prometheus: Prometheus, seconds: float, labels: Sequence[str]) -
     """Usage by ``labels`` of the metrics (namespace, claim, class) and GPU. Raises EnvironmentFault, FatalError."""
     check_labels(prometheus)
     by = ", ".join((*labels, "node", "gpu"))
-    allocated, period = growth(ALLOCATED, seconds), f"{seconds:.0f}s"
-    has_activity = f"max by ({SERIES}) (last_over_time({USED}[{period}]))"
-    known_at = dict(_by_device(prometheus, f"sum by ({by}) ({allocated} and {has_activity})", labels))
-    unknown_at = dict(_by_device(prometheus, f"sum by ({by}) ({allocated} unless {has_activity})", labels))
-    used_at = dict(_by_device(prometheus, f"sum by ({by}) {growth(USED, seconds)}", labels))
-    devices = [_device(key, labels, value, min(used_at.get(key, 0.0), value)) for key, value in known_at.items()]
-    devices += [_device(key, labels, value, None) for key, value in unknown_at.items()]
+    period = f"{seconds:.0f}s"
+    allocated_at, measured_at, used_at = (
+        dict(_by_device(prometheus, f"sum by ({by}) {growth(metric, seconds)}", labels))
+        for metric in (ALLOCATED, MEASURED, USED)
+    )
+    devices = []
+    for key, allocated in allocated_at.items():
+        known = min(measured_at.get(key, 0.0), allocated)
+        if known > (1 - UNMEASURED_RATIO) * allocated:
+            known = allocated
+        if known:
+            devices.append(_device(key, labels, known, min(used_at.get(key, 0.0), known)))
+        if known < allocated:
+            devices.append(_device(key, labels, allocated - known, None))
     gpus = {}
     for found, value in prometheus.query(f"max by (node, gpu, product) (last_over_time({GPU_SLICES}[{period}]))"):
         if value > 0:

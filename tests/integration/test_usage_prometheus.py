@@ -31,7 +31,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300
 SCRAPE_S = 30
 HOUR, DAY = 3600.0, 86400.0
 SLICES, MEMORY, SM = "tessera_claim_slices", "tessera_claim_memory_used_bytes", "tessera_claim_sm_active_ratio"
-ALLOCATED, USED = "tessera_claim_allocated_slice_seconds_total", "tessera_claim_used_slice_seconds_total"
+ALLOCATED, MEASURED = "tessera_claim_allocated_slice_seconds_total", "tessera_claim_measured_slice_seconds_total"
+USED = "tessera_claim_used_slice_seconds_total"
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Life:
                     seconds = at - start
                     yield ALLOCATED, self._labels(hours), at, self.slices * seconds
                     if self.activity is not None:
+                        yield MEASURED, self._labels(hours), at, self.slices * seconds
                         yield USED, self._labels(hours), at, self.slices * seconds * self.activity
                 at += SCRAPE_S
 
@@ -141,7 +143,7 @@ def openmetrics(now: float) -> str:
         lines.append(f"# TYPE {metric} gauge")
         lines += [f"{name}{{{labels}}} {value} {at:.3f}" for name, labels, at, value in sized if name == metric]
     series = sorted(series + [each for each in sized if each[0] == ALLOCATED])
-    for metric in (ALLOCATED, USED):
+    for metric in (ALLOCATED, MEASURED, USED):
         lines.append(f"# TYPE {metric.removesuffix('_total')} counter")
         lines += [f"{name}{{{labels}}} {value} {at:.3f}" for name, labels, at, value in series if name == metric]
     return "\n".join([*lines, "# EOF", ""])

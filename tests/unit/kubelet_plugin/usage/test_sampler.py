@@ -29,6 +29,7 @@ DOCS = Path(__file__).parents[4] / "docs" / "metrics.md"
 SLICES = "tessera_claim_slices"
 SM, DRAM, MEMORY = "tessera_claim_sm_active_ratio", "tessera_claim_dram_active_ratio", "tessera_claim_memory_used_bytes"
 ALLOCATED, USED = "tessera_claim_allocated_slice_seconds_total", "tessera_claim_used_slice_seconds_total"
+MEASURED = "tessera_claim_measured_slice_seconds_total"
 IDLE = "tessera_claim_idle_seconds"
 
 
@@ -225,7 +226,7 @@ def test_what_a_gpu_without_activity_counters_does_is_unknown_and_not_zero(tmp_p
     node = Node(tmp_path, "dgx-a100")
     node.prepare("whole", WHOLE, load=busy(0.7, 0.1, 20))
     node.passes(60)
-    for name in (SM, DRAM, USED, IDLE):
+    for name in (SM, DRAM, MEASURED, USED, IDLE):
         assert node.value(name, "whole") is None
     assert node.value("tessera_claim_gpu_utilization_ratio", "whole") == pytest.approx(1.0)
     assert node.value(MEMORY, "whole") == 20 * GIB
@@ -259,6 +260,7 @@ def test_a_gpu_that_hangs_leaves_a_gap_in_its_own_claims_only(tmp_path: Path, mo
     assert node.value(SM, "hangs") is None
     assert node.value(SM, "fine") == pytest.approx(0.4)
     assert node.value(ALLOCATED, "hangs") == pytest.approx(90)
+    assert (node.value(MEASURED, "hangs") or 0.0) <= 60
     assert node.unknown() == ["the GPU does not answer"]
     node.node.simulated.faults.clear()
 

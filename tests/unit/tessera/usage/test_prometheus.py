@@ -13,7 +13,7 @@ import pytest
 
 from driver.errors import EnvironmentFault, FatalError, UsageError
 from tessera.usage import http
-from tessera.usage.prometheus import ALLOCATED, USED, Prometheus, growth, read_period
+from tessera.usage.prometheus import ALLOCATED, MEASURED, USED, Prometheus, growth, read_period
 from tessera.usage.report import DeviceUsage, Gpu, GpuKey
 from tests.support.api_server import Exchange, HttpServer
 from tests.support.usage_pages import H100
@@ -58,9 +58,11 @@ class PrometheusApi(HttpServer):
 def api() -> Iterator[PrometheusApi]:
     with PrometheusApi() as server:
         server.answers = {
-            f"{BY} ({growth(ALLOCATED, HOUR)} and": vector(({"namespace": "a", **ON}, 8 * HOUR)),
+            f"{BY} {growth(ALLOCATED, HOUR)}": vector(
+                ({"namespace": "a", **ON}, 8 * HOUR), ({"namespace": "b", **ELSEWHERE}, HOUR)
+            ),
+            f"{BY} {growth(MEASURED, HOUR)}": vector(({"namespace": "a", **ON}, 7.95 * HOUR)),
             f"{BY} {growth(USED, HOUR)}": vector(({"namespace": "a", **ON}, 2 * HOUR)),
-            f"{BY} ({growth(ALLOCATED, HOUR)} unless": vector(({"namespace": "b", **ELSEWHERE}, HOUR)),
             GPUS: vector(({**ON, "product": H100}, 8)),
             REASONS: vector(({**ELSEWHERE, "reason": "no counters"}, 1)),
             CAPACITY: vector(({}, 8 * 300)),
@@ -80,6 +82,12 @@ def test_slice_hours_are_read_by_tenant_and_gpu(api: PrometheusApi) -> None:
     assert reading.capacity == pytest.approx(8 * 300 * 12 / HOUR)
     assert reading.warnings == []
     assert max(map(len, api.asked)) < 6000, "proxies refuse long addresses"
+
+
+def test_time_in_which_a_gpu_did_not_answer_is_unknown_and_not_idle(api: PrometheusApi) -> None:
+    api.answers[f"{BY} {growth(MEASURED, HOUR)}"] = vector(({"namespace": "a", **ON}, 5 * HOUR))
+    devices = read_period(Prometheus(api.url), HOUR, ["namespace"]).devices
+    assert [(each.allocated, each.used) for each in devices if each.namespace == "a"] == [(5, 2), (3, None)]
 
 
 def test_all_queries_are_as_of_one_moment_by_the_clock_of_prometheus(api: PrometheusApi) -> None:
