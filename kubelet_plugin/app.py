@@ -184,7 +184,8 @@ class NodePlugin:
             lambda record, made: self._events.claim(record.reference, Reason.REPAIRED, "; ".join(made)),
             self._release_failed,
         )
-        reader = ClaimReader(self._client, self._events.remember_pods)
+        claim_read = Signal([self._events.remember_pods, *([self._metrics.claim_read] if self._metrics else [])])
+        reader = ClaimReader(self._client, claim_read)
         self._usage = self._usage_sampler(reader)
         self._cleanup = ClaimCleanup(context, listeners)
         self._preparer = Preparer(context, reader, self._cleanup, listeners)

@@ -6,8 +6,10 @@ No label contains the name of a claim, a pod or a GPU, or of any other object of
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -17,6 +19,7 @@ from prometheus_client.registry import Collector
 from driver.common_metrics import METRICS_PATH, SECONDS, ApiMetrics, metrics_page, process_registry
 from driver.errors import ApiError, ClaimError, HardwareError, StateError, TesseraError
 from driver.http import Page
+from driver.kube.types import Claim
 from driver.model.device import Device, DeviceKind
 from driver.model.gpu_health import ConditionType
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
@@ -55,11 +58,21 @@ def failure_kind(error: Exception) -> str:
     return next((kind for type_, kind in FAILURES if isinstance(error, type_)), OTHER)
 
 
+WAIT_SECONDS = (1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
+"""Upper bounds of the buckets of the time in which a claim becomes ready: seconds to a day."""
+
+MAX_CLAIMS = 1024
+"""Claims of which is known whether they have become ready."""
+
+
 class Metrics:
     """Counters and histograms of the node plugin; ``registry`` also gets its ``NodeGauges``. Thread-safe."""
 
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, registry: CollectorRegistry | None = None, now: Callable[[], float] = time.time) -> None:
         self.registry = registry or process_registry()
+        self._now = now
+        self._created: OrderedDict[str, float | None] = OrderedDict()
+        """Creation of claims by uid (seconds since 1970); None: it has become ready."""
         self._durations()
         self._counters()
         self.requests = ApiMetrics(self.registry).observe
@@ -72,6 +85,9 @@ class Metrics:
             meaning = f"Time to {verb} one claim, waiting for locks included."
             call = histogram(f"tessera_{verb}_duration_seconds", meaning, ["result"])
             self._calls[verb] = {result: call.labels(result).observe for result in RESULTS}
+        meaning = "Time from the creation of a claim until it is prepared for the first time."
+        ready = Histogram("tessera_claim_ready_duration_seconds", meaning, registry=self.registry, buckets=WAIT_SECONDS)
+        self._ready = ready.observe
         step = histogram("tessera_step_duration_seconds", "Duration of a completed step.", ["step"])
         self._steps = {each: step.labels(each.value).observe for each in Step}
         self._publish = histogram("tessera_publish_duration_seconds", "Time to write the slices after one change.")
@@ -93,7 +109,7 @@ class Metrics:
                 family.labels(kind)
 
     @contextmanager
-    def measure(self, verb: str, _claim: ClaimReference) -> Iterator[None]:
+    def measure(self, verb: str, claim: ClaimReference) -> Iterator[None]:
         """Measure a prepare or unprepare inside the block, and count its failure."""
         observe, started = self._calls[verb], time.perf_counter()
         try:
@@ -103,6 +119,17 @@ class Metrics:
             self._count_failure(failure_kind(error))
             raise
         observe[SUCCESS](time.perf_counter() - started)
+        if verb == "prepare" and (created := self._created.get(claim.uid)) is not None:
+            self._created[claim.uid] = None
+            self._ready(max(0.0, self._now() - created))
+
+    def claim_read(self, claim: Claim) -> None:
+        """Remember when a claim was created, unless the plugin has reported a device of it before."""
+        uid, created = claim.metadata.uid, claim.metadata.creation_timestamp
+        if created is not None and uid not in self._created:
+            self._created[uid] = None if claim.status.devices else datetime.fromisoformat(created).timestamp()
+            if len(self._created) > MAX_CLAIMS:
+                self._created.popitem(last=False)
 
     def observe_step(self, step: Step, seconds: float) -> None:
         self._steps[step](seconds)

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from driver.errors import ApiError, ClaimError, HardwareError, RecoverableError, StateError
+from driver.kube.types import Claim, ReportedDevice
 from driver.model.device import Device
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks, LockTimeoutError
 from kubelet_plugin.checkpoint.records import ClaimRecord
@@ -23,7 +25,7 @@ from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.metrics.metrics import Metrics, NodeGauges, failure_kind
 from kubelet_plugin.status.events import EventReporter, Reason
 from tests.support.api_server import ObjectApi
-from tests.support.claims import ClaimApi
+from tests.support.claims import DRIVER, ClaimApi
 from tests.support.metrics import exported_name
 from tests.support.node import NodeUnderTest, start_node
 
@@ -113,6 +115,23 @@ def test_a_prepare_and_an_unprepare_are_timed_as_a_whole_and_step_by_step(measur
         assert measured.value("tessera_step_duration_seconds_count", step=step.value) == 1
     whole = measured.value("tessera_prepare_duration_seconds_sum", result="success")
     assert 0 < measured.value("tessera_step_duration_seconds_sum", step="create-gpu-instance") < whole
+
+
+def test_a_claim_becomes_ready_once(measured: Measured) -> None:
+    claim = measured.api.allocate("one", SMALL)
+    read = measured.api.read("default", "one")
+    metadata = msgspec.structs.replace(read.metadata, creation_timestamp="2026-01-01T00:00:00Z")
+    created = msgspec.structs.replace(read, metadata=metadata)
+    for _ in range(2):
+        measured.metrics.claim_read(created)
+        measured.prepare(claim)
+    reported = msgspec.structs.replace(created.status, devices=(ReportedDevice(DRIVER, "pool", SMALL),))
+    other = msgspec.structs.replace(metadata, uid="uid-reported-before-a-restart")
+    measured.metrics.claim_read(Claim(other, created.spec, reported))
+    with measured.metrics.measure("prepare", ClaimReference("default", "one", other.uid)):
+        pass
+    assert measured.value("tessera_claim_ready_duration_seconds_count") == 1
+    assert measured.value("tessera_claim_ready_duration_seconds_sum") > 0
 
 
 def test_a_failed_prepare_counts_as_an_error_and_as_a_fault_of_its_kind(measured: Measured) -> None:
