@@ -89,8 +89,6 @@ class UsageReader:
     def _read(self, target: UsageTarget) -> UsageReading:
         nvml, gpu = self._nvml, self._handle(target.gpu_uuid)
         device = gpu if target.mig_uuid is None else self._handle(target.mig_uuid)
-        memory = fact(nvml.nvmlDeviceGetMemoryInfo, device)
-        running = fact(nvml.nvmlDeviceGetComputeRunningProcesses, device)
         if target.gpu_uuid not in self._has_gpm:
             support = fact(nvml.nvmlGpmQueryDeviceSupport, gpu)
             self._has_gpm[target.gpu_uuid] = bool(support is not None and support.isSupportedDevice)
@@ -100,6 +98,9 @@ class UsageReader:
         elif target.mig_uuid is None:
             rates = fact(nvml.nvmlDeviceGetUtilizationRates, gpu)
             utilization = None if rates is None else rates.gpu * PERCENT
+        # After the sample: this fails if the GPU instance with that id is another one by now.
+        memory = fact(nvml.nvmlDeviceGetMemoryInfo, device)
+        running = fact(nvml.nvmlDeviceGetComputeRunningProcesses, device)
         return UsageReading(
             memory_used=None if memory is None else int(memory.used),
             memory_total=None if memory is None else int(memory.total),

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from driver.errors import NOT_FOUND, ApiError
 from driver.hardware.host_paths import HOST, HostPaths
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
@@ -190,7 +191,10 @@ def usage_sampler(
     machine = HostPaths(HOST if settings.simulated else settings.host_root, HOST)
 
     def read_labels(record: ClaimRecord) -> ClaimLabels:
-        return labels_of(claims.read(record.namespace, record.name, any_age=True))
+        claim = claims.read(record.namespace, record.name, any_age=True)
+        if claim.metadata.uid != record.uid:
+            raise ApiError(f"claim {record}: another claim has its name now", NOT_FOUND)
+        return labels_of(claim)
 
     def read_pod(namespace: str, name: str) -> PodObject:
         return read_object(client, f"/api/v1/namespaces/{namespace}/pods/{name}", POD, any_age=True)

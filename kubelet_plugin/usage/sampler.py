@@ -118,7 +118,11 @@ class UsageSampler:
         """Sample until ``stop`` is set (then call ``notify``)."""
         while not stop.is_set():
             self._changed.clear()
-            wait = self.sample()
+            try:
+                wait = self.sample()
+            except Exception:  # an end of this thread would end the plugin, which metrics must not do
+                log.exception("usage was not sampled")
+                wait = self._interval
             self._changed.wait(wait)
         self._file.save({key: each.totals for key, each in self.devices.items()})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from kubelet_plugin.usage import sampler
 from kubelet_plugin.usage.labels import labels_of
 from kubelet_plugin.usage.sampler import LINGER_SECONDS, UsageSampler
 from kubelet_plugin.usage.totals import TotalsFile
+from tests.harness.waiting import wait_for
 from tests.support.claims import ClaimApi
 from tests.support.node import start_node
 
@@ -299,3 +301,24 @@ def test_the_docs_list_every_series_and_how_many_there_are_at_most(node: Node) -
     assert f"at most {SERIES_PER_DEVICE} series" in DOCS.read_text()
     series = [line for line in generate_latest(node.registry).decode().splitlines() if 'claim="one"' in line]
     assert len({line.rpartition(" ")[0] for line in series}) == len(series) <= SERIES_PER_DEVICE
+
+
+def test_an_unexpected_error_costs_one_round_and_not_the_plugin(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, stop = 0, threading.Event()
+
+    def fails_at_first() -> float:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 1:
+            raise ZeroDivisionError
+        stop.set()
+        return INTERVAL
+
+    monkeypatch.setattr(node.sampler, "sample", fails_at_first)
+    thread = threading.Thread(target=node.sampler.run, args=(stop,))
+    thread.start()
+    wait_for(lambda: rounds == 1, 60, "a round has failed")
+    wait_for(lambda: node.sampler.notify() or stop.is_set(), 60, "there is another round")
+    node.sampler.notify()
+    thread.join(60)
+    assert not thread.is_alive()
