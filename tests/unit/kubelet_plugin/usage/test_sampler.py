@@ -318,7 +318,10 @@ def test_an_unexpected_error_costs_one_round_and_not_the_plugin(node: Node, monk
     thread = threading.Thread(target=node.sampler.run, args=(stop,))
     thread.start()
     wait_for(lambda: rounds == 1, 60, "a round has failed")
-    wait_for(lambda: node.sampler.notify() or stop.is_set(), 60, "there is another round")
-    node.sampler.notify()
-    thread.join(60)
-    assert not thread.is_alive()
+
+    def stopped() -> bool:
+        node.sampler.notify()
+        return stop.is_set() and not thread.is_alive()
+
+    wait_for(stopped, 60, "there was another round")
+    thread.join()
