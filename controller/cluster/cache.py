@@ -129,6 +129,12 @@ class ClusterCache:
             thread.start()
         return threads
 
+    def load(self) -> None:
+        """List each resource once, for a caller that does not watch. Raises ApiError."""
+        for cache in self._kinds.values():
+            cache.load()
+        self._pod_groups.load()
+
     @property
     def synced(self) -> bool:
         """Whether every resource has been listed."""

@@ -40,6 +40,11 @@ class PodGroups:
             else:
                 stop.wait(backoff.next_s())
 
+    def load(self) -> None:
+        """List the PodGroups once, if the API server serves them. Raises ApiError."""
+        if self._is_served():
+            self.cache.load()
+
     @property
     def synced(self) -> bool:
         """Whether the PodGroups have been listed, or can not be."""

@@ -194,7 +194,7 @@ class WatchCache(Generic[S, T]):
         backoff = Backoff()
         while not stop.is_set():
             try:
-                self._resume_at = self._resume_at or self._list()
+                self._resume_at = self._resume_at or self.load()
                 if not self._watch(stop, backoff) and not self._silent(backoff):
                     stop.wait(backoff.next_s())  # a server or proxy that ends every watch at once
             except ApiError as error:
@@ -234,8 +234,11 @@ class WatchCache(Generic[S, T]):
         self._said_without = unknown
         stop.wait(delay)
 
-    def _list(self) -> str:
-        """Read every page and keep the projected values; returns the version of the list."""
+    def load(self) -> str:
+        """Read every page and keep the projected values; returns the version of the list.
+
+        Raises ApiError and the errors in MALFORMED. ``run`` does this itself.
+        """
         values: dict[Key, T] = {}
         versions: dict[Key, int] = {}
         unreadable: list[Unreadable] = []

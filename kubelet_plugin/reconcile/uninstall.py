@@ -18,7 +18,7 @@ from kubelet_plugin.checkpoint.records import Checkpoint
 
 log = logging.getLogger(__name__)
 
-FILES = ("plan.json", "health.json", "health.json.damaged-*", "*.tmp", ".*.tmp", "lock")
+FILES = ("plan.json", "usage.json", "health.json", "health.json.damaged-*", "*.tmp", ".*.tmp", "lock")
 """Files in the state directory; the lock last."""
 
 

@@ -1,0 +1,51 @@
+"""The cluster as the controller sees it, read once from the API server: for commands that work without a controller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from controller.cluster.cache import ClusterCache, Snapshot
+from controller.cluster.fleet import Fleet
+from controller.cluster.fleet_builder import FleetBuilder
+from controller.cluster.published_offers import DeviceIndex
+from controller.demand.pending_claims import Queue
+from controller.demand.selected_devices import Matching
+from driver.errors import FORBIDDEN, ApiError, FatalError
+from driver.kube.client import KubeClient
+from driver.kube.watch_cache import MALFORMED
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """``fleet``: the GPUs and what is held on them; ``devices``: the published devices that no claim holds."""
+
+    driver: str
+    snapshot: Snapshot
+    fleet: Fleet
+    devices: DeviceIndex
+
+    @classmethod
+    def of(cls, cache: ClusterCache, driver: str) -> ClusterView:
+        """The present content of ``cache``."""
+        snapshot, devices = cache.snapshot(), DeviceIndex()
+        fleet = FleetBuilder().build(snapshot.views, snapshot.changed)
+        devices.update(snapshot.views, snapshot.changed, fleet)
+        return cls(driver, snapshot, fleet, devices)
+
+    def queue(self) -> Queue:
+        """The pending claims and what they require."""
+        return Queue(self.snapshot.cluster, self.fleet, Matching(self.driver))
+
+
+def read_cluster(client: KubeClient, driver: str) -> ClusterView:
+    """Read the cluster. Raises FatalError if this account may not read it, and ApiError if nobody answers."""
+    cache = ClusterCache(client, driver, lambda: None)
+    try:
+        cache.load()
+    except ApiError as error:
+        if error.status == FORBIDDEN:
+            raise FatalError(f"this account may not read what is needed: {error}") from error
+        raise
+    except MALFORMED as error:
+        raise FatalError(f"the API server's answer does not parse: {error}") from error
+    return ClusterView.of(cache, driver)
