@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 DOCS = Path(__file__).parents[2] / "docs" / "attributes.md"
 NODES = ("a100-pcie-bridged", "dgx-a100", "dgx-h100", "gb200-nvl72-tray", "l40s-8", "rtx-pro-6000-8")
+NUMBERS = itertools.count()
 OLD_NODE = "old-t4"
 """Differs in what all the others have in common: driver, ECC, PCIe, and that its GPUs count as real ones."""
 
@@ -96,7 +98,8 @@ def published(cluster: Cluster) -> Published:
 
 @pytest.fixture
 def scheduling(cluster: Cluster, published: Published) -> Iterator[Scheduling]:
-    asking = Scheduling(cluster)
+    # A late write of the scheduler must not reach a claim of the next test, so no name is used twice.
+    asking = Scheduling(cluster, f"wanted-{next(NUMBERS)}")
     yield asking
     asking.forget()
 

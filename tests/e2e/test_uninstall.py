@@ -80,6 +80,7 @@ def test_uninstalling_leaves_nothing_and_names_nodes_that_are_down(
     for path in (*OWN, slice_of_a_node_that_is_down):
         assert is_gone(cluster, path), path
     assert cluster.api.get(SLICES)["items"] == []
+    (plugin.state_dir / "usage.json").write_text("{}")  # of a plugin with --usage-interval
     plugin.stop()
     assert not plugin.state_dir.exists()
     assert plugin.cdi_specs() == []

@@ -51,7 +51,7 @@ class Scheduling:
     """One claim and one pod at a time, so that no test takes a device from another."""
 
     cluster: Cluster
-    name: str = "wanted"
+    name: str
     paths: list[str] = field(default_factory=list)
 
     def ask(
