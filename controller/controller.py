@@ -28,7 +28,8 @@ from controller.curation.curator import Curator
 from controller.curation.disjoint import DisjointCurator, DisjointOffers
 from controller.curation.listed_devices import ListedDevices
 from controller.demand.demand import demand_of, nodes_matching_held
-from controller.demand.pending_claims import Eligibility, Queue
+from controller.demand.eligibility import Eligibility
+from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import cluster_of, countable
 from controller.demand.reservation import NominatedPods, Reservations
 from controller.demand.selected_devices import Matching
@@ -297,7 +298,7 @@ class Controller:
         """What to publish whether it is offered or not; nothing with disjoint offers, which it would obstruct."""
         if mode is OfferMode.DISJOINT:
             return set()
-        nodes = {view.name for view in seen.views if view.follows_plan and view.accepts_offers}
+        nodes = {view.name for view in seen.views if view.follows_plan and not view.closed}
         needed = () if queued is None else countable(queued)
         return self._devices.offerable(self._listed_devices.update(fleet, nodes, needed), seen.plans)
 

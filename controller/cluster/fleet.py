@@ -32,7 +32,7 @@ class FleetGpu:
 
     ``number`` is the one in its device names; ``shares`` into how many it is divided (0: none); ``foreign`` the bit
     mask of memory slices under partitions that Tessera did not make; ``held`` what claims have, prepared or not.
-    ``uses`` are the kinds of device its node's dedication allows.
+    ``uses`` are the kinds of device its node's dedication allows; ``closed``: why its node accepts no offers.
     """
 
     node: str
@@ -44,6 +44,7 @@ class FleetGpu:
     foreign: int = 0
     fault: str | None = None
     uses: frozenset[DeviceKind] = frozenset(DeviceKind)
+    closed: str = ""
 
     def holding(self, held: Iterable[Device]) -> FleetGpu:
         """The same GPU with other devices held."""

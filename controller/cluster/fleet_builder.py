@@ -54,7 +54,7 @@ class FleetBuilder:
     def _rebuild(self, views: Sequence[NodeView]) -> Fleet:
         self._known = {view.name: self._node(view, self._known.get(view.name)) for view in views}
         # A GPU that two nodes report belongs to the one that accepts offers: its node was registered by another name.
-        ordered = sorted(views, key=lambda view: view.accepts_offers)
+        ordered = sorted(views, key=lambda view: not view.closed)
         self._fleet = Fleet.of(gpu for view in ordered for gpu in self._known[view.name].gpus)
         self._distinct = sum(len(known.gpus) for known in self._known.values()) == len(self._fleet.gpus)
         return self._fleet
@@ -69,10 +69,10 @@ class FleetBuilder:
 
 def _alike(before: NodeView, after: NodeView) -> bool:
     """Whether two views of a node differ at most in what is held and published."""
-    return (before.status.inventory, before.dedication, before.accepts_offers) == (
+    return (before.status.inventory, before.dedication, before.closed) == (
         after.status.inventory,
         after.dedication,
-        after.accepts_offers,
+        after.closed,
     )
 
 
@@ -103,6 +103,7 @@ def _gpu(node: NodeView, state: GpuReport, before: Gpu | None) -> FleetGpu:
         foreign=state.foreign,
         fault=state.fault,
         uses=node.uses(state.number),
+        closed=node.closed,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from driver.config.suggestions import meant
-from driver.kube.types import GpuNodePlan, Node
+from driver.kube.types import PAUSED, GpuNodePlan, Node
 from driver.model.device import DeviceKind
 from driver.model.plan import PUBLISH, PUBLISH_VALUES, Held, PlanMode, PlanStatus
 from driver.slices.pool_names import Pool
@@ -67,8 +67,9 @@ class NodeView:
 
     ``uid`` is that of the Node. ``published`` maps the device names in its slices, and those that the node left out of
     them, to the number of shares that its GPU has with such devices (1: not a share); ``offered`` are those that new
-    claims can be allocated. ``held`` maps the names of allocated devices to their claims. ``accepts_offers``: new pods
-    can start there, and its plan is not paused. ``follows_plan``: the node does what its plan says.
+    claims can be allocated. ``held`` maps the names of allocated devices to their claims. ``closed``: why nothing is
+    offered there, such as ``is not ready``; empty if new pods can start there and its plan is not paused.
+    ``follows_plan``: the node does what its plan says.
     """
 
     name: str
@@ -79,7 +80,7 @@ class NodeView:
     offered: frozenset[str]
     held: Mapping[str, Held]
     dedication: Dedication = UNDEDICATED
-    accepts_offers: bool = True
+    closed: str = ""
     follows_plan: bool = True
 
     @property
@@ -89,7 +90,7 @@ class NodeView:
 
     def uses(self, number: int) -> frozenset[DeviceKind]:
         """The kinds of device that GPU may be offered as."""
-        return self.dedication.kinds(number) if self.accepts_offers else frozenset()
+        return frozenset() if self.closed else self.dedication.kinds(number)
 
 
 class PoolPart(NamedTuple):
@@ -196,7 +197,6 @@ class NodeViews:
         self, node: Node, plan: GpuNodePlan | None, slices: Collection[Published], held: Mapping[str, Held]
     ) -> NodeView:
         paused = plan is not None and plan.metadata.paused
-        closed = node.spec.unschedulable or {taint.key for taint in node.spec.taints} & UNREACHABLE_TAINTS
         status = plan.status if plan is not None else PlanStatus()
         return NodeView(
             name=node.metadata.name,
@@ -208,9 +208,17 @@ class NodeViews:
             offered=frozenset().union(*(each.offered for each in slices)),
             held=held,
             dedication=dedication_of(node.metadata.labels),
-            accepts_offers=not paused and not closed,
+            closed=_closed(node, paused=paused),
             follows_plan=not paused and plan is not None and plan.followed,
         )
+
+
+def _closed(node: Node, *, paused: bool) -> str:
+    if {taint.key for taint in node.spec.taints} & UNREACHABLE_TAINTS:
+        return "is not ready"
+    if node.spec.unschedulable:
+        return "is cordoned"
+    return f"has a paused plan (annotation {PAUSED})" if paused else ""
 
 
 def incomplete_pools(parts: Iterable[PoolPart]) -> dict[str, str]:

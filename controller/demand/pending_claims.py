@@ -1,26 +1,21 @@
-"""Pending claims: the unallocated claims of pending pods, and the nodes on which these pods may run (pure).
+"""Pending claims: the unallocated claims of pending pods (pure).
 
 The scheduler allocates claims only for pods that it is about to place, so a claim without such a pod needs no devices.
 A pod that requests an extended resource has no claim before it is placed (KEP-5004); its future claim is derived here.
-
-Nodes are selected by the scheduler's rules for node affinity, unschedulable nodes and taints. Other resources, ports,
-volumes and pod affinity are left to the scheduler: offers on nodes that those exclude are superfluous, and the claim
-gets wider offers later (``controller.demand.starvation``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
 
-import msgspec
-
 from controller.cluster.claim_index import ClusterState
 from controller.cluster.fleet import Fleet
 from controller.demand.device_search import Outcome
+from controller.demand.eligibility import Eligibility
 from controller.demand.feasibility import Feasibility, Found, Nodes
 from controller.demand.gangs import Gang, GangRoom, Room, Wanted, gangs_of
 from controller.demand.requirements import MAX_COMBINATIONS, ClaimRequirements, Refusal, RequirementsReader, joined
@@ -34,17 +29,10 @@ from driver.kube.types import (
     DeviceClaim,
     DeviceClass,
     ExactDeviceRequest,
-    Expression,
     Key,
     Metadata,
-    Node,
-    NodeSelector,
-    NodeTerm,
     Pod,
-    PodSpec,
     Request,
-    Taint,
-    Toleration,
 )
 from driver.slices.pool_names import Pool
 
@@ -53,12 +41,6 @@ IMPLICIT = "deviceclass.resource.kubernetes.io/"
 
 ALWAYS = "Always"
 """The restart policy of an init container that keeps running beside the others (a sidecar)."""
-
-
-CORDONED = Taint("node.kubernetes.io/unschedulable", "NoSchedule")
-"""The taint that a pod must tolerate to run on an unschedulable node."""
-
-BLOCKING = frozenset({"NoSchedule", "NoExecute"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,89 +280,3 @@ def _whole(quantity: str | int) -> int:
         return parse_quantity(str(quantity)).whole or 0
     except EvaluationError:
         return 0
-
-
-class Eligibility:
-    """The nodes on which pods may run; remembers the answers for the pods of the last two decisions."""
-
-    def __init__(self, nodes: Iterable[Node]) -> None:
-        self._nodes = tuple(nodes)
-        self._nodes_of: dict[bytes, frozenset[str]] = {}
-        self._before: dict[bytes, frozenset[str]] = {}
-
-    def forget_unused(self) -> None:
-        """Begin a decision: keep the answers that the last one used."""
-        self._before, self._nodes_of = self._nodes_of, {}
-
-    def nodes_for(self, pod: Pod, allocations: Iterable[NodeSelector] = ()) -> frozenset[str]:
-        """Names of the nodes for ``pod``, whose allocated claims are available on the nodes of ``allocations``."""
-        spec, selectors = pod.spec, tuple(allocations)
-        key = msgspec.json.encode((spec.node_name, spec.node_selector, spec.affinity, spec.tolerations, selectors))
-        if key not in self._nodes_of:
-            known = self._before.get(key)
-            self._nodes_of[key] = known if known is not None else self._admitting(spec, selectors)
-        return self._nodes_of[key]
-
-    def _admitting(self, spec: PodSpec, selectors: Sequence[NodeSelector]) -> frozenset[str]:
-        return frozenset(
-            node.metadata.name
-            for node in self._nodes
-            if admits(spec, node) and all(selects(selector, node) for selector in selectors)
-        )
-
-
-def admits(spec: PodSpec, node: Node) -> bool:
-    """Whether such a pod may run on ``node``."""
-    if spec.node_name:
-        return spec.node_name == node.metadata.name
-    labels = node.metadata.labels
-    if any(labels.get(key) != value for key, value in spec.node_selector.items()):
-        return False
-    affinity = spec.affinity.node_affinity if spec.affinity is not None else None
-    if affinity is not None and affinity.required is not None and not selects(affinity.required, node):
-        return False
-    taints = (*node.spec.taints, CORDONED) if node.spec.unschedulable else node.spec.taints
-    return all(_tolerated(taint, spec.tolerations) for taint in taints if taint.effect in BLOCKING)
-
-
-def selects(selector: NodeSelector, node: Node) -> bool:
-    return any(_holds(term, node) for term in selector.node_selector_terms)
-
-
-def _holds(term: NodeTerm, node: Node) -> bool:
-    if not term.match_expressions and not term.match_fields:
-        return False
-    fields = {"metadata.name": node.metadata.name}
-    return all(_meets(each, node.metadata.labels) for each in term.match_expressions) and all(
-        _meets(each, fields) for each in term.match_fields
-    )
-
-
-def _meets(expression: Expression, labels: Mapping[str, str]) -> bool:
-    """Whether a requirement holds for ``labels``; unknown operators select nothing."""
-    found, values = labels.get(expression.key), expression.values
-    match expression.operator:
-        case "In":
-            return found in values
-        case "NotIn":
-            return found not in values
-        case "Exists":
-            return found is not None
-        case "DoesNotExist":
-            return found is None
-        case "Gt" | "Lt" as operator:
-            try:
-                [limit], number = map(int, values), int(found or "")
-            except ValueError:  # no integers, or several values: selects nothing, as in the scheduler
-                return False
-            return number > limit if operator == "Gt" else number < limit
-    return False
-
-
-def _tolerated(taint: Taint, tolerations: Iterable[Toleration]) -> bool:
-    return any(
-        (not each.key or each.key == taint.key)
-        and (not each.effect or each.effect == taint.effect)
-        and (each.operator == "Exists" or (each.operator in {"", "Equal"} and each.key and each.value == taint.value))
-        for each in tolerations
-    )

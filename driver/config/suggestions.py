@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+SHORTEST_BEGINNING = 3
+"""Characters from which on a name may be the beginning of the one that was meant."""
+
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of ``known`` most like ``name``, capitals aside; None where nothing is like it."""
-    spelled = {candidate.casefold(): candidate for candidate in known}
-    found = get_close_matches(name.casefold(), spelled, n=1)
+    """The one of ``known`` that was probably meant, capitals and punctuation aside; None where nothing is like it.
+
+    A name that is the beginning of others means the shortest of them; then similar spelling counts.
+    """
+    spelled = {_plain(candidate): candidate for candidate in known}
+    plain = _plain(name)
+    continued = [each for each in spelled if each.startswith(plain) or plain.startswith(each)]
+    if len(plain) >= SHORTEST_BEGINNING and (continued := [each for each in continued if each]):
+        return spelled[min(continued, key=lambda each: (abs(len(each) - len(plain)), each))]
+    containing = [each for each in spelled if len(plain) > SHORTEST_BEGINNING and plain in each]
+    found = sorted(containing, key=len) or get_close_matches(plain, spelled, n=1)
     return spelled[found[0]] if found else None
 
 
@@ -17,3 +29,7 @@ def meant(name: str, known: Iterable[str]) -> str:
     """``; did you mean X?``, or nothing: the end of a sentence that refuses ``name``."""
     close = nearest(name, known)
     return f"; did you mean {close}?" if close is not None else ""
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]+", "", name).casefold()

@@ -57,7 +57,7 @@ def test_a_share_that_is_held_takes_what_it_was_given_out_as() -> None:
 
 
 def test_a_gpu_whose_node_was_registered_again_is_the_new_nodes() -> None:
-    [first, _] = gpus(view(name="a"), view(name="b", accepts_offers=False))
+    [first, _] = gpus(view(name="a"), view(name="b", closed="is cordoned"))
     assert first.node == "a"
 
 
@@ -94,7 +94,7 @@ def test_a_label_makes_only_its_node_anew_and_at_once() -> None:
 
 
 def test_a_cordoned_node_offers_nothing() -> None:
-    assert [possible(entry) for entry in gpus(view(accepts_offers=False))] == [(), ()]
+    assert [possible(entry) for entry in gpus(view(closed="is cordoned"))] == [(), ()]
 
 
 def test_a_gpu_that_did_not_change_is_not_built_again() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.demand import demand_of
-from controller.demand.pending_claims import Eligibility, Queue
+from controller.demand.eligibility import Eligibility
+from controller.demand.pending_claims import Queue
 from controller.demand.selected_devices import Selector
 from controller.explain.reasons import reasons_of
 from tests.support.fleets import possible

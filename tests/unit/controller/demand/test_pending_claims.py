@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from controller.demand.demand import Demand, demand_of
-from controller.demand.pending_claims import Eligibility, Queue
+from controller.demand.eligibility import Eligibility
+from controller.demand.pending_claims import Queue
 from driver.kube.types import Key, Pod
 from driver.placement.state import FULL as FULL_KEY
 from tests.support.queues import FULL, Situation, node_of, profile, request

@@ -1,0 +1,150 @@
+"""The nodes on which pods may run, and what excludes the others (pure).
+
+Nodes are selected by the scheduler's rules for node affinity, unschedulable nodes and taints. Other resources, ports,
+volumes and pod affinity are left to the scheduler: offers on nodes that those exclude are superfluous, and the claim
+gets wider offers later (``controller.demand.starvation``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+
+from controller.cluster.node_views import UNREACHABLE_TAINTS
+from driver.kube.types import Expression, Node, NodeSelector, NodeTerm, Pod, PodSpec, Taint, Toleration
+
+CORDONED = Taint("node.kubernetes.io/unschedulable", "NoSchedule")
+"""The taint that a pod must tolerate to run on an unschedulable node."""
+
+BLOCKING = frozenset({"NoSchedule", "NoExecute"})
+
+
+class Exclusion(StrEnum):
+    """Why a pod can not run on a node; those that concern the node for every pod first."""
+
+    NOT_READY = "not ready"
+    CORDONED = "cordoned"
+    TAINT = "taint"
+    NODE_NAME = "node name"
+    SELECTOR = "node selector"
+    AFFINITY = "node affinity"
+    OTHER_CLAIM = "another claim"
+
+
+class Excluded(NamedTuple):
+    """``text`` follows the name of the node: ``is not ready``."""
+
+    kind: Exclusion
+    text: str
+
+
+class Eligibility:
+    """The nodes on which pods may run; remembers the answers for the pods of the last two decisions."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self._nodes = tuple(nodes)
+        self._nodes_of: dict[bytes, frozenset[str]] = {}
+        self._before: dict[bytes, frozenset[str]] = {}
+
+    def forget_unused(self) -> None:
+        """Begin a decision: keep the answers that the last one used."""
+        self._before, self._nodes_of = self._nodes_of, {}
+
+    def nodes_for(self, pod: Pod, allocations: Iterable[NodeSelector] = ()) -> frozenset[str]:
+        """Names of the nodes for ``pod``, whose allocated claims are available on the nodes of ``allocations``."""
+        spec, selectors = pod.spec, tuple(allocations)
+        key = msgspec.json.encode((spec.node_name, spec.node_selector, spec.affinity, spec.tolerations, selectors))
+        if key not in self._nodes_of:
+            known = self._before.get(key)
+            self._nodes_of[key] = known if known is not None else self._admitting(spec, selectors)
+        return self._nodes_of[key]
+
+    def _admitting(self, spec: PodSpec, selectors: Sequence[NodeSelector]) -> frozenset[str]:
+        return frozenset(node.metadata.name for node in self._nodes if exclusion(spec, node, selectors) is None)
+
+
+def admits(spec: PodSpec, node: Node) -> bool:
+    """Whether such a pod may run on ``node``."""
+    return exclusion(spec, node) is None
+
+
+def exclusion(spec: PodSpec, node: Node, allocations: Iterable[NodeSelector] = ()) -> Excluded | None:
+    """Why such a pod can not run on ``node``; None if it may. ``allocations`` are those of its allocated claims."""
+    if spec.node_name:
+        if spec.node_name == node.metadata.name:
+            return None
+        return Excluded(Exclusion.NODE_NAME, f"is not {spec.node_name}, which the pod names")
+    taints = (*node.spec.taints, CORDONED) if node.spec.unschedulable else node.spec.taints
+    blocking = [each for each in taints if each.effect in BLOCKING and not _tolerated(each, spec.tolerations)]
+    if blocking:
+        return _of_taints(blocking)
+    labels = node.metadata.labels
+    for key, value in spec.node_selector.items():
+        if labels.get(key) != value:
+            return Excluded(Exclusion.SELECTOR, f"lacks the label {key}={value} of the pod's nodeSelector")
+    affinity = spec.affinity.node_affinity if spec.affinity is not None else None
+    if affinity is not None and affinity.required is not None and not selects(affinity.required, node):
+        return Excluded(Exclusion.AFFINITY, "does not match the pod's node affinity")
+    if not all(selects(selector, node) for selector in allocations):
+        return Excluded(Exclusion.OTHER_CLAIM, "can not have another claim of the pod, which is allocated elsewhere")
+    return None
+
+
+def _of_taints(taints: Sequence[Taint]) -> Excluded:
+    keys = {each.key for each in taints}
+    if keys & UNREACHABLE_TAINTS:
+        return Excluded(Exclusion.NOT_READY, "is not ready")
+    if CORDONED.key in keys:
+        return Excluded(Exclusion.CORDONED, "is cordoned")
+    first = taints[0]
+    value = f"={first.value}" if first.value else ""
+    return Excluded(
+        Exclusion.TAINT, f"has the taint {first.key}{value}:{first.effect}, which the pod does not tolerate"
+    )
+
+    text = f"has the taint {first.key}{value}:{first.effect}, which the pod does not tolerate"
+    return Excluded(Exclusion.TAINT, text)
+def selects(selector: NodeSelector, node: Node) -> bool:
+    return any(_holds(term, node) for term in selector.node_selector_terms)
+
+
+def _holds(term: NodeTerm, node: Node) -> bool:
+    if not term.match_expressions and not term.match_fields:
+        return False
+    fields = {"metadata.name": node.metadata.name}
+    return all(_meets(each, node.metadata.labels) for each in term.match_expressions) and all(
+        _meets(each, fields) for each in term.match_fields
+    )
+
+
+def _meets(expression: Expression, labels: Mapping[str, str]) -> bool:
+    """Whether a requirement holds for ``labels``; unknown operators select nothing."""
+    found, values = labels.get(expression.key), expression.values
+    match expression.operator:
+        case "In":
+            return found in values
+        case "NotIn":
+            return found not in values
+        case "Exists":
+            return found is not None
+        case "DoesNotExist":
+            return found is None
+        case "Gt" | "Lt" as operator:
+            try:
+                [limit], number = map(int, values), int(found or "")
+            except ValueError:  # no integers, or several values: selects nothing, as in the scheduler
+                return False
+            return number > limit if operator == "Gt" else number < limit
+    return False
+
+
+def _tolerated(taint: Taint, tolerations: Iterable[Toleration]) -> bool:
+    return any(
+        (not each.key or each.key == taint.key)
+        and (not each.effect or each.effect == taint.effect)
+        and (each.operator == "Exists" or (each.operator in {"", "Equal"} and each.key and each.value == taint.value))
+        for each in tolerations
+    )
