@@ -108,7 +108,7 @@ class FleetGpu:
 
     @cached_property
     def _kinds(self) -> frozenset[DeviceKind]:
-        if self.fault is not None:
+        if self.fault is not None or self.closed:
             return frozenset()
         return frozenset(kind for kind in self.uses if self._allows(kind))
 

@@ -89,8 +89,8 @@ class NodeView:
         return self.status.mode is PlanMode.COMPLETE
 
     def uses(self, number: int) -> frozenset[DeviceKind]:
-        """The kinds of device that GPU may be offered as."""
-        return frozenset() if self.closed else self.dedication.kinds(number)
+        """The kinds of device that GPU may be offered as, unless the node is closed."""
+        return self.dedication.kinds(number)
 
 
 class PoolPart(NamedTuple):

@@ -74,8 +74,8 @@ def nodes_matching_held(queue: Queue) -> Nodes:
 
 def _matching_held(queue: Queue) -> Iterator[tuple[Kind, Group]]:
     """Kinds of devices and GPUs that pending claims match whether they are held or not."""
-    for pending, selector in queue.matching_held:
-        yield from queue.feasibility.kinds(selector, queue.nodes(pending)).items()
+    for pending, request in queue.matching_held:
+        yield from queue.feasibility.kinds(request.selector, queue.nodes(pending)).items()
 
 
 class _ClaimDemand:

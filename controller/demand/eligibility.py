@@ -107,6 +107,8 @@ def _of_taints(taints: Sequence[Taint]) -> Excluded:
 
     text = f"has the taint {first.key}{value}:{first.effect}, which the pod does not tolerate"
     return Excluded(Exclusion.TAINT, text)
+
+
 def selects(selector: NodeSelector, node: Node) -> bool:
     return any(_holds(term, node) for term in selector.node_selector_terms)
 

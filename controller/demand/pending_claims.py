@@ -15,7 +15,7 @@ from itertools import islice, product
 from controller.cluster.claim_index import ClusterState
 from controller.cluster.fleet import Fleet
 from controller.demand.device_search import Outcome
-from controller.demand.eligibility import Eligibility
+from controller.demand.eligibility import Eligibility, Excluded, exclusion
 from controller.demand.feasibility import Feasibility, Found, Nodes
 from controller.demand.gangs import Gang, GangRoom, Room, Wanted, gangs_of
 from controller.demand.requirements import MAX_COMBINATIONS, ClaimRequirements, Refusal, RequirementsReader, joined
@@ -31,6 +31,7 @@ from driver.kube.types import (
     ExactDeviceRequest,
     Key,
     Metadata,
+    NodeSelector,
     Pod,
     Request,
 )
@@ -70,10 +71,8 @@ class Queue:
         self._eligibility.forget_unused()
         reader = RequirementsReader(matching, cluster.classes, fleet)
         self._requirements = {each.key: reader.of(each.claim) for each in self.pending}
-        self.matching_held = [
-            (each, selector) for each in self.pending for selector in reader.matching_held(each.claim)
-        ]
-        """Pending claims with a selector of each request that matches held devices, too."""
+        self.matching_held = [(each, request) for each in self.pending for request in reader.matching_held(each.claim)]
+        """Pending claims with each request that matches held devices, too."""
 
         self._claims_of_pod: dict[str, list[PendingClaim]] = {}
         for each in self.pending:
@@ -87,14 +86,24 @@ class Queue:
 
     def nodes_for(self, pod: Pod) -> Nodes:
         """The nodes on which ``pod`` may run, given its claims that are allocated."""
+        return self._eligibility.nodes_for(pod, self._allocated(pod))
+
+    def _allocated(self, pod: Pod) -> list[NodeSelector]:
+        """The nodes on which its allocated claims are available."""
         allocations = (self.cluster.claims.allocation(key) for key in pod.claims)
-        selectors = [each.node_selector for each in allocations if each is not None and each.node_selector is not None]
-        return self._eligibility.nodes_for(pod, selectors)
+        return [each.node_selector for each in allocations if each is not None and each.node_selector is not None]
 
     def nodes(self, pending: PendingClaim) -> Nodes:
         """The nodes on which any of its pods may run."""
         sets = [self.nodes_for(pod) for pod in pending.pods]
         return sets[0] if len(sets) == 1 else frozenset().union(*sets)
+
+    def excluded(self, pending: PendingClaim) -> Mapping[str, Excluded]:
+        """The nodes on which none of its pods may run, and what excludes the first one."""
+        nodes, pod = self.nodes(pending), pending.pods[0]
+        others = (node for node in self.cluster.nodes if node.metadata.name not in nodes)
+        found = ((node.metadata.name, exclusion(pod.spec, node, self._allocated(pod))) for node in others)
+        return {name: each for name, each in found if each is not None}
 
     def found(self, pending: PendingClaim, feasibility: Feasibility | None = None) -> Found:
         """A node that satisfies it and the other claims of one of its pods; now, or by another ``feasibility``."""

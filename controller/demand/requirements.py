@@ -98,14 +98,14 @@ class RequirementsReader:
         found = (_requirements(chosen, devices.constraints) for chosen in combinations)
         return tuple(each for each in found if each.requests)
 
-    def matching_held(self, claim: Claim) -> Iterator[Selector]:
-        """The selectors of requests that match held devices, too: with adminAccess, or for all devices of a node."""
+    def matching_held(self, claim: Claim) -> Iterator[DeviceRequest]:
+        """The requests that match held devices, too: with adminAccess, or for all devices of a node."""
         for request in claim.spec.devices.requests:
             for wanted in request.alternatives:
                 if wanted.admin_access or wanted.takes_all:
                     read = self._selector(request, wanted, claim.metadata.namespace)
                     if isinstance(read, Selector):
-                        yield read
+                        yield DeviceRequest(request.name, read, None if wanted.takes_all else wanted.count)
 
     def _read(self, request: Request, wanted: ExactDeviceRequest, namespace: str) -> DeviceRequest | Refusal | None:
         """None for requests that are left out."""

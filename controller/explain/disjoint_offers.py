@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from controller.demand.pending_claims import Queue
-from controller.explain.gpu_obstacles import listed
-from controller.explain.reasons import ClaimReason, ReasonCode
+from controller.explain.availability import listed
+from controller.explain.reason import ClaimReason, ReasonCode
 from driver.model.plan import Offer
 from driver.placement.state import OfferKind
 

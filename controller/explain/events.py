@@ -9,7 +9,7 @@ from controller.cluster.fleet import Fleet, Hardware
 from controller.cluster.kueue import WORKLOAD_VERSION
 from controller.cluster.node_views import faults_in
 from controller.cluster.pod_groups import POD_GROUP_VERSION
-from controller.explain.reasons import ClaimReason, ReasonCode
+from controller.explain.reason import ClaimReason, ReasonCode
 from driver.kube.events import Recorder
 from driver.kube.types import Key, Metadata, Node, Reference
 

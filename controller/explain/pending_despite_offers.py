@@ -17,8 +17,8 @@ from controller.demand.device_search import ValueOf, find_devices
 from controller.demand.feasibility import Nodes
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements
-from controller.explain.gpu_obstacles import listed
-from controller.explain.reasons import ClaimReason, ReasonCode
+from controller.explain.availability import listed
+from controller.explain.reason import ClaimReason, ReasonCode
 from driver.kube.clock import Clock, seconds_time
 from driver.kube.types import Pod
 from driver.model.device import Device

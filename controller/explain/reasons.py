@@ -6,97 +6,34 @@ wait in vain, and the reason stays the same while other claims come and go.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import replace
 
-from controller.cluster.fleet import FleetGpu
+from controller.cluster.fleet import Fleet
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.demand.device_search import Outcome
+from controller.demand.eligibility import Excluded
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.gangs import Gang
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, Refusal
 from controller.demand.selected_devices import Selector
+from controller.explain.availability import Availability, Obstacle, availability, listed, without
 from controller.explain.gangs import reason_of_gang
-from controller.explain.gpu_obstacles import Obstacle, Shortage, holders, joined, listed, named, reset_steps, shortage
-from driver.config.suggestions import meant
-from driver.kube.types import Metadata
-from driver.model.device import DeviceKind
-
-
-class ReasonCode(StrEnum):
-    """Reasons. Of several alternatives of a claim, the one with the last code in this list is reported."""
-
-    NO_SUCH_CLASS = "NoSuchClass"
-    SELECTOR_REFUSED = "SelectorRefused"
-    NO_GPUS = "NoGpusKnown"
-    NOTHING_MATCHES = "NothingMatches"
-    SELECTOR_FAILS = "SelectorFails"
-    TOO_MANY = "TooMany"
-    NO_NODE = "NoNode"
-    OTHER_NODES = "OnOtherNodesOnly"
-    CONSTRAINT = "ConstraintNotMet"
-    NOT_TOGETHER = "NotOnOneNode"
-    DEDICATED = "NotOfferedThere"
-    FAULT = "GpuFault"
-    FOREIGN = "ForeignPartitions"
-    RESET = "GpuNeedsReset"
-    FRAGMENTED = "Fragmented"
-    HELD = "AllHeld"
-    UNUSED = "OfferStandsUnused"
-    """Of a claim that can be satisfied (``controller.explain.pending_despite_offers``)."""
-
-    RESHAPING = "Reshaping"
-    """Of a claim for which offers of a GPU are being replaced (``controller.explain.disjoint_offers``)."""
-
-    BEHIND = "BehindOthers"
-    """Of a claim for which other claims leave no room (ibid.)."""
-
-    GANG = "PodGroupNeedsMore"
-    """Of a claim whose PodGroup can not be placed as a whole (``controller.explain.gangs``)."""
-
-
-OF_OBSTACLE = {
-    Obstacle.FAULT: (ReasonCode.FAULT, "a fault or an operator keeps {} from use"),
-    Obstacle.RESET: (ReasonCode.RESET, "a reset must first give {} another MIG mode"),
-    Obstacle.DEDICATED: (ReasonCode.DEDICATED, "labels, settings or a pause of the node's plan keep {} for other uses"),
-    Obstacle.FOREIGN: (ReasonCode.FOREIGN, "partitions that Tessera did not make take the place on {}"),
-}
-
-LITERAL = re.compile(r"\.(\w+)\s*==\s*\"([^\"]*)\"")
-"""A comparison of an attribute with a string."""
-
-SHOWN_PRODUCTS = 5
-"""Products that a message names."""
-
-NOT_DIVIDED = "no GPU is divided into shares (node plugin: --shares, e.g. nodePlugin.extraArgs={--shares=all=10})"
-
-
-class ClaimReason(NamedTuple):
-    """The reason of one pending claim."""
-
-    pending: PendingClaim
-    code: ReasonCode
-    sentence: str
-    group: Metadata | None = None
-    """The PodGroup that the reason is about."""
-
-
-@dataclass(frozen=True)
-class Reason:
-    """``permanent``: it holds whatever other claims release, until the claim or the fleet changes."""
-
-    code: ReasonCode
-    sentence: str
-    permanent: bool = False
-
-    @property
-    def nearness(self) -> tuple[bool, int]:
-        """Sort key: the alternative with the greatest is nearest to being satisfied."""
-        return (not self.permanent, list(ReasonCode).index(self.code))
+from controller.explain.moves import moves_that_help
+from controller.explain.reason import ClaimReason, Reason, ReasonCode
+from controller.explain.sentences import (
+    constraint,
+    fragmented,
+    held,
+    hindered,
+    only_elsewhere,
+    profile_limit,
+    selected_nowhere,
+    together,
+    too_many,
+    without_value,
+)
 
 
 def reasons_of(queue: Queue, unreported: UnreportedNodes = ALL_REPORTED) -> list[ClaimReason]:
@@ -144,8 +81,10 @@ class Reasoning:
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
         self._feasibility = queue.feasibility
-        self._shortages: dict[tuple[Selector, Nodes], Shortage] = {}
+        self._everywhere: Nodes = frozenset(queue.feasibility.fleet.nodes)
+        self._availabilities: dict[tuple[Selector, int | None, Nodes], Availability] = {}
         self._known: dict[tuple[ClaimRequirements, Nodes], Reason | None] = {}
+        self._excluded: dict[Nodes, Mapping[str, Excluded]] = {}
         self._of_gang: dict[Gang, Reason | None] = {}
 
     def of_claim_or_gang(self, pending: PendingClaim) -> Reason | None:
@@ -164,24 +103,61 @@ class Reasoning:
         alternatives = queue.requirements(pending)
         if isinstance(alternatives, Refusal):
             return Reason(ReasonCode(alternatives.code), alternatives.sentence)
+        for each, request in queue.matching_held:
+            if each is pending and (reason := self._selects_nothing(request, pending)) is not None:
+                return reason
         if not alternatives or queue.found(pending).outcome is not Outcome.NONE:
             return None
-        nodes = queue.nodes(pending)
-        reasons = [reason for each in alternatives if (reason := self._of_requirements(each, nodes)) is not None]
+        reasons = [reason for each in alternatives if (reason := self._of_requirements(each, pending)) is not None]
         if len(reasons) < len(alternatives):
             return self._of_pod(pending)
         best = max(reasons, key=lambda reason: reason.nearness)
         if not best.permanent and len(queue.companions(pending)) > 1 and self._pod_is_impossible(pending):
             return self._of_pod(pending)
-        if len(alternatives) == 1:
-            return best
-        return replace(best, sentence=f"{best.sentence} (none of its {len(alternatives)} alternatives is nearer)")
+        return best if len(alternatives) == 1 else self._of_alternatives(best, reasons, pending)
 
-    def _of_requirements(self, requirements: ClaimRequirements, nodes: Nodes) -> Reason | None:
+    def availability(self, request: DeviceRequest, pending: PendingClaim) -> Availability:
+        """The GPUs that ``request`` of ``pending`` selects."""
+        nodes = self._queue.nodes(pending)
+        key = (request.selector, request.count, nodes)
+        if key not in self._availabilities:
+            self._availabilities[key] = availability(self._feasibility, request, self.excluded(pending))
+        return self._availabilities[key]
+
+    def excluded(self, pending: PendingClaim) -> Mapping[str, Excluded]:
+        """The nodes on which its pods can not run, and why."""
+        nodes = self._queue.nodes(pending)
+        if nodes not in self._excluded:
+            self._excluded[nodes] = self._queue.excluded(pending)
+        return self._excluded[nodes]
+
+    def _of_alternatives(self, best: Reason, reasons: list[Reason], pending: PendingClaim) -> Reason:
+        names = [
+            f"{request.name}/{each.name}"
+            for request in pending.claim.spec.devices.requests
+            for each in request.alternatives
+            if len(request.alternatives) > 1
+        ]
+        others = {each.code for each in reasons} - {best.code}
+        also = f"; the others: {', '.join(sorted(others))}" if others else ""
+        return replace(best, sentence=f"{best.sentence} (of the alternatives {listed(names, 8)} the nearest{also})")
+
+    def _selects_nothing(self, request: DeviceRequest, pending: PendingClaim) -> Reason | None:
+        """Why a request that matches held devices, too, has none at all on the nodes of ``pending``."""
+        nodes = self._queue.nodes(pending)
+        if self._feasibility.kinds(request.selector, nodes):
+            return None
+        if not self._feasibility.kinds(request.selector, self._everywhere):
+            return selected_nowhere(self._feasibility, request)
+        there = self.availability(request, pending)
+        what = f"request {request.name}: what it selects is only"
+        return only_elsewhere(what, sorted({each.entry.node for each in there.gpus}), self.excluded(pending), nodes)
+
+    def _of_requirements(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied even alone; None if it can."""
-        key = (requirements, nodes)
+        key = (requirements, self._queue.nodes(pending))
         if key not in self._known:
-            self._known[key] = self._permanent(requirements, nodes) or self._at_present(requirements, nodes)
+            self._known[key] = self._permanent(requirements, pending) or self._at_present(requirements, pending)
         return self._known[key]
 
     def _of_pod(self, pending: PendingClaim) -> Reason:
@@ -196,184 +172,107 @@ class Reasoning:
     def _pod_is_impossible(self, pending: PendingClaim) -> bool:
         return self._queue.found(pending, self._feasibility.unheld).outcome is Outcome.NONE
 
-    def _at_present(self, requirements: ClaimRequirements, nodes: Nodes) -> Reason | None:
-        could = self._feasibility.could
+    def _permanent(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
+        """Why a claim cannot be satisfied by itself even if nothing is held; None if it could or that is unknown."""
+        nodes, everywhere, emptied = self._queue.nodes(pending), self._everywhere, self._feasibility.emptied
+        for request in requirements.requests:
+            if not self._feasibility.kinds(request.selector, everywhere):
+                return selected_nowhere(self._feasibility, request)
+        if (count := max(requirements.counts)) > MAX_DEVICES:
+            sentence = f"it asks for {count} devices, more than the {MAX_DEVICES} that one claim can have"
+            return Reason(ReasonCode.TOO_MANY, sentence, permanent=True)
+        for request in requirements.requests:
+            if not emptied.could(ClaimRequirements((request,)), everywhere):
+                return too_many(self._feasibility, request, everywhere)
+        if not emptied.could(requirements, everywhere):
+            return self._not_together(requirements, everywhere)
+        if not emptied.could(requirements, nodes):
+            fitting = emptied.outcomes(requirements, everywhere - nodes)
+            there = sorted(node for node, outcome in fitting if outcome is not Outcome.NONE)
+            what = self._not_here(requirements, nodes)
+            return only_elsewhere(what, there, self.excluded(pending), nodes)
+        found = [self.availability(request, pending) for request in requirements.requests]
+        if not any(each.hindered for each in found) or self._feasibility.unheld.could(requirements, nodes):
+            return None
+        return self._hindered(requirements, pending)
+
+    def _not_here(self, requirements: ClaimRequirements, nodes: Nodes) -> str:
+        """What the nodes where the pod can run lack: the beginning of a sentence."""
+        for request in requirements.requests:
+            if not self._feasibility.kinds(request.selector, nodes):
+                return f"request {request.name}: what it selects is only"
+        emptied = self._feasibility.emptied
+        for request in requirements.requests:
+            if request.count is not None and not emptied.could(ClaimRequirements((request,)), nodes):
+                most = emptied.most_on_one_node(request, nodes)
+                asks = f"request {request.name} asks for {request.count} devices of one node"
+                return f"{asks}; no node where its pod can run has more than {most}, it would fit only"
+        return "it would fit only"
+
+    def _not_together(self, requirements: ClaimRequirements, nodes: Nodes) -> Reason:
+        emptied = self._feasibility.emptied
+        if requirements.constraints and emptied.could(ClaimRequirements(requirements.requests), nodes):
+            missing = without_value(self._feasibility, requirements, nodes)
+            largest = self._largest_set(requirements, nodes)
+            return constraint(requirements, "even if nothing were held", largest + missing, permanent=True)
+        return together(requirements, "even if nothing were held no node could give all of them", permanent=True)
+
+    def _largest_set(self, requirements: ClaimRequirements, nodes: Nodes) -> str:
+        """The most devices of the only request that have the same value of the only attribute."""
+        if len(requirements.requests) > 1 or len(requirements.constraints) > 1 or requirements.constraints[0].distinct:
+            return ""
+        [request], [only] = requirements.requests, requirements.constraints
+        count = next(
+            (
+                count
+                for count in range((request.count or 1) - 1, 0, -1)
+                if self._feasibility.emptied.could(
+                    ClaimRequirements((replace(request, count=count),), requirements.constraints), nodes
+                )
+            ),
+            0,
+        )
+        return f"; it asks for {request.count}, and at most {count} share a value of {only.attribute}" if count else ""
+
+    def _hindered(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
+        """The reason where faults, settings, labels, MIG modes or foreign partitions are in the way."""
+        requests, nodes = requirements.requests, self._queue.nodes(pending)
+        alone = (each for each in requests if not self._feasibility.unheld.could(ClaimRequirements((each,)), nodes))
+        first = next(alone, None)
+        chosen = requests if first is None else (first,)
+        found = [self.availability(each, pending) for each in chosen]
+        present = {obstacle for each in found for obstacle in each.hindered if obstacle is not Obstacle.EXCLUDED}
+        if not present:
+            return None
+        sufficient = {
+            each
+            for each in present
+            if self._would_fit(ClaimRequirements(chosen) if first else requirements, each, nodes)
+        }
+        return hindered(chosen, found, sufficient or present)
+
+    def _would_fit(self, requirements: ClaimRequirements, obstacle: Obstacle, nodes: Nodes) -> bool:
+        """Whether ``requirements`` could be satisfied if nothing were held and ``obstacle`` were removed everywhere."""
+        fleet = Fleet.of(without(entry.unheld, obstacle) for entry in self._feasibility.on(nodes))
+        return Feasibility(fleet, self._feasibility.matching, imagined=True).could(requirements, nodes)
+
+    def _at_present(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
+        could, nodes = self._feasibility.could, self._queue.nodes(pending)
         for request in requirements.requests:
             if not could(ClaimRequirements((request,)), nodes):
-                return lacking(request, self._shortage(request, nodes), self._queue.holders)
+                return self._lacking(request, pending)
         if could(requirements, nodes):
             return None
         if requirements.constraints and could(ClaimRequirements(requirements.requests), nodes):
             return constraint(requirements, "the requests could be met, but at present")
         return together(requirements, "no node has all of them free at once")
 
-    def _permanent(self, requirements: ClaimRequirements, nodes: Nodes) -> Reason | None:
-        """Why a claim cannot be satisfied by itself even if nothing is held; None if it could or that is unknown."""
-        for request in requirements.requests:
-            if not self._feasibility.kinds(request.selector, nodes):
-                return _nothing_selected(self._feasibility, request, nodes)
-        if (count := max(requirements.counts)) > MAX_DEVICES:
-            sentence = f"it asks for {count} devices, more than the {MAX_DEVICES} that one claim can have"
-            return Reason(ReasonCode.TOO_MANY, sentence, permanent=True)
-        for request in requirements.requests:
-            if not self._feasibility.emptied.could(ClaimRequirements((request,)), nodes):
-                return Reason(ReasonCode.TOO_MANY, _too_many(self._feasibility, request, nodes), permanent=True)
-        if not self._feasibility.emptied.could(requirements, nodes):
-            return _not_together(self._feasibility, requirements, nodes)
-        hindered = any(self._shortage(request, nodes).hindered for request in requirements.requests)
-        if not hindered or self._feasibility.unheld.could(requirements, nodes):
-            return None
-        return self._hindered(requirements, nodes)
-
-    def _hindered(self, requirements: ClaimRequirements, nodes: Nodes) -> Reason | None:
-        """The reason where faults, settings, labels, MIG modes or foreign partitions are in the way."""
-        requests = requirements.requests
-        alone = (each for each in requests if not self._feasibility.unheld.could(ClaimRequirements((each,)), nodes))
-        first = next(alone, None)
-        chosen = requests if first is None else (first,)
-        found = [self._shortage(each, nodes) for each in chosen]
-        obstacles = joined([each.obstacles for each in found]) or joined([each.hindered for each in found])
-        if not obstacles:
-            return None
-        main = max(obstacles, key=lambda each: len(obstacles[each]))
-        gpus = {entry.gpu.uuid for each in found for entry in each.gpus}
-        request = f"request {chosen[0].name}: " if len(chosen) == 1 else ""
-        code, text = OF_OBSTACLE[main]
-        if not any(each.usable for each in found):
-            sentence = f"{request}{len(gpus)} GPUs have it, but {text.format('them')}"
-        else:
-            which = f"{len(obstacles[main])} of the {len(gpus)} GPUs that have it"
-            sentence = f"{request}even if nothing were held no node could give all of it: {text.format(which)}"
-        steps = reset_steps(obstacles[main]) if main is Obstacle.RESET else named(obstacles[main])
-        others = {each: gpus for each, gpus in obstacles.items() if each is not main}
-        return Reason(code, f"{sentence}: {steps}{_unusable(others)}", permanent=True)
-
-    def _shortage(self, request: DeviceRequest, nodes: Nodes) -> Shortage:
-        key = (request.selector, nodes)
-        if key not in self._shortages:
-            self._shortages[key] = shortage(self._feasibility, request, nodes)
-        return self._shortages[key]
-
-
-def lacking(request: DeviceRequest, found: Shortage, claim_of: Mapping[tuple[str, str], str]) -> Reason:
-    """The reason where GPUs have the selected devices, but not enough of them are free."""
-    also = _unusable(found.obstacles)
-    if request.count is not None and found.freest and found.free >= found.needed * request.count:
-        return Reason(ReasonCode.FRAGMENTED, _fragmented(request, found) + also)
-    claims = len(holders(found.usable, claim_of))
-    if request.count is None:
-        reason = "it asks for all devices of a node, and on every node that has them some are in use"
-    else:
-        reason = f"of the {len(found.usable)} GPUs that have it none has enough free"
-    by = f"devices there are held by {claims} {'claim' if claims == 1 else 'claims'}"
-    return Reason(ReasonCode.HELD, f"request {request.name}: {reason}, {by}{also}")
-
-
-def _fragmented(request: DeviceRequest, found: Shortage) -> str:
-    most, needed = found.freest[0].state.free, f"{found.needed:g} slices"
-    wanted = needed if request.count == 1 else f"{request.count} times {needed} on one node"
-    return (
-        f"request {request.name}: {found.free:g} memory slices are free on {len(found.usable)} GPUs, at most {most:g} "
-        f"on one, but no free placement of {wanted}; most is free on {named(found.freest)}"
-    )
-
-
-def _unusable(obstacles: Mapping[Obstacle, Sequence[FleetGpu]]) -> str:
-    """The number of further GPUs that can't be used: the end of a message."""
-    count = sum(map(len, obstacles.values()))
-    return f"; {count} more can't be used ({', '.join(sorted(obstacles))})" if count else ""
-
-
-def _nothing_selected(feasibility: Feasibility, request: DeviceRequest, nodes: Nodes) -> Reason:
-    """Why ``request`` selects nothing on ``nodes``."""
-    elsewhere = feasibility.kinds(request.selector, frozenset(feasibility.fleet.nodes))
-    if not elsewhere:
-        return _selected_nowhere(feasibility, request)
-    if not nodes:
-        sentence = "no node is open to its pod: node selector, affinity or taints rule out all"
-        return Reason(ReasonCode.NO_NODE, sentence, permanent=True)
-    found = sorted({feasibility.fleet.gpus[uuid].node for gpus in elsewhere.values() for uuid in gpus})
-    sentence = f"request {request.name}: what it selects is only on nodes where its pod may not run: {listed(found)}"
-    return Reason(ReasonCode.OTHER_NODES, sentence, permanent=True)
-
-
-def _selected_nowhere(feasibility: Feasibility, request: DeviceRequest) -> Reason:
-    name, selector = request.name, request.selector
-    first = next((failure for entry in feasibility.fleet for failure in selector.on(entry).failures), None)
-    if first is None:
-        sentence = f"request {name}: {_no_match(feasibility, selector)}"
-        return Reason(ReasonCode.NOTHING_MATCHES, sentence, permanent=True)
-    sentence = f"request {name}: the selector {first.expression!r} fails on {first.device}: {first.message}"
-    return Reason(ReasonCode.SELECTOR_FAILS, sentence, permanent=True)
-
-
-def _no_match(feasibility: Feasibility, selector: Selector) -> str:
-    known = {name: sorted(set(values)) for name, values in _known(feasibility).items()}
-    for expression in selector.expressions:
-        for name, value in LITERAL.findall(expression):
-            if name not in known or value in known[name]:
-                continue
-            if (name, value) == ("type", DeviceKind.SHARE):
-                return NOT_DIVIDED
-            if (name, value) == ("type", DeviceKind.PARTITION) or not known[name]:
-                products = sorted({entry.gpu.product_name for entry in feasibility.fleet})
-                return f"no GPU can be cut into MIG partitions; there are {listed(products, SHOWN_PRODUCTS)}"
-            return f"{name} {value}: no GPU has it; there are {', '.join(known[name])}{meant(value, known[name])}"
-    texts = " and ".join(selector.expressions)
-    return f"no device of the cluster's {len(feasibility.fleet.gpus)} GPUs is selected by {texts}"
-
-
-def _known(feasibility: Feasibility) -> dict[str, Iterable[str]]:
-    """The values of frequently selected attributes in the cluster."""
-    alike = list({(entry.state.geometry, bool(entry.shares)): entry for entry in feasibility.fleet}.values())
-    return {
-        "type": [device.kind.value for entry in alike for device in entry.devices],
-        "profile": [profile.name for entry in alike for profile in entry.gpu.profiles],
-        "productName": [entry.gpu.product_name for entry in feasibility.fleet],
-        "architecture": [entry.gpu.architecture for entry in feasibility.fleet],
-    }
-
-
-def _too_many(feasibility: Feasibility, request: DeviceRequest, nodes: Nodes) -> str:
-    name = request.name
-    if request.count is None:
-        return f"request {name} asks for all devices of a node: more than the {MAX_DEVICES} that one claim can have"
-    most = feasibility.emptied.most_on_one_node(request, nodes)
-    where = "no node" if nodes >= feasibility.fleet.nodes.keys() else "no node where its pod may run"
-    return f"request {name} asks for {request.count} devices of one node; {where} has more than {most}"
-
-
-def _not_together(feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes) -> Reason:
-    if requirements.constraints and feasibility.emptied.could(ClaimRequirements(requirements.requests), nodes):
-        missing = without_value(feasibility, requirements, nodes)
-        return constraint(requirements, "even if nothing were held", missing, permanent=True)
-    return together(requirements, "even if nothing were held no node could give all of them", permanent=True)
-
-
-def constraint(requirements: ClaimRequirements, when: str, more: str = "", *, permanent: bool = False) -> Reason:
-    """The reason where only the constraints of the claim are in the way."""
-    names = ", ".join(sorted({each.attribute for each in requirements.constraints}))
-    values = "different values" if all(each.distinct for each in requirements.constraints) else "the same value"
-    sentence = f"{when} no node has devices for its requests with {values} of {names}{more}"
-    return Reason(ReasonCode.CONSTRAINT, sentence, permanent)
-
-
-def together(requirements: ClaimRequirements, obstacle: str, *, permanent: bool = False) -> Reason:
-    """The reason where each request could be met by itself."""
-    names = ", ".join(request.name for request in requirements.requests)
-    sentence = f"each of the requests {names} could be met, but {obstacle}"
-    return Reason(ReasonCode.NOT_TOGETHER, sentence, permanent)
-
-
-def without_value(feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes) -> str:
-    """The constrained attributes that no selected device has: the end of a message."""
-    missing = {
-        each.attribute
-        for each in requirements.constraints
-        for request in (requirements.requests[index] for index in each.requests)
-        if not any(
-            feasibility.sets(request, kind, nodes, (each.attribute,))
-            for kind in feasibility.kinds(request.selector, nodes)
-        )
-    }
-    return f": none of these devices has a value of {', '.join(sorted(missing))}" if missing else ""
+    def _lacking(self, request: DeviceRequest, pending: PendingClaim) -> Reason:
+        """The reason where GPUs have the selected devices, but not enough of them are free."""
+        found, claim_of = self.availability(request, pending), self._queue.holders
+        nodes = found.nodes_with_room()
+        if not nodes:
+            at_limit = [each for each in found.usable if each.is_at_its_limit]
+            return profile_limit(found, at_limit) if at_limit else held(found, claim_of)
+        moves = moves_that_help(self._feasibility, ClaimRequirements((request,)), nodes, claim_of)
+        return fragmented(found, nodes, moves)

@@ -9,6 +9,9 @@ from difflib import get_close_matches
 SHORTEST_BEGINNING = 3
 """Characters from which on a name may be the beginning of the one that was meant."""
 
+SIMILAR = 0.7
+"""Ratio of equal characters: NVIDIA H100 and NVIDIA L4, with 0.67, are two different things."""
+
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The one of ``known`` that was probably meant, capitals and punctuation aside; None where nothing is like it.
@@ -21,7 +24,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     if len(plain) >= SHORTEST_BEGINNING and (continued := [each for each in continued if each]):
         return spelled[min(continued, key=lambda each: (abs(len(each) - len(plain)), each))]
     containing = [each for each in spelled if len(plain) > SHORTEST_BEGINNING and plain in each]
-    found = sorted(containing, key=len) or get_close_matches(plain, spelled, n=1)
+    found = sorted(containing, key=len) or get_close_matches(plain, spelled, n=1, cutoff=SIMILAR)
     return spelled[found[0]] if found else None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from controller.explain.events import UNREADABLE
-from controller.explain.reasons import ReasonCode
+from controller.explain.reason import ReasonCode
 from driver.kube.client import Object
 from driver.kube.types import Claim, Pod
 from tessera.status.installation import our_classes, requested_classes

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from controller.cluster.fleet import FleetGpu
 from controller.demand.demand import Demand, demand_of
 from controller.demand.selected_devices import cel_device
-from controller.explain.reasons import ReasonCode, reasons_of
+from controller.explain.reason import ReasonCode
+from controller.explain.reasons import reasons_of
 from deviceclasses.cel import Program, compile_selector
 from driver.model.device import Device
 from driver.model.gpu import MigMode

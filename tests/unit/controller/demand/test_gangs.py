@@ -9,7 +9,8 @@ import pytest
 
 from controller.demand.demand import demand_of
 from controller.demand.device_search import Budget, choose_devices
-from controller.explain.reasons import ReasonCode, reasons_of
+from controller.explain.reason import ReasonCode
+from controller.explain.reasons import reasons_of
 from driver.placement.state import FULL as FULL_KEY
 from tests.support.gpus import H100
 from tests.support.queues import FULL, SHARE, Situation, fleet_gpu, node_of, profile, request, selected_by

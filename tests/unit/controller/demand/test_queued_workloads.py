@@ -98,7 +98,9 @@ def test_a_workload_whose_devices_are_held_gets_the_reason_of_its_claim() -> Non
     train = workload("train", request(selector=FULL, count=2))
     [(about, reason)] = WorkloadReasons().of(queue_of(there, train), [train], ALL_REPORTED)
     assert (about.name, reason.code) == ("train", "AllHeld")
-    assert reason.sentence.startswith("pod set workers, claim gpu: request gpu: of the 2 GPUs that have it none")
+    assert reason.sentence.startswith(
+        "pod set workers, claim gpu: request gpu needs 2 full GPUs of one node: none is free"
+    )
 
 
 def test_a_workload_gets_no_reason_where_devices_are_free_or_a_flavor_may_open_nodes() -> None:

@@ -10,7 +10,7 @@ import pytest
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.node_views import PoolPart, incomplete_pools
 from controller.explain.pending_despite_offers import GATES, Standing, UnscheduledClaims, satisfying
-from controller.explain.reasons import ClaimReason, ReasonCode
+from controller.explain.reason import ClaimReason, ReasonCode
 from driver.model.plan import Offer, offer_of
 from tests.support.clock import FakeClock
 from tests.support.queues import DRIVER, FULL, SHARE, Situation, node_of, profile, request

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from controller.cluster.fleet import FleetGpu
-from controller.explain.reasons import ClaimReason, ReasonCode, reasons_of
+from controller.explain.reason import ClaimReason, ReasonCode
+from controller.explain.reasons import reasons_of
 from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
 from tests.support.fleets import possible
@@ -178,11 +179,10 @@ def test_all_devices_of_nodes_that_have_more_than_a_claim_can_have() -> None:
     assert "more than the 32" in reason(there).sentence
 
 
-def test_more_than_a_node_has_where_the_pod_may_run_is_not_called_more_than_any_node_has() -> None:
+def test_more_than_a_node_has_where_the_pod_can_run_names_the_nodes_that_would_do() -> None:
     there = Situation([*node_of("a"), *node_of("b", gpus=4)])
     there.node("a", {"pool": "a"})
     there.wants(request(selector=FULL, count=4), nodeSelector={"pool": "a"})
-    assert (reason(there).code, "no node where its pod may run has more than 2" in reason(there).sentence) == (
-        ReasonCode.TOO_MANY,
-        True,
-    )
+    assert reason(there).code is ReasonCode.OTHER_NODES
+    assert "no node where its pod can run has more than 2" in reason(there).sentence
+    assert "b lacks the label pool=a of the pod's nodeSelector" in reason(there).sentence

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from controller.explain.reasons import ClaimReason, ReasonCode, reasons_of
+from controller.explain.reason import ClaimReason, ReasonCode
+from controller.explain.reasons import reasons_of
 from driver.kube.events import shortened
 from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
@@ -112,12 +114,12 @@ def test_devices_on_other_nodes_only_are_named_by_their_nodes() -> None:
     there = Situation([*node_of("a"), *node_of("b", product=A100)])
     there.node("b", {"pool": "b"})
     there.wants(request(selector=selected_by(f'productName == "{H100}"')), nodeSelector={"pool": "b"})
-    assert told(there, ReasonCode.OTHER_NODES).endswith("may not run: a")
+    assert told(there, ReasonCode.OTHER_NODES).endswith("a lacks the label pool=b of the pod's nodeSelector")
 
 
 def test_a_pod_without_any_node_is_told_so() -> None:
     there = Situation(node_of("a")).wants(request(selector=FULL), nodeSelector={"no": "where"})
-    told(there, ReasonCode.NO_NODE, "node selector, affinity or taints")
+    told(there, ReasonCode.NO_NODE, "a lacks the label no=where")
 
 
 def test_more_devices_than_any_node_has() -> None:
@@ -130,29 +132,106 @@ def test_more_devices_than_a_claim_can_have() -> None:
     told(there, ReasonCode.TOO_MANY, "asks for 40 devices")
 
 
-def test_held_says_by_how_many_claims() -> None:
+def test_held_says_how_many_and_by_which_claims() -> None:
     there = Situation(node_of("a", "full"))
     there.holding("one", "a", "gpu-0").holding("two", "a", "gpu-1").wants(request(selector=FULL))
-    told(there, ReasonCode.HELD, "of the 2 GPUs", "held by 2 claims")
+    told(
+        there, ReasonCode.HELD, "needs a full GPU: none is free, of 2 NVIDIA H100", "2 claims: default/one, default/two"
+    )
+
+
+def test_two_gpus_where_one_is_free_says_that_one_is_free() -> None:
+    there = Situation([fleet_gpu("a", 0, H100, "full"), fleet_gpu("a", 1)]).holding("one", "a", "gpu-0")
+    there.wants(request(selector=FULL, count=2))
+    told(there, ReasonCode.HELD, "needs 2 full GPUs of one node: at most 1 is free on one node (a)", "default/one")
 
 
 def test_too_little_that_is_free_is_not_called_fragmentation() -> None:
     there = Situation(node_of("a", "mig-1g10gb-0", gpus=1)).holding("one", "a", "gpu-0-mig-1g10gb-0")
-    told(there.wants(request(selector=FULL)), ReasonCode.HELD, "held by 1 claim")
+    told(there.wants(request(selector=FULL)), ReasonCode.HELD, "held by 1 claim: default/one")
     assert [entry.state.free for entry in there.gpus] == [7]
 
 
+def test_of_a_mixed_fleet_every_product_is_counted_by_its_own_slices() -> None:
+    """A GPU without MIG has one slice: that 7 slices are free elsewhere is no fragmentation of it."""
+    there = Situation([fleet_gpu("a", 0, H100, "mig-1g10gb-0"), *node_of("b", "full", product=L4)])
+    there.holding("one", "a", "gpu-0-mig-1g10gb-0").holding("two", "b", "gpu-0", "gpu-1")
+    there.wants(request(selector=FULL))
+    told(there, ReasonCode.HELD, "none is free, of 1 NVIDIA H100 80GB HBM3, 2 NVIDIA L4 that have it", "2 claims")
+
+
+def test_the_eighth_small_partition_meets_the_limit_of_the_gpu() -> None:
+    there = Situation([fleet_gpu("a", 0, H100, *(f"mig-1g10gb-{n}" for n in range(7)))])
+    there.wants(request(selector=profile("1g.10gb")))
+    told(there, ReasonCode.LIMIT, "a GPU can have at most 7 of 1g.10gb", "gpu-0 of a has as many")
+
+
+CUT = ("mig-1g10gb-0", "mig-1g10gb-2", "mig-1g10gb-4", "mig-1g10gb-6")
+
+
 def test_fragmentation_says_how_much_is_free_and_where() -> None:
-    cut = ("mig-1g10gb-0", "mig-1g10gb-2", "mig-1g10gb-4", "mig-1g10gb-6")
-    there = Situation([*node_of("a", *cut), fleet_gpu("b", 0, H100, "mig-7g80gb-0")])
+    there = Situation([*node_of("a", *CUT), fleet_gpu("b", 0, H100, "mig-7g80gb-0")])
     told(
         there.wants(request(selector=profile("3g.40gb"))),
         ReasonCode.FRAGMENTED,
-        "8 memory slices are free on 3 GPUs",
-        "at most 4 on one",
-        "4 slices",
-        "gpu-0 of a, gpu-1 of a",
+        "8 memory slices are free on node a, at most 4 on one GPU (gpu-0)",
+        "moving one or two claims within a node would not help",
     )
+
+
+def test_fragmentation_names_the_claim_whose_move_makes_room() -> None:
+    there = Situation([fleet_gpu("a", 0, H100, "mig-1g10gb-1"), fleet_gpu("a", 1, H100, "mig-4g40gb-0")])
+    there.holding("small", "a", "gpu-0-mig-1g10gb-1").holding("large", "a", "gpu-1-mig-4g40gb-0")
+    there.wants(request(selector=FULL))
+    told(there, ReasonCode.FRAGMENTED, "moving default/small (1g.10gb) from gpu-0 to gpu-1 of node a would make room")
+
+
+@pytest.mark.parametrize(
+    ("node", "code", "text"),
+    [
+        pytest.param(
+            {"taints": [{"key": "node.kubernetes.io/not-ready", "effect": "NoSchedule"}]},
+            ReasonCode.NOT_READY,
+            "b is not ready",
+            id="not ready",
+        ),
+        pytest.param({"unschedulable": True}, ReasonCode.CLOSED, "b is cordoned", id="cordoned"),
+        pytest.param(
+            {"taints": [{"key": "dedicated", "value": "ml", "effect": "NoSchedule"}]},
+            ReasonCode.OTHER_NODES,
+            "b has the taint dedicated=ml:NoSchedule",
+            id="taint",
+        ),
+    ],
+)
+def test_a_node_that_would_do_is_named_with_what_excludes_it(node: dict[str, Any], code: ReasonCode, text: str) -> None:
+    there = Situation([*node_of("a", gpus=1), *node_of("b", gpus=4)])
+    there.node("b", **node)
+    told(there.wants(request(selector=FULL, count=3)), code, "no node where its pod can run has more than 1", text)
+
+
+def test_a_product_is_suggested_by_its_beginning() -> None:
+    there = Situation([*node_of("a"), *node_of("b", product=L4)])
+    there.wants(request(selector=selected_by('productName == "NVIDIA H100"')))
+    told(there, ReasonCode.NOTHING_MATCHES, "did you mean NVIDIA H100 80GB HBM3?")
+
+
+def test_who_asks_for_admin_access_to_what_is_nowhere_is_told_so() -> None:
+    there = Situation(node_of("a")).wants(request(selector=profile("1g.99gb"), adminAccess=True))
+    told(there, ReasonCode.NOTHING_MATCHES, "profile 1g.99gb: no GPU has it")
+
+
+def test_the_largest_clique_is_named() -> None:
+    gpus = [fleet_gpu("a", n, facts={"nvlink_clique": f"clique-{n // 2}"}) for n in range(4)]
+    there = Situation(gpus).wants(request(selector=FULL, count=3), constraints=[{"matchAttribute": CLIQUE}])
+    told(there, ReasonCode.CONSTRAINT, f"it asks for 3, and at most 2 share a value of {CLIQUE}")
+
+
+def test_a_selector_that_fails_on_some_gpus_says_so_while_the_others_are_held() -> None:
+    linked = fleet_gpu("a", 0, H100, "full", facts={"nvlink_clique": "clique-0"})
+    there = Situation([linked, *node_of("b", product=L4)]).holding("one", "a", "gpu-0")
+    there.wants(request(selector=selected_by('type == "gpu"', 'nvlinkClique == "clique-0"')))
+    told(there, ReasonCode.HELD, "its selector fails on devices like gpu-0 of NVIDIA L4 (no such key: nvlinkClique)")
 
 
 def test_shares_are_held_while_partitions_cut_the_gpu() -> None:
@@ -206,7 +285,7 @@ def test_the_steps_to_a_reset_are_told_in_full_where_names_are_long() -> None:
 
 def test_gpus_with_faults_are_named() -> None:
     there = Situation(node_of("a", fault="cordoned: fan on Friday")).wants(request(selector=FULL))
-    told(there, ReasonCode.FAULT, "2 GPUs have it", "gpu-0 of a (cordoned: fan on Friday)")
+    told(there, ReasonCode.CORDONED, "2 GPUs have it", "gpu-0 of a (cordoned: fan on Friday)")
 
 
 def test_gpus_kept_for_other_uses_are_named() -> None:
@@ -216,7 +295,7 @@ def test_gpus_kept_for_other_uses_are_named() -> None:
 
 def test_held_mentions_those_that_cannot_be_used_anyway() -> None:
     gpus = [fleet_gpu("a", 0, H100, "full"), fleet_gpu("a", 1, fault="Xid 79")]
-    told(Situation(gpus).wants(request(selector=FULL)), ReasonCode.HELD, "1 more can't be used (fault)")
+    told(Situation(gpus).wants(request(selector=FULL)), ReasonCode.HELD, "1 more can't be used (1 on a: Xid 79)")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +332,11 @@ def test_claims_of_one_pod_that_no_node_can_meet_together() -> None:
 
 def test_of_several_alternatives_the_nearest_is_told() -> None:
     alternatives = first_available(("dream", profile("1g.99gb")), ("whole", FULL))
-    told(Situation(node_of("a", "full")).wants(alternatives), ReasonCode.HELD, "none of its 2 alternatives")
+    told(
+        Situation(node_of("a", "full")).wants(alternatives),
+        ReasonCode.HELD,
+        "of the alternatives gpu/dream, gpu/whole the nearest; the others: NothingMatches",
+    )
 
 
 def test_a_pod_without_a_claim_yet_gets_the_reason_itself() -> None:

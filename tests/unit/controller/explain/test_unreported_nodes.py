@@ -11,7 +11,8 @@ from controller.cluster.node_views import (
     UnreportedNodes,
     UnreportedNodesTracker,
 )
-from controller.explain.reasons import ReasonCode, reasons_of
+from controller.explain.reason import ReasonCode
+from controller.explain.reasons import reasons_of
 from driver.model.plan import PlanStatus
 from tests.support.clock import FakeClock
 from tests.support.queues import FULL, Situation, node_of, profile, request

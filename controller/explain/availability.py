@@ -1,0 +1,237 @@
+"""The GPUs that a request selects, how many devices each could provide, and what keeps it from that (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+from controller.cluster.fleet import FleetGpu
+from controller.demand.eligibility import Excluded
+from controller.demand.feasibility import Feasibility
+from controller.demand.requirements import DeviceRequest
+from controller.demand.selected_devices import Failure, Matches, free_spots, most_devices, slices_of
+from driver.model.device import DeviceKind
+from driver.model.gpu import MigMode
+from driver.placement.state import FULL, SHARE, OfferKind
+
+SHOWN = 3
+"""Names in a message."""
+
+CORDONED = "cordoned"
+"""How the fault of a GPU begins that an operator has cordoned."""
+
+
+class Obstacle(StrEnum):
+    """What keeps a GPU from providing any of the selected devices, whatever is held on it."""
+
+    EXCLUDED = "node excluded for the pod"
+    CLOSED = "node closed"
+    FAULT = "fault"
+    CORDONED = "cordoned"
+    RESET = "other MIG mode"
+    DEDICATED = "kept for other uses"
+    FOREIGN = "partitions of others"
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedGpu:
+    """One GPU that has selected devices.
+
+    ``most`` of them could be allocated at once if nothing were held, ``now`` can be at present. ``hindrance``: what
+    keeps it from providing some of the devices; ``obstacle``: the same where it keeps it from all. ``detail`` follows
+    the name of the GPU in brackets.
+    """
+
+    entry: FleetGpu
+    matches: Matches
+    most: int
+    now: int
+    obstacle: Obstacle | None = None
+    hindrance: Obstacle | None = None
+    detail: str = ""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether only held devices keep it from providing a device."""
+        return self.obstacle is None and not self.now
+
+    @property
+    def room(self) -> float:
+        """The number of devices for which its free memory would be enough."""
+        state = self.entry.state
+        return state.free / min(slices_of(state, key) for key in self.matches.keys)
+
+    @property
+    def is_at_its_limit(self) -> bool:
+        """Whether as many partitions of the selected profile are held as the GPU can have, and yet slices are free."""
+        if not self.is_held or len(self.matches.keys) > 1:
+            return False
+        [key] = self.matches.keys
+        held = sum(device.profile is not None and device.profile.name == key.profile for device in self.entry.held)
+        return 0 < self.most <= held and self.entry.state.free >= slices_of(self.entry.state, key)
+
+
+@dataclass(frozen=True)
+class Availability:
+    """The GPUs of the cluster that ``request`` selects, and a device for which its selector fails."""
+
+    request: DeviceRequest
+    gpus: tuple[SelectedGpu, ...]
+    failure: Failure | None = None
+
+    @cached_property
+    def reachable(self) -> tuple[SelectedGpu, ...]:
+        """Those on nodes where the pod may run."""
+        return tuple(each for each in self.gpus if each.obstacle is not Obstacle.EXCLUDED)
+
+    @cached_property
+    def usable(self) -> tuple[SelectedGpu, ...]:
+        """Those that could provide a device if nothing were held."""
+        return tuple(each for each in self.reachable if each.obstacle is None)
+
+    @property
+    def obstacles(self) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
+        """The reachable GPUs that can not provide any device, whatever is held."""
+        return _grouped((each.obstacle, each.entry) for each in self.reachable)
+
+    @property
+    def hindered(self) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
+        """The reachable GPUs that could provide more without an obstacle; they include ``obstacles``."""
+        return _grouped((each.hindrance, each.entry) for each in self.reachable)
+
+    @cached_property
+    def by_node(self) -> Mapping[str, tuple[SelectedGpu, ...]]:
+        """The usable GPUs of each node."""
+        found: dict[str, list[SelectedGpu]] = {}
+        for each in self.usable:
+            found.setdefault(each.entry.node, []).append(each)
+        return {node: tuple(gpus) for node, gpus in found.items()}
+
+    @property
+    def most_free(self) -> tuple[int, str]:
+        """The most devices that one node can provide at present, and that node."""
+        return max(((sum(each.now for each in gpus), node) for node, gpus in self.by_node.items()), default=(0, ""))
+
+    def nodes_with_room(self) -> list[str]:
+        """The nodes whose free memory would be enough if it were in one place; those with the most first.
+
+        GPUs that have all partitions of the profile that they can have do not count.
+        """
+        wanted, found = self.request.count or 1, []
+        for node, gpus in self.by_node.items():
+            room = sum(each.room for each in gpus if not each.is_at_its_limit)
+            if room >= wanted and self.request.count is not None:
+                found.append((-room, node))
+        return [node for _, node in sorted(found)]
+
+    @property
+    def products(self) -> str:
+        """``6 NVIDIA H100 80GB HBM3, 2 NVIDIA L4``: the reachable GPUs."""
+        counts = Counter(each.entry.gpu.product_name for each in self.reachable)
+        return listed([f"{count} {product}" for product, count in sorted(counts.items())])
+
+    @property
+    def needs(self) -> str:
+        """What the request asks for: ``2 full GPUs of one node``, ``a partition 1g.10gb``."""
+        keys = {key for each in self.gpus for key in each.matches.keys}
+        singular, plural = _nouns(keys)
+        count = self.request.count
+        if count is None:
+            return f"all {plural} of one node"
+        return f"a {singular}" if count == 1 else f"{count} {plural} of one node"
+
+
+def _nouns(keys: set[OfferKind]) -> tuple[str, str]:
+    if keys == {FULL}:
+        return "full GPU", "full GPUs"
+    if keys == {SHARE}:
+        return "share", "shares"
+    if keys and all(key.kind is DeviceKind.PARTITION for key in keys):
+        profile = f" {next(iter(keys)).profile}" if len(keys) == 1 else ""
+        return f"partition{profile}", f"partitions{profile}"
+    return "device", "devices"
+
+
+def availability(feasibility: Feasibility, request: DeviceRequest, excluded: Mapping[str, Excluded]) -> Availability:
+    """The GPUs that ``request`` selects. ``excluded`` are the nodes on which its pod can not run."""
+    found, failure = [], None
+    for entry in feasibility.fleet:
+        matches = request.selector.on(entry)
+        if matches:
+            found.append(_selected(entry, matches, excluded.get(entry.node)))
+        if matches.failures and failure is None and entry.node not in excluded:
+            failure = matches.failures[0]
+    return Availability(request, tuple(found), failure)
+
+
+def _selected(entry: FleetGpu, matches: Matches, excluded: Excluded | None) -> SelectedGpu:
+    most, now = most_devices(entry.unheld.state, matches), most_devices(entry.state, matches)
+    if excluded is not None:
+        return SelectedGpu(entry, matches, most, 0, Obstacle.EXCLUDED, Obstacle.EXCLUDED, excluded.text)
+    hindrance, detail = _hindrance(entry, matches)
+    keeps_all = hindrance is not None and not free_spots(entry.unheld.state, matches)
+    return SelectedGpu(entry, matches, most, now, hindrance if keeps_all else None, hindrance, detail)
+
+
+def _hindrance(entry: FleetGpu, matches: Matches) -> tuple[Obstacle | None, str]:
+    if entry.closed:
+        return Obstacle.CLOSED, f"its node {entry.closed}"
+    if entry.fault is not None:
+        return Obstacle.CORDONED if entry.fault.startswith(CORDONED) else Obstacle.FAULT, entry.fault
+    missing = {key.kind for key in matches.keys} - entry.state.kinds
+    if missing:
+        meant = missing & entry.uses & ({DeviceKind.SHARE} if entry.shares_only else set(DeviceKind))
+        return (Obstacle.RESET, f"MIG {entry.gpu.mig_mode}") if meant else (Obstacle.DEDICATED, "")
+    return (Obstacle.FOREIGN, "") if entry.foreign else (None, "")
+
+
+def without(entry: FleetGpu, obstacle: Obstacle) -> FleetGpu:
+    """The same GPU as if ``obstacle`` were removed; EXCLUDED concerns the pod, not the GPU."""
+    match obstacle:
+        case Obstacle.CLOSED:
+            return replace(entry, closed="")
+        case Obstacle.FAULT | Obstacle.CORDONED:
+            return replace(entry, fault=None)
+        case Obstacle.DEDICATED:
+            return replace(entry, uses=frozenset(DeviceKind), shares_only=False)
+        case Obstacle.FOREIGN:
+            return replace(entry, foreign=0)
+        case Obstacle.RESET:
+            mode = MigMode.DISABLED if entry.gpu.mig_mode.in_force else MigMode.ENABLED
+            return replace(entry, gpu=replace(entry.gpu, mig_mode=mode))
+        case _:
+            return entry
+
+
+def _grouped(found: Iterable[tuple[Obstacle | None, FleetGpu]]) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
+    groups: dict[Obstacle, list[FleetGpu]] = {}
+    for obstacle, entry in found:
+        if obstacle is not None:
+            groups.setdefault(obstacle, []).append(entry)
+    return {obstacle: tuple(gpus) for obstacle, gpus in groups.items()}
+
+
+def listed(names: Sequence[str], shown: int = SHOWN) -> str:
+    """The first names and the number of the others: ``a, b, c and 3 more``."""
+    more = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")
+
+
+def named(gpus: Iterable[FleetGpu]) -> str:
+    """``gpu-3 of a, gpu-0 of b (fault)``, and the number of the others."""
+    return listed([f"gpu-{each.number} of {each.node}{f' ({each.fault})' if each.fault else ''}" for each in gpus])
+
+
+def holders_of(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> list[str]:
+    """The claims with devices on ``gpus``; ``claim_of`` maps node and device to ``namespace/name``."""
+    return list(dict.fromkeys(_held(gpus, claim_of)))
+
+
+def _held(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> Iterator[str]:
+    for entry in gpus:
+        for device in entry.held:
+            if (entry.node, device.name) in claim_of:
+                yield claim_of[entry.node, device.name]

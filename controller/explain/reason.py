@@ -1,0 +1,74 @@
+"""The reason of a pending claim: its code, its sentence, and how it compares with the reasons of alternatives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from controller.demand.pending_claims import PendingClaim
+from driver.kube.types import Metadata
+
+
+class ReasonCode(StrEnum):
+    """Reasons. Of several alternatives of a claim, the one with the last code in this list is reported."""
+
+    NO_SUCH_CLAIM = "NoSuchClaim"
+    """Of a pod that refers to a claim that does not exist (``controller.explain.missing``)."""
+
+    NO_SUCH_CLASS = "NoSuchClass"
+    SELECTOR_REFUSED = "SelectorRefused"
+    NO_GPUS = "NoGpusKnown"
+    NOTHING_MATCHES = "NothingMatches"
+    SELECTOR_FAILS = "SelectorFails"
+    TOO_MANY = "TooMany"
+    NO_NODE = "NoNode"
+    OTHER_NODES = "OnOtherNodesOnly"
+    NOT_READY = "NodeNotReady"
+    CONSTRAINT = "ConstraintNotMet"
+    NOT_TOGETHER = "NotOnOneNode"
+    DEDICATED = "NotOfferedThere"
+    CLOSED = "NodeClosed"
+    FAULT = "GpuFault"
+    CORDONED = "GpuCordoned"
+    FOREIGN = "ForeignPartitions"
+    RESET = "GpuNeedsReset"
+    FRAGMENTED = "Fragmented"
+    LIMIT = "ProfileLimitReached"
+    HELD = "AllHeld"
+    NOT_PUBLISHED = "NotPublished"
+    UNUSED = "OfferStandsUnused"
+    """These two of a claim that can be satisfied (``controller.explain.pending_despite_offers``)."""
+
+    RESHAPING = "Reshaping"
+    """Of a claim for which offers of a GPU are being replaced (``controller.explain.disjoint_offers``)."""
+
+    BEHIND = "BehindOthers"
+    """Of a claim for which other claims leave no room (ibid.)."""
+
+    GANG = "PodGroupNeedsMore"
+    """Of a claim whose PodGroup can not be placed as a whole (``controller.explain.gangs``)."""
+
+
+class ClaimReason(NamedTuple):
+    """The reason of one pending claim."""
+
+    pending: PendingClaim
+    code: ReasonCode
+    sentence: str
+    group: Metadata | None = None
+    """The PodGroup that the reason is about."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """``permanent``: it holds whatever other claims release, until the claim or the fleet changes."""
+
+    code: ReasonCode
+    sentence: str
+    permanent: bool = False
+
+    @property
+    def nearness(self) -> tuple[bool, int]:
+        """Sort key: the alternative with the greatest is nearest to being satisfied."""
+        return (not self.permanent, list(ReasonCode).index(self.code))
