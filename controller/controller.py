@@ -13,7 +13,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from controller.cluster.cache import ClusterCache, Snapshot
@@ -21,7 +21,7 @@ from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.kueue import KueueQueue, QueuedWorkload
-from controller.cluster.node_views import UnreportedNodes, UnreportedNodesTracker
+from controller.cluster.node_views import UnreportedNodes, UnreportedNodesTracker, silent_nodes
 from controller.cluster.published_offers import DeviceIndex
 from controller.conflicts import ConflictResolver
 from controller.curation.curator import Curator
@@ -36,8 +36,10 @@ from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
 from controller.explain.disjoint_offers import reasons_of_waiting
 from controller.explain.events import EventReporter
+from controller.explain.missing import missing_claims
 from controller.explain.pending_despite_offers import UnscheduledClaims
 from controller.explain.queued_workloads import WorkloadReasons
+from controller.explain.reason import ClaimReason
 from controller.explain.reasons import reasons_of
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
 from controller.node_labels import LABEL_SETS, NodeLabels
@@ -218,13 +220,14 @@ class Controller:
         self._cache.acknowledge()
         self._events.unreadable(self._cache.unreadable())
         unreported = self._unreported.update(seen.views)
-        reasons = self._explain(queue, unreported, seen)
+        waiting: list[ClaimReason] = []
+        if mode is OfferMode.DISJOINT:
+            waiting = reasons_of_waiting(queue, chosen.planned, obstructed, self._settings.settle_s)
+        reasons = self._explain(queue, unreported, seen, waiting)
         if self._metrics is not None:
             self._metrics.decision_made(queue, fleet, offers, reasons, seen.changed.names)
         if queued is not None:
             self._events.workloads(self._workload_reasons.of(queued, workloads, unreported))
-        if mode is OfferMode.DISJOINT:
-            self._events.claims(reasons_of_waiting(queue, chosen.planned, obstructed, self._settings.settle_s))
         self._decided_at = time.monotonic()
         retry = BLOCKED_RETRY_INTERVAL_SECONDS if blocked else None
         return soonest(
@@ -332,14 +335,18 @@ class Controller:
             nodes = {view.name for view in views if self._cache.held_on(view.pool) != view.held}
         return {offer for offer, node in again.items() if node in nodes}
 
-    def _explain(self, queue: Queue, unreported: UnreportedNodes, seen: Snapshot) -> Mapping[str, str]:
+    def _explain(
+        self, queue: Queue, unreported: UnreportedNodes, seen: Snapshot, waiting: Iterable[ClaimReason]
+    ) -> Mapping[str, str]:
         """Report why claims are pending: no device can satisfy them, or the scheduler does not allocate what can.
 
-        Returns the code of the reason by key of the claim.
+        ``waiting`` are reasons of claims whose offers are not possible yet. Returns the code by key of the claim.
         """
         offered = {offer: self._devices.free[offer] for offer in self._devices.offered}
         unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
-        reasons = reasons_of(queue, unreported)
-        found = [*reasons, *self._unscheduled.reasons(queue, unfenced, seen.incomplete)]
-        self._events.claims(found)
-        return {each.pending.key: each.code.value for each in found}
+        silent = silent_nodes(seen.views, seen.incomplete)
+        unscheduled = self._unscheduled.reasons(queue, unfenced, silent)
+        everything = (*waiting, *unscheduled, *reasons_of(queue, unreported), *missing_claims(seen.cluster))
+        found = {each.pending.key: each for each in everything}
+        self._events.claims(found.values(), queue)
+        return {key: each.code.value for key, each in found.items()}

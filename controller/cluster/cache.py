@@ -17,7 +17,7 @@ import msgspec
 
 from controller.cluster.claim_index import ClaimIndex, ClusterState, PoolDevice
 from controller.cluster.node_views import Changes, NodeView, NodeViews, PoolPart, Published
-from controller.cluster.pod_groups import PodGroups
+from controller.cluster.optional_resources import OptionalCache, device_taint_rules, pod_groups
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.types import (
@@ -119,11 +119,13 @@ class ClusterCache:
             "Node": self._nodes,
             KIND: self._plans,
         }
-        self._pod_groups = PodGroups(client, on_change)
+        self._pod_groups = pod_groups(client, on_change)
+        self._taint_rules = device_taint_rules(client, on_change)
+        self._optional: tuple[OptionalCache[Any], ...] = (self._pod_groups, self._taint_rules)
 
     def start(self, stop: threading.Event) -> list[threading.Thread]:
         """Watch each resource in a thread of its own until ``stop`` is set."""
-        runs = [*(cache.run for cache in self._kinds.values()), self._pod_groups.run]
+        runs = [*(cache.run for cache in self._kinds.values()), *(each.run for each in self._optional)]
         threads = [threading.Thread(target=run, args=(stop,), daemon=True) for run in runs]
         for thread in threads:
             thread.start()
@@ -133,12 +135,14 @@ class ClusterCache:
         """List each resource once, for a caller that does not watch. Raises ApiError."""
         for cache in self._kinds.values():
             cache.load()
-        self._pod_groups.load()
+        for optional in self._optional:
+            optional.load()
 
     @property
     def synced(self) -> bool:
         """Whether every resource has been listed."""
-        return self._pod_groups.synced and all(cache.synced for cache in self._kinds.values())
+        optional = all(each.synced for each in self._optional)
+        return optional and all(cache.synced for cache in self._kinds.values())
 
     def stale(self) -> str | None:
         """Why the caches may be out of date; None if all are current."""
@@ -148,7 +152,7 @@ class ClusterCache:
         """The objects that are unreadable at present, and why."""
         return [
             (Reference(kind, at.name, at.namespace, at.uid, cache.api_version), why)
-            for kind, cache in (*self._kinds.items(), ("PodGroup", self._pod_groups.cache))
+            for kind, cache in (*self._kinds.items(), *((each.kind, each.cache) for each in self._optional))
             for at, why in cache.unreadable
         ]
 
@@ -178,7 +182,7 @@ class ClusterCache:
     def snapshot(self) -> Snapshot:
         """The present state. ``changed`` accumulates until ``acknowledge``, so that a failed decision loses nothing."""
         classes, pods = tuple(self._classes.snapshot().values()), tuple(self._pods.snapshot().values())
-        pod_groups = self._pod_groups.snapshot()
+        groups, rules = self._pod_groups.snapshot(), tuple(self._taint_rules.snapshot().values())
         with self._lock:
             outdated, self._outdated = self._outdated, set()
             changed_nodes, self._outdated_nodes = self._outdated_nodes, set()
@@ -192,7 +196,9 @@ class ClusterCache:
                     node_changed=name in changed_nodes,
                 )
             return Snapshot(
-                ClusterState(self._claim_index.view(), classes, pods, tuple(self._nodes_by_name.values()), pod_groups),
+                ClusterState(
+                    self._claim_index.view(), classes, pods, tuple(self._nodes_by_name.values()), groups, rules
+                ),
                 dict(self._plans_by_node),
                 self._views.all(),
                 dict(self._views.incomplete),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from driver.kube.types import Allocation, Claim, DeviceClass, Key, Node, Pod, PodGroup
+from driver.kube.types import Allocation, Claim, DeviceClass, DeviceTaintRule, Key, Node, Pod, PodGroup
 from driver.model.plan import Held
 
 
@@ -34,6 +34,9 @@ class ClaimIndex:
     @property
     def unallocated(self) -> tuple[Claim, ...]:
         return tuple(self._unallocated.values())
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._claims
 
     def allocation(self, key: Key) -> Allocation | None:
         """The allocation of a claim; None if the claim is not allocated or does not exist."""
@@ -112,3 +115,4 @@ class ClusterState:
     pods: tuple[Pod, ...]
     nodes: tuple[Node, ...]
     pod_groups: Mapping[Key, PodGroup] = field(default_factory=dict)
+    taint_rules: tuple[DeviceTaintRule, ...] = ()

@@ -221,6 +221,17 @@ def _closed(node: Node, *, paused: bool) -> str:
     return f"has a paused plan (annotation {PAUSED})" if paused else ""
 
 
+def silent_nodes(views: Iterable[NodeView], incomplete: Mapping[str, str]) -> dict[str, str]:
+    """The nodes that publish nothing that the scheduler takes, though they have reported GPUs; and why."""
+    found = {}
+    for view in views:
+        if view.pool in incomplete:
+            found[view.name] = f"publishes a pool that {incomplete[view.pool]}"
+        elif view.status.inventory and not view.published:
+            found[view.name] = "publishes no device"
+    return found
+
+
 def incomplete_pools(parts: Iterable[PoolPart]) -> dict[str, str]:
     """Of the pools that lack slices: why. As the scheduler does, only the newest generation of a pool is counted."""
     newest: dict[str, list[PoolPart]] = {}

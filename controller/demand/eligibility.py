@@ -78,7 +78,7 @@ def exclusion(spec: PodSpec, node: Node, allocations: Iterable[NodeSelector] = (
             return None
         return Excluded(Exclusion.NODE_NAME, f"is not {spec.node_name}, which the pod names")
     taints = (*node.spec.taints, CORDONED) if node.spec.unschedulable else node.spec.taints
-    blocking = [each for each in taints if each.effect in BLOCKING and not _tolerated(each, spec.tolerations)]
+    blocking = [each for each in taints if each.effect in BLOCKING and not tolerated(each, spec.tolerations)]
     if blocking:
         return _of_taints(blocking)
     labels = node.metadata.labels
@@ -143,7 +143,8 @@ def _meets(expression: Expression, labels: Mapping[str, str]) -> bool:
     return False
 
 
-def _tolerated(taint: Taint, tolerations: Iterable[Toleration]) -> bool:
+def tolerated(taint: Taint, tolerations: Iterable[Toleration]) -> bool:
+    """Whether one of ``tolerations``, of a pod or of a device request, tolerates ``taint``."""
     return any(
         (not each.key or each.key == taint.key)
         and (not each.effect or each.effect == taint.effect)

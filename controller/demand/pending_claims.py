@@ -220,7 +220,7 @@ class Queue:
 
 def pending_claims(claims: Iterable[Claim], classes: Iterable[DeviceClass], pods: Iterable[Pod]) -> list[PendingClaim]:
     """All pending claims in the order of ``claims``, then of ``pods``."""
-    queued = [pod for pod in pods if _is_pending(pod)]
+    queued = [pod for pod in pods if is_pending(pod)]
     users: dict[Key, list[Pod]] = {}
     for pod in queued:
         for key in pod.claims:
@@ -235,7 +235,7 @@ def pending_claims(claims: Iterable[Claim], classes: Iterable[DeviceClass], pods
     return [*found, *(PendingClaim(claim, (pod,), not_created=True) for pod, claim in not_created if claim is not None)]
 
 
-def _is_pending(pod: Pod) -> bool:
+def is_pending(pod: Pod) -> bool:
     """Whether the scheduler tries to place the pod, or will."""
     return pod.status.phase == "Pending" and not pod.metadata.deletion_timestamp and not pod.spec.scheduling_gates
 

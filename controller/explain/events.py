@@ -8,15 +8,27 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from controller.cluster.fleet import Fleet, Hardware
 from controller.cluster.kueue import WORKLOAD_VERSION
 from controller.cluster.node_views import faults_in
-from controller.cluster.pod_groups import POD_GROUP_VERSION
+from controller.cluster.optional_resources import POD_GROUP_VERSION
+from controller.demand.pending_claims import PendingClaim, Queue
+from controller.explain.availability import listed
 from controller.explain.reason import ClaimReason, ReasonCode
-from driver.kube.events import Recorder
+from driver.kube.events import Recorder, Type
 from driver.kube.types import Key, Metadata, Node, Reference
 
 log = logging.getLogger(__name__)
 
 IGNORED = "LabelIgnored"
 UNREADABLE = "ObjectUnreadable"
+
+PENDING = "pending"
+"""The series of Events about why a claim is pending."""
+
+ALLOCATED = "Allocated"
+ENOUGH_IS_FREE = "enough is free now; the scheduler has not allocated it yet"
+NO_LONGER = "the reason that was reported before no longer holds"
+
+MAX_PODS = 4
+"""Pods of one claim that get its reason as an Event of their own."""
 
 MAX_UNREADABLE_EVENTS = 100
 """Unreadable objects that get an Event; the metric counts all of them."""
@@ -27,27 +39,52 @@ class EventReporter:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._reported: dict[str, PendingClaim] = {}
+        """By key, the claims whose last Event says why they are pending."""
         self._faults: dict[str, list[str]] = {}
         """By node, its faulty labels as reported."""
         self._hardware: Hardware | None = None
 
-    def claims(self, reasons: Iterable[ClaimReason]) -> None:
-        """One Event for each claim and code, updated when the message changes; on the pod if there is no claim yet.
+    def claims(self, reasons: Iterable[ClaimReason], queue: Queue) -> None:
+        """One Event for each claim and for its pods, which always has the present reason; the last one is Allocated.
 
-        The reason of a gang is an Event of its PodGroup, too.
+        A claim that is not created yet has those of its pod only. The reason of a gang is an Event of its PodGroup.
         """
         groups: set[Key] = set()
+        current: dict[str, PendingClaim] = {}
         for pending, code, sentence, group in reasons:
             if group is not None and group.key not in groups:
                 groups.add(group.key)
                 reference = Reference("PodGroup", group.name, group.namespace, group.uid, POD_GROUP_VERSION)
-                self._recorder.event(reference, code.value, sentence, "Warning")
-            about = pending.pods[0].metadata if pending.not_created else pending.claim.metadata
-            kind, version = ("Pod", "v1") if pending.not_created else ("ResourceClaim", "resource.k8s.io/v1")
-            reference = Reference(kind, about.name, about.namespace, about.uid, version)
-            self._recorder.event(
-                reference, code.value, sentence, "Normal" if code is ReasonCode.RESHAPING else "Warning"
-            )
+                self._recorder.event(reference, code.value, sentence, "Warning", PENDING)
+            current[pending.key] = pending
+            self._about(pending, code.value, sentence, "Normal" if code is ReasonCode.RESHAPING else "Warning")
+        waiting = {each.key: each for each in queue.pending}
+        for key, before in self._reported.items():
+            if key in current:
+                continue
+            if key in waiting:
+                current[key] = waiting[key]
+                self._about(waiting[key], ReasonCode.WAITS.value, ENOUGH_IS_FREE, "Normal")
+            elif before.not_created:
+                self._about(before, ReasonCode.WAITS.value, NO_LONGER, "Normal")
+            elif (allocation := queue.cluster.claims.allocation(before.claim.metadata.key)) is not None:
+                devices = listed([result.device for result in allocation.devices.results])
+                pools = listed(list(dict.fromkeys(result.pool for result in allocation.devices.results)))
+                self._about(before, ALLOCATED, f"the scheduler has allocated {devices} of pool {pools}", "Normal")
+        self._reported = current
+
+    def _about(self, pending: PendingClaim, reason: str, sentence: str, type: Type) -> None:  # noqa: A002 - see Recorder
+        """An Event of the claim and of its pods."""
+        if not pending.not_created:
+            about = pending.claim.metadata
+            claim = Reference("ResourceClaim", about.name, about.namespace, about.uid, "resource.k8s.io/v1")
+            self._recorder.event(claim, reason, sentence, type, PENDING)
+        prefix = "" if pending.not_created else f"claim {pending.claim.metadata.name}: "
+        for pod in pending.pods[:MAX_PODS]:
+            about = pod.metadata
+            reference = Reference("Pod", about.name, about.namespace, about.uid)
+            self._recorder.event(reference, reason, prefix + sentence, type, f"{PENDING} {pending.key}")
 
     def workloads(self, reasons: Iterable[tuple[Metadata, ClaimReason]]) -> None:
         """One Event for each queued Workload of Kueue: why what it will claim is not free."""

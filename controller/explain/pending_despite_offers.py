@@ -1,26 +1,27 @@
 """Claims that stay pending although offered devices would satisfy them: the cause lies outside the offers.
 
 A pod is scheduled within a second of a matching offer. If it is not, the scheduler lacks a feature gate, regards the
-pool as incomplete, waits for something else, or does not run.
+pool as incomplete, waits for something else, or does not run. What it reports itself is quoted, not contradicted.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import islice
 from typing import NamedTuple
 
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import FleetGpu
-from controller.demand.device_search import ValueOf, find_devices
+from controller.demand.device_search import Outcome, ValueOf, find_devices
+from controller.demand.eligibility import BLOCKING, tolerated
 from controller.demand.feasibility import Nodes
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import ClaimRequirements
+from controller.demand.requirements import ClaimRequirements, Refusal
 from controller.explain.availability import listed
 from controller.explain.reason import ClaimReason, ReasonCode
 from driver.kube.clock import Clock, seconds_time
-from driver.kube.types import Pod
+from driver.kube.types import Condition, Pod
 from driver.model.device import Device
 from driver.model.plan import Offer
 from driver.placement.state import Spot, spot_of
@@ -28,6 +29,20 @@ from driver.placement.state import Spot, spot_of
 GATES = (
     "check that it has the feature gates that the API server has: DynamicResourceAllocation, DRAPartitionableDevices"
 )
+
+
+QUOTE_SECONDS = 1.0
+"""Time that the scheduler has to take an offered device before its own report is quoted."""
+
+SILENT_SECONDS = 5.0
+"""Time that nodes have to publish what is offered."""
+
+OTHER_OBSTACLES = re.compile(
+    r"Insufficient |affinity rules|anti-affinity|topology spread|free ports|volume|PersistentVolume|Too many pods"
+    r"|CEL|runtime error|no such key|resourceclaim",
+    re.IGNORECASE,
+)
+"""Parts of the scheduler's report about what demand leaves to the scheduler (``controller.demand.eligibility``)."""
 
 
 class Since(NamedTuple):
@@ -58,7 +73,7 @@ def satisfying(
 
 
 class UnscheduledClaims:
-    """Remembers since when claims are pending and devices offered; both must last ``overdue_seconds``."""
+    """Remembers since when claims are pending and devices offered: the scheduler needs a moment for both."""
 
     def __init__(self, overdue_seconds: float, clock: Clock) -> None:
         self._overdue_seconds = overdue_seconds
@@ -67,31 +82,30 @@ class UnscheduledClaims:
         self._devices: dict[PoolDevice, Since] = {}
 
     def reasons(
-        self, queue: Queue, standing: Mapping[Offer, PoolDevice], incomplete: Mapping[str, str]
+        self, queue: Queue, standing: Mapping[Offer, PoolDevice], silent: Mapping[str, str]
     ) -> list[ClaimReason]:
-        """One reason for each claim that is pending beside ``standing``, the offered devices."""
+        """One reason for each claim that is pending beside ``standing``, the offered devices.
+
+        ``silent`` are the nodes that publish nothing that the scheduler takes, and why.
+        """
         waiting = (each for each in queue.pending if each.key not in queue.held_back)
         claims = {_uid(each) for each in waiting if queue.requirements(each)}
         self._claims = {uid: self._claims.get(uid) or self._now() for uid in claims}
         self._devices = {name: self._devices.get(name) or self._now() for name in standing.values()}
-        overdue = [each for each in queue.pending if (since := self._claims.get(_uid(each))) and self._is_over(since)]
-        if not overdue:
+        due = [each for each in queue.pending if self._lasts(self._claims.get(_uid(each)), QUOTE_SECONDS)]
+        if not due:
             return []
         by_node = self._by_node(queue, standing)
 
         @cache
         def fitting(requirements: ClaimRequirements, nodes: Nodes) -> tuple[Standing, ...]:
             """Devices on one of ``nodes`` that satisfy ``requirements``, of a complete pool if possible."""
-            there = by_node.keys() & nodes
-            ordered = sorted(there, key=lambda node: (by_node[node][0].name.pool in incomplete, node))
+            ordered = sorted(by_node.keys() & nodes, key=lambda node: (node in silent, node))
             tried = (satisfying(requirements, by_node[node], queue.feasibility.matching.value) for node in ordered)
             return next(filter(None, tried), ())
 
-        return [
-            self._reason(pending, pod, devices, incomplete)
-            for pending in overdue
-            for pod, devices in islice(_served_pods(queue, pending, fitting), 1)
-        ]
+        found = (self._reason(queue, pending, fitting, silent) for pending in due)
+        return [reason for reason in found if reason is not None]
 
     @property
     def next_s(self) -> float | None:
@@ -99,46 +113,137 @@ class UnscheduledClaims:
         if not self._claims:
             return None
         now = self._clock.monotonic()
-        times = (since.at + self._overdue_seconds - now for since in (*self._claims.values(), *self._devices.values()))
+        limits = (QUOTE_SECONDS, SILENT_SECONDS, self._overdue_seconds)
+        times = (
+            since.at + limit - now for since in (*self._claims.values(), *self._devices.values()) for limit in limits
+        )
         return min((seconds for seconds in times if seconds > 0), default=None)
 
     def _now(self) -> Since:
         return Since(self._clock.monotonic(), seconds_time(self._clock.now()))
 
-    def _is_over(self, since: Since) -> bool:
-        return self._clock.monotonic() >= since.at + self._overdue_seconds
+    def _lasts(self, since: Since | None, seconds: float) -> bool:
+        return since is not None and self._clock.monotonic() >= since.at + seconds
 
     def _by_node(self, queue: Queue, standing: Mapping[Offer, PoolDevice]) -> dict[str, list[Standing]]:
         found: dict[str, list[Standing]] = {}
         for offer, name in standing.items():
-            if self._is_over(self._devices[name]):
+            if self._lasts(self._devices[name], QUOTE_SECONDS):
                 entry = queue.feasibility.fleet.gpus[offer.gpu]
                 if (device := entry.device(name.device)) is not None:
                     found.setdefault(entry.node, []).append(Standing(entry, device, name))
         return found
 
     def _reason(
-        self, pending: PendingClaim, pod: Pod, devices: tuple[Standing, ...], incomplete: Mapping[str, str]
-    ) -> ClaimReason:
-        pool, names = devices[0].name.pool, [each.name.device for each in devices]
-        since = max(self._devices[each.name] for each in devices).text
+        self,
+        queue: Queue,
+        pending: PendingClaim,
+        fitting: Callable[[ClaimRequirements, Nodes], tuple[Standing, ...]],
+        silent: Mapping[str, str],
+    ) -> ClaimReason | None:
+        pod, devices = next(_served_pods(queue, pending, fitting), (None, ()))
+        if pod is None:
+            return self._unpublished(queue, pending, silent)
+        since = max(self._devices[each.name] for each in devices)
+        overdue = all(self._lasts(each, self._overdue_seconds) for each in (self._claims[_uid(pending)], since))
+        cause = _cause(queue, pending, pod, devices, silent, overdue=overdue)
+        if cause is None:
+            return None
+        code, text = cause
+        names = [each.name.device for each in devices]
         sentence = (
             f"{listed(names)} of node {devices[0].entry.node} would do and "
-            f"{'are' if len(names) > 1 else 'is'} offered since {since}, but nothing is allocated: "
+            f"{'are' if len(names) > 1 else 'is'} offered since {since.text}, but nothing is allocated: "
         )
-        wrong = incomplete.get(pool)
-        cause = f"the scheduler takes nothing from the pool {pool}, which {wrong}" if wrong else cause_of(pod)
-        return ClaimReason(pending, ReasonCode.UNUSED, sentence + cause)
+        return ClaimReason(pending, code, sentence + text)
+
+    def _unpublished(self, queue: Queue, pending: PendingClaim, silent: Mapping[str, str]) -> ClaimReason | None:
+        """The reason where every node with enough free devices is silent."""
+        requirements = queue.requirements(pending)
+        if isinstance(requirements, Refusal) or not self._lasts(self._claims[_uid(pending)], SILENT_SECONDS):
+            return None
+        nodes = queue.nodes(pending)
+        found = (outcome for each in requirements for outcome in queue.feasibility.outcomes(each, nodes))
+        fit = sorted({node for node, outcome in found if outcome is Outcome.FITS})
+        if not fit or any(node not in silent for node in fit):
+            return None
+        texts = listed([f"{node}, which {silent[node]}" for node in fit])
+        sentence = f"enough is free only on {texts}: does the node plugin run there? (tessera status)"
+        return ClaimReason(pending, ReasonCode.NOT_PUBLISHED, sentence)
 
 
-def cause_of(pod: Pod) -> str:
-    """The known cause why a pod is not scheduled although devices are offered."""
-    condition = next((each for each in pod.status.conditions if each.keeps_from_scheduling and each.message), None)
+def _cause(
+    queue: Queue,
+    pending: PendingClaim,
+    pod: Pod,
+    devices: Sequence[Standing],
+    silent: Mapping[str, str],
+    *,
+    overdue: bool,
+) -> tuple[ReasonCode, str] | None:
+    """The known cause why ``pod`` is not scheduled although ``devices`` are offered.
+
+    Before it is ``overdue``, only causes that do not pass by themselves within a moment.
+    """
+    node, condition = devices[0].entry.node, _report_of(pod)
+    if node in silent:
+        return ReasonCode.NOT_PUBLISHED, f"the scheduler takes nothing from node {node}, which {silent[node]}"
+    if (tainted := _taint_rule(queue, pending, devices)) is not None:
+        return ReasonCode.TAINTED, tainted
+    if condition is not None and any(OTHER_OBSTACLES.search(part) for part in condition.message.split(", ")):
+        return ReasonCode.UNUSED, _reported(pod, condition)
+    if others := _requests_of_other_drivers(queue, pending):
+        if condition is not None and condition.lacks_devices:
+            text = f"the claim also needs {listed(others)} of another driver, and {_reported(pod, condition)}"
+            return ReasonCode.UNUSED, text
+        return None
+    if not overdue:
+        return None
     if condition is None:
         name = pod.spec.scheduler_name or "default-scheduler"
-        return f"no scheduler has reported on pod {pod.metadata.name}; does a scheduler named {name} run?"
-    said = f"the scheduler reports on pod {pod.metadata.name}: {condition.message}"
-    return f"{said.rstrip('. ')}; {GATES}" if condition.lacks_devices else said
+        text = f"no scheduler has reported on pod {pod.metadata.name}; does a scheduler named {name} run?"
+        return ReasonCode.UNUSED, text
+    gates = f"; {GATES}" if condition.lacks_devices else ""
+    return ReasonCode.UNUSED, _reported(pod, condition).rstrip(". ") + gates
+
+
+def _report_of(pod: Pod) -> Condition | None:
+    """What the scheduler reports on ``pod``."""
+    return next((each for each in pod.status.conditions if each.keeps_from_scheduling and each.message), None)
+
+
+def _reported(pod: Pod, condition: Condition) -> str:
+    return f"the scheduler reports on pod {pod.metadata.name}: {condition.message}"
+
+
+def _taint_rule(queue: Queue, pending: PendingClaim, devices: Sequence[Standing]) -> str | None:
+    """The DeviceTaintRule that closes one of ``devices``, unless a request of the claim tolerates its taint."""
+    requests = (each for request in pending.claim.spec.devices.requests for each in request.alternatives)
+    tolerations = [each for request in requests for each in request.tolerations]
+    for rule in queue.cluster.taint_rules:
+        taint = rule.spec.taint
+        for each in devices:
+            selected = rule.selects(queue.feasibility.matching.driver, each.name.pool, each.name.device)
+            if selected and taint.effect in BLOCKING and not tolerated(taint, tolerations):
+                value = f"={taint.value}" if taint.value else ""
+                return (
+                    f"the DeviceTaintRule {rule.metadata.name} taints {each.name.device} with "
+                    f"{taint.key}{value}:{taint.effect}, which no request of the claim tolerates"
+                )
+    return None
+
+
+def _requests_of_other_drivers(queue: Queue, pending: PendingClaim) -> list[str]:
+    """The requests that are for no device of ours: ``request nic (class rdma)``."""
+    requirements = queue.requirements(pending)
+    if isinstance(requirements, Refusal):
+        return []
+    ours = {request.name for each in requirements for request in each.requests}
+    return [
+        f"request {request.name} (class {request.alternatives[0].device_class_name})"
+        for request in pending.claim.spec.devices.requests
+        if request.name not in ours and not any(each.admin_access for each in request.alternatives)
+    ]
 
 
 def _uid(pending: PendingClaim) -> str:

@@ -37,14 +37,18 @@ class ReasonCode(StrEnum):
     LIMIT = "ProfileLimitReached"
     HELD = "AllHeld"
     NOT_PUBLISHED = "NotPublished"
+    TAINTED = "DeviceTainted"
     UNUSED = "OfferStandsUnused"
-    """These two of a claim that can be satisfied (``controller.explain.pending_despite_offers``)."""
+    """These three of a claim that can be satisfied (``controller.explain.pending_despite_offers``)."""
 
     RESHAPING = "Reshaping"
     """Of a claim for which offers of a GPU are being replaced (``controller.explain.disjoint_offers``)."""
 
     BEHIND = "BehindOthers"
     """Of a claim for which other claims leave no room (ibid.)."""
+
+    WAITS = "Waits"
+    """Of a claim that had another reason, and for which enough is free now."""
 
     GANG = "PodGroupNeedsMore"
     """Of a claim whose PodGroup can not be placed as a whole (``controller.explain.gangs``)."""

@@ -32,8 +32,8 @@ NAME_LETTERS = 253
 REPEAT_INTERVAL_SECONDS = 60.0
 """Time until an Event with an unchanged message is written again, with the number of repetitions meanwhile."""
 
-WRITES_PER_SECOND, BURST = 5.0, 25
-"""Limit of all Events together: half of that of client-go's recorder, since etcd keeps every one for an hour."""
+WRITES_PER_SECOND, BURST = 5.0, 150
+"""Limit of all Events together, since etcd keeps each for an hour. The burst is enough for 60 claims and their pods."""
 
 MAX_WAITING = 1000
 """Events that wait to be written; beyond that the oldest are dropped."""
@@ -64,13 +64,14 @@ class Waiting:
 class Written:
     """An Event as written: ``count`` in all, ``at`` by the monotonic clock."""
 
+    reason: str
     message: str
     count: int
     at: float
 
 
 class Recorder:
-    """Writes Events in the background: one for each object and reason, with its present message and count.
+    """Writes Events in the background: one for each object and reason or series, with its present message and count.
 
     ``component`` is shown as the origin. Raises nothing into callers; failures are logged.
     """
@@ -85,16 +86,25 @@ class Recorder:
         self._written: OrderedDict[Identity, Written] = OrderedDict()
         self._tokens, self._filled_at = float(BURST), self._clock.monotonic()
 
-    def event(self, about: Reference, reason: str, message: str, type: Type = "Normal") -> None:  # noqa: A002 - the field's name
+    def event(
+        self,
+        about: Reference,
+        reason: str,
+        message: str,
+        type: Type = "Normal",  # noqa: A002 - the field's name
+        series: str = "",
+    ) -> None:
         """Record that this happened once (more); returns at once, from any thread.
 
-        ``reason`` is UpperCamelCase; ``message`` a sentence of at most MESSAGE_BYTES.
+        ``reason`` is UpperCamelCase; ``message`` a sentence of at most MESSAGE_BYTES. An object has one Event of a
+        ``series``, which has the present reason: an outdated one never stays beside it.
         """
-        key = (about.kind, about.namespace, about.name, about.uid, reason)
+        key = (about.kind, about.namespace, about.name, about.uid, series or reason)
         with self._lock:
             now = self._clock.now()
             waiting = self._waiting.setdefault(key, Waiting(about, reason[:REASON_LETTERS], message, type, now))
-            waiting.message, waiting.type, waiting.at = shortened(message), type, now
+            waiting.reason, waiting.message = reason[:REASON_LETTERS], shortened(message)
+            waiting.type, waiting.at = type, now
             waiting.count += 1
             if len(self._waiting) > MAX_WAITING:
                 (_, dropped) = self._waiting.popitem(last=False)
@@ -129,7 +139,8 @@ class Recorder:
 
     def _due_seconds(self, key: Identity) -> float:
         written = self._written.get(key)
-        if written is None or written.message != self._waiting[key].message:
+        waiting = self._waiting[key]
+        if written is None or (written.reason, written.message) != (waiting.reason, waiting.message):
             return 0.0
         return max(0.0, written.at + REPEAT_INTERVAL_SECONDS - self._clock.monotonic())
 
@@ -184,7 +195,7 @@ class Recorder:
                     raise
                 # It was written before this process started.
                 count += int(self._client.patch(f"{path}/{name}", changed).get("count") or 0)
-        return Written(waiting.message, count, self._clock.monotonic())
+        return Written(waiting.reason, waiting.message, count, self._clock.monotonic())
 
     def _object(self, name: str, waiting: Waiting) -> Object:
         about = waiting.about
@@ -195,7 +206,6 @@ class Recorder:
             "kind": "Event",
             "metadata": {"name": name, "namespace": about.namespace or "default"},
             "involvedObject": {**involved, **namespace},
-            "reason": waiting.reason,
             "source": {"component": self._component},
             "reportingComponent": self._component,
             "reportingInstance": self._instance,
@@ -205,11 +215,12 @@ class Recorder:
 
 def _changed(waiting: Waiting) -> Object:
     # The time when it happened, not when it could be written: Events are compared by their times.
-    return {"message": waiting.message, "type": waiting.type, "lastTimestamp": seconds_time(waiting.at)}
+    at = seconds_time(waiting.at)
+    return {"reason": waiting.reason, "message": waiting.message, "type": waiting.type, "lastTimestamp": at}
 
 
 def event_name(key: Identity) -> str:
-    """The same name for the same object and reason, also after a restart."""
+    """The same name for the same object and reason or series, also after a restart."""
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()[:16]
     return f"{key[2][: NAME_LETTERS - 17].rstrip('.-')}.{digest}"
 

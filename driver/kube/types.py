@@ -460,6 +460,32 @@ class DeviceTaint(Struct, frozen=True):
     time_added: str = ""
 
 
+class DeviceTaintSelector(Struct, frozen=True):
+    """The devices of a rule; an absent field selects all."""
+
+    driver: str | None = None
+    pool: str | None = None
+    device: str | None = None
+
+
+class DeviceTaintRuleSpec(Struct, frozen=True):
+    taint: Taint
+    device_selector: DeviceTaintSelector | None = None
+
+
+class DeviceTaintRule(Struct, frozen=True):
+    metadata: Metadata
+    spec: DeviceTaintRuleSpec
+
+    def selects(self, driver: str, pool: str, device: str) -> bool:
+        """Whether the rule gives its taint to that device."""
+        wanted = self.spec.device_selector
+        if wanted is None:
+            return False
+        pairs = ((wanted.driver, driver), (wanted.pool, pool), (wanted.device, device))
+        return all(value is None or value == found for value, found in pairs)
+
+
 class SliceDevice(Struct, frozen=True):
     """A device in a ResourceSlice."""
 

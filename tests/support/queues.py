@@ -11,7 +11,7 @@ from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.selected_devices import Matching
-from driver.kube.types import Claim, DeviceClass, Key, Node, Pod, PodGroup
+from driver.kube.types import Claim, DeviceClass, DeviceTaintRule, Key, Node, Pod, PodGroup
 from driver.model.gpu import Gpu
 from tests.support.gpus import H100, gpu_of
 
@@ -76,6 +76,7 @@ class Situation:
     nodes: dict[str, Node] = field(default_factory=dict)
     matching: Matching = field(default_factory=lambda: Matching(DRIVER))
     pod_groups: dict[Key, PodGroup] = field(default_factory=dict)
+    taint_rules: list[DeviceTaintRule] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.device_class("any", OURS)
@@ -89,6 +90,10 @@ class Situation:
 
     def node(self, name: str, labels: dict[str, str] | None = None, **spec: Any) -> None:
         self.nodes[name] = msgspec.convert({"metadata": {"name": name, "labels": labels or {}}, "spec": spec}, Node)
+
+    def taint_rule(self, name: str, selector: dict[str, str] | None, **taint: str) -> None:
+        raw = {"metadata": {"name": name}, "spec": {"deviceSelector": selector, "taint": taint}}
+        self.taint_rules.append(msgspec.convert(raw, DeviceTaintRule))
 
     def claim(self, name: str, *requests: dict[str, Any], constraints: Any = (), **more: Any) -> str:
         """A claim without a pod; gives its name."""
@@ -133,6 +138,7 @@ class Situation:
             tuple(self.pods),
             tuple(self.nodes.values()),
             self.pod_groups,
+            tuple(self.taint_rules),
         )
         return Queue(objects, Fleet.of(self.gpus), self.matching)
 

@@ -35,6 +35,17 @@ class Told:
     def events(self, namespace: str = "default") -> list[Object]:
         return list(self.api.folder(f"/api/v1/namespaces/{namespace}/events").values())
 
+    def one(self, name: str, earlier: int) -> str:
+        """The reason of the one Event about an object, once it was written again ``earlier`` times."""
+
+        def written() -> list[Object]:
+            found = [each for each in self.events() if each["involvedObject"]["name"] == name]
+            assert len(found) <= 1
+            return [each for each in found if each["count"] == earlier + 1]
+
+        eventually(lambda: bool(written()), f"an Event on {name}")
+        return str(written()[0]["reason"])
+
     def event(self, part: str) -> Object:
         """The one Event, once its message has ``part``."""
         eventually(lambda: [each for each in self.events() if part in each["message"]], f"an Event about {part}")
@@ -79,12 +90,31 @@ def test_a_reason_lies_on_the_claim_or_on_the_pod_that_has_none_yet(told: Told) 
     there = Situation(node_of("a", "full")).wants(request(selector=FULL))
     there.device_class("gpu-training", FULL, extendedResourceName="nvidia.com/gpu")
     there.pod("old", containers=[{"resources": {"requests": {"nvidia.com/gpu": "1"}}}])
-    told.reporter.claims(reasons_of(there.queue))
-    eventually(lambda: len(told.events()) == 2, "an Event for each")
-    found = {event["involvedObject"]["kind"]: event for event in told.events()}
-    assert found["ResourceClaim"]["involvedObject"]["apiVersion"] == "resource.k8s.io/v1"
-    assert found["Pod"]["involvedObject"]["name"] == "old"
+    told.reporter.claims(reasons_of(there.queue), there.queue)
+    eventually(lambda: len(told.events()) == 3, "an Event for each")
+    found = {event["involvedObject"]["name"]: event for event in told.events()}
+    assert found["claim"]["involvedObject"]["apiVersion"] == "resource.k8s.io/v1"
+    assert found["pod-of-claim"]["message"] == f"claim claim: {found['claim']['message']}"
+    assert {event["involvedObject"]["kind"] for event in told.events()} == {"Pod", "ResourceClaim"}
     assert {event["reason"] for event in told.events()} == {"AllHeld"}
+
+
+def test_an_event_always_has_the_present_reason_until_the_claim_is_allocated(told: Told) -> None:
+    there = Situation(node_of("a", "full")).wants(request(selector=FULL))
+    seen: list[str] = []
+    for gpus in (node_of("a", "full"), node_of("a", fault="Xid 79"), node_of("a")):
+        there.gpus = gpus
+        told.reporter.claims(reasons_of(there.queue), there.queue)
+        seen.append(told.one("claim", len(seen)))
+    there.claims.clear()
+    there.holding("claim", "a", "gpu-1")
+    told.reporter.claims(reasons_of(there.queue), there.queue)
+    assert told.one("claim", len(seen)) == "Allocated"
+    assert told.one("pod-of-claim", len(seen)) == "Allocated"
+    assert seen == ["AllHeld", "GpuFault", "Waits"]
+    assert {event["message"] for event in told.events()} == {
+        f"{claim}the scheduler has allocated gpu-1 of pool a-gpu.tessera.dev" for claim in ("", "claim claim: ")
+    }
 
 
 def test_a_label_is_read_again_when_the_gpus_of_its_node_are_known(told: Told) -> None:

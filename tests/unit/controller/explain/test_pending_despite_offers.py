@@ -16,9 +16,12 @@ from tests.support.clock import FakeClock
 from tests.support.queues import DRIVER, FULL, SHARE, Situation, node_of, profile, request
 
 SMALL = profile("1g.10gb")
+SECOND = 1.0
 MINUTE = 60.0
 SAYS_NO = "0/1 nodes are available: 1 cannot allocate all claims. still not schedulable"
 NO_CPU = "0/1 nodes are available: 1 Insufficient cpu."
+AFFINITY = "0/2 nodes are available: 1 cannot allocate all claims, 1 node(s) didn't match pod anti-affinity rules."
+FAILS = 'running "DynamicResources" filter plugin: claim default/claim: selector #0: CEL runtime error: no such key: x'
 
 
 def refused(message: str) -> dict[str, Any]:
@@ -44,11 +47,11 @@ class Watched:
         self.clock = FakeClock()
         self.unused = UnscheduledClaims(MINUTE, self.clock)
         self.standing = standing
-        self.incomplete: Mapping[str, str] = {}
+        self.silent: Mapping[str, str] = {}
         self.reasons()
 
     def reasons(self) -> list[ClaimReason]:
-        return self.unused.reasons(self.there.queue, offers(self.there, *self.standing), self.incomplete)
+        return self.unused.reasons(self.there.queue, offers(self.there, *self.standing), self.silent)
 
     def after(self, seconds: float) -> list[ClaimReason]:
         self.clock.advance(seconds)
@@ -111,6 +114,7 @@ class TestWhen:
 
     def test_it_says_when_to_look_again_though_nothing_changed(self) -> None:
         watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
+        assert watched.unused.next_s == pytest.approx(1)
         watched.after(20)
         assert watched.unused.next_s == pytest.approx(40)
         watched.after(40)
@@ -141,15 +145,62 @@ class TestWhatIsSaid:
 
     def test_an_incomplete_pool_is_named_with_what_is_missing(self) -> None:
         watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
-        watched.incomplete = incomplete_pools([PoolPart(f"a-{DRIVER}", 4, 3), PoolPart(f"a-{DRIVER}", 4, 3)])
-        told = watched.told()
-        assert f"takes nothing from the pool a-{DRIVER}, which is incomplete: it has 2 of the 3 slices" in told
-        assert "its generation 4" in told
+        watched.silent = {"a": "publishes a pool that is incomplete"}
+        [reason] = watched.after(SECOND)
+        assert reason.code is ReasonCode.NOT_PUBLISHED
+        assert "takes nothing from node a, which publishes a pool that is incomplete" in reason.sentence
 
     def test_of_two_nodes_the_one_with_a_complete_pool_is_named(self) -> None:
         watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6", "b/gpu-0-mig-1g10gb-6")
-        watched.incomplete = {f"a-{DRIVER}": "is incomplete"}
+        watched.silent = {"a": "publishes a pool that is incomplete"}
         assert "of node b" in watched.told()
+
+    def test_nodes_that_publish_nothing_are_named_after_a_moment(self) -> None:
+        watched = Watched(waiting())
+        watched.silent = dict.fromkeys("ab", "publishes no device")
+        assert watched.after(SECOND) == []
+        [reason] = watched.after(5 * SECOND)
+        assert reason.code is ReasonCode.NOT_PUBLISHED
+        assert "enough is free only on a, which publishes no device, b, which publishes no device" in reason.sentence
+
+    def test_a_silent_node_is_no_reason_while_another_would_do(self) -> None:
+        watched = Watched(waiting())
+        watched.silent = {"a": "publishes no device"}
+        assert watched.after(6 * SECOND) == []
+
+    @pytest.mark.parametrize("message", [NO_CPU, AFFINITY, FAILS])
+    def test_what_the_scheduler_misses_besides_devices_is_quoted_at_once(self, message: str) -> None:
+        [reason] = Watched(waiting(message), "a/gpu-0-mig-1g10gb-6").after(SECOND)
+        assert reason.code is ReasonCode.UNUSED
+        assert reason.sentence.endswith(f"the scheduler reports on pod pod-of-claim: {message}")
+
+    def test_a_request_for_another_driver_is_named(self) -> None:
+        there = Situation(node_of("a"))
+        there.device_class("rdma", 'device.driver == "nic.example.com"')
+        there.wants(request(selector=SMALL), request("rdma", name="nic"), status=refused(SAYS_NO))
+        [reason] = Watched(there, "a/gpu-0-mig-1g10gb-6").after(SECOND)
+        assert "the claim also needs request nic (class rdma) of another driver" in reason.sentence
+        assert GATES not in reason.sentence
+
+    @pytest.mark.parametrize(
+        ("selector", "tolerations", "tainted"),
+        [
+            pytest.param({}, [], True, id="all devices"),
+            pytest.param({"device": "gpu-0-mig-1g10gb-6", "pool": f"a-{DRIVER}"}, [], True, id="this device"),
+            pytest.param({"driver": "nic.example.com"}, [], False, id="another driver"),
+            pytest.param({"driver": DRIVER}, [{"operator": "Exists"}], False, id="tolerated"),
+            pytest.param(None, [], False, id="none"),
+        ],
+    )
+    def test_the_rule_that_taints_the_device_is_named(
+        self, selector: dict[str, str] | None, tolerations: list[Any], *, tainted: bool
+    ) -> None:
+        there = Situation(node_of("a"))
+        there.wants(request(selector=SMALL, tolerations=tolerations), status=refused(SAYS_NO))
+        there.taint_rule("maintenance", selector, key="repair", effect="NoSchedule")
+        found = Watched(there, "a/gpu-0-mig-1g10gb-6").after(SECOND)
+        assert [each.code for each in found] == ([ReasonCode.TAINTED] if tainted else [])
+        assert all("the DeviceTaintRule maintenance taints gpu-0-mig-1g10gb-6" in each.sentence for each in found)
 
     def test_a_pod_without_a_claim_yet_is_told_itself(self) -> None:
         there = Situation(node_of("a"))

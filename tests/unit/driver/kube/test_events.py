@@ -160,7 +160,7 @@ def test_an_event_that_is_refused_is_dropped_and_the_next_is_written(
 @pytest.mark.long
 def test_a_flood_is_written_at_the_rate_that_is_allowed(api: ObjectApi, clock: FakeClock) -> None:
     with recording(api, clock) as recorder:
-        for number in range(100):
+        for number in range(BURST + 50):
             recorder.event(Reference("Pod", f"pod-{number:03}", "team-a", f"uid-{number}"), "Waiting", "waits")
         eventually(lambda: clock.waiters and len(found(api)) == BURST, "the burst")
         clock.advance(4)

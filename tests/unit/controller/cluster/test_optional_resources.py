@@ -1,4 +1,4 @@
-"""PodGroups of an API server that does not serve them, or not to this account."""
+"""Resources that an API server does not serve, or not to this account."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from controller.cluster.pod_groups import PodGroups
+from controller.cluster.optional_resources import device_taint_rules, pod_groups
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient
 
@@ -24,10 +24,13 @@ class Refusing(KubeClient):
 
 
 @pytest.mark.parametrize("status", [NOT_FOUND, FORBIDDEN])
-def test_whoever_waits_for_the_caches_is_told_when_pod_groups_turn_out_not_to_be_readable(status: int) -> None:
+@pytest.mark.parametrize("optional", [pod_groups, device_taint_rules])
+def test_whoever_waits_for_the_caches_is_told_when_a_resource_turns_out_not_to_be_readable(
+    optional: Any, status: int
+) -> None:
     stop, told = threading.Event(), threading.Event()
-    groups = PodGroups(Refusing(status), lambda: told.set() if groups.synced else None)
-    threading.Thread(target=groups.run, args=(stop,), daemon=True).start()
+    found: Any = optional(Refusing(status), lambda: told.set() if found.synced else None)
+    threading.Thread(target=found.run, args=(stop,), daemon=True).start()
     assert told.wait(SOON_S)
-    assert groups.snapshot() == {}
+    assert found.snapshot() == {}
     stop.set()

@@ -1,0 +1,108 @@
+"""Resources that not every API server serves: PodGroups (1.37, gate GenericWorkload) and DeviceTaintRules (1.37)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from driver.errors import FORBIDDEN, NOT_FOUND, ApiError
+from driver.kube.client import KubeClient
+from driver.kube.types import Condition, DeviceTaintRule, Key, KubeObject, Metadata, PodGroup, PodGroupStatus
+from driver.kube.watch_cache import WatchCache
+from driver.kube.work_loop import Backoff
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=KubeObject)
+
+POD_GROUP_VERSION = "scheduling.k8s.io/v1beta1"
+
+FIRST_PROBE_INTERVAL_SECONDS, MAX_PROBE_INTERVAL_SECONDS = 1.0, 300.0
+"""Time until an API server without the resource is asked again: it knows new roles after a moment, and its feature
+gates change when it is restarted."""
+
+
+class OptionalCache(Generic[T]):
+    """A cache of one resource, empty while the API server does not serve it or this account may not read it."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        path: str,
+        kind: type[T],
+        project: Callable[[Any], T],
+        on_change: Callable[[], None],
+        without: str,
+    ) -> None:
+        """``without`` is logged, with the reason, while the resource can't be read."""
+        self._client = client
+        self._path = path
+        self._on_change = on_change
+        self._without = without
+        self.kind = kind.__name__
+        self.cache: WatchCache[T, T] = WatchCache(client, path, kind, project, lambda _: on_change())
+        self._unavailable: str | None = None
+
+    def run(self, stop: threading.Event) -> None:
+        """Watch until ``stop`` is set, once the API server serves the resource. For a daemon thread."""
+        backoff = Backoff(FIRST_PROBE_INTERVAL_SECONDS, MAX_PROBE_INTERVAL_SECONDS)
+        while not stop.is_set():
+            if self._is_served():
+                self.cache.run(stop)
+            else:
+                stop.wait(backoff.next_s())
+
+    def load(self) -> None:
+        """List the objects once, if the API server serves them. Raises ApiError."""
+        if self._is_served():
+            self.cache.load()
+
+    @property
+    def synced(self) -> bool:
+        """Whether the objects have been listed, or can not be."""
+        return self._unavailable is not None or self.cache.synced
+
+    def snapshot(self) -> Mapping[Key, T]:
+        return self.cache.snapshot() if self.cache.synced else {}
+
+    def _is_served(self) -> bool:
+        """Whether the resource can be listed. Other errors than a refusal are left to the watch, which retries."""
+        try:
+            self._client.get(self._path, {"limit": "1"})
+        except ApiError as error:
+            if error.status not in {NOT_FOUND, FORBIDDEN}:
+                return True
+            why = "not served" if error.status == NOT_FOUND else "no right to list them"
+            if why != self._unavailable:
+                log.info(self._without, extra={"why": why})
+                self._unavailable = why
+                self._on_change()
+            return False
+        self._unavailable = None
+        return True
+
+
+def pod_groups(client: KubeClient, on_change: Callable[[], None]) -> OptionalCache[PodGroup]:
+    """A cache of PodGroups without labels, and of their conditions only the types and values."""
+    without = "PodGroups are not read: gangs are planned pod by pod"
+    return OptionalCache(client, f"/apis/{POD_GROUP_VERSION}/podgroups", PodGroup, _kept_pod_group, on_change, without)
+
+
+def device_taint_rules(client: KubeClient, on_change: Callable[[], None]) -> OptionalCache[DeviceTaintRule]:
+    """A cache of DeviceTaintRules."""
+    without = "DeviceTaintRules are not read: reasons of pending claims do not name them"
+    path = "/apis/resource.k8s.io/v1/devicetaintrules"
+    return OptionalCache(client, path, DeviceTaintRule, _kept_rule, on_change, without)
+
+
+def _kept_pod_group(found: PodGroup) -> PodGroup:
+    at = found.metadata
+    kept = Metadata(name=at.name, namespace=at.namespace, uid=at.uid)
+    conditions = tuple(Condition(each.type, each.status) for each in found.status.conditions)
+    return PodGroup(kept, found.spec, PodGroupStatus(conditions))
+
+
+def _kept_rule(found: DeviceTaintRule) -> DeviceTaintRule:
+    return DeviceTaintRule(Metadata(name=found.metadata.name, uid=found.metadata.uid), found.spec)
