@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
+from controller.cluster.node_views import silent_nodes
 from controller.cluster.published_offers import DeviceIndex
 from controller.demand.pending_claims import Queue
 from controller.demand.selected_devices import Matching
+from controller.explain.missing import missing_claims
+from controller.explain.pending_despite_offers import UnscheduledClaims
+from controller.explain.reason import ClaimReason
+from controller.explain.reasons import reasons_of
 from driver.errors import FORBIDDEN, ApiError, FatalError
 from driver.kube.client import KubeClient
+from driver.kube.clock import Clock
 from driver.kube.watch_cache import MALFORMED
+
+OVERDUE_SECONDS = 60.0
+"""Age of a pending pod from which on the scheduler's feature gates are doubted."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +43,19 @@ class ClusterView:
         devices.update(snapshot.views, snapshot.changed, fleet)
         return cls(driver, snapshot, fleet, devices)
 
+    @cached_property
     def queue(self) -> Queue:
         """The pending claims and what they require."""
         return Queue(self.snapshot.cluster, self.fleet, Matching(self.driver))
+
+    @cached_property
+    def reasons(self) -> Mapping[str, ClaimReason]:
+        """Why claims are pending, by key of the claim; without those that only wait for the scheduler's next turn."""
+        offered = {offer: self.devices.free[offer] for offer in self.devices.offered}
+        silent = silent_nodes(self.snapshot.views, self.snapshot.incomplete)
+        unscheduled = UnscheduledClaims(OVERDUE_SECONDS, Clock(), watching=False).reasons(self.queue, offered, silent)
+        everything = (*unscheduled, *reasons_of(self.queue), *missing_claims(self.snapshot.cluster))
+        return {each.pending.key: each for each in everything}
 
 
 def read_cluster(client: KubeClient, driver: str) -> ClusterView:

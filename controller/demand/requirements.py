@@ -107,6 +107,11 @@ class RequirementsReader:
                     if isinstance(read, Selector):
                         yield DeviceRequest(request.name, read, None if wanted.takes_all else wanted.count)
 
+    def selector_of(self, device_class: str) -> Selector | None:
+        """What a request for that class without selectors of its own selects; None if that is nothing of ours."""
+        selector = self._selector(Request(""), ExactDeviceRequest(device_class), "")
+        return selector if isinstance(selector, Selector) else None
+
     def _read(self, request: Request, wanted: ExactDeviceRequest, namespace: str) -> DeviceRequest | Refusal | None:
         """None for requests that are left out."""
         selector = self._selector(request, wanted, namespace)

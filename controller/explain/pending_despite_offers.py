@@ -6,8 +6,10 @@ pool as incomplete, waits for something else, or does not run. What it reports i
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import cache
 from typing import NamedTuple
 
@@ -46,7 +48,7 @@ OTHER_OBSTACLES = re.compile(
 
 
 class Since(NamedTuple):
-    """The time when something was first seen: ``at`` by the monotonic clock, ``text`` for messages."""
+    """The time when something was first seen: ``at`` by the monotonic clock, ``text`` as messages have it."""
 
     at: float
     text: str
@@ -75,9 +77,11 @@ def satisfying(
 class UnscheduledClaims:
     """Remembers since when claims are pending and devices offered: the scheduler needs a moment for both."""
 
-    def __init__(self, overdue_seconds: float, clock: Clock) -> None:
+    def __init__(self, overdue_seconds: float, clock: Clock, *, watching: bool = True) -> None:
+        """``watching``: False if ``reasons`` is called only once: claims are then pending since their pods' creation."""
         self._overdue_seconds = overdue_seconds
         self._clock = clock
+        self._watching = watching
         self._claims: dict[str, Since] = {}
         self._devices: dict[PoolDevice, Since] = {}
 
@@ -89,8 +93,8 @@ class UnscheduledClaims:
         ``silent`` are the nodes that publish nothing that the scheduler takes, and why.
         """
         waiting = (each for each in queue.pending if each.key not in queue.held_back)
-        claims = {_uid(each) for each in waiting if queue.requirements(each)}
-        self._claims = {uid: self._claims.get(uid) or self._now() for uid in claims}
+        claims = {_uid(each): each for each in waiting if queue.requirements(each)}
+        self._claims = {uid: self._claims.get(uid) or self._since(each) for uid, each in claims.items()}
         self._devices = {name: self._devices.get(name) or self._now() for name in standing.values()}
         due = [each for each in queue.pending if self._lasts(self._claims.get(_uid(each)), QUOTE_SECONDS)]
         if not due:
@@ -120,7 +124,16 @@ class UnscheduledClaims:
         return min((seconds for seconds in times if seconds > 0), default=None)
 
     def _now(self) -> Since:
-        return Since(self._clock.monotonic(), seconds_time(self._clock.now()))
+        if not self._watching:
+            return Since(-math.inf, "")
+        return Since(self._clock.monotonic(), f" since {seconds_time(self._clock.now())}")
+
+    def _since(self, pending: PendingClaim) -> Since:
+        created = pending.pods[0].metadata.creation_timestamp
+        if self._watching or created is None:
+            return self._now()
+        age = (self._clock.now() - datetime.fromisoformat(created)).total_seconds()
+        return Since(self._clock.monotonic() - age, "")
 
     def _lasts(self, since: Since | None, seconds: float) -> bool:
         return since is not None and self._clock.monotonic() >= since.at + seconds
@@ -153,7 +166,7 @@ class UnscheduledClaims:
         names = [each.name.device for each in devices]
         sentence = (
             f"{listed(names)} of node {devices[0].entry.node} would do and "
-            f"{'are' if len(names) > 1 else 'is'} offered since {since.text}, but nothing is allocated: "
+            f"{'are' if len(names) > 1 else 'is'} offered{since.text}, but nothing is allocated: "
         )
         return ClaimReason(pending, code, sentence + text)
 
