@@ -35,6 +35,9 @@ def counted(entry: FleetGpu, requested: set[OfferKind], *offers: Offer) -> dict[
         (fleet_gpu("n", 0, H100, "mig-1g10gb-0", fault="lost"), {SMALL}, {"held": 1, "unavailable": 7}),
         (fleet_gpu("n", 0, H100, foreign=0b11), {SMALL}, {"unavailable": 2, "free": 5, "stranded": 1}),
         (fleet_gpu("n", 0, H100, "share-0", shares=4), {SHARE}, {"held": 2, "free": 6}),
+        # The node accepts no new pods.
+        (fleet_gpu("n", 0, H100, "mig-1g10gb-0", uses=frozenset()), {SMALL}, {"held": 1, "unavailable": 7}),
+        (fleet_gpu("n", 0, H100, "share-0", shares=4, uses=frozenset()), {SHARE}, {"held": 2, "unavailable": 6}),
     ],
 )
 def test_slices_are_counted_by_state(entry: FleetGpu, requested: set[OfferKind], expected: dict[str, float]) -> None:
