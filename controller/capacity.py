@@ -105,25 +105,30 @@ def slices_by_state(
     entry: FleetGpu, offers: Collection[Offer], requested: frozenset[OfferKind]
 ) -> Mapping[SliceState, float]:
     """The number of a GPU's memory slices in each state."""
-    state, total = entry.state, entry.gpu.memory_slices
-    if state.shared:
-        held = total * state.shared / SLICE_VALUE
-        return {SliceState.HELD: held, state_beside_shares(entry, offers): total - held}
+    if is_divided(entry):
+        parts = share_values(entry, offers)
+        return {state: entry.gpu.memory_slices * part / SLICE_VALUE for state, part in parts.items() if part}
     masks = slice_masks(entry, offers, requested)
-    return {name: mask.bit_count() for name, mask in masks.items() if mask}
+    return {state: mask.bit_count() for state, mask in masks.items() if mask}
 
 
-def state_beside_shares(entry: FleetGpu, offers: Collection[Offer]) -> SliceState:
-    """The state of what shares leave free."""
-    if entry.fault is not None:
-        return SliceState.UNAVAILABLE
-    return SliceState.OFFERED if offers else SliceState.FREE if entry.uses else SliceState.UNAVAILABLE
+def is_divided(entry: FleetGpu) -> bool:
+    """Whether shares are held, or nothing else can be."""
+    return bool(entry.state.shared) or (entry.shares_only and not entry.state.mask)
 
 
-def slice_masks(
-    entry: FleetGpu, offers: Iterable[Offer], requested: frozenset[OfferKind]
-) -> Mapping[SliceState, int]:
-    """Bit masks of the memory slices in each state, of a GPU of which no share is held."""
+def share_values(entry: FleetGpu, offers: Iterable[Offer]) -> Mapping[SliceState, int]:
+    """What shares in each state have of every slice of a divided GPU, of SLICE_VALUE."""
+    held = entry.state.shared
+    left = max(0, SLICE_VALUE - held)
+    shares = sum(offer.type is DeviceKind.SHARE for offer in offers) if entry.fault is None else 0
+    offered = min(left, shares * (SLICE_VALUE // max(1, entry.shares)))
+    rest = SliceState.FREE if entry.uses and entry.fault is None else SliceState.UNAVAILABLE
+    return {SliceState.HELD: held, SliceState.OFFERED: offered, rest: left - offered}
+
+
+def slice_masks(entry: FleetGpu, offers: Iterable[Offer], requested: frozenset[OfferKind]) -> Mapping[SliceState, int]:
+    """Bit masks of the memory slices in each state, of a GPU that is not divided into shares."""
     state = entry.state
     held = 0
     for device in entry.held:
