@@ -21,7 +21,8 @@ REQUESTED_SECONDS = 3600.0
 
 
 class SliceState(StrEnum):
-    """``stranded``: free, but in no free placement of a kind of device that was requested lately."""
+    """``stranded``: free, but in no free placement of a kind of device that was requested lately. ``unavailable``:
+    faulty, under partitions of others, or on a node that accepts no new pods and not offered."""
 
     HELD = "held"
     OFFERED = "offered"
@@ -86,7 +87,7 @@ def capacity_of(fleet: Fleet, offered: Iterable[Offer], requested: Collection[Of
     kinds = frozenset(requested)
     for entry in fleet:
         product = entry.gpu.product_name
-        counts = _slices(entry, by_gpu.get(entry.gpu.uuid, ()), kinds)
+        counts = slices_by_state(entry, by_gpu.get(entry.gpu.uuid, ()), kinds)
         for state, count in counts.items():
             slices[product, state] += count  # type: ignore[assignment]  # a share holds a part of a slice
         gpus[product, _use(counts, entry.gpu.memory_slices)] += 1
@@ -100,29 +101,51 @@ def _use(counts: Mapping[SliceState, float], total: int) -> GpuUse:
     return GpuUse.UNAVAILABLE if counts.get(SliceState.UNAVAILABLE, 0) >= total else GpuUse.FREE
 
 
-def _slices(entry: FleetGpu, offers: Iterable[Offer], requested: frozenset[OfferKind]) -> Mapping[SliceState, float]:
-    state, total = entry.state, entry.gpu.memory_slices
-    if state.shared:
-        held = total * state.shared / SLICE_VALUE
-        rest = SliceState.UNAVAILABLE if entry.fault else SliceState.OFFERED if tuple(offers) else SliceState.FREE
-        return {SliceState.HELD: held, rest: total - held}
-    held_mask = 0
+def slices_by_state(
+    entry: FleetGpu, offers: Collection[Offer], requested: frozenset[OfferKind]
+) -> Mapping[SliceState, float]:
+    """The number of a GPU's memory slices in each state."""
+    if is_divided(entry):
+        parts = share_values(entry, offers)
+        return {state: entry.gpu.memory_slices * part / SLICE_VALUE for state, part in parts.items() if part}
+    masks = slice_masks(entry, offers, requested)
+    return {state: mask.bit_count() for state, mask in masks.items() if mask}
+
+
+def is_divided(entry: FleetGpu) -> bool:
+    """Whether shares are held, or nothing else can be."""
+    return bool(entry.state.shared) or (entry.shares_only and not entry.state.mask)
+
+
+def share_values(entry: FleetGpu, offers: Iterable[Offer]) -> Mapping[SliceState, int]:
+    """What shares in each state have of every slice of a divided GPU, of SLICE_VALUE."""
+    held = entry.state.shared
+    left = max(0, SLICE_VALUE - held)
+    shares = sum(offer.type is DeviceKind.SHARE for offer in offers) if entry.fault is None else 0
+    offered = min(left, shares * (SLICE_VALUE // max(1, entry.shares)))
+    rest = SliceState.FREE if not entry.closed and entry.fault is None else SliceState.UNAVAILABLE
+    return {SliceState.HELD: held, SliceState.OFFERED: offered, rest: left - offered}
+
+
+def slice_masks(entry: FleetGpu, offers: Iterable[Offer], requested: frozenset[OfferKind]) -> Mapping[SliceState, int]:
+    """Bit masks of the memory slices in each state, of a GPU that is not divided into shares."""
+    state = entry.state
+    held = 0
     for device in entry.held:
-        held_mask |= device.mask
+        held |= device.mask
     free = 0 if entry.fault is not None else state.geometry.all_slices & ~state.mask
     offered = 0
     for offer in offers:
         offered |= _mask(state, spot_for(offer).key, spot_for(offer).at) & free
-    usable = _usable(state, requested) if requested else free
-    stranded = free & ~offered & ~usable
-    masks = {
-        SliceState.HELD: held_mask,
+    rest = free & ~offered if not entry.closed else 0
+    usable = _usable(state, requested) if requested else rest
+    return {
+        SliceState.HELD: held,
         SliceState.OFFERED: offered,
-        SliceState.FREE: free & ~offered & ~stranded,
-        SliceState.STRANDED: stranded,
-        SliceState.UNAVAILABLE: state.geometry.all_slices & ~held_mask & ~free,
+        SliceState.FREE: rest & usable,
+        SliceState.STRANDED: rest & ~usable,
+        SliceState.UNAVAILABLE: state.geometry.all_slices & ~held & ~offered & ~rest,
     }
-    return {name: mask.bit_count() for name, mask in masks.items() if mask}
 
 
 @lru_cache(maxsize=1 << 14)

@@ -28,6 +28,7 @@ COMMAND_MODULES = {
     "cordon": "tessera.commands.cordon",
     "kueue": "tessera.commands.kueue",
     "lint": "tessera.commands.lint",
+    "map": "tessera.commands.map",
     "sim": "tessera.sim.commands",
     "status": "tessera.commands.status",
     "template": "tessera.commands.template",

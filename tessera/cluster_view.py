@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,23 +18,28 @@ from controller.explain.missing import missing_claims
 from controller.explain.pending_despite_offers import UnscheduledClaims
 from controller.explain.reason import ClaimReason
 from controller.explain.reasons import reasons_of
-from driver.errors import FORBIDDEN, ApiError, FatalError
+from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
 from driver.kube.watch_cache import MALFORMED
 
 OVERDUE_SECONDS = 60.0
 """Age of a pending pod from which on the scheduler's feature gates are doubted."""
+STALE_CHECK_INTERVAL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class ClusterView:
-    """``fleet``: the GPUs and what is held on them; ``devices``: the published devices that no claim holds."""
+    """``fleet``: the GPUs and what is held on them; ``devices``: the published devices that no claim holds.
+
+    ``stale``: why all of it may be out of date, None if it is current.
+    """
 
     driver: str
     snapshot: Snapshot
     fleet: Fleet
     devices: DeviceIndex
+    stale: str | None = None
 
     @classmethod
     def of(cls, cache: ClusterCache, driver: str) -> ClusterView:
@@ -41,7 +47,7 @@ class ClusterView:
         snapshot, devices = cache.snapshot(), DeviceIndex()
         fleet = FleetBuilder().build(snapshot.views, snapshot.changed)
         devices.update(snapshot.views, snapshot.changed, fleet)
-        return cls(driver, snapshot, fleet, devices)
+        return cls(driver, snapshot, fleet, devices, cache.stale())
 
     @cached_property
     def queue(self) -> Queue:
@@ -61,12 +67,39 @@ class ClusterView:
 def read_cluster(client: KubeClient, driver: str) -> ClusterView:
     """Read the cluster. Raises FatalError if this account may not read it, and ApiError if nobody answers."""
     cache = ClusterCache(client, driver, lambda: None)
+    _load(cache)
+    return ClusterView.of(cache, driver)
+
+
+def watch_cluster(client: KubeClient, driver: str, interval_seconds: float = 1.0) -> Iterator[ClusterView]:
+    """The cluster, and then after changes, at most once in ``interval_seconds``, until the iterator is closed.
+
+    ``ClusterView.stale`` changes without a change of the cluster. Raises as ``read_cluster`` before the first view.
+    """
+    changed, stop = threading.Event(), threading.Event()
+    cache = ClusterCache(client, driver, changed.set)
+    _load(cache)
+    cache.start(stop)
+    try:
+        while True:
+            changed.clear()
+            yield ClusterView.of(cache, driver)
+            stop.wait(interval_seconds)
+            changed.wait(STALE_CHECK_INTERVAL_SECONDS)
+    finally:
+        stop.set()
+
+
+def _load(cache: ClusterCache) -> None:
     try:
         cache.load()
     except ApiError as error:
         if error.status == FORBIDDEN:
             raise FatalError(f"this account may not read what is needed: {error}") from error
+        if error.status == NOT_FOUND:
+            raise FatalError(
+                f"Tessera's CustomResourceDefinition is not installed (docs/install.md): {error}"
+            ) from error
         raise
     except MALFORMED as error:
         raise FatalError(f"the API server's answer does not parse: {error}") from error
-    return ClusterView.of(cache, driver)

@@ -5,8 +5,8 @@ click removes colours if the output is not a terminal. A drawing: ``[1g.10gb|...
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import click
 
@@ -44,11 +44,13 @@ def printable(text: str) -> str:
 
 
 class Span(NamedTuple):
-    """A labelled range of memory slices: [start, start + size)."""
+    """A labelled range of memory slices: [start, start + size). ``style`` are arguments of click.style."""
 
     start: int
     size: int
     label: str
+    fill: str = "-"
+    style: Mapping[str, Any] = {}
 
 
 def cell_width(spans: Iterable[Span]) -> int:
@@ -58,16 +60,21 @@ def cell_width(spans: Iterable[Span]) -> int:
 
 
 def draw_slices(slices: int, spans: Iterable[Span], width: int) -> str:
-    """One line, ``width`` characters per slice: labels padded with ``-`` for used slices, ``.`` for free ones."""
+    """One line, ``width`` characters per slice: labels padded with the fills of the spans, ``.`` for free slices."""
     by_start = {span.start: span for span in spans}
     cells, position = [], 0
     while position < slices:
         span = by_start.get(position)
         size = span.size if span else 1
         room = size * width + size - 1
-        cells.append(span.label[:room].ljust(room, "-") if span else "." * room)
+        cells.append(_drawn(span, room) if span else "." * room)
         position += size
     return f"[{'|'.join(cells)}]"
+
+
+def _drawn(span: Span, room: int) -> str:
+    text = span.label[:room].ljust(room, span.fill)
+    return click.style(text, **span.style) if span.style else text
 
 
 def draw_placement(slices: int, start: int, size: int) -> str:

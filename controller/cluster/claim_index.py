@@ -35,12 +35,13 @@ class ClaimIndex:
     def unallocated(self) -> tuple[Claim, ...]:
         return tuple(self._unallocated.values())
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._claims
+    def find(self, key: Key) -> Claim | None:
+        """The claim; None if it does not exist."""
+        return self._claims.get(key)
 
     def allocation(self, key: Key) -> Allocation | None:
         """The allocation of a claim; None if the claim is not allocated or does not exist."""
-        claim = self._claims.get(key)
+        claim = self.find(key)
         return None if claim is None else claim.status.allocation
 
     def satisfies(self, keys: Iterable[Key]) -> bool:

@@ -33,6 +33,6 @@ def _missing(pod: Pod, cluster: ClusterState) -> str:
                     f"the claim for {each.name} has not been created from its ResourceClaimTemplate: does the template "
                     "exist, and does kube-controller-manager run? (kubectl describe pod)"
                 )
-        elif Key(pod.metadata.namespace, each.resource_claim_name) not in cluster.claims:
+        elif cluster.claims.find(Key(pod.metadata.namespace, each.resource_claim_name)) is None:
             return f"it refers to the ResourceClaim {each.resource_claim_name}, which does not exist"
     return ""

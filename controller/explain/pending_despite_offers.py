@@ -78,7 +78,7 @@ class UnscheduledClaims:
     """Remembers since when claims are pending and devices offered: the scheduler needs a moment for both."""
 
     def __init__(self, overdue_seconds: float, clock: Clock, *, watching: bool = True) -> None:
-        """``watching``: False if ``reasons`` is called only once: claims are then pending since their pods' creation."""
+        """``watching``: False if ``reasons`` is called once only: claims are pending since their pods' creation."""
         self._overdue_seconds = overdue_seconds
         self._clock = clock
         self._watching = watching

@@ -35,6 +35,10 @@ def counted(entry: FleetGpu, requested: set[OfferKind], *offers: Offer) -> dict[
         (fleet_gpu("n", 0, H100, "mig-1g10gb-0", fault="lost"), {SMALL}, {"held": 1, "unavailable": 7}),
         (fleet_gpu("n", 0, H100, foreign=0b11), {SMALL}, {"unavailable": 2, "free": 5, "stranded": 1}),
         (fleet_gpu("n", 0, H100, "share-0", shares=4), {SHARE}, {"held": 2, "free": 6}),
+        # The node accepts no new pods.
+        (fleet_gpu("n", 0, H100, "mig-1g10gb-0", closed="is cordoned"), {SMALL}, {"held": 1, "unavailable": 7}),
+        (fleet_gpu("n", 0, H100, "share-0", shares=4, closed="is cordoned"), {SHARE}, {"held": 2, "unavailable": 6}),
+        (fleet_gpu("n", 0, H100, "share-0", shares=4, fault="lost"), {SHARE}, {"held": 2, "unavailable": 6}),
     ],
 )
 def test_slices_are_counted_by_state(entry: FleetGpu, requested: set[OfferKind], expected: dict[str, float]) -> None:
@@ -47,6 +51,13 @@ def test_slices_under_several_offers_count_once() -> None:
         offer_of(device) for device in entry.devices if device.name in ("gpu-0-mig-1g10gb-4", "gpu-0-mig-3g40gb-4")
     ]
     assert counted(entry, {SMALL}, *offers) == {"held": 1, "offered": 4, "free": 3}
+
+
+def test_only_the_shares_that_are_offered_count_as_offered() -> None:
+    for held, expected in ((("share-0",), {"held": 2, "offered": 2, "free": 4}), ((), {"offered": 2, "free": 6})):
+        entry = fleet_gpu("n", 0, H100, *held, shares=4, shares_only=True)
+        [offer] = [offer_of(device) for device in entry.devices if device.name == "gpu-0-share-1"]
+        assert counted(entry, {SHARE}, offer) == expected
 
 
 @given(st.sets(st.sampled_from([FULL, SMALL, HALF])), st.integers(0, 255), st.integers(0, 6))

@@ -1,0 +1,120 @@
+"""``tessera map``: the GPUs of the cluster, who holds which part of them, and what is free."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from driver.errors import UsageError
+from driver.kube.client import KubeClient
+from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.cluster_view import ClusterView, read_cluster, watch_cluster
+from tessera.map.drawing import draw_map, draw_summary
+from tessera.map.model import MapNode, Value, cluster_map, requested_kinds
+from tessera.map.summary import MapFilter, summarize
+from tessera.map.svg import map_as_svg
+
+MOST_NODES = 32
+"""Nodes of which all GPUs are drawn without a filter."""
+
+WIDTH = 120
+"""Characters of a line where the output is not a terminal and $COLUMNS is not set."""
+
+
+@click.command("map")
+@click.option("--node", "nodes", multiple=True, metavar="NAME", help="Only this node; repeatable.")
+@click.option("--product", metavar="TEXT", help="Only GPUs with TEXT in their product names, such as H100.")
+@click.option("--namespace", help="Only GPUs that claims of this namespace hold.")
+@click.option("--class", "device_class", metavar="NAME", help="Only GPUs of which claims of this class hold a part.")
+@click.option("--free", is_flag=True, help="Only GPUs with free slices.")
+@click.option("--unhealthy", is_flag=True, help="Only GPUs that are cordoned or faulty, or whose node is not ready.")
+@click.option("--all", "draw_all", is_flag=True, help=f"Draw all GPUs of more than {MOST_NODES} nodes, too.")
+@click.option("--summary", is_flag=True, help="Only the summary by product.")
+@click.option("--watch", is_flag=True, help="Draw again after every change, until Ctrl-C.")
+@with_kubeconfig
+@with_driver_name
+@click.option("-o", "--output", type=click.Choice(["table", "json", "svg"]), default="table", show_default=True,
+              help="Format.")  # fmt: skip
+def map(  # noqa: A001 - the name of the command
+    *,
+    draw_all: bool,
+    summary: bool,
+    watch: bool,
+    kubeconfig: Path | None,
+    driver_name: str,
+    output: str,
+    **filters: Any,
+) -> None:
+    """Show all GPUs with their memory slices: what claims hold, what is offered, free, or stranded.
+
+    Works without a running controller. With more than 32 nodes and no filter it shows only a summary by product;
+    a free GPU can be allocated whole, and on a free node all are free. Filters combine (docs/map.md).
+
+    \b
+    Examples:
+      tessera map
+      tessera map --product H100 --free
+      tessera map --namespace team-a --watch
+      tessera map --unhealthy -o json
+      tessera map --all -o svg > map.svg
+    """
+    if summary and draw_all:
+        raise UsageError("--summary and --all exclude each other")
+    if output == "svg" and (summary or watch):
+        raise UsageError("-o svg draws GPUs, once: not with --summary or --watch")
+    chosen = MapFilter(**filters)
+
+    def render(view: ClusterView) -> str:
+        nodes = chosen.apply(cluster_map(view, requested_kinds(view)))
+        if output == "svg":
+            return map_as_svg(nodes)
+        if output == "json":
+            return _as_json(summarize(nodes) if summary else nodes, indent=0 if watch else 2)
+        return _as_table(nodes, only_summary=summary or (len(nodes) > MOST_NODES and not draw_all and not chosen))
+
+    client = client_of(kubeconfig, "tessera-command")
+    if watch:
+        _watch(render, client, driver_name)
+    else:
+        click.echo(render(read_cluster(client, driver_name)), nl=output != "svg")
+
+
+def _watch(render: Callable[[ClusterView], str], client: KubeClient, driver: str) -> None:
+    """Draw the cluster whenever the drawing differs from the last one, until Ctrl-C."""
+    logging.getLogger().addHandler(logging.NullHandler())  # what fails for long is reported beside the drawing
+    last = None
+    try:
+        for view in watch_cluster(client, driver):
+            text = render(view)
+            if (text, view.stale is None) == last:
+                continue
+            last = (text, view.stale is None)
+            click.clear()
+            click.echo(text)
+            if view.stale is not None:
+                click.secho(f"warning: this is the last known state: {view.stale}", fg="yellow", err=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _as_json(items: Sequence[Value], indent: int) -> str:
+    """A list of objects; in one line without ``indent``."""
+    encoded = msgspec.json.encode(items)
+    return (msgspec.json.format(encoded, indent=indent) if indent else encoded).decode()
+
+
+def _as_table(nodes: Sequence[MapNode], *, only_summary: bool) -> str:
+    if not only_summary:
+        return f"{draw_map(nodes, _width())}\n\n{draw_summary(nodes)}"
+    hint = "" if len(nodes) <= MOST_NODES else "\n\n--all draws all GPUs; --unhealthy, --free and --node some of them."
+    return draw_summary(nodes) + hint
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((WIDTH, 24)).columns

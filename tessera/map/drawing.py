@@ -1,0 +1,177 @@
+"""The map as text: one line per GPU, a legend, and a summary by product (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import click
+
+from controller.capacity import SliceState
+from tessera.map.model import Holder, MapGpu, MapNode, MapSpan, NodeState
+from tessera.map.summary import UNUSABLE, ProductSummary, class_of, classes_of, summarize
+from tessera.tables_and_drawings import Span, columns, counted, draw_slices, printable
+
+COLOURS = (
+    "green", "cyan", "yellow", "magenta", "blue",
+    "bright_green", "bright_cyan", "bright_yellow", "bright_magenta", "bright_blue",
+)  # fmt: skip
+"""Of classes, in order of their names; red is for what is wrong."""
+
+FILLS: Mapping[SliceState, tuple[str, Mapping[str, Any]]] = {
+    SliceState.OFFERED: ("+", {}),
+    SliceState.FREE: (".", {"dim": True}),
+    SliceState.STRANDED: ("!", {"fg": "yellow"}),
+    SliceState.UNAVAILABLE: ("x", {"fg": "red"}),
+}
+"""The character with which slices of a state are filled, and its style."""
+
+LEGEND = "+ offered   . free   ! stranded: free, but too small or badly placed for what is requested   x unavailable"
+
+STATES: Mapping[NodeState, str] = {
+    NodeState.CORDONED: "cordoned",
+    NodeState.NOT_READY: "not ready",
+    NodeState.PAUSED: "plan paused",
+    NodeState.UNREPORTED: "has not reported its GPUs",
+    NodeState.INCOMPLETE: "slices incomplete: the scheduler skips it",
+    NodeState.STANDALONE: "standalone",
+    NodeState.COMPLETE: "publishes every device",
+}
+
+PREFIX = 8
+"""Characters before a bar."""
+
+MIN_CELL = 3
+
+
+def draw_map(nodes: Sequence[MapNode], width: int) -> str:
+    """All GPUs, each in a line of ``width`` characters, if that is not too narrow, and the legend."""
+    if not any(node.gpus or node.lost_devices or node.states for node in nodes):
+        return "No GPU."
+    marks = {name: (_mark(place), COLOURS[place % len(COLOURS)]) for place, name in enumerate(classes_of(nodes))}
+    lines = [line for node in nodes for line in _node(node, width, marks)]
+    if marks:
+        held = (click.style(f" {mark} ", fg=colour, reverse=True) + " " + printable(name)
+                for name, (mark, colour) in marks.items())  # fmt: skip
+        lines += ["", "held, by class: " + "   ".join(held)]
+    return "\n".join([*lines, *([] if marks else [""]), LEGEND])
+
+
+def _mark(place: int) -> str:
+    """A letter, so that classes differ without colours, too."""
+    return chr(ord("A") + place) if place < 26 else str(place)
+
+
+def _node(node: MapNode, width: int, marks: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+    states = [click.style(STATES[state], fg="red" if state in UNUSABLE else "yellow") for state in node.states]
+    for product, gpus in groupby(node.gpus, key=lambda gpu: gpu.product):
+        each = list(gpus)
+        yield "  ".join(
+            [click.style(printable(node.name), bold=True), printable(product), *map(printable, links(each)), *states]
+        )
+        for gpu in each:
+            yield f"gpu-{gpu.number}".ljust(PREFIX) + _bar(gpu, width - PREFIX - 2, marks)
+            yield from (_note(note) for note in notes_of(gpu))
+    if not node.gpus:
+        yield "  ".join([click.style(printable(node.name), bold=True), *states])
+    yield from (_note(f"{each.device} is held by {each.holder}, but the node reports no such GPU")
+                for each in node.lost_devices)  # fmt: skip
+
+
+def _note(text: str) -> str:
+    return " " * PREFIX + click.style(printable(text), fg="red")
+
+
+def notes_of(gpu: MapGpu) -> Iterator[str]:
+    """Sentences about what is wrong with a GPU."""
+    if gpu.fault is not None:
+        yield gpu.fault
+    elif gpu.cordon is not None:
+        yield f"cordon requested: {gpu.cordon}"
+    for one, other in gpu.overlaps:
+        yield f"{one} and {other} are both held, but overlap"
+
+
+def links(gpus: Iterable[MapGpu]) -> Iterator[str]:
+    """The GPUs that NVLink joins, by number, and the fabric cliques."""
+    cliques: dict[str, list[int]] = {}
+    fabrics: dict[str, None] = {}
+    for gpu in gpus:
+        if gpu.nvlink_clique is not None:
+            cliques.setdefault(gpu.nvlink_clique, []).append(gpu.number)
+        if gpu.fabric_clique is not None:
+            fabrics[gpu.fabric_clique] = None
+    if joined := [_ranges(numbers) for numbers in cliques.values() if len(numbers) > 1]:
+        yield f"NVLink {' '.join(joined)}"
+    if fabrics:
+        yield f"fabric {' '.join(fabrics)}"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """``0-3,5`` for 0, 1, 2, 3 and 5."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _bar(gpu: MapGpu, room: int, marks: Mapping[str, tuple[str, str]]) -> str:
+    cells = len(gpu.spans) if gpu.is_divided else gpu.memory_slices
+    width = max(MIN_CELL, (room - cells + 1) // max(1, cells))
+    spans: list[Span] = []
+    for place, span in enumerate(gpu.spans):
+        start, size = (place, 1) if gpu.is_divided else (span.start, span.size)
+        if span.state is SliceState.HELD:
+            mark, colour = marks[class_of(span.holder)] if span.holder is not None else ("?", "red")
+            label = _label(mark, span.holder, size * width + size - 1)
+            spans.append(Span(start, size, label, "-", {"fg": colour, "reverse": True}))
+        else:
+            spans += _unheld(span, start, size)
+    return draw_slices(cells, spans, width)
+
+
+def _label(mark: str, holder: Holder | None, room: int) -> str:
+    """The claim with its namespace if both fit."""
+    if holder is None:
+        return mark
+    whole = f"{mark} {printable(str(holder))}"
+    return whole if len(whole) <= room else f"{mark} {printable(holder.claim)}"
+
+
+def _unheld(span: MapSpan, start: int, size: int) -> Iterator[Span]:
+    """Offered slices as one cell with the kinds, others as a cell each."""
+    fill, style = FILLS[span.state]
+    if span.state is SliceState.OFFERED:
+        yield Span(start, size, f"+{printable(' '.join(span.kinds))}", fill, style)
+    else:
+        label = "foreign" if span.foreign else ""
+        yield from (Span(start + place, 1, label if place == 0 else "", fill, style) for place in range(size))
+
+
+def draw_summary(nodes: Sequence[MapNode]) -> str:
+    """A table with a row per product, and the number of nodes in each state."""
+    gpus = [gpu for node in nodes for gpu in node.gpus]
+    states = [(sum(state in node.states for node in nodes), text) for state, text in STATES.items()]
+    unusable = sum(gpu.fault is not None for gpu in gpus)
+    parts = [counted(len(nodes), "node"), *(f"{count} {text}" for count, text in states if count)]
+    about_gpus = [counted(len(gpus), "GPU"), *([f"{unusable} cordoned or faulty"] if unusable else [])]
+    header = ["PRODUCT", "NODES", "FREE NODES", "GPUS", "FREE GPUS", "SLICES", *(each.upper() for each in SliceState)]
+    table = columns([*header, "LARGEST FREE PARTITION"], map(_row, summarize(nodes)))
+    return f"{', '.join(parts)}; {', '.join(about_gpus)}\n\n{table}"
+
+
+def _row(product: ProductSummary) -> list[str]:
+    largest, on = product.largest_partition, counted(product.largest_partition_gpus, "GPU")
+    slices = [f"{product.slices[state]:.4g}" if product.slices[state] % 1 else f"{product.slices[state]:.0f}"
+              for state in SliceState]  # fmt: skip
+    return [
+        printable(product.product),
+        *map(str, (product.nodes, product.free_nodes, product.gpus, product.free_gpus)),
+        f"{sum(product.slices.values()):.0f}",
+        *slices,
+        f"{printable(largest.profile)} on {on}" if largest is not None else "-",
+    ]

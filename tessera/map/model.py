@@ -1,0 +1,307 @@
+"""The map of a cluster's GPUs as values, from which text, JSON and SVG are made (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from enum import StrEnum
+
+import msgspec
+
+from controller.capacity import RequestedKinds, SliceState, is_divided, share_values, slice_masks, slices_by_state
+from controller.cluster.claim_index import ClaimIndex
+from controller.cluster.fleet import FleetGpu
+from controller.cluster.node_views import UNREACHABLE_TAINTS, NodeView
+from driver.kube.types import Claim, GpuNodePlan, Key, Node
+from driver.model.device import SLICE_VALUE, Device, DeviceKind, share_index
+from driver.model.plan import Held, Offer, PlanMode
+from driver.placement.state import GpuState, OfferKind, key_of
+from tessera.cluster_view import ClusterView
+
+
+class Value(msgspec.Struct, frozen=True, rename="camel"):
+    """A value of the map; its fields in camelCase are those of the JSON output (docs/map.md)."""
+
+
+class Holder(Value, frozen=True):
+    """A claim, and the class of its request; None if the claim is gone or names no class."""
+
+    namespace: str
+    claim: str
+    device_class: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.claim}"
+
+
+class MapSpan(Value, frozen=True):
+    """Memory slices ``start`` to ``start + size - 1`` of a GPU, or one of its shares.
+
+    ``devices`` has the held device, or those that a new claim may be allocated here, largest first, and ``kinds`` what
+    they are: ``full``, ``share``, or a profile. ``slices`` is the number of memory slices; a share has a part of each.
+    ``foreign``: under a partition that Tessera did not create.
+    """
+
+    start: int
+    size: int
+    slices: float
+    state: SliceState
+    devices: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    holder: Holder | None = None
+    foreign: bool = False
+
+
+class FreePartition(Value, frozen=True, order=True):
+    """A profile of which a partition fits, ordered by size."""
+
+    memory_slices: int
+    compute_slices: int
+    profile: str
+
+
+class MapGpu(Value, frozen=True):
+    """A GPU with its spans in order of their starts.
+
+    ``slices`` counts its memory slices by state. ``shares`` is the number of its shares, 0 if it has none;
+    ``is_divided``: the spans are shares. ``is_whole``: nothing is held on it, and it can be allocated as a full GPU.
+    ``largest_partition`` is the largest that fits. ``cordon`` is the operator's reason, which ``fault`` repeats as soon
+    as the node has taken it over. ``overlaps`` are pairs of held devices that have the same memory, a defect.
+    """
+
+    number: int
+    uuid: str
+    product: str
+    memory_slices: int
+    memory_bytes: int
+    mig_mode: str
+    slices: Mapping[SliceState, float]
+    shares: int
+    is_divided: bool
+    is_whole: bool
+    largest_partition: FreePartition | None
+    fault: str | None
+    cordon: str | None
+    nvlink_clique: str | None
+    fabric_clique: str | None
+    overlaps: tuple[tuple[str, str], ...]
+    spans: tuple[MapSpan, ...]
+
+
+class NodeState(StrEnum):
+    """Why a node, or a part of it, is not available as usual."""
+
+    CORDONED = "cordoned"
+    NOT_READY = "not-ready"
+    PAUSED = "paused"
+    UNREPORTED = "unreported"
+    INCOMPLETE = "incomplete"
+    STANDALONE = "standalone"
+    COMPLETE = "complete"
+
+
+class LostDevice(Value, frozen=True):
+    """A held device of which the node reports no GPU."""
+
+    device: str
+    holder: Holder
+
+
+class MapNode(Value, frozen=True):
+    """A node. ``is_whole``: all of its GPUs are."""
+
+    name: str
+    states: tuple[NodeState, ...]
+    is_whole: bool
+    gpus: tuple[MapGpu, ...]
+    lost_devices: tuple[LostDevice, ...] = ()
+
+
+def requested_kinds(view: ClusterView) -> frozenset[OfferKind]:
+    """The kinds of device that pending claims request and that held claims have."""
+    kinds = RequestedKinds()
+    kinds.update(view.queue, view.fleet, view.fleet.nodes, 0.0)
+    return kinds.kinds
+
+
+def cluster_map(view: ClusterView, requested: Collection[OfferKind]) -> tuple[MapNode, ...]:
+    """All nodes in order of name; ``requested`` decides which free slices are stranded."""
+    snapshot, kinds = view.snapshot, frozenset(requested)
+    offers: dict[str, list[Offer]] = {}
+    for offer in view.devices.offered:
+        offers.setdefault(offer.gpu, []).append(offer)
+    nodes = {node.metadata.name: node for node in snapshot.cluster.nodes}
+    largest: dict[GpuState, FreePartition | None] = {}
+    found = []
+    for node in snapshot.views:
+        plan = snapshot.plans.get(node.name)
+        cordons = plan.spec.cordons if plan is not None else {}
+        holders = _holders(snapshot.cluster.claims, node.pool)
+        entries = view.fleet.nodes.get(node.name, ())
+        gpus = tuple(
+            _gpu(entry, offers.get(entry.gpu.uuid, ()), kinds, holders, cordons.get(entry.gpu.uuid), largest)
+            for entry in entries
+        )
+        there = {device.name for entry in entries for device in entry.held}
+        lost = (LostDevice(name, each) for name in sorted(holders.keys() - there) for each in holders[name])
+        states = tuple(_states(node, nodes.get(node.name), plan, is_incomplete=node.pool in snapshot.incomplete))
+        is_whole = bool(gpus) and all(gpu.is_whole for gpu in gpus)
+        found.append(MapNode(node.name, states, is_whole, gpus, tuple(lost)))
+    return tuple(found)
+
+
+def _states(view: NodeView, node: Node | None, plan: GpuNodePlan | None, *, is_incomplete: bool) -> Iterator[NodeState]:
+    if node is not None and node.spec.unschedulable:
+        yield NodeState.CORDONED
+    if node is not None and {taint.key for taint in node.spec.taints} & UNREACHABLE_TAINTS:
+        yield NodeState.NOT_READY
+    if plan is not None and plan.metadata.paused:
+        yield NodeState.PAUSED
+    if not view.status.inventory:
+        yield NodeState.UNREPORTED
+    if is_incomplete:
+        yield NodeState.INCOMPLETE
+    if view.is_complete:
+        yield NodeState.COMPLETE
+    elif view.status.mode is PlanMode.STANDALONE:
+        yield NodeState.STANDALONE
+
+
+def _holders(claims: ClaimIndex, pool: str) -> dict[str, tuple[Holder, ...]]:
+    """The claims by held device of a pool; several have one device only by a defect."""
+    held = claims.holders(pool)
+    return {device: tuple(_holder(claims, pool, each) for each in each_held) for device, each_held in held.items()}
+
+
+def _holder(claims: ClaimIndex, pool: str, held: Held) -> Holder:
+    namespace, _, name = held.claim.partition("/")
+    claim = claims.find(Key(namespace, name))
+    return Holder(namespace, name, None if claim is None else _class(claim, pool, held.device))
+
+
+def _class(claim: Claim, pool: str, device: str) -> str | None:
+    """The class of the request, or of its alternative, for which the device was allocated."""
+    for result in claim.results:
+        if (result.pool, result.device) == (pool, device):
+            request, _, alternative = result.request.partition("/")
+            for each in claim.spec.devices.requests:
+                for exact in each.alternatives if each.name == request else ():
+                    if exact.name == alternative:
+                        return exact.device_class_name
+    return None
+
+
+def _gpu(
+    entry: FleetGpu,
+    offers: Collection[Offer],
+    kinds: frozenset[OfferKind],
+    holders: Mapping[str, tuple[Holder, ...]],
+    cordon: str | None,
+    largest: dict[GpuState, FreePartition | None],
+) -> MapGpu:
+    gpu, state = entry.gpu, entry.state
+    if state not in largest:
+        largest[state] = _largest_partition(entry)
+    offered = [device for offer in offers if (name := entry.name(offer)) and (device := entry.device(name))]
+    spans = list(_held_spans(entry, holders))
+    if is_divided(entry):
+        spans += _other_shares(entry, share_values(entry, offers), offered)
+    else:
+        spans += _other_spans(entry, slice_masks(entry, offers, kinds), offered)
+        spans.sort(key=lambda span: (span.start, span.devices))
+    return MapGpu(
+        number=entry.number,
+        uuid=gpu.uuid,
+        product=gpu.product_name,
+        memory_slices=gpu.memory_slices,
+        memory_bytes=gpu.memory_bytes,
+        mig_mode=gpu.mig_mode.value,
+        slices=slices_by_state(entry, offers, kinds),
+        shares=entry.shares,
+        is_divided=is_divided(entry),
+        is_whole=state.whole,
+        largest_partition=largest[state],
+        fault=entry.fault,
+        cordon=cordon,
+        nvlink_clique=gpu.nvlink_clique,
+        fabric_clique=gpu.fabric_clique,
+        overlaps=entry.overlaps,
+        spans=tuple(spans),
+    )
+
+
+def _largest_partition(entry: FleetGpu) -> FreePartition | None:
+    """The largest partition that fits beside what is held."""
+    fitting = (
+        FreePartition(profile.placements[0].size, profile.compute_slices, profile.name)
+        for profile in entry.gpu.profiles
+        if next(entry.state.spots(OfferKind(DeviceKind.PARTITION, profile.name)), None)
+    )
+    # Of the variants of a profile, such as 1g.10gb and 1g.10gb+me, the plain one.
+    return max(fitting, key=lambda each: (each.memory_slices, each.compute_slices, -len(each.profile)), default=None)
+
+
+def _held_spans(entry: FleetGpu, holders: Mapping[str, tuple[Holder, ...]]) -> Iterator[MapSpan]:
+    for device in sorted(entry.held, key=lambda each: (_start(each), each.name)):
+        size = device.mask.bit_count()
+        slices = size * device.weight / SLICE_VALUE
+        kinds = (str(key_of(device)),)
+        for holder in holders.get(device.name) or (None,):
+            yield MapSpan(_start(device), size, slices, SliceState.HELD, (device.name,), kinds, holder)
+
+
+def _other_shares(entry: FleetGpu, values: Mapping[SliceState, int], offered: Iterable[Device]) -> Iterator[MapSpan]:
+    """A span for each share that is not held, and one for a rest that is too small for a share."""
+    names = sorted((each.name for each in offered if each.kind is DeviceKind.SHARE), key=share_index)
+    total, weight = entry.gpu.memory_slices, SLICE_VALUE // max(1, entry.shares)
+    for state, value in values.items():
+        if state is SliceState.HELD:
+            continue
+        for at in range(0, value, weight):
+            part = min(weight, value - at)
+            devices = (names.pop(0),) if names and state is SliceState.OFFERED else ()
+            kinds = ("share",) if part == weight and entry.shares else ()
+            yield MapSpan(0, total, total * part / SLICE_VALUE, state, devices, kinds)
+
+
+def _other_spans(entry: FleetGpu, masks: Mapping[SliceState, int], offered: Collection[Device]) -> Iterator[MapSpan]:
+    """Spans of adjacent slices of one state; offered slices are split where no offer covers both sides."""
+    yield from _offered_spans(masks[SliceState.OFFERED], offered)
+    for state in (SliceState.FREE, SliceState.STRANDED):
+        for start, size in _runs(masks[state]):
+            yield MapSpan(start, size, size, state)
+    unavailable = masks[SliceState.UNAVAILABLE]
+    for mask, foreign in ((unavailable & entry.foreign, True), (unavailable & ~entry.foreign, False)):
+        for start, size in _runs(mask):
+            yield MapSpan(start, size, size, SliceState.UNAVAILABLE, foreign=foreign)
+
+
+def _offered_spans(mask: int, offered: Collection[Device]) -> Iterator[MapSpan]:
+    groups: list[tuple[int, list[Device]]] = []
+    for device in sorted(offered, key=lambda each: (_start(each), each.name)):
+        if groups and groups[-1][0] & device.mask:
+            groups[-1] = (groups[-1][0] | device.mask, [*groups[-1][1], device])
+        else:
+            groups.append((device.mask, [device]))
+    for covered, devices in groups:
+        for start, size in _runs(covered & mask):
+            inside = [each for each in devices if each.mask >> start & (1 << size) - 1]
+            inside.sort(key=lambda each: (each.kind is DeviceKind.SHARE, -each.mask.bit_count(), each.kind, each.name))
+            kinds = tuple(dict.fromkeys(str(key_of(each)) for each in inside))
+            yield MapSpan(start, size, size, SliceState.OFFERED, tuple(each.name for each in inside), kinds)
+
+
+def _runs(mask: int) -> Iterator[tuple[int, int]]:
+    """Start and size of each run of adjacent bits."""
+    start = 0
+    while mask >> start:
+        while not mask >> start & 1:
+            start += 1
+        size = 1
+        while mask >> start + size & 1:
+            size += 1
+        yield start, size
+        start += size
+
+
+def _start(device: Device) -> int:
+    return device.placement.start if device.placement is not None else 0

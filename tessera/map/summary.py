@@ -1,0 +1,122 @@
+"""Which GPUs of a map are shown, and how much of each product is free (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from controller.capacity import SliceState
+from tessera.map.model import FreePartition, Holder, MapGpu, MapNode, NodeState, Value
+
+UNUSABLE = frozenset({NodeState.CORDONED, NodeState.NOT_READY, NodeState.UNREPORTED, NodeState.INCOMPLETE})
+"""States of nodes whose GPUs ``unhealthy`` selects."""
+
+FREE_STATES = (SliceState.FREE, SliceState.OFFERED, SliceState.STRANDED)
+
+
+@dataclass(frozen=True)
+class MapFilter:
+    """The GPUs to keep: those that match every given field. ``product`` is a part of the name, in any case."""
+
+    nodes: tuple[str, ...] = ()
+    product: str | None = None
+    namespace: str | None = None
+    device_class: str | None = None
+    free: bool = False
+    unhealthy: bool = False
+
+    def apply(self, nodes: Iterable[MapNode]) -> tuple[MapNode, ...]:
+        """The kept GPUs on their nodes. Nodes without any are left out, unless their state is asked for."""
+        tests = self._tests()
+        found = []
+        for node in nodes:
+            if self.nodes and node.name not in self.nodes:
+                continue
+            gpus = tuple(gpu for gpu in node.gpus if all(test(node, gpu) for test in tests))
+            if gpus or not tests or (len(tests) == 1 and self.unhealthy and UNUSABLE & set(node.states)):
+                found.append(msgspec.structs.replace(node, gpus=gpus))
+        return tuple(found)
+
+    def __bool__(self) -> bool:
+        return self != MapFilter()
+
+    def _tests(self) -> list[Callable[[MapNode, MapGpu], bool]]:
+        tests: list[Callable[[MapNode, MapGpu], bool]] = []
+        if (product := self.product) is not None:
+            tests.append(lambda _, gpu: product.casefold() in gpu.product.casefold())
+        if self.namespace is not None:
+            tests.append(lambda _, gpu: any(each.namespace == self.namespace for each in holders_of(gpu)))
+        if self.device_class is not None:
+            tests.append(lambda _, gpu: any(each.device_class == self.device_class for each in holders_of(gpu)))
+        if self.free:
+            tests.append(lambda _, gpu: any(gpu.slices.get(state) for state in FREE_STATES))
+        if self.unhealthy:
+            tests.append(lambda node, gpu: gpu.fault is not None or bool(UNUSABLE & set(node.states)))
+        return tests
+
+
+def holders_of(gpu: MapGpu) -> list[Holder]:
+    """The holders of the GPU's devices."""
+    return [span.holder for span in gpu.spans if span.holder is not None]
+
+
+def classes_of(nodes: Iterable[MapNode]) -> list[str]:
+    """The classes of all holders in order of names: a class has the same colour in every drawing of ``nodes``."""
+    holders = (holder for node in nodes for gpu in node.gpus for holder in holders_of(gpu))
+    return sorted({class_of(holder) for holder in holders})
+
+
+def class_of(holder: Holder) -> str:
+    """The class for people."""
+    return holder.device_class or "(class unknown)"
+
+
+class ProductSummary(Value, frozen=True):
+    """What there is of one product.
+
+    A free GPU can be allocated whole, a free node has only free GPUs. ``largest_partition`` is the largest that fits
+    on any GPU, and ``largest_partition_gpus`` the number of GPUs on which it fits.
+    """
+
+    product: str
+    nodes: int
+    free_nodes: int
+    gpus: int
+    free_gpus: int
+    unhealthy_gpus: int
+    slices: Mapping[SliceState, float]
+    largest_partition: FreePartition | None
+    largest_partition_gpus: int
+
+
+def summarize(nodes: Sequence[MapNode]) -> list[ProductSummary]:
+    """A summary of each product, in order of names."""
+    gpus: dict[str, list[MapGpu]] = {}
+    on: dict[str, dict[str, bool]] = {}
+    for node in nodes:
+        for gpu in node.gpus:
+            gpus.setdefault(gpu.product, []).append(gpu)
+            on.setdefault(gpu.product, {})[node.name] = node.is_whole
+    return [_summary(product, gpus[product], on[product]) for product in sorted(gpus)]
+
+
+def _summary(product: str, gpus: Sequence[MapGpu], nodes: Mapping[str, bool]) -> ProductSummary:
+    slices: Counter[SliceState] = Counter()
+    for gpu in gpus:
+        slices.update(gpu.slices)
+    partitions = Counter(gpu.largest_partition for gpu in gpus if gpu.largest_partition is not None)
+    largest = max(partitions, default=None)
+    return ProductSummary(
+        product=product,
+        nodes=len(nodes),
+        free_nodes=sum(nodes.values()),
+        gpus=len(gpus),
+        free_gpus=sum(gpu.is_whole for gpu in gpus),
+        unhealthy_gpus=sum(gpu.fault is not None for gpu in gpus),
+        slices={state: slices.get(state, 0) for state in SliceState},
+        largest_partition=largest,
+        largest_partition_gpus=partitions[largest] if largest is not None else 0,
+    )

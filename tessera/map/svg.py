@@ -1,0 +1,132 @@
+"""The map as a self-contained SVG image, with colours for light and dark pages (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from itertools import groupby
+
+from controller.capacity import SliceState
+from tessera.map.drawing import STATES, links, notes_of
+from tessera.map.model import MapGpu, MapNode, MapSpan
+from tessera.map.summary import class_of, classes_of
+from tessera.tables_and_drawings import printable
+
+WIDTH, BAR_X, BAR_HEIGHT, LINE = 960, 62, 22, 28
+CHARACTER = 6.7
+"""Width of a character of 11 pixels."""
+
+PER_ROW = 4
+"""Entries of the legend side by side."""
+
+HUES = (150, 205, 40, 280, 320, 100, 180, 20, 250, 0)
+"""Of the colours of classes, in order of their names."""
+
+STYLE = """\
+text { font: 11px monospace; fill: #1f2328; }
+.node { font-weight: bold; }
+.note { fill: #b3261e; }
+.free { fill: none; stroke: #8c959f; stroke-dasharray: 3; }
+.offered { fill: #8c959f33; stroke: #57606a; }
+.stranded { fill: url(#hatched); stroke: #9a6700; }
+.unavailable { fill: #b3261e33; stroke: #b3261e; }
+#hatched path { stroke: #9a6700; }
+.held { fill: #57606a; }
+text.of-held { fill: #ffffff; }
+@media (prefers-color-scheme: dark) {
+text { fill: #d1d7e0; }
+.note { fill: #ff8a80; }
+.offered { stroke: #9198a1; }
+.stranded, #hatched path { stroke: #d29922; }
+.unavailable { stroke: #ff8a80; }
+}"""
+
+HATCHED = "<pattern id='hatched' width='6' height='6' patternUnits='userSpaceOnUse'><path d='M0 6L6 0'/></pattern>"
+
+LEGEND: Mapping[SliceState, str] = {
+    SliceState.OFFERED: "offered",
+    SliceState.FREE: "free",
+    SliceState.STRANDED: "stranded",
+    SliceState.UNAVAILABLE: "unavailable",
+}
+
+
+def map_as_svg(nodes: Sequence[MapNode]) -> str:
+    """One bar per GPU below the name of its node, and a legend. Every part has a title with what it is."""
+    numbers = {name: number for number, name in enumerate(classes_of(nodes))}
+    lines: list[str] = []
+    y = 0
+    for node in nodes:
+        y += LINE
+        states = ", ".join(STATES[state] for state in node.states)
+        for index, (product, group) in enumerate(groupby(node.gpus, key=lambda gpu: gpu.product)):
+            gpus = list(group)
+            y += LINE if index else 0
+            lines.append(_text(0, y - 8, "  ".join(filter(None, [node.name, product, *links(gpus), states])), "node"))
+            for gpu in gpus:
+                lines += _bar(gpu, y, numbers)
+                y += LINE
+                for note in notes_of(gpu):
+                    lines.append(_text(BAR_X, y + 5, note, "note"))
+                    y += LINE // 2
+        if not node.gpus:
+            lines.append(_text(0, y - 8, "  ".join(filter(None, [node.name, states])), "node"))
+    legend = list(_legend(y + LINE, numbers))
+    height = y + LINE * 2 + LINE * (len(legend) // 2 // PER_ROW)
+    colours = (f".class-{number} {{ fill: hsl({HUES[number % len(HUES)]} 50% 36%); }}" for number in numbers.values())
+    style = f"<style>{STYLE}\n{chr(10).join(colours)}</style><defs>{HATCHED}</defs>"
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}'>"
+    return "\n".join([head, style, *lines, *legend, "</svg>", ""])
+
+
+def _legend(y: int, numbers: Mapping[str, int]) -> Iterator[str]:
+    entries = [(f"held class-{number}", name) for name, number in numbers.items()]
+    entries += [(str(state), text) for state, text in LEGEND.items()]
+    wide = WIDTH / PER_ROW
+    for place, (look, text) in enumerate(entries):
+        x, top = place % PER_ROW * wide, y + place // PER_ROW * LINE
+        yield _field(x, top, 24, look, text)
+        yield _text(x + 30, top + 15, _clipped(text, wide - 36))
+
+
+def _bar(gpu: MapGpu, y: int, numbers: Mapping[str, int]) -> Iterator[str]:
+    yield _text(0, y + 15, f"gpu-{gpu.number}")
+    width = (WIDTH - BAR_X) / max(1, len(gpu.spans) if gpu.is_divided else gpu.memory_slices)
+    for place, span in enumerate(gpu.spans):
+        start, size = (place, 1) if gpu.is_divided else (span.start, span.size)
+        x = BAR_X + start * width
+        if span.state in {SliceState.HELD, SliceState.OFFERED}:
+            yield from _span(span, x, y, size * width, numbers)
+        else:
+            title = "partition of others" if span.foreign else str(span.state)
+            yield from (_field(x + each * width, y, width, str(span.state), title) for each in range(size))
+
+
+def _span(span: MapSpan, x: float, y: int, width: float, numbers: Mapping[str, int]) -> Iterator[str]:
+    """A held device or offers, with their label."""
+    what = f"{', '.join(span.devices)} ({', '.join(span.kinds)})"
+    if span.state is SliceState.OFFERED:
+        yield _field(x, y, width, "offered", f"offered: {what}")
+        yield _text(x + 6, y + 15, _clipped(" ".join(span.kinds), width - 8))
+        return
+    holder = span.holder
+    look = f"held class-{numbers[class_of(holder)]}" if holder is not None else "held"
+    yield _field(x, y, width, look, f"{what}: {holder or '?'}, {class_of(holder) if holder is not None else '?'}")
+    whole = str(holder or "?")
+    fits = len(whole) * CHARACTER <= width - 8
+    label = whole if holder is None or fits else holder.claim
+    yield _text(x + 6, y + 15, _clipped(label, width - 8), "of-held")
+
+
+def _clipped(text: str, room: float) -> str:
+    return text[: max(1, int(room / CHARACTER))]
+
+
+def _field(x: float, y: int, width: float, look: str, title: str) -> str:
+    place = f"x='{x + 1:.5g}' y='{y}' width='{max(1.0, width - 2):.5g}' height='{BAR_HEIGHT}'"
+    return f"<rect class='{look}' {place} rx='3'><title>{escape(printable(title))}</title></rect>"
+
+
+def _text(x: float, y: int, text: str, look: str = "") -> str:
+    style = f" class='{look}'" if look else ""
+    return f"<text x='{x:.5g}' y='{y}'{style}>{escape(printable(text))}</text>"
