@@ -36,7 +36,7 @@ from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
 from controller.explain.disjoint_offers import reasons_of_waiting
 from controller.explain.events import EventReporter
-from controller.explain.missing import missing_claims
+from controller.explain.missing import MissingClaims
 from controller.explain.pending_despite_offers import UnscheduledClaims
 from controller.explain.queued_workloads import WorkloadReasons
 from controller.explain.reason import ClaimReason
@@ -126,6 +126,7 @@ class Controller:
         self._disjoint_curator = DisjointCurator(ranking, settings.offers)
         self._listed_devices = ListedDevices(settings.min_published, settings.offers)
         self._unscheduled = UnscheduledClaims(settings.unused_s, Clock())
+        self._missing = MissingClaims(Clock())
         self._node_labels = NodeLabels(client, LABEL_SETS[settings.node_labels])
         self._conflicts = ConflictResolver(
             client, self._recorder, settings.driver_name, evicted=metrics.pod_evicted if metrics is not None else None
@@ -233,6 +234,7 @@ class Controller:
         return soonest(
             self._writer.due_in_s(),
             self._unscheduled.next_s,
+            self._missing.next_s,
             self._starvation.next_s,
             self._reservations.next_s,
             self._held_publication.next_s,
@@ -346,7 +348,7 @@ class Controller:
         unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
         silent = silent_nodes(seen.views, seen.incomplete)
         unscheduled = self._unscheduled.reasons(queue, unfenced, silent)
-        everything = (*waiting, *unscheduled, *reasons_of(queue, unreported), *missing_claims(seen.cluster))
+        everything = (*waiting, *unscheduled, *reasons_of(queue, unreported), *self._missing.reasons(seen.cluster))
         found = {each.pending.key: each for each in everything}
         self._events.claims(found.values(), queue)
         return {key: each.code.value for key, each in found.items()}

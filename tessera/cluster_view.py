@@ -14,7 +14,7 @@ from controller.cluster.node_views import silent_nodes
 from controller.cluster.published_offers import DeviceIndex
 from controller.demand.pending_claims import Queue
 from controller.demand.selected_devices import Matching
-from controller.explain.missing import missing_claims
+from controller.explain.missing import MissingClaims
 from controller.explain.pending_despite_offers import UnscheduledClaims
 from controller.explain.reason import ClaimReason
 from controller.explain.reasons import reasons_of
@@ -60,7 +60,7 @@ class ClusterView:
         offered = {offer: self.devices.free[offer] for offer in self.devices.offered}
         silent = silent_nodes(self.snapshot.views, self.snapshot.incomplete)
         unscheduled = UnscheduledClaims(OVERDUE_SECONDS, Clock(), watching=False).reasons(self.queue, offered, silent)
-        everything = (*unscheduled, *reasons_of(self.queue), *missing_claims(self.snapshot.cluster))
+        everything = (*unscheduled, *reasons_of(self.queue), *MissingClaims(Clock()).reasons(self.snapshot.cluster))
         return {each.pending.key: each for each in everything}
 
 

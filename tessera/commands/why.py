@@ -1,0 +1,237 @@
+"""``tessera why``: why a pod or a claim is pending, and what would help."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import msgspec
+
+from driver.errors import NOT_FOUND, ApiError, FatalError, UsageError
+from driver.kube.client import KubeClient
+from driver.kube.reads import RESOURCE_GROUP, read_object
+from driver.kube.types import Claim, Key, Pod
+from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.cluster_view import ClusterView, read_cluster
+from tessera.tables_and_drawings import columns, counted, printable, with_text_output
+from tessera.why.explanation import Explainer, Explanation, key_of
+
+POD_KINDS, CLAIM_KINDS = ("pod", "pods", "po"), ("claim", "resourceclaim", "resourceclaims")
+
+MAX_HOLDERS = 20
+"""Holders that are looked up and shown."""
+
+POD, CLAIM = msgspec.json.Decoder(Pod), msgspec.json.Decoder(Claim)
+
+
+class Holder(NamedTuple):
+    """A claim that holds devices; ``created`` as the API server writes it."""
+
+    claim: str
+    devices: tuple[str, ...]
+    pods: tuple[str, ...] = ()
+    priority: int | None = None
+    created: str | None = None
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("-n", "--namespace", help="Namespace of NAME, or of all claims that are explained.  [default: default]")
+@click.option("-A", "--all-namespaces", is_flag=True, help="Explain the pending claims of all namespaces.")
+@with_kubeconfig
+@with_driver_name
+@with_text_output
+def why(
+    *,
+    name: str | None,
+    namespace: str | None,
+    all_namespaces: bool,
+    kubeconfig: Path | None,
+    driver_name: str,
+    output: str,
+) -> None:
+    """Explain why a pod or a claim is pending, and what would help.
+
+    NAME is a pod or a claim: NAME, pod/NAME or claim/NAME. Without it, all pending claims of the namespace are
+    explained. The command computes the reasons itself from the API server's objects, also without a controller. Each
+    change under "it would fit if" was tried.
+
+    Exit code 0: nothing is pending; 1: something is, or NAME does not exist.
+
+    \b
+    Examples:
+      tessera why my-pod -n team-a
+      tessera why claim/my-claim -n team-a -o json
+      tessera why -A
+    """
+    if name is not None and all_namespaces:
+        raise UsageError("NAME and --all-namespaces exclude each other: give one of them")
+    client = client_of(kubeconfig, "tessera-why")
+    view = read_cluster(client, driver_name)
+    explainer = Explainer(view)
+    if name is None:
+        where = None if all_namespaces else namespace or "default"
+        found = [each for each in explainer.pending() if where is None or _namespace(each) == where]
+    else:
+        found = _named(client, explainer, name, namespace or "default")
+    if output == "json":
+        click.echo(json.dumps([_as_json(each, _holders(client, view, each)) for each in found], indent=2))
+    elif not found:
+        click.echo("no claim is pending")
+    else:
+        brief = name is None and len(found) > 1
+        texts = [_as_line(each) if brief else _as_text(each, _holders(client, view, each)) for each in found]
+        click.echo(("\n" if brief else "\n\n").join(texts))
+    sys.exit(1 if any(each.is_pending for each in found) else 0)
+
+
+def _namespace(found: Explanation) -> str:
+    return found.claim.partition("/")[0] if found.claim else found.pods[0].metadata.namespace
+
+
+def _named(client: KubeClient, explainer: Explainer, name: str, namespace: str) -> list[Explanation]:
+    """The explanations of a pod or a claim. Raises FatalError if there is neither."""
+    kind, slash, rest = name.partition("/")
+    if not slash or kind.lower() not in {*POD_KINDS, *CLAIM_KINDS}:
+        kind, rest = "", name
+    key = key_of(rest, namespace)
+    if kind.lower() not in CLAIM_KINDS:
+        pod = _find(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD)
+        if pod is not None:
+            return explainer.of_pod(pod) or [_without_claims(pod)]
+    if kind.lower() not in POD_KINDS:
+        claim = _find(client, f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}", CLAIM)
+        if claim is not None:
+            return [explainer.of_claim(claim)]
+    raise FatalError(f"namespace {key.namespace} has no {kind or 'pod or ResourceClaim'} named {key.name}")
+
+
+def _without_claims(pod: Pod) -> Explanation:
+    message = "it has no ResourceClaim: Tessera is not concerned" if not pod.spec.resource_claims else "none is pending"
+    return Explanation("", (pod,), "NotUsed", message)
+
+
+def _find(client: KubeClient, path: str, decoder: msgspec.json.Decoder[Any]) -> Any:
+    try:
+        return read_object(client, path, decoder)
+    except ApiError as error:
+        if error.status != NOT_FOUND:
+            raise
+    return None
+
+
+def _holders(client: KubeClient, view: ClusterView, found: Explanation) -> list[Holder]:
+    """The claims that hold what ``found`` could have, those that would have to end first."""
+    devices: dict[str, list[str]] = {}
+    for (node, device), claim in view.queue.holders.items():
+        devices.setdefault(claim, []).append(f"{node}/{device}")
+    first = [claim for change in found.changes for claim in change.claims]
+    names = list(dict.fromkeys([*first, *found.holders]))
+    return [_holder(client, each, tuple(sorted(devices.get(each, ())))) for each in names[:MAX_HOLDERS]]
+
+
+def _holder(client: KubeClient, claim: str, devices: tuple[str, ...]) -> Holder:
+    key = key_of(claim, "")
+    try:
+        raw = client.get_object(f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}")
+    except ApiError:  # it ended meanwhile
+        return Holder(claim, devices)
+    users = raw.get("status", {}).get("reservedFor") or ()
+    pods = tuple(str(each.get("name")) for each in users if each.get("resource") == "pods")
+    pod = _find_quietly(client, Key(key.namespace, pods[0])) if pods else None
+    priority = pod.spec.priority if pod is not None else None
+    return Holder(claim, devices, pods, priority, raw["metadata"].get("creationTimestamp"))
+
+
+def _find_quietly(client: KubeClient, key: Key) -> Pod | None:
+    try:
+        found: Pod | None = _find(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD)
+    except ApiError:
+        return None
+    return found
+
+
+def _title(found: Explanation) -> str:
+    pods = [printable(str(pod.metadata.key)) for pod in found.pods]
+    what = f"claim {printable(found.claim)}" if found.claim else f"pod {pods[0]}"
+    used = f" of pod {', '.join(pods[:3])}" if found.claim and pods else ""
+    created = found.pods[0].metadata.creation_timestamp if found.pods else None
+    since = f", pending for {_age(created)}" if created and found.is_pending else ""
+    return f"{what}{used}{since}"
+
+
+def _as_line(found: Explanation) -> str:
+    return f"{_title(found)}\n  {click.style(found.code, bold=True)}: {printable(found.message)}"
+
+
+def _as_text(found: Explanation, holders: Sequence[Holder]) -> str:
+    lines = [_as_line(found)]
+    rows = [
+        [
+            printable(request.name),
+            printable(request.device_class),
+            each.product,
+            *map(str, (each.gpus, each.free, each.held)),
+            _closed(each.closed),
+        ]
+        for request in found.requests
+        for each in request.products
+    ]
+    if rows:
+        lines += ["", columns(["REQUEST", "CLASS", "PRODUCT", "GPUS", "FREE", "HELD", "CLOSED"], rows)]
+    if holders:
+        table = [
+            [
+                printable(each.claim),
+                ", ".join(each.devices[:3]) + (" ..." if len(each.devices) > 3 else ""),
+                printable(", ".join(each.pods[:2])) or "-",
+                "-" if each.priority is None else str(each.priority),
+                _age(each.created) if each.created else "-",
+            ]
+            for each in holders
+        ]
+        lines += ["", columns(["HELD BY", "DEVICES", "POD", "PRIORITY", "AGE"], table)]
+    if found.changes:
+        lines += ["", "it would fit if", *(f"  - {printable(each.text)}" for each in found.changes)]
+    for pod, message in found.reports:
+        lines += ["", f"the scheduler reports on pod {printable(pod)}: {printable(message)}"]
+    return "\n".join(lines)
+
+
+def _closed(closed: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {cause}" for cause, count in closed.items()) or "0"
+
+
+def _age(created: str) -> str:
+    seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()))
+    for size, name in ((86400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= 2 * size:
+            return counted(seconds // size, name)
+    return counted(seconds, "second")
+
+
+def _as_json(found: Explanation, holders: Sequence[Holder]) -> dict[str, object]:
+    return {
+        "claim": found.claim or None,
+        "pods": [str(pod.metadata.key) for pod in found.pods],
+        "reason": found.code,
+        "message": found.message,
+        "requests": [
+            {
+                "name": request.name,
+                "deviceClass": request.device_class,
+                "needs": request.needs,
+                "products": [asdict(each) for each in request.products],
+            }
+            for request in found.requests
+        ],
+        "holders": [each._asdict() for each in holders],
+        "changes": [{"kind": each.kind, "text": each.text, "claims": list(each.claims)} for each in found.changes],
+        "schedulerReports": [{"pod": pod, "message": message} for pod, message in found.reports],
+    }

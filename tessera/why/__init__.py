@@ -1,0 +1,1 @@
+"""Explanations of pending claims for ``tessera why``."""

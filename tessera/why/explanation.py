@@ -1,0 +1,172 @@
+"""Everything that is known of why a claim is pending: the reason, what is available, who holds it, what would help."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from controller.demand.pending_claims import PendingClaim
+from controller.demand.requirements import Refusal
+from controller.explain.availability import Availability, holders_of
+from controller.explain.changes import Change, changes_that_help
+from controller.explain.events import ENOUGH_IS_FREE
+from controller.explain.reason import ReasonCode
+from controller.explain.reasons import Reasoning
+from driver.kube.types import Claim, Key, Pod
+from tessera.cluster_view import ClusterView
+
+ALLOCATED = "Allocated"
+NOT_USED = "NotUsed"
+OTHER_DRIVERS = "OtherDrivers"
+
+
+@dataclass(frozen=True)
+class ProductCount:
+    """Of the GPUs of one product that a request selects: how many could provide a device now, and what keeps others."""
+
+    product: str
+    gpus: int
+    free: int
+    held: int
+    closed: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class RequestCount:
+    """What a request asks for, and the GPUs that have it by product."""
+
+    name: str
+    device_class: str
+    needs: str
+    products: tuple[ProductCount, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why ``claim`` (``namespace/name``) is pending. ``pods`` are its pending pods.
+
+    ``code`` is a ReasonCode, or ALLOCATED, NOT_USED (no pending pod uses the claim) or OTHER_DRIVERS. ``holders`` are
+    the claims that hold devices which it could have; ``reports`` what the scheduler says of each pod.
+    """
+
+    claim: str
+    pods: tuple[Pod, ...]
+    code: str
+    message: str
+    requests: tuple[RequestCount, ...] = ()
+    holders: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+    reports: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_pending(self) -> bool:
+        return self.code not in {ALLOCATED, NOT_USED}
+
+
+class Explainer:
+    """Explains claims of one view of the cluster."""
+
+    def __init__(self, view: ClusterView) -> None:
+        self._view = view
+        self._queue = view.queue
+        self._reasoning = Reasoning(view.queue)
+
+    def pending(self) -> Iterator[Explanation]:
+        """All pending claims, and pods that lack a claim."""
+        known = {each.key for each in self._queue.pending}
+        yield from map(self.of_pending, self._queue.pending)
+        for key, reason in self._view.reasons.items():
+            if key not in known:
+                yield Explanation("", reason.pending.pods, reason.code.value, reason.sentence)
+
+    def of_pod(self, pod: Pod) -> list[Explanation]:
+        """The claims of a pod."""
+        pending = [
+            each for each in self._queue.pending if any(user.metadata.key == pod.metadata.key for user in each.pods)
+        ]
+        missing = self._view.reasons.get(f"Pod/{pod.metadata.key}")
+        found = list(map(self.of_pending, pending))
+        if missing is not None and not found:
+            found.append(Explanation("", (pod,), missing.code.value, missing.sentence))
+        claims = (self._view.snapshot.cluster.claims.find(key) for key in pod.claims)
+        return [*found, *(self._allocated(claim) for claim in claims if claim is not None and claim.status.allocation)]
+
+    def of_claim(self, claim: Claim) -> Explanation:
+        """A claim, pending or not."""
+        if claim.status.allocation is not None:
+            return self._allocated(claim)
+        found = next((each for each in self._queue.pending if each.claim.metadata.key == claim.metadata.key), None)
+        if found is not None:
+            return self.of_pending(found)
+        message = "no pending pod uses it: the scheduler allocates a claim when it places a pod"
+        return Explanation(str(claim.metadata.key), (), NOT_USED, message)
+
+    def of_pending(self, pending: PendingClaim) -> Explanation:
+        """Why ``pending`` is pending."""
+        reason = self._view.reasons.get(pending.key)
+        requirements = self._queue.requirements(pending)
+        if reason is not None:
+            code, message = reason.code.value, reason.sentence
+        elif requirements == ():
+            code, message = OTHER_DRIVERS, "it requests devices of other drivers only, or with adminAccess"
+        else:
+            code, message = ReasonCode.WAITS.value, ENOUGH_IS_FREE
+        available = self._available(pending)
+        usable = [each.entry for one in available for each in one.usable]
+        return Explanation(
+            claim="" if pending.not_created else str(pending.claim.metadata.key),
+            pods=pending.pods,
+            code=code,
+            message=message,
+            requests=tuple(self._counts(pending, available)),
+            holders=tuple(sorted(holders_of(usable, self._queue.holders))),
+            changes=tuple(changes_that_help(self._queue, self._reasoning, pending)),
+            reports=tuple(_reports(pending.pods)),
+        )
+
+    def _available(self, pending: PendingClaim) -> Sequence[Availability]:
+        requirements = self._queue.requirements(pending)
+        if isinstance(requirements, Refusal):
+            return ()
+        requests = dict.fromkeys(request for each in requirements for request in each.requests)
+        return [self._reasoning.availability(request, pending) for request in requests]
+
+    def _counts(self, pending: PendingClaim, available: Sequence[Availability]) -> Iterator[RequestCount]:
+        classes = {
+            request.name: " or ".join(dict.fromkeys(each.device_class_name for each in request.alternatives))
+            for request in pending.claim.spec.devices.requests
+        }
+        for each in available:
+            name = each.request.name
+            yield RequestCount(name, classes.get(name, ""), each.needs, tuple(_products(each)))
+
+    def _allocated(self, claim: Claim) -> Explanation:
+        allocation = claim.status.allocation
+        results = allocation.devices.results if allocation is not None else ()
+        devices = ", ".join(f"{result.device} of pool {result.pool}" for result in results)
+        return Explanation(str(claim.metadata.key), (), ALLOCATED, f"it is allocated: {devices}")
+
+
+def _products(available: Availability) -> Iterator[ProductCount]:
+    by_product: dict[str, list[tuple[str, bool]]] = {}
+    for each in available.gpus:
+        obstacle = "" if each.obstacle is None else each.obstacle.value
+        by_product.setdefault(each.entry.gpu.product_name, []).append((obstacle, each.now > 0))
+    for product, gpus in sorted(by_product.items()):
+        free = sum(now for obstacle, now in gpus if not obstacle)
+        closed = Counter(obstacle for obstacle, _ in gpus if obstacle)
+        yield ProductCount(product, len(gpus), free, len(gpus) - free - closed.total(), dict(closed))
+
+
+def _reports(pods: Sequence[Pod]) -> Iterator[tuple[str, str]]:
+    for pod in pods:
+        for condition in pod.status.conditions:
+            if condition.keeps_from_scheduling and condition.message:
+                yield pod.metadata.name, condition.message
+
+
+def key_of(name: str, namespace: str) -> Key:
+    """``NAMESPACE/NAME`` or ``NAME`` in ``namespace``."""
+    first, slash, rest = name.partition("/")
+    return Key(first, rest) if slash else Key(namespace, name)

@@ -1,0 +1,290 @@
+"""``tessera why`` on a real API server and scheduler: each reason, and that its advice gets the pod placed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.harness.cluster import Cluster
+from tests.harness.manifests import busybox_pod
+from tests.harness.waiting import wait_for
+from tests.support.chart import install
+from tests.support.control_plane import control_plane
+from tests.support.controller import ControllerProcess
+from tests.support.plugin import COMMAND_S, TESSERA, PluginFlags, PluginProcess, bare_node
+from tests.support.scheduling import asked
+from tests.support.workloads import CLAIMS, PODS, is_gone
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
+
+SOON_S = 60.0
+NODES = {"one": "sim:h100-1", "plain": "sim:l40s-8"}
+H100 = 'device.attributes["gpu.tessera.dev"].productName.startsWith("NVIDIA H100")'
+L40S = 'device.attributes["gpu.tessera.dev"].productName == "NVIDIA L40S"'
+RULES = "/apis/resource.k8s.io/v1/devicetaintrules"
+NO_PROFILE = 'device.attributes["gpu.tessera.dev"].profile == "9g.90gb"'
+SMALL = "gpu-inference-1g-10gb"
+
+
+@dataclass
+class Place:
+    """A cluster with two nodes and a controller; what a test creates is gone after it."""
+
+    cluster: Cluster
+    controller: ControllerProcess
+    paths: list[str] = field(default_factory=list)
+
+    def post(self, folder: str, body: dict[str, Any]) -> None:
+        self.cluster.api.post(folder, body)
+        self.paths.append(f"{folder}/{body['metadata']['name']}")
+
+    def ask(self, name: str, *requests: dict[str, Any], cpu: str = "1m", claim: str | None = None, **spec: Any) -> None:
+        """A claim and its pod; ``claim`` only names one."""
+        if claim is None:
+            self.post(CLAIMS, {"metadata": {"name": name}, "spec": {"devices": {"requests": list(requests)}}})
+        container = {"resources": {"claims": [{"name": "gpu"}], "requests": {"cpu": cpu}}}
+        claims = [{"name": "gpu", "resourceClaimName": claim or name}]
+        self.post(PODS, busybox_pod(name, container=container, resourceClaims=claims, **spec))
+
+    def hold(self, name: str, *requests: dict[str, Any]) -> None:
+        self.ask(name, *requests)
+        self.wait_allocated(name)
+
+    def is_allocated(self, name: str) -> bool:
+        return bool(self.cluster.api.get(f"{CLAIMS}/{name}").get("status", {}).get("allocation"))
+
+    def wait_allocated(self, name: str) -> None:
+        wait_for(lambda: self.is_allocated(name), SOON_S, f"claim {name} is allocated")
+
+    def end(self, *names: str) -> None:
+        """End these pods and their claims."""
+        self.delete(*(f"{folder}/{name}" for folder in (PODS, CLAIMS) for name in names))
+
+    def clean(self) -> None:
+        """Undo what a test did."""
+        cordon_node(self, unschedulable=False)
+        self.tessera("uncordon", "one/gpu-0")
+        self.delete(*reversed(self.paths))
+
+    def delete(self, *paths: str) -> None:
+        for path in paths:
+            self.paths.remove(path)
+            self.cluster.api.request("DELETE", path, {"gracePeriodSeconds": 0})
+        for path in paths:
+            wait_for(partial(is_gone, self.cluster, path), SOON_S, f"{path} is gone")
+
+    def tessera(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [TESSERA, *arguments, "--kubeconfig", str(self.cluster.kubeconfig)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+
+    def why(self, name: str) -> dict[str, Any]:
+        answer = self.tessera("why", name, "-o", "json")
+        assert answer.returncode in {0, 1}, answer.stderr
+        [found] = json.loads(answer.stdout)
+        return dict(found)
+
+    def reason(self, name: str, code: str) -> dict[str, Any]:
+        """The explanation, once it has this code."""
+        return wait_for(lambda: found if (found := self.why(name))["reason"] == code else {}, SOON_S, f"{name}: {code}")
+
+    def event(self, kind: str, name: str) -> dict[str, Any]:
+        """The one Event of the controller about an object."""
+        uid = self.cluster.api.get(f"{PODS if kind == 'Pod' else CLAIMS}/{name}")["metadata"]["uid"]
+        events = self.cluster.api.get("/api/v1/namespaces/default/events")["items"]
+        about = [each for each in events if each.get("reportingComponent") == "tessera-controller"]
+        found = [each for each in about if each["involvedObject"]["uid"] == uid]
+        assert len(found) <= 1
+        return found[0] if found else {}
+
+
+def all_reported(controller: ControllerProcess) -> bool:
+    plans = controller.plans().values()
+    return sum(bool(each.get("status", {}).get("inventory")) for each in plans) == len(NODES)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Place]:
+    with control_plane("why") as cluster:
+        install(cluster)
+        plugins = [
+            PluginProcess(cluster, bare_node(cluster, name), PluginFlags(gpus=gpus)) for name, gpus in NODES.items()
+        ]
+        for plugin in plugins:
+            plugin.spawn()
+        for plugin in plugins:
+            plugin.wait_published()
+        controller = ControllerProcess(cluster)
+        controller.start()
+        found = Place(cluster, controller)
+        wait_for(lambda: all_reported(controller), SOON_S, "all nodes have reported")
+        yield found
+        controller.stop()
+        assert controller.refused() == []
+        for plugin in plugins:
+            plugin.stop()
+
+
+@pytest.fixture
+def place(running: Place) -> Iterator[Place]:
+    yield running
+    running.clean()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pending claim ``wanted``: what was done ``before``, its reason, a part of the message, and the ``way_out``."""
+
+    code: str
+    part: str
+    request: dict[str, Any]
+    before: Callable[[Place], object] = lambda _: None
+    way_out: Callable[[Place], object] | None = None
+    change: str = ""
+    pod: dict[str, Any] = field(default_factory=dict)
+
+
+def cordon_node(place: Place, *, unschedulable: bool) -> None:
+    place.cluster.api.patch("/api/v1/nodes/one", {"spec": {"unschedulable": unschedulable}})
+
+
+def hold_l40s(place: Place, *names: str) -> None:
+    for name in names:
+        place.hold(name, asked("gpu-training", L40S))
+
+
+def allow_admin_access(place: Place) -> None:
+    labels = {"resource.kubernetes.io/admin-access": "true"}
+    place.cluster.api.patch("/api/v1/namespaces/default", {"metadata": {"labels": labels}})
+
+
+def taint_rule(place: Place) -> None:
+    spec = {"deviceSelector": {"pool": "one-gpu.tessera.dev"}, "taint": {"key": "repair", "effect": "NoSchedule"}}
+    place.post(RULES, {"metadata": {"name": "repair"}, "spec": spec})
+
+
+CASES = {
+    "held": Case(
+        "AllHeld",
+        "none is free, of 1 NVIDIA H100",
+        asked("gpu-training", H100),
+        before=lambda place: place.hold("holder", asked("gpu-training", H100)),
+        way_out=lambda place: place.end("holder"),
+        change="claim default/holder ended (1 on node one, the fewest possible)",
+    ),
+    "two of one node, one is free": Case(
+        "AllHeld",
+        "needs 8 full GPUs of one node: at most 6 are free on one node (plain)",
+        asked("gpu-training", L40S, count=8),
+        before=lambda place: hold_l40s(place, "holder-0", "holder-1"),
+        way_out=lambda place: place.end("holder-0", "holder-1"),
+        change="claims default/holder-0, default/holder-1 ended (2 on node plain, the fewest possible)",
+    ),
+    "eighth small partition": Case(
+        "ProfileLimitReached",
+        "a GPU can have at most 7 of 1g.10gb, and gpu-0 of one has as many",
+        asked(SMALL),
+        before=lambda place: place.hold("holder", asked(SMALL, count=7)),
+        way_out=lambda place: place.end("holder"),
+        change="claim default/holder ended (1 on node one, the fewest possible)",
+    ),
+    "cordoned node": Case(
+        "NodeClosed",
+        "one is cordoned",
+        asked("gpu-training", H100),
+        before=lambda place: cordon_node(place, unschedulable=True),
+        way_out=lambda place: cordon_node(place, unschedulable=False),
+        change="node one were uncordoned (kubectl uncordon)",
+    ),
+    "cordoned GPU": Case(
+        "GpuCordoned",
+        "an operator has cordoned them: gpu-0 of one",
+        asked(SMALL),
+        before=lambda place: place.tessera("cordon", "one/gpu-0"),
+        way_out=lambda place: place.tessera("uncordon", "one/gpu-0"),
+        change="gpu-0 of one were uncordoned (tessera uncordon)",
+    ),
+    "taint rule": Case(
+        "DeviceTainted",
+        "the DeviceTaintRule repair taints gpu-0",
+        asked("gpu-training", H100),
+        before=taint_rule,
+        way_out=lambda place: place.delete(f"{RULES}/repair"),
+    ),
+    "no CPU where the GPU is": Case(
+        "OfferStandsUnused", "Insufficient cpu", asked("gpu-training", H100), pod={"cpu": "1000"}
+    ),
+    "too many": Case(
+        "TooMany", "asks for 9 devices of one node; no node has more than 8", asked("gpu-training", L40S, count=9)
+    ),
+    "33 devices": Case("TooMany", "more than the 32 that one claim can have", asked(SMALL, count=33)),
+    "product with a typing error": Case(
+        "NothingMatches",
+        "did you mean NVIDIA L40S?",
+        asked("gpu-training", 'device.attributes["gpu.tessera.dev"].productName == "NVIDIA L40"'),
+    ),
+    "class with a typing error": Case("NoSuchClass", "did you mean gpu-training?", asked("gpu-traning")),
+    "no such claim": Case("NoSuchClaim", "the ResourceClaim nope, which does not exist", {}, pod={"claim": "nope"}),
+    "node selector": Case(
+        "OnOtherNodesOnly",
+        "one lacks the label kubernetes.io/hostname=plain",
+        asked("gpu-training", H100),
+        pod={"nodeSelector": {"kubernetes.io/hostname": "plain"}},
+        change="its pod could run on node one",
+    ),
+    "admin access to nothing": Case(
+        "NothingMatches",
+        "no GPU has it",
+        {"name": "gpu", "exactly": {**asked("gpu-inference", NO_PROFILE)["exactly"], "adminAccess": True}},
+        before=allow_admin_access,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_reason_is_true_the_event_says_the_same_and_the_way_out_helps(place: Place, name: str) -> None:
+    case = CASES[name]
+    case.before(place)
+    place.ask("wanted", *filter(None, [case.request]), **case.pod)
+    found = place.reason("pod/wanted", case.code)
+    assert case.part in found["message"], found
+    if case.change:
+        assert any(each["text"].startswith(case.change) for each in found["changes"]), found["changes"]
+    on_pod = wait_for(lambda: place.event("Pod", "wanted"), SOON_S, "an Event on the pod")
+    wait_for(lambda: place.event("Pod", "wanted")["reason"] == case.code, SOON_S, f"{case.code} on the pod: {on_pod}")
+    if "claim" not in case.pod:
+        event = wait_for(lambda: place.event("ResourceClaim", "wanted"), SOON_S, "an Event on the claim")
+        assert place.event("Pod", "wanted")["message"] == f"claim wanted: {event['message']}"
+    if case.way_out is not None:
+        case.way_out(place)
+        place.wait_allocated("wanted")
+        wait_for(lambda: place.event("ResourceClaim", "wanted")["reason"] == "Allocated", SOON_S, "the last Event")
+
+
+def test_without_a_controller_it_says_the_same(place: Place) -> None:
+    place.hold("holder", asked("gpu-training", H100))
+    place.controller.stop()
+    try:
+        place.ask("wanted", asked("gpu-training", H100))
+        assert place.reason("claim/wanted", "AllHeld")["holders"][0]["claim"] == "default/holder"
+        text = place.tessera("why", "wanted").stdout
+        assert "claim default/wanted of pod default/wanted, pending for" in text
+        assert "claim default/holder ended" in text
+    finally:
+        place.controller.start()
+    place.end("holder")
+    place.wait_allocated("wanted")
+    answer = place.tessera("why", "pod/wanted")
+    assert (answer.returncode, "it is allocated: gpu-0 of pool one-gpu.tessera.dev" in answer.stdout) == (0, True)
+
+
+def test_what_does_not_exist_and_what_is_not_pending_is_said_plainly(place: Place) -> None:
+    answer = place.tessera("why", "nobody")
+    assert (answer.returncode, "has no pod or ResourceClaim named nobody" in answer.stderr) == (1, True)
+    answer = place.tessera("why", "-A")
+    assert (answer.returncode, answer.stdout) == (0, "no claim is pending\n")
