@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -18,11 +19,12 @@ from click.testing import CliRunner, Result
 
 from driver.model.plan import PATH, GpuReport, described
 from tessera.cli import main
+from tessera.cluster_view import ClusterView
 from tessera.commands.map import MOST_NODES
 from tessera.commands.map import map as command
 from tests.harness.waiting import wait_for
 from tests.support.api_server import SLICES, ObjectApi
-from tests.support.map_cluster import DOCS
+from tests.support.map_cluster import DOCS, example
 from tests.support.queues import gpu_in, request
 from tests.unit.tessera.test_cli import KUBECONFIG, on_a_terminal
 
@@ -175,6 +177,23 @@ def test_watch_draws_again_after_a_change_and_ends_quietly(api: ObjectApi, kubec
     assert first != last
     assert [span["holder"]["claim"] for gpu in last[0]["gpus"] for span in gpu["spans"]] == ["train", "more"]
     assert (process.returncode, errors.read_text()) == (0, "")
+
+
+def test_watch_draws_only_what_is_new_and_warns_once_when_it_may_be_old(
+    kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = example().view()
+    stale = [replace(view, stale=f"claims can't be watched for {seconds} s") for seconds in (20, 30)]
+
+    def views(*_: object) -> Iterator[ClusterView]:
+        yield from [view, view, *stale, view]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tessera.commands.map.watch_cluster", views)
+    answer = run(kubeconfig, "--watch")
+    assert answer.exit_code == 0
+    assert answer.stdout.count("PRODUCT") == 3
+    assert answer.stderr == "warning: this is the last known state: claims can't be watched for 20 s\n"
 
 
 def test_every_flag_is_documented() -> None:
