@@ -42,10 +42,10 @@ class ClusterView:
     stale: str | None = None
 
     @classmethod
-    def of(cls, cache: ClusterCache, driver: str) -> ClusterView:
-        """The present content of ``cache``."""
-        snapshot, devices = cache.snapshot(), DeviceIndex()
-        fleet = FleetBuilder().build(snapshot.views, snapshot.changed)
+    def of(cls, cache: ClusterCache, driver: str, builder: FleetBuilder, devices: DeviceIndex) -> ClusterView:
+        """The content of ``cache``, of which ``builder`` and ``devices`` know everything but the changes."""
+        snapshot = cache.snapshot()
+        fleet = builder.build(snapshot.views, snapshot.changed)
         devices.update(snapshot.views, snapshot.changed, fleet)
         return cls(driver, snapshot, fleet, devices, cache.stale())
 
@@ -68,22 +68,26 @@ def read_cluster(client: KubeClient, driver: str) -> ClusterView:
     """Read the cluster. Raises FatalError if this account may not read it, and ApiError if nobody answers."""
     cache = ClusterCache(client, driver, lambda: None)
     _load(cache)
-    return ClusterView.of(cache, driver)
+    return ClusterView.of(cache, driver, FleetBuilder(), DeviceIndex())
 
 
 def watch_cluster(client: KubeClient, driver: str, interval_seconds: float = 1.0) -> Iterator[ClusterView]:
     """The cluster, and then after changes, at most once in ``interval_seconds``, until the iterator is closed.
 
-    ``ClusterView.stale`` changes without a change of the cluster. Raises as ``read_cluster`` before the first view.
+    A view is valid until the next one. ``stale`` changes without a change of the cluster. Raises as ``read_cluster``
+    before the first view.
     """
     changed, stop = threading.Event(), threading.Event()
     cache = ClusterCache(client, driver, changed.set)
     _load(cache)
     cache.start(stop)
+    builder, devices = FleetBuilder(), DeviceIndex()
     try:
         while True:
             changed.clear()
-            yield ClusterView.of(cache, driver)
+            view = ClusterView.of(cache, driver, builder, devices)
+            cache.acknowledge()
+            yield view
             stop.wait(interval_seconds)
             changed.wait(STALE_CHECK_INTERVAL_SECONDS)
     finally:

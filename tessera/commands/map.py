@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 from collections.abc import Callable, Sequence
@@ -81,8 +82,12 @@ def map(  # noqa: A001 - the name of the command
     client = client_of(kubeconfig, "tessera-command")
     if watch:
         _watch(render, client, driver_name)
-    else:
+        return
+    gc.disable()  # a million objects of a large cluster would be traversed several times
+    try:
         click.echo(render(read_cluster(client, driver_name)), nl=output != "svg")
+    finally:
+        gc.enable()
 
 
 def _watch(render: Callable[[ClusterView], str], client: KubeClient, driver: str) -> None:

@@ -285,9 +285,14 @@ def _offered_spans(mask: int, offered: Collection[Device]) -> Iterator[MapSpan]:
     for covered, devices in groups:
         for start, size in _runs(covered & mask):
             inside = [each for each in devices if each.mask >> start & (1 << size) - 1]
-            inside.sort(key=lambda each: (each.kind is DeviceKind.SHARE, -each.mask.bit_count(), each.kind, each.name))
+            inside.sort(key=_largest_first)
             kinds = tuple(dict.fromkeys(str(key_of(each)) for each in inside))
             yield MapSpan(start, size, size, SliceState.OFFERED, tuple(each.name for each in inside), kinds)
+
+
+def _largest_first(device: Device) -> tuple[bool, int, int, str]:
+    compute = device.profile.compute_slices if device.profile is not None else device.gpu.memory_slices
+    return device.kind is DeviceKind.SHARE, -device.mask.bit_count(), -compute, device.name
 
 
 def _runs(mask: int) -> Iterator[tuple[int, int]]:

@@ -62,7 +62,7 @@ def map_as_svg(nodes: Sequence[MapNode]) -> str:
         for index, (product, group) in enumerate(groupby(node.gpus, key=lambda gpu: gpu.product)):
             gpus = list(group)
             y += LINE if index else 0
-            lines.append(_text(0, y - 8, "  ".join(filter(None, [node.name, product, *links(gpus), states])), "node"))
+            lines.append(_text(0, y - 8, " · ".join(filter(None, [node.name, product, *links(gpus), states])), "node"))
             for gpu in gpus:
                 lines += _bar(gpu, y, numbers)
                 y += LINE
@@ -70,9 +70,10 @@ def map_as_svg(nodes: Sequence[MapNode]) -> str:
                     lines.append(_text(BAR_X, y + 5, note, "note"))
                     y += LINE // 2
         if not node.gpus:
-            lines.append(_text(0, y - 8, "  ".join(filter(None, [node.name, states])), "node"))
-    legend = list(_legend(y + LINE, numbers))
-    height = y + LINE * 2 + LINE * (len(legend) // 2 // PER_ROW)
+            lines.append(_text(0, y - 8, " · ".join(filter(None, [node.name, states])), "node"))
+    rows = -(-(len(numbers) + len(LEGEND)) // PER_ROW)
+    legend = _legend(y + LINE // 2, numbers)
+    height = y + LINE // 2 + rows * LINE
     colours = (f".class-{number} {{ fill: hsl({HUES[number % len(HUES)]} 50% 36%); }}" for number in numbers.values())
     style = f"<style>{STYLE}\n{chr(10).join(colours)}</style><defs>{HATCHED}</defs>"
     head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}'>"
@@ -100,6 +101,8 @@ def _bar(gpu: MapGpu, y: int, numbers: Mapping[str, int]) -> Iterator[str]:
         else:
             title = "partition of others" if span.foreign else str(span.state)
             yield from (_field(x + each * width, y, width, str(span.state), title) for each in range(size))
+            if span.foreign:
+                yield _text(x + 6, y + 15, _clipped("foreign", width - 8))
 
 
 def _span(span: MapSpan, x: float, y: int, width: float, numbers: Mapping[str, int]) -> Iterator[str]:

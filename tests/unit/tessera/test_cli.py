@@ -69,6 +69,7 @@ def test_help_of_every_command_has_examples() -> None:
         ("template",),
         ("kueue",),
         ("kueue", "config"),
+        ("map",),
         ("sim",),
         ("sim", "list"),
         ("sim", "smi"),

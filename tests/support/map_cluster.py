@@ -1,0 +1,148 @@
+"""A cluster as commands read it, written short, for the map; and the example of docs/map.md.
+
+``python -m tests.support.map_cluster`` writes docs/map.svg and prints the text of the page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import click
+import msgspec
+
+from controller.cluster.cache import Snapshot
+from controller.cluster.claim_index import ClaimIndex, ClusterState
+from controller.cluster.fleet_builder import SHARE, FleetBuilder
+from controller.cluster.node_views import NodeViews, PoolPart, Published
+from controller.cluster.published_offers import DeviceIndex
+from driver.kube.types import GpuNodePlan
+from driver.model.plan import GpuReport, described
+from driver.slices.pool_names import Pool
+from tessera.cluster_view import ClusterView
+from tessera.map.drawing import draw_map, draw_summary
+from tessera.map.model import MapNode, cluster_map, requested_kinds
+from tessera.map.svg import map_as_svg
+from tests.support.gpus import H100
+from tests.support.queues import DRIVER, Situation, gpu_in, profile, request
+
+DOCS = Path(__file__).parents[2] / "docs"
+WIDTH = 100
+
+
+@dataclass
+class MapCluster:
+    """Nodes with GPUs, the claims that hold devices of them, and the published devices that are offered."""
+
+    situation: Situation = field(default_factory=lambda: Situation([]))
+    reports: dict[str, list[GpuReport]] = field(default_factory=dict)
+    plans: dict[str, dict[str, Any]] = field(default_factory=dict)
+    offered: dict[str, list[str]] = field(default_factory=dict)
+    held: dict[str, dict[str, int]] = field(default_factory=dict)
+    missing_slices: set[str] = field(default_factory=set)
+
+    def node(self, name: str, plan: dict[str, Any] | None = None, **spec: Any) -> Self:
+        """A node without GPUs; ``plan`` are fields of its GpuNodePlan."""
+        self.situation.node(name, **spec)
+        self.plans[name] = plan or {}
+        self.reports.setdefault(name, [])
+        return self
+
+    def gpu(
+        self, node: str, number: int, product: str = H100, facts: dict[str, Any] | None = None, **report: Any
+    ) -> Self:
+        if node not in self.plans:
+            self.node(node)
+        gpu = gpu_in(node, number, product, **(facts or {}))
+        self.reports[node].append(GpuReport(gpu, number, **report))
+        return self
+
+    def holds(self, claim: str, node: str, *devices: str, device_class: str = "gpu-inference", shares: int = 1) -> Self:
+        """``claim`` is ``namespace/name``."""
+        namespace, name = claim.split("/")
+        pool = Pool(node, DRIVER).name
+        results = [{"request": "gpu", "driver": DRIVER, "pool": pool, "device": device} for device in devices]
+        status = {"allocation": {"devices": {"results": results}}}
+        self.situation.claim(
+            name, request(device_class), status=status, metadata={"namespace": namespace, "uid": claim}
+        )
+        self.held.setdefault(node, {}).update(dict.fromkeys(devices, shares))
+        return self
+
+    def offers(self, node: str, *devices: str) -> Self:
+        self.offered.setdefault(node, []).extend(devices)
+        return self
+
+    def view(self) -> ClusterView:
+        """The cluster as the caches would have it."""
+        claims, views, plans = ClaimIndex(DRIVER, self.situation.claims), NodeViews(DRIVER), {}
+        for name, reports in self.reports.items():
+            raw = {"metadata": {"name": name}, **self.plans[name]}
+            raw["status"] = {
+                "mode": "Planned",
+                "inventory": described(reports) if reports else "",
+                **raw.get("status", {}),
+            }
+            plans[name] = msgspec.convert(raw, GpuNodePlan)
+            offered = self.offered.get(name, [])
+            shares = {report.number: report.shares for report in reports}
+            devices = self.held.get(name, {}) | {each: _shares(each, shares) for each in offered}
+            pool = Pool(name, DRIVER).name
+            part = PoolPart(pool, 1, 2 if name in self.missing_slices else 1)
+            published = [Published(name, part, devices, frozenset(offered))]
+            node = self.situation.nodes[name]
+            views.update(name, node, plans[name], published, claims.held(pool), node_changed=True)
+        situation = self.situation
+        cluster = ClusterState(
+            claims, tuple(situation.classes.values()), tuple(situation.pods), tuple(situation.nodes.values())
+        )
+        snapshot = Snapshot(cluster, plans, views.all(), dict(views.incomplete), views.changes())
+        fleet, devices_ = FleetBuilder().build(snapshot.views, snapshot.changed), DeviceIndex()
+        devices_.update(snapshot.views, snapshot.changed, fleet)
+        return ClusterView(DRIVER, snapshot, fleet, devices_)
+
+    def map(self) -> tuple[MapNode, ...]:
+        view = self.view()
+        return cluster_map(view, requested_kinds(view))
+
+
+def _shares(device: str, shares: dict[int, int]) -> int:
+    found = SHARE.fullmatch(device)
+    return shares[int(found["number"])] if found else 1
+
+
+def example() -> MapCluster:
+    """What docs/map.md shows: one of everything."""
+    found = MapCluster()
+    linked = {"nvlink_clique": "clique-0"}
+    fault = "XID 79 (GPU has fallen off the bus)"
+    for number in range(4):
+        found.gpu("node-1", number, facts=linked, fault=fault if number == 3 else None)
+    found.holds("team-a/train", "node-1", "gpu-0", "gpu-1", device_class="gpu-training").offers("node-1", "gpu-2")
+    found.gpu("node-2", 0, facts=linked).gpu("node-2", 1, facts=linked)
+    found.gpu("node-2", 2, shares=4, shares_only=True).gpu("node-2", 3, foreign=0b11)
+    for start in range(7):
+        found.holds(
+            f"team-b/serve-{start}", "node-2", f"gpu-0-mig-1g10gb-{start}", device_class="gpu-inference-1g-10gb"
+        )
+    found.holds("team-b/chat", "node-2", "gpu-1-mig-3g40gb-0", device_class="gpu-inference-3g-40gb")
+    found.offers("node-2", "gpu-1-mig-3g40gb-4", "gpu-2-share-1", "gpu-3-mig-2g20gb-2")
+    found.holds("team-c/notebook", "node-2", "gpu-2-share-0", device_class="gpu-dev", shares=4)
+    found.situation.wants(request(selector=profile("2g.20gb")), name="pending")
+    return found
+
+
+def main() -> None:
+    nodes = example().map()
+    (DOCS / "map.svg").write_text(map_as_svg(nodes))
+    print(example_text(nodes))
+
+
+def example_text(nodes: tuple[MapNode, ...]) -> str:
+    """The output of ``tessera map``."""
+    return click.unstyle(f"{draw_map(nodes, WIDTH)}\n\n{draw_summary(nodes)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The map as text and as SVG: to scale, with everything in it, and harmless whatever names it has."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import click
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tessera.map.drawing import COLOURS, draw_map, draw_summary
+from tessera.map.summary import classes_of
+from tessera.map.svg import map_as_svg
+from tests.support.map_cluster import DOCS, MapCluster, example, example_text
+from tests.support.queues import request
+
+HOSTILE = "\x1b[31mred\x1b]0;title\x07\n<script>'\"&\u202e\ufffe"
+"""Control sequences of terminals, markup, a change of the writing direction, and what XML does not allow."""
+
+
+def hostile() -> MapCluster:
+    """Whatever tenants and nodes write is hostile, though an API server would refuse most of these names."""
+    cluster = MapCluster().node(HOSTILE, {"spec": {"cordoned": [f"{HOSTILE}/0 {HOSTILE}"]}})
+    cluster.gpu(HOSTILE, 0, facts={"product_name": HOSTILE, "fabric_clique": HOSTILE})
+    cluster.gpu(HOSTILE, 1, fault=HOSTILE).holds(f"{HOSTILE.replace('/', '')}/c", HOSTILE, "gpu-0", HOSTILE)
+    cluster.holds(f"n/{HOSTILE.replace('/', '')}", HOSTILE, "gpu-1", device_class=HOSTILE)
+    return cluster
+
+
+def lines(cluster: MapCluster, width: int = 100) -> list[str]:
+    return click.unstyle(draw_map(cluster.map(), width)).splitlines()
+
+
+def texts(image: str) -> list[str]:
+    parsed = ElementTree.fromstring(image)  # noqa: S314
+    return [element.text or "" for element in parsed.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_the_documentation_shows_the_example_as_it_is_drawn() -> None:
+    nodes = example().map()
+    assert f"```\n{example_text(nodes)}```" in (DOCS / "map.md").read_text(), "python -m tests.support.map_cluster"
+    assert (DOCS / "map.svg").read_text() == map_as_svg(nodes), "python -m tests.support.map_cluster"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 173, 240])
+def test_bars_fit_into_the_line_and_are_to_scale(width: int) -> None:
+    bars = [line for line in lines(example(), width) if line.startswith("gpu-")]
+    assert max(map(len, bars)) <= width
+    assert min(map(len, bars)) > width - 9
+    [half] = [line for line in bars if "team-b/chat" in line]
+    left, right = half[half.index("[") + 1 : -1].split("|")
+    assert len(left) == len(right)
+
+
+def test_a_narrow_terminal_still_shows_every_slice() -> None:
+    [bar] = [line for line in lines(MapCluster().gpu("n", 0), 10) if line.startswith("gpu-")]
+    assert bar.count("...") == 8
+
+
+def test_a_claim_is_named_with_its_namespace_if_that_fits() -> None:
+    cluster = (
+        MapCluster()
+        .gpu("n", 0)
+        .holds("team/serve", "n", "gpu-0-mig-1g10gb-0")
+        .holds("team/c", "n", "gpu-0-mig-3g40gb-4")
+    )
+    [bar] = [line for line in lines(cluster) if line.startswith("gpu-")]
+    assert "[A serve--" in bar
+    assert "|A team/c--" in bar
+
+
+def test_classes_differ_by_colour_on_a_terminal_and_by_letter_everywhere() -> None:
+    cluster = MapCluster()
+    for number, name in enumerate(("gpu-training", "gpu-inference", "gpu-dev")):
+        cluster.gpu("n", number).holds(f"t/{number}", "n", f"gpu-{number}", device_class=name)
+    nodes = cluster.map()
+    assert classes_of(nodes) == ["gpu-dev", "gpu-inference", "gpu-training"]
+    drawn = draw_map(nodes, 100)
+    for mark, colour, claim in zip("ABC", COLOURS, ("t/2", "t/1", "t/0"), strict=False):
+        styled = click.style(f"{mark} {claim}", fg=colour, reverse=True).removesuffix("\x1b[0m")
+        assert styled in drawn
+    legend = click.unstyle(drawn).splitlines()[-2]
+    assert legend.split("   ") == ["held, by class:  A  gpu-dev", " B  gpu-inference", " C  gpu-training"]
+
+
+def test_faults_cordons_overlaps_and_lost_devices_are_explained_below_their_gpu() -> None:
+    cluster = MapCluster().node("n", {"spec": {"cordoned": ["n/1 fan on Friday"]}})
+    cluster.gpu("n", 0, fault="XID 79").gpu("n", 1).gpu("n", 2)
+    cluster.holds("t/a", "n", "gpu-2").holds("t/b", "n", "gpu-2-mig-1g10gb-0", "gpu-7")
+    found = [line.strip() for line in lines(cluster)]
+    assert found[found.index("XID 79") - 1].startswith("gpu-0")
+    assert found[found.index("cordon requested: fan on Friday") - 1].startswith("gpu-1")
+    assert "gpu-2 and gpu-2-mig-1g10gb-0 are both held, but overlap" in found
+    assert "gpu-7 is held by t/b, but the node reports no such GPU" in found
+
+
+def test_nvlink_cliques_are_named_by_the_numbers_of_their_gpus() -> None:
+    cluster = MapCluster()
+    for number, clique in enumerate(["a", "a", "b", "b", "a", None, "c"]):
+        cluster.gpu("n", number, facts={"nvlink_clique": clique, "fabric_clique": "cluster.7"})
+    assert lines(cluster)[0].endswith("NVLink 0-1,4 2-3  fabric cluster.7")
+
+
+def test_two_products_of_a_node_are_two_groups_and_a_node_without_gpus_says_so() -> None:
+    found = lines(MapCluster().gpu("n", 0).gpu("n", 1, "NVIDIA L4").node("silent"))
+    assert [line for line in found if line.startswith(("n ", "silent"))] == [
+        "n  NVIDIA H100 80GB HBM3",
+        "n  NVIDIA L4",
+        "silent  has not reported its GPUs",
+    ]
+
+
+def test_without_any_gpu_there_is_a_sentence() -> None:
+    assert draw_map([], 80) == "No GPU."
+    assert "0 nodes; 0 GPUs" in draw_summary([])
+
+
+def test_the_summary_counts_unusual_nodes_and_shows_parts_of_slices() -> None:
+    cluster = example().node("closed", unschedulable=True).gpu("closed", 0)
+    cluster.gpu("closed", 1, shares=3).holds("t/x", "closed", "gpu-1-share-0", shares=3)
+    head, _, _, row = click.unstyle(draw_summary(cluster.map())).splitlines()
+    assert head == "3 nodes, 1 cordoned; 10 GPUs, 1 cordoned or faulty"
+    assert "31.67" in row
+
+
+@pytest.mark.parametrize("draw", [lambda nodes: click.unstyle(draw_map(nodes, 100)), map_as_svg])
+def test_hostile_names_leave_no_control_character(draw: object) -> None:
+    drawn: str = draw(hostile().map())  # type: ignore[operator]
+    assert [letter for letter in drawn if not letter.isprintable() and letter != "\n"] == []
+    assert "script" in drawn
+
+
+def test_hostile_names_stay_text_in_the_image() -> None:
+    found = texts(map_as_svg(hostile().map()))
+    assert any("<script>" in text for text in found)
+
+
+@given(st.lists(st.sampled_from(["full", "mig-3g40gb-0", "mig-1g10gb-4", "share-0", "share-1"]), max_size=3))
+def test_every_holder_is_in_both_drawings_once(held: list[str]) -> None:
+    cluster = MapCluster()
+    for number, device in enumerate(held):
+        name = f"gpu-{number}" if device == "full" else f"gpu-{number}-{device}"
+        cluster.gpu("n", number, shares=2).holds(f"t/x{number}", "n", name, shares=2 if "share" in device else 1)
+    nodes = cluster.map()
+    found = texts(map_as_svg(nodes))
+    drawn = click.unstyle(draw_map(nodes, 120))
+    for number in range(len(held)):
+        assert found.count(f"t/x{number}") == 1
+        assert drawn.count(f"t/x{number}") == 1
+
+
+def test_the_image_has_a_field_for_every_device_and_slice() -> None:
+    cluster = MapCluster().gpu("n", 0).gpu("n", 1, foreign=1).holds("t/a", "n", "gpu-0-mig-3g40gb-0")
+    cluster.situation.wants(request())
+    image = ElementTree.fromstring(map_as_svg(cluster.map()))  # noqa: S314
+    looks = [each.get("class") for each in image.iter("{http://www.w3.org/2000/svg}rect")]
+    assert looks[0] == "held class-0"
+    assert looks[1:5] == ["free"] * 4
+    assert looks.count("unavailable") == 2  # with the legend
+    assert texts(map_as_svg(cluster.map())).count("foreign") == 1
