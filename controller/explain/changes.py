@@ -47,7 +47,8 @@ def changes_that_help(queue: Queue, reasoning: Reasoning, pending: PendingClaim)
 
     Empty if there is room, or if no single change is enough.
     """
-    if isinstance(queue.requirements(pending), Refusal) or queue.satisfiable(pending) or pending.key in queue.held_back:
+    required = queue.requirements(pending)
+    if isinstance(required, Refusal) or not required or pending.key in queue.held_back or queue.satisfiable(pending):
         return []
     alternatives = list(queue.combinations(pending.pods[0]))
     feasibility, nodes = queue.feasibility, queue.nodes(pending)

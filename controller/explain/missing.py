@@ -32,7 +32,9 @@ class MissingClaims:
             if left > 0:
                 young.append(left)
                 continue
-            claim = Claim(Metadata(pod.metadata.name, pod.metadata.namespace), ClaimSpec(DeviceClaim(())))
+            claim = Claim(
+                Metadata(name=pod.metadata.name, namespace=pod.metadata.namespace), ClaimSpec(DeviceClaim(()))
+            )
             pending = PendingClaim(claim, (pod,), not_created=True)
             found.append(ClaimReason(pending, ReasonCode.NO_SUCH_CLAIM, sentence))
         self.next_s = min(young, default=None)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
-from tests.harness.waiting import wait_for
+from tests.harness.waiting import DeadlineError, wait_for
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess
@@ -85,13 +85,23 @@ class Place:
 
     def why(self, name: str) -> dict[str, Any]:
         answer = self.tessera("why", name, "-o", "json")
-        assert answer.returncode in {0, 1}, answer.stderr
+        assert answer.stdout, answer.stderr
         [found] = json.loads(answer.stdout)
         return dict(found)
 
     def reason(self, name: str, code: str) -> dict[str, Any]:
         """The explanation, once it has this code."""
-        return wait_for(lambda: found if (found := self.why(name))["reason"] == code else {}, SOON_S, f"{name}: {code}")
+        found: list[dict[str, Any]] = []
+
+        def is_explained() -> bool:
+            found.append(self.why(name))
+            return bool(found[-1]["reason"] == code)
+
+        try:
+            wait_for(is_explained, SOON_S, f"{name}: {code}")
+        except DeadlineError as error:
+            raise DeadlineError(f"{error}: {found[-1]}") from error
+        return found[-1]
 
     def event(self, kind: str, name: str) -> dict[str, Any]:
         """The one Event of the controller about an object."""

@@ -29,7 +29,9 @@ def test_a_pod_without_its_claim_is_told_which_one_is_missing(
     there.claim("claim", request(selector=FULL))
     there.pod("pod", status=CREATED, resourceClaims=claims, metadata={"creationTimestamp": created})
     missing = MissingClaims(FakeClock())
-    found = [each.sentence for each in missing.reasons(there.queue.cluster)]
+    reasons = missing.reasons(there.queue.cluster)
+    assert all(each.pending.key == "Pod/default/pod" for each in reasons)
+    found = [each.sentence for each in reasons]
     assert missing.next_s == (pytest.approx(1.0) if created == YOUNG else None)
     assert len(found) == bool(part)
     assert all(part in sentence for sentence in found)
