@@ -210,14 +210,9 @@ BAD_VALUES: dict[str, tuple[Values, str]] = {
             *("/driverName", "/neighbours", "/image", "/image/repository", "/image/pullPolicy", "/nodePlugin"),
             *(f"/nodePlugin/{name}" for name in ("kubeletDir", "cdiDir", "driverRoot", "logLevel")),
             *("/controller", "/controller/replicas", "/controller/logLevel", "/controller/pdb"),
-            *(
-                "/controller/pdb/maxUnavailable",
-                "/podMonitor",
-                "/podMonitor/interval",
-                "/dashboards",
-                "/prometheusRules",
-            ),
-            *("/priorityQuota", "/priorityQuota/pods", "/admission", "/admission/shareClasses", "/fence", "/crd"),
+            *("/controller/pdb/maxUnavailable", "/podMonitor", "/podMonitor/interval", "/dashboards"),
+            *("/prometheusRules", "/priorityQuota", "/priorityQuota/pods", "/admission", "/admission/shareClasses"),
+            *("/fence", "/crd"),
             *("/uninstall", "/uninstall/timeoutSeconds"),
         )
     },
