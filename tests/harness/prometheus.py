@@ -1,16 +1,26 @@
-"""Prometheus and promtool, built from their Go module into the cache (5 minutes on one core, 100 MB)."""
+"""Prometheus and promtool, built from their Go module into the cache (5 minutes on one core, 100 MB), and running."""
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any
+
+import urllib3
+import yaml
 
 from tests.harness.gobuild import Group, build
 from tests.harness.golang import ensure_go
 from tests.harness.locks import file_lock
 from tests.harness.progress import Progress
 from tests.harness.versions import default_release
+from tests.harness.waiting import wait_for
 
 VERSION = "3.13.5"
 MODULE = "github.com/prometheus/prometheus"
@@ -23,6 +33,9 @@ PROMETHEUS = Group(
     usual_s=320,
     tags="remove_all_sd",  # service discovery of clouds is most of its dependencies; files and static targets remain
 )
+
+READY_S, STOPPED_S = 60.0, 30.0
+LISTENING = re.compile(r'msg="Listening on" .*address=(\S+)')
 
 
 def ensure_prometheus(progress: Progress, cache: Path | None = None) -> Path:
@@ -42,3 +55,32 @@ def ensure_prometheus(progress: Progress, cache: Path | None = None) -> Path:
             finally:
                 shutil.rmtree(output, ignore_errors=True)
     return folder
+
+
+@contextmanager
+def running(programs: Path, folder: Path, configuration: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """The address of a Prometheus with the data in ``folder``; without configuration it scrapes nothing."""
+    file, log = folder / "prometheus.yml", folder / "log"
+    file.write_text(yaml.safe_dump(dict(configuration or {})))
+    flags = [f"--config.file={file}", f"--storage.tsdb.path={folder}/data", "--web.listen-address=127.0.0.1:0"]
+    with log.open("w") as output:
+        process = subprocess.Popen([str(programs / "prometheus"), *flags], stdout=output, stderr=output)
+    try:
+        yield wait_for(lambda: ready(log, process), READY_S, "Prometheus is ready")
+    finally:
+        process.terminate()
+        process.wait(STOPPED_S)
+
+
+def ready(log: Path, process: subprocess.Popen[bytes]) -> str:
+    """Its address, or nothing while it does not answer."""
+    assert process.poll() is None, f"Prometheus has ended: {log.read_text()}"
+    listening = LISTENING.search(log.read_text())
+    if listening is None:
+        return ""
+    address = f"http://{listening[1]}"
+    try:
+        answer = urllib3.request("GET", f"{address}/-/ready", timeout=5, retries=False)
+    except urllib3.exceptions.HTTPError:
+        return ""
+    return address if answer.status == HTTPStatus.OK else ""

@@ -6,24 +6,20 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import pytest
-import urllib3
 import yaml
 from click.testing import CliRunner
 
 from driver.model.plan import PATH, GpuReport, described
 from tessera.cli import main
-from tests.harness.waiting import wait_for
+from tests.harness.prometheus import running
 from tests.support.api_server import ObjectApi
 from tests.support.faulty_api import kubeconfig_of
 from tests.support.gpus import gpu_of
-from tests.support.ports import kept_port
 from tests.support.usage_pages import A100, GIB, H100
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -147,31 +143,6 @@ def openmetrics(now: float) -> str:
         lines.append(f"# TYPE {metric.removesuffix('_total')} counter")
         lines += [f"{name}{{{labels}}} {value} {at:.3f}" for name, labels, at, value in series if name == metric]
     return "\n".join([*lines, "# EOF", ""])
-
-
-@contextmanager
-def running(programs: Path, folder: Path) -> Iterator[str]:
-    """The address of a Prometheus with the data in ``folder``."""
-    (folder / "prometheus.yml").write_text("{}\n")
-    with kept_port() as port, (folder / "log").open("w") as log:
-        address = f"127.0.0.1:{port}"
-        flags = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-        command = [str(programs / "prometheus"), *flags, f"--web.listen-address={address}", "--log.level=warn"]
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            wait_for(lambda: ready(f"http://{address}/-/ready", process), 60, "Prometheus is ready")
-            yield f"http://{address}"
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def ready(url: str, process: subprocess.Popen[bytes]) -> bool:
-    assert process.poll() is None, "Prometheus has ended"
-    try:
-        return urllib3.request("GET", url, timeout=5, retries=False).status == HTTPStatus.OK
-    except urllib3.exceptions.HTTPError:
-        return False
 
 
 @pytest.fixture(scope="module")

@@ -128,6 +128,10 @@ VALUE_SETS: dict[str, tuple[Values, Counter[str]]] = {
         {"podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
         EVERYTHING + Counter(["PodMonitor"]),
     ),
+    "alerts": (
+        {"prometheusRules": {"enabled": True, "labels": {"release": "prometheus"}}},
+        EVERYTHING + Counter(["PrometheusRule"]),
+    ),
     "a registry of ones own": (
         {"image": {"repository": "example.com:5000/gpu/tessera", "tag": "7"}, "imagePullSecrets": [{"name": "pull"}]},
         EVERYTHING,
@@ -207,7 +211,8 @@ BAD_VALUES: dict[str, tuple[Values, str]] = {
             *(f"/nodePlugin/{name}" for name in ("kubeletDir", "cdiDir", "driverRoot", "logLevel")),
             *("/controller", "/controller/replicas", "/controller/logLevel", "/controller/pdb"),
             *("/controller/pdb/maxUnavailable", "/podMonitor", "/podMonitor/interval", "/dashboards"),
-            *("/priorityQuota", "/priorityQuota/pods", "/admission", "/admission/shareClasses", "/fence", "/crd"),
+            *("/prometheusRules", "/priorityQuota", "/priorityQuota/pods", "/admission", "/admission/shareClasses"),
+            *("/fence", "/crd"),
             *("/uninstall", "/uninstall/timeoutSeconds"),
         )
     },

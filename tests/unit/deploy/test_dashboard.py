@@ -1,77 +1,90 @@
-"""The Grafana dashboard asks for nothing that the processes don't export, and the chart ships it where it is wanted."""
+"""Dashboards and alerts ask for nothing but what docs/metrics.md lists, and the chart ships them where wanted."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+import yaml
 
-from driver.common_metrics import ApiMetrics, process_registry
-from kubelet_plugin.metrics.metrics import Metrics, NodeGauges
+from kubelet_plugin.metrics.usage import LABELS
 from tests.support.chart import CHART, rendered
-from tests.support.node import start_node
+from tests.support.workloads import PROJECT
 
-FILE = CHART / "dashboards" / "tessera.json"
-BOARD = json.loads(FILE.read_text())
-QUERIES = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
+BOARDS = {file.name: json.loads(file.read_text()) for file in sorted((CHART / "dashboards").glob("*.json"))}
+PANELS = {(file, panel["title"]): panel for file, board in BOARDS.items() for panel in board["panels"]}
+RULES = yaml.safe_load((CHART / "rules" / "usage.yaml").read_text())
+ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"]}
+QUERIES = [
+    *(target["expr"] for panel in PANELS.values() for target in panel["targets"]),
+    *(rule["expr"] for rule in ALERTS.values()),
+]
 
+ROW = re.compile(r"^\| `((?:tessera|process)_\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
 NAME = re.compile(r"\b(?:tessera|process)_\w+")
 SELECTOR = re.compile(r"\b((?:tessera|process)_\w+)\{([^}]*)\}")
 LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 BY = re.compile(r"by \(([^)]*)\)")
 LEGEND = re.compile(r"\{\{(\w+)\}\}")
+VARIABLE = re.compile(r"\$(\w+)")
 
 SCRAPED = {"namespace", "pod"}
 """Labels that Prometheus adds to what a PodMonitor scrapes."""
 
 
-def labels_of(registry: CollectorRegistry) -> dict[str, set[str]]:
-    """The label names of every series that a registry has, by the name of the series."""
-    found: dict[str, set[str]] = {}
-    for family in registry.collect():
-        kinds = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}.get(family.type, ("",))
-        for suffix in kinds:
-            found.setdefault(family.name + suffix, set())
-        for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
-    return found
+def rows(text: str) -> Iterator[tuple[str, set[str]]]:
+    """Each series of the tables in ``text``, and the names in its third cell."""
+    for name, kind, cell in ROW.findall(text):
+        names = set(re.findall(r"`([\w-]+)`", cell))
+        if kind == "histogram":
+            yield from ((f"{name}_bucket", names | {"le"}), (f"{name}_sum", names), (f"{name}_count", names))
+        else:
+            yield name, names
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """What a node plugin and a controller export."""
-    metrics = Metrics()
-    node = start_node(tmp_path_factory.mktemp("node"))
-    metrics.registry.register(NodeGauges(node.node, lambda: {"gpu-0"}, lambda _: None, lambda: {"xid": 1}))
-    controller = process_registry()
-    ApiMetrics(controller).observe("PATCH", "/apis/gpu.tessera.dev/v1alpha1/gpunodeplans/n", None, 200, 0.1)
-    node_side, other = labels_of(metrics.registry), labels_of(controller)
-    return {name: node_side.get(name, set()) | other.get(name, set()) for name in node_side.keys() | other.keys()}
+def documented() -> dict[str, set[str]]:
+    """The label names of every series, by the name of the series; other tests compare docs/metrics.md with the code."""
+    text = (PROJECT / "docs" / "metrics.md").read_text()
+    before, header, rest = text.partition("| usage metric |")
+    of_claims, _, after = rest.partition("\n\n")
+    assert header
+    return dict(rows(before + "\n" + after)) | {name: set(LABELS) for name, _ in rows(of_claims)}
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_a_query_names_series_and_labels_that_are_exported(query: str, exported: dict[str, set[str]]) -> None:
-    assert set(NAME.findall(query)) <= exported.keys()
-    known = SCRAPED.union(*(exported[name] for name in NAME.findall(query)))
+def test_a_query_names_series_and_labels_that_are_documented(query: str, documented: dict[str, set[str]]) -> None:
+    names = NAME.findall(query)
+    assert names
+    assert set(names) <= documented.keys()
+    known = SCRAPED.union(*(documented[name] for name in names))
     for name, selector in SELECTOR.findall(query):
-        assert set(LABEL.findall(selector)) <= exported[name] | SCRAPED, name
-    for names in BY.findall(query):
-        assert {name.strip() for name in names.split(",")} <= known
+        assert set(LABEL.findall(selector)) <= documented[name] | SCRAPED, name
+    for labels in BY.findall(query):
+        assert {label.strip() for label in labels.split(",")} <= known
 
 
-def test_a_legend_shows_labels_that_its_query_leaves() -> None:
-    for panel in BOARD["panels"]:
-        for target in panel["targets"]:
-            left = {name.strip() for names in BY.findall(target["expr"]) for name in names.split(",")} | SCRAPED
-            assert set(LEGEND.findall(target["legendFormat"])) <= left, panel["title"]
+@pytest.mark.parametrize("panel", PANELS.values(), ids=map("/".join, PANELS))
+def test_a_legend_shows_labels_that_its_query_leaves(panel: dict[str, Any]) -> None:
+    for target in panel["targets"]:
+        left = {name.strip() for names in BY.findall(target["expr"]) for name in names.split(",")} | SCRAPED
+        assert set(LEGEND.findall(target["legendFormat"])) <= left
 
 
-def test_panels_do_not_lie_on_each_other() -> None:
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_every_variable_of_a_query_is_one_that_the_viewer_chooses(board: dict[str, Any]) -> None:
+    own = {each["name"] for each in board["templating"]["list"]}
+    used = {name for panel in board["panels"] for each in panel["targets"] for name in VARIABLE.findall(each["expr"])}
+    assert {name for name in used if not name.startswith("__")} == own - {"datasource"}
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_panels_do_not_lie_on_each_other(board: dict[str, Any]) -> None:
     cells: set[tuple[int, int]] = set()
-    for panel in BOARD["panels"]:
+    for panel in board["panels"]:
         place = panel["gridPos"]
         own = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
         assert not own & cells, panel["title"]
@@ -79,14 +92,41 @@ def test_panels_do_not_lie_on_each_other() -> None:
         cells |= own
 
 
-def config_maps(values: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        item for item in rendered(values) if item["kind"] == "ConfigMap" and "dashboards" in item["metadata"]["name"]
-    ]
+def test_dashboards_can_be_told_apart() -> None:
+    for name in ("uid", "title"):
+        assert len({board[name] for board in BOARDS.values()}) == len(BOARDS)
 
 
-def test_the_chart_ships_the_dashboard_only_where_it_is_wanted() -> None:
-    assert config_maps({}) == []
-    [found] = config_maps({"dashboards": {"enabled": True, "labels": {"grafana_dashboard": "yes"}}})
-    assert json.loads(found["data"]["tessera.json"]) == BOARD
+@pytest.mark.parametrize("rule", ALERTS.values(), ids=ALERTS)
+def test_an_alert_says_what_happened_where_and_what_to_do(rule: dict[str, Any]) -> None:
+    assert rule["for"]
+    assert rule["labels"]["severity"] in ("info", "warning")
+    assert rule["annotations"]["summary"].endswith(".")
+    left = {name.strip() for names in BY.findall(rule["expr"]) for name in names.split(",")}
+    shown = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["description"]))
+    assert shown <= left
+    assert {"namespace", "claim", "node"} <= shown or left == shown == {"product"}
+    file, _, anchor = rule["annotations"]["runbook"].partition("#")
+    headings = re.findall(r"^#+ (.*)$", (PROJECT / file).read_text(), re.MULTILINE)
+    assert anchor in {heading.lower().replace(" ", "-") for heading in headings}
+
+
+def objects(kind: str, values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of dashboards and alerts."""
+    names = ("tessera-dashboards", "tessera-usage")
+    return [each for each in rendered(values) if each["kind"] == kind and each["metadata"]["name"] in names]
+
+
+def test_the_chart_ships_the_dashboards_only_where_they_are_wanted() -> None:
+    assert objects("ConfigMap", {}) == []
+    [found] = objects("ConfigMap", {"dashboards": {"enabled": True, "labels": {"grafana_dashboard": "yes"}}})
+    assert {name: json.loads(text) for name, text in found["data"].items()} == BOARDS
     assert found["metadata"]["labels"]["grafana_dashboard"] == "yes"
+
+
+def test_the_chart_ships_the_alerts_only_where_they_are_wanted() -> None:
+    assert objects("PrometheusRule", {}) == []
+    [found] = objects("PrometheusRule", {"prometheusRules": {"enabled": True, "labels": {"release": "prometheus"}}})
+    assert found["apiVersion"] == "monitoring.coreos.com/v1"
+    assert found["spec"] == RULES
+    assert found["metadata"]["labels"]["release"] == "prometheus"
