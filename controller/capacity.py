@@ -137,14 +137,15 @@ def slice_masks(entry: FleetGpu, offers: Iterable[Offer], requested: frozenset[O
     offered = 0
     for offer in offers:
         offered |= _mask(state, spot_for(offer).key, spot_for(offer).at) & free
-    rest = free & ~offered if not entry.closed else 0
-    usable = _usable(state, requested) if requested else rest
+    usable = _usable(state, requested) if requested and not entry.closed else state.geometry.all_slices
+    stranded = free & ~usable
+    rest = free & usable & ~offered if not entry.closed else 0
     return {
         SliceState.HELD: held,
-        SliceState.OFFERED: offered,
-        SliceState.FREE: rest & usable,
-        SliceState.STRANDED: rest & ~usable,
-        SliceState.UNAVAILABLE: state.geometry.all_slices & ~held & ~offered & ~rest,
+        SliceState.OFFERED: offered & ~stranded,
+        SliceState.FREE: rest,
+        SliceState.STRANDED: stranded,
+        SliceState.UNAVAILABLE: state.geometry.all_slices & ~held & ~(offered | rest | stranded),
     }
 
 

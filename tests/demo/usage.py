@@ -16,12 +16,16 @@ from driver.simulator.node import SimulatedNode
 from driver.simulator.state.load import Activity, constant, duty
 from kubelet_plugin.checkpoint.records import ClaimRecord, decode_record
 from tests.demo.nodes import start
+from tests.demo.replay import GAUGES, Measured, day_of
 from tests.demo.screen import Screen
 from tests.demo.stage import Play, options, perform
 from tests.demo.svg import UsedSpan, usage_svg
 from tests.harness.cluster import Cluster
+from tests.harness.progress import Progress
+from tests.harness.prometheus import ensure_prometheus
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
+from tests.support.controller import ControllerProcess
 from tests.support.metrics import families, port_in
 from tests.support.plugin import TESSERA, PluginFlags, PluginProcess
 from tests.support.workloads import request
@@ -51,7 +55,7 @@ class Team(NamedTuple):
 
 TEAMS = (
     Team("training", "gpu-training", 4, 0.85, 0.70, 1.0, 61),
-    Team("serving", "gpu-inference-3g-40gb", 6, 0.45, 0.60, 0.5, 30),
+    Team("serving", "gpu-inference-3g-40gb", 6, 0.35, 0.40, 0.5, 14),
     Team("notebooks", "gpu-inference-1g-10gb", 20, 0.05, 0.02, 0.1, 2),
 )
 
@@ -62,8 +66,9 @@ TEAMS = (
 def main(keep: bool, binaries: Path | None, image: Path | None) -> None:
     """Run 30 pods on 10 simulated H100 of a real two-node Kubernetes cluster, and measure what they use.
 
-    Shows allocated against used slices by namespace and by GPU, and the Event of a pod that fails because its
-    partition is full. Ctrl-C ends everything that was started.
+    Shows allocated against used slices by namespace and by GPU, which classes would have been large enough for a day
+    like this, and the Event of a pod that fails because its partition is full. The first run builds Prometheus (5
+    minutes). Ctrl-C ends everything that was started.
 
     \b
     Examples:
@@ -85,6 +90,8 @@ def _on(image: Path | None, screen: Screen, cluster: Cluster, _keep: bool) -> No
     plugins = list(_plugins(cluster))
     with screen.step(f"start a node plugin on each node, with --usage-interval {INTERVAL_S}s"):
         start(plugins)
+    with screen.step("start the controller"):
+        ControllerProcess(cluster).start()
     with screen.step("start 30 pods"):
         _create(cluster)
         wait_for(lambda: _running(cluster) == sum(team.pods for team in TEAMS), RUNNING_S, "all pods run")
@@ -94,6 +101,8 @@ def _on(image: Path | None, screen: Screen, cluster: Cluster, _keep: bool) -> No
     screen.act("What is allocated, and what is used")
     pages = [f"--node-metrics=http://127.0.0.1:{port_in(plugin.log, RUNNING_S)}/metrics" for plugin in plugins]
     _run(screen, ["usage", "--by", "namespace", *pages], cluster)
+    screen.act("Which size would have been enough")
+    _advise(screen, cluster, plugins)
     screen.act("A partition is full")
     _fail(screen, cluster, plugins)
     screen.act("Allocated against used, by GPU")
@@ -190,6 +199,17 @@ def _run(screen: Screen, arguments: Sequence[str], cluster: Cluster) -> None:
     command = [TESSERA, *arguments, "--kubeconfig", str(cluster.kubeconfig)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=RUNNING_S)
     screen.show(done.stdout)
+
+
+def _advise(screen: Screen, cluster: Cluster, plugins: Sequence[PluginProcess]) -> None:
+    """Let ``tessera advise`` judge a day that was like the last interval."""
+    measured = [Measured(name, *sample) for name in GAUGES for sample in _samples(plugins, name)]
+    programs = ensure_prometheus(Progress())
+    with (
+        screen.step("start a Prometheus in which what was measured has lasted for a day (simulated)"),
+        day_of(measured, programs, cluster.directory / "prometheus") as address,
+    ):
+        _run(screen, ["advise", "--prometheus", address, "--since", "25h"], cluster)
 
 
 def _fail(screen: Screen, cluster: Cluster, plugins: Sequence[PluginProcess]) -> None:

@@ -50,7 +50,13 @@ def test_slices_under_several_offers_count_once() -> None:
     offers = [
         offer_of(device) for device in entry.devices if device.name in ("gpu-0-mig-1g10gb-4", "gpu-0-mig-3g40gb-4")
     ]
-    assert counted(entry, {SMALL}, *offers) == {"held": 1, "offered": 4, "free": 3}
+    assert counted(entry, {SMALL, HALF}, *offers) == {"held": 1, "offered": 4, "free": 3}
+
+
+def test_an_offer_that_nobody_requests_does_not_hide_stranded_slices() -> None:
+    entry = fleet_gpu("n", 0, H100, "mig-1g10gb-0")
+    [offer] = [offer_of(device) for device in entry.devices if device.name == "gpu-0-mig-1g10gb-4"]
+    assert counted(entry, {FULL}, offer) == {"held": 1, "stranded": 7}
 
 
 def test_only_the_shares_that_are_offered_count_as_offered() -> None:
