@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum, auto
+from enum import Enum, auto
 from functools import lru_cache
 
 import msgspec
 
 from deviceclasses.cel import Program, compile_selector
-from driver.errors import CelError, RecoverableError
+from driver.errors import CelError
 from driver.kube.types import (
     Allocation,
     Claim,
@@ -30,8 +30,9 @@ from driver.kube.types import (
     Toleration,
 )
 from tessera.simulate.allocated import Allocated
-from tessera.simulate.capacity import UnusableAmount, consumed, has_room
+from tessera.simulate.capacity import consumed, has_room
 from tessera.simulate.constraints import Constraint, constraint_of
+from tessera.simulate.failures import AllocationError, Failure
 from tessera.simulate.pools import Pool, PoolId, nodes_of, pools_of, usable_on
 from tessera.simulate.slices import Candidate, Counters, DeviceId, PoolSlice, Quantities, number, written
 
@@ -43,28 +44,6 @@ SHARE_ID = "simulated"
 
 TAKING = frozenset({"NoSchedule", "NoExecute"})
 """Effects of device taints that prevent an allocation."""
-
-
-class Failure(StrEnum):
-    """Why there is no answer. All but ``INVALID_POOLS`` stop the scheduling of the pod, on all nodes."""
-
-    SELECTOR = "selector"
-    TOO_MANY_DEVICES = "too many devices"
-    INCOMPLETE_POOL = "incomplete pool"
-    INVALID_POOL = "invalid pool"
-    INVALID_POOLS = "invalid pools"
-    CONSTRAINT = "constraint"
-    CAPACITY = "capacity"
-    UNKNOWN_KIND = "unknown kind"
-    TOO_LONG = "too long"
-
-
-class AllocationError(RecoverableError):
-    """The scheduler fails at these claims; another node helps only for ``INVALID_POOLS``."""
-
-    def __init__(self, failure: Failure, message: str) -> None:
-        super().__init__(message)
-        self.failure = failure
 
 
 class Outcome(Enum):
@@ -110,9 +89,8 @@ def allocate(
     search = _Search(claims, node, pools_of(slices, node), allocated, expired)
     try:
         return search.run(classes)
-    except (UnusableAmount, CelError) as error:
-        kind = Failure.CAPACITY if isinstance(error, UnusableAmount) else Failure.SELECTOR
-        raise AllocationError(kind, str(error)) from error
+    except CelError as error:
+        raise AllocationError(Failure.SELECTOR, str(error)) from error
     except RecursionError as error:
         raise AllocationError(Failure.TOO_LONG, "the pod has too many claims and requests for Tessera") from error
 

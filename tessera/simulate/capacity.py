@@ -6,29 +6,26 @@ from collections.abc import Mapping
 from fractions import Fraction
 from math import ceil
 
+from tessera.simulate.failures import AllocationError, Failure
 from tessera.simulate.slices import Capacity, Quantities
 
 INT64 = (1 << 63) - 1
 MILLI = Fraction(1, 1000)
 
 
-class UnusableAmount(Exception):
-    """An amount that the scheduler can't compute with; it stops scheduling the pod."""
-
-
 def consumed(requested: Quantities, capacities: Mapping[str, Capacity]) -> Quantities:
-    """What a request takes of each capacity of a device. Raises UnusableAmount."""
+    """What a request takes of each capacity of a device. Raises AllocationError."""
     found = {name: _consumed(requested.get(name), each) for name, each in capacities.items()}
     for name, amount in found.items():
         if amount < 0:
-            raise UnusableAmount(f"capacity {name} would be {float(amount):g}, which is negative")
+            raise AllocationError(Failure.CAPACITY, f"capacity {name} would be {float(amount):g}, which is negative")
     return found
 
 
 def has_room(requested: Quantities, capacities: Mapping[str, Capacity], *used: Quantities) -> bool:
     """Whether a device with ``capacities``, of which ``used`` is taken, has room for a request and accepts its amounts.
 
-    Raises UnusableAmount.
+    Raises AllocationError.
     """
     if not requested.keys() <= capacities.keys():
         return False
@@ -54,11 +51,13 @@ def _rounded_up(requested: Fraction, capacity: Capacity, lowest: Fraction) -> Fr
         return requested
     unit = _unit(capacity)
     if (unit is MILLI and not _is_milli(requested)) or requested > INT64 * unit:
-        raise UnusableAmount(f"the request for {float(requested):g} can't be rounded up to a step of the range")
+        raise AllocationError(
+            Failure.CAPACITY, f"the request for {float(requested):g} can't be rounded up to a step of the range"
+        )
     first, step = ceil(lowest / unit), ceil(capacity.step / unit)
     found = first + step * -(-(ceil(requested / unit) - first) // step)
     if found > INT64:
-        raise UnusableAmount(f"the request for {float(requested):g} is too large after rounding")
+        raise AllocationError(Failure.CAPACITY, f"the request for {float(requested):g} is too large after rounding")
     return found * unit
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from controller.demand.pending_claims import selects
 from driver.kube.types import Expression, Node, NodeSelector, NodeTerm
+from tessera.simulate.failures import AllocationError, Failure
 from tessera.simulate.slices import Candidate, Counters, DeviceId, PoolSlice, counters_of
 
 
@@ -144,14 +145,18 @@ def _unknown_counter(devices: Iterable[Candidate], sets: Collection[str], counte
 
 
 def nodes_of(devices: Iterable[Candidate], node: str) -> NodeSelector | None:
-    """The nodes on which an allocation of these devices on ``node`` can be used; None: all nodes."""
+    """The nodes on which an allocation of these devices on ``node`` can be used; None: all. Raises AllocationError."""
     fields: list[Expression] = []
     expressions: list[Expression] = []
     for each in devices:
         where = each.entry if each.spec.per_device_node_selection else each.spec
         if where.node_name or each.entry.binds_to_node:
             return NodeSelector((NodeTerm(match_fields=(Expression("metadata.name", "In", (node,)),)),))
-        for term in where.node_selector.node_selector_terms if where.node_selector is not None else ():
+        terms = where.node_selector.node_selector_terms if where.node_selector is not None else ()
+        if len(terms) > 1:
+            message = f"device {each.id.device} has a node selector of {len(terms)} terms; the scheduler knows one"
+            raise AllocationError(Failure.NODE_SELECTOR, message)
+        for term in terms:
             fields += [new for new in term.match_fields if new not in fields]
             expressions += [new for new in term.match_expressions if new not in expressions]
     if not fields and not expressions:
