@@ -33,8 +33,8 @@ from tessera.simulate.allocated import Allocated
 from tessera.simulate.capacity import consumed, has_room
 from tessera.simulate.constraints import Constraint, constraint_of
 from tessera.simulate.failures import AllocationError, Failure
-from tessera.simulate.pools import Pool, PoolId, nodes_of, pools_of, usable_on
-from tessera.simulate.slices import Candidate, Counters, DeviceId, PoolSlice, Quantities, number, written
+from tessera.simulate.pools import Pool, PoolId, SliceIndex, nodes_of, pools_of, usable_on
+from tessera.simulate.slices import Candidate, Counters, DeviceId, Quantities, number, written
 
 MAX_DEVICES = 32
 """Devices that the allocation of one claim can hold."""
@@ -76,7 +76,7 @@ class Part:
 def allocate(
     claims: Sequence[Claim],
     node: Node,
-    slices: Sequence[PoolSlice],
+    slices: SliceIndex,
     classes: Mapping[str, DeviceClass],
     allocated: Allocated,
     expired: Callable[[], bool] = lambda: False,

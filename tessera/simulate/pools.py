@@ -38,13 +38,31 @@ class Pool:
     needs_binding: bool = False
 
 
-def pools_of(slices: Sequence[PoolSlice], node: Node) -> list[Pool]:
+class SliceIndex:
+    """The ResourceSlices of a cluster, by node and by pool."""
+
+    def __init__(self, slices: Iterable[PoolSlice]) -> None:
+        self._of_node: dict[str, list[PoolSlice]] = {}
+        self._of_pool: dict[PoolId, list[PoolSlice]] = {}
+        for each in slices:
+            self._of_node.setdefault(each.spec.node_name, []).append(each)
+            self._of_pool.setdefault(PoolId(each.spec.driver, each.spec.pool.name), []).append(each)
+
+    def near(self, node: str) -> list[PoolSlice]:
+        """The slices of ``node``, and those that are of no single one."""
+        return [*self._of_node.get(node, ()), *self._of_node.get("", ())]
+
+    def of_pool(self, pool: PoolId) -> Sequence[PoolSlice]:
+        return self._of_pool[pool]
+
+
+def pools_of(slices: SliceIndex, node: Node) -> list[Pool]:
     """The pools with devices for ``node``, in the order in which devices are tried."""
     newest: dict[PoolId, list[PoolSlice]] = {}
-    for each in slices:
+    for each in slices.near(node.metadata.name):
         if _concerns(each, node):
             _add(newest, each)
-    found = (_pool(pool, own, slices) for pool, own in newest.items())
+    found = (_pool(pool, own, slices.of_pool(pool)) for pool, own in newest.items())
     return sorted((pool for pool in found if pool is not None), key=lambda pool: (pool.needs_binding, pool.id))
 
 
@@ -80,19 +98,18 @@ def _add(newest: dict[PoolId, list[PoolSlice]], found: PoolSlice) -> None:
         known.append(found)
 
 
-def _pool(pool: PoolId, own: list[PoolSlice], slices: Iterable[PoolSlice]) -> Pool | None:
-    """The pool of ``own`` slices, which concern the node; None if they are out of date.
+def _pool(pool: PoolId, own: list[PoolSlice], slices: Sequence[PoolSlice]) -> Pool | None:
+    """The pool of ``own`` slices, which concern the node, among its ``slices``; None if they are out of date.
 
     As upstream, slices of other nodes are looked at only if ``own`` are not as many as the pool shall have.
     """
     generation, count = own[0].spec.pool.generation, own[0].spec.pool.resource_slice_count
     others: list[PoolSlice] = []
     if len(own) != count:
-        all_of_pool = [each for each in slices if (each.spec.driver, each.spec.pool.name) == pool]
-        if any(each.spec.pool.generation > generation for each in all_of_pool):
+        if any(each.spec.pool.generation > generation for each in slices):
             return None
         names = {each.metadata.name for each in own}
-        current = [each for each in all_of_pool if each.spec.pool.generation == generation]
+        current = [each for each in slices if each.spec.pool.generation == generation]
         if len(current) != count:
             return Pool(pool, incomplete=True)
         others = [each for each in current if each.metadata.name not in names]

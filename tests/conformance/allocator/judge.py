@@ -18,6 +18,7 @@ from driver.kube.types import Allocation, Claim, DeviceClass, Node, Result
 from tessera.simulate.allocated import Allocated
 from tessera.simulate.allocator import allocate
 from tessera.simulate.failures import AllocationError, Failure
+from tessera.simulate.pools import SliceIndex
 from tessera.simulate.slices import PoolSlice, number
 from tests.conformance.allocator.devices import Object, device_class
 from tests.conformance.allocator.scenarios import Scenario, scenario
@@ -215,7 +216,7 @@ def our_answer(given: Scenario, others: Iterable[Scenario] = (), expired: Callab
     node = _read({"metadata": {"name": given.node, "labels": given.labels}}, Node)
     held = Allocated.of(msgspec.convert(given.held, list[Result]))
     try:
-        found = allocate(claims, node, slices, classes, held, expired)
+        found = allocate(claims, node, SliceIndex(slices), classes, held, expired)
     except AllocationError as error:
         return str(error.failure)
     return "none" if found is None else described(found)

@@ -50,6 +50,7 @@ def tessera_classes(number: int, driver: str) -> list[Object]:
     for profile in PROFILES:
         guarded = f'{ours}.type == "mig" && device.attributes["gpu.tessera.dev"].profile == "{profile}"'
         expressions[f"profile-{profile.replace('.', '-')}"] = guarded
+    expressions = {"any": 'device.driver == "gpu.tessera.dev"', **expressions}
     expressions["fails"] = f'{ours}.profile == "1g.10gb"'
     return [
         device_class(f"s{number}-{name}", expression.replace("gpu.tessera.dev", driver))
