@@ -191,12 +191,12 @@ def _of_node(client: KubeClient, name: str) -> tuple[NodeDescription, list[GpuRe
 
 def _slices(pool: Pool, reports: Iterable[GpuReport]) -> list[Object]:
     """The slices of a node with these GPUs of which nothing is held."""
-    anonymous = [anonymous(report, pool.node) for report in reports]
-    shares = {report.gpu.uuid: report.shares for report in anonymous}
-    only = GpuSelection(frozenset(report.gpu.uuid for report in anonymous if report.shares_only))
+    nameless = [anonymous(report, pool.node) for report in reports]
+    shares = {report.gpu.uuid: report.shares for report in nameless}
+    only = GpuSelection(frozenset(report.gpu.uuid for report in nameless if report.shares_only))
     inventory = Inventory(
-        [report.gpu for report in anonymous],
-        {report.gpu.uuid: report.number for report in anonymous},
+        [report.gpu for report in nameless],
+        {report.gpu.uuid: report.number for report in nameless},
         GpuSharing(lambda gpu: shares[gpu.uuid], only),
     )
     built = SliceBuilder(pool).build(inventory.published(PublishPolicy(complete=True)))

@@ -7,10 +7,9 @@ from fractions import Fraction
 from math import ceil
 
 from tessera.simulate.failures import AllocationError, Failure
-from tessera.simulate.slices import Capacity, Quantities
+from tessera.simulate.slices import Capacity, Quantities, written
 
 INT64 = (1 << 63) - 1
-MILLI = Fraction(1, 1000)
 
 
 def consumed(requested: Quantities, capacities: Mapping[str, Capacity]) -> Quantities:
@@ -18,7 +17,7 @@ def consumed(requested: Quantities, capacities: Mapping[str, Capacity]) -> Quant
     found = {name: _consumed(requested.get(name), each) for name, each in capacities.items()}
     for name, amount in found.items():
         if amount < 0:
-            raise AllocationError(Failure.CAPACITY, f"capacity {name} would be {float(amount):g}, which is negative")
+            raise AllocationError(Failure.CAPACITY, f"capacity {name} would be {written(amount)}, which is negative")
     return found
 
 
@@ -45,20 +44,16 @@ def _consumed(requested: Fraction | None, capacity: Capacity) -> Fraction:
 
 
 def _rounded_up(requested: Fraction, capacity: Capacity, lowest: Fraction) -> Fraction:
+    """The amount rounded up to a step of the range. Kubernetes 1.37 computes with whole numbers, each rounded up."""
     if requested < lowest:
         return lowest
     if capacity.step is None:
         return requested
-    unit = _unit(capacity)
-    if (unit is MILLI and not _is_milli(requested)) or requested > INT64 * unit:
-        raise AllocationError(
-            Failure.CAPACITY, f"the request for {float(requested):g} can't be rounded up to a step of the range"
-        )
-    first, step = ceil(lowest / unit), ceil(capacity.step / unit)
-    found = first + step * -(-(ceil(requested / unit) - first) // step)
-    if found > INT64:
-        raise AllocationError(Failure.CAPACITY, f"the request for {float(requested):g} is too large after rounding")
-    return found * unit
+    first, step = ceil(lowest), ceil(capacity.step)
+    found = first + step * -(-(ceil(requested) - first) // step)
+    if requested > INT64 or found > INT64:
+        raise AllocationError(Failure.CAPACITY, f"the request for {written(requested)} is too large to be rounded up")
+    return Fraction(found)
 
 
 def _accepted(amount: Fraction, capacity: Capacity) -> bool:
@@ -71,18 +66,4 @@ def _accepted(amount: Fraction, capacity: Capacity) -> bool:
         return False
     if capacity.step is None:
         return True
-    unit = _unit(capacity)
-    if unit is MILLI and not _is_milli(amount):
-        return False
-    return (ceil(amount / unit) - ceil(capacity.lowest / unit)) % ceil(capacity.step / unit) == 0
-
-
-def _unit(capacity: Capacity) -> Fraction:
-    """The unit of a range's arithmetic: thousandths where all of its bounds are such, else whole numbers."""
-    bounds = [each for each in (capacity.lowest, capacity.highest, capacity.step) if each is not None]
-    return MILLI if all(map(_is_milli, bounds)) else Fraction(1)
-
-
-def _is_milli(amount: Fraction) -> bool:
-    thousandths = amount / MILLI
-    return thousandths.denominator == 1 and abs(thousandths) <= INT64
+    return (ceil(amount) - ceil(capacity.lowest)) % ceil(capacity.step) == 0
