@@ -29,6 +29,7 @@ COMMAND_MODULES = {
     "kueue": "tessera.commands.kueue",
     "lint": "tessera.commands.lint",
     "sim": "tessera.sim.commands",
+    "simulate": "tessera.commands.simulate",
     "status": "tessera.commands.status",
     "template": "tessera.commands.template",
     "topology": "tessera.commands.topology",
