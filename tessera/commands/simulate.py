@@ -17,6 +17,7 @@ from deviceclasses.lint.documents_and_findings import Document
 from driver.errors import UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import ClassSpec, DeviceClass, Metadata
+from driver.model.gpu_selection_and_share_counts import GpuSelection
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.cluster_view import read_cluster
 from tessera.manifest_files import read_documents, shipped_classes
@@ -36,6 +37,7 @@ BATCH = 8
     "--nodes", metavar="NAME=COUNT,...", help="Simulated nodes: dgx-h100=4, or FILE=COUNT (docs/simulator.md)."
 )
 @click.option("--shares", help="With --nodes: as `tessera node --shares`.")
+@click.option("--mig-gpus", help="With --nodes: Ampere GPUs in MIG mode: all, or indices.  [default: none]")
 @click.option("--cluster", is_flag=True, help="The cluster as it is; --nodes adds to it.")
 @click.option("--without", "gone", metavar="NAMESPACE/CLAIM", multiple=True, help="As if that claim had ended.")
 @click.option("--uncordon", "uncordon", metavar="NODE[/gpu-N]", multiple=True, help="As if that were not cordoned.")
@@ -48,6 +50,7 @@ def simulate(
     paths: Sequence[str],
     nodes: str | None,
     shares: str | None,
+    mig_gpus: str | None,
     cluster: bool,
     gone: Sequence[str],
     uncordon: Sequence[str],
@@ -78,7 +81,7 @@ def simulate(
     client = client_of(kubeconfig, "tessera-simulate") if cluster else None
     content, waiting = _cluster(client, driver_name) if client is not None else (_empty(driver_name), Workloads())
     if nodes is not None:
-        content = joined(content, simulated(nodes, shares))
+        content = joined(content, simulated(nodes, shares, _selection(mig_gpus)))
     for each in gone:
         content = without(content, each, driver_name)
     for each in uncordon:
@@ -94,6 +97,13 @@ def simulate(
     result = Simulation(imagined, placements, {id(pod) for pod in given.pods}, fill, filled, why, given.ignored)
     click.echo(json.dumps(result.json, indent=2) if output == "json" else result.text)
     sys.exit(0 if result.fits else 1)
+
+
+def _selection(text: str | None) -> GpuSelection:
+    try:
+        return GpuSelection.parse(text or "")
+    except ValueError as error:
+        raise UsageError(f"--mig-gpus: {error}") from error
 
 
 def _cluster(client: KubeClient, driver: str) -> tuple[Content, Workloads]:

@@ -29,8 +29,7 @@ from driver.kube.types import (
     Taint,
     Toleration,
 )
-from tessera.simulate.allocated import Allocated
-from tessera.simulate.capacity import consumed, has_room
+from tessera.simulate.capacity import Allocated, consumed, has_room
 from tessera.simulate.constraints import Constraint, constraint_of
 from tessera.simulate.failures import AllocationError, Failure
 from tessera.simulate.pools import Pool, PoolId, SliceIndex, nodes_of, pools_of, usable_on

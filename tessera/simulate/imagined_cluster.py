@@ -28,12 +28,12 @@ from driver.model.plan import Offer, OfferMode
 from driver.placement.ranking import Ranking
 from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.published_devices import PublishPolicy
-from tessera.simulate.allocated import Allocated
 from tessera.simulate.allocator import allocate
+from tessera.simulate.capacity import Allocated
 from tessera.simulate.failures import AllocationError, Failure
 from tessera.simulate.pools import SliceIndex
 from tessera.simulate.published import PublishedSlices
-from tessera.simulate.slices import PoolSlice
+from tessera.simulate.slices import DeviceTaintRule, PoolSlice, tainted
 
 OFFERS = 2
 """The controller's default for ``--offers``."""
@@ -71,7 +71,7 @@ class Placement:
 class Content:
     """What a cluster has: ``claims`` with and without allocations; ``slices`` of other drivers.
 
-    ``policies``: what the nodes publish that do not follow the controller's plans.
+    ``policies``: what the nodes publish that do not follow the controller's plans. ``rules`` taint devices.
     """
 
     fleet: Fleet = field(default_factory=Fleet)
@@ -81,6 +81,7 @@ class Content:
     slices: tuple[PoolSlice, ...] = ()
     policies: Mapping[str, PublishPolicy] = field(default_factory=dict)
     mode: OfferMode = OfferMode.COUNTERS
+    rules: tuple[DeviceTaintRule, ...] = ()
 
 
 class ImaginedCluster:
@@ -94,7 +95,7 @@ class ImaginedCluster:
         self._classes, self._mode = content.classes, content.mode
         self._claims = {claim.metadata.key: claim for claim in content.claims}
         self._index = ClaimIndex(driver, content.claims)
-        self._driver, self._others = driver, content.slices
+        self._driver, self._others, self._rules = driver, content.slices, content.rules
         self._matching = Matching(driver)
         self._eligibility = Eligibility(content.nodes)
         self._curator, self._disjoint = Curator(Ranking(), offers), DisjointCurator(Ranking(), offers)
@@ -165,8 +166,14 @@ class ImaginedCluster:
         allocations = [claim.status.allocation for claim in claims if claim.status.allocation is not None]
         selectors = [each.node_selector for each in allocations if each.node_selector is not None]
         nodes = self._eligibility.nodes_for(pod, selectors)
+        lacking = [name for name in self._plain_resources(pod) if not any(self._has(node, name) for node in nodes)]
+        if nodes and lacking:
+            sentence = f"no node has {', '.join(lacking)}, and no DeviceClass has it as extendedResourceName"
+            return Placement(pod, reasons=(Reason(str(pod.metadata.key), "", sentence),))
         fitting: dict[str, list[Allocation]] = {}
         for name in sorted(nodes):
+            if not all(self._has(name, each) for each in self._plain_resources(pod)):
+                continue
             try:
                 found = self._allocate(wanted, self._nodes[name]) if wanted else []
             except AllocationError as error:
@@ -181,6 +188,16 @@ class ImaginedCluster:
         best = min(fitting, key=lambda name: (_second_choices(wanted, fitting[name]), self._pods_on[name], name))
         given = tuple(zip(wanted, fitting[best], strict=True))
         return Placement(pod, best, given, tuple(name for name in fitting if name != best))
+
+    def _plain_resources(self, pod: Pod) -> list[str]:
+        """The extended resources that the pod requests of device plugins: no class stands for them."""
+        containers = (*pod.spec.init_containers, *pod.spec.containers)
+        names = {name for each in containers for name in (*each.resources.requests, *each.resources.limits)}
+        of_classes = classes_by_resource(self._classes.values())
+        return sorted(name for name in names if "/" in name and name not in of_classes)
+
+    def _has(self, node: str, resource: str) -> bool:
+        return resource in self._nodes[node].status.allocatable
 
     def _allocate(self, claims: Sequence[Claim], node: Node) -> list[Allocation] | None:
         ends = self._clock() + SEARCH_SECONDS
@@ -241,7 +258,8 @@ class ImaginedCluster:
 
     def _publish(self, offers: Collection[Offer]) -> None:
         self._offers = frozenset(offers)
-        self._slices = SliceIndex(chain(self._published.of(self.fleet, self._offers), self._others))
+        slices = chain(self._published.of(self.fleet, self._offers), self._others)
+        self._slices = SliceIndex(tainted(each, self._rules) for each in slices)
         results = (result for claim in self._claims.values() for result in claim.results)
         self._allocated = Allocated.of(results)
 

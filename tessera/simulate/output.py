@@ -93,12 +93,13 @@ class Simulation:
 
     def _counts(self) -> tuple[Counter[str], Counter[str]]:
         """The claims of ``--fill`` by node and by product; devices of other drivers have none."""
-        products = {device.name: entry.gpu.product_name for entry in self.cluster.fleet for device in entry.held}
+        fleet = self.cluster.fleet
+        products = {(each.node, device.name): each.gpu.product_name for each in fleet for device in each.held}
         by_node, by_product = Counter[str](), Counter[str]()
         for each in self.filled:
             [(_, allocation)] = each.allocations
             by_node[each.node or ""] += 1
-            by_product[products.get(allocation.devices.results[0].device, "other")] += 1
+            by_product[products.get((each.node or "", allocation.devices.results[0].device), "other")] += 1
         return by_node, by_product
 
     def _picture(self) -> str:

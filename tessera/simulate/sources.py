@@ -12,10 +12,12 @@ import msgspec
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import NodeView, dedication_of
 from controller.publication_modes import decide_offer_mode
-from driver.errors import FatalError, UsageError
+from driver.errors import NOT_FOUND, ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
 from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node
+from driver.model.gpu import MigMode
+from driver.model.gpu_selection_and_share_counts import GpuSelection
 from driver.model.plan import GpuReport, Offer, PlanMode
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES
@@ -23,7 +25,7 @@ from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tessera.absent_nodes import anonymous, hardware
 from tessera.cluster_view import ClusterView
 from tessera.simulate.imagined_cluster import Content
-from tessera.simulate.slices import PoolSlice
+from tessera.simulate.slices import DeviceTaintRule, PoolSlice
 
 CORDONED = "cordoned: "
 """How the report of a GPU begins that an operator has cordoned."""
@@ -31,8 +33,11 @@ CORDONED = "cordoned: "
 GPU = re.compile(r"(?P<node>[^/]+)(?:/gpu-(?P<number>[0-9]+))?")
 
 
-def simulated(text: str, shares: str | None) -> Content:
-    """Nodes as ``dgx-h100=4,FILE`` names them, all idle. Raises UsageError and HardwareError."""
+def simulated(text: str, shares: str | None, mig_gpus: GpuSelection) -> Content:
+    """Nodes as ``dgx-h100=4,FILE`` names them, all idle; ``mig_gpus`` are in MIG mode if that needs a reset.
+
+    Raises UsageError and HardwareError.
+    """
     gpus: list[FleetGpu] = []
     nodes: list[Node] = []
     for entry in text.split(","):
@@ -44,31 +49,45 @@ def simulated(text: str, shares: str | None) -> Content:
             name = f"{Path(source).stem}-{sum(each.metadata.name.startswith(Path(source).stem) for each in nodes) + 1}"
             labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
             nodes.append(Node(Metadata(name, labels=labels)))
-            gpus += [_idle(name, anonymous(report, name)) for report in reports]
+            gpus += [_idle(name, anonymous(report, name), mig_gpus) for report in reports]
     return Content(Fleet.of(gpus), tuple(nodes))
 
 
-def _idle(node: str, report: GpuReport) -> FleetGpu:
-    return FleetGpu(node, report.gpu, report.number, shares=report.shares, shares_only=report.shares_only)
+def _idle(node: str, report: GpuReport, mig_gpus: GpuSelection) -> FleetGpu:
+    gpu = report.gpu
+    if gpu in mig_gpus and gpu.mig_capable and not gpu.toggles_freely:
+        gpu = replace(gpu, mig_mode=MigMode.ENABLED)
+    return FleetGpu(node, gpu, report.number, shares=report.shares, shares_only=report.shares_only)
 
 
 def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> Content:
     """The cluster as it is. Raises ApiError and FatalError."""
     try:
         slices = tuple(each for each in read_all(client, SLICES, PoolSlice) if each.spec.driver != driver)
+        nodes, rules = tuple(read_all(client, "/api/v1/nodes", Node)), tuple(_taint_rules(client))
         minor = re.match(r"\d+", str(client.get_object("/version").get("minor", "")))
     except msgspec.MsgspecError as error:
-        raise FatalError(f"a ResourceSlice of the cluster can't be read: {error}") from error
+        raise FatalError(f"an object of the cluster can't be read: {error}") from error
     cluster = view.snapshot.cluster
     return Content(
         fleet=view.fleet,
-        nodes=cluster.nodes,
+        nodes=nodes,
         classes={each.metadata.name: each for each in cluster.classes},
         claims=tuple(list_claims(client)),
         slices=slices,
         policies={each.name: policy for each in view.snapshot.views if (policy := _policy(each, view)) is not None},
         mode=decide_offer_mode("auto", int(minor[0]) if minor else None, view.snapshot.views).mode,
+        rules=rules,
     )
+
+
+def _taint_rules(client: KubeClient) -> Iterator[DeviceTaintRule]:
+    """The DeviceTaintRules; none where the API server does not serve them."""
+    try:
+        yield from read_all(client, f"{RESOURCE_GROUP}/devicetaintrules", DeviceTaintRule)
+    except ApiError as error:
+        if error.status != NOT_FOUND:
+            raise
 
 
 def _policy(node: NodeView, view: ClusterView) -> PublishPolicy | None:

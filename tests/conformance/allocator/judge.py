@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from driver.kube.types import Allocation, Claim, DeviceClass, Node, Result
-from tessera.simulate.allocated import Allocated
 from tessera.simulate.allocator import allocate
+from tessera.simulate.capacity import Allocated
 from tessera.simulate.failures import AllocationError, Failure
 from tessera.simulate.pools import SliceIndex
 from tessera.simulate.slices import PoolSlice, number
