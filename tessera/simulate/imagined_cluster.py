@@ -72,6 +72,7 @@ class Content:
     """What a cluster has: ``claims`` with and without allocations; ``slices`` of other drivers.
 
     ``policies``: what the nodes publish that do not follow the controller's plans. ``rules`` taint devices.
+    ``offers`` are those of the real controller; None: it would first decide anew.
     """
 
     fleet: Fleet = field(default_factory=Fleet)
@@ -82,6 +83,7 @@ class Content:
     policies: Mapping[str, PublishPolicy] = field(default_factory=dict)
     mode: OfferMode = OfferMode.COUNTERS
     rules: tuple[DeviceTaintRule, ...] = ()
+    offers: frozenset[Offer] | None = None
 
 
 class ImaginedCluster:
@@ -104,8 +106,11 @@ class ImaginedCluster:
         self._waiting: list[Pod] = []
         """Pods that could not be placed; the controller knows them."""
         self._pods_on: Counter[str] = Counter()
-        self._offers: frozenset[Offer] = frozenset()
-        self._decide()
+        self._offers = content.offers or frozenset()
+        if content.offers is None:
+            self._decide()
+        else:
+            self._publish(self._possible())
 
     def add(self, claim: Claim) -> None:
         """Add a claim, or replace it."""

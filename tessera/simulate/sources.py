@@ -78,6 +78,7 @@ def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> Content:
         policies={each.name: policy for each in view.snapshot.views if (policy := _policy(each, view)) is not None},
         mode=decide_offer_mode("auto", int(minor[0]) if minor else None, view.snapshot.views).mode,
         rules=rules,
+        offers=frozenset(view.devices.offered),
     )
 
 
@@ -107,7 +108,8 @@ def _offers_on(node: str, view: ClusterView) -> Iterator[Offer]:
 
 def joined(one: Content, other: Content) -> Content:
     """Both contents in one cluster; the second adds nodes and their GPUs."""
-    return replace(one, fleet=Fleet.of([*one.fleet, *other.fleet]), nodes=(*one.nodes, *other.nodes))
+    fleet = Fleet.of([*one.fleet, *other.fleet])
+    return replace(one, fleet=fleet, nodes=(*one.nodes, *other.nodes), offers=None)
 
 
 def without(content: Content, claim: str, driver: str) -> Content:
