@@ -15,6 +15,11 @@ def read() -> dict[int, str]:
     return {int(number): answer for number, answer in json.loads(PATH.read_text())["answers"].items()}
 
 
+def release() -> str:
+    """The version of Kubernetes that gave them."""
+    return str(json.loads(PATH.read_text())["kubernetes"])
+
+
 def write(kubernetes: str, answers: Mapping[int, str]) -> None:
     """Keep them; one line a scenario, so that a difference can be read."""
     lines = [f'    "{number}": {json.dumps(answer)}' for number, answer in sorted(answers.items())]

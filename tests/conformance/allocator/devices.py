@@ -27,13 +27,14 @@ POLICIES: Sequence[Object] = (
 """Of the amounts that a claim can get of a capacity."""
 
 
-def foreign_slices(random: Random, number: int, driver: str, name: str, node: str, label: str) -> list[Object]:
+def foreign_slices(
+    random: Random, number: int, driver: str, name: str, node: str, label: str, *, allows_all: bool
+) -> list[Object]:
     """The slices of one pool that has devices for ``node``, or for the nodes with ``label``.
 
     Some pools are incomplete or invalid, but none that every node of the cluster can use: others would suffer.
     """
     generation, sets = random.choice((1, 1, 7)), _counter_sets(random)
-    allows_all = number % 50 == 1
     parts: list[Object] = []
     for _ in range(random.choice((1, 1, 2, 3))):
         where = _where(random, node, label, allows_all=allows_all)

@@ -17,6 +17,9 @@ from tests.conformance.allocator.tessera_nodes import tessera_classes, tessera_s
 CONSTRAINED = ("size", "kind", "ok", "ver", "size", "kind", "none", ROOT)
 """Attributes of constraints; those without a domain get that of a driver."""
 
+EVERY = 50
+"""One of so many scenarios has devices for all nodes."""
+
 SELECTORS = (
     'device.attributes["{driver}"].size >= 2',
     'device.attributes["{driver}"].?size.orValue(0) >= 2',
@@ -51,11 +54,17 @@ class Scenario:
     claims: Sequence[Object] = field(default_factory=tuple)
 
 
+def is_for_all_nodes(number: int) -> bool:
+    """Whether devices of a scenario can be used on every node: other scenarios of its wave see them, too."""
+    return number % EVERY == 1
+
+
 def scenario(number: int, node: str) -> Scenario:
     """The scenario of that number on ``node``."""
     random = Random(number)
     label = f"s{number}.example.com/here"
     drivers = [f"a.s{number}.example.com", f"b.s{number}.example.com"]
+    everywhere = is_for_all_nodes(number)
     words: tuple[Sequence[str], Sequence[str]]
     if number % 5 == 0:
         slices, classes = tessera_slices(random, node, drivers[0]), tessera_classes(number, drivers[0])
@@ -65,7 +74,7 @@ def scenario(number: int, node: str) -> Scenario:
         slices = [
             each
             for driver, name in pools[: random.choice((1, 1, 2, 3))]
-            for each in foreign_slices(random, number, driver, name, node, label)
+            for each in foreign_slices(random, number, driver, name, node, label, allows_all=everywhere)
         ]
         classes, words = _classes(number, drivers), (SELECTORS, CONSTRAINED)
     vocabulary = Vocabulary(drivers[0], [each["metadata"]["name"] for each in classes], *words)
