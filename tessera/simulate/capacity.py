@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from math import ceil
 
 from driver.kube.types import Result
 from tessera.simulate.failures import AllocationError, Failure
-from tessera.simulate.slices import Capacity, DeviceId, Quantities, number, written
+from tessera.simulate.slices import Capacity, DeviceId, Number, Quantities, number, written
 
 INT64 = (1 << 63) - 1
 
@@ -59,6 +58,8 @@ def has_room(requested: Quantities, capacities: Mapping[str, Capacity], *used: Q
 
     Raises AllocationError.
     """
+    if not capacities:
+        return not requested
     if not requested.keys() <= capacities.keys():
         return False
     taken = consumed(requested, capacities)
@@ -68,7 +69,7 @@ def has_room(requested: Quantities, capacities: Mapping[str, Capacity], *used: Q
     )
 
 
-def _consumed(requested: Fraction | None, capacity: Capacity) -> Fraction:
+def _consumed(requested: Number | None, capacity: Capacity) -> Number:
     if requested is None:
         return capacity.default if capacity.default is not None else capacity.value
     if capacity.lowest is not None:
@@ -76,7 +77,7 @@ def _consumed(requested: Fraction | None, capacity: Capacity) -> Fraction:
     return min((each for each in capacity.choices if each >= requested), default=requested)
 
 
-def _rounded_up(requested: Fraction, capacity: Capacity, lowest: Fraction) -> Fraction:
+def _rounded_up(requested: Number, capacity: Capacity, lowest: Number) -> Number:
     """The amount rounded up to a step of the range. Kubernetes 1.37 computes with whole numbers, each rounded up."""
     if requested < lowest:
         return lowest
@@ -86,10 +87,10 @@ def _rounded_up(requested: Fraction, capacity: Capacity, lowest: Fraction) -> Fr
     found = first + step * -(-(ceil(requested) - first) // step)
     if requested > INT64 or found > INT64:
         raise AllocationError(Failure.CAPACITY, f"the request for {written(requested)} is too large to be rounded up")
-    return Fraction(found)
+    return found
 
 
-def _accepted(amount: Fraction, capacity: Capacity) -> bool:
+def _accepted(amount: Number, capacity: Capacity) -> bool:
     """Whether the policy of a capacity allows that a claim takes ``amount``."""
     if not capacity.has_policy or amount == capacity.default:
         return True

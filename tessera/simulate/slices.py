@@ -17,10 +17,13 @@ from driver.kube.types import Metadata, NodeSelector, ObjectMeta, ResourcePool, 
 Amount = str | int
 """A quantity as written."""
 
-Quantities = dict[str, Fraction]
+Number = Fraction | int
+"""The exact value of a quantity; whole numbers are int, with which Python computes faster."""
+
+Quantities = dict[str, Number]
 """Amounts of capacity by name."""
 
-Counters = dict[tuple[str, str], Fraction]
+Counters = dict[tuple[str, str], Number]
 """Amounts by counter set and counter."""
 
 
@@ -154,13 +157,13 @@ class DeviceId(NamedTuple):
 class Capacity:
     """One capacity of a device in numbers. ``lowest``, ``highest`` and ``step`` are its range; None: not set."""
 
-    value: Fraction
+    value: Number
     has_policy: bool = False
-    default: Fraction | None = None
-    choices: tuple[Fraction, ...] = ()
-    lowest: Fraction | None = None
-    highest: Fraction | None = None
-    step: Fraction | None = None
+    default: Number | None = None
+    choices: tuple[Number, ...] = ()
+    lowest: Number | None = None
+    highest: Number | None = None
+    step: Number | None = None
 
     @classmethod
     def of(cls, written: DeviceCapacity) -> Capacity:
@@ -215,12 +218,13 @@ def counters_of(sets: Iterable[tuple[str, Mapping[str, Counter]]]) -> Counters:
     return {(name, key): number(each.value) for name, counters in sets for key, each in counters.items()}
 
 
-def number(written: Amount) -> Fraction:
+def number(written: Amount) -> Number:
     """The exact value of a quantity that the API server stores."""
-    return parse_quantity(str(written)).value
+    value = parse_quantity(str(written)).value
+    return value.numerator if value.denominator == 1 else value
 
 
-def written(amount: Fraction) -> str:
+def written(amount: Number) -> str:
     """A quantity as the API server would write it: in thousandths or smaller if need be, in binary units if exact."""
     for scale, suffix in ((1, ""), (10**3, "m"), (10**6, "u")):
         if (whole := amount * scale).denominator == 1:
@@ -235,5 +239,5 @@ def _shortened(amount: int) -> str:
     return str(amount)
 
 
-def _number(written: Amount | None) -> Fraction | None:
+def _number(written: Amount | None) -> Number | None:
     return None if written is None else number(written)
