@@ -30,7 +30,7 @@ WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/p
 help: ## show this list
 	@echo "Tessera: NVIDIA GPUs for Kubernetes, partitioned on demand"
 	@echo
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-21s %s\n", $$1, $$2}' Makefile
 
 demo: env ## demonstrate the main use on a real local cluster, step by step (KEEP=1 leaves it running; KUBE=1.35.4: other version)
 	@$(RUN)/python -m tests.demo $(if $(KEEP),--keep)
