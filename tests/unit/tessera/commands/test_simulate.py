@@ -12,7 +12,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from driver.model.plan import PATH, GpuReport, PlanMode, PlanStatus, described
+from driver.model.plan import PATH, GpuReport, OfferMode, PlanMode, PlanStatus, described
 from tessera.cli import main
 from tests.support.api_server import SLICES, ObjectApi
 from tests.support.gpus import gpu_of
@@ -132,11 +132,8 @@ CASES: dict[str, tuple[list[Object], dict[str, list[str] | str]]] = {
         {"a": NO_ROOM},
     ),
     "a class of the file": (
-        [
-            device_class("own", f'device.attributes["{OURS}"].productName.startsWith("NVIDIA H")'),
-            claim("a", asked("own")),
-        ],
-        {"pod-of-a": ["h100-1-1/gpu/gpu-0-mig-1g10gb-6"]},
+        [device_class("own", f'device.attributes["{OURS}"].architecture == "Hopper"'), claim("a", asked("own"))],
+        {"pod-of-a": ["h100-1-1/gpu/gpu-0"]},
     ),
     "a constraint that no two devices meet": (
         [claim("a", asked("gpu-inference-1g-10gb", count=2), constraints=[matching(f"{OURS}/uuid")])],
@@ -287,6 +284,29 @@ FULL = [claim("a", asked("gpu-training"))]
 def test_changes_of_the_cluster_are_imagined(cluster: list[str], options: list[str], expected: list[str] | str) -> None:
     fits = isinstance(expected, list)
     assert outcome(simulated(FULL, *cluster, *options, code=0 if fits else 1)) == {"pod-of-a": expected}
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"mode": PlanMode.COMPLETE},
+        {"mode": PlanMode.STANDALONE},
+        {"mode": PlanMode.PLANNED, "dropped": ("consumesCounters",)},
+        {"mode": PlanMode.PLANNED, "dropped": ("consumesCounters",), "offer_mode": OfferMode.DISJOINT},
+    ],
+)
+def test_nodes_that_publish_otherwise_have_room_for_as_much(
+    api: ObjectApi, cluster: list[str], status: dict[str, Any]
+) -> None:
+    inventory = described([GpuReport(gpu_of(minor=0), 0)])
+    written = msgspec.to_builtins(PlanStatus(epoch="1", inventory=inventory, **status))
+    api.store(f"{PATH}/node-a", spec={"epoch": "1"}, status=written)
+    small = asked("gpu-inference", f'device.attributes["{OURS}"].profile == "1g.10gb"')
+    large = asked("gpu-inference", f'device.attributes["{OURS}"].profile == "3g.40gb"')
+    found = simulated([claim("a", small), claim("b", large), claim("c", asked("gpu-training"))], *cluster, code=1)
+    assert [each["node"] for each in found["placements"]] == ["node-a", "node-a", None]
+    held = {gpu["node"]: gpu["held"] for gpu in found["gpus"]}["node-a"]
+    assert [each["claim"] for each in held] == ["default/a", "default/b"]
 
 
 def test_a_pod_that_is_pending_now_comes_first(api: ObjectApi, cluster: list[str]) -> None:
