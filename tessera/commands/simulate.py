@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ import msgspec
 from deviceclasses.lint.documents_and_findings import Document
 from driver.errors import UsageError
 from driver.kube.client import KubeClient
-from driver.kube.types import ClassSpec, DeviceClass, Metadata
+from driver.kube.types import ClassSpec, DeviceClass, Key, Metadata
 from driver.model.gpu_selection_and_share_counts import GpuSelection
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.cluster_view import read_cluster
@@ -91,6 +91,7 @@ def simulate(
     content = replace(content, classes={**content.classes, **given.classes})
     if fill is not None and fill not in content.classes:
         raise UsageError(f"--fill {fill}: there is no such DeviceClass; there are {', '.join(sorted(content.classes))}")
+    _leave_existing(given, waiting, {claim.metadata.key for claim in content.claims})
     imagined = ImaginedCluster(driver_name, content)
     placements = _place(imagined, waiting) + _place(imagined, given)
     filled, why = _fill(imagined, fill) if fill is not None else ([], ())
@@ -131,6 +132,13 @@ def _documents(paths: Sequence[str]) -> list[Document]:
             raise UsageError(f"{part.file}: {part.path}: {part.message}")
         found.append(part)
     return found
+
+
+def _leave_existing(given: Workloads, waiting: Workloads, claims: Collection[Key]) -> None:
+    """Claims and pending pods of the cluster that are in the files, too, exist once: as they are in the cluster."""
+    given.claims = {key: claim for key, claim in given.claims.items() if key not in claims}
+    names = {pod.metadata.key for pod in given.pods}
+    waiting.pods = [pod for pod in waiting.pods if pod.metadata.key not in names]
 
 
 def _place(cluster: ImaginedCluster, workloads: Workloads) -> list[Placement]:

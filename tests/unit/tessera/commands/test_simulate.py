@@ -318,6 +318,14 @@ def test_a_pod_that_is_pending_now_comes_first(api: ObjectApi, cluster: list[str
     assert [each["pendingNow"] for each in found["placements"]] == [True, False]
 
 
+def test_what_is_in_the_cluster_already_exists_once(api: ObjectApi, cluster: list[str]) -> None:
+    api.store(f"{GROUP}/namespaces/default/resourceclaims/a", spec=FULL[0]["spec"])
+    spec = {"resourceClaims": [{"name": "gpu", "resourceClaimName": "a"}], "containers": []}
+    api.store("/api/v1/namespaces/default/pods/mine", spec=spec, status={"phase": "Pending"})
+    found = simulated([*FULL, pod("mine", **spec)], *cluster, "--uncordon", "node-a")
+    assert outcome(found) == {"mine": ["node-a/gpu/gpu-0"]}
+
+
 def test_devices_of_other_drivers_are_given_as_they_are_published(api: ObjectApi, cluster: list[str]) -> None:
     both = [claim("a", asked("gpu-training"), asked("nic", name="net")), claim("b", asked("nic", count=2))]
     free = ["--without", "team/holder"]
