@@ -33,6 +33,6 @@ def test_a_part_of_the_scenarios_has_the_answers_of_the_scheduler() -> None:
     assert not wrong(range(3, len(KEPT), OFTEN))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_all_scenarios_have_the_answers_of_the_scheduler() -> None:
     assert not wrong(range(len(KEPT)))
