@@ -8,9 +8,6 @@ from typing import Any
 from driver.kube.types import DeviceConstraint
 from tessera.simulate.slices import Candidate
 
-COMPARED = frozenset({"string", "int", "bool", "version"})
-"""The types of attributes that can be compared."""
-
 
 class Constraint:
     """One constraint, with the values of the devices that have been added."""
@@ -37,8 +34,6 @@ class Constraint:
         self._values.pop()
 
     def _allows(self, value: tuple[str, Any]) -> bool:
-        if value[0] not in COMPARED:
-            return False
         return value not in self._values if self._distinct else value == self._values[0]
 
 

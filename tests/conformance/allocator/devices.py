@@ -8,6 +8,7 @@ from typing import Any
 
 Object = dict[str, Any]
 
+API = "resource.k8s.io/v1"
 ROOT = "shared.example.com/root"
 """An attribute of a domain that is not that of a driver."""
 
@@ -68,7 +69,7 @@ def foreign_slices(
 def device_class(name: str, expression: str) -> Object:
     selectors = [{"cel": {"expression": expression}}]
     return {
-        "apiVersion": "resource.k8s.io/v1",
+        "apiVersion": API,
         "kind": "DeviceClass",
         "metadata": {"name": name},
         "spec": {"selectors": selectors},
@@ -79,7 +80,7 @@ def _slice(random: Random, number: int, driver: str, pool: str, part: Object, ge
     name = f"s{number}-{random.getrandbits(40):010x}"
     of_pool = {"name": pool, "generation": generation, "resourceSliceCount": count}
     spec = {"driver": driver, "pool": of_pool, **part}
-    return {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "metadata": {"name": name}, "spec": spec}
+    return {"apiVersion": API, "kind": "ResourceSlice", "metadata": {"name": name}, "spec": spec}
 
 
 def _selector(label: str, *, terms: int = 1, matching: bool = True) -> Object:
@@ -127,7 +128,7 @@ def device(random: Random, driver: str, name: str, sets: Sequence[Object], *, fl
         some = random.sample(list(sets), random.randint(1, len(sets)))
         found["consumesCounters"] = [_consumption(random, each, flawless=flawless) for each in some]
     if random.random() < 0.12:
-        found["taints"] = [_taint(random) for _ in range(random.choice((1, 1, 2)))]
+        found["taints"] = [taint(random) for _ in range(random.choice((1, 1, 2)))]
     if random.random() < 0.02:
         found |= {"bindingConditions": ["ready"], "bindingFailureConditions": ["failed"]}
     if random.random() < 0.04:
@@ -171,7 +172,8 @@ def _consumption(random: Random, counter_set: Object, *, flawless: bool) -> Obje
     return {"counterSet": name, "counters": counters}
 
 
-def _taint(random: Random) -> Object:
+def taint(random: Random) -> Object:
+    """A device taint."""
     value = {"value": random.choice("12")} if random.random() < 0.6 else {}
     effect = random.choice(("NoSchedule", "NoSchedule", "NoExecute", "None"))
     return {"key": f"example.com/{random.choice('xy')}", **value, "effect": effect}

@@ -20,7 +20,7 @@ from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import Allocated
 from tessera.simulate.failures import AllocationError, Failure
 from tessera.simulate.pools import SliceIndex
-from tessera.simulate.slices import PoolSlice, number
+from tessera.simulate.slices import DeviceTaintRule, PoolSlice, number, tainted
 from tests.conformance.allocator.devices import Object, device_class
 from tests.conformance.allocator.scenarios import Scenario, is_for_all_nodes, scenario
 from tests.harness.cluster import Cluster
@@ -30,6 +30,7 @@ from tests.support.control_plane import control_plane
 
 GROUP = "/apis/resource.k8s.io/v1"
 SLICES, CLASSES = f"{GROUP}/resourceslices", f"{GROUP}/deviceclasses"
+RULES = f"{GROUP}/devicetaintrules"
 WAVE = 100
 """Scenarios at a time."""
 
@@ -92,11 +93,13 @@ class Judge:
             self._nodes.append(name)
         asked = {each.number: each for each in wave_of(numbers)}
         with ThreadPoolExecutor(WRITERS) as writers:
+            for rule in (rule for each in asked.values() for rule in each.rules):
+                self._api.post(RULES, dict(rule))
             list(writers.map(lambda each: self._prepare(each, namespace), asked.values()))
             self._barrier(namespace)
             list(writers.map(lambda each: self._api.post(pods, pod_of(each, namespace)), asked.values()))
         answers = wait_for(lambda: self._collect(namespace, asked), WAVE_S, f"answers of wave {self._wave}", 0.5)
-        for folder in (pods, f"{GROUP}/namespaces/{namespace}/resourceclaims", SLICES, CLASSES):
+        for folder in (pods, f"{GROUP}/namespaces/{namespace}/resourceclaims", SLICES, CLASSES, RULES):
             self._api.request("DELETE", folder, {"gracePeriodSeconds": 0})
         return answers
 
@@ -222,6 +225,7 @@ def described(allocations: Iterable[Allocation]) -> Answer:
 def _our_answer(given: Scenario, others: Iterable[Scenario], ends: float) -> Answer:
     """What Tessera's allocator says of a scenario, with the slices of ``others`` in the same cluster."""
     slices = [_read(each, PoolSlice) for other in (given, *others) for each in other.slices]
+    rules = [_read(rule, DeviceTaintRule) for other in (given, *others) for rule in other.rules]
     classes = {each["metadata"]["name"]: _read(each, DeviceClass) for each in given.classes}
     claims = [
         _read({"metadata": {"name": f"c{index}"}, "spec": spec}, Claim) for index, spec in enumerate(given.claims)
@@ -229,7 +233,14 @@ def _our_answer(given: Scenario, others: Iterable[Scenario], ends: float) -> Ans
     node = _read({"metadata": {"name": given.node, "labels": given.labels}}, Node)
     held = Allocated.of(msgspec.convert(given.held, list[Result]))
     try:
-        found = allocate(claims, node, SliceIndex(slices), classes, held, lambda: time.monotonic() > ends)
+        found = allocate(
+            claims,
+            node,
+            SliceIndex(tainted(each, rules) for each in slices),
+            classes,
+            held,
+            lambda: time.monotonic() > ends,
+        )
     except AllocationError as error:
         return str(error.failure)
     return "none" if found is None else described(found)

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from tests.conformance.allocator import tessera_nodes
-from tests.conformance.allocator.devices import ROOT, Object, device_class, foreign_slices
+from tests.conformance.allocator.devices import API, ROOT, Object, device_class, foreign_slices, taint
 from tests.conformance.allocator.tessera_nodes import tessera_classes, tessera_slices
 
 CONSTRAINED = ("size", "kind", "ok", "ver", "size", "kind", "none", ROOT)
@@ -43,7 +43,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Scenario:
-    """``held`` are results of allocated claims; ``claims`` are specs, in the order of the pod."""
+    """``held``: results of allocated claims; ``claims``: specs in the order of the pod; ``rules``: DeviceTaintRules."""
 
     number: int
     node: str
@@ -52,6 +52,7 @@ class Scenario:
     classes: Sequence[Object]
     held: Sequence[Object] = field(default_factory=tuple)
     claims: Sequence[Object] = field(default_factory=tuple)
+    rules: Sequence[Object] = field(default_factory=tuple)
 
 
 def is_for_all_nodes(number: int) -> bool:
@@ -79,7 +80,8 @@ def scenario(number: int, node: str) -> Scenario:
         classes, words = _classes(number, drivers), (SELECTORS, CONSTRAINED)
     vocabulary = Vocabulary(drivers[0], [each["metadata"]["name"] for each in classes], *words)
     claims = [_claim(random, vocabulary) for _ in range(random.choice((1, 1, 1, 1, 1, 2, 2, 3)))]
-    return Scenario(number, node, {label: "yes"}, slices, classes, _held(random, slices), claims)
+    held = _held(random, slices)
+    return Scenario(number, node, {label: "yes"}, slices, classes, held, claims, _rules(random, number, slices))
 
 
 def _classes(number: int, drivers: Sequence[str]) -> list[Object]:
@@ -92,6 +94,18 @@ def _classes(number: int, drivers: Sequence[str]) -> list[Object]:
         "fails": f'device.attributes["{drivers[0]}"].size >= 1',
     }
     return [device_class(f"s{number}-{name}", expression) for name, expression in expressions.items()]
+
+
+def _rules(random: Random, number: int, slices: Sequence[Object]) -> list[Object]:
+    """DeviceTaintRules for a driver of the scenario, one of its pools, or a device."""
+    if random.random() > 0.1:
+        return []
+    spec = random.choice(slices)["spec"]
+    names = [each["name"] for each in spec.get("devices", ())] or ["none"]
+    selector = {"driver": spec["driver"]}
+    selector |= random.choice(({}, {"pool": spec["pool"]["name"]}, {"device": random.choice(names)}))
+    rule = {"deviceSelector": selector, "taint": taint(random)}
+    return [{"apiVersion": API, "kind": "DeviceTaintRule", "metadata": {"name": f"s{number}"}, "spec": rule}]
 
 
 def _held(random: Random, slices: Sequence[Object]) -> list[Object]:
@@ -165,7 +179,7 @@ def _wanted(random: Random, vocabulary: Vocabulary) -> Object:
         wanted["selectors"] = [{"cel": {"expression": random.choice(some).format(driver=vocabulary.driver)}}]
     if random.random() < 0.35:
         wanted["tolerations"] = [_toleration(random) for _ in range(random.choice((1, 1, 2)))]
-    if random.random() < 0.2:
+    if random.random() < 0.3:
         wanted["capacity"] = {"requests": _amounts(random)}
     return wanted
 

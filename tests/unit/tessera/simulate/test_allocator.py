@@ -17,7 +17,8 @@ OFTEN = 8
 
 def wrong(numbers: Collection[int]) -> set[int]:
     """Those of the scenarios for which Tessera's allocator answers otherwise."""
-    waves = (range(start, start + WAVE) for start in range(0, len(KEPT), WAVE))
+    waves = (range(start, start + WAVE) for start in range(0, max(KEPT), WAVE))
+    numbers = KEPT.keys() & numbers
     return {number for wave in waves for number, answer in our_answers(wave, numbers) if answer != KEPT[number]}
 
 
@@ -30,9 +31,9 @@ def test_the_kept_answers_are_of_every_kind() -> None:
 
 
 def test_a_part_of_the_scenarios_has_the_answers_of_the_scheduler() -> None:
-    assert not wrong(range(3, len(KEPT), OFTEN))
+    assert not wrong(range(3, max(KEPT), OFTEN))
 
 
 @pytest.mark.slow
 def test_all_scenarios_have_the_answers_of_the_scheduler() -> None:
-    assert not wrong(range(len(KEPT)))
+    assert not wrong(KEPT.keys())
