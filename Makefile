@@ -25,12 +25,12 @@ WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/p
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-54 demo-curation demo-usage demo-helm image test test-all test-fast test-unit test-cluster test-smoke test-versions lint format size bench bench-placement bench-refresh bench-fleet bench-scale bench-versions integration fuzz soak \
-	conformance manifests cluster-up cluster-down binaries env lock protocol clean
+	conformance conformance-allocator manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
 	@echo "Tessera: NVIDIA GPUs for Kubernetes, partitioned on demand"
 	@echo
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-21s %s\n", $$1, $$2}' Makefile
 
 demo: env ## demonstrate the main use on a real local cluster, step by step (KEEP=1 leaves it running; KUBE=1.35.4: other version)
 	@$(RUN)/python -m tests.demo $(if $(KEEP),--keep)
@@ -125,6 +125,10 @@ soak: binaries ## create and delete random claims; fail if anything leaks (DURAT
 
 conformance: binaries ## record on a real cluster the results that the CEL engine must give (2 minutes, root)
 	@$(RUN)/python -m tests.conformance
+
+SCENARIOS ?= 2000
+conformance-allocator: binaries ## compare the allocator of `tessera simulate` with the real scheduler (SCENARIOS=; 4 minutes, root)
+	@$(RUN)/python -m tests.conformance.allocator --scenarios $(SCENARIOS)
 
 cluster-up: env ## start a local cluster and leave it running; print KUBECONFIG and its nodes (NAME=..., KUBE=...)
 	@$(RUN)/python -m tests.harness up --name $(NAME)

@@ -30,6 +30,7 @@ COMMAND_MODULES = {
     "lint": "tessera.commands.lint",
     "map": "tessera.commands.map",
     "sim": "tessera.sim.commands",
+    "simulate": "tessera.commands.simulate",
     "status": "tessera.commands.status",
     "template": "tessera.commands.template",
     "topology": "tessera.commands.topology",

@@ -197,7 +197,7 @@ class Configuration(Struct, frozen=True):
 
 
 class Result(Struct, frozen=True):
-    """An allocated device."""
+    """An allocated device; with ``share_id`` it is shared, and ``consumed_capacity`` is the part of this claim."""
 
     request: str
     driver: str
@@ -205,6 +205,7 @@ class Result(Struct, frozen=True):
     device: str
     admin_access: bool | None = None
     share_id: str | None = msgspec.field(default=None, name="shareID")
+    consumed_capacity: dict[str, str | int] | None = None
 
 
 class DeviceAllocation(Struct, frozen=True):

@@ -12,14 +12,14 @@ from typing import Any
 import click
 import msgspec
 
+from controller.report.cluster_view import ClusterView, read_cluster, watch_cluster
+from controller.report.map_model import MapNode, Value, cluster_map, requested_kinds
+from controller.report.map_summary import MapFilter, summarize
 from driver.errors import UsageError
 from driver.kube.client import KubeClient
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
-from tessera.cluster_view import ClusterView, read_cluster, watch_cluster
-from tessera.map.drawing import draw_map, draw_summary
-from tessera.map.model import MapNode, Value, cluster_map, requested_kinds
-from tessera.map.summary import MapFilter, summarize
-from tessera.map.svg import map_as_svg
+from tessera.map_drawing import draw_map, draw_summary
+from tessera.map_svg import map_as_svg
 
 MOST_NODES = 32
 """Nodes of which all GPUs are drawn without a filter."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,8 @@ from driver.model.plan import COMPLETE, COUNTERS_FIELD, KIND, PATH, PUBLISH, Gpu
 from driver.slices.build import SliceBuilder, slice_object
 from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
-from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.inventory.published_devices import PublishPolicy
-from kubelet_plugin.settings import node_settings
+from tessera.absent_nodes import anonymous, hardware
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 
 LABELS = "kubernetes.io/os=linux,kubernetes.io/arch=amd64"
@@ -134,7 +132,7 @@ def template(
         amounts = _pairs("--resources", resources, "NAME=QUANTITY, such as cpu=192")
         names = _pairs("--labels", labels, "NAME=VALUE, such as kubernetes.io/arch=arm64")
         description = NodeDescription(Metadata(name, labels=names), status=Resources(amounts, amounts))
-        reports = _of_hardware(gpus=gpus, shares=shares, shares_only=shares_only)
+        reports = hardware(gpus=gpus, shares=shares, shares_only=shares_only)
     found = Template(_node(name, description), _slices(pool, reports))
     written = _documents(found, document, driver_name, len(reports))
     click.echo(json.dumps(written, indent=2) if output == "json" else _as_yaml(written))
@@ -165,17 +163,6 @@ def _pairs(flag: str, text: str, accepted: str) -> dict[str, str]:
     return found
 
 
-def _of_hardware(**flags: str | None) -> list[GpuReport]:
-    """The GPUs of a simulated node, or of this machine. Raises UsageError, HardwareError and EnvironmentFault."""
-    settings = node_settings(node_name="template", sim_latency="zero", **flags)
-    with open_host(settings, lasting=False) as (host, _):
-        found = host.discover()
-    for fault in found.faults:
-        raise EnvironmentFault(f"--gpus {settings.gpus}: {fault} can't be read: {fault.reason}")
-    by_minor = sorted(found.gpus, key=lambda gpu: gpu.minor)
-    return [GpuReport(gpu, gpu.minor, settings.shares.of(gpu), gpu in settings.shares_only) for gpu in by_minor]
-
-
 def _of_node(client: KubeClient, name: str) -> tuple[NodeDescription, list[GpuReport]]:
     """A node of the cluster, and its GPUs by its plan. Raises ApiError and FatalError."""
     node, plan = client.find(f"/api/v1/nodes/{name}"), client.find(f"{PATH}/{name}")
@@ -204,27 +191,16 @@ def _of_node(client: KubeClient, name: str) -> tuple[NodeDescription, list[GpuRe
 
 def _slices(pool: Pool, reports: Iterable[GpuReport]) -> list[Object]:
     """The slices of a node with these GPUs of which nothing is held."""
-    anonymous = [_anonymous(report, pool.node) for report in reports]
-    shares = {report.gpu.uuid: report.shares for report in anonymous}
-    only = GpuSelection(frozenset(report.gpu.uuid for report in anonymous if report.shares_only))
+    nameless = [anonymous(report, pool.node) for report in reports]
+    shares = {report.gpu.uuid: report.shares for report in nameless}
+    only = GpuSelection(frozenset(report.gpu.uuid for report in nameless if report.shares_only))
     inventory = Inventory(
-        [report.gpu for report in anonymous],
-        {report.gpu.uuid: report.number for report in anonymous},
+        [report.gpu for report in nameless],
+        {report.gpu.uuid: report.number for report in nameless},
         GpuSharing(lambda gpu: shares[gpu.uuid], only),
     )
     built = SliceBuilder(pool).build(inventory.published(PublishPolicy(complete=True)))
     return [slice_object(name, content, pool, 1, len(built), None) for name, content in built.items()]
-
-
-def _anonymous(report: GpuReport, node: str) -> GpuReport:
-    """The GPU without what no other node has."""
-    gpu, fabric = report.gpu, report.gpu.fabric_clique
-    gpu = replace(
-        gpu,
-        uuid=f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{node}/gpu-{report.number}')}",
-        fabric_clique=None if fabric is None else f"{uuid.UUID(int=0)}.{fabric.rpartition('.')[2]}",
-    )
-    return replace(report, gpu=gpu)
 
 
 def _node(name: str, like: NodeDescription) -> Object:

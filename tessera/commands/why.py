@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
+from controller.report.cluster_view import ClusterView, read_cluster
+from controller.report.explanation import Explainer, Explanation, key_of
 from driver.errors import NOT_FOUND, ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP, read_object
 from driver.kube.types import Claim, Key, Pod
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
-from tessera.cluster_view import ClusterView, read_cluster
 from tessera.tables_and_drawings import columns, counted, printable, with_text_output
-from tessera.why.explanation import Explainer, Explanation, key_of
 
 POD_KINDS, CLAIM_KINDS = ("pod", "pods", "po"), ("claim", "resourceclaim", "resourceclaims")
 

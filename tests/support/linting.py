@@ -6,7 +6,7 @@ from typing import Any
 
 from deviceclasses.lint.documents_and_findings import Document, Finding
 from deviceclasses.lint.object_rules import lint
-from tessera.commands.lint import shipped_classes
+from tessera.manifest_files import shipped_classes
 
 DRIVER = "gpu.tessera.dev"
 SHARE = 'device.driver == "gpu.tessera.dev" && device.attributes["gpu.tessera.dev"].type == "share"'

@@ -17,13 +17,13 @@ from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet_builder import SHARE, FleetBuilder
 from controller.cluster.node_views import NodeViews, PoolPart, Published
 from controller.cluster.published_offers import DeviceIndex
+from controller.report.cluster_view import ClusterView
+from controller.report.map_model import MapNode, cluster_map, requested_kinds
 from driver.kube.types import GpuNodePlan
 from driver.model.plan import GpuReport, described
 from driver.slices.pool_names import Pool
-from tessera.cluster_view import ClusterView
-from tessera.map.drawing import draw_map, draw_summary
-from tessera.map.model import MapNode, cluster_map, requested_kinds
-from tessera.map.svg import map_as_svg
+from tessera.map_drawing import draw_map, draw_summary
+from tessera.map_svg import map_as_svg
 from tests.support.gpus import H100
 from tests.support.queues import DRIVER, Situation, gpu_in, profile, request
 

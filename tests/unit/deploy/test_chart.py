@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from controller.node_labels import OWN
 from tessera.cli import main
-from tessera.commands.lint import shipped_classes
+from tessera.manifest_files import shipped_classes
 from tests.support.chart import (
     CHART,
     NO_PROCESS,

@@ -17,9 +17,9 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from controller.report.cluster_view import ClusterView
 from driver.model.plan import PATH, GpuReport, described
 from tessera.cli import main
-from tessera.cluster_view import ClusterView
 from tessera.commands.map import MOST_NODES
 from tessera.commands.map import map as command
 from tests.harness.waiting import wait_for

@@ -7,9 +7,9 @@ from html import escape
 from itertools import groupby
 
 from controller.capacity import SliceState
-from tessera.map.drawing import STATES, links, notes_of
-from tessera.map.model import MapGpu, MapNode, MapSpan
-from tessera.map.summary import class_of, classes_of
+from controller.report.map_model import MapGpu, MapNode, MapSpan
+from controller.report.map_summary import class_of, classes_of
+from tessera.map_drawing import STATES, links, notes_of
 from tessera.tables_and_drawings import printable
 
 WIDTH, BAR_X, BAR_HEIGHT, LINE = 960, 62, 22, 28

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from controller.capacity import SliceState
-from tessera.map.model import Holder, MapGpu, MapNode, MapSpan, NodeState
-from tessera.map.summary import UNUSABLE, ProductSummary, class_of, classes_of, summarize
+from controller.report.map_model import Holder, MapGpu, MapNode, MapSpan, NodeState
+from controller.report.map_summary import UNUSABLE, ProductSummary, class_of, classes_of, summarize
 from tessera.tables_and_drawings import Span, columns, counted, draw_slices, printable
 
 COLOURS = (

@@ -13,8 +13,8 @@ from controller.explain.changes import Change, changes_that_help
 from controller.explain.events import ENOUGH_IS_FREE
 from controller.explain.reason import ReasonCode
 from controller.explain.reasons import Reasoning
+from controller.report.cluster_view import ClusterView
 from driver.kube.types import Claim, Key, Pod
-from tessera.cluster_view import ClusterView
 
 ALLOCATED = "Allocated"
 NOT_USED = "NotUsed"

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tessera.map.drawing import COLOURS, draw_map, draw_summary
-from tessera.map.summary import classes_of
-from tessera.map.svg import map_as_svg
+from controller.report.map_summary import classes_of
+from tessera.map_drawing import COLOURS, draw_map, draw_summary
+from tessera.map_svg import map_as_svg
 from tests.support.map_cluster import DOCS, MapCluster, example, example_text
 from tests.support.queues import request
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from controller.capacity import SliceState
-from tessera.map.model import FreePartition, Holder, MapGpu, MapNode, NodeState, Value
+from controller.report.map_model import FreePartition, Holder, MapGpu, MapNode, NodeState, Value
 
 UNUSABLE = frozenset({NodeState.CORDONED, NodeState.NOT_READY, NodeState.UNREPORTED, NodeState.INCOMPLETE})
 """States of nodes whose GPUs ``unhealthy`` selects."""

@@ -11,11 +11,11 @@ from controller.capacity import RequestedKinds, SliceState, is_divided, share_va
 from controller.cluster.claim_index import ClaimIndex
 from controller.cluster.fleet import FleetGpu
 from controller.cluster.node_views import UNREACHABLE_TAINTS, NodeView
+from controller.report.cluster_view import ClusterView
 from driver.kube.types import Claim, GpuNodePlan, Key, Node
 from driver.model.device import SLICE_VALUE, Device, DeviceKind, share_index
 from driver.model.plan import Held, Offer, PlanMode
 from driver.placement.state import GpuState, OfferKind, key_of
-from tessera.cluster_view import ClusterView
 
 
 class Value(msgspec.Struct, frozen=True, rename="camel"):

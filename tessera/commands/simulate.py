@@ -1,0 +1,167 @@
+"""``tessera simulate``: what scheduler and controller would do with pods and claims, without creating any."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from controller.report.cluster_view import read_cluster
+from deviceclasses.lint.documents_and_findings import Document
+from driver.errors import UsageError
+from driver.kube.client import KubeClient
+from driver.kube.types import ClassSpec, DeviceClass, Key, Metadata
+from driver.model.gpu_selection_and_share_counts import GpuSelection
+from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.manifest_files import read_documents, shipped_classes
+from tessera.simulate.imagined_cluster import Content, ImaginedCluster, Placement
+from tessera.simulate.output import Simulation
+from tessera.simulate.sources import find_template, joined, of_cluster, simulated, uncordoned, without
+from tessera.simulate.workloads import Reader, Workloads, pods_for_class
+from tessera.tables_and_drawings import with_output
+
+BATCH = 8
+"""Pods that the controller knows of at a time while a cluster is filled."""
+
+
+@click.command()
+@click.argument("paths", metavar="FILE...", nargs=-1)
+@click.option(
+    "--nodes", metavar="NAME=COUNT,...", help="Simulated nodes: dgx-h100=4, or FILE=COUNT (docs/simulator.md)."
+)
+@click.option("--shares", help="With --nodes: as `tessera node --shares`.")
+@click.option("--mig-gpus", help="With --nodes: Ampere GPUs in MIG mode: all, or indices.  [default: none]")
+@click.option("--cluster", is_flag=True, help="The cluster as it is; --nodes adds to it.")
+@click.option("--without", "gone", metavar="NAMESPACE/CLAIM", multiple=True, help="As if that claim had ended.")
+@click.option("--uncordon", "uncordon", metavar="NODE[/gpu-N]", multiple=True, help="As if that were not cordoned.")
+@click.option("--fill", metavar="CLASS", help="How many claims for one device of that class still fit.")
+@with_kubeconfig
+@with_driver_name
+@with_output
+def simulate(
+    *,
+    paths: Sequence[str],
+    nodes: str | None,
+    shares: str | None,
+    mig_gpus: str | None,
+    cluster: bool,
+    gone: Sequence[str],
+    uncordon: Sequence[str],
+    fill: str | None,
+    kubeconfig: Path | None,
+    driver_name: str,
+    output: str,
+) -> None:
+    """Show which devices the pods and claims in FILEs would get, or why they would wait (docs/simulate.md).
+
+    FILE has Pods, Deployments, StatefulSets, Jobs, ResourceClaims, ResourceClaimTemplates and DeviceClasses in YAML or
+    JSON; it may be a folder, or - for standard input. The pods are placed in that order. Nothing is created. Exit code
+    0: everything fits; 1: something does not; 2: usage; 3: environment.
+
+    \b
+    Examples:
+      tessera simulate pod.yaml --nodes dgx-h100=4
+      tessera simulate deploy/examples --nodes dgx-h100=2 --shares all=4
+      tessera simulate job.yaml --cluster --without team-a/notebook --uncordon node-a/gpu-3
+      tessera simulate --fill gpu-inference-1g-10gb --cluster
+    """
+    if not cluster and nodes is None:
+        raise UsageError("give --nodes (such as dgx-h100=4), --cluster, or both")
+    if not paths and fill is None:
+        raise UsageError("give files with pods or claims, or --fill with the name of a DeviceClass")
+    if gone and not cluster:
+        raise UsageError("--without needs --cluster: simulated nodes are idle")
+    client = client_of(kubeconfig, "tessera-simulate") if cluster else None
+    content, waiting = _cluster(client, driver_name) if client is not None else (_empty(driver_name), Workloads())
+    if nodes is not None:
+        content = joined(content, simulated(nodes, shares, _selection(mig_gpus)))
+    for each in gone:
+        content = without(content, each, driver_name)
+    for each in uncordon:
+        content = uncordoned(content, each)
+    reader = Reader((lambda key: find_template(client, key)) if client is not None else lambda _: None)
+    given = reader.read(_documents(paths))
+    content = replace(content, classes={**content.classes, **given.classes})
+    if fill is not None and fill not in content.classes:
+        raise UsageError(f"--fill {fill}: there is no such DeviceClass; there are {', '.join(sorted(content.classes))}")
+    _leave_existing(given, waiting, {claim.metadata.key for claim in content.claims})
+    imagined = ImaginedCluster(driver_name, content)
+    placements = _place(imagined, waiting) + _place(imagined, given)
+    filled, why = _fill(imagined, fill) if fill is not None else ([], ())
+    result = Simulation(imagined, placements, {id(pod) for pod in given.pods}, fill, filled, why, given.ignored)
+    click.echo(json.dumps(result.json, indent=2) if output == "json" else result.text)
+    sys.exit(0 if result.fits else 1)
+
+
+def _selection(text: str | None) -> GpuSelection:
+    try:
+        return GpuSelection.parse(text or "")
+    except ValueError as error:
+        raise UsageError(f"--mig-gpus: {error}") from error
+
+
+def _cluster(client: KubeClient, driver: str) -> tuple[Content, Workloads]:
+    """The cluster as it is, and its pending pods."""
+    view = read_cluster(client, driver)
+    return of_cluster(client, view, driver), Workloads(view.queue.pods)
+
+
+def _empty(driver: str) -> Content:
+    """No nodes, and the chart's classes."""
+    found = (_class(each) for each in shipped_classes(driver))
+    return Content(classes={each.metadata.name: each for each in found})
+
+
+def _class(content: Mapping[str, Any]) -> DeviceClass:
+    metadata = Metadata(content["metadata"]["name"])
+    return DeviceClass(metadata, msgspec.convert(content["spec"], ClassSpec))
+
+
+def _documents(paths: Sequence[str]) -> list[Document]:
+    """The documents of files. Raises UsageError if one can't be read."""
+    found = []
+    for part in (part for path in paths for part in read_documents(path)):
+        if not isinstance(part, Document):
+            raise UsageError(f"{part.file}: {part.path}: {part.message}")
+        found.append(part)
+    return found
+
+
+def _leave_existing(given: Workloads, waiting: Workloads, claims: Collection[Key]) -> None:
+    """Claims and pending pods of the cluster that are in the files, too, exist once: as they are in the cluster."""
+    given.claims = {key: claim for key, claim in given.claims.items() if key not in claims}
+    names = {pod.metadata.key for pod in given.pods}
+    waiting.pods = [pod for pod in waiting.pods if pod.metadata.key not in names]
+
+
+def _place(cluster: ImaginedCluster, workloads: Workloads) -> list[Placement]:
+    """Place the pods one after the other; the controller has settled before each."""
+    placements = []
+    for claim in workloads.claims.values():
+        cluster.add(claim)
+    for pod in workloads.pods:
+        placements.append(cluster.place(pod))
+        cluster.settle()
+    return placements
+
+
+def _fill(cluster: ImaginedCluster, device_class: str) -> tuple[list[Placement], tuple[str, ...]]:
+    """Place claims of a class until one does not fit; also why that one does not."""
+    placements, supply = list[Placement](), pods_for_class(device_class)
+    while True:
+        batch = list(islice(supply, BATCH))
+        for _, claim in batch:
+            cluster.add(claim)
+        cluster.expect([pod for pod, _ in batch])
+        for pod, _ in batch:
+            found = cluster.place(pod)
+            if found.node is None:
+                return placements, tuple(reason.sentence for reason in found.reasons)
+            placements.append(found)

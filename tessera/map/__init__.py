@@ -1,1 +1,0 @@
-"""The map of the GPUs: values, filters, drawings."""

@@ -1,0 +1,380 @@
+"""The scheduler's allocator: the devices on one node for the claims of a pod (pure; KEP-4381, 4815, 4816, 5055, 5075).
+
+The same answers as Kubernetes 1.37 with its default features; `make conformance-allocator` compares them. Claims,
+requests and devices are tried in order, all combinations, and the first that fits is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import lru_cache
+
+import msgspec
+
+from deviceclasses.cel import Program, compile_selector
+from driver.errors import CelError
+from driver.kube.types import (
+    Allocation,
+    Claim,
+    DeviceAllocation,
+    DeviceClass,
+    DeviceSelector,
+    ExactDeviceRequest,
+    Node,
+    Request,
+    Result,
+    Taint,
+    Toleration,
+)
+from tessera.simulate.capacity import Allocated, consumed, has_room
+from tessera.simulate.constraints import Constraint, constraint_of
+from tessera.simulate.failures import AllocationError, Failure
+from tessera.simulate.pools import Pool, PoolId, SliceIndex, nodes_of, pools_of, usable_on
+from tessera.simulate.slices import Candidate, Counters, DeviceId, Quantities, number, written
+
+MAX_DEVICES = 32
+"""Devices that the allocation of one claim can hold."""
+
+SHARE_ID = "simulated"
+"""The share ID of an imagined allocation; only whether there is one makes a difference."""
+
+TAKING = frozenset({"NoSchedule", "NoExecute"})
+"""Effects of device taints that prevent an allocation."""
+
+
+class Outcome(Enum):
+    """Of one branch of the search. TOO_MANY: the claim would have more devices than an allocation can hold."""
+
+    FITS = auto()
+    NONE = auto()
+    TOO_MANY = auto()
+
+
+@dataclass(eq=False)
+class Part:
+    """A request or one of its alternatives: ``names`` are those that constraints use, the last is the full one."""
+
+    claim: int
+    request: int
+    wanted: ExactDeviceRequest
+    names: tuple[str, ...]
+    selectors: tuple[tuple[str, DeviceSelector], ...]
+    requested: Quantities
+    everything: tuple[Candidate, ...] | None = None
+    """With allocation mode All: the devices, which are known from the beginning."""
+    selected: dict[DeviceId, bool] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return self.wanted.count if self.everything is None else len(self.everything)
+
+
+def allocate(
+    claims: Sequence[Claim],
+    node: Node,
+    slices: SliceIndex,
+    classes: Mapping[str, DeviceClass],
+    allocated: Allocated,
+    expired: Callable[[], bool] = lambda: False,
+) -> list[Allocation] | None:
+    """Allocations of ``claims`` on ``node``, in order; None: they do not fit. Raises AllocationError.
+
+    All classes must exist. The search ends with an error once ``expired`` returns True: the scheduler, too, gives up
+    after a time.
+    """
+    search = _Search(claims, node, pools_of(slices, node), allocated, expired)
+    try:
+        return search.run(classes)
+    except CelError as error:
+        raise AllocationError(Failure.SELECTOR, str(error)) from error
+    except RecursionError as error:
+        raise AllocationError(Failure.TOO_LONG, "the pod has too many claims and requests for Tessera") from error
+
+
+class _Search:
+    """One search. Taken devices are undone in the reverse order, so that every branch finds what it began with."""
+
+    def __init__(
+        self,
+        claims: Sequence[Claim],
+        node: Node,
+        pools: Sequence[Pool],
+        allocated: Allocated,
+        expired: Callable[[], bool],
+    ) -> None:
+        self._claims, self._node, self._pools, self._expired = claims, node, pools, expired
+        self._allocated = allocated
+        self._candidates = [each for pool in pools for each in pool.candidates]
+        self._parts: list[list[list[Part]]] = []
+        """By claim and request, the alternatives."""
+        self._constraints: list[list[Constraint]] = []
+        self._taken: dict[DeviceId, set[int]] = {}
+        """The claims for which a device that can't be shared is taken."""
+        self._shared: dict[DeviceId, list[Quantities]] = {}
+        """What each share of a device takes."""
+        self._left = {pool.id: _left_of(pool, allocated) for pool in pools}
+        """What is left of the counters of each pool."""
+        self._overdrawn = {pool for pool, left in self._left.items() if any(amount < 0 for amount in left.values())}
+        self._results: list[list[tuple[Result, Candidate]]] = [[] for _ in claims]
+        self._steps = 0
+
+    def run(self, classes: Mapping[str, DeviceClass]) -> list[Allocation] | None:
+        for index, claim in enumerate(self._claims):
+            self._read(index, claim, classes)
+        outcome = self._claim(0)
+        if outcome is Outcome.TOO_MANY:
+            raise AllocationError(Failure.TOO_MANY_DEVICES, "too many devices")
+        if outcome is Outcome.FITS:
+            return [
+                Allocation(
+                    DeviceAllocation(tuple(result for result, _ in results)),
+                    nodes_of([device for _, device in results], self._node.metadata.name),
+                )
+                for results in self._results
+            ]
+        if invalid := [pool for pool in self._pools if pool.invalid is not None]:
+            raise AllocationError(Failure.INVALID_POOLS, f"pool {_name(invalid[0])} is invalid: {invalid[0].invalid}")
+        return None
+
+    # Reading the requests
+
+    def _read(self, index: int, claim: Claim, classes: Mapping[str, DeviceClass]) -> None:
+        devices, parts = 0, list[list[Part]]()
+        for position, request in enumerate(claim.spec.devices.requests):
+            parts.append([self._part(index, position, request, each, classes) for each in request.alternatives])
+            devices += min(part.count for part in parts[-1])
+            if devices > MAX_DEVICES:
+                message = f"claim {claim.metadata.key} requests {devices} devices; {MAX_DEVICES} are possible"
+                raise AllocationError(Failure.TOO_MANY_DEVICES, message)
+        self._parts.append(parts)
+        constraints = [constraint_of(each) for each in claim.spec.devices.constraints]
+        if None in constraints:
+            message = f"claim {claim.metadata.key} has a constraint of an unknown kind"
+            raise AllocationError(Failure.UNKNOWN_KIND, message)
+        self._constraints.append([each for each in constraints if each is not None])
+
+    def _part(
+        self,
+        claim: int,
+        position: int,
+        request: Request,
+        wanted: ExactDeviceRequest,
+        classes: Mapping[str, DeviceClass],
+    ) -> Part:
+        key, of_class = self._claims[claim].metadata.key, wanted.device_class_name
+        selectors = [(f"class {of_class}", each) for each in classes[of_class].spec.selectors]
+        selectors += [(f"claim {key}", each) for each in wanted.selectors]
+        names = (request.name,) if request.exactly is not None else (request.name, f"{request.name}/{wanted.name}")
+        amounts = wanted.capacity.requests if wanted.capacity is not None else {}
+        requested = {name: number(amount) for name, amount in amounts.items()}
+        part = Part(claim, position, wanted, names, tuple(selectors), requested)
+        if wanted.takes_all:
+            part.everything = self._everything(part)
+        return part
+
+    def _everything(self, part: Part) -> tuple[Candidate, ...]:
+        """All devices that a request selects, whether they are free or not."""
+        found: list[Candidate] = []
+        for pool in self._pools:
+            if pool.incomplete:
+                message = f"request {part.names[-1]} takes all devices, and pool {_name(pool)} is incomplete"
+                raise AllocationError(Failure.INCOMPLETE_POOL, message)
+            if pool.invalid is not None:
+                message = (
+                    f"request {part.names[-1]} takes all devices, and pool {_name(pool)} is invalid: {pool.invalid}"
+                )
+                raise AllocationError(Failure.INVALID_POOL, message)
+            found += [
+                each
+                for each in pool.candidates
+                if self._selects(part, each) and has_room(part.requested, each.capacity)
+            ]
+        return tuple(found)
+
+    def _selects(self, part: Part, device: Candidate) -> bool:
+        """Whether the selectors of class and request match ``device``, which is usable on the node."""
+        found = part.selected.get(device.id)
+        if found is None:
+            matches = all(_matches(device, *each) for each in part.selectors)
+            found = part.selected[device.id] = matches and usable_on(self._node, device)
+        return found
+
+    # Searching
+
+    def _claim(self, claim: int) -> Outcome:
+        """Satisfy ``claim`` and those after it."""
+        return Outcome.FITS if claim == len(self._claims) else self._request(claim, 0)
+
+    def _request(self, claim: int, request: int) -> Outcome:
+        """Satisfy this request of a claim and everything after it."""
+        if request == len(self._parts[claim]):
+            # A later claim with too many devices ends no earlier one: other devices there may help.
+            outcome = self._claim(claim + 1)
+            return Outcome.NONE if outcome is Outcome.TOO_MANY else outcome
+        outcomes = set()
+        for part in self._parts[claim][request]:
+            outcome = self._devices(part, 0, 0)
+            if outcome is Outcome.FITS:
+                return outcome
+            outcomes.add(outcome)
+        return Outcome.TOO_MANY if outcomes == {Outcome.TOO_MANY} else Outcome.NONE
+
+    def _devices(self, part: Part, done: int, start: int) -> Outcome:
+        """Satisfy the rest of a request, of which ``done`` devices are taken, with devices from ``start`` on."""
+        self._steps += 1
+        if self._steps % 256 == 0 and self._expired():
+            raise AllocationError(Failure.TOO_LONG, "there are too many combinations of devices to try")
+        if part.everything == ():
+            return Outcome.NONE
+        if done == part.count:
+            return self._request(part.claim, part.request + 1)
+        if part.count - done > MAX_DEVICES - len(self._results[part.claim]):
+            return Outcome.TOO_MANY
+        if part.everything is not None:
+            return self._with(part, part.everything[done], done, start) or Outcome.NONE
+        for position in range(start, len(self._candidates)):
+            device = self._candidates[position]
+            if self._in_use(part, device) or not self._selects(part, device) or not self._has_room(part, device):
+                continue
+            outcome = self._with(part, device, done, position + 1)
+            if outcome in (Outcome.FITS, Outcome.TOO_MANY):
+                return outcome
+        return Outcome.NONE
+
+    def _with(self, part: Part, device: Candidate, done: int, start: int) -> Outcome | None:
+        """The rest of the search with ``device`` taken; None if it can't be."""
+        undo = self._take(part, device)
+        if undo is None:
+            return None
+        outcome = self._devices(part, done + 1, start)
+        if outcome is not Outcome.FITS:
+            undo.close()
+        return outcome
+
+    def _in_use(self, part: Part, device: Candidate) -> bool:
+        taken = self._taken.get(device.id, ())
+        if part.wanted.admin_access:
+            return part.claim in taken
+        return bool(taken) or device.id in self._allocated.devices
+
+    def _has_room(self, part: Part, device: Candidate) -> bool:
+        used = self._allocated.capacity.get(device.id, {}), *self._shared.get(device.id, ())
+        return has_room(part.requested, device.capacity, *used)
+
+    def _take(self, part: Part, device: Candidate) -> ExitStack | None:
+        """Take ``device`` for a request that selects it; None if that is impossible, else what undoes it."""
+        if self._in_use(part, device):
+            return None
+        is_shared = device.entry.allow_multiple_allocations and (
+            device.id in self._allocated.shared or device.id in self._shared
+        )
+        with ExitStack() as undo:
+            # The first share of a device takes its counters for all.
+            if not is_shared and not self._consume(device, undo):
+                return None
+            if _is_tainted(device, part.wanted) or not self._constrain(part, device, undo):
+                return None
+            if not self._has_room(part, device):
+                return None
+            self._record(part, device, undo)
+            return undo.pop_all()
+
+    def _consume(self, device: Candidate, undo: ExitStack) -> bool:
+        """Take the counters that ``device`` consumes, which there may not be; a pool with a debt gives nothing."""
+        if not device.entry.consumes_counters:
+            return True
+        pool = PoolId(device.id.driver, device.id.pool)
+        left, amounts = self._left[pool], device.consumption
+        subtract(left, amounts)
+        undo.callback(subtract, left, amounts, -1)
+        return pool not in self._overdrawn and all(left[counter] >= 0 for counter in amounts)
+
+    def _constrain(self, part: Part, device: Candidate, undo: ExitStack) -> bool:
+        """Add ``device`` to the constraints of the claim, which may not allow it. Raises AllocationError."""
+        for constraint in self._constraints[part.claim]:
+            if not constraint.applies(part.names):
+                continue
+            if not constraint.add(device):
+                if part.everything is None:
+                    return False
+                name = part.names[-1]
+                message = f"request {name} takes all devices, but a constraint does not allow {device.id.device}"
+                raise AllocationError(Failure.CONSTRAINT, message)
+            undo.callback(constraint.remove)
+        return True
+
+    def _record(self, part: Part, device: Candidate, undo: ExitStack) -> None:
+        result = Result(part.names[-1], *device.id, part.wanted.admin_access or None)
+        if device.entry.allow_multiple_allocations:
+            taken = consumed(part.requested, device.capacity)
+            self._shared.setdefault(device.id, []).append(taken)
+            undo.callback(self._unshare, device)
+            amounts = {name: written(amount) for name, amount in taken.items()}
+            result = msgspec.structs.replace(result, share_id=SHARE_ID, consumed_capacity=amounts or None)
+        else:
+            claims = self._taken.setdefault(device.id, set())
+            claims.add(part.claim)
+            undo.callback(claims.discard, part.claim)
+        self._results[part.claim].append((result, device))
+        undo.callback(self._results[part.claim].pop)
+
+    def _unshare(self, device: Candidate) -> None:
+        self._shared[device.id].pop()
+        if not self._shared[device.id]:
+            del self._shared[device.id]
+
+
+def _left_of(pool: Pool, allocated: Allocated) -> Counters:
+    """What the allocated devices of a pool leave of its counters."""
+    left = dict(pool.counters)
+    for device in (*pool.candidates, *pool.elsewhere):
+        if allocated.takes_counters(device.id):
+            subtract(left, device.consumption)
+    return left
+
+
+def subtract(left: Counters, amounts: Counters, sign: int = 1) -> None:
+    """Subtract ``amounts``, or add them."""
+    for counter, amount in amounts.items():
+        left[counter] -= sign * amount
+
+
+def _matches(device: Candidate, owner: str, selector: DeviceSelector) -> bool:
+    """Whether a selector of ``owner`` matches. Raises AllocationError where the scheduler can't tell."""
+    if selector.cel is None:
+        raise AllocationError(Failure.UNKNOWN_KIND, f"{owner} has a selector of an unknown kind")
+    program = _compiled(selector.cel.expression)
+    verdict = str(program) if isinstance(program, CelError) else program.verdict(device.cel)
+    if isinstance(verdict, str):
+        message = f"{owner}: {selector.cel.expression} on device {'/'.join(device.id)}: {verdict}"
+        raise AllocationError(Failure.SELECTOR, message)
+    return verdict
+
+
+@lru_cache(maxsize=1024)
+def _compiled(expression: str) -> Program | CelError:
+    try:
+        return compile_selector(expression)
+    except CelError as error:
+        return error
+
+
+def _is_tainted(device: Candidate, request: ExactDeviceRequest) -> bool:
+    """Whether the device has a taint that the request does not tolerate."""
+    return any(
+        taint.effect in TAKING and not any(_tolerates(each, taint) for each in request.tolerations)
+        for taint in device.entry.taints
+    )
+
+
+def _tolerates(toleration: Toleration, taint: Taint) -> bool:
+    if toleration.effect not in ("", taint.effect) or toleration.key not in ("", taint.key):
+        return False
+    return toleration.operator == "Exists" or (toleration.operator in ("", "Equal") and toleration.value == taint.value)
+
+
+def _name(pool: Pool) -> str:
+    return "/".join(pool.id)

@@ -1,0 +1,159 @@
+"""Tables, pictures and JSON of a simulation (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from controller.cluster.fleet import FleetGpu
+from driver.model.device import DeviceKind
+from tessera.simulate.imagined_cluster import ImaginedCluster, Placement
+from tessera.tables_and_drawings import Span, cell_width, columns, counted, draw_slices, printable, shortened
+
+MAX_DRAWN_NODES = 16
+"""Nodes that are drawn whether or not a pod was placed on them."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """``placements`` in order; ``given`` are the ids of the pods of the files, the others were pending before.
+
+    ``filled``: the placements of ``--fill`` with that class, ``why`` the next claim does not fit. ``ignored``: what is
+    in the files beside pods and claims.
+    """
+
+    cluster: ImaginedCluster
+    placements: Sequence[Placement]
+    given: Collection[int]
+    fill: str | None
+    filled: Sequence[Placement]
+    why: Sequence[str]
+    ignored: Sequence[str]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every pod of the files is placed."""
+        return all(each.node is not None for each in self.placements if id(each.pod) in self.given)
+
+    @property
+    def text(self) -> str:
+        """Tables for people, and a picture."""
+        parts = [f"ignored: {', '.join(map(printable, self.ignored))}"] if self.ignored else []
+        parts += [*self._placed_text(), *self._reasons_text(), *self._fill_text(), self._picture()]
+        return "\n\n".join(parts)
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The same as plain objects, with all nodes."""
+        found = {"placements": list(map(self._as_json, self.placements)), "ignored": list(self.ignored)}
+        return {**found, "fill": self._fill_json() if self.fill is not None else None, "gpus": list(self._gpus())}
+
+    def _placed_text(self) -> Iterator[str]:
+        rows = [row for each in self.placements if each.node is not None for row in self._rows(each, each.node)]
+        if rows:
+            header = ("POD", "CLAIM", "REQUEST", "NODE", "DEVICE", "ALSO FITS ON")
+            yield columns(header, [tuple(map(printable, row)) for row in rows])
+
+    def _rows(self, found: Placement, node: str) -> list[tuple[str, ...]]:
+        pod, also = self._name(found), shortened(list(found.elsewhere)) or "-"
+        return [
+            (pod, claim.metadata.name, result.request, node, result.device, also)
+            for claim, allocation in found.allocations
+            for result in allocation.devices.results
+        ] or [(pod, "-", "-", node, "-", also)]
+
+    def _name(self, found: Placement) -> str:
+        return f"{found.pod.metadata.key}{'' if id(found.pod) in self.given else ' (pending now)'}"
+
+    def _reasons_text(self) -> Iterator[str]:
+        rows = [
+            (self._name(each), reason.claim, reason.code or "-", reason.sentence)
+            for each in self.placements
+            for reason in each.reasons
+        ]
+        if rows:
+            yield columns(("NOT PLACED", "CLAIM", "REASON", "MESSAGE"), [tuple(map(printable, row)) for row in rows])
+
+    def _fill_text(self) -> Iterator[str]:
+        if self.fill is None:
+            return
+        yield f"{counted(len(self.filled), 'claim')} of class {self.fill} would still fit"
+        if self.filled:
+            by_node, by_product = self._counts()
+            yield columns(("PRODUCT", "CLAIMS"), [(name, str(count)) for name, count in sorted(by_product.items())])
+            yield columns(("NODE", "CLAIMS"), [(name, str(count)) for name, count in sorted(by_node.items())])
+        yield from (f"the next claim does not fit: {printable(reason)}" for reason in self.why)
+
+    def _fill_json(self) -> dict[str, Any]:
+        by_node, by_product = self._counts()
+        counts = {"fits": len(self.filled), "byNode": dict(by_node), "byProduct": dict(by_product)}
+        return {"class": self.fill, **counts, "nextDoesNotFit": list(self.why)}
+
+    def _counts(self) -> tuple[Counter[str], Counter[str]]:
+        """The claims of ``--fill`` by node and by product; devices of other drivers have none."""
+        fleet = self.cluster.fleet
+        products = {(each.node, device.name): each.gpu.product_name for each in fleet for device in each.held}
+        by_node, by_product = Counter[str](), Counter[str]()
+        for each in self.filled:
+            [(_, allocation)] = each.allocations
+            by_node[each.node or ""] += 1
+            by_product[products.get((each.node or "", allocation.devices.results[0].device), "other")] += 1
+        return by_node, by_product
+
+    def _picture(self) -> str:
+        """A line for each GPU of the nodes on which pods were placed; of all nodes if they are few."""
+        fleet = self.cluster.fleet
+        used = {each.node for each in (*self.placements, *self.filled)}
+        nodes = [node for node in sorted(fleet.nodes) if len(fleet.nodes) <= MAX_DRAWN_NODES or node in used]
+        entries = [entry for node in nodes for entry in fleet.nodes[node]]
+        if not entries:
+            return "no GPUs to draw"
+        width = cell_width(span for entry in entries for span in _spans(entry))
+        rows = [(each.node, f"gpu-{each.number}", _drawing(each, width), each.gpu.product_name) for each in entries]
+        return columns(("NODE", "GPU", "MEMORY SLICES AFTERWARDS", "PRODUCT"), rows)
+
+    def _as_json(self, found: Placement) -> dict[str, Any]:
+        claims = [
+            {
+                "claim": str(claim.metadata.key),
+                "devices": [
+                    {"request": one.request, "driver": one.driver, "pool": one.pool, "device": one.device}
+                    for one in allocation.devices.results
+                ],
+            }
+            for claim, allocation in found.allocations
+        ]
+        reasons = [{"claim": one.claim, "code": one.code, "message": one.sentence} for one in found.reasons]
+        pod = {"pod": str(found.pod.metadata.key), "pendingNow": id(found.pod) not in self.given, "node": found.node}
+        return {**pod, "alsoFitsOn": list(found.elsewhere), "claims": claims, "reasons": reasons}
+
+    def _gpus(self) -> Iterator[dict[str, Any]]:
+        for node, entries in sorted(self.cluster.fleet.nodes.items()):
+            holders = self.cluster.holders(node)
+            for entry in entries:
+                held = [{"device": each.name, "claim": holders.get(each.name)} for each in entry.held]
+                about = {"gpu": f"gpu-{entry.number}", "uuid": entry.gpu.uuid, "product": entry.gpu.product_name}
+                yield {"node": node, **about, "held": held}
+
+
+def _drawing(entry: FleetGpu, width: int) -> str:
+    return draw_slices(entry.gpu.memory_slices, _spans(entry), width)
+
+
+def _spans(entry: FleetGpu) -> list[Span]:
+    """What takes the memory slices of a GPU."""
+    slices = entry.gpu.memory_slices
+    shares = [each for each in entry.held if each.kind is DeviceKind.SHARE]
+    if shares:
+        return [Span(0, slices, f"{len(shares)} of {shares[0].shares}")]
+    if entry.fault is not None and not entry.held:
+        return [Span(0, slices, "unusable")]
+    foreign = [Span(start, 1, "used") for start in range(slices) if entry.foreign >> start & 1]
+    return foreign + [
+        Span(0, slices, "full")
+        if each.placement is None or each.profile is None
+        else Span(each.placement.start, each.placement.size, each.profile.name)
+        for each in entry.held
+    ]

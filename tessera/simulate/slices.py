@@ -1,0 +1,243 @@
+"""ResourceSlices with all fields that decide an allocation, rules that taint devices, and devices as candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import msgspec
+
+from deviceclasses.cel import CelDevice, from_slice_device
+from deviceclasses.cel.library.quantity import BINARY, parse_quantity
+from driver.kube.types import Metadata, NodeSelector, ObjectMeta, ResourcePool, Struct, Taint
+
+Amount = str | int
+"""A quantity as written."""
+
+Number = Fraction | int
+"""The exact value of a quantity; whole numbers are int, with which Python computes faster."""
+
+Quantities = dict[str, Number]
+"""Amounts of capacity by name."""
+
+Counters = dict[tuple[str, str], Number]
+"""Amounts by counter set and counter."""
+
+
+class Counter(Struct, frozen=True):
+    value: Amount
+
+
+class CounterSet(Struct, frozen=True):
+    name: str
+    counters: dict[str, Counter] = msgspec.field(default_factory=dict)
+
+
+class ConsumedCounters(Struct, frozen=True):
+    """What a device takes of one counter set."""
+
+    counter_set: str
+    counters: dict[str, Counter] = msgspec.field(default_factory=dict)
+
+
+class AmountRange(Struct, frozen=True):
+    """The amounts that requests are rounded up to: ``min`` and, with ``step``, multiples of it from there."""
+
+    min: Amount
+    max: Amount | None = None
+    step: Amount | None = None
+
+
+class RequestPolicy(Struct, frozen=True):
+    """The amounts of a capacity that a claim can get; ``default`` is for claims that request none."""
+
+    default: Amount | None = None
+    valid_values: tuple[Amount, ...] = ()
+    valid_range: AmountRange | None = None
+
+
+class DeviceCapacity(Struct, frozen=True):
+    value: Amount
+    request_policy: RequestPolicy | None = None
+
+
+class DeviceEntry(Struct, frozen=True):
+    """A device as it is published. ``attributes`` have one field each, which names the type of the value."""
+
+    name: str
+    attributes: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    capacity: dict[str, DeviceCapacity] = msgspec.field(default_factory=dict)
+    consumes_counters: tuple[ConsumedCounters, ...] = ()
+    node_name: str = ""
+    node_selector: NodeSelector | None = None
+    all_nodes: bool = False
+    taints: tuple[Taint, ...] = ()
+    binds_to_node: bool = False
+    binding_conditions: tuple[str, ...] = ()
+    allow_multiple_allocations: bool = False
+
+
+class PoolSliceSpec(Struct, frozen=True):
+    driver: str
+    pool: ResourcePool
+    node_name: str = ""
+    node_selector: NodeSelector | None = None
+    all_nodes: bool = False
+    per_device_node_selection: bool = False
+    written_devices: tuple[DeviceEntry, ...] | None = msgspec.field(default=(), name="devices")
+    """None: an empty list, as Kubernetes 1.34 writes it."""
+    shared_counters: tuple[CounterSet, ...] = ()
+
+    @property
+    def devices(self) -> tuple[DeviceEntry, ...]:
+        return self.written_devices or ()
+
+
+class PoolSlice(Struct, frozen=True):
+    """A ResourceSlice."""
+
+    metadata: ObjectMeta
+    spec: PoolSliceSpec
+
+
+class RuleSelector(Struct, frozen=True):
+    """The devices of a rule; None: of any."""
+
+    driver: str | None = None
+    pool: str | None = None
+    device: str | None = None
+
+
+class RuleSpec(Struct, frozen=True):
+    """``device_selector``: None: the rule taints no device."""
+
+    taint: Taint
+    device_selector: RuleSelector | None = None
+
+
+class DeviceTaintRule(Struct, frozen=True):
+    """An administrator's taint on devices of any driver (KEP-5055)."""
+
+    metadata: Metadata
+    spec: RuleSpec
+
+
+def tainted(found: PoolSlice, rules: Collection[DeviceTaintRule]) -> PoolSlice:
+    """The slice as the scheduler sees it: with the taints of the rules."""
+    spec = found.spec
+    own = [
+        (selector, rule.spec.taint)
+        for rule in rules
+        if (selector := rule.spec.device_selector) is not None
+        and selector.driver in (None, spec.driver)
+        and selector.pool in (None, spec.pool.name)
+    ]
+    if not own:
+        return found
+
+    def changed(device: DeviceEntry) -> DeviceEntry:
+        taints = tuple(taint for selector, taint in own if selector.device in (None, device.name))
+        return msgspec.structs.replace(device, taints=device.taints + taints) if taints else device
+
+    return msgspec.structs.replace(
+        found, spec=msgspec.structs.replace(spec, written_devices=tuple(map(changed, spec.devices)))
+    )
+
+
+class DeviceId(NamedTuple):
+    driver: str
+    pool: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """One capacity of a device in numbers. ``lowest``, ``highest`` and ``step`` are its range; None: not set."""
+
+    value: Number
+    has_policy: bool = False
+    default: Number | None = None
+    choices: tuple[Number, ...] = ()
+    lowest: Number | None = None
+    highest: Number | None = None
+    step: Number | None = None
+
+    @classmethod
+    def of(cls, written: DeviceCapacity) -> Capacity:
+        policy, value = written.request_policy, number(written.value)
+        if policy is None:
+            return cls(value)
+        choices, bounds = tuple(map(number, policy.valid_values)), policy.valid_range
+        if bounds is None:
+            return cls(value, True, _number(policy.default), choices)
+        limits = number(bounds.min), _number(bounds.max), _number(bounds.step)
+        return cls(value, True, _number(policy.default), choices, *limits)
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A device that may be allocated, with its slice. The same object for the whole search."""
+
+    id: DeviceId
+    entry: DeviceEntry
+    spec: PoolSliceSpec
+
+    @cached_property
+    def cel(self) -> CelDevice:
+        """The device as selectors read it. Raises CelError for a value that the API server would not store."""
+        device = {
+            "name": self.entry.name,
+            "attributes": self.entry.attributes,
+            "capacity": {name: {"value": str(each.value)} for name, each in self.entry.capacity.items()},
+            "allowMultipleAllocations": self.entry.allow_multiple_allocations,
+        }
+        return from_slice_device(self.id.driver, device)
+
+    @cached_property
+    def capacity(self) -> dict[str, Capacity]:
+        return {name: Capacity.of(each) for name, each in self.entry.capacity.items()}
+
+    @cached_property
+    def consumption(self) -> Counters:
+        """What it takes of the counters of its pool."""
+        return counters_of((each.counter_set, each.counters) for each in self.entry.consumes_counters)
+
+    def attribute(self, name: str) -> tuple[str, Any] | None:
+        """The type and value of the attribute with this full name; None if it has no such attribute."""
+        found = self.entry.attributes.get(name)
+        if found is None and name.startswith(f"{self.id.driver}/"):
+            found = self.entry.attributes.get(name.removeprefix(f"{self.id.driver}/"))
+        return next(iter(found.items())) if found else None
+
+
+def counters_of(sets: Iterable[tuple[str, Mapping[str, Counter]]]) -> Counters:
+    """The counters of several sets, each with its name."""
+    return {(name, key): number(each.value) for name, counters in sets for key, each in counters.items()}
+
+
+def number(written: Amount) -> Number:
+    """The exact value of a quantity that the API server stores."""
+    value = parse_quantity(str(written)).value
+    return value.numerator if value.denominator == 1 else value
+
+
+def written(amount: Number) -> str:
+    """A quantity as the API server would write it: in thousandths or smaller if need be, in binary units if exact."""
+    for scale, suffix in ((1, ""), (10**3, "m"), (10**6, "u")):
+        if (whole := amount * scale).denominator == 1:
+            return _shortened(whole.numerator) if scale == 1 else f"{whole.numerator}{suffix}"
+    return f"{-(-amount.numerator * 10**9 // amount.denominator)}n"
+
+
+def _shortened(amount: int) -> str:
+    for suffix, bits in reversed(BINARY.items()):
+        if amount and amount % (1 << bits) == 0:
+            return f"{amount >> bits}{suffix}"
+    return str(amount)
+
+
+def _number(written: Amount | None) -> Number | None:
+    return None if written is None else number(written)

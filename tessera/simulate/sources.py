@@ -1,0 +1,168 @@
+"""What a simulation begins with: nodes that do not exist, the cluster as it is, and changes to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from controller.cluster.fleet import Fleet, FleetGpu
+from controller.cluster.node_views import NodeView
+from controller.publication_modes import decide_offer_mode
+from controller.report.cluster_view import ClusterView
+from driver.errors import NOT_FOUND, ApiError, FatalError, UsageError
+from driver.kube.client import KubeClient
+from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
+from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node
+from driver.model.gpu import MigMode
+from driver.model.gpu_selection_and_share_counts import GpuSelection
+from driver.model.plan import GpuReport, Offer, PlanMode
+from driver.slices.pool_names import Pool
+from driver.slices.publisher import SLICES
+from kubelet_plugin.inventory.published_devices import PublishPolicy
+from tessera.absent_nodes import anonymous, hardware
+from tessera.simulate.imagined_cluster import Content
+from tessera.simulate.slices import DeviceTaintRule, PoolSlice
+
+CORDONED = "cordoned: "
+"""How the report of a GPU begins that an operator has cordoned."""
+
+GPU = re.compile(r"(?P<node>[^/]+)(?:/gpu-(?P<number>[0-9]+))?")
+
+
+def simulated(text: str, shares: str | None, mig_gpus: GpuSelection) -> Content:
+    """Nodes as ``dgx-h100=4,FILE`` names them, all idle; ``mig_gpus`` are in MIG mode if that needs a reset.
+
+    Raises UsageError and HardwareError.
+    """
+    gpus: list[FleetGpu] = []
+    nodes: list[Node] = []
+    for entry in text.split(","):
+        source, _, written = entry.strip().partition("=")
+        if not source or (written and not written.isdecimal()):
+            raise UsageError(f"--nodes {text}: {entry.strip()!r} is not NAME, NAME=COUNT or FILE=COUNT, as dgx-h100=4")
+        reports = hardware(gpus=f"sim:{source}", shares=shares)
+        for _ in range(int(written or 1)):
+            name = f"{Path(source).stem}-{sum(each.metadata.name.startswith(Path(source).stem) for each in nodes) + 1}"
+            labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
+            nodes.append(Node(Metadata(name, labels=labels)))
+            gpus += [_idle(name, anonymous(report, name), mig_gpus) for report in reports]
+    return Content(Fleet.of(gpus), tuple(nodes))
+
+
+def _idle(node: str, report: GpuReport, mig_gpus: GpuSelection) -> FleetGpu:
+    gpu = report.gpu
+    if gpu in mig_gpus and gpu.mig_capable and not gpu.toggles_freely:
+        gpu = replace(gpu, mig_mode=MigMode.ENABLED)
+    return FleetGpu(node, gpu, report.number, shares=report.shares, shares_only=report.shares_only)
+
+
+def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> Content:
+    """The cluster as it is. Raises ApiError and FatalError."""
+    try:
+        slices = tuple(each for each in read_all(client, SLICES, PoolSlice) if each.spec.driver != driver)
+        nodes, rules = tuple(read_all(client, "/api/v1/nodes", Node)), tuple(_taint_rules(client))
+        minor = re.match(r"\d+", str(client.get_object("/version").get("minor", "")))
+    except msgspec.MsgspecError as error:
+        raise FatalError(f"an object of the cluster can't be read: {error}") from error
+    cluster = view.snapshot.cluster
+    return Content(
+        fleet=view.fleet,
+        nodes=nodes,
+        classes={each.metadata.name: each for each in cluster.classes},
+        claims=tuple(list_claims(client)),
+        slices=slices,
+        policies={each.name: policy for each in view.snapshot.views if (policy := _policy(each, view)) is not None},
+        mode=decide_offer_mode("auto", int(minor[0]) if minor else None, view.snapshot.views).mode,
+        rules=rules,
+        offers=frozenset(view.devices.offered),
+    )
+
+
+def _taint_rules(client: KubeClient) -> Iterator[DeviceTaintRule]:
+    """The DeviceTaintRules; none where the API server does not serve them."""
+    try:
+        yield from read_all(client, f"{RESOURCE_GROUP}/devicetaintrules", DeviceTaintRule)
+    except ApiError as error:
+        if error.status != NOT_FOUND:
+            raise
+
+
+def _policy(node: NodeView, view: ClusterView) -> PublishPolicy | None:
+    """What a node publishes that does not follow its plan; None for the others."""
+    if node.is_complete:
+        return PublishPolicy(complete=True)
+    if node.follows_plan:
+        return None
+    if node.status.mode is PlanMode.STANDALONE:
+        return PublishPolicy()
+    return PublishPolicy(offers=frozenset(_offers_on(node.name, view)), closing=True)
+
+
+def _offers_on(node: str, view: ClusterView) -> Iterator[Offer]:
+    return (offer for offer in view.devices.offered if view.fleet.gpus[offer.gpu].node == node)
+
+
+def joined(one: Content, other: Content) -> Content:
+    """Both contents in one cluster; the second adds nodes and their GPUs."""
+    fleet = Fleet.of([*one.fleet, *other.fleet])
+    return replace(one, fleet=fleet, nodes=(*one.nodes, *other.nodes), offers=None)
+
+
+def without(content: Content, claim: str, driver: str) -> Content:
+    """The cluster without ``namespace/name``. Raises UsageError if there is no such claim."""
+    namespace, _, name = claim.rpartition("/")
+    key = Key(namespace or "default", name)
+    gone = next((each for each in content.claims if each.metadata.key == key), None)
+    if gone is None:
+        raise UsageError(f"--without {claim}: there is no ResourceClaim {key}; write NAMESPACE/NAME")
+    names = {(each.pool, each.device) for each in gone.results if each.driver == driver}
+    return replace(
+        content,
+        claims=tuple(each for each in content.claims if each is not gone),
+        fleet=_changed(content.fleet, lambda entry: _releasing(entry, names, driver)),
+    )
+
+
+def _releasing(entry: FleetGpu, names: Collection[tuple[str, str]], driver: str) -> FleetGpu:
+    kept = [each for each in entry.held if (Pool(entry.node, driver).name, each.name) not in names]
+    return entry if len(kept) == len(entry.held) else entry.holding(kept)
+
+
+def uncordoned(content: Content, target: str) -> Content:
+    """The cluster after ``NODE`` or ``NODE/gpu-N`` is uncordoned. Raises UsageError if there is nothing to uncordon."""
+    found = GPU.fullmatch(target)
+    node = next((each for each in content.nodes if found and each.metadata.name == found["node"]), None)
+    if found is None or node is None:
+        raise UsageError(f"--uncordon {target}: there is no such node; write NODE or NODE/gpu-N")
+    number = None if found["number"] is None else int(found["number"])
+    chosen = [each for each in content.fleet.nodes.get(found["node"], ()) if number in (None, each.number)]
+    cordoned = {each.gpu.uuid for each in chosen if (each.fault or "").startswith(CORDONED)}
+    reopened = number is None and node.spec.unschedulable
+    if not cordoned and not reopened:
+        raise UsageError(f"--uncordon {target}: it is not cordoned")
+
+    def changed(entry: FleetGpu) -> FleetGpu:
+        entry = replace(entry, fault=None) if entry.gpu.uuid in cordoned else entry
+        return replace(entry, closed="") if reopened and entry.node == found["node"] else entry
+
+    spec = msgspec.structs.replace(node.spec, unschedulable=node.spec.unschedulable and not reopened)
+    nodes = tuple(Node(each.metadata, spec, each.status) if each is node else each for each in content.nodes)
+    return replace(content, nodes=nodes, fleet=_changed(content.fleet, changed))
+
+
+def _changed(fleet: Fleet, change: Callable[[FleetGpu], FleetGpu]) -> Fleet:
+    return Fleet.of(change(entry) for entry in fleet)
+
+
+def find_template(client: KubeClient, key: Key) -> ClaimSpec | None:
+    """The claim spec of a ResourceClaimTemplate of the cluster; None if it does not exist. Raises ApiError."""
+    path = f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaimtemplates/{key.name}"
+    found = client.find(path)
+    try:
+        return None if found is None else msgspec.convert(found, ClaimTemplate).spec.spec
+    except msgspec.MsgspecError as error:
+        raise FatalError(f"ResourceClaimTemplate {key} can't be read: {error}") from error

@@ -1,1 +1,0 @@
-"""Explanations of pending claims for ``tessera why``."""

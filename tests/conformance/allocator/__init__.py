@@ -1,0 +1,1 @@
+"""The allocator of `tessera simulate` against the real scheduler, on generated scenarios."""

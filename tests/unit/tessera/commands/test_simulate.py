@@ -1,0 +1,355 @@
+"""``tessera simulate``: what becomes of pods and claims on nodes that are simulated, and on a cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from driver.model.plan import PATH, GpuReport, OfferMode, PlanMode, PlanStatus, described
+from tessera.cli import main
+from tests.support.api_server import SLICES, ObjectApi
+from tests.support.gpus import gpu_of
+from tests.support.scheduling import asked, matching
+from tests.unit.tessera.test_cli import KUBECONFIG
+
+Object = dict[str, Any]
+GROUP = "/apis/resource.k8s.io/v1"
+OURS = "gpu.tessera.dev"
+
+
+def run(objects: list[Object], *options: str) -> Result:
+    text = yaml.safe_dump_all(objects)
+    return CliRunner().invoke(main, ["simulate", *(["-"] if objects else []), *options], input=text)
+
+
+def simulated(objects: list[Object], *options: str, code: int = 0) -> Object:
+    ran = run(objects, *options, "-o", "json")
+    assert ran.exit_code == code, ran.output
+    found: Object = json.loads(ran.stdout)
+    return found
+
+
+def claim(name: str, *requests: Object, constraints: Any = ()) -> Object:
+    spec = {"devices": {"requests": list(requests), "constraints": list(constraints)}}
+    return {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": name}, "spec": spec}
+
+
+def template(name: str, *requests: Object) -> Object:
+    return {**claim(name, *requests), "kind": "ResourceClaimTemplate", "spec": {"spec": claim(name, *requests)["spec"]}}
+
+
+def pod(name: str, **spec: Any) -> Object:
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
+
+
+def device_class(name: str, expression: str) -> Object:
+    spec = {"selectors": [{"cel": {"expression": expression}}]}
+    return {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": name}, "spec": spec}
+
+
+def alternatives(*classes: str) -> Object:
+    return {"name": "gpu", "firstAvailable": [{"name": f"s{i}", "deviceClassName": c} for i, c in enumerate(classes)]}
+
+
+def outcome(found: Object) -> dict[str, list[str] | str]:
+    """The devices of each pod as node/request/device, or the code or else the message of its reason."""
+    return {
+        each["pod"].partition("/")[2]: [
+            f"{each['node']}/{device['request']}/{device['device']}"
+            for one in each["claims"]
+            for device in one["devices"]
+        ]
+        if each["node"]
+        else each["reasons"][0]["code"] or each["reasons"][0]["message"]
+        for each in found["placements"]
+    }
+
+
+ONE = asked("gpu-inference-1g-10gb")
+NO_ROOM = "no node has nvidia.com/gpu, and no DeviceClass has it as extendedResourceName"
+MIXED_FAMILY = claim("both", asked("gpu-inference-3g-40gb", count=2), constraints=[matching(f"{OURS}/parentUUID")])
+OF_CLAIM = {"resourceClaims": [{"name": "gpu", "resourceClaimName": "shared"}]}
+CASES: dict[str, tuple[list[Object], dict[str, list[str] | str]]] = {
+    "a claim that stands alone gets a pod": (
+        [claim("one", ONE)],
+        {"pod-of-one": ["h100-1-1/gpu/gpu-0-mig-1g10gb-6"]},
+    ),
+    "two partitions of one GPU": (
+        [MIXED_FAMILY],
+        {"pod-of-both": ["h100-1-1/gpu/gpu-0-mig-3g40gb-4", "h100-1-1/gpu/gpu-0-mig-3g40gb-0"]},
+    ),
+    "two pods share a claim": (
+        [claim("shared", asked("gpu-training")), pod("a", **OF_CLAIM), pod("b", **OF_CLAIM)],
+        {"a": ["h100-1-1/gpu/gpu-0"], "b": []},
+    ),
+    "what the first takes the second lacks": (
+        [claim("first", asked("gpu-training")), claim("second", asked("gpu-training"))],
+        {"pod-of-first": ["h100-1-1/gpu/gpu-0"], "pod-of-second": "AllHeld"},
+    ),
+    "the alternative that is left": (
+        [claim("full", asked("gpu-inference-4g-40gb")), claim("either", alternatives("gpu-training", "gpu-inference"))],
+        {
+            "pod-of-full": ["h100-1-1/gpu/gpu-0-mig-4g40gb-0"],
+            "pod-of-either": ["h100-1-1/gpu/s1/gpu-0-mig-1g10gb-6"],
+        },
+    ),
+    "pods of a template": (
+        [
+            template("small", ONE),
+            {
+                "apiVersion": "batch/v1",
+                "kind": "Job",
+                "metadata": {"name": "job"},
+                "spec": {
+                    "parallelism": 2,
+                    "template": {"spec": {"resourceClaims": [{"name": "g", "resourceClaimTemplateName": "small"}]}},
+                },
+            },
+        ],
+        {"job-0": ["h100-1-1/gpu/gpu-0-mig-1g10gb-6"], "job-1": ["h100-1-1/gpu/gpu-0-mig-1g10gb-4"]},
+    ),
+    "a node that does not exist": (
+        [claim("shared", ONE), pod("a", nodeSelector={"kubernetes.io/hostname": "other"}, **OF_CLAIM)],
+        {"a": "NoNode"},
+    ),
+    "a claim that does not exist": (
+        [pod("a", resourceClaims=[{"name": "gpu", "resourceClaimName": "lost"}])],
+        {"a": "it does not exist, so the pod waits for it"},
+    ),
+    "an extended resource of a class": (
+        [pod("a", containers=[{"resources": {"limits": {"deviceclass.resource.kubernetes.io/gpu-training": "1"}}}])],
+        {"a": ["h100-1-1/deviceclass.resource.kubernetes.io/gpu-training/gpu-0"]},
+    ),
+    "an extended resource of no class": (
+        [pod("a", containers=[{"resources": {"limits": {"nvidia.com/gpu": "1"}}}])],
+        {"a": NO_ROOM},
+    ),
+    "a class of the file": (
+        [device_class("own", f'device.attributes["{OURS}"].architecture == "Hopper"'), claim("a", asked("own"))],
+        {"pod-of-a": ["h100-1-1/gpu/gpu-0"]},
+    ),
+    "a constraint that no two devices meet": (
+        [claim("a", asked("gpu-inference-1g-10gb", count=2), constraints=[matching(f"{OURS}/uuid")])],
+        {"pod-of-a": "ConstraintNotMet"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_pod_gets_devices_or_a_reason(case: str) -> None:
+    objects, expected = CASES[case]
+    fits = all(isinstance(each, list) for each in expected.values())
+    assert outcome(simulated(objects, "--nodes", "h100-1", code=0 if fits else 1)) == expected
+
+
+def test_a_selector_that_fails_stops_the_scheduler_and_is_named() -> None:
+    own = device_class("own", f'device.attributes["{OURS}"].placementStart == 2')
+    found = simulated([own, claim("a", asked("own"))], "--nodes", "h100-1", code=1)
+    message = str(outcome(found)["pod-of-a"])
+    assert message.startswith("the scheduler fails: class own: ")
+    assert "no such key: placementStart" in message
+
+
+def test_the_table_has_devices_and_reasons_and_ends_with_a_picture() -> None:
+    ran = run([claim("one", ONE), claim("full", asked("gpu-training"))], "--nodes", "h100-1")
+    assert ran.exit_code == 1
+    lines = [line.split() for line in ran.stdout.splitlines()]
+    assert ["default/pod-of-one", "one", "gpu", "h100-1-1", "gpu-0-mig-1g10gb-6", "-"] in lines
+    assert lines[4][:3] == ["default/pod-of-full", "default/full", "AllHeld"]
+    picture = "[.......|.......|.......|.......|.......|.......|1g.10gb|.......]"
+    assert lines[-1] == ["h100-1-1", "gpu-0", picture, "NVIDIA", "H100", "80GB", "HBM3"]
+
+
+@pytest.mark.parametrize(
+    ("device_class", "options", "count"),
+    [
+        ("gpu-inference-1g-10gb", ["--nodes", "h100-1=3"], 21),
+        ("gpu-training", ["--nodes", "h100-1=2,a30-4"], 6),
+        ("gpu-inference-1g-6gb", ["--nodes", "a30-4"], 0),
+        ("gpu-inference-1g-6gb", ["--nodes", "a30-4", "--mig-gpus", "all"], 16),
+        ("gpu-inference-1g-6gb", ["--nodes", "a30-4", "--mig-gpus", "1"], 4),
+        ("gpu-dev", ["--nodes", "h100-1", "--shares", "all=5"], 5),
+    ],
+)
+def test_a_class_is_filled_until_nothing_fits(device_class: str, options: list[str], count: int) -> None:
+    found = simulated([], "--fill", device_class, *options)["fill"]
+    assert (found["fits"], sum(found["byNode"].values()), sum(found["byProduct"].values())) == (count, count, count)
+    assert found["nextDoesNotFit"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give --nodes"),
+        (["--nodes", "h100-1"], "give files"),
+        (["--nodes", "h100-1=x", "--fill", "gpu-training"], "'h100-1=x' is not"),
+        (["--nodes", "h100-11", "--fill", "gpu-training"], "h100-11"),
+        (["--nodes", "h100-1", "--fill", "gpu-trainin"], "there is no such DeviceClass"),
+        (["--nodes", "h100-1", "--fill", "gpu-training", "--without", "a/b"], "--without needs --cluster"),
+        (["--nodes", "h100-1", "--fill", "gpu-training", "--uncordon", "h100-1-1"], "it is not cordoned"),
+        (["--nodes", "h100-1", "--fill", "gpu-training", "--uncordon", "other/gpu-1"], "there is no such node"),
+        (["--nodes", "h100-1", "--fill", "gpu-training", "--mig-gpus", "?"], "--mig-gpus"),
+        (["/no/such/file", "--nodes", "h100-1"], "no such file"),
+    ],
+)
+def test_wrong_options_are_named(arguments: list[str], message: str) -> None:
+    ran = CliRunner().invoke(main, ["simulate", *arguments])
+    assert ran.exit_code == 2, ran.output
+    assert message in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (claim("a", {"name": "r", "exactly": {"deviceClassName": 7}}), "Expected `str`"),
+        (pod("a", resourceClaims=[{"name": "g", "resourceClaimTemplateName": "lost"}]), "Template default/lost"),
+        ({"kind": "Job", "apiVersion": "batch/v1", "spec": {"parallelism": "many"}}, "no valid parallelism"),
+        ("text", "this is no object"),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_can_not_be_read_is_named_with_its_document(content: Object, message: str) -> None:
+    ran = run([claim("first", ONE), content], "--nodes", "h100-1")
+    assert ran.exit_code == 2, ran.output
+    assert "-, document 2: " in ran.stderr
+    assert message in ran.stderr
+
+
+def test_other_objects_are_ignored_and_named() -> None:
+    found = simulated([{"apiVersion": "v1", "kind": "Service"}, claim("a", ONE)], "--nodes", "h100-1")
+    assert found["ignored"] == ["-, document 1: Service"]
+
+
+# On a cluster
+
+
+@pytest.fixture
+def api() -> Iterator[ObjectApi]:
+    """Two nodes with a GPU each: one is cordoned, the other held whole by a claim. A NIC of another driver."""
+    with ObjectApi() as server:
+        for index, (name, fault) in enumerate({"node-a": "cordoned: fan replacement", "node-b": None}.items()):
+            server.store(f"/api/v1/nodes/{name}", spec={}, status={"allocatable": {"cpu": "8"}})
+            inventory = described([GpuReport(gpu_of(minor=index), 0, fault=fault)])
+            status = PlanStatus(epoch="1", mode=PlanMode.PLANNED, inventory=inventory)
+            server.store(f"{PATH}/{name}", spec={"epoch": "1"}, status=msgspec.to_builtins(status))
+        result = {"request": "gpu", "driver": OURS, "pool": f"node-b-{OURS}", "device": "gpu-0"}
+        allocation = {"devices": {"results": [result]}}
+        server.store(
+            f"{GROUP}/namespaces/team/resourceclaims/holder",
+            spec=claim("holder", asked("gpu-training"))["spec"],
+            status={"allocation": allocation},
+        )
+        for name, kind in (("gpu-training", "gpu"), ("gpu-inference", "mig")):
+            expression = f'device.driver == "{OURS}" && device.attributes["{OURS}"].type == "{kind}"'
+            server.store(f"{GROUP}/deviceclasses/{name}", spec={"selectors": [{"cel": {"expression": expression}}]})
+        server.store(
+            f"{GROUP}/deviceclasses/nic", spec={"selectors": [{"cel": {"expression": 'device.driver == "nic"'}}]}
+        )
+        pool = {"name": "nics", "generation": 1, "resourceSliceCount": 1}
+        nics = {"driver": "nic", "pool": pool, "allNodes": True, "devices": [{"name": "eth0"}, {"name": "eth1"}]}
+        server.store(f"{SLICES}/nics", spec=nics)
+        server.store(
+            f"{GROUP}/namespaces/default/resourceclaimtemplates/of-cluster",
+            spec={"spec": claim("x", asked("gpu-training"))["spec"]},
+        )
+        yield server
+
+
+@pytest.fixture
+def cluster(api: ObjectApi, tmp_path: Path) -> list[str]:
+    path = tmp_path / "kubeconfig"
+    path.write_text(yaml.safe_dump({**KUBECONFIG, "clusters": [{"name": "c", "cluster": {"server": api.server.url}}]}))
+    return ["--cluster", "--kubeconfig", str(path)]
+
+
+FULL = [claim("a", asked("gpu-training"))]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], "AllHeld"),
+        (["--without", "team/holder"], ["node-b/gpu/gpu-0"]),
+        (["--uncordon", "node-a"], ["node-a/gpu/gpu-0"]),
+        (["--uncordon", "node-a/gpu-0"], ["node-a/gpu/gpu-0"]),
+        (["--nodes", "h100-1"], ["h100-1-1/gpu/gpu-0"]),
+    ],
+)
+def test_changes_of_the_cluster_are_imagined(cluster: list[str], options: list[str], expected: list[str] | str) -> None:
+    fits = isinstance(expected, list)
+    assert outcome(simulated(FULL, *cluster, *options, code=0 if fits else 1)) == {"pod-of-a": expected}
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"mode": PlanMode.COMPLETE},
+        {"mode": PlanMode.STANDALONE},
+        {"mode": PlanMode.PLANNED, "dropped": ("consumesCounters",)},
+        {"mode": PlanMode.PLANNED, "dropped": ("consumesCounters",), "offer_mode": OfferMode.DISJOINT},
+    ],
+)
+def test_nodes_that_publish_otherwise_have_room_for_as_much(
+    api: ObjectApi, cluster: list[str], status: dict[str, Any]
+) -> None:
+    inventory = described([GpuReport(gpu_of(minor=0), 0)])
+    written = msgspec.to_builtins(PlanStatus(epoch="1", inventory=inventory, **status))
+    api.store(f"{PATH}/node-a", spec={"epoch": "1"}, status=written)
+    small = asked("gpu-inference", f'device.attributes["{OURS}"].profile == "1g.10gb"')
+    large = asked("gpu-inference", f'device.attributes["{OURS}"].profile == "3g.40gb"')
+    found = simulated([claim("a", small), claim("b", large), claim("c", asked("gpu-training"))], *cluster, code=1)
+    assert [each["node"] for each in found["placements"]] == ["node-a", "node-a", None]
+    held = {gpu["node"]: gpu["held"] for gpu in found["gpus"]}["node-a"]
+    assert [each["claim"] for each in held] == ["default/a", "default/b"]
+
+
+def test_a_pod_that_is_pending_now_comes_first(api: ObjectApi, cluster: list[str]) -> None:
+    api.store(f"{GROUP}/namespaces/default/resourceclaims/early", spec=FULL[0]["spec"])
+    spec = {"resourceClaims": [{"name": "gpu", "resourceClaimName": "early"}], "containers": []}
+    api.store("/api/v1/namespaces/default/pods/early", spec=spec, status={"phase": "Pending"})
+    found = simulated(FULL, *cluster, "--without", "team/holder", code=1)
+    assert outcome(found) == {"early": ["node-b/gpu/gpu-0"], "pod-of-a": "AllHeld"}
+    assert [each["pendingNow"] for each in found["placements"]] == [True, False]
+
+
+def test_what_is_in_the_cluster_already_exists_once(api: ObjectApi, cluster: list[str]) -> None:
+    api.store(f"{GROUP}/namespaces/default/resourceclaims/a", spec=FULL[0]["spec"])
+    spec = {"resourceClaims": [{"name": "gpu", "resourceClaimName": "a"}], "containers": []}
+    api.store("/api/v1/namespaces/default/pods/mine", spec=spec, status={"phase": "Pending"})
+    found = simulated([*FULL, pod("mine", **spec)], *cluster, "--uncordon", "node-a")
+    assert outcome(found) == {"mine": ["node-a/gpu/gpu-0"]}
+
+
+def test_devices_of_other_drivers_are_given_as_they_are_published(api: ObjectApi, cluster: list[str]) -> None:
+    both = [claim("a", asked("gpu-training"), asked("nic", name="net")), claim("b", asked("nic", count=2))]
+    free = ["--without", "team/holder"]
+    found = outcome(simulated(both, *cluster, *free, code=1))
+    assert found["pod-of-a"] == ["node-b/gpu/gpu-0", "node-b/net/eth0"]
+    assert found["pod-of-b"] == "none of 2 nodes has devices that fit"
+    rule = {"deviceSelector": {"driver": "nic", "device": "eth0"}, "taint": {"key": "broken", "effect": "NoSchedule"}}
+    api.store(f"{GROUP}/devicetaintrules/broken", spec=rule)
+    assert outcome(simulated(both[:1], *cluster, *free))["pod-of-a"] == ["node-b/gpu/gpu-0", "node-b/net/eth1"]
+
+
+def test_templates_of_the_cluster_are_found(cluster: list[str]) -> None:
+    wanted = pod("a", resourceClaims=[{"name": "gpu", "resourceClaimTemplateName": "of-cluster"}])
+    assert outcome(simulated([wanted], *cluster, "--uncordon", "node-a")) == {"a": ["node-a/gpu/gpu-0"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--without", "team/nobody"], "there is no ResourceClaim team/nobody"),
+        (["--uncordon", "node-b/gpu-0"], "it is not cordoned"),
+    ],
+)
+def test_changes_that_are_impossible_are_refused(cluster: list[str], options: list[str], message: str) -> None:
+    ran = run(FULL, *cluster, *options)
+    assert ran.exit_code == 2
+    assert message in ran.stderr
