@@ -32,7 +32,7 @@ BATCH = 8
 
 
 @click.command()
-@click.argument("paths", metavar="FILE...", nargs=-1)
+@click.argument("paths", metavar="[FILE...]", nargs=-1)
 @click.option(
     "--nodes", metavar="NAME=COUNT,...", help="Simulated nodes: dgx-h100=4, or FILE=COUNT (docs/simulator.md)."
 )
