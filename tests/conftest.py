@@ -21,6 +21,7 @@ from tests.harness.versions import default_release
 
 settings.register_profile("full", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", settings.get_profile("full"), max_examples=20, derandomize=True, print_blob=False)
+settings.register_profile("many", settings.get_profile("full"), max_examples=2000)
 settings.load_profile(os.environ.get("TESSERA_EXAMPLES", "full"))
 
 # A shell that starts us in the background ignores Ctrl-C on our behalf, and so would all that tests start.

@@ -17,7 +17,7 @@ from tests.harness.waiting import DeadlineError, wait_for
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess
-from tests.support.plugin import COMMAND_S, TESSERA, PluginFlags, PluginProcess, bare_node
+from tests.support.plugin import COMMAND_S, SLICES, TESSERA, PluginFlags, PluginProcess, bare_node
 from tests.support.scheduling import asked
 from tests.support.workloads import CLAIMS, PODS, is_gone
 
@@ -173,6 +173,16 @@ def allow_admin_access(place: Place) -> None:
     place.cluster.api.patch("/api/v1/namespaces/default", {"metadata": {"labels": labels}})
 
 
+def cordon_gpu(place: Place) -> None:
+    place.tessera("cordon", "one/gpu-0")
+
+    def is_withdrawn() -> bool:
+        slices = [item["spec"] for item in place.cluster.api.get(SLICES)["items"]]
+        return not any(spec.get("devices") for spec in slices if spec["nodeName"] == "one")
+
+    wait_for(is_withdrawn, SOON_S, "nothing of the GPU is published")
+
+
 def taint_rule(place: Place) -> None:
     spec = {"deviceSelector": {"pool": "one-gpu.tessera.dev"}, "taint": {"key": "repair", "effect": "NoSchedule"}}
     place.post(RULES, {"metadata": {"name": "repair"}, "spec": spec})
@@ -215,7 +225,7 @@ CASES = {
         "GpuCordoned",
         "an operator has cordoned them: gpu-0 of one",
         asked(SMALL),
-        before=lambda place: place.tessera("cordon", "one/gpu-0"),
+        before=cordon_gpu,
         way_out=lambda place: place.tessera("uncordon", "one/gpu-0"),
         change="gpu-0 of one were uncordoned (tessera uncordon)",
     ),
