@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import Budget, Outcome, fits
-from controller.demand.eligibility import Exclusion
+from controller.demand.eligibility import Excluded, Exclusion
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, Refusal, RequirementsReader
@@ -194,21 +194,20 @@ def _of_nodes(
 ) -> Iterator[Change]:
     """Nodes on which its pod can't run, and that would have room."""
     excluded, feasibility = reasoning.excluded(pending), queue.feasibility
-    by_text: dict[tuple[Exclusion, str], list[str]] = {}
+    by_exclusion: dict[Excluded, list[str]] = {}
     open_fleet = Fleet.of(without(entry, Obstacle.CLOSED) for entry in feasibility.on(frozenset(excluded)))
     opened = Feasibility(open_fleet, feasibility.matching, imagined=True)
     for node, outcome in opened.outcomes(requirements, frozenset(excluded)):
         if outcome is Outcome.FITS:
-            by_text.setdefault((excluded[node].kind, excluded[node].text), []).append(node)
-    for (kind, text), nodes in sorted(by_text.items()):
+            by_exclusion.setdefault(excluded[node], []).append(node)
+    for exclusion, nodes in sorted(by_exclusion.items(), key=lambda each: each[0].text):
         names = listed(sorted(nodes), MAX_CHANGES).replace(", ", " or ")
-        match kind:
-            case Exclusion.NOT_READY:
-                yield Change("node-ready", f"node {names} were ready")
-            case Exclusion.CORDONED:
-                yield Change("node-uncordoned", f"node {names} were uncordoned (kubectl uncordon)")
-            case _:
-                yield Change("node-admitted", f"its pod could run on node {names}, which {text}")
+        if exclusion.kinds == {Exclusion.NOT_READY}:
+            yield Change("node-ready", f"node {names} were ready")
+        elif exclusion.kinds == {Exclusion.CORDONED}:
+            yield Change("node-uncordoned", f"node {names} were uncordoned (kubectl uncordon)")
+        else:
+            yield Change("node-admitted", f"its pod could run on node {names}, which {exclusion.text}")
 
 
 def _of_count(feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[Change]:

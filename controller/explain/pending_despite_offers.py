@@ -168,7 +168,7 @@ class UnscheduledClaims:
             f"{listed(names)} of node {devices[0].entry.node} would do and "
             f"{'are' if len(names) > 1 else 'is'} offered{since.text}, but nothing is allocated: "
         )
-        return ClaimReason(pending, code, sentence + text)
+        return ClaimReason(pending, code, sentence + text, permanent=True)
 
     def _unpublished(self, queue: Queue, pending: PendingClaim, silent: Mapping[str, str]) -> ClaimReason | None:
         """The reason where every node with enough free devices is silent."""
@@ -182,7 +182,7 @@ class UnscheduledClaims:
             return None
         texts = listed([f"{node}, which {silent[node]}" for node in fit])
         sentence = f"enough is free only on {texts}: does the node plugin run there? (tessera status)"
-        return ClaimReason(pending, ReasonCode.NOT_PUBLISHED, sentence)
+        return ClaimReason(pending, ReasonCode.NOT_PUBLISHED, sentence, permanent=True)
 
 
 def _cause(

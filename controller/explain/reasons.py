@@ -55,7 +55,7 @@ def reason_of(
     if reason is None:
         return None
     group = queue.held_back[pending.key].group.metadata if reason.code is ReasonCode.GANG else None
-    return ClaimReason(pending, reason.code, reason.sentence, group)
+    return ClaimReason(pending, reason.code, reason.sentence, reason.permanent, group)
 
 
 def _qualified(reason: Reason | None, queue: Queue, unreported: UnreportedNodes) -> Reason | None:

@@ -165,7 +165,7 @@ def only_elsewhere(what: str, fitting: Sequence[str], excluded: Mapping[str, Exc
     for node in fitting:
         if node in excluded:
             by_text.setdefault(excluded[node].text, []).append(node)
-    kinds = {excluded[node].kind for node in fitting if node in excluded}
+    kinds = {kind for node in fitting if node in excluded for kind in excluded[node].kinds}
     if kinds == {Exclusion.NOT_READY}:
         code = ReasonCode.NOT_READY
     elif kinds and kinds <= {Exclusion.NOT_READY, Exclusion.CORDONED}:

@@ -46,7 +46,8 @@ class RequestCount:
 class Explanation:
     """Why ``claim`` (``namespace/name``) is pending. ``pods`` are its pending pods.
 
-    ``code`` is a ReasonCode, or ALLOCATED, NOT_USED (no pending pod uses the claim) or OTHER_DRIVERS. ``holders`` are
+    ``code`` is a ReasonCode, or ALLOCATED, NOT_USED (no pending pod uses the claim) or OTHER_DRIVERS. ``permanent``:
+    the reason does not pass when other claims end. ``holders`` are
     the claims that hold devices which it could have; ``reports`` what the scheduler says of each pod.
     """
 
@@ -54,6 +55,7 @@ class Explanation:
     pods: tuple[Pod, ...]
     code: str
     message: str
+    permanent: bool = False
     requests: tuple[RequestCount, ...] = ()
     holders: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
@@ -78,7 +80,7 @@ class Explainer:
         yield from map(self.of_pending, self._queue.pending)
         for key, reason in self._view.reasons.items():
             if key not in known:
-                yield Explanation("", reason.pending.pods, reason.code.value, reason.sentence)
+                yield Explanation("", reason.pending.pods, reason.code.value, reason.sentence, reason.permanent)
 
     def of_pod(self, pod: Pod) -> list[Explanation]:
         """The claims of a pod."""
@@ -88,7 +90,7 @@ class Explainer:
         missing = self._view.reasons.get(f"Pod/{pod.metadata.key}")
         found = list(map(self.of_pending, pending))
         if missing is not None and not found:
-            found.append(Explanation("", (pod,), missing.code.value, missing.sentence))
+            found.append(Explanation("", (pod,), missing.code.value, missing.sentence, missing.permanent))
         claims = (self._view.snapshot.cluster.claims.find(key) for key in pod.claims)
         return [*found, *(self._allocated(claim) for claim in claims if claim is not None and claim.status.allocation)]
 
@@ -119,6 +121,7 @@ class Explainer:
             pods=pending.pods,
             code=code,
             message=message,
+            permanent=reason is not None and reason.permanent,
             requests=tuple(self._counts(pending, available)),
             holders=tuple(sorted(holders_of(usable, self._queue.holders))),
             changes=tuple(changes_that_help(self._queue, self._reasoning, pending)),

@@ -217,5 +217,5 @@ def with_count(claim: Any, count: int) -> Any:
         return claim
     [only] = claim.spec.devices.requests
     requests = (msgspec.structs.replace(only, exactly=msgspec.structs.replace(only.exactly, count=count)),)
-    devices = msgspec.structs.replace(claim.spec.devices, requests=requests)
+    devices = msgspec.structs.replace(claim.spec.devices, written_requests=requests)
     return msgspec.structs.replace(claim, spec=msgspec.structs.replace(claim.spec, devices=devices))
