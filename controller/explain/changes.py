@@ -171,13 +171,14 @@ def _of_gpus(
         if node in nodes and _fits(feasibility, list(changed), requirements):
             helping.setdefault(obstacle, []).append(gpus[0])
     for obstacle, found in helping.items():
-        yield Change(obstacle.name.lower(), TEXTS[obstacle].format(_names(obstacle, found)))
+        command = f"tessera uncordon {found[0].node}/gpu-{found[0].number}"
+        yield Change(obstacle.name.lower(), TEXTS[obstacle].format(_names(obstacle, found), command))
 
 
 TEXTS = {
     Obstacle.CLOSED: "node {} accepted pods again",
-    Obstacle.FAULT: "the fault of {} were repaired (tessera uncordon clears a fault that has gone)",
-    Obstacle.CORDONED: "{} were uncordoned (tessera uncordon)",
+    Obstacle.FAULT: "the fault of {} were repaired ({} clears a fault that has gone)",
+    Obstacle.CORDONED: "{} were uncordoned ({})",
     Obstacle.RESET: "{} had the other MIG mode, which takes a reset",
     Obstacle.DEDICATED: "{} were not kept for other uses (labels of the node, settings of its node plugin)",
     Obstacle.FOREIGN: "the partitions that others made on {} ended",
@@ -205,7 +206,7 @@ def _of_nodes(
         if exclusion.kinds == {Exclusion.NOT_READY}:
             yield Change("node-ready", f"node {names} were ready")
         elif exclusion.kinds == {Exclusion.CORDONED}:
-            yield Change("node-uncordoned", f"node {names} were uncordoned (kubectl uncordon)")
+            yield Change("node-uncordoned", f"node {names} were uncordoned (kubectl uncordon {min(nodes)})")
         else:
             yield Change("node-admitted", f"its pod could run on node {names}, which {exclusion.text}")
 

@@ -47,6 +47,9 @@ ADVICE: Mapping[str, str] = {
 
 
 def pending(snapshot: StatusSnapshot) -> CheckOutput:
+    if snapshot.plans is None:
+        yield "unknown without the CustomResourceDefinition"
+        return
     ours = [each for each in snapshot.pending if each.code != OTHER_DRIVERS]
     lasting = [each for each in ours if each.permanent]
     passing = [each for each in ours if not each.permanent]

@@ -210,6 +210,7 @@ class SnapshotReader:
     def read(self) -> StatusSnapshot:
         """Read everything. Raises UsageError if Tessera is in another namespace than the given one."""
         claims = self._read(Listing.CLAIMS, f"{RESOURCE_GROUP}/resourceclaims", Claim)
+        plans = self._plans()
         snapshot = StatusSnapshot(
             self._driver,
             self._namespace,
@@ -217,9 +218,9 @@ class SnapshotReader:
             nodes=self._read(Listing.NODES, "/api/v1/nodes", Object),
             slices=self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={self._driver}"),
             others=self._read(Listing.SLICES, SLICES, ResourceSlice, "spec.driver=gpu.nvidia.com"),
-            plans=self._plans(),
+            plans=plans,
             claims=[claim for claim in claims if any(result.driver == self._driver for result in claim.results)],
-            pending=self._pending(),
+            pending=() if plans is None else self._pending(),
             events=self._read(Listing.EVENTS, "/api/v1/events", Object, EVENTS_OF_CONTROLLER),
             node_events=self._read(Listing.EVENTS, "/api/v1/events", Object, EVENTS_OF_NODES),
             classes=self._read(Listing.CLASSES, f"{RESOURCE_GROUP}/deviceclasses", DeviceClass),
@@ -272,7 +273,9 @@ class SnapshotReader:
                 raise
             self._unreadable[listing] = ReadFailure(str(error), error.status == FORBIDDEN)
         except (FatalError, msgspec.MsgspecError) as error:
-            self._unreadable[listing] = ReadFailure(str(error))
+            cause = error.__cause__
+            forbidden = isinstance(cause, ApiError) and cause.status == FORBIDDEN
+            self._unreadable[listing] = ReadFailure(str(error), forbidden)
 
     def _read(self, listing: Listing, path: str, kind: type[T], selector: str = "") -> list[T]:
         """All objects of a list, with the fields of ``kind``."""

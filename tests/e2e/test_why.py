@@ -219,7 +219,7 @@ CASES = {
         asked("gpu-training", H100),
         before=lambda place: cordon_node(place, unschedulable=True),
         way_out=lambda place: cordon_node(place, unschedulable=False),
-        change="node one were uncordoned (kubectl uncordon)",
+        change="node one were uncordoned (kubectl uncordon one)",
     ),
     "cordoned GPU": Case(
         "GpuCordoned",
@@ -227,7 +227,7 @@ CASES = {
         asked(SMALL),
         before=cordon_gpu,
         way_out=lambda place: place.tessera("uncordon", "one/gpu-0"),
-        change="gpu-0 of one were uncordoned (tessera uncordon)",
+        change="gpu-0 of one were uncordoned (tessera uncordon one/gpu-0)",
     ),
     "taint rule": Case(
         "DeviceTainted",
