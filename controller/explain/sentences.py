@@ -79,7 +79,7 @@ def fragmented(found: Availability, nodes: Sequence[str], moves: Moves | None) -
     )
     if moves is None:
         where = "within a node" if len(nodes) <= MAX_NODES else f"within one of the {MAX_NODES} nodes with the most"
-        way_out = f"; moving one or two claims {where} would not help"
+        way_out = f"; no move of one or two claims {where} was found that would help"
     else:
         way_out = f"; moving {', '.join(map(str, moves.moves))} of node {moves.node} would make room"
     return Reason(ReasonCode.FRAGMENTED, sentence + way_out + unusable(found) + failing(found))

@@ -17,6 +17,9 @@ from controller.report.cluster_view import ClusterView
 from driver.kube.types import Claim, Key, Pod
 
 ALLOCATED = "Allocated"
+NOT_PREPARED = "NotPrepared"
+"""Allocated, but its node has not prepared it yet."""
+
 NOT_USED = "NotUsed"
 OTHER_DRIVERS = "OtherDrivers"
 
@@ -44,7 +47,7 @@ class RequestCount:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why ``claim`` (``namespace/name``) is pending. ``pods`` are its pending pods.
+    """Why ``claim`` (``namespace/name``) is pending. ``pods`` are its pending pods, bound ones only if it is allocated.
 
     ``code`` is a ReasonCode, or ALLOCATED, NOT_USED (no pending pod uses the claim) or OTHER_DRIVERS. ``permanent``:
     the reason does not pass when other claims end. ``holders`` are
@@ -148,7 +151,11 @@ class Explainer:
         allocation = claim.status.allocation
         results = allocation.devices.results if allocation is not None else ()
         devices = ", ".join(f"{result.device} of pool {result.pool}" for result in results)
-        return Explanation(str(claim.metadata.key), (), ALLOCATED, f"it is allocated: {devices}")
+        key = claim.metadata.key
+        starting = (
+            pod for pod in self._view.snapshot.cluster.pods if pod.status.phase == "Pending" and key in pod.claims
+        )
+        return Explanation(str(key), tuple(starting), ALLOCATED, f"it is allocated: {devices}")
 
 
 def _products(available: Availability) -> Iterator[ProductCount]:
