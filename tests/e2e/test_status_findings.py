@@ -86,12 +86,21 @@ def test_a_fence_without_its_policy_or_binding(cluster: Cluster, part: str) -> N
     wait_for(lambda: "policies" not in told(cluster), SEEN_S, "it is back")
 
 
-def test_a_state_directory_that_is_full(cluster: Cluster, plugin: PluginProcess) -> None:
+def test_a_state_directory_that_is_full_is_also_why_an_allocated_claim_waits(
+    cluster: Cluster, plugin: PluginProcess
+) -> None:
+    workloads = Workloads(cluster)
     filler = fill(plugin.state_dir)
     try:
         finds(cluster, "directories", "no claim can be prepared since")
+        workloads.pod("blocked", workloads.claim("blocked", request("gpu-training")))
+        because = f"{plugin.node.name} has not prepared it: PrepareFailed: "
+        wait_for(lambda: because in run_command(cluster, "tessera why pod/blocked", "tessera"), SEEN_S, because)
     finally:
         filler.unlink()
+    workloads.running("blocked")
+    workloads.delete_all()
+    workloads.wait_until_gone()
     wait_for(lambda: "no claim can be" not in told(cluster).get("directories", ""), SEEN_S, "it is writable again")
 
 
