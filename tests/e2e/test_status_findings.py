@@ -178,6 +178,14 @@ def test_a_claim_that_can_never_be_met_is_found_with_the_command_that_explains_i
     workloads.wait_until_gone()
 
 
+def test_a_class_that_does_not_exist_is_found(cluster: Cluster) -> None:
+    workloads = Workloads(cluster)
+    workloads.pod("typo", workloads.claim("typo", request("gpu-traning")))
+    assert "correct the claim" in remedy_of(cluster, "claims", "NoSuchClass")
+    workloads.delete_all()
+    workloads.wait_until_gone()
+
+
 def test_an_interrupted_uninstallation_is_cancelled_by_the_remedy(cluster: Cluster) -> None:
     cluster.kubectl("-n", "tessera", "annotate", "lease", HEARTBEAT, f"{LEAVING}=now")
     remedy = remedy_of(cluster, "controller", "an uninstallation has begun")
