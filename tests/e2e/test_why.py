@@ -125,25 +125,28 @@ def all_reported(controller: ControllerProcess) -> bool:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Place]:
-    with control_plane("why") as cluster:
-        install(cluster)
-        plugins = [
-            PluginProcess(cluster, bare_node(cluster, name), PluginFlags(gpus=gpus)) for name, gpus in NODES.items()
-        ]
-        for plugin in plugins:
-            plugin.spawn()
-        for plugin in plugins:
-            plugin.wait_published()
-        controller = ControllerProcess(cluster)
-        controller.start()
-        found = Place(cluster, controller, plugins[0])
-        wait_for(lambda: all_reported(controller), SOON_S, "all nodes have reported")
-        yield found
-        controller.stop()
-        assert controller.refused() == []
-        for plugin in plugins:
-            plugin.stop()
+def cluster() -> Iterator[Cluster]:
+    with control_plane("why") as running:
+        install(running)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def running(cluster: Cluster) -> Iterator[Place]:
+    plugins = [PluginProcess(cluster, bare_node(cluster, name), PluginFlags(gpus=gpus)) for name, gpus in NODES.items()]
+    for plugin in plugins:
+        plugin.spawn()
+    for plugin in plugins:
+        plugin.wait_published()
+    controller = ControllerProcess(cluster)
+    controller.start()
+    found = Place(cluster, controller, plugins[0])
+    wait_for(lambda: all_reported(controller), SOON_S, "all nodes have reported")
+    yield found
+    controller.stop()
+    assert controller.refused() == []
+    for plugin in plugins:
+        plugin.stop()
 
 
 @pytest.fixture
