@@ -133,7 +133,7 @@ def _with_preparation(client: KubeClient, driver: str, found: Explanation) -> Ex
     latest = max(warnings, key=lambda event: event.get("lastTimestamp") or "", default=None)
     node = found.pods[0].spec.node_name or "its node"
     if latest is None:
-        why = f"does the node plugin run on {node}? (tessera status)"
+        why = "do the kubelet and the node plugin run there? (tessera status)"
     else:
         why = f"{latest['reason']}: {latest['message']}"
     return replace(found, code=NOT_PREPARED, message=f"{found.message}; {node} has not prepared it: {why}")

@@ -15,6 +15,7 @@ import pytest
 from driver.errors import ApiError
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.model.plan import API_VERSION, FENCE, KIND, PATH
+from driver.simulator.node import SimulatedNode
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings
@@ -22,9 +23,10 @@ from tests.harness.waiting import wait_for
 from tests.support.chart import install
 from tests.support.controller import ControllerProcess
 from tests.support.disks import fill, small_disk
+from tests.support.nvml_client import process_on
 from tests.support.plugin import COMMAND_S, TESSERA, PluginFlags, PluginProcess
 from tests.support.status import SEEN_S, status, told
-from tests.support.workloads import RUNNING_S, Workloads, request
+from tests.support.workloads import CLAIMS, PODS, RUNNING_S, Workloads, is_gone, request
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -102,6 +104,33 @@ def test_a_state_directory_that_is_full_is_also_why_an_allocated_claim_waits(
     workloads.delete_all()
     workloads.wait_until_gone()
     wait_for(lambda: "no claim can be" not in told(cluster).get("directories", ""), SEEN_S, "it is writable again")
+
+
+def test_a_claim_that_waits_for_what_a_pod_deleted_by_force_still_uses_is_told_so(
+    cluster: Cluster, plugin: PluginProcess
+) -> None:
+    """The API server has forgotten its claim, but a process is left on the partition, which can't be removed."""
+    workloads = Workloads(cluster)
+    workloads.pod("forced", workloads.claim("forced", request("gpu-inference-1g-10gb")))
+    workloads.running("forced")
+    prepared = wait_for(lambda: cluster.api.get(f"{CLAIMS}/forced")["status"].get("devices"), SEEN_S, "it is reported")
+    [partition] = set(re.findall(r"MIG-[0-9a-f-]+", str(prepared)))
+    with process_on(SimulatedNode.attach(plugin.host_root), partition):
+        for path in (f"{PODS}/forced", f"{CLAIMS}/forced"):
+            cluster.api.request("DELETE", path, {"gracePeriodSeconds": 0})
+        wait_for(lambda: is_gone(cluster, f"{CLAIMS}/forced"), SEEN_S, "the API server has forgotten the claim")
+        workloads.pod("next", workloads.claim("next", request("gpu-training")))
+
+        def is_told() -> bool:
+            told = run_command(cluster, "tessera why pod/next", "tessera")
+            if not re.search(r"claim default/forced \(.*\) still (has|holds)", told):
+                raise ApiError(told)
+            return True
+
+        wait_for(is_told, SEEN_S, "it is told")
+    workloads.running("next")
+    workloads.delete_all()
+    workloads.wait_until_gone()
 
 
 def test_a_cdi_directory_that_was_removed(cluster: Cluster, plugin: PluginProcess) -> None:

@@ -389,6 +389,6 @@ def test_a_claim_that_is_allocated_while_no_plugin_runs_is_not_prepared(place: P
     kill_plugin(place)
     place.hold("wanted", asked("gpu-training", H100))
     found = place.reason("pod/wanted", "NotPrepared")
-    assert "one has not prepared it: does the node plugin run on one?" in found["message"]
+    assert "one has not prepared it: do the kubelet and the node plugin run there?" in found["message"]
     place.plugin.spawn()
     place.plugin.wait_published()
