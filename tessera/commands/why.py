@@ -212,7 +212,7 @@ def _as_text(found: Explanation, holders: Sequence[Holder]) -> str:
     rows = [
         [
             printable(request.name),
-            printable(request.device_class),
+            request.needs,
             each.product,
             *map(str, (each.gpus, each.free, each.held)),
             _closed(each.closed),
@@ -221,7 +221,7 @@ def _as_text(found: Explanation, holders: Sequence[Holder]) -> str:
         for each in request.products
     ]
     if rows:
-        lines += ["", columns(["REQUEST", "CLASS", "PRODUCT", "GPUS", "FREE", "HELD", "CLOSED"], rows)]
+        lines += ["", columns(["REQUEST", "NEEDS", "PRODUCT", "GPUS", "FREE", "HELD", "CLOSED"], rows)]
     if holders:
         table = [
             [
