@@ -223,7 +223,7 @@ def test_a_node_that_would_do_is_named_with_what_excludes_it(node: dict[str, Any
     [
         (
             'memory.compareTo(quantity("100Gi")) >= 0',
-            "memory of at least 100Gi: no device has it; the largest is 81559Mi",
+            "of at least 100Gi: no device has it; the largest is 81559Mi",
         ),
         ('memory.compareTo(quantity("81559Mi")) > 0', "memory of more than 81559Mi: no device has it"),
         ('multiprocessors.compareTo(quantity("1k")) >= 0', "the largest is 132 (NVIDIA H100 80GB HBM3)"),
@@ -237,10 +237,8 @@ def test_the_largest_capacity_is_named_where_more_is_asked_for(condition: str, t
 
 def test_the_largest_partition_counts_where_partitions_are_asked_for() -> None:
     there = Situation(node_of("a"))
-    partition, larger = (
-        selected_by('type == "mig"'),
-        f'device.capacity["{DRIVER}"].memory.compareTo(quantity("81500Mi")) >= 0',
-    )
+    larger = f'device.capacity["{DRIVER}"].memory.compareTo(quantity("81500Mi")) >= 0'
+    partition = selected_by('type == "mig"')
     there.wants(request(selector=f"{partition} && {larger}"))
     told(there, ReasonCode.NOTHING_MATCHES, "memory of at least 81500Mi: no device has it")
 
