@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from controller.cluster.fleet import FleetGpu
+from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.eligibility import Excluded
-from controller.demand.feasibility import Feasibility
 from controller.demand.requirements import DeviceRequest
-from controller.demand.selected_devices import Failure, Matches, free_spots, most_devices, slices_of
+from controller.demand.selected_devices import Failure, Matches, Selector, free_spots, most_devices, slices_of
 from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
 from driver.placement.state import FULL, SHARE, OfferKind
@@ -40,9 +39,9 @@ class Obstacle(StrEnum):
 class SelectedGpu:
     """One GPU that has selected devices.
 
-    ``most`` of them could be allocated at once if nothing were held, ``now`` can be at present. ``hindrance``: what
-    keeps it from providing some of the devices; ``obstacle``: the same where it keeps it from all. ``detail`` follows
-    the name of the GPU in brackets.
+    ``most`` of them could be allocated at once if nothing were held, ``now`` can be at present; both are 0 on an
+    excluded node. ``hindrance``: what keeps it from providing some of the devices; ``obstacle``: the same where it
+    keeps it from all. ``detail`` follows the name of the GPU in brackets.
     """
 
     entry: FleetGpu
@@ -155,11 +154,21 @@ def _nouns(keys: set[OfferKind]) -> tuple[str, str]:
     return "device", "devices"
 
 
-def availability(feasibility: Feasibility, request: DeviceRequest, excluded: Mapping[str, Excluded]) -> Availability:
-    """The GPUs that ``request`` selects. ``excluded`` are the nodes on which its pod can not run."""
+def matching_gpus(fleet: Fleet, selector: Selector) -> list[tuple[FleetGpu, Matches]]:
+    """The GPUs with devices that ``selector`` selects, or for which it fails."""
+    found = ((entry, selector.on(entry)) for entry in fleet)
+    return [(entry, matches) for entry, matches in found if matches or matches.failures]
+
+
+def availability(
+    request: DeviceRequest, matching: Iterable[tuple[FleetGpu, Matches]], excluded: Mapping[str, Excluded]
+) -> Availability:
+    """Of the GPUs ``matching`` its selector, what ``request`` can have.
+
+    ``excluded`` are the nodes on which its pod can not run.
+    """
     found, failure = [], None
-    for entry in feasibility.fleet:
-        matches = request.selector.on(entry)
+    for entry, matches in matching:
         if matches:
             found.append(_selected(entry, matches, excluded.get(entry.node)))
         if matches.failures and failure is None and entry.node not in excluded:
@@ -168,9 +177,9 @@ def availability(feasibility: Feasibility, request: DeviceRequest, excluded: Map
 
 
 def _selected(entry: FleetGpu, matches: Matches, excluded: Excluded | None) -> SelectedGpu:
-    most, now = most_devices(entry.unheld.state, matches), most_devices(entry.state, matches)
     if excluded is not None:
-        return SelectedGpu(entry, matches, most, 0, Obstacle.EXCLUDED, Obstacle.EXCLUDED, excluded.text)
+        return SelectedGpu(entry, matches, 0, 0, Obstacle.EXCLUDED, Obstacle.EXCLUDED, excluded.text)
+    most, now = most_devices(entry.unheld.state, matches), most_devices(entry.state, matches)
     hindrance, detail = _hindrance(entry, matches)
     keeps_all = hindrance is not None and not free_spots(entry.unheld.state, matches)
     return SelectedGpu(entry, matches, most, now, hindrance if keeps_all else None, hindrance, detail)
@@ -191,9 +200,9 @@ def _hindrance(entry: FleetGpu, matches: Matches) -> tuple[Obstacle | None, str]
 def without(entry: FleetGpu, obstacle: Obstacle) -> FleetGpu:
     """The same GPU as if ``obstacle`` were removed; EXCLUDED concerns the pod, not the GPU."""
     match obstacle:
-        case Obstacle.CLOSED:
+        case Obstacle.CLOSED if entry.closed:
             return replace(entry, closed="")
-        case Obstacle.FAULT | Obstacle.CORDONED:
+        case Obstacle.FAULT | Obstacle.CORDONED if entry.fault is not None:
             return replace(entry, fault=None)
         case Obstacle.DEDICATED:
             return replace(entry, uses=frozenset(DeviceKind), shares_only=False)

@@ -118,14 +118,15 @@ class UnscheduledClaims:
 
     @property
     def next_s(self) -> float | None:
-        """Seconds until the next claim or device has been there for long enough; None if there is none."""
+        """Seconds until the next claim or device has been there for a moment; None if there is none.
+
+        What is overdue is found by the decisions that follow each other anyway.
+        """
         if not self._claims:
             return None
-        now = self._clock.monotonic()
-        limits = (QUOTE_SECONDS, SILENT_SECONDS, self._overdue_seconds)
-        times = (
-            since.at + limit - now for since in (*self._claims.values(), *self._devices.values()) for limit in limits
-        )
+        now, limits = self._clock.monotonic(), (QUOTE_SECONDS, SILENT_SECONDS)
+        known = (*self._claims.values(), *self._devices.values())
+        times = (since.at + limit - now for since in known for limit in limits)
         return min((seconds for seconds in times if seconds > 0), default=None)
 
     def _now(self) -> Since:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from controller.cluster.fleet import Fleet
+from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.demand.device_search import Outcome
 from controller.demand.eligibility import Excluded
@@ -17,8 +17,8 @@ from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.gangs import Gang
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, Refusal
-from controller.demand.selected_devices import Selector
-from controller.explain.availability import Availability, Obstacle, availability, listed, without
+from controller.demand.selected_devices import Matches, Selector
+from controller.explain.availability import Availability, Obstacle, availability, listed, matching_gpus, without
 from controller.explain.gangs import reason_of_gang
 from controller.explain.moves import moves_that_help
 from controller.explain.reason import ClaimReason, Reason, ReasonCode
@@ -85,6 +85,7 @@ class Reasoning:
         self._queue = queue
         self._feasibility = queue.feasibility
         self._everywhere: Nodes = frozenset(queue.feasibility.fleet.nodes)
+        self._matching: dict[Selector, list[tuple[FleetGpu, Matches]]] = {}
         self._availabilities: dict[tuple[Selector, int | None, Nodes], Availability] = {}
         self._known: dict[tuple[ClaimRequirements, Nodes], Reason | None] = {}
         self._excluded: dict[Nodes, Mapping[str, Excluded]] = {}
@@ -124,7 +125,9 @@ class Reasoning:
         nodes = self._queue.nodes(pending)
         key = (request.selector, request.count, nodes)
         if key not in self._availabilities:
-            self._availabilities[key] = availability(self._feasibility, request, self.excluded(pending))
+            if request.selector not in self._matching:
+                self._matching[request.selector] = matching_gpus(self._feasibility.fleet, request.selector)
+            self._availabilities[key] = availability(request, self._matching[request.selector], self.excluded(pending))
         return self._availabilities[key]
 
     def excluded(self, pending: PendingClaim) -> Mapping[str, Excluded]:

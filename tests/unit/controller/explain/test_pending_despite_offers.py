@@ -116,9 +116,9 @@ class TestWhen:
     def test_it_says_when_to_look_again_though_nothing_changed(self) -> None:
         watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
         assert watched.unused.next_s == pytest.approx(1)
-        watched.after(20)
-        assert watched.unused.next_s == pytest.approx(40)
-        watched.after(40)
+        watched.after(2)
+        assert watched.unused.next_s == pytest.approx(3)
+        watched.after(3)
         assert watched.unused.next_s is None
 
     def test_while_nobody_waits_there_is_no_time_to_look(self) -> None:
