@@ -6,6 +6,7 @@ export const STATES = {
 };
 const SLICE_STATES = ["held", "offered", "free", "stranded", "unavailable"];
 const HUES = 10;
+const SHOWN_HOLDERS = 3;
 
 /** Text without control and invisible characters, among them those that reverse the direction of what follows. */
 export function printable(text) {
@@ -164,7 +165,17 @@ export function pendingRow(each, search) {
     element("td", {}, element("span", { class: "code" }, each.reason), `: ${each.message}`,
       each.reports.length ? element("details", {}, element("summary", {}, "the scheduler reports"), list(each.reports)) : null),
     element("td", {}, help),
-    element("td", {}, each.holders.length ? list(each.holders.map(holder)) : "-", more > 0 ? `and ${more} more` : null));
+    element("td", {}, ...holders(each.holders.map(holder), more)));
+}
+
+/** The first holders, and the others behind a switch: what would help names those that matter. */
+function holders(buttons, more) {
+  if (!buttons.length) return ["-"];
+  const items = (list) => element("ul", { class: "plain" }, ...list.map((item) => element("li", {}, item)));
+  if (buttons.length + more <= SHOWN_HOLDERS) return [items(buttons)];
+  const rest = buttons.length + more - SHOWN_HOLDERS;
+  return [items(buttons.slice(0, SHOWN_HOLDERS)), element("details", {}, element("summary", {}, `${rest} more`),
+    items([...buttons.slice(SHOWN_HOLDERS), ...(more > 0 ? [`and ${more} more`] : [])]))];
 }
 
 export function age(created) {
