@@ -10,6 +10,7 @@ from typing import Any
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
 from tests.harness.packages import BROWSER, ensure_packages
@@ -117,8 +118,11 @@ class WebPage:
         return self.driver.find_element(By.CSS_SELECTOR, selector)
 
     def search(self, text: str) -> None:
-        self.find("#search").clear()
-        self.find("#search").send_keys(text)
+        self.find("#search").send_keys(Keys.CONTROL, "a")
+        self.find("#search").send_keys(Keys.BACKSPACE, text)
+
+    def says(self, selector: str, text: str) -> bool:
+        return text in self.find(selector).text
 
     def open_detail(self, node: str) -> None:
         self.find(f'[data-node="{node}"] button').click()
