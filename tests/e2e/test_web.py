@@ -284,7 +284,9 @@ def hostile(place: Place) -> None:
 
 
 SCENARIOS = {
-    "empty cluster": Scenario(lambda _: None, holds_nothing),
+    "empty cluster": Scenario(
+        lambda _: None, holds_nothing, lambda shown: [row[4] for row in shown["products"]] == ["8", "3"]
+    ),
     "partition": Scenario(wanted(asked(SMALL)), holds_one("1g.10gb")),
     "full GPU": Scenario(wanted(asked("gpu-training", PCIE)), holds_one("full")),
     "share": Scenario(wanted(asked("gpu-dev")), holds_one("share")),
