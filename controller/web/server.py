@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS, MAX_VIEWERS = 128, 50
 
 MAX_HEAD_BYTES = 16 * 1024
-"""Size of a request's head; a token takes 1 to 2 KiB of it."""
+"""Size of a request's head that has not arrived at once; a token takes 1 to 2 KiB."""
 
 MAX_DEVICES = 512
 """Devices of other drivers that are shown of a node."""
@@ -90,7 +90,7 @@ def serve_page(stack: ExitStack, address: ListenAddress, settings: ControllerSet
         ws="none",
         lifespan="off",
         log_config=None,
-        log_level="warning",
+        log_level="error",  # what clients do wrong is no news
         access_log=False,
         proxy_headers=False,
         server_header=False,
