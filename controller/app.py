@@ -141,7 +141,8 @@ def run(
             from controller.web.server import serve_page  # 3 MiB of libraries
 
             # Requests for viewers must not count as signs of life of the election: they are not observed by ``health``.
-            serve_page(stack, settings.web_address, settings, KubeClient(access, USER_AGENT, observe))
+            viewing = KubeClient(access, USER_AGENT, observe)
+            serve_page(stack, settings.web_address, settings, viewing, health.leader)
         log.info("candidate for leadership", extra={"identity": settings.identity, "driver": settings.driver_name})
         LeaderElector(client, settings.namespace, LEASE, settings.identity, timing).run(stop, lead)
 
@@ -182,6 +183,10 @@ class ControllerHealth:
     def leads(self, work: Controller | None) -> None:
         """Set the work of the leader; None: another controller leads."""
         self._work = work
+
+    def leader(self) -> Controller | None:
+        """The work of the leader; None: another controller leads."""
+        return self._work
 
     def unreadable(self) -> Mapping[str, int]:
         """Number of unreadable objects by kind, as the leader sees them."""

@@ -13,9 +13,11 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from controller.report.cluster_view import ClusterView
+from controller.controller import Controller
+from controller.report.cluster_view import ClusterView, watch_cluster
 from controller.web.content import PageContent, content_of
-from driver.errors import TesseraError
+from driver.errors import RecoverableError, TesseraError
+from driver.kube.client import KubeClient
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,39 @@ REST_FACTOR, MAX_REST_SECONDS = 4.0, 4.0
 MAX_CHANGES = 32
 """Updates that are kept for viewers that are behind; one that is further behind loads everything again."""
 
+LEADER_INTERVAL_SECONDS, REPEAT_SECONDS = 1.0, 10.0
+"""How often the leader is asked whether it has decided, and after what time the same view is shown again."""
+
 Views = Callable[[], Generator[ClusterView]]
+Leader = Callable[[], Controller | None]
+
+
+def cluster_views(client: KubeClient, driver: str, leader: Leader) -> Generator[ClusterView]:
+    """The cluster as ``watch_cluster`` has it, but from the caches of the leader if this process leads."""
+    while True:
+        work = leader()
+        if work is not None:
+            yield from _decided_views(work, driver, leader)
+            continue
+        with closing(watch_cluster(client, driver)) as views:
+            for view in views:
+                yield view
+                if leader() is not None:
+                    break
+
+
+def _decided_views(work: Controller, driver: str, leader: Leader) -> Generator[ClusterView]:
+    """What ``work`` decides from, as long as it leads. Raises RecoverableError if it does not decide."""
+    shown, stale, shown_at = None, None, time.monotonic()
+    while leader() is work:
+        decided, failure = work.last_decision, work.failure()
+        is_due = time.monotonic() - shown_at >= REPEAT_SECONDS
+        if decided is None and is_due:
+            raise RecoverableError(failure or "no decision has been made yet")
+        if decided is not None and (decided is not shown or failure != stale or is_due):
+            shown, stale, shown_at = decided, failure, time.monotonic()
+            yield ClusterView(driver, decided.snapshot, decided.fleet, decided.devices, failure)
+        time.sleep(LEADER_INTERVAL_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -44,14 +78,13 @@ class Published:
     version: str
     content: PageContent
 
-    @cached_property
     def body(self) -> bytes:
         """All of it as JSON."""
         return self.content.complete(self.version)
 
     @cached_property
     def gzipped(self) -> bytes:
-        return gzip.compress(self.body, compresslevel=3, mtime=0)
+        return gzip.compress(self.body(), compresslevel=3, mtime=0)
 
 
 @dataclass(frozen=True)

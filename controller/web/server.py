@@ -23,11 +23,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from controller.report.cluster_view import watch_cluster
 from controller.report.map_model import Value
 from controller.settings import ControllerSettings
 from controller.web.access import Refusal, TokenAccess, bearer_token, check_local, is_loopback
-from controller.web.feed import Feed
+from controller.web.feed import Feed, Leader, cluster_views
 from driver.config.shared_flags import ListenAddress
 from driver.errors import ApiError, EnvironmentFault, TesseraError
 from driver.kube.client import KubeClient
@@ -78,10 +77,15 @@ class PcieDevice(Value, frozen=True):
     pci_bus_id: str | None
 
 
-def serve_page(stack: ExitStack, address: ListenAddress, settings: ControllerSettings, client: KubeClient) -> None:
-    """Serve the page until ``stack`` is unwound. Raises EnvironmentFault if the address or the files can't be used."""
+def serve_page(
+    stack: ExitStack, address: ListenAddress, settings: ControllerSettings, client: KubeClient, leader: Leader
+) -> None:
+    """Serve the page until ``stack`` is unwound. Raises EnvironmentFault if the address or the files can't be used.
+
+    ``leader`` returns the work of this process while it leads: the page then needs no caches of its own.
+    """
     listening = stack.enter_context(_listen(address))
-    page = Page(client, settings.driver_name, TokenAccess(client) if not is_loopback(address) else None)
+    page = Page(client, settings.driver_name, leader, TokenAccess(client) if not is_loopback(address) else None)
     renewal = _TlsFiles(settings.web_tls_cert, settings.web_tls_key)
     config = uvicorn.Config(
         page.application(),
@@ -139,9 +143,9 @@ def _listen(address: ListenAddress) -> socket.socket:
 class Page:
     """The page and its data. ``tokens`` checks who may see it; None: whoever reaches the loopback address may."""
 
-    def __init__(self, client: KubeClient, driver: str, tokens: TokenAccess | None) -> None:
+    def __init__(self, client: KubeClient, driver: str, leader: Leader, tokens: TokenAccess | None) -> None:
         self.tokens = tokens
-        self.feed = Feed(partial(watch_cluster, client, driver))
+        self.feed = Feed(partial(cluster_views, client, driver, leader))
         self._client, self._driver = client, driver
         self._threads = ThreadPoolExecutor(REVIEWS_AT_ONCE, thread_name_prefix="web-request")
 
@@ -190,7 +194,7 @@ class Page:
         published = await self.feed.current()
         headers = {"Vary": "Accept-Encoding"}
         if "gzip" not in request.headers.get("accept-encoding", ""):
-            return Response(published.body, headers=headers, media_type="application/json")
+            return Response(published.body(), headers=headers, media_type="application/json")
         body = await asyncio.to_thread(lambda: published.gzipped)
         return Response(body, headers={**headers, "Content-Encoding": "gzip"}, media_type="application/json")
 

@@ -6,6 +6,7 @@ over HTTP from a test server, which accepts its writes; the browser is a real Ch
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import subprocess
@@ -14,11 +15,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import click
 import yaml
 
+from driver.model.plan import PATH
 from tests.bench.cluster_map import kubeconfig_of
 from tests.bench.fleet.recorded import record
 from tests.bench.fleet.replaying import folder_of
@@ -89,18 +92,23 @@ def _first_paints(page: str) -> list[float]:
 
 @contextmanager
 def _api(lists: Path) -> Iterator[str]:
-    """A server of the recorded lists. Watches stay silent, writes are accepted and forgotten."""
+    """A server of the recorded lists, in which plans can be changed. Watches stay silent; other writes are forgotten."""
+
+    pages = (json.loads(page.read_bytes()) for page in (lists / folder_of(PATH)).iterdir())
+    plans = {f"{PATH}/{item['metadata']['name']}": item for page in pages for item in page["items"]}
+    versions = itertools.count(2_000_000)
 
     def answer(exchange: Exchange) -> None:
         file = lists / folder_of(exchange.route) / exchange.query.get("continue", "0")
         if exchange.command != "GET":
-            body = json.loads(exchange.body or b"{}")
-            metadata = {
-                "name": exchange.route.rpartition("/")[2],
-                **body.get("metadata", {}),
-                "resourceVersion": "1000001",
-            }
-            exchange.send_json({**body, "metadata": metadata})
+            written = json.loads(exchange.body or b"{}")
+            found = _merged(
+                plans.get(exchange.route, {"metadata": {"name": exchange.route.rpartition("/")[2]}}), written
+            )
+            found["metadata"]["resourceVersion"] = str(next(versions))
+            if exchange.route in plans:
+                plans[exchange.route] = found
+            exchange.send_json(found)
         elif "watch" in exchange.query:
             exchange.begin_stream()
             exchange.rfile.read(1)
@@ -111,6 +119,13 @@ def _api(lists: Path) -> Iterator[str]:
 
     with HttpServer(answer) as server:
         yield server.url
+
+
+def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """A merge patch."""
+    both = {name: _merged(old[name], part) if isinstance(part, dict) and isinstance(old.get(name), dict) else part
+            for name, part in new.items()}  # fmt: skip
+    return {name: part for name, part in {**old, **both}.items() if part is not None}
 
 
 @contextmanager

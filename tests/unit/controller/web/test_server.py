@@ -57,7 +57,7 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     found = Cluster()
-    monkeypatch.setattr(server, "watch_cluster", found.watch)
+    monkeypatch.setattr(feed, "watch_cluster", found.watch)
     return found
 
 
@@ -73,7 +73,7 @@ def serving(client: KubeClient, host: str = "127.0.0.1", **flags: Any) -> Iterat
     with kept_port() as port, ExitStack() as stack:
         settings = controller_settings(web_address=f"{host}:{port}", **flags)
         assert settings.web_address is not None
-        serve_page(stack, settings.web_address, settings, client)
+        serve_page(stack, settings.web_address, settings, client, lambda: None)
         yield port
 
 
@@ -322,7 +322,7 @@ def test_what_can_not_be_listened_on_or_read_ends_the_start(api: ObjectApi, tmp_
         settings = controller_settings(web_address=f"127.0.0.1:{port}")
         assert settings.web_address is not None
         with pytest.raises(EnvironmentFault, match=r"--web-address 127\.0\.0\.1:.*: can't listen there"):
-            serve_page(stack, settings.web_address, settings, api.server.client())
+            serve_page(stack, settings.web_address, settings, api.server.client(), lambda: None)
     missing: dict[str, Any] = {"web_tls_cert": tmp_path / "no.crt", "web_tls_key": tmp_path / "no.key"}
     with (
         pytest.raises(EnvironmentFault, match="--web-tls-cert, --web-tls-key"),
