@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from controller.controller import Decided
 from controller.report.cluster_view import ClusterView
 from controller.settings import controller_settings
 from controller.web import feed, server
 from controller.web.server import CONTENT_POLICY, serve_page
-from driver.errors import EnvironmentFault, FatalError, UsageError
+from driver.errors import EnvironmentFault, FatalError, RecoverableError, UsageError
 from driver.kube.client import KubeClient
 from tests.harness.certs import Authority
 from tests.harness.waiting import wait_for
@@ -331,6 +332,45 @@ def test_what_can_not_be_listened_on_or_read_ends_the_start(api: ObjectApi, tmp_
         pytest.fail("it is served without a certificate")
     with pytest.raises(UsageError, match="give both or none"):
         controller_settings(web_address=":1", web_tls_cert=tmp_path / "no.crt")
+
+
+@dataclass
+class Leader:
+    """Stands for the leader's work."""
+
+    last_decision: Decided | None = None
+
+    def failure(self) -> str | None:
+        return None if self.last_decision else "the API server does not answer"
+
+    def decide(self, cluster: MapCluster) -> None:
+        view = cluster.view()
+        self.last_decision = Decided(view.snapshot, view.fleet, view.devices)
+
+
+def test_the_leader_shows_what_it_decided_from_and_watches_only_when_it_leads_no_more(
+    api: ObjectApi, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "LEADER_INTERVAL_SECONDS", 0.01)
+    leaders = [Leader()]
+    leaders[0].decide(MapCluster().gpu("decided", 0))
+    views = feed.cluster_views(api.server.client(), "gpu.tessera.dev", lambda: leaders[0] if leaders else None)  # type: ignore[arg-type,return-value]
+    with closing(views):
+        assert [view.name for view in next(views).snapshot.views] == ["decided"]
+        leaders[0].decide(MapCluster().gpu("decided-again", 0))
+        assert [view.name for view in next(views).snapshot.views] == ["decided-again"]
+        assert cluster.watches == 0
+        leaders.clear()
+        cluster.put(MapCluster().gpu("watched", 0))
+        assert [view.name for view in next(views).snapshot.views] == ["watched"]
+
+
+def test_a_leader_that_can_not_decide_says_why(api: ObjectApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "LEADER_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(feed, "REPEAT_SECONDS", 0.0)
+    leader = Leader()
+    with pytest.raises(RecoverableError, match="the API server does not answer"):
+        next(feed.cluster_views(api.server.client(), "gpu.tessera.dev", lambda: leader))  # type: ignore[arg-type,return-value]
 
 
 def test_a_controller_without_the_page_loads_none_of_its_libraries() -> None:
