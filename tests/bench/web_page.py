@@ -92,7 +92,7 @@ def _first_paints(page: str) -> list[float]:
 
 @contextmanager
 def _api(lists: Path) -> Iterator[str]:
-    """A server of the recorded lists, in which plans can be changed. Watches stay silent; other writes are forgotten."""
+    """A server of the recorded lists, in which plans can be changed. Watches stay silent, other writes are lost."""
 
     pages = (json.loads(page.read_bytes()) for page in (lists / folder_of(PATH)).iterdir())
     plans = {f"{PATH}/{item['metadata']['name']}": item for page in pages for item in page["items"]}
