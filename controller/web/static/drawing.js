@@ -153,7 +153,8 @@ function ranges(numbers) {
 
 export function pendingRow(each, search) {
   const names = (list, total) => [...list, ...(total > list.length ? [`and ${total - list.length} more`] : [])];
-  const holder = (name) => element("button", { type: "button", title: "search for it", "data-key": `${each.claim} ${name}`, click: () => search(name) }, name);
+  const holder = (name) => element("button",
+    { type: "button", title: "search for it", "data-key": `${each.claim} ${name}`, click: () => search(name) }, name);
   const list = (items) => element("ul", {}, ...items.map((item) => element("li", {}, item)));
   const more = each.holderCount - each.holders.length;
   const help = each.isExplained
@@ -214,7 +215,10 @@ function gpuDetail(gpu, hardware) {
   const facts = [`${gpu.product}, ${(gpu.memoryBytes / 2 ** 30).toFixed(0)} GiB, ${gpu.uuid}`, `MIG ${gpu.migMode}`];
   if (hardware) {
     facts.push(`at ${hardware.pciBusId}`, `driver ${hardware.driverVersion}`);
-    if (hardware.nvlinkLinks) facts.push(`${counted(hardware.nvlinkLinks, "NVLink")} (generation ${hardware.nvlinkGeneration ?? "?"}, ${hardware.nvlinkBandwidth ?? "?"} GB/s)`);
+    if (hardware.nvlinkLinks) {
+      const speed = `generation ${hardware.nvlinkGeneration ?? "?"}, ${hardware.nvlinkBandwidth ?? "?"} GB/s`;
+      facts.push(`${counted(hardware.nvlinkLinks, "NVLink")} (${speed})`);
+    }
   }
   if (gpu.nvlinkClique !== null) facts.push(`clique ${gpu.nvlinkClique}`);
   if (gpu.fabricClique !== null) facts.push(`fabric clique ${gpu.fabricClique}`);
