@@ -25,7 +25,7 @@ WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/p
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-54 demo-curation demo-usage demo-helm image test test-all test-fast test-unit test-cluster test-smoke test-versions lint format size bench bench-placement bench-refresh bench-fleet bench-scale bench-versions integration fuzz soak \
-	conformance conformance-allocator manifests cluster-up cluster-down binaries env lock protocol clean
+	conformance conformance-allocator conformance-reasons manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
 	@echo "Tessera: NVIDIA GPUs for Kubernetes, partitioned on demand"
@@ -127,8 +127,12 @@ conformance: binaries ## record on a real cluster the results that the CEL engin
 	@$(RUN)/python -m tests.conformance
 
 SCENARIOS ?= 2000
+SITUATIONS ?= 2000
 conformance-allocator: binaries ## compare the allocator of `tessera simulate` with the real scheduler (SCENARIOS=; 4 minutes, root)
 	@$(RUN)/python -m tests.conformance.allocator --scenarios $(SCENARIOS)
+
+conformance-reasons: binaries ## check on the real scheduler what is said of pending claims, by doing it (SITUATIONS=; 15 minutes, root)
+	@$(RUN)/python -m tests.conformance.reasons --situations $(SITUATIONS)
 
 cluster-up: env ## start a local cluster and leave it running; print KUBECONFIG and its nodes (NAME=..., KUBE=...)
 	@$(RUN)/python -m tests.harness up --name $(NAME)

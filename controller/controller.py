@@ -22,7 +22,7 @@ from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.kueue import KueueQueue, QueuedWorkload
-from controller.cluster.node_views import UnreportedNodes, UnreportedNodesTracker, silent_nodes
+from controller.cluster.node_views import UnreportedNodes, UnreportedNodesTracker, refusing_nodes, silent_nodes
 from controller.cluster.published_offers import DeviceIndex
 from controller.conflicts import ConflictResolver
 from controller.curation.curator import Curator
@@ -358,7 +358,7 @@ class Controller:
         offered = {offer: self._devices.free[offer] for offer in self._devices.offered}
         unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
         silent = silent_nodes(seen.views, seen.incomplete)
-        unscheduled = self._unscheduled.reasons(queue, unfenced, silent)
+        unscheduled = self._unscheduled.reasons(queue, unfenced, silent, refusing_nodes(seen.views))
         everything = (*waiting, *unscheduled, *reasons_of(queue, unreported), *self._missing.reasons(seen.cluster))
         found = {each.pending.key: each for each in everything}
         self._events.claims(found.values(), queue)

@@ -303,6 +303,7 @@ def _kept_plan(found: GpuNodePlan) -> GpuNodePlan:
         epoch=status.epoch,
         mode=status.mode,
         inventory=status.inventory,
+        refused=status.refused,
         dropped=status.dropped,
         left_out=status.left_out,
     )

@@ -53,6 +53,9 @@ class Dedication:
 
 UNDEDICATED = Dedication()
 
+SHOWN = 2
+"""Reasons that are shown of a node that does not follow its plan."""
+
 
 def dedication_of(labels: Mapping[str, str]) -> Dedication:
     """What the labels of a Node say; labels that say nothing sensible are ignored (``faults_in`` names them)."""
@@ -229,6 +232,16 @@ def silent_nodes(views: Iterable[NodeView], incomplete: Mapping[str, str]) -> di
             found[view.name] = f"publishes a pool that {incomplete[view.pool]}"
         elif view.status.inventory and not view.published:
             found[view.name] = "publishes no device"
+    return found
+
+
+def refusing_nodes(views: Iterable[NodeView]) -> dict[str, str]:
+    """The nodes that do not publish some of what their plan offers, and why."""
+    found = {}
+    for view in views:
+        if view.status.refused:
+            reasons = dict.fromkeys(entry.partition(": ")[2] for entry in view.status.refused)
+            found[view.name] = f"does not offer all that its plan requests: {'; '.join(list(reasons)[:SHOWN])}"
     return found
 
 

@@ -7,7 +7,7 @@ gets wider offers later (``controller.demand.starvation``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -35,9 +35,9 @@ class Exclusion(StrEnum):
 
 
 class Excluded(NamedTuple):
-    """``text`` follows the name of the node: ``is not ready``."""
+    """Everything that excludes a node for a pod. ``text`` follows the name of the node: ``is not ready``."""
 
-    kind: Exclusion
+    kinds: frozenset[Exclusion]
     text: str
 
 
@@ -63,50 +63,51 @@ class Eligibility:
         return self._nodes_of[key]
 
     def _admitting(self, spec: PodSpec, selectors: Sequence[NodeSelector]) -> frozenset[str]:
-        return frozenset(node.metadata.name for node in self._nodes if exclusion(spec, node, selectors) is None)
+        return frozenset(node.metadata.name for node in self._nodes if admits(spec, node, selectors))
 
 
-def admits(spec: PodSpec, node: Node) -> bool:
-    """Whether such a pod may run on ``node``."""
-    return exclusion(spec, node) is None
+def admits(spec: PodSpec, node: Node, allocations: Iterable[NodeSelector] = ()) -> bool:
+    """Whether such a pod may run on ``node``. ``allocations`` are those of its allocated claims."""
+    return next(_exclusions(spec, node, allocations), None) is None
 
 
 def exclusion(spec: PodSpec, node: Node, allocations: Iterable[NodeSelector] = ()) -> Excluded | None:
-    """Why such a pod can not run on ``node``; None if it may. ``allocations`` are those of its allocated claims."""
+    """Why such a pod can not run on ``node``; None if it may."""
+    found = list(_exclusions(spec, node, allocations))
+    return Excluded(frozenset(kind for kind, _ in found), " and ".join(text for _, text in found)) if found else None
+
+
+def _exclusions(spec: PodSpec, node: Node, allocations: Iterable[NodeSelector]) -> Iterator[tuple[Exclusion, str]]:
     if spec.node_name:
-        if spec.node_name == node.metadata.name:
-            return None
-        return Excluded(Exclusion.NODE_NAME, f"is not {spec.node_name}, which the pod names")
+        if spec.node_name != node.metadata.name:
+            yield Exclusion.NODE_NAME, f"is not {spec.node_name}, which the pod names"
+        return
     taints = (*node.spec.taints, CORDONED) if node.spec.unschedulable else node.spec.taints
     blocking = [each for each in taints if each.effect in BLOCKING and not tolerated(each, spec.tolerations)]
     if blocking:
-        return _of_taints(blocking)
+        yield from _of_taints(blocking)
     labels = node.metadata.labels
     for key, value in spec.node_selector.items():
         if labels.get(key) != value:
-            return Excluded(Exclusion.SELECTOR, f"lacks the label {key}={value} of the pod's nodeSelector")
+            yield Exclusion.SELECTOR, f"lacks the label {key}={value} of the pod's nodeSelector"
     affinity = spec.affinity.node_affinity if spec.affinity is not None else None
     if affinity is not None and affinity.required is not None and not selects(affinity.required, node):
-        return Excluded(Exclusion.AFFINITY, "does not match the pod's node affinity")
+        yield Exclusion.AFFINITY, "does not match the pod's node affinity"
     if not all(selects(selector, node) for selector in allocations):
-        return Excluded(Exclusion.OTHER_CLAIM, "can not have another claim of the pod, which is allocated elsewhere")
-    return None
+        yield Exclusion.OTHER_CLAIM, "can not have another claim of the pod, which is allocated elsewhere"
 
 
-def _of_taints(taints: Sequence[Taint]) -> Excluded:
+def _of_taints(taints: Sequence[Taint]) -> Iterator[tuple[Exclusion, str]]:
     keys = {each.key for each in taints}
     if keys & UNREACHABLE_TAINTS:
-        return Excluded(Exclusion.NOT_READY, "is not ready")
+        yield Exclusion.NOT_READY, "is not ready"
     if CORDONED.key in keys:
-        return Excluded(Exclusion.CORDONED, "is cordoned")
-    first = taints[0]
-    value = f"={first.value}" if first.value else ""
-    return Excluded(
-        Exclusion.TAINT, f"has the taint {first.key}{value}:{first.effect}, which the pod does not tolerate"
-    )
-
-    text = f"has the taint {first.key}{value}:{first.effect}, which the pod does not tolerate"
-    return Excluded(Exclusion.TAINT, text)
+        yield Exclusion.CORDONED, "is cordoned"
+    others = [each for each in taints if each.key not in {*UNREACHABLE_TAINTS, CORDONED.key}]
+    if others:
+        value = f"={others[0].value}" if others[0].value else ""
+        text = f"has the taint {others[0].key}{value}:{others[0].effect}, which the pod does not tolerate"
+        yield Exclusion.TAINT, text
 
 
 def selects(selector: NodeSelector, node: Node) -> bool:

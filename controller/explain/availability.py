@@ -226,8 +226,8 @@ def named(gpus: Iterable[FleetGpu]) -> str:
 
 
 def holders_of(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> list[str]:
-    """The claims with devices on ``gpus``; ``claim_of`` maps node and device to ``namespace/name``."""
-    return list(dict.fromkeys(_held(gpus, claim_of)))
+    """The claims with devices on ``gpus``, by name; ``claim_of`` maps node and device to ``namespace/name``."""
+    return sorted(set(_held(gpus, claim_of)))
 
 
 def _held(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import Budget, Outcome, fits
-from controller.demand.eligibility import Exclusion
+from controller.demand.eligibility import Excluded, Exclusion
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, Refusal, RequirementsReader
@@ -171,13 +171,14 @@ def _of_gpus(
         if node in nodes and _fits(feasibility, list(changed), requirements):
             helping.setdefault(obstacle, []).append(gpus[0])
     for obstacle, found in helping.items():
-        yield Change(obstacle.name.lower(), TEXTS[obstacle].format(_names(obstacle, found)))
+        command = f"tessera uncordon {found[0].node}/gpu-{found[0].number}"
+        yield Change(obstacle.name.lower(), TEXTS[obstacle].format(_names(obstacle, found), command))
 
 
 TEXTS = {
     Obstacle.CLOSED: "node {} accepted pods again",
-    Obstacle.FAULT: "the fault of {} were repaired (tessera uncordon clears a fault that has gone)",
-    Obstacle.CORDONED: "{} were uncordoned (tessera uncordon)",
+    Obstacle.FAULT: "the fault of {} were repaired ({} clears a fault that has gone)",
+    Obstacle.CORDONED: "{} were uncordoned ({})",
     Obstacle.RESET: "{} had the other MIG mode, which takes a reset",
     Obstacle.DEDICATED: "{} were not kept for other uses (labels of the node, settings of its node plugin)",
     Obstacle.FOREIGN: "the partitions that others made on {} ended",
@@ -194,21 +195,20 @@ def _of_nodes(
 ) -> Iterator[Change]:
     """Nodes on which its pod can't run, and that would have room."""
     excluded, feasibility = reasoning.excluded(pending), queue.feasibility
-    by_text: dict[tuple[Exclusion, str], list[str]] = {}
+    by_exclusion: dict[Excluded, list[str]] = {}
     open_fleet = Fleet.of(without(entry, Obstacle.CLOSED) for entry in feasibility.on(frozenset(excluded)))
     opened = Feasibility(open_fleet, feasibility.matching, imagined=True)
     for node, outcome in opened.outcomes(requirements, frozenset(excluded)):
         if outcome is Outcome.FITS:
-            by_text.setdefault((excluded[node].kind, excluded[node].text), []).append(node)
-    for (kind, text), nodes in sorted(by_text.items()):
+            by_exclusion.setdefault(excluded[node], []).append(node)
+    for exclusion, nodes in sorted(by_exclusion.items(), key=lambda each: each[0].text):
         names = listed(sorted(nodes), MAX_CHANGES).replace(", ", " or ")
-        match kind:
-            case Exclusion.NOT_READY:
-                yield Change("node-ready", f"node {names} were ready")
-            case Exclusion.CORDONED:
-                yield Change("node-uncordoned", f"node {names} were uncordoned (kubectl uncordon)")
-            case _:
-                yield Change("node-admitted", f"its pod could run on node {names}, which {text}")
+        if exclusion.kinds == {Exclusion.NOT_READY}:
+            yield Change("node-ready", f"node {names} were ready")
+        elif exclusion.kinds == {Exclusion.CORDONED}:
+            yield Change("node-uncordoned", f"node {names} were uncordoned (kubectl uncordon {min(nodes)})")
+        else:
+            yield Change("node-admitted", f"its pod could run on node {names}, which {exclusion.text}")
 
 
 def _of_count(feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[Change]:

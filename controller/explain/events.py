@@ -52,7 +52,7 @@ class EventReporter:
         """
         groups: set[Key] = set()
         current: dict[str, PendingClaim] = {}
-        for pending, code, sentence, group in reasons:
+        for pending, code, sentence, _, group in reasons:
             if group is not None and group.key not in groups:
                 groups.add(group.key)
                 reference = Reference("PodGroup", group.name, group.namespace, group.uid, POD_GROUP_VERSION)

@@ -36,7 +36,7 @@ class MissingClaims:
                 Metadata(name=pod.metadata.name, namespace=pod.metadata.namespace), ClaimSpec(DeviceClaim(()))
             )
             pending = PendingClaim(claim, (pod,), not_created=True)
-            found.append(ClaimReason(pending, ReasonCode.NO_SUCH_CLAIM, sentence))
+            found.append(ClaimReason(pending, ReasonCode.NO_SUCH_CLAIM, sentence, permanent=True))
         self.next_s = min(young, default=None)
         return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, islice
 from typing import NamedTuple
 
 from controller.cluster.fleet import FleetGpu
@@ -22,8 +22,12 @@ MAX_MOVED = 2
 """Devices that are moved at once, all from one GPU."""
 
 
+MAX_TRIED = 2_000
+"""Arrangements that are tried on one node."""
+
+
 class Move(NamedTuple):
-    """A claim whose only device is moved from one GPU to another of the same node and product."""
+    """A claim whose only device is moved to another place of its GPU, or to another GPU of its node and product."""
 
     claim: str
     device: Device
@@ -32,6 +36,8 @@ class Move(NamedTuple):
 
     def __str__(self) -> str:
         profile = "" if self.device.profile is None else f" ({self.device.profile.name})"
+        if self.target.number == self.source.number:
+            return f"{self.claim}{profile} to another place of gpu-{self.source.number}"
         return f"{self.claim}{profile} from gpu-{self.source.number} to gpu-{self.target.number}"
 
 
@@ -58,7 +64,7 @@ def moves_that_help(
                 for (where, name), claim in claim_of.items()
                 if where == node and devices[claim] == 1
             }
-            for moves, after in _moved(gpus, movable, count):
+            for moves, after in islice(_moved(gpus, movable, count), MAX_TRIED):
                 states = tuple(entry.state for entry in after)
                 if fits(after, states, requirements, feasibility.matching.value, Budget()) is Outcome.FITS:
                     return Moves(node, moves)
@@ -68,33 +74,43 @@ def moves_that_help(
 def _moved(
     gpus: Sequence[FleetGpu], movable: Mapping[tuple[str, str], str], count: int
 ) -> Iterator[tuple[tuple[Move, ...], tuple[FleetGpu, ...]]]:
-    """Every choice of ``count`` devices of one GPU, each moved to the first GPU with room, and the GPUs after it."""
+    """Every choice of ``count`` devices of one GPU with places for them, and the GPUs after it."""
     for source in gpus:
         own = [device for device in source.held if (source.node, device.name) in movable and device.profile is not None]
         for chosen in combinations(own, count):
             after = {entry.number: entry for entry in gpus}
             after[source.number] = source.holding(each for each in source.held if each not in chosen)
-            moves = []
-            for device in chosen:
-                target = next((each for each in after.values() if _takes(each, device, source)), None)
-                if target is None:
-                    break
-                after[target.number] = _with(target, device)
-                moves.append(Move(movable[source.node, device.name], device, source, target))
-            if len(moves) == count:
-                yield tuple(moves), tuple(after[entry.number] for entry in gpus)
+            for targets, arranged in _arranged(chosen, source, after):
+                moves = [
+                    Move(movable[source.node, device.name], device, source, target)
+                    for device, target in zip(chosen, targets, strict=True)
+                ]
+                yield tuple(moves), tuple(arranged[entry.number] for entry in gpus)
 
 
-def _takes(target: FleetGpu, device: Device, source: FleetGpu) -> bool:
-    alike = target.gpu.product_name == source.gpu.product_name
-    return alike and target.number != source.number and _spot(target, device) is not None
+def _arranged(
+    devices: Sequence[Device], source: FleetGpu, gpus: Mapping[int, FleetGpu]
+) -> Iterator[tuple[tuple[FleetGpu, ...], Mapping[int, FleetGpu]]]:
+    """Ways to place ``devices``, which ``source`` had: on the first other GPU with room, or elsewhere on their own."""
+    if not devices:
+        yield (), gpus
+        return
+    first, *others = devices
+    away = (each for each in gpus.values() if each.number != source.number and _alike(each, source))
+    elsewhere = next(((each, spot) for each in away for spot in each.state.spots(key_of(first))), None)
+    at_home = gpus[source.number]
+    places = [] if elsewhere is None else [elsewhere]
+    places += [(at_home, spot) for spot in at_home.state.spots(key_of(first)) if spot != spot_of(first)]
+    for target, spot in places:
+        placed = {**gpus, target.number: _with(target, spot)}
+        for targets, arranged in _arranged(others, source, placed):
+            yield (target, *targets), arranged
 
 
-def _spot(target: FleetGpu, device: Device) -> Spot | None:
-    return next(iter(target.state.spots(key_of(device))), None)
+def _alike(one: FleetGpu, other: FleetGpu) -> bool:
+    return one.gpu.product_name == other.gpu.product_name
 
 
-def _with(target: FleetGpu, device: Device) -> FleetGpu:
-    spot = _spot(target, device)
+def _with(target: FleetGpu, spot: Spot) -> FleetGpu:
     found = next(each for each in target.devices if spot_of(each) == spot)
     return target.holding((*target.held, replace(found, gpu=target.gpu)))

@@ -86,11 +86,16 @@ class UnscheduledClaims:
         self._devices: dict[PoolDevice, Since] = {}
 
     def reasons(
-        self, queue: Queue, standing: Mapping[Offer, PoolDevice], silent: Mapping[str, str]
+        self,
+        queue: Queue,
+        standing: Mapping[Offer, PoolDevice],
+        silent: Mapping[str, str],
+        refusing: Mapping[str, str],
     ) -> list[ClaimReason]:
         """One reason for each claim that is pending beside ``standing``, the offered devices.
 
-        ``silent`` are the nodes that publish nothing that the scheduler takes, and why.
+        ``silent`` are the nodes that publish nothing that the scheduler takes, ``refusing`` those that do not publish
+        all offers of their plans, and why.
         """
         waiting = (each for each in queue.pending if each.key not in queue.held_back)
         claims = {_uid(each): each for each in waiting if queue.requirements(each)}
@@ -108,7 +113,7 @@ class UnscheduledClaims:
             tried = (satisfying(requirements, by_node[node], queue.feasibility.matching.value) for node in ordered)
             return next(filter(None, tried), ())
 
-        found = (self._reason(queue, pending, fitting, silent) for pending in due)
+        found = (self._reason(queue, pending, fitting, silent, refusing) for pending in due)
         return [reason for reason in found if reason is not None]
 
     @property
@@ -153,10 +158,11 @@ class UnscheduledClaims:
         pending: PendingClaim,
         fitting: Callable[[ClaimRequirements, Nodes], tuple[Standing, ...]],
         silent: Mapping[str, str],
+        refusing: Mapping[str, str],
     ) -> ClaimReason | None:
         pod, devices = next(_served_pods(queue, pending, fitting), (None, ()))
         if pod is None:
-            return self._unpublished(queue, pending, silent)
+            return self._unpublished(queue, pending, {**refusing, **silent})
         since = max(self._devices[each.name] for each in devices)
         overdue = all(self._lasts(each, self._overdue_seconds) for each in (self._claims[_uid(pending)], since))
         cause = _cause(queue, pending, pod, devices, silent, overdue=overdue)
@@ -168,10 +174,10 @@ class UnscheduledClaims:
             f"{listed(names)} of node {devices[0].entry.node} would do and "
             f"{'are' if len(names) > 1 else 'is'} offered{since.text}, but nothing is allocated: "
         )
-        return ClaimReason(pending, code, sentence + text)
+        return ClaimReason(pending, code, sentence + text, permanent=True)
 
     def _unpublished(self, queue: Queue, pending: PendingClaim, silent: Mapping[str, str]) -> ClaimReason | None:
-        """The reason where every node with enough free devices is silent."""
+        """The reason where every node with enough free devices is silent or refuses offers."""
         requirements = queue.requirements(pending)
         if isinstance(requirements, Refusal) or not self._lasts(self._claims[_uid(pending)], SILENT_SECONDS):
             return None
@@ -181,8 +187,8 @@ class UnscheduledClaims:
         if not fit or any(node not in silent for node in fit):
             return None
         texts = listed([f"{node}, which {silent[node]}" for node in fit])
-        sentence = f"enough is free only on {texts}: does the node plugin run there? (tessera status)"
-        return ClaimReason(pending, ReasonCode.NOT_PUBLISHED, sentence)
+        sentence = f"enough is free only on {texts} (tessera status)"
+        return ClaimReason(pending, ReasonCode.NOT_PUBLISHED, sentence, permanent=True)
 
 
 def _cause(

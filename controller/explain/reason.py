@@ -55,13 +55,16 @@ class ReasonCode(StrEnum):
 
 
 class ClaimReason(NamedTuple):
-    """The reason of one pending claim."""
+    """The reason of one pending claim. ``permanent``: it does not pass when other claims end, as for ``Reason``.
+
+    ``group`` is the PodGroup that the reason is about.
+    """
 
     pending: PendingClaim
     code: ReasonCode
     sentence: str
+    permanent: bool = False
     group: Metadata | None = None
-    """The PodGroup that the reason is about."""
 
 
 @dataclass(frozen=True)

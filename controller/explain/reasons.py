@@ -35,6 +35,9 @@ from controller.explain.sentences import (
     without_value,
 )
 
+OF_THE_CLAIM = {ReasonCode.NO_SUCH_CLASS, ReasonCode.SELECTOR_REFUSED}
+"""Permanent reasons that hold whatever GPUs there are."""
+
 
 def reasons_of(queue: Queue, unreported: UnreportedNodes = ALL_REPORTED) -> list[ClaimReason]:
     """One reason for each pending claim that no free device can satisfy, or whose gang lacks devices.
@@ -55,12 +58,12 @@ def reason_of(
     if reason is None:
         return None
     group = queue.held_back[pending.key].group.metadata if reason.code is ReasonCode.GANG else None
-    return ClaimReason(pending, reason.code, reason.sentence, group)
+    return ClaimReason(pending, reason.code, reason.sentence, reason.permanent, group)
 
 
 def _qualified(reason: Reason | None, queue: Queue, unreported: UnreportedNodes) -> Reason | None:
     """``reason``, as far as it holds although GPUs of some nodes are unknown."""
-    if reason is None or not reason.permanent:
+    if reason is None or not reason.permanent or reason.code in OF_THE_CLAIM:
         return reason
     if unreported.may_report:
         return None
@@ -102,7 +105,7 @@ class Reasoning:
         queue = self._queue
         alternatives = queue.requirements(pending)
         if isinstance(alternatives, Refusal):
-            return Reason(ReasonCode(alternatives.code), alternatives.sentence)
+            return Reason(ReasonCode(alternatives.code), alternatives.sentence, permanent=True)
         for each, request in queue.matching_held:
             if each is pending and (reason := self._selects_nothing(request, pending)) is not None:
                 return reason

@@ -14,9 +14,12 @@ from controller.demand.selected_devices import Selector
 from controller.explain.availability import SHOWN, Availability, Obstacle, SelectedGpu, holders_of, listed, named
 from controller.explain.moves import MAX_NODES, Moves
 from controller.explain.reason import Reason, ReasonCode
+from deviceclasses.cel.library.quantity import parse_quantity
+from deviceclasses.cel.values import EvaluationError
 from driver.config.suggestions import meant
-from driver.model.device import DeviceKind
+from driver.model.device import Device, DeviceKind
 from driver.model.gpu import MigMode
+from driver.slices.attributes import attributes, capacity
 
 OF_OBSTACLE = {
     Obstacle.CLOSED: (ReasonCode.CLOSED, "nothing is offered on nodes that are closed"),
@@ -32,6 +35,12 @@ NEAREST = (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE, MigMode.DISABLED, 
 
 LITERAL = re.compile(r"\.(\w+)\s*==\s*\"([^\"]*)\"")
 """A comparison of an attribute with a string."""
+
+AT_LEAST = re.compile(
+    r"""capacity\[[^]]+](?:\.(?P<dotted>\w+)|\["(?P<quoted>\w+)"])"""
+    r"""\.compareTo\(quantity\("(?P<amount>[^"]+)"\)\)\s*(?P<than>>=?)\s*0"""
+)
+"""A comparison of a capacity with the least that is acceptable."""
 
 SHOWN_PRODUCTS = 5
 """Products that a message names."""
@@ -79,7 +88,7 @@ def fragmented(found: Availability, nodes: Sequence[str], moves: Moves | None) -
     )
     if moves is None:
         where = "within a node" if len(nodes) <= MAX_NODES else f"within one of the {MAX_NODES} nodes with the most"
-        way_out = f"; moving one or two claims {where} would not help"
+        way_out = f"; no move of one or two claims {where} was found that would help"
     else:
         way_out = f"; moving {', '.join(map(str, moves.moves))} of node {moves.node} would make room"
     return Reason(ReasonCode.FRAGMENTED, sentence + way_out + unusable(found) + failing(found))
@@ -130,8 +139,36 @@ def _no_match(feasibility: Feasibility, selector: Selector) -> str:
                 products = sorted({entry.gpu.product_name for entry in feasibility.fleet})
                 return f"no GPU can be cut into MIG partitions; there are {listed(products, SHOWN_PRODUCTS)}"
             return f"{name} {value}: no GPU has it; there are {', '.join(known[name])}{meant(value, known[name])}"
+    if limit := _limit(feasibility, selector.expressions):
+        return limit
     texts = " and ".join(selector.expressions)
     return f"no device of the cluster's {len(feasibility.fleet.gpus)} GPUs is selected by {texts}"
+
+
+def _limit(feasibility: Feasibility, expressions: Sequence[str]) -> str:
+    """The largest capacity that there is, where ``expressions`` ask for a larger one; else empty."""
+    literals = [literal for expression in expressions for literal in LITERAL.findall(expression)]
+    alike = {entry.state.geometry: entry for entry in feasibility.fleet}.values()
+    devices = [device for entry in alike for device in entry.devices if _has(device, literals)]
+    for match in (found for expression in expressions for found in AT_LEAST.finditer(expression)):
+        name, amount, than = match["dotted"] or match["quoted"], match["amount"], match["than"]
+        known = [(capacity(device)[name]["value"], device) for device in devices if name in capacity(device)]
+        try:
+            wanted = parse_quantity(amount).value
+            largest, device = max(known, key=lambda each: parse_quantity(each[0]).value)
+        except (EvaluationError, ValueError):  # not a quantity, or no device has it
+            continue
+        most = parse_quantity(largest).value
+        if most < wanted or (than == ">" and most == wanted):
+            asked = f"{name} {'of more than' if than == '>' else 'of at least'} {amount}"
+            return f"{asked}: no device has it; the largest is {largest} ({device.gpu.product_name})"
+    return ""
+
+
+def _has(device: Device, literals: Iterable[tuple[str, str]]) -> bool:
+    """Whether it has these values of attributes, as far as it has the attributes."""
+    known = attributes(device)
+    return all(known[name].get("string") == value for name, value in literals if name in known)
 
 
 def _known(feasibility: Feasibility) -> dict[str, Iterable[str]]:
@@ -165,7 +202,7 @@ def only_elsewhere(what: str, fitting: Sequence[str], excluded: Mapping[str, Exc
     for node in fitting:
         if node in excluded:
             by_text.setdefault(excluded[node].text, []).append(node)
-    kinds = {excluded[node].kind for node in fitting if node in excluded}
+    kinds = {kind for node in fitting if node in excluded for kind in excluded[node].kinds}
     if kinds == {Exclusion.NOT_READY}:
         code = ReasonCode.NOT_READY
     elif kinds and kinds <= {Exclusion.NOT_READY, Exclusion.CORDONED}:

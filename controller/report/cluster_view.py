@@ -10,7 +10,7 @@ from functools import cached_property
 from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
-from controller.cluster.node_views import silent_nodes
+from controller.cluster.node_views import refusing_nodes, silent_nodes
 from controller.cluster.published_offers import DeviceIndex
 from controller.demand.pending_claims import Queue
 from controller.demand.selected_devices import Matching
@@ -59,8 +59,13 @@ class ClusterView:
         """Why claims are pending, by key of the claim; without those that only wait for the scheduler's next turn."""
         offered = {offer: self.devices.free[offer] for offer in self.devices.offered}
         silent = silent_nodes(self.snapshot.views, self.snapshot.incomplete)
-        unscheduled = UnscheduledClaims(OVERDUE_SECONDS, Clock(), watching=False).reasons(self.queue, offered, silent)
-        everything = (*unscheduled, *reasons_of(self.queue), *MissingClaims(Clock()).reasons(self.snapshot.cluster))
+        refusing = refusing_nodes(self.snapshot.views)
+        unscheduled = UnscheduledClaims(OVERDUE_SECONDS, Clock(), watching=False)
+        everything = (
+            *unscheduled.reasons(self.queue, offered, silent, refusing),
+            *reasons_of(self.queue),
+            *MissingClaims(Clock()).reasons(self.snapshot.cluster),
+        )
         return {each.pending.key: each for each in everything}
 
 

@@ -17,6 +17,9 @@ from controller.report.cluster_view import ClusterView
 from driver.kube.types import Claim, Key, Pod
 
 ALLOCATED = "Allocated"
+NOT_PREPARED = "NotPrepared"
+"""Allocated, but its node has not prepared it yet."""
+
 NOT_USED = "NotUsed"
 OTHER_DRIVERS = "OtherDrivers"
 
@@ -44,9 +47,10 @@ class RequestCount:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why ``claim`` (``namespace/name``) is pending. ``pods`` are its pending pods.
+    """Why ``claim`` (``namespace/name``) is pending. ``pods`` are its pending pods, bound ones only if it is allocated.
 
-    ``code`` is a ReasonCode, or ALLOCATED, NOT_USED (no pending pod uses the claim) or OTHER_DRIVERS. ``holders`` are
+    ``code`` is a ReasonCode, or ALLOCATED, NOT_USED (no pending pod uses the claim) or OTHER_DRIVERS. ``permanent``:
+    the reason does not pass when other claims end. ``holders`` are
     the claims that hold devices which it could have; ``reports`` what the scheduler says of each pod.
     """
 
@@ -54,6 +58,7 @@ class Explanation:
     pods: tuple[Pod, ...]
     code: str
     message: str
+    permanent: bool = False
     requests: tuple[RequestCount, ...] = ()
     holders: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
@@ -82,7 +87,7 @@ class Explainer:
             yield self.of_pending(pending) if in_detail() else self._reason_of(pending)
         for key, reason in self._view.reasons.items():
             if key not in known:
-                yield Explanation("", reason.pending.pods, reason.code.value, reason.sentence)
+                yield Explanation("", reason.pending.pods, reason.code.value, reason.sentence, reason.permanent)
 
     def of_pod(self, pod: Pod) -> list[Explanation]:
         """The claims of a pod."""
@@ -92,7 +97,7 @@ class Explainer:
         missing = self._view.reasons.get(f"Pod/{pod.metadata.key}")
         found = list(map(self.of_pending, pending))
         if missing is not None and not found:
-            found.append(Explanation("", (pod,), missing.code.value, missing.sentence))
+            found.append(Explanation("", (pod,), missing.code.value, missing.sentence, missing.permanent))
         claims = (self._view.snapshot.cluster.claims.find(key) for key in pod.claims)
         return [*found, *(self._allocated(claim) for claim in claims if claim is not None and claim.status.allocation)]
 
@@ -131,6 +136,7 @@ class Explainer:
             pods=pending.pods,
             code=code,
             message=message,
+            permanent=reason is not None and reason.permanent,
             reports=tuple(_reports(pending.pods)),
         )
 
@@ -154,7 +160,11 @@ class Explainer:
         allocation = claim.status.allocation
         results = allocation.devices.results if allocation is not None else ()
         devices = ", ".join(f"{result.device} of pool {result.pool}" for result in results)
-        return Explanation(str(claim.metadata.key), (), ALLOCATED, f"it is allocated: {devices}")
+        key = claim.metadata.key
+        starting = (
+            pod for pod in self._view.snapshot.cluster.pods if pod.status.phase == "Pending" and key in pod.claims
+        )
+        return Explanation(str(key), tuple(starting), ALLOCATED, f"it is allocated: {devices}")
 
 
 def _products(available: Availability) -> Iterator[ProductCount]:

@@ -303,15 +303,18 @@ class PlanFollower:
 
     def _refused(self, plan: GpuNodePlan) -> Iterable[str]:
         devices = (device for gpu in self._inventory.gpus for device in self._inventory.devices_on(gpu))
-        names = {offer_of(device): device.name for device in devices}
+        by_offer = {offer_of(device): device for device in devices}
         published = self.published_names
         gpus = filter(None, map(self._inventory.gpu, self._memory.unpublished))
         held = {gpu.uuid: {device.name for device in self._inventory.held_on(gpu)} for gpu in gpus}
         for text in plan.spec.offers:
             offer = Offer.parse(text)
-            if offer is None or offer not in names:
+            if offer is None or offer not in by_offer:
                 yield f"{text}: this node has no such device"
-            elif names[offer] not in published:
+            elif by_offer[offer].name not in published and (conflict := self._inventory.conflict("", by_offer[offer])):
+                holder, device = conflict
+                yield f"{text}: {holder.as_holder()} still has {device.name} on this node"
+            elif by_offer[offer].name not in published:
                 beside = "held" if self._offer_mode is OfferMode.COUNTERS else "published"
                 yield f"{text}: it does not fit beside the {beside} devices, or its GPU can't be used at present"
             elif missing := held.get(offer.gpu, set()) - plan.spec.held_devices:

@@ -64,8 +64,8 @@ CHECKS: Mapping[str, Check] = {
     "devices": Check(nodes.devices, (Listing.SLICES, Listing.CLAIMS)),
     "claims": Check(
         pending_claims.pending,
-        (Listing.CLAIMS, Listing.EVENTS),
-        (Listing.LEASES, Listing.PENDING_PODS, Listing.CLASSES),
+        (Listing.PENDING,),
+        (Listing.EVENTS,),
     ),
     "health": Check(nodes.health, (Listing.SLICES,), (Listing.PLANS,)),
     "offers": Check(nodes.offers, (Listing.PLANS, Listing.SLICES)),

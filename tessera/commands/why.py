@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,15 +14,19 @@ import click
 import msgspec
 
 from controller.report.cluster_view import ClusterView, read_cluster
-from controller.report.explanation import Explainer, Explanation, key_of
+from controller.report.explanation import ALLOCATED, NOT_PREPARED, Explainer, Explanation, key_of
 from driver.errors import NOT_FOUND, ApiError, FatalError, UsageError
-from driver.kube.client import KubeClient
-from driver.kube.reads import RESOURCE_GROUP, read_object
+from driver.kube.client import KubeClient, Object
+from driver.kube.reads import RESOURCE_GROUP, read_all, read_object
 from driver.kube.types import Claim, Key, Pod
+from kubelet_plugin.status.events import Reason
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.tables_and_drawings import columns, counted, printable, with_text_output
 
 POD_KINDS, CLAIM_KINDS = ("pod", "pods", "po"), ("claim", "resourceclaim", "resourceclaims")
+
+PREPARATION_FAILED = {Reason.PREPARE_FAILED.value, "FailedPrepareDynamicResources"}
+"""Events of the node plugin and of the kubelet."""
 
 MAX_HOLDERS = 20
 """Holders that are looked up and shown."""
@@ -80,6 +84,7 @@ def why(
         found = [each for each in explainer.pending() if where is None or _namespace(each) == where]
     else:
         found = _named(client, explainer, name, namespace or "default")
+    found = [_with_preparation(client, driver_name, each) for each in found]
     if output == "json":
         click.echo(json.dumps([_as_json(each, _holders(client, view, each)) for each in found], indent=2))
     elif not found:
@@ -110,6 +115,38 @@ def _named(client: KubeClient, explainer: Explainer, name: str, namespace: str) 
         if claim is not None:
             return [explainer.of_claim(claim)]
     raise FatalError(f"namespace {key.namespace} has no {kind or 'pod or ResourceClaim'} named {key.name}")
+
+
+def _with_preparation(client: KubeClient, driver: str, found: Explanation) -> Explanation:
+    """With what keeps an allocated claim's pod from starting, if its node has not prepared it."""
+    if found.code != ALLOCATED or not found.pods:
+        return found
+    key = key_of(found.claim, "")
+    claim = _find(client, f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}", CLAIM)
+    if claim is None:
+        return found
+    prepared = {(each.pool, each.device) for each in claim.status.devices if each.driver == driver}
+    if all((each.pool, each.device) in prepared for each in claim.results if each.driver == driver):
+        return found
+    uids = [claim.metadata.uid, *(pod.metadata.uid for pod in found.pods[:MAX_HOLDERS])]
+    warnings = [event for uid in uids for event in _warnings(client, key.namespace, uid)]
+    latest = max(warnings, key=lambda event: event.get("lastTimestamp") or "", default=None)
+    node = found.pods[0].spec.node_name or "its node"
+    if latest is None:
+        why = "do the kubelet and the node plugin run there? (tessera status)"
+    else:
+        why = f"{latest['reason']}: {latest['message']}"
+    return replace(found, code=NOT_PREPARED, message=f"{found.message}; {node} has not prepared it: {why}")
+
+
+def _warnings(client: KubeClient, namespace: str, uid: str) -> list[Object]:
+    """Events of the node plugin and the kubelet about an object."""
+    selectors = {"fieldSelector": f"involvedObject.uid={uid},type=Warning"}
+    try:
+        found = list(read_all(client, f"/api/v1/namespaces/{namespace}/events", Object, selectors))
+    except ApiError:
+        return []
+    return [event for event in found if event.get("reason") in PREPARATION_FAILED]
 
 
 def _without_claims(pod: Pod) -> Explanation:
@@ -175,7 +212,7 @@ def _as_text(found: Explanation, holders: Sequence[Holder]) -> str:
     rows = [
         [
             printable(request.name),
-            printable(request.device_class),
+            request.needs,
             each.product,
             *map(str, (each.gpus, each.free, each.held)),
             _closed(each.closed),
@@ -184,7 +221,7 @@ def _as_text(found: Explanation, holders: Sequence[Holder]) -> str:
         for each in request.products
     ]
     if rows:
-        lines += ["", columns(["REQUEST", "CLASS", "PRODUCT", "GPUS", "FREE", "HELD", "CLOSED"], rows)]
+        lines += ["", columns(["REQUEST", "NEEDS", "PRODUCT", "GPUS", "FREE", "HELD", "CLOSED"], rows)]
     if holders:
         table = [
             [

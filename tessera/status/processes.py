@@ -99,7 +99,7 @@ def plugins(snapshot: StatusSnapshot) -> CheckOutput:
         for name in names:
             if name not in there:
                 message = "has slices or a plan, but no Node of this name exists"
-                yield Finding(name, message, "delete them, or register the node")
+                yield Finding(name, message, f"register the node, or: kubectl delete gpunodeplan {name}")
         if snapshot.has_read(Listing.SLICES):
             yield from _silent(snapshot)
 

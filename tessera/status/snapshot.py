@@ -13,7 +13,9 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from controller.app import LEASE
-from driver.errors import FORBIDDEN, ApiError, UsageError
+from controller.report.cluster_view import read_cluster
+from controller.report.explanation import Explainer, Explanation
+from driver.errors import FORBIDDEN, ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HEARTBEAT, SILENCE_TIMEOUT_SECONDS
 from driver.kube.lease import leases
@@ -37,7 +39,6 @@ POLICIES = "/apis/admissionregistration.k8s.io/v1"
 APPS = "/apis/apps/v1"
 EVENTS_OF_CONTROLLER = "reportingComponent=tessera-controller"
 EVENTS_OF_NODES = "involvedObject.kind=Node,reportingComponent=tessera-node"
-NOT_PLACED = "spec.nodeName=,status.phase=Pending"
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ class Listing(StrEnum):
     LEASES = "Leases"
     NODE_LEASES = "Leases of nodes"
     EVENTS = "Events"
-    PENDING_PODS = "pending pods"
+    PENDING = "pending claims"
 
 
 class ReadFailure(NamedTuple):
@@ -84,8 +85,8 @@ class StatusSnapshot:
     """API objects by list.
 
     slices         of the driver; ``others`` are NVIDIA's
-    claims         with a device of the driver; ``pending`` are all claims without an allocation
-    pending_pods   all pods without a node
+    claims         with a device of the driver
+    pending        all pending claims, with the reason that this command finds
     events         of the controller, about any object; ``node_events`` of node plugins, about their nodes
     plans          None if the CustomResourceDefinition is not installed
     daemon_set     None if there is none, or if it can't be read
@@ -101,10 +102,9 @@ class StatusSnapshot:
     others: Sequence[ResourceSlice] = ()
     plans: Mapping[str, GpuNodePlan] | None = None
     claims: Sequence[Claim] = ()
-    pending: Sequence[Claim] = ()
+    pending: Sequence[Explanation] = ()
     events: Sequence[Object] = ()
     node_events: Sequence[Object] = ()
-    pending_pods: Sequence[Object] = ()
     classes: Sequence[DeviceClass] = ()
     policies: Sequence[Object] = ()
     bindings: Sequence[Object] = ()
@@ -210,6 +210,7 @@ class SnapshotReader:
     def read(self) -> StatusSnapshot:
         """Read everything. Raises UsageError if Tessera is in another namespace than the given one."""
         claims = self._read(Listing.CLAIMS, f"{RESOURCE_GROUP}/resourceclaims", Claim)
+        plans = self._plans()
         snapshot = StatusSnapshot(
             self._driver,
             self._namespace,
@@ -217,12 +218,11 @@ class SnapshotReader:
             nodes=self._read(Listing.NODES, "/api/v1/nodes", Object),
             slices=self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={self._driver}"),
             others=self._read(Listing.SLICES, SLICES, ResourceSlice, "spec.driver=gpu.nvidia.com"),
-            plans=self._plans(),
+            plans=plans,
             claims=[claim for claim in claims if any(result.driver == self._driver for result in claim.results)],
-            pending=[claim for claim in claims if claim.status.allocation is None],
+            pending=() if plans is None else self._pending(),
             events=self._read(Listing.EVENTS, "/api/v1/events", Object, EVENTS_OF_CONTROLLER),
             node_events=self._read(Listing.EVENTS, "/api/v1/events", Object, EVENTS_OF_NODES),
-            pending_pods=self._read(Listing.PENDING_PODS, "/api/v1/pods", Object, NOT_PLACED),
             classes=self._read(Listing.CLASSES, f"{RESOURCE_GROUP}/deviceclasses", DeviceClass),
             policies=self._read(Listing.POLICIES, f"{POLICIES}/validatingadmissionpolicies", Object),
             bindings=self._read(Listing.BINDINGS, f"{POLICIES}/validatingadmissionpolicybindings", Object),
@@ -272,13 +272,20 @@ class SnapshotReader:
             if error.status is None:
                 raise
             self._unreadable[listing] = ReadFailure(str(error), error.status == FORBIDDEN)
-        except msgspec.MsgspecError as error:
-            self._unreadable[listing] = ReadFailure(str(error))
+        except (FatalError, msgspec.MsgspecError) as error:
+            cause = error.__cause__
+            forbidden = isinstance(cause, ApiError) and cause.status == FORBIDDEN
+            self._unreadable[listing] = ReadFailure(str(error), forbidden)
 
     def _read(self, listing: Listing, path: str, kind: type[T], selector: str = "") -> list[T]:
         """All objects of a list, with the fields of ``kind``."""
         with self._recorded(listing):
             return list(read_all(self._client, path, kind, {"fieldSelector": selector} if selector else {}))
+        return []
+
+    def _pending(self) -> list[Explanation]:
+        with self._recorded(Listing.PENDING):
+            return list(Explainer(read_cluster(self._client, self._driver)).pending())
         return []
 
     def _plans(self) -> Mapping[str, GpuNodePlan] | None:

@@ -110,7 +110,7 @@ def test_the_controller_offers_nothing_on_a_complete_node_and_leaves_its_devices
         assert len({name.partition("-mig-")[0] for name in given}) == 8
         refused = Scheduling(led, "refused")
         refused.ask(asked(FULL), node="n2")
-        assert "of the 8 GPUs that have it none has enough free" in reason(led, "refused")
+        assert "needs a full GPU: none is free, of 8 NVIDIA H100 80GB HBM3 that have it" in reason(led, "refused")
         assert specs(node) == idle
         label(led, "n2", "curated")
         wait_for(lambda: len(node.devices()) < 8 * 26, SOON_S, "only some devices are published")

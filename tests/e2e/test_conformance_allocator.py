@@ -11,7 +11,7 @@ from tests.conformance.allocator.judge import NO_LIMIT, WAVE, Judge
 from tests.harness.cluster import Cluster
 from tests.support.control_plane import control_plane
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

@@ -119,8 +119,8 @@ def test_a_queued_workload_takes_nothing_from_pods_and_says_who_holds_its_gpus(
     whole = Queued(cluster, "whole", asked(FULL, count=8))
     message = wait_for(whole.reason, SOON_S, "an Event on the Workload")
     assert message == (
-        "pod set main, claim gpu: request gpu: of the 8 GPUs that have it none has enough free, devices there are held "
-        "by 1 claim"
+        "pod set main, claim gpu: request gpu needs 8 full GPUs of one node: none is free, of 8 NVIDIA H100 80GB HBM3 "
+        "that have it; devices there are held by 1 claim: default/eight"
     )
     assert wait_for(parts.reason, SOON_S, "an Event on the other Workload")
     assert len(partitions(node)) == 20

@@ -13,7 +13,7 @@ from tests.support.chart import install
 from tests.support.control_plane import control_plane
 from tests.support.metrics import total
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240), pytest.mark.needs("shared counters")]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.needs("shared counters")]
 
 LOAD = Plan(duration_s=40, rate=200, kills=0, seed=7)
 """With the start of the cluster and the end of the last pods that is a minute."""

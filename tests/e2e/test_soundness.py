@@ -407,31 +407,6 @@ def test_a_wrong_namespace_is_a_mistake_and_the_right_one_is_named(
         assert f"--namespace {name}: Tessera is not installed there; it is in --namespace tessera" in done.stderr
 
 
-def test_a_claim_for_what_there_is_not_is_found_with_the_controllers_words(
-    cluster: Cluster, controller: ControllerProcess, plugin: PluginProcess
-) -> None:
-    wait_sound(cluster)
-    impossible = {"exactly": {"deviceClassName": "gpu-of-nobody"}}
-    claim = {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaim",
-        "metadata": {"name": "hopeless", "namespace": "default"},
-    }
-    pod = {
-        "metadata": {"name": "hopeless"},
-        "spec": {
-            "containers": [{"name": "main", "image": "none", "resources": {"claims": [{"name": "gpu"}]}}],
-            "resourceClaims": [{"name": "gpu", "resourceClaimName": "hopeless"}],
-        },
-    }
-    claims = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
-    spec = {"devices": {"requests": [{"name": "gpu", **impossible}]}}
-    with created(cluster, claims, {**claim, "spec": spec}), created(cluster, "/api/v1/namespaces/default/pods", pod):
-        waits = "claim default/hopeless is pending, and not because GPUs are held: NoSuchClass"
-        wait_for(lambda: waits in told(cluster).get("claims", ""), SEEN_S, "it is found")
-    wait_sound(cluster)
-
-
 def test_a_cordon_is_shown_and_is_a_finding_once_no_gpu_is_left(
     cluster: Cluster, controller: ControllerProcess, plugin: PluginProcess
 ) -> None:

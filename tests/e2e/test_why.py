@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.harness.cluster import Cluster
-from tests.harness.manifests import busybox_pod
+from tests.harness.manifests import busybox_pod, ready_status
 from tests.harness.waiting import DeadlineError, wait_for
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
@@ -38,6 +38,7 @@ class Place:
 
     cluster: Cluster
     controller: ControllerProcess
+    plugin: PluginProcess
     paths: list[str] = field(default_factory=list)
 
     def post(self, folder: str, body: dict[str, Any]) -> None:
@@ -103,6 +104,11 @@ class Place:
             raise DeadlineError(f"{error}: {found[-1]}") from error
         return found[-1]
 
+    def named_in_change(self, name: str) -> list[str]:
+        """The claims whose end is said to help."""
+        [release] = [each for each in self.why(name)["changes"] if each["kind"] == "release"]
+        return [claim.partition("/")[2] for claim in release["claims"]]
+
     def event(self, kind: str, name: str) -> dict[str, Any]:
         """The one Event of the controller about an object."""
         uid = self.cluster.api.get(f"{PODS if kind == 'Pod' else CLAIMS}/{name}")["metadata"]["uid"]
@@ -119,25 +125,28 @@ def all_reported(controller: ControllerProcess) -> bool:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Place]:
-    with control_plane("why") as cluster:
-        install(cluster)
-        plugins = [
-            PluginProcess(cluster, bare_node(cluster, name), PluginFlags(gpus=gpus)) for name, gpus in NODES.items()
-        ]
-        for plugin in plugins:
-            plugin.spawn()
-        for plugin in plugins:
-            plugin.wait_published()
-        controller = ControllerProcess(cluster)
-        controller.start()
-        found = Place(cluster, controller)
-        wait_for(lambda: all_reported(controller), SOON_S, "all nodes have reported")
-        yield found
-        controller.stop()
-        assert controller.refused() == []
-        for plugin in plugins:
-            plugin.stop()
+def cluster() -> Iterator[Cluster]:
+    with control_plane("why") as running:
+        install(running)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def running(cluster: Cluster) -> Iterator[Place]:
+    plugins = [PluginProcess(cluster, bare_node(cluster, name), PluginFlags(gpus=gpus)) for name, gpus in NODES.items()]
+    for plugin in plugins:
+        plugin.spawn()
+    for plugin in plugins:
+        plugin.wait_published()
+    controller = ControllerProcess(cluster)
+    controller.start()
+    found = Place(cluster, controller, plugins[0])
+    wait_for(lambda: all_reported(controller), SOON_S, "all nodes have reported")
+    yield found
+    controller.stop()
+    assert controller.refused() == []
+    for plugin in plugins:
+        plugin.stop()
 
 
 @pytest.fixture
@@ -183,6 +192,31 @@ def cordon_gpu(place: Place) -> None:
     wait_for(is_withdrawn, SOON_S, "nothing of the GPU is published")
 
 
+def report_ready(place: Place, status: str) -> None:
+    """As the kubelet of node one, or the node lifecycle controller in its place."""
+    ready = ready_status()
+    ready["status"]["conditions"][0]["status"] = status
+    place.cluster.api.patch("/api/v1/nodes/one/status", ready)
+    wait_for(lambda: bool(is_tainted(place)) == (status != "True"), SOON_S, "the node lifecycle controller has seen it")
+
+
+def is_tainted(place: Place) -> bool:
+    return bool(place.cluster.api.get("/api/v1/nodes/one")["spec"].get("taints"))
+
+
+def fragment(place: Place) -> None:
+    """Seven small partitions of a GPU, of which those two stay that keep the halves of its memory apart."""
+    names = [f"small-{number}" for number in range(7)]
+    for name in names:
+        place.hold(name, asked(SMALL))
+    at = {
+        place.cluster.api.get(f"{CLAIMS}/{name}")["status"]["allocation"]["devices"]["results"][0]["device"]: name
+        for name in names
+    }
+    stay = [next(at[device] for device in sorted(at) if int(device[-1]) // 4 == half) for half in (0, 1)]
+    place.end(*(name for name in names if name not in stay))
+
+
 def taint_rule(place: Place) -> None:
     spec = {"deviceSelector": {"pool": "one-gpu.tessera.dev"}, "taint": {"key": "repair", "effect": "NoSchedule"}}
     place.post(RULES, {"metadata": {"name": "repair"}, "spec": spec})
@@ -219,7 +253,7 @@ CASES = {
         asked("gpu-training", H100),
         before=lambda place: cordon_node(place, unschedulable=True),
         way_out=lambda place: cordon_node(place, unschedulable=False),
-        change="node one were uncordoned (kubectl uncordon)",
+        change="node one were uncordoned (kubectl uncordon one)",
     ),
     "cordoned GPU": Case(
         "GpuCordoned",
@@ -227,7 +261,22 @@ CASES = {
         asked(SMALL),
         before=cordon_gpu,
         way_out=lambda place: place.tessera("uncordon", "one/gpu-0"),
-        change="gpu-0 of one were uncordoned (tessera uncordon)",
+        change="gpu-0 of one were uncordoned (tessera uncordon one/gpu-0)",
+    ),
+    "node that is not ready": Case(
+        "NodeNotReady",
+        "one is not ready",
+        asked("gpu-training", H100),
+        before=lambda place: report_ready(place, "False"),
+        way_out=lambda place: report_ready(place, "True"),
+        change="node one were ready",
+    ),
+    "fragments": Case(
+        "Fragmented",
+        "would make room",
+        asked("gpu-inference-3g-40gb"),
+        before=fragment,
+        way_out=lambda place: place.end(*place.named_in_change("wanted")),
     ),
     "taint rule": Case(
         "DeviceTainted",
@@ -300,7 +349,7 @@ def test_without_a_controller_it_says_the_same(place: Place) -> None:
     place.end("holder")
     place.wait_allocated("wanted")
     answer = place.tessera("why", "pod/wanted")
-    assert (answer.returncode, "it is allocated: gpu-0 of pool one-gpu.tessera.dev" in answer.stdout) == (0, True)
+    assert (answer.returncode, "it is allocated: gpu-0 of pool one-gpu.tessera.dev" in answer.stdout) == (1, True)
 
 
 def test_what_does_not_exist_and_what_is_not_pending_is_said_plainly(place: Place) -> None:
@@ -308,3 +357,38 @@ def test_what_does_not_exist_and_what_is_not_pending_is_said_plainly(place: Plac
     assert (answer.returncode, "has no pod or ResourceClaim named nobody" in answer.stderr) == (1, True)
     answer = place.tessera("why", "-A")
     assert (answer.returncode, answer.stdout) == (0, "no claim is pending\n")
+
+
+def kill_plugin(place: Place) -> None:
+    """Once it has published the full GPU without a taint: it does not offer anything again."""
+
+    def is_offered() -> bool:
+        devices = place.plugin.devices()
+        return "gpu-0" in devices and not devices["gpu-0"].get("taints")
+
+    wait_for(is_offered, SOON_S, "the full GPU is offered")
+    place.plugin.kill()
+
+
+def test_a_pool_that_a_dead_plugin_left_incomplete_is_named_until_the_plugin_runs_again(place: Place) -> None:
+    kill_plugin(place)
+    own = [each for each in place.cluster.api.get(SLICES)["items"] if each["spec"]["nodeName"] == "one"]
+    count = len(own)
+    for each in own:
+        pool = {"spec": {"pool": {"resourceSliceCount": count + 1}}}
+        place.cluster.api.patch(f"{SLICES}/{each['metadata']['name']}", pool)
+    place.ask("wanted", asked("gpu-training", H100))
+    found = place.reason("pod/wanted", "NotPublished")
+    assert f"it has {count} of the {count + 1} slices" in found["message"]
+    place.plugin.spawn()
+    place.plugin.wait_published()
+    place.wait_allocated("wanted")
+
+
+def test_a_claim_that_is_allocated_while_no_plugin_runs_is_not_prepared(place: Place) -> None:
+    kill_plugin(place)
+    place.hold("wanted", asked("gpu-training", H100))
+    found = place.reason("pod/wanted", "NotPrepared")
+    assert "one has not prepared it: do the kubelet and the node plugin run there?" in found["message"]
+    place.plugin.spawn()
+    place.plugin.wait_published()

@@ -46,6 +46,7 @@ class Hostile:
             "deviceclasses": self._class,
             "resourceslices": self._slice,
             "gpunodeplans": self._plan,
+            "devicetaintrules": self._taint_rule,
         }
         body = makers[kind]()
         if self._one_in(20):
@@ -230,6 +231,15 @@ class Hostile:
         devices = [{"name": f"gpu-{n}", "attributes": shares} for n in range(self._pick(0, 1, 128))]
         pool = {"name": f"{self._pick(*NODES)}-{DRIVER}", "generation": self._pick(0, HUGE), "resourceSliceCount": 1}
         return {"spec": {"driver": DRIVER, "nodeName": self._pick(*NODES), "pool": pool, "devices": devices}}
+
+    def _taint_rule(self) -> Object:
+        selector = {
+            "driver": self._pick(DRIVER, "example.com", None),
+            "pool": self._pick(f"{self._pick(*NODES)}-{DRIVER}", "", None),
+            "device": self._pick("gpu-0", "x" * 63, "", None),
+        }
+        taint = {"key": self._string(), "value": self._string(), "effect": self._pick("NoSchedule", "NoExecute", "x")}
+        return {"spec": {"deviceSelector": self._pick(selector, {}, None), "taint": taint}}
 
     def _plan(self) -> Object:
         inventory = self._pick("", "x", "[]", nested(2000), '{"gpus":null}', "x" * 10_000)

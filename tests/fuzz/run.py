@@ -30,13 +30,14 @@ PAUSE = 5
 """Pause after a decision, in times of what it took."""
 
 SHARE = {
-    "resourceclaims": 58,
+    "resourceclaims": 57,
     "pods": 24,
     "podgroups": 3,
     "nodes": 3,
     "deviceclasses": 4,
     "resourceslices": 4,
     "gpunodeplans": 4,
+    "devicetaintrules": 1,
 }
 """Objects of each resource in a hundred."""
 

@@ -23,6 +23,7 @@ from tessera.simulate.pools import SliceIndex
 from tessera.simulate.slices import DeviceTaintRule, PoolSlice, number, tainted
 from tests.conformance.allocator.devices import Object, device_class
 from tests.conformance.allocator.scenarios import Scenario, is_for_all_nodes, scenario
+from tests.harness.api import Api
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
@@ -96,7 +97,7 @@ class Judge:
             for rule in (rule for each in asked.values() for rule in each.rules):
                 self._api.post(RULES, dict(rule))
             list(writers.map(lambda each: self._prepare(each, namespace), asked.values()))
-            self._barrier(namespace)
+            wait_until_seen(self._api, namespace, f"barrier-{self._wave}", self._nodes[WAVE])
             list(writers.map(lambda each: self._api.post(pods, pod_of(each, namespace)), asked.values()))
         answers = wait_for(lambda: self._collect(namespace, asked), WAVE_S, f"answers of wave {self._wave}", 0.5)
         for folder in (pods, f"{GROUP}/namespaces/{namespace}/resourceclaims", SLICES, CLASSES, RULES):
@@ -119,23 +120,6 @@ class Judge:
         for index, spec in enumerate(given.claims):
             self._api.post(claims, {"metadata": {"name": f"c{index}-{given.number}"}, "spec": spec})
 
-    def _barrier(self, namespace: str) -> None:
-        """Wait until the scheduler has seen what was created before."""
-        name, node = f"barrier-{self._wave}", self._nodes[WAVE]
-        driver = f"{name}.example.com"
-        label = {driver: "yes"}
-        self._api.patch(f"/api/v1/nodes/{node}", {"metadata": {"labels": label}})
-        spec = {"driver": driver, "nodeName": node, "pool": {"name": "p", "generation": 1, "resourceSliceCount": 1}}
-        self._api.post(SLICES, {"metadata": {"name": name}, "spec": {**spec, "devices": [{"name": "d"}]}})
-        self._api.post(CLASSES, device_class(name, f'device.driver == "{driver}"'))
-        request = {"name": "r", "exactly": {"deviceClassName": name}}
-        claims = f"{GROUP}/namespaces/{namespace}/resourceclaims"
-        self._api.post(claims, {"metadata": {"name": f"c0-{name}"}, "spec": {"devices": {"requests": [request]}}})
-        body = _pod(name, namespace, [f"c0-{name}"], nodeSelector=label)
-        self._api.post(f"/api/v1/namespaces/{namespace}/pods", body)
-        pod = f"/api/v1/namespaces/{namespace}/pods/{name}"
-        wait_for(lambda: self._api.get(pod)["spec"].get("nodeName"), WAVE_S, "the scheduler has seen everything", 0.1)
-
     def _collect(self, namespace: str, asked: Mapping[int, Scenario]) -> dict[int, Answer]:
         """The answers, once there are all."""
         items = self._api.get(f"{GROUP}/namespaces/{namespace}/resourceclaims")["items"]
@@ -149,6 +133,23 @@ class Judge:
             if (answer := _answer(given, claims, pods[f"pod-{given.number}"])) is not None
         }
         return found if len(found) == len(asked) else {}
+
+
+def wait_until_seen(api: Api, namespace: str, name: str, node: str) -> None:
+    """Wait until the scheduler has seen what was created before. ``name`` is of objects that did not exist yet."""
+    driver = f"{name}.example.com"
+    label = {driver: "yes"}
+    api.patch(f"/api/v1/nodes/{node}", {"metadata": {"labels": label}})
+    spec = {"driver": driver, "nodeName": node, "pool": {"name": "p", "generation": 1, "resourceSliceCount": 1}}
+    api.post(SLICES, {"metadata": {"name": name}, "spec": {**spec, "devices": [{"name": "d"}]}})
+    api.post(CLASSES, device_class(name, f'device.driver == "{driver}"'))
+    request = {"name": "r", "exactly": {"deviceClassName": name}}
+    claims = f"{GROUP}/namespaces/{namespace}/resourceclaims"
+    api.post(claims, {"metadata": {"name": f"c0-{name}"}, "spec": {"devices": {"requests": [request]}}})
+    body = claiming_pod(name, namespace, [f"c0-{name}"], nodeSelector=label)
+    api.post(f"/api/v1/namespaces/{namespace}/pods", body)
+    pod = f"/api/v1/namespaces/{namespace}/pods/{name}"
+    wait_for(lambda: api.get(pod)["spec"].get("nodeName"), WAVE_S, "the scheduler has seen everything", 0.1)
 
 
 def wave_of(numbers: Iterable[int]) -> list[Scenario]:
@@ -182,10 +183,10 @@ def pod_of(given: Scenario, namespace: str) -> Object:
     names = [f"c{index}-{given.number}" for index in range(len(given.claims))]
     term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [given.node]}]}
     node = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
-    return _pod(f"pod-{given.number}", namespace, names, affinity={"nodeAffinity": node})
+    return claiming_pod(f"pod-{given.number}", namespace, names, affinity={"nodeAffinity": node})
 
 
-def _pod(name: str, namespace: str, claims: Sequence[str], **spec: Any) -> Object:
+def claiming_pod(name: str, namespace: str, claims: Sequence[str], **spec: Any) -> Object:
     entries = [{"name": f"claim-{index}", "resourceClaimName": each} for index, each in enumerate(claims)]
     return busybox_pod(name, namespace=namespace, resourceClaims=entries, **spec)
 

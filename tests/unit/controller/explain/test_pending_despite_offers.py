@@ -48,10 +48,11 @@ class Watched:
         self.unused = UnscheduledClaims(MINUTE, self.clock)
         self.standing = standing
         self.silent: Mapping[str, str] = {}
+        self.refusing: Mapping[str, str] = {}
         self.reasons()
 
     def reasons(self) -> list[ClaimReason]:
-        return self.unused.reasons(self.there.queue, offers(self.there, *self.standing), self.silent)
+        return self.unused.reasons(self.there.queue, offers(self.there, *self.standing), self.silent, self.refusing)
 
     def after(self, seconds: float) -> list[ClaimReason]:
         self.clock.advance(seconds)
@@ -162,6 +163,14 @@ class TestWhatIsSaid:
         [reason] = watched.after(5 * SECOND)
         assert reason.code is ReasonCode.NOT_PUBLISHED
         assert "enough is free only on a, which publishes no device, b, which publishes no device" in reason.sentence
+
+    def test_a_node_that_does_not_offer_what_its_plan_requests_is_named_with_its_reason(self) -> None:
+        watched = Watched(waiting())
+        watched.silent = {"a": "publishes no device"}
+        watched.refusing = {"b": "does not offer all that its plan requests: claim team/gone still has gpu-0"}
+        [reason] = watched.after(6 * SECOND)
+        assert reason.code is ReasonCode.NOT_PUBLISHED
+        assert "b, which does not offer all that its plan requests: claim team/gone still has gpu-0" in reason.sentence
 
     def test_a_silent_node_is_no_reason_while_another_would_do(self) -> None:
         watched = Watched(waiting())

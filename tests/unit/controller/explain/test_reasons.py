@@ -14,6 +14,7 @@ from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
 from tests.support.gpus import H100
 from tests.support.queues import (
+    DRIVER,
     FULL,
     SHARE,
     Situation,
@@ -175,7 +176,7 @@ def test_fragmentation_says_how_much_is_free_and_where() -> None:
         there.wants(request(selector=profile("3g.40gb"))),
         ReasonCode.FRAGMENTED,
         "8 memory slices are free on node a, at most 4 on one GPU (gpu-0)",
-        "moving one or two claims within a node would not help",
+        "no move of one or two claims within a node was found that would help",
     )
 
 
@@ -184,6 +185,13 @@ def test_fragmentation_names_the_claim_whose_move_makes_room() -> None:
     there.holding("small", "a", "gpu-0-mig-1g10gb-1").holding("large", "a", "gpu-1-mig-4g40gb-0")
     there.wants(request(selector=FULL))
     told(there, ReasonCode.FRAGMENTED, "moving default/small (1g.10gb) from gpu-0 to gpu-1 of node a would make room")
+
+
+def test_fragmentation_names_the_claim_whose_move_within_its_gpu_makes_room() -> None:
+    there = Situation([fleet_gpu("a", 0, H100, "mig-1g10gb-0", "mig-1g10gb-4")])
+    there.holding("first", "a", "gpu-0-mig-1g10gb-0").holding("second", "a", "gpu-0-mig-1g10gb-4")
+    there.wants(request(selector=profile("3g.40gb")))
+    told(there, ReasonCode.FRAGMENTED, "(1g.10gb) to another place of gpu-0 of node a would make room")
 
 
 @pytest.mark.parametrize(
@@ -208,6 +216,31 @@ def test_a_node_that_would_do_is_named_with_what_excludes_it(node: dict[str, Any
     there = Situation([*node_of("a", gpus=1), *node_of("b", gpus=4)])
     there.node("b", **node)
     told(there.wants(request(selector=FULL, count=3)), code, "no node where its pod can run has more than 1", text)
+
+
+@pytest.mark.parametrize(
+    ("condition", "text"),
+    [
+        (
+            'memory.compareTo(quantity("100Gi")) >= 0',
+            "of at least 100Gi: no device has it; the largest is 81559Mi",
+        ),
+        ('memory.compareTo(quantity("81559Mi")) > 0', "memory of more than 81559Mi: no device has it"),
+        ('multiprocessors.compareTo(quantity("1k")) >= 0', "the largest is 132 (NVIDIA H100 80GB HBM3)"),
+        ('memory.compareTo(quantity("1Ki")) <= 0', "no device of the cluster's 2 GPUs is selected by"),
+    ],
+)
+def test_the_largest_capacity_is_named_where_more_is_asked_for(condition: str, text: str) -> None:
+    there = Situation(node_of("a"))
+    told(there.wants(request(selector=f'device.capacity["{DRIVER}"].{condition}')), ReasonCode.NOTHING_MATCHES, text)
+
+
+def test_the_largest_partition_counts_where_partitions_are_asked_for() -> None:
+    there = Situation(node_of("a"))
+    larger = f'device.capacity["{DRIVER}"].memory.compareTo(quantity("81500Mi")) >= 0'
+    partition = selected_by('type == "mig"')
+    there.wants(request(selector=f"{partition} && {larger}"))
+    told(there, ReasonCode.NOTHING_MATCHES, "memory of at least 81500Mi: no device has it")
 
 
 def test_a_product_is_suggested_by_its_beginning() -> None:

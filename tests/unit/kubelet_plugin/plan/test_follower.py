@@ -478,6 +478,8 @@ def test_offers_that_can_not_be_made_are_refused_with_a_reason(followed: Followe
     followed.published()
     refused = dict(entry.split(": ") for entry in followed.follower.status().refused)
     assert refused.keys() == {unknown, *followed.offers(FULL)}
+    [full] = followed.offers(FULL)
+    assert re.fullmatch(rf"claim .*infer \(.*\) still has {SMALL} on this node", refused[full])
     assert "no such device" in refused[unknown]
 
 

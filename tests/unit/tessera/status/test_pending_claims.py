@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import pytest
 
+from controller.explain.changes import Change
 from controller.explain.events import UNREADABLE
-from driver.kube.types import Claim, GpuNodePlan, PlanMetadata, ResourceSlice
+from controller.report.explanation import OTHER_DRIVERS, Explanation
+from driver.kube.types import GpuNodePlan, PlanMetadata, Pod, ResourceSlice
 from driver.model.plan import GpuReport, PlanMode, PlanSpec, PlanStatus, described
 from kubelet_plugin.coexistence.other_drivers import OWNED
 from tessera.commands.status import as_text
-from tessera.status.pending_claims import PERMANENT, PERMANENT_IF_FREE, READ_EVENTS
+from tessera.status.pending_claims import ADVICE
 from tessera.status.snapshot import StatusSnapshot
 from tests.support.gpus import gpu_of
 from tests.unit.tessera.status.test_checks import (
@@ -24,7 +23,6 @@ from tests.unit.tessera.status.test_checks import (
     NOW,
     SOUND,
     claim,
-    class_of,
     found,
     plan,
     result,
@@ -36,97 +34,46 @@ GPU = gpu_of()
 SOUNDNESS = Path(__file__).parents[4] / "docs" / "soundness.md"
 
 
-def wish(
-    name: str, code: str, ago_s: float = 20.0, message: str = "why", device_class: str = ""
-) -> tuple[Claim, dict[str, Any]]:
-    """A claim that waits, and what the controller said of it."""
-    requests = [{"name": "r", "exactly": {"deviceClassName": device_class}}] if device_class else []
-    metadata = {"name": name, "namespace": "team", "uid": f"uid-{name}"}
-    pending = msgspec.convert({"metadata": metadata, "spec": {"devices": {"requests": requests}}}, Claim)
-    at = stamp(NOW - timedelta(seconds=ago_s))
-    event = {"involvedObject": {"uid": f"uid-{name}"}, "reason": code, "message": message, "lastTimestamp": at}
-    return pending, event
+def claim_pending(name: str, code: str, *helps: str, permanent: bool = False, message: str = "why") -> Explanation:
+    changes = tuple(Change("kind", text) for text in helps)
+    return Explanation(f"team/{name}", (), code, message, permanent=permanent, changes=changes)
 
 
-def waiting(*wishes: tuple[Claim, dict[str, Any]]) -> StatusSnapshot:
-    return replace(SOUND, pending=[each for each, _ in wishes], events=[each for _, each in wishes])
+def waiting(*claims: Explanation) -> StatusSnapshot:
+    return replace(SOUND, pending=claims)
 
 
-def test_claims_that_wait_for_what_others_hold_are_no_finding() -> None:
-    snapshot = waiting(wish("a", "AllHeld"), wish("b", "Fragmented"), wish("c", "AllHeld"))
+def test_claims_that_wait_for_what_others_hold_are_counted_and_no_finding() -> None:
+    snapshot = waiting(claim_pending("a", "AllHeld"), claim_pending("b", "Fragmented"), claim_pending("c", "AllHeld"))
     assert found(snapshot) == {}
-    told = f"3 pending: 2 AllHeld, 1 Fragmented ({READ_EVENTS})"
-    assert result(snapshot, "claims").summary == told
+    assert result(snapshot, "claims").summary == "3 claims pending: 3 wait (2 AllHeld, 1 Fragmented)"
+    assert result(SOUND, "claims").summary == "no claim is pending"
 
 
-def test_without_a_controller_nobody_says_that_no_claim_waits() -> None:
-    assert result(SOUND, "claims").summary == "the controller reports no pending claim"
-    assert result(replace(SOUND, leases={}), "claims").summary == "no controller reports why claims are pending"
-
-
-def test_claims_that_wait_for_what_never_comes_are_named_at_most_three() -> None:
-    snapshot = waiting(
-        *(wish(f"c{n}", "NothingMatches", message="no GPU has it") for n in range(5)), wish("d", "AllHeld")
-    )
+def test_claims_that_do_not_resolve_by_themselves_are_counted_apart_and_named_at_most_three() -> None:
+    lasting = [claim_pending(f"c{n}", "NothingMatches", permanent=True, message="no GPU has it") for n in range(5)]
+    snapshot = waiting(*lasting, claim_pending("d", "AllHeld"), claim_pending("nic", OTHER_DRIVERS))
     findings = result(snapshot, "claims").findings
     assert [each.about for each in findings] == ["claim team/c0", "claim team/c1", "claim team/c2", "2 more"]
     assert findings[0].message.endswith("NothingMatches: no GPU has it")
-    assert result(waiting(wish("c", "SelectorFails")), "claims").findings[0].remedy.endswith("tessera lint")
+    counts = "6 claims pending: 1 wait (1 AllHeld), 5 do not resolve by themselves (5 NothingMatches)"
+    assert result(snapshot, "claims").summary == counts
 
 
-def test_the_documentation_names_the_reasons_that_are_findings() -> None:
+def test_the_remedy_is_a_change_that_helps_if_there_is_one_and_the_command_that_explains_the_claim() -> None:
+    [tried] = result(waiting(claim_pending("c", "TooMany", "it asked for 2", permanent=True)), "claims").findings
+    assert tried.remedy == "it would fit if it asked for 2; details: tessera why claim/c -n team"
+    [general] = result(waiting(claim_pending("c", "SelectorFails", permanent=True)), "claims").findings
+    assert general.remedy == "correct its selector: tessera lint; details: tessera why claim/c -n team"
+    pod = msgspec.convert({"metadata": {"name": "p", "namespace": "team"}, "spec": {}, "status": {}}, Pod)
+    [of_pod] = result(waiting(Explanation("", (pod,), "NoSuchClaim", "x", permanent=True)), "claims").findings
+    assert of_pod.about == "pod team/p"
+    assert of_pod.remedy.endswith("tessera why pod/p -n team")
+
+
+def test_the_documentation_names_the_reasons_that_can_be_findings() -> None:
     row = next(line for line in SOUNDNESS.read_text().splitlines() if line.startswith("| `claims` |"))
-    assert set(re.findall(r"`([A-Z]\w+)`", row)) == {*PERMANENT, *PERMANENT_IF_FREE, UNREADABLE}
-
-
-def test_only_the_last_word_on_a_claim_counts_and_none_on_one_that_no_longer_waits() -> None:
-    claim, old = wish("a", "NothingMatches", ago_s=120)
-    _, new = wish("a", "AllHeld", ago_s=10)
-    assert found(replace(SOUND, pending=[claim], events=[new, old])) == {}
-    assert found(replace(SOUND, pending=[], events=[old])) == {}
-    assert result(waiting(wish("a", "NothingMatches", ago_s=1200)), "claims").findings == ()
-
-
-def test_a_reason_that_holds_even_if_nothing_were_held_is_a_finding_and_one_of_the_moment_is_none() -> None:
-    for code, remedy in PERMANENT_IF_FREE.items():
-        lasting = waiting(wish("c", code, message="even if nothing were held no node has devices for it"))
-        assert [each.remedy for each in result(lasting, "claims").findings] == [remedy]
-        assert found(waiting(wish("c", code, message="at present no node has devices for it"))) == {}
-
-
-def refused(claim: str, ago_s: float) -> dict[str, Any]:
-    """A pod that the scheduler has refused for that long."""
-    condition = {
-        "type": "PodScheduled",
-        "status": "False",
-        "lastTransitionTime": stamp(NOW - timedelta(seconds=ago_s)),
-    }
-    spec = {"resourceClaims": [{"name": "gpu", "resourceClaimName": claim}]}
-    return {"metadata": {"name": "pod", "namespace": "team"}, "spec": spec, "status": {"conditions": [condition]}}
-
-
-@pytest.mark.parametrize("device_class", ["gpu-training", "any-nic"])
-@pytest.mark.parametrize("ago_s", [30, 90])
-@pytest.mark.parametrize("led", [True, False])
-def test_a_claim_of_ours_that_waits_for_a_minute_without_a_reason_is_a_finding(
-    device_class: str, ago_s: float, led: bool
-) -> None:
-    pending, _ = wish("a", "AllHeld", device_class=device_class)
-    nic = class_of("any-nic", {"selectors": [{"cel": {"expression": "nic.example.com"}}]})
-    snapshot = replace(
-        SOUND,
-        classes=[*SOUND.classes, nic],
-        pending=[pending],
-        pending_pods=[refused("a", ago_s)],
-        leases=SOUND.leases if led else {},
-    )
-    findings = result(snapshot, "claims").findings
-    if device_class == "any-nic" or ago_s < 60:
-        assert findings == ()
-    else:
-        (finding,) = findings
-        assert (finding.about, finding.message) == ("claim team/a", "is pending, and no controller reports why")
-        assert ("start a controller" in finding.remedy) is not led
+    assert set(re.findall(r"`([A-Z]\w+)`", row)) == {*ADVICE, UNREADABLE}
 
 
 def test_an_object_that_the_controller_cannot_read_is_a_finding() -> None:

@@ -67,7 +67,7 @@ def without(snapshot: StatusSnapshot, *whats: Listing) -> StatusSnapshot:
         Listing.NODES: {"nodes": []},
         Listing.SLICES: {"slices": [], "others": []},
         Listing.PLANS: {"plans": {}},
-        Listing.CLAIMS: {"claims": [], "pending": []},
+        Listing.CLAIMS: {"claims": []},
         Listing.CLASSES: {"classes": []},
         Listing.POLICIES: {"policies": []},
         Listing.BINDINGS: {"bindings": []},
@@ -75,7 +75,7 @@ def without(snapshot: StatusSnapshot, *whats: Listing) -> StatusSnapshot:
         Listing.LEASES: {"leases": {}},
         Listing.NODE_LEASES: {"node_leases": []},
         Listing.EVENTS: {"events": [], "node_events": []},
-        Listing.PENDING_PODS: {"pending_pods": []},
+        Listing.PENDING: {"pending": []},
     }
     for what in whats:
         snapshot = replace(snapshot, **fields[what])

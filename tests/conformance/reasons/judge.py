@@ -1,0 +1,124 @@
+"""Asks the real scheduler whether pending claims fit.
+
+Each question of a wave has nodes of its own. A pod that is created after everything else shows that the scheduler has
+seen it, before the pods that count are created.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from driver.kube.types import Result
+from tests.conformance.allocator.judge import CLASSES, GROUP, SLICES, WAVE_S, WRITERS, claiming_pod, wait_until_seen
+from tests.conformance.reasons.statements import NODES, held, published
+from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
+from tests.support.queues import Situation
+
+WAVE = 60
+"""Questions at a time."""
+
+MAX_RESULTS = 32
+"""Most devices that the API allows in one claim."""
+
+LABEL = "question"
+
+
+class RealScheduler:
+    """The scheduler of ``cluster``, which has no kubelet."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._api = cluster.api
+        self._wave = 0
+        for index in range(WAVE):
+            for node in NODES:
+                cluster.add_node_object(_name(index, node))
+        cluster.add_node_object("barrier")
+
+    def fits(self, situations: Sequence[Situation]) -> Iterator[bool]:
+        """For each, whether its pending claim is allocated."""
+        for start in range(0, len(situations), WAVE):
+            yield from self._ask(situations[start : start + WAVE])
+
+    def _ask(self, situations: Sequence[Situation]) -> list[bool]:
+        self._wave += 1
+        namespace = f"wave-{self._wave}"
+        self._api.post("/api/v1/namespaces", {"metadata": {"name": namespace}})
+        for each in situations[0].classes.values():
+            self._api.post(CLASSES, {"metadata": {"name": each.metadata.name}, "spec": msgspec.to_builtins(each.spec)})
+        asked = list(enumerate(situations))
+        pods = f"/api/v1/namespaces/{namespace}/pods"
+        with ThreadPoolExecutor(WRITERS) as writers:
+            list(writers.map(lambda each: self._prepare(namespace, *each), asked))
+            wait_until_seen(self._api, namespace, f"barrier-{self._wave}", "barrier")
+            list(writers.map(lambda each: self._api.post(pods, _pod(namespace, *each)), asked))
+        answers = wait_for(lambda: self._collect(pods, len(asked)), WAVE_S, f"answers of wave {self._wave}", 0.3)
+        for folder in (pods, f"{GROUP}/namespaces/{namespace}/resourceclaims", SLICES, CLASSES):
+            self._api.request("DELETE", folder, {"gracePeriodSeconds": 0})
+        return [answers[index] for index, _ in asked]
+
+    def _prepare(self, namespace: str, index: int, there: Situation) -> None:
+        """Everything of a situation but the pod."""
+        for node in NODES:
+            found = there.nodes.get(node)
+            labels = {LABEL: None if found is None else str(index), "pool": None}
+            spec: Any = {"unschedulable": None, "taints": None}
+            if found is not None:
+                labels |= found.metadata.labels
+                taints = msgspec.to_builtins(found.spec.taints)
+                spec = {"unschedulable": found.spec.unschedulable or None, "taints": taints or None}
+            self._api.patch(f"/api/v1/nodes/{_name(index, node)}", {"metadata": {"labels": labels}, "spec": spec})
+        for each in published(there):
+            spec = msgspec.to_builtins(each.spec)
+            node = _name(index, str(spec["nodeName"]))
+            spec |= {"nodeName": node, "pool": {**spec["pool"], "name": _name(index, spec["pool"]["name"])}}
+            self._api.post(SLICES, {"metadata": {"name": f"{index}-{each.metadata.name}"}, "spec": spec})
+        claims = f"{GROUP}/namespaces/{namespace}/resourceclaims"
+        results = [_result(index, number, each) for number, each in enumerate(held(there))]
+        for first in range(0, len(results), MAX_RESULTS):
+            self._hold(claims, f"held-{index}-{first}", results[first : first + MAX_RESULTS])
+        spec = msgspec.to_builtins(there.waiting().claim.spec)
+        self._api.post(claims, {"metadata": {"name": f"claim-{index}"}, "spec": spec})
+
+    def _hold(self, claims: str, name: str, results: Sequence[Mapping[str, Any]]) -> None:
+        requests = [{"name": each["request"], "exactly": {"deviceClassName": "any"}} for each in results]
+        self._api.post(claims, {"metadata": {"name": name}, "spec": {"devices": {"requests": requests}}})
+        allocation = {"devices": {"results": list(results)}}
+        self._api.patch(f"{claims}/{name}/status", {"status": {"allocation": allocation}})
+
+    def _collect(self, pods: str, count: int) -> dict[int, bool]:
+        """The answers by index, once there are all."""
+        found = {}
+        for pod in self._api.get(pods)["items"]:
+            kind, _, index = pod["metadata"]["name"].partition("-")
+            conditions = {each["type"]: each for each in pod.get("status", {}).get("conditions", ())}
+            scheduled = conditions.get("PodScheduled")
+            if kind == "pod" and scheduled is not None and not _is_internal(scheduled):
+                found[int(index)] = scheduled["status"] == "True"
+        return found if len(found) == count else {}
+
+
+def _is_internal(scheduled: Mapping[str, Any]) -> bool:
+    """Whether the scheduler could not even try, such as after a conflict; it tries again."""
+    return scheduled["status"] == "False" and "nodes are available" not in scheduled.get("message", "")
+
+
+def _name(index: int, name: str) -> str:
+    """Of a node or pool of a situation, in the cluster that has several."""
+    return f"q{index}-{name}"
+
+
+def _result(index: int, number: int, result: Result) -> dict[str, str]:
+    pool = _name(index, result.pool)
+    return {"request": f"r-{number}", "driver": result.driver, "pool": pool, "device": result.device}
+
+
+def _pod(namespace: str, index: int, there: Situation) -> dict[str, Any]:
+    own = {"matchExpressions": [{"key": LABEL, "operator": "In", "values": [str(index)]}]}
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [own]}}}
+    selector = dict(there.pods[0].spec.node_selector)
+    return claiming_pod(f"pod-{index}", namespace, [f"claim-{index}"], affinity=affinity, nodeSelector=selector)

@@ -1,0 +1,210 @@
+"""Situations in which a claim may be pending, and everything that is said of it, as questions to a scheduler (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from copy import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import msgspec
+from hypothesis import strategies as st
+
+from controller.cluster.fleet import Fleet, FleetGpu
+from controller.explain.availability import Obstacle, without
+from controller.explain.changes import Change, changes_that_help
+from controller.explain.reasons import Reasoning
+from driver.kube.types import Claim, Node, Pod, Result
+from driver.model.gpu import MigMode
+from driver.model.plan import OfferMode, offer_of
+from driver.placement.state import spot_of
+from tessera.simulate.published import PublishedSlices
+from tessera.simulate.slices import PoolSlice
+from tests.support.fleets import possible
+from tests.support.gpus import H100
+from tests.support.queues import (
+    DRIVER,
+    FULL,
+    SHARE,
+    Situation,
+    first_available,
+    fleet_gpu,
+    profile,
+    request,
+    selected_by,
+)
+
+A100, L40S = "NVIDIA A100-SXM4-80GB", "NVIDIA L40S"
+NODES = ("a", "b", "c")
+SELECTORS = (
+    FULL,
+    SHARE,
+    profile("1g.10gb"),
+    profile("2g.20gb"),
+    profile("3g.40gb"),
+    profile("7g.80gb"),
+    profile("9g.90gb"),
+    selected_by('type == "mig"', "memorySlices == 2"),
+    selected_by('type == "gpu"', f'productName == "{L40S}"'),
+    selected_by('type == "gpu"', f'productName == "{H100}"'),
+    selected_by('architecture == "Ampere"', 'type == "gpu"'),
+)
+CLIQUE, PARENT = "gpu.tessera.dev/nvlinkClique", "gpu.tessera.dev/parentUUID"
+
+TOLERATED = {"taints": [{"key": "maintenance", "effect": "NoSchedule"}]}
+
+
+@st.composite
+def gpus(draw: st.DrawFn, node: str, number: int, product: str) -> FleetGpu:
+    facts: dict[str, Any] = {"nvlink_clique": draw(st.sampled_from(["clique-0", "clique-1"]))}
+    if product == A100:
+        facts["mig_mode"] = draw(st.sampled_from([MigMode.ENABLED, MigMode.DISABLED]))
+    shares = draw(st.sampled_from([0, 0, 0, 2]))
+    entry = fleet_gpu(node, number, product, facts=facts, shares=shares)
+    for _ in range(draw(st.integers(0, 4))):
+        if possible(entry):
+            entry = replace(entry, held=(*entry.held, draw(st.sampled_from(possible(entry)))))
+    fault = draw(st.sampled_from([None] * 6 + ["Xid 79", "cordoned: fan"]))
+    return replace(entry, fault=fault)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> Situation:
+    """Up to three nodes of one product each, some of them closed to pods; devices held by claims; a pending pod."""
+    entries = []
+    for node in NODES[: draw(st.integers(1, 3))]:
+        product = draw(st.sampled_from([H100, H100, A100, L40S]))
+        entries += [draw(gpus(node, number, product)) for number in range(draw(st.integers(1, 4)))]
+    there = Situation(entries)
+    for node in {entry.node for entry in entries}:
+        spec: dict[str, Any] = draw(st.sampled_from([{}, {}, {}, {"unschedulable": True}, TOLERATED]))
+        there.node(node, {"pool": draw(st.sampled_from("xy"))}, **spec)
+        if spec.get("unschedulable"):
+            there.gpus = [replace(each, closed="is cordoned") if each.node == node else each for each in there.gpus]
+    hold(there, draw(st.randoms(use_true_random=False)))
+    selectors = st.sampled_from(SELECTORS)
+    if draw(st.integers(0, 4)) == 0:
+        requests = [first_available(("one", draw(selectors)), ("two", draw(selectors)))]
+    else:
+        names = ["one", "two"][: draw(st.sampled_from([1, 1, 1, 2]))]
+        requests = [request(name=name, selector=draw(selectors), count=draw(st.integers(1, 4))) for name in names]
+    constraints = draw(st.sampled_from([[], [], [{"matchAttribute": CLIQUE}], [{"matchAttribute": PARENT}]]))
+    pod: dict[str, Any] = draw(st.sampled_from([{}, {}, {}, {"nodeSelector": {"pool": "x"}}]))
+    return there.wants(*requests, constraints=constraints, **pod)
+
+
+def hold(there: Situation, chance: Any) -> None:
+    """Give the held devices to claims of one to three devices of one node."""
+    for node in NODES:
+        devices = [device.name for entry in there.gpus if entry.node == node for device in entry.held]
+        chance.shuffle(devices)
+        while devices:
+            taken = [devices.pop() for _ in range(min(len(devices), chance.randint(1, 3)))]
+            there.holding(f"holder-{node}-{len(devices)}", node, *taken)
+
+
+class Question(NamedTuple):
+    """Does the pending claim of ``there`` fit? It does if ``expected``, says ``sentence``."""
+
+    there: Situation
+    expected: bool
+    sentence: str
+
+
+def questions(there: Situation) -> Iterator[Question]:
+    """What is said of the claim: whether it fits, whether the end of all others would help, and each change."""
+    queue = there.queue
+    reasoning = Reasoning(queue)
+    pending = queue.pending[0]
+    reason = reasoning.of(pending)
+    yield Question(there, reason is None, "it fits" if reason is None else reason.sentence)
+    if reason is not None:
+        yield Question(_ended(there, _holders(there)), not reason.permanent, f"if all others ended: {reason.sentence}")
+    for change in changes_that_help(queue, reasoning, pending):
+        for changed in _changed(there, change):
+            yield Question(changed, True, f"it would fit if {change.text}")
+
+
+def published(there: Situation) -> list[PoolSlice]:
+    """Everything that is free and everything that is held, as nodes publish it."""
+    names = {(result.pool, result.device) for result in held(there)}
+    fleet = Fleet.of(
+        entry.holding(each for each in entry.held if (f"{entry.node}-{DRIVER}", each.name) in names)
+        for entry in there.gpus
+    )
+    offers = [offer_of(device) for entry in fleet for device in entry.devices if entry.state.admits(spot_of(device))]
+    return list(PublishedSlices(DRIVER, OfferMode.COUNTERS, {}).of(fleet, offers))
+
+
+def held(there: Situation) -> list[Result]:
+    """The devices of allocated claims."""
+    return [result for each in there.claims for result in each.results]
+
+
+def smaller_releases(there: Situation) -> Iterator[Question]:
+    """Where several claims are said to be the fewest whose end helps: the end of any one alone does not."""
+    queue = there.queue
+    for change in changes_that_help(queue, Reasoning(queue), queue.pending[0]):
+        if "the fewest possible" in change.text and len(change.claims) > 1:
+            for name in _holders(there):
+                yield Question(_ended(there, [name]), False, f"{change.text}, not {name} alone")
+
+
+def _holders(there: Situation) -> list[str]:
+    return [str(each.metadata.key) for each in there.claims if each.status.allocation is not None]
+
+
+def _ended(there: Situation, gone: Iterable[str]) -> Situation:
+    ended, found = set(gone), copy(there)
+    found.claims = [each for each in there.claims if str(each.metadata.key) not in ended]
+    return found
+
+
+def _changed(there: Situation, change: Change) -> Iterator[Situation]:
+    """The situation after ``change``; one for each GPU or node if any of several is enough."""
+    found, text = copy(there), change.text
+    match change.kind:
+        case "release":
+            yield _ended(there, change.claims)
+        case "cordoned" | "fault" | "reset":
+            obstacle = Obstacle[change.kind.upper()]
+            named = [entry for entry in there.gpus if f"gpu-{entry.number} of {entry.node}" in text]
+            assert named, text
+            for chosen in named:
+                lifted = copy(there)
+                lifted.gpus = [without(each, obstacle) if each is chosen else each for each in there.gpus]
+                yield lifted
+        case "node-uncordoned":
+            found.nodes = {name: _uncordoned(each) for name, each in there.nodes.items()}
+            found.gpus = [replace(entry, closed="") for entry in there.gpus]
+            yield found
+        case "node-admitted":
+            found.nodes = {name: Node(each.metadata) for name, each in there.nodes.items()}
+            found.gpus = [replace(entry, closed="") for entry in there.gpus]
+            found.pods = [_without_selector(pod) for pod in there.pods]
+            yield found
+        case "count":
+            wanted = int(text.split(" asked for ")[1].split()[0])
+            found.claims = [_with_count(each, wanted) for each in there.claims]
+            yield found
+        case _:
+            raise AssertionError(f"no way to try {change}")
+
+
+def _uncordoned(node: Node) -> Node:
+    return msgspec.structs.replace(node, spec=msgspec.structs.replace(node.spec, unschedulable=False))
+
+
+def _without_selector(pod: Pod) -> Pod:
+    return msgspec.structs.replace(pod, spec=msgspec.structs.replace(pod.spec, node_selector={}))
+
+
+def _with_count(claim: Claim, count: int) -> Claim:
+    """A pending claim whose only request is for ``count`` devices."""
+    if claim.status.allocation is not None:
+        return claim
+    [only] = claim.spec.devices.requests
+    assert only.exactly is not None
+    requests = (msgspec.structs.replace(only, exactly=msgspec.structs.replace(only.exactly, count=count)),)
+    devices = msgspec.structs.replace(claim.spec.devices, written_requests=requests)
+    return msgspec.structs.replace(claim, spec=msgspec.structs.replace(claim.spec, devices=devices))
