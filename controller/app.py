@@ -75,6 +75,13 @@ GC_THRESHOLD = 50_000
 @click.option("--node-labels", help="Labels of Nodes: none, tessera, or all (also NVIDIA's).  [default: tessera]")
 @click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 means every address.  [default: none]")
 @click.option("--health-address", help="HOST:PORT to serve /livez and /readyz at.  [default: none]")
+@click.option(
+    "--web-address",
+    help="HOST:PORT to serve the web page at (docs/web.md). 127.0.0.1:PORT needs no token; any other address needs "
+    "one, which is sent in the clear unless --web-tls-cert is given or TLS ends in front.  [default: none]",
+)
+@click.option("--web-tls-cert", type=click.Path(path_type=Path), help="PEM certificates of the web page.")
+@click.option("--web-tls-key", type=click.Path(path_type=Path), help="PEM key of the certificate.")
 @with_logs()
 def controller(**flags: Any) -> None:
     """Run the controller: decide which devices each node offers.
@@ -111,7 +118,8 @@ def run(
     gc.set_threshold(GC_THRESHOLD, 20, 100)
     health = ControllerHealth(settings, stop)
     pages, observe, metrics = _measured(settings.metrics_address, health.unreadable)
-    client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT, health.reach.observer(observe))
+    access = load_configuration(settings.kubeconfig)
+    client = KubeClient(access, USER_AGENT, health.reach.observer(observe))
     heartbeat = Heartbeat(client, settings.namespace, settings.identity)
     steps = health.observer(observer or unobserved)
 
@@ -129,6 +137,12 @@ def run(
 
     with ExitStack() as stack:
         health.serve(stack, pages)
+        if settings.web_address is not None:
+            from controller.web.server import serve_page  # 3 MiB of libraries
+
+            # Requests for viewers must not count as signs of life of the election: they are not observed by ``health``.
+            viewing = KubeClient(access, USER_AGENT, observe)
+            serve_page(stack, settings.web_address, settings, viewing, health.leader)
         log.info("candidate for leadership", extra={"identity": settings.identity, "driver": settings.driver_name})
         LeaderElector(client, settings.namespace, LEASE, settings.identity, timing).run(stop, lead)
 
@@ -169,6 +183,10 @@ class ControllerHealth:
     def leads(self, work: Controller | None) -> None:
         """Set the work of the leader; None: another controller leads."""
         self._work = work
+
+    def leader(self) -> Controller | None:
+        """The work of the leader; None: another controller leads."""
+        return self._work
 
     def unreadable(self) -> Mapping[str, int]:
         """Number of unreadable objects by kind, as the leader sees them."""

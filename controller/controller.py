@@ -6,6 +6,7 @@ is replaced by one that reads the same state.
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import math
@@ -14,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.claim_index import PoolDevice
@@ -85,8 +86,16 @@ def soonest(*times: float | None) -> float:
     return min([DECISION_INTERVAL_SECONDS, *(seconds for seconds in times if seconds is not None)])
 
 
+class Decided(NamedTuple):
+    """What a decision was made from. It stays as it is, except that allocations of claims may become newer."""
+
+    snapshot: Snapshot
+    fleet: Fleet
+    devices: DeviceIndex
+
+
 class Controller:
-    """The work of the leader, for one term."""
+    """The work of the leader, for one term. ``last_decision`` is what the last decision was made from."""
 
     def __init__(
         self,
@@ -109,6 +118,7 @@ class Controller:
         self._matching = Matching(settings.driver_name)
         self._eligibility = self._eligibility_of_queued = Eligibility(())
         self._kueue = KueueQueue(client, self._loop.notify) if settings.kueue else None
+        self.last_decision: Decided | None = None
         self._started = self._settled = False
         self._decided_at = -math.inf
         self._excess_seconds = 0.0
@@ -230,6 +240,7 @@ class Controller:
         if queued is not None:
             self._events.workloads(self._workload_reasons.of(queued, workloads, unreported))
         self._decided_at = time.monotonic()
+        self.last_decision = Decided(seen, fleet, copy.copy(devices))
         retry = BLOCKED_RETRY_INTERVAL_SECONDS if blocked else None
         return soonest(
             self._writer.due_in_s(),

@@ -6,9 +6,9 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from driver.config.shared_flags import (
     DEFAULT_DRIVER,
@@ -94,6 +94,7 @@ class ControllerSettings(BaseModel):
     ``evict_conflicting``: evict the pods of a claim whose device overlaps one that another claim has already.
     ``kueue``: whether the Workloads in Kueue's queue are read, where Kueue is installed.
     ``node_labels``: which labels Nodes get that say what GPUs they have: none, Tessera's, or also NVIDIA's.
+    ``web_tls_cert`` and ``web_tls_key``: PEM files; None: the web page is served over plain HTTP.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -117,6 +118,15 @@ class ControllerSettings(BaseModel):
     node_labels: Literal["none", "tessera", "all"] = "tessera"
     metrics_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
     health_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
+    web_address: Annotated[ListenAddress | None, BeforeValidator(_listen)] = None
+    web_tls_cert: Path | None = None
+    web_tls_key: Path | None = None
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.web_tls_cert is None) != (self.web_tls_key is None):
+            raise ValueError("--web-tls-cert and --web-tls-key: give both or none")
+        return self
 
     def publish_held_limit(self, minor_version: int | None) -> int | None:
         """The most GPUs of a cluster whose nodes publish all held devices; None: any number."""
@@ -139,6 +149,8 @@ def controller_settings(**values: object) -> ControllerSettings:
 
 
 def _described(location: tuple[int | str, ...], message: str, found: object) -> str:
+    if not location:  # about several flags, which it names
+        return message.removeprefix("Value error, ")
     flag = "--" + ".".join(str(part) for part in location).replace("_", "-")
     if found is None or isinstance(found, dict):
         return f"{flag}: {message}"

@@ -37,6 +37,7 @@ COMMAND_MODULES = {
     "uninstall": "tessera.commands.uninstall",
     "uncordon": "tessera.commands.cordon",
     "usage": "tessera.commands.usage",
+    "web": "tessera.commands.web",
     "why": "tessera.commands.why",
 }
 """Modules of the commands by name, each loaded only when its command runs: the node plugin must not load them all."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -76,7 +76,7 @@ def read_cluster(client: KubeClient, driver: str) -> ClusterView:
     return ClusterView.of(cache, driver, FleetBuilder(), DeviceIndex())
 
 
-def watch_cluster(client: KubeClient, driver: str, interval_seconds: float = 1.0) -> Iterator[ClusterView]:
+def watch_cluster(client: KubeClient, driver: str, interval_seconds: float = 1.0) -> Generator[ClusterView]:
     """The cluster, and then after changes, at most once in ``interval_seconds``, until the iterator is closed.
 
     A view is valid until the next one. ``stale`` changes without a change of the cluster. Raises as ``read_cluster``

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from controller.demand.pending_claims import PendingClaim
 from controller.demand.requirements import Refusal
@@ -77,10 +77,14 @@ class Explainer:
         self._queue = view.queue
         self._reasoning = Reasoning(view.queue)
 
-    def pending(self) -> Iterator[Explanation]:
-        """All pending claims, and pods that lack a claim."""
+    def pending(self, in_detail: Callable[[], bool] = lambda: True) -> Iterator[Explanation]:
+        """All pending claims, and pods that lack a claim.
+
+        ``in_detail`` is called for each claim: False leaves out what takes long, requests, holders and changes.
+        """
         known = {each.key for each in self._queue.pending}
-        yield from map(self.of_pending, self._queue.pending)
+        for pending in self._queue.pending:
+            yield self.of_pending(pending) if in_detail() else self._reason_of(pending)
         for key, reason in self._view.reasons.items():
             if key not in known:
                 yield Explanation("", reason.pending.pods, reason.code.value, reason.sentence, reason.permanent)
@@ -109,6 +113,16 @@ class Explainer:
 
     def of_pending(self, pending: PendingClaim) -> Explanation:
         """Why ``pending`` is pending."""
+        available = self._available(pending)
+        usable = [each.entry for one in available for each in one.usable]
+        return replace(
+            self._reason_of(pending),
+            requests=tuple(self._counts(pending, available)),
+            holders=tuple(sorted(holders_of(usable, self._queue.holders))),
+            changes=tuple(changes_that_help(self._queue, self._reasoning, pending)),
+        )
+
+    def _reason_of(self, pending: PendingClaim) -> Explanation:
         reason = self._view.reasons.get(pending.key)
         requirements = self._queue.requirements(pending)
         if reason is not None:
@@ -117,17 +131,12 @@ class Explainer:
             code, message = OTHER_DRIVERS, "it requests devices of other drivers only, or with adminAccess"
         else:
             code, message = ReasonCode.WAITS.value, ENOUGH_IS_FREE
-        available = self._available(pending)
-        usable = [each.entry for one in available for each in one.usable]
         return Explanation(
             claim="" if pending.not_created else str(pending.claim.metadata.key),
             pods=pending.pods,
             code=code,
             message=message,
             permanent=reason is not None and reason.permanent,
-            requests=tuple(self._counts(pending, available)),
-            holders=tuple(sorted(holders_of(usable, self._queue.holders))),
-            changes=tuple(changes_that_help(self._queue, self._reasoning, pending)),
             reports=tuple(_reports(pending.pods)),
         )
 

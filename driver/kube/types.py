@@ -453,6 +453,8 @@ class DeviceAttributes(Struct, frozen=True):
     parent_uuid: DeviceAttribute | None = msgspec.field(default=None, name="parentUUID")
     shares: DeviceAttribute | None = None
     simulated: DeviceAttribute | None = None
+    pcie_root: DeviceAttribute | None = msgspec.field(default=None, name="resource.kubernetes.io/pcieRoot")
+    pci_bus_id: DeviceAttribute | None = msgspec.field(default=None, name="resource.kubernetes.io/pciBusID")
 
 
 class DeviceTaint(Struct, frozen=True):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from tests.bench import cel, claim_usage, cluster_map, discovery, pods, prepare, process
+from tests.bench import cel, claim_usage, cluster_map, discovery, pods, prepare, process, web_page
 from tests.bench.results import Figure, machine, table, write
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
@@ -43,6 +43,7 @@ def _measure(cluster: Cluster, progress: Progress) -> list[Figure]:
         Figure("cel.new_shape_p50_ms", cel.new_shape_ms(), "ms", 1, None, where),
         Figure("cel.fleet_verdicts_s", cel.fleet_s(), "s", 1, None, where),
         Figure("map.1000nodes_s", cluster_map.summary_s(), "s", 2, None, where),
+        *web_page.figures(where),
     ]
 
 

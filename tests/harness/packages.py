@@ -37,6 +37,13 @@ PACKAGES = (
     Package("ca-certificates", (Path("/etc/ssl/certs/ca-certificates.crt"),)),
 )
 
+BROWSER = (
+    Package("chromium", (Path("/usr/bin/chromium"),)),
+    Package("chromium-driver", (Path("/usr/bin/chromedriver"),)),
+    Package("fonts-dejavu-core", (Path("/usr/share/fonts/truetype/dejavu"),)),
+)
+"""What the tests of the web page need in addition."""
+
 
 def missing_packages(packages: tuple[Package, ...] = PACKAGES) -> list[str]:
     """The names of the packages that are not there."""

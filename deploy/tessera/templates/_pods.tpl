@@ -50,7 +50,7 @@ env:
 {{- end -}}
 
 {{- define "tessera.ports" -}}
-{{- if or .metricsPort .healthPort -}}
+{{- if or .metricsPort .healthPort .webAddress -}}
 ports:
   {{- if .metricsPort }}
   - name: metrics
@@ -60,6 +60,11 @@ ports:
   {{- if .healthPort }}
   - name: health
     containerPort: {{ int .healthPort }}
+    protocol: TCP
+  {{- end }}
+  {{- if .webAddress }}
+  - name: web
+    containerPort: {{ regexFind "[0-9]+$" .webAddress }}
     protocol: TCP
   {{- end }}
 {{ end -}}

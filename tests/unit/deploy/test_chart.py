@@ -119,6 +119,8 @@ VALUE_SETS: dict[str, tuple[Values, Counter[str]]] = {
     "the GPU Operator's driver": ({"nodePlugin": {"driverRoot": "/run/nvidia/driver"}}, EVERYTHING),
     "the host's network": ({each: {"hostNetwork": True} for each in PARTS}, EVERYTHING),
     "no ports": ({each: {"hostNetwork": True, "metricsPort": 0, "healthPort": 0} for each in PARTS}, EVERYTHING),
+    "a web page": ({"controller": {"webAddress": "127.0.0.1:8082"}}, EVERYTHING),
+    "a web page over TLS": ({"controller": {"webAddress": ":8443", "webTlsSecret": "web-tls"}}, EVERYTHING),
     "GKE": (
         {"priorityQuota": {"enabled": True}, "nodePlugin": {"driverRoot": "/home/kubernetes/bin/nvidia"}},
         EVERYTHING + Counter(["ResourceQuota"]),
@@ -216,6 +218,15 @@ BAD_VALUES: dict[str, tuple[Values, str]] = {
             *("/uninstall", "/uninstall/timeoutSeconds"),
         )
     },
+    "a web page for every process of the node": (
+        {"controller": {"hostNetwork": True, "webAddress": "127.0.0.1:8082"}},
+        "controller.webAddress: with controller.hostNetwork every process of the node could see a page that needs no",
+    ),
+    "a certificate of no page": (
+        {"controller": {"webTlsSecret": "web-tls"}},
+        "controller.webTlsSecret: there is no web page: controller.webAddress is empty",
+    ),
+    "a web page at no port": ({"controller": {"webAddress": "127.0.0.1"}}, "at '/controller/webAddress': '127.0.0.1'"),
     "no such class": ({"classes": {"gpu-dve": False}}, "classes.gpu-dve: there is no such class; there are gpu-dev, "),
     "twice": ({"extendedResourceNames": ["gpu-dev", "gpu-dev"]}, "at '/extendedResourceNames': items at 0 and 1 are"),
     "a class without resource name": (
@@ -393,7 +404,7 @@ class TestTheRights:
         return Counter(line.findall((PROJECT / "docs" / "install.md").read_text()))
 
     def test_are_exactly_the_documented_ones_each_with_a_reason(self) -> None:
-        assert self.granted({"controller": {"kueue": True}}) == self.documented()
+        assert self.granted({"controller": {"kueue": True, "webAddress": ":8082"}}) == self.documented()
 
     def test_to_read_workloads_and_templates_are_granted_only_to_a_controller_that_reads_kueues_queue(self) -> None:
         values = {"controller": {"kueue": True}}
@@ -404,6 +415,15 @@ class TestTheRights:
         }
         flags = [strings(each) for each in rendered(values) if each["kind"] == "Deployment"]
         assert "--kueue" in chain.from_iterable(flags)
+
+    @pytest.mark.parametrize("address", ["", "127.0.0.1:8082", "[::1]:8082", ":8082"])
+    def test_to_check_tokens_are_granted_only_to_a_controller_whose_page_needs_them(self, address: str) -> None:
+        more = self.granted({"controller": {"webAddress": address}}) - self.granted()
+        needed = {
+            ("tessera-controller", "authentication.k8s.io/tokenreviews", "create"),
+            ("tessera-controller", "authorization.k8s.io/subjectaccessreviews", "create"),
+        }
+        assert {(who, what, verbs) for who, _, what, _, verbs in more} == (needed if address == ":8082" else set())
 
     def test_have_their_reason_in_the_chart_too(self) -> None:
         for part in ("node-plugin", "controller", "uninstall"):

@@ -282,6 +282,19 @@ class TestBoth:
         assert resources["limits"].keys() == {"memory"}, "a process that is throttled keeps pods waiting"
 
 
+def test_the_web_page_is_served_where_its_value_says_with_the_certificate_of_the_secret() -> None:
+    assert not {"--web-address", "--web-tls-cert"} & args("controller").keys()
+    values = {"controller": {"webAddress": ":8443", "webTlsSecret": "web-tls"}}
+    given, main = args("controller", values), container("controller", values)
+    assert given["--web-address"] == ":8443"
+    assert {each["name"]: each["containerPort"] for each in main["ports"]}["web"] == 8443
+    [mount] = main["volumeMounts"]
+    [volume] = pod("controller", values)["volumes"]
+    assert (mount["name"], volume["secret"]) == (volume["name"], {"secretName": "web-tls"})
+    for flag, file in (("--web-tls-cert", "tls.crt"), ("--web-tls-key", "tls.key")):
+        assert given[flag] == f"{mount['mountPath']}/{file}"
+
+
 def test_the_quota_is_for_the_priority_classes_of_the_pods() -> None:
     values = {"priorityQuota": {"enabled": True, "pods": 12}, "controller": {"priorityClassName": "mine"}}
     [quota] = (each for each in rendered(values) if each["kind"] == "ResourceQuota")

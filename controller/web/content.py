@@ -1,0 +1,166 @@
+"""What the web page shows of the cluster, encoded as JSON, and the differences between two states of it (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+import msgspec
+
+from controller.cluster.fleet import FleetGpu
+from controller.report.cluster_view import ClusterView
+from controller.report.explanation import Explainer, Explanation
+from controller.report.map_model import MapNode, Value, cluster_map, requested_kinds
+from controller.report.map_summary import classes_of, summarize
+
+MAX_PENDING = 500
+"""Pending claims that are listed; their number is shown in any case."""
+
+MAX_NAMES = 20
+"""Pods and holders of one claim that are listed."""
+
+MAX_TEXT = 2000
+"""Characters of a message that are shown: parts of it come from tenants."""
+
+encode = msgspec.json.Encoder().encode
+
+
+class GpuHardware(Value, frozen=True):
+    """Where a GPU is in its node, and its links; None: unknown. NICs have the same ``pcie_root``."""
+
+    pci_bus_id: str
+    pcie_root: str | None
+    numa_node: int | None
+    architecture: str
+    driver_version: str
+    nvlink_generation: int | None
+    nvlink_links: int | None
+    nvlink_bandwidth: int | None
+
+
+class PageNode(MapNode, frozen=True):
+    """A node of the map; ``hardware`` has an entry for each of its GPUs."""
+
+    hardware: tuple[GpuHardware, ...] = ()
+
+
+class PageChange(Value, frozen=True):
+    """A change after which a claim would fit, as ``tessera why`` names it."""
+
+    kind: str
+    text: str
+    claims: tuple[str, ...]
+
+
+class PagePending(Value, frozen=True):
+    """A pending claim, or a pod without the claim that it names (``claim`` is None).
+
+    ``is_explained``: holders and changes were looked for; otherwise only the reason is known.
+    """
+
+    claim: str | None
+    pods: tuple[str, ...]
+    pod_count: int
+    created: str | None
+    reason: str
+    message: str
+    holders: tuple[str, ...]
+    holder_count: int
+    changes: tuple[PageChange, ...]
+    reports: tuple[str, ...]
+    is_explained: bool
+
+
+@dataclass(frozen=True)
+class PageContent:
+    """The content in encoded form: ``nodes`` by name, and the other ``parts`` by field."""
+
+    nodes: Mapping[str, bytes]
+    parts: Mapping[str, bytes]
+
+    def complete(self, version: str) -> bytes:
+        """All of it, as a JSON object."""
+        return _object(version, self.parts, self.nodes.values(), ())
+
+    def changes_since(self, old: PageContent, version: str) -> bytes:
+        """What differs from ``old``, as an object of the same form; ``removed`` are names of nodes."""
+        parts = {name: part for name, part in self.parts.items() if old.parts.get(name) != part}
+        nodes = (node for name, node in self.nodes.items() if old.nodes.get(name) != node)
+        return _object(version, parts, nodes, sorted(old.nodes.keys() - self.nodes.keys()))
+
+
+def _object(version: str, parts: Mapping[str, bytes], nodes: Iterable[bytes], removed: Iterable[str]) -> bytes:
+    fields: dict[str, object] = {name: msgspec.Raw(part) for name, part in parts.items()}
+    return encode({"version": version, **fields, "nodes": [msgspec.Raw(node) for node in nodes], "removed": [*removed]})
+
+
+def content_of(view: ClusterView, in_detail: Callable[[], bool]) -> PageContent:
+    """The content for one view. ``in_detail`` says, claim by claim, whether there is time for what would help."""
+    nodes = cluster_map(view, requested_kinds(view))
+    pending = list(islice(_pending(view, in_detail), MAX_PENDING))
+    pending.sort(key=lambda each: (each.created or "", each.claim or ""))
+    parts = {
+        "driver": view.driver,
+        "stale": view.stale,
+        "products": summarize(nodes),
+        "classes": classes_of(nodes),
+        "pending": pending,
+        "pendingCount": max(len(pending), len(view.queue.pending)),
+    }
+    with_hardware = (_node(each, view.fleet.nodes.get(each.name, ())) for each in nodes)
+    return PageContent(
+        {each.name: encode(each) for each in with_hardware}, {name: encode(part) for name, part in parts.items()}
+    )
+
+
+def _node(node: MapNode, entries: Iterable[FleetGpu]) -> PageNode:
+    return PageNode(**msgspec.structs.asdict(node), hardware=tuple(map(_hardware, entries)))
+
+
+def _hardware(entry: FleetGpu) -> GpuHardware:
+    gpu, links = entry.gpu, entry.gpu.nvlink
+    return GpuHardware(
+        pci_bus_id=gpu.pci_bus_id,
+        pcie_root=gpu.pcie_root,
+        numa_node=gpu.numa_node,
+        architecture=gpu.architecture,
+        driver_version=gpu.driver_version,
+        nvlink_generation=None if links is None else links.generation,
+        nvlink_links=None if links is None else links.links,
+        nvlink_bandwidth=None if links is None else links.bandwidth,
+    )
+
+
+def _pending(view: ClusterView, in_detail: Callable[[], bool]) -> Iterator[PagePending]:
+    was_detailed = True
+
+    def decided() -> bool:
+        nonlocal was_detailed
+        was_detailed = in_detail()
+        return was_detailed
+
+    for each in Explainer(view).pending(decided):
+        yield _explained(each, is_explained=was_detailed)
+
+
+def _explained(found: Explanation, *, is_explained: bool) -> PagePending:
+    clipped = partial(_clipped, limit=MAX_TEXT)
+    return PagePending(
+        claim=found.claim or None,
+        pods=tuple(str(pod.metadata.key) for pod in found.pods[:MAX_NAMES]),
+        pod_count=len(found.pods),
+        created=found.pods[0].metadata.creation_timestamp if found.pods else None,
+        reason=found.code,
+        message=clipped(found.message),
+        holders=found.holders[:MAX_NAMES],
+        holder_count=len(found.holders),
+        changes=tuple(PageChange(each.kind, clipped(each.text), each.claims[:MAX_NAMES]) for each in found.changes),
+        reports=tuple(clipped(f"{pod}: {message}") for pod, message in found.reports[:MAX_NAMES]),
+        is_explained=is_explained,
+    )
+
+
+def _clipped(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,0 +1,178 @@
+"""``tessera web``: opens the controller's web page through a port-forward."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import webbrowser
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import msgspec
+
+from driver.errors import ApiError, EnvironmentFault, FatalError
+from driver.kube.client import KubeClient
+from driver.kube.reads import read_all
+from driver.kube.types import Condition
+from tessera.cluster_options import client_of, with_kubeconfig
+from tessera.status.snapshot import NAMESPACE
+
+CONTROLLERS = "app.kubernetes.io/name=tessera,app.kubernetes.io/component=controller"
+LEASE = "tessera-controller"
+PORT_NAME = "web"
+FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) -> ")
+STOP_SECONDS = 5.0
+
+REMEDY = "helm upgrade tessera deploy/tessera -n {} --reuse-values --set controller.webAddress=127.0.0.1:8082"
+
+
+class Port(msgspec.Struct, frozen=True, rename="camel"):
+    container_port: int
+    name: str = ""
+
+
+class Container(msgspec.Struct, frozen=True):
+    args: tuple[str, ...] = ()
+    ports: tuple[Port, ...] = ()
+
+
+class PodSpec(msgspec.Struct, frozen=True):
+    containers: tuple[Container, ...]
+
+
+class PodStatus(msgspec.Struct, frozen=True):
+    conditions: tuple[Condition, ...] = ()
+
+
+class PodMetadata(msgspec.Struct, frozen=True, rename="camel"):
+    name: str
+    deletion_timestamp: str | None = None
+
+
+class ControllerPod(msgspec.Struct, frozen=True):
+    """A pod of the controller, with its ports and arguments."""
+
+    metadata: PodMetadata
+    spec: PodSpec
+    status: PodStatus = PodStatus()
+
+    @property
+    def is_ready(self) -> bool:
+        ready = any(each.type == "Ready" and each.status == "True" for each in self.status.conditions)
+        return ready and self.metadata.deletion_timestamp is None
+
+    @property
+    def target(self) -> Target | None:
+        """Where it serves the page; None if it does not."""
+        for container in self.spec.containers:
+            for port in container.ports:
+                if port.name == PORT_NAME:
+                    is_secure = any(each.startswith("--web-tls-cert") for each in container.args)
+                    return Target(self.metadata.name, port.container_port, "https" if is_secure else "http")
+        return None
+
+
+class Target(NamedTuple):
+    pod: str
+    port: int
+    scheme: str
+
+
+@click.command()
+@click.option("--namespace", default=NAMESPACE, show_default=True, help="Namespace of the release.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Local port.  [default: any free one]")
+@click.option("--no-browser", is_flag=True, help="Print the address only.")
+@with_kubeconfig
+def web(namespace: str, port: int, *, no_browser: bool, kubeconfig: Path | None) -> None:
+    """Open the controller's web page through a port-forward, until Ctrl-C.
+
+    Needs kubectl, the chart's value controller.webAddress, and the rights to list pods and to create pods/portforward
+    in the namespace of the release (docs/web.md).
+
+    \b
+    Examples:
+      tessera web
+      tessera web --no-browser --port 8082
+    """
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        raise EnvironmentFault("kubectl is not in $PATH: `tessera web` forwards a local port with it")
+    client = client_of(kubeconfig, "tessera-command")
+    config = [] if kubeconfig is None else [f"--kubeconfig={kubeconfig}"]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    is_open = False
+    try:
+        while True:
+            target = _find(client, namespace)
+            ports = f"{port or ''}:{target.port}"
+            command = [kubectl, *config, f"--namespace={namespace}", "port-forward", "--address=127.0.0.1"]
+            with _forwarding([*command, f"pod/{target.pod}", ports]) as (process, port):
+                if not is_open:
+                    _open(f"{target.scheme}://127.0.0.1:{port}/", browser=not no_browser)
+                    is_open = True
+                _drain(process)  # until the pod ends: the page goes on with another pod, at the same port
+    except KeyboardInterrupt:
+        return
+
+
+def _open(url: str, *, browser: bool) -> None:
+    click.echo(f"The web page is at {url} until Ctrl-C.")
+    if browser and not webbrowser.open(url):
+        click.echo("No browser could be started: open the address yourself.", err=True)
+
+
+def _find(client: KubeClient, namespace: str) -> Target:
+    """A controller pod that serves the page. Raises FatalError if there is none."""
+    path = f"/api/v1/namespaces/{namespace}/pods"
+    pods = list(read_all(client, path, ControllerPod, {"labelSelector": CONTROLLERS}))
+    if not pods:
+        raise FatalError(f"namespace {namespace} has no controller of Tessera; --namespace names that of the release")
+    targets = [each.target for each in _standby_first(client, namespace, pods) if each.is_ready]
+    found = next((target for target in targets if target is not None), None)
+    if found is not None:
+        return found
+    if not targets:
+        raise FatalError(f"no controller in namespace {namespace} is ready: kubectl -n {namespace} get pods")
+    raise FatalError(
+        f"the web page is off: the chart's value controller.webAddress is empty; {REMEDY.format(namespace)}"
+    )
+
+
+def _standby_first(client: KubeClient, namespace: str, pods: Sequence[ControllerPod]) -> list[ControllerPod]:
+    """The leader last: all serve the same page, and the others have nothing else to do."""
+    try:
+        lease = client.find(f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{LEASE}")
+    except ApiError:  # this account may not read it
+        lease = None
+    leader = (lease or {}).get("spec", {}).get("holderIdentity")
+    return sorted(pods, key=lambda each: (each.metadata.name == leader, each.metadata.name))
+
+
+@contextmanager
+def _forwarding(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A running ``kubectl port-forward`` and its local port. Raises FatalError if it ends before it forwards."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline() if process.stdout is not None else ""
+        found = FORWARDING.match(line)
+        if found is None:
+            raise FatalError(
+                f"kubectl port-forward failed with exit code {process.wait(STOP_SECONDS)}; its error is above"
+            )
+        yield process, int(found[1])
+    finally:
+        process.terminate()
+        process.wait(STOP_SECONDS)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _drain(process: subprocess.Popen[str]) -> None:
+    """Read what kubectl says of each connection, until it ends; a full pipe would block it."""
+    for _ in process.stdout or ():
+        pass
