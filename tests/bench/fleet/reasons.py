@@ -22,6 +22,9 @@ from tests.support.workloads import CLAIMS, PODS
 
 EVENTS = "/api/v1/namespaces/default/events"
 MEASURED_S, TOLD_S = 60.0, 60.0
+SETTLED_S = 10.0
+"""After the last claim has come."""
+
 A = 'device.attributes["gpu.tessera.dev"]'
 
 KINDS: Mapping[str, dict[str, Any]] = {
@@ -94,6 +97,7 @@ def explained(live: Live, claims: int = 60) -> Explained:
 
             seconds.append(events.wait(f"an Event on claim {name}", is_told, TOLD_S) - began)
     seconds.sort()
+    time.sleep(SETTLED_S)
     found = Explained(live.nodes, claims, percentile(seconds, 0.5), seconds[-1], without, _share(live))
     for what, arguments in COMMANDS.items():
         began = time.perf_counter()
