@@ -360,13 +360,13 @@ def test_what_does_not_exist_and_what_is_not_pending_is_said_plainly(place: Plac
 
 
 def kill_plugin(place: Place) -> None:
-    """Once it has published the full GPU without a taint: it does not offer anything again."""
+    """Once it offers small partitions, as it always does while one fits: afterwards it offers nothing new."""
 
     def is_offered() -> bool:
         devices = place.plugin.devices()
-        return "gpu-0" in devices and not devices["gpu-0"].get("taints")
+        return any("1g10gb-" in name and not device.get("taints") for name, device in devices.items())
 
-    wait_for(is_offered, SOON_S, "the full GPU is offered")
+    wait_for(is_offered, SOON_S, "small partitions are offered")
     place.plugin.kill()
 
 
@@ -377,7 +377,7 @@ def test_a_pool_that_a_dead_plugin_left_incomplete_is_named_until_the_plugin_run
     for each in own:
         pool = {"spec": {"pool": {"resourceSliceCount": count + 1}}}
         place.cluster.api.patch(f"{SLICES}/{each['metadata']['name']}", pool)
-    place.ask("wanted", asked("gpu-training", H100))
+    place.ask("wanted", asked(SMALL))
     found = place.reason("pod/wanted", "NotPublished")
     assert f"it has {count} of the {count + 1} slices" in found["message"]
     place.plugin.spawn()
@@ -387,7 +387,7 @@ def test_a_pool_that_a_dead_plugin_left_incomplete_is_named_until_the_plugin_run
 
 def test_a_claim_that_is_allocated_while_no_plugin_runs_is_not_prepared(place: Place) -> None:
     kill_plugin(place)
-    place.hold("wanted", asked("gpu-training", H100))
+    place.hold("wanted", asked(SMALL))
     found = place.reason("pod/wanted", "NotPrepared")
     assert "one has not prepared it: do the kubelet and the node plugin run there?" in found["message"]
     place.plugin.spawn()
