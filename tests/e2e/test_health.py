@@ -79,6 +79,7 @@ def test_an_unhealthy_gpu_is_offered_to_nobody_until_it_is_reset(faulty: PluginP
     wait_for(offered, SEEN_S, "nothing holds it any more")
     faulty.fault("xid", "48", "--gpu", "3")
     wait_for(lambda: faulty.devices() and not offered(), SEEN_S, "no pod can get it")
+    wait_for(faulty.faults_of_gpus, SEEN_S, "it is known what the GPU needs: a reset ends the fault only then")
     faulty.fault("reset", "--gpu", "3")
     wait_for(offered, SEEN_S, "it is offered again")
 
