@@ -23,7 +23,7 @@ from driver.logs import with_logs
 log = logging.getLogger(__name__)
 
 COMMAND_MODULES = {
-    "advise": "tessera.commands.advise",
+    "advise": "tessera.commands.usage",
     "controller": "controller.app",
     "cordon": "tessera.commands.cordon",
     "kueue": "tessera.commands.kueue",

@@ -13,68 +13,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import click
-import msgspec
 
+from controller.app import LEASE
 from driver.errors import ApiError, EnvironmentFault, FatalError
 from driver.kube.client import KubeClient
-from driver.kube.reads import read_all
-from driver.kube.types import Condition
+from driver.kube.lease import leases
 from tessera.cluster_options import client_of, with_kubeconfig
+from tessera.release_pods import ReleasePod, read_pods
 from tessera.status.snapshot import NAMESPACE
 
 CONTROLLERS = "app.kubernetes.io/name=tessera,app.kubernetes.io/component=controller"
-LEASE = "tessera-controller"
 PORT_NAME = "web"
 FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) -> ")
 STOP_SECONDS = 5.0
 
 REMEDY = "helm upgrade tessera deploy/tessera -n {} --reuse-values --set controller.webAddress=127.0.0.1:8082"
-
-
-class Port(msgspec.Struct, frozen=True, rename="camel"):
-    container_port: int
-    name: str = ""
-
-
-class Container(msgspec.Struct, frozen=True):
-    args: tuple[str, ...] = ()
-    ports: tuple[Port, ...] = ()
-
-
-class PodSpec(msgspec.Struct, frozen=True):
-    containers: tuple[Container, ...]
-
-
-class PodStatus(msgspec.Struct, frozen=True):
-    conditions: tuple[Condition, ...] = ()
-
-
-class PodMetadata(msgspec.Struct, frozen=True, rename="camel"):
-    name: str
-    deletion_timestamp: str | None = None
-
-
-class ControllerPod(msgspec.Struct, frozen=True):
-    """A pod of the controller, with its ports and arguments."""
-
-    metadata: PodMetadata
-    spec: PodSpec
-    status: PodStatus = PodStatus()
-
-    @property
-    def is_ready(self) -> bool:
-        ready = any(each.type == "Ready" and each.status == "True" for each in self.status.conditions)
-        return ready and self.metadata.deletion_timestamp is None
-
-    @property
-    def target(self) -> Target | None:
-        """Where it serves the page; None if it does not."""
-        for container in self.spec.containers:
-            for port in container.ports:
-                if port.name == PORT_NAME:
-                    is_secure = any(each.startswith("--web-tls-cert") for each in container.args)
-                    return Target(self.metadata.name, port.container_port, "https" if is_secure else "http")
-        return None
 
 
 class Target(NamedTuple):
@@ -128,11 +81,10 @@ def _open(url: str, *, browser: bool) -> None:
 
 def _find(client: KubeClient, namespace: str) -> Target:
     """A controller pod that serves the page. Raises FatalError if there is none."""
-    path = f"/api/v1/namespaces/{namespace}/pods"
-    pods = list(read_all(client, path, ControllerPod, {"labelSelector": CONTROLLERS}))
+    pods = read_pods(client, namespace, CONTROLLERS)
     if not pods:
         raise FatalError(f"namespace {namespace} has no controller of Tessera; --namespace names that of the release")
-    targets = [each.target for each in _standby_first(client, namespace, pods) if each.is_ready]
+    targets = [_target(each) for each in _standby_first(client, namespace, pods) if each.is_ready]
     found = next((target for target in targets if target is not None), None)
     if found is not None:
         return found
@@ -143,10 +95,17 @@ def _find(client: KubeClient, namespace: str) -> Target:
     )
 
 
-def _standby_first(client: KubeClient, namespace: str, pods: Sequence[ControllerPod]) -> list[ControllerPod]:
+def _target(pod: ReleasePod) -> Target | None:
+    """Where the pod serves the page; None if it does not."""
+    port = pod.port(PORT_NAME)
+    is_secure = any(each.startswith("--web-tls-cert") for container in pod.spec.containers for each in container.args)
+    return None if port is None else Target(pod.metadata.name, port, "https" if is_secure else "http")
+
+
+def _standby_first(client: KubeClient, namespace: str, pods: Sequence[ReleasePod]) -> list[ReleasePod]:
     """The leader last: all serve the same page, and the others have nothing else to do."""
     try:
-        lease = client.find(f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{LEASE}")
+        lease = client.find(f"{leases(namespace)}/{LEASE}")
     except ApiError:  # this account may not read it
         lease = None
     leader = (lease or {}).get("spec", {}).get("holderIdentity")

@@ -16,8 +16,9 @@ from driver.errors import FORBIDDEN, ApiError, EnvironmentFault, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.credentials import MAX_CONNECTIONS
 from driver.kube.reads import read_all
-from driver.kube.types import Metadata, ResourceSlice
+from driver.kube.types import ResourceSlice
 from driver.slices.publisher import SLICES
+from tessera.release_pods import ReleasePod, read_pods
 from tessera.status.snapshot import NODE
 from tessera.tables_and_drawings import counted, printable
 from tessera.usage.http import HttpReader
@@ -40,44 +41,6 @@ SHARED = "shared"
 """Value of ``source`` for a share of a GPU."""
 
 Series = tuple[str, ...]
-
-
-class ContainerPort(msgspec.Struct, frozen=True, rename="camel"):
-    container_port: int
-    name: str = ""
-
-
-class Container(msgspec.Struct, frozen=True):
-    ports: tuple[ContainerPort, ...] = ()
-
-
-class PluginPodSpec(msgspec.Struct, frozen=True, rename="camel"):
-    service_account_name: str = ""
-    node_name: str = ""
-    containers: tuple[Container, ...] = ()
-
-
-class PluginPodStatus(msgspec.Struct, frozen=True):
-    phase: str = ""
-
-
-class PluginPod(msgspec.Struct, frozen=True):
-    """The fields of a pod by which a node plugin and its page are found."""
-
-    metadata: Metadata
-    spec: PluginPodSpec
-    status: PluginPodStatus = PluginPodStatus()
-
-    @property
-    def runs(self) -> bool:
-        ended = self.status.phase in ("Succeeded", "Failed")
-        return self.spec.service_account_name == NODE and bool(self.spec.node_name) and not ended
-
-    @property
-    def port(self) -> int | None:
-        """The port of /metrics; None: it serves none."""
-        ports = (port for container in self.spec.containers for port in container.ports)
-        return next((port.container_port for port in ports if port.name == METRICS_PORT), None)
 
 
 class Page(NamedTuple):
@@ -148,21 +111,26 @@ def read_cluster(client: KubeClient, driver: str, namespace: str) -> Reading:
     Nodes that publish devices and have no such pod are named in a warning, and those that do not answer. Raises
     ApiError if the API server does not answer, EnvironmentFault if there is no plugin, FatalError without the rights.
     """
+    pods = [pod for pod in read_pods(client, namespace) if _runs_a_plugin(pod)]
     try:
-        pods = [pod for pod in read_all(client, f"/api/v1/namespaces/{namespace}/pods", PluginPod) if pod.runs]
         slices = read_all(client, SLICES, ResourceSlice, {"fieldSelector": f"spec.driver={driver}"})
         publishing = {item.spec.node_name for item in slices} - {""}
     except msgspec.MsgspecError as error:
-        raise FatalError(f"the API server's list of pods or ResourceSlices can't be read: {error}") from error
+        raise FatalError(f"the API server's list of ResourceSlices can't be read: {error}") from error
     if not pods and not publishing:
         raise EnvironmentFault(f"no pod of a node plugin in namespace {namespace}, and no node publishes devices of "
                                f"{driver}: check --namespace and --driver-name, or `tessera status`")  # fmt: skip
     sources: dict[str, list[Callable[[], str]]] = {name: [] for name in publishing}
     for pod in pods:
         sources.setdefault(pod.spec.node_name, [])
-        if pod.port is not None:
-            sources[pod.spec.node_name].append(_through_proxy(client, namespace, pod.metadata.name, pod.port))
+        port = pod.port(METRICS_PORT)
+        if port is not None:
+            sources[pod.spec.node_name].append(_through_proxy(client, namespace, pod.metadata.name, port))
     return read_pages(sources)
+
+
+def _runs_a_plugin(pod: ReleasePod) -> bool:
+    return pod.spec.service_account_name == NODE and bool(pod.spec.node_name) and not pod.has_ended
 
 
 def _through_proxy(client: KubeClient, namespace: str, pod: str, port: int) -> Callable[[], str]:
