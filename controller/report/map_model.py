@@ -123,15 +123,14 @@ def requested_kinds(view: ClusterView) -> frozenset[OfferKind]:
     return kinds.kinds
 
 
-def cluster_map(view: ClusterView, requested: Collection[OfferKind]) -> tuple[MapNode, ...]:
-    """All nodes in order of name; ``requested`` decides which free slices are stranded."""
+def cluster_map(view: ClusterView, requested: Collection[OfferKind]) -> Iterator[MapNode]:
+    """All nodes in order of name, one at a time; ``requested`` decides which free slices are stranded."""
     snapshot, kinds = view.snapshot, frozenset(requested)
     offers: dict[str, list[Offer]] = {}
     for offer in view.devices.offered:
         offers.setdefault(offer.gpu, []).append(offer)
     nodes = {node.metadata.name: node for node in snapshot.cluster.nodes}
     largest: dict[GpuState, FreePartition | None] = {}
-    found = []
     for node in snapshot.views:
         plan = snapshot.plans.get(node.name)
         cordons = plan.spec.cordons if plan is not None else {}
@@ -145,8 +144,7 @@ def cluster_map(view: ClusterView, requested: Collection[OfferKind]) -> tuple[Ma
         lost = (LostDevice(name, each) for name in sorted(holders.keys() - there) for each in holders[name])
         states = tuple(_states(node, nodes.get(node.name), plan, is_incomplete=node.pool in snapshot.incomplete))
         is_whole = bool(gpus) and all(gpu.is_whole for gpu in gpus)
-        found.append(MapNode(node.name, states, is_whole, gpus, tuple(lost)))
-    return tuple(found)
+        yield MapNode(node.name, states, is_whole, gpus, tuple(lost))
 
 
 def _states(view: NodeView, node: Node | None, plan: GpuNodePlan | None, *, is_incomplete: bool) -> Iterator[NodeState]:

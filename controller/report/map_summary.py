@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -92,31 +92,73 @@ class ProductSummary(Value, frozen=True):
     largest_partition_gpus: int
 
 
-def summarize(nodes: Sequence[MapNode]) -> list[ProductSummary]:
-    """A summary of each product, in order of names."""
-    gpus: dict[str, list[MapGpu]] = {}
-    on: dict[str, dict[str, bool]] = {}
-    for node in nodes:
+@dataclass
+class ProductTotals:
+    """What there is of one product on the nodes that were added."""
+
+    nodes: int = 0
+    free_nodes: int = 0
+    gpus: int = 0
+    free_gpus: int = 0
+    unhealthy_gpus: int = 0
+    slices: Counter[SliceState] = field(default_factory=Counter)
+    largest_partitions: Counter[FreePartition] = field(default_factory=Counter)
+
+    def add(self, gpus: Sequence[MapGpu], *, is_free: bool) -> None:
+        """Add a node with these GPUs of the product."""
+        self.nodes += 1
+        self.free_nodes += is_free
+        self.gpus += len(gpus)
+        self.free_gpus += sum(gpu.is_whole for gpu in gpus)
+        self.unhealthy_gpus += sum(gpu.fault is not None for gpu in gpus)
+        self.largest_partitions.update(gpu.largest_partition for gpu in gpus if gpu.largest_partition is not None)
+        for gpu in gpus:
+            self.slices.update(gpu.slices)
+
+    def summary(self, product: str) -> ProductSummary:
+        largest = max(self.largest_partitions, default=None)
+        return ProductSummary(
+            product=product,
+            nodes=self.nodes,
+            free_nodes=self.free_nodes,
+            gpus=self.gpus,
+            free_gpus=self.free_gpus,
+            unhealthy_gpus=self.unhealthy_gpus,
+            slices={state: self.slices.get(state, 0) for state in SliceState},
+            largest_partition=largest,
+            largest_partition_gpus=self.largest_partitions[largest] if largest is not None else 0,
+        )
+
+
+class MapSummary:
+    """Sums up nodes, one at a time: the map of a large cluster takes tens of MiB."""
+
+    def __init__(self) -> None:
+        self._products: defaultdict[str, ProductTotals] = defaultdict(ProductTotals)
+        self._classes: set[str] = set()
+
+    def add(self, node: MapNode) -> None:
+        gpus: defaultdict[str, list[MapGpu]] = defaultdict(list)
         for gpu in node.gpus:
-            gpus.setdefault(gpu.product, []).append(gpu)
-            on.setdefault(gpu.product, {})[node.name] = node.is_whole
-    return [_summary(product, gpus[product], on[product]) for product in sorted(gpus)]
+            gpus[gpu.product].append(gpu)
+        for product, there in gpus.items():
+            self._products[product].add(there, is_free=node.is_whole)
+        self._classes.update(classes_of([node]))
+
+    @property
+    def products(self) -> list[ProductSummary]:
+        """In order of names."""
+        return [self._products[product].summary(product) for product in sorted(self._products)]
+
+    @property
+    def classes(self) -> list[str]:
+        """As ``classes_of`` all nodes."""
+        return sorted(self._classes)
 
 
-def _summary(product: str, gpus: Sequence[MapGpu], nodes: Mapping[str, bool]) -> ProductSummary:
-    slices: Counter[SliceState] = Counter()
-    for gpu in gpus:
-        slices.update(gpu.slices)
-    partitions = Counter(gpu.largest_partition for gpu in gpus if gpu.largest_partition is not None)
-    largest = max(partitions, default=None)
-    return ProductSummary(
-        product=product,
-        nodes=len(nodes),
-        free_nodes=sum(nodes.values()),
-        gpus=len(gpus),
-        free_gpus=sum(gpu.is_whole for gpu in gpus),
-        unhealthy_gpus=sum(gpu.fault is not None for gpu in gpus),
-        slices={state: slices.get(state, 0) for state in SliceState},
-        largest_partition=largest,
-        largest_partition_gpus=partitions[largest] if largest is not None else 0,
-    )
+def summarize(nodes: Iterable[MapNode]) -> list[ProductSummary]:
+    """A summary of each product, in order of names."""
+    summary = MapSummary()
+    for node in nodes:
+        summary.add(node)
+    return summary.products

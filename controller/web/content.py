@@ -13,7 +13,7 @@ from controller.cluster.fleet import FleetGpu
 from controller.report.cluster_view import ClusterView
 from controller.report.explanation import Explainer, Explanation
 from controller.report.map_model import MapNode, Value, cluster_map, requested_kinds
-from controller.report.map_summary import classes_of, summarize
+from controller.report.map_summary import MapSummary
 
 MAX_PENDING = 500
 """Pending claims that are listed; their number is shown in any case."""
@@ -98,21 +98,21 @@ def _object(version: str, parts: Mapping[str, bytes], nodes: Iterable[bytes], re
 
 def content_of(view: ClusterView, in_detail: Callable[[], bool]) -> PageContent:
     """The content for one view. ``in_detail`` says, claim by claim, whether there is time for what would help."""
-    nodes = cluster_map(view, requested_kinds(view))
+    summary, nodes = MapSummary(), {}
+    for node in cluster_map(view, requested_kinds(view)):
+        summary.add(node)
+        nodes[node.name] = encode(_node(node, view.fleet.nodes.get(node.name, ())))
     pending = list(islice(_pending(view, in_detail), MAX_PENDING))
     pending.sort(key=lambda each: (each.created or "", each.claim or ""))
     parts = {
         "driver": view.driver,
         "stale": view.stale,
-        "products": summarize(nodes),
-        "classes": classes_of(nodes),
+        "products": summary.products,
+        "classes": summary.classes,
         "pending": pending,
         "pendingCount": max(len(pending), len(view.queue.pending)),
     }
-    with_hardware = (_node(each, view.fleet.nodes.get(each.name, ())) for each in nodes)
-    return PageContent(
-        {each.name: encode(each) for each in with_hardware}, {name: encode(part) for name, part in parts.items()}
-    )
+    return PageContent(nodes, {name: encode(part) for name, part in parts.items()})
 
 
 def _node(node: MapNode, entries: Iterable[FleetGpu]) -> PageNode:

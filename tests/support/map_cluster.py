@@ -104,7 +104,7 @@ class MapCluster:
 
     def map(self) -> tuple[MapNode, ...]:
         view = self.view()
-        return cluster_map(view, requested_kinds(view))
+        return tuple(cluster_map(view, requested_kinds(view)))
 
 
 def _shares(device: str, shares: dict[int, int]) -> int:

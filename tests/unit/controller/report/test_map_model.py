@@ -210,7 +210,7 @@ def test_spans_and_summary_agree_with_the_controllers_metrics(
     ).offers("n", *(f"gpu-0-mig-{profile}-{start}" for profile, start in offered))  # fmt: skip
     view = cluster.view()
     kinds = requested_kinds(view)
-    nodes = cluster_map(view, kinds)
+    nodes = tuple(cluster_map(view, kinds))
     [summary] = summarize(nodes)
     expected = capacity_of(view.fleet, view.devices.offered, kinds).slices
     assert summary.slices == {state: expected.get((H100, state), 0) for state in SliceState}
