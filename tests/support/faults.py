@@ -67,7 +67,10 @@ class FaultyController(ControllerProcess):
 
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "seen").touch()
+        # An earlier process of this name led and had orders of its own; this one has not yet led.
+        (self.folder / "seen").write_text("")
+        for name in ("order", "delay"):
+            (self.folder / name).unlink(missing_ok=True)
         near = self._circumstances
         kubeconfig = self.cluster.service_account_kubeconfig("tessera", "tessera-controller")
         own = self.folder / "kubeconfig"
