@@ -41,7 +41,7 @@ from controller.explain.missing import MissingClaims
 from controller.explain.pending_despite_offers import UnscheduledClaims
 from controller.explain.queued_workloads import WorkloadReasons
 from controller.explain.reason import ClaimReason
-from controller.explain.reasons import reasons_of
+from controller.explain.reasons import KnownReasons, reasons_of
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
 from controller.node_labels import LABEL_SETS, NodeLabels
 from controller.plans import PlanSpecs, PlanWriter
@@ -128,6 +128,7 @@ class Controller:
         self._nominated = NominatedPods()
         self._unreported = UnreportedNodesTracker()
         self._workload_reasons = WorkloadReasons()
+        self._known_reasons = KnownReasons()
         self._fleet_builder = FleetBuilder()
         self._devices = DeviceIndex()
         self._specs = PlanSpecs()
@@ -359,7 +360,8 @@ class Controller:
         unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
         silent = silent_nodes(seen.views, seen.incomplete)
         unscheduled = self._unscheduled.reasons(queue, unfenced, silent, refusing_nodes(seen.views))
-        everything = (*waiting, *unscheduled, *reasons_of(queue, unreported), *self._missing.reasons(seen.cluster))
+        unsatisfied = reasons_of(queue, unreported, self._known_reasons)
+        everything = (*waiting, *unscheduled, *unsatisfied, *self._missing.reasons(seen.cluster))
         found = {each.pending.key: each for each in everything}
         self._events.claims(found.values(), queue)
         return {key: each.code.value for key, each in found.items()}

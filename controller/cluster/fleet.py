@@ -48,9 +48,11 @@ class FleetGpu:
 
     def holding(self, held: Iterable[Device]) -> FleetGpu:
         """The same GPU with other devices held."""
-        found = replace(self, held=tuple(held))
-        if not self.held:
-            vars(found)["_unheld"] = self
+        devices = tuple(held)
+        if not devices:
+            return self.unheld
+        found = replace(self, held=devices)
+        vars(found)["_unheld"] = self.unheld
         return found
 
     @property
@@ -136,7 +138,10 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Every GPU of the cluster by UUID."""
+    """Every GPU of the cluster by UUID.
+
+    While neither a GPU, nor a held device or its holder changes, the builder gives the same object.
+    """
 
     gpus: Mapping[str, FleetGpu] = field(default_factory=dict)
 
@@ -154,6 +159,16 @@ class Fleet:
         vars(found)["hardware"] = self.hardware
         vars(found)["nodes"] = {**self.nodes, **{each: _renewed(self.nodes[each], new) for each in nodes}}
         vars(found)["cliques"] = {**self.cliques, **{each: _renewed(self.cliques[each], new) for each in cliques}}
+        if "unheld" in vars(self):
+            others = [each.unheld for uuid, each in new.items() if each.unheld is not self.unheld.gpus[uuid]]
+            vars(found)["unheld"] = self.unheld.changed(others) if others else self.unheld
+        return found
+
+    @cached_property
+    def unheld(self) -> Fleet:
+        """This fleet with nothing held: the same object as long as only held devices change."""
+        found = Fleet.of(entry.unheld for entry in self)
+        vars(found)["hardware"] = self.hardware
         return found
 
     @cached_property

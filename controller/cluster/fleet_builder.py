@@ -48,7 +48,8 @@ class FleetBuilder:
             return self._rebuild(views)
         pairs = ((was.gpus, now.gpus) for was, now in zip(old, new, strict=True))
         entries = [now for gpus in pairs for was, now in zip(*gpus, strict=True) if was is not now]
-        self._fleet = self._fleet.changed(entries) if entries else self._fleet
+        if entries or any(was.view.held != now.view.held for was, now in zip(old, new, strict=True)):
+            self._fleet = self._fleet.changed(entries)
         return self._fleet
 
     def _rebuild(self, views: Sequence[NodeView]) -> Fleet:

@@ -8,7 +8,7 @@ on one node, different values of an attribute, certain placements) gets demand o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -16,7 +16,6 @@ from controller.demand.feasibility import Group, Kind, Nodes
 from controller.demand.gpu_equivalence_classes import BY_PLACEMENT
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
-from controller.demand.selected_devices import Matches, most_devices
 from driver.placement.state import OfferKind
 
 NONE: Mapping[str, Nodes] = MappingProxyType({})
@@ -84,8 +83,6 @@ class _ClaimDemand:
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
         self._feasibility = queue.feasibility
-        self._matches: dict[Kind, Matches] = {}
-        self._groups_of: dict[Hashable, tuple[Group, ...]] = {}
 
     def of(self, pending: PendingClaim) -> Iterator[Demand]:
         """For each request one demand for every kind of device that it selects."""
@@ -115,14 +112,14 @@ class _ClaimDemand:
         self, request: DeviceRequest, kind: Kind, nodes: Nodes, attributes: tuple[str, ...]
     ) -> Iterator[Demand]:
         """``attributes``: each device must have them, and all the same values."""
-        count = self._count(request, kind, nodes)
+        count = self._feasibility.count(request, kind, nodes)
         eligible = self._feasibility.kinds(request.selector, nodes)[kind]
         if attributes:
             eligible = frozenset().union(*self._feasibility.sets(request, kind, nodes, attributes))
         if not count or not eligible:
             return
         anywhere = kind.starts is None and len(eligible) == self._feasibility.having(kind.key)
-        together = self._groups(request, kind, nodes, attributes) if request.count != 1 else ()
+        together = self._feasibility.groups(request, kind, nodes, attributes) if request.count != 1 else ()
         yield Demand(kind.key, count, None if anywhere else eligible, together, everything=kind.starts is not None)
 
     def _on_one_node(
@@ -153,33 +150,5 @@ class _ClaimDemand:
             Demand(kind.key, count, gpus, everything=exact)
             for request in requirements.requests
             for kind, gpus in feasibility.kinds(request.selector, only).items()
-            if (count := self._count(request, kind, only))
+            if (count := self._feasibility.count(request, kind, only))
         ]
-
-    def _groups(
-        self, request: DeviceRequest, kind: Kind, nodes: Nodes, attributes: tuple[str, ...]
-    ) -> tuple[Group, ...]:
-        """The sets of GPUs, each of one node and with equal ``attributes``, that can provide the devices.
-
-        If no set has the capacity at present, all of them. A GPU without one of the attributes is in none.
-        """
-        where = (request, kind, nodes, attributes)
-        if where not in self._groups_of:
-            groups = self._feasibility.sets(request, kind, nodes, attributes)
-            count = self._count(request, kind, nodes)
-            enough = [group for group in groups if self._capacity(group, kind) >= count > 0]
-            self._groups_of[where] = tuple(map(frozenset, enough or groups))
-        return self._groups_of[where]
-
-    def _count(self, request: DeviceRequest, kind: Kind, nodes: Nodes) -> int:
-        """The number of devices requested; for all devices of a node, the most that one node can provide."""
-        if request.count is not None:
-            return request.count
-        groups = self._feasibility.sets(request, kind, nodes, ())
-        return max((self._capacity(group, kind) for group in groups), default=0)
-
-    def _capacity(self, gpus: Sequence[str], kind: Kind) -> int:
-        """The number of devices of ``kind`` that these GPUs can provide at once."""
-        feasibility = self._feasibility
-        only = self._matches.setdefault(kind, Matches({kind.key: kind.starts}))
-        return sum(most_devices(feasibility.state(feasibility.fleet.gpus[uuid]), only) for uuid in gpus)

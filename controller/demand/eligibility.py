@@ -56,7 +56,7 @@ class Eligibility:
     def nodes_for(self, pod: Pod, allocations: Iterable[NodeSelector] = ()) -> frozenset[str]:
         """Names of the nodes for ``pod``, whose allocated claims are available on the nodes of ``allocations``."""
         spec, selectors = pod.spec, tuple(allocations)
-        key = msgspec.json.encode((spec.node_name, spec.node_selector, spec.affinity, spec.tolerations, selectors))
+        key = condition_of(spec, selectors)
         if key not in self._nodes_of:
             known = self._before.get(key)
             self._nodes_of[key] = known if known is not None else self._admitting(spec, selectors)
@@ -64,6 +64,12 @@ class Eligibility:
 
     def _admitting(self, spec: PodSpec, selectors: Sequence[NodeSelector]) -> frozenset[str]:
         return frozenset(node.metadata.name for node in self._nodes if admits(spec, node, selectors))
+
+
+def condition_of(spec: PodSpec, allocations: Iterable[NodeSelector] = ()) -> bytes:
+    """Everything of such a pod that decides on which nodes it may run: pods with equal ones have equal exclusions."""
+    parts = (spec.node_name, spec.node_selector, spec.affinity, spec.tolerations, tuple(allocations))
+    return msgspec.json.encode(parts)
 
 
 def admits(spec: PodSpec, node: Node, allocations: Iterable[NodeSelector] = ()) -> bool:

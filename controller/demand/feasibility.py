@@ -1,16 +1,16 @@
 """The nodes of a fleet that can satisfy the requirements of claims, and the GPUs that selectors select (pure).
 
 All answers are remembered. A ``Feasibility`` is made anew when the fleet changes; ``Matching`` keeps the part that
-depends on the hardware only.
+depends on the hardware only, and the last ``Feasibility``.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import Budget, Outcome, States, fits
@@ -23,6 +23,11 @@ MAX_UNDECIDED_NODES = 4
 
 MAX_REQUIREMENTS, MAX_SELECTIONS = 64, 256
 """Entries remembered about a fleet whose hardware stays; there are not many different claims at a time."""
+
+MAX_ANSWERS = 4096
+"""Answers of one kind that are remembered about one fleet."""
+
+T = TypeVar("T")
 
 Nodes = frozenset[str]
 Group = frozenset[str]
@@ -50,24 +55,42 @@ class Feasibility:
     Answers about a fleet that is only ``imagined`` are forgotten with it.
     """
 
+    @classmethod
+    def of_present(cls, fleet: Fleet, matching: Matching) -> Feasibility:
+        """The feasibility on the present fleet: the same object as long as the fleet is."""
+        memory = matching.feasibility_memory(fleet.hardware)
+        if memory.present is None or memory.present.fleet is not fleet:
+            memory.present = cls(fleet, matching)
+        return cast("Feasibility", memory.present)
+
     def __init__(self, fleet: Fleet, matching: Matching, *, empty: bool = False, imagined: bool = False) -> None:
         self.fleet = fleet
         self.matching = matching
         self._empty = empty
+        self._imagined = imagined
         self._memory = FeasibilityMemory(None) if imagined else matching.feasibility_memory(fleet.hardware)
         self._states: dict[str, States] = {}
         self._outcomes: dict[Hashable, Outcome] = {}
         self._found: dict[tuple[ClaimRequirements, Nodes], Found] = {}
         self._sets: dict[Hashable, list[list[str]]] = {}
+        self._groups: dict[Hashable, tuple[Group, ...]] = {}
+        self._matches: dict[Kind, Matches] = {}
 
-    @cached_property
+    @property
     def emptied(self) -> Feasibility:
-        return Feasibility(self.fleet, self.matching, empty=True, imagined=True)
+        """With ``empty``; the same object as long as the hardware is."""
+        memory = self._memory
+        if memory.emptied is None:
+            memory.emptied = Feasibility(self.fleet, self.matching, empty=True, imagined=True)
+        return cast("Feasibility", memory.emptied)
 
-    @cached_property
+    @property
     def unheld(self) -> Feasibility:
-        """As if nothing were held, and everything else as it is."""
-        return Feasibility(Fleet.of(entry.unheld for entry in self.fleet), self.matching, imagined=True)
+        """As if nothing were held, and everything else as it is; the same object as long as ``Fleet.unheld`` is."""
+        memory = self._memory
+        if memory.unheld is None or memory.unheld.fleet is not self.fleet.unheld:
+            memory.unheld = Feasibility(self.fleet.unheld, self.matching, imagined=True)
+        return cast("Feasibility", memory.unheld)
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
@@ -106,7 +129,7 @@ class Feasibility:
         """The fullest of ``nodes`` that satisfies ``requirements``."""
         where = (requirements, nodes)
         if where not in self._found:
-            self._found[where] = self._find_node(requirements, nodes)
+            self._found[_room_in(self._found, where)] = self._find_node(requirements, nodes)
         return self._found[where]
 
     def _find_node(self, requirements: ClaimRequirements, nodes: Nodes) -> Found:
@@ -136,6 +159,9 @@ class Feasibility:
             yield node, outcome
 
     def _known_outcomes(self, requirements: ClaimRequirements) -> dict[str, tuple[tuple[FleetGpu, ...], Outcome]]:
+        """The outcomes by node that the next fleets can take over."""
+        if self._imagined:
+            return {}
         outcomes = self._memory.outcomes
         if requirements not in outcomes and len(outcomes) >= MAX_REQUIREMENTS:
             outcomes.clear()
@@ -151,7 +177,7 @@ class Feasibility:
                 return self._outcomes[alike]
         outcome = fits(gpus, states, requirements, self.matching.value, budget, in_use=not self._empty)
         if alike is not None:
-            self._outcomes[alike] = outcome
+            self._outcomes[_room_in(self._outcomes, alike)] = outcome
         return outcome
 
     def kinds(self, selector: Selector, nodes: Nodes) -> dict[Kind, Group]:
@@ -199,7 +225,7 @@ class Feasibility:
         """
         where = (request, kind, nodes, attributes)
         if where not in self._sets:
-            self._sets[where] = self._find_sets(request, kind, nodes, attributes)
+            self._sets[_room_in(self._sets, where)] = self._find_sets(request, kind, nodes, attributes)
         return self._sets[where]
 
     def _find_sets(
@@ -216,9 +242,38 @@ class Feasibility:
                 found.setdefault((entry.node, values), []).append(entry.gpu.uuid)
         return list(found.values())
 
+    def groups(
+        self, request: DeviceRequest, kind: Kind, nodes: Nodes, attributes: tuple[str, ...]
+    ) -> tuple[Group, ...]:
+        """The ``sets`` that can provide the devices; all of them if none has the capacity at present."""
+        where = (request, kind, nodes, attributes)
+        if where not in self._groups:
+            sets, count = self.sets(request, kind, nodes, attributes), self.count(request, kind, nodes)
+            enough = [each for each in sets if self._capacity(each, kind) >= count > 0]
+            self._groups[_room_in(self._groups, where)] = tuple(map(frozenset, enough or sets))
+        return self._groups[where]
+
+    def count(self, request: DeviceRequest, kind: Kind, nodes: Nodes) -> int:
+        """The number of devices requested; for all devices of a node, the most that one node can provide."""
+        if request.count is not None:
+            return request.count
+        return max((self._capacity(each, kind) for each in self.sets(request, kind, nodes, ())), default=0)
+
+    def _capacity(self, gpus: Iterable[str], kind: Kind) -> int:
+        """The number of devices of ``kind`` that these GPUs can provide at once."""
+        only = self._matches.setdefault(kind, Matches({kind.key: kind.starts}))
+        return sum(most_devices(self.state(self.fleet.gpus[uuid]), only) for uuid in gpus)
+
     def _refuses_all(self, request: DeviceRequest, node: str) -> bool:
         """Whether the scheduler refuses a request for all devices there, since some of them are in use."""
         return not self._empty and any(is_in_use(entry, request.selector.on(entry)) for entry in self.fleet.nodes[node])
+
+
+def _room_in(memory: dict[T, Any], key: T) -> T:
+    """``key``, for which there is room in ``memory`` now."""
+    if len(memory) >= MAX_ANSWERS:
+        memory.clear()
+    return key
 
 
 def _a_start(entry: FleetGpu, kind: Kind) -> int:

@@ -15,7 +15,7 @@ from itertools import islice, product
 from controller.cluster.claim_index import ClusterState
 from controller.cluster.fleet import Fleet
 from controller.demand.device_search import Outcome
-from controller.demand.eligibility import Eligibility, Excluded, exclusion
+from controller.demand.eligibility import Eligibility, Excluded, condition_of, exclusion
 from controller.demand.feasibility import Feasibility, Found, Nodes
 from controller.demand.gangs import Gang, GangRoom, Room, Wanted, gangs_of
 from controller.demand.requirements import MAX_COMBINATIONS, ClaimRequirements, Refusal, RequirementsReader, joined
@@ -65,10 +65,10 @@ class Queue:
         self, cluster: ClusterState, fleet: Fleet, matching: Matching, eligibility: Eligibility | None = None
     ) -> None:
         self.cluster = cluster
-        self.feasibility = Feasibility(fleet, matching)
+        self.feasibility = Feasibility.of_present(fleet, matching)
         self.pending = pending_claims(cluster.claims.unallocated, cluster.classes, cluster.pods)
-        self._eligibility = eligibility or Eligibility(cluster.nodes)
-        self._eligibility.forget_unused()
+        self.eligibility = eligibility or Eligibility(cluster.nodes)
+        self.eligibility.forget_unused()
         reader = RequirementsReader(matching, cluster.classes, fleet)
         self._requirements = {each.key: reader.of(each.claim) for each in self.pending}
         self.matching_held = [(each, request) for each in self.pending for request in reader.matching_held(each.claim)]
@@ -86,7 +86,7 @@ class Queue:
 
     def nodes_for(self, pod: Pod) -> Nodes:
         """The nodes on which ``pod`` may run, given its claims that are allocated."""
-        return self._eligibility.nodes_for(pod, self._allocated(pod))
+        return self.eligibility.nodes_for(pod, self._allocated(pod))
 
     def _allocated(self, pod: Pod) -> list[NodeSelector]:
         """The nodes on which its allocated claims are available."""
@@ -97,6 +97,11 @@ class Queue:
         """The nodes on which any of its pods may run."""
         sets = [self.nodes_for(pod) for pod in pending.pods]
         return sets[0] if len(sets) == 1 else frozenset().union(*sets)
+
+    def condition(self, pending: PendingClaim) -> tuple[Nodes, bytes]:
+        """What decides which nodes are ``excluded``."""
+        pod = pending.pods[0]
+        return self.nodes(pending), condition_of(pod.spec, self._allocated(pod))
 
     def excluded(self, pending: PendingClaim) -> Mapping[str, Excluded]:
         """The nodes on which none of its pods may run, and what excludes the first one."""

@@ -253,7 +253,8 @@ class FeasibilityMemory:
     """Results about fleets with the same hardware, reused from one decision to the next.
 
     ``kinds`` by selector and nodes. ``free`` slices and ``outcomes`` of a node hold as long as its GPUs are the same
-    objects; ``order`` are the nodes by free slices.
+    objects; ``order`` are the nodes by free slices. ``present``, ``unheld`` and ``emptied`` are the last
+    ``controller.demand.feasibility.Feasibility`` of each kind.
     """
 
     hardware: Hardware | None
@@ -262,6 +263,9 @@ class FeasibilityMemory:
     order: list[tuple[float, str]] = field(default_factory=list)
     having: Counter[OfferKind] = field(default_factory=Counter)
     outcomes: dict[Any, dict[str, tuple[tuple[FleetGpu, ...], Any]]] = field(default_factory=dict)
+    present: Any = None
+    unheld: Any = None
+    emptied: Any = None
 
 
 class NamespaceSelectors(NamedTuple):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.demand.device_search import Outcome
-from controller.demand.eligibility import Excluded
+from controller.demand.eligibility import Eligibility, Excluded
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.gangs import Gang
 from controller.demand.pending_claims import PendingClaim, Queue
@@ -35,17 +35,22 @@ from controller.explain.sentences import (
     without_value,
 )
 
+MAX_KNOWN = 1024
+"""Reasons of each kind that are remembered from one call to the next."""
+
 OF_THE_CLAIM = {ReasonCode.NO_SUCH_CLASS, ReasonCode.SELECTOR_REFUSED}
 """Permanent reasons that hold whatever GPUs there are."""
 
 
-def reasons_of(queue: Queue, unreported: UnreportedNodes = ALL_REPORTED) -> list[ClaimReason]:
+def reasons_of(
+    queue: Queue, unreported: UnreportedNodes = ALL_REPORTED, known: KnownReasons | None = None
+) -> list[ClaimReason]:
     """One reason for each pending claim that no free device can satisfy, or whose gang lacks devices.
 
     Claims are left out if the bounded search is undecided, if they request only devices of other drivers, and, with
-    permanent reasons, while nodes may still report GPUs.
+    permanent reasons, while nodes may still report GPUs. ``known`` is what earlier calls have found.
     """
-    reasoning = Reasoning(queue)
+    reasoning = Reasoning(queue, known)
     found = (reason_of(each, reasoning, queue, unreported) for each in queue.pending)
     return [reason for reason in found if reason is not None]
 
@@ -78,17 +83,39 @@ def _qualified(reason: Reason | None, queue: Queue, unreported: UnreportedNodes)
     return Reason(ReasonCode.NO_GPUS, sentence, permanent=True)
 
 
+Condition = tuple[Nodes, bytes]
+
+
+class KnownReasons:
+    """Reasons of requirements, which hold until a GPU, a Node or, unless they are permanent, a holder changes."""
+
+    def __init__(self) -> None:
+        self.permanent: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
+        self.present: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
+        self._fleets: tuple[Fleet, Fleet, Eligibility] | None = None
+
+    def begin(self, fleet: Fleet, eligibility: Eligibility) -> None:
+        """Forget what does not hold for ``fleet`` with the Nodes of ``eligibility``."""
+        before, self._fleets = self._fleets, (fleet, fleet.unheld, eligibility)
+        kept = before is not None and before[1] is fleet.unheld and before[2] is eligibility
+        if not kept or len(self.permanent) >= MAX_KNOWN:
+            self.permanent.clear()
+        if not kept or before is None or before[0] is not fleet or len(self.present) >= MAX_KNOWN:
+            self.present.clear()
+
+
 class Reasoning:
     """Finds reasons; equal requirements of several claims are examined once."""
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: Queue, known: KnownReasons | None = None) -> None:
         self._queue = queue
+        self._known = known or KnownReasons()
+        self._known.begin(queue.feasibility.fleet, queue.eligibility)
         self._feasibility = queue.feasibility
         self._everywhere: Nodes = frozenset(queue.feasibility.fleet.nodes)
         self._matching: dict[Selector, list[tuple[FleetGpu, Matches]]] = {}
-        self._availabilities: dict[tuple[Selector, int | None, Nodes], Availability] = {}
-        self._known: dict[tuple[ClaimRequirements, Nodes], Reason | None] = {}
-        self._excluded: dict[Nodes, Mapping[str, Excluded]] = {}
+        self._availabilities: dict[tuple[Selector, int | None, Condition], Availability] = {}
+        self._excluded: dict[Condition, Mapping[str, Excluded]] = {}
         self._of_gang: dict[Gang, Reason | None] = {}
 
     def of_claim_or_gang(self, pending: PendingClaim) -> Reason | None:
@@ -122,8 +149,7 @@ class Reasoning:
 
     def availability(self, request: DeviceRequest, pending: PendingClaim) -> Availability:
         """The GPUs that ``request`` of ``pending`` selects."""
-        nodes = self._queue.nodes(pending)
-        key = (request.selector, request.count, nodes)
+        key = (request.selector, request.count, self._queue.condition(pending))
         if key not in self._availabilities:
             if request.selector not in self._matching:
                 self._matching[request.selector] = matching_gpus(self._feasibility.fleet, request.selector)
@@ -132,10 +158,10 @@ class Reasoning:
 
     def excluded(self, pending: PendingClaim) -> Mapping[str, Excluded]:
         """The nodes on which its pods can not run, and why."""
-        nodes = self._queue.nodes(pending)
-        if nodes not in self._excluded:
-            self._excluded[nodes] = self._queue.excluded(pending)
-        return self._excluded[nodes]
+        condition = self._queue.condition(pending)
+        if condition not in self._excluded:
+            self._excluded[condition] = self._queue.excluded(pending)
+        return self._excluded[condition]
 
     def _of_alternatives(self, best: Reason, reasons: list[Reason], pending: PendingClaim) -> Reason:
         names = [
@@ -161,10 +187,14 @@ class Reasoning:
 
     def _of_requirements(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied even alone; None if it can."""
-        key = (requirements, self._queue.nodes(pending))
-        if key not in self._known:
-            self._known[key] = self._permanent(requirements, pending) or self._at_present(requirements, pending)
-        return self._known[key]
+        key, known = (requirements, self._queue.condition(pending)), self._known
+        if key not in known.permanent:
+            known.permanent[key] = self._permanent(requirements, pending)
+        if (permanent := known.permanent[key]) is not None:
+            return permanent
+        if key not in known.present:
+            known.present[key] = self._at_present(requirements, pending)
+        return known.present[key]
 
     def _of_pod(self, pending: PendingClaim) -> Reason:
         """The reason of a claim that can be satisfied alone, but not together with the other claims of its pod."""

@@ -6,15 +6,23 @@ The judge is the scheduler's allocator in Python, which gives the same answers a
 
 from __future__ import annotations
 
-from hypothesis import given
+from dataclasses import replace
 
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.cluster.fleet import Fleet, FleetGpu
+from controller.demand.eligibility import Eligibility
+from controller.demand.pending_claims import Queue
+from controller.demand.selected_devices import Matching
 from controller.explain.changes import changes_that_help
-from controller.explain.reasons import Reasoning
+from controller.explain.reasons import KnownReasons, Reasoning, reasons_of
 from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import Allocated
 from tessera.simulate.pools import SliceIndex
 from tests.conformance.reasons.statements import held, published, questions, situations, smaller_releases
-from tests.support.queues import Situation
+from tests.support.fleets import possible
+from tests.support.queues import DRIVER, FULL, Situation, profile, request
 
 
 def fits(there: Situation) -> bool:
@@ -45,3 +53,26 @@ def test_if_the_end_of_claims_would_help_the_fewest_are_named(there: Situation) 
         assert len(releases) == 1, reason.sentence
     for question in smaller_releases(there):
         assert not fits(question.there), question.sentence
+
+
+@st.composite
+def changed_gpu(draw: st.DrawFn, entry: FleetGpu) -> FleetGpu:
+    """With a device less or more that is held, or with another fault."""
+    changes = [entry.holding(entry.held[1:]), replace(entry, fault=draw(st.sampled_from([None, "Xid 79"])))]
+    changes += [entry.holding((*entry.held, each)) for each in possible(entry)[:3]]
+    return draw(st.sampled_from(changes))
+
+
+@given(situations(), st.data())
+def test_a_reason_is_the_same_whatever_earlier_decisions_have_found(there: Situation, data: st.DataObject) -> None:
+    known, fleet, eligibility = KnownReasons(), Fleet.of(there.gpus), Eligibility(there.nodes.values())
+    for step in range(4):
+        objects = there.queue.cluster
+        remembered = reasons_of(Queue(objects, fleet, there.matching, eligibility), known=known)
+        alone = reasons_of(Queue(objects, Fleet.of(replace(entry) for entry in fleet), Matching(DRIVER)))
+        assert [each[1:] for each in remembered] == [each[1:] for each in alone]
+        chosen = data.draw(st.sampled_from(list(fleet)))
+        fleet = fleet.changed([data.draw(changed_gpu(chosen))])
+        selector = data.draw(st.sampled_from([FULL, profile("3g.40gb")]))
+        pool = data.draw(st.sampled_from("xyz"))
+        there.wants(request(selector=selector), name=f"later-{step}", nodeSelector={"pool": pool})

@@ -7,11 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from driver.errors import NOT_FOUND, ApiError
 from driver.kube.client import Object
 
 
 class Recorded:
-    """Stands for a KubeClient: lists come from the files, watches stay silent, writes are answered."""
+    """Stands for a KubeClient: lists come from the files, watches stay silent, writes are answered.
+
+    What has no file is not served.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -19,7 +23,10 @@ class Recorded:
         self._version = 2_000_000
 
     def get(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
-        return (self._directory / folder_of(path) / (query or {}).get("continue", "0")).read_bytes()
+        page = self._directory / folder_of(path) / (query or {}).get("continue", "0")
+        if not page.exists():
+            raise ApiError(f"{path}: not recorded", NOT_FOUND)
+        return page.read_bytes()
 
     def get_object(self, path: str) -> Object:
         return {"metadata": {"resourceVersion": "1"}, "data": {}}

@@ -108,6 +108,25 @@ def test_a_gpu_that_did_not_change_is_not_built_again() -> None:
     assert changed[1] is not before[1]
 
 
+def test_a_device_that_another_claim_holds_makes_another_fleet() -> None:
+    builder, before = FleetBuilder(), [view("gpu-1")]
+    after = [view("gpu-1", held={"gpu-1": Held("gpu-1", "default/other")})]
+    first = builder.build(before, changes(before))
+    assert builder.build(before, changes(())) is first
+    second = builder.build(after, changes(after, before))
+    assert (second is first, second == first) == (False, True)
+
+
+def test_what_is_held_changes_nothing_about_the_fleet_without_held_devices() -> None:
+    builder, unused, used = FleetBuilder(), [view()], [view("gpu-1")]
+    unheld = builder.build(unused, changes(unused)).unheld
+    assert builder.build(used, changes(used, unused)).unheld is unheld
+    assert builder.build(unused, changes(unused, used)).unheld is unheld
+    closed = [view("gpu-1", closed="is cordoned")]
+    found = builder.build(closed, changes(closed, unused))
+    assert [(entry.held, entry.closed) for entry in found.unheld] == [((), "is cordoned")] * 2
+
+
 def test_the_gpus_of_a_node_that_is_gone_are_gone() -> None:
     builder, both = FleetBuilder(), [view(name="a", status=PlanStatus()), view(name="b")]
     assert len(builder.build(both, changes(both)).gpus) == 2

@@ -186,3 +186,11 @@ def test_more_than_a_node_has_where_the_pod_can_run_names_the_nodes_that_would_d
     assert reason(there).code is ReasonCode.OTHER_NODES
     assert "no node where its pod can run has more than 2" in reason(there).sentence
     assert "b lacks the label pool=a of the pod's nodeSelector" in reason(there).sentence
+
+
+def test_pods_that_no_node_admits_have_each_its_own_cause() -> None:
+    there = Situation(node_of("a"))
+    for label in ("pool", "zone"):
+        there.wants(request(selector=FULL), name=label, nodeSelector={label: "x"})
+    for label in ("pool", "zone"):
+        assert f"a lacks the label {label}=x of the pod's nodeSelector" in reason(there, label).sentence
