@@ -32,11 +32,12 @@ NAME_LETTERS = 253
 REPEAT_INTERVAL_SECONDS = 60.0
 """Time until an Event with an unchanged message is written again, with the number of repetitions meanwhile."""
 
-WRITES_PER_SECOND, BURST = 5.0, 150
-"""Limit of all Events together, since etcd keeps each for an hour. The burst is enough for 60 claims and their pods."""
+WRITES_PER_SECOND, BURST, RESERVED = 10.0, 300, 150
+"""Limit of all Events together, since etcd keeps each for an hour. Repetitions leave ``RESERVED`` writes, so that new
+messages on 60 claims and their pods are written at once, however many Events repeat."""
 
 MAX_WAITING = 1000
-"""Events that wait to be written; beyond that the oldest are dropped."""
+"""Events with a new message that wait to be written; beyond that the oldest are dropped."""
 
 MAX_KNOWN = 4096
 """Events of which count and message are remembered."""
@@ -83,6 +84,8 @@ class Recorder:
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._waiting: OrderedDict[Identity, Waiting] = OrderedDict()
+        self._repeated: OrderedDict[Identity, Waiting] = OrderedDict()
+        """Those whose message is the one that was written last."""
         self._written: OrderedDict[Identity, Written] = OrderedDict()
         self._tokens, self._filled_at = float(BURST), self._clock.monotonic()
 
@@ -101,15 +104,23 @@ class Recorder:
         """
         key = (about.kind, about.namespace, about.name, about.uid, series or reason)
         with self._lock:
-            now = self._clock.now()
-            waiting = self._waiting.setdefault(key, Waiting(about, reason[:REASON_LETTERS], message, type, now))
-            waiting.reason, waiting.message = reason[:REASON_LETTERS], shortened(message)
-            waiting.type, waiting.at = type, now
-            waiting.count += 1
+            happened = Waiting(about, reason[:REASON_LETTERS], shortened(message), type, self._clock.now(), 1)
+            before = self._waiting.get(key) or self._repeated.get(key)
+            happened.count += before.count if before is not None else 0
+            self._put(key, happened)
             if len(self._waiting) > MAX_WAITING:
                 (_, dropped) = self._waiting.popitem(last=False)
                 log.warning("too many Events, one is dropped", extra={"object": dropped.about.name, "reason": reason})
-        self._wake.set()
+        if before is None or key in self._waiting:
+            self._wake.set()
+
+    def _put(self, key: Identity, waiting: Waiting) -> None:
+        """Add ``waiting`` to the Events with a new message or to the repeated ones; it keeps its turn among them."""
+        known = self._written.get(key)
+        is_new = known is None or (known.reason, known.message) != (waiting.reason, waiting.message)
+        target, other = (self._waiting, self._repeated) if is_new else (self._repeated, self._waiting)
+        target[key] = waiting
+        other.pop(key, None)
 
     def run(self, stop: threading.Event) -> None:
         """Write until ``stop`` is set (then call ``wake`` once more)."""
@@ -134,23 +145,24 @@ class Recorder:
             now = self._clock.monotonic()
             self._tokens = min(float(BURST), self._tokens + (now - self._filled_at) * WRITES_PER_SECOND)
             self._filled_at = now
-            due = min(map(self._due_seconds, self._waiting), default=IDLE_INTERVAL_SECONDS)
-            return max(due, (1.0 - self._tokens) / WRITES_PER_SECOND)
+            if self._waiting:
+                return max(0.0, (1.0 - self._tokens) / WRITES_PER_SECOND)
+            due = min(map(self._due_seconds, self._repeated), default=IDLE_INTERVAL_SECONDS)
+            return max(due, (RESERVED + 1.0 - self._tokens) / WRITES_PER_SECOND)
 
     def _due_seconds(self, key: Identity) -> float:
-        written = self._written.get(key)
-        waiting = self._waiting[key]
-        if written is None or (written.reason, written.message) != (waiting.reason, waiting.message):
-            return 0.0
-        return max(0.0, written.at + REPEAT_INTERVAL_SECONDS - self._clock.monotonic())
+        """Seconds until a repeated Event may be written again; 0 if what was written is no longer remembered."""
+        known = self._written.get(key)
+        return 0.0 if known is None else max(0.0, known.at + REPEAT_INTERVAL_SECONDS - self._clock.monotonic())
 
     def _write_next(self) -> bool:
         """Write the first Event that is due; False: the API server can't take it now, and it waits again."""
         with self._lock:
-            key = next((key for key in self._waiting if self._due_seconds(key) <= 0), None)
+            repeated = (key for key in self._repeated if self._due_seconds(key) <= 0)
+            key = next(iter(self._waiting), None) or next(repeated, None)
             if key is None:
-                return True  # it was replaced meanwhile by the message written last, or dropped
-            waiting = self._waiting.pop(key)
+                return True  # its message was replaced meanwhile by the one that was written last
+            waiting = self._waiting.pop(key, None) or self._repeated.pop(key)
             self._tokens -= 1.0
         try:
             written = self._write(key, waiting)
@@ -164,6 +176,8 @@ class Recorder:
             self._written.move_to_end(key)
             if len(self._written) > MAX_KNOWN:
                 self._written.popitem(last=False)
+            if (since := self._waiting.get(key)) is not None:
+                self._put(key, since)
         return True
 
     def _refused(self, key: Identity, waiting: Waiting, error: ApiError) -> bool:
@@ -174,8 +188,10 @@ class Recorder:
         )
         if transient:
             with self._lock:
-                newer = self._waiting.setdefault(key, waiting)
-                if newer is not waiting:
+                newer = self._waiting.get(key) or self._repeated.get(key)
+                if newer is None:
+                    self._put(key, waiting)
+                else:
                     newer.count += waiting.count
         return not transient
 

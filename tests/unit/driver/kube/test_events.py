@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driver.kube import events
-from driver.kube.events import BURST, MAX_WAITING, MESSAGE_BYTES, REPEAT_INTERVAL_SECONDS, Recorder, shortened
+from driver.kube.events import BURST, MAX_WAITING, MESSAGE_BYTES, REPEAT_INTERVAL_SECONDS, RESERVED, Recorder, shortened
 from driver.kube.types import Reference
 from tests.support.api_server import Object, ObjectApi
 from tests.support.clock import FakeClock
@@ -163,8 +163,25 @@ def test_a_flood_is_written_at_the_rate_that_is_allowed(api: ObjectApi, clock: F
         for number in range(BURST + 50):
             recorder.event(Reference("Pod", f"pod-{number:03}", "team-a", f"uid-{number}"), "Waiting", "waits")
         eventually(lambda: clock.waiters and len(found(api)) == BURST, "the burst")
-        clock.advance(4)
-        eventually(lambda: clock.waiters and len(found(api)) == BURST + 20, "four seconds more")
+        clock.advance(2)
+        eventually(lambda: clock.waiters and len(found(api)) == BURST + 20, "two seconds more")
+
+
+@pytest.mark.long
+def test_repetitions_leave_room_for_what_is_new(api: ObjectApi, clock: FakeClock) -> None:
+    def say(name: str, count: int) -> None:
+        for number in range(count):
+            recorder.event(Reference("Pod", f"{name}-{number}", "team-a", f"{name}-{number}"), "Waiting", "waits")
+
+    with recording(api, clock) as recorder:
+        say("pod", BURST)
+        eventually(lambda: clock.waiters and len(found(api)) == BURST, "the burst")
+        say("pod", BURST)
+        clock.advance(REPEAT_INTERVAL_SECONDS)
+        repeated = BURST - RESERVED
+        eventually(lambda: clock.waiters and api.count("PATCH") == repeated, "as many repetitions as are allowed")
+        say("new", RESERVED)
+        eventually(lambda: len(found(api)) == BURST + RESERVED, "all that is new, at once")
 
 
 def test_callers_are_never_held_up_and_the_oldest_is_dropped_when_too_many_wait(
