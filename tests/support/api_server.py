@@ -32,6 +32,7 @@ class Exchange(BaseHTTPRequestHandler):
     """One request, and the ways to answer it."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # otherwise a client waits 40 ms for each body
     server: HttpServer
     ended = 0
     """How often all watches had been ended when this one began."""

@@ -157,7 +157,6 @@ def test_an_event_that_is_refused_is_dropped_and_the_next_is_written(
     assert "an Event can't be written" in caplog.text
 
 
-@pytest.mark.long
 def test_a_flood_is_written_at_the_rate_that_is_allowed(api: ObjectApi, clock: FakeClock) -> None:
     with recording(api, clock) as recorder:
         for number in range(BURST + 50):
@@ -167,7 +166,6 @@ def test_a_flood_is_written_at_the_rate_that_is_allowed(api: ObjectApi, clock: F
         eventually(lambda: clock.waiters and len(found(api)) == BURST + 20, "two seconds more")
 
 
-@pytest.mark.long
 def test_repetitions_leave_room_for_what_is_new(api: ObjectApi, clock: FakeClock) -> None:
     def say(name: str, count: int) -> None:
         for number in range(count):
