@@ -94,7 +94,9 @@ class Publishing:
             ),
         )
         status_loop = loop(STATUS_DELAY_SECONDS, node_probes.plan_status)
-        self._plan_status = PlanStatusWriter(client, self._plan.plan, self._follower.status, loop=status_loop)
+        self._plan_status = PlanStatusWriter(
+            client, settings.node_name, self._plan.plan, self._follower.status, self._plan.lacks_plan, loop=status_loop
+        )
         self._fence_release = FenceRelease(
             client, settings.namespace, context.pool.name, self._follower.unplanned_epoch
         )

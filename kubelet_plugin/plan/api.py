@@ -11,12 +11,14 @@ from collections.abc import Callable
 
 import msgspec
 
+from driver.errors import CONFLICT, FORBIDDEN, ApiError
 from driver.kube.client import KubeClient
 from driver.kube.controller_heartbeat import HeartbeatWatch
+from driver.kube.reads import owner_reference
 from driver.kube.types import GpuNodePlan, Node, PlanMetadata
 from driver.kube.watch_cache import WatchCache
 from driver.kube.work_loop import Loop, MakeLoop
-from driver.model.plan import COMPLETE, FENCE, PATH, PUBLISH, PUBLISH_VALUES, PlanStatus
+from driver.model.plan import API_VERSION, COMPLETE, FENCE, KIND, PATH, PUBLISH, PUBLISH_VALUES, PlanStatus
 
 NODES = "/api/v1/nodes"
 
@@ -25,6 +27,9 @@ STATUS_COALESCE_SECONDS, RELEASE_COALESCE_SECONDS = 0.5, 0.05
 STATUS_INTERVAL_SECONDS = 5.0
 """Minimum time between two writes of fields that only people read. The controller sees what is held and offered in
 claims and slices."""
+
+CREATE_INTERVAL_SECONDS = 30.0
+"""Time until a node that may not create its plan tries again."""
 
 NO_CRD = (
     "CustomResourceDefinition gpunodeplans is not installed: this node runs standalone and ignores `tessera cordon`; "
@@ -51,6 +56,10 @@ class PlanWatch:
     def plan(self) -> GpuNodePlan | None:
         """The node's plan; None if there is none, or none has been received yet."""
         return next(iter(self._plans.snapshot().values()), None)
+
+    def lacks_plan(self) -> bool:
+        """Whether there is no plan, and no controller that would create it."""
+        return self.synced and self.plan() is None and not self.has_controller()
 
     def has_controller(self) -> bool:
         """Whether there is or was a controller, or that is not known yet."""
@@ -92,19 +101,26 @@ def without_status(found: GpuNodePlan) -> GpuNodePlan:
 
 
 class PlanStatusWriter:
-    """Writes ``status()`` when it differs from the last write. The controller creates the plan object."""
+    """Writes ``status()`` when it differs from the last write.
+
+    The controller creates the plan object. If there is none (``lacks_plan``), the node creates it without a spec, so
+    that commands know its GPUs.
+    """
 
     def __init__(
         self,
         client: KubeClient,
+        node: str,
         plan: Callable[[], GpuNodePlan | None],
         status: Callable[[], PlanStatus],
+        lacks_plan: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         loop: MakeLoop = Loop,
     ) -> None:
-        self._client = client
+        self._client, self._node = client, node
         self._plan = plan
         self._status = status
+        self._lacks_plan = lacks_plan
         self._clock = clock
         self._written: tuple[str, PlanStatus] | None = None
         self._written_at = 0.0
@@ -116,7 +132,7 @@ class PlanStatusWriter:
         """Write a changed status, or return after how many seconds to call again. Raises ApiError."""
         plan = self._plan()
         if plan is None:
-            return None
+            return self._create() if self._lacks_plan() else None
         wanted = (plan.metadata.uid, self._status())
         if self._written == wanted:
             return None
@@ -130,6 +146,16 @@ class PlanStatusWriter:
             return STATUS_INTERVAL_SECONDS
         self._written, self._written_at = wanted, self._clock()
         return None
+
+    def _create(self) -> float:
+        """Create a plan without a spec. Returns after how many seconds to look again. Raises ApiError."""
+        metadata = {"name": self._node, "ownerReferences": [owner_reference(self._client, self._node)]}
+        try:
+            self._client.create(PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata})
+        except ApiError as error:
+            if error.status not in {CONFLICT, FORBIDDEN}:  # a controller was faster; the role is of an older chart
+                raise
+        return CREATE_INTERVAL_SECONDS
 
 
 def _urgent(uid: str, status: PlanStatus) -> tuple[object, ...]:

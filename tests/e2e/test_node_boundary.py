@@ -301,6 +301,15 @@ class TestThePlan:
         assert "only the node plugin of node node-b may write the status of its plan; this token is of node" in told
         assert cluster.api.get(f"{PATH}/node-b").get("status", {}) == {}
 
+    def test_a_node_creates_its_own_without_a_spec_and_no_other(self, cluster: Cluster, node_a: KubeClient) -> None:
+        def plan(node: str, **spec: Any) -> Object:
+            return {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": node}, **spec}
+
+        cluster.api.request("DELETE", f"{PATH}/node-a")
+        assert "only the node plugin of node node-c" in refused(node_a.create, PATH, plan("node-c"))
+        assert "only without a spec" in refused(node_a.create, PATH, plan("node-a", spec={"epoch": "e1"}))
+        assert node_a.create(PATH, plan("node-a"))["metadata"]["name"] == "node-a"
+
     def test_a_token_that_is_bound_to_no_node_writes_no_status(self, unbound: KubeClient) -> None:
         told = refusal(unbound, status_of("node-a"), {"status": {"epoch": "e2"}})
         assert "this token is bound to no node" in told

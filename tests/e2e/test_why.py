@@ -132,21 +132,28 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def running(cluster: Cluster) -> Iterator[Place]:
+def without_controller(cluster: Cluster) -> Iterator[Place]:
     plugins = [PluginProcess(cluster, bare_node(cluster, name), PluginFlags(gpus=gpus)) for name, gpus in NODES.items()]
     for plugin in plugins:
         plugin.spawn()
     for plugin in plugins:
         plugin.wait_published()
-    controller = ControllerProcess(cluster)
-    controller.start()
-    found = Place(cluster, controller, plugins[0])
-    wait_for(lambda: all_reported(controller), SOON_S, "all nodes have reported")
+    found = Place(cluster, ControllerProcess(cluster), plugins[0])
+    wait_for(lambda: all_reported(found.controller), SOON_S, "all nodes have reported")
     yield found
-    controller.stop()
-    assert controller.refused() == []
     for plugin in plugins:
         plugin.stop()
+
+
+@pytest.fixture(scope="module")
+def running(without_controller: Place) -> Iterator[Place]:
+    controller = without_controller.controller
+    controller.start()
+    modes = ["Planned"] * len(NODES)
+    wait_for(lambda: [each["status"]["mode"] for each in controller.plans().values()] == modes, SOON_S, "all follow it")
+    yield without_controller
+    controller.stop()
+    assert controller.refused() == []
 
 
 @pytest.fixture
@@ -220,6 +227,20 @@ def fragment(place: Place) -> None:
 def taint_rule(place: Place) -> None:
     spec = {"deviceSelector": {"pool": "one-gpu.tessera.dev"}, "taint": {"key": "repair", "effect": "NoSchedule"}}
     place.post(RULES, {"metadata": {"name": "repair"}, "spec": spec})
+
+
+def test_before_any_controller_has_run_it_knows_what_is_free_and_who_holds_the_rest(without_controller: Place) -> None:
+    place = without_controller
+    place.hold("holder", asked("gpu-training", H100))
+    place.ask("wanted", asked("gpu-training", H100))
+    found = place.reason("pod/wanted", "AllHeld")
+    assert found["requests"][0]["products"] == [
+        {"product": "NVIDIA H100 80GB HBM3", "gpus": 1, "free": 0, "held": 1, "closed": {}}
+    ]
+    assert [each["claim"] for each in found["holders"]] == ["default/holder"]
+    place.end("holder")
+    place.wait_allocated("wanted")
+    place.clean()
 
 
 CASES = {

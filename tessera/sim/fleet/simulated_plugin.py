@@ -117,7 +117,7 @@ class FleetNode:
             loop=loop,
             fields=fields,
         )
-        self._plan_status = PlanStatusWriter(client, plan, self.follower.status, loop=loop)
+        self._plan_status = PlanStatusWriter(client, self.name, plan, self.follower.status, loop=loop)
         self._fence_release = FenceRelease(client, settings.namespace, self.name, self.follower.unplanned_epoch, loop)
 
     @property

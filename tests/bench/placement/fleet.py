@@ -105,7 +105,7 @@ class FleetNode:
             standalone_offers=partial(standalone_offers, layouts=STATIC_LAYOUT),
             complete=lambda: mode is Mode.COMPLETE,
         )
-        self._plan_status = PlanStatusWriter(client, self._word.plan, self.follower.status)
+        self._plan_status = PlanStatusWriter(client, name, self._word.plan, self.follower.status)
 
     def start(self, stop: threading.Event) -> None:
         loops: list[Callable[[threading.Event], None]] = [self.publisher.cache.run, self.publisher.run]

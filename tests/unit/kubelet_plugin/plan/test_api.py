@@ -1,13 +1,17 @@
-"""A node that stands alone lets go of what a controller had fenced there."""
+"""What a node writes of its plan, and of the fence when it runs standalone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import pytest
 
-from kubelet_plugin.plan.api import FenceRelease
+from driver.kube.controller_heartbeat import HEARTBEAT
+from driver.kube.lease import leases
+from driver.model.plan import PATH, PlanMode, PlanStatus
+from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter, PlanWatch
 from tests.support.api_server import ObjectApi
 from tests.support.running import eventually, in_thread
 
@@ -71,3 +75,68 @@ def test_a_fence_that_can_not_be_lifted_now_is_lifted_later(node: Node, caplog: 
         node.fence.notify()
         eventually(lambda: len(node.fenced()) == 1, "its own is lifted")
     assert "trying again" in caplog.text
+
+
+NODE, LEASES = "/api/v1/nodes/node-a", leases("tessera")
+PLAN = f"{PATH}/node-a"
+
+
+@dataclass
+class Reporting:
+    """node-a, which reports its GPUs."""
+
+    api: ObjectApi
+
+    def __post_init__(self) -> None:
+        client = self.api.server.client()
+        self.plans = PlanWatch(client, "tessera", "node-a", lambda: self.writer.notify())
+        status = PlanStatus(epoch="e1", mode=PlanMode.STANDALONE, inventory="all of its GPUs")
+        self.writer = PlanStatusWriter(client, "node-a", self.plans.plan, lambda: status, self.plans.lacks_plan)
+
+    def inventory(self) -> str:
+        found = self.api.folder(PATH).get("node-a", {}).get("status", {}).get("inventory", "")
+        return str(found)
+
+
+@contextmanager
+def running(reporting: Reporting) -> Iterator[None]:
+    with ExitStack() as stack:
+        for run in reporting.plans.loops:
+            stack.enter_context(in_thread(run, reporting.api.end_watches))
+        with in_thread(reporting.writer.run, reporting.writer.notify):
+            yield
+
+
+@pytest.fixture
+def reporting() -> Iterator[Reporting]:
+    with ObjectApi() as api:
+        api.store(NODE, spec={})
+        yield Reporting(api)
+
+
+def test_without_a_controller_a_node_creates_its_plan_and_reports_its_gpus_there(reporting: Reporting) -> None:
+    with running(reporting):
+        eventually(reporting.inventory, "its GPUs are reported")
+    plan = reporting.api.folder(PATH)["node-a"]
+    assert "spec" not in plan
+    [owner] = plan["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["name"]) == ("Node", "node-a")
+
+
+def test_where_there_is_a_controller_a_node_waits_for_its_plan(reporting: Reporting) -> None:
+    reporting.api.store(f"{LEASES}/{HEARTBEAT}", spec={})
+    with running(reporting):
+        eventually(lambda: reporting.plans.has_controller(), "the controller is known")
+        reporting.api.store(PLAN, spec={"epoch": "e0"})
+        eventually(reporting.inventory, "its GPUs are reported")
+    assert reporting.api.folder(PATH)["node-a"]["spec"] == {"epoch": "e0"}
+    assert reporting.api.count("POST") == 0
+
+
+def test_a_node_that_may_not_create_its_plan_goes_on(reporting: Reporting, caplog: pytest.LogCaptureFixture) -> None:
+    reporting.api.once("POST", lambda exchange: exchange.refuse(403, "not in this role"))
+    with running(reporting):
+        eventually(lambda: reporting.api.count("POST"), "it has tried")
+        reporting.api.store(PLAN, spec={})
+        eventually(reporting.inventory, "its GPUs are reported")
+    assert "not in this role" not in caplog.text
