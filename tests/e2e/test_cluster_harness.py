@@ -140,7 +140,10 @@ def test_two_clusters_side_by_side(pair: Cluster, binaries: Path | None) -> None
     assert len(pair.api.get("/api/v1/nodes")["items"]) == 2
 
 
-@pytest.mark.parametrize("how", ["guarded", "guard killed, then down", "guard killed, then another start"])
+@pytest.mark.parametrize(
+    "how",
+    ["guarded", "guard killed, then another start", pytest.param("guard killed, then down", marks=pytest.mark.slow)],
+)
 def test_nothing_stays_after_a_kill_9_of_the_owner(how: str, binaries: Path | None) -> None:
     name = "harness-crash"
     owner = subprocess.Popen(

@@ -144,7 +144,10 @@ COUNTED, DISJOINT = Circumstances(), Circumstances(offer_mode="disjoint")
 kill_matrix = pytest.mark.parametrize("circumstances", [COUNTED, DISJOINT], ids=["counted", "disjoint"])
 
 
-@kill_matrix
+@pytest.mark.parametrize(
+    "circumstances",
+    [pytest.param(COUNTED, id="counted"), pytest.param(DISJOINT, id="disjoint", marks=pytest.mark.slow)],
+)
 def test_a_controller_killed_at_some_points_leaves_nothing_touched_and_the_next_serves_who_waits(
     quiet: Field, cluster: Cluster, circumstances: Circumstances
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_node_follows_what_the_api_server_keeps(cluster: Cluster, node: Plugin
     forget(half, full, small)
 
 
+@pytest.mark.slow
 def test_devices_that_lose_their_counters_are_not_published_until_they_are_withdrawn(
     cluster: Cluster, node: PluginProcess
 ) -> None:

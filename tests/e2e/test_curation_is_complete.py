@@ -32,7 +32,7 @@ CASES_A_ROUND = 5
 SUSPECTS = 3
 """Pods of a case that are looked at closely."""
 
-QUICK = 10
+QUICK = 6
 RULES = "/apis/resource.k8s.io/v1/devicetaintrules"
 
 

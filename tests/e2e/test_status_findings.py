@@ -88,6 +88,7 @@ def test_a_fence_without_its_policy_or_binding(cluster: Cluster, part: str) -> N
     wait_for(lambda: "policies" not in told(cluster), SEEN_S, "it is back")
 
 
+@pytest.mark.slow
 def test_a_state_directory_that_is_full_is_also_why_an_allocated_claim_waits(
     cluster: Cluster, plugin: PluginProcess
 ) -> None:

@@ -13,6 +13,9 @@ T = TypeVar("T")
 POLL_S = 0.05
 """Seconds between two looks: short against everything that is waited for, and idle CPU stays low."""
 
+GROWTH, MOST_POLL_S = 0.05, 0.5
+"""What has taken long already is looked at less often: the interval grows to this part of the time, up to a limit."""
+
 
 class DeadlineError(RecoverableError):
     """What was waited for did not come true in time; the message names it and the last value seen."""
@@ -24,7 +27,8 @@ def wait_for(predicate: Callable[[], T], deadline_s: float, what: str, interval_
     A RecoverableError that it raises counts as "not yet" and is shown if time runs out; any other error ends the
     wait. Raises DeadlineError after ``deadline_s`` seconds, with ``what`` and the last value or error.
     """
-    end = time.monotonic() + deadline_s
+    began = time.monotonic()
+    end = began + deadline_s
     while True:
         try:
             seen: object = predicate()
@@ -34,4 +38,4 @@ def wait_for(predicate: Callable[[], T], deadline_s: float, what: str, interval_
             seen = error
         if time.monotonic() >= end:
             raise DeadlineError(f"{what}: not within {deadline_s:g} s; last seen: {seen!r}")
-        time.sleep(interval_s)
+        time.sleep(max(interval_s, min(MOST_POLL_S, GROWTH * (time.monotonic() - began))))

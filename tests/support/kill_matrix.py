@@ -65,8 +65,9 @@ class Scenario:
 
     @property
     def quick(self) -> bool:
-        """Whether it is in ``make test``: of what is not basic only one shape is."""
-        return self.deed.basic or self.shape.name == "MIG"
+        """Whether it is in ``make test``: of what is not basic only one shape is, and what shares have of their own."""
+        shares = self.shape.name == "shares" and self.deed.name == "unprepare"
+        return self.deed.basic or self.shape.name == "MIG" or shares
 
     def __str__(self) -> str:
         return f"{self.deed.name}, {self.shape.name}"
@@ -144,7 +145,7 @@ DEEDS = (
     Deed("first prepare, given up", _nothing, _prepare, given_up=True),
     Deed("repeat", _prepare, _prepare),
     Deed("repeat after a reboot", _prepare_and_reboot, _prepare, whole=False),
-    Deed("unprepare", _prepare, _unprepare, basic=True),
+    Deed("unprepare", _prepare, _unprepare),
     Deed("start", _prepare_and_stop, _start, starts=True),
     Deed("start with a stranger in the pool", _meddle_and_start, _start, starts=True),
     Deed("start after losses", _prepare_and_lose, _start, starts=True, whole=False, heals=True),
