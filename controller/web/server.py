@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from controller.report.map_model import Value
 from controller.settings import ControllerSettings
 from controller.web.access import Refusal, TokenAccess, bearer_token, check_local, is_loopback
+from controller.web.content import unpacked
 from controller.web.feed import Feed, Leader, cluster_views
 from driver.config.shared_flags import ListenAddress
 from driver.errors import ApiError, EnvironmentFault, TesseraError
@@ -193,9 +194,10 @@ class Page:
         """Everything, and the version after which ``_changes`` continues."""
         published = await self.feed.current()
         headers = {"Vary": "Accept-Encoding"}
+        loop = asyncio.get_running_loop()
+        body = await loop.run_in_executor(self._threads, lambda: published.packed)
         if "gzip" not in request.headers.get("accept-encoding", ""):
-            return Response(published.body(), headers=headers, media_type="application/json")
-        body = await asyncio.to_thread(lambda: published.gzipped)
+            return StreamingResponse(unpacked(body), headers=headers, media_type="application/json")
         return Response(body, headers={**headers, "Content-Encoding": "gzip"}, media_type="application/json")
 
     async def _changes(self, request: Request) -> Response:
@@ -213,7 +215,10 @@ class Page:
             if change is None:
                 yield b": heartbeat\n\n"
             else:
-                yield b"event: change\nid: %b\ndata: %b\n\n" % (change.version.encode(), change.data)
+                yield b"event: change\nid: %b\ndata: " % change.version.encode()
+                for piece in unpacked(change.packed):
+                    yield piece
+                yield b"\n\n"
         yield b"event: reload\ndata:\n\n"
 
     async def _devices(self, request: Request) -> Response:
