@@ -119,7 +119,9 @@ def _api(lists: Path) -> Iterator[str]:
             while not ended.wait(BOOKMARK_INTERVAL_S):
                 # Changes of plans are not sent, so the controller must not take its own later writes for sent ones.
                 version = exchange.query["resourceVersion"] if exchange.route == PATH else str(next(versions))
-                exchange.send_line(json.dumps({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": version}}}).encode())
+                exchange.send_line(
+                    json.dumps({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": version}}}).encode()
+                )
         elif file.exists():
             exchange.send(200, file.read_bytes())
         else:
