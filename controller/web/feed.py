@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import logging
 import secrets
 import threading
@@ -78,21 +77,18 @@ class Published:
     version: str
     content: PageContent
 
-    def body(self) -> bytes:
-        """All of it as JSON."""
-        return self.content.complete(self.version)
-
     @cached_property
-    def gzipped(self) -> bytes:
-        return gzip.compress(self.body(), compresslevel=3, mtime=0)
+    def packed(self) -> bytes:
+        """All of it as JSON in the format gzip."""
+        return self.content.complete(self.version)
 
 
 @dataclass(frozen=True)
 class Change:
-    """What viewers of the content before need for the content ``version``."""
+    """What viewers of the content before need for the content ``version``, as JSON in the format gzip."""
 
     version: str
-    data: bytes
+    packed: bytes
 
 
 class Feed:

@@ -15,6 +15,7 @@ from http import HTTPStatus
 from importlib.resources import files
 from pathlib import Path
 
+import h11
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
@@ -22,10 +23,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from controller.report.map_model import Value
 from controller.settings import ControllerSettings
 from controller.web.access import Refusal, TokenAccess, bearer_token, check_local, is_loopback
+from controller.web.content import unpacked
 from controller.web.feed import Feed, Leader, cluster_views
 from driver.config.shared_flags import ListenAddress
 from driver.errors import ApiError, EnvironmentFault, TesseraError
@@ -39,6 +42,9 @@ MAX_CONNECTIONS, MAX_VIEWERS = 128, 50
 
 MAX_HEAD_BYTES = 16 * 1024
 """Size of a request's head that has not arrived at once; a token takes 1 to 2 KiB."""
+
+REQUEST_TIMEOUT_SECONDS = 10.0
+"""Time for a complete request: otherwise clients that send slowly, or nothing, could take all connections."""
 
 MAX_DEVICES = 512
 """Devices of other drivers that are shown of a node."""
@@ -90,7 +96,7 @@ def serve_page(
     config = uvicorn.Config(
         page.application(),
         loop="asyncio",
-        http="h11",
+        http=_Connection,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -193,9 +199,10 @@ class Page:
         """Everything, and the version after which ``_changes`` continues."""
         published = await self.feed.current()
         headers = {"Vary": "Accept-Encoding"}
+        loop = asyncio.get_running_loop()
+        body = await loop.run_in_executor(self._threads, lambda: published.packed)
         if "gzip" not in request.headers.get("accept-encoding", ""):
-            return Response(published.body(), headers=headers, media_type="application/json")
-        body = await asyncio.to_thread(lambda: published.gzipped)
+            return StreamingResponse(unpacked(body), headers=headers, media_type="application/json")
         return Response(body, headers={**headers, "Content-Encoding": "gzip"}, media_type="application/json")
 
     async def _changes(self, request: Request) -> Response:
@@ -213,7 +220,10 @@ class Page:
             if change is None:
                 yield b": heartbeat\n\n"
             else:
-                yield b"event: change\nid: %b\ndata: %b\n\n" % (change.version.encode(), change.data)
+                yield b"event: change\nid: %b\ndata: " % change.version.encode()
+                for piece in unpacked(change.packed):
+                    yield piece
+                yield b"\n\n"
         yield b"event: reload\ndata:\n\n"
 
     async def _devices(self, request: Request) -> Response:
@@ -237,6 +247,33 @@ class _Stream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._feed.viewer():
             await super().__call__(scope, receive, send)
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed if a request has not arrived completely within ``REQUEST_TIMEOUT_SECONDS``."""
+
+    _timeout: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the base class
+        super().connection_made(transport)
+        self._timeout = self.loop.call_later(REQUEST_TIMEOUT_SECONDS, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        is_incomplete = self.conn.their_state in {h11.IDLE, h11.SEND_BODY}
+        if is_incomplete and self._timeout is None:
+            self._timeout = self.loop.call_later(REQUEST_TIMEOUT_SECONDS, self.transport.abort)
+        elif not is_incomplete:
+            self._cancel_timeout()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_timeout()
+        super().connection_lost(exc)
+
+    def _cancel_timeout(self) -> None:
+        if self._timeout is not None:
+            self._timeout.cancel()
+            self._timeout = None
 
 
 def _refused(refusal: Refusal) -> Response:

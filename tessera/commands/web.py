@@ -84,7 +84,7 @@ def _find(client: KubeClient, namespace: str) -> Target:
     pods = read_pods(client, namespace, CONTROLLERS)
     if not pods:
         raise FatalError(f"namespace {namespace} has no controller of Tessera; --namespace names that of the release")
-    targets = [_target(each) for each in _standby_first(client, namespace, pods) if each.is_ready]
+    targets = [_target(each) for each in _leader_first(client, namespace, pods) if each.is_ready]
     found = next((target for target in targets if target is not None), None)
     if found is not None:
         return found
@@ -102,14 +102,14 @@ def _target(pod: ReleasePod) -> Target | None:
     return None if port is None else Target(pod.metadata.name, port, "https" if is_secure else "http")
 
 
-def _standby_first(client: KubeClient, namespace: str, pods: Sequence[ReleasePod]) -> list[ReleasePod]:
-    """The leader last: all serve the same page, and the others have nothing else to do."""
+def _leader_first(client: KubeClient, namespace: str, pods: Sequence[ReleasePod]) -> list[ReleasePod]:
+    """The leader first: all serve the same page, but only the leader has the cluster in its memory already."""
     try:
         lease = client.find(f"{leases(namespace)}/{LEASE}")
     except ApiError:  # this account may not read it
         lease = None
     leader = (lease or {}).get("spec", {}).get("holderIdentity")
-    return sorted(pods, key=lambda each: (each.metadata.name == leader, each.metadata.name))
+    return sorted(pods, key=lambda each: (each.metadata.name != leader, each.metadata.name))
 
 
 @contextmanager

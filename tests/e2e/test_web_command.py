@@ -111,23 +111,23 @@ def served(url: str) -> str:
             return ""
 
 
-def test_it_opens_the_page_of_a_standby_and_goes_on_with_another_pod(
+def test_it_opens_the_page_of_the_leader_and_goes_on_with_another_pod(
     place: Cluster, pods: list[str], tmp_path: Path
 ) -> None:
     opened, browser = tmp_path / "opened", tmp_path / "browser"
     browser.write_text(f'#!/bin/sh\necho "$1" > {opened}.new; mv {opened}.new {opened}\n')
     browser.chmod(0o700)
     with kept_port() as one, kept_port() as other:
-        run_pod(place, pods, "leader", one)
-        run_pod(place, pods, "standby", other)
+        run_pod(place, pods, "another", one)
+        run_pod(place, pods, "leader", other)
         leases = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"
         place.api.post(leases, {"metadata": {"name": "tessera-controller"}, "spec": {"holderIdentity": "leader"}})
         with running(place, browser=str(browser)) as (process, url):
             wait_for(opened.exists, SOON_S, "a browser is started")
             assert opened.read_text().strip() == url
-            assert served(url) == "standby"
-            remove(place, "standby")
-            wait_for(lambda: served(url) == "leader", SOON_S, "the page of the other pod, at the same address")
+            assert served(url) == "leader"
+            remove(place, "leader")
+            wait_for(lambda: served(url) == "another", SOON_S, "the page of the other pod, at the same address")
             process.send_signal(signal.SIGINT)
             assert process.wait(SOON_S) == 0
         assert served(url) == "", "kubectl still forwards"

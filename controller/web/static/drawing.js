@@ -159,7 +159,7 @@ export function pendingRow(each, search) {
   const more = each.holderCount - each.holders.length;
   const help = each.isExplained
     ? (each.changes.length ? list(each.changes.map((change) => change.text)) : "-")
-    : element("span", { class: "dim" }, "not looked for: tessera why tells");
+    : element("span", { class: "dim" }, "not determined here: run tessera why");
   return element("tr", { "data-claim": each.claim ?? each.pods[0] },
     element("td", {}, each.claim ?? "(no claim yet)"), element("td", {}, names(each.pods, each.podCount).join(", ")),
     element("td", { "data-created": each.created ?? "" }, age(each.created)),
@@ -206,7 +206,7 @@ export function nodeDetail(node, devices, problem) {
           `${other.device} of ${other.driver}${other.pciBusId ? ` at ${other.pciBusId}` : ""}`))));
   });
   const joined = links(node.gpus).join(" · ");
-  const others = problem ? note(problem) : devices === null ? element("p", { class: "dim" }, "reading the devices of other drivers")
+  const others = problem ? note(problem) : devices === null ? element("p", { class: "dim" }, "Reading the devices of other drivers.")
     : devices.length ? null : element("p", { class: "dim" }, "No other driver publishes a device with a PCIe root here, such as a NIC.");
   return [element("p", {}, ...node.states.map(stateBadge), joined || "No GPUs joined by NVLink."), ...parts, others];
 }

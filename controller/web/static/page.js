@@ -159,7 +159,22 @@ function filter() {
     shown += frame.hidden ? 0 : 1;
   }
   find("node-count").textContent = terms.length ? `${shown} of ${frames.size}` : String(frames.size);
-  [...find("pending").children].forEach((row, index) => (row.hidden = !matches(state.pending[index], terms, textsOfPending)));
+  find("no-node").hidden = shown > 0 || !terms.length;
+  filterPending();
+}
+
+function filterPending() {
+  const terms = words();
+  let shown = 0;
+  [...find("pending").children].forEach((row, index) => {
+    row.hidden = !matches(state.pending[index], terms, textsOfPending);
+    shown += row.hidden ? 0 : 1;
+  });
+  find("pending-scroll").hidden = shown === 0;
+  find("nothing-pending").hidden = shown > 0;
+  find("nothing-pending").textContent = state.pending.length ? "No pending claim matches the search." : "No claim is pending.";
+  const part = shown < state.pendingCount ? `${shown} of ` : "";
+  find("pending-count").textContent = state.pendingCount ? `${part}${state.pendingCount}` : "";
 }
 
 function searchFor(text) {
@@ -174,10 +189,7 @@ function drawPending() {
   const focused = document.activeElement?.dataset.key;
   find("pending").replaceChildren(...state.pending.map((each) => pendingRow(each, searchFor)));
   if (focused) [...find("pending").querySelectorAll("[data-key]")].find((each) => each.dataset.key === focused)?.focus();
-  find("nothing-pending").hidden = state.pending.length > 0;
-  find("pending-scroll").hidden = state.pending.length === 0;
-  const more = state.pendingCount > state.pending.length ? `, ${state.pending.length} of them here` : "";
-  find("pending-count").textContent = state.pendingCount ? `${state.pendingCount}${more}` : "";
+  filterPending();
 }
 
 setInterval(() => {
@@ -211,7 +223,7 @@ find("detail").addEventListener("close", () => (opened = null));
 // ---- connection and token
 
 function show(connection, message) {
-  const text = connection === "live" ? `live, ${new Date().toLocaleTimeString()}` : `${printable(message)}; trying again`;
+  const text = connection === "live" ? `live, last change ${new Date().toLocaleTimeString()}` : `${printable(message)}; trying again`;
   find("connection").dataset.state = connection;
   find("connection").textContent = text;
   find("content").hidden = frames.size === 0 && connection !== "live";

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.support.queues import request
 
 
 def of(cluster: MapCluster, *, in_detail: bool = True) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(content_of(cluster.view(), lambda: in_detail).complete("v"))
+    found: dict[str, Any] = json.loads(gzip.decompress(content_of(cluster.view(), lambda: in_detail).complete("v")))
     return found
 
 
@@ -77,12 +78,12 @@ situations = st.dictionaries(st.sampled_from("abc"), st.sampled_from(["free", "h
 @given(before=situations, after=situations)
 def test_the_changes_lead_from_one_state_to_the_next(before: dict[str, str], after: dict[str, str]) -> None:
     old, new = (content_of(_cluster(each).view(), lambda: True) for each in (before, after))
-    assert applied(_parsed(old, "1"), json.loads(new.changes_since(old, "2"))) == _parsed(new, "2")
+    assert applied(_parsed(old, "1"), json.loads(gzip.decompress(new.changes_since(old, "2")))) == _parsed(new, "2")
 
 
 def test_only_what_differs_is_sent() -> None:
     old, new = (content_of(_cluster({"a": "free", "b": use}).view(), lambda: True) for use in ("free", "fault"))
-    change = json.loads(new.changes_since(old, "2"))
+    change = json.loads(gzip.decompress(new.changes_since(old, "2")))
     assert ([node["name"] for node in change["nodes"]], "pending" in change, "classes" in change) == (
         ["b"],
         False,
@@ -91,7 +92,7 @@ def test_only_what_differs_is_sent() -> None:
 
 
 def _parsed(found: PageContent, version: str) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(found.complete(version))
+    state: dict[str, Any] = json.loads(gzip.decompress(found.complete(version)))
     return state
 
 

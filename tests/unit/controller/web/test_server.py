@@ -6,6 +6,7 @@ import gzip
 import json
 import queue
 import re
+import socket
 import ssl
 import subprocess
 import sys
@@ -174,6 +175,41 @@ def test_an_endless_request_is_cut_off(port: int) -> None:
     except ConnectionError:  # it hung up while the client was still sending
         status = 400
     assert status == 400
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"",
+        b"GET /api/state HTTP/1.1\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HTTP/1.1\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n",
+    ],
+)
+def test_a_request_that_arrives_slowly_is_cut_off(port: int, start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT_SECONDS", 0.5)
+    with socket.create_connection(("127.0.0.1", port), timeout=0.05) as connection:
+        connection.sendall(start)
+
+        def is_cut_off() -> bool:
+            try:
+                connection.sendall(b"x" if start else b"")
+                return connection.recv(1 << 16) == b""
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                return True
+
+        wait_for(is_cut_off, 4.0, "the server hangs up")
+
+
+def test_a_stream_outlives_the_time_for_a_request(port: int, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "REQUEST_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(feed, "HEARTBEAT_SECONDS", 0.05)
+    with viewing(port, state(port)["version"]) as viewer:
+        assert [viewer.readline() for _ in range(12)] == [b": heartbeat\n", b"\n"] * 6
+        cluster.put(example().node("node-3"))
+        assert next_event(viewer)[0] == "change"
 
 
 def next_event(answer: HTTPResponse) -> tuple[str, dict[str, Any]]:
