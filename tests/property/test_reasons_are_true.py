@@ -26,12 +26,12 @@ from tests.support.queues import DRIVER, FULL, Situation, profile, request
 
 
 def fits(there: Situation) -> bool:
-    """Whether the scheduler finds devices for the pending claim on a node that its pod may run on."""
+    """Whether the scheduler finds devices for the claims of the pending pod on a node that it may run on."""
     slices, allocated = SliceIndex(published(there)), Allocated.of(held(there))
-    pending = there.waiting()
-    nodes = there.queue.nodes(pending)
+    queue = there.queue
+    claims, nodes = [each.claim for each in queue.pending], queue.nodes(queue.pending[0])
     return any(
-        allocate([pending.claim], node, slices, there.classes, allocated) is not None
+        allocate(claims, node, slices, there.classes, allocated) is not None
         for name, node in sorted(there.nodes.items())
         if name in nodes
     )

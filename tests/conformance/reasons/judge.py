@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from driver.kube.types import Result
+from driver.kube.types import Claim, Result
 from tests.conformance.allocator.judge import CLASSES, GROUP, SLICES, WAVE_S, WRITERS, claiming_pod, wait_until_seen
 from tests.conformance.reasons.statements import NODES, held, published
 from tests.harness.cluster import Cluster
@@ -40,7 +40,7 @@ class RealScheduler:
         cluster.add_node_object("barrier")
 
     def fits(self, situations: Sequence[Situation]) -> Iterator[bool]:
-        """For each, whether its pending claim is allocated."""
+        """For each, whether the claims of its pending pod are allocated."""
         for start in range(0, len(situations), WAVE):
             yield from self._ask(situations[start : start + WAVE])
 
@@ -81,8 +81,8 @@ class RealScheduler:
         results = [_result(index, number, each) for number, each in enumerate(held(there))]
         for first in range(0, len(results), MAX_RESULTS):
             self._hold(claims, f"held-{index}-{first}", results[first : first + MAX_RESULTS])
-        spec = msgspec.to_builtins(there.waiting().claim.spec)
-        self._api.post(claims, {"metadata": {"name": f"claim-{index}"}, "spec": spec})
+        for name, waiting in _pending(index, there).items():
+            self._api.post(claims, {"metadata": {"name": name}, "spec": msgspec.to_builtins(waiting.spec)})
 
     def _hold(self, claims: str, name: str, results: Sequence[Mapping[str, Any]]) -> None:
         requests = [{"name": each["request"], "exactly": {"deviceClassName": "any"}} for each in results]
@@ -121,4 +121,10 @@ def _pod(namespace: str, index: int, there: Situation) -> dict[str, Any]:
     own = {"matchExpressions": [{"key": LABEL, "operator": "In", "values": [str(index)]}]}
     affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [own]}}}
     selector = dict(there.pods[0].spec.node_selector)
-    return claiming_pod(f"pod-{index}", namespace, [f"claim-{index}"], affinity=affinity, nodeSelector=selector)
+    claims = list(_pending(index, there))
+    return claiming_pod(f"pod-{index}", namespace, claims, affinity=affinity, nodeSelector=selector)
+
+
+def _pending(index: int, there: Situation) -> dict[str, Claim]:
+    """The claims of the pending pod by their names in the cluster."""
+    return {f"{each.claim.metadata.name}-{index}": each.claim for each in there.queue.pending}

@@ -70,7 +70,10 @@ def gpus(draw: st.DrawFn, node: str, number: int, product: str) -> FleetGpu:
 
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
-    """Up to three nodes of one product each, some of them closed to pods; devices held by claims; a pending pod."""
+    """Up to three nodes of one product each, some of them closed to pods; devices held by claims; a pending pod.
+
+    The pod has one or two claims.
+    """
     entries = []
     for node in NODES[: draw(st.integers(1, 3))]:
         product = draw(st.sampled_from([H100, H100, A100, L40S]))
@@ -90,7 +93,11 @@ def situations(draw: st.DrawFn) -> Situation:
         requests = [request(name=name, selector=draw(selectors), count=draw(st.integers(1, 4))) for name in names]
     constraints = draw(st.sampled_from([[], [], [{"matchAttribute": CLIQUE}], [{"matchAttribute": PARENT}]]))
     pod: dict[str, Any] = draw(st.sampled_from([{}, {}, {}, {"nodeSelector": {"pool": "x"}}]))
-    return there.wants(*requests, constraints=constraints, **pod)
+    claims = [there.claim("claim", *requests, constraints=constraints)]
+    if draw(st.integers(0, 4)) == 0:
+        claims.append(there.claim("second", request(selector=draw(selectors), count=draw(st.integers(1, 2)))))
+    there.pod("pod", *claims, **pod)
+    return there
 
 
 def hold(there: Situation, chance: Any) -> None:
