@@ -40,7 +40,7 @@ def test_a_kind_of_which_some_device_passes_is_never_kept_out() -> None:
     assert min(passing[kind] for kind in DeviceKind) > 20
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_expression_that_a_cluster_was_asked_about_is_too_odd() -> None:
     for expression in EXPRESSIONS:
         found(device_class("any", expression), claim(request_for("gpu-inference", expression)))

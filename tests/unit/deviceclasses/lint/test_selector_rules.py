@@ -128,7 +128,7 @@ def test_values_that_a_device_may_have_or_that_are_others_are_let_be(expression:
     assert found(device_class("x", f"{OURS} && {expression}")) == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_lint_knows_the_values_of_every_device_that_can_be_simulated() -> None:
     products = [name for name in product_names() if (product := find_product(name)) and product.mig_capable]
     assert len(products) > 5
