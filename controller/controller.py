@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from controller.cluster.cache import ClusterCache, Snapshot
@@ -37,11 +38,11 @@ from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
 from controller.explain.disjoint_offers import reasons_of_waiting
 from controller.explain.events import EventReporter
-from controller.explain.missing import MissingClaims
 from controller.explain.pending_despite_offers import UnscheduledClaims
 from controller.explain.queued_workloads import WorkloadReasons
 from controller.explain.reason import ClaimReason
 from controller.explain.reasons import reasons_of
+from controller.explain.unplaced_pods import UnplacedPods
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
 from controller.node_labels import LABEL_SETS, NodeLabels
 from controller.plans import PlanSpecs, PlanWriter
@@ -52,6 +53,7 @@ from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
 from driver.kube.events import Recorder
+from driver.kube.reads import template_exists
 from driver.kube.work_loop import Loop
 from driver.model.plan import Offer, OfferMode
 from driver.placement.measure import Measure
@@ -136,7 +138,7 @@ class Controller:
         self._disjoint_curator = DisjointCurator(ranking, settings.offers)
         self._listed_devices = ListedDevices(settings.min_published, settings.offers)
         self._unscheduled = UnscheduledClaims(settings.unused_s, Clock())
-        self._missing = MissingClaims(Clock())
+        self._unplaced = UnplacedPods(Clock(), partial(template_exists, client))
         self._node_labels = NodeLabels(client, LABEL_SETS[settings.node_labels])
         self._conflicts = ConflictResolver(
             client, self._recorder, settings.driver_name, evicted=metrics.pod_evicted if metrics is not None else None
@@ -245,7 +247,7 @@ class Controller:
         return soonest(
             self._writer.due_in_s(),
             self._unscheduled.next_s,
-            self._missing.next_s,
+            self._unplaced.next_s,
             self._starvation.next_s,
             self._reservations.next_s,
             self._held_publication.next_s,
@@ -359,7 +361,7 @@ class Controller:
         unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
         silent = silent_nodes(seen.views, seen.incomplete)
         unscheduled = self._unscheduled.reasons(queue, unfenced, silent, refusing_nodes(seen.views))
-        everything = (*waiting, *unscheduled, *reasons_of(queue, unreported), *self._missing.reasons(seen.cluster))
+        everything = (*waiting, *unscheduled, *reasons_of(queue, unreported), *self._unplaced.reasons(queue))
         found = {each.pending.key: each for each in everything}
         self._events.claims(found.values(), queue)
         return {key: each.code.value for key, each in found.items()}

@@ -201,12 +201,20 @@ def _of_nodes(
     for node, outcome in opened.outcomes(requirements, frozenset(excluded)):
         if outcome is Outcome.FITS:
             by_exclusion.setdefault(excluded[node], []).append(node)
+    yield from admitting(by_exclusion)
+
+
+def admitting(by_exclusion: Mapping[Excluded, Sequence[str]]) -> Iterator[Change]:
+    """For nodes that exclude a pod: that they no longer do."""
     for exclusion, nodes in sorted(by_exclusion.items(), key=lambda each: each[0].text):
         names = listed(sorted(nodes), MAX_CHANGES).replace(", ", " or ")
         if exclusion.kinds == {Exclusion.NOT_READY}:
             yield Change("node-ready", f"node {names} were ready")
         elif exclusion.kinds == {Exclusion.CORDONED}:
             yield Change("node-uncordoned", f"node {names} were uncordoned (kubectl uncordon {min(nodes)})")
+        elif exclusion.kinds == {Exclusion.OTHER_CLAIM}:
+            claims = exclusion.text.removeprefix("can not have ")
+            yield Change("claim-moved", f"{claims}, were allocated on node {names}: it is once no pod uses it")
         else:
             yield Change("node-admitted", f"its pod could run on node {names}, which {exclusion.text}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from controller.cluster.fleet import Fleet, Hardware
 from controller.cluster.kueue import WORKLOAD_VERSION
@@ -24,8 +25,10 @@ PENDING = "pending"
 """The series of Events about why a claim is pending."""
 
 ALLOCATED = "Allocated"
+NOT_USED = "NotUsed"
 ENOUGH_IS_FREE = "enough is free now; the scheduler has not allocated it yet"
 NO_LONGER = "the reason that was reported before no longer holds"
+NO_POD = "no pending pod uses it: the scheduler allocates a claim when it places a pod"
 
 MAX_PODS = 4
 """Pods of one claim that get its reason as an Event of their own."""
@@ -67,11 +70,17 @@ class EventReporter:
                 current[key] = waiting[key]
                 self._about(waiting[key], ReasonCode.WAITS.value, ENOUGH_IS_FREE, "Normal")
             elif before.not_created:
-                self._about(before, ReasonCode.WAITS.value, NO_LONGER, "Normal")
+                placed = {pod.metadata.uid: pod.spec.node_name for pod in queue.cluster.pods if pod.spec.node_name}
+                if (node := placed.get(before.pods[0].metadata.uid)) is not None:
+                    self._about(before, ALLOCATED, f"the scheduler has placed the pod on node {node}", "Normal")
+                else:
+                    self._about(before, ReasonCode.WAITS.value, NO_LONGER, "Normal")
             elif (allocation := queue.cluster.claims.allocation(before.claim.metadata.key)) is not None:
                 devices = listed([result.device for result in allocation.devices.results])
                 pools = listed(list(dict.fromkeys(result.pool for result in allocation.devices.results)))
                 self._about(before, ALLOCATED, f"the scheduler has allocated {devices} of pool {pools}", "Normal")
+            elif queue.cluster.claims.find(before.claim.metadata.key) is not None:
+                self._about(replace(before, pods=()), NOT_USED, NO_POD, "Normal")
         self._reported = current
 
     def _about(self, pending: PendingClaim, reason: str, sentence: str, type: Type) -> None:  # noqa: A002 - see Recorder

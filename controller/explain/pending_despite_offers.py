@@ -7,7 +7,6 @@ pool as incomplete, waits for something else, or does not run. What it reports i
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache
@@ -22,8 +21,9 @@ from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, Refusal
 from controller.explain.availability import listed
 from controller.explain.reason import ClaimReason, ReasonCode
+from controller.explain.scheduler_reports import SchedulerActivity, names_obstacle, no_report, report_of, reported
 from driver.kube.clock import Clock, seconds_time
-from driver.kube.types import Condition, Pod
+from driver.kube.types import Pod
 from driver.model.device import Device
 from driver.model.plan import Offer
 from driver.placement.state import Spot, spot_of
@@ -36,15 +36,8 @@ GATES = (
 QUOTE_SECONDS = 1.0
 """Time that the scheduler has to take an offered device before its own report is quoted."""
 
-SILENT_SECONDS = 5.0
+SILENT_SECONDS = 2.0
 """Time that nodes have to publish what is offered."""
-
-OTHER_OBSTACLES = re.compile(
-    r"Insufficient |affinity rules|anti-affinity|topology spread|free ports|volume|PersistentVolume|Too many pods"
-    r"|CEL|runtime error|no such key|resourceclaim",
-    re.IGNORECASE,
-)
-"""Parts of the scheduler's report about what demand leaves to the scheduler (``controller.demand.eligibility``)."""
 
 
 class Since(NamedTuple):
@@ -105,6 +98,7 @@ class UnscheduledClaims:
         if not due:
             return []
         by_node = self._by_node(queue, standing)
+        activity = SchedulerActivity(queue.cluster.pods)
 
         @cache
         def fitting(requirements: ClaimRequirements, nodes: Nodes) -> tuple[Standing, ...]:
@@ -113,7 +107,7 @@ class UnscheduledClaims:
             tried = (satisfying(requirements, by_node[node], queue.feasibility.matching.value) for node in ordered)
             return next(filter(None, tried), ())
 
-        found = (self._reason(queue, pending, fitting, silent, refusing) for pending in due)
+        found = (self._reason(queue, pending, fitting, silent, refusing, activity) for pending in due)
         return [reason for reason in found if reason is not None]
 
     @property
@@ -160,12 +154,15 @@ class UnscheduledClaims:
         fitting: Callable[[ClaimRequirements, Nodes], tuple[Standing, ...]],
         silent: Mapping[str, str],
         refusing: Mapping[str, str],
+        activity: SchedulerActivity,
     ) -> ClaimReason | None:
         pod, devices = next(_served_pods(queue, pending, fitting), (None, ()))
         if pod is None:
             return self._unpublished(queue, pending, {**refusing, **silent})
         since = max(self._devices[each.name] for each in devices)
         overdue = all(self._lasts(each, self._overdue_seconds) for each in (self._claims[_uid(pending)], since))
+        if report_of(pod) is None:
+            overdue |= activity.is_absent(pod, self._clock)
         cause = _cause(queue, pending, pod, devices, silent, overdue=overdue)
         if cause is None:
             return None
@@ -205,35 +202,24 @@ def _cause(
 
     Before it is ``overdue``, only causes that do not pass by themselves within a moment.
     """
-    node, condition = devices[0].entry.node, _report_of(pod)
+    node, condition = devices[0].entry.node, report_of(pod)
     if node in silent:
         return ReasonCode.NOT_PUBLISHED, f"the scheduler takes nothing from node {node}, which {silent[node]}"
     if (tainted := _taint_rule(queue, pending, devices)) is not None:
         return ReasonCode.TAINTED, tainted
-    if condition is not None and any(OTHER_OBSTACLES.search(part) for part in condition.message.split(", ")):
-        return ReasonCode.UNUSED, _reported(pod, condition)
-    if others := _requests_of_other_drivers(queue, pending):
-        if condition is not None and condition.lacks_devices:
-            text = f"the claim also needs {listed(others)} of another driver, and {_reported(pod, condition)}"
-            return ReasonCode.UNUSED, text
-        return None
+    if condition is None:
+        return (ReasonCode.UNUSED, no_report(pod)) if overdue else None
+    if names_obstacle(condition):
+        return ReasonCode.UNUSED, reported(pod, condition)
+    if condition.lacks_devices and (others := _requests_of_other_drivers(queue, pending, pod)):
+        return (
+            ReasonCode.UNUSED,
+            f"the pod also needs {listed(others)} of another driver, and {reported(pod, condition)}",
+        )
     if not overdue:
         return None
-    if condition is None:
-        name = pod.spec.scheduler_name or "default-scheduler"
-        text = f"no scheduler has reported on pod {pod.metadata.name}; does a scheduler named {name} run?"
-        return ReasonCode.UNUSED, text
     gates = f"; {GATES}" if condition.lacks_devices else ""
-    return ReasonCode.UNUSED, _reported(pod, condition).rstrip(". ") + gates
-
-
-def _report_of(pod: Pod) -> Condition | None:
-    """What the scheduler reports on ``pod``."""
-    return next((each for each in pod.status.conditions if each.keeps_from_scheduling and each.message), None)
-
-
-def _reported(pod: Pod, condition: Condition) -> str:
-    return f"the scheduler reports on pod {pod.metadata.name}: {condition.message}"
+    return ReasonCode.UNUSED, reported(pod, condition).rstrip(". ") + gates
 
 
 def _taint_rule(queue: Queue, pending: PendingClaim, devices: Sequence[Standing]) -> str | None:
@@ -253,17 +239,26 @@ def _taint_rule(queue: Queue, pending: PendingClaim, devices: Sequence[Standing]
     return None
 
 
-def _requests_of_other_drivers(queue: Queue, pending: PendingClaim) -> list[str]:
-    """The requests that are for no device of ours: ``request nic (class rdma)``."""
-    requirements = queue.requirements(pending)
-    if isinstance(requirements, Refusal):
-        return []
-    ours = {request.name for each in requirements for request in each.requests}
-    return [
-        f"request {request.name} (class {request.alternatives[0].device_class_name})"
-        for request in pending.claim.spec.devices.requests
-        if request.name not in ours and not any(each.admin_access for each in request.alternatives)
-    ]
+def _requests_of_other_drivers(queue: Queue, pending: PendingClaim, pod: Pod) -> list[str]:
+    """The requests of the pod's claims that are for no device of ours: ``request nic (class rdma)``."""
+    found = []
+    for each in queue.of_pod(pod):
+        requirements = queue.requirements(each)
+        of_claim = "" if each is pending else f" of claim {each.claim.metadata.name}"
+        ours = (
+            set() if isinstance(requirements, Refusal) else {one.name for each in requirements for one in each.requests}
+        )
+        for request in each.claim.spec.devices.requests:
+            if request.name in ours or any(one.admin_access for one in request.alternatives):
+                continue
+            same = [
+                constraint.match_attribute
+                for constraint in each.claim.spec.devices.constraints
+                if constraint.match_attribute and (not constraint.requests or request.name in constraint.requests)
+            ]
+            match = f", with the same {listed(same)} as its GPU" if same and ours else ""
+            found.append(f"request {request.name}{of_claim} (class {request.alternatives[0].device_class_name}){match}")
+    return found
 
 
 def _uid(pending: PendingClaim) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.hostile_json import decode
-from driver.kube.types import Claim, Node
+from driver.kube.types import Claim, Key, Node
 
 RESOURCE_GROUP = "/apis/resource.k8s.io/v1"
 
@@ -95,3 +95,12 @@ def owner_reference(client: KubeClient, name: str) -> Mapping[str, Any]:
     if not node.metadata.uid:
         raise ApiError(f"--node-name {name}: what the API server sent is no Node object: it has no uid")
     return {"apiVersion": "v1", "kind": "Node", "name": name, "uid": node.metadata.uid, "controller": True}
+
+
+def template_exists(client: KubeClient, key: Key) -> bool | None:
+    """Whether there is such a ResourceClaimTemplate; None if that can not be read."""
+    try:
+        path = f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaimtemplates/{key.name}"
+        return client.find(path) is not None
+    except ApiError:
+        return None

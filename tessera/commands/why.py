@@ -13,20 +13,29 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
+from controller.explain.events import ALLOCATED, NOT_USED
+from controller.explain.reason import ReasonCode
+from controller.explain.scheduler_reports import report_of
 from controller.report.cluster_view import ClusterView, read_cluster
-from controller.report.explanation import ALLOCATED, NOT_PREPARED, Explainer, Explanation, key_of
+from controller.report.explanation import NOT_PREPARED, TERMINATING, Explainer, Explanation, key_of
 from driver.errors import NOT_FOUND, ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient, Object
+from driver.kube.controller_heartbeat import HEARTBEAT, RENEW_INTERVAL_SECONDS
 from driver.kube.reads import RESOURCE_GROUP, read_all, read_object
 from driver.kube.types import Claim, Key, Pod
 from kubelet_plugin.status.events import Reason
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.status.snapshot import read_time
 from tessera.tables_and_drawings import columns, counted, printable, with_text_output
 
 POD_KINDS, CLAIM_KINDS = ("pod", "pods", "po"), ("claim", "resourceclaim", "resourceclaims")
 
 PREPARATION_FAILED = {Reason.PREPARE_FAILED.value, "FailedPrepareDynamicResources"}
 """Events of the node plugin and of the kubelet."""
+
+LEASES = "/apis/coordination.k8s.io/v1/leases"
+SILENCE_AFTER_SECONDS = 2 * RENEW_INTERVAL_SECONDS
+"""Age of the last heartbeat at which no controller seems to run."""
 
 MAX_HOLDERS = 20
 """Holders that are looked up and shown."""
@@ -84,7 +93,7 @@ def why(
         found = [each for each in explainer.pending() if where is None or _namespace(each) == where]
     else:
         found = _named(client, explainer, name, namespace or "default")
-    found = [_with_preparation(client, driver_name, each) for each in found]
+    found = [_with_preparation(client, driver_name, _with_controller(client, each)) for each in found]
     if output == "json":
         click.echo(json.dumps([_as_json(each, _holders(client, view, each)) for each in found], indent=2))
     elif not found:
@@ -115,6 +124,25 @@ def _named(client: KubeClient, explainer: Explainer, name: str, namespace: str) 
         if claim is not None:
             return [explainer.of_claim(claim)]
     raise FatalError(f"namespace {key.namespace} has no {kind or 'pod or ResourceClaim'} named {key.name}")
+
+
+def _with_controller(client: KubeClient, found: Explanation) -> Explanation:
+    """With the absence of a controller, if enough is free but may not be offered for that reason."""
+    if found.code != ReasonCode.WAITS:
+        return found
+    try:
+        known = list(read_all(client, LEASES, Object, {"fieldSelector": f"metadata.name={HEARTBEAT}"}))
+    except ApiError:
+        return found
+    renewed = max((at for each in known if (at := read_time(each["spec"].get("renewTime"))) is not None), default=None)
+    age = None if renewed is None else (datetime.now(UTC) - renewed).total_seconds()
+    if age is None or age <= SILENCE_AFTER_SECONDS:
+        return found
+    message = (
+        f"enough is free, but the controller, which decides what is offered, has sent no heartbeat for {age:.0f} s: "
+        "nodes offer everything that fits 30 to 90 s after the last one (tessera status)"
+    )
+    return replace(found, message=message)
 
 
 def _with_preparation(client: KubeClient, driver: str, found: Explanation) -> Explanation:
@@ -150,8 +178,27 @@ def _warnings(client: KubeClient, namespace: str, uid: str) -> list[Object]:
 
 
 def _without_claims(pod: Pod) -> Explanation:
-    message = "it has no ResourceClaim: Tessera is not concerned" if not pod.spec.resource_claims else "none is pending"
-    return Explanation("", (pod,), "NotUsed", message)
+    report = report_of(pod)
+    reports = () if report is None else ((pod.metadata.name, report.message),)
+    if pod.metadata.deletion_timestamp:
+        message = (
+            f"it is being deleted since {pod.metadata.deletion_timestamp}: the scheduler does not place it any more "
+            "(kubectl get pod -o yaml shows finalizers and the grace period)"
+        )
+        return Explanation("", (pod,), TERMINATING, message, permanent=True, reports=reports)
+    message = "none of its claims is pending" if pod.spec.resource_claims else "it has no ResourceClaim"
+    if not pod.spec.resource_claims and (plugged := sorted(_extended_resources(pod))):
+        message += (
+            f"; {', '.join(plugged)}, which it requests, is the extendedResourceName of no DeviceClass: only a device "
+            "plugin can provide it"
+        )
+    return Explanation("", (pod,), NOT_USED, message, reports=reports)
+
+
+def _extended_resources(pod: Pod) -> set[str]:
+    containers = (*pod.spec.containers, *pod.spec.init_containers)
+    names = {name for each in containers for name in (*each.resources.requests, *each.resources.limits)}
+    return {name for name in names if "/" in name}
 
 
 def _find(client: KubeClient, path: str, decoder: msgspec.json.Decoder[Any]) -> Any:
@@ -236,7 +283,7 @@ def _as_text(found: Explanation, holders: Sequence[Holder]) -> str:
         lines += ["", columns(["HELD BY", "DEVICES", "POD", "PRIORITY", "AGE"], table)]
     if found.changes:
         lines += ["", "it would fit if", *(f"  - {printable(each.text)}" for each in found.changes)]
-    for pod, message in found.reports:
+    for pod, message in (each for each in found.reports if each[1] not in found.message):
         lines += ["", f"the scheduler reports on pod {printable(pod)}: {printable(message)}"]
     return "\n".join(lines)
 

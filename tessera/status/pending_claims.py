@@ -20,7 +20,10 @@ MESSAGE_CHARACTERS = 300
 """Longest message that is shown whole."""
 
 ADVICE: Mapping[str, str] = {
-    ReasonCode.NO_SUCH_CLAIM: "create the claim, or correct the pod",
+    ReasonCode.NO_SUCH_CLAIM: "create the claim or its template, or correct the pod",
+    ReasonCode.NODE_NAME: "create the pod with a nodeSelector instead of spec.nodeName",
+    ReasonCode.GATED: "remove the gates, or see the queue that has set them",
+    ReasonCode.NOT_PLACED: "give the pod what the scheduler reports, or a claim of its own",
     ReasonCode.NO_SUCH_CLASS: "create the DeviceClass, or correct the claim",
     ReasonCode.SELECTOR_REFUSED: "correct its selector: tessera lint",
     ReasonCode.SELECTOR_FAILS: "correct its selector: tessera lint",

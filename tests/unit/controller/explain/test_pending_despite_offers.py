@@ -116,9 +116,9 @@ class TestWhen:
     def test_it_says_when_to_look_again_though_nothing_changed(self) -> None:
         watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
         assert watched.unused.next_s == pytest.approx(1)
-        watched.after(2)
-        assert watched.unused.next_s == pytest.approx(3)
-        watched.after(3)
+        watched.after(1.5)
+        assert watched.unused.next_s == pytest.approx(0.5)
+        watched.after(0.5)
         assert watched.unused.next_s is None
 
     def test_while_nobody_waits_there_is_no_time_to_look(self) -> None:
@@ -188,7 +188,7 @@ class TestWhatIsSaid:
         there.device_class("rdma", 'device.driver == "nic.example.com"')
         there.wants(request(selector=SMALL), request("rdma", name="nic"), status=refused(SAYS_NO))
         [reason] = Watched(there, "a/gpu-0-mig-1g10gb-6").after(SECOND)
-        assert "the claim also needs request nic (class rdma) of another driver" in reason.sentence
+        assert "the pod also needs request nic (class rdma) of another driver" in reason.sentence
         assert GATES not in reason.sentence
 
     @pytest.mark.parametrize(

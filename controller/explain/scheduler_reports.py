@@ -1,0 +1,87 @@
+"""What the scheduler reports on pods, and whether it does (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+
+from driver.kube.clock import Clock
+from driver.kube.types import Condition, Pod
+
+SILENT_SECONDS = 2.0
+"""Age of a pod at which a scheduler that handles no other pod is taken to be absent."""
+
+DEFAULT_SCHEDULER = "default-scheduler"
+
+EXPECTED = re.compile(
+    r"cannot allocate all claims|resourceclaim not available on the node|taint|node affinity/selector"
+    r"|were unschedulable|requested node name",
+    re.IGNORECASE,
+)
+"""Parts of a report about what Tessera knows itself: devices, and the nodes that exclude the pod."""
+
+NODES = re.compile(r"\d+/\d+ nodes are available: (?P<parts>.*)", re.DOTALL)
+END = re.compile(r"\. (?:still not schedulable|no new claims to deallocate|preemption)", re.IGNORECASE)
+
+INSUFFICIENT = re.compile(r"Insufficient ([\w./-]+\w)")
+
+
+def report_of(pod: Pod) -> Condition | None:
+    """What the scheduler reports on ``pod``; None if it has not reported."""
+    return next((each for each in pod.status.conditions if each.keeps_from_scheduling and each.message), None)
+
+
+def names_obstacle(report: Condition) -> bool:
+    """Whether it names something besides devices and excluded nodes: CPU, ports, volumes, other pods, an error."""
+    found = NODES.match(report.message)
+    parts = END.split(found["parts"])[0].rstrip(".") if found else report.message
+    return any(not EXPECTED.search(part) for part in parts.split(", "))
+
+
+def reported(pod: Pod, report: Condition) -> str:
+    """The report, and how much the pod requests of each resource that it says is insufficient."""
+    lacking = dict.fromkeys(INSUFFICIENT.findall(report.message))
+    amounts = [f"{name} {amounts}" for name in lacking if (amounts := _requested(pod, name))]
+    requests = f" (the pod requests {', '.join(amounts)})" if amounts else ""
+    return f"the scheduler reports on pod {pod.metadata.name}: {report.message}{requests}"
+
+
+def _requested(pod: Pod, resource: str) -> str:
+    found = (each.resources.requests.get(resource) for each in pod.spec.containers)
+    return " + ".join(str(amount) for amount in found if amount is not None)
+
+
+class SchedulerActivity:
+    """When each scheduler handled a pod of ``pods`` for the last time."""
+
+    def __init__(self, pods: Iterable[Pod]) -> None:
+        latest: dict[str, str] = {}
+        for pod in pods:
+            name = _scheduler(pod)
+            times = (each.last_transition_time or "" for each in pod.status.conditions if each.type == "PodScheduled")
+            latest[name] = max((latest.get(name, ""), *times))
+        self._latest: Mapping[str, str] = latest
+
+    def is_absent(self, pod: Pod, clock: Clock) -> bool:
+        """Whether no pod of the scheduler of ``pod`` has been handled since that was created, a moment ago at least."""
+        created = pod.metadata.creation_timestamp
+        if created is None or age_of(pod, clock) < SILENT_SECONDS:
+            return False
+        return self._latest.get(_scheduler(pod), "") < created
+
+
+def age_of(pod: Pod, clock: Clock) -> float:
+    """Seconds since ``pod`` was created; infinite if that is unknown."""
+    created = pod.metadata.creation_timestamp
+    return float("inf") if created is None else (clock.now() - datetime.fromisoformat(created)).total_seconds()
+
+
+def no_report(pod: Pod) -> str:
+    """The cause where no scheduler has reported on ``pod``."""
+    name = _scheduler(pod)
+    return f"no scheduler has reported on pod {pod.metadata.name}; does a scheduler named {name} run?"
+
+
+def _scheduler(pod: Pod) -> str:
+    return pod.spec.scheduler_name or DEFAULT_SCHEDULER
