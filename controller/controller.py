@@ -36,12 +36,12 @@ from controller.demand.queued_workloads import cluster_of, countable
 from controller.demand.reservation import NominatedPods, Reservations
 from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
-from controller.explain.disjoint_offers import reasons_of_waiting
-from controller.explain.events import EventReporter
-from controller.explain.pending_despite_offers import UnscheduledClaims
+from controller.explain.events import COMPONENT, EventReporter, written_events
+from controller.explain.pending_despite_offers import UnscheduledClaims, reasons_of_waiting
 from controller.explain.queued_workloads import WorkloadReasons
 from controller.explain.reason import ClaimReason
 from controller.explain.reasons import reasons_of
+from controller.explain.scheduler_reports import with_absent_schedulers
 from controller.explain.unplaced_pods import UnplacedPods
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
 from controller.node_labels import LABEL_SETS, NodeLabels
@@ -108,7 +108,7 @@ class Controller:
     ) -> None:
         self._loop = Loop("deciding what to offer", self._turn, COALESCE_SECONDS, give_way=self._rest)
         self._observer = observer
-        self._recorder = Recorder(client, "tessera-controller", settings.identity)
+        self._recorder = Recorder(client, COMPONENT, settings.identity)
         self._events = EventReporter(self._recorder)
         self._metrics = metrics
         claim_changed = metrics.claim_changed if metrics is not None else None
@@ -121,7 +121,7 @@ class Controller:
         self._eligibility = self._eligibility_of_queued = Eligibility(())
         self._kueue = KueueQueue(client, self._loop.notify) if settings.kueue else None
         self.last_decision: Decided | None = None
-        self._started = self._settled = False
+        self._started = self._settled = self._adopted = False
         self._decided_at = -math.inf
         self._excess_seconds = 0.0
         """How much longer than ``LONG_DECISION_SECONDS`` the last decision took."""
@@ -252,6 +252,7 @@ class Controller:
             self._reservations.next_s,
             self._held_publication.next_s,
             self._conflicts.next_s,
+            None if self._adopted else 0.0,
             retry,
         )
 
@@ -360,8 +361,13 @@ class Controller:
         offered = {offer: self._devices.free[offer] for offer in self._devices.offered}
         unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
         silent = silent_nodes(seen.views, seen.incomplete)
-        unscheduled = self._unscheduled.reasons(queue, unfenced, silent, refusing_nodes(seen.views))
+        late = self._devices.unpublished(seen.plans)
+        unscheduled = self._unscheduled.reasons(queue, unfenced, silent, refusing_nodes(seen.views), late)
         everything = (*waiting, *unscheduled, *reasons_of(queue, unreported), *self._unplaced.reasons(queue))
-        found = {each.pending.key: each for each in everything}
+        found = {each.pending.key: each for each in with_absent_schedulers(everything, queue, Clock())}
+        if not self._adopted and self._decided_at > 0:
+            # Not in the first decision, for which nodes and pods wait.
+            self._events.adopt(written_events(self._client))
+            self._adopted = True
         self._events.claims(found.values(), queue)
         return {key: each.code.value for key, each in found.items()}

@@ -65,7 +65,7 @@ def changes_that_help(queue: Queue, reasoning: Reasoning, pending: PendingClaim)
         found += _of_gpus(feasibility, requirements, nodes, available)
         found += _of_nodes(queue, reasoning, pending, requirements)
         found += _of_count(feasibility, requirements, nodes)
-    if len(queue.of_pod(pending.pods[0])) == 1:
+    if len(queue.of_pod(pending.pods[0])) == 1 and not pending.not_created:
         found += _of_class(queue, pending)
     return list({each.text: each for each in found}.values())
 

@@ -7,7 +7,7 @@ pool as incomplete, waits for something else, or does not run. What it reports i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from driver.kube.clock import Clock, seconds_time
 from driver.kube.types import Pod
 from driver.model.device import Device
 from driver.model.plan import Offer
-from driver.placement.state import Spot, spot_of
+from driver.placement.state import OfferKind, Spot, spot_of
 
 GATES = (
     "check that it has the feature gates that the API server has: DynamicResourceAllocation, DRAPartitionableDevices"
@@ -77,6 +77,7 @@ class UnscheduledClaims:
         self._watching = watching
         self._claims: dict[str, Since] = {}
         self._devices: dict[PoolDevice, Since] = {}
+        self._late: dict[Offer, Since] = {}
 
     def reasons(
         self,
@@ -84,16 +85,19 @@ class UnscheduledClaims:
         standing: Mapping[Offer, PoolDevice],
         silent: Mapping[str, str],
         refusing: Mapping[str, str],
+        unpublished: Iterable[Offer] = (),
     ) -> list[ClaimReason]:
         """One reason for each claim that is pending beside ``standing``, the offered devices.
 
         ``silent`` are the nodes that publish nothing that the scheduler takes, ``refusing`` those that do not publish
-        all offers of their plans, and why.
+        all offers of their plans, and why; ``unpublished`` offers of plans that nodes follow and do not publish yet.
         """
         waiting = (each for each in queue.pending if each.key not in queue.held_back)
         claims = {_uid(each): each for each in waiting if queue.requirements(each)}
         self._claims = {uid: self._claims.get(uid) or self._since(each) for uid, each in claims.items()}
         self._devices = {name: self._devices.get(name) or self._now() for name in standing.values()}
+        self._late = {offer: self._late.get(offer) or self._now() for offer in unpublished}
+        refusing = {**self._lagging(queue), **refusing}
         due = [each for each in queue.pending if self._lasts(self._claims.get(_uid(each)), QUOTE_SECONDS)]
         if not due:
             return []
@@ -119,7 +123,7 @@ class UnscheduledClaims:
         if not self._claims:
             return None
         now, limits = self._clock.monotonic(), (QUOTE_SECONDS, SILENT_SECONDS)
-        known = (*self._claims.values(), *self._devices.values())
+        known = (*self._claims.values(), *self._devices.values(), *self._late.values())
         times = (since.at + limit - now for since in known for limit in limits)
         return min((seconds for seconds in times if seconds > 0), default=None)
 
@@ -137,6 +141,15 @@ class UnscheduledClaims:
 
     def _lasts(self, since: Since | None, seconds: float) -> bool:
         return since is not None and self._clock.monotonic() >= since.at + seconds
+
+    def _lagging(self, queue: Queue) -> dict[str, str]:
+        """The nodes that have not published an offer for a while."""
+        gpus = queue.feasibility.fleet.gpus
+        late = [each for each, since in self._late.items() if self._lasts(since, SILENT_SECONDS)]
+        since = {gpus[each.gpu].node: self._late[each].text for each in late if each.gpu in gpus}
+        return {
+            node: f"has not published what its plan offers{at}; does its node plugin run?" for node, at in since.items()
+        }
 
     def _by_node(self, queue: Queue, standing: Mapping[Offer, PoolDevice]) -> dict[str, list[Standing]]:
         found: dict[str, list[Standing]] = {}
@@ -272,3 +285,30 @@ def _served_pods(
     for pod in pending.pods:
         nodes = queue.nodes_for(pod)
         yield from ((pod, devices) for each in queue.combinations(pod) if (devices := fitting(each, nodes)))
+
+
+def reasons_of_waiting(
+    queue: Queue, planned: Mapping[str, Collection[Offer]], obstructed: Collection[Offer], settle_s: float
+) -> list[ClaimReason]:
+    """The reasons of claims for which free memory would do, where offers of one GPU are disjoint.
+
+    ``planned`` are offers by claim; ``obstructed`` those that other offers of their GPU keep waiting.
+
+    ``settle_s``: the seconds until a fence has reached all API servers, which is most of the time that this takes.
+    """
+    found = []
+    for pending in queue.pending:
+        offers = planned.get(pending.key)
+        waits_for = [offer for offer in offers or () if offer in obstructed]
+        if waits_for:
+            sentence = f"{_changed(queue, waits_for[0])}: about {settle_s + 1:.0f} s"
+            found.append(ClaimReason(pending, ReasonCode.RESHAPING, sentence))
+        elif offers is None and pending.key not in queue.held_back and queue.satisfiable(pending):
+            sentence = f"the free memory that would do is planned for claims before it: {listed(sorted(planned))}"
+            found.append(ClaimReason(pending, ReasonCode.BEHIND, sentence))
+    return found
+
+
+def _changed(queue: Queue, offer: Offer) -> str:
+    entry, kind = queue.feasibility.fleet.gpus[offer.gpu], OfferKind(offer.type, offer.profile)
+    return f"gpu-{entry.number} of node {entry.node} is changed to offer {kind}"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 
+from controller.demand.pending_claims import Queue
+from controller.explain.reason import OF_THE_POD, ClaimReason
 from driver.kube.clock import Clock
 from driver.kube.types import Condition, Pod
 
 SILENT_SECONDS = 2.0
 """Age of a pod at which a scheduler that handles no other pod is taken to be absent."""
+
+NO_REPORT = "no scheduler has reported"
 
 DEFAULT_SCHEDULER = "default-scheduler"
 
@@ -71,6 +75,18 @@ class SchedulerActivity:
         return self._latest.get(_scheduler(pod), "") < created
 
 
+def with_absent_schedulers(reasons: Iterable[ClaimReason], queue: Queue, clock: Clock) -> Iterator[ClaimReason]:
+    """``reasons``, which say so, too, if none of the pods has a scheduler that handles pods."""
+    activity = SchedulerActivity(queue.cluster.pods)
+    for each in reasons:
+        pods = each.pending.pods
+        is_absent = all(report_of(pod) is None and activity.is_absent(pod, clock) for pod in pods)
+        if is_absent and each.code not in OF_THE_POD and NO_REPORT not in each.sentence:
+            yield each._replace(sentence=f"{each.sentence}; besides, {no_report(pods[0])}")
+        else:
+            yield each
+
+
 def age_of(pod: Pod, clock: Clock) -> float:
     """Seconds since ``pod`` was created; infinite if that is unknown."""
     created = pod.metadata.creation_timestamp
@@ -80,7 +96,7 @@ def age_of(pod: Pod, clock: Clock) -> float:
 def no_report(pod: Pod) -> str:
     """The cause where no scheduler has reported on ``pod``."""
     name = _scheduler(pod)
-    return f"no scheduler has reported on pod {pod.metadata.name}; does a scheduler named {name} run?"
+    return f"{NO_REPORT} on pod {pod.metadata.name}; does a scheduler named {name} run?"
 
 
 def _scheduler(pod: Pod) -> str:

@@ -17,6 +17,7 @@ from controller.demand.selected_devices import Matching
 from controller.explain.pending_despite_offers import UnscheduledClaims
 from controller.explain.reason import ClaimReason
 from controller.explain.reasons import reasons_of
+from controller.explain.scheduler_reports import with_absent_schedulers
 from controller.explain.unplaced_pods import UnplacedPods
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
@@ -68,11 +69,11 @@ class ClusterView:
         refusing = refusing_nodes(self.snapshot.views)
         unscheduled = UnscheduledClaims(OVERDUE_SECONDS, Clock(), watching=False)
         everything = (
-            *unscheduled.reasons(self.queue, offered, silent, refusing),
+            *unscheduled.reasons(self.queue, offered, silent, refusing, self.devices.unpublished(self.snapshot.plans)),
             *reasons_of(self.queue),
             *UnplacedPods(Clock(), self.template_exists, watching=False).reasons(self.queue),
         )
-        return {each.pending.key: each for each in everything}
+        return {each.pending.key: each for each in with_absent_schedulers(everything, self.queue, Clock())}
 
 
 def read_cluster(client: KubeClient, driver: str) -> ClusterView:

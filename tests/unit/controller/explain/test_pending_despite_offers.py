@@ -49,10 +49,14 @@ class Watched:
         self.standing = standing
         self.silent: Mapping[str, str] = {}
         self.refusing: Mapping[str, str] = {}
+        self.unpublished: tuple[str, ...] = ()
         self.reasons()
 
     def reasons(self) -> list[ClaimReason]:
-        return self.unused.reasons(self.there.queue, offers(self.there, *self.standing), self.silent, self.refusing)
+        there, unpublished = self.there, offers(self.there, *self.unpublished)
+        return self.unused.reasons(
+            there.queue, offers(there, *self.standing), self.silent, self.refusing, unpublished.keys()
+        )
 
     def after(self, seconds: float) -> list[ClaimReason]:
         self.clock.advance(seconds)
@@ -144,6 +148,30 @@ class TestWhatIsSaid:
         told = Watched(waiting(None, schedulerName="nobody"), "a/gpu-0-mig-1g10gb-6").told()
         assert "no scheduler has reported on pod pod-of-claim; does a scheduler named nobody run?" in told
 
+    def test_an_absent_scheduler_is_named_after_two_seconds_a_busy_one_after_a_minute(self) -> None:
+        created = {"metadata": {"creationTimestamp": "2026-11-21T00:16:40Z"}}
+        watched = Watched(waiting(None, schedulerName="none", **created), "a/gpu-0-mig-1g10gb-6")
+        assert watched.after(SECOND) == []
+        [reason] = watched.after(SECOND)
+        assert "does a scheduler named none run?" in reason.sentence
+        done = {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-11-21T00:16:41Z"}
+        watched.there.pod("other", schedulerName="none", status={"conditions": [done]})
+        assert watched.after(SECOND) == []
+        assert watched.after(MINUTE)
+
+    @pytest.mark.parametrize(
+        ("message", "is_quoted"),
+        [
+            ("0/2 nodes are available: 1 cannot allocate all claims, 1 node(s) had untolerated taint(s).", False),
+            ("0/2 nodes are available: 2 cannot allocate all claims. still not schedulable, preemption: none.", False),
+            ("0/2 nodes are available: 1 cannot allocate all claims, 1 node(s) lack the licence of plugin x.", True),
+            ("no nodes available to schedule pods", True),
+        ],
+    )
+    def test_only_devices_and_excluded_nodes_are_no_other_obstacle(self, message: str, *, is_quoted: bool) -> None:
+        found = Watched(waiting(message), "a/gpu-0-mig-1g10gb-6").after(SECOND)
+        assert [each.sentence.endswith(message) for each in found] == [True] * is_quoted
+
     def test_an_incomplete_pool_is_named_with_what_is_missing(self) -> None:
         watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
         watched.silent = {"a": "publishes a pool that is incomplete"}
@@ -171,6 +199,18 @@ class TestWhatIsSaid:
         [reason] = watched.after(6 * SECOND)
         assert reason.code is ReasonCode.NOT_PUBLISHED
         assert "b, which does not offer all that its plan requests: claim team/gone still has gpu-0" in reason.sentence
+
+    def test_a_node_that_does_not_publish_an_offer_is_named_after_a_moment(self) -> None:
+        watched = Watched(waiting(nodeSelector={"kubernetes.io/hostname": "a"}))
+        watched.there.node("a", {"kubernetes.io/hostname": "a"})
+        watched.unpublished = ("a/gpu-0-mig-1g10gb-6",)
+        assert watched.after(SECOND) == []
+        [reason] = watched.after(2 * SECOND)
+        assert reason.code is ReasonCode.NOT_PUBLISHED
+        late = "enough is free only on a, which has not published what its plan offers since 2026-11-21T00:16:41Z"
+        assert f"{late}; does its node plugin run?" in reason.sentence
+        watched.unpublished = ()
+        assert watched.after(SECOND) == []
 
     def test_a_silent_node_is_no_reason_while_another_would_do(self) -> None:
         watched = Watched(waiting())

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from controller.explain.reason import ClaimReason, ReasonCode
+from controller.explain.reasons import reasons_of
+from controller.explain.scheduler_reports import with_absent_schedulers
 from controller.explain.unplaced_pods import MAX_GATED, UnplacedPods
 from driver.kube.types import Key
 from tests.support.clock import FakeClock
@@ -219,3 +221,13 @@ def test_a_pod_has_a_moment_to_be_bound_after_its_claims_are_allocated() -> None
 def test_a_pod_that_is_bound_or_being_deleted_waits_for_no_scheduler() -> None:
     assert reasons(sharing("a", nodeName="a", status=pending(NO_CPU))) == []
     assert reasons(sharing("a", metadata={"deletionTimestamp": OLD}, status=pending(NO_CPU))) == []
+
+
+def test_the_reason_of_a_pod_whose_scheduler_is_absent_says_so_too() -> None:
+    there = Situation(node_of("a", "full"))
+    there.wants(request(selector=FULL), metadata={"creationTimestamp": OLD}, schedulerName="none")
+    [reason] = with_absent_schedulers(reasons_of(there.queue), there.queue, FakeClock())
+    assert reason.code is ReasonCode.HELD
+    assert reason.sentence.endswith(
+        "besides, no scheduler has reported on pod pod-of-claim; does a scheduler named none run?"
+    )
