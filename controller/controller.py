@@ -37,6 +37,7 @@ from controller.demand.reservation import NominatedPods, Reservations
 from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
 from controller.explain.events import COMPONENT, EventReporter, written_events
+from controller.explain.gangs import reasons_of_incomplete
 from controller.explain.pending_despite_offers import UnscheduledClaims, reasons_of_waiting
 from controller.explain.queued_workloads import WorkloadReasons
 from controller.explain.reason import ClaimReason
@@ -53,7 +54,7 @@ from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
 from driver.kube.events import Recorder
-from driver.kube.reads import template_exists
+from driver.kube.reads import devices_of, template_exists
 from driver.kube.work_loop import Loop
 from driver.model.plan import Offer, OfferMode
 from driver.placement.measure import Measure
@@ -137,7 +138,7 @@ class Controller:
         self._curator = Curator(ranking, settings.offers)
         self._disjoint_curator = DisjointCurator(ranking, settings.offers)
         self._listed_devices = ListedDevices(settings.min_published, settings.offers)
-        self._unscheduled = UnscheduledClaims(settings.unused_s, Clock())
+        self._unscheduled = UnscheduledClaims(settings.unused_s, Clock(), partial(devices_of, client))
         self._unplaced = UnplacedPods(Clock(), partial(template_exists, client))
         self._node_labels = NodeLabels(client, LABEL_SETS[settings.node_labels])
         self._conflicts = ConflictResolver(
@@ -363,7 +364,9 @@ class Controller:
         silent = silent_nodes(seen.views, seen.incomplete)
         late = self._devices.unpublished(seen.plans)
         unscheduled = self._unscheduled.reasons(queue, unfenced, silent, refusing_nodes(seen.views), late)
-        everything = (*waiting, *unscheduled, *reasons_of(queue, unreported), *self._unplaced.reasons(queue))
+        incomplete = reasons_of_incomplete(queue, Clock())
+        lacking = reasons_of(queue, unreported)
+        everything = (*waiting, *unscheduled, *incomplete, *lacking, *self._unplaced.reasons(queue))
         found = {each.pending.key: each for each in with_absent_schedulers(everything, queue, Clock())}
         if not self._adopted and self._decided_at > 0:
             # Not in the first decision, for which nodes and pods wait.

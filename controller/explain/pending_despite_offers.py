@@ -7,6 +7,7 @@ pool as incomplete, waits for something else, or does not run. What it reports i
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache
@@ -23,7 +24,8 @@ from controller.explain.availability import listed
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.scheduler_reports import SchedulerActivity, names_obstacle, no_report, report_of, reported
 from driver.kube.clock import Clock, seconds_time
-from driver.kube.types import Pod
+from driver.kube.reads import DevicesByNode
+from driver.kube.types import ExactDeviceRequest, Pod
 from driver.model.device import Device
 from driver.model.plan import Offer
 from driver.placement.state import OfferKind, Spot, spot_of
@@ -38,6 +40,16 @@ QUOTE_SECONDS = 1.0
 
 SILENT_SECONDS = 2.0
 """Time that nodes have to publish what is offered."""
+
+
+LOOKUP_INTERVAL_SECONDS, LOOKUP_SHARE, MAX_DRIVERS = 1.5, 20.0, 8
+"""Least time until the devices of another driver are read again, also as a multiple of the time that it takes, and the
+number of drivers for which they are kept."""
+
+DRIVER = re.compile(r"device\.driver\s*==\s*[\"']([^\"']+)[\"']")
+"""The name of the driver in a selector."""
+
+LookUp = Callable[[str], DevicesByNode | None]
 
 
 class Since(NamedTuple):
@@ -70,13 +82,26 @@ def satisfying(
 class UnscheduledClaims:
     """Remembers since when claims are pending and devices offered: the scheduler needs a moment for both."""
 
-    def __init__(self, overdue_seconds: float, clock: Clock, *, watching: bool = True) -> None:
-        """``watching``: False if ``reasons`` is called once only: claims are pending since their pods' creation."""
+    def __init__(
+        self,
+        overdue_seconds: float,
+        clock: Clock,
+        devices_of: LookUp = lambda _: None,
+        *,
+        watching: bool = True,
+    ) -> None:
+        """``devices_of``: the published devices of another driver, None if they are not known.
+
+        ``watching``: False if ``reasons`` is called once only: claims are pending since their pods' creation.
+        """
         self._overdue_seconds = overdue_seconds
         self._clock = clock
         self._watching = watching
         self._claims: dict[str, Since] = {}
         self._devices: dict[PoolDevice, Since] = {}
+        self._devices_of = devices_of
+        self._looked_up: dict[str, tuple[float, DevicesByNode | None]] = {}
+        """When the devices of another driver are to be read again, and what they were."""
         self._late: dict[Offer, Since] = {}
 
     def reasons(
@@ -102,7 +127,7 @@ class UnscheduledClaims:
         if not due:
             return []
         by_node = self._by_node(queue, standing)
-        activity = SchedulerActivity(queue.cluster.pods)
+        activity = SchedulerActivity(queue)
 
         @cache
         def fitting(requirements: ClaimRequirements, nodes: Nodes) -> tuple[Standing, ...]:
@@ -142,6 +167,15 @@ class UnscheduledClaims:
     def _lasts(self, since: Since | None, seconds: float) -> bool:
         return since is not None and self._clock.monotonic() >= since.at + seconds
 
+    def _look_up(self, driver: str) -> DevicesByNode | None:
+        began = self._clock.monotonic()
+        due, known = self._looked_up.get(driver, (-math.inf, None))
+        if began >= due:
+            known, ended = self._devices_of(driver), self._clock.monotonic()
+            due = ended + max(LOOKUP_INTERVAL_SECONDS, LOOKUP_SHARE * (ended - began))
+            self._looked_up = {**dict(list(self._looked_up.items())[-MAX_DRIVERS:]), driver: (due, known)}
+        return known
+
     def _lagging(self, queue: Queue) -> dict[str, str]:
         """The nodes that have not published an offer for a while."""
         gpus = queue.feasibility.fleet.gpus
@@ -176,7 +210,7 @@ class UnscheduledClaims:
         overdue = all(self._lasts(each, self._overdue_seconds) for each in (self._claims[_uid(pending)], since))
         if report_of(pod) is None:
             overdue |= activity.is_absent(pod, self._clock)
-        cause = _cause(queue, pending, pod, devices, silent, overdue=overdue)
+        cause = _cause(queue, pending, pod, devices, silent, self._look_up, overdue=overdue)
         if cause is None:
             return None
         code, text = cause
@@ -208,6 +242,7 @@ def _cause(
     pod: Pod,
     devices: Sequence[Standing],
     silent: Mapping[str, str],
+    look_up: LookUp,
     *,
     overdue: bool,
 ) -> tuple[ReasonCode, str] | None:
@@ -224,11 +259,9 @@ def _cause(
         return (ReasonCode.UNUSED, no_report(pod)) if overdue else None
     if names_obstacle(condition):
         return ReasonCode.UNUSED, reported(pod, condition)
-    if condition.lacks_devices and (others := _requests_of_other_drivers(queue, pending, pod)):
-        return (
-            ReasonCode.UNUSED,
-            f"the pod also needs {listed(others)} of another driver, and {reported(pod, condition)}",
-        )
+    if condition.lacks_devices and (others := _needs_of_other_drivers(queue, pending, pod, node, look_up)):
+        text = f"the pod also needs devices of another driver, {'; '.join(others)} ({reported(pod, condition)})"
+        return ReasonCode.UNUSED, text
     if not overdue:
         return None
     gates = f"; {GATES}" if condition.lacks_devices else ""
@@ -252,26 +285,52 @@ def _taint_rule(queue: Queue, pending: PendingClaim, devices: Sequence[Standing]
     return None
 
 
-def _requests_of_other_drivers(queue: Queue, pending: PendingClaim, pod: Pod) -> list[str]:
-    """The requests of the pod's claims that are for no device of ours: ``request nic (class rdma)``."""
+def _needs_of_other_drivers(queue: Queue, pending: PendingClaim, pod: Pod, node: str, look_up: LookUp) -> list[str]:
+    """The requests of the pod's claims that are for no device of ours, and what ``node`` has for each."""
     found = []
     for each in queue.of_pod(pod):
         requirements = queue.requirements(each)
-        of_claim = "" if each is pending else f" of claim {each.claim.metadata.name}"
-        ours = (
-            set() if isinstance(requirements, Refusal) else {one.name for each in requirements for one in each.requests}
-        )
+        of_ours = () if isinstance(requirements, Refusal) else requirements
+        ours = {request.name for one in of_ours for request in one.requests}
         for request in each.claim.spec.devices.requests:
             if request.name in ours or any(one.admin_access for one in request.alternatives):
                 continue
-            same = [
+            attributes = [
                 constraint.match_attribute
                 for constraint in each.claim.spec.devices.constraints
                 if constraint.match_attribute and (not constraint.requests or request.name in constraint.requests)
             ]
-            match = f", with the same {listed(same)} as its GPU" if same and ours else ""
-            found.append(f"request {request.name}{of_claim} (class {request.alternatives[0].device_class_name}){match}")
+            same = f" and the same {listed(attributes)} as the GPU" if attributes and ours else ""
+            of_claim = "" if each is pending else f" of claim {each.claim.metadata.name}"
+            wanted = request.alternatives[0]
+            name = f"request {request.name}{of_claim} (class {wanted.device_class_name})"
+            found.append(f"{name}: {_there(queue, wanted, node, look_up, same)}")
     return found
+
+
+def _there(queue: Queue, wanted: ExactDeviceRequest, node: str, look_up: LookUp, same: str) -> str:
+    """What ``node`` has for a request of another driver, and why the scheduler does not take it."""
+    classes = (each.spec.selectors for each in queue.cluster.classes if each.metadata.name == wanted.device_class_name)
+    texts = [each.cel.expression for selectors in (*classes, wanted.selectors) for each in selectors if each.cel]
+    driver = next((found[1] for text in texts if (found := DRIVER.search(text))), "")
+    devices = look_up(driver) if driver else None
+    if devices is None or "" in devices:
+        return f"none that it selects{same} is free on node {node}"
+    if not (there := devices.get(node)):
+        others = (
+            f"only {listed(sorted(devices))} {'has' if len(devices) == 1 else 'have'} one"
+            if devices
+            else "nor has any other"
+        )
+        return f"node {node} has no device of {driver}, {others}"
+    users = queue.cluster.claims.users_of(driver)
+    held = sorted({users[device] for device in there if device in users})
+    by = f"{len(held)} {'claim' if len(held) == 1 else 'claims'}: {listed(held)}"
+    if all(device in users for device in there):
+        each = "the only device" if len(there) == 1 else f"each of the {len(there)} devices"
+        return f"{each} of {driver} on node {node} is held, by {by}"
+    rest = f"; the others are held by {by}" if held else ""
+    return f"none of the free devices of {driver} on node {node} has what it selects{same}{rest}"
 
 
 def _uid(pending: PendingClaim) -> str:

@@ -57,11 +57,13 @@ def _requested(pod: Pod, resource: str) -> str:
 
 
 class SchedulerActivity:
-    """When each scheduler handled a pod of ``pods`` for the last time."""
+    """When each scheduler handled a pod for the last time."""
 
-    def __init__(self, pods: Iterable[Pod]) -> None:
+    def __init__(self, queue: Queue) -> None:
+        self._untried = {pod.metadata.key for gang in queue.gangs if gang.missing for pod in gang.pods}
+        """Pods of which no scheduler reports anything, because others of their gang are missing."""
         latest: dict[str, str] = {}
-        for pod in pods:
+        for pod in queue.cluster.pods:
             name = _scheduler(pod)
             times = (each.last_transition_time or "" for each in pod.status.conditions if each.type == "PodScheduled")
             latest[name] = max((latest.get(name, ""), *times))
@@ -70,14 +72,14 @@ class SchedulerActivity:
     def is_absent(self, pod: Pod, clock: Clock) -> bool:
         """Whether no pod of the scheduler of ``pod`` has been handled since that was created, a moment ago at least."""
         created = pod.metadata.creation_timestamp
-        if created is None or age_of(pod, clock) < SILENT_SECONDS:
+        if created is None or age_of(pod, clock) < SILENT_SECONDS or pod.metadata.key in self._untried:
             return False
         return self._latest.get(_scheduler(pod), "") < created
 
 
 def with_absent_schedulers(reasons: Iterable[ClaimReason], queue: Queue, clock: Clock) -> Iterator[ClaimReason]:
     """``reasons``, which say so, too, if none of the pods has a scheduler that handles pods."""
-    activity = SchedulerActivity(queue.cluster.pods)
+    activity = SchedulerActivity(queue)
     for each in reasons:
         pods = each.pending.pods
         is_absent = all(report_of(pod) is None and activity.is_absent(pod, clock) for pod in pods)
@@ -96,7 +98,8 @@ def age_of(pod: Pod, clock: Clock) -> float:
 def no_report(pod: Pod) -> str:
     """The cause where no scheduler has reported on ``pod``."""
     name = _scheduler(pod)
-    return f"{NO_REPORT} on pod {pod.metadata.name}; does a scheduler named {name} run?"
+    group = "" if pod.pod_group is None else f"does its PodGroup {pod.pod_group.name} exist, and "
+    return f"{NO_REPORT} on pod {pod.metadata.name}; {group}does a scheduler named {name} run?"
 
 
 def _scheduler(pod: Pod) -> str:

@@ -204,7 +204,7 @@ class Placement:
 
     @cached_property
     def _activity(self) -> SchedulerActivity:
-        return SchedulerActivity(self._queue.cluster.pods)
+        return SchedulerActivity(self._queue)
 
     def is_allocated(self, pod: Pod) -> bool:
         """Whether it has no node although all of its claims are allocated, with a device of ours among them."""

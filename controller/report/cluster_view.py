@@ -14,6 +14,7 @@ from controller.cluster.node_views import refusing_nodes, silent_nodes
 from controller.cluster.published_offers import DeviceIndex
 from controller.demand.pending_claims import Queue
 from controller.demand.selected_devices import Matching
+from controller.explain.gangs import reasons_of_incomplete
 from controller.explain.pending_despite_offers import UnscheduledClaims
 from controller.explain.reason import ClaimReason
 from controller.explain.reasons import reasons_of
@@ -22,7 +23,7 @@ from controller.explain.unplaced_pods import UnplacedPods
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
-from driver.kube.reads import template_exists
+from driver.kube.reads import DevicesByNode, devices_of, template_exists
 from driver.kube.types import Key
 from driver.kube.watch_cache import MALFORMED
 
@@ -36,7 +37,7 @@ class ClusterView:
     """``fleet``: the GPUs and what is held on them; ``devices``: the published devices that no claim holds.
 
     ``stale``: why all of it may be out of date, None if it is current. ``template_exists``: whether a
-    ResourceClaimTemplate does, None if that is unknown.
+    ResourceClaimTemplate does, None if that is unknown. ``devices_of``: the published devices of another driver.
     """
 
     driver: str
@@ -45,6 +46,7 @@ class ClusterView:
     devices: DeviceIndex
     stale: str | None = None
     template_exists: Callable[[Key], bool | None] = lambda _: None
+    devices_of: Callable[[str], DevicesByNode | None] = lambda _: None
 
     @classmethod
     def of(
@@ -54,7 +56,8 @@ class ClusterView:
         snapshot = cache.snapshot()
         fleet = builder.build(snapshot.views, snapshot.changed)
         devices.update(snapshot.views, snapshot.changed, fleet)
-        return cls(driver, snapshot, fleet, devices, cache.stale(), partial(template_exists, client))
+        readers = partial(template_exists, client), partial(devices_of, client)
+        return cls(driver, snapshot, fleet, devices, cache.stale(), *readers)
 
     @cached_property
     def queue(self) -> Queue:
@@ -67,9 +70,10 @@ class ClusterView:
         offered = {offer: self.devices.free[offer] for offer in self.devices.offered}
         silent = silent_nodes(self.snapshot.views, self.snapshot.incomplete)
         refusing = refusing_nodes(self.snapshot.views)
-        unscheduled = UnscheduledClaims(OVERDUE_SECONDS, Clock(), watching=False)
+        unscheduled = UnscheduledClaims(OVERDUE_SECONDS, Clock(), self.devices_of, watching=False)
         everything = (
             *unscheduled.reasons(self.queue, offered, silent, refusing, self.devices.unpublished(self.snapshot.plans)),
+            *reasons_of_incomplete(self.queue, Clock()),
             *reasons_of(self.queue),
             *UnplacedPods(Clock(), self.template_exists, watching=False).reasons(self.queue),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -11,13 +11,16 @@ import msgspec
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.hostile_json import decode
-from driver.kube.types import Claim, Key, Node
+from driver.kube.types import Claim, Key, Node, ResourceSlice
 
 RESOURCE_GROUP = "/apis/resource.k8s.io/v1"
 
 PAGE_SIZE = 500
 
 T = TypeVar("T")
+
+DevicesByNode = Mapping[str, Collection[tuple[str, str]]]
+"""Pool and name of the devices of each node; of the node "" those that several nodes can use."""
 
 
 class ListMeta(msgspec.Struct, frozen=True, rename={"resource_version": "resourceVersion", "next_page": "continue"}):
@@ -104,3 +107,16 @@ def template_exists(client: KubeClient, key: Key) -> bool | None:
         return client.find(path) is not None
     except ApiError:
         return None
+
+
+def devices_of(client: KubeClient, driver: str) -> DevicesByNode | None:
+    """The devices that ``driver`` publishes; None if its slices can not be read."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    try:
+        of_driver = {"fieldSelector": f"spec.driver={driver}"}
+        for each in read_all(client, f"{RESOURCE_GROUP}/resourceslices", ResourceSlice, of_driver):
+            names = {(each.spec.pool.name, device.name) for device in each.spec.devices}
+            found.setdefault(each.spec.node_name, set()).update(names)
+    except (ApiError, msgspec.MsgspecError):
+        return None
+    return found

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
-from controller.explain.events import ALLOCATED, NOT_USED
+from controller.explain.events import ALLOCATED, COMPONENT, NOT_USED
 from controller.explain.reason import ReasonCode
 from controller.explain.scheduler_reports import report_of
 from controller.report.cluster_view import ClusterView, read_cluster
 from controller.report.explanation import NOT_PREPARED, TERMINATING, Explainer, Explanation, key_of
-from driver.errors import NOT_FOUND, ApiError, FatalError, UsageError
+from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HEARTBEAT, RENEW_INTERVAL_SECONDS
 from driver.kube.reads import RESOURCE_GROUP, read_all, read_object
-from driver.kube.types import Claim, Key, Pod
+from driver.kube.types import Claim, Key, Metadata, Pod
 from kubelet_plugin.status.events import Reason
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.status.snapshot import read_time
@@ -73,7 +73,8 @@ def why(
 
     NAME is a pod or a claim: NAME, pod/NAME or claim/NAME. Without it, all pending claims of the namespace are
     explained. The command computes the reasons itself from the API server's objects, also without a controller. Each
-    change under "it would fit if" was tried.
+    change under "it would fit if" was tried. An account that may not read the whole cluster sees what the controller
+    reported last.
 
     Exit code 0: nothing is pending; 1: something is, or NAME does not exist.
 
@@ -86,7 +87,13 @@ def why(
     if name is not None and all_namespaces:
         raise UsageError("NAME and --all-namespaces exclude each other: give one of them")
     client = client_of(kubeconfig, "tessera-why")
-    view = read_cluster(client, driver_name)
+    try:
+        view = read_cluster(client, driver_name)
+    except FatalError as refusal:
+        if not isinstance(refusal.__cause__, ApiError) or refusal.__cause__.status != FORBIDDEN:
+            raise
+        _show_reported(client, name, namespace or "default", output, refusal)
+        return
     explainer = Explainer(view)
     if name is None:
         where = None if all_namespaces else namespace or "default"
@@ -105,25 +112,67 @@ def why(
     sys.exit(1 if any(each.is_pending for each in found) else 0)
 
 
+def _show_reported(client: KubeClient, name: str | None, namespace: str, output: str, refusal: FatalError) -> None:
+    """What the controller reported last in ``namespace``, for accounts that can not read the whole cluster.
+
+    Raises ``refusal`` if it reported nothing, or nothing that this account may read.
+    """
+    kind, key = _kind_and_key(name or "", namespace)
+    try:
+        selector = {"fieldSelector": f"reportingComponent={COMPONENT}"}
+        events = list(read_all(client, f"/api/v1/namespaces/{key.namespace}/events", Object, selector))
+    except (ApiError, msgspec.MsgspecError):
+        raise refusal from None
+    events.sort(key=lambda event: str(event.get("lastTimestamp")))
+    latest = {(about["kind"], about["name"]): event for event in events if (about := event["involvedObject"])}
+    found = [
+        _as_reported(*about, key.namespace, event)
+        for about, event in latest.items()
+        if (not name or about[1] == key.name) and (not kind or (about[0] == "Pod") == (kind in POD_KINDS))
+    ]
+    found = [each for each in found if name or each.is_pending]
+    if not found:
+        raise refusal
+    click.echo("this account may not read the whole cluster: this is what the controller reported last", err=True)
+    if output == "json":
+        click.echo(json.dumps([_as_json(each, ()) for each in found], indent=2))
+    else:
+        click.echo("\n".join(map(_as_line, found)))
+    sys.exit(1 if any(each.is_pending for each in found) else 0)
+
+
+def _as_reported(kind: str, name: str, namespace: str, event: Object) -> Explanation:
+    key, code, message = Key(namespace, name), str(event.get("reason")), str(event.get("message"))
+    at = f" (reported {event.get('lastTimestamp')})"
+    if kind == "ResourceClaim":
+        return Explanation(str(key), (), code, message + at)
+    return Explanation("", (Pod(Metadata(name=name, namespace=namespace)),), code, message + at)
+
+
 def _namespace(found: Explanation) -> str:
     return found.claim.partition("/")[0] if found.claim else found.pods[0].metadata.namespace
 
 
 def _named(client: KubeClient, explainer: Explainer, name: str, namespace: str) -> list[Explanation]:
     """The explanations of a pod or a claim. Raises FatalError if there is neither."""
-    kind, slash, rest = name.partition("/")
-    if not slash or kind.lower() not in {*POD_KINDS, *CLAIM_KINDS}:
-        kind, rest = "", name
-    key = key_of(rest, namespace)
-    if kind.lower() not in CLAIM_KINDS:
+    kind, key = _kind_and_key(name, namespace)
+    if kind not in CLAIM_KINDS:
         pod = _find(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD)
         if pod is not None:
             return explainer.of_pod(pod) or [_without_claims(pod)]
-    if kind.lower() not in POD_KINDS:
+    if kind not in POD_KINDS:
         claim = _find(client, f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}", CLAIM)
         if claim is not None:
             return [explainer.of_claim(claim)]
     raise FatalError(f"namespace {key.namespace} has no {kind or 'pod or ResourceClaim'} named {key.name}")
+
+
+def _kind_and_key(name: str, namespace: str) -> tuple[str, Key]:
+    """The kind of ``pod/NAME`` or ``claim/NAME``, empty for NAME, and the key of the object."""
+    kind, slash, rest = name.partition("/")
+    if not slash or kind.lower() not in {*POD_KINDS, *CLAIM_KINDS}:
+        return "", key_of(name, namespace)
+    return kind.lower(), key_of(rest, namespace)
 
 
 def _with_controller(client: KubeClient, found: Explanation) -> Explanation:

@@ -223,13 +223,54 @@ class TestWhatIsSaid:
         assert reason.code is ReasonCode.UNUSED
         assert reason.sentence.endswith(f"the scheduler reports on pod pod-of-claim: {message}")
 
-    def test_a_request_for_another_driver_is_named(self) -> None:
+    @pytest.mark.parametrize(
+        ("devices", "holder", "there"),
+        [
+            (
+                None,
+                "",
+                "none that it selects and the same resource.kubernetes.io/pcieRoot as the GPU is free on node a",
+            ),
+            ({}, "", "node a has no device of nic.example.com, nor has any other"),
+            ({"b": [("p", "nic-0")]}, "", "node a has no device of nic.example.com, only b has one"),
+            (
+                {"a": [("p", "nic-0")]},
+                "other",
+                "the only device of nic.example.com on node a is held, by 1 claim: default/other",
+            ),
+            (
+                {"a": [("p", "nic-0")]},
+                "",
+                "none of the free devices of nic.example.com on node a has what it selects",
+            ),
+        ],
+    )
+    def test_a_request_for_another_driver_is_named_with_what_the_node_has_for_it(
+        self, devices: Any, holder: str, there: str
+    ) -> None:
+        rule = {"matchAttribute": "resource.kubernetes.io/pcieRoot"}
+        found = Situation(node_of("a"))
+        found.device_class("rdma", 'device.driver == "nic.example.com"')
+        nic = request("rdma", name="nic")
+        found.wants(request(selector=SMALL), nic, status=refused(SAYS_NO), constraints=[rule])
+        if holder:
+            results = [{"request": "nic", "driver": "nic.example.com", "pool": "p", "device": "nic-0"}]
+            found.claim(holder, status={"allocation": {"devices": {"results": results}}})
+        watched = Watched(found, "a/gpu-0-mig-1g10gb-6")
+        watched.unused = UnscheduledClaims(MINUTE, watched.clock, lambda _: devices)
+        watched.reasons()
+        [reason] = watched.after(SECOND)
+        assert f"devices of another driver, request nic (class rdma): {there}" in reason.sentence
+        assert SAYS_NO in reason.sentence
+        assert GATES not in reason.sentence
+
+    def test_a_claim_of_the_pod_for_another_driver_is_named_too(self) -> None:
         there = Situation(node_of("a"))
         there.device_class("rdma", 'device.driver == "nic.example.com"')
-        there.wants(request(selector=SMALL), request("rdma", name="nic"), status=refused(SAYS_NO))
+        claims = there.claim("claim", request(selector=SMALL)), there.claim("fast", request("rdma", name="nic"))
+        there.pod("pod", *claims, status=refused(SAYS_NO))
         [reason] = Watched(there, "a/gpu-0-mig-1g10gb-6").after(SECOND)
-        assert "the pod also needs request nic (class rdma) of another driver" in reason.sentence
-        assert GATES not in reason.sentence
+        assert "request nic of claim fast (class rdma): none that it selects is free on node a" in reason.sentence
 
     @pytest.mark.parametrize(
         ("selector", "tolerations", "tainted"),
