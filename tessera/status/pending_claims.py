@@ -41,7 +41,7 @@ ADVICE: Mapping[str, str] = {
     ReasonCode.RESET: "reset one of them when it is idle (docs/health.md), or change the claim",
     ReasonCode.FOREIGN: "end the partitions that Tessera did not make, or change the claim",
     ReasonCode.NO_GPUS: "see node plugins",
-    ReasonCode.NOT_PUBLISHED: "start its node plugin again, or read its log",
+    ReasonCode.NOT_PUBLISHED: "start its plugin again, or read the log; its kubelet if a claim still has a device",
     ReasonCode.TAINTED: "delete the DeviceTaintRule, or tolerate its taint in the claim",
     ReasonCode.UNUSED: "give the pod what the message names (docs/troubleshooting.md)",
     ReasonCode.GANG: "create its missing pods, lower the minCount of its PodGroup, or add GPUs",
