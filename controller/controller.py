@@ -42,7 +42,7 @@ from controller.explain.pending_despite_offers import UnscheduledClaims, reasons
 from controller.explain.queued_workloads import WorkloadReasons
 from controller.explain.reason import ClaimReason
 from controller.explain.reasons import reasons_of
-from controller.explain.scheduler_reports import with_absent_schedulers
+from controller.explain.scheduler_reports import with_scheduler
 from controller.explain.unplaced_pods import UnplacedPods
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
 from controller.node_labels import LABEL_SETS, NodeLabels
@@ -367,7 +367,7 @@ class Controller:
         incomplete = reasons_of_incomplete(queue, Clock())
         lacking = reasons_of(queue, unreported)
         everything = (*waiting, *unscheduled, *incomplete, *lacking, *self._unplaced.reasons(queue))
-        found = {each.pending.key: each for each in with_absent_schedulers(everything, queue, Clock())}
+        found = {each.pending.key: each for each in with_scheduler(everything, queue, Clock())}
         if not self._adopted and self._decided_at > 0:
             # Not in the first decision, for which nodes and pods wait.
             self._events.adopt(written_events(self._client))

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 
 from controller.demand.pending_claims import Queue
-from controller.explain.reason import OF_THE_POD, ClaimReason
+from controller.explain.reason import OF_THE_POD, ClaimReason, ReasonCode
 from driver.kube.clock import Clock
 from driver.kube.types import Condition, Pod
 
 SILENT_SECONDS = 2.0
 """Age of a pod at which a scheduler that handles no other pod is taken to be absent."""
 
-NO_REPORT = "no scheduler has reported"
+NO_REPORT, REPORTS = "no scheduler has reported", "the scheduler reports"
 
 DEFAULT_SCHEDULER = "default-scheduler"
 
@@ -38,9 +38,13 @@ def report_of(pod: Pod) -> Condition | None:
 
 def names_obstacle(report: Condition) -> bool:
     """Whether it names something besides devices and excluded nodes: CPU, ports, volumes, other pods, an error."""
+    return any(not EXPECTED.search(part) for part in _parts(report))
+
+
+def _parts(report: Condition) -> list[str]:
+    """What it says of nodes, for each cause; or the whole message."""
     found = NODES.match(report.message)
-    parts = END.split(found["parts"])[0].rstrip(".") if found else report.message
-    return any(not EXPECTED.search(part) for part in parts.split(", "))
+    return END.split(found["parts"])[0].rstrip(".").split(", ") if found else [report.message]
 
 
 def reported(pod: Pod, report: Condition) -> str:
@@ -48,7 +52,7 @@ def reported(pod: Pod, report: Condition) -> str:
     lacking = dict.fromkeys(INSUFFICIENT.findall(report.message))
     amounts = [f"{name} {amounts}" for name in lacking if (amounts := _requested(pod, name))]
     requests = f" (the pod requests {', '.join(amounts)})" if amounts else ""
-    return f"the scheduler reports on pod {pod.metadata.name}: {report.message}{requests}"
+    return f"{REPORTS} on pod {pod.metadata.name}: {report.message}{requests}"
 
 
 def _requested(pod: Pod, resource: str) -> str:
@@ -77,16 +81,23 @@ class SchedulerActivity:
         return self._latest.get(_scheduler(pod), "") < created
 
 
-def with_absent_schedulers(reasons: Iterable[ClaimReason], queue: Queue, clock: Clock) -> Iterator[ClaimReason]:
-    """``reasons``, which say so, too, if none of the pods has a scheduler that handles pods."""
+def with_scheduler(reasons: Iterable[ClaimReason], queue: Queue, clock: Clock) -> Iterator[ClaimReason]:
+    """``reasons``, with what keeps the scheduler from placing the first pod besides, on whatever node."""
     activity = SchedulerActivity(queue)
     for each in reasons:
-        pods = each.pending.pods
-        is_absent = all(report_of(pod) is None and activity.is_absent(pod, clock) for pod in pods)
-        if is_absent and each.code not in OF_THE_POD and NO_REPORT not in each.sentence:
-            yield each._replace(sentence=f"{each.sentence}; besides, {no_report(pods[0])}")
-        else:
-            yield each
+        pod = each.pending.pods[0]
+        report = report_of(pod)
+        besides = ""
+        if report is None and activity.is_absent(pod, clock) and NO_REPORT not in each.sentence:
+            besides = no_report(pod)
+        elif report is not None and not any(map(EXPECTED.search, _parts(report))) and REPORTS not in each.sentence:
+            besides = reported(pod, report)
+        yield each._replace(sentence=f"{each.sentence}; besides, {besides}") if besides and _may_have(each) else each
+
+
+def _may_have(reason: ClaimReason) -> bool:
+    """Whether the scheduler's view can add to the reason."""
+    return reason.code not in OF_THE_POD and reason.code is not ReasonCode.NO_SUCH_CLASS
 
 
 def age_of(pod: Pod, clock: Clock) -> float:

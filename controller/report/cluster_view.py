@@ -18,7 +18,7 @@ from controller.explain.gangs import reasons_of_incomplete
 from controller.explain.pending_despite_offers import UnscheduledClaims
 from controller.explain.reason import ClaimReason
 from controller.explain.reasons import reasons_of
-from controller.explain.scheduler_reports import with_absent_schedulers
+from controller.explain.scheduler_reports import with_scheduler
 from controller.explain.unplaced_pods import UnplacedPods
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
@@ -77,7 +77,7 @@ class ClusterView:
             *reasons_of(self.queue),
             *UnplacedPods(Clock(), self.template_exists, watching=False).reasons(self.queue),
         )
-        return {each.pending.key: each for each in with_absent_schedulers(everything, self.queue, Clock())}
+        return {each.pending.key: each for each in with_scheduler(everything, self.queue, Clock())}
 
 
 def read_cluster(client: KubeClient, driver: str) -> ClusterView:

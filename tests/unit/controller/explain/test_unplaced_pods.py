@@ -8,7 +8,7 @@ import pytest
 
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.reasons import reasons_of
-from controller.explain.scheduler_reports import with_absent_schedulers
+from controller.explain.scheduler_reports import with_scheduler
 from controller.explain.unplaced_pods import MAX_GATED, UnplacedPods
 from driver.kube.types import Key
 from tests.support.clock import FakeClock
@@ -226,8 +226,23 @@ def test_a_pod_that_is_bound_or_being_deleted_waits_for_no_scheduler() -> None:
 def test_the_reason_of_a_pod_whose_scheduler_is_absent_says_so_too() -> None:
     there = Situation(node_of("a", "full"))
     there.wants(request(selector=FULL), metadata={"creationTimestamp": OLD}, schedulerName="none")
-    [reason] = with_absent_schedulers(reasons_of(there.queue), there.queue, FakeClock())
+    [reason] = with_scheduler(reasons_of(there.queue), there.queue, FakeClock())
     assert reason.code is ReasonCode.HELD
     assert reason.sentence.endswith(
         "besides, no scheduler has reported on pod pod-of-claim; does a scheduler named none run?"
     )
+
+
+@pytest.mark.parametrize(
+    ("message", "is_added"),
+    [
+        (NO_CPU, True),
+        ('0/1 nodes are available: persistentvolumeclaim "data" not found.', True),
+        ("0/2 nodes are available: 1 Insufficient cpu, 1 cannot allocate all claims.", False),
+    ],
+)
+def test_what_every_node_lacks_besides_devices_is_added_to_the_reason(message: str, *, is_added: bool) -> None:
+    there = Situation(node_of("a", "full")).wants(request(selector=FULL), status=pending(message))
+    [reason] = with_scheduler(reasons_of(there.queue), there.queue, FakeClock())
+    assert reason.code is ReasonCode.HELD
+    assert (f"; besides, the scheduler reports on pod pod-of-claim: {message}" in reason.sentence) == is_added
