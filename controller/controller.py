@@ -54,7 +54,7 @@ from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
 from driver.kube.events import Recorder
-from driver.kube.reads import devices_of, template_exists
+from driver.kube.reads import creation_failure, devices_of, template_exists
 from driver.kube.work_loop import Loop
 from driver.model.plan import Offer, OfferMode
 from driver.placement.measure import Measure
@@ -139,7 +139,7 @@ class Controller:
         self._disjoint_curator = DisjointCurator(ranking, settings.offers)
         self._listed_devices = ListedDevices(settings.min_published, settings.offers)
         self._unscheduled = UnscheduledClaims(settings.unused_s, Clock(), partial(devices_of, client))
-        self._unplaced = UnplacedPods(Clock(), partial(template_exists, client))
+        self._unplaced = UnplacedPods(Clock(), partial(template_exists, client), partial(creation_failure, client))
         self._node_labels = NodeLabels(client, LABEL_SETS[settings.node_labels])
         self._conflicts = ConflictResolver(
             client, self._recorder, settings.driver_name, evicted=metrics.pod_evicted if metrics is not None else None

@@ -15,6 +15,7 @@ from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, Refusal, RequirementsReader
 from controller.explain.availability import Availability, Obstacle, listed, without
 from controller.explain.reasons import Reasoning
+from driver.kube.types import PAUSED
 
 MAX_TRIED = 20_000
 """Sets of claims that are tried on one node in the search for the smallest."""
@@ -170,7 +171,14 @@ def _of_gpus(
         )
         if node in nodes and _fits(feasibility, list(changed), requirements):
             helping.setdefault(obstacle, []).append(gpus[0])
+    paused = [each for each in helping.get(Obstacle.CLOSED, ()) if PAUSED in each.closed]
+    if paused:
+        helping[Obstacle.CLOSED] = [each for each in helping[Obstacle.CLOSED] if each not in paused]
+        command = f"kubectl annotate gpunodeplan {paused[0].node} {PAUSED}-"
+        yield Change("plan-paused", f"the plan of node {_names(Obstacle.CLOSED, paused)} were not paused ({command})")
     for obstacle, found in helping.items():
+        if not found:
+            continue
         command = f"tessera uncordon {found[0].node}/gpu-{found[0].number}"
         yield Change(obstacle.name.lower(), TEXTS[obstacle].format(_names(obstacle, found), command))
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from controller.demand.eligibility import Excluded, exclusion, selects
 from controller.demand.pending_claims import PendingClaim, Queue, claim_for, classes_by_resource
@@ -21,6 +21,8 @@ from controller.explain.sentences import only_elsewhere
 from driver.kube.clock import Clock
 from driver.kube.types import Claim, ClaimSpec, DeviceClaim, Key, Metadata, Pod, PodResourceClaim
 
+T = TypeVar("T")
+
 GRACE_SECONDS = 1.0
 """Time that the watch of claims may be later than that of pods, and that the scheduler has to bind a pod."""
 
@@ -29,8 +31,8 @@ CREATION_SECONDS = 10.0
 
 FORGET_SECONDS = 60.0
 
-LOOKUP_INTERVAL_SECONDS, MAX_LOOKUPS = 5.0, 8
-"""Time until a template is looked up again, and how many are looked up in one decision, which pods wait for."""
+LOOKUP_INTERVAL_SECONDS, MAX_LOOKUPS = 2.0, 8
+"""Time until something is looked up again, and how much is looked up in one decision, which pods wait for."""
 
 MAX_GATED = 100
 """Pods with scheduling gates that get a reason: a queue may keep thousands of them."""
@@ -48,17 +50,26 @@ class UnplacedPods:
     """Finds such pods, once they have been so for a moment."""
 
     def __init__(
-        self, clock: Clock, template_exists: Callable[[Key], bool | None] = lambda _: None, *, watching: bool = True
+        self,
+        clock: Clock,
+        template_exists: Callable[[Key], bool | None] = lambda _: None,
+        creation_failure: Callable[[Pod], str | None] = lambda _: None,
+        *,
+        watching: bool = True,
     ) -> None:
         """``template_exists``: whether there is such a ResourceClaimTemplate, None if that is unknown.
 
+        ``creation_failure``: what kube-controller-manager reports on a pod whose claim it can not create.
         ``watching``: False if ``reasons`` is called once only.
         """
         self._clock = clock
         self._template_exists = template_exists
         self._watching = watching
+        self._creation_failure = creation_failure
         self._templates: dict[Key, tuple[float, bool | None]] = {}
         """When a template was looked up, and whether it exists."""
+        self._failures: dict[Key, tuple[float, str | None]] = {}
+        """When the report on a pod was read, and what it says."""
         self._lookups = 0
         self._allocated_since: Mapping[str, float] = {}
         """By UID, the pods all claims of which are allocated."""
@@ -80,11 +91,13 @@ class UnplacedPods:
                 allocated[pod.metadata.uid], left = since, since + GRACE_SECONDS - now
                 reason = placement.reason(pod) if left <= 0 else None
             if left > 0:
-                times.append(left)
+                times.append(min(left, LOOKUP_INTERVAL_SECONDS))
             elif reason is not None:
                 found[pod.metadata.key] = (pod, reason)
         self._allocated_since = allocated
-        self._templates = {key: each for key, each in self._templates.items() if now - each[0] < FORGET_SECONDS}
+        for known in (self._templates, self._failures):
+            for key in [key for key, (at, _) in known.items() if now - at >= FORGET_SECONDS]:
+                del known[key]
         self.next_s = min(times, default=None)
         return list(_by_claim(found, queue))
 
@@ -131,9 +144,18 @@ class UnplacedPods:
     def _not_created(self, pod: Pod, claim: PodResourceClaim) -> Found:
         template, namespace = claim.resource_claim_template_name or "", pod.metadata.namespace
         is_young = self._watching and age_of(pod, self._clock) < GRACE_SECONDS
-        exists = None if is_young else self._exists(Key(namespace, template))
+        exists = None if is_young else self._known(self._templates, Key(namespace, template), self._template_exists)
         if exists is False:
             sentence = f"refers to the ResourceClaimTemplate {template}, which does not exist in its namespace"
+            return Found(ReasonCode.NO_SUCH_CLAIM, sentence, GRACE_SECONDS)
+        failure = (
+            self._known(self._failures, pod.metadata.key, lambda _: self._creation_failure(pod)) if exists else None
+        )
+        if failure:
+            sentence = (
+                f"lacks its claim {claim.name}, which kube-controller-manager can not create from the "
+                f"ResourceClaimTemplate {template}: {failure}"
+            )
             return Found(ReasonCode.NO_SUCH_CLAIM, sentence, GRACE_SECONDS)
         events = f"kubectl describe pod {pod.metadata.name} -n {namespace}"
         doubt = "a quota or a policy may refuse it, or" if exists else "does the template exist, and"
@@ -144,14 +166,15 @@ class UnplacedPods:
         )
         return Found(ReasonCode.NO_SUCH_CLAIM, sentence, CREATION_SECONDS if exists else GRACE_SECONDS)
 
-    def _exists(self, template: Key) -> bool | None:
+    def _known(self, known: dict[Key, tuple[float, T]], key: Key, look_up: Callable[[Key], T]) -> T | None:
+        """What is ``known`` of ``key``, looked up again now and then."""
         now = self._clock.monotonic()
-        at, known = self._templates.get(template, (-math.inf, None))
+        at, value = known.get(key, (-math.inf, None))
         if now - at >= LOOKUP_INTERVAL_SECONDS and self._lookups < MAX_LOOKUPS:
             self._lookups += 1
-            known = self._template_exists(template)
-            self._templates[template] = (now, known)
-        return known
+            known[key] = (now, look_up(key))
+            return known[key][1]
+        return value
 
 
 def _waiting(queue: Queue, most_gated: int | None) -> Iterator[Pod]:

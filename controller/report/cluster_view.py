@@ -23,8 +23,8 @@ from controller.explain.unplaced_pods import UnplacedPods
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
-from driver.kube.reads import DevicesByNode, devices_of, template_exists
-from driver.kube.types import Key
+from driver.kube.reads import DevicesByNode, creation_failure, devices_of, template_exists
+from driver.kube.types import Key, Pod
 from driver.kube.watch_cache import MALFORMED
 
 OVERDUE_SECONDS = 60.0
@@ -38,6 +38,7 @@ class ClusterView:
 
     ``stale``: why all of it may be out of date, None if it is current. ``template_exists``: whether a
     ResourceClaimTemplate does, None if that is unknown. ``devices_of``: the published devices of another driver.
+    ``creation_failure``: why a claim of a pod can not be created.
     """
 
     driver: str
@@ -47,6 +48,7 @@ class ClusterView:
     stale: str | None = None
     template_exists: Callable[[Key], bool | None] = lambda _: None
     devices_of: Callable[[str], DevicesByNode | None] = lambda _: None
+    creation_failure: Callable[[Pod], str | None] = lambda _: None
 
     @classmethod
     def of(
@@ -56,8 +58,16 @@ class ClusterView:
         snapshot = cache.snapshot()
         fleet = builder.build(snapshot.views, snapshot.changed)
         devices.update(snapshot.views, snapshot.changed, fleet)
-        readers = partial(template_exists, client), partial(devices_of, client)
-        return cls(driver, snapshot, fleet, devices, cache.stale(), *readers)
+        return cls(
+            driver,
+            snapshot,
+            fleet,
+            devices,
+            cache.stale(),
+            partial(template_exists, client),
+            partial(devices_of, client),
+            partial(creation_failure, client),
+        )
 
     @cached_property
     def queue(self) -> Queue:
@@ -75,7 +85,7 @@ class ClusterView:
             *unscheduled.reasons(self.queue, offered, silent, refusing, self.devices.unpublished(self.snapshot.plans)),
             *reasons_of_incomplete(self.queue, Clock()),
             *reasons_of(self.queue),
-            *UnplacedPods(Clock(), self.template_exists, watching=False).reasons(self.queue),
+            *UnplacedPods(Clock(), self.template_exists, self.creation_failure, watching=False).reasons(self.queue),
         )
         return {each.pending.key: each for each in with_scheduler(everything, self.queue, Clock())}
 

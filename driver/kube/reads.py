@@ -11,7 +11,7 @@ import msgspec
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.hostile_json import decode
-from driver.kube.types import Claim, Key, Node, ResourceSlice
+from driver.kube.types import Claim, Key, Node, Pod, ResourceSlice
 
 RESOURCE_GROUP = "/apis/resource.k8s.io/v1"
 
@@ -21,6 +21,11 @@ T = TypeVar("T")
 
 DevicesByNode = Mapping[str, Collection[tuple[str, str]]]
 """Pool and name of the devices of each node; of the node "" those that several nodes can use."""
+
+
+class EventMessage(msgspec.Struct, frozen=True, rename="camel"):
+    message: str = ""
+    last_timestamp: str | None = None
 
 
 class ListMeta(msgspec.Struct, frozen=True, rename={"resource_version": "resourceVersion", "next_page": "continue"}):
@@ -107,6 +112,17 @@ def template_exists(client: KubeClient, key: Key) -> bool | None:
         return client.find(path) is not None
     except ApiError:
         return None
+
+
+def creation_failure(client: KubeClient, pod: Pod) -> str | None:
+    """Why kube-controller-manager could not create a claim of ``pod`` last; None if it could, or if that is unknown."""
+    selector = {"fieldSelector": f"involvedObject.uid={pod.metadata.uid},reason=FailedResourceClaimCreation"}
+    path = f"/api/v1/namespaces/{pod.metadata.namespace}/events"
+    try:
+        found = list(read_all(client, path, EventMessage, selector))
+    except (ApiError, msgspec.MsgspecError):
+        return None
+    return max(found, key=lambda each: each.last_timestamp or "").message if found else None
 
 
 def devices_of(client: KubeClient, driver: str) -> DevicesByNode | None:

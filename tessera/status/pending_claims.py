@@ -32,7 +32,7 @@ ADVICE: Mapping[str, str] = {
     ReasonCode.NO_NODE: "change the pod's node selector, affinity or tolerations, or labels and taints of nodes",
     ReasonCode.OTHER_NODES: "change the pod's node selector, affinity or tolerations, or labels and taints of nodes",
     ReasonCode.NOT_READY: "repair the node: kubectl describe node",
-    ReasonCode.CLOSED: "admit pods to the node again: kubectl uncordon, kubectl taint",
+    ReasonCode.CLOSED: "admit pods to the node again: kubectl uncordon; or annotate its plan as no longer paused",
     ReasonCode.CONSTRAINT: "change its constraints, or ask for less",
     ReasonCode.NOT_TOGETHER: "ask for less on one node",
     ReasonCode.DEDICATED: "change the label of a node or a GPU (docs/controller.md), or the claim",

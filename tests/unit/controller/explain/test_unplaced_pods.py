@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from controller.explain.changes import changes_that_help
 from controller.explain.reason import ClaimReason, ReasonCode
-from controller.explain.reasons import reasons_of
+from controller.explain.reasons import Reasoning, reasons_of
 from controller.explain.scheduler_reports import with_scheduler
 from controller.explain.unplaced_pods import MAX_GATED, UnplacedPods
-from driver.kube.types import Key
+from driver.kube.types import PAUSED, Key
 from tests.support.clock import FakeClock
 from tests.support.queues import DRIVER, FULL, Situation, node_of, request
 
@@ -86,6 +87,15 @@ def test_whether_the_template_exists_is_said_if_it_is_known(exists: bool | None,
     there.pod("pod", resourceClaims=TEMPLATE, metadata={"creationTimestamp": OLD})
     [reason] = reasons(there, exists=exists)
     assert part in reason.sentence
+
+
+def test_what_refuses_the_claim_of_a_template_is_quoted_at_once() -> None:
+    there = Situation(node_of("a"))
+    there.pod("pod", resourceClaims=TEMPLATE, metadata={"creationTimestamp": "2026-11-21T00:16:38Z"})
+    quota = UnplacedPods(FakeClock(), lambda _: True, lambda _: "exceeded quota: gpus")
+    [reason] = quota.reasons(there.queue)
+    assert reason.sentence.endswith("can not create from the ResourceClaimTemplate large: exceeded quota: gpus")
+    assert UnplacedPods(FakeClock(), lambda _: True).reasons(there.queue) == []
 
 
 def test_a_template_is_looked_up_once_for_all_pods_and_decisions() -> None:
@@ -246,3 +256,11 @@ def test_what_every_node_lacks_besides_devices_is_added_to_the_reason(message: s
     [reason] = with_scheduler(reasons_of(there.queue), there.queue, FakeClock())
     assert reason.code is ReasonCode.HELD
     assert (f"; besides, the scheduler reports on pod pod-of-claim: {message}" in reason.sentence) == is_added
+
+
+def test_a_paused_plan_is_advised_to_be_continued() -> None:
+    there = Situation(node_of("a", gpus=1, closed=f"has a paused plan (annotation {PAUSED})"))
+    there.wants(request(selector=FULL))
+    [change] = changes_that_help(there.queue, Reasoning(there.queue), there.waiting())
+    command = "kubectl annotate gpunodeplan a gpu.tessera.dev/paused-"
+    assert (change.kind, change.text) == ("plan-paused", f"the plan of node a were not paused ({command})")
