@@ -6,7 +6,7 @@ No scheduler tries them, a claim of theirs is missing or being deleted, or all o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import islice
 from typing import NamedTuple, TypeVar
@@ -179,18 +179,27 @@ class UnplacedPods:
 
 def _waiting(queue: Queue, most_gated: int | None) -> Iterator[Pod]:
     """The pods that are not running, and not being deleted."""
-    pods = [pod for pod in queue.cluster.pods if pod.status.phase == "Pending" and not pod.metadata.deletion_timestamp]
-    yield from (pod for pod in pods if not pod.spec.scheduling_gates)
-    yield from islice((pod for pod in pods if pod.spec.scheduling_gates and _is_ours(pod, queue)), most_gated)
+    gated = []
+    for pod in queue.cluster.pods:
+        if pod.status.phase == "Pending" and not pod.metadata.deletion_timestamp:
+            if pod.spec.scheduling_gates:
+                gated.append(pod)
+            else:
+                yield pod
+    if gated:
+        yield from islice(_ours(gated, queue), most_gated)
 
 
-def _is_ours(pod: Pod, queue: Queue) -> bool:
-    """Whether a pod that is not in the queue may request devices of this driver, as far as its claims exist."""
-    claims = [queue.cluster.claims.find(key) for key in pod.claims]
-    extended = claim_for(pod, classes_by_resource(queue.cluster.classes))
+def _ours(gated: Iterable[Pod], queue: Queue) -> Iterator[Pod]:
+    """Pods that are not in the queue and may request devices of this driver, as far as their claims exist."""
+    by_resource = classes_by_resource(queue.cluster.classes)
     reader = RequirementsReader(queue.feasibility.matching, queue.cluster.classes, queue.feasibility.fleet)
-    missing = len(pod.spec.resource_claims) > len(claims)
-    return missing or any(each is not None and reader.of(each) != () for each in (*claims, extended))
+    for pod in gated:
+        claims = [queue.cluster.claims.find(key) for key in pod.claims]
+        lacks = len(pod.spec.resource_claims) > len(claims)
+        extended = claim_for(pod, by_resource)
+        if lacks or any(each is not None and reader.of(each) != () for each in (*claims, extended)):
+            yield pod
 
 
 def _by_claim(found: Mapping[Key, tuple[Pod, Found]], queue: Queue) -> Iterator[ClaimReason]:
