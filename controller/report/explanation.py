@@ -103,9 +103,20 @@ class Explainer:
             for key, reason in self._view.reasons.items()
             if key not in known and any(user.metadata.key == pod.metadata.key for user in reason.pending.pods)
         )
-        found = [*map(self._of_reason, of_pod), *map(self.of_pending, pending)]
+        found = [*map(self._of_reason, of_pod), *(self._of_claim_of_pod(each, pod) for each in pending)]
         claims = (self._view.snapshot.cluster.claims.find(key) for key in pod.claims)
         return [*found, *(self._allocated(claim) for claim in claims if claim is not None and claim.status.allocation)]
+
+    def _of_claim_of_pod(self, pending: PendingClaim, pod: Pod) -> Explanation:
+        """Why ``pending`` is pending; for one of several pods, what holds for that pod alone if it is permanent."""
+        found, alone = self.of_pending(pending), replace(pending, pods=(pod,))
+        reason = self._reasoning.of(alone) if len(pending.pods) > 1 and not found.permanent else None
+        if reason is None or not reason.permanent:
+            return found
+        changes = tuple(changes_that_help(self._queue, self._reasoning, alone))
+        message = f"{reason.sentence}; for other pods of the claim: {found.code}"
+        own = replace(found, pods=(pod,), reports=tuple(_reports((pod,))), changes=changes)
+        return replace(own, code=reason.code.value, message=message, permanent=True)
 
     def of_claim(self, claim: Claim) -> Explanation:
         """A claim, pending or not."""
