@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from controller.cluster.cache import ClusterCache, Snapshot
@@ -35,13 +36,14 @@ from controller.demand.queued_workloads import cluster_of, countable
 from controller.demand.reservation import NominatedPods, Reservations
 from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
-from controller.explain.disjoint_offers import reasons_of_waiting
-from controller.explain.events import EventReporter
-from controller.explain.missing import MissingClaims
-from controller.explain.pending_despite_offers import UnscheduledClaims
+from controller.explain.events import COMPONENT, EventReporter, written_events
+from controller.explain.gangs import reasons_of_incomplete
+from controller.explain.pending_despite_offers import UnscheduledClaims, reasons_of_waiting
 from controller.explain.queued_workloads import WorkloadReasons
 from controller.explain.reason import ClaimReason
 from controller.explain.reasons import KnownReasons, reasons_of
+from controller.explain.scheduler_reports import with_scheduler
+from controller.explain.unplaced_pods import UnplacedPods
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
 from controller.node_labels import LABEL_SETS, NodeLabels
 from controller.plans import PlanSpecs, PlanWriter
@@ -52,6 +54,7 @@ from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
 from driver.kube.events import Recorder
+from driver.kube.reads import creation_failure, devices_of, template_exists
 from driver.kube.work_loop import Loop
 from driver.model.plan import Offer, OfferMode
 from driver.placement.measure import Measure
@@ -106,7 +109,7 @@ class Controller:
     ) -> None:
         self._loop = Loop("deciding what to offer", self._turn, COALESCE_SECONDS, give_way=self._rest)
         self._observer = observer
-        self._recorder = Recorder(client, "tessera-controller", settings.identity)
+        self._recorder = Recorder(client, COMPONENT, settings.identity)
         self._events = EventReporter(self._recorder)
         self._metrics = metrics
         claim_changed = metrics.claim_changed if metrics is not None else None
@@ -119,7 +122,7 @@ class Controller:
         self._eligibility = self._eligibility_of_queued = Eligibility(())
         self._kueue = KueueQueue(client, self._loop.notify) if settings.kueue else None
         self.last_decision: Decided | None = None
-        self._started = self._settled = False
+        self._started = self._settled = self._adopted = False
         self._decided_at = -math.inf
         self._excess_seconds = 0.0
         """How much longer than ``LONG_DECISION_SECONDS`` the last decision took."""
@@ -136,8 +139,8 @@ class Controller:
         self._curator = Curator(ranking, settings.offers)
         self._disjoint_curator = DisjointCurator(ranking, settings.offers)
         self._listed_devices = ListedDevices(settings.min_published, settings.offers)
-        self._unscheduled = UnscheduledClaims(settings.unused_s, Clock())
-        self._missing = MissingClaims(Clock())
+        self._unscheduled = UnscheduledClaims(settings.unused_s, Clock(), partial(devices_of, client))
+        self._unplaced = UnplacedPods(Clock(), partial(template_exists, client), partial(creation_failure, client))
         self._node_labels = NodeLabels(client, LABEL_SETS[settings.node_labels])
         self._conflicts = ConflictResolver(
             client, self._recorder, settings.driver_name, evicted=metrics.pod_evicted if metrics is not None else None
@@ -246,11 +249,12 @@ class Controller:
         return soonest(
             self._writer.due_in_s(),
             self._unscheduled.next_s,
-            self._missing.next_s,
+            self._unplaced.next_s,
             self._starvation.next_s,
             self._reservations.next_s,
             self._held_publication.next_s,
             self._conflicts.next_s,
+            None if self._adopted else 0.0,
             retry,
         )
 
@@ -359,9 +363,15 @@ class Controller:
         offered = {offer: self._devices.free[offer] for offer in self._devices.offered}
         unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
         silent = silent_nodes(seen.views, seen.incomplete)
-        unscheduled = self._unscheduled.reasons(queue, unfenced, silent, refusing_nodes(seen.views))
-        unsatisfied = reasons_of(queue, unreported, self._known_reasons)
-        everything = (*waiting, *unscheduled, *unsatisfied, *self._missing.reasons(seen.cluster))
-        found = {each.pending.key: each for each in everything}
+        late = self._devices.unpublished(seen.plans)
+        unscheduled = self._unscheduled.reasons(queue, unfenced, silent, refusing_nodes(seen.views), late)
+        incomplete = reasons_of_incomplete(queue, Clock())
+        lacking = reasons_of(queue, unreported, self._known_reasons)
+        everything = (*waiting, *unscheduled, *incomplete, *lacking, *self._unplaced.reasons(queue))
+        found = {each.pending.key: each for each in with_scheduler(everything, queue, Clock())}
+        if not self._adopted and self._decided_at > 0:
+            # Not in the first decision, for which nodes and pods wait.
+            self._events.adopt(written_events(self._client))
+            self._adopted = True
         self._events.claims(found.values(), queue)
         return {key: each.code.value for key, each in found.items()}

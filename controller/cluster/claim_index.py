@@ -58,6 +58,16 @@ class ClaimIndex:
         # A copy: another thread may take over changes.
         return dict(self._held.get(pool, {}))
 
+    def users_of(self, driver: str) -> dict[tuple[str, str], str]:
+        """The claim that has each device of ``driver``, by pool and device."""
+        claims = tuple(self._claims.values())  # a copy, as above
+        return {
+            (result.pool, result.device): str(claim.metadata.key)
+            for claim in claims
+            for result in claim.results
+            if result.driver == driver
+        }
+
     @property
     def pools(self) -> Iterable[str]:
         """The pools with allocated devices."""

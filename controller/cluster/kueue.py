@@ -18,7 +18,6 @@ from driver.kube.types import (
     Metadata,
     PodSet,
     PodSpec,
-    WorkloadPodSpec,
     WorkloadPodTemplate,
     WorkloadSpec,
 )
@@ -126,9 +125,9 @@ def kept_workload(found: KueueWorkload) -> KueueWorkload | None:
     return KueueWorkload(kept, WorkloadSpec(sets, found.spec.priority))
 
 
-def _kept_spec(spec: WorkloadPodSpec) -> WorkloadPodSpec:
+def _kept_spec(spec: PodSpec) -> PodSpec:
     """What decides where such a pod may run. Tolerations are left out: Kueue adds those of a ResourceFlavor."""
-    return WorkloadPodSpec(
+    return PodSpec(
         node_selector=spec.node_selector, affinity=spec.affinity, resource_claims=spec.resource_claims[:MAX_CLAIMS]
     )
 

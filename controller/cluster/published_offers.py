@@ -83,6 +83,17 @@ class DeviceIndex:
         possible = {offer for offer in offers if offer.gpu not in self._complete}
         return {offer for offer in possible if not leaving & self.of([offer])} if leaving else possible
 
+    def unpublished(self, plans: Mapping[str, GpuNodePlan]) -> set[Offer]:
+        """What ``plans`` offer on nodes that follow them, and that is neither in the slices nor held."""
+        following = (found.view for found in self._by_pool.values() if found.view.follows_plan)
+        found = set()
+        for view in following:
+            offers = plans[view.name].spec.offered if view.name in plans and not view.is_complete else ()
+            gpus = ((offer, self._fleet.gpus.get(offer.gpu)) for offer in offers)
+            names = {offer: gpu.name(offer) for offer, gpu in gpus if gpu is not None}
+            found |= {offer for offer, name in names.items() if name not in view.published and name not in view.held}
+        return found
+
     def obstacles(self, offers: Collection[Offer], withdrawn: Collection[PoolDevice]) -> dict[Offer, set[PoolDevice]]:
         """Those of ``offers`` that overlap published devices which no claim holds, except ``withdrawn``, with these.
 

@@ -66,24 +66,31 @@ class Eligibility:
         return frozenset(node.metadata.name for node in self._nodes if admits(spec, node, selectors))
 
 
-def condition_of(spec: PodSpec, allocations: Iterable[NodeSelector] = ()) -> bytes:
-    """Everything of such a pod that decides on which nodes it may run: pods with equal ones have equal exclusions."""
+def condition_of(spec: PodSpec, allocations: Iterable[object]) -> bytes:
+    """Everything of such a pod that decides on which nodes it may run: pods with equal ones have equal exclusions.
+
+    ``allocations`` are the node selectors of its allocated claims, with or without the claims' names.
+    """
     parts = (spec.node_name, spec.node_selector, spec.affinity, spec.tolerations, tuple(allocations))
     return msgspec.json.encode(parts)
 
 
 def admits(spec: PodSpec, node: Node, allocations: Iterable[NodeSelector] = ()) -> bool:
     """Whether such a pod may run on ``node``. ``allocations`` are those of its allocated claims."""
-    return next(_exclusions(spec, node, allocations), None) is None
+    return next(_exclusions(spec, node), None) is None and all(selects(each, node) for each in allocations)
 
 
-def exclusion(spec: PodSpec, node: Node, allocations: Iterable[NodeSelector] = ()) -> Excluded | None:
-    """Why such a pod can not run on ``node``; None if it may."""
-    found = list(_exclusions(spec, node, allocations))
+def exclusion(spec: PodSpec, node: Node, allocations: Mapping[str, NodeSelector] | None = None) -> Excluded | None:
+    """Why such a pod can not run on ``node``; None if it may. ``allocations`` are those of its claims, by name."""
+    found = list(_exclusions(spec, node))
+    for name, selector in (allocations or {}).items():
+        if not selects(selector, node):
+            text = f"can not have claim {name} of the pod, which is allocated on {_nodes_named(selector)}"
+            found.append((Exclusion.OTHER_CLAIM, text))
     return Excluded(frozenset(kind for kind, _ in found), " and ".join(text for _, text in found)) if found else None
 
 
-def _exclusions(spec: PodSpec, node: Node, allocations: Iterable[NodeSelector]) -> Iterator[tuple[Exclusion, str]]:
+def _exclusions(spec: PodSpec, node: Node) -> Iterator[tuple[Exclusion, str]]:
     if spec.node_name:
         if spec.node_name != node.metadata.name:
             yield Exclusion.NODE_NAME, f"is not {spec.node_name}, which the pod names"
@@ -99,8 +106,12 @@ def _exclusions(spec: PodSpec, node: Node, allocations: Iterable[NodeSelector]) 
     affinity = spec.affinity.node_affinity if spec.affinity is not None else None
     if affinity is not None and affinity.required is not None and not selects(affinity.required, node):
         yield Exclusion.AFFINITY, "does not match the pod's node affinity"
-    if not all(selects(selector, node) for selector in allocations):
-        yield Exclusion.OTHER_CLAIM, "can not have another claim of the pod, which is allocated elsewhere"
+
+
+def _nodes_named(selector: NodeSelector) -> str:
+    """The nodes that the selector of an allocation names."""
+    fields = (each for term in selector.node_selector_terms for each in term.match_fields)
+    return ", ".join(name for each in fields for name in each.values) or "other nodes"
 
 
 def _of_taints(taints: Sequence[Taint]) -> Iterator[tuple[Exclusion, str]]:

@@ -86,12 +86,12 @@ class Queue:
 
     def nodes_for(self, pod: Pod) -> Nodes:
         """The nodes on which ``pod`` may run, given its claims that are allocated."""
-        return self.eligibility.nodes_for(pod, self._allocated(pod))
+        return self.eligibility.nodes_for(pod, self._allocated(pod).values())
 
-    def _allocated(self, pod: Pod) -> list[NodeSelector]:
-        """The nodes on which its allocated claims are available."""
-        allocations = (self.cluster.claims.allocation(key) for key in pod.claims)
-        return [each.node_selector for each in allocations if each is not None and each.node_selector is not None]
+    def _allocated(self, pod: Pod) -> dict[str, NodeSelector]:
+        """The nodes on which its allocated claims are available, by name of the claim."""
+        allocations = {key.name: self.cluster.claims.allocation(key) for key in pod.claims}
+        return {name: each.node_selector for name, each in allocations.items() if each and each.node_selector}
 
     def nodes(self, pending: PendingClaim) -> Nodes:
         """The nodes on which any of its pods may run."""
@@ -101,7 +101,7 @@ class Queue:
     def condition(self, pending: PendingClaim) -> tuple[Nodes, bytes]:
         """What decides which nodes are ``excluded``."""
         pod = pending.pods[0]
-        return self.nodes(pending), condition_of(pod.spec, self._allocated(pod))
+        return self.nodes(pending), condition_of(pod.spec, self._allocated(pod).items())
 
     def excluded(self, pending: PendingClaim) -> Mapping[str, Excluded]:
         """The nodes on which none of its pods may run, and what excludes the first one."""
@@ -150,7 +150,7 @@ class Queue:
 
     def of_pod(self, pod: Pod) -> list[PendingClaim]:
         """The pending claims of ``pod``."""
-        return self._claims_of_pod[str(pod.metadata.key)]
+        return self._claims_of_pod.get(str(pod.metadata.key), [])
 
     def room(self, gang: Gang, feasibility: Feasibility | None = None) -> Room:
         """How many pods of ``gang`` there is room for at most; now, or by another ``feasibility``.

@@ -15,6 +15,7 @@ from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, Refusal, RequirementsReader
 from controller.explain.availability import Availability, Obstacle, listed, without
 from controller.explain.reasons import Reasoning
+from driver.kube.types import PAUSED
 
 MAX_TRIED = 20_000
 """Sets of claims that are tried on one node in the search for the smallest."""
@@ -65,7 +66,7 @@ def changes_that_help(queue: Queue, reasoning: Reasoning, pending: PendingClaim)
         found += _of_gpus(feasibility, requirements, nodes, available)
         found += _of_nodes(queue, reasoning, pending, requirements)
         found += _of_count(feasibility, requirements, nodes)
-    if len(queue.of_pod(pending.pods[0])) == 1:
+    if len(queue.of_pod(pending.pods[0])) == 1 and not pending.not_created:
         found += _of_class(queue, pending)
     return list({each.text: each for each in found}.values())
 
@@ -170,7 +171,14 @@ def _of_gpus(
         )
         if node in nodes and _fits(feasibility, list(changed), requirements):
             helping.setdefault(obstacle, []).append(gpus[0])
+    paused = [each for each in helping.get(Obstacle.CLOSED, ()) if PAUSED in each.closed]
+    if paused:
+        helping[Obstacle.CLOSED] = [each for each in helping[Obstacle.CLOSED] if each not in paused]
+        command = f"kubectl annotate gpunodeplan {paused[0].node} {PAUSED}-"
+        yield Change("plan-paused", f"the plan of node {_names(Obstacle.CLOSED, paused)} were not paused ({command})")
     for obstacle, found in helping.items():
+        if not found:
+            continue
         command = f"tessera uncordon {found[0].node}/gpu-{found[0].number}"
         yield Change(obstacle.name.lower(), TEXTS[obstacle].format(_names(obstacle, found), command))
 
@@ -201,12 +209,20 @@ def _of_nodes(
     for node, outcome in opened.outcomes(requirements, frozenset(excluded)):
         if outcome is Outcome.FITS:
             by_exclusion.setdefault(excluded[node], []).append(node)
+    yield from admitting(by_exclusion)
+
+
+def admitting(by_exclusion: Mapping[Excluded, Sequence[str]]) -> Iterator[Change]:
+    """For nodes that exclude a pod: that they no longer do."""
     for exclusion, nodes in sorted(by_exclusion.items(), key=lambda each: each[0].text):
         names = listed(sorted(nodes), MAX_CHANGES).replace(", ", " or ")
         if exclusion.kinds == {Exclusion.NOT_READY}:
             yield Change("node-ready", f"node {names} were ready")
         elif exclusion.kinds == {Exclusion.CORDONED}:
             yield Change("node-uncordoned", f"node {names} were uncordoned (kubectl uncordon {min(nodes)})")
+        elif exclusion.kinds == {Exclusion.OTHER_CLAIM}:
+            claims = exclusion.text.removeprefix("can not have ")
+            yield Change("claim-moved", f"{claims}, were allocated on node {names}: it is once no pod uses it")
         else:
             yield Change("node-admitted", f"its pod could run on node {names}, which {exclusion.text}")
 

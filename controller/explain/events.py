@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
 
 from controller.cluster.fleet import Fleet, Hardware
 from controller.cluster.kueue import WORKLOAD_VERSION
@@ -12,8 +16,11 @@ from controller.cluster.optional_resources import POD_GROUP_VERSION
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.explain.availability import listed
 from controller.explain.reason import ClaimReason, ReasonCode
+from driver.errors import ApiError
+from driver.kube.client import KubeClient
 from driver.kube.events import Recorder, Type
-from driver.kube.types import Key, Metadata, Node, Reference
+from driver.kube.reads import read_all
+from driver.kube.types import Claim, Key, Metadata, Node, Pod, Reference, Struct
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +31,50 @@ PENDING = "pending"
 """The series of Events about why a claim is pending."""
 
 ALLOCATED = "Allocated"
+NOT_USED = "NotUsed"
 ENOUGH_IS_FREE = "enough is free now; the scheduler has not allocated it yet"
 NO_LONGER = "the reason that was reported before no longer holds"
+NO_POD = "no pending pod uses it: the scheduler allocates a claim when it places a pod"
 
 MAX_PODS = 4
 """Pods of one claim that get its reason as an Event of their own."""
 
 MAX_UNREADABLE_EVENTS = 100
 """Unreadable objects that get an Event; the metric counts all of them."""
+
+
+PENDING_CODES = {code.value for code in ReasonCode} - {ReasonCode.WAITS}
+"""Reasons of Events that say why a claim is pending."""
+
+OF_CLAIM = re.compile(r"claim (?P<name>[^ :]+): ")
+"""How the message of an Event of a pod begins that is about one of its claims."""
+
+COMPONENT = "tessera-controller"
+
+
+class InvolvedObject(Struct, frozen=True):
+    kind: str = ""
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+
+
+class WrittenEvent(Struct, frozen=True):
+    """An Event as it is stored."""
+
+    involved_object: InvolvedObject = InvolvedObject()
+    reason: str = ""
+    message: str = ""
+
+
+def written_events(client: KubeClient) -> list[WrittenEvent]:
+    """The Events that controllers have written; none if they can not be read."""
+    try:
+        selector = {"fieldSelector": f"reportingComponent={COMPONENT}"}
+        return list(read_all(client, "/api/v1/events", WrittenEvent, selector))
+    except (ApiError, msgspec.MsgspecError) as error:
+        log.warning("Events of an earlier controller can't be read and stay as they are", extra={"error": str(error)})
+        return []
 
 
 class EventReporter:
@@ -44,6 +87,26 @@ class EventReporter:
         self._faults: dict[str, list[str]] = {}
         """By node, its faulty labels as reported."""
         self._hardware: Hardware | None = None
+
+    def adopt(self, written: Iterable[WrittenEvent]) -> None:
+        """Take over what an earlier controller reported: Events that no longer hold are to end."""
+        found: dict[str, PendingClaim] = {}
+        for each in written:
+            about = each.involved_object
+            if each.reason not in PENDING_CODES or about.kind not in {"ResourceClaim", "Pod"}:
+                continue
+            named = OF_CLAIM.match(each.message) if about.kind == "Pod" else None
+            name = about.name if named is None else named["name"]
+            is_itself = about.kind == "Pod" and named is None
+            key = f"Pod/{Key(about.namespace, name)}" if is_itself else str(Key(about.namespace, name))
+            claim = Claim(Metadata(name=name, namespace=about.namespace))
+            before = found.get(key) or PendingClaim(claim, (), not_created=is_itself)
+            metadata = Metadata(name=about.name, namespace=about.namespace, uid=about.uid)
+            if about.kind == "Pod":
+                found[key] = replace(before, pods=(*before.pods, Pod(metadata)))
+            else:
+                found[key] = replace(before, claim=Claim(metadata))
+        self._reported = {**found, **self._reported}
 
     def claims(self, reasons: Iterable[ClaimReason], queue: Queue) -> None:
         """One Event for each claim and for its pods, which always has the present reason; the last one is Allocated.
@@ -67,16 +130,22 @@ class EventReporter:
                 current[key] = waiting[key]
                 self._about(waiting[key], ReasonCode.WAITS.value, ENOUGH_IS_FREE, "Normal")
             elif before.not_created:
-                self._about(before, ReasonCode.WAITS.value, NO_LONGER, "Normal")
+                placed = {pod.metadata.uid: pod.spec.node_name for pod in queue.cluster.pods if pod.spec.node_name}
+                if (node := placed.get(before.pods[0].metadata.uid)) is not None:
+                    self._about(before, ALLOCATED, f"the scheduler has placed the pod on node {node}", "Normal")
+                else:
+                    self._about(before, ReasonCode.WAITS.value, NO_LONGER, "Normal")
             elif (allocation := queue.cluster.claims.allocation(before.claim.metadata.key)) is not None:
                 devices = listed([result.device for result in allocation.devices.results])
                 pools = listed(list(dict.fromkeys(result.pool for result in allocation.devices.results)))
                 self._about(before, ALLOCATED, f"the scheduler has allocated {devices} of pool {pools}", "Normal")
+            elif queue.cluster.claims.find(before.claim.metadata.key) is not None:
+                self._about(replace(before, pods=()), NOT_USED, NO_POD, "Normal")
         self._reported = current
 
     def _about(self, pending: PendingClaim, reason: str, sentence: str, type: Type) -> None:  # noqa: A002 - see Recorder
         """An Event of the claim and of its pods."""
-        if not pending.not_created:
+        if not pending.not_created and pending.claim.metadata.uid:
             about = pending.claim.metadata
             claim = Reference("ResourceClaim", about.name, about.namespace, about.uid, "resource.k8s.io/v1")
             self._recorder.event(claim, reason, sentence, type, PENDING)

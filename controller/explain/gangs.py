@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from controller.demand.gangs import Gang
 from controller.demand.pending_claims import Queue
+from controller.explain.reason import ClaimReason, ReasonCode
+from controller.explain.scheduler_reports import age_of
+from driver.kube.clock import Clock
 from driver.kube.types import Pod
+
+GRACE_SECONDS = 2.0
+"""Time that the pods of a gang have to be created, one after the other."""
 
 
 def reason_of_gang(queue: Queue, gang: Gang) -> tuple[str, bool] | None:
@@ -20,6 +28,20 @@ def reason_of_gang(queue: Queue, gang: Gang) -> tuple[str, bool] | None:
     free = "even if nothing were held, there would be room for" if permanent else "free devices are enough for"
     at_most = f"{free} {_at_most(room.pods, room.nodes)}"
     return f"PodGroup {gang.group.metadata.name} needs {_needed(queue, gang)} at once; {at_most}", permanent
+
+
+def reasons_of_incomplete(queue: Queue, clock: Clock) -> Iterator[ClaimReason]:
+    """The reasons of gangs whose pods have not all been created a moment after the others."""
+    for gang in queue.gangs:
+        if not gang.missing or any(age_of(pod, clock) < GRACE_SECONDS for pod in gang.pods):
+            continue
+        group, more = gang.group.metadata, f"{gang.missing} more {'exists' if gang.missing == 1 else 'exist'}"
+        sentence = (
+            f"PodGroup {group.name} needs {gang.needed} pods at once, and only {len(gang.pods)} wait: the scheduler "
+            f"tries none of them before {more}, without scheduling gates"
+        )
+        for pending in dict.fromkeys(each for pod in gang.pods for each in queue.of_pod(pod)):
+            yield ClaimReason(pending, ReasonCode.GANG, sentence, permanent=True, group=group)
 
 
 def _needed(queue: Queue, gang: Gang) -> str:

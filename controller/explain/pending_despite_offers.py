@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from typing import NamedTuple
@@ -22,11 +22,13 @@ from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, Refusal
 from controller.explain.availability import listed
 from controller.explain.reason import ClaimReason, ReasonCode
+from controller.explain.scheduler_reports import SchedulerActivity, names_obstacle, no_report, report_of, reported
 from driver.kube.clock import Clock, seconds_time
-from driver.kube.types import Condition, Pod
+from driver.kube.reads import DevicesByNode
+from driver.kube.types import ExactDeviceRequest, Pod
 from driver.model.device import Device
 from driver.model.plan import Offer
-from driver.placement.state import Spot, spot_of
+from driver.placement.state import OfferKind, Spot, spot_of
 
 GATES = (
     "check that it has the feature gates that the API server has: DynamicResourceAllocation, DRAPartitionableDevices"
@@ -36,15 +38,18 @@ GATES = (
 QUOTE_SECONDS = 1.0
 """Time that the scheduler has to take an offered device before its own report is quoted."""
 
-SILENT_SECONDS = 5.0
+SILENT_SECONDS = 2.0
 """Time that nodes have to publish what is offered."""
 
-OTHER_OBSTACLES = re.compile(
-    r"Insufficient |affinity rules|anti-affinity|topology spread|free ports|volume|PersistentVolume|Too many pods"
-    r"|CEL|runtime error|no such key|resourceclaim",
-    re.IGNORECASE,
-)
-"""Parts of the scheduler's report about what demand leaves to the scheduler (``controller.demand.eligibility``)."""
+
+LOOKUP_INTERVAL_SECONDS, LOOKUP_SHARE, MAX_DRIVERS = 1.5, 20.0, 8
+"""Least time until the devices of another driver are read again, also as a multiple of the time that it takes, and the
+number of drivers for which they are kept."""
+
+DRIVER = re.compile(r"device\.driver\s*==\s*[\"']([^\"']+)[\"']")
+"""The name of the driver in a selector."""
+
+LookUp = Callable[[str], DevicesByNode | None]
 
 
 class Since(NamedTuple):
@@ -77,13 +82,27 @@ def satisfying(
 class UnscheduledClaims:
     """Remembers since when claims are pending and devices offered: the scheduler needs a moment for both."""
 
-    def __init__(self, overdue_seconds: float, clock: Clock, *, watching: bool = True) -> None:
-        """``watching``: False if ``reasons`` is called once only: claims are pending since their pods' creation."""
+    def __init__(
+        self,
+        overdue_seconds: float,
+        clock: Clock,
+        devices_of: LookUp = lambda _: None,
+        *,
+        watching: bool = True,
+    ) -> None:
+        """``devices_of``: the published devices of another driver, None if they are not known.
+
+        ``watching``: False if ``reasons`` is called once only: claims are pending since their pods' creation.
+        """
         self._overdue_seconds = overdue_seconds
         self._clock = clock
         self._watching = watching
         self._claims: dict[str, Since] = {}
         self._devices: dict[PoolDevice, Since] = {}
+        self._devices_of = devices_of
+        self._looked_up: dict[str, tuple[float, DevicesByNode | None]] = {}
+        """When the devices of another driver are to be read again, and what they were."""
+        self._late: dict[Offer, Since] = {}
 
     def reasons(
         self,
@@ -91,20 +110,24 @@ class UnscheduledClaims:
         standing: Mapping[Offer, PoolDevice],
         silent: Mapping[str, str],
         refusing: Mapping[str, str],
+        unpublished: Iterable[Offer] = (),
     ) -> list[ClaimReason]:
         """One reason for each claim that is pending beside ``standing``, the offered devices.
 
         ``silent`` are the nodes that publish nothing that the scheduler takes, ``refusing`` those that do not publish
-        all offers of their plans, and why.
+        all offers of their plans, and why; ``unpublished`` offers of plans that nodes follow and do not publish yet.
         """
         waiting = (each for each in queue.pending if each.key not in queue.held_back)
         claims = {_uid(each): each for each in waiting if queue.requirements(each)}
         self._claims = {uid: self._claims.get(uid) or self._since(each) for uid, each in claims.items()}
         self._devices = {name: self._devices.get(name) or self._now() for name in standing.values()}
+        self._late = {offer: self._late.get(offer) or self._now() for offer in unpublished}
+        refusing = {**self._lagging(queue), **refusing}
         due = [each for each in queue.pending if self._lasts(self._claims.get(_uid(each)), QUOTE_SECONDS)]
         if not due:
             return []
         by_node = self._by_node(queue, standing)
+        activity = SchedulerActivity(queue)
 
         @cache
         def fitting(requirements: ClaimRequirements, nodes: Nodes) -> tuple[Standing, ...]:
@@ -113,7 +136,7 @@ class UnscheduledClaims:
             tried = (satisfying(requirements, by_node[node], queue.feasibility.matching.value) for node in ordered)
             return next(filter(None, tried), ())
 
-        found = (self._reason(queue, pending, fitting, silent, refusing) for pending in due)
+        found = (self._reason(queue, pending, fitting, silent, refusing, activity) for pending in due)
         return [reason for reason in found if reason is not None]
 
     @property
@@ -125,7 +148,7 @@ class UnscheduledClaims:
         if not self._claims:
             return None
         now, limits = self._clock.monotonic(), (QUOTE_SECONDS, SILENT_SECONDS)
-        known = (*self._claims.values(), *self._devices.values())
+        known = (*self._claims.values(), *self._devices.values(), *self._late.values())
         times = (since.at + limit - now for since in known for limit in limits)
         return min((seconds for seconds in times if seconds > 0), default=None)
 
@@ -144,6 +167,24 @@ class UnscheduledClaims:
     def _lasts(self, since: Since | None, seconds: float) -> bool:
         return since is not None and self._clock.monotonic() >= since.at + seconds
 
+    def _look_up(self, driver: str) -> DevicesByNode | None:
+        began = self._clock.monotonic()
+        due, known = self._looked_up.get(driver, (-math.inf, None))
+        if began >= due:
+            known, ended = self._devices_of(driver), self._clock.monotonic()
+            due = ended + max(LOOKUP_INTERVAL_SECONDS, LOOKUP_SHARE * (ended - began))
+            self._looked_up = {**dict(list(self._looked_up.items())[-MAX_DRIVERS:]), driver: (due, known)}
+        return known
+
+    def _lagging(self, queue: Queue) -> dict[str, str]:
+        """The nodes that have not published an offer for a while."""
+        gpus = queue.feasibility.fleet.gpus
+        late = [each for each, since in self._late.items() if self._lasts(since, SILENT_SECONDS)]
+        since = {gpus[each.gpu].node: self._late[each].text for each in late if each.gpu in gpus}
+        return {
+            node: f"has not published what its plan offers{at}; does its node plugin run?" for node, at in since.items()
+        }
+
     def _by_node(self, queue: Queue, standing: Mapping[Offer, PoolDevice]) -> dict[str, list[Standing]]:
         found: dict[str, list[Standing]] = {}
         for offer, name in standing.items():
@@ -160,13 +201,16 @@ class UnscheduledClaims:
         fitting: Callable[[ClaimRequirements, Nodes], tuple[Standing, ...]],
         silent: Mapping[str, str],
         refusing: Mapping[str, str],
+        activity: SchedulerActivity,
     ) -> ClaimReason | None:
         pod, devices = next(_served_pods(queue, pending, fitting), (None, ()))
         if pod is None:
             return self._unpublished(queue, pending, {**refusing, **silent})
         since = max(self._devices[each.name] for each in devices)
         overdue = all(self._lasts(each, self._overdue_seconds) for each in (self._claims[_uid(pending)], since))
-        cause = _cause(queue, pending, pod, devices, silent, overdue=overdue)
+        if report_of(pod) is None:
+            overdue |= activity.is_absent(pod, self._clock)
+        cause = _cause(queue, pending, pod, devices, silent, self._look_up, overdue=overdue)
         if cause is None:
             return None
         code, text = cause
@@ -198,6 +242,7 @@ def _cause(
     pod: Pod,
     devices: Sequence[Standing],
     silent: Mapping[str, str],
+    look_up: LookUp,
     *,
     overdue: bool,
 ) -> tuple[ReasonCode, str] | None:
@@ -205,35 +250,22 @@ def _cause(
 
     Before it is ``overdue``, only causes that do not pass by themselves within a moment.
     """
-    node, condition = devices[0].entry.node, _report_of(pod)
+    node, condition = devices[0].entry.node, report_of(pod)
     if node in silent:
         return ReasonCode.NOT_PUBLISHED, f"the scheduler takes nothing from node {node}, which {silent[node]}"
     if (tainted := _taint_rule(queue, pending, devices)) is not None:
         return ReasonCode.TAINTED, tainted
-    if condition is not None and any(OTHER_OBSTACLES.search(part) for part in condition.message.split(", ")):
-        return ReasonCode.UNUSED, _reported(pod, condition)
-    if others := _requests_of_other_drivers(queue, pending):
-        if condition is not None and condition.lacks_devices:
-            text = f"the claim also needs {listed(others)} of another driver, and {_reported(pod, condition)}"
-            return ReasonCode.UNUSED, text
-        return None
+    if condition is None:
+        return (ReasonCode.UNUSED, no_report(pod)) if overdue else None
+    if names_obstacle(condition):
+        return ReasonCode.UNUSED, reported(pod, condition)
+    if condition.lacks_devices and (others := _needs_of_other_drivers(queue, pending, pod, node, look_up)):
+        text = f"the pod also needs devices of another driver, {'; '.join(others)} ({reported(pod, condition)})"
+        return ReasonCode.UNUSED, text
     if not overdue:
         return None
-    if condition is None:
-        name = pod.spec.scheduler_name or "default-scheduler"
-        text = f"no scheduler has reported on pod {pod.metadata.name}; does a scheduler named {name} run?"
-        return ReasonCode.UNUSED, text
     gates = f"; {GATES}" if condition.lacks_devices else ""
-    return ReasonCode.UNUSED, _reported(pod, condition).rstrip(". ") + gates
-
-
-def _report_of(pod: Pod) -> Condition | None:
-    """What the scheduler reports on ``pod``."""
-    return next((each for each in pod.status.conditions if each.keeps_from_scheduling and each.message), None)
-
-
-def _reported(pod: Pod, condition: Condition) -> str:
-    return f"the scheduler reports on pod {pod.metadata.name}: {condition.message}"
+    return ReasonCode.UNUSED, reported(pod, condition).rstrip(". ") + gates
 
 
 def _taint_rule(queue: Queue, pending: PendingClaim, devices: Sequence[Standing]) -> str | None:
@@ -253,17 +285,52 @@ def _taint_rule(queue: Queue, pending: PendingClaim, devices: Sequence[Standing]
     return None
 
 
-def _requests_of_other_drivers(queue: Queue, pending: PendingClaim) -> list[str]:
-    """The requests that are for no device of ours: ``request nic (class rdma)``."""
-    requirements = queue.requirements(pending)
-    if isinstance(requirements, Refusal):
-        return []
-    ours = {request.name for each in requirements for request in each.requests}
-    return [
-        f"request {request.name} (class {request.alternatives[0].device_class_name})"
-        for request in pending.claim.spec.devices.requests
-        if request.name not in ours and not any(each.admin_access for each in request.alternatives)
-    ]
+def _needs_of_other_drivers(queue: Queue, pending: PendingClaim, pod: Pod, node: str, look_up: LookUp) -> list[str]:
+    """The requests of the pod's claims that are for no device of ours, and what ``node`` has for each."""
+    found = []
+    for each in queue.of_pod(pod):
+        requirements = queue.requirements(each)
+        of_ours = () if isinstance(requirements, Refusal) else requirements
+        ours = {request.name for one in of_ours for request in one.requests}
+        for request in each.claim.spec.devices.requests:
+            if request.name in ours or any(one.admin_access for one in request.alternatives):
+                continue
+            attributes = [
+                constraint.match_attribute
+                for constraint in each.claim.spec.devices.constraints
+                if constraint.match_attribute and (not constraint.requests or request.name in constraint.requests)
+            ]
+            same = f" and the same {listed(attributes)} as the GPU" if attributes and ours else ""
+            of_claim = "" if each is pending else f" of claim {each.claim.metadata.name}"
+            wanted = request.alternatives[0]
+            name = f"request {request.name}{of_claim} (class {wanted.device_class_name})"
+            found.append(f"{name}: {_there(queue, wanted, node, look_up, same)}")
+    return found
+
+
+def _there(queue: Queue, wanted: ExactDeviceRequest, node: str, look_up: LookUp, same: str) -> str:
+    """What ``node`` has for a request of another driver, and why the scheduler does not take it."""
+    classes = (each.spec.selectors for each in queue.cluster.classes if each.metadata.name == wanted.device_class_name)
+    texts = [each.cel.expression for selectors in (*classes, wanted.selectors) for each in selectors if each.cel]
+    driver = next((found[1] for text in texts if (found := DRIVER.search(text))), "")
+    devices = look_up(driver) if driver else None
+    if devices is None or "" in devices:
+        return f"none that it selects{same} is free on node {node}"
+    if not (there := devices.get(node)):
+        others = (
+            f"only {listed(sorted(devices))} {'has' if len(devices) == 1 else 'have'} one"
+            if devices
+            else "nor has any other"
+        )
+        return f"node {node} has no device of {driver}, {others}"
+    users = queue.cluster.claims.users_of(driver)
+    held = sorted({users[device] for device in there if device in users})
+    by = f"{len(held)} {'claim' if len(held) == 1 else 'claims'}: {listed(held)}"
+    if all(device in users for device in there):
+        each = "the only device" if len(there) == 1 else f"each of the {len(there)} devices"
+        return f"{each} of {driver} on node {node} is held, by {by}"
+    rest = f"; the others are held by {by}" if held else ""
+    return f"none of the free devices of {driver} on node {node} has what it selects{same}{rest}"
 
 
 def _uid(pending: PendingClaim) -> str:
@@ -277,3 +344,30 @@ def _served_pods(
     for pod in pending.pods:
         nodes = queue.nodes_for(pod)
         yield from ((pod, devices) for each in queue.combinations(pod) if (devices := fitting(each, nodes)))
+
+
+def reasons_of_waiting(
+    queue: Queue, planned: Mapping[str, Collection[Offer]], obstructed: Collection[Offer], settle_s: float
+) -> list[ClaimReason]:
+    """The reasons of claims for which free memory would do, where offers of one GPU are disjoint.
+
+    ``planned`` are offers by claim; ``obstructed`` those that other offers of their GPU keep waiting.
+
+    ``settle_s``: the seconds until a fence has reached all API servers, which is most of the time that this takes.
+    """
+    found = []
+    for pending in queue.pending:
+        offers = planned.get(pending.key)
+        waits_for = [offer for offer in offers or () if offer in obstructed]
+        if waits_for:
+            sentence = f"{_changed(queue, waits_for[0])}: about {settle_s + 1:.0f} s"
+            found.append(ClaimReason(pending, ReasonCode.RESHAPING, sentence))
+        elif offers is None and pending.key not in queue.held_back and queue.satisfiable(pending):
+            sentence = f"the free memory that would do is planned for claims before it: {listed(sorted(planned))}"
+            found.append(ClaimReason(pending, ReasonCode.BEHIND, sentence))
+    return found
+
+
+def _changed(queue: Queue, offer: Offer) -> str:
+    entry, kind = queue.feasibility.fleet.gpus[offer.gpu], OfferKind(offer.type, offer.profile)
+    return f"gpu-{entry.number} of node {entry.node} is changed to offer {kind}"

@@ -14,7 +14,10 @@ class ReasonCode(StrEnum):
     """Reasons. Of several alternatives of a claim, the one with the last code in this list is reported."""
 
     NO_SUCH_CLAIM = "NoSuchClaim"
-    """Of a pod that refers to a claim that does not exist (``controller.explain.missing``)."""
+    NODE_NAME = "NodeNameSet"
+    GATED = "SchedulingGated"
+    NOT_PLACED = "PodNotPlaced"
+    """These four of pods that no free device helps (``controller.explain.unplaced_pods``)."""
 
     NO_SUCH_CLASS = "NoSuchClass"
     SELECTOR_REFUSED = "SelectorRefused"
@@ -42,7 +45,7 @@ class ReasonCode(StrEnum):
     """These three of a claim that can be satisfied (``controller.explain.pending_despite_offers``)."""
 
     RESHAPING = "Reshaping"
-    """Of a claim for which offers of a GPU are being replaced (``controller.explain.disjoint_offers``)."""
+    """Of a claim for which offers of a GPU are being replaced (``controller.explain.pending_despite_offers``)."""
 
     BEHIND = "BehindOthers"
     """Of a claim for which other claims leave no room (ibid.)."""
@@ -65,6 +68,10 @@ class ClaimReason(NamedTuple):
     sentence: str
     permanent: bool = False
     group: Metadata | None = None
+
+
+OF_THE_POD = {ReasonCode.NO_SUCH_CLAIM, ReasonCode.NODE_NAME, ReasonCode.GATED, ReasonCode.NOT_PLACED}
+"""Reasons of pods that no device helps, free or not."""
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,11 @@ class Reasoning:
     def _of_pod(self, pending: PendingClaim) -> Reason:
         """The reason of a claim that can be satisfied alone, but not together with the other claims of its pod."""
         claims = {each for pod in pending.pods for each in self._queue.of_pod(pod)} - {pending}
+        for each in claims:
+            refusal = self._queue.requirements(each)
+            if isinstance(refusal, Refusal):
+                sentence = f"its pod also has the claim {each.claim.metadata.name}: {refusal.sentence}"
+                return Reason(ReasonCode(refusal.code), sentence, permanent=True)
         others = ", ".join(sorted(str(each.claim.metadata.key) for each in claims))
         impossible = self._pod_is_impossible(pending)
         when = "even if nothing were held" if impossible else "at present"

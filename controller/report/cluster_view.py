@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.fleet import Fleet
@@ -14,13 +14,17 @@ from controller.cluster.node_views import refusing_nodes, silent_nodes
 from controller.cluster.published_offers import DeviceIndex
 from controller.demand.pending_claims import Queue
 from controller.demand.selected_devices import Matching
-from controller.explain.missing import MissingClaims
+from controller.explain.gangs import reasons_of_incomplete
 from controller.explain.pending_despite_offers import UnscheduledClaims
 from controller.explain.reason import ClaimReason
 from controller.explain.reasons import reasons_of
+from controller.explain.scheduler_reports import with_scheduler
+from controller.explain.unplaced_pods import UnplacedPods
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
+from driver.kube.reads import DevicesByNode, creation_failure, devices_of, template_exists
+from driver.kube.types import Key, Pod
 from driver.kube.watch_cache import MALFORMED
 
 OVERDUE_SECONDS = 60.0
@@ -32,7 +36,9 @@ STALE_CHECK_INTERVAL_SECONDS = 10.0
 class ClusterView:
     """``fleet``: the GPUs and what is held on them; ``devices``: the published devices that no claim holds.
 
-    ``stale``: why all of it may be out of date, None if it is current.
+    ``stale``: why all of it may be out of date, None if it is current. ``template_exists``: whether a
+    ResourceClaimTemplate does, None if that is unknown. ``devices_of``: the published devices of another driver.
+    ``creation_failure``: why a claim of a pod can not be created.
     """
 
     driver: str
@@ -40,14 +46,28 @@ class ClusterView:
     fleet: Fleet
     devices: DeviceIndex
     stale: str | None = None
+    template_exists: Callable[[Key], bool | None] = lambda _: None
+    devices_of: Callable[[str], DevicesByNode | None] = lambda _: None
+    creation_failure: Callable[[Pod], str | None] = lambda _: None
 
     @classmethod
-    def of(cls, cache: ClusterCache, driver: str, builder: FleetBuilder, devices: DeviceIndex) -> ClusterView:
+    def of(
+        cls, client: KubeClient, cache: ClusterCache, driver: str, builder: FleetBuilder, devices: DeviceIndex
+    ) -> ClusterView:
         """The content of ``cache``, of which ``builder`` and ``devices`` know everything but the changes."""
         snapshot = cache.snapshot()
         fleet = builder.build(snapshot.views, snapshot.changed)
         devices.update(snapshot.views, snapshot.changed, fleet)
-        return cls(driver, snapshot, fleet, devices, cache.stale())
+        return cls(
+            driver,
+            snapshot,
+            fleet,
+            devices,
+            cache.stale(),
+            partial(template_exists, client),
+            partial(devices_of, client),
+            partial(creation_failure, client),
+        )
 
     @cached_property
     def queue(self) -> Queue:
@@ -60,20 +80,21 @@ class ClusterView:
         offered = {offer: self.devices.free[offer] for offer in self.devices.offered}
         silent = silent_nodes(self.snapshot.views, self.snapshot.incomplete)
         refusing = refusing_nodes(self.snapshot.views)
-        unscheduled = UnscheduledClaims(OVERDUE_SECONDS, Clock(), watching=False)
+        unscheduled = UnscheduledClaims(OVERDUE_SECONDS, Clock(), self.devices_of, watching=False)
         everything = (
-            *unscheduled.reasons(self.queue, offered, silent, refusing),
+            *unscheduled.reasons(self.queue, offered, silent, refusing, self.devices.unpublished(self.snapshot.plans)),
+            *reasons_of_incomplete(self.queue, Clock()),
             *reasons_of(self.queue),
-            *MissingClaims(Clock()).reasons(self.snapshot.cluster),
+            *UnplacedPods(Clock(), self.template_exists, self.creation_failure, watching=False).reasons(self.queue),
         )
-        return {each.pending.key: each for each in everything}
+        return {each.pending.key: each for each in with_scheduler(everything, self.queue, Clock())}
 
 
 def read_cluster(client: KubeClient, driver: str) -> ClusterView:
     """Read the cluster. Raises FatalError if this account may not read it, and ApiError if nobody answers."""
     cache = ClusterCache(client, driver, lambda: None)
     _load(cache)
-    return ClusterView.of(cache, driver, FleetBuilder(), DeviceIndex())
+    return ClusterView.of(client, cache, driver, FleetBuilder(), DeviceIndex())
 
 
 def watch_cluster(client: KubeClient, driver: str, interval_seconds: float = 1.0) -> Generator[ClusterView]:
@@ -90,7 +111,7 @@ def watch_cluster(client: KubeClient, driver: str, interval_seconds: float = 1.0
     try:
         while True:
             changed.clear()
-            view = ClusterView.of(cache, driver, builder, devices)
+            view = ClusterView.of(client, cache, driver, builder, devices)
             cache.acknowledge()
             yield view
             stop.wait(interval_seconds)

@@ -6,21 +6,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from controller.demand.eligibility import Excluded
 from controller.demand.pending_claims import PendingClaim
 from controller.demand.requirements import Refusal
-from controller.explain.availability import Availability, holders_of
-from controller.explain.changes import Change, changes_that_help
-from controller.explain.events import ENOUGH_IS_FREE
-from controller.explain.reason import ReasonCode
+from controller.explain.availability import Availability, holders_of, listed
+from controller.explain.changes import Change, admitting, changes_that_help
+from controller.explain.events import ALLOCATED, ENOUGH_IS_FREE, NO_POD, NOT_USED
+from controller.explain.reason import OF_THE_POD, ClaimReason, ReasonCode
 from controller.explain.reasons import Reasoning
+from controller.explain.unplaced_pods import Placement
 from controller.report.cluster_view import ClusterView
+from driver.kube.clock import Clock
 from driver.kube.types import Claim, Key, Pod
 
-ALLOCATED = "Allocated"
 NOT_PREPARED = "NotPrepared"
 """Allocated, but its node has not prepared it yet."""
 
-NOT_USED = "NotUsed"
+TERMINATING = "Terminating"
 OTHER_DRIVERS = "OtherDrivers"
 
 
@@ -49,7 +51,8 @@ class RequestCount:
 class Explanation:
     """Why ``claim`` (``namespace/name``) is pending. ``pods`` are its pending pods, bound ones only if it is allocated.
 
-    ``code`` is a ReasonCode, or ALLOCATED, NOT_USED (no pending pod uses the claim) or OTHER_DRIVERS. ``permanent``:
+    ``claim`` is empty if the reason is one of the pod itself. ``code`` is a ReasonCode, or ALLOCATED, NOT_USED (no
+    pending pod uses the claim), TERMINATING or OTHER_DRIVERS. ``permanent``:
     the reason does not pass when other claims end. ``holders`` are
     the claims that hold devices which it could have; ``reports`` what the scheduler says of each pod.
     """
@@ -87,19 +90,33 @@ class Explainer:
             yield self.of_pending(pending) if in_detail() else self._reason_of(pending)
         for key, reason in self._view.reasons.items():
             if key not in known:
-                yield Explanation("", reason.pending.pods, reason.code.value, reason.sentence, reason.permanent)
+                yield self._of_reason(reason)
 
     def of_pod(self, pod: Pod) -> list[Explanation]:
         """The claims of a pod."""
         pending = [
             each for each in self._queue.pending if any(user.metadata.key == pod.metadata.key for user in each.pods)
         ]
-        missing = self._view.reasons.get(f"Pod/{pod.metadata.key}")
-        found = list(map(self.of_pending, pending))
-        if missing is not None and not found:
-            found.append(Explanation("", (pod,), missing.code.value, missing.sentence, missing.permanent))
+        known = {each.key for each in self._queue.pending}
+        of_pod = (
+            reason
+            for key, reason in self._view.reasons.items()
+            if key not in known and any(user.metadata.key == pod.metadata.key for user in reason.pending.pods)
+        )
+        found = [*map(self._of_reason, of_pod), *(self._of_claim_of_pod(each, pod) for each in pending)]
         claims = (self._view.snapshot.cluster.claims.find(key) for key in pod.claims)
         return [*found, *(self._allocated(claim) for claim in claims if claim is not None and claim.status.allocation)]
+
+    def _of_claim_of_pod(self, pending: PendingClaim, pod: Pod) -> Explanation:
+        """Why ``pending`` is pending; for one of several pods, what holds for that pod alone if it is permanent."""
+        found, alone = self.of_pending(pending), replace(pending, pods=(pod,))
+        reason = self._reasoning.of(alone) if len(pending.pods) > 1 and not found.permanent else None
+        if reason is None or not reason.permanent:
+            return found
+        changes = tuple(changes_that_help(self._queue, self._reasoning, alone))
+        message = f"{reason.sentence}; for other pods of the claim: {found.code}"
+        own = replace(found, pods=(pod,), reports=tuple(_reports((pod,))), changes=changes)
+        return replace(own, code=reason.code.value, message=message, permanent=True)
 
     def of_claim(self, claim: Claim) -> Explanation:
         """A claim, pending or not."""
@@ -108,11 +125,18 @@ class Explainer:
         found = next((each for each in self._queue.pending if each.claim.metadata.key == claim.metadata.key), None)
         if found is not None:
             return self.of_pending(found)
-        message = "no pending pod uses it: the scheduler allocates a claim when it places a pod"
-        return Explanation(str(claim.metadata.key), (), NOT_USED, message)
+        if (reason := self._view.reasons.get(str(claim.metadata.key))) is not None:
+            return self._of_reason(reason)
+        if claim.metadata.deletion_timestamp:
+            message = f"it is being deleted since {claim.metadata.deletion_timestamp}: it is not allocated any more"
+            return Explanation(str(claim.metadata.key), (), TERMINATING, message, permanent=True)
+        return Explanation(str(claim.metadata.key), (), NOT_USED, NO_POD)
 
     def of_pending(self, pending: PendingClaim) -> Explanation:
         """Why ``pending`` is pending."""
+        reason = self._view.reasons.get(pending.key)
+        if reason is not None and reason.code in OF_THE_POD:
+            return self._of_reason(reason)
         available = self._available(pending)
         usable = [each.entry for one in available for each in one.usable]
         return replace(
@@ -140,6 +164,22 @@ class Explainer:
             reports=tuple(_reports(pending.pods)),
         )
 
+    def _of_reason(self, reason: ClaimReason) -> Explanation:
+        """The explanation of a reason that devices do not change."""
+        pending, by_exclusion = reason.pending, dict[Excluded, list[str]]()
+        if reason.code not in OF_THE_POD:
+            for node, each in Placement(self._queue, Clock()).excluded(pending.pods[0]).items():
+                by_exclusion.setdefault(each, []).append(node)
+        return Explanation(
+            claim="" if pending.not_created else str(pending.claim.metadata.key),
+            pods=pending.pods,
+            code=reason.code.value,
+            message=reason.sentence,
+            permanent=reason.permanent,
+            changes=tuple(admitting(by_exclusion)),
+            reports=tuple(_reports(pending.pods)),
+        )
+
     def _available(self, pending: PendingClaim) -> Sequence[Availability]:
         requirements = self._queue.requirements(pending)
         if isinstance(requirements, Refusal):
@@ -161,10 +201,11 @@ class Explainer:
         results = allocation.devices.results if allocation is not None else ()
         devices = ", ".join(f"{result.device} of pool {result.pool}" for result in results)
         key = claim.metadata.key
-        starting = (
-            pod for pod in self._view.snapshot.cluster.pods if pod.status.phase == "Pending" and key in pod.claims
-        )
-        return Explanation(str(key), tuple(starting), ALLOCATED, f"it is allocated: {devices}")
+        users = [pod for pod in self._view.snapshot.cluster.pods if key in pod.claims]
+        starting = tuple(pod for pod in users if pod.spec.node_name)
+        others = [str(pod.metadata.key) for pod in users if not pod.spec.node_name]
+        more = f"; not placed: pod {listed(others)} (tessera why pod/{others[0]})" if others else ""
+        return Explanation(str(key), starting, ALLOCATED, f"it is allocated: {devices}{more}")
 
 
 def _products(available: Availability) -> Iterator[ProductCount]:

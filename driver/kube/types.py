@@ -232,6 +232,7 @@ class Condition(Struct, frozen=True):
     type: str
     status: str = ""
     message: str = ""
+    last_transition_time: str | None = None
 
     @property
     def keeps_from_scheduling(self) -> bool:
@@ -308,6 +309,7 @@ class PodResourceClaim(Struct, frozen=True):
 
     name: str
     resource_claim_name: str | None = None
+    resource_claim_template_name: str | None = None
 
 
 class Resources(Struct, frozen=True):
@@ -566,18 +568,8 @@ class GpuNodePlan(msgspec.Struct, frozen=True):
         return self.status.mode is PlanMode.PLANNED and self.spec.epoch == self.status.epoch
 
 
-class TemplatedClaim(PodResourceClaim, frozen=True):
-    """A claim in the pod template of a Workload."""
-
-    resource_claim_template_name: str | None = None
-
-
-class WorkloadPodSpec(PodSpec, frozen=True):
-    resource_claims: tuple[TemplatedClaim, ...] = ()
-
-
 class WorkloadPodTemplate(Struct, frozen=True):
-    spec: WorkloadPodSpec = WorkloadPodSpec()
+    spec: PodSpec = PodSpec()
 
 
 class PodSet(Struct, frozen=True):

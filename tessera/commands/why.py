@@ -13,20 +13,29 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
+from controller.explain.events import ALLOCATED, COMPONENT, NOT_USED
+from controller.explain.reason import ReasonCode
+from controller.explain.scheduler_reports import report_of
 from controller.report.cluster_view import ClusterView, read_cluster
-from controller.report.explanation import ALLOCATED, NOT_PREPARED, Explainer, Explanation, key_of
-from driver.errors import NOT_FOUND, ApiError, FatalError, UsageError
+from controller.report.explanation import NOT_PREPARED, TERMINATING, Explainer, Explanation, key_of
+from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient, Object
+from driver.kube.controller_heartbeat import HEARTBEAT, RENEW_INTERVAL_SECONDS
 from driver.kube.reads import RESOURCE_GROUP, read_all, read_object
-from driver.kube.types import Claim, Key, Pod
+from driver.kube.types import Claim, Key, Metadata, Pod
 from kubelet_plugin.status.events import Reason
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.status.snapshot import read_time
 from tessera.tables_and_drawings import columns, counted, printable, with_text_output
 
 POD_KINDS, CLAIM_KINDS = ("pod", "pods", "po"), ("claim", "resourceclaim", "resourceclaims")
 
 PREPARATION_FAILED = {Reason.PREPARE_FAILED.value, "FailedPrepareDynamicResources"}
 """Events of the node plugin and of the kubelet."""
+
+LEASES = "/apis/coordination.k8s.io/v1/leases"
+SILENCE_AFTER_SECONDS = 2 * RENEW_INTERVAL_SECONDS
+"""Age of the last heartbeat at which no controller seems to run."""
 
 MAX_HOLDERS = 20
 """Holders that are looked up and shown."""
@@ -64,7 +73,8 @@ def why(
 
     NAME is a pod or a claim: NAME, pod/NAME or claim/NAME. Without it, all pending claims of the namespace are
     explained. The command computes the reasons itself from the API server's objects, also without a controller. Each
-    change under "it would fit if" was tried.
+    change under "it would fit if" was tried. An account that may not read the whole cluster sees what the controller
+    reported last.
 
     Exit code 0: nothing is pending; 1: something is, or NAME does not exist.
 
@@ -77,14 +87,20 @@ def why(
     if name is not None and all_namespaces:
         raise UsageError("NAME and --all-namespaces exclude each other: give one of them")
     client = client_of(kubeconfig, "tessera-why")
-    view = read_cluster(client, driver_name)
+    try:
+        view = read_cluster(client, driver_name)
+    except FatalError as refusal:
+        if not isinstance(refusal.__cause__, ApiError) or refusal.__cause__.status != FORBIDDEN:
+            raise
+        _show_reported(client, name, namespace or "default", output, refusal)
+        return
     explainer = Explainer(view)
     if name is None:
         where = None if all_namespaces else namespace or "default"
         found = [each for each in explainer.pending() if where is None or _namespace(each) == where]
     else:
         found = _named(client, explainer, name, namespace or "default")
-    found = [_with_preparation(client, driver_name, each) for each in found]
+    found = [_with_preparation(client, driver_name, _with_controller(client, each)) for each in found]
     if output == "json":
         click.echo(json.dumps([_as_json(each, _holders(client, view, each)) for each in found], indent=2))
     elif not found:
@@ -96,25 +112,86 @@ def why(
     sys.exit(1 if any(each.is_pending for each in found) else 0)
 
 
+def _show_reported(client: KubeClient, name: str | None, namespace: str, output: str, refusal: FatalError) -> None:
+    """What the controller reported last in ``namespace``, for accounts that can not read the whole cluster.
+
+    Raises ``refusal`` if it reported nothing, or nothing that this account may read.
+    """
+    kind, key = _kind_and_key(name or "", namespace)
+    try:
+        selector = {"fieldSelector": f"reportingComponent={COMPONENT}"}
+        events = list(read_all(client, f"/api/v1/namespaces/{key.namespace}/events", Object, selector))
+    except (ApiError, msgspec.MsgspecError):
+        raise refusal from None
+    events.sort(key=lambda event: str(event.get("lastTimestamp")))
+    latest = {(about["kind"], about["name"]): event for event in events if (about := event["involvedObject"])}
+    found = [
+        _as_reported(*about, key.namespace, event)
+        for about, event in latest.items()
+        if (not name or about[1] == key.name) and (not kind or (about[0] == "Pod") == (kind in POD_KINDS))
+    ]
+    found = [each for each in found if name or each.is_pending]
+    if not found:
+        raise refusal
+    click.echo("this account may not read the whole cluster: this is what the controller reported last", err=True)
+    if output == "json":
+        click.echo(json.dumps([_as_json(each, ()) for each in found], indent=2))
+    else:
+        click.echo("\n".join(map(_as_line, found)))
+    sys.exit(1 if any(each.is_pending for each in found) else 0)
+
+
+def _as_reported(kind: str, name: str, namespace: str, event: Object) -> Explanation:
+    key, code, message = Key(namespace, name), str(event.get("reason")), str(event.get("message"))
+    at = f" (reported {event.get('lastTimestamp')})"
+    if kind == "ResourceClaim":
+        return Explanation(str(key), (), code, message + at)
+    return Explanation("", (Pod(Metadata(name=name, namespace=namespace)),), code, message + at)
+
+
 def _namespace(found: Explanation) -> str:
     return found.claim.partition("/")[0] if found.claim else found.pods[0].metadata.namespace
 
 
 def _named(client: KubeClient, explainer: Explainer, name: str, namespace: str) -> list[Explanation]:
     """The explanations of a pod or a claim. Raises FatalError if there is neither."""
-    kind, slash, rest = name.partition("/")
-    if not slash or kind.lower() not in {*POD_KINDS, *CLAIM_KINDS}:
-        kind, rest = "", name
-    key = key_of(rest, namespace)
-    if kind.lower() not in CLAIM_KINDS:
+    kind, key = _kind_and_key(name, namespace)
+    if kind not in CLAIM_KINDS:
         pod = _find(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD)
         if pod is not None:
             return explainer.of_pod(pod) or [_without_claims(pod)]
-    if kind.lower() not in POD_KINDS:
+    if kind not in POD_KINDS:
         claim = _find(client, f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}", CLAIM)
         if claim is not None:
             return [explainer.of_claim(claim)]
     raise FatalError(f"namespace {key.namespace} has no {kind or 'pod or ResourceClaim'} named {key.name}")
+
+
+def _kind_and_key(name: str, namespace: str) -> tuple[str, Key]:
+    """The kind of ``pod/NAME`` or ``claim/NAME``, empty for NAME, and the key of the object."""
+    kind, slash, rest = name.partition("/")
+    if not slash or kind.lower() not in {*POD_KINDS, *CLAIM_KINDS}:
+        return "", key_of(name, namespace)
+    return kind.lower(), key_of(rest, namespace)
+
+
+def _with_controller(client: KubeClient, found: Explanation) -> Explanation:
+    """With the absence of a controller, if enough is free but may not be offered for that reason."""
+    if found.code != ReasonCode.WAITS:
+        return found
+    try:
+        known = list(read_all(client, LEASES, Object, {"fieldSelector": f"metadata.name={HEARTBEAT}"}))
+    except ApiError:
+        return found
+    renewed = max((at for each in known if (at := read_time(each["spec"].get("renewTime"))) is not None), default=None)
+    age = None if renewed is None else (datetime.now(UTC) - renewed).total_seconds()
+    if age is None or age <= SILENCE_AFTER_SECONDS:
+        return found
+    message = (
+        f"enough is free, but the controller, which decides what is offered, has sent no heartbeat for {age:.0f} s: "
+        "nodes offer everything that fits 30 to 90 s after the last one (tessera status)"
+    )
+    return replace(found, message=message)
 
 
 def _with_preparation(client: KubeClient, driver: str, found: Explanation) -> Explanation:
@@ -150,8 +227,27 @@ def _warnings(client: KubeClient, namespace: str, uid: str) -> list[Object]:
 
 
 def _without_claims(pod: Pod) -> Explanation:
-    message = "it has no ResourceClaim: Tessera is not concerned" if not pod.spec.resource_claims else "none is pending"
-    return Explanation("", (pod,), "NotUsed", message)
+    report = report_of(pod)
+    reports = () if report is None else ((pod.metadata.name, report.message),)
+    if pod.metadata.deletion_timestamp:
+        message = (
+            f"it is being deleted since {pod.metadata.deletion_timestamp}: the scheduler does not place it any more "
+            "(kubectl get pod -o yaml shows finalizers and the grace period)"
+        )
+        return Explanation("", (pod,), TERMINATING, message, permanent=True, reports=reports)
+    message = "none of its claims is pending" if pod.spec.resource_claims else "it has no ResourceClaim"
+    if not pod.spec.resource_claims and (plugged := sorted(_extended_resources(pod))):
+        message += (
+            f"; {', '.join(plugged)}, which it requests, is the extendedResourceName of no DeviceClass: only a device "
+            "plugin can provide it"
+        )
+    return Explanation("", (pod,), NOT_USED, message, reports=reports)
+
+
+def _extended_resources(pod: Pod) -> set[str]:
+    containers = (*pod.spec.containers, *pod.spec.init_containers)
+    names = {name for each in containers for name in (*each.resources.requests, *each.resources.limits)}
+    return {name for name in names if "/" in name}
 
 
 def _find(client: KubeClient, path: str, decoder: msgspec.json.Decoder[Any]) -> Any:
@@ -236,7 +332,7 @@ def _as_text(found: Explanation, holders: Sequence[Holder]) -> str:
         lines += ["", columns(["HELD BY", "DEVICES", "POD", "PRIORITY", "AGE"], table)]
     if found.changes:
         lines += ["", "it would fit if", *(f"  - {printable(each.text)}" for each in found.changes)]
-    for pod, message in found.reports:
+    for pod, message in (each for each in found.reports if each[1] not in found.message):
         lines += ["", f"the scheduler reports on pod {printable(pod)}: {printable(message)}"]
     return "\n".join(lines)
 

@@ -24,6 +24,8 @@ from controller.demand.feasibility import Nodes
 from controller.demand.pending_claims import Queue, claim_for, classes_by_resource
 from controller.demand.selected_devices import Matching
 from controller.explain.reasons import reasons_of
+from controller.explain.unplaced_pods import UnplacedPods
+from driver.kube.clock import Clock
 from driver.kube.types import Allocation, Claim, ClaimStatus, DeviceClass, Node, Pod
 from driver.model.plan import Offer, OfferMode
 from driver.placement.ranking import Ranking
@@ -125,6 +127,9 @@ class ImaginedCluster:
             sentence = "it does not exist, so the pod waits for it"
             return Placement(pod, reasons=tuple(Reason(str(key), "", sentence) for key in missing))
         needed = [self._claims[key] for key in pod.claims] + self._extended(pod)
+        if pod.spec.node_name and any(claim.status.allocation is None for claim in needed):
+            self._waiting.append(pod)
+            return Placement(pod, reasons=tuple(self._reasons(pod)))
         found = self._try(pod, needed)
         for attempt in (self._offer_for, self._widen):
             if found.node is None:
@@ -271,7 +276,9 @@ class ImaginedCluster:
 
     def _reasons(self, pod: Pod) -> Iterable[Reason]:
         """The controller's reasons why the claims of ``pod`` are pending."""
-        for each in reasons_of(self._queue()):
+        queue = self._queue()
+        everything = (*reasons_of(queue), *UnplacedPods(Clock(), watching=False).reasons(queue))
+        for each in {each.pending.key: each for each in everything}.values():
             if pod in each.pending.pods:
                 yield Reason(each.pending.key, each.code.value, each.sentence)
 

@@ -11,6 +11,7 @@ import msgspec
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import NodeView
+from controller.demand.eligibility import CORDONED as NODE_CORDONED
 from controller.publication_modes import decide_offer_mode
 from controller.report.cluster_view import ClusterView
 from driver.errors import NOT_FOUND, ApiError, FatalError, UsageError
@@ -149,7 +150,8 @@ def uncordoned(content: Content, target: str) -> Content:
         entry = replace(entry, fault=None) if entry.gpu.uuid in cordoned else entry
         return replace(entry, closed="") if reopened and entry.node == found["node"] else entry
 
-    spec = msgspec.structs.replace(node.spec, unschedulable=node.spec.unschedulable and not reopened)
+    taints = tuple(each for each in node.spec.taints if not reopened or each.key != NODE_CORDONED.key)
+    spec = msgspec.structs.replace(node.spec, unschedulable=node.spec.unschedulable and not reopened, taints=taints)
     nodes = tuple(Node(each.metadata, spec, each.status) if each is node else each for each in content.nodes)
     return replace(content, nodes=nodes, fleet=_changed(content.fleet, changed))
 

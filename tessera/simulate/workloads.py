@@ -21,8 +21,6 @@ from driver.kube.types import (
     PodResourceClaim,
     PodSpec,
     PodStatus,
-    TemplatedClaim,
-    WorkloadPodSpec,
 )
 
 COUNTS = {"Deployment": "replicas", "ReplicaSet": "replicas", "StatefulSet": "replicas", "Job": "parallelism"}
@@ -95,7 +93,7 @@ class Reader:
             self._pod(document, own, template.get("spec") or {})
 
     def _pod(self, document: Document, metadata: Metadata, spec: Any) -> None:
-        read = _convert(document, spec, WorkloadPodSpec)
+        read = _convert(document, spec, PodSpec)
         created = tuple(
             PodResourceClaim(each.name, self._created(document, metadata, each))
             for each in read.resource_claims
@@ -105,7 +103,7 @@ class Reader:
         plain = msgspec.structs.replace(_convert(document, spec, PodSpec), scheduling_group=None, scheduling_gates=())
         self._found.pods.append(Pod(metadata, plain, PodStatus(resource_claim_statuses=created)))
 
-    def _created(self, document: Document, metadata: Metadata, wanted: TemplatedClaim) -> str:
+    def _created(self, document: Document, metadata: Metadata, wanted: PodResourceClaim) -> str:
         """The name of the claim that is created from a template. Raises UsageError if that does not exist."""
         key = Key(metadata.namespace, wanted.resource_claim_template_name or "")
         spec = self._templates.get(key) or self._find_template(key)

@@ -20,7 +20,10 @@ MESSAGE_CHARACTERS = 300
 """Longest message that is shown whole."""
 
 ADVICE: Mapping[str, str] = {
-    ReasonCode.NO_SUCH_CLAIM: "create the claim, or correct the pod",
+    ReasonCode.NO_SUCH_CLAIM: "create the claim or its template, or correct the pod",
+    ReasonCode.NODE_NAME: "create the pod with a nodeSelector instead of spec.nodeName",
+    ReasonCode.GATED: "remove the gates, or see the queue that has set them",
+    ReasonCode.NOT_PLACED: "give the pod what the scheduler reports, or a claim of its own",
     ReasonCode.NO_SUCH_CLASS: "create the DeviceClass, or correct the claim",
     ReasonCode.SELECTOR_REFUSED: "correct its selector: tessera lint",
     ReasonCode.SELECTOR_FAILS: "correct its selector: tessera lint",
@@ -29,7 +32,7 @@ ADVICE: Mapping[str, str] = {
     ReasonCode.NO_NODE: "change the pod's node selector, affinity or tolerations, or labels and taints of nodes",
     ReasonCode.OTHER_NODES: "change the pod's node selector, affinity or tolerations, or labels and taints of nodes",
     ReasonCode.NOT_READY: "repair the node: kubectl describe node",
-    ReasonCode.CLOSED: "admit pods to the node again: kubectl uncordon, kubectl taint",
+    ReasonCode.CLOSED: "admit pods to the node again: kubectl uncordon; or annotate its plan as no longer paused",
     ReasonCode.CONSTRAINT: "change its constraints, or ask for less",
     ReasonCode.NOT_TOGETHER: "ask for less on one node",
     ReasonCode.DEDICATED: "change the label of a node or a GPU (docs/controller.md), or the claim",
@@ -38,10 +41,10 @@ ADVICE: Mapping[str, str] = {
     ReasonCode.RESET: "reset one of them when it is idle (docs/health.md), or change the claim",
     ReasonCode.FOREIGN: "end the partitions that Tessera did not make, or change the claim",
     ReasonCode.NO_GPUS: "see node plugins",
-    ReasonCode.NOT_PUBLISHED: "see node plugins",
+    ReasonCode.NOT_PUBLISHED: "start its plugin again, or read the log; its kubelet if a claim still has a device",
     ReasonCode.TAINTED: "delete the DeviceTaintRule, or tolerate its taint in the claim",
-    ReasonCode.UNUSED: "see docs/troubleshooting.md",
-    ReasonCode.GANG: "lower the minCount of its PodGroup, or add GPUs",
+    ReasonCode.UNUSED: "give the pod what the message names (docs/troubleshooting.md)",
+    ReasonCode.GANG: "create its missing pods, lower the minCount of its PodGroup, or add GPUs",
 }
 """General advice by reason, where no single change was found that helps."""
 

@@ -26,6 +26,7 @@ KUBELET_SILENT_SECONDS = 50.0
 """Age of a kubelet's Lease at which Kubernetes marks its node not ready (--node-monitor-grace-period)."""
 
 BY_LABEL = f"kubectl label node NODE {OWN_LABEL}=true (or install Node Feature Discovery)"
+SINCE_SILENCE = "30 to 90 s after the last heartbeat"
 THE_SET = f"the DaemonSet {NODE}"
 
 UNWRITABLE: Mapping[str, str] = {
@@ -53,10 +54,14 @@ def _leader(snapshot: StatusSnapshot) -> CheckOutput:
         return
     yield f"leader {holder}" if holder else "no leader"
     if not holder:
-        yield Finding("controller", f"no replica is the leader; {standalone}", f"start it, or read its log: {log}")
+        yield Finding(
+            "controller", f"no replica is the leader; {standalone} {SINCE_SILENCE}", f"start it, or read its log: {log}"
+        )
     elif age is None or age > SILENCE_TIMEOUT_SECONDS:
         since = "has not sent a heartbeat yet" if age is None else f"sent its last heartbeat {age:.0f} s ago"
-        yield Finding("controller", f"{holder} {since}; {standalone}", f"it is blocked or gone; its log: {log}")
+        yield Finding(
+            "controller", f"{holder} {since}; {standalone} {SINCE_SILENCE}", f"it is blocked or gone; its log: {log}"
+        )
     else:
         yield f"heartbeat {age:.0f} s ago"
 

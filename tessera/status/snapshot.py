@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ from tessera.cluster_options import find_plans
 
 EVENT_LIFETIME = timedelta(minutes=10)
 """Processes repeat the Event of a lasting condition every few minutes at the latest: an older Event is outdated."""
+
+LAG_SECONDS = 1.5
+"""Time that a node has to follow a new version of its plan and to report that."""
 
 NODE, CONTROLLER = "tessera-node", "tessera-controller"
 """ServiceAccounts of the processes, and names of the DaemonSet and the Deployment."""
@@ -179,6 +183,10 @@ class StatusSnapshot:
         return sorted(found - {""})
 
 
+def _lags(plan: GpuNodePlan) -> bool:
+    return plan.metadata.generation > plan.status.observed_generation
+
+
 def condition_of(item: Object, kind: str) -> Object | None:
     """The condition of this type in the status of an object."""
     conditions = item.get("status", {}).get("conditions") or ()
@@ -291,6 +299,9 @@ class SnapshotReader:
     def _plans(self) -> Mapping[str, GpuNodePlan] | None:
         with self._recorded(Listing.PLANS):
             plans = find_plans(self._client)
+            if plans and any(_lags(plan) for plan in plans):
+                time.sleep(LAG_SECONDS)  # a node that follows its plan has reported by then
+                plans = find_plans(self._client)
             return None if plans is None else {plan.metadata.name: plan for plan in plans}
         return {}
 

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,13 +66,15 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 def waiting_pod(cluster: Cluster) -> None:
-    """A pod with a claim that no card of the node can serve: the controller says so on the claim."""
+    """A pod with a claim that no card of the node can serve, and one whose template does not exist."""
     body = {"metadata": {"name": "waiting"}, "spec": {"devices": {"requests": [request("gpu-inference-1g-5gb")]}}}
     cluster.api.post(CLAIMS, body)
     container = {"name": "main", "image": "none", "resources": {"claims": [{"name": "gpu"}]}}
     claims = [{"name": "gpu", "resourceClaimName": "waiting"}]
     spec = {"containers": [container], "resourceClaims": claims}
     cluster.api.post(PODS, {"metadata": {"name": "waiting"}, "spec": spec})
+    without = {"containers": [container], "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "none"}]}
+    cluster.api.post(PODS, {"metadata": {"name": "lacking"}, "spec": without})
 
 
 def told(cluster: Cluster, about: str) -> list[str]:
@@ -159,7 +162,8 @@ def work(watched: Watched) -> Report:
         wait_for(lambda: follows_a_plan(cluster), SOON_S, "the node follows a plan")
         take_offers_back(cluster, plugin)
         waiting_pod(cluster)
-        wait_for(lambda: told(cluster, "waiting"), SOON_S, "an Event on the claim that waits")
+        for name in ("waiting", "lacking"):
+            wait_for(partial(told, cluster, name), SOON_S, f"an Event about {name}")
         a_claims_life(cluster, plugin)
         pod_without_its_gpu(cluster)
         first.stop()

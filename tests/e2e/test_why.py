@@ -87,7 +87,7 @@ class Place:
     def why(self, name: str) -> dict[str, Any]:
         answer = self.tessera("why", name, "-o", "json")
         assert answer.stdout, answer.stderr
-        [found] = json.loads(answer.stdout)
+        found, *_ = json.loads(answer.stdout)
         return dict(found)
 
     def reason(self, name: str, code: str) -> dict[str, Any]:
@@ -177,6 +177,11 @@ class Case:
 
 def cordon_node(place: Place, *, unschedulable: bool) -> None:
     place.cluster.api.patch("/api/v1/nodes/one", {"spec": {"unschedulable": unschedulable}})
+
+
+def share_on_cordoned_node(place: Place) -> None:
+    place.hold("holder", asked("gpu-training", H100))
+    cordon_node(place, unschedulable=True)
 
 
 def hold_l40s(place: Place, *names: str) -> None:
@@ -308,6 +313,44 @@ CASES = {
     ),
     "no CPU where the GPU is": Case(
         "OfferStandsUnused", "Insufficient cpu", asked("gpu-training", H100), pod={"cpu": "1000"}
+    ),
+    "no CPU anywhere, and held": Case(
+        "AllHeld",
+        "besides, the scheduler reports on pod wanted: 0/2 nodes are available: 2 Insufficient cpu",
+        asked("gpu-training", H100),
+        before=lambda place: place.hold("holder", asked("gpu-training", H100)),
+        pod={"cpu": "1000"},
+    ),
+    "node name": Case(
+        "NodeNameSet", "pod wanted has spec.nodeName one", asked("gpu-training", H100), pod={"nodeName": "one"}
+    ),
+    "scheduling gate": Case(
+        "SchedulingGated",
+        "pod wanted has the scheduling gate example.com/wait",
+        asked("gpu-training", H100),
+        way_out=lambda place: place.cluster.api.patch(f"{PODS}/wanted", {"spec": {"schedulingGates": None}}),
+        pod={"schedulingGates": [{"name": "example.com/wait"}]},
+    ),
+    "no such scheduler": Case(
+        "OfferStandsUnused",
+        "does a scheduler named none run?",
+        asked("gpu-training", H100),
+        pod={"schedulerName": "none"},
+    ),
+    "shared claim on a cordoned node": Case(
+        "NodeClosed",
+        "it has the claim holder, which is allocated on nodes where its pod can't run: one is cordoned",
+        {},
+        before=share_on_cordoned_node,
+        change="node one were uncordoned (kubectl uncordon one)",
+        pod={"claim": "holder"},
+    ),
+    "shared claim on a node without CPU": Case(
+        "PodNotPlaced",
+        "can only use its allocated claim holder on one, and is not placed there: the scheduler reports on pod wanted",
+        {},
+        before=lambda place: place.hold("holder", asked("gpu-training", H100)),
+        pod={"claim": "holder", "cpu": "1000"},
     ),
     "too many": Case(
         "TooMany", "asks for 9 devices of one node; no node has more than 8", asked("gpu-training", L40S, count=9)

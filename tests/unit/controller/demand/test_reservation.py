@@ -8,7 +8,7 @@ import pytest
 
 from controller.curation.disjoint import DisjointCurator
 from controller.demand.reservation import NOMINATED_SECONDS, WAIT_SECONDS, NominatedPods, Reservations
-from controller.explain.disjoint_offers import reasons_of_waiting
+from controller.explain.pending_despite_offers import reasons_of_waiting
 from driver.model.device import DeviceKind
 from driver.model.plan import Offer
 from driver.placement.ranking import Ranking

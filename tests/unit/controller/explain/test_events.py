@@ -8,8 +8,10 @@ import pytest
 
 from controller.cluster.fleet import Fleet
 from controller.cluster.node_views import DEDICATED_TO
-from controller.explain.events import EventReporter
+from controller.explain.events import EventReporter, written_events
+from controller.explain.reason import ClaimReason
 from controller.explain.reasons import reasons_of
+from controller.explain.unplaced_pods import UnplacedPods
 from driver.kube.events import REPEAT_INTERVAL_SECONDS, Recorder
 from tests.support.api_server import Object, ObjectApi
 from tests.support.clock import FakeClock
@@ -24,6 +26,7 @@ class Told:
         self.api = api
         self.clock = clock
         self.fleet = Fleet.of(node_of("a"))
+        self.recorder = recorder
         self.reporter = EventReporter(recorder)
 
     def labels(self, **labels: str) -> None:
@@ -115,6 +118,37 @@ def test_an_event_always_has_the_present_reason_until_the_claim_is_allocated(tol
     assert {event["message"] for event in told.events()} == {
         f"{claim}the scheduler has allocated gpu-1 of pool a-gpu.tessera.dev" for claim in ("", "claim claim: ")
     }
+
+
+def test_what_an_earlier_controller_reported_ends_when_it_no_longer_holds(told: Told) -> None:
+    there = Situation(node_of("a", "full")).wants(request(selector=FULL))
+    there.wants(request(selector=FULL), name="later").pod("lacking", "nope")
+    told.reporter.claims([*reasons_of(there.queue), *unplaced(there)], there.queue)
+    assert told.one("lacking", 0) == "NoSuchClaim"
+    assert (told.one("claim", 0), told.one("pod-of-claim", 0)) == ("AllHeld", "AllHeld")
+    there.claims.clear()
+    there.pods[2:] = []
+    there.claim("later", request(selector=FULL))
+    there.holding("claim", "a", "gpu-1")
+    later = EventReporter(told.recorder)
+    later.adopt(written_events(told.api.server.client()))
+    later.claims(reasons_of(there.queue), there.queue)
+    reasons = {name: told.one(name, 1) for name in ("claim", "pod-of-claim", "later", "lacking")}
+    assert reasons == {"claim": "Allocated", "pod-of-claim": "Allocated", "later": "AllHeld", "lacking": "Waits"}
+
+
+def test_a_claim_that_no_pod_uses_any_more_and_a_pod_that_is_placed_lose_their_reasons(told: Told) -> None:
+    there = Situation(node_of("a", "full")).wants(request(selector=FULL))
+    there.pod("lacking", "nope")
+    told.reporter.claims([*reasons_of(there.queue), *unplaced(there)], there.queue)
+    there.pods.clear()
+    there.pod("lacking", "nope", nodeName="a")
+    told.reporter.claims(reasons_of(there.queue), there.queue)
+    assert (told.one("claim", 1), told.one("lacking", 1)) == ("NotUsed", "Allocated")
+
+
+def unplaced(there: Situation) -> list[ClaimReason]:
+    return UnplacedPods(FakeClock(), watching=False).reasons(there.queue)
 
 
 def test_a_label_is_read_again_when_the_gpus_of_its_node_are_known(told: Told) -> None:

@@ -49,10 +49,14 @@ class Watched:
         self.standing = standing
         self.silent: Mapping[str, str] = {}
         self.refusing: Mapping[str, str] = {}
+        self.unpublished: tuple[str, ...] = ()
         self.reasons()
 
     def reasons(self) -> list[ClaimReason]:
-        return self.unused.reasons(self.there.queue, offers(self.there, *self.standing), self.silent, self.refusing)
+        there, unpublished = self.there, offers(self.there, *self.unpublished)
+        return self.unused.reasons(
+            there.queue, offers(there, *self.standing), self.silent, self.refusing, unpublished.keys()
+        )
 
     def after(self, seconds: float) -> list[ClaimReason]:
         self.clock.advance(seconds)
@@ -116,9 +120,9 @@ class TestWhen:
     def test_it_says_when_to_look_again_though_nothing_changed(self) -> None:
         watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
         assert watched.unused.next_s == pytest.approx(1)
-        watched.after(2)
-        assert watched.unused.next_s == pytest.approx(3)
-        watched.after(3)
+        watched.after(1.5)
+        assert watched.unused.next_s == pytest.approx(0.5)
+        watched.after(0.5)
         assert watched.unused.next_s is None
 
     def test_while_nobody_waits_there_is_no_time_to_look(self) -> None:
@@ -143,6 +147,30 @@ class TestWhatIsSaid:
     def test_a_pod_that_no_scheduler_looked_at_has_its_scheduler_asked_for(self) -> None:
         told = Watched(waiting(None, schedulerName="nobody"), "a/gpu-0-mig-1g10gb-6").told()
         assert "no scheduler has reported on pod pod-of-claim; does a scheduler named nobody run?" in told
+
+    def test_an_absent_scheduler_is_named_after_two_seconds_a_busy_one_after_a_minute(self) -> None:
+        created = {"metadata": {"creationTimestamp": "2026-11-21T00:16:40Z"}}
+        watched = Watched(waiting(None, schedulerName="none", **created), "a/gpu-0-mig-1g10gb-6")
+        assert watched.after(SECOND) == []
+        [reason] = watched.after(SECOND)
+        assert "does a scheduler named none run?" in reason.sentence
+        done = {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-11-21T00:16:41Z"}
+        watched.there.pod("other", schedulerName="none", status={"conditions": [done]})
+        assert watched.after(SECOND) == []
+        assert watched.after(MINUTE)
+
+    @pytest.mark.parametrize(
+        ("message", "is_quoted"),
+        [
+            ("0/2 nodes are available: 1 cannot allocate all claims, 1 node(s) had untolerated taint(s).", False),
+            ("0/2 nodes are available: 2 cannot allocate all claims. still not schedulable, preemption: none.", False),
+            ("0/2 nodes are available: 1 cannot allocate all claims, 1 node(s) lack the licence of plugin x.", True),
+            ("no nodes available to schedule pods", True),
+        ],
+    )
+    def test_only_devices_and_excluded_nodes_are_no_other_obstacle(self, message: str, *, is_quoted: bool) -> None:
+        found = Watched(waiting(message), "a/gpu-0-mig-1g10gb-6").after(SECOND)
+        assert [each.sentence.endswith(message) for each in found] == [True] * is_quoted
 
     def test_an_incomplete_pool_is_named_with_what_is_missing(self) -> None:
         watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
@@ -172,6 +200,18 @@ class TestWhatIsSaid:
         assert reason.code is ReasonCode.NOT_PUBLISHED
         assert "b, which does not offer all that its plan requests: claim team/gone still has gpu-0" in reason.sentence
 
+    def test_a_node_that_does_not_publish_an_offer_is_named_after_a_moment(self) -> None:
+        watched = Watched(waiting(nodeSelector={"kubernetes.io/hostname": "a"}))
+        watched.there.node("a", {"kubernetes.io/hostname": "a"})
+        watched.unpublished = ("a/gpu-0-mig-1g10gb-6",)
+        assert watched.after(SECOND) == []
+        [reason] = watched.after(2 * SECOND)
+        assert reason.code is ReasonCode.NOT_PUBLISHED
+        late = "enough is free only on a, which has not published what its plan offers since 2026-11-21T00:16:41Z"
+        assert f"{late}; does its node plugin run?" in reason.sentence
+        watched.unpublished = ()
+        assert watched.after(SECOND) == []
+
     def test_a_silent_node_is_no_reason_while_another_would_do(self) -> None:
         watched = Watched(waiting())
         watched.silent = {"a": "publishes no device"}
@@ -183,13 +223,54 @@ class TestWhatIsSaid:
         assert reason.code is ReasonCode.UNUSED
         assert reason.sentence.endswith(f"the scheduler reports on pod pod-of-claim: {message}")
 
-    def test_a_request_for_another_driver_is_named(self) -> None:
+    @pytest.mark.parametrize(
+        ("devices", "holder", "there"),
+        [
+            (
+                None,
+                "",
+                "none that it selects and the same resource.kubernetes.io/pcieRoot as the GPU is free on node a",
+            ),
+            ({}, "", "node a has no device of nic.example.com, nor has any other"),
+            ({"b": [("p", "nic-0")]}, "", "node a has no device of nic.example.com, only b has one"),
+            (
+                {"a": [("p", "nic-0")]},
+                "other",
+                "the only device of nic.example.com on node a is held, by 1 claim: default/other",
+            ),
+            (
+                {"a": [("p", "nic-0")]},
+                "",
+                "none of the free devices of nic.example.com on node a has what it selects",
+            ),
+        ],
+    )
+    def test_a_request_for_another_driver_is_named_with_what_the_node_has_for_it(
+        self, devices: Any, holder: str, there: str
+    ) -> None:
+        rule = {"matchAttribute": "resource.kubernetes.io/pcieRoot"}
+        found = Situation(node_of("a"))
+        found.device_class("rdma", 'device.driver == "nic.example.com"')
+        nic = request("rdma", name="nic")
+        found.wants(request(selector=SMALL), nic, status=refused(SAYS_NO), constraints=[rule])
+        if holder:
+            results = [{"request": "nic", "driver": "nic.example.com", "pool": "p", "device": "nic-0"}]
+            found.claim(holder, status={"allocation": {"devices": {"results": results}}})
+        watched = Watched(found, "a/gpu-0-mig-1g10gb-6")
+        watched.unused = UnscheduledClaims(MINUTE, watched.clock, lambda _: devices)
+        watched.reasons()
+        [reason] = watched.after(SECOND)
+        assert f"devices of another driver, request nic (class rdma): {there}" in reason.sentence
+        assert SAYS_NO in reason.sentence
+        assert GATES not in reason.sentence
+
+    def test_a_claim_of_the_pod_for_another_driver_is_named_too(self) -> None:
         there = Situation(node_of("a"))
         there.device_class("rdma", 'device.driver == "nic.example.com"')
-        there.wants(request(selector=SMALL), request("rdma", name="nic"), status=refused(SAYS_NO))
+        claims = there.claim("claim", request(selector=SMALL)), there.claim("fast", request("rdma", name="nic"))
+        there.pod("pod", *claims, status=refused(SAYS_NO))
         [reason] = Watched(there, "a/gpu-0-mig-1g10gb-6").after(SECOND)
-        assert "the claim also needs request nic (class rdma) of another driver" in reason.sentence
-        assert GATES not in reason.sentence
+        assert "request nic of claim fast (class rdma): none that it selects is free on node a" in reason.sentence
 
     @pytest.mark.parametrize(
         ("selector", "tolerations", "tainted"),

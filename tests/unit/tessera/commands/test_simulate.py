@@ -337,6 +337,24 @@ def test_devices_of_other_drivers_are_given_as_they_are_published(api: ObjectApi
     assert outcome(simulated(both[:1], *cluster, *free))["pod-of-a"] == ["node-b/gpu/gpu-0", "node-b/net/eth1"]
 
 
+def test_a_pod_that_no_scheduler_places_has_the_reason_that_tessera_why_gives(
+    api: ObjectApi, cluster: list[str]
+) -> None:
+    named = pod("named", nodeName="node-b", resourceClaims=[{"name": "gpu", "resourceClaimName": "a"}])
+    elsewhere = {"resourceClaims": [{"name": "gpu", "resourceClaimName": "holder"}], "nodeSelector": {"zone": "x"}}
+    second = {**pod("second", **elsewhere), "metadata": {"name": "second", "namespace": "team"}}
+    found = simulated([*FULL[:1], named, second], *cluster, code=1)
+    assert outcome(found) == {"named": "NodeNameSet", "second": "OnOtherNodesOnly"}
+
+
+def test_a_cordoned_node_is_uncordoned_with_its_taint(api: ObjectApi, cluster: list[str]) -> None:
+    taint = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
+    api.store("/api/v1/nodes/node-b", spec={"unschedulable": True, "taints": [taint]})
+    free = ["--without", "team/holder"]
+    assert outcome(simulated(FULL, *cluster, *free, code=1)) == {"pod-of-a": "GpuCordoned"}
+    assert outcome(simulated(FULL, *cluster, *free, "--uncordon", "node-b")) == {"pod-of-a": ["node-b/gpu/gpu-0"]}
+
+
 def test_templates_of_the_cluster_are_found(cluster: list[str]) -> None:
     wanted = pod("a", resourceClaims=[{"name": "gpu", "resourceClaimTemplateName": "of-cluster"}])
     assert outcome(simulated([wanted], *cluster, "--uncordon", "node-a")) == {"a": ["node-a/gpu/gpu-0"]}

@@ -1,0 +1,117 @@
+"""What the scheduler reports on pods, and whether it does (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+
+from controller.demand.pending_claims import Queue
+from controller.explain.reason import OF_THE_POD, ClaimReason, ReasonCode
+from driver.kube.clock import Clock
+from driver.kube.types import Condition, Pod
+
+SILENT_SECONDS = 2.0
+"""Age of a pod at which a scheduler that handles no other pod is taken to be absent."""
+
+NO_REPORT, REPORTS = "no scheduler has reported", "the scheduler reports"
+
+DEFAULT_SCHEDULER = "default-scheduler"
+
+EXPECTED = re.compile(
+    r"cannot allocate all claims|resourceclaim not available on the node|taint|node affinity/selector"
+    r"|were unschedulable|requested node name",
+    re.IGNORECASE,
+)
+"""Parts of a report about what Tessera knows itself: devices, and the nodes that exclude the pod."""
+
+NODES = re.compile(r"\d+/\d+ nodes are available: (?P<parts>.*)", re.DOTALL)
+END = re.compile(r"\. (?:still not schedulable|no new claims to deallocate|preemption)", re.IGNORECASE)
+
+INSUFFICIENT = re.compile(r"Insufficient ([\w./-]+\w)")
+
+
+def report_of(pod: Pod) -> Condition | None:
+    """What the scheduler reports on ``pod``; None if it has not reported."""
+    return next((each for each in pod.status.conditions if each.keeps_from_scheduling and each.message), None)
+
+
+def names_obstacle(report: Condition) -> bool:
+    """Whether it names something besides devices and excluded nodes: CPU, ports, volumes, other pods, an error."""
+    return any(not EXPECTED.search(part) for part in _parts(report))
+
+
+def _parts(report: Condition) -> list[str]:
+    """What it says of nodes, for each cause; or the whole message."""
+    found = NODES.match(report.message)
+    return END.split(found["parts"])[0].rstrip(".").split(", ") if found else [report.message]
+
+
+def reported(pod: Pod, report: Condition) -> str:
+    """The report, and how much the pod requests of each resource that it says is insufficient."""
+    lacking = dict.fromkeys(INSUFFICIENT.findall(report.message))
+    amounts = [f"{name} {amounts}" for name in lacking if (amounts := _requested(pod, name))]
+    requests = f" (the pod requests {', '.join(amounts)})" if amounts else ""
+    return f"{REPORTS} on pod {pod.metadata.name}: {report.message}{requests}"
+
+
+def _requested(pod: Pod, resource: str) -> str:
+    found = (each.resources.requests.get(resource) for each in pod.spec.containers)
+    return " + ".join(str(amount) for amount in found if amount is not None)
+
+
+class SchedulerActivity:
+    """When each scheduler handled a pod for the last time."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._untried = {pod.metadata.key for gang in queue.gangs if gang.missing for pod in gang.pods}
+        """Pods of which no scheduler reports anything, because others of their gang are missing."""
+        latest: dict[str, str] = {}
+        for pod in queue.cluster.pods:
+            name = _scheduler(pod)
+            times = (each.last_transition_time or "" for each in pod.status.conditions if each.type == "PodScheduled")
+            latest[name] = max((latest.get(name, ""), *times))
+        self._latest: Mapping[str, str] = latest
+
+    def is_absent(self, pod: Pod, clock: Clock) -> bool:
+        """Whether no pod of the scheduler of ``pod`` has been handled since that was created, a moment ago at least."""
+        created = pod.metadata.creation_timestamp
+        if created is None or age_of(pod, clock) < SILENT_SECONDS or pod.metadata.key in self._untried:
+            return False
+        return self._latest.get(_scheduler(pod), "") < created
+
+
+def with_scheduler(reasons: Iterable[ClaimReason], queue: Queue, clock: Clock) -> Iterator[ClaimReason]:
+    """``reasons``, with what keeps the scheduler from placing the first pod besides, on whatever node."""
+    activity = SchedulerActivity(queue)
+    for each in reasons:
+        pod = each.pending.pods[0]
+        report = report_of(pod)
+        besides = ""
+        if report is None and activity.is_absent(pod, clock) and NO_REPORT not in each.sentence:
+            besides = no_report(pod)
+        elif report is not None and not any(map(EXPECTED.search, _parts(report))) and REPORTS not in each.sentence:
+            besides = reported(pod, report)
+        yield each._replace(sentence=f"{each.sentence}; besides, {besides}") if besides and _may_have(each) else each
+
+
+def _may_have(reason: ClaimReason) -> bool:
+    """Whether the scheduler's view can add to the reason."""
+    return reason.code not in OF_THE_POD and reason.code is not ReasonCode.NO_SUCH_CLASS
+
+
+def age_of(pod: Pod, clock: Clock) -> float:
+    """Seconds since ``pod`` was created; infinite if that is unknown."""
+    created = pod.metadata.creation_timestamp
+    return float("inf") if created is None else (clock.now() - datetime.fromisoformat(created)).total_seconds()
+
+
+def no_report(pod: Pod) -> str:
+    """The cause where no scheduler has reported on ``pod``."""
+    name = _scheduler(pod)
+    group = "" if pod.pod_group is None else f"does its PodGroup {pod.pod_group.name} exist, and "
+    return f"{NO_REPORT} on pod {pod.metadata.name}; {group}does a scheduler named {name} run?"
+
+
+def _scheduler(pod: Pod) -> str:
+    return pod.spec.scheduler_name or DEFAULT_SCHEDULER

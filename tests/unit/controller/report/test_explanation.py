@@ -1,0 +1,56 @@
+"""What ``tessera why`` says of pods and claims, on a view of a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from controller.report.explanation import Explainer, Explanation
+from driver.kube.types import Pod
+from tests.support.map_cluster import MapCluster
+from tests.support.queues import FULL, request
+
+ELSEWHERE: dict[str, Any] = {"nodeSelector": {"zone": "x"}}
+
+
+def cluster() -> MapCluster:
+    """A node whose only GPU a claim holds."""
+    found = MapCluster().gpu("n", 0).holds("team/holder", "n", "gpu-0")
+    found.situation.claim("claim", request(selector=FULL))
+    return found
+
+
+def explained(found: MapCluster, name: str) -> list[Explanation]:
+    pod: Pod = next(each for each in found.situation.pods if each.metadata.name == name)
+    return Explainer(found.view()).of_pod(pod)
+
+
+def add_pod(found: MapCluster, name: str, claim: str = "claim", **spec: Any) -> None:
+    found.situation.pod(name, claim, **spec)
+
+
+def test_each_pod_of_a_claim_is_told_what_holds_for_itself() -> None:
+    found = cluster()
+    add_pod(found, "first")
+    add_pod(found, "second", **ELSEWHERE)
+    [first], [second] = explained(found, "first"), explained(found, "second")
+    assert (first.code, [each.kind for each in first.changes]) == ("AllHeld", ["release"])
+    assert (second.code, second.permanent) == ("NoNode", True)
+    lacks = "n lacks the label zone=x of the pod's nodeSelector"
+    assert second.message.endswith(f"{lacks}; for other pods of the claim: AllHeld")
+
+
+def test_a_pod_that_can_not_use_its_allocated_claim_comes_before_the_claim() -> None:
+    found = cluster()
+    metadata = {"namespace": "team"}
+    add_pod(found, "second", "holder", metadata=metadata, **ELSEWHERE)
+    pod, claim = explained(found, "second")
+    assert (pod.claim, pod.code, claim.code) == ("", "OnOtherNodesOnly", "Allocated")
+    assert [each.kind for each in pod.changes] == ["node-admitted"]
+    assert "not placed: pod team/second" in claim.message
+
+
+def test_no_device_is_named_that_a_pod_with_a_node_name_could_have() -> None:
+    found = cluster()
+    add_pod(found, "named", nodeName="n")
+    [named] = explained(found, "named")
+    assert (named.code, named.changes, named.holders) == ("NodeNameSet", (), ())
