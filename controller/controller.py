@@ -14,8 +14,9 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from controller.cluster.cache import ClusterCache, Snapshot
@@ -41,7 +42,7 @@ from controller.explain.gangs import reasons_of_incomplete
 from controller.explain.pending_despite_offers import UnscheduledClaims, reasons_of_waiting
 from controller.explain.queued_workloads import WorkloadReasons
 from controller.explain.reason import ClaimReason
-from controller.explain.reasons import KnownReasons, reasons_of
+from controller.explain.reasons import KnownReasons, find_reasons
 from controller.explain.scheduler_reports import with_scheduler
 from controller.explain.unplaced_pods import UnplacedPods
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
@@ -365,13 +366,21 @@ class Controller:
         silent = silent_nodes(seen.views, seen.incomplete)
         late = self._devices.unpublished(seen.plans)
         unscheduled = self._unscheduled.reasons(queue, unfenced, silent, refusing_nodes(seen.views), late)
-        incomplete = reasons_of_incomplete(queue, Clock())
-        lacking = reasons_of(queue, unreported, self._known_reasons)
-        everything = (*waiting, *unscheduled, *incomplete, *lacking, *self._unplaced.reasons(queue))
-        found = {each.pending.key: each for each in with_scheduler(everything, queue, Clock())}
+        unplaced = reversed(self._unplaced.reasons(queue))
+        lacking = find_reasons(queue, unreported, self._known_reasons)
+        everything = chain(unplaced, lacking, reasons_of_incomplete(queue, Clock()), unscheduled, waiting)
         if not self._adopted and self._decided_at > 0:
             # Not in the first decision, for which nodes and pods wait.
             self._events.adopt(written_events(self._client))
             self._adopted = True
-        self._events.claims(found.values(), queue)
-        return {key: each.code.value for key, each in found.items()}
+        codes: dict[str, str] = {}
+        self._events.claims(_first_of_each(with_scheduler(everything, queue, Clock()), codes), queue)
+        return codes
+
+
+def _first_of_each(reasons: Iterable[ClaimReason], codes: dict[str, str]) -> Iterator[ClaimReason]:
+    """The first reason of each claim, as soon as it is found; its code is added to ``codes`` by key of the claim."""
+    for each in reasons:
+        if each.pending.key not in codes:
+            codes[each.pending.key] = each.code.value
+            yield each

@@ -6,7 +6,7 @@ wait in vain, and the reason stays the same while other claims come and go.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from controller.cluster.fleet import Fleet, FleetGpu
@@ -42,17 +42,22 @@ OF_THE_CLAIM = {ReasonCode.NO_SUCH_CLASS, ReasonCode.SELECTOR_REFUSED}
 """Permanent reasons that hold whatever GPUs there are."""
 
 
-def reasons_of(
+def reasons_of(queue: Queue, unreported: UnreportedNodes = ALL_REPORTED) -> list[ClaimReason]:
+    """All of ``find_reasons``."""
+    return list(find_reasons(queue, unreported))
+
+
+def find_reasons(
     queue: Queue, unreported: UnreportedNodes = ALL_REPORTED, known: KnownReasons | None = None
-) -> list[ClaimReason]:
-    """One reason for each pending claim that no free device can satisfy, or whose gang lacks devices.
+) -> Iterator[ClaimReason]:
+    """One reason for each pending claim that no free device can satisfy, or whose gang lacks devices, as it is found.
 
     Claims are left out if the bounded search is undecided, if they request only devices of other drivers, and, with
     permanent reasons, while nodes may still report GPUs. ``known`` is what earlier calls have found.
     """
     reasoning = Reasoning(queue, known)
     found = (reason_of(each, reasoning, queue, unreported) for each in queue.pending)
-    return [reason for reason in found if reason is not None]
+    return (reason for reason in found if reason is not None)
 
 
 def reason_of(

@@ -16,7 +16,7 @@ from controller.demand.eligibility import Eligibility
 from controller.demand.pending_claims import Queue
 from controller.demand.selected_devices import Matching
 from controller.explain.changes import changes_that_help
-from controller.explain.reasons import KnownReasons, Reasoning, reasons_of
+from controller.explain.reasons import KnownReasons, Reasoning, find_reasons, reasons_of
 from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import Allocated
 from tessera.simulate.pools import SliceIndex
@@ -68,7 +68,7 @@ def test_a_reason_is_the_same_whatever_earlier_decisions_have_found(there: Situa
     known, fleet, eligibility = KnownReasons(), Fleet.of(there.gpus), Eligibility(there.nodes.values())
     for step in range(4):
         objects = there.queue.cluster
-        remembered = reasons_of(Queue(objects, fleet, there.matching, eligibility), known=known)
+        remembered = list(find_reasons(Queue(objects, fleet, there.matching, eligibility), known=known))
         alone = reasons_of(Queue(objects, Fleet.of(replace(entry) for entry in fleet), Matching(DRIVER)))
         assert [each[1:] for each in remembered] == [each[1:] for each in alone]
         chosen = data.draw(st.sampled_from(list(fleet)))
