@@ -187,12 +187,11 @@ class Feasibility:
         if where not in memory:
             if len(memory) >= MAX_SELECTIONS:
                 memory.clear()
-            alike: dict[Matches, list[str]] = {}
-            for entry in self.on(nodes):
-                alike.setdefault(selector.on(entry), []).append(entry.gpu.uuid)
+            everywhere, fleet = self.fleet.nodes.keys() <= nodes, self.fleet.gpus
             found: dict[Kind, list[str]] = {}
-            for matches, gpus in alike.items():
-                for kind in matches.keys.items():
+            for matches, alike in selector.among(self.fleet):
+                gpus = alike if everywhere else [uuid for uuid in alike if fleet[uuid].node in nodes]
+                for kind in matches.keys.items() if gpus else ():
                     found.setdefault(Kind(*kind), []).extend(gpus)
             memory[where] = {kind: frozenset(gpus) for kind, gpus in found.items()}
         return cast("dict[Kind, Group]", memory[where])

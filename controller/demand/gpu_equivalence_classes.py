@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import fields
 from operator import attrgetter
+from typing import NamedTuple
 
-from controller.cluster.fleet import FleetGpu
+from controller.cluster.fleet import Fleet, FleetGpu, Hardware
 from driver.model.device import Device, DeviceKind, full_device, partition_device, share_device
 from driver.model.gpu import Gpu
 from driver.placement.state import FULL, SHARE, OfferKind
@@ -17,8 +18,18 @@ BY_PLACEMENT = "placementStart"
 
 FACT_OF = {kind: {fact.name: fact.of for fact in facts} for kind, facts in FACTS.items()}
 
+KNOWN = frozenset(name for facts in FACT_OF.values() for name in facts)
+"""Every attribute that a device may have."""
+
 Names = frozenset[str] | None
 """Attributes of this driver as the slices spell them; None for all of them."""
+
+
+class Alike(NamedTuple):
+    """GPUs with equivalent devices, by UUID; ``example`` is one of them, as it was when they were grouped."""
+
+    example: FleetGpu
+    gpus: tuple[str, ...]
 
 
 class EquivalenceClasses:
@@ -32,6 +43,17 @@ class EquivalenceClasses:
             {} if names is not None and not names & UNIQUE else None
         )
         """Classes by facts that GPUs may share; None where ``names`` includes an attribute unique to each GPU."""
+
+        self._groups: tuple[Hardware, list[Alike]] | None = None
+
+    def groups(self, fleet: Fleet) -> Sequence[Alike]:
+        """The GPUs of ``fleet``, those with equivalent devices together; remembered while the hardware is the same."""
+        if self._groups is None or self._groups[0] is not fleet.hardware:
+            found: dict[tuple[int, ...], tuple[FleetGpu, list[str]]] = {}
+            for entry in fleet:
+                found.setdefault(self.of(entry), (entry, []))[1].append(entry.gpu.uuid)
+            self._groups = (fleet.hardware, [Alike(example, tuple(gpus)) for example, gpus in found.values()])
+        return self._groups[1]
 
     def of(self, entry: FleetGpu) -> tuple[int, ...]:
         """A number for each kind of device that the GPU has; equal numbers mean equivalent devices."""

@@ -135,7 +135,7 @@ class RequirementsReader:
         if isinstance(selector, CelError):
             may_be_about_us = any(self._matching.driver in text for text in expressions)
             return _refused(request, selector) if may_be_about_us else None
-        if not selector.is_about_us and not any(selector.on(entry) for entry in self._fleet):
+        if not selector.is_about_us and not any(matches for matches, _ in selector.among(self._fleet)):
             return None
         return selector
 

@@ -12,16 +12,17 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, reduce
 from operator import or_
 from typing import Any, NamedTuple, TypeVar
 
-from controller.cluster.fleet import FleetGpu, Hardware
+from controller.cluster.fleet import Fleet, FleetGpu, Hardware
 from controller.demand.gpu_equivalence_classes import (
     BY_PLACEMENT,
     FACT_OF,
+    KNOWN,
     EquivalenceClasses,
     Names,
     device_at,
@@ -213,6 +214,13 @@ class Selector:
             found = self._by_numbers[numbers] = _joined([part for part in parts if part or part.failures])
         return found
 
+    def among(self, fleet: Fleet) -> Iterator[tuple[Matches, tuple[str, ...]]]:
+        """The devices that it selects of each group of equivalent GPUs, or fails for, and the UUIDs of these GPUs."""
+        for example, gpus in self._classes.groups(fleet):
+            matches = self.on(example)
+            if matches or matches.failures:
+                yield matches, gpus
+
     def _part(self, number: int, entry: FleetGpu, kind: DeviceKind) -> Matches:
         if number not in self._by_number:
             self._by_number[number] = self._select(entry, kind)
@@ -365,7 +373,8 @@ def _compiled(expression: str) -> Program | CelError:
 
 
 def _names(driver: str, referenced: ReferencedAttributes) -> Names:
+    """The attributes that a selector reads, without those that no device has: they tell no GPUs apart."""
     prefixes = {driver: "", STANDARD.rstrip("/"): STANDARD}
     if referenced.everything:
         return None
-    return frozenset(prefixes[domain] + name for domain, name in referenced.attributes if domain in prefixes)
+    return KNOWN & {prefixes[domain] + name for domain, name in referenced.attributes if domain in prefixes}

@@ -156,8 +156,7 @@ def _nouns(keys: set[OfferKind]) -> tuple[str, str]:
 
 def matching_gpus(fleet: Fleet, selector: Selector) -> list[tuple[FleetGpu, Matches]]:
     """The GPUs with devices that ``selector`` selects, or for which it fails."""
-    found = ((entry, selector.on(entry)) for entry in fleet)
-    return [(entry, matches) for entry, matches in found if matches or matches.failures]
+    return [(fleet.gpus[uuid], matches) for matches, alike in selector.among(fleet) for uuid in alike]
 
 
 def availability(

@@ -237,8 +237,7 @@ class Reasoning:
             there = sorted(node for node, outcome in fitting if outcome is not Outcome.NONE)
             what = self._not_here(requirements, nodes)
             return only_elsewhere(what, there, self.excluded(pending), nodes)
-        found = [self.availability(request, pending) for request in requirements.requests]
-        if not any(each.hindered for each in found) or self._feasibility.unheld.could(requirements, nodes):
+        if self._feasibility.unheld.could(requirements, nodes):
             return None
         return self._hindered(requirements, pending)
 

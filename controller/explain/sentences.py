@@ -119,7 +119,7 @@ def failing(found: Availability) -> str:
 
 def selected_nowhere(feasibility: Feasibility, request: DeviceRequest) -> Reason:
     name, selector = request.name, request.selector
-    first = next((failure for entry in feasibility.fleet for failure in selector.on(entry).failures), None)
+    first = next((failure for matches, _ in selector.among(feasibility.fleet) for failure in matches.failures), None)
     if first is None:
         sentence = f"request {name}: {_no_match(feasibility, selector)}"
         return Reason(ReasonCode.NOTHING_MATCHES, sentence, permanent=True)
