@@ -26,6 +26,9 @@ MAX_COMBINATIONS = 64
 MAX_DEVICES = 32
 """Devices that one claim can be allocated (``resource.k8s.io/v1``)."""
 
+SHOWN_CLASSES = 6
+"""DeviceClasses that a message names."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceRequest:
@@ -126,7 +129,10 @@ class RequirementsReader:
         device_class = self._classes.get(wanted.device_class_name)
         if device_class is None:
             sentence = f"request {request.name}: there is no DeviceClass {wanted.device_class_name!r}"
-            return Refusal("NoSuchClass", sentence + meant(wanted.device_class_name, self._classes))
+            names = sorted(self._classes, key=lambda name: (len(name), name))
+            more = f" and {len(names) - SHOWN_CLASSES} more" if len(names) > SHOWN_CLASSES else ""
+            there = f"; there are {', '.join(names[:SHOWN_CLASSES])}{more}" if names else "; the cluster has none"
+            return Refusal("NoSuchClass", sentence + (meant(wanted.device_class_name, self._classes) or there))
         expressions = (*_texts(device_class.spec.selectors), *_texts(wanted.selectors))
         amounts = wanted.capacity.requests if wanted.capacity is not None else {}
         conditions = tuple(_capacity_conditions(self._matching.driver, amounts))
@@ -170,7 +176,7 @@ def _capacity_conditions(driver: str, amounts: Mapping[str, str | int]) -> Itera
     for name, amount in sorted(amounts.items()):
         there = f'"{name}" in device.capacity["{driver}"]'
         enough = f'device.capacity["{driver}"]["{name}"].compareTo(quantity("{amount}")) >= 0'
-        yield f"{there} && {enough}" if "/" not in name else "false"
+        yield f"{there} && {enough}" if "/" not in name else there
 
 
 def _requirements(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, reduce
 from operator import or_
@@ -55,7 +55,12 @@ EXHAUSTED = (
     "shorter or simpler"
 )
 
+MAX_EXAMPLES = 2000
+"""Different devices that are examined to find out why none is selected."""
+
 T = TypeVar("T")
+Met = list[tuple[Device, tuple[bool, ...]]]
+"""Devices, and for each of some conditions whether the device meets it."""
 
 
 class BudgetExhausted(Exception):
@@ -202,6 +207,7 @@ class Selector:
         self._classes = classes
         self._by_placement = classes.names is None or BY_PLACEMENT in classes.names
         self._by_number: dict[int, Matches] = {}
+        self._met: tuple[Hardware, Met] | None = None
         self._by_numbers: dict[tuple[int, ...], Matches] = {}
 
     def on(self, entry: FleetGpu) -> Matches:
@@ -237,6 +243,33 @@ class Selector:
                 starts = frozenset(device.placement.start for device in selected if device.placement)
                 keys[key_of(devices[0])] = None if len(selected) == len(devices) else starts
         return Matches(keys, tuple(failures)) if keys or failures else NOTHING
+
+    def met(self, fleet: Fleet, conditions: Sequence[str], program: Callable[[str], Program | CelError]) -> Met:
+        """Which ``conditions`` each device meets, of equivalent GPUs the first; empty if that takes too long."""
+        if self._met is None or self._met[0] is not fleet.hardware:
+            self._met = fleet.hardware, self._find_met(fleet, conditions, program)
+        return self._met[1]
+
+    def _find_met(self, fleet: Fleet, conditions: Sequence[str], program: Callable[[str], Program | CelError]) -> Met:
+        programs = [program(each) for each in conditions]
+        gpus = {self._classes.of(entry): entry for entry in fleet}.values()
+        alike = (
+            each
+            for e in gpus
+            for kind in DeviceKind
+            for each in representatives(e, kind, each_placement=self._by_placement)
+        )
+        devices = [device for each in alike for device in each]
+
+        def verdicts(device: Device) -> tuple[bool, ...]:
+            seen = cel_device(self._driver, device, self._classes.names)
+            return tuple(isinstance(each, Program) and each.verdict(seen) is True for each in programs)
+
+        try:
+            found = [(each, self._time.spend(partial(verdicts, each))) for each in devices[:MAX_EXAMPLES]]
+        except BudgetExhausted:
+            return []
+        return found if len(devices) <= MAX_EXAMPLES else []
 
     def _timed_verdict(self, device: Device) -> bool | Failure:
         try:

@@ -18,7 +18,15 @@ from controller.demand.gangs import Gang
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, Refusal
 from controller.demand.selected_devices import Matches, Selector
-from controller.explain.availability import Availability, Obstacle, availability, listed, matching_gpus, without
+from controller.explain.availability import (
+    SHOWN,
+    Availability,
+    Obstacle,
+    availability,
+    listed,
+    matching_gpus,
+    without,
+)
 from controller.explain.gangs import reason_of_gang
 from controller.explain.moves import moves_that_help
 from controller.explain.reason import ClaimReason, Reason, ReasonCode
@@ -26,6 +34,7 @@ from controller.explain.sentences import (
     constraint,
     fragmented,
     held,
+    held_by,
     hindered,
     only_elsewhere,
     profile_limit,
@@ -37,6 +46,9 @@ from controller.explain.sentences import (
 
 MAX_KNOWN = 1024
 """Reasons of each kind that are remembered from one call to the next."""
+
+MAX_OF_ALTERNATIVE = 160
+"""Characters of the reason of an alternative that is not the nearest."""
 
 OF_THE_CLAIM = {ReasonCode.NO_SUCH_CLASS, ReasonCode.SELECTOR_REFUSED}
 """Permanent reasons that hold whatever GPUs there are."""
@@ -109,6 +121,12 @@ class KnownReasons:
             self.present.clear()
 
 
+def _cut(sentence: str) -> str:
+    """The beginning of a sentence, without the name of its request."""
+    sentence = sentence.partition(": ")[2] if sentence.startswith("request ") and ": " in sentence else sentence
+    return sentence if len(sentence) <= MAX_OF_ALTERNATIVE else f"{sentence[:MAX_OF_ALTERNATIVE]}..."
+
+
 class Reasoning:
     """Finds reasons; equal requirements of several claims are examined once."""
 
@@ -177,6 +195,10 @@ class Reasoning:
         ]
         others = {each.code for each in reasons} - {best.code}
         also = f"; the others: {', '.join(sorted(others))}" if others else ""
+        if len(names) == len(reasons):  # only one request has alternatives
+            each_one = zip(names, reasons, strict=True)
+            texts = [f"{name}: {_cut(reason.sentence)}" for name, reason in each_one if reason is not best]
+            also += f": {'; '.join(texts[:SHOWN])}"
         return replace(best, sentence=f"{best.sentence} (of the alternatives {listed(names, 8)} the nearest{also})")
 
     def _selects_nothing(self, request: DeviceRequest, pending: PendingClaim) -> Reason | None:
@@ -231,7 +253,7 @@ class Reasoning:
             if not emptied.could(ClaimRequirements((request,)), everywhere):
                 return too_many(self._feasibility, request, everywhere)
         if not emptied.could(requirements, everywhere):
-            return self._not_together(requirements, everywhere)
+            return self._not_together(requirements, pending)
         if not emptied.could(requirements, nodes):
             fitting = emptied.outcomes(requirements, everywhere - nodes)
             there = sorted(node for node, outcome in fitting if outcome is not Outcome.NONE)
@@ -254,17 +276,18 @@ class Reasoning:
                 return f"{asks}; no node where its pod can run has more than {most}, it would fit only"
         return "it would fit only"
 
-    def _not_together(self, requirements: ClaimRequirements, nodes: Nodes) -> Reason:
-        emptied = self._feasibility.emptied
+    def _not_together(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason:
+        emptied, nodes = self._feasibility.emptied, self._everywhere
         if requirements.constraints and emptied.could(ClaimRequirements(requirements.requests), nodes):
             missing = without_value(self._feasibility, requirements, nodes)
             largest = self._largest_set(requirements, nodes)
             return constraint(requirements, "even if nothing were held", largest + missing, permanent=True)
-        return together(requirements, "even if nothing were held no node could give all of them", permanent=True)
+        found = [self.availability(request, pending) for request in requirements.requests]
+        return together(found, "even if nothing were held no node could give all of them", permanent=True)
 
     def _largest_set(self, requirements: ClaimRequirements, nodes: Nodes) -> str:
-        """The most devices of the only request that have the same value of the only attribute."""
-        if len(requirements.requests) > 1 or len(requirements.constraints) > 1 or requirements.constraints[0].distinct:
+        """The most devices of the only request that the only constraint admits."""
+        if len(requirements.requests) > 1 or len(requirements.constraints) > 1:
             return ""
         [request], [only] = requirements.requests, requirements.constraints
         count = next(
@@ -277,7 +300,8 @@ class Reasoning:
             ),
             0,
         )
-        return f"; it asks for {request.count}, and at most {count} share a value of {only.attribute}" if count else ""
+        have = "have different values" if only.distinct else "share a value"
+        return f"; it asks for {request.count}, and at most {count} {have} of {only.attribute}" if count else ""
 
     def _hindered(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """The reason where faults, settings, labels, MIG modes or foreign partitions are in the way."""
@@ -308,9 +332,12 @@ class Reasoning:
                 return self._lacking(request, pending)
         if could(requirements, nodes):
             return None
+        found = [self.availability(request, pending) for request in requirements.requests]
         if requirements.constraints and could(ClaimRequirements(requirements.requests), nodes):
-            return constraint(requirements, "the requests could be met, but at present")
-        return together(requirements, "no node has all of them free at once")
+            reason = constraint(requirements, "the requests could be met, but at present")
+        else:
+            reason = together(found, "no node has all of them free at once")
+        return replace(reason, sentence=reason.sentence + held_by(found, self._queue.holders))
 
     def _lacking(self, request: DeviceRequest, pending: PendingClaim) -> Reason:
         """The reason where GPUs have the selected devices, but not enough of them are free."""

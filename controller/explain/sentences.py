@@ -14,12 +14,16 @@ from controller.demand.selected_devices import Selector
 from controller.explain.availability import SHOWN, Availability, Obstacle, SelectedGpu, holders_of, listed, named
 from controller.explain.moves import MAX_NODES, Moves
 from controller.explain.reason import Reason, ReasonCode
+from deviceclasses.cel import Program
 from deviceclasses.cel.library.quantity import parse_quantity
+from deviceclasses.cel.referenced_attributes import conditions_of
 from deviceclasses.cel.values import EvaluationError
+from deviceclasses.lint.attribute_catalogue import why_without
+from deviceclasses.lint.selector_rules import is_known_value, mistakes, remedy
 from driver.config.suggestions import meant
 from driver.model.device import Device, DeviceKind
 from driver.model.gpu import MigMode
-from driver.slices.attributes import attributes, capacity
+from driver.slices.attributes import NO_PROFILE, attributes, capacity
 
 OF_OBSTACLE = {
     Obstacle.CLOSED: (ReasonCode.CLOSED, "nothing is offered on nodes that are closed"),
@@ -33,14 +37,23 @@ OF_OBSTACLE = {
 NEAREST = (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE, MigMode.DISABLED, MigMode.ENABLED)
 """MIG modes, the one with the fewest remaining steps first."""
 
-LITERAL = re.compile(r"\.(\w+)\s*==\s*\"([^\"]*)\"")
+EQUAL = re.compile(r"(\w+)\s*==\s*\"([^\"]*)\"")
 """A comparison of an attribute with a string."""
 
-AT_LEAST = re.compile(
-    r"""capacity\[[^]]+](?:\.(?P<dotted>\w+)|\["(?P<quoted>\w+)"])"""
-    r"""\.compareTo\(quantity\("(?P<amount>[^"]+)"\)\)\s*(?P<than>>=?)\s*0"""
-)
+AT_LEAST = re.compile(r'(?P<name>\w+)\.compareTo\(quantity\("(?P<amount>[^"]+)"\)\)\s*(?P<than>>=?)\s*0')
 """A comparison of a capacity with the least that is acceptable."""
+
+IDENTIFIERS = frozenset({"uuid", "parentUUID", "pciBusID", "pcieRoot", "nvlinkClique", "fabricClique"})
+"""Attributes of which one value can not be meant by another that is like it."""
+
+NAMES = frozenset({"profile", *IDENTIFIERS})
+"""Attributes whose values may begin with a digit, but are no numbers."""
+
+SHOWN_VALUES = 8
+"""Values of an attribute that a message names."""
+
+MAX_CONDITION = 200
+"""Characters of a condition that a message shows."""
 
 SHOWN_PRODUCTS = 5
 """Products that a message names."""
@@ -57,10 +70,15 @@ def held(found: Availability, claim_of: Mapping[tuple[str, str], str]) -> Reason
         free = f"at most {most} {'is' if most == 1 else 'are'} free on one node ({node})"
     else:
         free = "none is free"
-    holders = holders_of((each.entry for each in found.usable), claim_of)
-    by = f"; devices there are held by {_claims(holders)}" if holders else ""
+    by = held_by([found], claim_of)
     sentence = f"request {request.name} needs {found.needs}: {free}, of {found.products} that have it{by}"
     return Reason(ReasonCode.HELD, sentence + unusable(found) + failing(found))
+
+
+def held_by(found: Iterable[Availability], claim_of: Mapping[tuple[str, str], str]) -> str:
+    """The claims that hold devices of the usable GPUs: the end of a sentence."""
+    holders = holders_of((each.entry for one in found for each in one.usable), claim_of)
+    return f"; devices there are held by {_claims(holders)}" if holders else ""
 
 
 def _claims(names: Sequence[str]) -> str:
@@ -114,7 +132,11 @@ def failing(found: Availability) -> str:
     if found.failure is None:
         return ""
     device = found.failure.device
-    return f"; its selector fails on devices like {device.name} of {device.gpu.product_name} ({found.failure.message})"
+    way_out = remedy(device.kind, found.failure.message)
+    return (
+        f"; its selector fails on devices like {device.name} of {device.gpu.product_name} ({found.failure.message}), "
+        f"and where the scheduler meets such a device, it does not place the pod{f'; {way_out}' if way_out else ''}"
+    )
 
 
 def selected_nowhere(feasibility: Feasibility, request: DeviceRequest) -> Reason:
@@ -123,63 +145,132 @@ def selected_nowhere(feasibility: Feasibility, request: DeviceRequest) -> Reason
     if first is None:
         sentence = f"request {name}: {_no_match(feasibility, selector)}"
         return Reason(ReasonCode.NOTHING_MATCHES, sentence, permanent=True)
-    sentence = f"request {name}: the selector {first.expression!r} fails on {first.device}: {first.message}"
+    driver = feasibility.matching.driver
+    known = mistakes(selector.expressions, driver) or [remedy(first.device.kind, first.message)]
+    way_out = "; ".join(each for each in known if each and first.message not in each)
+    expression = _brief(first.expression, driver) if len(first.expression) > MAX_CONDITION else first.expression
+    sentence = f"request {name}: the selector {expression!r} fails on {first.device}: {first.message}"
+    sentence += f"; {way_out}" if way_out else ""
     return Reason(ReasonCode.SELECTOR_FAILS, sentence, permanent=True)
 
 
 def _no_match(feasibility: Feasibility, selector: Selector) -> str:
-    known = {name: sorted(set(values)) for name, values in _known(feasibility).items()}
-    for expression in selector.expressions:
-        for name, value in LITERAL.findall(expression):
-            if name not in known or value in known[name]:
-                continue
-            if (name, value) == ("type", DeviceKind.SHARE):
-                return NOT_DIVIDED
-            if (name, value) == ("type", DeviceKind.PARTITION) or not known[name]:
-                products = sorted({entry.gpu.product_name for entry in feasibility.fleet})
-                return f"no GPU can be cut into MIG partitions; there are {listed(products, SHOWN_PRODUCTS)}"
-            return f"{name} {value}: no GPU has it; there are {', '.join(known[name])}{meant(value, known[name])}"
-    if limit := _limit(feasibility, selector.expressions):
-        return limit
-    texts = " and ".join(selector.expressions)
-    return f"no device of the cluster's {len(feasibility.fleet.gpus)} GPUs is selected by {texts}"
+    """Which condition of ``selector`` excludes all devices, or all that meet the other ones; and what there is."""
+    driver = feasibility.matching.driver
+    conditions = list(dict.fromkeys(part for each in selector.expressions for part in conditions_of(each)))
+    met = selector.met(feasibility.fleet, conditions, feasibility.matching.program)
+    if not met:
+        texts = " and ".join(selector.expressions)
+        return f"no device of the cluster's {len(feasibility.fleet.gpus)} GPUs is selected by {texts}"
+    culprit, others = _contradiction([verdicts for _, verdicts in met])
+    wrong = mistakes(selector.expressions, driver)
+    condition = _brief(conditions[culprit], driver)
+    if not others and not wrong and (text := _without_such_gpus(feasibility, condition)):
+        return text
+    devices = [device for device, verdicts in met if all(verdicts[each] for each in others)]
+    if not others:
+        devices = [each for each, verdicts in met if sum(verdicts) == len(conditions) - 1] or devices
+    known = _values(feasibility, conditions[culprit], devices)
+    hint = "; ".join(wrong) if wrong else _suggestion(conditions[culprit], known)
+    hint = f"; {hint.removeprefix('; ')}" if hint else ""
+    there = f": {_listed_values(known)}" if known else ""
+    if "device.driver" in condition:
+        there = f": the driver of Tessera's devices is {driver}"
+    among = " and ".join(_brief(conditions[each], driver) for each in others)
+    if (least := AT_LEAST.fullmatch(condition)) and known.get(least["name"]):
+        largest = max(known[least["name"]], key=_size)
+        asked = f"{least['name']} {'of more than' if least['than'] == '>' else 'of at least'} {least['amount']}"
+        together = f" together with {among}" if others else ""
+        products = listed(sorted(known[least["name"]][largest]))
+        return f"{asked}: no device has it{together}; the largest is {largest} ({products}){hint}"
+    if others:
+        return f"none of the devices with {among} is selected by {condition}{there}{hint}"
+    if (equal := EQUAL.fullmatch(condition)) and known.get(equal[1]):
+        listed_values = _listed_values(known).removeprefix(f"{equal[1]} is ")
+        return f"{equal[1]} {equal[2]}: no GPU has it; there are {listed_values}{hint}"
+    return f"no device of the cluster's {len(feasibility.fleet.gpus)} GPUs is selected by {condition}{there}{hint}"
 
 
-def _limit(feasibility: Feasibility, expressions: Sequence[str]) -> str:
-    """The largest capacity that there is, where ``expressions`` ask for a larger one; else empty."""
-    literals = [literal for expression in expressions for literal in LITERAL.findall(expression)]
-    alike = {entry.state.geometry: entry for entry in feasibility.fleet}.values()
-    devices = [device for entry in alike for device in entry.devices if _has(device, literals)]
-    for match in (found for expression in expressions for found in AT_LEAST.finditer(expression)):
-        name, amount, than = match["dotted"] or match["quoted"], match["amount"], match["than"]
-        known = [(capacity(device)[name]["value"], device) for device in devices if name in capacity(device)]
-        try:
-            wanted = parse_quantity(amount).value
-            largest, device = max(known, key=lambda each: parse_quantity(each[0]).value)
-        except (EvaluationError, ValueError):  # not a quantity, or no device has it
-            continue
-        most = parse_quantity(largest).value
-        if most < wanted or (than == ">" and most == wanted):
-            asked = f"{name} {'of more than' if than == '>' else 'of at least'} {amount}"
-            return f"{asked}: no device has it; the largest is {largest} ({device.gpu.product_name})"
+def _contradiction(met: Sequence[tuple[bool, ...]]) -> tuple[int, list[int]]:
+    """A condition that no device meets beside ``others``, of which no one can be left out."""
+    count = len(met[0])
+    alone = next((each for each in range(count) if not any(verdicts[each] for verdicts in met)), None)
+    if alone is not None:
+        return alone, []
+    kept = list(range(count))
+    for each in range(count):
+        rest = [other for other in kept if other != each]
+        if rest and not any(all(verdicts[other] for other in rest) for verdicts in met):
+            kept = rest
+    return kept[-1], kept[:-1]
+
+
+def _brief(condition: str, driver: str) -> str:
+    """The condition without the domain of the driver's own attributes."""
+    ours = rf'device\.(?:attributes|capacity)\["{re.escape(driver)}"\]'
+    condition = re.sub(rf'{ours}(?:\.|\["(\w+)"\])', r"\1", condition)
+    return condition if len(condition) <= MAX_CONDITION else f"{condition[:MAX_CONDITION]}..."
+
+
+def _without_such_gpus(feasibility: Feasibility, condition: str) -> str:
+    """The sentence where the cluster has no partitions or no shares at all, and ``condition`` requires them."""
+    equal = EQUAL.fullmatch(condition)
+    if equal is None:
+        return ""
+    if equal.groups() == ("type", DeviceKind.SHARE):
+        return NOT_DIVIDED
+    cut = any(entry.gpu.profiles for entry in feasibility.fleet)
+    if not cut and (equal.groups() == ("type", DeviceKind.PARTITION) or equal[1] == "profile"):
+        products = sorted({entry.gpu.product_name for entry in feasibility.fleet})
+        return f"no GPU can be cut into MIG partitions; there are {listed(products, SHOWN_PRODUCTS)}"
     return ""
 
 
-def _has(device: Device, literals: Iterable[tuple[str, str]]) -> bool:
-    """Whether it has these values of attributes, as far as it has the attributes."""
-    known = attributes(device)
-    return all(known[name].get("string") == value for name, value in literals if name in known)
+def _values(feasibility: Feasibility, condition: str, devices: Iterable[Device]) -> dict[str, dict[str, set[str]]]:
+    """By attribute or capacity that ``condition`` reads its values on ``devices``, with the products that have them."""
+    program, driver = feasibility.matching.program(condition), feasibility.matching.driver
+    found: dict[str, dict[str, set[str]]] = {}
+    for section, domain, name in program.referenced.reads if isinstance(program, Program) else ():
+        full = name if domain == driver else f"{domain}/{name}"
+        found[name] = {}
+        for device in devices:
+            entries = attributes(device) if section == "attributes" else capacity(device)
+            for value in entries.get(full, {}).values():
+                text = str(value).lower() if isinstance(value, bool) else str(value)
+                found[name].setdefault(text, set()).add(device.gpu.product_name)
+    if list(found) == ["profile"] and len(found["profile"]) > 1:
+        found["profile"].pop(NO_PROFILE, None)
+    return found
 
 
-def _known(feasibility: Feasibility) -> dict[str, Iterable[str]]:
-    """The values of frequently selected attributes in the cluster."""
-    alike = list({(entry.state.geometry, bool(entry.shares)): entry for entry in feasibility.fleet}.values())
-    return {
-        "type": [device.kind.value for entry in alike for device in entry.devices],
-        "profile": [profile.name for entry in alike for profile in entry.gpu.profiles],
-        "productName": [entry.gpu.product_name for entry in feasibility.fleet],
-        "architecture": [entry.gpu.architecture for entry in feasibility.fleet],
-    }
+def _listed_values(known: Mapping[str, Mapping[str, set[str]]]) -> str:
+    """``memoryBandwidth is 3352 (NVIDIA H100 80GB HBM3), 864 (NVIDIA L40S)``: largest numbers first."""
+    texts = []
+    for name, by_value in known.items():
+        products = {each for every in by_value.values() for each in every}
+        if not by_value:
+            texts.append(f"none of these devices has {name}")
+            continue
+        numbers = all(value[:1].isdigit() for value in by_value) and name not in NAMES
+        differ = numbers and any(each != products for each in by_value.values())
+        ordered = sorted(by_value, key=_size, reverse=True) if numbers else sorted(by_value)
+        shown = [f"{value} ({listed(sorted(by_value[value]), 2)})" if differ else value for value in ordered]
+        texts.append(f"{name} is {listed(shown, SHOWN_VALUES)}")
+    return "; ".join(texts)
+
+
+def _size(value: str) -> tuple[float, ...]:
+    try:
+        return (float(parse_quantity(value).value),)
+    except EvaluationError:  # a version
+        return tuple(float(each) for each in re.findall(r"\d+", value))
+
+
+def _suggestion(condition: str, known: Mapping[str, Mapping[str, set[str]]]) -> str:
+    """``; did you mean X?`` for a text in ``condition`` that is like a value that there is."""
+    texts = re.findall(r"\"([^\"]*)\"", re.sub(r"\[[^\]]*\]\s*\.", "", condition))
+    there = {value for name, by_value in known.items() for value in by_value if name not in IDENTIFIERS}
+    return next((hint for text in texts if not is_known_value(text) and (hint := meant(text, there))), "")
 
 
 def too_many(feasibility: Feasibility, request: DeviceRequest, nodes: Nodes) -> Reason:
@@ -226,7 +317,8 @@ def hindered(
     request = f"request {requests[0].name}: " if len(requests) == 1 else ""
     code, text = OF_OBSTACLE[main]
     if not any(each.usable for each in found):
-        sentence = f"{request}{len(gpus)} GPUs have it, but {text.format('them')}"
+        have, them = ("1 GPU has", "it") if len(gpus) == 1 else (f"{len(gpus)} GPUs have", "them")
+        sentence = f"{request}{have} it, but {text.format(them)}"
     else:
         which = f"{len(gpus_of[main])} of the {len(gpus)} GPUs that have it"
         sentence = f"{request}even if nothing were held no node could give all of it: {text.format(which)}"
@@ -277,22 +369,32 @@ def constraint(requirements: ClaimRequirements, when: str, more: str = "", *, pe
     return Reason(ReasonCode.CONSTRAINT, sentence, permanent)
 
 
-def together(requirements: ClaimRequirements, obstacle: str, *, permanent: bool = False) -> Reason:
+def together(found: Sequence[Availability], obstacle: str, *, permanent: bool = False) -> Reason:
     """The reason where each request could be met by itself."""
-    names = ", ".join(request.name for request in requirements.requests)
-    sentence = f"each of the requests {names} could be met, but {obstacle}"
+    names, needs = (", ".join(texts) for texts in ([each.request.name for each in found], [f.needs for f in found]))
+    sentence = (
+        f"each of the requests {names} could be met, but {obstacle} (a claim gets all devices of one node): {needs}"
+    )
     return Reason(ReasonCode.NOT_TOGETHER, sentence, permanent)
 
 
 def without_value(feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes) -> str:
-    """The constrained attributes that no selected device has: the end of a message."""
-    missing = {
-        each.attribute
-        for each in requirements.constraints
-        for request in (requirements.requests[index] for index in each.requests)
-        if not any(
-            feasibility.sets(request, kind, nodes, (each.attribute,))
+    """The constrained attributes that no device selected by a request has: the end of a message."""
+    missing: dict[str, list[str]] = {}
+    for each in requirements.constraints:
+        for request in (requirements.requests[index] for index in sorted(each.requests)):
+            kinds = feasibility.kinds(request.selector, nodes)
+            if not any(feasibility.sets(request, kind, nodes, (each.attribute,)) for kind in kinds):
+                missing.setdefault(each.attribute, []).append(request.name)
+    texts = []
+    for attribute, names in missing.items():
+        whose = "none of these devices" if len(requirements.requests) == 1 else f"no device of request {listed(names)}"
+        selected = {
+            kind.key.kind
+            for request in requirements.requests
+            if request.name in names
             for kind in feasibility.kinds(request.selector, nodes)
-        )
-    }
-    return f": none of these devices has a value of {', '.join(sorted(missing))}" if missing else ""
+        }
+        why = why_without(attribute, selected, feasibility.matching.driver)
+        texts.append(f"{whose} has a value of {attribute}{f' ({why})' if why else ''}")
+    return f": {'; '.join(texts)}" if texts else ""

@@ -152,7 +152,14 @@ class Explainer:
         if reason is not None:
             code, message = reason.code.value, reason.sentence
         elif requirements == ():
-            code, message = OTHER_DRIVERS, "it requests devices of other drivers only, or with adminAccess"
+            classes = {
+                each.device_class_name for one in pending.claim.spec.devices.requests for each in one.alternatives
+            }
+            message = (
+                f"class {' and '.join(sorted(classes))} with the claim's selectors selects no device of the driver "
+                f"{self._view.driver}: it requests devices of other drivers only, or with adminAccess"
+            )
+            code = OTHER_DRIVERS
         else:
             code, message = ReasonCode.WAITS.value, ENOUGH_IS_FREE
         return Explanation(

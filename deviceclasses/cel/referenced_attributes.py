@@ -5,6 +5,7 @@ Devices that are equal in the attributes that are read get the same verdict.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +16,7 @@ from deviceclasses.cel.nodes import (
     Call,
     ListLiteral,
     Literal,
+    Logic,
     Macro,
     Name,
     Node,
@@ -157,3 +159,25 @@ def _operand(node: Node, known: Mapping[str, Path]) -> Comparison | None:
         return found and replace(found, otherwise=given)
     path = path_of(node, known)
     return None if path is None else Comparison(path, "", None)
+
+
+TOKENS = re.compile(
+    r"""(?P<text>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?P<opens>[([{])|(?P<closes>[)\]}])|(?P<joins>&&)"""
+)
+"""What is needed to find the ``&&`` outside of brackets and strings."""
+
+
+def conditions_of(expression: str) -> list[str]:
+    """The texts of the terms that ``&&`` joins at the top level of an expression. Raises CelError."""
+    root = parse(expression)
+    if not isinstance(root, Logic) or not root.is_and:
+        return [expression.strip()]
+    depth, begin, found = 0, 0, []
+    for token in TOKENS.finditer(expression):
+        depth += bool(token["opens"]) - bool(token["closes"])
+        if token["joins"] and not depth:
+            found.append(expression[begin : token.start()].strip())
+            begin = token.end()
+    found.append(expression[begin:].strip())
+    # Parentheses around all of it, comments or raw strings: not taken apart.
+    return found if len(found) == len(root.terms) else [expression.strip()]

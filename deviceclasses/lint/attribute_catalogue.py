@@ -6,7 +6,7 @@ Source: the attributes that the driver publishes, and the products that its simu
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -82,6 +82,28 @@ def unknown_name(section: str, name: str, domain: str) -> str:
     if not hint and (close := nearest(name, IN_STANDARD | CAPACITIES | ATTRIBUTES)):
         hint = f"; did you mean {_written(close, domain)}?"
     return f"Tessera publishes no such name in {domain} (docs/attributes.md has them all){hint}"
+
+
+def no_attribute(name: str, domain: str) -> str:
+    """The message about a constraint on a name in Tessera's domain that is no attribute."""
+    if name in IN_STANDARD:
+        return f"is in Kubernetes' domain: {STANDARD_DOMAIN}/{name}"
+    if name in CAPACITIES:
+        return "is a capacity; constraints are on attributes"
+    return unknown_name("attributes", name, domain)
+
+
+def why_without(attribute: str, kinds: Collection[DeviceKind], driver: str) -> str:
+    """Why devices of ``kinds`` have no attribute of this full name; empty if that depends on the GPU."""
+    domain, _, name = attribute.rpartition("/")
+    if domain == driver and name not in ATTRIBUTES:
+        return no_attribute(name, domain)
+    if domain not in {driver, STANDARD_DOMAIN}:
+        right = STANDARD_DOMAIN if name in IN_STANDARD else driver
+        return f"Tessera's devices have {right}/{name} instead" if name in ATTRIBUTES | IN_STANDARD else ""
+    having = [kind for kind in DeviceKind if name in names_of(kind)]
+    types = " || ".join(f'type == "{kind}"' for kind in having)
+    return f"only devices with {types} have {name}" if having and not set(having) & set(kinds) else ""
 
 
 def _written(name: str, domain: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, CAPACITIES, IN_STANDARD, STANDARD_DOMAIN, unknown_name
+from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, STANDARD_DOMAIN, no_attribute
 from deviceclasses.lint.documents_and_findings import (
     SPEC,
     Document,
@@ -165,12 +165,4 @@ def _constraint_attribute(constraint: Constraint, context: LintContext) -> Itera
         message = f"is almost a domain of Tessera's devices{meant(domain, domains)}"
         yield Issue(constraint.path, shown(constraint.attribute), message, Severity.WARNING)
     elif domain == context.driver and name not in ATTRIBUTES:
-        yield Issue(constraint.path, shown(constraint.attribute), _no_attribute(name, domain))
-
-
-def _no_attribute(name: str, domain: str) -> str:
-    if name in IN_STANDARD:
-        return f"is in Kubernetes' domain: {STANDARD_DOMAIN}/{name}"
-    if name in CAPACITIES:
-        return "is a capacity; constraints are on attributes"
-    return unknown_name("attributes", name, domain)
+        yield Issue(constraint.path, shown(constraint.attribute), no_attribute(name, domain))

@@ -34,6 +34,7 @@ from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
 from driver.errors import CelError
 from driver.model.device import DeviceKind
+from driver.simulator.products import find_product
 from driver.slices.attributes import FACTS, NO_PROFILE, STANDARD
 
 SAMPLE_VALUES = {"string": "", "int": 0, "bool": False, "version": "0.0.0"}
@@ -41,6 +42,9 @@ ANY_PROFILE = "1g.10gb"
 NO_SUCH_KEY = "no such key: "
 CERTAIN_ERRORS = (NO_SUCH_KEY, "no such overload")
 """Errors that depend on names and types only, not on values."""
+
+DEFAULTS = {"string": '""', "int": "0", "bool": "false"}
+"""Literals for ``orValue``, by the type of the attribute."""
 
 KINDS = {DeviceKind.FULL: "a full GPU", DeviceKind.PARTITION: "a partition", DeviceKind.SHARE: "a share"}
 
@@ -71,6 +75,57 @@ def empty_class_issues(expressions: tuple[str, ...], path: str, driver: str) -> 
     if ours and not may_select(expressions, driver):
         message = "selects none of Tessera's devices: none has the type and profile that it asks for"
         yield Issue(f"{path}.selectors", "", message, Severity.WARNING)
+
+
+def mistakes(expressions: Iterable[str], driver: str) -> list[str]:
+    """What is certainly wrong with the names, types and literals in selectors that compile, whatever GPUs there are."""
+    issues = [
+        issue
+        for expression in expressions
+        if isinstance(program := compile_cached(expression), Program)
+        for issue in (
+            *_wrong_names("", program, driver),
+            *comparison_issues("", expression, driver),
+            *conversion_issues("", expression),
+        )
+    ]
+    issues += [
+        Issue("", shown(domain), f"Tessera's devices have {name} in the domain {driver}, not in this one")
+        for program in compiled_programs(expressions)
+        for _, domain, name in program.referenced.reads
+        if domain not in {driver, STANDARD_DOMAIN}
+        and name in ATTRIBUTES | CAPACITIES
+        and not misspelt(domain, [driver])
+    ]
+    growing = tuple(
+        values()[name].unknown_value(name, "").split("; ")[0] for name in values() if values()[name].growing
+    )
+    found = (issue for issue in issues if not issue.message.startswith(growing))
+    texts = (
+        each.message if each.message.startswith(each.value.strip('"')) else f"{each.value}: {each.message}"
+        for each in found
+    )
+    return list(dict.fromkeys(texts))
+
+
+def is_known_value(text: str) -> bool:
+    """Whether some GPU has this profile, architecture or product name, whether there is one in the cluster or not."""
+    return find_product(text) is not None or any(text in each.accepted for each in values().values())
+
+
+def remedy(kind: DeviceKind, verdict: str) -> str:
+    """How to correct a selector that fails on a device of ``kind`` with the error ``verdict``; empty if unknown."""
+    if not verdict.startswith(NO_SUCH_KEY):
+        return ""
+    key = verdict.removeprefix(NO_SUCH_KEY)
+    having = [each for each in DeviceKind if key in names_of(each)]
+    if kind in having:
+        kinds = [TYPES[name] for name in (key, f"{STANDARD}{key}") if name in TYPES]
+        default = DEFAULTS.get(kinds[0], "") if kinds else ""
+        return f"not every GPU has {key}; .?{key}.orValue({default}) does not fail" if default else ""
+    types = " || ".join(f'type == "{each}"' for each in having)
+    first = f"take a class for these, or test {types} first, with &&"
+    return f"only devices with {types} have {key}: {first}" if having else ""
 
 
 def _wrong_names(place: str, program: Program, driver: str) -> Iterator[Issue]:

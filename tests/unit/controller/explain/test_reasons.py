@@ -407,3 +407,77 @@ def test_another_drivers_claim_gets_no_reason() -> None:
     there = Situation(node_of("a"))
     there.device_class("nic", 'device.driver == "nic.example.com" && device.attributes["nic.example.com"].speed > 1')
     assert reasons_of(there.wants(request("nic")).queue) == []
+
+
+@pytest.mark.parametrize(
+    ("condition", "parts"),
+    [
+        (
+            'productName.startsWith("H100")',
+            ("productName is NVIDIA H100 80GB HBM3, NVIDIA L4", "did you mean NVIDIA H100"),
+        ),
+        ('productName == "H100" || ATTRIBUTES.productName == "A100"', ('"H100" || productName == "A100"',)),
+        ("pcieWidth >= 32", ("pcieWidth is 16 (NVIDIA H100 80GB HBM3), 8 (NVIDIA L4)",)),
+        ('cudaComputeCapability.isGreaterThan(semver("10.0.0"))', ("cudaComputeCapability is 9.0.0",)),
+        ('profile == "1g.10gb"', ('none of the devices with type == "gpu" is selected by profile == "1g.10gb"',)),
+        ('profile == "1g.5gb"', ("profile 1g.5gb: no GPU has it",)),
+        ('?memoryTyp.orValue("") == "HBM3"', ("none of these devices has memoryTyp", "did you mean memoryType?")),
+    ],
+)
+def test_the_condition_that_excludes_all_devices_is_named_with_the_values_that_there_are(
+    condition: str, parts: tuple[str, ...]
+) -> None:
+    gpus = [*node_of("a", facts={"pcie_width": 16}), *node_of("b", product=L4, facts={"pcie_width": 8})]
+    condition = condition.replace("ATTRIBUTES", f'device.attributes["{DRIVER}"]')
+    there = Situation(gpus).wants(request(selector=f'{FULL} && device.attributes["{DRIVER}"].{condition}'))
+    sentence = told(there, ReasonCode.NOTHING_MATCHES, *parts)
+    assert "did you mean 1g.20gb" not in sentence
+    assert "device.attributes" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("selector", "hint"),
+    [
+        (f'device.attributes["{DRIVER}"].memory >= 80', f'a capacity: device.capacity["{DRIVER}"].memory'),
+        (f'device.attributes["{DRIVER}"].productname == "x"', "did you mean productName?"),
+        (f'device.attributes["{DRIVER}"].cudaComputeCapability == "9.0"', 'is a version: .compareTo(semver("9.0.0"))'),
+        ('device.attributes["gpu.nvidia.com"].productName == "x"', f"have productName in the domain {DRIVER}"),
+        (f'device.attributes["{DRIVER}"].nvlinkLinks >= 8', ".?nvlinkLinks.orValue(0) does not fail"),
+        (f'device.attributes["{DRIVER}"].computeSlices >= 8', 'only devices with type == "mig" have computeSlices'),
+    ],
+)
+def test_a_selector_that_fails_is_answered_with_what_lint_knows_of_it(selector: str, hint: str) -> None:
+    there = Situation(node_of("a"))
+    there.device_class("gpu-training", FULL)
+    told(there.wants(request("gpu-training", selector=selector)), ReasonCode.SELECTOR_FAILS, hint)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "hint"),
+    [
+        ("gpu.tessera.dev/nvlinkclique", "did you mean nvlinkClique?"),
+        ("gpu.tessera.dev/numaNode", "is in Kubernetes' domain: resource.kubernetes.io/numaNode"),
+        ("gpu.nvidia.com/productName", "Tessera's devices have gpu.tessera.dev/productName instead"),
+        ("gpu.tessera.dev/parentUUID", 'only devices with type == "mig" || type == "share" have parentUUID'),
+    ],
+)
+def test_a_constraint_on_an_attribute_that_no_device_has_says_why(attribute: str, hint: str) -> None:
+    there = Situation(node_of("a")).wants(request(selector=FULL, count=2), constraints=[{"matchAttribute": attribute}])
+    told(there, ReasonCode.CONSTRAINT, f"none of these devices has a value of {attribute}", hint)
+
+
+def test_the_most_devices_with_different_values_are_named() -> None:
+    distinct = [{"distinctAttribute": "gpu.tessera.dev/parentUUID"}]
+    there = Situation(node_of("a")).wants(request(selector=profile("1g.10gb"), count=3), constraints=distinct)
+    told(there, ReasonCode.CONSTRAINT, "it asks for 3, and at most 2 have different values")
+
+
+def test_what_is_in_the_way_of_the_other_alternatives_is_said_too() -> None:
+    there = Situation(node_of("a", "full")).wants(first_available(("dream", profile("1g.99gb")), ("whole", FULL)))
+    told(there, ReasonCode.HELD, "gpu/dream: profile 1g.99gb: no GPU has it")
+
+
+def test_where_no_class_has_a_similar_name_some_are_listed() -> None:
+    there = Situation(node_of("a"))
+    there.device_class("gpu-training", FULL)
+    told(there.wants(request("nvidia")), ReasonCode.NO_SUCH_CLASS, "there are any, gpu-training")
