@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from enum import Enum
+from functools import lru_cache
 
 from controller.cluster.fleet import FleetGpu
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, Constraint
-from controller.demand.selected_devices import Matches, free_spots, is_in_use, most_devices, slices_of
-from driver.placement.state import GpuState, OfferKind, Spot
+from controller.demand.selected_devices import Matches
+from driver.model.device import SLICE_VALUE
+from driver.placement.state import SHARE, GpuState, OfferKind, Spot, spot_of
 
 NODE_STEPS = 500
 """Devices tried on one node."""
@@ -30,6 +32,37 @@ Bound = tuple[Hashable, ...]
 """For each constraint the value that its devices share, None while it has no devices; if distinct, all their values."""
 
 ValueOf = Callable[[FleetGpu, OfferKind, int, str], Hashable | None]
+
+
+@lru_cache(1 << 16)
+def free_spots(state: GpuState, matches: Matches) -> tuple[Spot, ...]:
+    """The spots at which a selected device could be allocated; of shares, which are equivalent, the first."""
+    found: list[Spot] = []
+    for key, starts in matches.keys.items():
+        spots = [spot for spot in state.spots(key) if starts is None or spot.at in starts]
+        found += spots[:1] if key == SHARE else spots
+    return tuple(found)
+
+
+@lru_cache(1 << 16)
+def most_devices(state: GpuState, matches: Matches) -> int:
+    """The number of selected devices that the GPU can provide at once."""
+    return max((1 + most_devices(state.take(spot), matches) for spot in free_spots(state, matches)), default=0)
+
+
+def slices_of(state: GpuState, key: OfferKind) -> float:
+    """The memory slices that a device of ``key`` takes on such a GPU."""
+    if key == SHARE and state.shares:
+        return SLICE_VALUE // state.shares * state.geometry.slices / SLICE_VALUE
+    windows = state.geometry.windows.get(key.profile or "", ())
+    return float(windows[0].bit_count() if windows else state.geometry.slices)
+
+
+def is_in_use(entry: FleetGpu, matches: Matches) -> bool:
+    """Whether a selected device is published and not free: allocated, or on an unhealthy GPU."""
+    if entry.fault is not None and matches:
+        return True
+    return any(matches.has(*spot_of(device)) for device in entry.held)
 
 
 class Outcome(Enum):

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, cast
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.demand.device_search import Budget, Outcome, States, fits
+from controller.demand.device_search import Budget, Outcome, States, fits, is_in_use, most_devices
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
-from controller.demand.selected_devices import FeasibilityMemory, Matches, Matching, Selector, is_in_use, most_devices
+from controller.demand.selected_devices import FeasibilityMemory, Matches, Matching, Selector
 from driver.placement.state import GpuState, OfferKind
 
 MAX_UNDECIDED_NODES = 4

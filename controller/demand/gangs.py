@@ -11,10 +11,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from controller.demand.device_search import Outcome
+from controller.demand.device_search import Outcome, most_devices, slices_of
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.requirements import ClaimRequirements
-from controller.demand.selected_devices import most_devices, slices_of
 from driver.kube.types import Key, Pod, PodGroup
 
 Wanted = tuple[tuple[ClaimRequirements, ...], Nodes]

@@ -31,8 +31,8 @@ from controller.demand.gpu_equivalence_classes import (
 )
 from deviceclasses.cel import CelDevice, Program, ReferencedAttributes, compile_selector, from_slice_device
 from driver.errors import CelError
-from driver.model.device import SLICE_VALUE, Device, DeviceKind
-from driver.placement.state import SHARE, GpuState, OfferKind, Spot, key_of, spot_of
+from driver.model.device import Device, DeviceKind
+from driver.placement.state import OfferKind, Spot, key_of
 from driver.slices.attributes import STANDARD, attributes, capacity
 
 MAX_SELECTORS = 512
@@ -155,37 +155,6 @@ def _shared_matches(keys: frozenset[tuple[OfferKind, frozenset[int]]]) -> Matche
     return Matches(dict(keys))
 
 
-@lru_cache(1 << 16)
-def free_spots(state: GpuState, matches: Matches) -> tuple[Spot, ...]:
-    """The spots at which a selected device could be allocated; of shares, which are equivalent, the first."""
-    found: list[Spot] = []
-    for key, starts in matches.keys.items():
-        spots = [spot for spot in state.spots(key) if starts is None or spot.at in starts]
-        found += spots[:1] if key == SHARE else spots
-    return tuple(found)
-
-
-@lru_cache(1 << 16)
-def most_devices(state: GpuState, matches: Matches) -> int:
-    """The number of selected devices that the GPU can provide at once."""
-    return max((1 + most_devices(state.take(spot), matches) for spot in free_spots(state, matches)), default=0)
-
-
-def slices_of(state: GpuState, key: OfferKind) -> float:
-    """The memory slices that a device of ``key`` takes on such a GPU."""
-    if key == SHARE and state.shares:
-        return SLICE_VALUE // state.shares * state.geometry.slices / SLICE_VALUE
-    windows = state.geometry.windows.get(key.profile or "", ())
-    return float(windows[0].bit_count() if windows else state.geometry.slices)
-
-
-def is_in_use(entry: FleetGpu, matches: Matches) -> bool:
-    """Whether a selected device is published and not free: allocated, or on an unhealthy GPU."""
-    if entry.fault is not None and matches:
-        return True
-    return any(matches.has(*spot_of(device)) for device in entry.held)
-
-
 class Selector:
     """The CEL expressions of a class and of a request, in the scheduler's order."""
 
@@ -252,14 +221,13 @@ class Selector:
 
     def _find_met(self, fleet: Fleet, conditions: Sequence[str], program: Callable[[str], Program | CelError]) -> Met:
         programs = [program(each) for each in conditions]
-        gpus = {self._classes.of(entry): entry for entry in fleet}.values()
-        alike = (
-            each
-            for e in gpus
+        devices = [
+            device
+            for example, _ in self._classes.groups(fleet)
             for kind in DeviceKind
-            for each in representatives(e, kind, each_placement=self._by_placement)
-        )
-        devices = [device for each in alike for device in each]
+            for devices in representatives(example, kind, each_placement=self._by_placement)
+            for device in devices
+        ]
 
         def verdicts(device: Device) -> tuple[bool, ...]:
             seen = cel_device(self._driver, device, self._classes.names)

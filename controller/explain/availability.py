@@ -9,9 +9,10 @@ from enum import StrEnum
 from functools import cached_property
 
 from controller.cluster.fleet import Fleet, FleetGpu
+from controller.demand.device_search import free_spots, most_devices, slices_of
 from controller.demand.eligibility import Excluded
 from controller.demand.requirements import DeviceRequest
-from controller.demand.selected_devices import Failure, Matches, Selector, free_spots, most_devices, slices_of
+from controller.demand.selected_devices import Failure, Matches, Selector
 from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
 from driver.placement.state import FULL, SHARE, OfferKind
