@@ -20,12 +20,14 @@ from controller.demand.eligibility import BLOCKING, tolerated
 from controller.demand.feasibility import Nodes
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, Refusal
+from controller.demand.selected_devices import Failure
 from controller.explain.availability import listed
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.scheduler_reports import SchedulerActivity, names_obstacle, no_report, report_of, reported
+from controller.explain.sentences import failing
 from driver.kube.clock import Clock, seconds_time
 from driver.kube.reads import DevicesByNode
-from driver.kube.types import ExactDeviceRequest, Pod
+from driver.kube.types import Condition, ExactDeviceRequest, Pod
 from driver.model.device import Device
 from driver.model.plan import Offer
 from driver.placement.state import OfferKind, Spot, spot_of
@@ -258,7 +260,7 @@ def _cause(
     if condition is None:
         return (ReasonCode.UNUSED, no_report(pod)) if overdue else None
     if names_obstacle(condition):
-        return ReasonCode.UNUSED, reported(pod, condition)
+        return ReasonCode.UNUSED, reported(pod, condition) + failing(_failure(queue, pending, condition))
     if condition.lacks_devices and (others := _needs_of_other_drivers(queue, pending, pod, node, look_up)):
         text = f"the pod also needs devices of another driver, {'; '.join(others)} ({reported(pod, condition)})"
         return ReasonCode.UNUSED, text
@@ -266,6 +268,14 @@ def _cause(
         return None
     gates = f"; {GATES}" if condition.lacks_devices else ""
     return ReasonCode.UNUSED, reported(pod, condition).rstrip(". ") + gates
+
+
+def _failure(queue: Queue, pending: PendingClaim, report: Condition) -> Failure | None:
+    """A device on which a selector of the claim fails as the scheduler reports."""
+    requirements = queue.requirements(pending)
+    requests = () if isinstance(requirements, Refusal) else (one for each in requirements for one in each.requests)
+    found = (matches for one in requests for matches, _ in one.selector.among(queue.feasibility.fleet))
+    return next((each for matches in found for each in matches.failures if each.message in report.message), None)
 
 
 def _taint_rule(queue: Queue, pending: PendingClaim, devices: Sequence[Standing]) -> str | None:

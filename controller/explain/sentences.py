@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from controller.cluster.fleet import FleetGpu
+from controller.cluster.node_views import DEDICATED_TO
 from controller.demand.eligibility import Excluded, Exclusion
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest
-from controller.demand.selected_devices import Selector
+from controller.demand.selected_devices import Failure, Selector
 from controller.explain.availability import SHOWN, Availability, Obstacle, SelectedGpu, holders_of, listed, named
 from controller.explain.moves import MAX_NODES, Moves
 from controller.explain.reason import Reason, ReasonCode
@@ -30,7 +31,10 @@ OF_OBSTACLE = {
     Obstacle.FAULT: (ReasonCode.FAULT, "a fault keeps {} from use"),
     Obstacle.CORDONED: (ReasonCode.CORDONED, "an operator has cordoned {}"),
     Obstacle.RESET: (ReasonCode.RESET, "a reset must first give {} another MIG mode"),
-    Obstacle.DEDICATED: (ReasonCode.DEDICATED, "labels or settings keep {} for other uses"),
+    Obstacle.DEDICATED: (
+        ReasonCode.DEDICATED,
+        f"the label {DEDICATED_TO} of a Node, or --shares of its node plugin, keeps {{}} for other uses",
+    ),
     Obstacle.FOREIGN: (ReasonCode.FOREIGN, "partitions that Tessera did not make take the place on {}"),
 }
 
@@ -72,7 +76,7 @@ def held(found: Availability, claim_of: Mapping[tuple[str, str], str]) -> Reason
         free = "none is free"
     by = held_by([found], claim_of)
     sentence = f"request {request.name} needs {found.needs}: {free}, of {found.products} that have it{by}"
-    return Reason(ReasonCode.HELD, sentence + unusable(found) + failing(found))
+    return Reason(ReasonCode.HELD, sentence + unusable(found) + failing(found.failure))
 
 
 def held_by(found: Iterable[Availability], claim_of: Mapping[tuple[str, str], str]) -> str:
@@ -93,7 +97,7 @@ def profile_limit(found: Availability, gpus: Sequence[SelectedGpu]) -> Reason:
         f"request {found.request.name} needs {found.needs}: a GPU can have at most {most} of {key}, and {where} "
         f"{'has' if len(gpus) == 1 else 'have'} as many, although memory is free there"
     )
-    return Reason(ReasonCode.LIMIT, sentence + unusable(found) + failing(found))
+    return Reason(ReasonCode.LIMIT, sentence + unusable(found) + failing(found.failure))
 
 
 def fragmented(found: Availability, nodes: Sequence[str], moves: Moves | None) -> Reason:
@@ -109,7 +113,7 @@ def fragmented(found: Availability, nodes: Sequence[str], moves: Moves | None) -
         way_out = f"; no move of one or two claims {where} was found that would help"
     else:
         way_out = f"; moving {', '.join(map(str, moves.moves))} of node {moves.node} would make room"
-    return Reason(ReasonCode.FRAGMENTED, sentence + way_out + unusable(found) + failing(found))
+    return Reason(ReasonCode.FRAGMENTED, sentence + way_out + unusable(found) + failing(found.failure))
 
 
 def unusable(found: Availability) -> str:
@@ -127,14 +131,13 @@ def unusable(found: Availability) -> str:
     return f"; {sum(map(len, groups.values()))} more can't be used ({'; '.join(texts[:SHOWN])})"
 
 
-def failing(found: Availability) -> str:
+def failing(failure: Failure | None) -> str:
     """The GPUs for which the selector fails: the end of a sentence. The scheduler stops when it meets one of them."""
-    if found.failure is None:
+    if failure is None:
         return ""
-    device = found.failure.device
-    way_out = remedy(device.kind, found.failure.message)
+    device, way_out = failure.device, remedy(failure.device.kind, failure.message)
     return (
-        f"; its selector fails on devices like {device.name} of {device.gpu.product_name} ({found.failure.message}), "
+        f"; its selector fails on devices like {device.name} of {device.gpu.product_name} ({failure.message}), "
         f"and where the scheduler meets such a device, it does not place the pod{f'; {way_out}' if way_out else ''}"
     )
 
@@ -327,7 +330,7 @@ def hindered(
     elif main is Obstacle.CLOSED:
         steps = listed(sorted({f"{entry.node} {entry.closed}" for entry in gpus_of[main]}))
     else:
-        steps = named(gpus_of[main])
+        steps = named(gpus_of[main]) + ("; on the node: nvidia-smi mig -lgi" if main is Obstacle.FOREIGN else "")
     more = Counter(each.obstacle for one in found for each in one.reachable if each.obstacle not in {None, main})
     also = "; ".join(f"{count} more: {obstacle}" for obstacle, count in more.items())
     return Reason(code, f"{sentence}: {steps}{'; ' + also if also else ''}", permanent=True)

@@ -259,7 +259,7 @@ class Inventory:
     def _unhealthy_reason(self, gpu: Gpu) -> str | None:
         """Why no device of the GPU may be allocated, though it responds. The caller holds the lock."""
         whole = [each for each in self._conditions.get(gpu.uuid, ()) if each.slices is None and each.device is None]
-        return next((f"cordoned: {each}" if each.cordon else str(each) for each in whole), None)
+        return next((f"cordoned: {each}".removesuffix(": ") if each.cordon else str(each) for each in whole), None)
 
     def _unhealthy_slices(self, gpu: Gpu) -> int:
         """Bit mask of the memory slices that may not be allocated; the controller counts them as taken."""

@@ -12,6 +12,7 @@ import msgspec
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import NodeView
 from controller.demand.eligibility import CORDONED as NODE_CORDONED
+from controller.explain.availability import CORDONED
 from controller.publication_modes import decide_offer_mode
 from controller.report.cluster_view import ClusterView
 from driver.errors import NOT_FOUND, ApiError, FatalError, UsageError
@@ -27,9 +28,6 @@ from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tessera.absent_nodes import anonymous, hardware
 from tessera.simulate.imagined_cluster import Content
 from tessera.simulate.slices import DeviceTaintRule, PoolSlice
-
-CORDONED = "cordoned: "
-"""How the report of a GPU begins that an operator has cordoned."""
 
 GPU = re.compile(r"(?P<node>[^/]+)(?:/gpu-(?P<number>[0-9]+))?")
 

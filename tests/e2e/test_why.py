@@ -283,7 +283,7 @@ CASES = {
     ),
     "cordoned GPU": Case(
         "GpuCordoned",
-        "an operator has cordoned them: gpu-0 of one",
+        "an operator has cordoned it: gpu-0 of one (cordoned)",
         asked(SMALL),
         before=cordon_gpu,
         way_out=lambda place: place.tessera("uncordon", "one/gpu-0"),

@@ -13,7 +13,7 @@ from controller.explain.pending_despite_offers import GATES, Standing, Unschedul
 from controller.explain.reason import ClaimReason, ReasonCode
 from driver.model.plan import Offer, offer_of
 from tests.support.clock import FakeClock
-from tests.support.queues import DRIVER, FULL, SHARE, Situation, node_of, profile, request
+from tests.support.queues import DRIVER, FULL, SHARE, Situation, node_of, profile, request, selected_by
 
 SMALL = profile("1g.10gb")
 SECOND = 1.0
@@ -216,6 +216,18 @@ class TestWhatIsSaid:
         watched = Watched(waiting())
         watched.silent = {"a": "publishes no device"}
         assert watched.after(6 * SECOND) == []
+
+    def test_a_selector_that_fails_on_other_devices_is_explained(self) -> None:
+        there = Situation([*node_of("a", facts={"nvlink_clique": "0"}), *node_of("b", product="NVIDIA L40S")])
+        selector = selected_by('type == "gpu"', 'nvlinkClique != ""')
+        message = f"{FAILS.rpartition(': ')[0]}: nvlinkClique"
+        there.wants(request(selector=selector), status=refused(message))
+        watched = Watched(there, "a/gpu-0")
+        watched.clock.advance(2 * SECOND)
+        [found] = watched.reasons()
+        assert found.code is ReasonCode.UNUSED
+        assert "its selector fails on devices like gpu-0 of NVIDIA L40S" in found.sentence
+        assert '.?nvlinkClique.orValue("") does not fail' in found.sentence
 
     @pytest.mark.parametrize("message", [NO_CPU, AFFINITY, FAILS])
     def test_what_the_scheduler_misses_besides_devices_is_quoted_at_once(self, message: str) -> None:
