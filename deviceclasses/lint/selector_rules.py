@@ -124,7 +124,7 @@ def remedy(kind: DeviceKind, verdict: str) -> str:
         default = DEFAULTS.get(kinds[0], "") if kinds else ""
         return f"not every GPU has {key}; .?{key}.orValue({default}) does not fail" if default else ""
     types = " || ".join(f'type == "{each}"' for each in having)
-    first = f"take a class for these, or test {types} first, with &&"
+    first = f"use a DeviceClass that selects only these, or test {types} first, with &&"
     return f"only devices with {types} have {key}: {first}" if having else ""
 
 
