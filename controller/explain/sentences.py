@@ -31,10 +31,7 @@ OF_OBSTACLE = {
     Obstacle.FAULT: (ReasonCode.FAULT, "a fault keeps {} from use"),
     Obstacle.CORDONED: (ReasonCode.CORDONED, "an operator has cordoned {}"),
     Obstacle.RESET: (ReasonCode.RESET, "a reset must first give {} another MIG mode"),
-    Obstacle.DEDICATED: (
-        ReasonCode.DEDICATED,
-        f"the label {DEDICATED_TO} of a Node, or --shares of its node plugin, keeps {{}} for other uses",
-    ),
+    Obstacle.DEDICATED: (ReasonCode.DEDICATED, f"the label {DEDICATED_TO} or --shares keeps {{}} for other uses"),
     Obstacle.FOREIGN: (ReasonCode.FOREIGN, "partitions that Tessera did not make take the place on {}"),
 }
 
