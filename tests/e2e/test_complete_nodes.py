@@ -46,7 +46,7 @@ def led(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def plan(cluster: Cluster, node: str) -> dict[str, Any]:
-    return cluster.api.get(f"/apis/gpu.tessera.dev/v1alpha1/gpunodeplans/{node}")
+    return {"spec": {}, **cluster.api.get(f"/apis/gpu.tessera.dev/v1alpha1/gpunodeplans/{node}")}
 
 
 class Pools:

@@ -159,7 +159,9 @@ def work(watched: Watched) -> Report:
         plugin.spawn()
         plugin.wait_published()
         first.start()
-        wait_for(lambda: follows_a_plan(cluster), SOON_S, "the node follows a plan")
+        wait_for(lambda: follows_a_plan(cluster), SOON_S, "the node follows the plan that it has created")
+        cluster.api.request("DELETE", f"{PATH}/{NODE}")
+        wait_for(lambda: follows_a_plan(cluster), SOON_S, "the node follows the plan that the controller has created")
         take_offers_back(cluster, plugin)
         waiting_pod(cluster)
         for name in ("waiting", "lacking"):

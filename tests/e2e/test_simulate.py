@@ -120,7 +120,7 @@ def settled(cluster: Cluster) -> bool:
         for claim in cluster.api.get(CLAIMS)["items"]
         for result in claim.get("status", {}).get("allocation", {}).get("devices", {}).get("results", ())
     }
-    plans = cluster.api.get(PLANS)["items"]
+    plans = [{"spec": {}, **each} for each in cluster.api.get(PLANS)["items"]]
     held = {each for plan in plans for each in plan["spec"].get("held", ())}
     statuses = [plan.get("status", {}) for plan in plans]
     reported = len(plans) == len(NODES) and all(status.get("mode") == "Planned" for status in statuses)

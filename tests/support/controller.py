@@ -57,9 +57,9 @@ class ControllerProcess:
         return [line for line in self.log.read_text().splitlines() if REFUSED in line]
 
     def plans(self) -> dict[str, dict[str, Any]]:
-        """The plans by node; none where the CRD isn't served yet."""
+        """The plans by node, all with a spec; none where the CRD isn't served yet."""
         try:
-            return {item["metadata"]["name"]: item for item in self.cluster.api.get(PATH)["items"]}
+            return {item["metadata"]["name"]: {"spec": {}, **item} for item in self.cluster.api.get(PATH)["items"]}
         except ApiError as error:
             if error.status == 404:
                 return {}

@@ -89,7 +89,7 @@ class Field:
             pool = f"{plan['metadata']['name']}-{DRIVER}"
             inventory = plan.get("status", {}).get("inventory", "")
             numbers = {state.gpu.uuid: state.number for state in states_of(inventory)} if inventory else {}
-            for offer in PlanSpec(offers=tuple(plan["spec"].get("offers", ()))).offered:
+            for offer in PlanSpec(offers=tuple(plan.get("spec", {}).get("offers", ()))).offered:
                 if offer.gpu in numbers:
                     found.add(PoolDevice(pool, _name(numbers[offer.gpu], offer)))
         return found
