@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from controller.cluster.claim_index import PoolDevice
+from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.controller_heartbeat import Heartbeat
 from driver.model.plan import API_VERSION, KIND, PATH
@@ -44,7 +45,11 @@ class PlannedNode:
         self.allocations = allocations
         self._api = cluster.api
         self._path = f"{PATH}/{NODE}"
-        self._api.post(PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": NODE}, "spec": {}})
+        try:
+            self._api.post(PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": NODE}, "spec": {}})
+        except ApiError as error:
+            if error.status != CONFLICT:  # the node has created its plan already
+                raise
         self._epoch = str(wait_for(lambda: self._status().get("epoch"), SOON_S, "the node reports its epoch"))
         self._uuid = next(line.split()[1].rstrip(":") for line in self._status()["gpus"] if line.startswith("gpu-0 "))
         self.plan(offers=True)

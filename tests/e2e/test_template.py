@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from driver.model.plan import API_VERSION, COMPLETE, KIND, PATH, PUBLISH, PlanMode
+from driver.model.plan import COMPLETE, PATH, PUBLISH, PlanMode
 from tests.bench.kubelet import Kubelet, allocated_claim
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
@@ -67,7 +67,6 @@ def live(cluster: Cluster, kind: Kind) -> Iterator[PluginProcess]:
         cluster.api.patch(
             f"{NODES}/{kind.node}", {"metadata": {"labels": {"example.com/rack": "7", PUBLISH: COMPLETE}}}
         )
-        cluster.api.post(PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": kind.node}})
         wait_for(lambda: mode_of(cluster, kind.node) == PlanMode.COMPLETE, 60, "everything is published")
         kubelet = Kubelet(found.socket).connect()
         device = next((name for name in sorted(found.devices()) if "-mig-1g" in name), "gpu-0")
