@@ -51,7 +51,7 @@ image: ## build the container image as an OCI archive in the cache, without a Do
 	@$(MAKE) -s env >&2
 	@$(RUN)/python -m tests.image --cache $(CACHE)
 
-test: lint test-unit test-cluster test-smoke ## run lint and all tests except the slow ones, also on the real cluster (10 minutes with a warm cache)
+test: lint test-unit test-cluster test-smoke ## run lint and all tests except the slow ones, also on the real cluster (12 minutes with a warm cache)
 
 test-all: lint binaries ## run lint and all tests, including the slow ones
 	@rm -rf $(AUDIT) && mkdir -m 700 $(AUDIT)
