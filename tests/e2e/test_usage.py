@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -10,6 +11,7 @@ from driver.simulator.node import SimulatedNode
 from driver.simulator.state.load import Activity, constant
 from kubelet_plugin.checkpoint.records import decode_record
 from tests.harness.cluster import Cluster
+from tests.harness.node import NodeError
 from tests.harness.progress import Progress
 from tests.harness.settings import Settings
 from tests.harness.waiting import wait_for
@@ -111,7 +113,8 @@ def test_a_container_that_fails_while_its_partition_is_full_gets_an_event(
     wait_for(
         lambda: values(plugin, "tessera_claim_memory_used_bytes").get("full", 0) > full, SOON_S, "the partition is full"
     )
-    workloads.exec("out-of-memory", "sh", "-c", "kill -USR1 1")
+    with suppress(NodeError):  # the container's end may end this process, too
+        workloads.exec("out-of-memory", "sh", "-c", "kill -USR1 1")
     SimulatedNode.attach(plugin.host_root).end_load(partition(plugin, "full"))
 
     def told() -> set[str]:
