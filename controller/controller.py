@@ -42,7 +42,7 @@ from controller.explain.gangs import reasons_of_incomplete
 from controller.explain.pending_despite_offers import UnscheduledClaims, reasons_of_waiting
 from controller.explain.queued_workloads import WorkloadReasons
 from controller.explain.reason import ClaimReason
-from controller.explain.reasons import KnownReasons, find_reasons
+from controller.explain.reasons import KnownReasons, Reasoning, find_reasons
 from controller.explain.scheduler_reports import with_scheduler
 from controller.explain.unplaced_pods import UnplacedPods
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
@@ -206,16 +206,7 @@ class Controller:
         workloads = [] if self._kueue is None else self._kueue.snapshot()
         queued = self._queue_of(workloads, fleet, seen)
         listed = self._list(mode, fleet, queued, seen)
-        staying = offers | listed
-        excess = frozenset(device for offer, device in devices.managed.items() if offer not in staying)
-        obstructed: set[Offer] = set()
-        if mode is OfferMode.DISJOINT:
-            awaited = {offer for planned in chosen.planned.values() for offer in planned}
-            urgent = frozenset[PoolDevice]().union(*devices.obstacles(awaited, ()).values())
-            withdrawn = self._withdrawals.decide(excess, devices.is_published, urgent)
-            obstructed = {*devices.obstacles(offers, withdrawn)}
-        else:
-            withdrawn = self._withdrawals.decide(excess, devices.is_published)
+        withdrawn, obstructed = self._withdraw(mode, chosen, offers, listed)
         blocked = obstructed | self._unfence(offers - obstructed)
         most_gpus = self._settings.publish_held_limit(self._minor_version)
         names, matched = [view.name for view in seen.views], nodes_matching_held(queue)
@@ -324,6 +315,19 @@ class Controller:
         needed = () if queued is None else countable(queued)
         return self._devices.offerable(self._listed_devices.update(fleet, nodes, needed), seen.plans)
 
+    def _withdraw(
+        self, mode: OfferMode, chosen: DisjointOffers, offers: set[Offer], listed: set[Offer]
+    ) -> tuple[frozenset[PoolDevice], set[Offer]]:
+        """The devices to withdraw now, and those of ``offers`` that others of their GPU keep waiting."""
+        devices, staying = self._devices, offers | listed
+        excess = frozenset(device for offer, device in devices.managed.items() if offer not in staying)
+        if mode is not OfferMode.DISJOINT:
+            return self._withdrawals.decide(excess, devices.is_published), set()
+        awaited = {offer for planned in chosen.planned.values() for offer in planned}
+        urgent = frozenset[PoolDevice]().union(*devices.obstacles(awaited, ()).values())
+        withdrawn = self._withdrawals.decide(excess, devices.is_published, urgent)
+        return withdrawn, {*devices.obstacles(offers, withdrawn)}
+
     def _unfence(self, offers: Collection[Offer]) -> set[Offer]:
         """Lift the fence from offered devices. Returns those of ``offers`` that stay fenced because that failed."""
         devices = self._devices
@@ -367,7 +371,7 @@ class Controller:
         late = self._devices.unpublished(seen.plans)
         unscheduled = self._unscheduled.reasons(queue, unfenced, silent, refusing_nodes(seen.views), late)
         unplaced = reversed(self._unplaced.reasons(queue))
-        lacking = find_reasons(queue, unreported, self._known_reasons)
+        lacking = find_reasons(Reasoning(queue, self._known_reasons), unreported)
         everything = chain(unplaced, lacking, reasons_of_incomplete(queue, Clock()), unscheduled, waiting)
         if not self._adopted and self._decided_at > 0:
             # Not in the first decision, for which nodes and pods wait.

@@ -43,11 +43,12 @@ class Release(NamedTuple):
     smallest: bool
 
 
-def changes_that_help(queue: Queue, reasoning: Reasoning, pending: PendingClaim) -> list[Change]:
+def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Change]:
     """What would make room at once for ``pending`` and the other claims of its pod.
 
     Empty if there is room, or if no single change is enough.
     """
+    queue = reasoning.queue
     required = queue.requirements(pending)
     if isinstance(required, Refusal) or not required or pending.key in queue.held_back or queue.satisfiable(pending):
         return []
@@ -64,7 +65,7 @@ def changes_that_help(queue: Queue, reasoning: Reasoning, pending: PendingClaim)
     for requirements in alternatives:
         available = [reasoning.availability(request, pending) for request in requirements.requests]
         found += _of_gpus(feasibility, requirements, nodes, available)
-        found += _of_nodes(queue, reasoning, pending, requirements)
+        found += _of_nodes(reasoning, pending, requirements)
         found += _of_count(feasibility, requirements, nodes)
     if len(queue.of_pod(pending.pods[0])) == 1 and not pending.not_created:
         found += _of_class(queue, pending)
@@ -198,11 +199,9 @@ def _names(obstacle: Obstacle, gpus: Sequence[FleetGpu]) -> str:
     return listed(names, MAX_CHANGES).replace(", ", " or ")
 
 
-def _of_nodes(
-    queue: Queue, reasoning: Reasoning, pending: PendingClaim, requirements: ClaimRequirements
-) -> Iterator[Change]:
+def _of_nodes(reasoning: Reasoning, pending: PendingClaim, requirements: ClaimRequirements) -> Iterator[Change]:
     """Nodes on which its pod can't run, and that would have room."""
-    excluded, feasibility = reasoning.excluded(pending), queue.feasibility
+    excluded, feasibility = reasoning.excluded(pending), reasoning.queue.feasibility
     by_exclusion: dict[Excluded, list[str]] = {}
     open_fleet = Fleet.of(without(entry, Obstacle.CLOSED) for entry in feasibility.on(frozenset(excluded)))
     opened = Feasibility(open_fleet, feasibility.matching, imagined=True)

@@ -49,7 +49,7 @@ class WorkloadReasons:
             claim = pending.claim.metadata
             name, index, source = claim.name.split("/", 2)
             key = Key(claim.namespace, name)
-            reason = None if key in done else reason_of(pending, reasoning, queue, unreported)
+            reason = None if key in done else reason_of(pending, reasoning, unreported)
             if reason is not None and reason.code not in DECIDED_AT_ADMISSION:
                 done.add(key)
                 workload = by_key[key]

@@ -56,26 +56,22 @@ OF_THE_CLAIM = {ReasonCode.NO_SUCH_CLASS, ReasonCode.SELECTOR_REFUSED}
 
 def reasons_of(queue: Queue, unreported: UnreportedNodes = ALL_REPORTED) -> list[ClaimReason]:
     """All of ``find_reasons``."""
-    return list(find_reasons(queue, unreported))
+    return list(find_reasons(Reasoning(queue), unreported))
 
 
-def find_reasons(
-    queue: Queue, unreported: UnreportedNodes = ALL_REPORTED, known: KnownReasons | None = None
-) -> Iterator[ClaimReason]:
+def find_reasons(reasoning: Reasoning, unreported: UnreportedNodes = ALL_REPORTED) -> Iterator[ClaimReason]:
     """One reason for each pending claim that no free device can satisfy, or whose gang lacks devices, as it is found.
 
     Claims are left out if the bounded search is undecided, if they request only devices of other drivers, and, with
-    permanent reasons, while nodes may still report GPUs. ``known`` is what earlier calls have found.
+    permanent reasons, while nodes may still report GPUs.
     """
-    reasoning = Reasoning(queue, known)
-    found = (reason_of(each, reasoning, queue, unreported) for each in queue.pending)
+    found = (reason_of(each, reasoning, unreported) for each in reasoning.queue.pending)
     return (reason for reason in found if reason is not None)
 
 
-def reason_of(
-    pending: PendingClaim, reasoning: Reasoning, queue: Queue, unreported: UnreportedNodes
-) -> ClaimReason | None:
-    """The reason of one claim, as for ``reasons_of``."""
+def reason_of(pending: PendingClaim, reasoning: Reasoning, unreported: UnreportedNodes) -> ClaimReason | None:
+    """The reason of one claim, as for ``find_reasons``."""
+    queue = reasoning.queue
     reason = _qualified(reasoning.of_claim_or_gang(pending), queue, unreported)
     if reason is None:
         return None
@@ -131,7 +127,8 @@ class Reasoning:
     """Finds reasons; equal requirements of several claims are examined once."""
 
     def __init__(self, queue: Queue, known: KnownReasons | None = None) -> None:
-        self._queue = queue
+        """``known`` is what earlier ones have found."""
+        self.queue = queue
         self._known = known or KnownReasons()
         self._known.begin(queue.feasibility.fleet, queue.eligibility)
         self._feasibility = queue.feasibility
@@ -143,17 +140,17 @@ class Reasoning:
 
     def of_claim_or_gang(self, pending: PendingClaim) -> Reason | None:
         """The permanent reason of ``pending``, that of its gang, or its temporary one."""
-        reason, gang = self.of(pending), self._queue.held_back.get(pending.key)
+        reason, gang = self.of(pending), self.queue.held_back.get(pending.key)
         if gang is None or (reason is not None and reason.permanent):
             return reason
         if gang not in self._of_gang:
-            found = reason_of_gang(self._queue, gang)
+            found = reason_of_gang(self.queue, gang)
             self._of_gang[gang] = None if found is None else Reason(ReasonCode.GANG, *found)
         return self._of_gang[gang] or reason
 
     def of(self, pending: PendingClaim) -> Reason | None:
         """Why no free device satisfies ``pending``; None if one does, or if the search is undecided."""
-        queue = self._queue
+        queue = self.queue
         alternatives = queue.requirements(pending)
         if isinstance(alternatives, Refusal):
             return Reason(ReasonCode(alternatives.code), alternatives.sentence, permanent=True)
@@ -172,7 +169,7 @@ class Reasoning:
 
     def availability(self, request: DeviceRequest, pending: PendingClaim) -> Availability:
         """The GPUs that ``request`` of ``pending`` selects."""
-        key = (request.selector, request.count, self._queue.condition(pending))
+        key = (request.selector, request.count, self.queue.condition(pending))
         if key not in self._availabilities:
             if request.selector not in self._matching:
                 self._matching[request.selector] = matching_gpus(self._feasibility.fleet, request.selector)
@@ -181,9 +178,9 @@ class Reasoning:
 
     def excluded(self, pending: PendingClaim) -> Mapping[str, Excluded]:
         """The nodes on which its pods can not run, and why."""
-        condition = self._queue.condition(pending)
+        condition = self.queue.condition(pending)
         if condition not in self._excluded:
-            self._excluded[condition] = self._queue.excluded(pending)
+            self._excluded[condition] = self.queue.excluded(pending)
         return self._excluded[condition]
 
     def _of_alternatives(self, best: Reason, reasons: list[Reason], pending: PendingClaim) -> Reason:
@@ -203,7 +200,7 @@ class Reasoning:
 
     def _selects_nothing(self, request: DeviceRequest, pending: PendingClaim) -> Reason | None:
         """Why a request that matches held devices, too, has none at all on the nodes of ``pending``."""
-        nodes = self._queue.nodes(pending)
+        nodes = self.queue.nodes(pending)
         if self._feasibility.kinds(request.selector, nodes):
             return None
         if not self._feasibility.kinds(request.selector, self._everywhere):
@@ -214,7 +211,7 @@ class Reasoning:
 
     def _of_requirements(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied even alone; None if it can."""
-        key, known = (requirements, self._queue.condition(pending)), self._known
+        key, known = (requirements, self.queue.condition(pending)), self._known
         if key not in known.permanent:
             known.permanent[key] = self._permanent(requirements, pending)
         if (permanent := known.permanent[key]) is not None:
@@ -225,9 +222,9 @@ class Reasoning:
 
     def _of_pod(self, pending: PendingClaim) -> Reason:
         """The reason of a claim that can be satisfied alone, but not together with the other claims of its pod."""
-        claims = {each for pod in pending.pods for each in self._queue.of_pod(pod)} - {pending}
+        claims = {each for pod in pending.pods for each in self.queue.of_pod(pod)} - {pending}
         for each in claims:
-            refusal = self._queue.requirements(each)
+            refusal = self.queue.requirements(each)
             if isinstance(refusal, Refusal):
                 sentence = f"its pod also has the claim {each.claim.metadata.name}: {refusal.sentence}"
                 return Reason(ReasonCode(refusal.code), sentence, permanent=True)
@@ -238,11 +235,11 @@ class Reasoning:
         return Reason(ReasonCode.NOT_TOGETHER, sentence, impossible)
 
     def _pod_is_impossible(self, pending: PendingClaim) -> bool:
-        return self._queue.found(pending, self._feasibility.unheld).outcome is Outcome.NONE
+        return self.queue.found(pending, self._feasibility.unheld).outcome is Outcome.NONE
 
     def _permanent(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied by itself even if nothing is held; None if it could or that is unknown."""
-        nodes, everywhere, emptied = self._queue.nodes(pending), self._everywhere, self._feasibility.emptied
+        nodes, everywhere, emptied = self.queue.nodes(pending), self._everywhere, self._feasibility.emptied
         for request in requirements.requests:
             if not self._feasibility.kinds(request.selector, everywhere):
                 return selected_nowhere(self._feasibility, request)
@@ -305,7 +302,7 @@ class Reasoning:
 
     def _hindered(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """The reason where faults, settings, labels, MIG modes or foreign partitions are in the way."""
-        requests, nodes = requirements.requests, self._queue.nodes(pending)
+        requests, nodes = requirements.requests, self.queue.nodes(pending)
         alone = (each for each in requests if not self._feasibility.unheld.could(ClaimRequirements((each,)), nodes))
         first = next(alone, None)
         chosen = requests if first is None else (first,)
@@ -326,7 +323,7 @@ class Reasoning:
         return Feasibility(fleet, self._feasibility.matching, imagined=True).could(requirements, nodes)
 
     def _at_present(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
-        could, nodes = self._feasibility.could, self._queue.nodes(pending)
+        could, nodes = self._feasibility.could, self.queue.nodes(pending)
         for request in requirements.requests:
             if not could(ClaimRequirements((request,)), nodes):
                 return self._lacking(request, pending)
@@ -337,11 +334,11 @@ class Reasoning:
             reason = constraint(requirements, "the requests could be met, but at present")
         else:
             reason = together(found, "no node has all of them free at once")
-        return replace(reason, sentence=reason.sentence + held_by(found, self._queue.holders))
+        return replace(reason, sentence=reason.sentence + held_by(found, self.queue.holders))
 
     def _lacking(self, request: DeviceRequest, pending: PendingClaim) -> Reason:
         """The reason where GPUs have the selected devices, but not enough of them are free."""
-        found, claim_of = self.availability(request, pending), self._queue.holders
+        found, claim_of = self.availability(request, pending), self.queue.holders
         nodes = found.nodes_with_room()
         if not nodes:
             at_limit = [each for each in found.usable if each.is_at_its_limit]

@@ -17,7 +17,7 @@ from controller.demand.selected_devices import Matching
 from controller.explain.gangs import reasons_of_incomplete
 from controller.explain.pending_despite_offers import UnscheduledClaims
 from controller.explain.reason import ClaimReason
-from controller.explain.reasons import reasons_of
+from controller.explain.reasons import Reasoning, find_reasons
 from controller.explain.scheduler_reports import with_scheduler
 from controller.explain.unplaced_pods import UnplacedPods
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
@@ -75,6 +75,11 @@ class ClusterView:
         return Queue(self.snapshot.cluster, self.fleet, Matching(self.driver))
 
     @cached_property
+    def reasoning(self) -> Reasoning:
+        """Finds why no device satisfies a claim."""
+        return Reasoning(self.queue)
+
+    @cached_property
     def reasons(self) -> Mapping[str, ClaimReason]:
         """Why claims are pending, by key of the claim; without those that only wait for the scheduler's next turn."""
         offered = {offer: self.devices.free[offer] for offer in self.devices.offered}
@@ -84,7 +89,7 @@ class ClusterView:
         everything = (
             *unscheduled.reasons(self.queue, offered, silent, refusing, self.devices.unpublished(self.snapshot.plans)),
             *reasons_of_incomplete(self.queue, Clock()),
-            *reasons_of(self.queue),
+            *find_reasons(self.reasoning),
             *UnplacedPods(Clock(), self.template_exists, self.creation_failure, watching=False).reasons(self.queue),
         )
         return {each.pending.key: each for each in with_scheduler(everything, self.queue, Clock())}

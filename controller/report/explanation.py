@@ -13,7 +13,6 @@ from controller.explain.availability import Availability, holders_of, listed
 from controller.explain.changes import Change, admitting, changes_that_help
 from controller.explain.events import ALLOCATED, ENOUGH_IS_FREE, NO_POD, NOT_USED
 from controller.explain.reason import OF_THE_POD, ClaimReason, ReasonCode
-from controller.explain.reasons import Reasoning
 from controller.explain.unplaced_pods import Placement
 from controller.report.cluster_view import ClusterView
 from driver.kube.clock import Clock
@@ -78,7 +77,7 @@ class Explainer:
     def __init__(self, view: ClusterView) -> None:
         self._view = view
         self._queue = view.queue
-        self._reasoning = Reasoning(view.queue)
+        self._reasoning = view.reasoning
 
     def pending(self, in_detail: Callable[[], bool] = lambda: True) -> Iterator[Explanation]:
         """All pending claims, and pods that lack a claim.
@@ -113,7 +112,7 @@ class Explainer:
         reason = self._reasoning.of(alone) if len(pending.pods) > 1 and not found.permanent else None
         if reason is None or not reason.permanent:
             return found
-        changes = tuple(changes_that_help(self._queue, self._reasoning, alone))
+        changes = tuple(changes_that_help(self._reasoning, alone))
         message = f"{reason.sentence}; for other pods of the claim: {found.code}"
         own = replace(found, pods=(pod,), reports=tuple(_reports((pod,))), changes=changes)
         return replace(own, code=reason.code.value, message=message, permanent=True)
@@ -143,7 +142,7 @@ class Explainer:
             self._reason_of(pending),
             requests=tuple(self._counts(pending, available)),
             holders=tuple(sorted(holders_of(usable, self._queue.holders))),
-            changes=tuple(changes_that_help(self._queue, self._reasoning, pending)),
+            changes=tuple(changes_that_help(self._reasoning, pending)),
         )
 
     def _reason_of(self, pending: PendingClaim) -> Explanation:

@@ -141,25 +141,20 @@ def kill_everywhere(nodes: Field, cluster: Cluster, circumstances: Circumstances
 
 
 COUNTED, DISJOINT = Circumstances(), Circumstances(offer_mode="disjoint")
-kill_matrix = pytest.mark.parametrize("circumstances", [COUNTED, DISJOINT], ids=["counted", "disjoint"])
 
 
 @pytest.mark.parametrize(
-    "circumstances",
-    [pytest.param(COUNTED, id="counted"), pytest.param(DISJOINT, id="disjoint", marks=pytest.mark.slow)],
+    ("circumstances", "everywhere"),
+    [
+        pytest.param(COUNTED, False, id="counted, some points"),
+        pytest.param(COUNTED, True, id="counted, all points", marks=pytest.mark.slow),
+        pytest.param(DISJOINT, True, id="disjoint, all points", marks=pytest.mark.slow),
+    ],
 )
-def test_a_controller_killed_at_some_points_leaves_nothing_touched_and_the_next_serves_who_waits(
-    quiet: Field, cluster: Cluster, circumstances: Circumstances
-) -> None:
-    kill_everywhere(quiet, cluster, circumstances, everywhere=False)
-
-
-@pytest.mark.slow
-@kill_matrix
 def test_a_controller_killed_at_any_point_leaves_nothing_touched_and_the_next_serves_who_waits(
-    quiet: Field, cluster: Cluster, circumstances: Circumstances
+    quiet: Field, cluster: Cluster, circumstances: Circumstances, everywhere: bool
 ) -> None:
-    kill_everywhere(quiet, cluster, circumstances, everywhere=True)
+    kill_everywhere(quiet, cluster, circumstances, everywhere=everywhere)
 
 
 Start = Callable[..., FaultyController]

@@ -47,8 +47,9 @@ def test_everything_that_is_said_of_a_claim_is_true(there: Situation) -> None:
 @given(situations())
 def test_if_the_end_of_claims_would_help_the_fewest_are_named(there: Situation) -> None:
     queue = there.queue
-    reason = Reasoning(queue).of(queue.pending[0])
-    releases = [each for each in changes_that_help(queue, Reasoning(queue), queue.pending[0]) if each.kind == "release"]
+    reasoning = Reasoning(queue)
+    reason = reasoning.of(queue.pending[0])
+    releases = [each for each in changes_that_help(reasoning, queue.pending[0]) if each.kind == "release"]
     if reason is not None and not reason.permanent:
         assert len(releases) == 1, reason.sentence
     for question in smaller_releases(there):
@@ -68,7 +69,7 @@ def test_a_reason_is_the_same_whatever_earlier_decisions_have_found(there: Situa
     known, fleet, eligibility = KnownReasons(), Fleet.of(there.gpus), Eligibility(there.nodes.values())
     for step in range(4):
         objects = there.queue.cluster
-        remembered = list(find_reasons(Queue(objects, fleet, there.matching, eligibility), known=known))
+        remembered = list(find_reasons(Reasoning(Queue(objects, fleet, there.matching, eligibility), known)))
         alone = reasons_of(Queue(objects, Fleet.of(replace(entry) for entry in fleet), Matching(DRIVER)))
         assert [each[1:] for each in remembered] == [each[1:] for each in alone]
         chosen = data.draw(st.sampled_from(list(fleet)))

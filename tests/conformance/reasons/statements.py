@@ -127,7 +127,7 @@ def questions(there: Situation) -> Iterator[Question]:
     yield Question(there, reason is None, "it fits" if reason is None else reason.sentence)
     if reason is not None:
         yield Question(_ended(there, _holders(there)), not reason.permanent, f"if all others ended: {reason.sentence}")
-    for change in changes_that_help(queue, reasoning, pending):
+    for change in changes_that_help(reasoning, pending):
         for changed in _changed(there, change):
             yield Question(changed, True, f"it would fit if {change.text}")
 
@@ -151,7 +151,7 @@ def held(there: Situation) -> list[Result]:
 def smaller_releases(there: Situation) -> Iterator[Question]:
     """Where several claims are said to be the fewest whose end helps: the end of any one alone does not."""
     queue = there.queue
-    for change in changes_that_help(queue, Reasoning(queue), queue.pending[0]):
+    for change in changes_that_help(Reasoning(queue), queue.pending[0]):
         if "the fewest possible" in change.text and len(change.claims) > 1:
             for name in _holders(there):
                 yield Question(_ended(there, [name]), False, f"{change.text}, not {name} alone")
