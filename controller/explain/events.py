@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import msgspec
 
@@ -39,6 +40,9 @@ NO_POD = "no pending pod uses it: the scheduler allocates a claim when it places
 MAX_PODS = 4
 """Pods of one claim that get its reason as an Event of their own."""
 
+MAX_ADOPTED = 10_000
+"""Events of an earlier controller that are taken over: tenants can write Events in its name."""
+
 MAX_UNREADABLE_EVENTS = 100
 """Unreadable objects that get an Event; the metric counts all of them."""
 
@@ -71,7 +75,7 @@ def written_events(client: KubeClient) -> list[WrittenEvent]:
     """The Events that controllers have written; none if they can not be read."""
     try:
         selector = {"fieldSelector": f"reportingComponent={COMPONENT}"}
-        return list(read_all(client, "/api/v1/events", WrittenEvent, selector))
+        return list(islice(read_all(client, "/api/v1/events", WrittenEvent, selector), MAX_ADOPTED))
     except (ApiError, msgspec.MsgspecError) as error:
         log.warning("Events of an earlier controller can't be read and stay as they are", extra={"error": str(error)})
         return []

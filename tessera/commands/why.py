@@ -25,7 +25,7 @@ from driver.kube.reads import RESOURCE_GROUP, read_all, read_object
 from driver.kube.types import Claim, Key, Metadata, Pod
 from kubelet_plugin.status.events import Reason
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
-from tessera.status.snapshot import read_time
+from tessera.status.snapshot import renewed_at
 from tessera.tables_and_drawings import columns, counted, printable, with_text_output
 
 POD_KINDS, CLAIM_KINDS = ("pod", "pods", "po"), ("claim", "resourceclaim", "resourceclaims")
@@ -100,7 +100,7 @@ def why(
         found = [each for each in explainer.pending() if where is None or _namespace(each) == where]
     else:
         found = _named(client, explainer, name, namespace or "default")
-    found = [_with_preparation(client, driver_name, _with_controller(client, each)) for each in found]
+    found = [_with_preparation(client, driver_name, each) for each in _with_controller(client, found)]
     if output == "json":
         click.echo(json.dumps([_as_json(each, _holders(client, view, each)) for each in found], indent=2))
     elif not found:
@@ -124,11 +124,12 @@ def _show_reported(client: KubeClient, name: str | None, namespace: str, output:
     except (ApiError, msgspec.MsgspecError):
         raise refusal from None
     events.sort(key=lambda event: str(event.get("lastTimestamp")))
-    latest = {(about["kind"], about["name"]): event for event in events if (about := event["involvedObject"])}
+    about = ((event.get("involvedObject", {}), event) for event in events)
+    latest = {(each["kind"], each["name"]): event for each, event in about if {"kind", "name"} <= each.keys()}
     found = [
-        _as_reported(*about, key.namespace, event)
-        for about, event in latest.items()
-        if (not name or about[1] == key.name) and (not kind or (about[0] == "Pod") == (kind in POD_KINDS))
+        _as_reported(of_kind, of, key.namespace, event)
+        for (of_kind, of), event in latest.items()
+        if (not name or of == key.name) and (not kind or (of_kind == "Pod") == (kind in POD_KINDS))
     ]
     found = [each for each in found if name or each.is_pending]
     if not found:
@@ -175,15 +176,15 @@ def _kind_and_key(name: str, namespace: str) -> tuple[str, Key]:
     return kind.lower(), key_of(rest, namespace)
 
 
-def _with_controller(client: KubeClient, found: Explanation) -> Explanation:
-    """With the absence of a controller, if enough is free but may not be offered for that reason."""
-    if found.code != ReasonCode.WAITS:
+def _with_controller(client: KubeClient, found: list[Explanation]) -> list[Explanation]:
+    """With the absence of a controller, where enough is free but may not be offered for that reason."""
+    if not any(each.code == ReasonCode.WAITS for each in found):
         return found
     try:
         known = list(read_all(client, LEASES, Object, {"fieldSelector": f"metadata.name={HEARTBEAT}"}))
     except ApiError:
         return found
-    renewed = max((at for each in known if (at := read_time(each["spec"].get("renewTime"))) is not None), default=None)
+    renewed = max((at for each in known if (at := renewed_at(each)) is not None), default=None)
     age = None if renewed is None else (datetime.now(UTC) - renewed).total_seconds()
     if age is None or age <= SILENCE_AFTER_SECONDS:
         return found
@@ -191,7 +192,7 @@ def _with_controller(client: KubeClient, found: Explanation) -> Explanation:
         f"enough is free, but the controller, which decides what is offered, has sent no heartbeat for {age:.0f} s: "
         "nodes offer everything that fits 30 to 90 s after the last one (tessera status)"
     )
-    return replace(found, message=message)
+    return [replace(each, message=message) if each.code == ReasonCode.WAITS else each for each in found]
 
 
 def _with_preparation(client: KubeClient, driver: str, found: Explanation) -> Explanation:
@@ -212,7 +213,7 @@ def _with_preparation(client: KubeClient, driver: str, found: Explanation) -> Ex
     if latest is None:
         why = "do the kubelet and the node plugin run there? (tessera status)"
     else:
-        why = f"{latest['reason']}: {latest['message']}"
+        why = f"{latest['reason']}: {latest.get('message', '')}"
     return replace(found, code=NOT_PREPARED, message=f"{found.message}; {node} has not prepared it: {why}")
 
 

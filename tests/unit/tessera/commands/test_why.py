@@ -1,0 +1,122 @@
+"""``tessera why`` as a command against an API server: without rights, without a controller, and with odd Events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from driver.kube.lease import leases
+from tessera.cli import main
+from tests.support.api_server import Exchange, ObjectApi
+from tests.support.queues import request
+from tests.unit.tessera.commands.test_map import add_node, hold
+from tests.unit.tessera.test_cli import KUBECONFIG
+
+CLASS = "/apis/resource.k8s.io/v1/deviceclasses/gpu-training"
+CLAIMS = "/apis/resource.k8s.io/v1/namespaces/team-a/resourceclaims"
+PODS, EVENTS = "/api/v1/namespaces/team-a/pods", "/api/v1/namespaces/team-a/events"
+SELECTOR = 'device.driver == "gpu.tessera.dev" && device.attributes["gpu.tessera.dev"].type == "gpu"'
+
+
+@pytest.fixture
+def api() -> Iterator[ObjectApi]:
+    """Of a cluster with one node of two free GPUs, neither of which is offered as a whole."""
+    with ObjectApi() as server:
+        add_node(server, "n1", "gpu-0-mig-1g10gb-6")
+        server.store(CLASS, spec={"selectors": [{"cel": {"expression": SELECTOR}}]})
+        yield server
+
+
+def ask(api: ObjectApi, name: str, **spec: Any) -> None:
+    """A claim for one GPU and its pod, of the same name."""
+    api.store(f"{CLAIMS}/{name}", spec={"devices": {"requests": [request("gpu-training")]}})
+    claims = [{"name": "gpu", "resourceClaimName": name}]
+    api.store(f"{PODS}/{name}", spec={"resourceClaims": claims, **spec}, status={"phase": "Pending"})
+
+
+def run(api: ObjectApi, folder: Path, *flags: str) -> Result:
+    file = folder / "kubeconfig"
+    file.write_text(yaml.safe_dump({**KUBECONFIG, "clusters": [{"name": "c", "cluster": {"server": api.server.url}}]}))
+    return CliRunner().invoke(main, ["why", "--kubeconfig", str(file), "-n", "team-a", *flags])
+
+
+def report(api: ObjectApi, name: str, at: str, reason: str, **fields: Any) -> None:
+    """An Event of the controller on the pod ``wanted``."""
+    about = {"kind": "Pod", "name": "wanted", "namespace": "team-a"}
+    event = {"involvedObject": about, "reason": reason, "lastTimestamp": at, "reportingComponent": "tessera-controller"}
+    api.store(f"{EVENTS}/{name}", **{**event, **fields})
+
+
+def forbid_the_cluster(api: ObjectApi) -> None:
+    def refuse(exchange: Exchange) -> None:
+        exchange.refuse(403, "this account may not list nodes")
+
+    api.once("list", refuse)
+
+
+def test_a_namespace_account_sees_what_the_controller_reported_last(api: ObjectApi, tmp_path: Path) -> None:
+    report(api, "first", "2026-11-25T10:00:00Z", "AllHeld", message="none is free")
+    report(api, "last", "2026-11-25T10:05:00Z", "NodeClosed", message="n1 is cordoned")
+    report(api, "of-nothing", "2026-11-25T10:05:00Z", "AllHeld", involvedObject={"namespace": "team-a"})
+    forbid_the_cluster(api)
+    answer = run(api, tmp_path, "pod/wanted")
+    assert (answer.exit_code, answer.stderr) == (
+        1,
+        "this account may not read the whole cluster: this is what the controller reported last\n",
+    )
+    assert "NodeClosed" in answer.stdout
+    assert "n1 is cordoned (reported 2026-11-25T10:05:00Z)" in answer.stdout
+    forbid_the_cluster(api)
+    [found] = json.loads(run(api, tmp_path, "wanted", "-o", "json").stdout)
+    assert (found["reason"], found["pods"]) == ("NodeClosed", ["team-a/wanted"])
+
+
+def test_a_namespace_account_without_reports_is_told_what_it_may_not_read(api: ObjectApi, tmp_path: Path) -> None:
+    forbid_the_cluster(api)
+    answer = run(api, tmp_path)
+    assert answer.exit_code == 1
+    assert "this account may not list nodes" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(5, "enough is free now"), (400, "has sent no heartbeat for 40"), (None, "enough is free now")],
+)
+def test_a_silent_controller_is_named_where_enough_is_free(
+    api: ObjectApi, tmp_path: Path, seconds: int | None, said: str
+) -> None:
+    ask(api, "first")
+    ask(api, "second")
+    if seconds is not None:
+        at = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat()
+        writer = {"time": at, "fieldsV1": {"f:spec": {"f:renewTime": {}}}}
+        path = f"{leases('tessera')}/tessera-controller-heartbeat"
+        api.store(path, spec={}, metadata={"name": "tessera-controller-heartbeat", "managedFields": [writer]})
+    lines = run(api, tmp_path).stdout.splitlines()
+    assert len([line for line in lines if said in line]) == 2, lines
+    assert api.count("list", "/leases") == 1
+
+
+def test_a_pod_that_does_not_start_has_the_last_warning_of_its_node(api: ObjectApi, tmp_path: Path) -> None:
+    ask(api, "wanted", nodeName="n1")
+    hold(api, "team-a/wanted", "n1", "gpu-0")
+    event = {"involvedObject": {"uid": api.folder(f"{PODS}/wanted")["wanted"]["metadata"]["uid"]}, "type": "Warning"}
+    api.store(f"{EVENTS}/silent", **event, reason="FailedPrepareDynamicResources")
+    answer = run(api, tmp_path, "pod/wanted")
+    assert answer.exit_code == 1
+    assert "n1 has not prepared it: FailedPrepareDynamicResources" in answer.stdout
+
+
+def test_a_resource_that_no_class_provides_is_named(api: ObjectApi, tmp_path: Path) -> None:
+    limits = {"limits": {"nvidia.com/gpu": "1", "cpu": "2"}}
+    api.store(f"{PODS}/plugged", spec={"containers": [{"name": "c", "resources": limits}]}, status={"phase": "Pending"})
+    answer = run(api, tmp_path, "pod/plugged")
+    assert answer.exit_code == 0
+    assert "nvidia.com/gpu, which it requests, is the extendedResourceName of no DeviceClass" in answer.stdout
