@@ -222,10 +222,12 @@ class Feasibility:
 
         GPUs without a value of one of the attributes are left out.
         """
-        where = (request, kind, nodes, attributes)
-        if where not in self._sets:
-            self._sets[_room_in(self._sets, where)] = self._find_sets(request, kind, nodes, attributes)
-        return self._sets[where]
+        lasts = request.count is not None  # then held devices do not matter
+        where = (request.selector, kind, nodes, attributes)
+        memory, most = (self._memory.sets, MAX_SELECTIONS) if lasts else (self._sets, MAX_ANSWERS)
+        if where not in memory:
+            memory[_room_in(memory, where, most)] = self._find_sets(request, kind, nodes, attributes)
+        return memory[where]
 
     def _find_sets(
         self, request: DeviceRequest, kind: Kind, nodes: Nodes, attributes: tuple[str, ...]
@@ -268,9 +270,9 @@ class Feasibility:
         return not self._empty and any(is_in_use(entry, request.selector.on(entry)) for entry in self.fleet.nodes[node])
 
 
-def _room_in(memory: dict[T, Any], key: T) -> T:
+def _room_in(memory: dict[T, Any], key: T, most: int = MAX_ANSWERS) -> T:
     """``key``, for which there is room in ``memory`` now."""
-    if len(memory) >= MAX_ANSWERS:
+    if len(memory) >= most:
         memory.clear()
     return key
 

@@ -261,13 +261,14 @@ class Selector:
 class FeasibilityMemory:
     """Results about fleets with the same hardware, reused from one decision to the next.
 
-    ``kinds`` by selector and nodes. ``free`` slices and ``outcomes`` of a node hold as long as its GPUs are the same
-    objects; ``order`` are the nodes by free slices. ``present``, ``unheld`` and ``emptied`` are the last
-    ``controller.demand.feasibility.Feasibility`` of each kind.
+    ``kinds`` by selector and nodes, and ``sets`` of GPUs by selector, kind, nodes and attributes. ``free`` slices and
+    ``outcomes`` of a node hold as long as its GPUs are the same objects; ``order`` are the nodes by free slices.
+    ``present``, ``unheld`` and ``emptied`` are the last ``controller.demand.feasibility.Feasibility`` of each kind.
     """
 
     hardware: Hardware | None
     kinds: dict[Any, Any] = field(default_factory=dict)
+    sets: dict[Any, Any] = field(default_factory=dict)
     free: dict[str, tuple[tuple[FleetGpu, ...], float]] = field(default_factory=dict)
     order: list[tuple[float, str]] = field(default_factory=list)
     having: Counter[OfferKind] = field(default_factory=Counter)
