@@ -115,6 +115,13 @@ class Availability:
         """The most devices that one node can provide at present, and that node."""
         return max(((sum(each.now for each in gpus), node) for node, gpus in self.by_node.items()), default=(0, ""))
 
+    @property
+    def where(self) -> str:
+        """`` (on a, b)``: the nodes that could provide them if nothing were held; empty if there is none."""
+        wanted = self.request.count or 1
+        nodes = sorted(node for node, gpus in self.by_node.items() if sum(each.most for each in gpus) >= wanted)
+        return f" (on {listed(nodes)})" if nodes else ""
+
     def nodes_with_room(self) -> list[str]:
         """The nodes whose free memory would be enough if it were in one place; those with the most first.
 
@@ -237,6 +244,13 @@ def named(gpus: Iterable[FleetGpu]) -> str:
 def holders_of(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> list[str]:
     """The claims with devices on ``gpus``, by name; ``claim_of`` maps node and device to ``namespace/name``."""
     return sorted(set(_held(gpus, claim_of)))
+
+
+def held_by(found: Iterable[Availability], claim_of: Mapping[tuple[str, str], str]) -> str:
+    """The claims that hold devices of the usable GPUs: the end of a sentence."""
+    holders = holders_of((each.entry for one in found for each in one.usable), claim_of)
+    claims = "claim" if len(holders) == 1 else "claims"
+    return f"; devices there are held by {len(holders)} {claims}: {listed(holders)}" if holders else ""
 
 
 def _held(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> Iterator[str]:

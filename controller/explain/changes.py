@@ -7,6 +7,8 @@ from itertools import combinations
 from math import comb
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import Budget, Outcome, fits
 from controller.demand.eligibility import Excluded, Exclusion
@@ -249,7 +251,7 @@ def _of_class(queue: Queue, pending: PendingClaim) -> Iterator[Change]:
     for each in queue.cluster.classes:
         name = each.metadata.name
         if name != wanted.device_class_name:
-            selector = reader.selector_of(name)
+            selector = reader.selector_of(replace(wanted, device_class_name=name), pending.claim.metadata.namespace)
             one = None if selector is None else ClaimRequirements((DeviceRequest(request.name, selector, 1),))
             if one is not None and queue.feasibility.find_node(one, nodes).outcome is Outcome.FITS:
                 names.append(name)

@@ -194,7 +194,8 @@ class UnscheduledClaims:
                 entry = queue.feasibility.fleet.gpus[offer.gpu]
                 if (device := entry.device(name.device)) is not None:
                     found.setdefault(entry.node, []).append(Standing(entry, device, name))
-        return found
+        # In a fixed order: the Event of a claim and ``tessera why`` name the same device.
+        return {node: sorted(each, key=lambda one: (one.entry.number, one.name.device)) for node, each in found.items()}
 
     def _reason(
         self,
@@ -303,7 +304,7 @@ def _needs_of_other_drivers(queue: Queue, pending: PendingClaim, pod: Pod, node:
         of_ours = () if isinstance(requirements, Refusal) else requirements
         ours = {request.name for one in of_ours for request in one.requests}
         for request in each.claim.spec.devices.requests:
-            if request.name in ours or any(one.admin_access for one in request.alternatives):
+            if any(request.name_of(one) in ours or one.admin_access for one in request.alternatives):
                 continue
             attributes = [
                 constraint.match_attribute

@@ -23,6 +23,7 @@ from controller.explain.availability import (
     Availability,
     Obstacle,
     availability,
+    held_by,
     listed,
     matching_gpus,
     without,
@@ -34,7 +35,6 @@ from controller.explain.sentences import (
     constraint,
     fragmented,
     held,
-    held_by,
     hindered,
     only_elsewhere,
     profile_limit,
@@ -134,7 +134,7 @@ class Reasoning:
         self._feasibility = queue.feasibility
         self._everywhere: Nodes = frozenset(queue.feasibility.fleet.nodes)
         self._matching: dict[Selector, list[tuple[FleetGpu, Matches]]] = {}
-        self._availabilities: dict[tuple[Selector, int | None, Condition], Availability] = {}
+        self._availabilities: dict[tuple[DeviceRequest, Condition], Availability] = {}
         self._excluded: dict[Condition, Mapping[str, Excluded]] = {}
         self._of_gang: dict[Gang, Reason | None] = {}
 
@@ -169,7 +169,7 @@ class Reasoning:
 
     def availability(self, request: DeviceRequest, pending: PendingClaim) -> Availability:
         """The GPUs that ``request`` of ``pending`` selects."""
-        key = (request.selector, request.count, self.queue.condition(pending))
+        key = (request, self.queue.condition(pending))
         if key not in self._availabilities:
             if request.selector not in self._matching:
                 self._matching[request.selector] = matching_gpus(self._feasibility.fleet, request.selector)
@@ -185,7 +185,7 @@ class Reasoning:
 
     def _of_alternatives(self, best: Reason, reasons: list[Reason], pending: PendingClaim) -> Reason:
         names = [
-            f"{request.name}/{each.name}"
+            request.name_of(each)
             for request in pending.claim.spec.devices.requests
             for each in request.alternatives
             if len(request.alternatives) > 1

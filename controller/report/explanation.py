@@ -195,8 +195,9 @@ class Explainer:
 
     def _counts(self, pending: PendingClaim, available: Sequence[Availability]) -> Iterator[RequestCount]:
         classes = {
-            request.name: " or ".join(dict.fromkeys(each.device_class_name for each in request.alternatives))
+            request.name_of(each): each.device_class_name
             for request in pending.claim.spec.devices.requests
+            for each in request.alternatives
         }
         for each in available:
             name = each.request.name

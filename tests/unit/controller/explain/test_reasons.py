@@ -352,7 +352,12 @@ def test_a_constraint_that_cannot_be_met_is_named(held: tuple[str, ...], when: s
 def test_requests_that_no_node_can_meet_together() -> None:
     there = Situation([*node_of("a", "full"), *node_of("b", gpus=1)])
     there.wants(request(name="big", selector=FULL), request(name="small", selector=profile("1g.10gb")))
-    told(there, ReasonCode.NOT_TOGETHER, "the requests big, small could be met")
+    told(
+        there,
+        ReasonCode.NOT_TOGETHER,
+        "the requests big, small could be met",
+        "big needs a full GPU (on a, b); small needs a partition 1g.10gb (on a, b)",
+    )
 
 
 def test_claims_of_one_pod_that_no_node_can_meet_together() -> None:
@@ -361,6 +366,34 @@ def test_claims_of_one_pod_that_no_node_can_meet_together() -> None:
     found = reasons_of(there.queue)
     assert [each.code for each in found] == [ReasonCode.NOT_TOGETHER] * 2
     assert "default/claim-1" in found[0].sentence
+
+
+def test_an_alternative_is_named_as_the_scheduler_names_it() -> None:
+    alternatives = first_available(("dream", profile("1g.99gb")), ("whole", FULL))
+    told(Situation(node_of("a", "full")).wants(alternatives), ReasonCode.HELD, "request gpu/whole needs a full GPU")
+
+
+def test_equal_requests_of_two_claims_keep_their_names() -> None:
+    there = Situation(node_of("a", "full")).wants(request(name="first", selector=FULL), name="one")
+    there.wants(request(name="second", selector=FULL), name="two")
+    assert [each.sentence.split(" needs ")[0] for each in reasons_of(there.queue)] == [
+        "request first",
+        "request second",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("of_class", "selector", "said"),
+    [
+        (f'{FULL} && device.driver == "gpu.tesera.dev"', None, "this condition is part of DeviceClass mine"),
+        (selected_by('tipe == "gpu"'), None, " of DeviceClass mine fails on "),
+    ],
+    ids=["matches nothing", "fails"],
+)
+def test_a_mistake_in_a_class_is_looked_for_there(of_class: str, selector: str | None, said: str) -> None:
+    there = Situation(node_of("a"))
+    there.device_class("mine", of_class)
+    assert said in reason(there.wants(request("mine", selector=selector))).sentence
 
 
 def test_of_several_alternatives_the_nearest_is_told() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from controller.report.explanation import Explainer, Explanation
 from driver.kube.types import Pod
 from tests.support.map_cluster import MapCluster
-from tests.support.queues import FULL, request
+from tests.support.queues import FULL, profile, request
 
 ELSEWHERE: dict[str, Any] = {"nodeSelector": {"zone": "x"}}
 
@@ -54,3 +54,15 @@ def test_no_device_is_named_that_a_pod_with_a_node_name_could_have() -> None:
     add_pod(found, "named", nodeName="n")
     [named] = explained(found, "named")
     assert (named.code, named.changes, named.holders) == ("NodeNameSet", (), ())
+
+
+def test_another_class_is_no_way_out_where_its_devices_lack_the_requested_capacity() -> None:
+    found = MapCluster().gpu("n", 0)
+    found.situation.device_class("small", profile("1g.10gb"))
+    found.situation.device_class("large", profile("7g.80gb"))
+    found.situation.device_class("nothing", profile("1g.99gb"))
+    wanted = request("nothing", capacity={"requests": {"memory": "40Gi"}})
+    found.situation.claim("wanted", wanted)
+    add_pod(found, "pod", "wanted")
+    [only] = explained(found, "pod")
+    assert [each.text for each in only.changes if each.kind == "class"] == ["its class were any or large"]
