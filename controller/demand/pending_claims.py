@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
@@ -79,6 +80,14 @@ class Queue:
             for pod in each.pods:
                 self._claims_of_pod.setdefault(str(pod.metadata.key), []).append(each)
         self.gangs = gangs_of(cluster.pods, self._claims_of_pod.keys(), cluster.pod_groups)
+
+    def on(self, feasibility: Feasibility) -> Queue:
+        """The same claims by another ``feasibility``."""
+        found = copy(self)
+        found.feasibility = feasibility
+        for cached in ("held_back", "_gang_room"):
+            vars(found).pop(cached, None)
+        return found
 
     def requirements(self, pending: PendingClaim) -> tuple[ClaimRequirements, ...] | Refusal:
         """The requirements for each combination of alternatives; none if the claim is for other drivers' devices."""

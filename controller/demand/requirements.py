@@ -18,6 +18,7 @@ from driver.kube.types import (
     DeviceSelector,
     ExactDeviceRequest,
     Request,
+    Toleration,
 )
 
 MAX_COMBINATIONS = 64
@@ -43,6 +44,8 @@ class DeviceRequest:
     device_class: str = ""
     class_selectors: frozenset[str] = frozenset()
     """The expressions that the class adds to those of the request."""
+    tolerations: tuple[Toleration, ...] = ()
+    """Of taints of devices."""
 
 
 class Constraint(NamedTuple):
@@ -133,7 +136,7 @@ class RequirementsReader:
     def _request(self, request: Request, wanted: ExactDeviceRequest, selector: Selector) -> DeviceRequest:
         name, count = request.name_of(wanted), None if wanted.takes_all else wanted.count
         of_class = frozenset(_texts(self._classes[wanted.device_class_name].spec.selectors))
-        return DeviceRequest(name, selector, count, wanted.device_class_name, of_class)
+        return DeviceRequest(name, selector, count, wanted.device_class_name, of_class, wanted.tolerations)
 
     def _selector(self, request: Request, wanted: ExactDeviceRequest, namespace: str) -> Selector | Refusal | None:
         """None for requests for other drivers' devices."""

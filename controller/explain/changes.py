@@ -190,6 +190,7 @@ TEXTS = {
     Obstacle.CLOSED: "node {} accepted pods again",
     Obstacle.FAULT: "the fault of {} were repaired ({} clears a fault that has gone)",
     Obstacle.CORDONED: "{} were uncordoned ({})",
+    Obstacle.TAINTED: "the request tolerated the taint of {}, or its DeviceTaintRule were deleted",
     Obstacle.RESET: "{} had the other MIG mode, which takes a reset",
     Obstacle.DEDICATED: "{} were not kept for other uses (labels of the node, settings of its node plugin)",
     Obstacle.FOREIGN: "the partitions that others made on {} ended",

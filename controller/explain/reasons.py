@@ -6,7 +6,7 @@ wait in vain, and the reason stays the same while other claims come and go.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 
 from controller.cluster.fleet import Fleet, FleetGpu
@@ -26,6 +26,8 @@ from controller.explain.availability import (
     held_by,
     listed,
     matching_gpus,
+    untolerated,
+    with_taints,
     without,
 )
 from controller.explain.gangs import reason_of_gang
@@ -105,6 +107,8 @@ class KnownReasons:
     def __init__(self) -> None:
         self.permanent: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
         self.present: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
+        self.tainted: dict[Hashable, tuple[Feasibility, KnownReasons]] = {}
+        """By DeviceTaintRules and selectors: the GPUs as a claim sees that does not tolerate the rules."""
         self._fleets: tuple[Fleet, Fleet, Eligibility] | None = None
 
     def begin(self, fleet: Fleet, eligibility: Eligibility) -> None:
@@ -115,6 +119,7 @@ class KnownReasons:
             self.permanent.clear()
         if not kept or before is None or before[0] is not fleet or len(self.present) >= MAX_KNOWN:
             self.present.clear()
+            self.tainted.clear()
 
 
 def _cut(sentence: str) -> str:
@@ -140,13 +145,29 @@ class Reasoning:
 
     def of_claim_or_gang(self, pending: PendingClaim) -> Reason | None:
         """The permanent reason of ``pending``, that of its gang, or its temporary one."""
-        reason, gang = self.of(pending), self.queue.held_back.get(pending.key)
+        reason, gang = self.for_claim(pending).of(pending), self.queue.held_back.get(pending.key)
         if gang is None or (reason is not None and reason.permanent):
             return reason
         if gang not in self._of_gang:
             found = reason_of_gang(self.queue, gang)
             self._of_gang[gang] = None if found is None else Reason(ReasonCode.GANG, *found)
         return self._of_gang[gang] or reason
+
+    def for_claim(self, pending: PendingClaim) -> Reasoning:
+        """The reasoning about the devices without taints that ``pending`` does not tolerate."""
+        queue, alternatives = self.queue, self.queue.requirements(pending)
+        requests = () if isinstance(alternatives, Refusal) else [one for each in alternatives for one in each.requests]
+        rules = untolerated(queue.cluster.taint_rules, requests) if requests else ()
+        if not rules:
+            return self
+        selectors = frozenset(each.selector for each in requests)
+        key = (tuple((each.metadata.name, each.spec) for each in rules), selectors)
+        if key not in self._known.tainted:
+            matching = self._feasibility.matching
+            fleet = with_taints(self._feasibility.fleet, matching.driver, rules, selectors)
+            self._known.tainted[key] = Feasibility(fleet, matching, imagined=True), KnownReasons()
+        feasibility, known = self._known.tainted[key]
+        return Reasoning(queue.on(feasibility), known)
 
     def of(self, pending: PendingClaim) -> Reason | None:
         """Why no free device satisfies ``pending``; None if one does, or if the search is undecided."""

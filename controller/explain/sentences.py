@@ -30,6 +30,7 @@ OF_OBSTACLE = {
     Obstacle.CLOSED: (ReasonCode.CLOSED, "nothing is offered on nodes that are closed"),
     Obstacle.FAULT: (ReasonCode.FAULT, "a fault keeps {} from use"),
     Obstacle.CORDONED: (ReasonCode.CORDONED, "an operator has cordoned {}"),
+    Obstacle.TAINTED: (ReasonCode.TAINTED, "a DeviceTaintRule taints {}, which no request of the claim tolerates"),
     Obstacle.RESET: (ReasonCode.RESET, "a reset must first give {} another MIG mode"),
     Obstacle.DEDICATED: (ReasonCode.DEDICATED, f"the label {DEDICATED_TO} or --shares keeps {{}} for other uses"),
     Obstacle.FOREIGN: (ReasonCode.FOREIGN, "partitions that Tessera did not make take the place on {}"),
@@ -108,8 +109,7 @@ def unusable(found: Availability) -> str:
     groups: dict[str, list[FleetGpu]] = {}
     for each in found.gpus:
         if each.obstacle is not None:
-            named_by_detail = each.obstacle in {Obstacle.EXCLUDED, Obstacle.FAULT, Obstacle.CORDONED, Obstacle.CLOSED}
-            groups.setdefault(each.detail if named_by_detail else each.obstacle.value, []).append(each.entry)
+            groups.setdefault(each.detail or each.obstacle.value, []).append(each.entry)
     if not groups:
         return ""
     texts = [

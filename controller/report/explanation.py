@@ -109,10 +109,10 @@ class Explainer:
     def _of_claim_of_pod(self, pending: PendingClaim, pod: Pod) -> Explanation:
         """Why ``pending`` is pending; for one of several pods, what holds for that pod alone if it is permanent."""
         found, alone = self.of_pending(pending), replace(pending, pods=(pod,))
-        reason = self._reasoning.of(alone) if len(pending.pods) > 1 and not found.permanent else None
+        reason = self._reasoning.for_claim(alone).of(alone) if len(pending.pods) > 1 and not found.permanent else None
         if reason is None or not reason.permanent:
             return found
-        changes = tuple(changes_that_help(self._reasoning, alone))
+        changes = tuple(changes_that_help(self._reasoning.for_claim(alone), alone))
         message = f"{reason.sentence}; for other pods of the claim: {found.code}"
         own = replace(found, pods=(pod,), reports=tuple(_reports((pod,))), changes=changes)
         return replace(own, code=reason.code.value, message=message, permanent=True)
@@ -142,7 +142,7 @@ class Explainer:
             self._reason_of(pending),
             requests=tuple(self._counts(pending, available)),
             holders=tuple(sorted(holders_of(usable, self._queue.holders))),
-            changes=tuple(changes_that_help(self._reasoning, pending)),
+            changes=tuple(changes_that_help(self._reasoning.for_claim(pending), pending)),
         )
 
     def _reason_of(self, pending: PendingClaim) -> Explanation:
@@ -191,7 +191,8 @@ class Explainer:
         if isinstance(requirements, Refusal):
             return ()
         requests = dict.fromkeys(request for each in requirements for request in each.requests)
-        return [self._reasoning.availability(request, pending) for request in requests]
+        reasoning = self._reasoning.for_claim(pending)
+        return [reasoning.availability(request, pending) for request in requests]
 
     def _counts(self, pending: PendingClaim, available: Sequence[Availability]) -> Iterator[RequestCount]:
         classes = {

@@ -426,6 +426,11 @@ class Taint(Struct, frozen=True):
     effect: str
     value: str = ""
 
+    @property
+    def text(self) -> str:
+        """``KEY=VALUE:EFFECT``, as kubectl writes it."""
+        return f"{self.key}{f'={self.value}' if self.value else ''}:{self.effect}"
+
 
 class NodeSpec(Struct, frozen=True):
     taints: tuple[Taint, ...] = ()

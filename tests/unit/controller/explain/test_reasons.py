@@ -419,6 +419,45 @@ def test_all_of_devices_of_which_some_are_in_use_waits_for_them() -> None:
     told(there, ReasonCode.HELD, "on every node that has them some are in use", "by 2 claims")
 
 
+def test_all_of_the_devices_of_a_node_are_those_without_a_fault() -> None:
+    """Nothing is published of a GPU with a fault, unless a claim holds something of it."""
+    there = Situation([fleet_gpu("a", 0), fleet_gpu("a", 1, fault="Xid 79")])
+    assert reasons_of(there.wants(request(selector=FULL, allocationMode="All")).queue) == []
+
+
+OF_A, GPU_0 = {"pool": f"a-{DRIVER}"}, {"pool": f"a-{DRIVER}", "device": "gpu-0"}
+TAINT = "DeviceTaintRule repair: broken=fan:NoSchedule"
+
+
+@pytest.mark.parametrize(
+    ("rule", "wanted", "part"),
+    [
+        pytest.param(OF_A, request(selector=FULL), f"2 GPUs have it, but a {TAINT[:15]} taints them", id="all"),
+        pytest.param({"pool": "b"}, request(selector=FULL), "", id="of another node"),
+        pytest.param(GPU_0, request(selector=FULL, count=2), f"gpu-0 of a ({TAINT})", id="one of two"),
+        pytest.param(GPU_0, request(selector=FULL, allocationMode="All"), "taints 1 of the 2 GPUs", id="one of all"),
+        pytest.param(GPU_0, request(selector=profile("7g.80gb"), count=2), "", id="the full GPU, not its partitions"),
+        pytest.param(
+            GPU_0, request(selector=FULL, count=2, tolerations=[{"operator": "Exists"}]), "", id="what is tolerated"
+        ),
+    ],
+)
+def test_gpus_with_a_taint_by_a_rule_are_not_free(rule: dict[str, str], wanted: dict[str, Any], part: str) -> None:
+    there = Situation(node_of("a")).wants(wanted)
+    there.taint_rule("repair", rule, key="broken", value="fan", effect="NoSchedule")
+    if part:
+        told(there, ReasonCode.TAINTED, part, "which no request of the claim tolerates")
+    else:
+        assert reasons_of(there.queue) == []
+
+
+def test_gpus_with_a_taint_are_named_beside_those_that_are_held() -> None:
+    there = Situation([fleet_gpu("a", 0), fleet_gpu("a", 1, H100, "full")]).holding("one", "a", "gpu-1")
+    there.taint_rule("repair", GPU_0, key="broken", value="fan", effect="NoExecute")
+    there.wants(request(selector=FULL))
+    told(there, ReasonCode.HELD, "none is free", "default/one", "1 more can't be used (1 on a: DeviceTaintRule repair")
+
+
 @pytest.mark.parametrize("mode", [{}, {"allocationMode": "All"}])
 def test_who_asks_for_admin_access_waits_for_nothing_that_others_hold(mode: dict[str, str]) -> None:
     there = Situation(node_of("a", "full")).wants(request(selector=FULL, adminAccess=True, **mode))

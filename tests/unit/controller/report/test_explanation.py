@@ -66,3 +66,15 @@ def test_another_class_is_no_way_out_where_its_devices_lack_the_requested_capaci
     add_pod(found, "pod", "wanted")
     [only] = explained(found, "pod")
     assert [each.text for each in only.changes if each.kind == "class"] == ["its class were any or large"]
+
+
+def test_devices_with_a_taint_are_no_part_of_a_way_out() -> None:
+    """Of three GPUs one is held and one has a taint: the end of the holder does not make room for three."""
+    found = cluster().gpu("n", 1).gpu("n", 2)
+    selector = {"pool": "n-gpu.tessera.dev", "device": "gpu-1"}
+    found.situation.taint_rule("repair", selector, key="broken", effect="NoSchedule")
+    for count, changes in ((2, ["release", "tainted", "count"]), (3, ["count"])):
+        found.situation.claim(f"for-{count}", request(selector=FULL, count=count))
+        add_pod(found, f"for-{count}", f"for-{count}")
+        [only] = explained(found, f"for-{count}")
+        assert [each.kind for each in only.changes] == changes
