@@ -241,7 +241,7 @@ def with_taints(fleet: Fleet, driver: str, rules: Sequence[DeviceTaintRule], sel
     chosen = tuple(selectors)
     found = ((entry, next((each for each in rules if _taints(each, entry, driver, chosen)), None)) for entry in fleet)
     tainted = [
-        replace(entry, tainted=f"DeviceTaintRule {rule.metadata.name}: {rule.spec.taint.text}")
+        replace(entry, tainted=f"DeviceTaintRule {rule.metadata.name} with {rule.spec.taint.text}")
         for entry, rule in found
         if rule is not None
     ]

@@ -180,12 +180,22 @@ class Reasoning:
                 return reason
         if not alternatives or queue.found(pending).outcome is not Outcome.NONE:
             return None
+        alone = self._alone(pending)
+        if alone is None or (
+            not alone.permanent and len(queue.companions(pending)) > 1 and self._pod_is_impossible(pending)
+        ):
+            return self._of_pod(pending)
+        return alone
+
+    def _alone(self, pending: PendingClaim) -> Reason | None:
+        """Why a claim can not be satisfied, whatever other claims its pods have; None if it could."""
+        alternatives = self.queue.requirements(pending)
+        if isinstance(alternatives, Refusal):
+            return Reason(ReasonCode(alternatives.code), alternatives.sentence, permanent=True)
         reasons = [reason for each in alternatives if (reason := self._of_requirements(each, pending)) is not None]
-        if len(reasons) < len(alternatives):
-            return self._of_pod(pending)
+        if len(reasons) < len(alternatives) or not reasons:
+            return None
         best = max(reasons, key=lambda reason: reason.nearness)
-        if not best.permanent and len(queue.companions(pending)) > 1 and self._pod_is_impossible(pending):
-            return self._of_pod(pending)
         return best if len(alternatives) == 1 else self._of_alternatives(best, reasons, pending)
 
     def availability(self, request: DeviceRequest, pending: PendingClaim) -> Availability:
@@ -243,14 +253,15 @@ class Reasoning:
 
     def _of_pod(self, pending: PendingClaim) -> Reason:
         """The reason of a claim that can be satisfied alone, but not together with the other claims of its pod."""
-        claims = {each for pod in pending.pods for each in self.queue.of_pod(pod)} - {pending}
+        found = {each for pod in pending.pods for each in self.queue.of_pod(pod)} - {pending}
+        claims, impossible = sorted(found, key=lambda each: each.key), self._pod_is_impossible(pending)
         for each in claims:
-            refusal = self.queue.requirements(each)
-            if isinstance(refusal, Refusal):
-                sentence = f"its pod also has the claim {each.claim.metadata.name}: {refusal.sentence}"
-                return Reason(ReasonCode(refusal.code), sentence, permanent=True)
-        others = ", ".join(sorted(str(each.claim.metadata.key) for each in claims))
-        impossible = self._pod_is_impossible(pending)
+            alone = self._alone(each)
+            if alone is not None and alone.permanent >= impossible:
+                return replace(
+                    alone, sentence=f"its pod also has the claim {each.claim.metadata.name}: {alone.sentence}"
+                )
+        others = ", ".join(str(each.claim.metadata.key) for each in claims)
         when = "even if nothing were held" if impossible else "at present"
         sentence = f"it could be met, but {when} not on one node with the other claims of its pod: {others}"
         return Reason(ReasonCode.NOT_TOGETHER, sentence, impossible)

@@ -368,6 +368,22 @@ def test_claims_of_one_pod_that_no_node_can_meet_together() -> None:
     assert "default/claim-1" in found[0].sentence
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [("1g.99gb", "1g.10gb", ReasonCode.NOTHING_MATCHES), ("7g.80gb", "1g.10gb", ReasonCode.FRAGMENTED)],
+    ids=["never", "at present"],
+)
+def test_a_claim_that_keeps_its_pod_waiting_is_the_reason_of_the_pods_other_claims(
+    first: str, second: str, code: ReasonCode
+) -> None:
+    there = Situation([fleet_gpu("a", n, H100, "mig-3g40gb-4") for n in range(2)])
+    there.holding("one", "a", "gpu-0-mig-3g40gb-4", "gpu-1-mig-3g40gb-4")
+    there.pod("pod", *[there.claim(f"of-{each}", request(selector=profile(each))) for each in (first, second)])
+    [own, other] = reasons_of(there.queue)
+    assert (own.code, other.code) == (code, code)
+    assert other.sentence == f"its pod also has the claim of-{first}: {own.sentence}"
+
+
 def test_an_alternative_is_named_as_the_scheduler_names_it() -> None:
     alternatives = first_available(("dream", profile("1g.99gb")), ("whole", FULL))
     told(Situation(node_of("a", "full")).wants(alternatives), ReasonCode.HELD, "request gpu/whole needs a full GPU")
@@ -426,7 +442,7 @@ def test_all_of_the_devices_of_a_node_are_those_without_a_fault() -> None:
 
 
 OF_A, GPU_0 = {"pool": f"a-{DRIVER}"}, {"pool": f"a-{DRIVER}", "device": "gpu-0"}
-TAINT = "DeviceTaintRule repair: broken=fan:NoSchedule"
+TAINT = "DeviceTaintRule repair with broken=fan:NoSchedule"
 
 
 @pytest.mark.parametrize(

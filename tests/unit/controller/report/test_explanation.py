@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from controller.report.explanation import Explainer, Explanation
 from driver.kube.types import Pod
 from tests.support.map_cluster import MapCluster
@@ -68,13 +70,38 @@ def test_another_class_is_no_way_out_where_its_devices_lack_the_requested_capaci
     assert [each.text for each in only.changes if each.kind == "class"] == ["its class were any or large"]
 
 
-def test_devices_with_a_taint_are_no_part_of_a_way_out() -> None:
-    """Of three GPUs one is held and one has a taint: the end of the holder does not make room for three."""
+def changes_for(found: MapCluster, count: int) -> list[str]:
+    """The ways out for a claim for so many full GPUs."""
+    found.situation.claim("wanted", request(selector=FULL, count=count))
+    add_pod(found, "pod", "wanted")
+    [only] = explained(found, "pod")
+    return [each.text for each in only.changes]
+
+
+RULE = "DeviceTaintRule repair with broken:NoSchedule were deleted, or the request tolerated its taint"
+RELEASE = "claim team/holder ended"
+
+
+@pytest.mark.parametrize(
+    ("count", "changes"),
+    [
+        (2, [f"{RELEASE} (1 on node n, the fewest possible)", RULE, "request gpu asked for 1 instead of 2"]),
+        (3, [f"{RULE}, and {RELEASE}", "request gpu asked for 1 instead of 3"]),
+    ],
+)
+def test_a_way_out_regards_taints_and_may_be_to_remove_one_and_end_a_claim(count: int, changes: list[str]) -> None:
+    """One of three GPUs is held and one has a taint."""
     found = cluster().gpu("n", 1).gpu("n", 2)
     selector = {"pool": "n-gpu.tessera.dev", "device": "gpu-1"}
     found.situation.taint_rule("repair", selector, key="broken", effect="NoSchedule")
-    for count, changes in ((2, ["release", "tainted", "count"]), (3, ["count"])):
-        found.situation.claim(f"for-{count}", request(selector=FULL, count=count))
-        add_pod(found, f"for-{count}", f"for-{count}")
-        [only] = explained(found, f"for-{count}")
-        assert [each.kind for each in only.changes] == changes
+    assert changes_for(found, count) == changes
+
+
+def test_several_gpus_may_have_to_be_repaired() -> None:
+    found = MapCluster().gpu("n", 0)
+    for number in (1, 2, 3):
+        found.gpu("n", number, fault="xid-79")
+    repaired = (
+        "the fault of gpu-2 of n and gpu-3 of n were repaired (tessera uncordon n/gpu-2 clears a fault that has gone)"
+    )
+    assert changes_for(found, 3) == [repaired, "request gpu asked for 1 instead of 3"]
