@@ -19,6 +19,7 @@ from controller.demand.requirements import ClaimRequirements, DeviceRequest, Ref
 from controller.explain.availability import Availability, Obstacle, listed, without
 from controller.explain.reasons import Reasoning
 from driver.kube.types import PAUSED
+from driver.model.gpu import MigMode
 
 MAX_TRIED = 20_000
 """Sets of claims that are tried on one node in the search for the smallest."""
@@ -225,7 +226,7 @@ def _of_several(
 
         if not _fits(feasibility, list(changed(freed).unheld), requirements):
             continue
-        for entry in hindered if obstacle not in TOGETHER else ():
+        for entry in sorted(hindered, key=_effort, reverse=True) if obstacle not in TOGETHER else ():
             others = tuple(each for each in freed if each is not entry)
             freed = others if _fits(feasibility, list(changed(others).unheld), requirements) else freed
         fleet, ended = changed(freed), tuple[str, ...]()
@@ -243,6 +244,11 @@ def _of_several(
     text = _text(obstacle, freed, "and")
     also = f", and {'claim' if len(ended) == 1 else 'claims'} {', '.join(ended)} ended" if ended else ""
     return Change(obstacle.name.lower(), text + also, ended)
+
+
+def _effort(entry: FleetGpu) -> tuple[bool, bool]:
+    """Sort key: GPUs that hold nothing first, and among them those whose new MIG mode only takes a reset."""
+    return bool(entry.held), entry.gpu.mig_mode not in {MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE}
 
 
 def _text(obstacle: Obstacle, gpus: Sequence[FleetGpu], between: str = "or") -> str:

@@ -122,9 +122,10 @@ class KnownReasons:
             self.tainted.clear()
 
 
-def _cut(sentence: str) -> str:
-    """The beginning of a sentence, without the name of its request."""
-    sentence = sentence.partition(": ")[2] if sentence.startswith("request ") and ": " in sentence else sentence
+def _short(name: str, sentence: str) -> str:
+    """The beginning of the reason of the alternative ``name``."""
+    sentence = sentence.removeprefix("request ")
+    sentence = sentence if sentence.startswith(name) else f"{name}: {sentence}"
     return sentence if len(sentence) <= MAX_OF_ALTERNATIVE else f"{sentence[:MAX_OF_ALTERNATIVE]}..."
 
 
@@ -225,7 +226,7 @@ class Reasoning:
         also = f"; the others: {', '.join(sorted(others))}" if others else ""
         if len(names) == len(reasons):  # only one request has alternatives
             each_one = zip(names, reasons, strict=True)
-            texts = [f"{name}: {_cut(reason.sentence)}" for name, reason in each_one if reason is not best]
+            texts = [_short(name, reason.sentence) for name, reason in each_one if reason is not best]
             also += f": {'; '.join(texts[:SHOWN])}"
         return replace(best, sentence=f"{best.sentence} (of the alternatives {listed(names, 8)} the nearest{also})")
 

@@ -417,7 +417,7 @@ def test_of_several_alternatives_the_nearest_is_told() -> None:
     told(
         Situation(node_of("a", "full")).wants(alternatives),
         ReasonCode.HELD,
-        "of the alternatives gpu/dream, gpu/whole the nearest; the others: NothingMatches",
+        "of the alternatives gpu/dream, gpu/whole the nearest; the others: NothingMatches: gpu/dream: profile 1g.99gb",
     )
 
 
