@@ -59,6 +59,13 @@ class PendingClaim:
         return f"Pod/{self.claim.metadata.key}" if self.not_created else str(self.claim.metadata.key)
 
 
+def described(pending: PendingClaim) -> str:
+    """``claim NAME``, or the extended resources for which its claim will be created."""
+    if not pending.not_created:
+        return f"claim {pending.claim.metadata.name}"
+    return f"extended resource {', '.join(each.name for each in pending.claim.spec.devices.requests)}"
+
+
 class Queue:
     """The pending claims and their feasibility on the present fleet."""
 

@@ -75,6 +75,11 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Chang
         seen = [[reasoning.availability(each, pending) for each in one.requests] for one in alternatives]
         several = map(partial(_of_several, feasibility, queue.holders), alternatives, seen)
         found = [*filter(None, several), *found]
+    requests = dict.fromkeys(request for each in alternatives for request in each.requests)
+    failing = [each.name for each in requests if reasoning.availability(each, pending).failure is not None]
+    if failing:  # the scheduler places no pod while one of its selectors fails on a device that it meets
+        also = f", and the selectors of request {listed(failing)} failed on no device"
+        found = [each._replace(text=each.text + also) for each in found]
     if len(queue.of_pod(pending.pods[0])) == 1 and not pending.not_created:
         found += _of_class(queue, pending)
     return list({each.text: each for each in found}.values())

@@ -15,7 +15,7 @@ from controller.demand.device_search import Outcome
 from controller.demand.eligibility import Eligibility, Excluded
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.gangs import Gang
-from controller.demand.pending_claims import PendingClaim, Queue
+from controller.demand.pending_claims import PendingClaim, Queue, described
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, Refusal
 from controller.demand.selected_devices import Matches, Selector
 from controller.explain.availability import (
@@ -259,12 +259,10 @@ class Reasoning:
         for each in claims:
             alone = self._alone(each)
             if alone is not None and alone.permanent >= impossible:
-                return replace(
-                    alone, sentence=f"its pod also has the claim {each.claim.metadata.name}: {alone.sentence}"
-                )
-        others = ", ".join(str(each.claim.metadata.key) for each in claims)
+                return replace(alone, sentence=f"its pod also has the {described(each)}: {alone.sentence}")
+        others = listed([described(each) for each in claims], 8)
         when = "even if nothing were held" if impossible else "at present"
-        sentence = f"it could be met, but {when} not on one node with the other claims of its pod: {others}"
+        sentence = f"it could be met, but {when} not on one node with what its pod requests besides: {others}"
         return Reason(ReasonCode.NOT_TOGETHER, sentence, impossible)
 
     def _pod_is_impossible(self, pending: PendingClaim) -> bool:

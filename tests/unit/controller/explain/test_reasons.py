@@ -365,7 +365,17 @@ def test_claims_of_one_pod_that_no_node_can_meet_together() -> None:
     there.pod("pod", *[there.claim(f"claim-{n}", request(selector=FULL)) for n in range(2)])
     found = reasons_of(there.queue)
     assert [each.code for each in found] == [ReasonCode.NOT_TOGETHER] * 2
-    assert "default/claim-1" in found[0].sentence
+    assert found[0].sentence.endswith("not on one node with what its pod requests besides: claim claim-1")
+
+
+def test_an_extended_resource_that_no_node_can_provide_beside_a_claim_of_the_pod_is_named() -> None:
+    there = Situation([*node_of("a", gpus=1), *node_of("b", gpus=1)])
+    there.device_class("gpu-training", FULL, extendedResourceName="nvidia.com/gpu")
+    containers = [{"resources": {"requests": {"nvidia.com/gpu": "1"}}}]
+    there.pod("pod", there.claim("claim", request(selector=FULL)), containers=containers)
+    of_claim, of_resource = reasons_of(there.queue)
+    assert of_claim.sentence.endswith("besides: extended resource nvidia.com/gpu")
+    assert of_resource.sentence.endswith("besides: claim claim")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from controller.report.explanation import Explainer, Explanation
 from driver.kube.types import Pod
 from tests.support.map_cluster import MapCluster
-from tests.support.queues import FULL, profile, request
+from tests.support.queues import ATTRIBUTES, FULL, profile, request
 
 ELSEWHERE: dict[str, Any] = {"nodeSelector": {"zone": "x"}}
 
@@ -105,3 +105,13 @@ def test_several_gpus_may_have_to_be_repaired() -> None:
         "the fault of gpu-2 of n and gpu-3 of n were repaired (tessera uncordon n/gpu-2 clears a fault that has gone)"
     )
     assert changes_for(found, 3) == [repaired, "request gpu asked for 1 instead of 3"]
+
+
+def test_a_selector_that_fails_on_other_devices_must_be_corrected_besides() -> None:
+    found = MapCluster().gpu("n", 0, facts={"nvlink_clique": "clique-0"}).holds("team/holder", "n", "gpu-0")
+    found.gpu("m", 0)
+    found.situation.claim("wanted", request(selector=f'{FULL} && {ATTRIBUTES}.nvlinkClique == "clique-0"'))
+    add_pod(found, "pod", "wanted")
+    [only] = explained(found, "pod")
+    besides = "the fewest possible), and the selectors of request gpu failed on no device"
+    assert [each.text.endswith(besides) for each in only.changes] == [True]
