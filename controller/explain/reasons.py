@@ -161,7 +161,8 @@ class Reasoning:
         rules = untolerated(queue.cluster.taint_rules, requests) if requests else ()
         if not rules:
             return self
-        selectors = frozenset(each.selector for each in requests)
+        of_devices = any(each.spec.device_selector and each.spec.device_selector.device for each in rules)
+        selectors = frozenset(each.selector for each in requests if of_devices)
         key = (tuple((each.metadata.name, each.spec) for each in rules), selectors)
         if key not in self._known.tainted:
             matching = self._feasibility.matching
