@@ -45,6 +45,7 @@ from controller.explain.sentences import (
     too_many,
     without_value,
 )
+from driver.kube.types import Key
 
 MAX_KNOWN = 1024
 """Reasons of each kind that are remembered from one call to the next."""
@@ -78,7 +79,23 @@ def reason_of(pending: PendingClaim, reasoning: Reasoning, unreported: Unreporte
     if reason is None:
         return None
     group = queue.held_back[pending.key].group.metadata if reason.code is ReasonCode.GANG else None
-    return ClaimReason(pending, reason.code, reason.sentence, reason.permanent, group)
+    own = () if reason.permanent else _of_single_pods(pending, reasoning, unreported, reason.code)
+    return ClaimReason(pending, reason.code, reason.sentence, reason.permanent, group, tuple(own))
+
+
+def _of_single_pods(
+    pending: PendingClaim, reasoning: Reasoning, unreported: UnreportedNodes, others: ReasonCode
+) -> Iterator[tuple[Key, Reason]]:
+    """The permanent reasons of pods that can not run where other pods of the claim can."""
+    queue = reasoning.queue
+    nodes = queue.nodes(pending)
+    for pod in pending.pods if len(pending.pods) > 1 else ():
+        if queue.nodes_for(pod) != nodes:
+            alone = replace(pending, pods=(pod,))
+            found = _qualified(reasoning.for_claim(alone).of(alone), queue, unreported)
+            if found is not None and found.permanent:
+                sentence = f"{found.sentence}; for other pods of the claim: {others}"
+                yield pod.metadata.key, replace(found, sentence=sentence)
 
 
 def _qualified(reason: Reason | None, queue: Queue, unreported: UnreportedNodes) -> Reason | None:

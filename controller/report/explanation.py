@@ -107,15 +107,15 @@ class Explainer:
         return [*found, *(self._allocated(claim) for claim in claims if claim is not None and claim.status.allocation)]
 
     def _of_claim_of_pod(self, pending: PendingClaim, pod: Pod) -> Explanation:
-        """Why ``pending`` is pending; for one of several pods, what holds for that pod alone if it is permanent."""
+        """Why ``pending`` is pending; for one of several pods, the reason of its own if it has one."""
         found, alone = self.of_pending(pending), replace(pending, pods=(pod,))
-        reason = self._reasoning.for_claim(alone).of(alone) if len(pending.pods) > 1 and not found.permanent else None
-        if reason is None or not reason.permanent:
+        known = self._view.reasons.get(pending.key)
+        reason = dict(known.of_pods).get(pod.metadata.key) if known is not None else None
+        if reason is None:
             return found
         changes = tuple(changes_that_help(self._reasoning.for_claim(alone), alone))
-        message = f"{reason.sentence}; for other pods of the claim: {found.code}"
         own = replace(found, pods=(pod,), reports=tuple(_reports((pod,))), changes=changes)
-        return replace(own, code=reason.code.value, message=message, permanent=True)
+        return replace(own, code=reason.code.value, message=reason.sentence, permanent=True)
 
     def of_claim(self, claim: Claim) -> Explanation:
         """A claim, pending or not."""
