@@ -33,6 +33,7 @@ class FleetGpu:
     ``number`` is the one in its device names; ``shares`` into how many it is divided (0: none); ``foreign`` the bit
     mask of memory slices under partitions that Tessera did not make; ``held`` what claims have, prepared or not.
     ``uses`` are the kinds of device its node's dedication allows; ``closed``: why its node accepts no offers.
+    ``tainted``: for the claim in question, the DeviceTaintRule that keeps it from the GPU.
     """
 
     node: str
@@ -45,6 +46,7 @@ class FleetGpu:
     fault: str | None = None
     uses: frozenset[DeviceKind] = frozenset(DeviceKind)
     closed: str = ""
+    tainted: str = ""
 
     def holding(self, held: Iterable[Device]) -> FleetGpu:
         """The same GPU with other devices held."""
@@ -110,7 +112,7 @@ class FleetGpu:
 
     @cached_property
     def _kinds(self) -> frozenset[DeviceKind]:
-        if self.fault is not None or self.closed:
+        if self.fault is not None or self.closed or self.tainted:
             return frozenset()
         return frozenset(kind for kind in self.uses if self._allows(kind))
 

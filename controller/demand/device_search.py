@@ -59,8 +59,11 @@ def slices_of(state: GpuState, key: OfferKind) -> float:
 
 
 def is_in_use(entry: FleetGpu, matches: Matches) -> bool:
-    """Whether a selected device is published and not free: allocated, or on an unhealthy GPU."""
-    if entry.fault is not None and matches:
+    """Whether a selected device is published and not free: allocated, or tainted.
+
+    Of an unhealthy GPU only held devices are published.
+    """
+    if entry.tainted and matches:
         return True
     return any(matches.has(*spot_of(device)) for device in entry.held)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, product
@@ -58,6 +59,13 @@ class PendingClaim:
         return f"Pod/{self.claim.metadata.key}" if self.not_created else str(self.claim.metadata.key)
 
 
+def described(pending: PendingClaim) -> str:
+    """``claim NAME``, or the extended resources for which its claim will be created."""
+    if not pending.not_created:
+        return f"claim {pending.claim.metadata.name}"
+    return f"extended resource {', '.join(each.name for each in pending.claim.spec.devices.requests)}"
+
+
 class Queue:
     """The pending claims and their feasibility on the present fleet."""
 
@@ -79,6 +87,14 @@ class Queue:
             for pod in each.pods:
                 self._claims_of_pod.setdefault(str(pod.metadata.key), []).append(each)
         self.gangs = gangs_of(cluster.pods, self._claims_of_pod.keys(), cluster.pod_groups)
+
+    def on(self, feasibility: Feasibility) -> Queue:
+        """The same claims by another ``feasibility``."""
+        found = copy(self)
+        found.feasibility = feasibility
+        for cached in ("held_back", "_gang_room"):
+            vars(found).pop(cached, None)
+        return found
 
     def requirements(self, pending: PendingClaim) -> tuple[ClaimRequirements, ...] | Refusal:
         """The requirements for each combination of alternatives; none if the claim is for other drivers' devices."""

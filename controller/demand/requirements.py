@@ -18,6 +18,7 @@ from driver.kube.types import (
     DeviceSelector,
     ExactDeviceRequest,
     Request,
+    Toleration,
 )
 
 MAX_COMBINATIONS = 64
@@ -32,11 +33,19 @@ SHOWN_CLASSES = 6
 
 @dataclass(frozen=True, slots=True)
 class DeviceRequest:
-    """``count`` of the devices that ``selector`` selects on a node; None: all of them."""
+    """``count`` of the devices that ``selector`` selects on a node; None: all of them.
+
+    ``name`` is ``REQUEST/ALTERNATIVE`` for one of several alternatives, as the scheduler writes it.
+    """
 
     name: str
     selector: Selector
     count: int | None
+    device_class: str = ""
+    class_selectors: frozenset[str] = frozenset()
+    """The expressions that the class adds to those of the request."""
+    tolerations: tuple[Toleration, ...] = ()
+    """Of taints of devices."""
 
 
 class Constraint(NamedTuple):
@@ -95,7 +104,7 @@ class RequirementsReader:
                 read = self._read(request, alternative, claim.metadata.namespace)
                 if isinstance(read, Refusal):
                     return read
-                alternatives.append((request.name, f"{request.name}/{alternative.name}", read))
+                alternatives.append((request.name, request.name_of(alternative), read))
             choices.append(alternatives)
         combinations = islice(product(*choices), MAX_COMBINATIONS)
         found = (_requirements(chosen, devices.constraints) for chosen in combinations)
@@ -108,11 +117,11 @@ class RequirementsReader:
                 if wanted.admin_access or wanted.takes_all:
                     read = self._selector(request, wanted, claim.metadata.namespace)
                     if isinstance(read, Selector):
-                        yield DeviceRequest(request.name, read, None if wanted.takes_all else wanted.count)
+                        yield self._request(request, wanted, read)
 
-    def selector_of(self, device_class: str) -> Selector | None:
-        """What a request for that class without selectors of its own selects; None if that is nothing of ours."""
-        selector = self._selector(Request(""), ExactDeviceRequest(device_class), "")
+    def selector_of(self, wanted: ExactDeviceRequest, namespace: str) -> Selector | None:
+        """What a request of a claim in ``namespace`` selects; None if that is nothing of ours."""
+        selector = self._selector(Request(""), wanted, namespace)
         return selector if isinstance(selector, Selector) else None
 
     def _read(self, request: Request, wanted: ExactDeviceRequest, namespace: str) -> DeviceRequest | Refusal | None:
@@ -122,13 +131,18 @@ class RequirementsReader:
             return selector
         if selector is None or wanted.admin_access:  # adminAccess needs no free device
             return None
-        return DeviceRequest(request.name, selector, None if wanted.takes_all else wanted.count)
+        return self._request(request, wanted, selector)
+
+    def _request(self, request: Request, wanted: ExactDeviceRequest, selector: Selector) -> DeviceRequest:
+        name, count = request.name_of(wanted), None if wanted.takes_all else wanted.count
+        of_class = frozenset(_texts(self._classes[wanted.device_class_name].spec.selectors))
+        return DeviceRequest(name, selector, count, wanted.device_class_name, of_class, wanted.tolerations)
 
     def _selector(self, request: Request, wanted: ExactDeviceRequest, namespace: str) -> Selector | Refusal | None:
         """None for requests for other drivers' devices."""
         device_class = self._classes.get(wanted.device_class_name)
         if device_class is None:
-            sentence = f"request {request.name}: there is no DeviceClass {wanted.device_class_name!r}"
+            sentence = f"request {request.name_of(wanted)}: there is no DeviceClass {wanted.device_class_name!r}"
             names = sorted(self._classes, key=lambda name: (len(name), name))
             more = f" and {len(names) - SHOWN_CLASSES} more" if len(names) > SHOWN_CLASSES else ""
             there = f"; there are {', '.join(names[:SHOWN_CLASSES])}{more}" if names else "; the cluster has none"
@@ -140,7 +154,7 @@ class RequirementsReader:
         selector = self._matching.selector(expressions, conditions, payer)
         if isinstance(selector, CelError):
             may_be_about_us = any(self._matching.driver in text for text in expressions)
-            return _refused(request, selector) if may_be_about_us else None
+            return _refused(request.name_of(wanted), selector) if may_be_about_us else None
         if not selector.is_about_us and not any(matches for matches, _ in selector.among(self._fleet)):
             return None
         return selector
@@ -194,7 +208,7 @@ def _requirements(
     return ClaimRequirements(tuple(request for _, request in ours), tuple(found))
 
 
-def _refused(request: Request, error: CelError) -> Refusal:
+def _refused(request: str, error: CelError) -> Refusal:
     where = "" if error.position is None else f"at character {error.position + 1}: "
-    sentence = f"request {request.name}: the selector {error.expression!r} can't be evaluated: {where}{error}"
+    sentence = f"request {request}: the selector {error.expression!r} can't be evaluated: {where}{error}"
     return Refusal("SelectorRefused", sentence)

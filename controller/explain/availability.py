@@ -10,12 +10,14 @@ from functools import cached_property
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import free_spots, most_devices, slices_of
-from controller.demand.eligibility import Excluded
+from controller.demand.eligibility import BLOCKING, Excluded, tolerated
 from controller.demand.requirements import DeviceRequest
 from controller.demand.selected_devices import Failure, Matches, Selector
+from driver.kube.types import DeviceTaintRule
 from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
 from driver.placement.state import FULL, SHARE, OfferKind
+from driver.slices.pool_names import Pool
 
 SHOWN = 3
 """Names in a message."""
@@ -31,6 +33,7 @@ class Obstacle(StrEnum):
     CLOSED = "node closed"
     FAULT = "fault"
     CORDONED = "cordoned"
+    TAINTED = "tainted"
     RESET = "other MIG mode"
     DEDICATED = "kept for other uses"
     FOREIGN = "partitions of others"
@@ -115,6 +118,13 @@ class Availability:
         """The most devices that one node can provide at present, and that node."""
         return max(((sum(each.now for each in gpus), node) for node, gpus in self.by_node.items()), default=(0, ""))
 
+    @property
+    def where(self) -> str:
+        """`` (on a, b)``: the nodes that could provide them if nothing were held; empty if there is none."""
+        wanted = self.request.count or 1
+        nodes = sorted(node for node, gpus in self.by_node.items() if sum(each.most for each in gpus) >= wanted)
+        return f" (on {listed(nodes)})" if nodes else ""
+
     def nodes_with_room(self) -> list[str]:
         """The nodes whose free memory would be enough if it were in one place; those with the most first.
 
@@ -190,6 +200,8 @@ def _hindrance(entry: FleetGpu, matches: Matches) -> tuple[Obstacle | None, str]
         return Obstacle.CLOSED, f"its node {entry.closed}"
     if entry.fault is not None:
         return Obstacle.CORDONED if entry.fault.startswith(CORDONED) else Obstacle.FAULT, entry.fault
+    if entry.tainted:
+        return Obstacle.TAINTED, entry.tainted
     missing = {key.kind for key in matches.keys} - entry.state.kinds
     if missing:
         meant = missing & entry.uses & ({DeviceKind.SHARE} if entry.shares_only else set(DeviceKind))
@@ -204,6 +216,8 @@ def without(entry: FleetGpu, obstacle: Obstacle) -> FleetGpu:
             return replace(entry, closed="")
         case Obstacle.FAULT | Obstacle.CORDONED if entry.fault is not None:
             return replace(entry, fault=None)
+        case Obstacle.TAINTED if entry.tainted:
+            return replace(entry, tainted="")
         case Obstacle.DEDICATED:
             return replace(entry, uses=frozenset(DeviceKind), shares_only=False)
         case Obstacle.FOREIGN:
@@ -213,6 +227,38 @@ def without(entry: FleetGpu, obstacle: Obstacle) -> FleetGpu:
             return replace(entry, gpu=replace(entry.gpu, mig_mode=mode))
         case _:
             return entry
+
+
+def untolerated(rules: Iterable[DeviceTaintRule], requests: Iterable[DeviceRequest]) -> tuple[DeviceTaintRule, ...]:
+    """The rules that keep devices from a claim, none of whose ``requests`` tolerates their taint."""
+    tolerations = [each for request in requests for each in request.tolerations]
+    blocking = (each for each in rules if each.spec.taint.effect in BLOCKING)
+    return tuple(each for each in blocking if not tolerated(each.spec.taint, tolerations))
+
+
+def with_taints(fleet: Fleet, driver: str, rules: Sequence[DeviceTaintRule], selectors: Iterable[Selector]) -> Fleet:
+    """``fleet`` with the GPUs of which ``rules`` taint all devices that ``selectors`` select."""
+    chosen = tuple(selectors)
+    found = ((entry, next((each for each in rules if _taints(each, entry, driver, chosen)), None)) for entry in fleet)
+    tainted = [
+        replace(entry, tainted=f"DeviceTaintRule {rule.metadata.name} with {rule.spec.taint.text}")
+        for entry, rule in found
+        if rule is not None
+    ]
+    return fleet.changed(tainted) if tainted else fleet
+
+
+def _taints(rule: DeviceTaintRule, entry: FleetGpu, driver: str, selectors: Sequence[Selector]) -> bool:
+    device = rule.spec.device_selector.device if rule.spec.device_selector is not None else None
+    if not rule.selects(driver, Pool(entry.node, driver).name, device or ""):
+        return False
+    if device is None:
+        return True
+    if entry.offer(device) is None:
+        return False
+    selected = [each.on(entry) for each in selectors]
+    spots = entry.layout.spots.items()
+    return all(name == device for name, spot in spots if any(matches.has(*spot) for matches in selected))
 
 
 def _grouped(found: Iterable[tuple[Obstacle | None, FleetGpu]]) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
@@ -230,13 +276,21 @@ def listed(names: Sequence[str], shown: int = SHOWN) -> str:
 
 
 def named(gpus: Iterable[FleetGpu]) -> str:
-    """``gpu-3 of a, gpu-0 of b (fault)``, and the number of the others."""
-    return listed([f"gpu-{each.number} of {each.node}{f' ({each.fault})' if each.fault else ''}" for each in gpus])
+    """``gpu-3 of a, gpu-0 of b (fault or taint)``, and the number of the others."""
+    names = ((f"gpu-{each.number} of {each.node}", each.fault or each.tainted) for each in gpus)
+    return listed([f"{name} ({detail})" if detail else name for name, detail in names])
 
 
 def holders_of(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> list[str]:
     """The claims with devices on ``gpus``, by name; ``claim_of`` maps node and device to ``namespace/name``."""
     return sorted(set(_held(gpus, claim_of)))
+
+
+def held_by(found: Iterable[Availability], claim_of: Mapping[tuple[str, str], str]) -> str:
+    """The claims that hold devices of the usable GPUs: the end of a sentence."""
+    holders = holders_of((each.entry for one in found for each in one.usable), claim_of)
+    claims = "claim" if len(holders) == 1 else "claims"
+    return f"; devices there are held by {len(holders)} {claims}: {listed(holders)}" if holders else ""
 
 
 def _held(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> Iterator[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
+from functools import partial
+from itertools import combinations, islice
 from math import comb
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import Budget, Outcome, fits
@@ -16,6 +19,7 @@ from controller.demand.requirements import ClaimRequirements, DeviceRequest, Ref
 from controller.explain.availability import Availability, Obstacle, listed, without
 from controller.explain.reasons import Reasoning
 from driver.kube.types import PAUSED
+from driver.model.gpu import MigMode
 
 MAX_TRIED = 20_000
 """Sets of claims that are tried on one node in the search for the smallest."""
@@ -67,6 +71,15 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Chang
         found += _of_gpus(feasibility, requirements, nodes, available)
         found += _of_nodes(reasoning, pending, requirements)
         found += _of_count(feasibility, requirements, nodes)
+    if not any(each.kind != "count" for each in found):
+        seen = [[reasoning.availability(each, pending) for each in one.requests] for one in alternatives]
+        several = map(partial(_of_several, feasibility, queue.holders), alternatives, seen)
+        found = [*filter(None, several), *found]
+    requests = dict.fromkeys(request for each in alternatives for request in each.requests)
+    failing = [each.name for each in requests if reasoning.availability(each, pending).failure is not None]
+    if failing:  # the scheduler places no pod while one of its selectors fails on a device that it meets
+        also = f", and the selectors of request {listed(failing)} failed on no device"
+        found = [each._replace(text=each.text + also) for each in found]
     if len(queue.of_pod(pending.pods[0])) == 1 and not pending.not_created:
         found += _of_class(queue, pending)
     return list({each.text: each for each in found}.values())
@@ -150,20 +163,29 @@ def _fits(feasibility: Feasibility, gpus: Sequence[FleetGpu], requirements: Clai
     return fits(gpus, states, requirements, feasibility.matching.value, Budget()) is Outcome.FITS
 
 
+TOGETHER = {Obstacle.CLOSED, Obstacle.TAINTED}
+"""Obstacles that one action removes from all GPUs of a node."""
+
+
+def _hindered_by_node(available: Sequence[Availability]) -> Iterator[tuple[Obstacle, tuple[FleetGpu, ...]]]:
+    """The GPUs of a node that an obstacle keeps from use, for each node and obstacle."""
+    found: dict[tuple[str, Obstacle], dict[str, FleetGpu]] = {}
+    for each in available:
+        for obstacle, gpus in each.hindered.items():
+            for entry in gpus if obstacle is not Obstacle.EXCLUDED else ():
+                found.setdefault((entry.node, obstacle), {})[entry.gpu.uuid] = entry
+    yield from ((obstacle, tuple(gpus.values())) for (_, obstacle), gpus in found.items())
+
+
 def _of_gpus(
     feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes, available: Sequence[Availability]
 ) -> Iterator[Change]:
     """Single GPUs, or nodes, without what keeps them from use."""
-    hindered = {
-        entry.gpu.uuid: (obstacle, entry)
-        for each in available
-        for obstacle, gpus in each.hindered.items()
-        for entry in gpus
-        if obstacle is not Obstacle.EXCLUDED
-    }
-    closed = {entry.node for obstacle, entry in hindered.values() if obstacle is Obstacle.CLOSED}
-    units = [(Obstacle.CLOSED, feasibility.fleet.nodes[node]) for node in sorted(closed)]
-    units += [(obstacle, (entry,)) for obstacle, entry in hindered.values() if obstacle is not Obstacle.CLOSED]
+    units = [
+        (obstacle, gpus if obstacle in TOGETHER else (entry,))
+        for obstacle, gpus in _hindered_by_node(available)
+        for entry in (gpus[:1] if obstacle in TOGETHER else gpus)
+    ]
     helping: dict[Obstacle, list[FleetGpu]] = {}
     for obstacle, gpus in units[: MAX_NODES * 8]:
         node = gpus[0].node
@@ -175,28 +197,81 @@ def _of_gpus(
     paused = [each for each in helping.get(Obstacle.CLOSED, ()) if PAUSED in each.closed]
     if paused:
         helping[Obstacle.CLOSED] = [each for each in helping[Obstacle.CLOSED] if each not in paused]
-        command = f"kubectl annotate gpunodeplan {paused[0].node} {PAUSED}-"
-        yield Change("plan-paused", f"the plan of node {_names(Obstacle.CLOSED, paused)} were not paused ({command})")
+        yield Change("plan-paused", _text(Obstacle.CLOSED, paused))
     for obstacle, found in helping.items():
-        if not found:
-            continue
-        command = f"tessera uncordon {found[0].node}/gpu-{found[0].number}"
-        yield Change(obstacle.name.lower(), TEXTS[obstacle].format(_names(obstacle, found), command))
+        if found:
+            yield Change(obstacle.name.lower(), _text(obstacle, found))
 
 
 TEXTS = {
     Obstacle.CLOSED: "node {} accepted pods again",
     Obstacle.FAULT: "the fault of {} were repaired ({} clears a fault that has gone)",
     Obstacle.CORDONED: "{} were uncordoned ({})",
+    Obstacle.TAINTED: "{} were deleted, or the request tolerated its taint",
     Obstacle.RESET: "{} had the other MIG mode, which takes a reset",
     Obstacle.DEDICATED: "{} were not kept for other uses (labels of the node, settings of its node plugin)",
     Obstacle.FOREIGN: "the partitions that others made on {} ended",
 }
 
 
-def _names(obstacle: Obstacle, gpus: Sequence[FleetGpu]) -> str:
-    names = [entry.node if obstacle is Obstacle.CLOSED else f"gpu-{entry.number} of {entry.node}" for entry in gpus]
-    return listed(names, MAX_CHANGES).replace(", ", " or ")
+def _of_several(
+    feasibility: Feasibility,
+    claim_of: Mapping[tuple[str, str], str],
+    requirements: ClaimRequirements,
+    available: Sequence[Availability],
+) -> Change | None:
+    """The fewest GPUs of a node without what keeps them from use, and the claims of the node that must end besides."""
+    best: tuple[int, Obstacle, tuple[FleetGpu, ...], tuple[str, ...]] | None = None
+    for obstacle, hindered in islice(_hindered_by_node(available), MAX_NODES):
+        node, freed = hindered[0].node, hindered
+
+        def changed(gone: Sequence[FleetGpu], node: str = node, obstacle: Obstacle = obstacle) -> Fleet:
+            gpus = feasibility.fleet.nodes[node]
+            return Fleet.of(without(entry, obstacle) if entry in gone else entry for entry in gpus)
+
+        if not _fits(feasibility, list(changed(freed).unheld), requirements):
+            continue
+        for entry in sorted(hindered, key=_effort, reverse=True) if obstacle not in TOGETHER else ():
+            others = tuple(each for each in freed if each is not entry)
+            freed = others if _fits(feasibility, list(changed(others).unheld), requirements) else freed
+        fleet, ended = changed(freed), tuple[str, ...]()
+        if not _fits(feasibility, list(fleet), requirements):
+            imagined = Feasibility(fleet, feasibility.matching, imagined=True)
+            release = smallest_release(imagined, requirements, frozenset({node}), claim_of)
+            if release is None:
+                continue
+            ended = release.claims
+        if best is None or len(freed) + len(ended) < best[0]:
+            best = len(freed) + len(ended), obstacle, freed, ended
+    if best is None:
+        return None
+    _, obstacle, freed, ended = best
+    text = _text(obstacle, freed, "and")
+    also = f", and {'claim' if len(ended) == 1 else 'claims'} {', '.join(ended)} ended" if ended else ""
+    return Change(obstacle.name.lower(), text + also, ended)
+
+
+def _effort(entry: FleetGpu) -> tuple[bool, bool]:
+    """Sort key: GPUs that hold nothing first, and among them those whose new MIG mode only takes a reset."""
+    return bool(entry.held), entry.gpu.mig_mode not in {MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE}
+
+
+def _text(obstacle: Obstacle, gpus: Sequence[FleetGpu], between: str = "or") -> str:
+    """``obstacle`` removed from one of ``gpus``, or from all of them."""
+    names, first = _names(obstacle, gpus, between), gpus[0]
+    if PAUSED in first.closed:
+        return f"the plan of node {names} were not paused (kubectl annotate gpunodeplan {first.node} {PAUSED}-)"
+    return TEXTS[obstacle].format(names, f"tessera uncordon {first.node}/gpu-{first.number}")
+
+
+def _names(obstacle: Obstacle, gpus: Sequence[FleetGpu], between: str = "or") -> str:
+    if obstacle is Obstacle.CLOSED:
+        names = [entry.node for entry in gpus]
+    elif obstacle is Obstacle.TAINTED:
+        names = [entry.tainted for entry in gpus]
+    else:
+        names = [f"gpu-{entry.number} of {entry.node}" for entry in gpus]
+    return listed(list(dict.fromkeys(names)), MAX_CHANGES).replace(", ", f" {between} ")
 
 
 def _of_nodes(reasoning: Reasoning, pending: PendingClaim, requirements: ClaimRequirements) -> Iterator[Change]:
@@ -249,7 +324,7 @@ def _of_class(queue: Queue, pending: PendingClaim) -> Iterator[Change]:
     for each in queue.cluster.classes:
         name = each.metadata.name
         if name != wanted.device_class_name:
-            selector = reader.selector_of(name)
+            selector = reader.selector_of(replace(wanted, device_class_name=name), pending.claim.metadata.namespace)
             one = None if selector is None else ClaimRequirements((DeviceRequest(request.name, selector, 1),))
             if one is not None and queue.feasibility.find_node(one, nodes).outcome is Outcome.FITS:
                 names.append(name)

@@ -16,7 +16,7 @@ from controller.cluster.node_views import faults_in
 from controller.cluster.optional_resources import POD_GROUP_VERSION
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.explain.availability import listed
-from controller.explain.reason import ClaimReason, ReasonCode
+from controller.explain.reason import ClaimReason, Reason, ReasonCode
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder, Type
@@ -119,13 +119,14 @@ class EventReporter:
         """
         groups: set[Key] = set()
         current: dict[str, PendingClaim] = {}
-        for pending, code, sentence, _, group in reasons:
+        for pending, code, sentence, _, group, of_pods in reasons:
             if group is not None and group.key not in groups:
                 groups.add(group.key)
                 reference = Reference("PodGroup", group.name, group.namespace, group.uid, POD_GROUP_VERSION)
                 self._recorder.event(reference, code.value, sentence, "Warning", PENDING)
             current[pending.key] = pending
-            self._about(pending, code.value, sentence, "Normal" if code is ReasonCode.RESHAPING else "Warning")
+            kind: Type = "Normal" if code is ReasonCode.RESHAPING else "Warning"
+            self._about(pending, code.value, sentence, kind, of_pods)
         waiting = {each.key: each for each in queue.pending}
         for key, before in self._reported.items():
             if key in current:
@@ -147,8 +148,15 @@ class EventReporter:
                 self._about(replace(before, pods=()), NOT_USED, NO_POD, "Normal")
         self._reported = current
 
-    def _about(self, pending: PendingClaim, reason: str, sentence: str, type: Type) -> None:  # noqa: A002 - see Recorder
-        """An Event of the claim and of its pods."""
+    def _about(
+        self,
+        pending: PendingClaim,
+        reason: str,
+        sentence: str,
+        type: Type,  # noqa: A002 - see Recorder
+        of_pods: tuple[tuple[Key, Reason], ...] = (),
+    ) -> None:
+        """An Event of the claim and of its pods, ``of_pods`` that have a reason of their own."""
         if not pending.not_created and pending.claim.metadata.uid:
             about = pending.claim.metadata
             claim = Reference("ResourceClaim", about.name, about.namespace, about.uid, "resource.k8s.io/v1")
@@ -157,7 +165,9 @@ class EventReporter:
         for pod in pending.pods[:MAX_PODS]:
             about = pod.metadata
             reference = Reference("Pod", about.name, about.namespace, about.uid)
-            self._recorder.event(reference, reason, prefix + sentence, type, f"{PENDING} {pending.key}")
+            own = dict(of_pods).get(about.key)
+            code, text = (reason, sentence) if own is None else (own.code.value, own.sentence)
+            self._recorder.event(reference, code, prefix + text, type, f"{PENDING} {pending.key}")
 
     def workloads(self, reasons: Iterable[tuple[Metadata, ClaimReason]]) -> None:
         """One Event for each queued Workload of Kueue: why what it will claim is not free."""

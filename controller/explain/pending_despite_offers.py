@@ -16,12 +16,11 @@ from typing import NamedTuple
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import FleetGpu
 from controller.demand.device_search import Outcome, ValueOf, find_devices
-from controller.demand.eligibility import BLOCKING, tolerated
 from controller.demand.feasibility import Nodes
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, Refusal
 from controller.demand.selected_devices import Failure
-from controller.explain.availability import listed
+from controller.explain.availability import listed, untolerated
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.scheduler_reports import SchedulerActivity, names_obstacle, no_report, report_of, reported
 from controller.explain.sentences import failing
@@ -194,7 +193,8 @@ class UnscheduledClaims:
                 entry = queue.feasibility.fleet.gpus[offer.gpu]
                 if (device := entry.device(name.device)) is not None:
                     found.setdefault(entry.node, []).append(Standing(entry, device, name))
-        return found
+        # In a fixed order: the Event of a claim and ``tessera why`` name the same device.
+        return {node: sorted(each, key=lambda one: (one.entry.number, one.name.device)) for node, each in found.items()}
 
     def _reason(
         self,
@@ -205,14 +205,14 @@ class UnscheduledClaims:
         refusing: Mapping[str, str],
         activity: SchedulerActivity,
     ) -> ClaimReason | None:
-        pod, devices = next(_served_pods(queue, pending, fitting), (None, ()))
-        if pod is None:
-            return self._unpublished(queue, pending, {**refusing, **silent})
+        pod, served, devices = next(_served_pods(queue, pending, fitting), (None, None, ()))
+        if pod is None or served is None:
+            return self._unpublished(queue, pending, {**refusing, **silent}) or self._all_refused(queue, pending)
         since = max(self._devices[each.name] for each in devices)
         overdue = all(self._lasts(each, self._overdue_seconds) for each in (self._claims[_uid(pending)], since))
         if report_of(pod) is None:
             overdue |= activity.is_absent(pod, self._clock)
-        cause = _cause(queue, pending, pod, devices, silent, self._look_up, overdue=overdue)
+        cause = _cause(queue, pending, pod, served, devices, silent, self._look_up, overdue=overdue)
         if cause is None:
             return None
         code, text = cause
@@ -237,25 +237,42 @@ class UnscheduledClaims:
         sentence = f"enough is free only on {texts} (tessera status)"
         return ClaimReason(pending, ReasonCode.NOT_PUBLISHED, sentence, permanent=True)
 
+    def _all_refused(self, queue: Queue, pending: PendingClaim) -> ClaimReason | None:
+        """The reason where enough is free, but the scheduler refuses a request for all devices."""
+        requirements = queue.requirements(pending)
+        alternatives = () if isinstance(requirements, Refusal) else requirements
+        names = [one.name for each in alternatives for one in each.requests if one.count is None]
+        pod = pending.pods[0]
+        report, lasts = report_of(pod), self._lasts(self._claims[_uid(pending)], SILENT_SECONDS)
+        if not (names and report and lasts) or queue.found(pending).outcome is not Outcome.FITS:
+            return None
+        sentence = (
+            f"request {names[0]} asks for all devices that it selects on a node, and the scheduler can not allocate "
+            "all that are published: partitions that overlap exclude each other; ask for a number of devices instead "
+            f"(allocationMode ExactCount); {reported(pod, report)}"
+        )
+        return ClaimReason(pending, ReasonCode.UNUSED, sentence, permanent=True)
+
 
 def _cause(
     queue: Queue,
     pending: PendingClaim,
     pod: Pod,
+    served: ClaimRequirements,
     devices: Sequence[Standing],
     silent: Mapping[str, str],
     look_up: LookUp,
     *,
     overdue: bool,
 ) -> tuple[ReasonCode, str] | None:
-    """The known cause why ``pod`` is not scheduled although ``devices`` are offered.
+    """The known cause why ``pod`` is not scheduled although ``devices`` are offered, which satisfy ``served``.
 
     Before it is ``overdue``, only causes that do not pass by themselves within a moment.
     """
     node, condition = devices[0].entry.node, report_of(pod)
     if node in silent:
         return ReasonCode.NOT_PUBLISHED, f"the scheduler takes nothing from node {node}, which {silent[node]}"
-    if (tainted := _taint_rule(queue, pending, devices)) is not None:
+    if (tainted := _taint_rule(queue, served, devices)) is not None:
         return ReasonCode.TAINTED, tainted
     if condition is None:
         return (ReasonCode.UNUSED, no_report(pod)) if overdue else None
@@ -278,20 +295,16 @@ def _failure(queue: Queue, pending: PendingClaim, report: Condition) -> Failure 
     return next((each for matches in found for each in matches.failures if each.message in report.message), None)
 
 
-def _taint_rule(queue: Queue, pending: PendingClaim, devices: Sequence[Standing]) -> str | None:
-    """The DeviceTaintRule that closes one of ``devices``, unless a request of the claim tolerates its taint."""
-    requests = (each for request in pending.claim.spec.devices.requests for each in request.alternatives)
-    tolerations = [each for request in requests for each in request.tolerations]
-    for rule in queue.cluster.taint_rules:
-        taint = rule.spec.taint
-        for each in devices:
-            selected = rule.selects(queue.feasibility.matching.driver, each.name.pool, each.name.device)
-            if selected and taint.effect in BLOCKING and not tolerated(taint, tolerations):
-                value = f"={taint.value}" if taint.value else ""
-                return (
-                    f"the DeviceTaintRule {rule.metadata.name} taints {each.name.device} with "
-                    f"{taint.key}{value}:{taint.effect}, which no request of the claim tolerates"
+def _taint_rule(queue: Queue, served: ClaimRequirements, devices: Sequence[Standing]) -> str | None:
+    """The DeviceTaintRule that closes one of ``devices``, unless its request tolerates the taint."""
+    requests = [request for request in served.requests for _ in range(request.count or 0)]
+    for request, each in zip(requests, devices, strict=True):
+        for rule in untolerated(queue.cluster.taint_rules, [request]):
+            if rule.selects(queue.feasibility.matching.driver, each.name.pool, each.name.device):
+                taints = (
+                    f"the DeviceTaintRule {rule.metadata.name} taints {each.name.device} with {rule.spec.taint.text}"
                 )
+                return f"{taints}, which request {request.name} does not tolerate"
     return None
 
 
@@ -303,7 +316,7 @@ def _needs_of_other_drivers(queue: Queue, pending: PendingClaim, pod: Pod, node:
         of_ours = () if isinstance(requirements, Refusal) else requirements
         ours = {request.name for one in of_ours for request in one.requests}
         for request in each.claim.spec.devices.requests:
-            if request.name in ours or any(one.admin_access for one in request.alternatives):
+            if any(request.name_of(one) in ours or one.admin_access for one in request.alternatives):
                 continue
             attributes = [
                 constraint.match_attribute
@@ -349,11 +362,11 @@ def _uid(pending: PendingClaim) -> str:
 
 def _served_pods(
     queue: Queue, pending: PendingClaim, fitting: Callable[[ClaimRequirements, Nodes], tuple[Standing, ...]]
-) -> Iterator[tuple[Pod, tuple[Standing, ...]]]:
-    """The pods of a claim for which offered devices would do, with the devices."""
+) -> Iterator[tuple[Pod, ClaimRequirements, tuple[Standing, ...]]]:
+    """The pods of a claim for which offered devices would do, with the requirements and the devices."""
     for pod in pending.pods:
         nodes = queue.nodes_for(pod)
-        yield from ((pod, devices) for each in queue.combinations(pod) if (devices := fitting(each, nodes)))
+        yield from ((pod, each, devices) for each in queue.combinations(pod) if (devices := fitting(each, nodes)))
 
 
 def reasons_of_waiting(

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from controller.demand.pending_claims import PendingClaim
-from driver.kube.types import Metadata
+from driver.kube.types import Key, Metadata
 
 
 class ReasonCode(StrEnum):
@@ -60,7 +60,7 @@ class ReasonCode(StrEnum):
 class ClaimReason(NamedTuple):
     """The reason of one pending claim. ``permanent``: it does not pass when other claims end, as for ``Reason``.
 
-    ``group`` is the PodGroup that the reason is about.
+    ``group`` is the PodGroup that the reason is about; ``of_pods`` are those of several pods that have their own.
     """
 
     pending: PendingClaim
@@ -68,6 +68,7 @@ class ClaimReason(NamedTuple):
     sentence: str
     permanent: bool = False
     group: Metadata | None = None
+    of_pods: tuple[tuple[Key, Reason], ...] = ()
 
 
 OF_THE_POD = {ReasonCode.NO_SUCH_CLAIM, ReasonCode.NODE_NAME, ReasonCode.GATED, ReasonCode.NOT_PLACED}

@@ -6,7 +6,7 @@ wait in vain, and the reason stays the same while other claims come and go.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 
 from controller.cluster.fleet import Fleet, FleetGpu
@@ -15,7 +15,7 @@ from controller.demand.device_search import Outcome
 from controller.demand.eligibility import Eligibility, Excluded
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.gangs import Gang
-from controller.demand.pending_claims import PendingClaim, Queue
+from controller.demand.pending_claims import PendingClaim, Queue, described
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, Refusal
 from controller.demand.selected_devices import Matches, Selector
 from controller.explain.availability import (
@@ -23,8 +23,11 @@ from controller.explain.availability import (
     Availability,
     Obstacle,
     availability,
+    held_by,
     listed,
     matching_gpus,
+    untolerated,
+    with_taints,
     without,
 )
 from controller.explain.gangs import reason_of_gang
@@ -34,7 +37,6 @@ from controller.explain.sentences import (
     constraint,
     fragmented,
     held,
-    held_by,
     hindered,
     only_elsewhere,
     profile_limit,
@@ -43,6 +45,7 @@ from controller.explain.sentences import (
     too_many,
     without_value,
 )
+from driver.kube.types import Key
 
 MAX_KNOWN = 1024
 """Reasons of each kind that are remembered from one call to the next."""
@@ -76,7 +79,23 @@ def reason_of(pending: PendingClaim, reasoning: Reasoning, unreported: Unreporte
     if reason is None:
         return None
     group = queue.held_back[pending.key].group.metadata if reason.code is ReasonCode.GANG else None
-    return ClaimReason(pending, reason.code, reason.sentence, reason.permanent, group)
+    own = () if reason.permanent else _of_single_pods(pending, reasoning, unreported, reason.code)
+    return ClaimReason(pending, reason.code, reason.sentence, reason.permanent, group, tuple(own))
+
+
+def _of_single_pods(
+    pending: PendingClaim, reasoning: Reasoning, unreported: UnreportedNodes, others: ReasonCode
+) -> Iterator[tuple[Key, Reason]]:
+    """The permanent reasons of pods that can not run where other pods of the claim can."""
+    queue = reasoning.queue
+    nodes = queue.nodes(pending)
+    for pod in pending.pods if len(pending.pods) > 1 else ():
+        if queue.nodes_for(pod) != nodes:
+            alone = replace(pending, pods=(pod,))
+            found = _qualified(reasoning.for_claim(alone).of(alone), queue, unreported)
+            if found is not None and found.permanent:
+                sentence = f"{found.sentence}; for other pods of the claim: {others}"
+                yield pod.metadata.key, replace(found, sentence=sentence)
 
 
 def _qualified(reason: Reason | None, queue: Queue, unreported: UnreportedNodes) -> Reason | None:
@@ -105,6 +124,8 @@ class KnownReasons:
     def __init__(self) -> None:
         self.permanent: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
         self.present: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
+        self.tainted: dict[Hashable, tuple[Feasibility, KnownReasons]] = {}
+        """By DeviceTaintRules and selectors: the GPUs as a claim sees that does not tolerate the rules."""
         self._fleets: tuple[Fleet, Fleet, Eligibility] | None = None
 
     def begin(self, fleet: Fleet, eligibility: Eligibility) -> None:
@@ -115,11 +136,13 @@ class KnownReasons:
             self.permanent.clear()
         if not kept or before is None or before[0] is not fleet or len(self.present) >= MAX_KNOWN:
             self.present.clear()
+            self.tainted.clear()
 
 
-def _cut(sentence: str) -> str:
-    """The beginning of a sentence, without the name of its request."""
-    sentence = sentence.partition(": ")[2] if sentence.startswith("request ") and ": " in sentence else sentence
+def _short(name: str, sentence: str) -> str:
+    """The beginning of the reason of the alternative ``name``."""
+    sentence = sentence.removeprefix("request ")
+    sentence = sentence if sentence.startswith(name) else f"{name}: {sentence}"
     return sentence if len(sentence) <= MAX_OF_ALTERNATIVE else f"{sentence[:MAX_OF_ALTERNATIVE]}..."
 
 
@@ -134,19 +157,36 @@ class Reasoning:
         self._feasibility = queue.feasibility
         self._everywhere: Nodes = frozenset(queue.feasibility.fleet.nodes)
         self._matching: dict[Selector, list[tuple[FleetGpu, Matches]]] = {}
-        self._availabilities: dict[tuple[Selector, int | None, Condition], Availability] = {}
+        self._availabilities: dict[tuple[DeviceRequest, Condition], Availability] = {}
         self._excluded: dict[Condition, Mapping[str, Excluded]] = {}
         self._of_gang: dict[Gang, Reason | None] = {}
 
     def of_claim_or_gang(self, pending: PendingClaim) -> Reason | None:
         """The permanent reason of ``pending``, that of its gang, or its temporary one."""
-        reason, gang = self.of(pending), self.queue.held_back.get(pending.key)
+        reason, gang = self.for_claim(pending).of(pending), self.queue.held_back.get(pending.key)
         if gang is None or (reason is not None and reason.permanent):
             return reason
         if gang not in self._of_gang:
             found = reason_of_gang(self.queue, gang)
             self._of_gang[gang] = None if found is None else Reason(ReasonCode.GANG, *found)
         return self._of_gang[gang] or reason
+
+    def for_claim(self, pending: PendingClaim) -> Reasoning:
+        """The reasoning about the devices without taints that ``pending`` does not tolerate."""
+        queue, alternatives = self.queue, self.queue.requirements(pending)
+        requests = () if isinstance(alternatives, Refusal) else [one for each in alternatives for one in each.requests]
+        rules = untolerated(queue.cluster.taint_rules, requests) if requests else ()
+        if not rules:
+            return self
+        of_devices = any(each.spec.device_selector and each.spec.device_selector.device for each in rules)
+        selectors = frozenset(each.selector for each in requests if of_devices)
+        key = (tuple((each.metadata.name, each.spec) for each in rules), selectors)
+        if key not in self._known.tainted:
+            matching = self._feasibility.matching
+            fleet = with_taints(self._feasibility.fleet, matching.driver, rules, selectors)
+            self._known.tainted[key] = Feasibility(fleet, matching, imagined=True), KnownReasons()
+        feasibility, known = self._known.tainted[key]
+        return Reasoning(queue.on(feasibility), known)
 
     def of(self, pending: PendingClaim) -> Reason | None:
         """Why no free device satisfies ``pending``; None if one does, or if the search is undecided."""
@@ -159,17 +199,27 @@ class Reasoning:
                 return reason
         if not alternatives or queue.found(pending).outcome is not Outcome.NONE:
             return None
+        alone = self._alone(pending)
+        if alone is None or (
+            not alone.permanent and len(queue.companions(pending)) > 1 and self._pod_is_impossible(pending)
+        ):
+            return self._of_pod(pending)
+        return alone
+
+    def _alone(self, pending: PendingClaim) -> Reason | None:
+        """Why a claim can not be satisfied, whatever other claims its pods have; None if it could."""
+        alternatives = self.queue.requirements(pending)
+        if isinstance(alternatives, Refusal):
+            return Reason(ReasonCode(alternatives.code), alternatives.sentence, permanent=True)
         reasons = [reason for each in alternatives if (reason := self._of_requirements(each, pending)) is not None]
-        if len(reasons) < len(alternatives):
-            return self._of_pod(pending)
+        if len(reasons) < len(alternatives) or not reasons:
+            return None
         best = max(reasons, key=lambda reason: reason.nearness)
-        if not best.permanent and len(queue.companions(pending)) > 1 and self._pod_is_impossible(pending):
-            return self._of_pod(pending)
         return best if len(alternatives) == 1 else self._of_alternatives(best, reasons, pending)
 
     def availability(self, request: DeviceRequest, pending: PendingClaim) -> Availability:
         """The GPUs that ``request`` of ``pending`` selects."""
-        key = (request.selector, request.count, self.queue.condition(pending))
+        key = (request, self.queue.condition(pending))
         if key not in self._availabilities:
             if request.selector not in self._matching:
                 self._matching[request.selector] = matching_gpus(self._feasibility.fleet, request.selector)
@@ -185,7 +235,7 @@ class Reasoning:
 
     def _of_alternatives(self, best: Reason, reasons: list[Reason], pending: PendingClaim) -> Reason:
         names = [
-            f"{request.name}/{each.name}"
+            request.name_of(each)
             for request in pending.claim.spec.devices.requests
             for each in request.alternatives
             if len(request.alternatives) > 1
@@ -194,7 +244,7 @@ class Reasoning:
         also = f"; the others: {', '.join(sorted(others))}" if others else ""
         if len(names) == len(reasons):  # only one request has alternatives
             each_one = zip(names, reasons, strict=True)
-            texts = [f"{name}: {_cut(reason.sentence)}" for name, reason in each_one if reason is not best]
+            texts = [_short(name, reason.sentence) for name, reason in each_one if reason is not best]
             also += f": {'; '.join(texts[:SHOWN])}"
         return replace(best, sentence=f"{best.sentence} (of the alternatives {listed(names, 8)} the nearest{also})")
 
@@ -222,16 +272,15 @@ class Reasoning:
 
     def _of_pod(self, pending: PendingClaim) -> Reason:
         """The reason of a claim that can be satisfied alone, but not together with the other claims of its pod."""
-        claims = {each for pod in pending.pods for each in self.queue.of_pod(pod)} - {pending}
+        found = {each for pod in pending.pods for each in self.queue.of_pod(pod)} - {pending}
+        claims, impossible = sorted(found, key=lambda each: each.key), self._pod_is_impossible(pending)
         for each in claims:
-            refusal = self.queue.requirements(each)
-            if isinstance(refusal, Refusal):
-                sentence = f"its pod also has the claim {each.claim.metadata.name}: {refusal.sentence}"
-                return Reason(ReasonCode(refusal.code), sentence, permanent=True)
-        others = ", ".join(sorted(str(each.claim.metadata.key) for each in claims))
-        impossible = self._pod_is_impossible(pending)
+            alone = self._alone(each)
+            if alone is not None and alone.permanent >= impossible:
+                return replace(alone, sentence=f"its pod also has the {described(each)}: {alone.sentence}")
+        others = listed([described(each) for each in claims], 8)
         when = "even if nothing were held" if impossible else "at present"
-        sentence = f"it could be met, but {when} not on one node with the other claims of its pod: {others}"
+        sentence = f"it could be met, but {when} not on one node with what its pod requests besides: {others}"
         return Reason(ReasonCode.NOT_TOGETHER, sentence, impossible)
 
     def _pod_is_impossible(self, pending: PendingClaim) -> bool:

@@ -11,8 +11,8 @@ from controller.cluster.node_views import DEDICATED_TO
 from controller.demand.eligibility import Excluded, Exclusion
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest
-from controller.demand.selected_devices import Failure, Selector
-from controller.explain.availability import SHOWN, Availability, Obstacle, SelectedGpu, holders_of, listed, named
+from controller.demand.selected_devices import Failure
+from controller.explain.availability import SHOWN, Availability, Obstacle, SelectedGpu, held_by, listed, named
 from controller.explain.moves import MAX_NODES, Moves
 from controller.explain.reason import Reason, ReasonCode
 from deviceclasses.cel import Program
@@ -30,6 +30,7 @@ OF_OBSTACLE = {
     Obstacle.CLOSED: (ReasonCode.CLOSED, "nothing is offered on nodes that are closed"),
     Obstacle.FAULT: (ReasonCode.FAULT, "a fault keeps {} from use"),
     Obstacle.CORDONED: (ReasonCode.CORDONED, "an operator has cordoned {}"),
+    Obstacle.TAINTED: (ReasonCode.TAINTED, "a DeviceTaintRule taints {}, which no request of the claim tolerates"),
     Obstacle.RESET: (ReasonCode.RESET, "a reset must first give {} another MIG mode"),
     Obstacle.DEDICATED: (ReasonCode.DEDICATED, f"the label {DEDICATED_TO} or --shares keeps {{}} for other uses"),
     Obstacle.FOREIGN: (ReasonCode.FOREIGN, "partitions that Tessera did not make take the place on {}"),
@@ -76,16 +77,6 @@ def held(found: Availability, claim_of: Mapping[tuple[str, str], str]) -> Reason
     return Reason(ReasonCode.HELD, sentence + unusable(found) + failing(found.failure))
 
 
-def held_by(found: Iterable[Availability], claim_of: Mapping[tuple[str, str], str]) -> str:
-    """The claims that hold devices of the usable GPUs: the end of a sentence."""
-    holders = holders_of((each.entry for one in found for each in one.usable), claim_of)
-    return f"; devices there are held by {_claims(holders)}" if holders else ""
-
-
-def _claims(names: Sequence[str]) -> str:
-    return f"{len(names)} {'claim' if len(names) == 1 else 'claims'}: {listed(names)}"
-
-
 def profile_limit(found: Availability, gpus: Sequence[SelectedGpu]) -> Reason:
     """Slices are free, but no further partition of the profile can be created."""
     [key], most = gpus[0].matches.keys, gpus[0].most
@@ -118,8 +109,7 @@ def unusable(found: Availability) -> str:
     groups: dict[str, list[FleetGpu]] = {}
     for each in found.gpus:
         if each.obstacle is not None:
-            named_by_detail = each.obstacle in {Obstacle.EXCLUDED, Obstacle.FAULT, Obstacle.CORDONED, Obstacle.CLOSED}
-            groups.setdefault(each.detail if named_by_detail else each.obstacle.value, []).append(each.entry)
+            groups.setdefault(each.detail or each.obstacle.value, []).append(each.entry)
     if not groups:
         return ""
     texts = [
@@ -143,20 +133,21 @@ def selected_nowhere(feasibility: Feasibility, request: DeviceRequest) -> Reason
     name, selector = request.name, request.selector
     first = next((failure for matches, _ in selector.among(feasibility.fleet) for failure in matches.failures), None)
     if first is None:
-        sentence = f"request {name}: {_no_match(feasibility, selector)}"
+        sentence = f"request {name}: {_no_match(feasibility, request)}"
         return Reason(ReasonCode.NOTHING_MATCHES, sentence, permanent=True)
     driver = feasibility.matching.driver
     known = mistakes(selector.expressions, driver) or [remedy(first.device.kind, first.message)]
     way_out = "; ".join(each for each in known if each and first.message not in each)
     expression = _brief(first.expression, driver) if len(first.expression) > MAX_CONDITION else first.expression
-    sentence = f"request {name}: the selector {expression!r} fails on {first.device}: {first.message}"
+    whose = f" of DeviceClass {request.device_class}" if first.expression in request.class_selectors else ""
+    sentence = f"request {name}: the selector {expression!r}{whose} fails on {first.device}: {first.message}"
     sentence += f"; {way_out}" if way_out else ""
     return Reason(ReasonCode.SELECTOR_FAILS, sentence, permanent=True)
 
 
-def _no_match(feasibility: Feasibility, selector: Selector) -> str:
-    """Which condition of ``selector`` excludes all devices, or all that meet the other ones; and what there is."""
-    driver = feasibility.matching.driver
+def _no_match(feasibility: Feasibility, request: DeviceRequest) -> str:
+    """Which condition excludes all devices, or all that meet the other ones; and what there is."""
+    driver, selector = feasibility.matching.driver, request.selector
     conditions = list(dict.fromkeys(part for each in selector.expressions for part in conditions_of(each)))
     met = selector.met(feasibility.fleet, conditions, feasibility.matching.program)
     if not met:
@@ -173,6 +164,8 @@ def _no_match(feasibility: Feasibility, selector: Selector) -> str:
     known = _values(feasibility, conditions[culprit], devices)
     hint = "; ".join(wrong) if wrong else _suggestion(conditions[culprit], known)
     hint = f"; {hint.removeprefix('; ')}" if hint else ""
+    if any(conditions[culprit] in conditions_of(each) for each in request.class_selectors):
+        hint += f"; this condition is part of DeviceClass {request.device_class}"
     there = f": {_listed_values(known)}" if known else ""
     if "device.driver" in condition:
         there = f": the driver of Tessera's devices is {driver}"
@@ -342,7 +335,7 @@ def reset_steps(gpus: Sequence[FleetGpu]) -> str:
     """The GPUs with the fewest remaining steps to another MIG mode, and these steps."""
     modes = {entry.gpu.mig_mode for entry in gpus}
     mode = next((each for each in NEAREST if each in modes), None)
-    nearest = [entry for entry in gpus if entry.gpu.mig_mode is mode]
+    nearest = sorted((each for each in gpus if each.gpu.mig_mode is mode), key=lambda each: bool(each.held))
     uuid, gpu = nearest[0].gpu.uuid, f"for gpu-{nearest[0].number}"
     reset, flag = f"nvidia-smi --gpu-reset -i {uuid}", f"--mig-gpus={uuid}"
     match mode:
@@ -371,7 +364,8 @@ def constraint(requirements: ClaimRequirements, when: str, more: str = "", *, pe
 
 def together(found: Sequence[Availability], obstacle: str, *, permanent: bool = False) -> Reason:
     """The reason where each request could be met by itself."""
-    names, needs = (", ".join(texts) for texts in ([each.request.name for each in found], [f.needs for f in found]))
+    names = ", ".join(each.request.name for each in found)
+    needs = "; ".join(f"{each.request.name} needs {each.needs}{each.where}" for each in found)
     sentence = (
         f"each of the requests {names} could be met, but {obstacle} (a claim gets all devices of one node): {needs}"
     )

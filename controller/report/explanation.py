@@ -107,15 +107,15 @@ class Explainer:
         return [*found, *(self._allocated(claim) for claim in claims if claim is not None and claim.status.allocation)]
 
     def _of_claim_of_pod(self, pending: PendingClaim, pod: Pod) -> Explanation:
-        """Why ``pending`` is pending; for one of several pods, what holds for that pod alone if it is permanent."""
+        """Why ``pending`` is pending; for one of several pods, the reason of its own if it has one."""
         found, alone = self.of_pending(pending), replace(pending, pods=(pod,))
-        reason = self._reasoning.of(alone) if len(pending.pods) > 1 and not found.permanent else None
-        if reason is None or not reason.permanent:
+        known = self._view.reasons.get(pending.key)
+        reason = dict(known.of_pods).get(pod.metadata.key) if known is not None else None
+        if reason is None:
             return found
-        changes = tuple(changes_that_help(self._reasoning, alone))
-        message = f"{reason.sentence}; for other pods of the claim: {found.code}"
+        changes = tuple(changes_that_help(self._reasoning.for_claim(alone), alone))
         own = replace(found, pods=(pod,), reports=tuple(_reports((pod,))), changes=changes)
-        return replace(own, code=reason.code.value, message=message, permanent=True)
+        return replace(own, code=reason.code.value, message=reason.sentence, permanent=True)
 
     def of_claim(self, claim: Claim) -> Explanation:
         """A claim, pending or not."""
@@ -142,7 +142,7 @@ class Explainer:
             self._reason_of(pending),
             requests=tuple(self._counts(pending, available)),
             holders=tuple(sorted(holders_of(usable, self._queue.holders))),
-            changes=tuple(changes_that_help(self._reasoning, pending)),
+            changes=tuple(changes_that_help(self._reasoning.for_claim(pending), pending)),
         )
 
     def _reason_of(self, pending: PendingClaim) -> Explanation:
@@ -191,12 +191,14 @@ class Explainer:
         if isinstance(requirements, Refusal):
             return ()
         requests = dict.fromkeys(request for each in requirements for request in each.requests)
-        return [self._reasoning.availability(request, pending) for request in requests]
+        reasoning = self._reasoning.for_claim(pending)
+        return [reasoning.availability(request, pending) for request in requests]
 
     def _counts(self, pending: PendingClaim, available: Sequence[Availability]) -> Iterator[RequestCount]:
         classes = {
-            request.name: " or ".join(dict.fromkeys(each.device_class_name for each in request.alternatives))
+            request.name_of(each): each.device_class_name
             for request in pending.claim.spec.devices.requests
+            for each in request.alternatives
         }
         for each in available:
             name = each.request.name

@@ -158,6 +158,10 @@ class Request(Struct, frozen=True):
         """The alternatives in order of preference."""
         return (self.exactly,) if self.exactly is not None else self.first_available
 
+    def name_of(self, alternative: ExactDeviceRequest) -> str:
+        """The name under which the scheduler reports it: ``REQUEST``, or ``REQUEST/ALTERNATIVE``."""
+        return f"{self.name}/{alternative.name}" if self.first_available else self.name
+
 
 class DeviceConstraint(Struct, frozen=True):
     """No ``requests`` means all of them."""
@@ -421,6 +425,11 @@ class Taint(Struct, frozen=True):
     key: str
     effect: str
     value: str = ""
+
+    @property
+    def text(self) -> str:
+        """``KEY=VALUE:EFFECT``, as kubectl writes it."""
+        return f"{self.key}{f'={self.value}' if self.value else ''}:{self.effect}"
 
 
 class NodeSpec(Struct, frozen=True):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
+from controller.explain.availability import listed
 from controller.explain.events import ALLOCATED, COMPONENT, NOT_USED
 from controller.explain.reason import ReasonCode
 from controller.explain.scheduler_reports import report_of
@@ -333,8 +334,12 @@ def _as_text(found: Explanation, holders: Sequence[Holder]) -> str:
         lines += ["", columns(["HELD BY", "DEVICES", "POD", "PRIORITY", "AGE"], table)]
     if found.changes:
         lines += ["", "it would fit if", *(f"  - {printable(each.text)}" for each in found.changes)]
+    reports: dict[str, list[str]] = {}
     for pod, message in (each for each in found.reports if each[1] not in found.message):
-        lines += ["", f"the scheduler reports on pod {printable(pod)}: {printable(message)}"]
+        reports.setdefault(message, []).append(printable(pod))
+    for message, pods in reports.items():
+        which = "pod" if len(pods) == 1 else "pods"
+        lines += ["", f"the scheduler reports on {which} {listed(pods)}: {printable(message)}"]
     return "\n".join(lines)
 
 

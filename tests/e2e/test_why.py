@@ -30,6 +30,9 @@ L40S = 'device.attributes["gpu.tessera.dev"].productName == "NVIDIA L40S"'
 RULES = "/apis/resource.k8s.io/v1/devicetaintrules"
 NO_PROFILE = 'device.attributes["gpu.tessera.dev"].profile == "9g.90gb"'
 SMALL = "gpu-inference-1g-10gb"
+TAINT = {"key": "repair", "effect": "NoSchedule"}
+NO_TAINT = "DeviceTaintRule repair with repair:NoSchedule were deleted, or the request tolerated its taint"
+CLASSES = "/apis/resource.k8s.io/v1/deviceclasses"
 
 
 @dataclass
@@ -71,6 +74,7 @@ class Place:
         """Undo what a test did."""
         cordon_node(self, unschedulable=False)
         self.tessera("uncordon", "one/gpu-0")
+        self.tessera("uncordon", "plain/gpu-7")
         self.delete(*reversed(self.paths))
 
     def delete(self, *paths: str) -> None:
@@ -230,8 +234,29 @@ def fragment(place: Place) -> None:
 
 
 def taint_rule(place: Place) -> None:
-    spec = {"deviceSelector": {"pool": "one-gpu.tessera.dev"}, "taint": {"key": "repair", "effect": "NoSchedule"}}
+    spec = {"deviceSelector": {"pool": "one-gpu.tessera.dev"}, "taint": TAINT}
     place.post(RULES, {"metadata": {"name": "repair"}, "spec": spec})
+
+
+def hold_beside_taint(place: Place) -> None:
+    spec = {"deviceSelector": {"pool": "plain-gpu.tessera.dev", "device": "gpu-7"}, "taint": TAINT}
+    place.post(RULES, {"metadata": {"name": "repair"}, "spec": spec})
+    place.hold("holder", asked("gpu-training", L40S))
+
+
+def end_taint_and_holder(place: Place) -> None:
+    place.delete(f"{RULES}/repair")
+    place.end("holder")
+
+
+def hold_beside_cordon(place: Place) -> None:
+    place.hold("holder", asked("gpu-training", L40S))
+    place.tessera("cordon", "plain/gpu-7")
+
+
+def mistaken_class(place: Place) -> None:
+    selectors = [{"cel": {"expression": f"{L40S} && {NO_PROFILE}"}}]
+    place.post(CLASSES, {"metadata": {"name": "mistaken"}, "spec": {"selectors": selectors}})
 
 
 def test_before_any_controller_has_run_it_knows_what_is_free_and_who_holds_the_rest(without_controller: Place) -> None:
@@ -306,10 +331,35 @@ CASES = {
     ),
     "taint rule": Case(
         "DeviceTainted",
-        "the DeviceTaintRule repair taints gpu-0",
+        "gpu-0 of one (DeviceTaintRule repair with repair:NoSchedule)",
         asked("gpu-training", H100),
         before=taint_rule,
         way_out=lambda place: place.delete(f"{RULES}/repair"),
+        change=NO_TAINT,
+    ),
+    "taint rule, and held": Case(
+        "DeviceTainted",
+        "a DeviceTaintRule taints 1 of the 8 GPUs that have it",
+        asked("gpu-training", L40S, count=8),
+        before=hold_beside_taint,
+        way_out=end_taint_and_holder,
+        change=f"{NO_TAINT}, and claim default/holder ended",
+    ),
+    "cordoned GPU, and held": Case(
+        "AllHeld",
+        "on every node that has them some are in use",
+        {"name": "gpu", "exactly": {**asked("gpu-training", L40S)["exactly"], "allocationMode": "All", "count": None}},
+        before=hold_beside_cordon,
+        way_out=lambda place: place.end("holder"),
+        change="claim default/holder ended",
+    ),
+    "all partitions": Case(
+        "OfferStandsUnused",
+        "ask for a number of devices instead (allocationMode ExactCount)",
+        {"name": "gpu", "exactly": {"deviceClassName": "gpu-inference", "allocationMode": "All"}},
+    ),
+    "mistake in a class": Case(
+        "NothingMatches", "this condition is part of DeviceClass mistaken", asked("mistaken"), before=mistaken_class
     ),
     "no CPU where the GPU is": Case(
         "OfferStandsUnused", "Insufficient cpu", asked("gpu-training", H100), pod={"cpu": "1000"}

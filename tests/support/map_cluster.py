@@ -95,7 +95,11 @@ class MapCluster:
             views.update(name, node, plans[name], published, claims.held(pool), node_changed=True)
         situation = self.situation
         cluster = ClusterState(
-            claims, tuple(situation.classes.values()), tuple(situation.pods), tuple(situation.nodes.values())
+            claims,
+            tuple(situation.classes.values()),
+            tuple(situation.pods),
+            tuple(situation.nodes.values()),
+            taint_rules=tuple(situation.taint_rules),
         )
         snapshot = Snapshot(cluster, plans, views.all(), dict(views.incomplete), views.changes())
         fleet, devices_ = FleetBuilder().build(snapshot.views, snapshot.changed), DeviceIndex()

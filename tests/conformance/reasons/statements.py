@@ -177,10 +177,10 @@ def _changed(there: Situation, change: Change) -> Iterator[Situation]:
             obstacle = Obstacle[change.kind.upper()]
             named = [entry for entry in there.gpus if f"gpu-{entry.number} of {entry.node}" in text]
             assert named, text
-            for chosen in named:
+            for chosen in [[each] for each in named] if " or gpu-" in text else [named]:
                 lifted = copy(there)
-                lifted.gpus = [without(each, obstacle) if each is chosen else each for each in there.gpus]
-                yield lifted
+                lifted.gpus = [without(each, obstacle) if each in chosen else each for each in there.gpus]
+                yield _ended(lifted, change.claims)
         case "node-uncordoned":
             found.nodes = {name: _uncordoned(each) for name, each in there.nodes.items()}
             found.gpus = [replace(entry, closed="") for entry in there.gpus]

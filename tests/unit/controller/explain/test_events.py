@@ -102,6 +102,15 @@ def test_a_reason_lies_on_the_claim_or_on_the_pod_that_has_none_yet(told: Told) 
     assert {event["reason"] for event in told.events()} == {"AllHeld"}
 
 
+def test_a_pod_that_can_not_run_where_other_pods_of_the_claim_can_is_told_so(told: Told) -> None:
+    there = Situation(node_of("a", "full")).wants(request(selector=FULL))
+    there.pod("elsewhere", "claim", nodeSelector={"pool": "b"})
+    told.reporter.claims(reasons_of(there.queue), there.queue)
+    eventually(lambda: len(told.events()) == 3, "an Event for each")
+    reasons = {event["involvedObject"]["name"]: event["reason"] for event in told.events()}
+    assert reasons == {"claim": "AllHeld", "pod-of-claim": "AllHeld", "elsewhere": "NoNode"}
+
+
 def test_an_event_always_has_the_present_reason_until_the_claim_is_allocated(told: Told) -> None:
     there = Situation(node_of("a", "full")).wants(request(selector=FULL))
     seen: list[str] = []

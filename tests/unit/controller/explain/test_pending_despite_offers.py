@@ -304,6 +304,28 @@ class TestWhatIsSaid:
         assert [each.code for each in found] == ([ReasonCode.TAINTED] if tainted else [])
         assert all("the DeviceTaintRule maintenance taints gpu-0-mig-1g10gb-6" in each.sentence for each in found)
 
+    def test_a_toleration_of_one_request_does_not_count_for_another(self) -> None:
+        there = Situation(node_of("a"))
+        there.wants(
+            request(name="tolerant", selector=FULL, tolerations=[{"operator": "Exists"}]),
+            request(name="other", selector=FULL),
+            status=refused(SAYS_NO),
+        )
+        there.taint_rule("maintenance", {}, key="repair", effect="NoSchedule")
+        [reason] = Watched(there, "a/gpu-0", "a/gpu-1").after(SECOND)
+        assert reason.code is ReasonCode.TAINTED
+        assert "taints gpu-1 with repair:NoSchedule, which request other does not tolerate" in reason.sentence
+
+    def test_a_request_for_all_devices_that_the_scheduler_refuses_is_advised_to_ask_for_a_number(self) -> None:
+        there = Situation(node_of("a"))
+        there.wants(request(selector=SMALL, allocationMode="All"), status=refused(SAYS_NO))
+        watched = Watched(there, "a/gpu-0-mig-1g10gb-6")
+        assert watched.after(SECOND) == []
+        [reason] = watched.after(SECOND)
+        assert reason.code is ReasonCode.UNUSED
+        assert "ask for a number of devices instead" in reason.sentence
+        assert SAYS_NO in reason.sentence
+
     def test_a_pod_without_a_claim_yet_is_told_itself(self) -> None:
         there = Situation(node_of("a"))
         there.device_class("gpu-training", FULL, extendedResourceName="nvidia.com/gpu")

@@ -81,12 +81,6 @@ CASES = [
         id="one has a fault",
     ),
     pytest.param(
-        [fleet_gpu("a", 0), fleet_gpu("a", 1, fault="Xid 79")],
-        just(FULL, allocationMode="All"),
-        ReasonCode.FAULT,
-        id="all of them, and one has a fault",
-    ),
-    pytest.param(
         [fleet_gpu("a", 0, A100, facts={"mig_mode": MigMode.ENABLED}), fleet_gpu("a", 1, A100)],
         just(FULL, count=2),
         ReasonCode.RESET,

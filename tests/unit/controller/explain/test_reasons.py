@@ -352,7 +352,12 @@ def test_a_constraint_that_cannot_be_met_is_named(held: tuple[str, ...], when: s
 def test_requests_that_no_node_can_meet_together() -> None:
     there = Situation([*node_of("a", "full"), *node_of("b", gpus=1)])
     there.wants(request(name="big", selector=FULL), request(name="small", selector=profile("1g.10gb")))
-    told(there, ReasonCode.NOT_TOGETHER, "the requests big, small could be met")
+    told(
+        there,
+        ReasonCode.NOT_TOGETHER,
+        "the requests big, small could be met",
+        "big needs a full GPU (on a, b); small needs a partition 1g.10gb (on a, b)",
+    )
 
 
 def test_claims_of_one_pod_that_no_node_can_meet_together() -> None:
@@ -360,7 +365,61 @@ def test_claims_of_one_pod_that_no_node_can_meet_together() -> None:
     there.pod("pod", *[there.claim(f"claim-{n}", request(selector=FULL)) for n in range(2)])
     found = reasons_of(there.queue)
     assert [each.code for each in found] == [ReasonCode.NOT_TOGETHER] * 2
-    assert "default/claim-1" in found[0].sentence
+    assert found[0].sentence.endswith("not on one node with what its pod requests besides: claim claim-1")
+
+
+def test_an_extended_resource_that_no_node_can_provide_beside_a_claim_of_the_pod_is_named() -> None:
+    there = Situation([*node_of("a", gpus=1), *node_of("b", gpus=1)])
+    there.device_class("gpu-training", FULL, extendedResourceName="nvidia.com/gpu")
+    containers = [{"resources": {"requests": {"nvidia.com/gpu": "1"}}}]
+    there.pod("pod", there.claim("claim", request(selector=FULL)), containers=containers)
+    of_claim, of_resource = reasons_of(there.queue)
+    assert of_claim.sentence.endswith("besides: extended resource nvidia.com/gpu")
+    assert of_resource.sentence.endswith("besides: claim claim")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [("1g.99gb", "1g.10gb", ReasonCode.NOTHING_MATCHES), ("7g.80gb", "1g.10gb", ReasonCode.FRAGMENTED)],
+    ids=["never", "at present"],
+)
+def test_a_claim_that_keeps_its_pod_waiting_is_the_reason_of_the_pods_other_claims(
+    first: str, second: str, code: ReasonCode
+) -> None:
+    there = Situation([fleet_gpu("a", n, H100, "mig-3g40gb-4") for n in range(2)])
+    there.holding("one", "a", "gpu-0-mig-3g40gb-4", "gpu-1-mig-3g40gb-4")
+    there.pod("pod", *[there.claim(f"of-{each}", request(selector=profile(each))) for each in (first, second)])
+    [own, other] = reasons_of(there.queue)
+    assert (own.code, other.code) == (code, code)
+    assert other.sentence == f"its pod also has the claim of-{first}: {own.sentence}"
+
+
+def test_an_alternative_is_named_as_the_scheduler_names_it() -> None:
+    alternatives = first_available(("dream", profile("1g.99gb")), ("whole", FULL))
+    told(Situation(node_of("a", "full")).wants(alternatives), ReasonCode.HELD, "request gpu/whole needs a full GPU")
+
+
+def test_equal_requests_of_two_claims_keep_their_names() -> None:
+    there = Situation(node_of("a", "full")).wants(request(name="first", selector=FULL), name="one")
+    there.wants(request(name="second", selector=FULL), name="two")
+    assert [each.sentence.split(" needs ")[0] for each in reasons_of(there.queue)] == [
+        "request first",
+        "request second",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("of_class", "selector", "said"),
+    [
+        (f'{FULL} && device.driver == "gpu.tesera.dev"', None, "this condition is part of DeviceClass mine"),
+        (selected_by('tipe == "gpu"'), None, " of DeviceClass mine fails on "),
+    ],
+    ids=["matches nothing", "fails"],
+)
+def test_a_mistake_in_a_class_is_looked_for_there(of_class: str, selector: str | None, said: str) -> None:
+    there = Situation(node_of("a"))
+    there.device_class("mine", of_class)
+    assert said in reason(there.wants(request("mine", selector=selector))).sentence
 
 
 def test_of_several_alternatives_the_nearest_is_told() -> None:
@@ -368,7 +427,7 @@ def test_of_several_alternatives_the_nearest_is_told() -> None:
     told(
         Situation(node_of("a", "full")).wants(alternatives),
         ReasonCode.HELD,
-        "of the alternatives gpu/dream, gpu/whole the nearest; the others: NothingMatches",
+        "of the alternatives gpu/dream, gpu/whole the nearest; the others: NothingMatches: gpu/dream: profile 1g.99gb",
     )
 
 
@@ -384,6 +443,45 @@ def test_all_of_devices_of_which_some_are_in_use_waits_for_them() -> None:
     there.holding("one", "a", "gpu-0").holding("two", "a", "gpu-1")
     there.wants(request(selector=FULL, allocationMode="All"))
     told(there, ReasonCode.HELD, "on every node that has them some are in use", "by 2 claims")
+
+
+def test_all_of_the_devices_of_a_node_are_those_without_a_fault() -> None:
+    """Nothing is published of a GPU with a fault, unless a claim holds something of it."""
+    there = Situation([fleet_gpu("a", 0), fleet_gpu("a", 1, fault="Xid 79")])
+    assert reasons_of(there.wants(request(selector=FULL, allocationMode="All")).queue) == []
+
+
+OF_A, GPU_0 = {"pool": f"a-{DRIVER}"}, {"pool": f"a-{DRIVER}", "device": "gpu-0"}
+TAINT = "DeviceTaintRule repair with broken=fan:NoSchedule"
+
+
+@pytest.mark.parametrize(
+    ("rule", "wanted", "part"),
+    [
+        pytest.param(OF_A, request(selector=FULL), f"2 GPUs have it, but a {TAINT[:15]} taints them", id="all"),
+        pytest.param({"pool": "b"}, request(selector=FULL), "", id="of another node"),
+        pytest.param(GPU_0, request(selector=FULL, count=2), f"gpu-0 of a ({TAINT})", id="one of two"),
+        pytest.param(GPU_0, request(selector=FULL, allocationMode="All"), "taints 1 of the 2 GPUs", id="one of all"),
+        pytest.param(GPU_0, request(selector=profile("7g.80gb"), count=2), "", id="the full GPU, not its partitions"),
+        pytest.param(
+            GPU_0, request(selector=FULL, count=2, tolerations=[{"operator": "Exists"}]), "", id="what is tolerated"
+        ),
+    ],
+)
+def test_gpus_with_a_taint_by_a_rule_are_not_free(rule: dict[str, str], wanted: dict[str, Any], part: str) -> None:
+    there = Situation(node_of("a")).wants(wanted)
+    there.taint_rule("repair", rule, key="broken", value="fan", effect="NoSchedule")
+    if part:
+        told(there, ReasonCode.TAINTED, part, "which no request of the claim tolerates")
+    else:
+        assert reasons_of(there.queue) == []
+
+
+def test_gpus_with_a_taint_are_named_beside_those_that_are_held() -> None:
+    there = Situation([fleet_gpu("a", 0), fleet_gpu("a", 1, H100, "full")]).holding("one", "a", "gpu-1")
+    there.taint_rule("repair", GPU_0, key="broken", value="fan", effect="NoExecute")
+    there.wants(request(selector=FULL))
+    told(there, ReasonCode.HELD, "none is free", "default/one", "1 more can't be used (1 on a: DeviceTaintRule repair")
 
 
 @pytest.mark.parametrize("mode", [{}, {"allocationMode": "All"}])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from controller.report.explanation import Explainer, Explanation
 from driver.kube.types import Pod
 from tests.support.map_cluster import MapCluster
-from tests.support.queues import FULL, request
+from tests.support.queues import ATTRIBUTES, FULL, profile, request
 
 ELSEWHERE: dict[str, Any] = {"nodeSelector": {"zone": "x"}}
 
@@ -54,3 +56,62 @@ def test_no_device_is_named_that_a_pod_with_a_node_name_could_have() -> None:
     add_pod(found, "named", nodeName="n")
     [named] = explained(found, "named")
     assert (named.code, named.changes, named.holders) == ("NodeNameSet", (), ())
+
+
+def test_another_class_is_no_way_out_where_its_devices_lack_the_requested_capacity() -> None:
+    found = MapCluster().gpu("n", 0)
+    found.situation.device_class("small", profile("1g.10gb"))
+    found.situation.device_class("large", profile("7g.80gb"))
+    found.situation.device_class("nothing", profile("1g.99gb"))
+    wanted = request("nothing", capacity={"requests": {"memory": "40Gi"}})
+    found.situation.claim("wanted", wanted)
+    add_pod(found, "pod", "wanted")
+    [only] = explained(found, "pod")
+    assert [each.text for each in only.changes if each.kind == "class"] == ["its class were any or large"]
+
+
+def changes_for(found: MapCluster, count: int) -> list[str]:
+    """The ways out for a claim for so many full GPUs."""
+    found.situation.claim("wanted", request(selector=FULL, count=count))
+    add_pod(found, "pod", "wanted")
+    [only] = explained(found, "pod")
+    return [each.text for each in only.changes]
+
+
+RULE = "DeviceTaintRule repair with broken:NoSchedule were deleted, or the request tolerated its taint"
+RELEASE = "claim team/holder ended"
+
+
+@pytest.mark.parametrize(
+    ("count", "changes"),
+    [
+        (2, [f"{RELEASE} (1 on node n, the fewest possible)", RULE, "request gpu asked for 1 instead of 2"]),
+        (3, [f"{RULE}, and {RELEASE}", "request gpu asked for 1 instead of 3"]),
+    ],
+)
+def test_a_way_out_regards_taints_and_may_be_to_remove_one_and_end_a_claim(count: int, changes: list[str]) -> None:
+    """One of three GPUs is held and one has a taint."""
+    found = cluster().gpu("n", 1).gpu("n", 2)
+    selector = {"pool": "n-gpu.tessera.dev", "device": "gpu-1"}
+    found.situation.taint_rule("repair", selector, key="broken", effect="NoSchedule")
+    assert changes_for(found, count) == changes
+
+
+def test_several_gpus_may_have_to_be_repaired() -> None:
+    found = MapCluster().gpu("n", 0)
+    for number in (1, 2, 3):
+        found.gpu("n", number, fault="xid-79")
+    repaired = (
+        "the fault of gpu-2 of n and gpu-3 of n were repaired (tessera uncordon n/gpu-2 clears a fault that has gone)"
+    )
+    assert changes_for(found, 3) == [repaired, "request gpu asked for 1 instead of 3"]
+
+
+def test_a_selector_that_fails_on_other_devices_must_be_corrected_besides() -> None:
+    found = MapCluster().gpu("n", 0, facts={"nvlink_clique": "clique-0"}).holds("team/holder", "n", "gpu-0")
+    found.gpu("m", 0)
+    found.situation.claim("wanted", request(selector=f'{FULL} && {ATTRIBUTES}.nvlinkClique == "clique-0"'))
+    add_pod(found, "pod", "wanted")
+    [only] = explained(found, "pod")
+    besides = "the fewest possible), and the selectors of request gpu failed on no device"
+    assert [each.text.endswith(besides) for each in only.changes] == [True]

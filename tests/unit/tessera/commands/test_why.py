@@ -12,8 +12,10 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from controller.report.explanation import Explanation
 from driver.kube.lease import leases
 from tessera.cli import main
+from tessera.commands.why import _as_text
 from tests.support.api_server import Exchange, ObjectApi
 from tests.support.queues import request
 from tests.unit.tessera.commands.test_map import add_node, hold
@@ -120,3 +122,10 @@ def test_a_resource_that_no_class_provides_is_named(api: ObjectApi, tmp_path: Pa
     answer = run(api, tmp_path, "pod/plugged")
     assert answer.exit_code == 0
     assert "nvidia.com/gpu, which it requests, is the extendedResourceName of no DeviceClass" in answer.stdout
+
+
+def test_what_the_scheduler_reports_on_many_pods_of_a_claim_is_shown_once() -> None:
+    reports = tuple((f"job-{number}", "0/1 nodes are available") for number in range(256))
+    text = _as_text(Explanation("default/shared", (), "AllHeld", "none is free", reports=reports), ())
+    said = "the scheduler reports on pods job-0, job-1, job-2 and 253 more: 0/1 nodes are available"
+    assert text.splitlines()[-1] == said
