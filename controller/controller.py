@@ -41,8 +41,8 @@ from controller.explain.events import COMPONENT, EventReporter, written_events
 from controller.explain.gangs import reasons_of_incomplete
 from controller.explain.pending_despite_offers import UnscheduledClaims, reasons_of_waiting
 from controller.explain.queued_workloads import WorkloadReasons
-from controller.explain.reason import ClaimReason
-from controller.explain.reasons import KnownReasons, Reasoning, find_reasons
+from controller.explain.reason import ClaimReason, KnownReasons
+from controller.explain.reasons import Reasoning, find_reasons
 from controller.explain.scheduler_reports import with_scheduler
 from controller.explain.unplaced_pods import UnplacedPods
 from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
@@ -79,6 +79,9 @@ DECISION_INTERVAL_SECONDS = 10.0
 
 COALESCE_SECONDS = 0.02
 """Time in which changes are collected: claims come in bursts, which one decision answers."""
+
+EXPLAIN_SECONDS = 0.25
+"""About how long the reasons of pending claims may take in one decision: pods wait for it meanwhile."""
 
 LONG_DECISION_SECONDS, REST_FACTOR, MAX_REST_SECONDS = 0.05, 2.0, 0.5
 """After a decision that took longer, API server or machine are busy: the controller rests for a multiple of the excess,
@@ -132,7 +135,7 @@ class Controller:
         self._nominated = NominatedPods()
         self._unreported = UnreportedNodesTracker()
         self._workload_reasons = WorkloadReasons()
-        self._known_reasons = KnownReasons()
+        self._known_reasons = KnownReasons(EXPLAIN_SECONDS)
         self._fleet_builder = FleetBuilder()
         self._devices = DeviceIndex()
         self._specs = PlanSpecs()
@@ -246,7 +249,7 @@ class Controller:
             self._reservations.next_s,
             self._held_publication.next_s,
             self._conflicts.next_s,
-            None if self._adopted else 0.0,
+            0.0 if self._known_reasons.postponed or not self._adopted else None,
             retry,
         )
 

@@ -124,7 +124,7 @@ class Failure(NamedTuple):
 class Matches:
     """The devices of one GPU that a request selects: the starts of placements of each key, or None for all.
 
-    Equivalent GPUs share one object, so it is compared by identity. ``failures``: devices, of this GPU or of an
+    GPUs with the same ones share one object, so it is compared by identity. ``failures``: devices, of this GPU or of an
     equivalent one, for which evaluation fails.
     """
 
@@ -144,15 +144,20 @@ class Matches:
         for spot in spots:
             if self.has(*spot):
                 starts.setdefault(spot.key, set()).add(spot.at)
-        return _shared_matches(frozenset((key, frozenset(each)) for key, each in starts.items()))
+        return _shared_matches(tuple((key, frozenset(each)) for key, each in starts.items()))
 
 
 NOTHING = Matches({})
 
 
 @lru_cache(1 << 12)
-def _shared_matches(keys: frozenset[tuple[OfferKind, frozenset[int]]]) -> Matches:
+def _shared_matches(keys: tuple[tuple[OfferKind, frozenset[int] | None], ...]) -> Matches:
     return Matches(dict(keys))
+
+
+def _matches_of(keys: Mapping[OfferKind, frozenset[int] | None], failures: tuple[Failure, ...]) -> Matches:
+    """Without failures the same object for each selector."""
+    return Matches(keys, failures) if failures else _shared_matches(tuple(keys.items()))
 
 
 class Selector:
@@ -211,7 +216,7 @@ class Selector:
             if selected:
                 starts = frozenset(device.placement.start for device in selected if device.placement)
                 keys[key_of(devices[0])] = None if len(selected) == len(devices) else starts
-        return Matches(keys, tuple(failures)) if keys or failures else NOTHING
+        return _matches_of(keys, tuple(failures)) if keys or failures else NOTHING
 
     def met(self, fleet: Fleet, conditions: Sequence[str], program: Callable[[str], Program | CelError]) -> Met:
         """Which ``conditions`` each device meets, of equivalent GPUs the first; empty if that takes too long."""
@@ -364,7 +369,7 @@ def _joined(parts: list[Matches]) -> Matches:
     if len(parts) < 2:
         return parts[0] if parts else NOTHING
     keys = {key: starts for part in parts for key, starts in part.keys.items()}
-    return Matches(keys, tuple(failure for part in parts for failure in part.failures))
+    return _matches_of(keys, tuple(failure for part in parts for failure in part.failures))
 
 
 def _compiled(expression: str) -> Program | CelError:

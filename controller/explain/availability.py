@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -78,12 +79,10 @@ class SelectedGpu:
 
 
 @dataclass(frozen=True)
-class Availability:
-    """The GPUs of the cluster that ``request`` selects, and a device for which its selector fails."""
+class SelectedGpus:
+    """The GPUs of the cluster that have the devices which some requests select."""
 
-    request: DeviceRequest
     gpus: tuple[SelectedGpu, ...]
-    failure: Failure | None = None
 
     @cached_property
     def reachable(self) -> tuple[SelectedGpu, ...]:
@@ -95,12 +94,12 @@ class Availability:
         """Those that could provide a device if nothing were held."""
         return tuple(each for each in self.reachable if each.obstacle is None)
 
-    @property
+    @cached_property
     def obstacles(self) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
         """The reachable GPUs that can not provide any device, whatever is held."""
         return _grouped((each.obstacle, each.entry) for each in self.reachable)
 
-    @property
+    @cached_property
     def hindered(self) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
         """The reachable GPUs that could provide more without an obstacle; they include ``obstacles``."""
         return _grouped((each.hindrance, each.entry) for each in self.reachable)
@@ -113,48 +112,67 @@ class Availability:
             found.setdefault(each.entry.node, []).append(each)
         return {node: tuple(gpus) for node, gpus in found.items()}
 
-    @property
+    @cached_property
+    def room(self) -> Mapping[str, float]:
+        """The number of devices by node for which its free memory would be enough if it were in one place.
+
+        GPUs that have all partitions of the profile that they can have do not count.
+        """
+        return {
+            node: sum(each.room for each in gpus if not each.is_at_its_limit) for node, gpus in self.by_node.items()
+        }
+
+    @cached_property
     def most_free(self) -> tuple[int, str]:
         """The most devices that one node can provide at present, and that node."""
         return max(((sum(each.now for each in gpus), node) for node, gpus in self.by_node.items()), default=(0, ""))
 
-    @property
-    def where(self) -> str:
-        """`` (on a, b)``: the nodes that could provide them if nothing were held; empty if there is none."""
-        wanted = self.request.count or 1
-        nodes = sorted(node for node, gpus in self.by_node.items() if sum(each.most for each in gpus) >= wanted)
-        return f" (on {listed(nodes)})" if nodes else ""
-
-    def nodes_with_room(self) -> list[str]:
-        """The nodes whose free memory would be enough if it were in one place; those with the most first.
-
-        GPUs that have all partitions of the profile that they can have do not count.
-        """
-        wanted, found = self.request.count or 1, []
-        for node, gpus in self.by_node.items():
-            room = sum(each.room for each in gpus if not each.is_at_its_limit)
-            if room >= wanted and self.request.count is not None:
-                found.append((-room, node))
-        return [node for _, node in sorted(found)]
-
-    @property
+    @cached_property
     def products(self) -> str:
         """``6 NVIDIA H100 80GB HBM3, 2 NVIDIA L4``: the reachable GPUs."""
         counts = Counter(each.entry.gpu.product_name for each in self.reachable)
         return listed([f"{count} {product}" for product, count in sorted(counts.items())])
 
+    @cached_property
+    def keys(self) -> frozenset[OfferKind]:
+        return frozenset(key for matches in {each.matches for each in self.gpus} for key in matches.keys)
+
+
+@dataclass(frozen=True)
+class Availability:
+    """The GPUs that are ``selected`` by ``request``, and a device for which its selector fails."""
+
+    request: DeviceRequest
+    selected: SelectedGpus
+    failure: Failure | None = None
+
+    @property
+    def where(self) -> str:
+        """`` (on a, b)``: the nodes that could provide them if nothing were held; empty if there is none."""
+        wanted = self.request.count or 1
+        nodes = sorted(
+            node for node, gpus in self.selected.by_node.items() if sum(each.most for each in gpus) >= wanted
+        )
+        return f" (on {listed(nodes)})" if nodes else ""
+
+    def nodes_with_room(self) -> list[str]:
+        """The nodes with ``room`` for the request; those with the most first."""
+        wanted = math.inf if self.request.count is None else self.request.count
+        return [
+            node for room, node in sorted((-room, node) for node, room in self.selected.room.items() if room >= wanted)
+        ]
+
     @property
     def needs(self) -> str:
         """What the request asks for: ``2 full GPUs of one node``, ``a partition 1g.10gb``."""
-        keys = {key for each in self.gpus for key in each.matches.keys}
-        singular, plural = _nouns(keys)
+        singular, plural = _nouns(self.selected.keys)
         count = self.request.count
         if count is None:
             return f"all {plural} of one node"
         return f"a {singular}" if count == 1 else f"{count} {plural} of one node"
 
 
-def _nouns(keys: set[OfferKind]) -> tuple[str, str]:
+def _nouns(keys: frozenset[OfferKind]) -> tuple[str, str]:
     if keys == {FULL}:
         return "full GPU", "full GPUs"
     if keys == {SHARE}:
@@ -165,25 +183,32 @@ def _nouns(keys: set[OfferKind]) -> tuple[str, str]:
     return "device", "devices"
 
 
-def matching_gpus(fleet: Fleet, selector: Selector) -> list[tuple[FleetGpu, Matches]]:
-    """The GPUs with devices that ``selector`` selects, or for which it fails."""
-    return [(fleet.gpus[uuid], matches) for matches, alike in selector.among(fleet) for uuid in alike]
-
-
-def availability(
-    request: DeviceRequest, matching: Iterable[tuple[FleetGpu, Matches]], excluded: Mapping[str, Excluded]
-) -> Availability:
-    """Of the GPUs ``matching`` its selector, what ``request`` can have.
-
-    ``excluded`` are the nodes on which its pod can not run.
-    """
-    found, failure = [], None
-    for entry, matches in matching:
+def matching_gpus(fleet: Fleet, selector: Selector) -> frozenset[tuple[Matches, frozenset[str]]]:
+    """The UUIDs of the GPUs with devices that ``selector`` selects, those with the same devices together."""
+    found: dict[Matches, list[str]] = {}
+    for matches, alike in selector.among(fleet):
         if matches:
-            found.append(_selected(entry, matches, excluded.get(entry.node)))
-        if matches.failures and failure is None and entry.node not in excluded:
-            failure = matches.failures[0]
-    return Availability(request, tuple(found), failure)
+            found.setdefault(matches, []).extend(alike)
+    return frozenset((matches, frozenset(gpus)) for matches, gpus in found.items())
+
+
+def selected_gpus(
+    fleet: Fleet, matching: Iterable[tuple[Matches, Collection[str]]], excluded: Mapping[str, Excluded]
+) -> SelectedGpus:
+    """``excluded`` are the nodes on which the pod can not run."""
+    matches_of = {uuid: matches for matches, gpus in matching for uuid in gpus}
+    chosen = (entry for uuid, entry in fleet.gpus.items() if uuid in matches_of)
+    return SelectedGpus(
+        tuple(_selected(entry, matches_of[entry.gpu.uuid], excluded.get(entry.node)) for entry in chosen)
+    )
+
+
+def failure_of(fleet: Fleet, selector: Selector, excluded: Collection[str]) -> Failure | None:
+    """The first device for which ``selector`` fails on a node that is not ``excluded``."""
+    for matches, alike in selector.among(fleet):
+        if matches.failures and any(fleet.gpus[uuid].node not in excluded for uuid in alike):
+            return matches.failures[0]
+    return None
 
 
 def _selected(entry: FleetGpu, matches: Matches, excluded: Excluded | None) -> SelectedGpu:
@@ -288,7 +313,7 @@ def holders_of(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]
 
 def held_by(found: Iterable[Availability], claim_of: Mapping[tuple[str, str], str]) -> str:
     """The claims that hold devices of the usable GPUs: the end of a sentence."""
-    holders = holders_of((each.entry for one in found for each in one.usable), claim_of)
+    holders = holders_of((each.entry for one in found for each in one.selected.usable), claim_of)
     claims = "claim" if len(holders) == 1 else "claims"
     return f"; devices there are held by {len(holders)} {claims}: {listed(holders)}" if holders else ""
 

@@ -171,7 +171,7 @@ def _hindered_by_node(available: Sequence[Availability]) -> Iterator[tuple[Obsta
     """The GPUs of a node that an obstacle keeps from use, for each node and obstacle."""
     found: dict[tuple[str, Obstacle], dict[str, FleetGpu]] = {}
     for each in available:
-        for obstacle, gpus in each.hindered.items():
+        for obstacle, gpus in each.selected.hindered.items():
             for entry in gpus if obstacle is not Obstacle.EXCLUDED else ():
                 found.setdefault((entry.node, obstacle), {})[entry.gpu.uuid] = entry
     yield from ((obstacle, tuple(gpus.values())) for (_, obstacle), gpus in found.items())

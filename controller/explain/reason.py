@@ -1,13 +1,25 @@
-"""The reason of a pending claim: its code, its sentence, and how it compares with the reasons of alternatives."""
+"""The reason of a pending claim: its code, its sentence, how it compares with others, and what is remembered of it."""
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from controller.cluster.fleet import Fleet
+from controller.demand.eligibility import Eligibility
+from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.pending_claims import PendingClaim
+from controller.demand.requirements import ClaimRequirements
 from driver.kube.types import Key, Metadata
+
+MAX_KNOWN = 1024
+"""Reasons of each kind that are remembered from one search to the next."""
+
+Condition = tuple[Nodes, bytes]
 
 
 class ReasonCode(StrEnum):
@@ -87,3 +99,42 @@ class Reason:
     def nearness(self) -> tuple[bool, int]:
         """Sort key: the alternative with the greatest is nearest to being satisfied."""
         return (not self.permanent, list(ReasonCode).index(self.code))
+
+
+class KnownReasons:
+    """Reasons of requirements, which hold until a GPU, a Node or, unless they are permanent, a holder changes."""
+
+    def __init__(self, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
+        """``seconds``: about how long the reasons of all pending claims may take; at least one is found each time."""
+        self.permanent: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
+        self.present: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
+        self.tainted: dict[Hashable, tuple[Feasibility, KnownReasons]] = {}
+        """By DeviceTaintRules and selectors: the GPUs as a claim sees that does not tolerate the rules."""
+        self.last: dict[tuple[str, str], ClaimReason] = {}
+        """The reasons of the last search, by key and UID of the claim."""
+        self.postponed = ""
+        """The key of the first claim that keeps its last reason because the time is over; empty if there is none."""
+        self._seconds, self._clock = seconds, clock
+        self._until = math.inf
+        self._fleets: tuple[Fleet, Fleet, Eligibility] | None = None
+
+    def begin(self, fleet: Fleet, eligibility: Eligibility) -> None:
+        """Forget what does not hold for ``fleet`` with the Nodes of ``eligibility``."""
+        before, self._fleets = self._fleets, (fleet, fleet.unheld, eligibility)
+        kept = before is not None and before[1] is fleet.unheld and before[2] is eligibility
+        if not kept or len(self.permanent) >= MAX_KNOWN:
+            self.permanent.clear()
+        if not kept or before is None or before[0] is not fleet or len(self.present) >= MAX_KNOWN:
+            self.present.clear()
+            self.tainted.clear()
+
+    def in_turn(self, pending: Sequence[PendingClaim]) -> Iterator[PendingClaim]:
+        """All claims, first those that the last search had no time for; the time begins now."""
+        first = next((place for place, each in enumerate(pending) if each.key == self.postponed), 0)
+        self._until, self.postponed = self._clock() + self._seconds, ""
+        yield from (*pending[first:], *pending[:first])
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time of this search is over."""
+        return self._clock() > self._until

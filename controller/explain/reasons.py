@@ -9,30 +9,31 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 
-from controller.cluster.fleet import Fleet, FleetGpu
+from controller.cluster.fleet import Fleet
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.demand.device_search import Outcome
-from controller.demand.eligibility import Eligibility, Excluded
+from controller.demand.eligibility import Excluded
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.gangs import Gang
 from controller.demand.pending_claims import PendingClaim, Queue, described
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, Refusal
-from controller.demand.selected_devices import Matches, Selector
 from controller.explain.availability import (
     SHOWN,
     Availability,
     Obstacle,
-    availability,
+    SelectedGpus,
+    failure_of,
     held_by,
     listed,
     matching_gpus,
+    selected_gpus,
     untolerated,
     with_taints,
     without,
 )
 from controller.explain.gangs import reason_of_gang
 from controller.explain.moves import moves_that_help
-from controller.explain.reason import ClaimReason, Reason, ReasonCode
+from controller.explain.reason import ClaimReason, Condition, KnownReasons, Reason, ReasonCode
 from controller.explain.sentences import (
     constraint,
     fragmented,
@@ -47,8 +48,8 @@ from controller.explain.sentences import (
 )
 from driver.kube.types import Key
 
-MAX_KNOWN = 1024
-"""Reasons of each kind that are remembered from one call to the next."""
+MAX_TAINTED = 16
+"""Views of the fleet, with the taints of DeviceTaintRules, that are remembered."""
 
 MAX_OF_ALTERNATIVE = 160
 """Characters of the reason of an alternative that is not the nearest."""
@@ -66,10 +67,21 @@ def find_reasons(reasoning: Reasoning, unreported: UnreportedNodes = ALL_REPORTE
     """One reason for each pending claim that no free device can satisfy, or whose gang lacks devices, as it is found.
 
     Claims are left out if the bounded search is undecided, if they request only devices of other drivers, and, with
-    permanent reasons, while nodes may still report GPUs.
+    permanent reasons, while nodes may still report GPUs. Where the time of ``KnownReasons`` is over, a claim keeps its
+    last reason until it has its turn.
     """
-    found = (reason_of(each, reasoning, unreported) for each in reasoning.queue.pending)
-    return (reason for reason in found if reason is not None)
+    known, last = reasoning.known, reasoning.known.last
+    known.last = {}
+    for pending in known.in_turn(reasoning.queue.pending):
+        key = (pending.key, pending.claim.metadata.uid)
+        if known.is_late and key in last:
+            found: ClaimReason | None = last[key]._replace(pending=pending)
+            known.postponed = known.postponed or pending.key
+        else:
+            found = reason_of(pending, reasoning, unreported)
+        if found is not None:
+            known.last[key] = found
+            yield found
 
 
 def reason_of(pending: PendingClaim, reasoning: Reasoning, unreported: UnreportedNodes) -> ClaimReason | None:
@@ -115,30 +127,6 @@ def _qualified(reason: Reason | None, queue: Queue, unreported: UnreportedNodes)
     return Reason(ReasonCode.NO_GPUS, sentence, permanent=True)
 
 
-Condition = tuple[Nodes, bytes]
-
-
-class KnownReasons:
-    """Reasons of requirements, which hold until a GPU, a Node or, unless they are permanent, a holder changes."""
-
-    def __init__(self) -> None:
-        self.permanent: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
-        self.present: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
-        self.tainted: dict[Hashable, tuple[Feasibility, KnownReasons]] = {}
-        """By DeviceTaintRules and selectors: the GPUs as a claim sees that does not tolerate the rules."""
-        self._fleets: tuple[Fleet, Fleet, Eligibility] | None = None
-
-    def begin(self, fleet: Fleet, eligibility: Eligibility) -> None:
-        """Forget what does not hold for ``fleet`` with the Nodes of ``eligibility``."""
-        before, self._fleets = self._fleets, (fleet, fleet.unheld, eligibility)
-        kept = before is not None and before[1] is fleet.unheld and before[2] is eligibility
-        if not kept or len(self.permanent) >= MAX_KNOWN:
-            self.permanent.clear()
-        if not kept or before is None or before[0] is not fleet or len(self.present) >= MAX_KNOWN:
-            self.present.clear()
-            self.tainted.clear()
-
-
 def _short(name: str, sentence: str) -> str:
     """The beginning of the reason of the alternative ``name``."""
     sentence = sentence.removeprefix("request ")
@@ -152,11 +140,11 @@ class Reasoning:
     def __init__(self, queue: Queue, known: KnownReasons | None = None) -> None:
         """``known`` is what earlier ones have found."""
         self.queue = queue
-        self._known = known or KnownReasons()
-        self._known.begin(queue.feasibility.fleet, queue.eligibility)
+        self.known = known or KnownReasons()
+        self.known.begin(queue.feasibility.fleet, queue.eligibility)
         self._feasibility = queue.feasibility
         self._everywhere: Nodes = frozenset(queue.feasibility.fleet.nodes)
-        self._matching: dict[Selector, list[tuple[FleetGpu, Matches]]] = {}
+        self._selected: dict[Hashable, SelectedGpus] = {}
         self._availabilities: dict[tuple[DeviceRequest, Condition], Availability] = {}
         self._excluded: dict[Condition, Mapping[str, Excluded]] = {}
         self._of_gang: dict[Gang, Reason | None] = {}
@@ -181,11 +169,13 @@ class Reasoning:
         of_devices = any(each.spec.device_selector and each.spec.device_selector.device for each in rules)
         selectors = frozenset(each.selector for each in requests if of_devices)
         key = (tuple((each.metadata.name, each.spec) for each in rules), selectors)
-        if key not in self._known.tainted:
+        if key not in self.known.tainted:
             matching = self._feasibility.matching
             fleet = with_taints(self._feasibility.fleet, matching.driver, rules, selectors)
-            self._known.tainted[key] = Feasibility(fleet, matching, imagined=True), KnownReasons()
-        feasibility, known = self._known.tainted[key]
+            if len(self.known.tainted) >= MAX_TAINTED:
+                self.known.tainted.clear()
+            self.known.tainted[key] = Feasibility(fleet, matching, imagined=True), KnownReasons()
+        feasibility, known = self.known.tainted[key]
         return Reasoning(queue.on(feasibility), known)
 
     def of(self, pending: PendingClaim) -> Reason | None:
@@ -221,9 +211,12 @@ class Reasoning:
         """The GPUs that ``request`` of ``pending`` selects."""
         key = (request, self.queue.condition(pending))
         if key not in self._availabilities:
-            if request.selector not in self._matching:
-                self._matching[request.selector] = matching_gpus(self._feasibility.fleet, request.selector)
-            self._availabilities[key] = availability(request, self._matching[request.selector], self.excluded(pending))
+            fleet, excluded = self._feasibility.fleet, self.excluded(pending)
+            matching = (matching_gpus(fleet, request.selector), self.queue.condition(pending))
+            if matching not in self._selected:
+                self._selected[matching] = selected_gpus(fleet, matching[0], excluded)
+            failure = failure_of(fleet, request.selector, excluded)
+            self._availabilities[key] = Availability(request, self._selected[matching], failure)
         return self._availabilities[key]
 
     def excluded(self, pending: PendingClaim) -> Mapping[str, Excluded]:
@@ -257,11 +250,13 @@ class Reasoning:
             return selected_nowhere(self._feasibility, request)
         there = self.availability(request, pending)
         what = f"request {request.name}: what it selects is only"
-        return only_elsewhere(what, sorted({each.entry.node for each in there.gpus}), self.excluded(pending), nodes)
+        return only_elsewhere(
+            what, sorted({each.entry.node for each in there.selected.gpus}), self.excluded(pending), nodes
+        )
 
     def _of_requirements(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied even alone; None if it can."""
-        key, known = (requirements, self.queue.condition(pending)), self._known
+        key, known = (requirements, self.queue.condition(pending)), self.known
         if key not in known.permanent:
             known.permanent[key] = self._permanent(requirements, pending)
         if (permanent := known.permanent[key]) is not None:
@@ -355,7 +350,7 @@ class Reasoning:
         alone = (each for each in requests if not self._feasibility.unheld.could(ClaimRequirements((each,)), nodes))
         first = next(alone, None)
         chosen = requests if first is None else (first,)
-        found = [self.availability(each, pending) for each in chosen]
+        found = [self.availability(each, pending).selected for each in chosen]
         present = {obstacle for each in found for obstacle in each.hindered if obstacle is not Obstacle.EXCLUDED}
         if not present:
             return None
@@ -390,7 +385,7 @@ class Reasoning:
         found, claim_of = self.availability(request, pending), self.queue.holders
         nodes = found.nodes_with_room()
         if not nodes:
-            at_limit = [each for each in found.usable if each.is_at_its_limit]
+            at_limit = [each for each in found.selected.usable if each.is_at_its_limit]
             return profile_limit(found, at_limit) if at_limit else held(found, claim_of)
         moves = moves_that_help(self._feasibility, ClaimRequirements((request,)), nodes, claim_of)
         return fragmented(found, nodes, moves)

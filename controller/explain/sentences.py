@@ -12,7 +12,16 @@ from controller.demand.eligibility import Excluded, Exclusion
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest
 from controller.demand.selected_devices import Failure
-from controller.explain.availability import SHOWN, Availability, Obstacle, SelectedGpu, held_by, listed, named
+from controller.explain.availability import (
+    SHOWN,
+    Availability,
+    Obstacle,
+    SelectedGpu,
+    SelectedGpus,
+    held_by,
+    listed,
+    named,
+)
 from controller.explain.moves import MAX_NODES, Moves
 from controller.explain.reason import Reason, ReasonCode
 from deviceclasses.cel import Program
@@ -52,20 +61,17 @@ NAMES = frozenset({"profile", *IDENTIFIERS})
 """Attributes whose values may begin with a digit, but are no numbers."""
 
 SHOWN_VALUES = 8
-"""Values of an attribute that a message names."""
+"""Values of an attribute, or products, that a message names."""
 
 MAX_CONDITION = 200
 """Characters of a condition that a message shows."""
-
-SHOWN_PRODUCTS = 5
-"""Products that a message names."""
 
 NOT_DIVIDED = "no GPU is divided into shares (node plugin: --shares, e.g. nodePlugin.extraArgs={--shares=all=10})"
 
 
 def held(found: Availability, claim_of: Mapping[tuple[str, str], str]) -> Reason:
     """Too few devices are free, and not because of fragmentation."""
-    request, (most, node) = found.request, found.most_free
+    request, (most, node) = found.request, found.selected.most_free
     if request.count is None:
         free = "on every node that has them some are in use"
     elif most:
@@ -73,7 +79,7 @@ def held(found: Availability, claim_of: Mapping[tuple[str, str], str]) -> Reason
     else:
         free = "none is free"
     by = held_by([found], claim_of)
-    sentence = f"request {request.name} needs {found.needs}: {free}, of {found.products} that have it{by}"
+    sentence = f"request {request.name} needs {found.needs}: {free}, of {found.selected.products} that have it{by}"
     return Reason(ReasonCode.HELD, sentence + unusable(found) + failing(found.failure))
 
 
@@ -90,7 +96,7 @@ def profile_limit(found: Availability, gpus: Sequence[SelectedGpu]) -> Reason:
 
 def fragmented(found: Availability, nodes: Sequence[str], moves: Moves | None) -> Reason:
     """Enough memory is free on one of ``nodes``, but not in one place."""
-    gpus = sorted(found.by_node[nodes[0]], key=lambda each: -each.entry.state.free)
+    gpus = sorted(found.selected.by_node[nodes[0]], key=lambda each: -each.entry.state.free)
     free = sum(each.entry.state.free for each in gpus)
     sentence = (
         f"request {found.request.name} needs {found.needs}: {free:g} memory slices are free on node {nodes[0]}, "
@@ -107,7 +113,7 @@ def fragmented(found: Availability, nodes: Sequence[str], moves: Moves | None) -
 def unusable(found: Availability) -> str:
     """The GPUs that can't provide a device, whatever is held: the end of a sentence."""
     groups: dict[str, list[FleetGpu]] = {}
-    for each in found.gpus:
+    for each in found.selected.gpus:
         if each.obstacle is not None:
             groups.setdefault(each.detail or each.obstacle.value, []).append(each.entry)
     if not groups:
@@ -215,7 +221,7 @@ def _without_such_gpus(feasibility: Feasibility, condition: str) -> str:
     cut = any(entry.gpu.profiles for entry in feasibility.fleet)
     if not cut and (equal.groups() == ("type", DeviceKind.PARTITION) or equal[1] == "profile"):
         products = sorted({entry.gpu.product_name for entry in feasibility.fleet})
-        return f"no GPU can be cut into MIG partitions; there are {listed(products, SHOWN_PRODUCTS)}"
+        return f"no GPU can be cut into MIG partitions; there are {listed(products, SHOWN_VALUES)}"
     return ""
 
 
@@ -298,11 +304,10 @@ def only_elsewhere(what: str, fitting: Sequence[str], excluded: Mapping[str, Exc
 
 
 def hindered(
-    requests: Sequence[DeviceRequest], found: Sequence[Availability], obstacles: Collection[Obstacle]
+    requests: Sequence[DeviceRequest], found: Sequence[SelectedGpus], obstacles: Collection[Obstacle]
 ) -> Reason:
     """Even if nothing were held, ``obstacles`` would be in the way; without one of them it would fit."""
-    all_of = [each.obstacles for each in found]
-    gpus_of = {obstacle: _joined(each.get(obstacle, ()) for each in all_of) for obstacle in obstacles}
+    gpus_of = {obstacle: _joined(each.obstacles.get(obstacle, ()) for each in found) for obstacle in obstacles}
     if not any(gpus_of.values()):
         gpus_of = {obstacle: _joined(each.hindered.get(obstacle, ()) for each in found) for obstacle in obstacles}
     main = max(gpus_of, key=lambda each: (len(gpus_of[each]), each))

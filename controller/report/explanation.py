@@ -137,7 +137,7 @@ class Explainer:
         if reason is not None and reason.code in OF_THE_POD:
             return self._of_reason(reason)
         available = self._available(pending)
-        usable = [each.entry for one in available for each in one.usable]
+        usable = [each.entry for one in available for each in one.selected.usable]
         return replace(
             self._reason_of(pending),
             requests=tuple(self._counts(pending, available)),
@@ -218,7 +218,7 @@ class Explainer:
 
 def _products(available: Availability) -> Iterator[ProductCount]:
     by_product: dict[str, list[tuple[str, bool]]] = {}
-    for each in available.gpus:
+    for each in available.selected.gpus:
         obstacle = "" if each.obstacle is None else each.obstacle.value
         by_product.setdefault(each.entry.gpu.product_name, []).append((obstacle, each.now > 0))
     for product, gpus in sorted(by_product.items()):

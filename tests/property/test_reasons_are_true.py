@@ -16,7 +16,8 @@ from controller.demand.eligibility import Eligibility
 from controller.demand.pending_claims import Queue
 from controller.demand.selected_devices import Matching
 from controller.explain.changes import changes_that_help
-from controller.explain.reasons import KnownReasons, Reasoning, find_reasons, reasons_of
+from controller.explain.reason import KnownReasons
+from controller.explain.reasons import Reasoning, find_reasons, reasons_of
 from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import Allocated
 from tessera.simulate.pools import SliceIndex

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
 
-from controller.explain.reason import ClaimReason, ReasonCode
-from controller.explain.reasons import reasons_of
+from controller.explain.reason import ClaimReason, KnownReasons, ReasonCode
+from controller.explain.reasons import Reasoning, find_reasons, reasons_of
 from driver.kube.events import shortened
 from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
@@ -579,3 +580,21 @@ def test_where_no_class_has_a_similar_name_some_are_listed() -> None:
     there = Situation(node_of("a"))
     there.device_class("gpu-training", FULL)
     told(there.wants(request("nvidia")), ReasonCode.NO_SUCH_CLASS, "there are any, gpu-training")
+
+
+def test_where_time_is_short_claims_keep_their_last_reason_until_they_have_their_turn() -> None:
+    ticks = count()
+    known = KnownReasons(seconds=1.5, clock=lambda: next(ticks))  # time for one claim
+
+    def counted(gpus: int, claims: int) -> dict[str, str]:
+        there = Situation(node_of("a", *["full"] * gpus, gpus=gpus))
+        for number in range(claims):
+            there.wants(request(selector=FULL), name=str(number))
+        found = find_reasons(Reasoning(there.queue, known))
+        return {each.pending.claim.metadata.name: each.sentence.split(" of ")[-1][0] for each in found}
+
+    assert counted(2, 3) == {"0": "2", "1": "2", "2": "2"}
+    assert counted(3, 3) == {"0": "3", "1": "2", "2": "2"}
+    assert counted(4, 4) == {"0": "3", "1": "4", "2": "2", "3": "4"}
+    assert counted(5, 4) == {"0": "3", "1": "4", "2": "5", "3": "4"}
+    assert known.postponed == "default/3"
