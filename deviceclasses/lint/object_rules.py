@@ -1,6 +1,7 @@
 """The rules of lint for DeviceClasses, ResourceClaims and ResourceClaimTemplates of ``resource.k8s.io`` (pure).
 
-Other objects are ignored. The rules find what the API server accepts, since it checks only the shape of an object.
+Other objects are ignored. The rules find what the API server refuses, and above all what it accepts, since it checks
+only the shape of an object.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from deviceclasses.cel.library.quantity import parse_quantity
+from deviceclasses.cel.values import EvaluationError
 from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, STANDARD_DOMAIN, no_attribute
 from deviceclasses.lint.documents_and_findings import (
     SPEC,
@@ -48,6 +51,8 @@ from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
 from driver.slices.attributes import PARENT
 
+MODES = ("ExactCount", "All")
+
 
 def lint(documents: Sequence[Document], installed: Iterable[Mapping[str, Any]], driver: str) -> Iterator[Finding]:
     """Every finding, in the order of ``documents``; ``installed`` are existing classes beside those in them."""
@@ -66,9 +71,31 @@ def _issues(content: Mapping[str, Any], context: LintContext) -> Iterator[Issue]
     if kind is None:
         yield from wrong_kind(content)
         return
-    yield from shape_issues(content, kind)
+    yield from refused(content, kind)
     rules = _class if kind == "DeviceClass" else _claim
     yield from rules(settings_of(content, SPEC[kind]), SPEC[kind], context)
+
+
+def refused(content: Mapping[str, Any], kind: str) -> Iterator[Issue]:
+    """Why the API server, or the strict validation of kubectl, refuses an object of this kind."""
+    yield from shape_issues(content, kind)
+    for request in requests_of(settings_of(content, SPEC[kind]), SPEC[kind]):
+        yield from _values(request)
+
+
+def _values(request: Request) -> Iterator[Issue]:
+    count, mode = request.raw.get("count", 1), request.raw.get("allocationMode") or MODES[0]
+    if "deviceClassName" not in request.raw:
+        yield Issue(request.path, shown(request.raw), "must have exactly or firstAvailable, with deviceClassName")
+    if isinstance(count, int) and count < 1:
+        yield Issue(f"{request.path}.count", shown(count), "must be at least 1")
+    if mode not in MODES:
+        yield Issue(f"{request.path}.allocationMode", shown(mode), f"accepted: {', '.join(MODES)}")
+    for name, amount in settings_of(request.raw, "capacity.requests").items():
+        try:
+            parse_quantity(str(amount))
+        except EvaluationError as error:
+            yield Issue(f"{request.path}.capacity.requests.{name}", shown(amount), str(error))
 
 
 def _class(spec: Mapping[str, Any], path: str, context: LintContext) -> Iterator[Issue]:

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from deviceclasses.lint.documents_and_findings import Document, text
+from deviceclasses.lint.documents_and_findings import Document, kind_of, text
+from deviceclasses.lint.object_rules import refused
 from driver.errors import UsageError
 from driver.kube.types import (
     Claim,
@@ -64,6 +65,8 @@ class Reader:
         return self._found
 
     def _object(self, document: Document, content: Mapping[str, Any], pods: list[tuple[Document, Any]]) -> None:
+        if (kind := kind_of(content)) is not None and (issue := next(refused(content, kind), None)) is not None:
+            raise UsageError(f"{_place(document)}: {issue.path}: {issue.value}: {issue.message}")
         match text(content, "kind"):
             case "DeviceClass":
                 found = _convert(document, content, DeviceClass)

@@ -480,9 +480,26 @@ def test_requests_for_which_all_is_right_are_let_through(asked: dict[str, Any]) 
 
 
 def test_two_requests_of_one_name_are_found() -> None:
-    devices = [request("a"), request("b"), request("a", "gpu-inference"), {"name": "c", "firstAvailable": []}]
+    devices = [request("a"), request("b"), request("a", "gpu-inference")]
     assert found(claim(*devices)) == [("spec.devices.requests[2].name", '"a"', "another request has this name")]
     two = {"name": "gpu", "firstAvailable": [{"name": "a", "deviceClassName": "gpu-training"}] * 2}
     assert found(claim(two)) == [
         ("spec.devices.requests[0].firstAvailable[1].name", '"a"', "another alternative has this name")
     ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "path", "value", "message"),
+    [
+        ({"name": "gpu"}, "", "{...}", "must have exactly or firstAvailable, with deviceClassName"),
+        (request(count=-1), ".exactly.count", "-1", "must be at least 1"),
+        (request(allocationMode="Some"), ".exactly.allocationMode", '"Some"', "accepted: ExactCount, All"),
+        (request(capacity={"requests": {"memory": "x"}}), ".exactly.capacity.requests.memory", '"x"', "not a quantity"),
+    ],
+)
+def test_values_that_the_api_server_refuses_are_found(
+    asked: dict[str, Any], path: str, value: str, message: str
+) -> None:
+    [(where, what, said)] = found(claim(asked))
+    assert (where, what) == (f"spec.devices.requests[0]{path}", value)
+    assert message in said

@@ -41,6 +41,10 @@ def claim(name: str, *requests: Object, constraints: Any = ()) -> Object:
     return {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": name}, "spec": spec}
 
 
+def exactly(**settings: Any) -> Object:
+    return {"name": "r", "exactly": {"deviceClassName": "gpu-training", **settings}}
+
+
 def template(name: str, *requests: Object) -> Object:
     return {**claim(name, *requests), "kind": "ResourceClaimTemplate", "spec": {"spec": claim(name, *requests)["spec"]}}
 
@@ -212,6 +216,14 @@ def test_wrong_options_are_named(arguments: list[str], message: str) -> None:
         (pod("a", resourceClaims=[{"name": "g", "resourceClaimTemplateName": "lost"}]), "Template default/lost"),
         ({"kind": "Job", "apiVersion": "batch/v1", "spec": {"parallelism": "many"}}, "no valid parallelism"),
         ("text", "this is no object"),
+        (claim("a", {"name": "r", "deviceClassName": "x"}),
+         'requests[0].deviceClassName: "x": no such field here; it belongs under exactly or firstAvailable'),
+        ({**claim("a", ONE), "apiVersion": "resource.k8s.io/v1beta2"}, "Kubernetes serves resource.k8s.io/v1"),
+        (claim("a", {"name": "r"}), "requests[0]: {...}: must have exactly or firstAvailable, with deviceClassName"),
+        (claim("a", exactly(count=-1)), "requests[0].exactly.count: -1: must be at least 1"),
+        (claim("a", exactly(allocationMode="Some")), 'allocationMode: "Some": accepted: ExactCount, All'),
+        (template("a", exactly(capacity={"requests": {"memory": "much"}})),
+         "requests[0].exactly.capacity.requests.memory: \"much\": 'much' is not a quantity"),
     ],
 )  # fmt: skip
 def test_a_manifest_that_can_not_be_read_is_named_with_its_document(content: Object, message: str) -> None:
