@@ -18,6 +18,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from driver.config.suggestions import meant
 from driver.errors import UsageError
 from driver.simulator.products import Product, find_product, product_names
 
@@ -211,7 +212,8 @@ def load_description(text: str) -> NodeDescription:
         return _built_in(text)
     path = Path(text)
     if not path.is_file():
-        raise UsageError(f"no simulated node {text!r}: neither a file nor one of the known names: {', '.join(known)}")
+        names = f"the known names are {', '.join(known)}{meant(text, known)}"
+        raise UsageError(f"no simulated node {text!r}, and no such file; {names}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,13 @@ from driver.kube.types import ClassSpec, DeviceClass, Key, Metadata
 from driver.model.gpu_selection_and_share_counts import GpuSelection
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.manifest_files import read_documents, shipped_classes
+from tessera.simulate.fill import Filled
+from tessera.simulate.fill import fill as fill_cluster
 from tessera.simulate.imagined_cluster import Content, ImaginedCluster, Placement
 from tessera.simulate.output import Simulation
 from tessera.simulate.sources import find_template, joined, of_cluster, simulated, uncordoned, without
-from tessera.simulate.workloads import Reader, Workloads, pods_for_class
+from tessera.simulate.workloads import Reader, Workloads
 from tessera.tables_and_drawings import with_output
-
-BATCH = 8
-"""Pods that the controller knows of at a time while a cluster is filled."""
 
 
 @click.command()
@@ -94,8 +92,8 @@ def simulate(
     _leave_existing(given, waiting, {claim.metadata.key for claim in content.claims})
     imagined = ImaginedCluster(driver_name, content)
     placements = _place(imagined, waiting) + _place(imagined, given)
-    filled, why = _fill(imagined, fill) if fill is not None else ([], ())
-    result = Simulation(imagined, placements, {id(pod) for pod in given.pods}, fill, filled, why, given.ignored)
+    filled = _filled(imagined, fill) if fill is not None else None
+    result = Simulation(imagined, placements, {id(pod) for pod in given.pods}, fill, filled, given.ignored)
     click.echo(json.dumps(result.json, indent=2) if output == "json" else result.text)
     sys.exit(0 if result.fits else 1)
 
@@ -152,16 +150,9 @@ def _place(cluster: ImaginedCluster, workloads: Workloads) -> list[Placement]:
     return placements
 
 
-def _fill(cluster: ImaginedCluster, device_class: str) -> tuple[list[Placement], tuple[str, ...]]:
-    """Place claims of a class until one does not fit; also why that one does not."""
-    placements, supply = list[Placement](), pods_for_class(device_class)
-    while True:
-        batch = list(islice(supply, BATCH))
-        for _, claim in batch:
-            cluster.add(claim)
-        cluster.expect([pod for pod, _ in batch])
-        for pod, _ in batch:
-            found = cluster.place(pod)
-            if found.node is None:
-                return placements, tuple(reason.sentence for reason in found.reasons)
-            placements.append(found)
+def _filled(cluster: ImaginedCluster, device_class: str) -> Filled:
+    """Fill the cluster, with a progress bar on a terminal."""
+    with click.progressbar(
+        length=len(cluster.fleet.nodes), label="nodes filled", file=sys.stderr, hidden=not sys.stderr.isatty()
+    ) as bar:
+        return fill_cluster(cluster, device_class, lambda _: bar.update(1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -22,11 +22,12 @@ from controller.demand.demand import demand_of
 from controller.demand.eligibility import Eligibility
 from controller.demand.feasibility import Nodes
 from controller.demand.pending_claims import Queue, claim_for, classes_by_resource
-from controller.demand.selected_devices import Matching
+from controller.demand.requirements import RequirementsReader
+from controller.demand.selected_devices import Matching, Selector
 from controller.explain.reasons import reasons_of
 from controller.explain.unplaced_pods import UnplacedPods
 from driver.kube.clock import Clock
-from driver.kube.types import Allocation, Claim, ClaimStatus, DeviceClass, Node, Pod
+from driver.kube.types import Allocation, Claim, ClaimStatus, DeviceClass, ExactDeviceRequest, Key, Node, Pod
 from driver.model.plan import Offer, OfferMode
 from driver.placement.ranking import Ranking
 from driver.slices.pool_names import Pool
@@ -95,12 +96,13 @@ class ImaginedCluster:
     def __init__(
         self, driver: str, content: Content, offers: int = OFFERS, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.fleet = content.fleet
+        self.fleet, self.driver = content.fleet, driver
+        self._content, self._offer_count = content, offers
         self._nodes = {node.metadata.name: node for node in content.nodes}
         self._classes, self._mode = content.classes, content.mode
         self._claims = {claim.metadata.key: claim for claim in content.claims}
         self._index = ClaimIndex(driver, content.claims)
-        self._driver, self._others, self._rules = driver, content.slices, content.rules
+        self._others, self._rules = content.slices, content.rules
         self._matching = Matching(driver)
         self._eligibility = Eligibility(content.nodes)
         self._curator, self._disjoint = Curator(Ranking(), offers), DisjointCurator(Ranking(), offers)
@@ -154,8 +156,48 @@ class ImaginedCluster:
 
     def holders(self, node: str) -> Mapping[str, str]:
         """The claims by the names of the devices that they have on ``node``."""
-        held = self._index.held(Pool(node, self._driver).name)
+        held = self._index.held(Pool(node, self.driver).name)
         return {device: each.claim for device, each in held.items()}
+
+    def selector(self, device_class: str) -> Selector | None:
+        """What a class selects; None if that may be devices of other drivers."""
+        reader = RequirementsReader(self._matching, self._classes.values(), self.fleet)
+        found = reader.selector_of(ExactDeviceRequest(device_class), "")
+        return found if found is not None and found.is_about_us else None
+
+    def likeness(self, node: str, selector: Selector) -> Hashable:
+        """Equal for nodes on which claims for one device of ``selector`` get the same devices until none fits."""
+        if self._rules or node in self._content.policies:
+            return node
+        gpus = (
+            (
+                (entry.number, selector.on(entry), entry.state, tuple(device.name for device in entry.held)),
+                (entry.fault, entry.closed, entry.uses, entry.shares_only, entry.foreign, entry.gpu.mig_mode),
+            )
+            for entry in self.fleet.nodes[node]
+        )
+        return self._nodes[node].spec, tuple(gpus)
+
+    def alone(self, node: str) -> ImaginedCluster:
+        """A cluster of one node, with what is held and offered on it."""
+        gpus = self.fleet.nodes[node]
+        names = {entry.gpu.uuid for entry in gpus}
+        held = {each.claim for each in self._index.held(Pool(node, self.driver).name).values()}
+        content = replace(
+            self._content,
+            fleet=Fleet.of(gpus),
+            nodes=(self._nodes[node],),
+            claims=tuple(self._claims[Key(*each.split("/"))] for each in sorted(held)),
+            slices=(),
+            offers=frozenset(each for each in self._offers if each.gpu in names),
+        )
+        return ImaginedCluster(self.driver, content, self._offer_count, self._clock)
+
+    def give(self, node: str, claims: Iterable[Claim]) -> None:
+        """Add claims that are allocated on ``node``."""
+        for claim in claims:
+            self.add(claim)
+        self.fleet = self.fleet.changed(self._held_on(node))
 
     def _extended(self, pod: Pod) -> list[Claim]:
         """The claim that the scheduler creates for the extended resources of a pod, if it requests any."""
@@ -226,7 +268,7 @@ class ImaginedCluster:
 
     def _held_on(self, node: str) -> Iterator[FleetGpu]:
         """The GPUs of ``node`` of which more is held than before."""
-        names = self._index.held(Pool(node, self._driver).name)
+        names = self._index.held(Pool(node, self.driver).name)
         for entry in self.fleet.nodes.get(node, ()):
             known = {device.name for device in entry.held}
             new = [device for name in names if name not in known and (device := entry.device(name)) is not None]

@@ -9,6 +9,7 @@ from typing import Any
 
 from controller.cluster.fleet import FleetGpu
 from driver.model.device import DeviceKind
+from tessera.simulate.fill import Filled
 from tessera.simulate.imagined_cluster import ImaginedCluster, Placement
 from tessera.tables_and_drawings import Span, cell_width, columns, counted, draw_slices, printable, shortened
 
@@ -20,16 +21,14 @@ MAX_DRAWN_NODES = 16
 class Simulation:
     """``placements`` in order; ``given`` are the ids of the pods of the files, the others were pending before.
 
-    ``filled``: the placements of ``--fill`` with that class, ``why`` the next claim does not fit. ``ignored``: what is
-    in the files beside pods and claims.
+    ``fill`` is the class of ``--fill``. ``ignored``: what is in the files beside pods and claims.
     """
 
     cluster: ImaginedCluster
     placements: Sequence[Placement]
     given: Collection[int]
     fill: str | None
-    filled: Sequence[Placement]
-    why: Sequence[str]
+    filled: Filled | None
     ignored: Sequence[str]
 
     @property
@@ -48,7 +47,11 @@ class Simulation:
     def json(self) -> dict[str, Any]:
         """The same as plain objects, with all nodes."""
         found = {"placements": list(map(self._as_json, self.placements)), "ignored": list(self.ignored)}
-        return {**found, "fill": self._fill_json() if self.fill is not None else None, "gpus": list(self._gpus())}
+        return {
+            **found,
+            "fill": self._fill_json(self.filled) if self.filled is not None else None,
+            "gpus": list(self._gpus()),
+        }
 
     def _placed_text(self) -> Iterator[str]:
         rows = [row for each in self.placements if each.node is not None for row in self._rows(each, each.node)]
@@ -77,35 +80,32 @@ class Simulation:
             yield columns(("NOT PLACED", "CLAIM", "REASON", "MESSAGE"), [tuple(map(printable, row)) for row in rows])
 
     def _fill_text(self) -> Iterator[str]:
-        if self.fill is None:
+        if self.filled is None:
             return
-        yield f"{counted(len(self.filled), 'claim')} of class {self.fill} would still fit"
-        if self.filled:
-            by_node, by_product = self._counts()
+        by_node, by_product = self._counts(self.filled)
+        yield f"{counted(by_node.total(), 'claim')} of class {self.fill} would still fit"
+        if by_node:
             yield columns(("PRODUCT", "CLAIMS"), [(name, str(count)) for name, count in sorted(by_product.items())])
             yield columns(("NODE", "CLAIMS"), [(name, str(count)) for name, count in sorted(by_node.items())])
-        yield from (f"the next claim does not fit: {printable(reason)}" for reason in self.why)
+        yield from (f"the next claim does not fit: {printable(reason)}" for reason in self.filled.why)
 
-    def _fill_json(self) -> dict[str, Any]:
-        by_node, by_product = self._counts()
-        counts = {"fits": len(self.filled), "byNode": dict(by_node), "byProduct": dict(by_product)}
-        return {"class": self.fill, **counts, "nextDoesNotFit": list(self.why)}
+    def _fill_json(self, filled: Filled) -> dict[str, Any]:
+        by_node, by_product = self._counts(filled)
+        counts = {"fits": by_node.total(), "byNode": dict(by_node), "byProduct": dict(by_product)}
+        return {"class": self.fill, **counts, "nextDoesNotFit": list(filled.why)}
 
-    def _counts(self) -> tuple[Counter[str], Counter[str]]:
+    def _counts(self, filled: Filled) -> tuple[Counter[str], Counter[str]]:
         """The claims of ``--fill`` by node and by product; devices of other drivers have none."""
         fleet = self.cluster.fleet
         products = {(each.node, device.name): each.gpu.product_name for each in fleet for device in each.held}
-        by_node, by_product = Counter[str](), Counter[str]()
-        for each in self.filled:
-            [(_, allocation)] = each.allocations
-            by_node[each.node or ""] += 1
-            by_product[products.get((each.node or "", allocation.devices.results[0].device), "other")] += 1
-        return by_node, by_product
+        by_node = Counter({node: len(names) for node, names in filled.devices.items()})
+        got = ((node, name) for node, names in filled.devices.items() for name in names)
+        return by_node, Counter(products.get(each, "other") for each in got)
 
     def _picture(self) -> str:
         """A line for each GPU of the nodes on which pods were placed; of all nodes if they are few."""
         fleet = self.cluster.fleet
-        used = {each.node for each in (*self.placements, *self.filled)}
+        used = {*(each.node for each in self.placements), *(self.filled.devices if self.filled is not None else ())}
         nodes = [node for node in sorted(fleet.nodes) if len(fleet.nodes) <= MAX_DRAWN_NODES or node in used]
         entries = [entry for node in nodes for entry in fleet.nodes[node]]
         if not entries:
