@@ -299,7 +299,8 @@ def only_elsewhere(what: str, fitting: Sequence[str], excluded: Mapping[str, Exc
         code = ReasonCode.CLOSED
     else:
         code = ReasonCode.OTHER_NODES if nodes else ReasonCode.NO_NODE
-    where = "; ".join(f"{listed(names)} {text}" for text, names in sorted(by_text.items()))
+    each_of = {text: "each of " if len(names) > 1 else "" for text, names in by_text.items()}
+    where = "; ".join(f"{each_of[text]}{listed(names)} {text}" for text, names in sorted(by_text.items()))
     return Reason(code, f"{what} on nodes where its pod can't run: {where}", permanent=True)
 
 

@@ -119,6 +119,15 @@ def test_devices_on_other_nodes_only_are_named_by_their_nodes() -> None:
     assert told(there, ReasonCode.OTHER_NODES).endswith("a lacks the label pool=b of the pod's nodeSelector")
 
 
+def test_several_nodes_that_are_excluded_alike_are_named_together() -> None:
+    there = Situation([*node_of("a"), *node_of("b"), *node_of("c")]).wants(
+        request(selector=FULL), nodeSelector={"pool": "x"}
+    )
+    for name in "abc":
+        there.node(name)
+    told(there, ReasonCode.NO_NODE, ": each of a, b, c lacks the label pool=x of the pod's nodeSelector")
+
+
 def test_a_pod_without_any_node_is_told_so() -> None:
     there = Situation(node_of("a")).wants(request(selector=FULL), nodeSelector={"no": "where"})
     told(there, ReasonCode.NO_NODE, "a lacks the label no=where")
