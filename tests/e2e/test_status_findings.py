@@ -190,7 +190,18 @@ def test_the_command_in_the_remedy_of_a_pending_claim_lets_its_pod_run(
     if gpu:
         assert remedy_of(cluster, "health", "all GPUs are cordoned") == f"tessera uncordon {plugin.node.name}/gpu-0"
     workloads = Workloads(cluster)
-    workloads.pod("shut-out", workloads.claim("shut-out", request("gpu-training")))
+
+    def is_refused() -> bool:
+        """The scheduler refuses a new pod; it may place one before it has seen the cordon."""
+        pod = workloads.pod("shut-out", workloads.claim("shut-out", request("gpu-training")))
+        wait_for(lambda: workloads.why_waiting(pod) or workloads.node(pod), SEEN_S, "the scheduler has tried")
+        if workloads.node(pod):
+            workloads.delete_all()
+            workloads.wait_until_gone()
+            return False
+        return True
+
+    wait_for(is_refused, SEEN_S, "the scheduler has seen the cordon")
     remedy = remedy_of(cluster, "claims", f"claim default/shut-out is pending, and will not resolve by itself: {code}")
     run_command(cluster, remedy, start)
     workloads.running("shut-out")

@@ -129,6 +129,10 @@ class Workloads:
                 return str(condition.get("message", ""))
         return ""
 
+    def node(self, pod: str) -> str:
+        """The node of a pod; empty before the scheduler has placed it."""
+        return str(self.cluster.api.get(f"{PODS}/{pod}")["spec"].get("nodeName", ""))
+
     def delete_pods(self, *pods: str) -> None:
         """Delete them and wait until they are gone, which is after their claims were unprepared."""
         self.end_pods(*pods)
@@ -154,8 +158,7 @@ class Workloads:
 
     def exec(self, pod: str, *command: str) -> str:
         """What the command prints inside the pod's container, on whichever node it runs."""
-        node = self.cluster.api.get(f"{PODS}/{pod}")["spec"]["nodeName"]
-        return self.cluster.node(node).exec(NAMESPACE, pod, command)
+        return self.cluster.node(self.node(pod)).exec(NAMESPACE, pod, command)
 
     def _paths(self) -> Iterable[str]:
         yield from (f"{PODS}/{pod}" for pod in self._pods)
