@@ -16,6 +16,9 @@ import msgspec
 from controller.cluster.node_views import UNREACHABLE_TAINTS
 from driver.kube.types import Expression, Node, NodeSelector, NodeTerm, Pod, PodSpec, Taint, Toleration
 
+SHOWN_TERMS, SHOWN_VALUES = 2, 4
+"""Terms of a node affinity, and values of a requirement, that a message names."""
+
 CORDONED = Taint("node.kubernetes.io/unschedulable", "NoSchedule")
 """The taint that a pod must tolerate to run on an unschedulable node."""
 
@@ -105,7 +108,34 @@ def _exclusions(spec: PodSpec, node: Node) -> Iterator[tuple[Exclusion, str]]:
             yield Exclusion.SELECTOR, f"lacks the label {key}={value} of the pod's nodeSelector"
     affinity = spec.affinity.node_affinity if spec.affinity is not None else None
     if affinity is not None and affinity.required is not None and not selects(affinity.required, node):
-        yield Exclusion.AFFINITY, "does not match the pod's node affinity"
+        yield Exclusion.AFFINITY, f"does not match the pod's node affinity{_unmet(affinity.required, node)}"
+
+
+def _unmet(selector: NodeSelector, node: Node) -> str:
+    """The requirements that ``node`` does not meet: the end of a message."""
+    labels, fields = node.metadata.labels, {"metadata.name": node.metadata.name}
+    terms = []
+    for term in selector.node_selector_terms:
+        failing = [each for each in term.match_expressions if not _meets(each, labels)]
+        failing += [each for each in term.match_fields if not _meets(each, fields)]
+        terms.append(" and ".join(_requirement(each) for each in failing))
+    texts = [text for text in dict.fromkeys(terms) if text]
+    return f": {' or '.join(texts[:SHOWN_TERMS])}" if texts else ""
+
+
+def _requirement(expression: Expression) -> str:
+    """As ``kubectl`` writes label selectors: ``zone in (a, b)``."""
+    key, values = expression.key, ", ".join(expression.values[:SHOWN_VALUES])
+    values += ", ..." if len(expression.values) > SHOWN_VALUES else ""
+    match expression.operator:
+        case "Exists":
+            return f"{key} exists"
+        case "DoesNotExist":
+            return f"{key} does not exist"
+        case "Gt" | "Lt" as operator:
+            return f"{key} {'>' if operator == 'Gt' else '<'} {values}"
+        case operator:
+            return f"{key} {operator.lower()} ({values})"
 
 
 def _nodes_named(selector: NodeSelector) -> str:

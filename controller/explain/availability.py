@@ -30,7 +30,7 @@ CORDONED = "cordoned"
 class Obstacle(StrEnum):
     """What keeps a GPU from providing any of the selected devices, whatever is held on it."""
 
-    EXCLUDED = "node excluded for the pod"
+    EXCLUDED = "on nodes where the pod can't run"
     CLOSED = "node closed"
     FAULT = "fault"
     CORDONED = "cordoned"

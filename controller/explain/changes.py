@@ -31,6 +31,10 @@ MAX_CHANGES = 5
 """Changes of one kind that are listed."""
 
 
+OF_THE_CLAIM = {"count", "constraint"}
+"""Kinds of changes after which the claim asks for something else."""
+
+
 class Change(NamedTuple):
     """``text`` completes "it would fit if"; ``claims``: those that would have to end."""
 
@@ -71,7 +75,8 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Chang
         found += _of_gpus(feasibility, requirements, nodes, available)
         found += _of_nodes(reasoning, pending, requirements)
         found += _of_count(feasibility, requirements, nodes)
-    if not any(each.kind != "count" for each in found):
+        found += _of_constraints(feasibility, requirements, nodes)
+    if all(each.kind in OF_THE_CLAIM for each in found):
         seen = [[reasoning.availability(each, pending) for each in one.requests] for one in alternatives]
         several = map(partial(_of_several, feasibility, queue.holders), alternatives, seen)
         found = [*filter(None, several), *found]
@@ -311,6 +316,17 @@ def _of_count(feasibility: Feasibility, requirements: ClaimRequirements, nodes: 
         if feasibility.find_node(fewer, nodes).outcome is Outcome.FITS:
             yield Change("count", f"request {first.name} asked for {count} instead of {first.count}")
             return
+
+
+def _of_constraints(feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[Change]:
+    """The same requests without the constraints on one attribute."""
+    for each in dict.fromkeys((one.attribute, one.distinct) for one in requirements.constraints):
+        others = tuple(one for one in requirements.constraints if (one.attribute, one.distinct) != each)
+        if feasibility.find_node(requirements._replace(constraints=others), nodes).outcome is Outcome.FITS:
+            attribute, distinct = each
+            values = "different values" if distinct else "the same value"
+            field = "distinctAttribute" if distinct else "matchAttribute"
+            yield Change("constraint", f"its devices did not need {values} of {attribute} ({field})")
 
 
 def _of_class(queue: Queue, pending: PendingClaim) -> Iterator[Change]:

@@ -45,7 +45,7 @@ class Deed:
     ``starts``: the plugin is started in ``act``. ``given_up``: the kubelet gives up instead of trying again.
     ``whole``: what is prepared is whole when the plugin is killed, so that it is before the kubelet asks again, too.
     ``heals``: nobody asks, the plugin makes everything right by itself, soon after its start.
-    ``cut``: ``prepare`` ends with a kill, so that it varies whether the slices were written before it or are in ``act``.
+    ``cut``: ``prepare`` ends with a kill, so that slices may be written before it or in ``act``.
     ``basic``: in ``make test`` with every shape.
     """
 

@@ -194,6 +194,9 @@ def _changed(there: Situation, change: Change) -> Iterator[Situation]:
             wanted = int(text.split(" asked for ")[1].split()[0])
             found.claims = [_with_count(each, wanted) for each in there.claims]
             yield found
+        case "constraint":
+            found.claims = [_without_constraints(each) for each in there.claims]
+            yield found
         case _:
             raise AssertionError(f"no way to try {change}")
 
@@ -204,6 +207,13 @@ def _uncordoned(node: Node) -> Node:
 
 def _without_selector(pod: Pod) -> Pod:
     return msgspec.structs.replace(pod, spec=msgspec.structs.replace(pod.spec, node_selector={}))
+
+
+def _without_constraints(claim: Claim) -> Claim:
+    if claim.status.allocation is not None:
+        return claim
+    devices = msgspec.structs.replace(claim.spec.devices, constraints=())
+    return msgspec.structs.replace(claim, spec=msgspec.structs.replace(claim.spec, devices=devices))
 
 
 def _with_count(claim: Claim, count: int) -> Claim:

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from controller.demand.demand import Demand, demand_of
-from controller.demand.eligibility import Eligibility
+from controller.demand.eligibility import Eligibility, exclusion
 from controller.demand.pending_claims import Queue
-from driver.kube.types import Key, Pod
+from driver.kube.types import Key, Pod, PodSpec
 from driver.placement.state import FULL as FULL_KEY
 from tests.support.queues import FULL, Situation, node_of, profile, request
 
@@ -78,6 +78,26 @@ def test_demand_is_for_gpus_of_nodes_where_the_pod_may_run(
 )
 def test_affinity_that_no_node_meets_leaves_no_demand(affinity: dict[str, Any]) -> None:
     assert demand_of(two_nodes().wants(request(selector=FULL), affinity=affinity).queue) == []
+
+
+@pytest.mark.parametrize(
+    ("terms", "unmet"),
+    [
+        ([expressions("pool", "In", *"uvwxyz")], "pool in (u, v, w, x, ...)"),
+        ([expressions("pool", "NotIn", "training")], "pool notin (training)"),
+        ([expressions("zone", "Exists")], "zone exists"),
+        ([expressions("slots", "DoesNotExist")], "slots does not exist"),
+        ([expressions("slots", "Gt", "8")], "slots > 8"),
+        ([{**expressions("slots", "Lt", "8"), **fields("In", "b")}], "slots < 8 and metadata.name in (b)"),
+        ([expressions("zone", "Exists"), fields("In", "b")], "zone exists or metadata.name in (b)"),
+        ([{}], ""),
+    ],
+)
+def test_what_a_node_lacks_of_a_node_affinity_is_named(terms: list[dict[str, Any]], unmet: str) -> None:
+    spec = msgspec.convert({"affinity": required(*terms)}, PodSpec)
+    found = exclusion(spec, two_nodes().nodes["a"])
+    assert found is not None
+    assert found.text == "does not match the pod's node affinity" + (f": {unmet}" if unmet else "")
 
 
 TAINT = {"key": "gpus", "value": "reserved", "effect": "NoSchedule"}

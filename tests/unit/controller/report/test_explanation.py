@@ -107,6 +107,22 @@ def test_several_gpus_may_have_to_be_repaired() -> None:
     assert changes_for(found, 3) == [repaired, "request gpu asked for 1 instead of 3"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "values"), [("matchAttribute", "the same value"), ("distinctAttribute", "different values")]
+)
+def test_a_constraint_may_be_what_has_to_go(kind: str, values: str) -> None:
+    """The two GPUs have the same product and different UUIDs."""
+    found = MapCluster().gpu("n", 0).gpu("n", 1)
+    attribute = "gpu.tessera.dev/uuid" if kind == "matchAttribute" else "gpu.tessera.dev/productName"
+    found.situation.claim("wanted", request(selector=FULL, count=2), constraints=[{kind: attribute}])
+    add_pod(found, "pod", "wanted")
+    [only] = explained(found, "pod")
+    assert [each.text for each in only.changes] == [
+        "request gpu asked for 1 instead of 2",
+        f"its devices did not need {values} of {attribute} ({kind})",
+    ]
+
+
 def test_a_selector_that_fails_on_other_devices_must_be_corrected_besides() -> None:
     found = MapCluster().gpu("n", 0, facts={"nvlink_clique": "clique-0"}).holds("team/holder", "n", "gpu-0")
     found.gpu("m", 0)
