@@ -45,13 +45,17 @@ POD, CLAIM = msgspec.json.Decoder(Pod), msgspec.json.Decoder(Claim)
 
 
 class Holder(NamedTuple):
-    """A claim that holds devices; ``created`` as the API server writes it."""
+    """A claim that holds devices; ``created`` as the API server writes it.
+
+    ``terminating``: its first pod, or the claim itself, is being deleted.
+    """
 
     claim: str
     devices: tuple[str, ...]
     pods: tuple[str, ...] = ()
     priority: int | None = None
     created: str | None = None
+    terminating: bool = False
 
 
 @click.command()
@@ -281,7 +285,9 @@ def _holder(client: KubeClient, claim: str, devices: tuple[str, ...]) -> Holder:
     pods = tuple(str(each.get("name")) for each in users if each.get("resource") == "pods")
     pod = _find_quietly(client, Key(key.namespace, pods[0])) if pods else None
     priority = pod.spec.priority if pod is not None else None
-    return Holder(claim, devices, pods, priority, raw["metadata"].get("creationTimestamp"))
+    metadata = raw["metadata"]
+    deleted = metadata.get("deletionTimestamp") or (pod is not None and pod.metadata.deletion_timestamp)
+    return Holder(claim, devices, pods, priority, metadata.get("creationTimestamp"), bool(deleted))
 
 
 def _find_quietly(client: KubeClient, key: Key) -> Pod | None:
@@ -325,7 +331,7 @@ def _as_text(found: Explanation, holders: Sequence[Holder]) -> str:
             [
                 printable(each.claim),
                 ", ".join(each.devices[:3]) + (" ..." if len(each.devices) > 3 else ""),
-                printable(", ".join(each.pods[:2])) or "-",
+                (printable(", ".join(each.pods[:2])) or "-") + (" (being deleted)" if each.terminating else ""),
                 "-" if each.priority is None else str(each.priority),
                 _age(each.created) if each.created else "-",
             ]

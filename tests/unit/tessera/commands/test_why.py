@@ -116,6 +116,16 @@ def test_a_pod_that_does_not_start_has_the_last_warning_of_its_node(api: ObjectA
     assert "n1 has not prepared it: FailedPrepareDynamicResources" in answer.stdout
 
 
+def test_a_holder_that_is_being_deleted_is_marked(api: ObjectApi, tmp_path: Path) -> None:
+    ask(api, "wanted")
+    for name, device, deleted in (("leaves", "gpu-0", "2026-11-25T10:00:00Z"), ("stays", "gpu-1", None)):
+        hold(api, f"team-a/{name}", "n1", device)
+        api.folder(CLAIMS)[name]["status"]["reservedFor"] = [{"resource": "pods", "name": name, "uid": name}]
+        api.store(f"{PODS}/{name}", spec={"nodeName": "n1"}, metadata={"name": name, "deletionTimestamp": deleted})
+    rows = [line for line in run(api, tmp_path, "pod/wanted").stdout.splitlines() if "n1/gpu-" in line]
+    assert [("leaves (being deleted)" in row, "being deleted" in row) for row in rows] == [(True, True), (False, False)]
+
+
 def test_a_resource_that_no_class_provides_is_named(api: ObjectApi, tmp_path: Path) -> None:
     limits = {"limits": {"nvidia.com/gpu": "1", "cpu": "2"}}
     api.store(f"{PODS}/plugged", spec={"containers": [{"name": "c", "resources": limits}]}, status={"phase": "Pending"})
