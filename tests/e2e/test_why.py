@@ -304,14 +304,14 @@ def test_without_a_controller_it_says_the_same(place: Place) -> None:
     place.end("holder")
     place.wait_allocated("wanted")
     answer = place.tessera("why", "pod/wanted")
-    assert (answer.returncode, "it is allocated: gpu-0 of pool one-gpu.tessera.dev" in answer.stdout) == (1, True)
+    assert (answer.exit_code, "it is allocated: gpu-0 of pool one-gpu.tessera.dev" in answer.stdout) == (1, True)
 
 
 def test_what_does_not_exist_and_what_is_not_pending_is_said_plainly(place: Place) -> None:
     answer = place.tessera("why", "nobody")
-    assert (answer.returncode, "has no pod or ResourceClaim named nobody" in answer.stderr) == (1, True)
+    assert (answer.exit_code, "has no pod or ResourceClaim named nobody" in answer.stderr) == (1, True)
     answer = place.tessera("why", "-A")
-    assert (answer.returncode, answer.stdout) == (0, "no claim is pending\n")
+    assert (answer.exit_code, answer.stdout) == (0, "no claim is pending\n")
 
 
 def test_a_pool_that_a_dead_plugin_left_incomplete_is_named_until_the_plugin_runs_again(place: Place) -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from typing import Any
 
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
-from tests.support.plugin import COMMAND_S, TESSERA
+from tests.support.command import run_tessera
 
 SEEN_S = 60.0
 
 
 def status(cluster: Cluster, *flags: str) -> tuple[int, list[dict[str, Any]]]:
     """Exit code of ``tessera status``, and what it says of each check."""
-    command = [TESSERA, "status", "--kubeconfig", str(cluster.kubeconfig), "-o", "json", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    done = run_tessera(cluster, "status", "-o", "json", *flags)
     assert not done.stderr, done.stderr
-    return done.returncode, json.loads(done.stdout)
+    return done.exit_code, json.loads(done.stdout)
 
 
 def told(cluster: Cluster) -> dict[str, str]:

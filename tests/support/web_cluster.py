@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +11,9 @@ from typing import Any
 from driver.errors import ApiError
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
+from tests.support.command import run_tessera
 from tests.support.controller import ControllerProcess
-from tests.support.plugin import COMMAND_S, DRIVER, SLICES, TESSERA, PluginFlags
+from tests.support.plugin import DRIVER, SLICES, PluginFlags
 from tests.support.scheduling import Scheduling, forget
 from tests.support.web_page import SOON_S, Shown, WebPage, devices_in
 from tests.support.workloads import CLAIMS
@@ -48,9 +48,8 @@ class Place:
         self.ask(name, *requests)
         self.asked[-1].given()
 
-    def tessera(self, *arguments: str) -> str:
-        command = [TESSERA, *arguments, "--kubeconfig", str(self.cluster.kubeconfig)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    def tessera(self, command: str, *arguments: str) -> str:
+        done = run_tessera(self.cluster, command, *arguments)
         assert not done.stderr, done.stderr
         return done.stdout
 

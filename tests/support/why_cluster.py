@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from click.testing import Result
+
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod, ready_status
 from tests.harness.waiting import DeadlineError, wait_for
+from tests.support.command import run_tessera
 from tests.support.controller import ControllerProcess
-from tests.support.plugin import COMMAND_S, SLICES, TESSERA, PluginProcess
+from tests.support.plugin import SLICES, PluginProcess
 from tests.support.scheduling import asked
 from tests.support.workloads import CLAIMS, PODS, is_gone
 
@@ -76,9 +78,8 @@ class Place:
         for path in paths:
             wait_for(partial(is_gone, self.cluster, path), SOON_S, f"{path} is gone")
 
-    def tessera(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [TESSERA, *arguments, "--kubeconfig", str(self.cluster.kubeconfig)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    def tessera(self, command: str, *arguments: str) -> Result:
+        return run_tessera(self.cluster, command, *arguments)
 
     def why(self, name: str) -> dict[str, Any]:
         answer = self.tessera("why", name, "-o", "json")
