@@ -257,9 +257,12 @@ class Reasoning:
     def _of_requirements(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied even alone; None if it can."""
         key, known = (requirements, self.queue.condition(pending)), self.known
-        if key not in known.permanent:
-            known.permanent[key] = self._permanent(requirements, pending)
-        if (permanent := known.permanent[key]) is not None:
+        if key not in known.permanent and key not in known.present:
+            found = self._permanent(requirements, pending)
+            # The steps to another MIG mode begin with a GPU on which nothing is held.
+            lasts = found is None or found.code is not ReasonCode.RESET
+            (known.permanent if lasts else known.present)[key] = found
+        if (permanent := known.permanent.get(key)) is not None:
             return permanent
         if key not in known.present:
             known.present[key] = self._at_present(requirements, pending)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from controller.explain.reasons import Reasoning, find_reasons, reasons_of
 from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import Allocated
 from tessera.simulate.pools import SliceIndex
+from tessera.simulate.slices import DeviceTaintRule, tainted
 from tests.conformance.reasons.statements import held, published, questions, situations, smaller_releases
 from tests.support.fleets import possible
 from tests.support.queues import DRIVER, FULL, Situation, profile, request
@@ -28,7 +30,9 @@ from tests.support.queues import DRIVER, FULL, Situation, profile, request
 
 def fits(there: Situation) -> bool:
     """Whether the scheduler finds devices for the claims of the pending pod on a node that it may run on."""
-    slices, allocated = SliceIndex(published(there)), Allocated.of(held(there))
+    rules = msgspec.convert(msgspec.to_builtins(there.taint_rules), list[DeviceTaintRule])
+    slices = SliceIndex(tainted(each, rules) for each in published(there))
+    allocated = Allocated.of(held(there))
     queue = there.queue
     claims, nodes = [each.claim for each in queue.pending], queue.nodes(queue.pending[0])
     return any(
@@ -48,7 +52,7 @@ def test_everything_that_is_said_of_a_claim_is_true(there: Situation) -> None:
 @given(situations())
 def test_if_the_end_of_claims_would_help_the_fewest_are_named(there: Situation) -> None:
     queue = there.queue
-    reasoning = Reasoning(queue)
+    reasoning = Reasoning(queue).for_claim(queue.pending[0])
     reason = reasoning.of(queue.pending[0])
     releases = [each for each in changes_that_help(reasoning, queue.pending[0]) if each.kind == "release"]
     if reason is not None and not reason.permanent:

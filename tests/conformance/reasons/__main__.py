@@ -25,7 +25,8 @@ QUESTIONS_PER_SECOND = 10
 def main(count: int, seed_: int) -> None:
     """Check every statement about claims that wait, by doing what it says on the real scheduler; fail if one is false.
 
-    The situations have up to three nodes of different products, with devices held, cordons, taints and faults.
+    The situations have up to three nodes of different products, with devices held, cordons, taints, DeviceTaintRules
+    and faults.
     """
     waiting = generate(count, seed_)
     asked = [question for there in waiting for question in (*questions(there), *smaller_releases(there))]
@@ -61,7 +62,7 @@ def generate(count: int, number: int) -> list[Situation]:
 
 def _reason(there: Situation) -> Reason | None:
     queue = there.queue
-    return Reasoning(queue).of(queue.pending[0])
+    return Reasoning(queue).for_claim(queue.pending[0]).of(queue.pending[0])
 
 
 if __name__ == "__main__":

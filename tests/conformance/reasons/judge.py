@@ -13,11 +13,20 @@ from typing import Any
 import msgspec
 
 from driver.kube.types import Claim, Result
-from tests.conformance.allocator.judge import CLASSES, GROUP, SLICES, WAVE_S, WRITERS, claiming_pod, wait_until_seen
+from tests.conformance.allocator.judge import (
+    CLASSES,
+    GROUP,
+    RULES,
+    SLICES,
+    WAVE_S,
+    WRITERS,
+    claiming_pod,
+    wait_until_seen,
+)
 from tests.conformance.reasons.statements import NODES, held, published
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
-from tests.support.queues import Situation
+from tests.support.queues import DRIVER, Situation
 
 WAVE = 60
 """Questions at a time."""
@@ -57,7 +66,7 @@ class RealScheduler:
             wait_until_seen(self._api, namespace, f"barrier-{self._wave}", "barrier")
             list(writers.map(lambda each: self._api.post(pods, _pod(namespace, *each)), asked))
         answers = wait_for(lambda: self._collect(pods, len(asked)), WAVE_S, f"answers of wave {self._wave}", 0.3)
-        for folder in (pods, f"{GROUP}/namespaces/{namespace}/resourceclaims", SLICES, CLASSES):
+        for folder in (pods, f"{GROUP}/namespaces/{namespace}/resourceclaims", SLICES, RULES, CLASSES):
             self._api.request("DELETE", folder, {"gracePeriodSeconds": 0})
         return [answers[index] for index, _ in asked]
 
@@ -77,6 +86,8 @@ class RealScheduler:
             node = _name(index, str(spec["nodeName"]))
             spec |= {"nodeName": node, "pool": {**spec["pool"], "name": _name(index, spec["pool"]["name"])}}
             self._api.post(SLICES, {"metadata": {"name": f"{index}-{each.metadata.name}"}, "spec": spec})
+        for number, rule in enumerate(_rules(index, there)):
+            self._api.post(RULES, {"metadata": {"name": f"rule-{index}-{number}"}, "spec": rule})
         claims = f"{GROUP}/namespaces/{namespace}/resourceclaims"
         results = [_result(index, number, each) for number, each in enumerate(held(there))]
         for first in range(0, len(results), MAX_RESULTS):
@@ -110,6 +121,17 @@ def _is_internal(scheduled: Mapping[str, Any]) -> bool:
 def _name(index: int, name: str) -> str:
     """Of a node or pool of a situation, in the cluster that has several."""
     return f"q{index}-{name}"
+
+
+def _rules(index: int, there: Situation) -> Iterator[dict[str, Any]]:
+    """The DeviceTaintRules, for the pools of this situation alone."""
+    for rule in there.taint_rules:
+        selector = rule.spec.device_selector
+        assert selector is not None
+        for pool in [selector.pool] if selector.pool else [f"{node}-{DRIVER}" for node in there.nodes]:
+            device = {"device": selector.device} if selector.device else {}
+            taint = msgspec.to_builtins(rule.spec.taint)
+            yield {"deviceSelector": {"pool": _name(index, pool), **device}, "taint": taint}
 
 
 def _result(index: int, number: int, result: Result) -> dict[str, str]:

@@ -14,7 +14,7 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.explain.availability import Obstacle, without
 from controller.explain.changes import Change, changes_that_help
 from controller.explain.reasons import Reasoning
-from driver.kube.types import Claim, Node, Pod, Result
+from driver.kube.types import Claim, Node, Pod, Request, Result, Toleration
 from driver.model.gpu import MigMode
 from driver.model.plan import OfferMode, offer_of
 from driver.placement.state import spot_of
@@ -53,6 +53,9 @@ CLIQUE, PARENT = "gpu.tessera.dev/nvlinkClique", "gpu.tessera.dev/parentUUID"
 
 TOLERATED = {"taints": [{"key": "maintenance", "effect": "NoSchedule"}]}
 
+REPAIR = {"key": "repair", "effect": "NoSchedule"}
+"""The taint of a DeviceTaintRule."""
+
 
 @st.composite
 def gpus(draw: st.DrawFn, node: str, number: int, product: str) -> FleetGpu:
@@ -72,7 +75,7 @@ def gpus(draw: st.DrawFn, node: str, number: int, product: str) -> FleetGpu:
 def situations(draw: st.DrawFn) -> Situation:
     """Up to three nodes of one product each, some of them closed to pods; devices held by claims; a pending pod.
 
-    The pod has one or two claims.
+    A DeviceTaintRule may taint devices. The pod has one or two claims.
     """
     entries = []
     for node in NODES[: draw(st.integers(1, 3))]:
@@ -86,17 +89,30 @@ def situations(draw: st.DrawFn) -> Situation:
             there.gpus = [replace(each, closed="is cordoned") if each.node == node else each for each in there.gpus]
     hold(there, draw(st.randoms(use_true_random=False)))
     selectors = st.sampled_from(SELECTORS)
-    if draw(st.integers(0, 4)) == 0:
+    if draw(st.integers(0, 3)) == 0:
+        pool = {"pool": f"{draw(st.sampled_from(NODES))}-{DRIVER}"}
+        there.taint_rule(
+            "repair", draw(st.sampled_from([{"driver": DRIVER}, pool, pool | {"device": "gpu-0"}])), **REPAIR
+        )
+    shape = draw(st.sampled_from(["one", "one", "one", "all", "two", "alternatives"]))
+    if shape == "all":
+        # Selected devices that overlap are never offered together, as ``published`` has them.
+        disjoint = st.sampled_from([each for each in SELECTORS if 'type == "mig"' not in each])
+        requests = [request(selector=draw(disjoint), allocationMode="All")]
+    elif shape == "alternatives":
         requests = [first_available(("one", draw(selectors)), ("two", draw(selectors)))]
     else:
-        names = ["one", "two"][: draw(st.sampled_from([1, 1, 1, 2]))]
+        names = ["one", "two"] if shape == "two" else ["one"]
         requests = [request(name=name, selector=draw(selectors), count=draw(st.integers(1, 4))) for name in names]
     constraints = draw(st.sampled_from([[], [], [{"matchAttribute": CLIQUE}], [{"matchAttribute": PARENT}]]))
     pod: dict[str, Any] = draw(st.sampled_from([{}, {}, {}, {"nodeSelector": {"pool": "x"}}]))
-    claims = [there.claim("claim", *requests, constraints=constraints)]
-    if draw(st.integers(0, 4)) == 0:
+    # With a constraint and all devices, the scheduler gives up on every node because of one with different values.
+    claims = [there.claim("claim", *requests, constraints=[] if shape == "all" else constraints)]
+    if shape != "all" and draw(st.integers(0, 4)) == 0:
         claims.append(there.claim("second", request(selector=draw(selectors), count=draw(st.integers(1, 2)))))
     there.pod("pod", *claims, **pod)
+    if draw(st.booleans()) and there.taint_rules:
+        there.claims = [_tolerating(each) for each in there.claims]
     return there
 
 
@@ -121,8 +137,8 @@ class Question(NamedTuple):
 def questions(there: Situation) -> Iterator[Question]:
     """What is said of the claim: whether it fits, whether the end of all others would help, and each change."""
     queue = there.queue
-    reasoning = Reasoning(queue)
     pending = queue.pending[0]
+    reasoning = Reasoning(queue).for_claim(pending)
     reason = reasoning.of(pending)
     yield Question(there, reason is None, "it fits" if reason is None else reason.sentence)
     if reason is not None:
@@ -151,7 +167,8 @@ def held(there: Situation) -> list[Result]:
 def smaller_releases(there: Situation) -> Iterator[Question]:
     """Where several claims are said to be the fewest whose end helps: the end of any one alone does not."""
     queue = there.queue
-    for change in changes_that_help(Reasoning(queue), queue.pending[0]):
+    pending = queue.pending[0]
+    for change in changes_that_help(Reasoning(queue).for_claim(pending), pending):
         if "the fewest possible" in change.text and len(change.claims) > 1:
             for name in _holders(there):
                 yield Question(_ended(there, [name]), False, f"{change.text}, not {name} alone")
@@ -181,6 +198,12 @@ def _changed(there: Situation, change: Change) -> Iterator[Situation]:
                 lifted = copy(there)
                 lifted.gpus = [without(each, obstacle) if each in chosen else each for each in there.gpus]
                 yield _ended(lifted, change.claims)
+        case "tainted":
+            found.taint_rules = []
+            yield _ended(found, change.claims)
+            tolerant = copy(there)
+            tolerant.claims = [_tolerating(each) for each in there.claims]
+            yield _ended(tolerant, change.claims)
         case "node-uncordoned":
             found.nodes = {name: _uncordoned(each) for name, each in there.nodes.items()}
             found.gpus = [replace(entry, closed="") for entry in there.gpus]
@@ -210,10 +233,7 @@ def _without_selector(pod: Pod) -> Pod:
 
 
 def _without_constraints(claim: Claim) -> Claim:
-    if claim.status.allocation is not None:
-        return claim
-    devices = msgspec.structs.replace(claim.spec.devices, constraints=())
-    return msgspec.structs.replace(claim, spec=msgspec.structs.replace(claim.spec, devices=devices))
+    return _changed_claim(claim, constraints=())
 
 
 def _with_count(claim: Claim, count: int) -> Claim:
@@ -223,5 +243,27 @@ def _with_count(claim: Claim, count: int) -> Claim:
     [only] = claim.spec.devices.requests
     assert only.exactly is not None
     requests = (msgspec.structs.replace(only, exactly=msgspec.structs.replace(only.exactly, count=count)),)
-    devices = msgspec.structs.replace(claim.spec.devices, written_requests=requests)
+    return _changed_claim(claim, written_requests=requests)
+
+
+def _tolerating(claim: Claim) -> Claim:
+    """A pending claim whose requests tolerate the taint of the rule."""
+    toleration = (Toleration(REPAIR["key"], "Exists"),)
+
+    def changed(request: Request) -> Request:
+        if request.exactly is not None:
+            return msgspec.structs.replace(
+                request, exactly=msgspec.structs.replace(request.exactly, tolerations=toleration)
+            )
+        alternatives = tuple(msgspec.structs.replace(each, tolerations=toleration) for each in request.first_available)
+        return msgspec.structs.replace(request, first_available=alternatives)
+
+    return _changed_claim(claim, written_requests=tuple(map(changed, claim.spec.devices.requests)))
+
+
+def _changed_claim(claim: Claim, **changes: Any) -> Claim:
+    """``claim``, with these fields of its devices unless it is allocated."""
+    if claim.status.allocation is not None:
+        return claim
+    devices = msgspec.structs.replace(claim.spec.devices, **changes)
     return msgspec.structs.replace(claim, spec=msgspec.structs.replace(claim.spec, devices=devices))
