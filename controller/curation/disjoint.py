@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from controller.curation.curator import OfferDraft
 from controller.curation.ranked_fleet import Place, RankedFleet
 from controller.demand.demand import Eligible
-from controller.demand.device_search import Budget, Outcome, choose_devices
+from controller.demand.device_search import Budget, choose_devices
 from controller.demand.feasibility import Kind, Nodes
 from controller.demand.gangs import Gang
 from controller.demand.pending_claims import Queue
@@ -204,8 +204,7 @@ class _Plan:
                 return found
         wanted = (requirements, nodes)
         if wanted not in self._nodes_left:
-            outcomes = self._feasibility.outcomes(*wanted)
-            self._nodes_left[wanted] = deque(node for node, outcome in outcomes if outcome is not Outcome.NONE)
+            self._nodes_left[wanted] = deque(self._feasibility.nodes_for(*wanted))
         left = self._nodes_left[wanted]
         while left:
             if found := self._on_node(requirements, left[0], budget):

@@ -142,6 +142,10 @@ class Feasibility:
                 break
         return Found(Outcome.UNKNOWN if undecided else Outcome.NONE)
 
+    def nodes_for(self, requirements: ClaimRequirements, nodes: Nodes) -> list[str]:
+        """Those of ``nodes`` that satisfy ``requirements``, or might."""
+        return [node for node, outcome in self.outcomes(requirements, nodes) if outcome is not Outcome.NONE]
+
     def outcomes(self, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[tuple[str, Outcome]]:
         """Whether each of ``nodes`` with free memory satisfies ``requirements``, the fullest first."""
         known, budget = self._known_outcomes(requirements), Budget()

@@ -248,11 +248,9 @@ class Reasoning:
             return None
         if not self._feasibility.kinds(request.selector, self._everywhere):
             return selected_nowhere(self._feasibility, request)
-        there = self.availability(request, pending)
+        there = sorted({each.entry.node for each in self.availability(request, pending).selected.gpus})
         what = f"request {request.name}: what it selects is only"
-        return only_elsewhere(
-            what, sorted({each.entry.node for each in there.selected.gpus}), self.excluded(pending), nodes
-        )
+        return only_elsewhere(what, there, self.excluded(pending), nodes)
 
     def _of_requirements(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied even alone; None if it can."""
@@ -276,10 +274,19 @@ class Reasoning:
             alone = self._alone(each)
             if alone is not None and alone.permanent >= impossible:
                 return replace(alone, sentence=f"its pod also has the {described(each)}: {alone.sentence}")
-        others = listed([described(each) for each in claims], 8)
+        at = self._feasibility.unheld if impossible else self._feasibility
+        others = listed([described(each) + self._where(each, at) for each in claims], 8)
         when = "even if nothing were held" if impossible else "at present"
-        sentence = f"it could be met, but {when} not on one node with what its pod requests besides: {others}"
+        own = f"it could be met{self._where(pending, at)}"
+        sentence = f"{own}, but {when} not on one node with what its pod requests besides: {others}"
         return Reason(ReasonCode.NOT_TOGETHER, sentence, impossible)
+
+    def _where(self, pending: PendingClaim, feasibility: Feasibility) -> str:
+        """`` (on a, b)``: the nodes that could satisfy a claim alone; empty if none of its devices are ours."""
+        found, nodes = self.queue.requirements(pending), self.queue.nodes(pending)
+        alternatives = () if isinstance(found, Refusal) else found
+        there = {node for each in alternatives for node in feasibility.nodes_for(each, nodes)}
+        return f" (on {listed(sorted(there))})" if there else ""
 
     def _pod_is_impossible(self, pending: PendingClaim) -> bool:
         return self.queue.found(pending, self._feasibility.unheld).outcome is Outcome.NONE
@@ -299,8 +306,7 @@ class Reasoning:
         if not emptied.could(requirements, everywhere):
             return self._not_together(requirements, pending)
         if not emptied.could(requirements, nodes):
-            fitting = emptied.outcomes(requirements, everywhere - nodes)
-            there = sorted(node for node, outcome in fitting if outcome is not Outcome.NONE)
+            there = sorted(emptied.nodes_for(requirements, everywhere - nodes))
             what = self._not_here(requirements, nodes)
             return only_elsewhere(what, there, self.excluded(pending), nodes)
         if self._feasibility.unheld.could(requirements, nodes):

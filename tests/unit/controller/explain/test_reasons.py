@@ -375,7 +375,10 @@ def test_claims_of_one_pod_that_no_node_can_meet_together() -> None:
     there.pod("pod", *[there.claim(f"claim-{n}", request(selector=FULL)) for n in range(2)])
     found = reasons_of(there.queue)
     assert [each.code for each in found] == [ReasonCode.NOT_TOGETHER] * 2
-    assert found[0].sentence.endswith("not on one node with what its pod requests besides: claim claim-1")
+    assert found[0].sentence == (
+        "it could be met (on a, b), but even if nothing were held not on one node with what its pod requests besides: "
+        "claim claim-1 (on a, b)"
+    )
 
 
 def test_an_extended_resource_that_no_node_can_provide_beside_a_claim_of_the_pod_is_named() -> None:
@@ -384,8 +387,8 @@ def test_an_extended_resource_that_no_node_can_provide_beside_a_claim_of_the_pod
     containers = [{"resources": {"requests": {"nvidia.com/gpu": "1"}}}]
     there.pod("pod", there.claim("claim", request(selector=FULL)), containers=containers)
     of_claim, of_resource = reasons_of(there.queue)
-    assert of_claim.sentence.endswith("besides: extended resource nvidia.com/gpu")
-    assert of_resource.sentence.endswith("besides: claim claim")
+    assert of_claim.sentence.endswith("besides: extended resource nvidia.com/gpu (on a, b)")
+    assert of_resource.sentence.endswith("besides: claim claim (on a, b)")
 
 
 @pytest.mark.parametrize(
