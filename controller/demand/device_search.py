@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
 
@@ -61,11 +62,11 @@ def slices_of(state: GpuState, key: OfferKind) -> float:
 def is_in_use(entry: FleetGpu, matches: Matches) -> bool:
     """Whether a selected device is published and not free: allocated, or tainted.
 
-    Of an unhealthy GPU only held devices are published.
+    Of an unhealthy GPU only held devices are published, and of any other none that overlaps a held one.
     """
-    if entry.tainted and matches:
+    if any(matches.has(*spot_of(device)) for device in entry.held):
         return True
-    return any(matches.has(*spot_of(device)) for device in entry.held)
+    return bool(entry.tainted) and bool(free_spots(replace(entry, tainted="").state, matches))
 
 
 class Outcome(Enum):

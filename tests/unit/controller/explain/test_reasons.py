@@ -490,6 +490,14 @@ def test_gpus_with_a_taint_by_a_rule_are_not_free(rule: dict[str, str], wanted: 
         assert reasons_of(there.queue) == []
 
 
+def test_a_tainted_device_that_a_held_partition_keeps_from_being_published_does_not_matter_to_who_wants_all() -> None:
+    held, free = fleet_gpu("a", 0, H100, "mig-1g10gb-0"), fleet_gpu("a", 1)
+    there = Situation([held, free]).holding("one", "a", held.held[0].name)
+    there.taint_rule("repair", GPU_0, key="broken", effect="NoSchedule")
+    there.wants(request(selector=FULL, allocationMode="All"))
+    assert reasons_of(there.queue) == []
+
+
 def test_gpus_with_a_taint_are_named_beside_those_that_are_held() -> None:
     there = Situation([fleet_gpu("a", 0), fleet_gpu("a", 1, H100, "full")]).holding("one", "a", "gpu-1")
     there.taint_rule("repair", GPU_0, key="broken", value="fan", effect="NoExecute")
