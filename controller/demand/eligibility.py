@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import chain, islice
 from typing import NamedTuple
 
 import msgspec
@@ -16,8 +17,8 @@ import msgspec
 from controller.cluster.node_views import UNREACHABLE_TAINTS
 from driver.kube.types import Expression, Node, NodeSelector, NodeTerm, Pod, PodSpec, Taint, Toleration
 
-SHOWN_TERMS, SHOWN_VALUES = 2, 4
-"""Terms of a node affinity, and values of a requirement, that a message names."""
+SHOWN = 4
+"""Causes, terms of a node affinity, requirements of a term, and values of a requirement, that a message names."""
 
 CORDONED = Taint("node.kubernetes.io/unschedulable", "NoSchedule")
 """The taint that a pod must tolerate to run on an unschedulable node."""
@@ -85,7 +86,7 @@ def admits(spec: PodSpec, node: Node, allocations: Iterable[NodeSelector] = ()) 
 
 def exclusion(spec: PodSpec, node: Node, allocations: Mapping[str, NodeSelector] | None = None) -> Excluded | None:
     """Why such a pod can not run on ``node``; None if it may. ``allocations`` are those of its claims, by name."""
-    found = list(_exclusions(spec, node))
+    found = list(islice(_exclusions(spec, node), SHOWN))
     for name, selector in (allocations or {}).items():
         if not selects(selector, node):
             text = f"can not have claim {name} of the pod, which is allocated on {_nodes_named(selector)}"
@@ -115,18 +116,20 @@ def _unmet(selector: NodeSelector, node: Node) -> str:
     """The requirements that ``node`` does not meet: the end of a message."""
     labels, fields = node.metadata.labels, {"metadata.name": node.metadata.name}
     terms = []
-    for term in selector.node_selector_terms:
-        failing = [each for each in term.match_expressions if not _meets(each, labels)]
-        failing += [each for each in term.match_fields if not _meets(each, fields)]
-        terms.append(" and ".join(_requirement(each) for each in failing))
+    for term in selector.node_selector_terms[:SHOWN]:
+        failing = chain(
+            (each for each in term.match_expressions if not _meets(each, labels)),
+            (each for each in term.match_fields if not _meets(each, fields)),
+        )
+        terms.append(" and ".join(map(_requirement, islice(failing, SHOWN))))
     texts = [text for text in dict.fromkeys(terms) if text]
-    return f": {' or '.join(texts[:SHOWN_TERMS])}" if texts else ""
+    return f": {' or '.join(texts)}" if texts else ""
 
 
 def _requirement(expression: Expression) -> str:
     """As ``kubectl`` writes label selectors: ``zone in (a, b)``."""
-    key, values = expression.key, ", ".join(expression.values[:SHOWN_VALUES])
-    values += ", ..." if len(expression.values) > SHOWN_VALUES else ""
+    key, values = expression.key, ", ".join(expression.values[:SHOWN])
+    values += ", ..." if len(expression.values) > SHOWN else ""
     match expression.operator:
         case "Exists":
             return f"{key} exists"

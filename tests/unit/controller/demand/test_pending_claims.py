@@ -100,6 +100,13 @@ def test_what_a_node_lacks_of_a_node_affinity_is_named(terms: list[dict[str, Any
     assert found.text == "does not match the pod's node affinity" + (f": {unmet}" if unmet else "")
 
 
+def test_of_a_thousand_labels_that_a_node_lacks_a_few_are_named() -> None:
+    spec = msgspec.convert({"nodeSelector": {f"label-{number}": "x" for number in range(1000)}}, PodSpec)
+    found = exclusion(spec, two_nodes().nodes["a"])
+    assert found is not None
+    assert found.text.count("lacks the label") == 4
+
+
 TAINT = {"key": "gpus", "value": "reserved", "effect": "NoSchedule"}
 
 
