@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from itertools import chain, islice
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -114,15 +114,10 @@ def _exclusions(spec: PodSpec, node: Node) -> Iterator[tuple[Exclusion, str]]:
 
 def _unmet(selector: NodeSelector, node: Node) -> str:
     """The requirements that ``node`` does not meet: the end of a message."""
-    labels, fields = node.metadata.labels, {"metadata.name": node.metadata.name}
-    terms = []
-    for term in selector.node_selector_terms[:SHOWN]:
-        failing = chain(
-            (each for each in term.match_expressions if not _meets(each, labels)),
-            (each for each in term.match_fields if not _meets(each, fields)),
-        )
-        terms.append(" and ".join(map(_requirement, islice(failing, SHOWN))))
-    texts = [text for text in dict.fromkeys(terms) if text]
+    terms = (
+        " and ".join(map(_requirement, islice(_failing(term, node), SHOWN))) for term in selector.node_selector_terms
+    )
+    texts = [text for text in dict.fromkeys(islice(terms, SHOWN)) if text]
     return f": {' or '.join(texts)}" if texts else ""
 
 
@@ -167,10 +162,14 @@ def selects(selector: NodeSelector, node: Node) -> bool:
 def _holds(term: NodeTerm, node: Node) -> bool:
     if not term.match_expressions and not term.match_fields:
         return False
-    fields = {"metadata.name": node.metadata.name}
-    return all(_meets(each, node.metadata.labels) for each in term.match_expressions) and all(
-        _meets(each, fields) for each in term.match_fields
-    )
+    return next(_failing(term, node), None) is None
+
+
+def _failing(term: NodeTerm, node: Node) -> Iterator[Expression]:
+    """The requirements of ``term`` that ``node`` does not meet."""
+    labels, fields = node.metadata.labels, {"metadata.name": node.metadata.name}
+    yield from (each for each in term.match_expressions if not _meets(each, labels))
+    yield from (each for each in term.match_fields if not _meets(each, fields))
 
 
 def _meets(expression: Expression, labels: Mapping[str, str]) -> bool:

@@ -30,7 +30,6 @@ MAX_NODES = 64
 MAX_CHANGES = 5
 """Changes of one kind that are listed."""
 
-
 OF_THE_CLAIM = {"count", "constraint"}
 """Kinds of changes after which the claim asks for something else."""
 
@@ -320,10 +319,10 @@ def _of_count(feasibility: Feasibility, requirements: ClaimRequirements, nodes: 
 
 def _of_constraints(feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[Change]:
     """The same requests without the constraints on one attribute."""
-    for each in dict.fromkeys((one.attribute, one.distinct) for one in requirements.constraints):
-        others = tuple(one for one in requirements.constraints if (one.attribute, one.distinct) != each)
+    constraints = requirements.constraints
+    for attribute, distinct in dict.fromkeys((each.attribute, each.distinct) for each in constraints):
+        others = tuple(each for each in constraints if (each.attribute, each.distinct) != (attribute, distinct))
         if feasibility.find_node(requirements._replace(constraints=others), nodes).outcome is Outcome.FITS:
-            attribute, distinct = each
             values = "different values" if distinct else "the same value"
             field = "distinctAttribute" if distinct else "matchAttribute"
             yield Change("constraint", f"its devices did not need {values} of {attribute} ({field})")

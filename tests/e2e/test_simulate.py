@@ -8,13 +8,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from tessera.cli import main
 from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
+from tests.support.command import run_tessera
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess
 from tests.support.plugin import PluginFlags, PluginProcess, bare_node
@@ -74,9 +73,8 @@ def manifests(name: str) -> list[Object]:
 
 def simulated(cluster: Cluster, objects: list[Object], *options: str) -> Object:
     """What the command prints."""
-    command = ["simulate", "-", "--cluster", "--kubeconfig", str(cluster.kubeconfig), "-o", "json", *options]
     text = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
-    ran = CliRunner().invoke(main, command, input=text)
+    ran = run_tessera(cluster, "simulate", "-", "--cluster", "-o", "json", *options, stdin=text)
     found: Object = json.loads(ran.stdout)
     own = [each for each in found["placements"] if not each["pendingNow"]]
     assert ran.exit_code == (0 if all(each["node"] for each in own) else 1), ran.output

@@ -23,7 +23,7 @@ from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import Allocated
 from tessera.simulate.pools import SliceIndex
 from tessera.simulate.slices import DeviceTaintRule, tainted
-from tests.conformance.reasons.statements import held, published, questions, situations, smaller_releases
+from tests.conformance.reasons.statements import held, published, questions, reasoning_of, situations, smaller_releases
 from tests.support.fleets import possible
 from tests.support.queues import DRIVER, FULL, Situation, profile, request
 
@@ -51,10 +51,9 @@ def test_everything_that_is_said_of_a_claim_is_true(there: Situation) -> None:
 
 @given(situations())
 def test_if_the_end_of_claims_would_help_the_fewest_are_named(there: Situation) -> None:
-    queue = there.queue
-    reasoning = Reasoning(queue).for_claim(queue.pending[0])
-    reason = reasoning.of(queue.pending[0])
-    releases = [each for each in changes_that_help(reasoning, queue.pending[0]) if each.kind == "release"]
+    reasoning, pending = reasoning_of(there)
+    reason = reasoning.of(pending)
+    releases = [each for each in changes_that_help(reasoning, pending) if each.kind == "release"]
     if reason is not None and not reason.permanent:
         assert len(releases) == 1, reason.sentence
     for question in smaller_releases(there):

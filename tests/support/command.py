@@ -11,7 +11,7 @@ from tessera.cli import main
 from tests.harness.cluster import Cluster
 
 
-def run_tessera(cluster: Cluster, command: str, *arguments: str) -> Result:
+def run_tessera(cluster: Cluster, command: str, *arguments: str, stdin: str | None = None) -> Result:
     """Run ``tessera COMMAND`` as the administrator of ``cluster``, unless ``arguments`` name another kubeconfig."""
     whole = [command, "--kubeconfig", str(cluster.kubeconfig), *arguments]
-    return CliRunner().invoke(main, whole, catch_exceptions=False)
+    return CliRunner().invoke(main, whole, input=stdin, catch_exceptions=False)

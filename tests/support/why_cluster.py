@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -87,11 +88,12 @@ class Place:
         found, *_ = json.loads(answer.stdout)
         return dict(found)
 
-    def reason(self, name: str, code: str) -> dict[str, Any]:
-        """The explanation, once it has this code."""
+    def reason(self, name: str, code: str, prepare: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """The explanation, once it has this code; ``prepare`` is called before each try."""
         found: list[dict[str, Any]] = []
 
         def is_explained() -> bool:
+            prepare()
             found.append(self.why(name))
             return bool(found[-1]["reason"] == code)
 
@@ -110,17 +112,12 @@ class Place:
         kept = list(self.paths)
         self.ask("wanted", *requests, **pod)
 
-        def is_explained() -> bool:
+        def ask_again_if_placed() -> None:
             if is_placed(self.cluster.api.get(f"{PODS}/wanted")):
                 self.delete(*(path for path in reversed(self.paths) if path not in kept))
                 self.ask("wanted", *requests, **pod)
-            return bool(self.why("pod/wanted")["reason"] == code)
 
-        try:
-            wait_for(is_explained, SOON_S, f"pod/wanted: {code}")
-        except DeadlineError as error:
-            raise DeadlineError(f"{error}: {self.why('pod/wanted')}") from error
-        return self.why("pod/wanted")
+        return self.reason("pod/wanted", code, ask_again_if_placed)
 
     def named_in_change(self, name: str) -> list[str]:
         """The claims whose end is said to help."""

@@ -8,10 +8,9 @@ import click
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from controller.explain.reason import Reason
-from controller.explain.reasons import Reasoning
 from tests.conformance.allocator.judge import NO_LIMIT
 from tests.conformance.reasons.judge import RealScheduler
-from tests.conformance.reasons.statements import questions, situations, smaller_releases
+from tests.conformance.reasons.statements import questions, reasoning_of, situations, smaller_releases
 from tests.harness.progress import Progress
 from tests.support.control_plane import control_plane
 from tests.support.queues import Situation
@@ -61,8 +60,8 @@ def generate(count: int, number: int) -> list[Situation]:
 
 
 def _reason(there: Situation) -> Reason | None:
-    queue = there.queue
-    return Reasoning(queue).for_claim(queue.pending[0]).of(queue.pending[0])
+    reasoning, pending = reasoning_of(there)
+    return reasoning.of(pending)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet, FleetGpu
+from controller.demand.pending_claims import PendingClaim
 from controller.explain.availability import Obstacle, without
 from controller.explain.changes import Change, changes_that_help
 from controller.explain.reasons import Reasoning
-from driver.kube.types import Claim, Node, Pod, Request, Result, Toleration
+from driver.kube.types import DeviceClaim, Node, Pod, Request, Result, Toleration
 from driver.model.gpu import MigMode
 from driver.model.plan import OfferMode, offer_of
 from driver.placement.state import spot_of
@@ -91,9 +93,8 @@ def situations(draw: st.DrawFn) -> Situation:
     selectors = st.sampled_from(SELECTORS)
     if draw(st.integers(0, 3)) == 0:
         pool = {"pool": f"{draw(st.sampled_from(NODES))}-{DRIVER}"}
-        there.taint_rule(
-            "repair", draw(st.sampled_from([{"driver": DRIVER}, pool, pool | {"device": "gpu-0"}])), **REPAIR
-        )
+        tainted = draw(st.sampled_from([{"driver": DRIVER}, pool, pool | {"device": "gpu-0"}]))
+        there.taint_rule("repair", tainted, **REPAIR)
     shape = draw(st.sampled_from(["one", "one", "one", "all", "two", "alternatives"]))
     if shape == "all":
         # Selected devices that overlap are never offered together, as ``published`` has them.
@@ -111,9 +112,7 @@ def situations(draw: st.DrawFn) -> Situation:
     if shape != "all" and draw(st.integers(0, 4)) == 0:
         claims.append(there.claim("second", request(selector=draw(selectors), count=draw(st.integers(1, 2)))))
     there.pod("pod", *claims, **pod)
-    if draw(st.booleans()) and there.taint_rules:
-        there.claims = [_tolerating(each) for each in there.claims]
-    return there
+    return _with_devices(there, _tolerating) if draw(st.booleans()) and there.taint_rules else there
 
 
 def hold(there: Situation, chance: Any) -> None:
@@ -134,11 +133,16 @@ class Question(NamedTuple):
     sentence: str
 
 
-def questions(there: Situation) -> Iterator[Question]:
-    """What is said of the claim: whether it fits, whether the end of all others would help, and each change."""
+def reasoning_of(there: Situation) -> tuple[Reasoning, PendingClaim]:
+    """The reasoning about the first pending claim, and that claim."""
     queue = there.queue
     pending = queue.pending[0]
-    reasoning = Reasoning(queue).for_claim(pending)
+    return Reasoning(queue).for_claim(pending), pending
+
+
+def questions(there: Situation) -> Iterator[Question]:
+    """What is said of the claim: whether it fits, whether the end of all others would help, and each change."""
+    reasoning, pending = reasoning_of(there)
     reason = reasoning.of(pending)
     yield Question(there, reason is None, "it fits" if reason is None else reason.sentence)
     if reason is not None:
@@ -166,9 +170,7 @@ def held(there: Situation) -> list[Result]:
 
 def smaller_releases(there: Situation) -> Iterator[Question]:
     """Where several claims are said to be the fewest whose end helps: the end of any one alone does not."""
-    queue = there.queue
-    pending = queue.pending[0]
-    for change in changes_that_help(Reasoning(queue).for_claim(pending), pending):
+    for change in changes_that_help(*reasoning_of(there)):
         if "the fewest possible" in change.text and len(change.claims) > 1:
             for name in _holders(there):
                 yield Question(_ended(there, [name]), False, f"{change.text}, not {name} alone")
@@ -201,9 +203,7 @@ def _changed(there: Situation, change: Change) -> Iterator[Situation]:
         case "tainted":
             found.taint_rules = []
             yield _ended(found, change.claims)
-            tolerant = copy(there)
-            tolerant.claims = [_tolerating(each) for each in there.claims]
-            yield _ended(tolerant, change.claims)
+            yield _ended(_with_devices(there, _tolerating), change.claims)
         case "node-uncordoned":
             found.nodes = {name: _uncordoned(each) for name, each in there.nodes.items()}
             found.gpus = [replace(entry, closed="") for entry in there.gpus]
@@ -215,11 +215,9 @@ def _changed(there: Situation, change: Change) -> Iterator[Situation]:
             yield found
         case "count":
             wanted = int(text.split(" asked for ")[1].split()[0])
-            found.claims = [_with_count(each, wanted) for each in there.claims]
-            yield found
+            yield _with_devices(there, partial(_with_count, count=wanted))
         case "constraint":
-            found.claims = [_without_constraints(each) for each in there.claims]
-            yield found
+            yield _with_devices(there, lambda devices: msgspec.structs.replace(devices, constraints=()))
         case _:
             raise AssertionError(f"no way to try {change}")
 
@@ -232,22 +230,28 @@ def _without_selector(pod: Pod) -> Pod:
     return msgspec.structs.replace(pod, spec=msgspec.structs.replace(pod.spec, node_selector={}))
 
 
-def _without_constraints(claim: Claim) -> Claim:
-    return _changed_claim(claim, constraints=())
+def _with_devices(there: Situation, changed: Callable[[DeviceClaim], DeviceClaim]) -> Situation:
+    """The situation with other requests or constraints of its pending claims."""
+    found = copy(there)
+    found.claims = [
+        msgspec.structs.replace(each, spec=msgspec.structs.replace(each.spec, devices=changed(each.spec.devices)))
+        if each.status.allocation is None
+        else each
+        for each in there.claims
+    ]
+    return found
 
 
-def _with_count(claim: Claim, count: int) -> Claim:
-    """A pending claim whose only request is for ``count`` devices."""
-    if claim.status.allocation is not None:
-        return claim
-    [only] = claim.spec.devices.requests
+def _with_count(devices: DeviceClaim, count: int) -> DeviceClaim:
+    """``count`` devices for the only request."""
+    [only] = devices.requests
     assert only.exactly is not None
     requests = (msgspec.structs.replace(only, exactly=msgspec.structs.replace(only.exactly, count=count)),)
-    return _changed_claim(claim, written_requests=requests)
+    return msgspec.structs.replace(devices, written_requests=requests)
 
 
-def _tolerating(claim: Claim) -> Claim:
-    """A pending claim whose requests tolerate the taint of the rule."""
+def _tolerating(devices: DeviceClaim) -> DeviceClaim:
+    """Requests that tolerate the taint of the rule."""
     toleration = (Toleration(REPAIR["key"], "Exists"),)
 
     def changed(request: Request) -> Request:
@@ -258,12 +262,4 @@ def _tolerating(claim: Claim) -> Claim:
         alternatives = tuple(msgspec.structs.replace(each, tolerations=toleration) for each in request.first_available)
         return msgspec.structs.replace(request, first_available=alternatives)
 
-    return _changed_claim(claim, written_requests=tuple(map(changed, claim.spec.devices.requests)))
-
-
-def _changed_claim(claim: Claim, **changes: Any) -> Claim:
-    """``claim``, with these fields of its devices unless it is allocated."""
-    if claim.status.allocation is not None:
-        return claim
-    devices = msgspec.structs.replace(claim.spec.devices, **changes)
-    return msgspec.structs.replace(claim, spec=msgspec.structs.replace(claim.spec, devices=devices))
+    return msgspec.structs.replace(devices, written_requests=tuple(map(changed, devices.requests)))
