@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from driver.kube.types import Claim, Result
+from tessera.simulate.slices import PoolSlice
 from tests.conformance.allocator.judge import (
     CLASSES,
     GROUP,
@@ -60,9 +61,11 @@ class RealScheduler:
         for each in situations[0].classes.values():
             self._api.post(CLASSES, {"metadata": {"name": each.metadata.name}, "spec": msgspec.to_builtins(each.spec)})
         asked = list(enumerate(situations))
+        # Not by the writers: msgspec can crash where several threads convert to a type for the first time.
+        slices = list(map(published, situations))
         pods = f"/api/v1/namespaces/{namespace}/pods"
         with ThreadPoolExecutor(WRITERS) as writers:
-            list(writers.map(lambda each: self._prepare(namespace, *each), asked))
+            list(writers.map(lambda each: self._prepare(namespace, each[0], each[1], slices[each[0]]), asked))
             wait_until_seen(self._api, namespace, f"barrier-{self._wave}", "barrier")
             list(writers.map(lambda each: self._api.post(pods, _pod(namespace, *each)), asked))
         answers = wait_for(lambda: self._collect(pods, len(asked)), WAVE_S, f"answers of wave {self._wave}", 0.3)
@@ -70,7 +73,7 @@ class RealScheduler:
             self._api.request("DELETE", folder, {"gracePeriodSeconds": 0})
         return [answers[index] for index, _ in asked]
 
-    def _prepare(self, namespace: str, index: int, there: Situation) -> None:
+    def _prepare(self, namespace: str, index: int, there: Situation, slices: Sequence[PoolSlice]) -> None:
         """Everything of a situation but the pod."""
         for node in NODES:
             found = there.nodes.get(node)
@@ -81,7 +84,7 @@ class RealScheduler:
                 taints = msgspec.to_builtins(found.spec.taints)
                 spec = {"unschedulable": found.spec.unschedulable or None, "taints": taints or None}
             self._api.patch(f"/api/v1/nodes/{_name(index, node)}", {"metadata": {"labels": labels}, "spec": spec})
-        for each in published(there):
+        for each in slices:
             spec = msgspec.to_builtins(each.spec)
             node = _name(index, str(spec["nodeName"]))
             spec |= {"nodeName": node, "pool": {**spec["pool"], "name": _name(index, spec["pool"]["name"])}}
