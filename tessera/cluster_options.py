@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlencode
 
 import click
 from click.core import ParameterSource
@@ -12,7 +14,7 @@ from driver.config.shared_flags import DEFAULT_DRIVER
 from driver.errors import NOT_FOUND, ApiError, EnvironmentFault
 from driver.kube.client import KubeClient
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
-from driver.kube.credentials import POD, load_configuration
+from driver.kube.credentials import POD, Access, load_configuration
 from driver.kube.reads import read_all
 from driver.kube.types import GpuNodePlan
 from driver.model.plan import PATH
@@ -30,8 +32,37 @@ with_driver_name = click.option(
 )
 
 
+class ListOnceClient(KubeClient):
+    """A client that reads each list once: a second reader of a list gets the same answer."""
+
+    def __init__(self, access: Access, user_agent: str) -> None:
+        super().__init__(access, user_agent)
+        self._answers: dict[tuple[str, str], bytes] = {}
+
+    def get(self, path: str, query: Mapping[str, str] | None = None) -> bytes:
+        if not query or "limit" not in query:
+            return super().get(path, query)
+        page = path, urlencode(sorted(query.items()))
+        if page not in self._answers:
+            self._answers[page] = super().get(path, query)
+        return self._answers[page]
+
+    def forget(self, path: str) -> None:
+        """Read the list at ``path`` anew the next time."""
+        self._answers = {page: answer for page, answer in self._answers.items() if page[0] != path}
+
+
 def client_of(kubeconfig: Path | None, user_agent: str) -> KubeClient:
     """A client of the cluster that ``--kubeconfig`` or its default names. Raises EnvironmentFault without one."""
+    return KubeClient(_access(kubeconfig), user_agent)
+
+
+def list_once_client_of(kubeconfig: Path | None, user_agent: str) -> ListOnceClient:
+    """The same for a command that several modules read the cluster for."""
+    return ListOnceClient(_access(kubeconfig), user_agent)
+
+
+def _access(kubeconfig: Path | None) -> Access:
     context = click.get_current_context(silent=True)
     given = context.get_parameter_source("kubeconfig") if context else None
     default = DEFAULT_KUBECONFIG.expanduser()
@@ -42,7 +73,7 @@ def client_of(kubeconfig: Path | None, user_agent: str) -> KubeClient:
         raise EnvironmentFault(
             f"no kubeconfig: neither --kubeconfig, $KUBECONFIG nor {DEFAULT_KUBECONFIG}, and not in a pod"
         )
-    return KubeClient(load_configuration(kubeconfig, named=source), user_agent)
+    return load_configuration(kubeconfig, named=source)
 
 
 def find_plans(client: KubeClient) -> list[GpuNodePlan] | None:

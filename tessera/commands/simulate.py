@@ -18,7 +18,7 @@ from driver.errors import UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import ClassSpec, DeviceClass, Key, Metadata
 from driver.model.gpu_selection_and_share_counts import GpuSelection
-from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.cluster_options import list_once_client_of, with_driver_name, with_kubeconfig
 from tessera.manifest_files import read_documents, shipped_classes
 from tessera.simulate.fill import Filled
 from tessera.simulate.fill import fill as fill_cluster
@@ -76,7 +76,7 @@ def simulate(
         raise UsageError("give files with pods or claims, or --fill with the name of a DeviceClass")
     if gone and not cluster:
         raise UsageError("--without needs --cluster: simulated nodes are idle")
-    client = client_of(kubeconfig, "tessera-simulate") if cluster else None
+    client = list_once_client_of(kubeconfig, "tessera-simulate") if cluster else None
     content, waiting = _cluster(client, driver_name) if client is not None else (_empty(driver_name), Workloads())
     if nodes is not None:
         content = joined(content, simulated(nodes, shares, _selection(mig_gpus)))

@@ -27,7 +27,17 @@ from controller.demand.selected_devices import Matching, Selector
 from controller.explain.reasons import reasons_of
 from controller.explain.unplaced_pods import UnplacedPods
 from driver.kube.clock import Clock
-from driver.kube.types import Allocation, Claim, ClaimStatus, DeviceClass, ExactDeviceRequest, Key, Node, Pod
+from driver.kube.types import (
+    Allocation,
+    Claim,
+    ClaimStatus,
+    DeviceClass,
+    DeviceTaintRule,
+    ExactDeviceRequest,
+    Key,
+    Node,
+    Pod,
+)
 from driver.model.plan import Offer, OfferMode
 from driver.placement.ranking import Ranking
 from driver.slices.pool_names import Pool
@@ -37,7 +47,7 @@ from tessera.simulate.capacity import Allocated
 from tessera.simulate.failures import AllocationError, Failure
 from tessera.simulate.pools import SliceIndex
 from tessera.simulate.published import PublishedSlices
-from tessera.simulate.slices import DeviceTaintRule, PoolSlice, tainted
+from tessera.simulate.slices import PoolSlice, tainted
 
 OFFERS = 2
 """The controller's default for ``--offers``."""

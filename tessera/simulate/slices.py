@@ -1,4 +1,4 @@
-"""ResourceSlices with all fields that decide an allocation, rules that taint devices, and devices as candidates."""
+"""ResourceSlices with all fields that decide an allocation, and their devices as candidates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 
 from deviceclasses.cel import CelDevice, from_slice_device
 from deviceclasses.cel.library.quantity import BINARY, parse_quantity
-from driver.kube.types import Metadata, NodeSelector, ObjectMeta, ResourcePool, Struct, Taint
+from driver.kube.types import DeviceTaintRule, NodeSelector, ObjectMeta, ResourcePool, Struct, Taint
 
 Amount = str | int
 """A quantity as written."""
@@ -103,48 +103,19 @@ class PoolSlice(Struct, frozen=True):
     spec: PoolSliceSpec
 
 
-class RuleSelector(Struct, frozen=True):
-    """The devices of a rule; None: of any."""
-
-    driver: str | None = None
-    pool: str | None = None
-    device: str | None = None
-
-
-class RuleSpec(Struct, frozen=True):
-    """``device_selector``: None: the rule taints no device."""
-
-    taint: Taint
-    device_selector: RuleSelector | None = None
-
-
-class DeviceTaintRule(Struct, frozen=True):
-    """An administrator's taint on devices of any driver (KEP-5055)."""
-
-    metadata: Metadata
-    spec: RuleSpec
-
-
 def tainted(found: PoolSlice, rules: Collection[DeviceTaintRule]) -> PoolSlice:
     """The slice as the scheduler sees it: with the taints of the rules."""
     spec = found.spec
-    own = [
-        (selector, rule.spec.taint)
-        for rule in rules
-        if (selector := rule.spec.device_selector) is not None
-        and selector.driver in (None, spec.driver)
-        and selector.pool in (None, spec.pool.name)
-    ]
-    if not own:
+    if not rules:
         return found
 
     def changed(device: DeviceEntry) -> DeviceEntry:
-        taints = tuple(taint for selector, taint in own if selector.device in (None, device.name))
+        selecting = (rule for rule in rules if rule.selects(spec.driver, spec.pool.name, device.name))
+        taints = tuple(rule.spec.taint for rule in selecting)
         return msgspec.structs.replace(device, taints=device.taints + taints) if taints else device
 
-    return msgspec.structs.replace(
-        found, spec=msgspec.structs.replace(spec, written_devices=tuple(map(changed, spec.devices)))
-    )
+    devices = tuple(map(changed, spec.devices))
+    return msgspec.structs.replace(found, spec=msgspec.structs.replace(spec, written_devices=devices))
 
 
 class DeviceId(NamedTuple):

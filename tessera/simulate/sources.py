@@ -15,7 +15,7 @@ from controller.demand.eligibility import CORDONED as NODE_CORDONED
 from controller.explain.availability import CORDONED
 from controller.publication_modes import decide_offer_mode
 from controller.report.cluster_view import ClusterView
-from driver.errors import NOT_FOUND, ApiError, FatalError, UsageError
+from driver.errors import FatalError, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
 from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node
@@ -27,7 +27,7 @@ from driver.slices.publisher import SLICES
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tessera.absent_nodes import anonymous, hardware
 from tessera.simulate.imagined_cluster import Content
-from tessera.simulate.slices import DeviceTaintRule, PoolSlice
+from tessera.simulate.slices import PoolSlice
 
 GPU = re.compile(r"(?P<node>[^/]+)(?:/gpu-(?P<number>[0-9]+))?")
 
@@ -62,8 +62,8 @@ def _idle(node: str, report: GpuReport, mig_gpus: GpuSelection) -> FleetGpu:
 def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> Content:
     """The cluster as it is. Raises ApiError and FatalError."""
     try:
-        slices = tuple(each for each in read_all(client, SLICES, PoolSlice) if each.spec.driver != driver)
-        nodes, rules = tuple(read_all(client, "/api/v1/nodes", Node)), tuple(_taint_rules(client))
+        slices = tuple(read_all(client, SLICES, PoolSlice, {"fieldSelector": f"spec.driver!={driver}"}))
+        nodes = tuple(read_all(client, "/api/v1/nodes", Node))
         minor = re.match(r"\d+", str(client.get_object("/version").get("minor", "")))
     except msgspec.MsgspecError as error:
         raise FatalError(f"an object of the cluster can't be read: {error}") from error
@@ -76,18 +76,9 @@ def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> Content:
         slices=slices,
         policies={each.name: policy for each in view.snapshot.views if (policy := _policy(each, view)) is not None},
         mode=decide_offer_mode("auto", int(minor[0]) if minor else None, view.snapshot.views).mode,
-        rules=rules,
+        rules=cluster.taint_rules,
         offers=frozenset(view.devices.offered),
     )
-
-
-def _taint_rules(client: KubeClient) -> Iterator[DeviceTaintRule]:
-    """The DeviceTaintRules; none where the API server does not serve them."""
-    try:
-        yield from read_all(client, f"{RESOURCE_GROUP}/devicetaintrules", DeviceTaintRule)
-    except ApiError as error:
-        if error.status != NOT_FOUND:
-            raise
 
 
 def _policy(node: NodeView, view: ClusterView) -> PublishPolicy | None:

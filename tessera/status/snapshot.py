@@ -17,13 +17,14 @@ from controller.app import LEASE
 from controller.report.cluster_view import read_cluster
 from controller.report.explanation import Explainer, Explanation
 from driver.errors import FORBIDDEN, ApiError, FatalError, UsageError
-from driver.kube.client import KubeClient, Object
+from driver.kube.client import Object
 from driver.kube.controller_heartbeat import HEARTBEAT, SILENCE_TIMEOUT_SECONDS
 from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP, read_all
 from driver.kube.types import Claim, DeviceClass, GpuNodePlan, ResourceSlice
+from driver.model.plan import PATH
 from driver.slices.publisher import SLICES
-from tessera.cluster_options import find_plans
+from tessera.cluster_options import ListOnceClient, find_plans
 
 EVENT_LIFETIME = timedelta(minutes=10)
 """Processes repeat the Event of a lasting condition every few minutes at the latest: an older Event is outdated."""
@@ -211,7 +212,7 @@ def renewed_at(lease: Object) -> datetime | None:
 class SnapshotReader:
     """Reads a StatusSnapshot. A refused list is recorded, not fatal; ApiError: the API server does not answer."""
 
-    def __init__(self, client: KubeClient, driver: str, namespace: str) -> None:
+    def __init__(self, client: ListOnceClient, driver: str, namespace: str) -> None:
         self._client, self._driver, self._namespace = client, driver, namespace
         self._unreadable: dict[Listing, ReadFailure] = {}
 
@@ -301,6 +302,7 @@ class SnapshotReader:
             plans = find_plans(self._client)
             if plans and any(_lags(plan) for plan in plans):
                 time.sleep(LAG_SECONDS)  # a node that follows its plan has reported by then
+                self._client.forget(PATH)
                 plans = find_plans(self._client)
             return None if plans is None else {plan.metadata.name: plan for plan in plans}
         return {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +21,7 @@ from controller.explain.reasons import Reasoning, find_reasons, reasons_of
 from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import Allocated
 from tessera.simulate.pools import SliceIndex
-from tessera.simulate.slices import DeviceTaintRule, tainted
+from tessera.simulate.slices import tainted
 from tests.conformance.reasons.statements import held, published, questions, reasoning_of, situations, smaller_releases
 from tests.support.fleets import possible
 from tests.support.queues import DRIVER, FULL, Situation, profile, request
@@ -30,8 +29,7 @@ from tests.support.queues import DRIVER, FULL, Situation, profile, request
 
 def fits(there: Situation) -> bool:
     """Whether the scheduler finds devices for the claims of the pending pod on a node that it may run on."""
-    rules = msgspec.convert(msgspec.to_builtins(there.taint_rules), list[DeviceTaintRule])
-    slices = SliceIndex(tainted(each, rules) for each in published(there))
+    slices = SliceIndex(tainted(each, there.taint_rules) for each in published(there))
     allocated = Allocated.of(held(there))
     queue = there.queue
     claims, nodes = [each.claim for each in queue.pending], queue.nodes(queue.pending[0])

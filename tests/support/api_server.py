@@ -10,7 +10,7 @@ import json
 import re
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -213,6 +213,15 @@ class ObjectApi:
     def queries(self, kind: str) -> list[str]:
         return [path for _, found, path in self.requests if found == kind]
 
+    def repeated_lists(self) -> list[str]:
+        """The lists that were read more than once: path and selectors, without looks whether a resource is served."""
+        lists = Counter(
+            parts.path + "?" + "&".join(sorted(part for part in parts.query.split("&") if "Selector" in part))
+            for parts in map(urlsplit, self.queries("list"))
+            if "limit=1" not in parts.query.split("&") and "continue" not in parts.query
+        )
+        return [path for path, count in lists.items() if count > 1]
+
     def store(self, path: str, **fields: Any) -> Object:
         """Somebody else creates or changes the object at ``path``."""
         route = Route.of(path)
@@ -303,7 +312,7 @@ class ObjectApi:
                 for (resource, namespace), folder in sorted(self._folders.items())
                 if route.covers(resource, namespace)
                 for name in sorted(folder)
-                if selected(exchange, name)
+                if selected(exchange, name, folder[name].get("spec", {}).get("driver"))
             ]
             start = int(exchange.query.get("continue", 0))
             end = start + min(self._page, int(exchange.query["limit"]))
@@ -427,10 +436,13 @@ class SliceApi(ObjectApi):
         return super()._problem(command, known, body)
 
 
-def selected(exchange: Exchange, name: str) -> bool:
-    """Whether the request's field selector, where it is of an object's name, means this one."""
-    wanted = exchange.query.get("fieldSelector", "")
-    return not wanted.startswith("metadata.name=") or wanted == f"metadata.name={name}"
+def selected(exchange: Exchange, name: str, driver: str | None = None) -> bool:
+    """Whether the request's field selector means this object, by its name or, of a slice, by its driver."""
+    field, _, wanted = exchange.query.get("fieldSelector", "").partition("=")
+    selects = {"metadata.name": wanted == name}
+    if driver is not None:
+        selects |= {"spec.driver": wanted == driver, "spec.driver!": wanted != driver}
+    return selects.get(field, True)
 
 
 def wanted_object(command: str, route: Route, known: Object | None, body: Object) -> Object:

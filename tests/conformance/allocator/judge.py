@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from driver.kube.types import Allocation, Claim, DeviceClass, Node, Result
+from driver.kube.types import Allocation, Claim, DeviceClass, DeviceTaintRule, Node, Result
 from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import Allocated
 from tessera.simulate.failures import AllocationError, Failure
 from tessera.simulate.pools import SliceIndex
-from tessera.simulate.slices import DeviceTaintRule, PoolSlice, number, tainted
+from tessera.simulate.slices import PoolSlice, number, tainted
 from tests.conformance.allocator.devices import Object, device_class
 from tests.conformance.allocator.scenarios import Scenario, is_for_all_nodes, scenario
 from tests.harness.api import Api

@@ -321,6 +321,14 @@ def test_nodes_that_publish_otherwise_have_room_for_as_much(
     assert [each["claim"] for each in held] == ["default/a", "default/b"]
 
 
+def test_each_list_of_the_cluster_is_read_once(api: ObjectApi, cluster: list[str]) -> None:
+    api.store(f"{SLICES}/ours", spec={"driver": OURS, "pool": {"name": "x", "generation": 1, "resourceSliceCount": 1}})
+    simulated(FULL, *cluster, code=1)
+    assert api.repeated_lists() == []
+    asked_for = {query for path in api.queries("list") if path.startswith(SLICES) for query in [path.partition("?")[2]]}
+    assert asked_for == {f"fieldSelector=spec.driver{sign}{OURS}&limit=500" for sign in ("%3D", "%21%3D")}
+
+
 def test_a_pod_that_is_pending_now_comes_first(api: ObjectApi, cluster: list[str]) -> None:
     api.store(f"{GROUP}/namespaces/default/resourceclaims/early", spec=FULL[0]["spec"])
     spec = {"resourceClaims": [{"name": "gpu", "resourceClaimName": "early"}], "containers": []}

@@ -117,3 +117,20 @@ def test_what_may_not_be_listed_is_unread_and_the_exit_code_says_that_not_all_is
     assert finding["about"] == "ResourceSlices, pending claims, Events"
     assert "403" in finding["message"]
     assert status(kubeconfig).exit_code == 1
+
+
+def test_each_list_is_read_once(api: StatusApi, kubeconfig: Path) -> None:
+    api.store(f"{PATH}/node-a", spec={}, status={})
+    api.store(f"{SLICES}/a", spec=msgspec.to_builtins(item().spec))
+    checks(kubeconfig)
+    assert api.repeated_lists() == []
+
+
+def test_a_plan_that_its_node_follows_meanwhile_is_read_again(
+    api: StatusApi, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.store(f"{SLICES}/a", spec=msgspec.to_builtins(item().spec))
+    api.store(f"{PATH}/node-a", metadata={"name": "node-a", "generation": 2}, spec={}, status={"mode": "Planned"})
+    followed = {"mode": "Planned", "observedGeneration": 2}
+    monkeypatch.setattr("time.sleep", lambda _: api.store(f"{PATH}/node-a", spec={}, status=followed))
+    assert checks(kubeconfig)["mode"]["findings"] == []
