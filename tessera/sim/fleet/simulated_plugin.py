@@ -118,7 +118,9 @@ class FleetNode:
             fields=fields,
         )
         self._plan_status = PlanStatusWriter(client, self.name, plan, self.follower.status, loop=loop)
-        self._fence_release = FenceRelease(client, settings.namespace, self.name, self.follower.unplanned_epoch, loop)
+        self._fence_release = FenceRelease(
+            client, settings.namespace, self.pool.name, self.follower.unplanned_epoch, loop
+        )
 
     @property
     def published(self) -> bool:

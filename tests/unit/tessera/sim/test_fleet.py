@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,15 @@ from click.testing import CliRunner, Result
 from driver.errors import ApiError, EnvironmentFault, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import Claim, Key, Pod
+from driver.model.plan import FENCE, PlanMode
 from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from tessera.cli import main
-from tessera.sim.fleet.fleet import discover, gpus_of
+from tessera.sim.fleet.fleet import SimulatedFleet, discover, gpus_of
 from tessera.sim.fleet.kubelets import Allocated, allocated
-from tessera.sim.fleet.simulated_plugin import OwnSlices
+from tessera.sim.fleet.simulated_plugin import FleetSettings, OwnSlices
 from tests.support.api_server import SLICES, ObjectApi
+from tests.support.running import eventually
 from tests.unit.tessera.test_cli import KUBECONFIG
 
 
@@ -87,6 +90,23 @@ def test_slices_are_read_again_after_a_write_that_failed() -> None:
         with pytest.raises(ApiError), slices.read_again_after_failure():
             raise ApiError("409: it exists")
     assert slices.snapshot().keys() == {Key("", "s")}
+
+
+def test_standalone_nodes_release_their_fence_and_no_other() -> None:
+    fences = "/api/v1/namespaces/tessera/configmaps"
+    other = {"worker-gpu.tessera.dev": "gpu-0"}
+    settings = FleetSettings(
+        "sim", 2, discover("h100-1"), "gpu.tessera.dev", "tessera", PlanMode.STANDALONE, leases=False
+    )
+    owners = {name: {"kind": "Node", "name": name, "uid": name} for name in ("sim-0000", "sim-0001")}
+    stop = threading.Event()
+    with ObjectApi() as api:
+        api.store(f"{fences}/{FENCE}", data=other | {f"{name}-gpu.tessera.dev": "gpu-0" for name in owners})
+        SimulatedFleet(api.server.client(), settings, owners).start(stop)
+        try:
+            eventually(lambda: api.folder(fences)[FENCE]["data"] == other, "both have released their fence")
+        finally:
+            stop.set()
 
 
 def test_a_pods_claims_are_those_that_have_a_name_by_now() -> None:
