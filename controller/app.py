@@ -118,7 +118,7 @@ def run(
     gc.set_threshold(GC_THRESHOLD, 20, 100)
     health = ControllerHealth(settings, stop)
     pages, observe, metrics = _measured(settings.metrics_address, health.unreadable)
-    access = load_configuration(settings.kubeconfig)
+    access = load_configuration(settings.kubeconfig, in_own_process=True)
     client = KubeClient(access, USER_AGENT, health.reach.observer(observe))
     heartbeat = Heartbeat(client, settings.namespace, settings.identity)
     steps = health.observer(observer or unobserved)

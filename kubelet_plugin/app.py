@@ -102,7 +102,7 @@ class NodePlugin:
         self._node_probes = NodeProbes(settings, self._stop)
         kept_fields = KeptFields()
         observe = kept_fields.observer(self._node_probes.reach.observer(metrics.requests if metrics else None))
-        self._client = KubeClient(load_configuration(settings.kubeconfig), USER_AGENT, observe)
+        self._client = KubeClient(load_configuration(settings.kubeconfig, in_own_process=True), USER_AGENT, observe)
         self._recorder = Recorder(self._client, USER_AGENT, settings.node_name)
         count_event = metrics.count_event if metrics else ignore
         self._events = EventReporter(self._recorder.event, settings.node_name, count_event)

@@ -339,7 +339,8 @@ def preflight(settings: NodeSettings, awake: ExitStack) -> None:
     ``awake`` until the next check: idle GPUs take seconds to initialize.
     """
     check_readable(settings.state_dir)
-    owner_reference(KubeClient(load_configuration(settings.kubeconfig), USER_AGENT), settings.node_name)
+    access = load_configuration(settings.kubeconfig, in_own_process=True)
+    owner_reference(KubeClient(access, USER_AGENT), settings.node_name)
     with ExitStack() as stack:
         host, _ = stack.enter_context(open_host(settings, lasting=True))
         Scanner(host, settings).discover()

@@ -6,7 +6,9 @@ import base64
 import ssl
 import subprocess
 import sys
+import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,15 @@ import yaml
 from driver.errors import ApiError, EnvironmentFault
 from driver.kube import credentials as access
 from driver.kube.client import KubeClient
-from driver.kube.credentials import TOKEN_INTERVAL_SECONDS, Access, FileToken, load_configuration
+from driver.kube.credentials import (
+    TOKEN_INTERVAL_SECONDS,
+    Access,
+    CredentialsError,
+    FileToken,
+    KubeconfigToken,
+    load_configuration,
+)
+from driver.kube.kubeconfig import Kubeconfig, read_kubeconfig_in_own_process
 from tests.harness.certs import Authority
 from tests.support.api_server import Exchange, HttpServer
 from tests.support.clock import FakeClock
@@ -25,6 +35,8 @@ from tests.support.clock import FakeClock
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
 UNUSED = {"kubernetes", "pydantic", "requests", "prometheus_client", "celpy", "lark", "deviceclasses", "controller"}
 """What the node plugin has no use for: 35 MiB together."""
+
+IN_BOTH_PROCESSES = pytest.mark.parametrize("in_own_process", [False, True], ids=["read here", "read elsewhere"])
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +83,12 @@ def test_a_pod_without_its_service_accounts_files_is_told(account: Path, missing
         load_configuration(None, POD)
 
 
-def test_the_kubeconfigs_token_is_shown_to_the_server_of_its_context(tmp_path: Path, authority: Path) -> None:
-    found = load_configuration(kubeconfig(tmp_path, authority, {"token": "mine"}), {})
+@IN_BOTH_PROCESSES
+def test_the_kubeconfigs_token_is_shown_to_the_server_of_its_context(
+    tmp_path: Path, authority: Path, in_own_process: bool
+) -> None:
+    path = kubeconfig(tmp_path, authority, {"token": "mine"})
+    found = load_configuration(path, {}, in_own_process=in_own_process)
     assert (found.host, found.authorization()) == ("https://h:1", "Bearer mine")
 
 
@@ -112,7 +128,10 @@ def test_the_token_file_of_a_kubeconfig_is_read_again(
     assert found.authorization() == "Bearer second"
 
 
-def test_an_exec_plugin_is_run_again_when_its_token_has_expired(tmp_path: Path, authority: Path) -> None:
+@IN_BOTH_PROCESSES
+def test_an_exec_plugin_is_run_again_when_its_token_has_expired(
+    tmp_path: Path, authority: Path, in_own_process: bool
+) -> None:
     credential = (
         '{"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", '
         '"status": {"token": "\'$(cat count | wc -c)\'", "expirationTimestamp": "2020-01-01T00:00:00Z"}}'
@@ -120,12 +139,86 @@ def test_an_exec_plugin_is_run_again_when_its_token_has_expired(tmp_path: Path, 
     script = f"cd {tmp_path}; printf x >> count; echo '{credential}'"
     plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": "sh", "args": ["-c", script]}
     path = kubeconfig(tmp_path, authority, {"exec": {**plugin, "interactiveMode": "Never"}})
-    found = load_configuration(path, {})
+    found = load_configuration(path, {}, in_own_process=in_own_process)
     assert (found.authorization(), found.authorization()) == ("Bearer 2", "Bearer 3")
 
 
+def expiring(token: str | None, expires_at: float) -> Kubeconfig:
+    return Kubeconfig("https://h:1", authorization=token, expires_at=expires_at)
+
+
+def test_a_token_is_renewed_five_minutes_before_it_expires_a_short_one_after_half_of_its_lifetime() -> None:
+    clock, read = FakeClock(), list[Kubeconfig]()
+    start = clock.monotonic()
+    read += [expiring("second", start + 3300 + 60), expiring("third", start + 9999)]
+    token = KubeconfigToken(expiring("first", start + 3600), lambda: read.pop(0), clock.monotonic)
+    clock.advance(3299)
+    assert token() == "first"
+    clock.advance(1)
+    assert token() == "second"
+    clock.advance(29)
+    assert token() == "second"
+    clock.advance(1)
+    assert token() == "third"
+
+
+def test_the_token_stays_when_the_exec_plugin_fails() -> None:
+    clock = FakeClock()
+    start = clock.monotonic()
+    results = [expiring(None, start), expiring("second", start + 9999)]
+    token = KubeconfigToken(expiring("first", start + 100), lambda: results.pop(0), clock.monotonic)
+    clock.advance(60)
+    assert (token(), token()) == ("first", "second")
+
+
+def test_credentials_that_cannot_be_renewed_are_an_error_of_the_request(tmp_path: Path, authority: Path) -> None:
+    config = Kubeconfig("https://h:1", authorization="Bearer old", expires_at=0.0)
+    token = KubeconfigToken(config, partial(read_kubeconfig_in_own_process, tmp_path / "gone"))
+    with pytest.raises(CredentialsError, match=r"can't be renewed: No such file or directory: .*gone"):
+        token()
+
+
+def test_what_the_official_client_logs_in_its_own_process_is_logged_here(
+    tmp_path: Path, authority: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": "sh", "args": ["-c", "echo why >&2; exit 3"]}
+    path = kubeconfig(tmp_path, authority, {"exec": {**plugin, "interactiveMode": "Never"}})
+    assert load_configuration(path, {}, in_own_process=True).authorization() is None
+    [record] = caplog.records
+    assert vars(record)["error"] == "exec: process returned 3. why"
+
+
+def test_secrets_of_a_kubeconfig_are_neither_arguments_of_a_process_nor_left_in_files(
+    tmp_path: Path, authority: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    commands: list[list[str]] = []
+
+    class Observed(subprocess.Popen[bytes]):
+        def __init__(self, args: list[str], **options: Any) -> None:
+            commands.append(args)
+            super().__init__(args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Observed)
+    pair = Authority(tmp_path / "ca").issue("me", "me")
+    data = {
+        "client-certificate-data": base64.b64encode(pair.certificate.read_bytes()).decode(),
+        "client-key-data": base64.b64encode(pair.key.read_bytes()).decode(),
+    }
+    path = kubeconfig(tmp_path, authority, {"token": "of-mine", **data})
+    assert load_configuration(path, {}, in_own_process=True).authorization() == "Bearer of-mine"
+    [command] = commands
+    assert command[-1] == str(path)
+    assert "of-mine" not in " ".join(command)
+    assert not list(folder.iterdir())
+
+
+@IN_BOTH_PROCESSES
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "insecure"])
-def test_a_client_certificate_is_shown(tmp_path: Path, verify: bool) -> None:
+def test_a_client_certificate_is_shown(tmp_path: Path, verify: bool, in_own_process: bool) -> None:
     ours, others = Authority(tmp_path / "ours"), Authority(tmp_path / "others")
     pair, user = ours.issue("server", "server", addresses=["127.0.0.1"]), ours.issue("me", "me")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -142,7 +235,7 @@ def test_a_client_certificate_is_shown(tmp_path: Path, verify: bool) -> None:
         path = kubeconfig(tmp_path, trusted.pair.certificate, credentials, **cluster)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", urllib3.exceptions.InsecureRequestWarning)
-            found = load_configuration(path, {})
+            found = load_configuration(path, {}, in_own_process=in_own_process)
             assert KubeClient(found, "test").get_object("/api") == {"a": "b"}
 
 
@@ -183,13 +276,16 @@ def test_the_token_is_sent_as_it_is_at_the_time_of_the_request(tmp_path: Path) -
     assert seen == ["Bearer a", "Bearer b"]
 
 
-def test_in_a_pod_the_node_plugin_loads_nothing_that_it_has_no_use_for(account: Path) -> None:
+@pytest.mark.parametrize("source", ["pod", "kubeconfig"])
+def test_the_node_plugin_loads_nothing_that_it_has_no_use_for(account: Path, authority: Path, source: str) -> None:
+    path = kubeconfig(account, authority, {"token": "mine"}) if source == "kubeconfig" else None
     script = (
         "import sys; from pathlib import Path; from tessera.cli import main; main.get_command(None, 'node')\n"
         "import kubelet_plugin.app, driver.process_exit, kubelet_plugin.checkpoint.files, driver.simulator.node\n"
         "from driver.kube import credentials\n"
         f"credentials.SERVICE_ACCOUNT = Path({str(account)!r})\n"
-        f"credentials.load_configuration(None, {POD!r})\n"
+        f"path = {str(path)!r} if {path is not None} else None\n"
+        f"credentials.load_configuration(path and Path(path), {POD!r}, in_own_process=True)\n"
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
