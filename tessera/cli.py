@@ -138,7 +138,7 @@ def main() -> None:
 )
 @click.option("--existing-partitions", help="Partitions of others: ignore or publish.  [default: ignore]")
 @click.option("--neighbours", help="GPUs that other drivers here allocate: refuse or exclude.  [default: refuse]")
-@click.option("--sim-latency", help="Duration of simulated GPU operations: default or zero.")
+@click.option("--sim-latency", help="Duration of simulated GPU operations: default, zero or measured.")
 @click.option("--metrics-address", help="HOST:PORT to serve /metrics at; :9400 means every address.  [default: none]")
 @click.option(
     "--usage-interval", help="Measure how much of their GPUs claims use, every 15s, for example.  [default: never]"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -18,45 +17,11 @@ from typing import TypeVar
 import msgspec
 import pynvml
 
-from driver.errors import UsageError
 from driver.simulator.description import GpuDescription, NodeDescription
+from driver.simulator.latency import Latency
 from driver.simulator.state.load import WHOLE_GPU, Loads
 from driver.simulator.state.state_file import StateFile
 from driver.simulator.tree import Capabilities
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """Seconds that each operation takes on the simulated GPU.
-
-    Only operations that reconfigure the GPU take time: real NVML queries answer in microseconds. Sources: public logs
-    of an A100 (enabling MIG mode 6.5 s, reset included; creating seven 1g partitions 2.5 s, destroying them 4.4 s).
-    How these times divide between the two kinds of instance, and the mode switch of Hopper, are estimates.
-    """
-
-    mode_with_reset: float = 6.5
-    mode_without_reset: float = 1.0
-    create_gpu_instance: float = 0.307
-    create_compute_instance: float = 0.05
-    destroy_gpu_instance: float = 0.579
-    destroy_compute_instance: float = 0.05
-
-
-DEFAULT_LATENCY = Latency()
-ZERO_LATENCY = Latency(0, 0, 0, 0, 0, 0)
-
-_NAMED = {"default": DEFAULT_LATENCY, "zero": ZERO_LATENCY}
-
-
-def parse_latency(text: str) -> Latency:
-    """Parse the name of a set of latencies: "default" like hardware, "zero" for tests and benchmarks.
-
-    :raises UsageError: any other name
-    """
-    if text not in _NAMED:
-        raise UsageError(f"no latency {text!r}; known: {', '.join(_NAMED)}")
-    return _NAMED[text]
-
 
 EVERY_CALL = "*"
 ANY_INSTANCE = 0xFFFFFFFF

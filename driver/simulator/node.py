@@ -16,15 +16,8 @@ from driver.model.time_slice_and_compute_mode import ComputeMode, TimeSlice
 from driver.simulator import mig_rules, tree
 from driver.simulator.description import GpuDescription, NodeDescription, parse_description
 from driver.simulator.faults import FaultControl
-from driver.simulator.machine import (
-    DEFAULT_LATENCY,
-    MIG_CHANGED,
-    GpuInstance,
-    Latency,
-    Machine,
-    Process,
-    SimulatedGpuState,
-)
+from driver.simulator.latency import DEFAULT_LATENCY, Latency
+from driver.simulator.machine import MIG_CHANGED, GpuInstance, Machine, Process, SimulatedGpuState
 from driver.simulator.nvml import SimulatedNvml, is_simulated
 from driver.simulator.products import Product
 from driver.simulator.state.load import LOAD_PID, WHOLE_GPU, Load, Phase, check_activity, check_memory

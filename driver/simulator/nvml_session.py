@@ -20,6 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import pynvml
 
+from driver.simulator.latency import take
 from driver.simulator.machine import EVERY_CALL, NO_FAULTS, InjectedFaults, Machine, SimulatedEvent
 
 
@@ -156,7 +157,7 @@ S = TypeVar("S", bound="NvmlSession")
 def simulated(*, in_session: bool = True) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
     """Mark a method as the simulation of the pynvml function of its name.
 
-    Outside a session it raises UNINITIALIZED (unless ``in_session`` is False). Injected faults apply to it.
+    Outside a session it raises UNINITIALIZED (unless ``in_session`` is False). Latency and injected faults apply to it.
     """
 
     def decorate(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
@@ -166,6 +167,8 @@ def simulated(*, in_session: bool = True) -> Callable[[Callable[Concatenate[S, P
         def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
             if in_session:
                 self.require_session()
+            if name in self.machine.latency.calls:
+                take(self.machine.latency.calls[name])
             now = self.machine.faults.read()
             if now is NO_FAULTS:
                 return function(self, *args, **kwargs)

@@ -19,7 +19,7 @@ from driver.http import Check, health_pages, serve
 from kubelet_plugin.settings import NodeSettings
 
 if TYPE_CHECKING:
-    from driver.simulator.machine import Latency
+    from driver.simulator.latency import Latency
     from driver.simulator.node import SimulatedNode
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def _simulated_paths(settings: NodeSettings, stack: ExitStack, *, lasting: bool)
 def _simulated(settings: NodeSettings, paths: HostPaths, *, lasting: bool) -> Host:
     # Only a simulated node pays for loading the simulator.
     from driver.simulator.description import load_description
-    from driver.simulator.machine import parse_latency
+    from driver.simulator.latency import parse_latency
     from driver.simulator.node import SimulatedNode
 
     description, latency = load_description(str(settings.simulated)), parse_latency(settings.sim_latency)

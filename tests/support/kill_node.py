@@ -17,7 +17,7 @@ from driver.errors import ApiError
 from driver.hardware.host_paths import HostPaths
 from driver.hardware.node_gpus import Host
 from driver.model.device import Device, devices_of
-from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for

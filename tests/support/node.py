@@ -14,7 +14,7 @@ from driver.hardware.node_gpus import Host
 from driver.model.device import number_gpus
 from driver.model.gpu import Partition
 from driver.simulator.description import NodeDescription, load_description
-from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
 from driver.slices.pool_names import Pool
 from driver.steps import unobserved

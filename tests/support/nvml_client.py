@@ -12,7 +12,8 @@ import msgspec
 
 from driver.simulator import mig_rules, smi_tool
 from driver.simulator.description import load_description
-from driver.simulator.machine import ZERO_LATENCY, Process, SimulatedGpuState
+from driver.simulator.latency import ZERO_LATENCY
+from driver.simulator.machine import Process, SimulatedGpuState
 from driver.simulator.node import SimulatedNode
 from driver.simulator.nvml import SimulatedNvml
 from driver.simulator.products import Product, ProductProfile

@@ -18,7 +18,7 @@ from driver.hardware.topology import numa_node, pci_address, pcie_root
 from driver.model.device import number_gpus
 from driver.model.gpu import MigMode, Placement
 from driver.simulator.description import load_description
-from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
 from driver.simulator.products import facts
 from tests.harness.waiting import wait_for

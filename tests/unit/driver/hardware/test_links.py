@@ -12,7 +12,7 @@ import pytest
 from driver.hardware.links import nvlink_cliques, read_fabric_clique, read_nvlink
 from driver.model.gpu import NvLink
 from driver.simulator.description import FabricDescription, NodeDescription, load_description
-from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
 from tests.support.published import discover
 

@@ -18,7 +18,7 @@ from driver.hardware.time_slice import TimeSliceTool
 from driver.model.gpu import Gpu
 from driver.model.time_slice_and_compute_mode import ComputeMode, TimeSlice
 from driver.simulator.description import load_description
-from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
 from tests.support.nvml_client import enable_mig, one_h100, set_compute_mode
 

@@ -13,7 +13,7 @@ import pytest
 from driver.hardware.topology import Level, Nic, Place, find_nics, level, links_between, place_of
 from driver.model.gpu import NvLink, Placement
 from driver.simulator.description import known_descriptions, load_description
-from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
 from driver.simulator.products import facts
 from tests.support.gpus import gpu_of

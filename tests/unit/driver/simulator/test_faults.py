@@ -11,7 +11,7 @@ import pytest
 
 from driver.errors import StateError, UsageError
 from driver.simulator.description import load_description, parse_gpu
-from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode, describe
 from tests.support.nvml_client import G1, G3, create, cut, enable_mig, gpu_instances, one_h100, remove
 

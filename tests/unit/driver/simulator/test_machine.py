@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,8 +22,9 @@ import pytest
 from driver.errors import EnvironmentFault, StateError, UsageError
 from driver.simulator import machine
 from driver.simulator.description import load_description
-from driver.simulator.machine import DEFAULT_LATENCY, ZERO_LATENCY, Latency, parse_latency
+from driver.simulator.latency import DEFAULT_LATENCY, H200_CALLS, MEASURED_LATENCY, ZERO_LATENCY, Latency, parse_latency
 from driver.simulator.node import SimulatedNode
+from driver.simulator.nvml import is_simulated
 from tests.support.nvml_client import (
     G1,
     G3,
@@ -257,8 +259,23 @@ def test_a_slow_cut_holds_up_neither_other_gpus_nor_readers(tmp_path: Path) -> N
 def test_latency_is_chosen_by_name() -> None:
     assert parse_latency("default") is DEFAULT_LATENCY
     assert parse_latency("zero") is ZERO_LATENCY
-    with pytest.raises(UsageError, match="known: default, zero"):
+    assert parse_latency("measured") is MEASURED_LATENCY
+    with pytest.raises(UsageError, match="known: default, zero, measured"):
         parse_latency("fast")
+
+
+def test_measured_calls_take_as_long_as_on_an_h200(tmp_path: Path) -> None:
+    nvml = SimulatedNode.open(load_description("h100-1"), tmp_path, latency=MEASURED_LATENCY).nvml
+    nvml.nvmlInit()
+    handle = nvml.nvmlDeviceGetHandleByIndex(0)
+    for call in ("nvmlDeviceGetMigMode", "nvmlDeviceGetEccMode"):
+        before = time.perf_counter()
+        getattr(nvml, call)(handle)
+        assert time.perf_counter() - before >= H200_CALLS[call]
+
+
+def test_every_measured_call_is_simulated() -> None:
+    assert all(is_simulated(call) for call in H200_CALLS)
 
 
 def test_nothing_but_device_nodes_is_writable_by_everybody_whatever_the_umask(tmp_path: Path) -> None:

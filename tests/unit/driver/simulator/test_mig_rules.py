@@ -15,7 +15,7 @@ import pynvml
 import pytest
 
 from driver.simulator.description import load_description
-from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode, describe
 from tests.support.nvml_client import create, cut, mig_uuids, placements, profiles_by_name, remaining_capacity
 

@@ -13,7 +13,7 @@ import pynvml
 import pytest
 
 from driver.simulator.description import load_description
-from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
 from driver.simulator.nvml import SimulatedNvml
 from tests.support.nvml_client import G1, G3, create, cut, enable_mig, one_h100, process_on, start_process

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from driver.simulator.description import load_description
-from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
 from tests.support.nvml_client import G1, G3, cut, enable_mig, one_h100, remove
 

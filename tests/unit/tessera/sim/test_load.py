@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from driver.errors import UsageError
 from driver.simulator.description import load_description
-from driver.simulator.machine import ZERO_LATENCY
+from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.load import LOAD_PID, Activity, Load
 from tessera.sim.commands import sim
