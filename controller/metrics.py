@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from controller.capacity import GpuUse, RequestedKinds, SliceState, capacity_of
 from controller.cluster.fleet import Fleet
 from controller.demand.pending_claims import PendingClaim, Queue
+from controller.report.slice_states import GpuUse, RequestedKinds, SliceState, capacity_of
 from driver.kube.types import Claim
 from driver.model.plan import Offer
 from driver.placement.state import OfferKind

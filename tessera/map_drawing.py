@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from controller.capacity import SliceState
 from controller.report.map_model import Holder, MapGpu, MapNode, MapSpan, NodeState
 from controller.report.map_summary import UNUSABLE, ProductSummary, class_of, classes_of, summarize
+from controller.report.slice_states import SliceState
 from tessera.tables_and_drawings import Span, columns, counted, draw_slices, printable
 
 COLOURS = (

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import groupby
 
-from controller.capacity import SliceState
 from controller.report.map_model import MapGpu, MapNode, MapSpan
 from controller.report.map_summary import class_of, classes_of
+from controller.report.slice_states import SliceState
 from tessera.map_drawing import STATES, links, notes_of
 from tessera.tables_and_drawings import printable
 

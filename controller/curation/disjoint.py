@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 
 from controller.curation.curator import OfferDraft
+from controller.curation.planner import PlannedOffers
 from controller.curation.ranked_fleet import Place, RankedFleet
 from controller.demand.demand import Eligible
 from controller.demand.device_search import Budget, choose_devices
@@ -29,14 +29,6 @@ from driver.placement.ranking import Ranking
 from driver.placement.state import FULL, SHARE, OfferKind, Spot
 
 Wanted = tuple[ClaimRequirements, Nodes]
-
-
-@dataclass(frozen=True)
-class DisjointOffers:
-    """``offers`` of which no two overlap. ``planned``: for each claim, by key, those that its pod is to be given."""
-
-    offers: tuple[Offer, ...]
-    planned: Mapping[str, tuple[Offer, ...]] = field(default_factory=dict)
 
 
 class DisjointCurator:
@@ -54,7 +46,7 @@ class DisjointCurator:
 
     def curate(
         self, queue: Queue, published: Collection[Offer], only_on: Mapping[str, Nodes], reserved: Reserved | None = None
-    ) -> DisjointOffers:
+    ) -> PlannedOffers:
         """``published`` are the present offers. ``only_on``: the nodes to plan on for claims that offers did not help.
 
         The keys of ``only_on`` are those of claims (``controller.demand.starvation``).
@@ -76,7 +68,7 @@ class DisjointCurator:
                 planned |= plan.serve_pod(pod, only_on)
         plan.fill(self._offers, self._stickiness)
         offers = {key: tuple(map(ranked.offer, places)) for key, places in planned.items()}
-        return DisjointOffers(tuple(map(ranked.offer, sorted(plan.places))), offers)
+        return PlannedOffers(tuple(map(ranked.offer, sorted(plan.places))), offers)
 
 
 class _Plan:

@@ -7,11 +7,18 @@ from enum import StrEnum
 
 import msgspec
 
-from controller.capacity import RequestedKinds, SliceState, is_divided, share_values, slice_masks, slices_by_state
 from controller.cluster.claim_index import ClaimIndex
 from controller.cluster.fleet import FleetGpu
 from controller.cluster.node_views import UNREACHABLE_TAINTS, NodeView
 from controller.report.cluster_view import ClusterView
+from controller.report.slice_states import (
+    RequestedKinds,
+    SliceState,
+    is_divided,
+    share_values,
+    slice_masks,
+    slices_by_state,
+)
 from driver.kube.types import Claim, GpuNodePlan, Key, Node
 from driver.model.device import SLICE_VALUE, Device, DeviceKind, share_index
 from driver.model.plan import Held, Offer, PlanMode

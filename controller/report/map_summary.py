@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from controller.capacity import SliceState
 from controller.report.map_model import FreePartition, Holder, MapGpu, MapNode, NodeState, Value
+from controller.report.slice_states import SliceState
 
 UNUSABLE = frozenset({NodeState.CORDONED, NodeState.NOT_READY, NodeState.UNREPORTED, NodeState.INCOMPLETE})
 """States of nodes whose GPUs ``unhealthy`` selects."""

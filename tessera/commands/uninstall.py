@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 
 from controller.app import LEASE
-from controller.fence.withdrawal import CANARY
-from controller.node_labels import LABEL_SETS, NODES
+from controller.decision.node_labels import LABEL_SETS, NODES
+from controller.fence.canary import CANARY
 from driver.errors import CONFLICT, FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING

@@ -11,9 +11,9 @@ import msgspec
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import NodeView
+from controller.curation.offer_mode import decide_offer_mode
 from controller.demand.eligibility import CORDONED as NODE_CORDONED
 from controller.explain.availability import CORDONED
-from controller.publication_modes import decide_offer_mode
 from controller.report.cluster_view import ClusterView
 from driver.errors import FatalError, UsageError
 from driver.kube.client import KubeClient

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from controller.publication_modes import FIRST_FAST_MINOR_VERSION
+from controller.curation.offer_mode import FIRST_FAST_MINOR_VERSION
 from driver.kube.types import Claim, GpuNodePlan, ResourceSlice, SliceDevice
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, OfferMode, PlanMode
 from driver.slices.pool_names import Pool

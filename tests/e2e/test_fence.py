@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from controller.cluster.claim_index import PoolDevice
+from controller.fence.canary import Canary
 from controller.fence.configmap import MAX_ENTRIES, FencedDevices
-from controller.fence.withdrawal import Canary, Fence, FenceSettings, Withdrawable
+from controller.fence.fence import Fence, FenceSettings, Withdrawable
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, load_configuration
 from driver.kube.clock import Clock

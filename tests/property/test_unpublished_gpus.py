@@ -24,8 +24,8 @@ from controller.cluster.claim_index import ClaimIndex, PoolDevice
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import NodeView, NodeViews
 from controller.cluster.published_offers import DeviceIndex
-from controller.plans import PlanSpecs
-from controller.publication_modes import HeldPublication, first_offers
+from controller.decision.held_publication import HeldPublication, first_offers
+from controller.decision.plan_specs import PlanSpecs
 from driver.kube.types import (
     Allocation,
     Claim,

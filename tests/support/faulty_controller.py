@@ -21,7 +21,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from controller.app import run
-from controller.fence import withdrawal
+from controller.fence import withdrawals
 from controller.settings import controller_settings
 from controller.steps import Step
 from driver.kube.clock import Clock
@@ -76,7 +76,7 @@ def main(folder: Path) -> None:
     values = json.loads((folder / "settings.json").read_text())
     lease_s, clock_off = values.pop("lease_s"), timedelta(seconds=values.pop("clock_off_s"))
     if values.pop("hasty"):
-        withdrawal.COALESCE_SECONDS = 0.05
+        withdrawals.COALESCE_SECONDS = 0.05
     # A machine whose clock is wrong, in everything this process does.
     Clock.now = lambda self: datetime.now(UTC) + clock_off  # type: ignore[method-assign]
     stop = threading.Event()

@@ -17,7 +17,8 @@ import msgspec
 
 from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
-from controller.fence.withdrawal import Canary, Withdrawable
+from controller.fence.canary import Canary
+from controller.fence.fence import Withdrawable
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.reads import RESOURCE_GROUP

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from controller.cluster.claim_index import PoolDevice
-from controller.fence.withdrawal import Fence
+from controller.fence.fence import Fence
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.types import GpuNodePlan, PlanMetadata

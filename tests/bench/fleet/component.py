@@ -47,28 +47,18 @@ def resync(nodes: int) -> Resync:
     return Resync(**json.loads(answer.stdout))
 
 
-class Watched(Controller):
-    """Says when it has decided."""
-
-    decided = threading.Event()
-
-    def _decide(self) -> float | None:
-        found = super()._decide()
-        if self._decided_at > 0:
-            self.decided.set()
-        return found
-
-
 def measure(nodes: int, directory: Path) -> Resync:
     logging.basicConfig(level=logging.CRITICAL)
     gc.set_threshold(GC_THRESHOLD, 20, 100)
     client = Recorded(directory)
-    work = Watched(client, ControllerSettings())  # type: ignore[arg-type]
+    work = Controller(client, ControllerSettings())  # type: ignore[arg-type]
     began, cpu = time.perf_counter(), time.process_time()
     threading.Thread(target=work.run, args=(threading.Event(),), daemon=True).start()
-    wait_for(work.decided.is_set, SYNCED_S, "the controller has decided")
+    wait_for(lambda: work.last_decision is not None, SYNCED_S, "the controller has decided")
     seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
-    return Resync(nodes, len(work._cache.held()), seconds, cpu_s, memory_mb("self"), memory_mb("self", "VmHWM"))
+    assert work.last_decision is not None
+    held = sum(len(view.held) for view in work.last_decision.snapshot.views)
+    return Resync(nodes, held, seconds, cpu_s, memory_mb("self"), memory_mb("self", "VmHWM"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.node_labels import OWN
+from controller.decision.node_labels import OWN
 from tessera.cli import main
 from tessera.manifest_files import shipped_classes
 from tests.support.chart import (

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet
-from controller.curation.disjoint import DisjointCurator, DisjointOffers
+from controller.curation.disjoint import DisjointCurator
+from controller.curation.planner import PlannedOffers
 from driver.model.device import Device, DeviceKind
 from driver.model.plan import Offer
 from driver.placement.ranking import Ranking
@@ -19,7 +20,7 @@ from tests.support.fleets import device_of
 from tests.support.queues import FULL, SHARE, Situation, first_available, node_of, profile, request, selected_by
 
 
-def curated(there: Situation, published: Iterable[Offer] = (), offers: int = 2) -> DisjointOffers:
+def curated(there: Situation, published: Iterable[Offer] = (), offers: int = 2) -> PlannedOffers:
     return DisjointCurator(Ranking(), offers).curate(there.queue, [*published], {})
 
 
@@ -40,7 +41,7 @@ def planned(there: Situation, **options: object) -> dict[str, list[str]]:
     devices(there, found.offers)
     return {
         key.removeprefix("default/"): [f"{each.gpu.uuid} {each.name}" for each in devices(there, offers)]
-        for key, offers in found.planned.items()
+        for key, offers in (found.by_claim or {}).items()
     }
 
 
@@ -80,7 +81,7 @@ def test_a_published_offer_that_serves_a_claim_is_what_it_is_planned_on() -> Non
     there = Situation(node_of("a", gpus=4))
     before = [offer for offer in curated(there).offers if offer.profile == "2g.20gb"]
     found = curated(there.wants(request(selector=profile("2g.20gb"))), before)
-    assert found.planned["default/claim"] == tuple(before[:1])
+    assert (found.by_claim or {})["default/claim"] == tuple(before[:1])
 
 
 def test_offers_for_claims_to_come_stay_as_they_are() -> None:
@@ -186,11 +187,11 @@ def test_whatever_is_held_and_wanted_no_two_offers_overlap_and_planned_claims_ha
     again = curated(there, first.offers, offers=offers)
     devices(there, again.offers)
     for found in (first, again):
-        for key, chosen in found.planned.items():
+        for key, chosen in (found.by_claim or {}).items():
             assert len(chosen) == wanted[int(key.removeprefix("default/c"))][1]
             assert set(chosen) <= set(found.offers)
-        assert len({offer for each in found.planned.values() for offer in each}) == sum(
-            map(len, found.planned.values())
+        assert len({offer for each in (found.by_claim or {}).values() for offer in each}) == sum(
+            map(len, (found.by_claim or {}).values())
         )
 
 

@@ -36,10 +36,10 @@ class TestReservation:
         reserved = self.reservations.update(queue)
         found = DisjointCurator(Ranking()).curate(queue, [], {}, reserved)
         self.reasons = {
-            reason.pending.key: reason.sentence for reason in reasons_of_waiting(queue, found.planned, (), 1)
+            reason.pending.key: reason.sentence for reason in reasons_of_waiting(queue, (found.by_claim or {}), (), 1)
         }
         self.offered = {offer.gpu for offer in found.offers}
-        return {key.removeprefix("default/"): gpus_of(offers) for key, offers in found.planned.items()}
+        return {key.removeprefix("default/"): gpus_of(offers) for key, offers in (found.by_claim or {}).items()}
 
     def test_after_two_minutes_nothing_new_is_offered_on_the_gpu_with_the_most_free_memory(self) -> None:
         assert self.planned(BUSIER, BUSY, small=2).keys() == {"small-0", "small-1"}

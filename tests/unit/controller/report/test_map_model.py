@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.capacity import SliceState, capacity_of
 from controller.report.map_model import Holder, MapNode, NodeState, cluster_map, requested_kinds
 from controller.report.map_summary import MapFilter, summarize
+from controller.report.slice_states import SliceState, capacity_of
 from tests.support.gpus import H100
 from tests.support.map_cluster import MapCluster, example
 from tests.support.queues import profile, request

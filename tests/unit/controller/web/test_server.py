@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from controller.controller import Decided
+from controller.decision.explain import Decided
 from controller.report.cluster_view import ClusterView
 from controller.settings import controller_settings
 from controller.web import feed, server

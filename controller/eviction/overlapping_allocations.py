@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from controller.cluster.claim_index import ClaimIndex
 from controller.cluster.fleet import Fleet, FleetGpu
+from controller.settings import ControllerSettings
 from driver.config.shared_flags import SUBDOMAIN
 from driver.errors import CONFLICT, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient, Object
@@ -118,19 +119,25 @@ def message_of(pod: Pod, refused: RefusedClaim, node: str) -> str:
     return f"{cause}: this pod can not start; it has no controller that would replace it, so it must be deleted"
 
 
-class ConflictResolver:
+class EvictionCounter(Protocol):
+    """Counts evicted pods."""
+
+    def pod_evicted(self) -> None: ...
+
+
+class OverlapEvictor:
     """Finds conflicts as decisions are made, and resolves those that last."""
 
     def __init__(
         self,
         client: KubeClient,
         recorder: Recorder,
-        driver: str,
+        settings: ControllerSettings,
+        counter: EvictionCounter | None = None,
         clock: Callable[[], float] = time.monotonic,
-        evicted: Callable[[], None] | None = None,
     ) -> None:
-        self._evicted = evicted
-        self._client, self._recorder, self._driver, self._clock = client, recorder, driver, clock
+        self._client, self._recorder, self._counter, self._clock = client, recorder, counter, clock
+        self._driver, self._is_enabled = settings.driver_name, settings.evict_conflicting
         self._by_node: dict[str, frozenset[Conflict]] = {}
         self._due: dict[Conflict, float] = {}
 
@@ -141,6 +148,8 @@ class ConflictResolver:
 
     def update(self, claims: ClaimIndex, fleet: Fleet, changed: Iterable[str]) -> None:
         """Find the conflicts on the nodes that changed, and resolve those that are due. Raises nothing."""
+        if not self._is_enabled:
+            return
         for node in changed:
             holders = claims.holders(Pool(node, self._driver).name)
             self._by_node[node] = conflicts_on(node, fleet.nodes.get(node, ()), holders)
@@ -187,8 +196,8 @@ class ConflictResolver:
             return
         if is_replaced(pod):
             self._client.create(f"{path}/eviction", eviction_of(pod))
-            if self._evicted is not None:
-                self._evicted()
+            if self._counter is not None:
+                self._counter.pod_evicted()
             log.warning(
                 "evicted a pod whose claim was allocated a device that overlaps one of another claim",
                 extra={

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.capacity import REQUESTED_SECONDS, GpuUse, RequestedKinds, capacity_of
 from controller.cluster.fleet import Fleet, FleetGpu
+from controller.report.slice_states import REQUESTED_SECONDS, GpuUse, RequestedKinds, capacity_of
 from driver.model.device import DeviceKind
 from driver.model.plan import Offer, offer_of
 from driver.placement.state import FULL, SHARE, OfferKind

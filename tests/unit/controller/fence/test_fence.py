@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
 from controller.fence import configmap as fenced
-from controller.fence import withdrawal as module
-from controller.fence.withdrawal import Fence, FenceSettings, Withdrawable, Withdrawals
+from controller.fence import fence as module
+from controller.fence import withdrawals as withdrawals_module
+from controller.fence.fence import Fence, FenceSettings, Withdrawable
+from controller.fence.withdrawals import Withdrawals
 from controller.steps import Step
 from driver.errors import ApiError
 from driver.steps import Moment
@@ -415,7 +417,7 @@ def test_no_device_is_both_withdrawn_and_allocated(api: FencedApi, claims: Claim
 def test_an_offer_wanted_again_and_not_again_while_it_is_taken_back_is_withdrawn_only_behind_a_fence(
     api: FencedApi, claims: ClaimsCache, moment: tuple[Step, Moment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "COALESCE_SECONDS", 0.001)
+    monkeypatch.setattr(withdrawals_module, "COALESCE_SECONDS", 0.001)
     changed_its_mind = threading.Event()
 
     def observer(step: Step, when: Moment) -> None:
@@ -428,7 +430,7 @@ def test_an_offer_wanted_again_and_not_again_while_it_is_taken_back_is_withdrawn
     fence = Fence(api.server.client(), claims, AT_ONCE, observer=observer)
     withdrawals = Withdrawals(fence, lambda: None, 1.0, count().__next__, observer)
     withdrawals.decide([A, B], {A, B}.__contains__)
-    with in_thread(withdrawals.run, withdrawals.notify):
+    with in_thread(withdrawals.run, withdrawals.wake):
         eventually(lambda: withdrawals.decide([A, B], {A, B}.__contains__), "it is withdrawn")
         assert changed_its_mind.is_set()
         assert fence.is_fenced(A)

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller import conflicts
 from controller.cluster.claim_index import ClaimIndex
 from controller.cluster.fleet import Fleet
-from controller.conflicts import CONFLICT_SECONDS, PASS_SECONDS, ConflictResolver, conflicts_on
+from controller.eviction import overlapping_allocations
+from controller.eviction.overlapping_allocations import CONFLICT_SECONDS, PASS_SECONDS, OverlapEvictor, conflicts_on
+from controller.settings import ControllerSettings
 from driver.kube.events import Recorder
 from driver.kube.types import Claim
 from driver.model.plan import Held
@@ -90,7 +91,7 @@ class Site:
 
     def __init__(self, api: ClusterApi, clock: FakeClock, recorder: Recorder) -> None:
         self.api, self.clock = api, clock
-        self.resolver = ConflictResolver(api.server.client(), recorder, DRIVER, clock.monotonic)
+        self.resolver = OverlapEvictor(api.server.client(), recorder, ControllerSettings(), clock=clock.monotonic)
         self.fleet = Fleet.of(fleet_gpu(NODE, number, H100, "full", "mig-1g10gb-0") for number in range(3))
 
     def claim(self, name: str, device: str, *pods: str, **status: Any) -> None:
@@ -287,7 +288,7 @@ def test_decisions_do_not_wait_for_an_api_server_that_is_slow(site: Site) -> Non
 def test_a_controller_evicts_unless_it_is_told_not_to(
     site: Site, monkeypatch: pytest.MonkeyPatch, evicts: bool
 ) -> None:
-    monkeypatch.setattr(conflicts, "CONFLICT_SECONDS", 0.0)
+    monkeypatch.setattr(overlapping_allocations, "CONFLICT_SECONDS", 0.0)
     site.api.store(f"/api/v1/nodes/{NODE}")
     site.claim("first", SMALL, devices=ready(SMALL))
     site.claim("second", SMALL, "pod")

@@ -1,8 +1,5 @@
 """The fence: how an offer that still fits is withdrawn without allocating its memory twice.
 
-``Withdrawals`` fences offers that are no longer wanted. Such an offer stays withdrawn until it has left the node's
-slices or is wanted again.
-
 The scheduler decides from its own cache and writes the allocation milliseconds or minutes later. A device may be
 withdrawn only if no claim holds it and no decision for it can still be written. Hence the steps of
 ``controller.steps.Step``, after which the node may withdraw it:
@@ -34,20 +31,17 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
+from controller.fence.canary import Canary
 from controller.fence.configmap import FencedDevices
 from controller.steps import Observer, Step
-from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError
-from driver.kube.client import KubeClient, Object
+from driver.errors import ApiError
+from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
-from driver.kube.reads import RESOURCE_GROUP
-from driver.kube.work_loop import Loop
 from driver.model.plan import FENCE
 from driver.steps import observed, unobserved
 
@@ -62,19 +56,8 @@ ROOM_POLL_INTERVAL_SECONDS = 1.0
 PROBE_INTERVAL_SECONDS = 0.005
 """Time between two dry runs; on a busy machine the fence was in force within 8 ms."""
 
-COALESCE_SECONDS = 1.0
-"""Time in which devices are collected: fencing takes five requests, whatever their number."""
-
-URGENT_COALESCE_SECONDS = 0.02
-"""The same for devices for which a pending claim waits."""
-
 DECISION_CATCH_UP_SECONDS = 2.0
 """Longest time that a decision waits for the cache of claims."""
-
-CANARY = "tessera-canary"
-"""Name of the canary claim. No pod uses it and its class does not exist, so it is never allocated."""
-
-ANNOTATION = "gpu.tessera.dev/canary"
 
 
 @dataclass(frozen=True)
@@ -235,140 +218,3 @@ class Fence:
             self.lift(devices)
         except ApiError as error:
             log.warning("offered devices stay fenced for now", extra={"count": len(devices), "error": str(error)})
-
-
-class Withdrawals:
-    """Thread-safe. ``on_change`` is called when a device may be withdrawn; it must return quickly.
-
-    An unwanted device first stays published for ``linger_s``. Its taint prevents new decisions meanwhile, and earlier
-    ones are written, so that the fence hardly ever refuses one; and most devices are wanted again by then, or are
-    removed without a fence because a claim on their GPU is prepared.
-    """
-
-    def __init__(
-        self,
-        fence: Fence,
-        on_change: Callable[[], None],
-        linger_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        observer: Observer = unobserved,
-    ) -> None:
-        self._fence = fence
-        self._linger_s = linger_s
-        self._on_change = on_change
-        self._clock = clock
-        self._observer = observer
-        self._lock = threading.Lock()
-        self._unwanted_since: dict[PoolDevice, float] = {}
-        self._urgent: set[PoolDevice] = set()
-        self._batch: set[PoolDevice] = set()
-        self._withdrawn: set[PoolDevice] = set()
-        self._loop = Loop("withdrawing offers", self._take_back, URGENT_COALESCE_SECONDS)
-        self.run = self._loop.run
-        self.notify = self._loop.notify
-
-    def decide(
-        self,
-        excess: Collection[PoolDevice],
-        is_published: Callable[[PoolDevice], bool],
-        urgent: Collection[PoolDevice] = (),
-    ) -> frozenset[PoolDevice]:
-        """Begin to withdraw ``excess``. Returns the devices that the nodes may remove now.
-
-        ``urgent`` are those that a pending claim waits for: they do not stay published for ``linger_s``.
-        """
-        with self._lock:
-            excess, now = set(excess), self._clock()
-            self._withdrawn = {device for device in self._withdrawn & excess if is_published(device)}
-            # A device whose fence expired before the node removed it starts again.
-            self._withdrawn = {device for device in self._withdrawn if self._fence.is_fenced(device)}
-            wanted = excess - self._withdrawn
-            self._unwanted_since = {device: self._unwanted_since.get(device, now) for device in wanted}
-            # The fence of a device that is wanted again is lifted: it leaves the batch.
-            self._batch &= excess
-            self._urgent = wanted & set(urgent)
-            todo, withdrawn = bool(wanted), frozenset(self._withdrawn)
-            at_once = not self._urgent <= self._batch
-        if todo:
-            self._loop.notify_within(0.0 if at_once else COALESCE_SECONDS)
-        return withdrawn
-
-    def _take_back(self) -> float | None:
-        """Fence the devices that are due. Returns seconds until the next is due."""
-        with self._lock:
-            now = self._clock()
-            lingers = {
-                device: since
-                for device, since in self._unwanted_since.items()
-                if now - since < self._linger_s and device not in self._urgent
-            }
-            due = self._unwanted_since.keys() - lingers.keys()
-            self._batch = set(due)
-        self._fence.expire()
-        if due:
-            self._withdraw(due)
-        return min(lingers.values()) + self._linger_s - now if lingers else None
-
-    def _withdraw(self, due: set[PoolDevice]) -> None:
-        result = self._fence.take_back(due)
-        free = result.devices
-        with observed(self._observer, Step.WITHDRAW):
-            with self._lock:
-                wanted_again = free - self._batch
-                self._withdrawn |= free & self._batch
-                for device in self._batch - result.undecided:
-                    self._unwanted_since.pop(device, None)
-            self._fence.lift(wanted_again)
-            self._on_change()
-
-
-class Canary:
-    """The claim ``namespace/tessera-canary``, created on first use."""
-
-    def __init__(self, client: KubeClient, namespace: str) -> None:
-        self._client = client
-        self._folder = f"{RESOURCE_GROUP}/namespaces/{namespace}/resourceclaims"
-        self._path = f"{self._folder}/{CANARY}"
-        request = {"name": "canary", "exactly": {"deviceClassName": CANARY}}
-        self._object: Object = {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "ResourceClaim",
-            "metadata": {"name": CANARY, "namespace": namespace},
-            "spec": {"devices": {"requests": [request]}},
-        }
-
-    def touch(self) -> int:
-        """Change the claim. Returns its new version. Raises ApiError."""
-        body = {"metadata": {"annotations": {ANNOTATION: uuid.uuid4().hex}}}
-        stored = self._client.patch_existing(self._path, body) or self._create()
-        return int(stored["metadata"]["resourceVersion"])
-
-    def refusal(self, device: PoolDevice) -> str:
-        """The refusal of a dry run that allocates ``device`` to the claim; empty if accepted. Raises ApiError."""
-        result = {"request": "canary", "driver": "gpu.tessera.dev", "pool": device.pool, "device": device.device}
-        body = {**self._object, "status": {"allocation": {"devices": {"results": [result]}}}}
-        try:
-            self._dry_run(body)
-        except ApiError as error:
-            if error.status not in (FORBIDDEN, INVALID):
-                raise
-            return str(error)
-        return ""
-
-    def _dry_run(self, body: Object) -> None:
-        try:
-            self._client.replace(f"{self._path}/status", body, {"dryRun": "All"})
-        except ApiError as error:
-            if error.status != NOT_FOUND:
-                raise
-            self._create()
-            self._client.replace(f"{self._path}/status", body, {"dryRun": "All"})
-
-    def _create(self) -> Object:
-        """Create the claim, or read the one that another leader has just created."""
-        try:
-            return self._client.create(self._folder, self._object)
-        except ApiError as error:
-            if error.status != CONFLICT:
-                raise
-        return self._client.patch(self._path, {})

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from controller.cluster.claim_index import PoolDevice
-from controller.fence.withdrawal import Fence, FenceSettings, Withdrawals
+from controller.fence.fence import Fence, FenceSettings
+from controller.fence.withdrawals import Withdrawals
 from tests.support.fence_race import POOL, ClaimsCache, allocate, claims_cache, new_claim
 from tests.support.running import eventually, in_thread
-from tests.unit.controller.fence.test_withdrawal import FencedApi
+from tests.unit.controller.fence.test_fence import FencedApi
 
 A, B, C = (PoolDevice(POOL, f"gpu-{number}") for number in range(3))
 LINGER_S = 10.0
@@ -35,8 +36,8 @@ class Taking:
         """Time passes, and the work that is due is done."""
         self.now += seconds
         before = self.changes
-        with in_thread(self.withdrawals.run, self.withdrawals.notify):
-            self.withdrawals.notify()
+        with in_thread(self.withdrawals.run, self.withdrawals.wake):
+            self.withdrawals.wake()
             eventually(lambda: self.changes > before, "it was taken back")
 
 
@@ -54,7 +55,7 @@ def taking(api: FencedApi) -> Iterator[Taking]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controller.fence.withdrawal.COALESCE_SECONDS", 0)
+    monkeypatch.setattr("controller.fence.withdrawals.COALESCE_SECONDS", 0)
 
 
 def test_a_device_lingers_before_it_is_fenced_and_may_go(api: FencedApi, taking: Taking) -> None:

@@ -14,17 +14,13 @@ from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import Dedication, NodeView
 from controller.cluster.published_offers import DeviceIndex
-from controller.controller import DECISION_INTERVAL_SECONDS, soonest
-from controller.plans import (
-    LAZY_WRITE_DELAY_SECONDS,
-    MAX_WRITES,
-    RETRY_INTERVAL_SECONDS,
-    PlanSpecs,
-    PlanWriter,
-)
+from controller.decision.decision import DECISION_INTERVAL_SECONDS
+from controller.decision.plan_specs import PlanSpecs
+from controller.decision.plan_writer import LAZY_WRITE_DELAY_SECONDS, MAX_WRITES, RETRY_INTERVAL_SECONDS, PlanWriter
 from driver.kube.client import Object
 from driver.kube.controller_heartbeat import SILENCE_TIMEOUT_SECONDS
 from driver.kube.types import PAUSED, GpuNodePlan, PlanMetadata
+from driver.kube.work_loop import soonest
 from driver.model.plan import Offer, PlanMode, PlanSpec, PlanStatus, PublishHeld, offer_of
 from tests.support.api_server import Exchange, HttpServer
 from tests.support.node_views import changes, fleet_of
@@ -136,9 +132,9 @@ def writing(server: Server) -> Writing:
 
 
 def test_decisions_are_never_further_apart_than_the_sign_of_life_needs() -> None:
-    assert soonest(None, None) == DECISION_INTERVAL_SECONDS
-    assert soonest(55.0, None) == DECISION_INTERVAL_SECONDS
-    assert soonest(55.0, 0.3, None) == 0.3
+    assert soonest(DECISION_INTERVAL_SECONDS, None, None) == DECISION_INTERVAL_SECONDS
+    assert soonest(DECISION_INTERVAL_SECONDS, 55.0, None) == DECISION_INTERVAL_SECONDS
+    assert soonest(DECISION_INTERVAL_SECONDS, 55.0, 0.3, None) == 0.3
     assert 2 * DECISION_INTERVAL_SECONDS < SILENCE_TIMEOUT_SECONDS
 
 
@@ -182,17 +178,17 @@ def test_a_plan_that_does_not_change_is_not_written(writing: Writing) -> None:
 
 def test_that_a_withdrawn_device_has_gone_is_no_reason_to_write(writing: Writing) -> None:
     writing.has(spec(SMALL, withdrawn=("gpu-1",))).write(spec(SMALL))
-    assert writing.writer.due_in_s() is None
+    assert writing.writer.next_s is None
 
 
 def test_an_offer_is_written_at_once_and_the_rest_with_it_or_a_moment_later(writing: Writing) -> None:
     writing.has(spec(SMALL))
     for wanted in (spec(held=(SMALL,)), spec(held=(SMALL,), withdrawn=("gpu-1",))):
         assert writing.write(wanted) == 0
-    assert writing.writer.due_in_s() == LAZY_WRITE_DELAY_SECONDS
+    assert writing.writer.next_s == LAZY_WRITE_DELAY_SECONDS
     writing.now += LAZY_WRITE_DELAY_SECONDS
     assert writing.write(wanted) == 1
-    assert writing.writer.due_in_s() is None
+    assert writing.writer.next_s is None
     assert writing.write(spec(OTHER, held=())) == 1
 
 
@@ -247,10 +243,10 @@ def test_a_plan_that_can_not_be_written_keeps_nobody_and_is_tried_again(caplog: 
         assert "not today" in str(caplog.records[-1].__dict__)
         server.refused = ()
         assert writer.write({"n1": both["n1"]}, {}, owners) == 0
-        assert writer.due_in_s() == RETRY_INTERVAL_SECONDS
+        assert writer.next_s == RETRY_INTERVAL_SECONDS
         now += RETRY_INTERVAL_SECONDS
         assert writer.write({"n1": both["n1"]}, {}, owners) == 1
-        assert writer.due_in_s() is None
+        assert writer.next_s is None
 
 
 def test_only_plans_are_looked_at_of_which_something_has_changed_or_that_wait_to_be_written(writing: Writing) -> None:
@@ -309,7 +305,7 @@ def test_of_many_plans_those_that_offer_something_are_written_first_and_the_rest
     assert writing.writer.write(wanted, {}, uids) == MAX_WRITES
     written = {body["metadata"]["name"] for body in writing.server.bodies}
     assert names[-1] in written
-    assert writing.writer.due_in_s() == 0.0
+    assert writing.writer.next_s == 0.0
     there = {name: GpuNodePlan(PlanMetadata(name, "1"), wanted[name]) for name in written}
     assert writing.writer.write(wanted, there, uids) == MAX_WRITES
-    assert writing.writer.due_in_s() is None
+    assert writing.writer.next_s is None

@@ -1,43 +1,17 @@
-"""How nodes publish: with counters or disjoint offers, and whether with the held devices of GPUs without offers."""
+"""Whether nodes publish the held devices of GPUs without offers."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
 
 from controller.cluster.fleet import Fleet
-from controller.cluster.node_views import NodeView
 from driver.kube.types import GpuNodePlan
-from driver.model.plan import COUNTERS_FIELD, MODE_SPREAD_SECONDS, Offer, OfferMode, PublishHeld
+from driver.model.plan import MODE_SPREAD_SECONDS, Offer, PublishHeld
 
 RETURN_SHARE = 0.8
 """A cluster near the limit of GPUs must not change to and fro as nodes come and go."""
-
-FIRST_FAST_MINOR_VERSION = 37
-"""The scheduler of Kubernetes 1.36 takes about a second for a pod at 1,000 nodes with counters (docs/scale.md)."""
-
-
-class DecidedMode(NamedTuple):
-    """The offer mode of the cluster, and why."""
-
-    mode: OfferMode
-    reason: str
-
-
-def decide_offer_mode(setting: str, minor_version: int | None, views: Iterable[NodeView]) -> DecidedMode:
-    """``setting``: auto, counters or disjoint; ``minor_version``: that of the API server, None if it is unknown.
-
-    Where an API server does not keep counters, offers must be disjoint whatever the setting.
-    """
-    if any(COUNTERS_FIELD in view.status.dropped for view in views):
-        return DecidedMode(OfferMode.DISJOINT, f"the API server does not keep {COUNTERS_FIELD} of devices")
-    if setting != "auto":
-        return DecidedMode(OfferMode(setting.capitalize()), f"--offer-mode {setting}")
-    if minor_version is not None and minor_version < FIRST_FAST_MINOR_VERSION:
-        return DecidedMode(OfferMode.DISJOINT, f"Kubernetes 1.{minor_version}: its scheduler is slow with counters")
-    return DecidedMode(OfferMode.COUNTERS, "the scheduler subtracts counters")
 
 
 class HeldPublication:

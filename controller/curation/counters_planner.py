@@ -1,0 +1,53 @@
+"""The planner for schedulers that subtract counters: offers may overlap, and the scheduler chooses among them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from controller.cluster.claim_index import PoolDevice
+from controller.cluster.fleet import Fleet
+from controller.cluster.published_offers import DeviceIndex
+from controller.curation.curator import Curator
+from controller.curation.listed_devices import ListedDevices
+from controller.curation.planner import PlannedOffers
+from controller.demand.demand import demand_of
+from controller.demand.pending_claims import Queue
+from controller.demand.queued_workloads import Countable
+from controller.demand.starvation import StarvationFallback
+from driver.model.plan import Offer, OfferMode
+from driver.placement.ranking import Ranking
+from driver.placement.state import OfferKind
+
+
+class CountersPlanner:
+    """``offers``: the number of offers of each kind without pending claims. ``min_published``: see ListedDevices."""
+
+    mode = OfferMode.COUNTERS
+
+    def __init__(self, ranking: Ranking, offers: int, min_published: Mapping[OfferKind, int] | None) -> None:
+        self._curator = Curator(ranking, offers)
+        self._starvation = StarvationFallback()
+        self._listed = ListedDevices(min_published, offers)
+
+    @property
+    def next_s(self) -> float | None:
+        return self._starvation.next_s
+
+    def plan(self, queue: Queue, devices: DeviceIndex) -> PlannedOffers:
+        """Offers that serve the demand of pending claims, and some of each kind for future claims.
+
+        Present offers of a kind that is in demand are kept: the scheduler may just have given one to a claim.
+        """
+        demands = demand_of(queue, self._starvation.widened(queue))
+        requested = {demand.key for demand in demands}
+        protected = [offer for offer in devices.offered if OfferKind(offer.type, offer.profile) in requested]
+        return PlannedOffers(self._curator.curate(queue.feasibility.fleet, demands, devices.offered, protected))
+
+    def listed(self, fleet: Fleet, nodes: Collection[str], needed: Iterable[Countable]) -> frozenset[Offer]:
+        return self._listed.update(fleet, nodes, needed)
+
+    def obstacles(
+        self, devices: DeviceIndex, offers: Collection[Offer], withdrawn: Collection[PoolDevice] = ()
+    ) -> Mapping[Offer, Collection[PoolDevice]]:
+        """None: counters keep offers of one GPU apart."""
+        return {}

@@ -1,0 +1,1 @@
+"""Evicting pods that can not start."""

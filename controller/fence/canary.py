@@ -1,0 +1,67 @@
+"""The canary claim, which proves what the API server and the cache of claims have seen."""
+
+from __future__ import annotations
+
+import uuid
+
+from controller.cluster.claim_index import PoolDevice
+from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError
+from driver.kube.client import KubeClient, Object
+from driver.kube.reads import RESOURCE_GROUP
+
+CANARY = "tessera-canary"
+"""Name of the canary claim. No pod uses it and its class does not exist, so it is never allocated."""
+
+ANNOTATION = "gpu.tessera.dev/canary"
+
+
+class Canary:
+    """The claim ``namespace/tessera-canary``, created on first use."""
+
+    def __init__(self, client: KubeClient, namespace: str) -> None:
+        self._client = client
+        self._folder = f"{RESOURCE_GROUP}/namespaces/{namespace}/resourceclaims"
+        self._path = f"{self._folder}/{CANARY}"
+        request = {"name": "canary", "exactly": {"deviceClassName": CANARY}}
+        self._object: Object = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {"name": CANARY, "namespace": namespace},
+            "spec": {"devices": {"requests": [request]}},
+        }
+
+    def touch(self) -> int:
+        """Change the claim. Returns its new version. Raises ApiError."""
+        body = {"metadata": {"annotations": {ANNOTATION: uuid.uuid4().hex}}}
+        stored = self._client.patch_existing(self._path, body) or self._create()
+        return int(stored["metadata"]["resourceVersion"])
+
+    def refusal(self, device: PoolDevice) -> str:
+        """The refusal of a dry run that allocates ``device`` to the claim; empty if accepted. Raises ApiError."""
+        result = {"request": "canary", "driver": "gpu.tessera.dev", "pool": device.pool, "device": device.device}
+        body = {**self._object, "status": {"allocation": {"devices": {"results": [result]}}}}
+        try:
+            self._dry_run(body)
+        except ApiError as error:
+            if error.status not in (FORBIDDEN, INVALID):
+                raise
+            return str(error)
+        return ""
+
+    def _dry_run(self, body: Object) -> None:
+        try:
+            self._client.replace(f"{self._path}/status", body, {"dryRun": "All"})
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            self._create()
+            self._client.replace(f"{self._path}/status", body, {"dryRun": "All"})
+
+    def _create(self) -> Object:
+        """Create the claim, or read the one that another leader has just created."""
+        try:
+            return self._client.create(self._folder, self._object)
+        except ApiError as error:
+            if error.status != CONFLICT:
+                raise
+        return self._client.patch(self._path, {})
