@@ -33,34 +33,46 @@ class DeviceIndex:
         self.free: dict[Offer, PoolDevice] = {}
         self.offered: set[Offer] = set()
         self.managed: dict[Offer, PoolDevice] = {}
+        self._complete_nodes: set[str] = set()
+        """Names of the nodes that publish every device."""
         self._complete: set[str] = set()
-        """UUIDs of the GPUs of nodes that publish every device."""
+        """UUIDs of their GPUs."""
         self._fleet = Fleet()
         self._by_pool: dict[str, NodeDevices] = {}
         self._with_free: dict[str, NodeDevices] = {}
         """By pool, the nodes with free devices."""
         self._pools: dict[str, str] = {}
         """The names of the pools, by node."""
+        self._unpublished: dict[str, tuple[GpuNodePlan, frozenset[Offer]]] = {}
+        """By node, what a plan offers and the node does not publish: until plan or node change."""
 
     def update(self, views: Sequence[NodeView], changes: Changes, fleet: Fleet) -> None:
         """Take over ``views`` and the fleet built from them; nodes that did not change are not looked at again."""
         renewed = changes.views
         if changes.membership or self._fleet.hardware is not fleet.hardware:
             renewed, self._by_pool, self._with_free = views, {}, {}
+            self._complete_nodes, self._unpublished = set(), {}
             self._pools = {view.name: view.pool for view in views}
         self._fleet = fleet
         for view in renewed:
-            found = self._by_pool[view.pool] = _node_devices(view, fleet.nodes.get(view.name, ()))
-            self._with_free.pop(view.pool, None)
-            if found.free:
-                self._with_free[view.pool] = found
-        complete = [found.view.name for found in self._by_pool.values() if found.view.is_complete]
-        self._complete = {entry.gpu.uuid for name in complete for entry in fleet.nodes.get(name, ())}
+            self._update_node(view)
+        self._complete = {gpu.gpu.uuid for node in self._complete_nodes for gpu in fleet.nodes.get(node, ())}
         self.free, self.offered, self.managed = {}, set(), {}
-        for found in self._with_free.values():
-            self.free.update(found.free)
-            self.offered |= found.offered
-            self.managed.update(found.free if found.view.follows_plan else {})
+        for node in self._with_free.values():
+            self.free.update(node.free)
+            self.offered |= node.offered
+            if node.view.follows_plan:
+                self.managed.update(node.free)
+
+    def _update_node(self, view: NodeView) -> None:
+        node = self._by_pool[view.pool] = _node_devices(view, self._fleet.nodes.get(view.name, ()))
+        self._with_free.pop(view.pool, None)
+        if node.free:
+            self._with_free[view.pool] = node
+        self._complete_nodes.discard(view.name)
+        if view.is_complete:
+            self._complete_nodes.add(view.name)
+        self._unpublished.pop(view.name, None)
 
     def is_published(self, device: PoolDevice) -> bool:
         """Whether ``device`` is in the slices."""
@@ -85,14 +97,23 @@ class DeviceIndex:
 
     def unpublished(self, plans: Mapping[str, GpuNodePlan]) -> set[Offer]:
         """What ``plans`` offer on nodes that follow them, and that is neither in the slices nor held."""
-        following = (found.view for found in self._by_pool.values() if found.view.follows_plan)
-        found = set()
-        for view in following:
-            offers = plans[view.name].spec.offered if view.name in plans and not view.is_complete else ()
-            gpus = ((offer, self._fleet.gpus.get(offer.gpu)) for offer in offers)
-            names = {offer: gpu.name(offer) for offer, gpu in gpus if gpu is not None}
-            found |= {offer for offer, name in names.items() if name not in view.published and name not in view.held}
-        return found
+        offers: set[Offer] = set()
+        for name, plan in plans.items():
+            remembered = self._unpublished.get(name)
+            if remembered is None or remembered[0] is not plan:
+                remembered = self._unpublished[name] = (plan, self._unpublished_on(name, plan))
+            offers |= remembered[1]
+        return offers
+
+    def _unpublished_on(self, node: str, plan: GpuNodePlan) -> frozenset[Offer]:
+        devices = self._by_pool.get(self._pools.get(node, ""))
+        if devices is None or not devices.view.follows_plan or devices.view.is_complete:
+            return frozenset()
+        view = devices.view
+        gpus = ((offer, self._fleet.gpus.get(offer.gpu)) for offer in plan.spec.offered)
+        names = {offer: gpu.name(offer) for offer, gpu in gpus if gpu is not None}
+        published = view.published.keys() | view.held.keys()
+        return frozenset(offer for offer, name in names.items() if name not in published)
 
     def obstacles(self, offers: Collection[Offer], withdrawn: Collection[PoolDevice]) -> dict[Offer, set[PoolDevice]]:
         """Those of ``offers`` that overlap published devices which no claim holds, except ``withdrawn``, with these.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from hashlib import blake2b
 from itertools import islice
 from typing import NamedTuple
 
@@ -19,6 +20,9 @@ from driver.kube.types import Expression, Node, NodeSelector, NodeTerm, Pod, Pod
 
 SHOWN = 4
 """Causes, terms of a node affinity, requirements of a term, and values of a requirement, that a message names."""
+
+MAX_CONDITIONS = 64
+"""Kinds of pods for which the nodes are remembered whether the last decision needed them or not."""
 
 CORDONED = Taint("node.kubernetes.io/unschedulable", "NoSchedule")
 """The taint that a pod must tolerate to run on an unschedulable node."""
@@ -46,37 +50,40 @@ class Excluded(NamedTuple):
 
 
 class Eligibility:
-    """The nodes on which pods may run; remembers the answers for the pods of the last two decisions."""
+    """The nodes on which pods may run; remembers the answers for the pods of recent decisions."""
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self._nodes = tuple(nodes)
+        self._all_nodes = frozenset(node.metadata.name for node in self._nodes)
         self._nodes_of: dict[bytes, frozenset[str]] = {}
         self._before: dict[bytes, frozenset[str]] = {}
 
     def forget_unused(self) -> None:
-        """Begin a decision: keep the answers that the last one used."""
-        self._before, self._nodes_of = self._nodes_of, {}
+        """Begin a decision: of many answers keep those that the last decision used."""
+        if len(self._nodes_of) > MAX_CONDITIONS:
+            self._before, self._nodes_of = self._nodes_of, {}
 
     def nodes_for(self, pod: Pod, allocations: Iterable[NodeSelector] = ()) -> frozenset[str]:
         """Names of the nodes for ``pod``, whose allocated claims are available on the nodes of ``allocations``."""
         spec, selectors = pod.spec, tuple(allocations)
-        key = condition_of(spec, selectors)
-        if key not in self._nodes_of:
-            known = self._before.get(key)
-            self._nodes_of[key] = known if known is not None else self._admitting(spec, selectors)
-        return self._nodes_of[key]
+        condition = condition_of(spec, selectors)
+        if condition not in self._nodes_of:
+            before = self._before.get(condition)
+            self._nodes_of[condition] = before if before is not None else self._admitting(spec, selectors)
+        return self._nodes_of[condition]
 
     def _admitting(self, spec: PodSpec, selectors: Sequence[NodeSelector]) -> frozenset[str]:
-        return frozenset(node.metadata.name for node in self._nodes if admits(spec, node, selectors))
+        nodes = frozenset(node.metadata.name for node in self._nodes if admits(spec, node, selectors))
+        return self._all_nodes if nodes == self._all_nodes else nodes  # one object for most pods
 
 
 def condition_of(spec: PodSpec, allocations: Iterable[object]) -> bytes:
-    """Everything of such a pod that decides on which nodes it may run: pods with equal ones have equal exclusions.
+    """A digest of everything of such a pod that decides on which nodes it may run.
 
     ``allocations`` are the node selectors of its allocated claims, with or without the claims' names.
     """
     parts = (spec.node_name, spec.node_selector, spec.affinity, spec.tolerations, tuple(allocations))
-    return msgspec.json.encode(parts)
+    return blake2b(msgspec.json.encode(parts), digest_size=16).digest()
 
 
 def admits(spec: PodSpec, node: Node, allocations: Iterable[NodeSelector] = ()) -> bool:
