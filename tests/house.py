@@ -55,7 +55,8 @@ def findings() -> tuple[Finding, ...]:
     broken = [*_classes(trees), *_folders()]
     for file, tree in trees.items():
         broken += _module(file, texts[file].count("\n"))
-        broken += [*_functions(file, tree), *_dodges(file, tree), *_vague_names(file, tree)]
+        for node in ast.walk(tree):
+            broken += [*_function(file, node), *_dodge(file, node), *_vague_names(file, node)]
     return tuple(sorted(broken, key=lambda finding: (RULES.index(finding.rule), finding.file, finding.line)))
 
 
@@ -83,37 +84,34 @@ def _module(file: str, lines: int) -> Iterator[Finding]:
         yield Finding(SHORT, file, 1, f"{lines} lines")
 
 
-def _functions(file: str, tree: ast.Module) -> Iterator[Finding]:
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        lines = (node.end_lineno or node.lineno) - node.lineno + 1
-        if lines > LONGEST_FUNCTION:
-            yield Finding(FUNCTION, file, node.lineno, f"{node.name} has {lines} lines")
-        parameters = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs) - 1
-        if node.name == "__init__" and parameters > MOST_PARAMETERS:
-            yield Finding(CONSTRUCTOR, file, node.lineno, f"{parameters} parameters")
+def _function(file: str, node: ast.AST) -> Iterator[Finding]:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    lines = (node.end_lineno or node.lineno) - node.lineno + 1
+    if lines > LONGEST_FUNCTION:
+        yield Finding(FUNCTION, file, node.lineno, f"{node.name} has {lines} lines")
+    parameters = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs) - 1
+    if node.name == "__init__" and parameters > MOST_PARAMETERS:
+        yield Finding(CONSTRUCTOR, file, node.lineno, f"{parameters} parameters")
 
 
-def _dodges(file: str, tree: ast.Module) -> Iterator[Finding]:
-    for node in ast.walk(tree):
-        targets = node.targets if isinstance(node, ast.Assign) else ()
-        calls = [target.value for target in targets if isinstance(target, ast.Subscript)]
-        for call, name in [(node, "cast"), *((call, "vars") for call in calls)]:
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == name:
-                yield Finding(DODGE, file, call.lineno, f"{name}()")
+def _dodge(file: str, node: ast.AST) -> Iterator[Finding]:
+    targets = node.targets if isinstance(node, ast.Assign) else ()
+    calls = [target.value for target in targets if isinstance(target, ast.Subscript)]
+    for call, name in [(node, "cast"), *((call, "vars") for call in calls)]:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == name:
+            yield Finding(DODGE, file, call.lineno, f"{name}()")
 
 
-def _vague_names(file: str, tree: ast.Module) -> Iterator[Finding]:
-    for node in ast.walk(tree):
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.For | ast.comprehension):
-            targets, vague = [node.target], LOOPS
-        elif isinstance(node, ast.Assign):
-            targets, vague = node.targets, RESULTS
-        for name in (name for target in targets for name in ast.walk(target)):
-            if isinstance(name, ast.Name) and name.id in vague:
-                yield Finding(VAGUE, file, name.lineno, name.id)
+def _vague_names(file: str, node: ast.AST) -> Iterator[Finding]:
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.For | ast.comprehension):
+        targets, vague = [node.target], LOOPS
+    elif isinstance(node, ast.Assign):
+        targets, vague = node.targets, RESULTS
+    for name in (name for target in targets for name in ast.walk(target)):
+        if isinstance(name, ast.Name) and name.id in vague:
+            yield Finding(VAGUE, file, name.lineno, name.id)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from tests.demo.screen import Screen
 from tests.demo.stage import Play, options, perform
 from tests.demo.svg import UsedSpan, usage_svg
 from tests.harness.cluster import Cluster
+from tests.harness.node import NodeError
 from tests.harness.progress import Progress
 from tests.harness.prometheus import ensure_prometheus
 from tests.harness.waiting import wait_for
@@ -229,7 +231,8 @@ def _fail(screen: Screen, cluster: Cluster, plugins: Sequence[PluginProcess]) ->
         return next(value for labels, value in found if labels["claim"] == record.name)
 
     wait_for(lambda: memory() > 9 * GIB, MEASURED_S, "the partition is full")
-    cluster.node(plugin.node.name).exec("notebooks", pod, ("sh", "-c", "kill -USR1 1"))
+    with suppress(NodeError):  # the container's end may end this process, too
+        cluster.node(plugin.node.name).exec("notebooks", pod, ("sh", "-c", "kill -USR1 1"))
     simulated.end_load(uuid)
     path = f"/api/v1/namespaces/notebooks/events?fieldSelector=reason%3DPartitionFull,involvedObject.name%3D{pod}"
     [event] = wait_for(lambda: cluster.api.get(path)["items"], MEASURED_S, "the Event")

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from driver.errors import EnvironmentFault
+from driver.model.plan import PATH
 from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
 from tests.support.chart import CHART, RELEASE, Object, Values, rendered
 from tests.support.control_plane import control_plane
 from tests.support.helm import helm
@@ -174,6 +176,7 @@ def test_a_class_that_is_switched_off_goes_and_nothing_else(release: Release) ->
 def test_the_plans_outlive_the_release_and_are_there_when_it_comes_back(release: Release, cluster: Cluster) -> None:
     release.install()
     plan = {"apiVersion": "gpu.tessera.dev/v1alpha1", "kind": "GpuNodePlan", "metadata": {"name": "n1"}, "spec": {}}
+    wait_for(lambda: cluster.api.get(PATH), 60, "plans are served")
     cluster.apply(plan)
     release.uninstall()
     assert release.stored().keys() == {("CustomResourceDefinition", "gpunodeplans.gpu.tessera.dev", None)}

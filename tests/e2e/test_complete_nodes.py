@@ -17,7 +17,7 @@ from tests.support.chart import install
 from tests.support.complete_nodes import is_complete, label, specs
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess, plugins
-from tests.support.plugin import SLICES, PluginFlags, PluginProcess
+from tests.support.plugin import SLICES, PluginFlags
 from tests.support.scheduling import Scheduling, asked
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -99,7 +99,7 @@ def test_the_controller_offers_nothing_on_a_complete_node_and_leaves_its_devices
         label(led, "n2", "complete")
         wait_for(lambda: is_complete(node), SOON_S, "every device is published")
         wait_for(lambda: not plan(led, "n2")["spec"].get("offers"), SOON_S, "a plan without offers")
-        assert plan(led, "n2")["status"]["mode"] == "Complete"
+        wait_for(lambda: plan(led, "n2")["status"]["mode"] == "Complete", SOON_S, "it is reported")
         idle = specs(node)
         full = [Scheduling(led, f"full-{number}") for number in range(7)]
         for each in full:
@@ -154,12 +154,11 @@ def listing(cluster: Cluster) -> Iterator[Cluster]:
     controller.stop()
 
 
-def published(node: PluginProcess, kind: str) -> list[str]:
-    """The devices of a kind in the slices, tainted and held ones included, as Kueue counts them."""
-    devices = node.devices().items()
+def published(devices: dict[str, dict[str, Any]], kind: str) -> list[str]:
+    """Those of a kind, tainted and held ones included, as Kueue counts them."""
     return [
         name
-        for name, device in devices
+        for name, device in devices.items()
         if device["attributes"]["type" if kind == "gpu" else "profile"] == {"string": kind}
     ]
 
@@ -167,13 +166,20 @@ def published(node: PluginProcess, kind: str) -> list[str]:
 @pytest.mark.needs("shared counters")
 def test_a_tool_that_counts_published_devices_finds_a_whole_node_and_some_of_each_kind(listing: Cluster) -> None:
     with plugins(listing, ["n1"], PluginFlags(gpus="sim:dgx-h100")) as [node]:
-        wait_for(lambda: len(published(node, "gpu")) == 8, SOON_S, "all full GPUs are published")
-        devices = node.devices()
-        assert len([name for name in published(node, "gpu") if "taints" not in devices[name]]) == 2
+
+        def full_gpus() -> list[bool]:
+            """Whether each of those that are published is offered."""
+            devices = node.devices()
+            return sorted("taints" not in devices[name] for name in published(devices, "gpu"))
+
+        wait_for(
+            lambda: full_gpus() == [False] * 6 + [True] * 2, SOON_S, "all full GPUs are published, two to be given"
+        )
         eight = Scheduling(listing, "eight")
         eight.ask(asked(FULL, count=8))
         assert len(eight.given()) == 8
-        wait_for(lambda: len(published(node, "1g.10gb")) == 2, SOON_S, "partitions are listed though nothing is free")
+        listed = "partitions are listed though nothing is free"
+        wait_for(lambda: len(published(node.devices(), "1g.10gb")) == 2, SOON_S, listed)
         part = Scheduling(listing, "part")
         part.ask(asked(SMALL))
         assert part.refused()

@@ -21,7 +21,8 @@ def test_slices_stay_the_same_while_a_pod_runs(cluster: Cluster, plugin: PluginP
     try:
         label(cluster, plugin.node.name, "complete")
         wait_for(lambda: is_complete(plugin), SOON_S, "every device is published")
-        versions = {item["metadata"]["name"]: item["metadata"]["resourceVersion"] for item in plugin.slices()}
+        plugin.wait_quiet()
+        versions = plugin.versions()
         idle = specs(plugin)
         workloads.claim("part", request(SMALL))
         workloads.claim("whole", request(FULL))
@@ -33,6 +34,6 @@ def test_slices_stay_the_same_while_a_pod_runs(cluster: Cluster, plugin: PluginP
         workloads.end_pods("both")
         wait_for(lambda: not plugin.records(), SOON_S, "both claims are unprepared")
         assert differences(specs(plugin), idle) == []
-        assert {item["metadata"]["name"]: item["metadata"]["resourceVersion"] for item in plugin.slices()} == versions
+        assert plugin.versions() == versions
     finally:
         label(cluster, plugin.node.name, None)

@@ -112,7 +112,7 @@ def test_of_two_claims_that_were_given_the_same_memory_the_node_prepares_one(clu
         wait_for(lambda: kubelets.prepared.keys() | kubelets.refused.keys() >= {name}, 60, "an answer")  # noqa: B023
     assert list(nodes.kubelets.prepared) == ["first"]
     assert "overlaps" in nodes.kubelets.refused.pop("second")
-    [overlap] = nodes.allocations.overlaps
+    [overlap] = wait_for(lambda: list(nodes.allocations.overlaps), 60, "the watch has brought both allocations")
     nodes.allocations.overlaps.clear()
     nodes.allocations.touched.clear()  # the node does not publish what overlaps the device that it prepared
     assert "second got n1-gpu.tessera.dev/gpu-3; first has" in overlap

@@ -91,9 +91,9 @@ def test_a_node_follows_what_the_api_server_keeps(cluster: Cluster, node: Plugin
     controller.start()
     wait_for(lambda: status(controller).get("offerMode") == "Disjoint", SETTLED_S, "disjoint offers")
     assert COUNTERS_FIELD in status(controller)["dropped"]
-    assert len(node.devices()) < len(before)
-    assert given <= node.devices().keys()
     wait_for(lambda: counted(node) == {False}, SETTLED_S, "no counters")
+    wait_for(lambda: len(node.devices()) < len(before), SETTLED_S, "fewer devices")
+    assert given <= node.devices().keys()
     small = Scheduling(cluster, "small")
     small.ask(asked("gpu-inference-1g-10gb"))
     assert small.given()[0].device not in given

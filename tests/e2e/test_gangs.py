@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 FULL_GPU = re.compile(r"gpu-\d+")
-SOON_S, BOUND_S = 30.0, 90.0
+SOON_S, BOUND_S = 60.0, 90.0
 """The scheduler tries a gang again after 1, 2, 4, ... seconds."""
 
 

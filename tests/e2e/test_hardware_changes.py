@@ -61,6 +61,7 @@ def test_a_lost_gpu_is_tainted_and_nothing_new_lands_on_it(faults: PluginProcess
 
 @pytest.mark.needs("device taints")
 def test_a_gpu_that_disappears_and_comes_back(faults: PluginProcess) -> None:
+    faults.wait_quiet()
     before = faults.devices()
     fault(faults, "remove", "--gpu", "6")
     wait_for(lambda: tainted(faults) == {"gpu-6"}, SEEN_S, "the GPU that is gone is tainted")
@@ -70,10 +71,9 @@ def test_a_gpu_that_disappears_and_comes_back(faults: PluginProcess) -> None:
 
 
 def test_looking_again_writes_nothing(plugin: PluginProcess) -> None:
-    versions = [item["metadata"]["resourceVersion"] for item in plugin.slices()]
+    plugin.wait_quiet()
+    versions = plugin.versions()
     fault(plugin, "xid", "13", "--gpu", "0")
     # An application's XID makes it look, and so does the timer; a change would show within the promise.
     with pytest.raises(DeadlineError):
-        wait_for(
-            lambda: [i["metadata"]["resourceVersion"] for i in plugin.slices()] != versions, PROMISED_S, "a change"
-        )
+        wait_for(lambda: plugin.versions() != versions, PROMISED_S, "a change")

@@ -92,9 +92,9 @@ def test_a_fatal_xid_taints_its_gpu_survives_a_restart_and_ends_with_a_reset(fau
     wait_for(lambda: all_told(faulty), SEEN_S, "all of it is told")
     faulty.restart()
     assert tainted(faulty) == {"gpu-3": f"{UNHEALTHY}=xid-48"}
-    versions = [item["metadata"]["resourceVersion"] for item in faulty.slices()]
+    versions = faulty.versions()
     with pytest.raises(DeadlineError):
-        wait_for(lambda: [i["metadata"]["resourceVersion"] for i in faulty.slices()] != versions, 6, "a write")
+        wait_for(lambda: faulty.versions() != versions, 6, "a write")
     faulty.fault("reset", "--gpu", "3")
     wait_for(lambda: not tainted(faulty), SEEN_S, "the GPU is well again")
 

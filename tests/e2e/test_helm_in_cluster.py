@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -72,8 +73,11 @@ def test_the_plugin_of_each_node_tells_of_that_nodes_gpus_and_of_no_others(relea
             return {uuid for each in uuids.values() for uuid in each if uuid in status}
 
         assert wait_for(told, READY_S, f"{node} tells of its GPUs") == own
-    devices = [device for item in cluster.api.get(SLICES)["items"] for device in item["spec"].get("devices") or ()]
-    assert devices
+
+    def published() -> list[dict[str, Any]]:
+        return [device for item in cluster.api.get(SLICES)["items"] for device in item["spec"].get("devices") or ()]
+
+    devices = wait_for(published, READY_S, "the controller has chosen what is published")
     assert all(device["attributes"]["simulated"]["bool"] for device in devices)
 
 

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess, plugins
 from tests.support.metrics import families, port_in
 from tests.support.plugin import COMMAND_S, DRIVER, TESSERA, PluginFlags, PluginProcess
+from tests.support.rights import may
 from tests.support.scheduling import Scheduling, asked
+from tests.support.workloads import wait_default_account
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -128,6 +131,9 @@ class Tenant:
         account: dict[str, Any] = {"apiVersion": "v1", "kind": "ServiceAccount"}
         for each in (account, role, binding):
             cluster.apply({**each, "metadata": {"name": TENANT, "namespace": TENANT}})
+        wait_default_account(cluster, TENANT)
+        able = partial(may, cluster, f"{TENANT}:{TENANT}", "create", "pods", namespace=TENANT)
+        wait_for(able, SOON_S, "the API server knows what the tenant may do")
         self._access = load_configuration(cluster.service_account_kubeconfig(TENANT, TENANT))
 
     def create(self, group: str, kind: str, text: str) -> bool:

@@ -151,6 +151,7 @@ def test_full_gpu_and_partition_of_one_gpu_exclude_each_other(
 def test_what_no_longer_fits_leaves_the_slice_and_what_is_held_stays(
     workloads: Workloads, plugin: PluginProcess
 ) -> None:
+    plugin.wait_quiet()
     before = plugin.devices()
     workloads.running(workloads.pod("large", workloads.claim("large", request(LARGE))))
     [held] = workloads.allocated("large")

@@ -19,6 +19,7 @@ from tests.support.chart import install
 from tests.support.control_plane import control_plane
 from tests.support.controller import ControllerProcess, plugins
 from tests.support.plugin import TESSERA, PluginFlags
+from tests.support.rights import may
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -156,16 +157,22 @@ def uninstall(cluster: Cluster) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
+def may_label(cluster: Cluster) -> bool:
+    return may(cluster, "tessera:tessera-uninstall", "patch", "nodes")
+
+
 def test_uninstalling_removes_what_tessera_wrote_and_nothing_else(tmp_path: Path) -> None:
     nodes = {"rack-a-1": FIRST, "rack-a-2": FIRST}
     with cluster_of("labels-gone") as cluster:
         with led(cluster, nodes, tmp_path):
             pass
         install(cluster, {"controller": {"nodeLabels": "none"}})
+        wait_for(lambda: not may_label(cluster), SOON_S, "the API server knows that the right is gone")
         before = {node: labels(cluster, node) for node in nodes}
         assert "not allowed to remove labels of Nodes" in uninstall(cluster)
         assert {node: labels(cluster, node) for node in nodes} == before
         install(cluster, {"controller": {"nodeLabels": "all"}})
+        wait_for(lambda: may_label(cluster), SOON_S, "the API server knows that the right is back")
         assert "not allowed" not in uninstall(cluster)
         assert {node: labels(cluster, node) for node in nodes} == {
             "rack-a-1": {GFD: "NVIDIA-GB200-SHARED"},

@@ -12,16 +12,18 @@ from tests.harness.progress import Progress
 from tests.harness.settings import Settings
 from tests.harness.waiting import wait_for
 from tests.support.in_pods import READY_S, Release, image
+from tests.support.ports import kept_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
-
-PROBED = {"nodePlugin": {"healthPort": 18081}, "controller": {"healthPort": 18082, "replicas": 1}}
 
 
 @pytest.fixture(scope="module")
 def release() -> Iterator[Release]:
-    with Cluster.start(Settings(name="probes", nodes=1, usual_places=True), Progress()) as cluster:
-        installed = Release(cluster, "sim:h100-1", PROBED)
+    settings = Settings(name="probes", nodes=1, usual_places=True)
+    # Pods have the network of this machine, on which others may run, too.
+    with kept_port() as plugin, kept_port() as controller, Cluster.start(settings, Progress()) as cluster:
+        probed = {"nodePlugin": {"healthPort": plugin}, "controller": {"healthPort": controller, "replicas": 1}}
+        installed = Release(cluster, "sim:h100-1", probed)
         installed.import_image(image())
         installed.install()
         yield installed

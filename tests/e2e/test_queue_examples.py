@@ -16,7 +16,7 @@ from tests.support.controller import ControllerProcess, plugins
 from tests.support.gangs import GANGS, SERVED
 from tests.support.plugin import PluginFlags
 from tests.support.queue_examples import FOLDER, STRICT, apply, collection, example
-from tests.support.workloads import PODS, TEMPLATES
+from tests.support.workloads import PODS, TEMPLATES, wait_default_account
 
 pytestmark = [
     pytest.mark.cluster,
@@ -35,6 +35,7 @@ FILES = sorted(each.stem for each in FOLDER.glob("*.yaml"))
 def client() -> Iterator[KubeClient]:
     with control_plane("queue-examples", GANGS) as running:
         install(running)
+        wait_default_account(running, TRIED_IN)
         yield from _with_node(running)
 
 

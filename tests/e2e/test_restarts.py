@@ -48,6 +48,7 @@ def test_a_restarted_kubelet_wipes_the_slices_and_they_are_back(
 ) -> None:
     workloads.running(workloads.pod("steady", workloads.claim("steady", request(SMALL))))
     wait_for(plugin.holds_something, WIPE_S, "the slices know what is held")
+    plugin.wait_quiet()
     before = plugin.devices()
     uids = {item["metadata"]["uid"] for item in plugin.slices()}
     partitions = plugin.partitions()
@@ -58,12 +59,13 @@ def test_a_restarted_kubelet_wipes_the_slices_and_they_are_back(
         return bool(found) and not uids & found
 
     wait_for(renewed, WIPE_S, "the slices are new ones")
-    assert plugin.devices() == before
+    wait_for(lambda: plugin.devices() == before, WIPE_S, "they say the same as those before")
     assert plugin.partitions() == partitions
     workloads.running(workloads.pod("next", workloads.claim("next", request(SMALL))))
 
 
 def test_slices_edited_or_deleted_by_hand_are_put_right(plugin: PluginProcess, cluster: Cluster) -> None:
+    plugin.wait_quiet()
     before = plugin.devices()
     counters, *devices = plugin.slices()
     victim = devices[0]
@@ -82,10 +84,11 @@ def test_slices_edited_or_deleted_by_hand_are_put_right(plugin: PluginProcess, c
 
 
 def test_an_idle_plugin_writes_nothing(plugin: PluginProcess) -> None:
-    versions = [item["metadata"]["resourceVersion"] for item in plugin.slices()]
+    plugin.wait_quiet()
+    versions = plugin.versions()
     plugin.kill()
     plugin.start()
-    assert [item["metadata"]["resourceVersion"] for item in plugin.slices()] == versions
+    assert plugin.versions() == versions
 
 
 def test_sigterm_removes_the_sockets(plugin: PluginProcess) -> None:

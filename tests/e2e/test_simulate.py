@@ -153,6 +153,7 @@ def test_what_is_simulated_happens(answers: dict[str, tuple[Answer, Answer]]) ->
 
 @pytest.mark.usefixtures("answers")
 def test_the_end_of_a_claim_is_imagined(cluster: Cluster) -> None:
+    wait_for(lambda: settled(cluster), SOON_S, "plans that hold what is allocated")
     found = simulated(cluster, [], "--without", "default/plain", "--fill", "gpu-training")
     now = {each["pod"]: each["node"] for each in found["placements"]}
     assert now["default/plain-again"] == "b-plain"

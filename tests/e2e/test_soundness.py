@@ -26,7 +26,7 @@ from tests.support.chart import install, rendered
 from tests.support.controller import ControllerProcess
 from tests.support.metrics import fetch, port_in
 from tests.support.plugin import COMMAND_S, DRIVER, SLICES, TESSERA, PluginFlags, PluginProcess
-from tests.support.status import SEEN_S, status, told, wait_sound
+from tests.support.status import SEEN_S, findings, status, told, wait_sound
 from tests.support.workloads import is_gone
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -301,8 +301,15 @@ def test_status_finds(cluster: Cluster, controller: ControllerProcess, plugin: P
     wait_sound(cluster)
     check, message = TROUBLES[kind]
     with trouble(cluster, plugin, kind):
-        wait_for(lambda: message in told(cluster).get(check, ""), SEEN_S, f"{kind} is found")
-        assert status(cluster)[0] == 1
+        codes: list[int] = []
+
+        def is_found() -> bool:
+            code, checks = status(cluster)
+            codes.append(code)
+            return message in findings(checks).get(check, "")
+
+        wait_for(is_found, SEEN_S, f"{kind} is found")
+        assert codes[-1] == 1
     wait_sound(cluster)
 
 

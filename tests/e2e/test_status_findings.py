@@ -14,6 +14,7 @@ import pytest
 
 from driver.errors import ApiError
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
+from driver.kube.lease import leases
 from driver.model.plan import API_VERSION, FENCE, KIND, PATH
 from driver.simulator.node import SimulatedNode
 from tests.harness.cluster import Cluster
@@ -59,6 +60,7 @@ def plugin(cluster: Cluster) -> Iterator[PluginProcess]:
 def controller(cluster: Cluster, plugin: PluginProcess) -> Iterator[ControllerProcess]:
     process = ControllerProcess(cluster)
     process.start()
+    wait_for(lambda: cluster.api.get(f"{leases('tessera')}/{HEARTBEAT}"), SEEN_S, "the controller's first heartbeat")
     yield process
     process.stop()
 

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from driver.model.plan import COMPLETE, PATH, PUBLISH, PlanMode
 from tests.bench.kubelet import Kubelet, allocated_claim
 from tests.harness.cluster import Cluster
-from tests.harness.waiting import wait_for
+from tests.harness.waiting import DeadlineError, wait_for
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
 from tests.support.controller import plugins
@@ -99,10 +100,15 @@ def without_identity(slices: list[dict[str, Any]], node: str) -> list[Any]:
 
 
 def test_it_prints_what_a_new_node_publishes(cluster: Cluster, live: PluginProcess, kind: Kind) -> None:
-    published = without_identity(live.slices(), kind.node)
+    def published() -> list[Any]:
+        return without_identity(live.slices(), kind.node)
+
     for flags in (kind.flags, ("--like", kind.node)):
         [node, *slices] = printed(cluster, "--name", "new-1", *flags)
-        assert without_identity(slices, "new-1") == published, flags
+        expected = without_identity(slices, "new-1")
+        with suppress(DeadlineError):  # the assertion shows what differs
+            wait_for(lambda: published() == expected, 60, "all of it is published")  # noqa: B023
+        assert published() == expected, flags
         assert node["metadata"]["name"] == node["metadata"]["labels"]["kubernetes.io/hostname"] == "new-1"
         pools = {json.dumps(item["spec"]["pool"]) for item in slices}
         assert [json.loads(pool)["resourceSliceCount"] for pool in pools] == [len(slices)]

@@ -91,8 +91,13 @@ def test_the_metrics_of_a_claim_are_those_of_its_partition_and_end_with_it(
         "node": plugin.node.name,
         "source": "gpm",
     }
-    own = {device["attributes"].get("uuid", {}).get("string") for device in plugin.devices().values()}
-    assert {partition(plugin, name) for name in ("busy", "idle")} <= own, "dcgm-exporter finds pods by these UUIDs"
+    cut = {partition(plugin, name) for name in ("busy", "idle")}
+
+    def published() -> set[str]:
+        attributes = (device["attributes"] for device in plugin.devices().values())
+        return {each["uuid"]["string"] for each in attributes if "uuid" in each}
+
+    wait_for(lambda: cut <= published(), SOON_S, "dcgm-exporter finds pods by these UUIDs")
     before = values(plugin, ALLOCATED)
     plugin.restart()
     wait_for(lambda: values(plugin, SM).get("busy") == close, SOON_S, "a new process sees it, too")

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tests.harness.waiting import wait_for
 from tests.support.chart import install
 from tests.support.metrics import port_in
 from tests.support.plugin import TESSERA, PluginFlags, PluginProcess
+from tests.support.rights import may
 from tests.support.workloads import PROJECT, Workloads, request
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300), pytest.mark.needs("shared counters")]
@@ -92,6 +94,8 @@ def lead(cluster: Cluster) -> Path:
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "tessera-usage"}
     binding = {"metadata": {"name": "tessera-usage"}, "roleRef": role, "subjects": [subject]}
     cluster.api.post("/apis/rbac.authorization.k8s.io/v1/clusterrolebindings", binding)
+    able = partial(may, cluster, "default:lead", "get", "pods/proxy", namespace="tessera")
+    wait_for(able, SOON_S, "the API server knows what the account may do")
     return cluster.service_account_kubeconfig("default", "lead")
 
 

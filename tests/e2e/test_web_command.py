@@ -21,6 +21,7 @@ from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
 from tests.support.plugin import COMMAND_S, TESSERA
 from tests.support.ports import kept_port
+from tests.support.workloads import wait_default_account
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -44,6 +45,7 @@ def controller(name: str, port: int | None) -> dict[str, Any]:
 def place(cluster: Cluster) -> Iterator[Cluster]:
     """The session's cluster with a namespace of its own."""
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}})
+    wait_default_account(cluster, NAMESPACE)
     yield cluster
     cluster.api.request("DELETE", f"/api/v1/namespaces/{NAMESPACE}")
 
@@ -125,6 +127,7 @@ def test_it_opens_the_page_of_the_leader_and_goes_on_with_another_pod(
         with running(place, browser=str(browser)) as (process, url):
             wait_for(opened.exists, SOON_S, "a browser is started")
             assert opened.read_text().strip() == url
+            wait_for(lambda: served(url), SOON_S, "the pod, which was ready before its server listened, answers")
             assert served(url) == "leader"
             remove(place, "leader")
             wait_for(lambda: served(url) == "another", SOON_S, "the page of the other pod, at the same address")

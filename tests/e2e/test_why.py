@@ -282,8 +282,14 @@ def test_the_reason_is_true_the_event_says_the_same_and_the_way_out_helps(place:
     on_pod = wait_for(lambda: place.event("Pod", "wanted"), SOON_S, "an Event on the pod")
     wait_for(lambda: place.event("Pod", "wanted")["reason"] == case.code, SOON_S, f"{case.code} on the pod: {on_pod}")
     if "claim" not in case.pod:
-        event = wait_for(lambda: place.event("ResourceClaim", "wanted"), SOON_S, "an Event on the claim")
-        assert place.event("Pod", "wanted")["message"] == f"claim wanted: {event['message']}"
+        wait_for(lambda: place.event("ResourceClaim", "wanted"), SOON_S, "an Event on the claim")
+
+        def both_say_the_same() -> bool:
+            """The Events are written one after the other."""
+            told = f"claim wanted: {place.event('ResourceClaim', 'wanted')['message']}"
+            return bool(place.event("Pod", "wanted")["message"] == told)
+
+        wait_for(both_say_the_same, SOON_S, "pod and claim say the same")
     if case.way_out is not None:
         case.way_out(place)
         place.wait_allocated("wanted")

@@ -14,7 +14,10 @@ from typing import Any
 import helm_python
 import yaml
 
+from driver.model.plan import PATH
 from tests.harness.cluster import Cluster
+from tests.harness.waiting import wait_for
+from tests.support.rights import wait_granted
 
 CHART = Path(__file__).parents[2] / "deploy" / "tessera"
 
@@ -24,6 +27,7 @@ EVENTS_OF_ALL_CLAIMS = "kubectl get events -A --field-selector involvedObject.ki
 
 RELEASE = "tessera"
 HOOK = "helm.sh/hook:"
+SERVED_S = 60.0
 NAMESPACE = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "tessera"}}
 
 Object = dict[str, Any]
@@ -33,8 +37,14 @@ NO_PROCESS: Values = {"nodePlugin": {"enabled": False}, "controller": {"enabled"
 
 
 def install(cluster: Cluster, values: Values | None = None) -> None:
-    """All that helm installs but the pods: most tests run node plugins and controllers as processes of their own."""
-    cluster.apply([NAMESPACE, *rendered({**NO_PROCESS, **(values or {})})])
+    """All that helm installs but the pods: most tests run node plugins and controllers as processes of their own.
+
+    Returns when the API server serves plans and knows the rights, which it learns some time after it has stored them.
+    """
+    objects = rendered({**NO_PROCESS, **(values or {})})
+    cluster.apply([NAMESPACE, *objects])
+    wait_for(lambda: cluster.api.get(PATH), SERVED_S, "plans are served")
+    wait_granted(cluster, objects)
 
 
 def rendered(values: Values | None = None, namespace: str = "tessera") -> list[Object]:

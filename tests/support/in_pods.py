@@ -107,9 +107,9 @@ class Release:
     def _all_ready(self) -> bool:
         apps = f"/apis/apps/v1/namespaces/{HERE}"
         plugins = self.cluster.api.get(f"{apps}/daemonsets/tessera-node")["status"]
-        controllers = self.cluster.api.get(f"{apps}/deployments/tessera-controller")["status"]
-        nodes = len(self.cluster.nodes)
-        if plugins.get("numberReady") != nodes or controllers.get("readyReplicas") != controllers.get("replicas"):
+        controllers = self.cluster.api.get(f"{apps}/deployments/tessera-controller")
+        ready = controllers["status"].get("readyReplicas", 0)
+        if plugins.get("numberReady") != len(self.cluster.nodes) or ready != controllers["spec"]["replicas"]:
             raise ApiError("; ".join(self._states()))
         return True
 

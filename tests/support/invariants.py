@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -74,13 +75,20 @@ def read_facts(host: Path | SimulatedNode, state_dir: Path, cdi_dir: Path, **mor
     """Hardware (``host`` is the node or its directory) and files; ``more`` are fields that only the caller knows."""
     node = SimulatedNode.attach(host) if isinstance(host, Path) else host
     gpus, claims = describe(node, {}), state_dir / "claims"
-    records = [msgspec.json.decode(path.read_bytes(), type=ClaimRecord) for path in sorted(claims.glob("[!.]*.json"))]
+    records = [msgspec.json.decode(content, type=ClaimRecord) for _, content in _files(claims, "[!.]*.json")]
     specs = {
-        path.stem.removeprefix(f"{DRIVER}-claim_"): json.loads(path.read_bytes())
-        for path in sorted(cdi_dir.glob(f"{DRIVER}-claim_*.json"))
+        path.stem.removeprefix(f"{DRIVER}-claim_"): json.loads(content)
+        for path, content in _files(cdi_dir, f"{DRIVER}-claim_*.json")
     }
     temporary = [path.name for folder in (claims, cdi_dir) for path in folder.glob(f".*{TEMPORARY}")]
     return Facts(gpus, records, specs, temporary, **more)
+
+
+def _files(folder: Path, pattern: str) -> Iterator[tuple[Path, bytes]]:
+    """Those that are there when they are read: a plugin at work may have deleted one since they were listed."""
+    for path in sorted(folder.glob(pattern)):
+        with suppress(FileNotFoundError):
+            yield path, path.read_bytes()
 
 
 def allocations(claims: Iterable[Object]) -> dict[str, frozenset[str]]:

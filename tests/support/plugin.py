@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,9 @@ SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 TESSERA = str(Path(sys.executable).with_name("tessera"))
 
 READY_S = 60.0
+
+QUIET_S = 2.0
+"""Longer than anything waits that is still to be published."""
 
 STOPPED_S = 60.0
 """What is killed instead of ending by itself leaves its sockets, its Lease and all that an uninstall should take."""
@@ -172,6 +176,22 @@ class PluginProcess:
         mine = [spec[name] for name in sorted(spec) if spec[name]["spec"]["pool"]["generation"] == newest]
         complete = mine and len(mine) == mine[0]["spec"]["pool"]["resourceSliceCount"]
         return mine if complete else []
+
+    def versions(self) -> list[str]:
+        """The versions of its slices, which each write changes."""
+        return [item["metadata"]["resourceVersion"] for item in self.slices()]
+
+    def wait_quiet(self) -> None:
+        """Wait until no slice was written for a while: all that happened before is published then."""
+        last, since = self.versions(), time.monotonic()
+
+        def is_quiet() -> bool:
+            nonlocal last, since
+            if (now := self.versions()) != last or not now:
+                last, since = now, time.monotonic()
+            return time.monotonic() - since > QUIET_S
+
+        wait_for(is_quiet, READY_S, f"the slices of {self.node.name} stay as they are")
 
     def devices(self) -> dict[str, dict[str, Any]]:
         """Every published device by name."""

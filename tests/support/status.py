@@ -20,8 +20,12 @@ def status(cluster: Cluster, *flags: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 def told(cluster: Cluster) -> dict[str, str]:
-    """Listing ``tessera status`` finds wrong: message by check."""
-    _, checks = status(cluster)
+    """What ``tessera status`` finds wrong: message by check."""
+    return findings(status(cluster)[1])
+
+
+def findings(checks: list[dict[str, Any]]) -> dict[str, str]:
+    """What is wrong in them: message by check."""
     return {c["check"]: "; ".join(f"{f['about']} {f['message']}" for f in c["findings"]) for c in checks if not c["ok"]}
 
 

@@ -40,6 +40,12 @@ def is_gone(cluster: Cluster, path: str) -> bool:
     return False
 
 
+def wait_default_account(cluster: Cluster, namespace: str) -> None:
+    """Wait until the namespace has its default ServiceAccount, without which no pod is admitted there."""
+    path = f"/api/v1/namespaces/{namespace}/serviceaccounts/default"
+    wait_for(lambda: cluster.api.get(path), RUNNING_S, f"the default ServiceAccount of {namespace}")
+
+
 def bound_pod(cluster: Cluster, name: str, node: str, claim: str, *, owned: bool) -> str:
     """A pod on a node without a kubelet, where it waits for ``claim``; gives its UID.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
 
-from tests.house import CLASS, CONSTRUCTOR, DODGE, FOLDER, FUNCTION, LONG, RULES, SHORT, VAGUE, Finding, findings
+from tests.house import CLASS, CONSTRUCTOR, DODGE, FOLDER, FUNCTION, LONG, SHORT, VAGUE, Finding, findings
 
 TABLES = {"driver/kube/types.py": LONG}
 """Modules that are one table, or that many use: the rules of length are not for them."""
@@ -25,17 +25,24 @@ ALLOWED: dict[str, dict[str, int]] = {
 SHOWN = 40
 
 
-def broken(rule: str, area: str) -> list[Finding]:
-    places = [finding for finding in findings() if (finding.rule, finding.area) == (rule, area)]
-    return [finding for finding in places if TABLES.get(finding.file) != rule]
+def places(rule: str, area: str) -> list[Finding]:
+    broken = (finding for finding in findings() if (finding.rule, finding.area) == (rule, area))
+    return [finding for finding in broken if TABLES.get(finding.file) != rule]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.partition(":")[0])
-def test_the_product_breaks_a_rule_no_more_often_than_is_allowed(rule: str) -> None:
-    for area, allowed in ALLOWED[rule].items():
-        places = broken(rule, area)
-        shown = "\n".join(map(str, places[:SHOWN]))
-        assert len(places) <= allowed, f"{area}: {len(places)} places, {allowed} are allowed. {rule}\n{shown}"
+def problems() -> Iterator[str]:
+    """What is worse than it may be: rule and number of each area, and the places."""
+    for rule, areas in ALLOWED.items():
+        for area, allowed in areas.items():
+            broken = places(rule, area)
+            if len(broken) > allowed:
+                yield f"{area}: {len(broken)} places, {allowed} are allowed. {rule}"
+                yield from map(str, broken[:SHOWN])
+
+
+def test_the_product_breaks_no_rule_more_often_than_is_allowed() -> None:
+    worse = "\n".join(problems())
+    assert not worse, worse
 
 
 def test_each_module_that_is_let_off_needs_it() -> None:

@@ -232,5 +232,5 @@ def test_a_stop_just_after_it_was_checked_ends_the_thread(api: ObjectApi) -> Non
     recorder = Recorder(api.server.client(), "tessera-controller", "controller-0")
     thread = threading.Thread(target=recorder.run, args=(StopAfterCheck(),), daemon=True)
     thread.start()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
