@@ -16,7 +16,7 @@ ALLOWED: dict[str, dict[str, int]] = {
     SHORT: {**NONE, "driver": 6, "kubelet_plugin": 1, "controller": 2, "tessera": 4},
     FUNCTION: {**NONE, "kubelet_plugin": 2, "controller": 3, "tessera": 2},
     CONSTRUCTOR: {**NONE, "driver": 2, "kubelet_plugin": 3, "controller": 1, "tessera": 1},
-    FOLDER: NONE,
+    FOLDER: {**NONE, "driver": 1},
     DODGE: {**NONE, "driver": 3, "controller": 11},
     VAGUE: {**NONE, "driver": 133, "kubelet_plugin": 125, "controller": 468, "deviceclasses": 179, "tessera": 260},
 }
