@@ -12,7 +12,7 @@ from functools import cache
 
 from deviceclasses.cel.referenced_attributes import Comparison
 from deviceclasses.cel.values import type_name
-from deviceclasses.lint.documents_and_findings import Severity
+from deviceclasses.lint.findings import Severity
 from driver.config.suggestions import meant, nearest
 from driver.hardware.discovery import ARCHITECTURES
 from driver.model.device import DeviceKind

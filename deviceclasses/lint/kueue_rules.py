@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from deviceclasses.lint.attribute_catalogue import CAPACITIES
-from deviceclasses.lint.documents_and_findings import Document, Finding, Issue, Severity, almost, text
+from deviceclasses.lint.documents import Document, text
+from deviceclasses.lint.findings import Finding, Issue, Severity, almost
 from deviceclasses.lint.lint_context import (
     UNKNOWN,
     LintContext,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deviceclasses.lint.documents_and_findings import text
+from deviceclasses.lint.documents import text
 from deviceclasses.lint.partial_evaluation import may_select
 from driver.config.opaque_parameters import devices_for
 from driver.model.device import DeviceKind

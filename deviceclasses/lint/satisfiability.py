@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, names_of
-from deviceclasses.lint.documents_and_findings import Issue
+from deviceclasses.lint.findings import Issue
 from deviceclasses.lint.lint_context import (
     ClassFacts,
     Constraint,

@@ -27,7 +27,7 @@ from deviceclasses.lint.attribute_catalogue import (
     unknown_name,
     values,
 )
-from deviceclasses.lint.documents_and_findings import Issue, Severity, almost, misspelt
+from deviceclasses.lint.findings import Issue, Severity, almost, misspelt
 from deviceclasses.lint.lint_context import selectors_of
 from deviceclasses.lint.partial_evaluation import compared_strings, compile_cached, compiled_programs, may_select
 from driver.config.strict_schema import shown

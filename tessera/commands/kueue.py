@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import click
 import msgspec
 import yaml
 
+from deviceclasses.chart_classes import ANY_PARTITION, FULL_GPU, SHARE, profile_classes
 from driver.config.shared_flags import check_driver_name
 from driver.errors import EnvironmentFault, FatalError, UsageError
 from driver.kube.client import Object
@@ -24,7 +24,6 @@ from tessera.cluster_options import client_of, find_plans, with_driver_name, wit
 
 GROUP = "kueue.x-k8s.io"
 VERSION = f"{GROUP}/v1beta2"
-FULL, ANY_PARTITION, SHARE = "gpu-training", "gpu-inference", "gpu-dev"
 MAX_CLASSES = 8
 """Maximum classes of a mapping that Kueue accepts (pkg/config/validation.go)."""
 
@@ -134,14 +133,12 @@ def _of_cluster(kubeconfig: Path | None, charge: str) -> list[GpuReport]:
 def _classes(reports: Iterable[GpuReport], charge: str) -> tuple[list[str], list[str]]:
     """The chart's classes for devices of these GPUs: those that a mapping has room for, and the others."""
     if charge == DEVICES:
-        return [FULL], []
-    folder = files("deviceclasses") / "manifests" / "partitions"
-    named = yaml.safe_load((folder / "profiles.yaml").read_text("utf-8"))
-    profiles = {profile.name for report in reports for profile in report.gpu.profiles} & set(named)
+        return [FULL_GPU], []
+    profiles = {profile.name for report in reports for profile in report.gpu.profiles}
     shared = [SHARE] if any(report.shares for report in reports) else []
-    partitions = [f"{ANY_PARTITION}-{profile.replace('.', '-')}" for profile in sorted(profiles)]
-    found = [FULL, *shared, *([ANY_PARTITION] if partitions else []), *partitions]
-    return found[:MAX_CLASSES], found[MAX_CLASSES:]
+    partitions = [name for profile, name in sorted(profile_classes().items()) if profile in profiles]
+    classes = [FULL_GPU, *shared, *([ANY_PARTITION] if partitions else []), *partitions]
+    return classes[:MAX_CLASSES], classes[MAX_CLASSES:]
 
 
 def _configuration(classes: Sequence[str], charge: str, driver: str) -> Object:

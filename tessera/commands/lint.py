@@ -12,9 +12,10 @@ from dataclasses import asdict
 
 import click
 
-from deviceclasses.lint.documents_and_findings import Document, Finding, kind_of, nothing_to_check
+from deviceclasses.chart_classes import chart_classes
+from deviceclasses.lint.documents import Document, kind_of, nothing_to_check, read_documents
+from deviceclasses.lint.findings import Finding
 from driver.config.shared_flags import DEFAULT_DRIVER
-from tessera.manifest_files import read_documents, shipped_classes
 from tessera.tables_and_drawings import columns, counted, with_output
 
 
@@ -37,17 +38,17 @@ def lint(paths: Sequence[str], driver_name: str, kueue: bool, output: str) -> No
       tessera lint --kueue kueue-config.yaml queues.yaml job.yaml
       helm template --kube-version 1.37 deploy/tessera | tessera lint -
     """
-    from deviceclasses.lint.object_rules import lint as check
+    from deviceclasses.lint.class_and_claim_rules import lint as check
 
     read = [part for path in paths for part in read_documents(path)]
     documents = [part for part in read if isinstance(part, Document)]
     unreadable = [part for part in read if not isinstance(part, Document)]
-    findings = [*unreadable, *check(documents, shipped_classes(driver_name), driver_name)]
+    findings = [*unreadable, *check(documents, chart_classes(driver_name), driver_name)]
     objects = sum(kind_of(each.content) is not None for each in documents)
     if kueue:
         from deviceclasses.lint.kueue_rules import is_checked, lint_kueue
 
-        findings += lint_kueue(documents, shipped_classes(driver_name), driver_name)
+        findings += lint_kueue(documents, chart_classes(driver_name), driver_name)
         objects += sum(kind_of(each.content) is None and is_checked(each.content) for each in documents)
     if not objects and not unreadable:
         findings.append(nothing_to_check(paths, documents))

@@ -13,13 +13,13 @@ import click
 import msgspec
 
 from controller.report.cluster_view import read_cluster
-from deviceclasses.lint.documents_and_findings import Document
+from deviceclasses.chart_classes import chart_classes
+from deviceclasses.lint.documents import Document, read_documents
 from driver.errors import UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import ClassSpec, DeviceClass, Key, Metadata
 from driver.model.gpu_selection_and_share_counts import GpuSelection
 from tessera.cluster_options import list_once_client_of, with_driver_name, with_kubeconfig
-from tessera.manifest_files import read_documents, shipped_classes
 from tessera.simulate.fill import Filled
 from tessera.simulate.fill import fill as fill_cluster
 from tessera.simulate.imagined_cluster import Content, ImaginedCluster, Placement
@@ -113,7 +113,7 @@ def _cluster(client: KubeClient, driver: str) -> tuple[Content, Workloads]:
 
 def _empty(driver: str) -> Content:
     """No nodes, and the chart's classes."""
-    found = (_class(each) for each in shipped_classes(driver))
+    found = (_class(each) for each in chart_classes(driver))
     return Content(classes={each.metadata.name: each for each in found})
 
 

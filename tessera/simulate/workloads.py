@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from deviceclasses.lint.documents_and_findings import Document, kind_of, text
-from deviceclasses.lint.object_rules import refused
+from deviceclasses.lint.class_and_claim_rules import refused
+from deviceclasses.lint.documents import Document, kind_of, text
 from driver.errors import UsageError
 from driver.kube.types import (
     Claim,

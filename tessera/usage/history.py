@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from importlib.resources import files
 
-import yaml
-
+from deviceclasses.chart_classes import profile_classes
 from driver.model.plan import GpuReport
 from tessera.usage.advice import Candidate, DeviceHistory, Geometry
 from tessera.usage.prometheus import ALLOCATED, GPU_SLICES, HOUR, Prometheus, growth
@@ -77,20 +75,18 @@ def read_products(prometheus: Prometheus, seconds: float) -> dict[GpuKey, str]:
 
 def geometries_of(reports: Iterable[GpuReport]) -> dict[str, Geometry]:
     """The partitions for which the chart has a class, by product."""
-    text = (files("deviceclasses") / "manifests" / "partitions" / "profiles.yaml").read_text("utf-8")
-    with_class = set(yaml.safe_load(text))
-    found = {}
+    found, classes = {}, profile_classes()
     for gpu in {report.gpu.product_name: report.gpu for report in reports}.values():
         candidates = tuple(
             Candidate(
-                f"gpu-inference-{profile.name.replace('.', '-')}",
+                classes[profile.name],
                 profile.name,
                 profile.placements[0].size,
                 profile.compute_slices,
                 profile.memory_bytes,
             )
             for profile in gpu.profiles
-            if PLAIN_PROFILE.fullmatch(profile.name) and profile.name in with_class and profile.placements
+            if PLAIN_PROFILE.fullmatch(profile.name) and profile.name in classes and profile.placements
         )
         found[gpu.product_name] = Geometry(candidates, max((each.compute_slices for each in candidates), default=0))
     return found

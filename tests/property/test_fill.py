@@ -8,7 +8,7 @@ from functools import cache
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deviceclasses.lint.documents_and_findings import Document
+from deviceclasses.lint.documents import Document
 from driver.model.gpu_selection_and_share_counts import GpuSelection
 from tessera.commands.simulate import _empty, _place
 from tessera.simulate.fill import _until_full, fill

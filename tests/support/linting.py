@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from deviceclasses.lint.documents_and_findings import Document, Finding
-from deviceclasses.lint.object_rules import lint
-from tessera.manifest_files import shipped_classes
+from deviceclasses.chart_classes import chart_classes
+from deviceclasses.lint.class_and_claim_rules import lint
+from deviceclasses.lint.documents import Document
+from deviceclasses.lint.findings import Finding
 
 DRIVER = "gpu.tessera.dev"
 SHARE = 'device.driver == "gpu.tessera.dev" && device.attributes["gpu.tessera.dev"].type == "share"'
@@ -49,7 +50,7 @@ def found(*contents: object) -> list[tuple[str, str, str]]:
     return [(finding.path, finding.value, finding.message) for finding in findings(*contents)]
 
 
-CLASSES = [*shipped_classes(), device_class("gpu-shared", SHARE, config=[opaque("ShareConfig")])]
+CLASSES = [*chart_classes(), device_class("gpu-shared", SHARE, config=[opaque("ShareConfig")])]
 
 
 def request_for(class_name: str, *selectors: str, **more: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Operators, ``size``, and conversions between types such as ``int("5")``.
 
-``&&`` and ``||`` are the compiler's own; indexes are in ``collections``.
+``&&`` and ``||`` are the compiler's own; indexes are in ``lists_and_optionals``.
 """
 
 from __future__ import annotations

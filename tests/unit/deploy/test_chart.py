@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.decision.node_labels import OWN
+from deviceclasses.chart_classes import chart_classes
 from tessera.cli import main
-from tessera.manifest_files import shipped_classes
 from tests.support.chart import (
     CHART,
     NO_PROCESS,
@@ -287,7 +287,7 @@ def test_the_classes_are_those_of_the_files_and_of_the_command() -> None:
     profiles = yaml.safe_load((CHART / "classes" / "partitions" / "profiles.yaml").read_text())
     assert classes.keys() == files.keys() | {f"gpu-inference-{name.replace('.', '-')}" for name in profiles}
     assert {name: classes[name] for name in files} == files
-    assert classes == of_kind("DeviceClass", shipped_classes())
+    assert classes == of_kind("DeviceClass", chart_classes())
 
 
 def test_the_admission_policies_know_every_class() -> None:

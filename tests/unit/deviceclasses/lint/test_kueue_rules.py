@@ -10,7 +10,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from deviceclasses.lint.documents_and_findings import Document, Finding
+from deviceclasses.lint.documents import Document
+from deviceclasses.lint.findings import Finding
 from deviceclasses.lint.kueue_rules import lint_kueue
 from tessera.cli import main
 from tests.support.linting import CLASSES, DRIVER, request

@@ -2,6 +2,9 @@
 
 Other objects are ignored. The rules find what the API server refuses, and above all what it accepts, since it checks
 only the shape of an object.
+
+kubectl refuses fields that the API does not have, other clients drop them silently. The API server checks everything
+else (values, lengths, required fields). Source: Kubernetes 1.37, ``staging/src/k8s.io/api/resource/v1/types.go``.
 """
 
 from __future__ import annotations
@@ -12,19 +15,8 @@ from typing import Any
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.values import EvaluationError
 from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, STANDARD_DOMAIN, no_attribute
-from deviceclasses.lint.documents_and_findings import (
-    SPEC,
-    Document,
-    Finding,
-    Issue,
-    Severity,
-    almost,
-    kind_of,
-    misspelt,
-    shape_issues,
-    text,
-    wrong_kind,
-)
+from deviceclasses.lint.documents import GROUP, SPEC, VERSION, Document, kind_of, text
+from deviceclasses.lint.findings import Finding, Issue, Severity, almost, misspelt
 from deviceclasses.lint.lint_context import (
     Constraint,
     LintContext,
@@ -48,10 +40,12 @@ from deviceclasses.lint.satisfiability import (
 from deviceclasses.lint.selector_rules import empty_class_issues, selector_issues
 from driver.config.opaque_parameters import InvalidParameters, parse_parameters
 from driver.config.strict_schema import shown
-from driver.config.suggestions import meant
+from driver.config.suggestions import meant, nearest
 from driver.slices.attributes import PARENT
 
 MODES = ("ExactCount", "All")
+OTHER_KINDS = ("ResourceSlice", "DeviceTaintRule", "ResourcePoolStatusRequest")
+"""The other kinds of the group, which are ignored."""
 
 
 def lint(documents: Sequence[Document], installed: Iterable[Mapping[str, Any]], driver: str) -> Iterator[Finding]:
@@ -193,3 +187,96 @@ def _constraint_attribute(constraint: Constraint, context: LintContext) -> Itera
         yield Issue(constraint.path, shown(constraint.attribute), message, Severity.WARNING)
     elif domain == context.driver and name not in ATTRIBUTES:
         yield Issue(constraint.path, shown(constraint.attribute), no_attribute(name, domain))
+
+
+def wrong_kind(content: Mapping[str, Any]) -> Iterator[Issue]:
+    """An issue for a kind that does not exist in resource.k8s.io."""
+    kind = text(content, "kind")
+    if text(content, "apiVersion").startswith(f"{GROUP}/") and kind.removesuffix("List") not in {*SPEC, *OTHER_KINDS}:
+        yield Issue("kind", shown(kind), f"no such kind in {GROUP}{meant(kind, (*SPEC, *OTHER_KINDS))}")
+
+
+Fields = Mapping[str, Any]
+"""The fields of an object, or of each object of a list, with their own fields; ANYTHING is not checked."""
+ANYTHING: Fields | None = None
+
+
+def _plain(*names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, ANYTHING)
+
+
+METADATA = _plain(
+    "name",
+    "generateName",
+    "namespace",
+    "labels",
+    "annotations",
+    "finalizers",
+    "ownerReferences",
+    "uid",
+    "resourceVersion",
+    "generation",
+    "creationTimestamp",
+    "deletionTimestamp",
+    "deletionGracePeriodSeconds",
+    "managedFields",
+    "selfLink",
+)
+SELECTORS = {"cel": _plain("expression")}
+OPAQUE = _plain("driver", "parameters")
+REQUEST = {
+    **_plain("deviceClassName", "allocationMode", "count"),
+    "selectors": SELECTORS,
+    "capacity": _plain("requests"),
+    "tolerations": _plain("key", "operator", "value", "effect", "tolerationSeconds"),
+    "derivedAttributes": _plain("name", "expression"),
+}
+CLAIM = {
+    "devices": {
+        "requests": {
+            **_plain("name"),
+            "exactly": {**REQUEST, **_plain("adminAccess")},
+            "firstAvailable": {**_plain("name"), **REQUEST},
+        },
+        "constraints": _plain("requests", "matchAttribute", "distinctAttribute"),
+        "config": {**_plain("requests"), "opaque": OPAQUE},
+    }
+}
+COMMON = {**_plain("apiVersion", "kind"), "metadata": METADATA}
+KINDS: Mapping[str, Fields] = {
+    "DeviceClass": {
+        **COMMON,
+        "spec": {**_plain("extendedResourceName"), "selectors": SELECTORS, "config": {"opaque": OPAQUE}},
+    },
+    "ResourceClaim": {**COMMON, "spec": CLAIM, **_plain("status")},
+    "ResourceClaimTemplate": {**COMMON, "spec": {"metadata": METADATA, "spec": CLAIM}},
+}
+
+
+def shape_issues(content: Mapping[str, Any], kind: str) -> Iterator[Issue]:
+    """Issues for an API version that is not served and for unknown fields."""
+    version = content.get("apiVersion")
+    if version != VERSION:
+        message = f"Kubernetes serves {VERSION}; other versions only if an administrator enables them"
+        yield Issue("apiVersion", shown(version), message if text(content, "apiVersion") else f"must be {VERSION}")
+    yield from _unknown(content, KINDS[kind], "")
+
+
+def _unknown(content: Mapping[Any, Any], known: Fields, path: str) -> Iterator[Issue]:
+    for name, found in content.items():
+        place = f"{path}{name}"
+        if not isinstance(name, str) or name not in known:
+            yield Issue(place, shown(found), _no_such(str(name), known))
+        elif known[name] is not ANYTHING:
+            several = isinstance(found, list)
+            for index, each in enumerate(found if several else [found]):
+                if isinstance(each, Mapping):
+                    yield from _unknown(each, known[name], f"{place}[{index}]." if several else f"{place}.")
+
+
+def _no_such(name: str, known: Fields) -> str:
+    inside = [field for field, fields in known.items() if fields is not ANYTHING and name in fields]
+    if inside:
+        return f"no such field here; it belongs under {' or '.join(inside)}"
+    close = nearest(name, known)
+    return f"no such field; did you mean {close}?" if close else f"no such field; accepted: {', '.join(known)}"

@@ -1,0 +1,136 @@
+"""Documents of lint: objects in files, their kinds and fields."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deviceclasses.lint.findings import Finding, Severity, misspelt
+from driver.errors import UsageError
+
+GROUP = "resource.k8s.io"
+VERSION = f"{GROUP}/v1"
+SPEC = {"DeviceClass": "spec", "ResourceClaim": "spec.devices", "ResourceClaimTemplate": "spec.spec.devices"}
+"""The kinds that are checked, and the path of their settings."""
+
+SUFFIXES = {".yaml", ".yml", ".json"}
+STDIN = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document of a file, decoded; ``number`` counts from 1."""
+
+    file: str
+    number: int
+    content: object
+
+
+def read_documents(path: str) -> Iterator[Document | Finding]:
+    """The documents of a file, a folder or standard input. Raises UsageError if there is nothing to read."""
+    if path == STDIN:
+        yield from _documents(path, sys.stdin.buffer.read())
+        return
+    place = Path(path)
+    if not place.exists():
+        raise UsageError(f"{path}: no such file or folder")
+    found = [place]
+    if place.is_dir():
+        found = sorted(each for each in place.rglob("*") if each.suffix in SUFFIXES and each.is_file())
+        if not found:
+            raise UsageError(f"{path}: no file in this folder ends in {', '.join(sorted(SUFFIXES))}")
+    for file in found:
+        try:
+            text = file.read_bytes()
+        except OSError as error:
+            raise UsageError(f"{file}: can't be read: {error.strerror}") from error
+        yield from _documents(str(file), text)
+
+
+def _documents(file: str, text: bytes) -> Iterator[Document | Finding]:
+    """Each document, or each item of a list. A document that can't be parsed is a finding and ends the file."""
+    number = 0
+    try:
+        for number, content in enumerate(yaml.load_all(text, _Loader), 1):
+            for item in items_of(content):
+                yield Document(file, number, item)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        message = f"is not valid YAML: {getattr(error, 'problem', None) or error}"
+        yield Finding(file, number + 1, "-", place, "", message, Severity.ERROR)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses duplicate keys, as the API server does, and values that are not of their tag (``!!int x``)."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (LookupError, AttributeError) as error:
+            message = f"{node.value!r} is not of the type {node.tag}"
+            raise yaml.constructor.ConstructorError(None, None, message, node.start_mark) from error
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is a duplicate key", key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def items_of(content: object) -> Iterator[object]:
+    """The objects of a document. The items of a list from the API server get the kind that the list implies."""
+    kind = text(content, "kind") if isinstance(content, Mapping) else ""
+    items = content.get("items") if isinstance(content, Mapping) else None
+    one = kind.removesuffix("List")
+    if not kind.endswith("List") or one not in {"", *SPEC} or not isinstance(items, list) or not items:
+        yield content
+        return
+    implied = {"apiVersion": text(content, "apiVersion"), "kind": one} if one and isinstance(content, Mapping) else {}
+    yield from ({**implied, **item} if isinstance(item, Mapping) else item for item in items)
+
+
+def text(owner: Mapping[str, Any], field: str) -> str:
+    """A string field; empty if it is missing or not a string."""
+    found = owner.get(field)
+    return found if isinstance(found, str) else ""
+
+
+def kind_of(content: object) -> str | None:
+    """The kind of an object that the rules check, else None."""
+    if not isinstance(content, Mapping) or not _of_our_group(content):
+        return None
+    kind = text(content, "kind")
+    return kind if kind in SPEC else None
+
+
+def nothing_to_check(paths: Sequence[str], documents: Sequence[Document]) -> Finding:
+    """The finding about files without any object that lint checks."""
+    there = dict.fromkeys(_described(each.content) for each in documents if each.content is not None)
+    contents = f"there is {', '.join(there)}" if there else "it is empty"
+    message = f"nothing here is a DeviceClass, ResourceClaim or ResourceClaimTemplate: {contents}"
+    return Finding(", ".join(paths), 1, "-", "", "", message, Severity.ERROR)
+
+
+def _of_our_group(content: Mapping[str, Any]) -> bool:
+    """Whether an object is of resource.k8s.io, or lacks the group or misspells it."""
+    group, slash, _ = text(content, "apiVersion").partition("/")
+    return not slash or group == GROUP or misspelt(group, [GROUP]) is not None
+
+
+def _described(content: object) -> str:
+    if isinstance(content, Mapping):
+        kind = text(content, "kind")
+        if kind.endswith("List") and not content.get("items"):
+            return f"an empty {kind}"
+        close = misspelt(kind, list(SPEC))
+        return f"{kind} (did you mean {close}?)" if close else kind or "an object without kind"
+    return "a list" if isinstance(content, list) else "text"
