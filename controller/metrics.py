@@ -16,8 +16,7 @@ from controller.cluster.fleet import Fleet
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.report.slice_states import GpuUse, RequestedKinds, SliceState, capacity_of
 from driver.kube.types import Claim
-from driver.model.plan import Offer
-from driver.placement.state import OfferKind
+from driver.model.offer import Offer, OfferKind
 
 SECONDS = (0.5, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 """Upper bounds of the buckets of waiting times: seconds to a day."""

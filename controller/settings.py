@@ -19,9 +19,8 @@ from driver.config.shared_flags import (
 )
 from driver.config.suggestions import meant
 from driver.errors import UsageError
-from driver.model.device import DeviceKind
+from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind
 from driver.placement.measure import CLIQUE_CLASS, FULL_CLASS, SHARE_CLASS
-from driver.placement.state import FULL, SHARE, OfferKind
 
 PROFILE = re.compile(r"\d+g\.\d+gb([+-][a-z.]+)*")
 """Names of MIG profiles as in NVML: 1g.10gb, 1g.24gb+me.all, 2g.48gb-me."""

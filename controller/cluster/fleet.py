@@ -7,19 +7,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 
-from driver.model.device import Device, DeviceKind, devices_of
+from driver.model.device import Device, devices_of
 from driver.model.gpu import Gpu
-from driver.model.plan import Offer
-from driver.placement.state import Geometry, GpuState, OfferKind, Spot, spot_of
+from driver.model.offer import DeviceKind, Offer, Spot
+from driver.placement.occupancy import Geometry, GpuState, overlap, possible_kinds
 
 
 class Layout:
-    """The devices that GPUs of one geometry, number and number of shares have: names and spots, each by the other."""
+    """The devices that GPUs of one geometry, number and number of shares have: by spot, and the spots by name."""
 
     def __init__(self, devices: Iterable[Device]) -> None:
-        self.devices = {device.name: device for device in devices}
-        self.spots = {name: spot_of(device) for name, device in self.devices.items()}
-        self.names = {spot: name for name, spot in self.spots.items()}
+        self.devices = {device.spot: device for device in devices}
+        self.spots = {device.name: device.spot for device in self.devices.values()}
 
 
 LAYOUTS: dict[tuple[Geometry, int, int], Layout] = {}
@@ -79,19 +78,20 @@ class FleetGpu:
             LAYOUTS[key] = Layout(devices_of(self.gpu, self.number, self.shares))
         return LAYOUTS[key]
 
-    def device(self, name: str) -> Device | None:
+    def device(self, spot: Spot) -> Device | None:
+        """Its device in that spot; None if it has none."""
+        device = self.layout.devices.get(spot)
+        return None if device is None else replace(device, gpu=self.gpu)
+
+    def device_name(self, spot: Spot) -> str | None:
+        """The name of its device in that spot."""
+        device = self.layout.devices.get(spot)
+        return None if device is None else device.name
+
+    def device_named(self, name: str) -> Device | None:
         """Its device of that name."""
-        found = self.layout.devices.get(name)
-        return None if found is None else replace(found, gpu=self.gpu)
-
-    def offer(self, name: str) -> Offer | None:
-        """What stands for its device of that name."""
         spot = self.layout.spots.get(name)
-        return None if spot is None else offer_at(self.gpu.uuid, spot)
-
-    def name(self, offer: Offer) -> str | None:
-        """The name of the device for which ``offer`` stands."""
-        return self.layout.names.get(spot_for(offer))
+        return None if spot is None else self.device(spot)
 
     @cached_property
     def state(self) -> GpuState:
@@ -103,7 +103,7 @@ class FleetGpu:
         """Pairs of names of held devices that exclude each other: one of them was allocated by mistake."""
         # Two shares of less than all memory always fit beside each other.
         pairs = ((one, other) for one, other in combinations(self.held, 2) if one.shares == 1 or other.shares == 1)
-        return tuple((one.name, other.name) for one, other in pairs if one.overlaps(other))
+        return tuple((one.name, other.name) for one, other in pairs if overlap(one, other))
 
     @cached_property
     def clique(self) -> tuple[str, str]:
@@ -114,24 +114,7 @@ class FleetGpu:
     def _kinds(self) -> frozenset[DeviceKind]:
         if self.fault is not None or self.closed or self.tainted:
             return frozenset()
-        return frozenset(kind for kind in self.uses if self._allows(kind))
-
-    def _allows(self, kind: DeviceKind) -> bool:
-        if self.shares_only and kind is not DeviceKind.SHARE:
-            return False
-        return self.gpu.toggles_freely or (kind is DeviceKind.PARTITION) == self.gpu.mig_mode.in_force
-
-
-def offer_at(uuid: str, spot: Spot) -> Offer:
-    """The offer of ``spot`` on the GPU of that UUID."""
-    (kind, profile), at = spot
-    start = at if kind is DeviceKind.PARTITION else None
-    return Offer(uuid, kind, profile, start, at if kind is DeviceKind.SHARE else None)
-
-
-def spot_for(offer: Offer) -> Spot:
-    """Where on its GPU ``offer`` lies."""
-    return Spot(OfferKind(offer.type, offer.profile), offer.start or offer.index or 0)
+        return self.uses & possible_kinds(self.gpu, shares_only=self.shares_only)
 
 
 class Hardware:
@@ -180,6 +163,11 @@ class Fleet:
 
     def __iter__(self) -> Iterator[FleetGpu]:
         return iter(self.gpus.values())
+
+    def device(self, offer: Offer) -> Device | None:
+        """The device that ``offer`` stands for; None if there is no such GPU, or if it has no such device."""
+        entry = self.gpus.get(offer.gpu)
+        return None if entry is None else entry.device(offer.spot)
 
     @cached_property
     def nodes(self) -> Mapping[str, tuple[FleetGpu, ...]]:

@@ -116,7 +116,7 @@ def _holding(node: NodeView, empty: FleetGpu, before: FleetGpu | None) -> FleetG
         if share and int(share["number"]) == empty.number:
             shares = node.published.get(name, empty.shares) or 1
             held.append(share_device(empty.gpu, empty.number, int(share["index"]), shares))
-        elif not share and (device := empty.device(name)) is not None:
+        elif not share and (device := empty.device_named(name)) is not None:
             held.append(device)
     found = empty.holding(held)
     return before if before is not None and before == found else found

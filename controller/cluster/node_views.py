@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from driver.config.suggestions import meant
 from driver.kube.types import PAUSED, GpuNodePlan, Node
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 from driver.model.plan import PUBLISH, PUBLISH_VALUES, Held, PlanMode, PlanStatus
 from driver.slices.pool_names import Pool
 

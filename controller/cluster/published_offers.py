@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from controller.cluster.claim_index import PoolDevice
-from controller.cluster.fleet import Fleet, FleetGpu, spot_for
+from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import Changes, NodeView
 from driver.kube.types import GpuNodePlan
 from driver.model.device import Device
-from driver.model.plan import Offer
+from driver.model.offer import Offer
+from driver.placement.occupancy import overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class DeviceIndex:
             return frozenset()
         view = devices.view
         gpus = ((offer, self._fleet.gpus.get(offer.gpu)) for offer in plan.spec.offered)
-        names = {offer: gpu.name(offer) for offer, gpu in gpus if gpu is not None}
+        names = {offer: gpu.device_name(offer.spot) for offer, gpu in gpus if gpu is not None}
         published = view.published.keys() | view.held.keys()
         return frozenset(offer for offer, name in names.items() if name not in published)
 
@@ -123,35 +124,34 @@ class DeviceIndex:
         on_gpu: dict[str, list[tuple[Offer, Device]]] = {}
         wanted = {offer.gpu for offer in offers} - self._complete
         for offer, name in self.free.items():
-            if offer.gpu in wanted and name not in withdrawn and (device := self._device(offer)) is not None:
+            if offer.gpu in wanted and name not in withdrawn and (device := self._fleet.device(offer)) is not None:
                 on_gpu.setdefault(offer.gpu, []).append((offer, device))
         found: dict[Offer, set[PoolDevice]] = {}
         for offer in offers:
             others = [each for each in on_gpu.get(offer.gpu, ()) if each[0] != offer]
-            device = self._device(offer) if others else None
-            in_the_way = {self.free[other] for other, each in others if device is not None and device.overlaps(each)}
-            if in_the_way:
-                found[offer] = in_the_way
+            device = self._fleet.device(offer) if others else None
+            overlapping = {self.free[other] for other, each in others if device is not None and overlap(device, each)}
+            if overlapping:
+                found[offer] = overlapping
         return found
-
-    def _device(self, offer: Offer) -> Device | None:
-        entry = self._fleet.gpus.get(offer.gpu)
-        name = entry.name(offer) if entry is not None else None
-        return entry.device(name) if entry is not None and name is not None else None
 
     def of(self, offers: Iterable[Offer]) -> set[PoolDevice]:
         """The devices that carry ``offers``; offers of GPUs that are gone, or lack such a device, are skipped."""
         gpus = ((offer, self._fleet.gpus.get(offer.gpu)) for offer in offers)
-        names = ((gpu.node, gpu.name(offer)) for offer, gpu in gpus if gpu is not None)
+        names = ((gpu.node, gpu.device_name(offer.spot)) for offer, gpu in gpus if gpu is not None)
         return {PoolDevice(self._pools[node], name) for node, name in names if name is not None}
 
 
 def _node_devices(view: NodeView, gpus: Collection[FleetGpu]) -> NodeDevices:
     free = view.published.keys() - view.held.keys()
-    pairs = ((gpu.offer(name), name) for gpu in gpus for name in free)
-    names = {offer: name for offer, name in pairs if offer is not None}
+    names = {
+        Offer(gpu.gpu.uuid, spot): name
+        for gpu in gpus
+        for name in free
+        if (spot := gpu.layout.spots.get(name)) is not None
+    }
     devices = {offer: PoolDevice(view.pool, name) for offer, name in names.items()}
     states = {gpu.gpu.uuid: gpu.state for gpu in gpus}
     offered = [offer for offer, name in names.items() if name in view.offered]
-    fitting = (offer for offer in offered if not view.is_complete or states[offer.gpu].admits(spot_for(offer)))
+    fitting = (offer for offer in offered if not view.is_complete or states[offer.gpu].admits(offer.spot))
     return NodeDevices(view, devices, frozenset(fitting))

@@ -14,9 +14,9 @@ from controller.demand.demand import demand_of
 from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import Countable
 from controller.demand.starvation import StarvationFallback
-from driver.model.plan import Offer, OfferMode
+from driver.model.offer import Offer, OfferKind
+from driver.model.plan import OfferMode
 from driver.placement.ranking import Ranking
-from driver.placement.state import OfferKind
 
 
 class CountersPlanner:
@@ -40,7 +40,7 @@ class CountersPlanner:
         """
         demands = demand_of(queue, self._starvation.widened(queue))
         requested = {demand.key for demand in demands}
-        protected = [offer for offer in devices.offered if OfferKind(offer.type, offer.profile) in requested]
+        protected = [offer for offer in devices.offered if offer.spot.kind in requested]
         return PlannedOffers(self._curator.curate(queue.feasibility.fleet, demands, devices.offered, protected))
 
     def listed(self, fleet: Fleet, nodes: Collection[str], needed: Iterable[Countable]) -> frozenset[Offer]:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 from controller.cluster.fleet import Fleet
 from controller.curation.ranked_fleet import NO_CANDIDATES, Candidate, Candidates, Place, RankedFleet
 from controller.demand.demand import Demand, Eligible
-from driver.model.plan import Offer
+from driver.model.offer import Offer, OfferKind
+from driver.placement.occupancy import GpuState
 from driver.placement.ranking import RankedClique, Ranking, Terms
-from driver.placement.state import GpuState, OfferKind
 
 ROUNDING = 1e-6
 """Smaller gains, in memory slices, are ignored."""
@@ -63,7 +63,7 @@ class Curator:
         keep = {standing[offer] for offer in protected if offer in standing}
         chosen: set[Place] = set()
         for key in ranked.keys:
-            places = {place for place in standing.values() if place.spot.key == key}
+            places = {place for place in standing.values() if place.spot.kind == key}
             chosen |= self._select(ranked, key, by_key[key], places, keep)
         return tuple(ranked.offer(place) for place in sorted(chosen))
 

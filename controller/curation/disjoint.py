@@ -24,9 +24,8 @@ from controller.demand.pending_claims import Queue
 from controller.demand.requirements import ClaimRequirements
 from controller.demand.reservation import Reserved, without
 from driver.kube.types import Pod
-from driver.model.plan import Offer
+from driver.model.offer import FULL, SHARE, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranking
-from driver.placement.state import FULL, SHARE, OfferKind, Spot
 
 Wanted = tuple[ClaimRequirements, Nodes]
 
@@ -79,7 +78,7 @@ class _Plan:
         self._fleet, self._queue, self._feasibility = fleet, queue, queue.feasibility
         self._published: defaultdict[OfferKind, list[Place]] = defaultdict(list)
         for place in standing:
-            self._published[place.spot.key].append(place)
+            self._published[place.spot.kind].append(place)
         self._drafts: dict[OfferKind, OfferDraft] = {}
         self._unmet: set[Wanted] = set()
         """What could not be planned: it can't be later either, because the free memory only shrinks."""
@@ -253,4 +252,4 @@ def _is_one(requirements: ClaimRequirements) -> bool:
 
 
 def _is_of(spot: Spot, kind: Kind) -> bool:
-    return spot.key == kind.key and (kind.starts is None or spot.at in kind.starts)
+    return spot.kind == kind.key and (kind.starts is None or spot.at in kind.starts)

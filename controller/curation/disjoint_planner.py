@@ -14,7 +14,8 @@ from controller.demand.queued_workloads import Countable
 from controller.demand.reservation import Reservations
 from controller.demand.starvation import StarvationFallback
 from driver.kube.work_loop import soonest
-from driver.model.plan import Offer, OfferMode
+from driver.model.offer import Offer
+from driver.model.plan import OfferMode
 from driver.placement.ranking import Ranking
 
 

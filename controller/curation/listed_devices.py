@@ -17,10 +17,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain, islice, zip_longest
 from typing import NamedTuple
 
-from controller.cluster.fleet import Fleet, FleetGpu, Hardware, offer_at, spot_for
+from controller.cluster.fleet import Fleet, FleetGpu, Hardware
 from controller.demand.queued_workloads import Countable
-from driver.model.plan import Offer
-from driver.placement.state import FULL, OfferKind, Spot
+from driver.model.offer import FULL, Offer, OfferKind, Spot
 
 
 class ProductKind(NamedTuple):
@@ -66,9 +65,9 @@ class ListedDevices:
         found: set[Offer] = set()
         before = {each for each in self._queued if each not in self._listed and _is_possible(fleet, each, nodes)}
         for each in queued:
-            counted = sum(1 for one in chain(self._listed, found) if _counts(each, one.gpu, spot_for(one)))
+            counted = sum(1 for one in chain(self._listed, found) if _counts(each, one.gpu, one.spot))
             if counted < each.needed:
-                again = sorted((one for one in before - found if _counts(each, one.gpu, spot_for(one))), key=str)
+                again = sorted((one for one in before - found if _counts(each, one.gpu, one.spot)), key=str)
                 more = _possible(fleet, each, {*self._listed, *found, *again}, nodes)
                 found |= {*islice(chain(again, more), each.needed - counted)}
         return found
@@ -89,7 +88,7 @@ class ListedDevices:
 
 def _is_possible(fleet: Fleet, offer: Offer, nodes: Collection[str]) -> bool:
     entry = fleet.gpus.get(offer.gpu)
-    return entry is not None and entry.node in nodes and entry.unheld.state.admits(spot_for(offer))
+    return entry is not None and entry.node in nodes and entry.unheld.state.admits(offer.spot)
 
 
 def _chosen(
@@ -108,18 +107,18 @@ def _chosen(
 def _on_node(gpus: Iterable[FleetGpu], wanted: ProductKind) -> Iterator[Offer]:
     for entry in gpus:
         if entry.gpu.product_name == wanted.product:
-            spots = (spot for spot in entry.layout.names if spot.key == wanted.kind)
-            yield from (offer_at(entry.gpu.uuid, spot) for spot in spots if entry.unheld.state.admits(spot))
+            spots = (spot for spot in entry.layout.devices if spot.kind == wanted.kind)
+            yield from (Offer(entry.gpu.uuid, spot) for spot in spots if entry.unheld.state.admits(spot))
 
 
 def _kind_of(entry: FleetGpu, offer: Offer) -> ProductKind:
-    return ProductKind(entry.gpu.product_name, OfferKind(offer.type, offer.profile))
+    return ProductKind(entry.gpu.product_name, offer.spot.kind)
 
 
 def _counts(wanted: Countable, gpu: str, spot: Spot) -> bool:
     """Whether the device at ``spot`` of ``gpu`` is one of ``wanted``."""
     return any(
-        kind.key == spot.key and gpu in gpus and (kind.starts is None or spot.at in kind.starts)
+        kind.key == spot.kind and gpu in gpus and (kind.starts is None or spot.at in kind.starts)
         for kind, gpus in wanted.kinds.items()
     )
 
@@ -128,7 +127,7 @@ def _possible(fleet: Fleet, wanted: Countable, taken: Collection[Offer], nodes: 
     """The devices of ``wanted`` that may be listed, none of ``taken``."""
     for entry in fleet:
         if entry.node in nodes and any(entry.gpu.uuid in gpus for gpus in wanted.kinds.values()):
-            for spot in entry.layout.names:
-                offer = offer_at(entry.gpu.uuid, spot)
+            for spot in entry.layout.devices:
+                offer = Offer(entry.gpu.uuid, spot)
                 if _counts(wanted, entry.gpu.uuid, spot) and offer not in taken and entry.unheld.state.admits(spot):
                     yield offer

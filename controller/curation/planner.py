@@ -11,7 +11,8 @@ from controller.cluster.fleet import Fleet
 from controller.cluster.published_offers import DeviceIndex
 from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import Countable
-from driver.model.plan import Offer, OfferMode
+from driver.model.offer import Offer
+from driver.model.plan import OfferMode
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from controller.cluster.fleet import Fleet, FleetGpu, offer_at, spot_for
+from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.demand import Eligible
-from driver.model.plan import Offer
+from driver.model.offer import Offer, OfferKind, Spot
 from driver.placement.ranking import Ranked, RankedClique, Ranking, Terms
-from driver.placement.state import OfferKind, Spot
 
 MAX_SETS = 64
 """Sets of GPUs of which the positions are remembered; the same sets are needed again and again."""
@@ -95,14 +94,14 @@ class RankedFleet:
         return self.cliques[place.clique].rank(place.position, place.spot)
 
     def offer(self, place: Place) -> Offer:
-        return offer_at(self.uuid(place), place.spot)
+        return Offer(self.uuid(place), place.spot)
 
     def place(self, offer: Offer) -> Place | None:
         """The place of ``offer``; None if its GPU is gone or it is impossible beside allocated devices."""
         if offer.gpu not in self.found:
             return None
         clique, position = self.found[offer.gpu]
-        spot = spot_for(offer)
+        spot = offer.spot
         return Place(clique, position, spot) if self.cliques[clique].admits(position, spot) else None
 
     def positions(self, eligible: Eligible) -> Mapping[int, list[int]]:

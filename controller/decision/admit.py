@@ -12,7 +12,7 @@ from controller.decision.held_publication import first_offers
 from controller.decision.read import DecisionInput
 from controller.fence.fence import Fence
 from driver.errors import ApiError
-from driver.model.plan import Offer
+from driver.model.offer import Offer
 
 log = logging.getLogger(__name__)
 

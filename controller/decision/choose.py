@@ -14,7 +14,7 @@ from controller.decision.read import DecisionInput
 from controller.demand.queued_workloads import countable
 from controller.demand.reservation import NominatedPods
 from controller.settings import ControllerSettings
-from driver.model.plan import Offer
+from driver.model.offer import Offer
 from driver.placement.measure import Measure
 from driver.placement.ranking import Ranking
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from controller.cluster.fleet import Fleet
 from driver.kube.types import GpuNodePlan
-from driver.model.plan import MODE_SPREAD_SECONDS, Offer, PublishHeld
+from driver.model.offer import Offer
+from driver.model.plan import MODE_SPREAD_SECONDS, PublishHeld
 
 RETURN_SHARE = 0.8
 """A cluster near the limit of GPUs must not change to and fro as nodes come and go."""

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import Changes, NodeView
-from driver.model.plan import Offer, OfferMode, PlanSpec, PublishHeld
+from driver.model.offer import Offer
+from driver.model.plan import OfferMode, PlanSpec, PublishHeld
 
 
 class PlanSpecs:

@@ -16,7 +16,7 @@ from controller.demand.feasibility import Group, Kind, Nodes
 from controller.demand.gpu_equivalence_classes import BY_PLACEMENT
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
-from driver.placement.state import OfferKind
+from driver.model.offer import OfferKind
 
 NONE: Mapping[str, Nodes] = MappingProxyType({})
 

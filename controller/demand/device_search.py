@@ -17,7 +17,8 @@ from controller.cluster.fleet import FleetGpu
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, Constraint
 from controller.demand.selected_devices import Matches
 from driver.model.device import SLICE_VALUE
-from driver.placement.state import SHARE, GpuState, OfferKind, Spot, spot_of
+from driver.model.offer import SHARE, OfferKind, Spot
+from driver.placement.occupancy import GpuState
 
 NODE_STEPS = 500
 """Devices tried on one node."""
@@ -64,7 +65,7 @@ def is_in_use(entry: FleetGpu, matches: Matches) -> bool:
 
     Of an unhealthy GPU only held devices are published, and of any other none that overlaps a held one.
     """
-    if any(matches.has(*spot_of(device)) for device in entry.held):
+    if any(matches.has(*device.spot) for device in entry.held):
         return True
     return bool(entry.tainted) and bool(free_spots(replace(entry, tainted="").state, matches))
 
@@ -304,7 +305,7 @@ class _Search:
     def _value(self, position: int, spot: Spot, attribute: str) -> Hashable | None:
         where = (position, spot, attribute)
         if where not in self._values:
-            self._values[where] = self._value_of(self._gpus[position], spot.key, spot.at, attribute)
+            self._values[where] = self._value_of(self._gpus[position], spot.kind, spot.at, attribute)
         return self._values[where]
 
     def _step(self) -> None:

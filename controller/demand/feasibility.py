@@ -16,7 +16,8 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import Budget, Outcome, States, fits, is_in_use, most_devices
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
 from controller.demand.selected_devices import FeasibilityMemory, Matches, Matching, Selector
-from driver.placement.state import GpuState, OfferKind
+from driver.model.offer import OfferKind
+from driver.placement.occupancy import GpuState
 
 MAX_UNDECIDED_NODES = 4
 """The search for a node ends after this many nodes on which it was given up."""

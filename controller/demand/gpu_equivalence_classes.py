@@ -8,9 +8,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu, Hardware
-from driver.model.device import Device, DeviceKind, full_device, partition_device, share_device
+from driver.model.device import Device, full_device, partition_device, share_device
 from driver.model.gpu import Gpu
-from driver.placement.state import FULL, SHARE, OfferKind
+from driver.model.offer import DeviceKind
 from driver.slices.attributes import FACTS, Value
 
 BY_PLACEMENT = "placementStart"
@@ -111,17 +111,6 @@ def examples_of(entry: FleetGpu) -> Iterator[Device]:
     """One device of each kind that the GPU has."""
     for kind in DeviceKind:
         yield from next(representatives(entry, kind, each_placement=False), ())
-
-
-def device_at(entry: FleetGpu, key: OfferKind, start: int) -> Device:
-    """The device of ``key`` on that GPU: the placement that begins at ``start``, the share of that number."""
-    if key == FULL:
-        return full_device(entry.gpu, entry.number)
-    if key == SHARE:
-        return share_device(entry.gpu, entry.number, start, entry.shares)
-    [profile] = [each for each in entry.gpu.profiles if each.name == key.profile]
-    [placement] = [each for each in profile.placements if each.start == start]
-    return partition_device(entry.gpu, entry.number, profile, placement)
 
 
 def facts_of(device: Device, names: Names) -> tuple[Value, ...]:

@@ -18,8 +18,7 @@ from controller.cluster.fleet import Fleet
 from controller.demand.device_search import Budget, choose_devices
 from controller.demand.pending_claims import Queue
 from driver.kube.types import Key, Pod
-from driver.model.plan import Offer
-from driver.placement.state import OfferKind
+from driver.model.offer import Offer
 
 WAIT_SECONDS = 120.0
 """Time after which a pod that could run on empty GPUs gets a reservation."""
@@ -96,8 +95,8 @@ def _matching(queue: Queue, pod: Pod, by_gpu: Mapping[str, Iterable[Offer]]) -> 
         for request in requirements.requests:
             for kind, gpus in queue.feasibility.kinds(request.selector, node).items():
                 for offer in (offer for gpu in gpus & by_gpu.keys() for offer in by_gpu[gpu]):
-                    is_kind = OfferKind(offer.type, offer.profile) == kind.key
-                    if is_kind and (kind.starts is None or offer.start in kind.starts):
+                    is_kind = offer.spot.kind == kind.key
+                    if is_kind and (kind.starts is None or offer.spot.at in kind.starts):
                         yield offer
 
 

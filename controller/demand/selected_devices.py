@@ -25,14 +25,13 @@ from controller.demand.gpu_equivalence_classes import (
     KNOWN,
     EquivalenceClasses,
     Names,
-    device_at,
     examples_of,
     representatives,
 )
 from deviceclasses.cel import CelDevice, Program, ReferencedAttributes, compile_selector, from_slice_device
 from driver.errors import CelError
-from driver.model.device import Device, DeviceKind
-from driver.placement.state import OfferKind, Spot, key_of
+from driver.model.device import Device
+from driver.model.offer import DeviceKind, OfferKind, Spot
 from driver.slices.attributes import STANDARD, attributes, capacity
 
 MAX_SELECTORS = 512
@@ -143,7 +142,7 @@ class Matches:
         starts: dict[OfferKind, set[int]] = {}
         for spot in spots:
             if self.has(*spot):
-                starts.setdefault(spot.key, set()).add(spot.at)
+                starts.setdefault(spot.kind, set()).add(spot.at)
         return _shared_matches(tuple((key, frozenset(each)) for key, each in starts.items()))
 
 
@@ -215,7 +214,7 @@ class Selector:
             selected = [device for device, verdict in verdicts if verdict is True]
             if selected:
                 starts = frozenset(device.placement.start for device in selected if device.placement)
-                keys[key_of(devices[0])] = None if len(selected) == len(devices) else starts
+                keys[devices[0].spot.kind] = None if len(selected) == len(devices) else starts
         return _matches_of(keys, tuple(failures)) if keys or failures else NOTHING
 
     def met(self, fleet: Fleet, conditions: Sequence[str], program: Callable[[str], Program | CelError]) -> Met:
@@ -350,9 +349,9 @@ class Matching:
     def value(self, entry: FleetGpu, key: OfferKind, start: int, attribute: str) -> Hashable | None:
         """The value that constraints compare: a device's attribute, by its full name; None where it has none."""
         name = attribute.removeprefix(f"{self.driver}/")
-        device = device_at(entry, key, start)
-        fact = FACT_OF[device.kind].get(name)
-        value = fact(device) if fact is not None else None
+        device = entry.device(Spot(key, start))
+        fact = FACT_OF[key.type].get(name)
+        value = fact(device) if device is not None and fact is not None else None
         return None if value is None else (type(value), value)
 
 

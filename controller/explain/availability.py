@@ -15,9 +15,8 @@ from controller.demand.eligibility import BLOCKING, Excluded, tolerated
 from controller.demand.requirements import DeviceRequest
 from controller.demand.selected_devices import Failure, Matches, Selector
 from driver.kube.types import DeviceTaintRule
-from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
-from driver.placement.state import FULL, SHARE, OfferKind
+from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind
 from driver.slices.pool_names import Pool
 
 SHOWN = 3
@@ -177,7 +176,7 @@ def _nouns(keys: frozenset[OfferKind]) -> tuple[str, str]:
         return "full GPU", "full GPUs"
     if keys == {SHARE}:
         return "share", "shares"
-    if keys and all(key.kind is DeviceKind.PARTITION for key in keys):
+    if keys and all(key.type is DeviceKind.PARTITION for key in keys):
         profile = f" {next(iter(keys)).profile}" if len(keys) == 1 else ""
         return f"partition{profile}", f"partitions{profile}"
     return "device", "devices"
@@ -227,7 +226,7 @@ def _hindrance(entry: FleetGpu, matches: Matches) -> tuple[Obstacle | None, str]
         return Obstacle.CORDONED if entry.fault.startswith(CORDONED) else Obstacle.FAULT, entry.fault
     if entry.tainted:
         return Obstacle.TAINTED, entry.tainted
-    missing = {key.kind for key in matches.keys} - entry.state.kinds
+    missing = {key.type for key in matches.keys} - entry.state.kinds
     if missing:
         meant = missing & entry.uses & ({DeviceKind.SHARE} if entry.shares_only else set(DeviceKind))
         return (Obstacle.RESET, f"MIG {entry.gpu.mig_mode}") if meant else (Obstacle.DEDICATED, "")
@@ -279,7 +278,7 @@ def _taints(rule: DeviceTaintRule, entry: FleetGpu, driver: str, selectors: Sequ
         return False
     if device is None:
         return True
-    if entry.offer(device) is None:
+    if device not in entry.layout.spots:
         return False
     selected = [each.on(entry) for each in selectors]
     spots = entry.layout.spots.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations, islice
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from controller.demand.device_search import Budget, Outcome, fits
 from controller.demand.feasibility import Feasibility
 from controller.demand.requirements import ClaimRequirements
 from driver.model.device import Device
-from driver.placement.state import Spot, key_of, spot_of
+from driver.model.offer import Spot
 
 MAX_NODES = 8
 """Nodes on which moves are tried, those with the most free memory."""
@@ -97,10 +96,10 @@ def _arranged(
         return
     first, *others = devices
     away = (each for each in gpus.values() if each.number != source.number and _alike(each, source))
-    elsewhere = next(((each, spot) for each in away for spot in each.state.spots(key_of(first))), None)
+    elsewhere = next(((each, spot) for each in away for spot in each.state.spots(first.spot.kind)), None)
     at_home = gpus[source.number]
     places = [] if elsewhere is None else [elsewhere]
-    places += [(at_home, spot) for spot in at_home.state.spots(key_of(first)) if spot != spot_of(first)]
+    places += [(at_home, spot) for spot in at_home.state.spots(first.spot.kind) if spot != first.spot]
     for target, spot in places:
         placed = {**gpus, target.number: _with(target, spot)}
         for targets, arranged in _arranged(others, source, placed):
@@ -112,5 +111,6 @@ def _alike(one: FleetGpu, other: FleetGpu) -> bool:
 
 
 def _with(target: FleetGpu, spot: Spot) -> FleetGpu:
-    found = next(each for each in target.devices if spot_of(each) == spot)
-    return target.holding((*target.held, replace(found, gpu=target.gpu)))
+    """``target`` with a device in ``spot`` held as well; it must have that spot."""
+    device = target.device(spot)
+    return target if device is None else target.holding((*target.held, device))

@@ -28,8 +28,7 @@ from driver.kube.clock import Clock, seconds_time
 from driver.kube.reads import DevicesByNode
 from driver.kube.types import Condition, ExactDeviceRequest, Pod
 from driver.model.device import Device
-from driver.model.plan import Offer
-from driver.placement.state import OfferKind, Spot, spot_of
+from driver.model.offer import Offer, Spot
 
 GATES = (
     "check that it has the feature gates that the API server has: DynamicResourceAllocation, DRAPartitionableDevices"
@@ -74,7 +73,7 @@ def satisfying(
     """Devices among ``standing``, all of one node, that satisfy ``requirements``, in the order of the requests."""
     published: dict[str, dict[Spot, Standing]] = {}
     for each in standing:
-        published.setdefault(each.entry.gpu.uuid, {})[spot_of(each.device)] = each
+        published.setdefault(each.entry.gpu.uuid, {})[each.device.spot] = each
     gpus = list({each.entry.gpu.uuid: each.entry for each in standing}.values())
     found = find_devices(gpus, published, requirements, value_of)
     return tuple(published[entry.gpu.uuid][spot] for entry, spot in found)
@@ -191,7 +190,7 @@ class UnscheduledClaims:
         for offer, name in standing.items():
             if self._lasts(self._devices[name], QUOTE_SECONDS):
                 entry = queue.feasibility.fleet.gpus[offer.gpu]
-                if (device := entry.device(name.device)) is not None:
+                if (device := entry.device(offer.spot)) is not None:
                     found.setdefault(entry.node, []).append(Standing(entry, device, name))
         # In a fixed order: the Event of a claim and ``tessera why`` name the same device.
         return {node: sorted(each, key=lambda one: (one.entry.number, one.name.device)) for node, each in found.items()}
@@ -392,5 +391,5 @@ def reasons_of_waiting(
 
 
 def _changed(queue: Queue, offer: Offer) -> str:
-    entry, kind = queue.feasibility.fleet.gpus[offer.gpu], OfferKind(offer.type, offer.profile)
+    entry, kind = queue.feasibility.fleet.gpus[offer.gpu], offer.spot.kind
     return f"gpu-{entry.number} of node {entry.node} is changed to offer {kind}"

@@ -31,8 +31,9 @@ from deviceclasses.cel.values import EvaluationError
 from deviceclasses.lint.attribute_catalogue import why_without
 from deviceclasses.lint.selector_rules import is_known_value, mistakes, remedy
 from driver.config.suggestions import meant
-from driver.model.device import Device, DeviceKind
+from driver.model.device import Device
 from driver.model.gpu import MigMode
+from driver.model.offer import DeviceKind
 from driver.slices.attributes import NO_PROFILE, attributes, capacity
 
 OF_OBSTACLE = {
@@ -390,7 +391,7 @@ def without_value(feasibility: Feasibility, requirements: ClaimRequirements, nod
     for attribute, names in missing.items():
         whose = "none of these devices" if len(requirements.requests) == 1 else f"no device of request {listed(names)}"
         selected = {
-            kind.key.kind
+            kind.key.type
             for request in requirements.requests
             if request.name in names
             for kind in feasibility.kinds(request.selector, nodes)

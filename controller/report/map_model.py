@@ -20,9 +20,10 @@ from controller.report.slice_states import (
     slices_by_state,
 )
 from driver.kube.types import Claim, GpuNodePlan, Key, Node
-from driver.model.device import SLICE_VALUE, Device, DeviceKind, share_index
-from driver.model.plan import Held, Offer, PlanMode
-from driver.placement.state import GpuState, OfferKind, key_of
+from driver.model.device import SLICE_VALUE, Device
+from driver.model.offer import DeviceKind, Offer, OfferKind
+from driver.model.plan import Held, PlanMode
+from driver.placement.occupancy import GpuState
 
 
 class Value(msgspec.Struct, frozen=True, rename="camel"):
@@ -206,7 +207,7 @@ def _gpu(
     gpu, state = entry.gpu, entry.state
     if state not in largest:
         largest[state] = _largest_partition(entry)
-    offered = [device for offer in offers if (name := entry.name(offer)) and (device := entry.device(name))]
+    offered = [device for offer in offers if (device := entry.device(offer.spot)) is not None]
     spans = list(_held_spans(entry, holders))
     if is_divided(entry):
         spans += _other_shares(entry, share_values(entry, offers), offered)
@@ -249,14 +250,15 @@ def _held_spans(entry: FleetGpu, holders: Mapping[str, tuple[Holder, ...]]) -> I
     for device in sorted(entry.held, key=lambda each: (_start(each), each.name)):
         size = device.mask.bit_count()
         slices = size * device.weight / SLICE_VALUE
-        kinds = (str(key_of(device)),)
+        kinds = (str(device.spot.kind),)
         for holder in holders.get(device.name) or (None,):
             yield MapSpan(_start(device), size, slices, SliceState.HELD, (device.name,), kinds, holder)
 
 
 def _other_shares(entry: FleetGpu, values: Mapping[SliceState, int], offered: Iterable[Device]) -> Iterator[MapSpan]:
     """A span for each share that is not held, and one for a rest that is too small for a share."""
-    names = sorted((each.name for each in offered if each.kind is DeviceKind.SHARE), key=share_index)
+    free_shares = (device for device in offered if device.kind is DeviceKind.SHARE)
+    names = [share.name for share in sorted(free_shares, key=lambda share: share.spot.at)]
     total, weight = entry.gpu.memory_slices, SLICE_VALUE // max(1, entry.shares)
     for state, value in values.items():
         if state is SliceState.HELD:
@@ -291,7 +293,7 @@ def _offered_spans(mask: int, offered: Collection[Device]) -> Iterator[MapSpan]:
         for start, size in _runs(covered & mask):
             inside = [each for each in devices if each.mask >> start & (1 << size) - 1]
             inside.sort(key=_largest_first)
-            kinds = tuple(dict.fromkeys(str(key_of(each)) for each in inside))
+            kinds = tuple(dict.fromkeys(str(each.spot.kind) for each in inside))
             yield MapSpan(start, size, size, SliceState.OFFERED, tuple(each.name for each in inside), kinds)
 
 

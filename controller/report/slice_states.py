@@ -8,13 +8,13 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-from controller.cluster.fleet import Fleet, FleetGpu, spot_for
+from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.feasibility import Kind
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import Refusal
-from driver.model.device import SLICE_VALUE, DeviceKind
-from driver.model.plan import Offer
-from driver.placement.state import GpuState, OfferKind, key_of, start_of
+from driver.model.device import SLICE_VALUE
+from driver.model.offer import DeviceKind, Offer, OfferKind
+from driver.placement.occupancy import GpuState, start_of
 
 REQUESTED_SECONDS = 3600.0
 """A kind of device counts as requested for this time after a claim last asked for it."""
@@ -58,7 +58,7 @@ class RequestedKinds:
         kinds = {kind.key for each in queue.pending for kind in _kinds(queue, each)}
         for node in changed:
             held = {device.name: device for entry in fleet.nodes.get(node, ()) for device in entry.held}
-            kinds |= {key_of(held[name]) for name in held.keys() - self._held.get(node, frozenset())}
+            kinds |= {held[name].spot.kind for name in held.keys() - self._held.get(node, frozenset())}
             self._held[node] = frozenset(held)
         oldest = now - REQUESTED_SECONDS
         requested = {**self._requested_at, **dict.fromkeys(kinds, now)}
@@ -121,7 +121,7 @@ def share_values(entry: FleetGpu, offers: Iterable[Offer]) -> Mapping[SliceState
     """What shares in each state have of every slice of a divided GPU, of SLICE_VALUE."""
     held = entry.state.shared
     left = max(0, SLICE_VALUE - held)
-    shares = sum(offer.type is DeviceKind.SHARE for offer in offers) if entry.fault is None else 0
+    shares = sum(offer.spot.kind.type is DeviceKind.SHARE for offer in offers) if entry.fault is None else 0
     offered = min(left, shares * (SLICE_VALUE // max(1, entry.shares)))
     rest = SliceState.FREE if not entry.closed and entry.fault is None else SliceState.UNAVAILABLE
     return {SliceState.HELD: held, SliceState.OFFERED: offered, rest: left - offered}
@@ -136,7 +136,7 @@ def slice_masks(entry: FleetGpu, offers: Iterable[Offer], requested: frozenset[O
     free = 0 if entry.fault is not None else state.geometry.all_slices & ~state.mask
     offered = 0
     for offer in offers:
-        offered |= _mask(state, spot_for(offer).key, spot_for(offer).at) & free
+        offered |= _mask(state, offer.spot.kind, offer.spot.at) & free
     usable = _usable(state, requested) if requested and not entry.closed else state.geometry.all_slices
     stranded = free & ~usable
     rest = free & usable & ~offered if not entry.closed else 0
@@ -161,7 +161,7 @@ def _usable(state: GpuState, requested: frozenset[OfferKind]) -> int:
 
 def _mask(state: GpuState, key: OfferKind, at: int) -> int:
     """Bit mask of the slices under a device of ``key`` at that place."""
-    if key.kind is not DeviceKind.PARTITION:
+    if key.type is not DeviceKind.PARTITION:
         return state.geometry.all_slices
     windows = state.geometry.windows.get(key.profile or "", ())
     return next((mask for mask in windows if start_of(mask) == at), 0)

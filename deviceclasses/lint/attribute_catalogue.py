@@ -15,8 +15,8 @@ from deviceclasses.cel.values import type_name
 from deviceclasses.lint.findings import Severity
 from driver.config.suggestions import meant, nearest
 from driver.hardware.discovery import ARCHITECTURES
-from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
+from driver.model.offer import DeviceKind
 from driver.simulator.products import facts
 from driver.slices.attributes import FACTS, NO_PROFILE, STANDARD
 

@@ -31,7 +31,7 @@ from deviceclasses.lint.selector_rules import selector_issues
 from driver.config.shared_flags import SUBDOMAIN
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 
 Object = Mapping[str, Any]
 

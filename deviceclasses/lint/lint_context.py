@@ -12,7 +12,7 @@ from typing import Any
 from deviceclasses.lint.documents import text
 from deviceclasses.lint.partial_evaluation import may_select
 from driver.config.opaque_parameters import devices_for
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from deviceclasses.cel.referenced_attributes import comparisons_of
 from deviceclasses.cel.values import EvaluationError, Map, Value
 from deviceclasses.lint.attribute_catalogue import names_of, values
 from driver.errors import CelError
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 from driver.slices.attributes import NO_PROFILE
 
 

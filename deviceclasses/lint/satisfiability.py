@@ -23,7 +23,7 @@ from deviceclasses.lint.lint_context import (
 from deviceclasses.lint.partial_evaluation import may_select
 from driver.config.opaque_parameters import devices_for
 from driver.config.strict_schema import shown
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 from driver.slices.attributes import PARENT
 
 DEVICE_NAMES = {DeviceKind.FULL: "full GPUs", DeviceKind.PARTITION: "partitions", DeviceKind.SHARE: "shares"}

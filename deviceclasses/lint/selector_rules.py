@@ -33,7 +33,7 @@ from deviceclasses.lint.partial_evaluation import compared_strings, compile_cach
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
 from driver.errors import CelError
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 from driver.simulator.products import find_product
 from driver.slices.attributes import FACTS, NO_PROFILE, STANDARD
 

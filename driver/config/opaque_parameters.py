@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from driver.config.strict_schema import Fault, Group, InvalidParameters, Strict, shown, validate, wrong_name
 from driver.config.suggestions import nearest
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 from driver.model.time_slice_and_compute_mode import TimeSlice
 
 __all__ = ["InvalidParameters"]

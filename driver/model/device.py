@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import count, islice
 
 from driver.model.gpu import Gpu, Placement, Profile
-
-
-class DeviceKind(StrEnum):
-    """The value of a device's ``type`` attribute."""
-
-    FULL = "gpu"
-    PARTITION = "mig"
-    SHARE = "share"
-
+from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind, Spot
 
 SLICE_VALUE = 840
 """The value of a whole memory slice: divisible by every number of shares up to 8, and by 10, 12, 20 and 30."""
@@ -29,15 +20,25 @@ MOST_SHARES = 32
 class Device:
     """What a ResourceSlice publishes: a full GPU, a placement that is or can become a partition, or a share.
 
-    ``shares`` is the number of equal parts of the GPU of which this device is one; 1 for other kinds.
+    ``spot`` says which of the GPU's devices it is. ``shares`` is the number of equal parts of the GPU of which this
+    device is one; 1 for other kinds.
     """
 
     name: str
     gpu: Gpu
-    kind: DeviceKind
+    spot: Spot
     profile: Profile | None = None
     placement: Placement | None = None
     shares: int = 1
+
+    @property
+    def kind(self) -> DeviceKind:
+        return self.spot.kind.type
+
+    @property
+    def offer(self) -> Offer:
+        """The device by what it is and not by its name, as plans have it."""
+        return Offer(self.gpu.uuid, self.spot)
 
     @property
     def mask(self) -> int:
@@ -49,12 +50,6 @@ class Device:
         """Its part of each of its memory slices, of SLICE_VALUE."""
         return SLICE_VALUE // self.shares
 
-    def overlaps(self, other: Device) -> bool:
-        """Whether the two devices exclude each other."""
-        if self.gpu.uuid != other.gpu.uuid or not self.mask & other.mask:
-            return False
-        return self.name == other.name or self.weight + other.weight > SLICE_VALUE
-
     def __str__(self) -> str:
         if self.profile is None or self.placement is None:
             kind = f"1/{self.shares} of" if self.kind is DeviceKind.SHARE else "full"
@@ -63,16 +58,17 @@ class Device:
 
 
 def full_device(gpu: Gpu, number: int) -> Device:
-    return Device(name=f"gpu-{number}", gpu=gpu, kind=DeviceKind.FULL)
+    return Device(name=f"gpu-{number}", gpu=gpu, spot=Spot(FULL))
 
 
 def partition_device(gpu: Gpu, number: int, profile: Profile, placement: Placement) -> Device:
     name = f"gpu-{number}-mig-{profile.label}-{placement.start}"
-    return Device(name=name, gpu=gpu, kind=DeviceKind.PARTITION, profile=profile, placement=placement)
+    spot = Spot(OfferKind(DeviceKind.PARTITION, profile.name), placement.start)
+    return Device(name=name, gpu=gpu, spot=spot, profile=profile, placement=placement)
 
 
 def share_device(gpu: Gpu, number: int, index: int, shares: int) -> Device:
-    return Device(name=f"gpu-{number}-share-{index}", gpu=gpu, kind=DeviceKind.SHARE, shares=shares)
+    return Device(name=f"gpu-{number}-share-{index}", gpu=gpu, spot=Spot(SHARE, index), shares=shares)
 
 
 def share_index(name: str) -> int:

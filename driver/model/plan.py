@@ -6,7 +6,6 @@ not follow the driver name.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -17,9 +16,9 @@ from typing import Any
 import msgspec
 
 from driver.errors import StateError
-from driver.model.device import Device, DeviceKind, share_index
 from driver.model.gpu import Gpu, NvLink, Profile
 from driver.model.gpu_health import read_time, written_time
+from driver.model.offer import Offer, parsed_offers
 
 API_VERSION = "gpu.tessera.dev/v1alpha1"
 KIND = "GpuNodePlan"
@@ -30,10 +29,6 @@ FENCE = "tessera-fence"
 
 MODE_SPREAD_SECONDS = 60.0
 """Time over which nodes that change their mode spread their slice updates: each update wakes every pending pod."""
-
-WRITTEN_OFFER = re.compile(
-    r"(?P<gpu>[^/]+)/(?:full|share-(?P<index>[0-9]{1,2})|(?P<profile>[0-9A-Za-z.+-]+)@(?P<start>[0-9]{1,2}))"
-)
 
 
 class PublishHeld(StrEnum):
@@ -69,36 +64,6 @@ class Held(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.device} {self.claim}"
-
-
-class Offer(msgspec.Struct, frozen=True):
-    """One device to offer, by what it is and not by its name.
-
-    ``start`` is the first memory slice of a placement of ``profile``; ``index`` the number of a share. Written
-    ``GPU-<uuid>/full``, ``GPU-<uuid>/1g.10gb@6`` or ``GPU-<uuid>/share-0``.
-    """
-
-    gpu: str
-    type: DeviceKind
-    profile: str | None = None
-    start: int | None = None
-    index: int | None = None
-
-    def __str__(self) -> str:
-        if self.type is DeviceKind.PARTITION:
-            return f"{self.gpu}/{self.profile}@{self.start}"
-        return f"{self.gpu}/share-{self.index}" if self.type is DeviceKind.SHARE else f"{self.gpu}/full"
-
-    @classmethod
-    def parse(cls, text: str) -> Offer | None:
-        """Parse the result of ``str``; None if it is not an offer."""
-        found = WRITTEN_OFFER.fullmatch(text)
-        if found is None:
-            return None
-        gpu, profile, start, index = found.group("gpu", "profile", "start", "index")
-        if profile:
-            return cls(gpu, DeviceKind.PARTITION, profile=profile, start=int(start))
-        return cls(gpu, DeviceKind.SHARE, index=int(index)) if index else cls(gpu, DeviceKind.FULL)
 
 
 class ClearedFaults(msgspec.Struct, frozen=True):
@@ -172,16 +137,12 @@ class PlanSpec(msgspec.Struct, frozen=True, rename="camel"):
     @property
     def offered(self) -> frozenset[Offer]:
         """The offers that could be parsed."""
-        return _parsed(self.offers)
+        return parsed_offers(self.offers)
 
     @property
     def listed_offers(self) -> frozenset[Offer]:
         """Those of ``listed`` that could be parsed."""
-        return _parsed(self.listed)
-
-
-def _parsed(texts: Iterable[str]) -> frozenset[Offer]:
-    return frozenset(offer for text in texts if (offer := Offer.parse(text)) is not None)
+        return parsed_offers(self.listed)
 
 
 OPERATORS = ("cordoned", "cleared")
@@ -238,15 +199,6 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     offer_mode: OfferMode = OfferMode.COUNTERS
     dropped: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
-
-
-def offer_of(device: Device) -> Offer:
-    """Return the offer of ``device``."""
-    if device.kind is DeviceKind.SHARE:
-        return Offer(device.gpu.uuid, device.kind, index=share_index(device.name))
-    if device.profile is None or device.placement is None:
-        return Offer(device.gpu.uuid, device.kind)
-    return Offer(device.gpu.uuid, device.kind, profile=device.profile.name, start=device.placement.start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from driver.model.device import DeviceKind
-from driver.placement.state import SHARE, Geometry, GpuState
+from driver.model.offer import SHARE, DeviceKind
+from driver.placement.occupancy import Geometry, GpuState
 
 FULL_CLASS, SHARE_CLASS, CLIQUE_CLASS = "full", "share", "clique"
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from driver.model.device import Device, DeviceKind
+from driver.model.device import Device
+from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind, Spot
 from driver.placement.measure import CLIQUE_CLASS, Measure
-from driver.placement.state import FULL, SHARE, GpuState, OfferKind, Spot, spot_of
+from driver.placement.occupancy import GpuState
 
 DECIMALS = 9
 """Growth is rounded to this many decimals, because sums of weights have rounding errors."""
@@ -131,15 +132,15 @@ class RankedClique:
 
     def admits(self, position: int, spot: Spot) -> bool:
         """Whether ``spot`` is possible on the GPU at ``position``."""
-        return spot in self.gpus[position].places(spot.key)
+        return spot in self.gpus[position].places(spot.kind)
 
     def rank(self, position: int, spot: Spot) -> Terms:
         """The terms of ``spot``, which must be possible, on the GPU at ``position``."""
-        return self._terms(self.gpus[position], self.gpus[position].places(spot.key)[spot], spot.key)
+        return self._terms(self.gpus[position], self.gpus[position].places(spot.kind)[spot], spot.kind)
 
     def growth(self, position: int, spot: Spot) -> float:
         """The first of the terms of ``spot`` alone."""
-        return self._growth(self.gpus[position], self.gpus[position].places(spot.key)[spot])
+        return self._growth(self.gpus[position], self.gpus[position].places(spot.kind)[spot])
 
     def best(self, key: OfferKind) -> Ranked | None:
         """The best place of ``key``, or None if there is none."""
@@ -214,7 +215,7 @@ def _key(device: Device, gpu: RankedGpu) -> tuple[int, int, int, str, tuple[floa
     kind, name = KIND_ORDER.index(device.kind), (len(device.name), device.name)
     if device.profile is None:
         return (kind, 0, 0, "", (0.0, -gpu.state.mask.bit_count(), 0, 0), *name)
-    spot = spot_of(device)
-    local = gpu.places(spot.key).get(spot, BLOCKED)
+    spot = device.spot
+    local = gpu.places(spot.kind).get(spot, BLOCKED)
     size = (device.profile.compute_slices, device.profile.memory_bytes, device.profile.name)
     return (kind, *size, (local.of_gpu, gpu.free, local.left, local.at), *name)

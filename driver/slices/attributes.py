@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from driver.model.device import Device, DeviceKind
+from driver.model.device import Device
 from driver.model.gpu import NvLink
+from driver.model.offer import DeviceKind
 
 Value = str | int | bool | None
 Attributes = dict[str, dict[str, Any]]

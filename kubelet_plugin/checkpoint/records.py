@@ -17,8 +17,9 @@ from typing import Literal
 import msgspec
 
 from driver.errors import EnvironmentFault, StateError
-from driver.model.device import Device, DeviceKind, share_index
+from driver.model.device import Device, share_index
 from driver.model.gpu import Partition, Placement
+from driver.model.offer import DeviceKind
 from driver.model.time_slice_and_compute_mode import TimeSlice, in_force
 from kubelet_plugin.checkpoint.files import TEMPORARY, remove, write_atomically
 from kubelet_plugin.inventory.inventory import ClaimReference

@@ -12,8 +12,10 @@ from driver.config.opaque_parameters import FITTING, AnyParameters, parse_parame
 from driver.errors import ClaimError, HardwareError
 from driver.kube.hostile_json import decode
 from driver.kube.types import Claim, Configuration, OpaqueParameters, Result
-from driver.model.device import Device, DeviceKind
+from driver.model.device import Device
+from driver.model.offer import DeviceKind
 from driver.model.time_slice_and_compute_mode import TimeSlice
+from driver.placement.occupancy import overlap
 from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 
@@ -165,7 +167,7 @@ def refuse_overlap(reference: ClaimReference, allocated: Sequence[Allocated], in
     HardwareError if a GPU can't be used at present.
     """
     for item, other in combinations(allocated, 2):
-        if item.device.overlaps(other.device):
+        if overlap(item.device, other.device):
             raise ClaimError(
                 f"claim {reference}: its own devices {item.device} and {other.device} overlap; "
                 "the scheduler allocates only devices whose memory slices are disjoint"

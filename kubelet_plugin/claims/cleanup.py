@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from driver.errors import ClaimError, RecoverableError, StateError
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
 from kubelet_plugin.claims.context import PluginContext

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from driver.errors import StateError
 from driver.hardware.node_gpus import Host
-from driver.model.device import Device, DeviceKind, devices_of
+from driver.model.device import Device, devices_of, share_index
+from driver.model.offer import SHARE, DeviceKind, Spot
 from driver.slices.pool_names import Pool
 from kubelet_plugin.cdi.spec import CdiDirectory, DriverFiles
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
@@ -47,7 +48,7 @@ class PluginContext:
             return known
         gpu = self.inventory.gpu(entry.gpu_uuid)
         if gpu is not None and entry.kind is DeviceKind.SHARE:
-            return Device(entry.device, gpu, DeviceKind.SHARE, shares=entry.shares)
+            return Device(entry.device, gpu, Spot(SHARE, share_index(entry.device)), shares=entry.shares)
         for device in devices_of(gpu, entry.number) if gpu is not None else ():
             same_profile = device.profile is not None and device.profile.id == entry.profile_id
             if same_profile and device.placement == entry.placement:

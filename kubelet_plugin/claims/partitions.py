@@ -7,8 +7,9 @@ import logging
 from driver.errors import HardwareError
 from driver.hardware.node_gpus import Host
 from driver.hardware.nvml_errors import ABSENT
-from driver.model.device import Device, DeviceKind
+from driver.model.device import Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement, Profile
+from driver.model.offer import DeviceKind
 from driver.model.time_slice_and_compute_mode import ComputeMode, TimeSlice, in_force
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord
 from kubelet_plugin.claims.steps import Step, Steps

@@ -10,11 +10,13 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from driver.model.device import SLICE_VALUE, Device, DeviceKind, devices_of, number_gpus, share_indices
+from driver.model.device import Device, devices_of, number_gpus, share_indices
 from driver.model.gpu import Gpu, MigMode
 from driver.model.gpu_health import DeviceCondition
 from driver.model.gpu_selection_and_share_counts import NO_GPU, GpuSelection
+from driver.model.offer import DeviceKind
 from driver.model.plan import GpuReport
+from driver.placement.occupancy import in_the_way
 from driver.slices.build import PublishedGpu
 from kubelet_plugin.inventory.published_devices import (
     OFFER_EVERYTHING,
@@ -230,16 +232,9 @@ class Inventory:
 
     def _conflict(self, uid: str, device: Device) -> tuple[ClaimReference, Device] | None:
         """The caller holds the lock."""
-        others = [
-            (holder, held)
-            for holder, devices in self._held.values()
-            for held in devices
-            if holder.uid != uid and held.gpu.uuid == device.gpu.uuid and held.mask & device.mask
-        ]
-        same = [(holder, held) for holder, held in others if held.name == device.name]
-        # Only shares leave room for others in a memory slice.
-        full = sum(held.weight for _, held in others) + device.weight > SLICE_VALUE
-        return next(iter([*same, *(others if full else [])]), None)
+        others = [(holder, held) for holder, devices in self._held.values() if holder.uid != uid for held in devices]
+        obstacles = in_the_way(device, [held for _, held in others])
+        return next(((holder, held) for holder, held in others if obstacles and held is obstacles[0]), None)
 
     def states(self) -> list[GpuReport]:
         """The state of every GPU, for the controller."""

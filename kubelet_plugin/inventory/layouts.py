@@ -7,10 +7,11 @@ from functools import lru_cache
 
 from driver.config.suggestions import meant
 from driver.errors import UsageError
-from driver.model.device import Device, DeviceKind
+from driver.model.device import Device
 from driver.model.gpu import Gpu
 from driver.model.gpu_selection_and_share_counts import NO_LAYOUTS, Layouts, ShareCounts
-from driver.placement.state import GpuState, OfferKind, Spot, spot_of
+from driver.model.offer import DeviceKind, OfferKind, Spot
+from driver.placement.occupancy import GpuState
 
 
 def standalone_offers(gpu: Gpu, devices: Sequence[Device], layouts: Layouts = NO_LAYOUTS) -> Iterable[Device]:
@@ -21,7 +22,7 @@ def standalone_offers(gpu: Gpu, devices: Sequence[Device], layouts: Layouts = NO
     """
     has_mig = gpu.toggles_freely or gpu.mig_mode.in_force
     if has_mig and (spots := place(gpu, layouts.of(gpu))):
-        return [device for device in devices if spot_of(device) in spots]
+        return [device for device in devices if device.spot in spots]
     if shares := [device for device in devices if device.kind is DeviceKind.SHARE]:
         return shares
     if gpu.toggles_freely or not has_mig:

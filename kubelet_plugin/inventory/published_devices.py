@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from driver.model.device import Device, DeviceKind
+from driver.model.device import Device
 from driver.model.gpu import Gpu
 from driver.model.gpu_health import DeviceCondition
-from driver.model.plan import Offer, OfferMode, offer_of
+from driver.model.offer import DeviceKind, Offer
+from driver.model.plan import OfferMode
+from driver.placement.occupancy import GpuState, possible_kinds
 from driver.placement.ranking import order_offers
-from driver.placement.state import GpuState
 from driver.slices.build import PublishedGpu, limited
 
 
@@ -68,13 +69,13 @@ class PublishPolicy:
     complete: bool = False
 
     def wants(self, device: Device) -> bool:
-        return self.offers is None or device.name in self.kept or offer_of(device) in self.offers
+        return self.offers is None or device.name in self.kept or device.offer in self.offers
 
     def closed(self, held: Iterable[Device], others: Iterable[Device]) -> frozenset[str]:
         """The names of the devices that no new claim may get: ``held``, and those of ``others`` that are no offers."""
         if not self.closing or self.offers is None:
             return frozenset()
-        return frozenset(d.name for d in held) | {d.name for d in others if offer_of(d) not in self.offers}
+        return frozenset(d.name for d in held) | {d.name for d in others if d.offer not in self.offers}
 
 
 OFFER_EVERYTHING = PublishPolicy()
@@ -168,7 +169,7 @@ class PublishableGpu:
 
     def _is_wanted(self, device: Device, policy: PublishPolicy) -> bool:
         """Whether ``device`` is offered to new claims, and not only kept because it may just have been allocated."""
-        wanted = policy.offers is None or offer_of(device) in policy.offers | policy.listed
+        wanted = policy.offers is None or device.offer in policy.offers | policy.listed
         return wanted or device.name in self.foreign.offered
 
     def _needs_slice(self, held: Device) -> bool:
@@ -188,7 +189,7 @@ class PublishableGpu:
                 return False
             if device.name in self.foreign.offered:
                 return True
-            if offer_of(device) in listed:
+            if device.offer in listed:
                 return empty.fits(device)
             state = prepared if device.name in policy.kept else taken
             return policy.wants(device) and state.fits(device)
@@ -210,8 +211,4 @@ class PublishableGpu:
 
     def _possible(self, device: Device) -> bool:
         """Whether settings and MIG mode allow ``device`` without a reset of the GPU."""
-        if device.kind is not DeviceKind.SHARE and self.shares_only:
-            return False
-        if self.gpu.toggles_freely:
-            return True
-        return (device.kind is DeviceKind.PARTITION) == self.gpu.mig_mode.in_force
+        return device.kind in possible_kinds(self.gpu, shares_only=self.shares_only)

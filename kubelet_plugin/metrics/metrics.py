@@ -20,8 +20,9 @@ from driver.common_metrics import METRICS_PATH, SECONDS, ApiMetrics, metrics_pag
 from driver.errors import ApiError, ClaimError, HardwareError, StateError, TesseraError
 from driver.http import Page
 from driver.kube.types import Claim
-from driver.model.device import Device, DeviceKind
+from driver.model.device import Device
 from driver.model.gpu_health import ConditionType
+from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.context import PluginContext

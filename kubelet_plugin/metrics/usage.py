@@ -19,7 +19,8 @@ from driver.hardware.host_paths import HOST, HostPaths
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
 from driver.kube.reads import read_object
-from driver.model.device import DeviceKind, full_device
+from driver.model.device import full_device
+from driver.model.offer import DeviceKind
 from driver.model.usage import UsageReading
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.context import PluginContext

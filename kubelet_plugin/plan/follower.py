@@ -37,11 +37,11 @@ from driver.errors import StateError
 from driver.kube.types import GpuNodePlan
 from driver.model.device import Device
 from driver.model.gpu import Gpu
+from driver.model.offer import Offer
 from driver.model.plan import (
     COUNTERS_FIELD,
     MODE_SPREAD_SECONDS,
     TAINTS_FIELD,
-    Offer,
     OfferMode,
     PlanMode,
     PlanStatus,
@@ -49,7 +49,6 @@ from driver.model.plan import (
     Summary,
     described,
     line,
-    offer_of,
 )
 from driver.slices.build import PublishedGpu
 from kubelet_plugin.checkpoint.files import write_atomically
@@ -237,7 +236,7 @@ class PlanFollower:
     def _standalone_offers(self) -> frozenset[Offer]:
         inventory = self._inventory
         return frozenset(
-            offer_of(device) for gpu in inventory.gpus for device in self._offers_of(gpu, inventory.devices_on(gpu))
+            device.offer for gpu in inventory.gpus for device in self._offers_of(gpu, inventory.devices_on(gpu))
         )
 
     def _without_lost_counters(self, found: Iterable[PublishedGpu]) -> list[PublishedGpu]:
@@ -303,7 +302,7 @@ class PlanFollower:
 
     def _refused(self, plan: GpuNodePlan) -> Iterable[str]:
         devices = (device for gpu in self._inventory.gpus for device in self._inventory.devices_on(gpu))
-        by_offer = {offer_of(device): device for device in devices}
+        by_offer = {device.offer: device for device in devices}
         published = self.published_names
         gpus = filter(None, map(self._inventory.gpu, self._memory.unpublished))
         held = {gpu.uuid: {device.name for device in self._inventory.held_on(gpu)} for gpu in gpus}

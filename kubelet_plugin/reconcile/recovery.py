@@ -26,7 +26,8 @@ import msgspec
 from driver.errors import NOT_FOUND, ApiError, RecoverableError
 from driver.kube.hostile_json import decode
 from driver.kube.types import Claim
-from driver.model.device import Device, DeviceKind
+from driver.model.device import Device
+from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.context import PluginContext

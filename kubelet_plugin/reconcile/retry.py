@@ -16,9 +16,9 @@ from functools import partial
 
 from driver.errors import RecoverableError
 from driver.kube.work_loop import Loop
-from driver.model.device import DeviceKind
 from driver.model.gpu import Partition
 from driver.model.gpu_health import ConditionType
+from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.context import PluginContext

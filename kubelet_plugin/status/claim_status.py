@@ -27,7 +27,7 @@ from driver.kube.hostile_json import decode
 from driver.kube.reads import RESOURCE_GROUP, read_object
 from driver.kube.types import Metadata, ReportedDevice
 from driver.kube.work_loop import Backoff, GiveWay, Loop, at_once
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 from driver.model.time_slice_and_compute_mode import TimeSlice, in_force
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.claims.steps import Step, Steps

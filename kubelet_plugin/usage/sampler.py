@@ -12,7 +12,7 @@ from functools import partial
 from driver.errors import ApiError, HardwareError
 from driver.hardware.node_gpus import TimeoutRunner
 from driver.hardware.usage import UsageReader
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 from driver.model.usage import UsageReading, UsageTarget, UsageTotals
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.claims.context import PluginContext

@@ -15,7 +15,7 @@ from itertools import chain
 import msgspec
 
 from controller.cluster.claim_index import ClaimIndex, ClusterState
-from controller.cluster.fleet import Fleet, FleetGpu, spot_for
+from controller.cluster.fleet import Fleet, FleetGpu
 from controller.curation.curator import Curator
 from controller.curation.disjoint import DisjointCurator
 from controller.demand.demand import demand_of
@@ -38,7 +38,8 @@ from driver.kube.types import (
     Node,
     Pod,
 )
-from driver.model.plan import Offer, OfferMode
+from driver.model.offer import Offer
+from driver.model.plan import OfferMode
 from driver.placement.ranking import Ranking
 from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.published_devices import PublishPolicy
@@ -281,7 +282,7 @@ class ImaginedCluster:
         names = self._index.held(Pool(node, self.driver).name)
         for entry in self.fleet.nodes.get(node, ()):
             known = {device.name for device in entry.held}
-            new = [device for name in names if name not in known and (device := entry.device(name)) is not None]
+            new = [device for name in names if name not in known and (device := entry.device_named(name)) is not None]
             if new:
                 yield entry.holding((*entry.held, *new))
 
@@ -317,7 +318,7 @@ class ImaginedCluster:
 
     def _possible(self) -> set[Offer]:
         """The offers that still fit beside what is held."""
-        return {each for each in self._offers if self.fleet.gpus[each.gpu].state.admits(spot_for(each))}
+        return {each for each in self._offers if self.fleet.gpus[each.gpu].state.admits(each.spot)}
 
     def _publish(self, offers: Collection[Offer]) -> None:
         self._offers = frozenset(offers)

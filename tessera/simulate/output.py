@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from controller.cluster.fleet import FleetGpu
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 from tessera.simulate.fill import Filled
 from tessera.simulate.imagined_cluster import ImaginedCluster, Placement
 from tessera.tables_and_drawings import Span, cell_width, columns, counted, draw_slices, printable, shortened

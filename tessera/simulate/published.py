@@ -9,7 +9,8 @@ import msgspec
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from driver.kube.types import ObjectMeta
-from driver.model.plan import Offer, OfferMode
+from driver.model.offer import Offer
+from driver.model.plan import OfferMode
 from driver.slices.build import SliceBuilder, slice_spec
 from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.published_devices import ForeignPartitions, PublishableGpu, PublishPolicy

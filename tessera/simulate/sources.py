@@ -21,7 +21,8 @@ from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
 from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node
 from driver.model.gpu import MigMode
 from driver.model.gpu_selection_and_share_counts import GpuSelection
-from driver.model.plan import GpuReport, Offer, PlanMode
+from driver.model.offer import Offer
+from driver.model.plan import GpuReport, PlanMode
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES
 from kubelet_plugin.inventory.published_devices import PublishPolicy

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.curation.curator import Curator
 from controller.demand.demand import Demand
-from driver.model.device import DeviceKind
-from driver.model.plan import Offer, offer_of
+from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind
 from driver.placement.ranking import Ranking
-from driver.placement.state import FULL, SHARE, OfferKind
 from tests.support.fleets import device_of, node, partition, possible, take
 from tests.support.gpus import H100
 
@@ -44,7 +42,7 @@ def _in_some_state(draw: st.DrawFn, entry: FleetGpu) -> FleetGpu:
 
 
 def every_offer(fleet: Fleet) -> list[Offer]:
-    return [offer_of(device) for entry in fleet for device in possible(entry)]
+    return [device.offer for entry in fleet for device in possible(entry)]
 
 
 def some_offers(fleet: Fleet) -> st.SearchStrategy[set[Offer]]:
@@ -73,7 +71,7 @@ def curate(
 
 
 def among(offers: Collection[Offer], key: OfferKind, eligible: frozenset[str] | None = None) -> list[Offer]:
-    return [o for o in offers if (o.type, o.profile) == key and (eligible is None or o.gpu in eligible)]
+    return [o for o in offers if o.spot.kind == key and (eligible is None or o.gpu in eligible)]
 
 
 def fits(fleet: Fleet, key: OfferKind, count: int, eligible: frozenset[str] | None = None) -> int:
@@ -81,7 +79,7 @@ def fits(fleet: Fleet, key: OfferKind, count: int, eligible: frozenset[str] | No
     found = 0
     for uuid in fleet.gpus if eligible is None else eligible & fleet.gpus.keys():
         while found < count:
-            left = among([offer_of(device) for device in possible(fleet.gpus[uuid])], key)
+            left = among([device.offer for device in possible(fleet.gpus[uuid])], key)
             if not left:
                 break
             fleet, found = take(fleet, left[0]), found + 1
@@ -158,7 +156,7 @@ def test_taking_a_device_takes_back_only_what_it_must(data: st.DataObject) -> No
     possible = set(every_offer(after))
     changed = curate(after, published=before)
     for offer in set(before) & possible - set(changed):
-        key = OfferKind(offer.type, offer.profile)
+        key = offer.spot.kind
         assert set(among(changed, key)) - set(before), "it was exchanged for another"
     patient = curate(after, published=before, stickiness=float("inf"))
     assert {offer for offer in before if offer in possible} <= set(patient)
@@ -194,7 +192,7 @@ def test_devices_asked_for_together_are_offered_in_one_set_if_any_has_room(data:
 def test_every_offer_stands_for_one_device(data: st.DataObject) -> None:
     fleet = data.draw(fleets())
     for offer in curate(fleet):
-        assert offer_of(device_of(fleet, offer)) == offer
+        assert device_of(fleet, offer).offer == offer
 
 
 @given(st.data())

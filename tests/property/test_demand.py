@@ -19,7 +19,7 @@ from controller.explain.reasons import reasons_of
 from deviceclasses.cel import Program, compile_selector
 from driver.model.device import Device
 from driver.model.gpu import MigMode
-from driver.placement.state import GpuState, key_of
+from driver.placement.occupancy import GpuState
 from tests.support.fleets import possible
 from tests.support.gpus import H100
 from tests.support.queues import DRIVER, FULL, SHARE, Situation, fleet_gpu, profile, request, selected_by
@@ -82,8 +82,8 @@ def selected(entry: FleetGpu, selector: str) -> list[Device]:
 
 def checked(demand: Demand, there: Situation, selector: str) -> None:
     """The demand names the GPUs that have such devices, all of them, and no others."""
-    having = {e.gpu.uuid for e in there.gpus if demand.key in {key_of(device) for device in e.devices}}
-    right = {e.gpu.uuid for e in there.gpus if demand.key in {key_of(device) for device in selected(e, selector)}}
+    having = {e.gpu.uuid for e in there.gpus if demand.key in {device.spot.kind for device in e.devices}}
+    right = {e.gpu.uuid for e in there.gpus if demand.key in {device.spot.kind for device in selected(e, selector)}}
     if demand.everything:
         assert demand.eligible
         assert demand.eligible <= right
@@ -103,7 +103,7 @@ def test_demand_names_exactly_the_gpus_whose_devices_match_by_direct_evaluation(
     # Where everything of one node is asked for, that node need not have every key that others have.
     whole = {uuid.split("/")[0] for demand in found if demand.everything for uuid in demand.eligible or ()}
     asked = [entry for entry in there.gpus if entry.node in (whole or NODES)]
-    assert {demand.key for demand in found} == {key_of(d) for entry in asked for d in selected(entry, selector)}
+    assert {demand.key for demand in found} == {d.spot.kind for entry in asked for d in selected(entry, selector)}
     for demand in found:
         assert demand.count == count
         checked(demand, there, selector)
@@ -172,7 +172,7 @@ def test_counts_add_up_over_claims(there: Situation, selectors: list[str]) -> No
         there.wants(request(selector=selector), name=f"claim-{number}")
     asked: Counter[str] = Counter()
     for selector in selectors:
-        asked.update({str(key_of(device)) for entry in there.gpus for device in selected(entry, selector)})
+        asked.update({str(device.spot.kind) for entry in there.gpus for device in selected(entry, selector)})
     given_out: Counter[str] = Counter()
     for demand in demand_of(there.queue):
         given_out[str(demand.key)] += demand.count
@@ -187,7 +187,7 @@ def test_demand_stays_on_the_nodes_where_the_pod_may_run(there: Situation, selec
     for demand in demand_of(there.queue):
         named = demand.eligible
         if named is None:
-            named = frozenset(e.gpu.uuid for e in there.gpus if demand.key in map(key_of, e.devices))
+            named = frozenset(e.gpu.uuid for e in there.gpus if demand.key in {d.spot.kind for d in e.devices})
         assert {uuid.split("/")[0] for uuid in named} == {node}
 
 

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.device import Device, devices_of
 from driver.model.gpu_health import DeviceCondition
-from driver.model.plan import COUNTERS_FIELD, TAINTS_FIELD, OfferMode, PlanMode, PlanSpec, PublishHeld, offer_of
-from driver.placement.state import GpuState
+from driver.model.plan import COUNTERS_FIELD, TAINTS_FIELD, OfferMode, PlanMode, PlanSpec, PublishHeld
+from driver.placement.occupancy import GpuState
 from driver.slices.build import PublishedGpu, SliceBuilder, slice_object
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import changes
@@ -163,7 +163,7 @@ class Node(RuleBasedStateMachine):
         spec = PlanSpec(
             self.memory.epoch,
             tuple(f"{name} default/claim" for name in sorted(names)),
-            tuple(str(offer_of(DEVICES[name])) for name in offers),
+            tuple(str(DEVICES[name].offer) for name in offers),
             tuple(withdrawn),
             publish_held,
             OfferMode.DISJOINT if disjoint else OfferMode.COUNTERS,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from driver.model.device import Device, devices_of
 from driver.model.gpu import limits_of
-from driver.placement.state import GpuState
+from driver.placement.occupancy import GpuState
 from driver.simulator import mig_rules
 from driver.simulator.machine import SimulatedGpuState
 from driver.simulator.products import Product, find_product

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from controller.cluster.fleet import FleetGpu
 from controller.curation.curator import Curator
 from controller.demand.demand import demand_of
-from driver.model.device import Device, DeviceKind
-from driver.model.plan import offer_of
+from driver.model.device import Device
+from driver.model.offer import DeviceKind
 from tests.property.test_demand import selected
 from tests.support.fleets import possible
 from tests.support.queues import FULL, SHARE, Situation, fleet_gpu, profile, request, selected_by
@@ -97,7 +97,7 @@ def test_what_is_offered_for_a_claim_suffices(
         event("impossible")
         return
     event("possible")
-    assert any(can_be_given(there, node, asked, rule, lambda device: offer_of(device) in offers) for node in NODES)
+    assert any(can_be_given(there, node, asked, rule, lambda device: device.offer in offers) for node in NODES)
 
 
 def can_be_given(there: Situation, node: str, asked: Sequence[Wanted], rule: Any, published: Any) -> bool:

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driver.model.device import Device, DeviceKind, devices_of
+from driver.model.device import Device, devices_of
 from driver.model.gpu import Gpu
+from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind
 from driver.placement.measure import CLIQUE_CLASS, FULL_CLASS, SHARE_CLASS, Measure
+from driver.placement.occupancy import GpuState
 from driver.placement.ranking import RankedClique, Ranking, order_offers
-from driver.placement.state import FULL, SHARE, GpuState, OfferKind, key_of, spot_of
 from tests.support.gpus import H100, gpu_of
 
 GPU = gpu_of(H100)
@@ -102,10 +103,10 @@ def test_the_order_depends_on_nothing_but_what_is_occupied(occupied: int, mixed:
 def test_inside_a_profile_the_order_is_that_of_the_ranking(occupied: int) -> None:
     state = GpuState.of(GPU, foreign=occupied)
     clique = RANKING.clique((RANKING.gpu(state),))
-    fitting = [device for device in EVERY.values() if state.admits(spot_of(device))]
+    fitting = [device for device in EVERY.values() if state.admits(device.spot)]
     ordered = order_offers(fitting, {GPU.uuid: occupied})
     for profile in GPU.profiles:
-        terms = [clique.rank(0, spot_of(device)) for device in ordered if device.profile == profile]
+        terms = [clique.rank(0, device.spot) for device in ordered if device.profile == profile]
         assert terms == sorted(terms)
 
 
@@ -128,9 +129,9 @@ def test_a_place_is_free_exactly_if_its_device_fits(names: list[str]) -> None:
     state, occupancy = GpuState.of(GPU, held, shares=5), GpuState.of(GPU, held)
     for device in devices_of(GPU, 0, 5):
         admitted = occupancy.fits(device) and device.name not in names
-        assert state.admits(spot_of(device)) == admitted
+        assert state.admits(device.spot) == admitted
         if admitted:
-            assert state.take(spot_of(device)) == GpuState.of(GPU, [*held, device], shares=5)
+            assert state.take(device.spot) == GpuState.of(GPU, [*held, device], shares=5)
 
 
 def unusable_by_the_clique(clique: RankedClique) -> float:
@@ -222,5 +223,5 @@ def test_weights_decide_what_is_kept_free() -> None:
 
 @given(st.permutations(sorted(EVERY)))
 def test_every_device_has_its_own_spot(names: list[str]) -> None:
-    assert len({spot_of(EVERY[name]) for name in names}) == len(names)
-    assert {key_of(EVERY[name]) for name in names} == set(FREE.offered()) - {SHARE}
+    assert len({EVERY[name].spot for name in names}) == len(names)
+    assert {EVERY[name].spot.kind for name in names} == set(FREE.offered()) - {SHARE}

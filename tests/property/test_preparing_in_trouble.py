@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from driver.errors import RecoverableError
 from driver.hardware.nvml_errors import ABSENT
+from driver.placement.occupancy import overlap
 from driver.steps import Moment
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.inventory.inventory import ClaimReference
@@ -296,7 +297,7 @@ class NodeInTrouble(RuleBasedStateMachine):
     def offers_never_overlap_what_is_held(self) -> None:
         for entry in self.node.node.inventory.published():
             for held in entry.held:
-                assert not [offer.name for offer in entry.offers if offer.overlaps(held)]
+                assert not [offer.name for offer in entry.offers if overlap(offer, held)]
 
     def places(self, uid: str) -> frozenset[Place]:
         """The partitions of a recorded claim that stand."""

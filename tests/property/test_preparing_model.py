@@ -16,7 +16,7 @@ from driver.errors import HardwareError, RecoverableError
 from driver.model.device import Device
 from driver.model.gpu import Partition
 from driver.model.time_slice_and_compute_mode import in_force
-from driver.placement.state import GpuState
+from driver.placement.occupancy import GpuState, overlap
 from driver.steps import Moment
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
@@ -160,7 +160,7 @@ class NodeLife(RuleBasedStateMachine):
     def offers_never_overlap_what_is_held(self) -> None:
         for entry in self.node.node.inventory.published():
             for held in entry.held:
-                assert not [offer.name for offer in entry.offers if offer.overlaps(held)]
+                assert not [offer.name for offer in entry.offers if overlap(offer, held)]
 
     @invariant()
     def the_time_slice_is_what_the_claims_ask_for(self) -> None:

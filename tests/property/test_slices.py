@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from driver.model.device import MOST_SHARES, Device, DeviceKind, devices_of, number_gpus, share_device
+from driver.model.device import MOST_SHARES, Device, devices_of, number_gpus, share_device
 from driver.model.gpu import MigMode
-from driver.placement.state import GpuState
+from driver.model.offer import DeviceKind
+from driver.placement.occupancy import GpuState
 from driver.simulator.products import facts, find_product
 from driver.slices.attributes import quantity
 from driver.slices.build import (

@@ -40,8 +40,8 @@ from driver.kube.types import (
     Result,
 )
 from driver.model.device import Device, devices_of
-from driver.model.plan import PlanMode, PlanSpec, PlanStatus, offer_of
-from driver.placement.state import GpuState
+from driver.model.plan import PlanMode, PlanSpec, PlanStatus
+from driver.placement.occupancy import GpuState, overlap
 from driver.slices.build import CLOSED, SliceBuilder, slice_object
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import changes
@@ -125,7 +125,7 @@ class OneNode(RuleBasedStateMachine):
 
     def check_invariant(self) -> None:
         held = {DEVICES[name] for name in self.stored.claims.values()}
-        twice = {device.name for device in held for other in held if device is not other and device.overlaps(other)}
+        twice = {device.name for device in held for other in held if device is not other and overlap(device, other)}
         counts = sorted(self.stored.claims.values())
         if self.schedulers_count == 1:
             assert not twice
@@ -262,7 +262,7 @@ class OneNode(RuleBasedStateMachine):
         self.withdrawable: set[PoolDevice] = set()
         self.held_publication = HeldPublication(lambda: self.now, lambda: 0.0)
         offered = self.plan.spec.offered
-        self.fenced -= {PoolDevice(POOL.name, name) for name, device in DEVICES.items() if offer_of(device) in offered}
+        self.fenced -= {PoolDevice(POOL.name, name) for name, device in DEVICES.items() if device.offer in offered}
         self.pending: tuple[GpuNodePlan, PlanSpec] | None = None
 
     @rule(claims=st.integers(0, 4), slices=st.integers(0, 4))
@@ -310,7 +310,7 @@ class OneNode(RuleBasedStateMachine):
         fleet, devices = FleetBuilder().build([view], of_view), DeviceIndex()
         devices.update([view], of_view, fleet)
         plans = {"n1": self.plan} if self.plan.spec.epoch else {}
-        fitting = {device.name: offer_of(device) for entry in fleet for device in possible(entry)}
+        fitting = {device.name: device.offer for entry in fleet for device in possible(entry)}
         offers = devices.offerable([fitting[name] for name in wanted if name in fitting], plans)
         excess = {device for offer, device in devices.managed.items() if offer not in offers}
         self.withdrawable = {each for each in self.withdrawable & excess & self.fenced if devices.is_published(each)}

@@ -22,6 +22,7 @@ from driver.kube.types import Claim, GpuNodePlan, Key, ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, devices_of, number_gpus
 from driver.model.plan import PATH
+from driver.placement.occupancy import overlap
 from driver.simulator.description import load_description
 from tests.harness.cluster import Cluster
 from tests.support.plugin import SLICES
@@ -153,7 +154,7 @@ class Allocations:
             if other == key:
                 continue
             for mine, have in product(new.devices, theirs.devices):
-                if mine.pool == have.pool and self._devices[mine.device].overlaps(self._devices[have.device]):
+                if mine.pool == have.pool and overlap(self._devices[mine.device], self._devices[have.device]):
                     self.overlaps.append(f"{time.strftime('%H:%M:%S')} {key.name} got {mine}; {other.name} has {have}")
 
     def missing(self) -> set[PoolDevice]:

@@ -8,12 +8,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from msgspec.structs import replace
-
 from controller.cluster.claim_index import PoolDevice
 from driver.errors import ApiError
 from driver.kube.lease import leases
-from driver.model.plan import Offer, PlanSpec, offer_of, states_of
+from driver.model.offer import Offer
+from driver.model.plan import PlanSpec, states_of
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.allocations import Allocations, devices_by_name
@@ -123,7 +122,7 @@ class Field:
 def _name(number: int, offer: Offer) -> str:
     """The name of the device that ``offer`` stands for, on the GPU of that number."""
     for device in devices_by_name(HARDWARE).values():
-        if device.name.split("-")[1] == str(number) and replace(offer_of(device), gpu=offer.gpu) == offer:
+        if device.name.split("-")[1] == str(number) and device.spot == offer.spot:
             return device.name
     return "none"
 

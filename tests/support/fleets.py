@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from driver.model.device import Device, DeviceKind
-from driver.model.plan import Offer, offer_of
-from driver.placement.state import OfferKind
+from driver.model.device import Device
+from driver.model.offer import DeviceKind, Offer, OfferKind
 from tests.support.gpus import H100, gpu_of
 
 SMALL = OfferKind(DeviceKind.PARTITION, "1g.10gb")
@@ -49,7 +48,7 @@ def holding(fleet: Fleet, held: Mapping[str, str]) -> Fleet:
 
 def device_of(fleet: Fleet, offer: Offer) -> Device:
     """The device that ``offer`` stands for, which must be possible."""
-    [device] = [device for device in possible(fleet.gpus[offer.gpu]) if offer_of(device) == offer]
+    [device] = [device for device in possible(fleet.gpus[offer.gpu]) if device.offer == offer]
     return device
 
 

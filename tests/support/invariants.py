@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 from driver.model.time_slice_and_compute_mode import in_force
 from driver.simulator.node import SimulatedNode, describe
 from kubelet_plugin.cdi.spec import variable

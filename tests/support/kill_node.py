@@ -17,6 +17,7 @@ from driver.errors import ApiError
 from driver.hardware.host_paths import HostPaths
 from driver.hardware.node_gpus import Host
 from driver.model.device import Device, devices_of
+from driver.placement.occupancy import overlap
 from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
 from tests.harness.cluster import Cluster
@@ -266,7 +267,7 @@ class KillNode:
 
     def _overlaps(self, name: str, held: Iterable[str]) -> bool:
         device: Device | None = self._devices.get(name)
-        return device is not None and any(device.overlaps(self._devices[other]) for other in held)
+        return device is not None and any(overlap(device, self._devices[other]) for other in held)
 
     def _right(self) -> bool:
         if wrong := self.violations(self.look()):

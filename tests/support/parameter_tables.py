@@ -13,7 +13,7 @@ import msgspec
 
 from driver.config.opaque_parameters import GROUPS, devices_for
 from driver.config.strict_schema import Strict, accepted_names, kind_of_field
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 from driver.slices.attributes import FACTS
 from tests.support.chart import CHART
 

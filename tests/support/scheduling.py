@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from driver.errors import ApiError
-from driver.model.device import Device, DeviceKind, number_gpus, share_index
+from driver.model.device import Device, number_gpus, share_index
 from driver.model.gpu import Gpu
+from driver.model.offer import DeviceKind
 from driver.slices.build import slice_object
 from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory

@@ -25,8 +25,8 @@ from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.device import Device, devices_of
-from driver.model.plan import OfferMode, PlanMode, PlanSpec, PublishHeld, offer_of
-from driver.placement.state import GpuState
+from driver.model.plan import OfferMode, PlanMode, PlanSpec, PublishHeld
+from driver.placement.occupancy import GpuState, overlap
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower, PlanMemory
 from tests.harness.waiting import DeadlineError, wait_for
@@ -138,7 +138,8 @@ class NodeRace:
                 self.total.republished += not entry.unpublished and bool(entry.held)
             if (published := Published(names, names - entry.closed)) != (before := self._slices[-1]):
                 gone = [DEVICES[name] for name in before.names - names]
-                self.total.reshaped += sum(any(map(DEVICES[name].overlaps, gone)) for name in names - before.names)
+                new = [DEVICES[name] for name in names - before.names]
+                self.total.reshaped += sum(any(overlap(device, other) for other in gone) for device in new)
                 self._slices.append(published)
             return len(self._slices) - 1
 
@@ -210,7 +211,7 @@ class NodeRace:
             return False
         with self._lock:
             self.total.tried += 1
-            self.total.overlaps += sum(device.overlaps(DEVICES[name]) for name in self._stored)
+            self.total.overlaps += sum(overlap(device, DEVICES[name]) for name in self._stored)
             self._stored.add(device.name)
         return True
 
@@ -249,7 +250,7 @@ class NodeRace:
         found: list[str] = []
         for name in wanted:
             others = (self._slices[-1].names | {*found}) - {name, *withdrawn}
-            if not any(DEVICES[name].overlaps(DEVICES[other]) for other in others):
+            if not any(overlap(DEVICES[name], DEVICES[other]) for other in others):
                 found.append(name)
         return found
 
@@ -264,7 +265,7 @@ class NodeRace:
             return
         if (now := self._held()) != held:  # the product makes another decision
             wanted, held = [], now
-        offers = tuple(str(offer_of(DEVICES[name])) for name in wanted)
+        offers = tuple(str(DEVICES[name].offer) for name in wanted)
         named = tuple(f"{name} default/claim" for name in sorted(held))
         gone = tuple(device.device for device in withdrawn)
         self._plan = GpuNodePlan(PlanMetadata("race"), self._spec(named, offers, gone))

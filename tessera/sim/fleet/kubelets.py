@@ -24,7 +24,8 @@ from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.types import Claim, Key, Pod
 from driver.kube.watch_cache import Change, WatchCache
 from driver.kube.work_loop import Loop, MakeLoop
-from driver.model.device import Device, DeviceKind
+from driver.model.device import Device
+from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, device_record
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status.claim_status import apply_body, device_statuses, status_path

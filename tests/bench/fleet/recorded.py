@@ -15,8 +15,9 @@ import yaml
 
 from driver.kube.client import Object
 from driver.kube.reads import PAGE_SIZE
-from driver.model.device import Device, DeviceKind, devices_of, number_gpus
+from driver.model.device import Device, devices_of, number_gpus
 from driver.model.gpu import Gpu
+from driver.model.offer import DeviceKind
 from driver.model.plan import (
     API_VERSION,
     PATH,
@@ -27,7 +28,6 @@ from driver.model.plan import (
     Summary,
     described,
     line,
-    offer_of,
 )
 from driver.slices.build import PublishedGpu, SliceBuilder, slice_object
 from driver.slices.pool_names import Pool
@@ -162,7 +162,7 @@ def plan_object(node: RecordedNode) -> Object:
     """Its plan, followed by the node."""
     states = [GpuReport(gpu, gpu.minor) for gpu in node.gpus]
     held = sorted(str(Held(each.name, f"default/{name}")) for name, devices in node.held.items() for each in devices)
-    spec = {"epoch": EPOCH, "held": held, "offers": sorted(str(offer_of(each)) for each in node.offers)}
+    spec = {"epoch": EPOCH, "held": held, "offers": sorted(str(each.offer) for each in node.offers)}
     status = PlanStatus(
         observed_generation=1,
         epoch=EPOCH,

@@ -25,8 +25,9 @@ from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.gpu_selection_and_share_counts import Layouts
+from driver.model.offer import OfferKind
 from driver.model.plan import COUNTERS_FIELD, PlanMode
-from driver.placement.state import GpuState, OfferKind, key_of
+from driver.placement.occupancy import GpuState, overlap
 from driver.simulator.description import load_description
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.kept_fields import KeptFields
@@ -128,7 +129,7 @@ class FleetNode:
         """Whether a device of ``key`` would fit beside what is held, offered or not."""
         for gpu in self.inventory.gpus:
             taken = GpuState.of(gpu, self.inventory.held_on(gpu))
-            if any(key_of(device) == key and taken.fits(device) for device in self.inventory.devices_on(gpu)):
+            if any(device.spot.kind == key and taken.fits(device) for device in self.inventory.devices_on(gpu)):
                 return True
         return False
 
@@ -215,7 +216,7 @@ class Kubelets:
         devices = self._devices(new)
         for other in self._claims.snapshot().values():
             for device, theirs in product(devices, self._devices(other) if other.holder != new.holder else ()):
-                if device.overlaps(theirs):
+                if overlap(device, theirs):
                     found = f"{new.holder} got {device.name} on {new.devices[0][0]}; {other.holder} has {theirs.name}"
                     self.overlaps.append(f"{time.strftime('%H:%M:%S')} {found}")
 

@@ -9,10 +9,9 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.curation.curator import Curator
 from controller.demand.demand import Demand
 from driver.model.device import Device
-from driver.model.plan import Offer, offer_of
+from driver.model.offer import Offer, OfferKind
 from driver.placement.measure import Measure
 from driver.placement.ranking import Ranking, order_offers
-from driver.placement.state import OfferKind, key_of
 from tests.bench.placement.trace import Request
 from tests.support.fleets import possible as all_possible
 
@@ -60,7 +59,7 @@ class Curated:
     def refresh(self, fleet: Fleet, waiting: Request | None) -> None:
         demands = [_demand(fleet, waiting)] if waiting else []
         offers = self.curator.curate(fleet, demands, self._offers)
-        possible = {offer_of(device) for entry in fleet for device in all_possible(entry)}
+        possible = {device.offer for entry in fleet for device in all_possible(entry)}
         self.exchanged += len(possible & set(self._offers) - set(offers))
         changed = set(offers) ^ set(self._offers)
         self.updates += len({fleet.gpus[offer.gpu].node for offer in changed})
@@ -68,9 +67,9 @@ class Curated:
 
     def offered(self, gpus: Sequence[FleetGpu], key: OfferKind) -> list[Device]:
         there = {entry.gpu.uuid: entry for entry in gpus}
-        standing = {offer for offer in self._offers if offer.gpu in there and (offer.type, offer.profile) == key}
+        standing = {offer for offer in self._offers if offer.gpu in there and offer.spot.kind == key}
         entries = [there[uuid] for uuid in {offer.gpu for offer in standing}]
-        found = [device for entry in entries for device in possible(entry, key) if offer_of(device) in standing]
+        found = [device for entry in entries for device in possible(entry, key) if device.offer in standing]
         return in_order(gpus, found)
 
 
@@ -79,7 +78,7 @@ def curated(offers: int, weights: Mapping[str, float] | None = None) -> Curated:
 
 
 def possible(entry: FleetGpu, key: OfferKind) -> list[Device]:
-    return [device for device in all_possible(entry) if key_of(device) == key]
+    return [device for device in all_possible(entry) if device.spot.kind == key]
 
 
 def in_order(gpus: Sequence[FleetGpu], devices: Iterable[Device]) -> list[Device]:

@@ -18,7 +18,7 @@ from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.types import ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
-from driver.placement.state import FULL, OfferKind
+from driver.model.offer import FULL, OfferKind
 from tests.bench.placement.trace import Arrival, Request
 from tests.harness.images import BUSYBOX_IMAGE
 from tests.support.workloads import CLAIMS, PODS

@@ -13,10 +13,8 @@ from typing import TypeVar
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.curation.curator import Curator
 from controller.demand.demand import Demand
-from driver.model.device import DeviceKind
 from driver.model.gpu import Gpu
-from driver.model.plan import Offer
-from driver.placement.state import OfferKind
+from driver.model.offer import DeviceKind, Offer, OfferKind
 from tests.bench.placement.trace import NODE_GPUS
 from tests.support.fleets import possible
 from tests.support.gpus import gpu_of

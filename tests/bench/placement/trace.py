@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from driver.model.device import DeviceKind
 from driver.model.gpu import Gpu
-from driver.placement.state import FULL, OfferKind
+from driver.model.offer import FULL, DeviceKind, OfferKind
 
 NODE_GPUS = 8
 

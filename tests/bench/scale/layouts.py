@@ -14,8 +14,7 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.curation.curator import Curator
 from controller.demand.demand import Demand
 from driver.model.device import Device
-from driver.model.plan import Offer, offer_of
-from driver.placement.state import OfferKind, key_of
+from driver.model.offer import Offer, OfferKind
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from kubelet_plugin.plan.follower import HELD_LAG_SECONDS
 from tests.bench.scale.nodes import pool_of
@@ -141,7 +140,7 @@ class CuratedAlways(Fitting):
     def __init__(self, fleet: Fleet) -> None:
         super().__init__(fleet)
         self._curator = Curator()
-        self._keys = {key_of(device) for entry in fleet.nodes["node-0000"] for device in entry.devices}
+        self._keys = {device.spot.kind for entry in fleet.nodes["node-0000"] for device in entry.devices}
         self._offers: dict[str, frozenset[Offer]] = {}
         self._offer({})
 
@@ -151,7 +150,7 @@ class CuratedAlways(Fitting):
 
     def offers(self, entry: FleetGpu) -> tuple[Device, ...]:
         asked = self._offers.get(entry.gpu.uuid, frozenset())
-        return tuple(d for d in possible(entry) if offer_of(d) in asked) if asked else ()
+        return tuple(d for d in possible(entry) if d.offer in asked) if asked else ()
 
     def changed(self, held: Mapping[str, Sequence[Device]], waiting: Mapping[OfferKind, int]) -> None:
         super().changed(held, waiting)
@@ -162,7 +161,7 @@ class CuratedAlways(Fitting):
     def _standing(self) -> Counter[OfferKind]:
         """How many offers of each key can still be taken."""
         entries = (self._nodes[self._node_of[uuid]][uuid] for uuid in self._offers)
-        return Counter(key_of(device) for entry in entries for device in self.offers(entry))
+        return Counter(device.spot.kind for entry in entries for device in self.offers(entry))
 
     def _offer(self, waiting: Mapping[OfferKind, int]) -> None:
         demands = [Demand(key) for key, count in waiting.items() for _ in range(count)]

@@ -13,8 +13,9 @@ from itertools import islice
 from typing import Any
 
 from controller.cluster.fleet import FleetGpu
-from driver.model.device import Device, DeviceKind
+from driver.model.device import Device
 from driver.model.gpu import Gpu, Profile
+from driver.model.offer import DeviceKind
 from driver.slices.attributes import STANDARD, quantity
 from driver.slices.build import Content
 from driver.slices.pool_names import COUNTER_SETS_PER_SLICE, Pool, counter_set

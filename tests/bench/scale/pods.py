@@ -15,7 +15,7 @@ import msgspec
 from driver.kube.client import KubeClient
 from driver.kube.types import ObjectMeta
 from driver.kube.watch_cache import Change, WatchCache
-from driver.placement.state import OfferKind
+from driver.model.offer import OfferKind
 from tests.bench.placement.replay import claim, pod
 from tests.bench.placement.trace import Request
 from tests.bench.scale.bulk import Etcd, Object

@@ -18,8 +18,7 @@ from controller.explain.changes import Change, changes_that_help
 from controller.explain.reasons import Reasoning
 from driver.kube.types import DeviceClaim, Node, Pod, Request, Result, Toleration
 from driver.model.gpu import MigMode
-from driver.model.plan import OfferMode, offer_of
-from driver.placement.state import spot_of
+from driver.model.plan import OfferMode
 from tessera.simulate.published import PublishedSlices
 from tessera.simulate.slices import PoolSlice
 from tests.support.fleets import possible
@@ -159,7 +158,7 @@ def published(there: Situation) -> list[PoolSlice]:
         entry.holding(each for each in entry.held if (f"{entry.node}-{DRIVER}", each.name) in names)
         for entry in there.gpus
     )
-    offers = [offer_of(device) for entry in fleet for device in entry.devices if entry.state.admits(spot_of(device))]
+    offers = [device.offer for entry in fleet for device in entry.devices if entry.state.admits(device.spot)]
     return list(PublishedSlices(DRIVER, OfferMode.COUNTERS, {}).of(fleet, offers))
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from controller.cluster.fleet import Fleet
-from driver.model.device import DeviceKind
-from driver.placement.state import OfferKind
+from driver.model.offer import DeviceKind, OfferKind
 from driver.slices.build import Content
 from tests.bench.scale import plot, report
 from tests.bench.scale.bulk import Etcd

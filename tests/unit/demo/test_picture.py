@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driver.model.device import Device, devices_of
+from driver.placement.occupancy import overlap
 from driver.slices.build import PublishedGpu, slice_object
 from driver.slices.pool_names import Pool
 from tests.demo.picture import INNER, draw, holdings, rows
@@ -39,7 +40,7 @@ def slices_with(held: set[str], node: str = "node-0") -> Slices:
     for number in range(len(KINDS)):
         devices = offered(number)
         mine = tuple(device for device in devices if device.name in held)
-        free = tuple(device for device in devices if not any(device.overlaps(taken) for taken in mine))
+        free = tuple(device for device in devices if not any(overlap(device, taken) for taken in mine))
         gpus.append(PublishedGpu(gpu_of(A100, number), number, mine, free))
     built = build_slices(pool, gpus)
     return [slice_object(name, content, pool, 1, len(built), None) for name, content in built.items()]

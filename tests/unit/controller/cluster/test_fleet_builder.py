@@ -7,7 +7,7 @@ import pytest
 from controller.cluster.fleet import FleetGpu
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import Dedication, NodeView
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 from driver.model.plan import GpuReport, Held, PlanStatus, described
 from tests.support.fleets import possible
 from tests.support.gpus import H100, gpu_of

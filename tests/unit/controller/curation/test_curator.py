@@ -11,10 +11,8 @@ from controller.cluster.fleet import Fleet
 from controller.curation.curator import Curator
 from controller.curation.ranked_fleet import RankedFleet
 from controller.demand.demand import Demand
-from driver.model.device import DeviceKind
-from driver.model.plan import Offer
+from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranking, Terms
-from driver.placement.state import FULL, SHARE, OfferKind
 from tests.support.fleets import SMALL, holding, node, partition, take
 
 CURATOR = Curator(Ranking())
@@ -25,16 +23,16 @@ def fleet_of(*names: str, gpus: int = 2, shares: int = 0) -> Fleet:
 
 
 def offer(uuid: str, profile: str, start: int) -> Offer:
-    return Offer(uuid, DeviceKind.PARTITION, profile, start)
+    return Offer(uuid, Spot(OfferKind(DeviceKind.PARTITION, profile), start))
 
 
 def of_key(offers: Iterable[Offer], key: OfferKind) -> list[str]:
     """The offers of ``key``, spelled as people read them."""
-    return sorted(str(offer) for offer in offers if (offer.type, offer.profile) == key)
+    return sorted(str(offer) for offer in offers if offer.spot.kind == key)
 
 
 def gpus_of(offers: Iterable[Offer], key: OfferKind) -> set[str]:
-    return {offer.gpu for offer in offers if (offer.type, offer.profile) == key}
+    return {offer.gpu for offer in offers if offer.spot.kind == key}
 
 
 def terms_of(fleet: Fleet, offer: Offer) -> Terms:
@@ -78,7 +76,7 @@ def test_claims_that_only_some_gpus_serve_find_offers_there_on_top_of_everyone_e
     fleet = fleet_of("a", "b", gpus=4)
     narrow, wide = frozenset({"b/3"}), frozenset({"b/2", "b/3"})
     offers = CURATOR.curate(fleet, [Demand(SMALL, 2, narrow), Demand(SMALL, 3, wide), Demand(SMALL, 1)])
-    small = [offer for offer in offers if (offer.type, offer.profile) == SMALL]
+    small = [offer for offer in offers if offer.spot.kind == SMALL]
     assert sum(offer.gpu in narrow for offer in small) >= 2
     assert sum(offer.gpu in wide for offer in small) >= 5
     assert len(small) == 6
@@ -109,7 +107,7 @@ def test_two_claims_for_whole_cliques_get_two_cliques() -> None:
 
 def test_a_clique_that_is_offered_already_is_not_exchanged_for_another() -> None:
     fleet = fleet_of("a", "b", "c", gpus=4)
-    published = [Offer(uuid, DeviceKind.FULL) for uuid in sorted(CLIQUES[2])]
+    published = [Offer(uuid, Spot(FULL)) for uuid in sorted(CLIQUES[2])]
     offers = CURATOR.curate(fleet, [Demand(FULL, 4, together=CLIQUES)], published)
     assert gpus_of(offers, FULL) == CLIQUES[2]
 
@@ -123,7 +121,7 @@ def test_partitions_of_one_gpu_are_asked_for_together_too() -> None:
     fleet = holding(fleet_of("a"), {"a/0": "mig-3g40gb-4 mig-1g10gb-3 mig-1g10gb-2"})
     singles = tuple(frozenset({uuid}) for uuid in fleet.gpus)
     offers = CURATOR.curate(fleet, [Demand(SMALL, 3, together=singles)])
-    assert sum(offer.gpu == "a/1" for offer in offers if (offer.type, offer.profile) == SMALL) >= 3
+    assert sum(offer.gpu == "a/1" for offer in offers if offer.spot.kind == SMALL) >= 3
 
 
 def test_an_offer_that_is_only_a_little_worse_stays() -> None:
@@ -141,14 +139,14 @@ def test_an_offer_that_is_clearly_worse_is_exchanged() -> None:
     worse = offer("b/1", "1g.10gb", 0)
     offers = CURATOR.curate(fleet, published=[worse])
     assert worse not in offers
-    better = min(terms_of(fleet, each).growth for each in offers if OfferKind(each.type, each.profile) == SMALL)
+    better = min(terms_of(fleet, each).growth for each in offers if each.spot.kind == SMALL)
     assert terms_of(fleet, worse).growth > better + CURATOR.stickiness
 
 
 def test_an_offer_that_somebody_got_is_gone_and_another_takes_its_place() -> None:
     fleet = fleet_of("a", "b")
     before = CURATOR.curate(fleet)
-    got = next(offer for offer in before if (offer.type, offer.profile) == SMALL)
+    got = next(offer for offer in before if offer.spot.kind == SMALL)
     after = CURATOR.curate(take(fleet, got), published=before)
     assert got not in after
     assert len(of_key(after, SMALL)) == 2
@@ -187,11 +185,11 @@ def test_full_gpus_that_have_shares_are_offered_after_all_others(product: str) -
         offers = CURATOR.curate(fleet, published=list(offers))
         offered = gpus_of(offers, FULL)
         assert len(offered & last) == max(0, min(2, 8 - taken) - (6 - min(taken, 6))), taken
-        fleet = take(fleet, Offer(min(offered - last or offered), DeviceKind.FULL))
+        fleet = take(fleet, Offer(min(offered - last or offered), Spot(FULL)))
 
 
 def test_a_full_gpu_that_has_shares_is_taken_back_once_another_is_free() -> None:
-    shared = Offer("a/0", DeviceKind.FULL)
+    shared = Offer("a/0", Spot(FULL))
     busy = divided(holding(fleet_of("a"), {"a/1": "full"}), "a/0")
     assert shared in CURATOR.curate(busy)
     once = Curator(CURATOR.ranking, offers=1)
@@ -222,7 +220,7 @@ def test_the_first_partition_leaves_the_gpus_that_have_shares_alone() -> None:
 def test_a_gpu_offers_what_it_may(change: dict[str, object], offered: set[str]) -> None:
     [entry] = node("a", 1)
     fleet = Fleet.of([replace(entry, **change)])  # type: ignore[arg-type]
-    assert {str(offer.type) for offer in CURATOR.curate(fleet)} == offered
+    assert {str(offer.spot.kind.type) for offer in CURATOR.curate(fleet)} == offered
 
 
 def test_an_offer_says_which_requests_it_costs_how_much() -> None:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from controller.cluster.fleet import Fleet
 from controller.curation.disjoint import DisjointCurator
 from controller.curation.planner import PlannedOffers
-from driver.model.device import Device, DeviceKind
-from driver.model.plan import Offer
+from driver.model.device import Device
+from driver.model.offer import DeviceKind, Offer, OfferKind, Spot
+from driver.placement.occupancy import GpuState
 from driver.placement.ranking import Ranking
-from driver.placement.state import GpuState
 from tests.support.fleets import device_of
 from tests.support.queues import FULL, SHARE, Situation, first_available, node_of, profile, request, selected_by
 
@@ -79,7 +79,7 @@ def test_a_pending_claim_is_planned_where_it_causes_the_least_fragmentation() ->
 
 def test_a_published_offer_that_serves_a_claim_is_what_it_is_planned_on() -> None:
     there = Situation(node_of("a", gpus=4))
-    before = [offer for offer in curated(there).offers if offer.profile == "2g.20gb"]
+    before = [offer for offer in curated(there).offers if offer.spot.kind.profile == "2g.20gb"]
     found = curated(there.wants(request(selector=profile("2g.20gb"))), before)
     assert (found.by_claim or {})["default/claim"] == tuple(before[:1])
 
@@ -227,5 +227,5 @@ def test_an_incomplete_gang_keeps_nobody_from_free_memory() -> None:
 def test_published_offers_that_a_gang_would_have_used_serve_the_next_pod() -> None:
     there = Situation(node_of("a", gpus=2)).gang("large", *[request(selector=FULL)] * 3)
     there.wants(request(selector=FULL), name="z-alone")
-    standing = Offer("a/1", DeviceKind.FULL)
+    standing = Offer("a/1", Spot(OfferKind(DeviceKind.FULL)))
     assert planned(there, published=[standing]) == {"z-alone": ["a/1 gpu-1"]}

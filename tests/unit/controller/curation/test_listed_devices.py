@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from controller.cluster.fleet import Fleet
 from controller.curation.listed_devices import ListedDevices
-from driver.model.plan import Offer
-from driver.placement.state import FULL, OfferKind
+from driver.model.offer import FULL, Offer, OfferKind
 from tests.support.fleets import SMALL, holding, node
 
 
@@ -17,7 +16,7 @@ def fleet_of(*names: str, gpus: int = 8) -> Fleet:
 
 
 def kinds(offers: frozenset[Offer] | tuple[Offer, ...]) -> Mapping[str, int]:
-    return Counter(str(OfferKind(offer.type, offer.profile)) for offer in offers)
+    return Counter(str(offer.spot.kind) for offer in offers)
 
 
 def listed(
@@ -42,7 +41,7 @@ def test_what_is_listed_stays_the_same_whatever_claims_hold() -> None:
 def test_devices_of_one_kind_are_on_several_nodes_where_there_are_several() -> None:
     fleet = fleet_of("a", "b")
     found = listed(fleet, {FULL: 8, SMALL: 2})
-    nodes = Counter((offer.gpu.split("/")[0], offer.profile) for offer in found)
+    nodes = Counter((offer.gpu.split("/")[0], offer.spot.kind.profile) for offer in found)
     assert nodes == {("a", None): 4, ("b", None): 4, ("a", "1g.10gb"): 1, ("b", "1g.10gb"): 1}
 
 

@@ -12,7 +12,8 @@ from controller.cluster.claim_index import PoolDevice
 from controller.curation.offer_mode import decide_offer_mode
 from controller.decision.held_publication import HeldPublication, first_offers
 from driver.kube.types import GpuNodePlan, PlanMetadata
-from driver.model.plan import COUNTERS_FIELD, Offer, OfferMode, PlanSpec, PublishHeld
+from driver.model.offer import Offer
+from driver.model.plan import COUNTERS_FIELD, OfferMode, PlanSpec, PublishHeld
 from tests.support.node_views import fleet_of
 from tests.unit.controller.cluster.test_fleet_builder import view
 from tests.unit.controller.decision.test_plan_writer import OTHER, POOL, SMALL, index_of, offer

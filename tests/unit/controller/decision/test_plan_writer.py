@@ -21,7 +21,8 @@ from driver.kube.client import Object
 from driver.kube.controller_heartbeat import SILENCE_TIMEOUT_SECONDS
 from driver.kube.types import PAUSED, GpuNodePlan, PlanMetadata
 from driver.kube.work_loop import soonest
-from driver.model.plan import Offer, PlanMode, PlanSpec, PlanStatus, PublishHeld, offer_of
+from driver.model.offer import Offer
+from driver.model.plan import PlanMode, PlanSpec, PlanStatus, PublishHeld
 from tests.support.api_server import Exchange, HttpServer
 from tests.support.node_views import changes, fleet_of
 from tests.unit.controller.cluster.test_fleet_builder import view
@@ -59,7 +60,7 @@ def server() -> Iterator[Server]:
 
 
 def offer(name: str) -> Offer:
-    [found] = [offer_of(d) for gpu in fleet_of(view()) for d in gpu.devices if d.name == name]
+    [found] = [d.offer for gpu in fleet_of(view()) for d in gpu.devices if d.name == name]
     return found
 
 

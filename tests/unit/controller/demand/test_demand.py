@@ -8,11 +8,10 @@ import pytest
 
 from controller.demand.demand import Demand, demand_of, nodes_matching_held
 from controller.explain.reasons import reasons_of
-from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
-from driver.placement.state import FULL as FULL_KEY
-from driver.placement.state import SHARE as SHARE_KEY
-from driver.placement.state import OfferKind
+from driver.model.offer import FULL as FULL_KEY
+from driver.model.offer import SHARE as SHARE_KEY
+from driver.model.offer import DeviceKind, OfferKind
 from tests.support.gpus import H100
 from tests.support.queues import (
     FULL,

@@ -12,7 +12,7 @@ from controller.demand.demand import Demand, demand_of
 from controller.demand.eligibility import Eligibility, exclusion
 from controller.demand.pending_claims import Queue
 from driver.kube.types import Key, Pod, PodSpec
-from driver.placement.state import FULL as FULL_KEY
+from driver.model.offer import FULL as FULL_KEY
 from tests.support.queues import FULL, Situation, node_of, profile, request
 
 TRAINING = {"pool": "training", "slots": "8"}

@@ -15,7 +15,7 @@ from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import cluster_of, countable
 from controller.explain.queued_workloads import WorkloadReasons
 from driver.kube.types import ClaimSpec, KueueWorkload, Metadata, PodSpec
-from driver.model.plan import Offer
+from driver.model.offer import Offer
 from tests.support.queues import FULL, Situation, node_of, profile, request
 
 SMALL = profile("1g.10gb")

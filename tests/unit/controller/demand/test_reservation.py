@@ -9,8 +9,7 @@ import pytest
 from controller.curation.disjoint import DisjointCurator
 from controller.demand.reservation import NOMINATED_SECONDS, WAIT_SECONDS, NominatedPods, Reservations
 from controller.explain.pending_despite_offers import reasons_of_waiting
-from driver.model.device import DeviceKind
-from driver.model.plan import Offer
+from driver.model.offer import DeviceKind, Offer, OfferKind, Spot
 from driver.placement.ranking import Ranking
 from tests.support.queues import FULL, Situation, fleet_gpu, profile, request
 
@@ -67,10 +66,10 @@ class TestReservation:
 
 class TestNominatedPods:
     OFFERS = (
-        Offer("a/0", DeviceKind.FULL),
-        Offer("a/1", DeviceKind.PARTITION, "1g.10gb", 6),
-        Offer("a/1", DeviceKind.PARTITION, "3g.40gb", 0),
-        Offer("b/0", DeviceKind.PARTITION, "1g.10gb", 6),
+        Offer("a/0", Spot(OfferKind(DeviceKind.FULL))),
+        Offer("a/1", Spot(OfferKind(DeviceKind.PARTITION, "1g.10gb"), 6)),
+        Offer("a/1", Spot(OfferKind(DeviceKind.PARTITION, "3g.40gb"), 0)),
+        Offer("b/0", Spot(OfferKind(DeviceKind.PARTITION, "1g.10gb"), 6)),
     )
 
     @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from controller.demand.starvation import (
     StarvationFallback,
 )
 from driver.kube.types import Pod
-from driver.placement.state import FULL as FULL_KEY
+from driver.model.offer import FULL as FULL_KEY
 from tests.support.clock import FakeClock
 from tests.support.queues import FULL, Situation, node_of, profile, request
 

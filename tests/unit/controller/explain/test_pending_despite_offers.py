@@ -11,7 +11,7 @@ from controller.cluster.claim_index import PoolDevice
 from controller.cluster.node_views import PoolPart, incomplete_pools
 from controller.explain.pending_despite_offers import GATES, Standing, UnscheduledClaims, satisfying
 from controller.explain.reason import ClaimReason, ReasonCode
-from driver.model.plan import Offer, offer_of
+from driver.model.offer import Offer
 from tests.support.clock import FakeClock
 from tests.support.queues import DRIVER, FULL, SHARE, Situation, node_of, profile, request, selected_by
 
@@ -34,7 +34,7 @@ def offers(there: Situation, *names: str) -> dict[Offer, PoolDevice]:
     for entry in there.gpus:
         for device in entry.devices:
             if f"{entry.node}/{device.name}" in names:
-                found[offer_of(device)] = PoolDevice(f"{entry.node}-{DRIVER}", device.name)
+                found[device.offer] = PoolDevice(f"{entry.node}-{DRIVER}", device.name)
     assert len(found) == len(names)
     return found
 
@@ -338,7 +338,7 @@ class TestWhatWouldDo:
     """Devices that stand, held against what a pod's claims ask for together."""
 
     def found(self, there: Situation, *names: str) -> list[str]:
-        by_offer = {offer_of(device): (entry, device) for entry in there.gpus for device in entry.devices}
+        by_offer = {device.offer: (entry, device) for entry in there.gpus for device in entry.devices}
         standing = [Standing(*by_offer[offer], name) for offer, name in offers(there, *names).items()]
         queue = there.queue
         wishes = queue.combinations(there.pods[0])

@@ -11,8 +11,8 @@ import pytest
 from controller.explain.reason import ClaimReason, KnownReasons, ReasonCode
 from controller.explain.reasons import Reasoning, find_reasons, reasons_of
 from driver.kube.events import shortened
-from driver.model.device import DeviceKind
 from driver.model.gpu import MigMode
+from driver.model.offer import DeviceKind
 from tests.support.gpus import H100
 from tests.support.queues import (
     DRIVER,

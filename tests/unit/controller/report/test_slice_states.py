@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.report.slice_states import REQUESTED_SECONDS, GpuUse, RequestedKinds, capacity_of
-from driver.model.device import DeviceKind
-from driver.model.plan import Offer, offer_of
-from driver.placement.state import FULL, SHARE, OfferKind
+from driver.model.offer import FULL, SHARE, DeviceKind, Offer, OfferKind
 from tests.support.gpus import H100
 from tests.support.queues import Situation, fleet_gpu, profile, request
 
@@ -47,22 +45,20 @@ def test_slices_are_counted_by_state(entry: FleetGpu, requested: set[OfferKind],
 
 def test_slices_under_several_offers_count_once() -> None:
     entry = fleet_gpu("n", 0, H100, "mig-1g10gb-0")
-    offers = [
-        offer_of(device) for device in entry.devices if device.name in ("gpu-0-mig-1g10gb-4", "gpu-0-mig-3g40gb-4")
-    ]
+    offers = [device.offer for device in entry.devices if device.name in ("gpu-0-mig-1g10gb-4", "gpu-0-mig-3g40gb-4")]
     assert counted(entry, {SMALL, HALF}, *offers) == {"held": 1, "offered": 4, "free": 3}
 
 
 def test_an_offer_that_nobody_requests_does_not_hide_stranded_slices() -> None:
     entry = fleet_gpu("n", 0, H100, "mig-1g10gb-0")
-    [offer] = [offer_of(device) for device in entry.devices if device.name == "gpu-0-mig-1g10gb-4"]
+    [offer] = [device.offer for device in entry.devices if device.name == "gpu-0-mig-1g10gb-4"]
     assert counted(entry, {FULL}, offer) == {"held": 1, "stranded": 7}
 
 
 def test_only_the_shares_that_are_offered_count_as_offered() -> None:
     for held, expected in ((("share-0",), {"held": 2, "offered": 2, "free": 4}), ((), {"offered": 2, "free": 6})):
         entry = fleet_gpu("n", 0, H100, *held, shares=4, shares_only=True)
-        [offer] = [offer_of(device) for device in entry.devices if device.name == "gpu-0-share-1"]
+        [offer] = [device.offer for device in entry.devices if device.name == "gpu-0-share-1"]
         assert counted(entry, {SHARE}, offer) == expected
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from deviceclasses.cel import CelDevice, from_slice_device
 from deviceclasses.lint.partial_evaluation import compiled_programs, may_select
-from driver.model.device import Device, DeviceKind, devices_of
+from driver.model.device import Device, devices_of
+from driver.model.offer import DeviceKind
 from driver.slices.attributes import attributes, capacity
 from tests.conformance import table
 from tests.support.gpus import gpu_of

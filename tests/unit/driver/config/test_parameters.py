@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from driver.config.opaque_parameters import GpuConfig, InvalidParameters, MigDeviceConfig, ShareConfig, parse_parameters
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 from driver.model.time_slice_and_compute_mode import TimeSlice
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from driver.model.device import DeviceKind, devices_of
+from driver.model.device import devices_of
+from driver.model.offer import DeviceKind
 from driver.slices.attributes import FACTS, attributes, capacity, quantity
 from tests.support.node import NodeUnderTest
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from driver.errors import EnvironmentFault, StateError
-from driver.model.device import DeviceKind
 from driver.model.gpu import Partition, Placement
+from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.files import remove, write_atomically
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord
 

@@ -8,7 +8,8 @@ import pytest
 
 from driver.model.device import Device, devices_of
 from driver.model.gpu_health import DeviceCondition
-from driver.model.plan import Offer, OfferMode, offer_of
+from driver.model.offer import Offer
+from driver.model.plan import OfferMode
 from driver.slices.build import PublishedGpu
 from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.published_devices import ForeignPartitions, PublishableGpu, PublishPolicy
@@ -27,7 +28,7 @@ def devices(*names: str) -> tuple[Device, ...]:
 
 
 def offers(*names: str) -> frozenset[Offer]:
-    return frozenset(map(offer_of, devices(*names)))
+    return frozenset(device.offer for device in devices(*names))
 
 
 def published(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from driver.errors import ClaimError, HardwareError, UsageError
-from driver.model.device import DeviceKind
 from driver.model.gpu import Gpu, MigMode, Partition
+from driver.model.offer import DeviceKind
 from driver.slices.build import UNAVAILABLE
 from kubelet_plugin.health.monitor import NvmlEventListener
 from kubelet_plugin.inventory.scan import Scanner

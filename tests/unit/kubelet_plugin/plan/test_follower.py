@@ -18,7 +18,6 @@ from driver.model.plan import (
     PlanSpec,
     PublishHeld,
     Summary,
-    offer_of,
     states_of,
 )
 from driver.slices.build import CLOSED, Content
@@ -93,10 +92,7 @@ class Followed:
     def offers(self, *names: str) -> tuple[str, ...]:
         inventory = self.node.node.inventory
         return tuple(
-            str(offer_of(device))
-            for gpu in inventory.gpus
-            for device in inventory.devices_on(gpu)
-            if device.name in names
+            str(device.offer) for gpu in inventory.gpus for device in inventory.devices_on(gpu) if device.name in names
         )
 
     def told(self, spec: PlanSpec) -> None:

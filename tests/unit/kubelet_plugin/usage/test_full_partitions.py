@@ -9,7 +9,7 @@ import pytest
 
 from driver.errors import ApiError
 from driver.kube.clock import seconds_time
-from driver.model.device import DeviceKind
+from driver.model.offer import DeviceKind
 from driver.model.usage import GpuProcess, UsageReading, UsageTotals
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.inventory.inventory import ClaimReference

@@ -1,6 +1,8 @@
-"""Geometry, occupancy and possible offers of one GPU as a small hashable value (pure).
+"""What is taken on one GPU, what it can still offer, and which devices exclude each other: the one overlap rule (pure).
 
-A cluster has thousands of GPUs: equal GPUs share one state, and results are cached by state.
+Every memory slice of a GPU has SLICE_VALUE to give. A device takes its weight in each of its slices: a full GPU and a
+partition all of it, a share a part. Devices can be allocated together if no slice gives more than it has. In addition,
+a spot is allocated only once, and partitions keep within the limits of the product (``Geometry.limits``).
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from driver.model.device import SLICE_VALUE, Device, DeviceKind, share_index
+from driver.model.device import SLICE_VALUE, Device
 from driver.model.gpu import Gpu, Limit, Profile, limits_of
+from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind, Spot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,39 +60,43 @@ def start_of(mask: int) -> int:
 ALL_KINDS = frozenset(DeviceKind)
 
 
-class OfferKind(NamedTuple):
-    """A kind of request and offer: full GPU, share, or partition of a profile."""
-
-    kind: DeviceKind
-    profile: str | None = None
-
-    def __str__(self) -> str:
-        return self.profile or ("full" if self.kind is DeviceKind.FULL else "share")
-
-
-FULL = OfferKind(DeviceKind.FULL)
-SHARE = OfferKind(DeviceKind.SHARE)
+def possible_kinds(gpu: Gpu, *, shares_only: bool) -> frozenset[DeviceKind]:
+    """The kinds of device that ``gpu`` can be without a reset. ``shares_only``: it is to be offered as shares only."""
+    if gpu.toggles_freely:
+        kinds = ALL_KINDS
+    elif gpu.mig_mode.in_force:
+        kinds = frozenset({DeviceKind.PARTITION})
+    else:
+        kinds = frozenset({DeviceKind.FULL, DeviceKind.SHARE})
+    return kinds & {DeviceKind.SHARE} if shares_only else kinds
 
 
-def key_of(device: Device) -> OfferKind:
-    return OfferKind(device.kind, device.profile.name if device.profile else None)
+def in_the_way(device: Device, others: Iterable[Device]) -> list[Device]:
+    """Those of ``others`` that leave no room for ``device``; none if it can be allocated together with all of them.
+
+    A device that is in the same spot comes first.
+    """
+    touched = [other for other in others if other.gpu.uuid == device.gpu.uuid and other.mask & device.mask]
+    same = [other for other in touched if other.spot == device.spot]
+    if _has_room(sum(other.weight for other in touched), device.weight):
+        return same
+    return same + [other for other in touched if other.spot != device.spot]
 
 
-class Spot(NamedTuple):
-    """A place on a GPU: the first memory slice of a placement, the number of a share, or 0 for a full GPU."""
-
-    key: OfferKind
-    at: int = 0
+def overlap(first: Device, second: Device) -> bool:
+    """Whether the two devices exclude each other."""
+    return bool(in_the_way(first, [second]))
 
 
-def spot_of(device: Device) -> Spot:
-    if device.kind is DeviceKind.SHARE:
-        return Spot(SHARE, share_index(device.name))
-    return Spot(key_of(device), device.placement.start if device.placement else 0)
+def _has_room(taken: int, weight: int) -> bool:
+    """Whether a memory slice of which ``taken`` is taken can give ``weight``."""
+    return taken + weight <= SLICE_VALUE
 
 
 class GpuState(NamedTuple):
-    """The state of one GPU: geometry, possible offers, and occupancy.
+    """The occupancy of one GPU and what it may offer, as a small hashable value.
+
+    A cluster has thousands of GPUs: equal GPUs share one state, and results are cached by state.
 
     ``kinds`` are the devices that it may offer at all and ``shares`` into how many it is divided. ``mask`` are the
     memory slices taken whole, ``taken`` what is used of each limit of the geometry, ``shared`` what shares take of
@@ -119,7 +126,7 @@ class GpuState(NamedTuple):
         for device in held:
             if device.kind is DeviceKind.SHARE:
                 shared += device.weight
-                numbers |= 1 << spot_of(device).at
+                numbers |= 1 << device.spot.at
                 continue
             mask |= device.mask
             if device.profile is not None:
@@ -137,24 +144,24 @@ class GpuState(NamedTuple):
         """Free memory slices; shares occupy a part of each."""
         return (self.geometry.slices - self.mask.bit_count()) * (SLICE_VALUE - self.shared) / SLICE_VALUE
 
-    def spots(self, key: OfferKind) -> Iterator[Spot]:
-        """Free places for a device of ``key``."""
-        if key.kind not in self.kinds:
+    def spots(self, kind: OfferKind) -> Iterator[Spot]:
+        """Free spots for a device of ``kind``."""
+        if kind.type not in self.kinds:
             return
-        if key.kind is DeviceKind.FULL:
+        if kind.type is DeviceKind.FULL:
             if not self.mask and not self.shared:
                 yield Spot(FULL)
-        elif key.kind is DeviceKind.SHARE:
+        elif kind.type is DeviceKind.SHARE:
             yield from self._free_shares()
         elif not self.shared:
-            yield from self._free_placements(key)
+            yield from self._free_placements(kind)
 
     def admits(self, spot: Spot) -> bool:
-        return spot in self.spots(spot.key)
+        return spot in self.spots(spot.kind)
 
     def fits(self, device: Device) -> bool:
         """Whether the slices and engines of ``device``, possibly a share of another size, are free."""
-        if device.mask & self.mask or self.shared + device.weight > SLICE_VALUE:
+        if not _has_room(SLICE_VALUE if device.mask & self.mask else self.shared, device.weight):
             return False
         return device.profile is None or self.geometry.has_room(device.profile.name, self.taken)
 
@@ -169,21 +176,21 @@ class GpuState(NamedTuple):
 
     def take(self, spot: Spot) -> GpuState:
         """Return the state after the allocation of ``spot``, which must be free."""
-        if spot.key.kind is DeviceKind.FULL:
+        if spot.kind.type is DeviceKind.FULL:
             return self._replace(mask=self.geometry.all_slices)
-        if spot.key.kind is DeviceKind.SHARE:
+        if spot.kind.type is DeviceKind.SHARE:
             return self._replace(shared=self.shared + SLICE_VALUE // self.shares, numbers=self.numbers | 1 << spot.at)
-        profile = spot.key.profile or ""
+        profile = spot.kind.profile or ""
         [window] = [mask for mask in self.geometry.windows[profile] if start_of(mask) == spot.at]
         taken = tuple(a + b for a, b in zip(self.taken, self.geometry.usage[profile], strict=True))
         return self._replace(mask=self.mask | window, taken=taken)
 
     def _free_shares(self) -> Iterator[Spot]:
-        if not self.shares or self.mask or self.shared + SLICE_VALUE // self.shares > SLICE_VALUE:
+        if not self.shares or self.mask or not _has_room(self.shared, SLICE_VALUE // self.shares):
             return
         yield from (Spot(SHARE, at) for at in range(self.shares) if not self.numbers >> at & 1)
 
-    def _free_placements(self, key: OfferKind) -> Iterator[Spot]:
-        windows = self.geometry.windows.get(key.profile or "", ())
-        if windows and self.geometry.has_room(key.profile or "", self.taken):
-            yield from (Spot(key, start_of(mask)) for mask in windows if not mask & self.mask)
+    def _free_placements(self, kind: OfferKind) -> Iterator[Spot]:
+        windows = self.geometry.windows.get(kind.profile or "", ())
+        if windows and self.geometry.has_room(kind.profile or "", self.taken):
+            yield from (Spot(kind, start_of(mask)) for mask in windows if not mask & self.mask)
