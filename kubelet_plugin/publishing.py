@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from driver.kube.client import KubeClient
 from driver.kube.reads import owner_reference
@@ -13,16 +15,21 @@ from driver.model.device import Device
 from driver.model.plan import PlanSpec
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.kept_fields import KeptFields
-from driver.slices.publisher import Publisher
+from driver.slices.publisher import PublishedSlices, Publisher, SliceStep, SliceWriteObserver
 from driver.watchdog import Watched
+from kubelet_plugin.changes import NodeChanges
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.context import PluginContext
-from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.claims.steps import Step, Steps
+from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.health.monitor import HealthMonitor
-from kubelet_plugin.inventory.layouts import standalone_offers
+from kubelet_plugin.metrics.measurements import Measurements
 from kubelet_plugin.metrics.probes import NodeProbes
-from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter, PlanWatch, PublishLabel
-from kubelet_plugin.plan.follower import PlanFile, PlanFollower
+from kubelet_plugin.plan.follower import PlanFollower
+from kubelet_plugin.plan.instructions import WatchedInstructions
+from kubelet_plugin.plan.memory import PlanFile
+from kubelet_plugin.plan.report import PlanReport
+from kubelet_plugin.plan.writers import FenceRelease, PlanStatusWriter
 from kubelet_plugin.reconcile.claim_activity import ClaimActivity
 from kubelet_plugin.reconcile.uninstall import Uninstall
 from kubelet_plugin.settings import NodeSettings
@@ -35,90 +42,85 @@ PREPARED_DELAY_SECONDS = 0.3
 """Delay of the slices after a prepare, while the containers of its pod start."""
 
 
-class Publishing:
-    """Writes nothing until ``writers`` and ``readers`` run, each in a thread of its own. Thread-safe.
+@dataclass(frozen=True, slots=True)
+class ApiAccess:
+    """The API server: its client, and what is known of the fields that it keeps."""
 
-    ``wait_ready`` returns when it is known which GPUs may be published.
-    """
+    client: KubeClient
+    fields: KeptFields
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundWork:
+    """How work in the background gives way to claims in progress, and by what it is observed."""
+
+    activity: ClaimActivity
+    probes: NodeProbes
+    measurements: Measurements
+
+    def loop(self, delay_seconds: float, watched: Watched) -> MakeLoop:
+        """Make loops that wait for claims in progress for at most ``delay_seconds``."""
+        give_way = self.activity.wait_idle(delay_seconds)
+        return self.probes.watchdog.loops(partial(Loop, give_way=give_way), watched)
+
+
+class Publishing:
+    """Writes nothing until ``writers`` and ``readers`` run, each in a thread of its own. Thread-safe."""
 
     def __init__(
         self,
         settings: NodeSettings,
-        client: KubeClient,
+        api: ApiAccess,
         context: PluginContext,
         health: HealthMonitor,
-        activity: ClaimActivity,
-        slices_written: Callable[[int, float], None],
-        node_probes: NodeProbes,
-        wait_ready: Callable[[], None],
-        fields: KeptFields,
+        other_drivers: OtherDriverWatch,
+        background: BackgroundWork,
+        changes: NodeChanges,
     ) -> None:
-        self._context, self._health, self._wait_ready = context, health, wait_ready
-        self._builder = SliceBuilder(context.pool)
-
-        def loop(delay_seconds: float, watched: Watched) -> MakeLoop:
-            return node_probes.watchdog.loops(partial(Loop, give_way=activity.wait_idle(delay_seconds)), watched)
-
+        client, fields, node = api.client, api.fields, settings.node_name
+        pool, inventory, probes = context.pool, context.inventory, background.probes
+        self._inventory, self._health = inventory, health
+        self._instructions = WatchedInstructions(client, settings.namespace, node, settings.publish, changes)
+        self._follower = PlanFollower(
+            self._instructions, inventory, fields, PlanFile(settings.state_dir), changes, settings.layout
+        )
+        self.uninstall = Uninstall(self._instructions, context.checkpoint, context.cdi, settings.state_dir)
+        source = NodeSlices(client, context, self._follower, self.uninstall, other_drivers)
         self._publisher = Publisher(
             client,
-            context.pool,
-            self._desired,
-            lambda: owner_reference(client, settings.node_name),
-            lambda step, name: context.step(Step(step.value), slice=name),
-            slices_written,
-            loop=loop(SLICES_DELAY_SECONDS, node_probes.publishing),
-            fields=fields,
-            is_complete=lambda: not self._follower.is_waiting,
+            pool,
+            source,
+            fields,
+            SliceObserver(context.step, background.measurements),
+            loop=background.loop(SLICES_DELAY_SECONDS, probes.publishing),
         )
-        fields.on_due = self._publisher.notify
-        node_probes.add_slices(self._publisher.published)
-        self._plan = PlanWatch(client, settings.namespace, settings.node_name, self._plan_changed)
-        self._label = PublishLabel(client, settings.node_name, settings.publish, self.notify)
-        plan_file = PlanFile(settings.state_dir)
-        self._follower = PlanFollower(
-            self._plan.plan,
-            self._plan.alive,
-            context.inventory,
-            plan_file.load(),
-            plan_file.save,
-            self._publisher.device_names,
-            self.notify,
-            lambda: self._plan_status.notify(),
-            faults=health.describe_faults,
-            dropped=lambda: fields.dropped,
-            standalone_offers=partial(standalone_offers, layouts=settings.layout),
-            complete=self._label.complete,
-            has_controller=self._plan.has_controller,
-            has_counters=lambda entry: self._publisher.has_counters(
-                context.pool.device_slice(entry.number, divided=entry.divided)
-            ),
-        )
-        status_loop = loop(STATUS_DELAY_SECONDS, node_probes.plan_status)
-        self._plan_status = PlanStatusWriter(
-            client, settings.node_name, self._plan.plan, self._follower.status, self._plan.lacks_plan, loop=status_loop
-        )
-        self._fence_release = FenceRelease(
-            client, settings.namespace, context.pool.name, self._follower.unplanned_epoch
-        )
-        self._status = StatusWriter(
+        probes.add_slices(self._publisher.published)
+        report = PlanReport(self._follower, inventory, self._instructions, fields, health)
+        loop = background.loop(STATUS_DELAY_SECONDS, probes.plan_status)
+        self._plan_status = PlanStatusWriter(client, node, self._instructions, report, loop=loop)
+        self._fence_release = FenceRelease(client, settings.namespace, pool, self._follower.mode)
+        self._claim_status = StatusWriter(
             client,
-            settings.driver_name,
-            lambda: device_statuses(context.checkpoint.records(), self._unhealthy),
+            pool.driver,
+            lambda: device_statuses(context.checkpoint.records(), self._unhealthy_reason),
             steps=context.step,
-            give_way=activity.wait_idle(STATUS_DELAY_SECONDS),
+            give_way=background.activity.wait_idle(STATUS_DELAY_SECONDS),
         )
-        self.uninstall = Uninstall(self._plan.uninstalling, context.checkpoint, context.cdi, settings.state_dir)
-        self.writers = (self._publisher.run, self._status.run, self._plan_status.run, self._fence_release.run)
-        self.readers = (self._publisher.cache.run, *self._plan.loops, self._label.run)
-        self.follow = self._follower.run
+        self.writers = (
+            self._publisher.run,
+            self._claim_status.run,
+            self._plan_status.run,
+            self._fence_release.run,
+            self._follower.run,
+        )
+        self.readers = (self._publisher.cache.run, *self._instructions.loops)
         self.device_names = self._publisher.device_names
         """Names of the devices in the slices at the API server."""
 
-        self.notify_slices = self._publisher.notify
-        """The slices may have been changed or deleted."""
-
-        self.notify_status = self._status.notify
-        """The status of claims may have changed."""
+    def devices(self) -> list[Device]:
+        """The devices to publish."""
+        devices = (self._inventory.device(name) for name in sorted(self._follower.publication.names))
+        return [device for device in devices if device is not None]
 
     def notify(self) -> None:
         """The devices to publish may have changed."""
@@ -126,43 +128,84 @@ class Publishing:
         self._plan_status.notify()
         self._fence_release.notify()
 
+    def notify_slices(self) -> None:
+        """The slices may have been changed or deleted."""
+        self._publisher.notify()
+
+    def notify_claim_status(self) -> None:
+        """The status of claims may have changed."""
+        self._claim_status.notify()
+
+    def notify_plan_status(self) -> None:
+        """What the plan's status says may have changed."""
+        self._plan_status.notify()
+
+    def plan_changed(self) -> None:
+        if self._instructions.synced:
+            plan = self._instructions.plan()
+            self._health.apply_plan(PlanSpec() if plan is None else plan.spec)
+        self.notify()
+
     def claim_prepared(self) -> None:
-        self._held_changed(within_s=max(self._follower.held_lag_seconds, PREPARED_DELAY_SECONDS))
+        self._held_changed(within_s=max(self._follower.mode.held_lag_seconds, PREPARED_DELAY_SECONDS))
 
     def claim_released(self) -> None:
-        self._held_changed(within_s=self._follower.held_lag_seconds)
-
-    def devices(self) -> list[Device]:
-        """The devices to publish."""
-        devices = (self._context.inventory.device(name) for name in sorted(self._follower.published_names))
-        return [device for device in devices if device is not None]
+        self._held_changed(within_s=self._follower.mode.held_lag_seconds)
 
     def _held_changed(self, within_s: float) -> None:
         self._publisher.notify_within(within_s)
         self._plan_status.notify()
-        self._status.notify()
+        self._claim_status.notify()
 
-    def _plan_changed(self) -> None:
-        if self._plan.synced:
-            plan = self._plan.plan()
-            self._health.apply_plan(PlanSpec() if plan is None else plan.spec)
-        self.notify()
-
-    def _desired(self) -> Mapping[str, Content]:
-        if self.uninstall.due():
-            return {}
-        self._wait_ready()
-        return self._builder.build(with_mig_uuids(self._follower.published(), self._context.checkpoint.records()))
-
-    def _unhealthy(self, name: str) -> str | None:
-        device = self._context.inventory.device(name)
+    def _unhealthy_reason(self, name: str) -> str | None:
+        device = self._inventory.device(name)
         return None if device is None else self._health.unhealthy_reason(device)
+
+
+class NodeSlices:
+    """What the slices of the node contain (``SliceSource``)."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        context: PluginContext,
+        follower: PlanFollower,
+        uninstall: Uninstall,
+        other_drivers: OtherDriverWatch,
+    ) -> None:
+        self._client, self._context = client, context
+        self._follower, self._uninstall, self._other_drivers = follower, uninstall, other_drivers
+        self._builder = SliceBuilder(context.pool)
+
+    def desired(self, slices: PublishedSlices) -> Mapping[str, Content]:
+        if self._uninstall.due():
+            return {}
+        self._other_drivers.wait_until_known()
+        return self._builder.build(with_mig_uuids(self._follower.published(slices), self._context.checkpoint.records()))
+
+    def is_complete(self) -> bool:
+        return not self._follower.mode.is_waiting
+
+    def owner(self) -> Mapping[str, Any]:
+        return owner_reference(self._client, self._context.pool.node)
+
+
+class SliceObserver(SliceWriteObserver):
+    """Makes every write of a slice a step, and counts the writes."""
+
+    def __init__(self, steps: Steps, measurements: Measurements) -> None:
+        self._steps, self._measurements = steps, measurements
+
+    def step(self, step: SliceStep, slice_name: str) -> AbstractContextManager[object]:
+        return self._steps(Step(step.value), slice=slice_name)
+
+    def written(self, count: int, seconds: float) -> None:
+        self._measurements.slices_written(count, seconds)
 
 
 def with_mig_uuids(gpus: Iterable[PublishedGpu], records: Iterable[ClaimRecord]) -> list[PublishedGpu]:
     """``gpus`` with the UUIDs of the partitions in ``records``."""
     uuids = {device.device: device.uuid for record in records for device in record.devices if device.uuid is not None}
     return [
-        replace(entry, mig_uuids={held.name: uuids[held.name] for held in entry.held if held.name in uuids})
-        for entry in gpus
+        replace(gpu, mig_uuids={held.name: uuids[held.name] for held in gpu.held if held.name in uuids}) for gpu in gpus
     ]

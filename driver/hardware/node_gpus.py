@@ -18,7 +18,7 @@ from driver.hardware import device_nodes as nodes
 from driver.hardware.device_nodes import DeviceNode
 from driver.hardware.discovery import read_gpu, with_cliques
 from driver.hardware.events import Events
-from driver.hardware.host_paths import HOST, HostPaths, device_root
+from driver.hardware.host_paths import HOST, HostPaths, boot_id, device_root
 from driver.hardware.mig import MigOperations
 from driver.hardware.nvml_errors import described, fact, nvml_call
 from driver.hardware.time_slice import TimeSliceTool
@@ -130,6 +130,10 @@ class Host(MigOperations):
                 f"NVML can't be used: {described(error)}; is the NVIDIA driver (550 or newer) installed and loaded? "
                 "--nvml-library names the library, --gpus sim:dgx-h100 simulates a node without GPUs"
             ) from error
+
+    def boot_id(self) -> str | None:
+        """The id of the current boot; None if it cannot be read."""
+        return boot_id(self._paths) or None
 
     def close(self) -> None:
         """End the NVML session; no method may be called afterwards."""

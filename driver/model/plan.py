@@ -67,7 +67,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class ClearedFaults(msgspec.Struct, frozen=True):
-    """An operator has dealt with the faults of a GPU up to this stamp (``kubelet_plugin.health.conditions``).
+    """An operator has dealt with the faults of a GPU up to this stamp (``kubelet_plugin.health.recorded_faults``).
 
     Written ``GPU-<uuid> 2026-11-21T21:30:00Z``, by the node's own clock.
     """

@@ -33,14 +33,14 @@ class KeptFields:
     """Found by a server-side dry run, and from answers to writes. Thread-safe.
 
     The dry run is repeated after the connection to the API server was lost and whenever the watch of slices begins
-    anew, because that may be another API server. ``on_due`` is called then; it must return quickly.
+    anew, because that may be another API server. ``on_due`` is called when the watch begins; it must return quickly.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_due: Callable[[], None] = lambda: None) -> None:
+        self._on_due = on_due
         self.dropped: tuple[str, ...] = ()
         """The fields that are not kept, of COUNTERS_FIELD and TAINTS_FIELD."""
 
-        self.on_due: Callable[[], None] = lambda: None
         self._due = True
         self._lock = threading.Lock()
 
@@ -52,7 +52,7 @@ class KeptFields:
             if status is None or is_watch:
                 self.expire()
             if is_watch:
-                self.on_due()
+                self._on_due()
             if observe is not None:
                 observe(method, path, query, status, seconds)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,7 +18,7 @@ from driver.kube.types import Key, ObjectMeta
 from driver.kube.watch_cache import WatchCache
 from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.plan import COUNTERS_FIELD
-from driver.slices.build import UNHEALTHY, Content, slice_object, slice_spec
+from driver.slices.build import UNHEALTHY, Content, PublishedGpu, slice_object, slice_spec
 from driver.slices.kept_fields import SLICES as SLICES
 from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
@@ -170,10 +170,6 @@ class SliceStep(StrEnum):
     DELETE = "delete-slice"
 
 
-Around = Callable[[SliceStep, str], AbstractContextManager[object]]
-"""(step, the slice's name) -> what to enter around the step."""
-
-
 class Slice(msgspec.Struct, frozen=True):
     """A ResourceSlice, its content as it is."""
 
@@ -187,8 +183,8 @@ def _kept(item: Slice) -> Object:
     return {"metadata": names, "spec": item.spec}
 
 
-class Store(Protocol):
-    """The node's slices, as far as they are known; ``observe`` and ``forget`` record own writes."""
+class SliceStore(Protocol):
+    """The node's slices at the API server; ``observe`` and ``forget`` record writes of this process."""
 
     @property
     def synced(self) -> bool: ...
@@ -200,40 +196,64 @@ class Store(Protocol):
     def forget(self, key: Key) -> None: ...
 
 
-class Publisher:
-    """The only writer of its node's slices.
+class PublishedSlices(Protocol):
+    """The node's slices as they are."""
 
-    ``desired`` is asked at each reconciliation for the content of every slice by name; call ``notify``
-    when its answer may have changed. ``owner`` is asked for the Node's owner reference when it is first
-    needed and for every new slice: a Node that was deleted and registered again has another uid, and what
-    the old one owns is garbage. ``around`` is entered around every request that changes a slice; ``on_written`` is
-    told after each reconciliation that wrote something how many slices were written or deleted, and how many seconds
-    that took. ``store`` knows the slices instead of a watch of its own; who gives one calls ``notify`` when the API
-    server has others than it says. ``fields`` is checked before ``desired`` is called. ``is_complete`` is asked after
-    ``desired``: while it is False the pool has one slice, and says that it has more, so that nobody relies on it.
+    def device_names(self) -> set[str]:
+        """The devices in the slices."""
+
+    def has_counters(self, gpu: PublishedGpu) -> bool:
+        """Whether a device in the slice of ``gpu`` consumes counters: then an API server keeps all counters in it."""
+
+
+class SliceSource(Protocol):
+    """What the slices of the node must contain."""
+
+    def desired(self, slices: PublishedSlices) -> Mapping[str, Content]:
+        """The content of every slice by name, given the present ``slices``. Raises RecoverableError."""
+
+    def is_complete(self) -> bool:
+        """Asked after ``desired``: while this is False the pool has one slice, and says that it has more, so that
+        nobody relies on it."""
+
+    def owner(self) -> Mapping[str, Any]:
+        """The Node's owner reference, asked for every new slice: a Node that was deleted and registered again has
+        another uid, and what the old one owns is garbage. Raises ApiError."""
+
+
+class SliceWriteObserver:
+    """Observes the writes of slices; this one does nothing."""
+
+    def step(self, step: SliceStep, slice_name: str) -> AbstractContextManager[object]:
+        """Return a block to enter around every request that changes a slice."""
+        return nullcontext()
+
+    def written(self, count: int, seconds: float) -> None:
+        """``count`` slices were written or deleted in ``seconds``."""
+
+
+class Publisher:
+    """The only writer of its node's slices. Call ``notify`` when the answers of ``source`` may have changed.
+
+    ``store`` knows the slices instead of a watch of this object; whoever passes one calls ``notify`` when the API
+    server has others than it says. ``fields`` is checked before ``source`` is asked.
     """
 
     def __init__(
         self,
         client: KubeClient,
         pool: Pool,
-        desired: Callable[[], Mapping[str, Content]],
-        owner: Callable[[], Mapping[str, Any]],
-        around: Around = lambda *_: nullcontext(),
-        on_written: Callable[[int, float], None] = lambda objects, seconds: None,
-        store: Store | None = None,
-        loop: MakeLoop = Loop,
+        source: SliceSource,
         fields: KeptFields | None = None,
-        is_complete: Callable[[], bool] = lambda: True,
+        observer: SliceWriteObserver | None = None,
+        store: SliceStore | None = None,
+        loop: MakeLoop = Loop,
     ) -> None:
         self._client = client
         self._pool = pool
-        self._desired = desired
-        self._find_owner = owner
-        self._around = around
-        self._on_written = on_written
+        self._source = source
+        self._observer = observer or SliceWriteObserver()
         self._fields = fields
-        self._is_complete = is_complete
         self._owner: Mapping[str, Any] | None = None
         self._sent: dict[str, Stored] = {}
         self._reported: set[str] = set()
@@ -241,16 +261,16 @@ class Publisher:
         self.published = threading.Event()
         selector = {"fieldSelector": f"spec.nodeName={pool.node},spec.driver={pool.driver}"}
         self.cache = WatchCache(client, SLICES, Slice, _kept, lambda _: self.notify(), selector)
-        self._store: Store = store or self.cache
+        self._store: SliceStore = store or self.cache
 
     def device_names(self) -> set[str]:
         """The devices in the slices as they are."""
         specs = [item["spec"] for item in self._store.snapshot().values()]
         return {device["name"] for spec in specs for device in spec.get("devices") or ()}
 
-    def has_counters(self, name: str) -> bool:
-        """Whether a device in the slice ``name`` consumes counters: then an API server keeps all counters in it."""
-        item = self._store.snapshot().get(Key("", name))
+    def has_counters(self, gpu: PublishedGpu) -> bool:
+        """Whether a device in the slice of ``gpu`` consumes counters: then an API server keeps all counters in it."""
+        item = self._store.snapshot().get(Key("", self._pool.device_slice(gpu.number, divided=gpu.divided)))
         return item is not None and any(COUNTERS_FIELD in device for device in item["spec"].get("devices") or ())
 
     def notify(self) -> None:
@@ -270,19 +290,19 @@ class Publisher:
             return
         if self._fields is not None:
             self._fields.check(self._client, self._pool)
-        desired, missing = self._desired(), 0
-        if desired and not self._is_complete():
+        desired, missing = self._source.desired(self), 0
+        if desired and not self._source.is_complete():
             first = min(desired)
             desired, missing = {first: desired[first]}, 1
         todo = changes(desired, self._stored(), self._sent, self._pool, missing)
         if todo.write and (self._owner is None or any(name not in todo.existing for name, _ in todo.write)):
-            self._owner = self._find_owner()
+            self._owner = self._source.owner()
         started = time.perf_counter()
         self._write(todo)
         self.published.set()
         if not todo:
             return
-        self._on_written(len(todo.write) + len(todo.delete), time.perf_counter() - started)
+        self._observer.written(len(todo.write) + len(todo.delete), time.perf_counter() - started)
         log.info(
             "published slices",
             extra={
@@ -297,7 +317,7 @@ class Publisher:
         existing = dict(todo.existing)
         for name, content in todo.write:
             wanted = slice_object(name, content, self._pool, todo.generation, todo.count, self._owner)
-            with self._around(SliceStep.WRITE, name):
+            with self._observer.step(SliceStep.WRITE, name):
                 stored = existing[name] = self._put(wanted, existing.get(name))
             self._sent[name] = Stored(_version(stored), wanted["spec"])
             dropped = [*dropped_fields(wanted["spec"], stored["spec"])]
@@ -308,7 +328,7 @@ class Publisher:
                 self.notify()
                 return
         for name, item in todo.delete.items():
-            with self._around(SliceStep.DELETE, name):
+            with self._observer.step(SliceStep.DELETE, name):
                 self._delete(item)
             self._sent.pop(name, None)
             self._store.forget(Key("", name))

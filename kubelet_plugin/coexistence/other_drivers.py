@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
@@ -18,6 +19,7 @@ from driver.kube.reads import NODE, RESOURCE_GROUP, read_object
 from driver.kube.types import Metadata, Node, ResourceSlice
 from driver.kube.watch_cache import WatchCache
 from driver.model.gpu import Gpu
+from kubelet_plugin.changes import NodeChange, NodeChanges, NodeEventSink
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.upgrade.instance_lock import is_listening
@@ -157,29 +159,45 @@ def gpus_of(item: ResourceSlice) -> frozenset[str] | None:
     return item.spec.gpu_uuids
 
 
-class OtherDriverWatch:
-    """Sets the GPUs in the inventory that are reserved for other drivers.
+class GpuReservations:
+    """The GPUs that are reserved for other drivers, with their owners by UUID.
 
-    ``on_change`` is called after they changed; it must return quickly. ``send_event`` takes (reason, message,
-    whether it is a warning) about the node.
+    Until other drivers are ``known``, every GPU counts as reserved.
     """
+
+    def __init__(self) -> None:
+        self.known = False
+        self.owners: Mapping[str, OtherDriver] = {}
+
+    def is_reserved(self, gpu: Gpu) -> bool:
+        return not self.known or gpu.uuid in self.owners
+
+
+class ExcludedGpus(Protocol):
+    """The GPUs that ``--exclude-gpus`` leaves to other drivers (``Scanner``)."""
+
+    excluded_count: int
+
+
+class OtherDriverWatch:
+    """Sets the GPUs that are reserved for other drivers, in ``reservations`` and in the inventory."""
 
     def __init__(
         self,
         client: KubeClient,
         settings: NodeSettings,
-        on_change: Callable[[], None],
-        send_event: Callable[[str, str, bool], None],
+        reservations: GpuReservations,
+        inventory: Inventory,
+        excluded: ExcludedGpus,
+        changes: NodeChanges,
+        events: NodeEventSink,
     ) -> None:
         self._client = client
         self._node, self._driver = settings.node_name, settings.driver_name
         self._kubelet_dir, self._trusting = settings.kubelet_dir, settings.neighbours == "exclude"
-        self._on_change, self._send_event = on_change, send_event
-        self._inventory: Inventory | None = None
-        self._excluded: Callable[[], int] = lambda: 0
-        self._owned: Mapping[str, OtherDriver] = {}
+        self._reservations, self._inventory, self._excluded = reservations, inventory, excluded
+        self._changes, self._events = changes, events
         self._reported: dict[str, str] = {}
-        self._known = False
         self._object = Node(Metadata(self._node))
         self._wake = threading.Event()
         self._listed = threading.Event()
@@ -194,27 +212,20 @@ class OtherDriverWatch:
             selector,
         )
 
-    def serve(self, inventory: Inventory, excluded: Callable[[], int]) -> None:
-        """Set the inventory; ``excluded`` is the number of GPUs that ``--exclude-gpus`` excludes."""
-        self._inventory, self._excluded = inventory, excluded
-
-    def is_reserved(self, gpu: Gpu) -> bool:
-        """Whether ``gpu`` must not be changed: it is reserved for another driver, or that is not known yet."""
-        return not self._known or gpu.uuid in self._owned
-
     def wait_until_known(self) -> None:
         """Return when other drivers are known; their GPUs must never be published. Raises ApiError."""
-        if not self._known:
+        if not self._reservations.known:
             self._check(read_node=True)
 
     def not_ready(self) -> str | None:
         """Why the node is not ready because of other drivers, or None."""
-        if not self._known:
+        owners = self._reservations.owners
+        if not self._reservations.known:
             return "it is not known yet whether other drivers use GPUs of this node"
-        if self._trusting or not self._owned:
+        if self._trusting or not owners:
             return None
-        reported = self._reported  # may lag behind ``_owned``
-        return "; ".join(sorted({reported.get(each.name, str(each)) for each in self._owned.values()}))
+        reported = self._reported  # may lag behind ``owners``
+        return "; ".join(sorted({reported.get(owner.name, str(owner)) for owner in owners.values()}))
 
     def run(self, stop: threading.Event) -> None:
         """Check until ``stop`` is set (then call ``wake``)."""
@@ -242,12 +253,12 @@ class OtherDriverWatch:
 
     def _check(self, *, read_node: bool) -> None:
         with self._checking:
-            if read_node or not self._known:
+            if read_node or not self._reservations.known:
                 self._object = read_object(self._client, f"/api/v1/nodes/{self._node}", NODE, any_age=True)
                 if not self._listed.wait(LIST_TIMEOUT_SECONDS):
                     raise ApiError(f"the ResourceSlices of {NVIDIA_DRIVER} can't be listed")
             self._apply(self._signs())
-            self._known = True
+            self._reservations.known = True
 
     def _signs(self) -> NodeSigns:
         slices = self.cache.snapshot().values()
@@ -255,21 +266,18 @@ class OtherDriverWatch:
         return NodeSigns(self._object.status.allocatable, self._object.metadata.labels, published, self._sockets())
 
     def _apply(self, signs: NodeSigns) -> None:
-        inventory = self._inventory
-        if inventory is None:
-            return
-        ours = [gpu.uuid for gpu in inventory.gpus]
+        ours = [gpu.uuid for gpu in self._inventory.gpus]
         drivers = find_other_drivers(signs, self._driver)
-        owned = owners_of(drivers, ours, self._excluded(), trusting=self._trusting)
+        owners = owners_of(drivers, ours, self._excluded.excluded_count, trusting=self._trusting)
         messages = {
-            each.name: advice(each, list(owned.values()).count(each), len(ours), trusting=self._trusting)
-            for each in drivers
+            driver.name: advice(driver, list(owners.values()).count(driver), len(ours), trusting=self._trusting)
+            for driver in drivers
         }
-        before, self._owned = self._owned, owned
-        self._report(messages, {each.name for each in owned.values()})
-        changed = inventory.set_reserved({uuid: f"{each}{OWNED}" for uuid, each in owned.items()})
-        if changed or before.keys() != owned.keys():
-            self._on_change()
+        before, self._reservations.owners = self._reservations.owners, owners
+        self._report(messages, {owner.name for owner in owners.values()})
+        changed = self._inventory.set_reserved({uuid: f"{owner}{OWNED}" for uuid, owner in owners.items()})
+        if changed or before.keys() != owners.keys():
+            self._changes.report(NodeChange.RESERVATIONS)
 
     def _report(self, messages: dict[str, str], owning: set[str]) -> None:
         for name, message in messages.items():
@@ -278,10 +286,10 @@ class OtherDriverWatch:
                 log.log(
                     logging.WARNING if serious else logging.INFO, "found another GPU driver", extra={"why": message}
                 )
-                self._send_event(FOUND, message, serious)
+                self._events.node(FOUND, message, serious)
         for name in self._reported.keys() - messages.keys():
             log.info("the other GPU driver is gone", extra={"neighbour": name})
-            self._send_event(GONE, f"{name} is gone from this node", False)
+            self._events.node(GONE, f"{name} is gone from this node", False)
         self._reported = messages
 
     def _sockets(self) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """Periodic scans of the hardware, so that changes made outside Tessera are published within seconds.
 
-A timer and NVML events start a scan. A separate thread receives the events (``health.monitor.NvmlEventListener``), so
-that a GPU that hangs during a scan delays no event. A scan only reads, except that it requests MIG mode on the GPUs
+A timer and NVML events start a scan. A separate thread receives the events (``health.nvml_events``), so that a GPU that
+hangs during a scan delays no event. A scan only reads, except that it requests MIG mode on the GPUs
 that settings name for MIG. Also warnings about settings that match no GPU.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from driver.config.suggestions import meant
 from driver.errors import RecoverableError
@@ -18,7 +19,9 @@ from driver.hardware.node_gpus import GpuFault, Host
 from driver.kube.work_loop import GiveWay, at_once
 from driver.model.device import MOST_SHARES, Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement
+from driver.model.gpu_health import GpuEvent
 from driver.model.gpu_selection_and_share_counts import FEWEST_SHARES, GpuSelection, ShareCounts
+from kubelet_plugin.changes import NodeChange, NodeChanges, NodeEventSink
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.published_devices import ForeignPartitions
 from kubelet_plugin.settings import NodeSettings
@@ -34,32 +37,34 @@ MIN_SCAN_INTERVAL_SECONDS = 1.0
 RESET_PENDING = "waits for a reset"
 
 
+class Reservations(Protocol):
+    """The GPUs that are reserved for other drivers (``coexistence``)."""
+
+    def is_reserved(self, gpu: Gpu) -> bool:
+        """Whether ``gpu`` must not be changed: it is reserved, or that is not known yet."""
+
+
+class ScanFollower(Protocol):
+    """A part that acts on every scan."""
+
+    def handle_scan(self, answering: Sequence[Gpu]) -> None:
+        """A scan has ended; the GPUs ``answering`` responded."""
+
+
 class Scanner:
-    """``on_change`` of ``run`` is called after a scan that found a change; it must return quickly.
+    """``excluded_count`` is the number of GPUs that settings exclude, by the last scan."""
 
-    ``on_scan`` is called after every scan, with the GPUs that responded. ``is_reserved`` says which GPUs must not be
-    changed; ``on_reset_needed`` is called with each GPU that begins to wait for a reset. ``excluded_count`` is the
-    number of GPUs that settings exclude.
-    """
-
-    def __init__(
-        self,
-        host: Host,
-        settings: NodeSettings,
-        give_way: GiveWay = at_once,
-        is_reserved: Callable[[Gpu], bool] = lambda _: False,
-        on_reset_needed: Callable[[Gpu], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, host: Host, settings: NodeSettings, reservations: Reservations, events: NodeEventSink) -> None:
         self._host = host
-        self._on_reset_needed = on_reset_needed
-        self._is_reserved = is_reserved
-        self._give_way = give_way
         self._settings = settings
+        self._reservations = reservations
+        self._events = events
         self._reported: dict[str, str] = {}
         self._gone: dict[str, set[Placement]] = {}
-        self._wake = threading.Event()
+        self.due = threading.Event()
+        """Set if a scan is due before the timer's."""
+
         self.excluded_count = 0
-        self.on_scan: Callable[[Sequence[Gpu]], None] = lambda gpus: None
 
     def discover(self) -> tuple[list[Gpu], dict[int, str]]:
         """The GPUs that are ours, and by index why others did not respond. Raises HardwareError."""
@@ -69,7 +74,7 @@ class Scanner:
         self._report(discovery.faults, ours)
         return ours, {fault.index: fault.reason for fault in discovery.faults}
 
-    def scan(self, inventory: Inventory) -> bool:
+    def scan(self, inventory: Inventory, followers: Iterable[ScanFollower] = ()) -> bool:
         """Update ``inventory``; returns whether anything changed."""
         try:
             gpus, reasons = self.discover()
@@ -79,12 +84,17 @@ class Scanner:
         faults = {by_index[index]: reason for index, reason in reasons.items() if index in by_index}
         changed = inventory.update(gpus, faults)
         changed = self.scan_partitions(inventory, gpus) or changed
-        self.on_scan(gpus)
+        for follower in followers:
+            follower.handle_scan(gpus)
         return changed
 
     def scan_soon(self) -> None:
         """Scan without waiting for the timer. Cheap; may be called from any thread."""
-        self._wake.set()
+        self.due.set()
+
+    def handle_event(self, _event: GpuEvent) -> None:
+        """An NVML event may mean that the hardware has changed."""
+        self.scan_soon()
 
     def scan_partitions(self, inventory: Inventory, gpus: Iterable[Gpu]) -> bool:
         """Update the foreign partitions of ``gpus`` in ``inventory``; returns whether anything changed."""
@@ -117,21 +127,6 @@ class Scanner:
             )
         return changed or bool(lasting)
 
-    def run(self, inventory: Inventory, on_change: Callable[[], None], stop: threading.Event) -> None:
-        """Scan until ``stop`` is set (then call ``scan_soon``); failures are logged and retried."""
-        while not stop.is_set():
-            began = time.monotonic()
-            self._wake.wait(SCAN_INTERVAL_SECONDS)
-            stop.wait(max(0.0, MIN_SCAN_INTERVAL_SECONDS - (time.monotonic() - began)))
-            self._give_way(stop)
-            self._wake.clear()
-            try:
-                if not stop.is_set() and self.scan(inventory):
-                    on_change()
-            except Exception:
-                # A defect must not end the thread: changes of the hardware would go unnoticed.
-                log.exception("internal error during a hardware scan")
-
     def _foreign(self, inventory: Inventory, gpu: Gpu, partitions: Iterable[Partition]) -> ForeignPartitions:
         mask, offered = 0, set()
         for partition in partitions:
@@ -152,7 +147,7 @@ class Scanner:
             if self._reported.get(where) != reason:
                 log.error("GPU can't be used as configured", extra={"gpu": where, "why": reason})
                 if reason.startswith(RESET_PENDING):
-                    self._on_reset_needed(by_uuid[where])
+                    self._events.node("GpuNeedsReset", _needs_reset(by_uuid[where]))
                     self.scan_soon()  # so that the slices show it, too
         self._reported = current
 
@@ -162,13 +157,50 @@ class Scanner:
             return f"{RESET_PENDING}: MIG mode {gpu.mig_mode}"
         if gpu.toggles_freely or gpu.mig_mode is not MigMode.DISABLED or gpu not in self._settings.mig_gpus:
             return None
-        if self._is_reserved(gpu):
+        if self._reservations.is_reserved(gpu):
             return None
         try:
             in_force = self._host.request_mig_mode(gpu, enabled=True)
         except RecoverableError as error:
             return f"is meant for MIG, but refuses the mode: {error}"
         return None if in_force else f"{RESET_PENDING}: MIG mode {MigMode.RESET_TO_ENABLE}"
+
+
+class ScanLoop:
+    """Scans periodically, and soon after ``Scanner.scan_soon``; every scan is passed to ``followers``."""
+
+    def __init__(
+        self,
+        scanner: Scanner,
+        inventory: Inventory,
+        followers: Sequence[ScanFollower],
+        changes: NodeChanges,
+        give_way: GiveWay = at_once,
+    ) -> None:
+        self._scanner, self._inventory, self._followers = scanner, inventory, followers
+        self._changes, self._give_way = changes, give_way
+
+    def run(self, stop: threading.Event) -> None:
+        """Scan until ``stop`` is set (then call ``Scanner.scan_soon``); failures are logged and retried."""
+        while not stop.is_set():
+            began = time.monotonic()
+            self._scanner.due.wait(SCAN_INTERVAL_SECONDS)
+            stop.wait(max(0.0, MIN_SCAN_INTERVAL_SECONDS - (time.monotonic() - began)))
+            self._give_way(stop)
+            self._scanner.due.clear()
+            try:
+                if not stop.is_set() and self._scanner.scan(self._inventory, self._followers):
+                    self._changes.report(NodeChange.HARDWARE)
+            except Exception:
+                # A defect must not end the thread: changes of the hardware would go unnoticed.
+                log.exception("internal error during a hardware scan")
+
+
+def _needs_reset(gpu: Gpu) -> str:
+    return (
+        f"GPU {gpu.index} ({gpu.uuid}) changes its MIG mode with the next reset, and offers until then what it did "
+        f"before. With nothing running on it: nvidia-smi --gpu-reset -i {gpu.index}"
+    )
 
 
 def _device_of(inventory: Inventory, gpu: Gpu, partition: Partition) -> Device | None:

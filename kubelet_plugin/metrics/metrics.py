@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -27,9 +28,10 @@ from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
-from kubelet_plugin.health.conditions import FaultKind
 from kubelet_plugin.health.monitor import UNHEALTHY
+from kubelet_plugin.health.recorded_faults import FaultKind
 from kubelet_plugin.inventory.inventory import ClaimReference
+from kubelet_plugin.metrics.measurements import Measurements
 from kubelet_plugin.status.events import Reason
 
 FAILURES = ((ClaimError, "claim"), (HardwareError, "hardware"), (ApiError, "api"), (StateError, "state"))
@@ -66,7 +68,7 @@ MAX_CLAIMS = 1024
 """Claims of which is known whether they have become ready."""
 
 
-class Metrics:
+class Metrics(Measurements):
     """Counters and histograms of the node plugin; ``registry`` also gets its ``NodeGauges``. Thread-safe."""
 
     def __init__(self, registry: CollectorRegistry | None = None, now: Callable[[], float] = time.time) -> None:
@@ -76,7 +78,7 @@ class Metrics:
         """Creation of claims by uid (seconds since 1970); None: it has become ready."""
         self._durations()
         self._counters()
-        self.requests = ApiMetrics(self.registry).observe
+        self._requests = ApiMetrics(self.registry)
 
     def _durations(self) -> None:
         histogram = partial(Histogram, registry=self.registry, buckets=SECONDS)
@@ -93,7 +95,7 @@ class Metrics:
         self._steps = {each: step.labels(each.value).observe for each in Step}
         self._publish = histogram("tessera_publish_duration_seconds", "Time to write the slices after one change.")
         meaning = "Time to acquire the lock of a claim, or the locks of all its GPUs."
-        self.lock_waited = histogram("tessera_lock_wait_seconds", meaning).observe
+        self._lock_wait = histogram("tessera_lock_wait_seconds", meaning)
 
     def _counters(self) -> None:
         counter = partial(Counter, registry=self.registry)
@@ -132,6 +134,14 @@ class Metrics:
             if len(self._created) > MAX_CLAIMS:
                 self._created.popitem(last=False)
 
+    def observe_request(
+        self, method: str, path: str, query: Mapping[str, str] | None, status: int | None, seconds: float
+    ) -> None:
+        self._requests.observe(method, path, query, status, seconds)
+
+    def lock_waited(self, seconds: float) -> None:
+        self._lock_wait.observe(seconds)
+
     def observe_step(self, step: Step, seconds: float) -> None:
         self._steps[step](seconds)
 
@@ -162,23 +172,30 @@ class Metrics:
 FAULT_KINDS = (*(kind.value for kind in FaultKind), *(kind.value for kind in ConditionType), "cordoned")
 
 
+class NodeHealth(Protocol):
+    """The health of the node's devices (``HealthMonitor``)."""
+
+    def unhealthy_reason(self, device: Device) -> str | None:
+        """Why ``device`` is not healthy, or None."""
+
+    def faults_by_kind(self) -> Mapping[str, int]:
+        """The number of faults of each kind."""
+
+
 class NodeGauges(Collector):
     """Gauges that are computed from memory at each scrape, in its thread. Nothing here may wait for hardware.
 
-    ``published``: names of the devices in the slices. ``unhealthy_reason``: why a device is not healthy, or None.
-    ``faults``: the number of faults of each kind. ``now``: the clock of file times (seconds since 1970).
+    ``published``: names of the devices in the slices. ``now``: the clock of file times (seconds since 1970).
     """
 
     def __init__(
         self,
         node: PluginContext,
         published: Callable[[], set[str]],
-        unhealthy_reason: Callable[[Device], str | None],
-        faults: Callable[[], Mapping[str, int]],
+        health: NodeHealth,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._node, self._published = node, published
-        self._unhealthy_reason, self._current_faults, self._now = unhealthy_reason, faults, now
+        self._node, self._published, self._health, self._now = node, published, health, now
 
     def collect(self) -> Iterable[Metric]:
         node = self._node
@@ -205,7 +222,7 @@ class NodeGauges(Collector):
         yield _counts("tessera_offers", "Published devices that no such claim holds.", "type", offers)
         yield GaugeMetricFamily("tessera_gpus", "GPUs of this node, healthy or not.", len(node.inventory.gpus))
         yield GaugeMetricFamily("tessera_unhealthy_gpus", "GPUs with at least one unhealthy device.", self._unhealthy())
-        faults = {**dict.fromkeys(FAULT_KINDS, 0), **self._current_faults()}
+        faults = {**dict.fromkeys(FAULT_KINDS, 0), **self._health.faults_by_kind()}
         yield _counts("tessera_gpu_faults", "Current faults of GPUs; kind cordoned: cordoned GPUs.", "kind", faults)
 
     def _offers(self, held: set[str]) -> Mapping[str, int]:
@@ -214,7 +231,7 @@ class NodeGauges(Collector):
 
     def _unhealthy(self) -> int:
         inventory = self._node.inventory
-        return sum(any(map(self._unhealthy_reason, inventory.devices_on(gpu))) for gpu in inventory.gpus)
+        return sum(any(map(self._health.unhealthy_reason, inventory.devices_on(gpu))) for gpu in inventory.gpus)
 
 
 def oldest_seconds(checkpoint: Checkpoint, records: Iterable[ClaimRecord], now: float) -> float:

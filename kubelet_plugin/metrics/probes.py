@@ -20,6 +20,7 @@ from driver.kube.clock import Clock, seconds_time
 from driver.kube.events import REPEAT_INTERVAL_SECONDS
 from driver.model.gpu import Gpu
 from driver.watchdog import Watchdog
+from kubelet_plugin.changes import NodeEventSink
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.events import Reason
@@ -137,7 +138,7 @@ class HardwareCheck:
 class DirectoryProbe:
     """Whether a directory that claims need is writable, by the result of the last write.
 
-    ``write`` writes durably and raises StateError; ``send_event`` takes (reason, message, is it a warning).
+    ``write`` writes durably and raises StateError.
     A failure is reported again every REPORT_INTERVAL_SECONDS, so that its Event stays recent. The first success is
     reported, too, because an earlier process may have reported a failure. Each message contains the time of the change:
     an Event with a new message is written at once, so the newer of the two Events is always the state.
@@ -148,13 +149,13 @@ class DirectoryProbe:
         directory: Path,
         write: Callable[[], None],
         reasons: tuple[Reason, Reason],
-        send_event: Callable[[str, str, bool], None],
+        events: NodeEventSink,
         clock: Clock,
     ) -> None:
         self._directory = directory
         self._write = write
         self._unwritable, self._writable = reasons
-        self._send_event = send_event
+        self._events = events
         self._clock = clock
         self._since = ""
         self._report_at = 0.0
@@ -183,11 +184,11 @@ class DirectoryProbe:
         where = str(self._directory)
         if self._failure is None:
             log.info("directory is writable", extra={"path": where})
-            self._send_event(self._writable, f"{where} is writable since {self._since}", False)
+            self._events.node(self._writable, f"{where} is writable since {self._since}", False)
         else:
             log.error("directory is not writable", extra={"path": where, "error": self._failure})
             message = f"no claim can be prepared since {self._since}: {self._failure}"
-            self._send_event(self._unwritable, message, True)
+            self._events.node(self._unwritable, message, True)
 
     def failure(self) -> str | None:
         """Why the directory is not writable, or None."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 
 from driver.errors import RecoverableError
 from driver.kube.work_loop import Loop
-from driver.model.gpu import Partition
+from driver.model.gpu import Gpu, Partition
 from driver.model.gpu_health import ConditionType
 from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.records import ClaimRecord
@@ -78,7 +78,7 @@ class ClaimReconciler:
         self.notify()
         self._loop.run(stop)
 
-    def check_specs(self) -> None:
+    def handle_scan(self, _answering: Sequence[Gpu]) -> None:
         """Restore a missing CDI directory; reconcile soon if a prepared claim has no spec. Lists one directory."""
         prepared = {record.uid for record in self._prepared()}
         with suppress(RecoverableError):  # its probe reports a directory that is not writable

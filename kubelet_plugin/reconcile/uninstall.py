@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from driver.errors import StateError
 from kubelet_plugin.cdi.spec import CdiDirectory
@@ -22,11 +22,20 @@ FILES = ("plan.json", "usage.json", "health.json", "health.json.damaged-*", "*.t
 """Files in the state directory; the lock last."""
 
 
-class Uninstall:
-    """``leaving``: whether the heartbeat Lease says that Tessera is being uninstalled."""
+class UninstallAnnouncement(Protocol):
+    """What the heartbeat Lease says (``WatchedInstructions``)."""
 
-    def __init__(self, leaving: Callable[[], bool], checkpoint: Checkpoint, cdi: CdiDirectory, state_dir: Path) -> None:
-        self._leaving = leaving
+    def uninstalling(self) -> bool:
+        """Whether Tessera is being uninstalled."""
+
+
+class Uninstall:
+    """What an uninstallation that was announced means for this node."""
+
+    def __init__(
+        self, announcement: UninstallAnnouncement, checkpoint: Checkpoint, cdi: CdiDirectory, state_dir: Path
+    ) -> None:
+        self._announcement = announcement
         self._checkpoint = checkpoint
         self._cdi = cdi
         self._state_dir = state_dir
@@ -34,7 +43,7 @@ class Uninstall:
 
     def due(self) -> bool:
         """Whether the node publishes no slices any more. Devices of held claims have to stay in them until then."""
-        if not self._leaving():
+        if not self._announcement.uninstalling():
             self._logged = False
             return False
         held = len(self._checkpoint.records()) + len(self._checkpoint.unrecorded)

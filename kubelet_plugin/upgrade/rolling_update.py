@@ -32,7 +32,6 @@ from kubelet_plugin.checkpoint.records import check_readable
 from kubelet_plugin.dra.call_proxy import connect
 from kubelet_plugin.dra.sockets import PluginSockets
 from kubelet_plugin.inventory.open_hardware import open_host
-from kubelet_plugin.inventory.scan import Scanner
 from kubelet_plugin.settings import NodeSettings, plugin_socket
 from kubelet_plugin.upgrade.instance_lock import InstanceLock, is_listening, sibling_sockets
 
@@ -343,6 +342,6 @@ def preflight(settings: NodeSettings, awake: ExitStack) -> None:
     owner_reference(KubeClient(access, USER_AGENT), settings.node_name)
     with ExitStack() as stack:
         host, _ = stack.enter_context(open_host(settings, lasting=True))
-        Scanner(host, settings).discover()
+        host.discover()
         awake.close()
         awake.push(stack.pop_all())

@@ -18,8 +18,13 @@ from driver.placement.occupancy import GpuState
 from driver.slices.build import PublishedGpu, SliceBuilder, slice_object
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import changes
+from kubelet_plugin.changes import NodeChanges
 from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing, Inventory
-from kubelet_plugin.plan.follower import PlanFollower, PlanMemory
+from kubelet_plugin.plan.follower import PlanFollower
+from kubelet_plugin.plan.memory import PlanMemory
+from kubelet_plugin.plan.mode import ModeTiming
+from kubelet_plugin.plan.report import PlanReport
+from tests.support.following import GivenFields, GivenInstructions, GivenSlices, GivenStore
 from tests.support.gpus import gpu_of
 
 POOL = Pool("n1", "gpu.tessera.dev")
@@ -54,23 +59,14 @@ class Node(RuleBasedStateMachine):
         self.start_node()
 
     def start_node(self) -> None:
-        self.follower = PlanFollower(
-            lambda: self.plan,
-            lambda: self.alive,
-            self.inventory,
-            self.memory,
-            self.remember,
-            lambda: [device["name"] for device in self.stored_devices()],
-            lambda: None,
-            lambda: None,
-            lambda: self.now,
-            lambda: 0.5,
-            dropped=lambda: self.dropped,
-            has_counters=self.has_counters,
-        )
+        instructions = GivenInstructions(lambda: self.plan, lambda: self.alive)
+        fields = GivenFields(lambda: self.dropped)
+        store, timing = GivenStore(self.memory, self.remember), ModeTiming(lambda: self.now, lambda: 0.5)
+        self.follower = PlanFollower(instructions, self.inventory, fields, store, NodeChanges(), timing=timing)
+        self.report = PlanReport(self.follower, self.inventory, instructions, fields)
         self.builder = SliceBuilder(POOL)
 
-    def remember(self, memory: PlanMemory, durable: bool) -> None:
+    def remember(self, memory: PlanMemory) -> None:
         self.memory = memory
 
     def stored_devices(self) -> list[dict[str, Any]]:
@@ -103,8 +99,9 @@ class Node(RuleBasedStateMachine):
     @rule(writes=st.sampled_from([ALL, ALL, 1, 2]))
     def publish(self, writes: int) -> None:
         """``writes``: so many at most, then something else happens first."""
-        before = self.follower.published_names | {*self.memory.published}
-        found = self.follower.published()
+        before = self.follower.publication.names | {*self.memory.published}
+        slices = GivenSlices(lambda: [device["name"] for device in self.stored_devices()], self.has_counters)
+        found = self.follower.published(slices)
         after = {device.name for entry in found for device in (*entry.held, *entry.offers)}
         spec = self.plan.spec if self.plan is not None else PlanSpec()
         for name in before - after - set(spec.withdrawn):
@@ -132,7 +129,7 @@ class Node(RuleBasedStateMachine):
 
     def check_published(self, found: list[PublishedGpu]) -> None:
         there = {each["name"] for each in self.stored_devices()}
-        left_out = set(self.follower.status().left_out)
+        left_out = set(self.report.status().left_out)
         assert not left_out & there
         for entry in found:
             published = [device for device in entry.offers if device.name in there]
@@ -175,7 +172,7 @@ class Node(RuleBasedStateMachine):
     def the_controller_withdraws_every_free_device(self) -> None:
         self.a_plan_comes([], [], sorted(DEVICES), True, PublishHeld.ALWAYS, True)
         if self.memory.mode is PlanMode.PLANNED:
-            status = self.follower.status()
+            status = self.report.status()
             assert (status.offer_mode, status.left_out) == (OfferMode.DISJOINT, ())
             assert {each["name"] for each in self.stored_devices()} == self.prepared.keys()
 

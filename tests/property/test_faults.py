@@ -10,8 +10,15 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from driver.model.gpu_health import EventKind, GpuEvent
 from driver.model.xid import XIDS, Meaning
-from kubelet_plugin.health import conditions
-from kubelet_plugin.health.conditions import REPEAT_INTERVAL_SECONDS, HealthRecord
+from kubelet_plugin.health.device_conditions import fault_of_event
+from kubelet_plugin.health.recorded_faults import (
+    REPEAT_INTERVAL_SECONDS,
+    HealthRecord,
+    apply_boot,
+    apply_fault,
+    apply_operator,
+    apply_recovery_action,
+)
 
 GPUS = ("GPU-a", "GPU-b")
 gpus = st.sampled_from(GPUS)
@@ -42,7 +49,8 @@ class Faults(RuleBasedStateMachine):
     def reports(self, gpu: str, xid: int, where: int | None) -> None:
         before = self.record
         event = GpuEvent(EventKind.XID, gpu, xid)
-        self.record = conditions.apply_event(self.record, event, where, self.now, recovery_supported=True)
+        fault = fault_of_event(event, where, self.now, recovery_supported=True)
+        self.record = self.record if fault is None else apply_fault(self.record, fault)
         if XIDS[xid].meaning is not Meaning.FATAL:
             assert self.record == before
             return
@@ -66,25 +74,25 @@ class Faults(RuleBasedStateMachine):
 
     @rule(what=seen)
     def an_operator_clears_what_he_saw(self, what: Seen) -> None:
-        self.record = conditions.apply_operator(self.record, {}, what.stamps)
+        self.record = apply_operator(self.record, {}, what.stamps)
         self.ill = {key: stamp for key, stamp in self.ill.items() if stamp > what.stamps.get(key[0], 0)}
 
     @rule(gpu=gpus)
     def it_is_reset(self, gpu: str) -> None:
-        needed = conditions.apply_recovery_action(self.record, gpu, 1, self.now)
+        needed = apply_recovery_action(self.record, gpu, 1, self.now)
         self.given |= {needed.last_stamp}
-        self.record = conditions.apply_recovery_action(needed, gpu, 0, self.now)
+        self.record = apply_recovery_action(needed, gpu, 0, self.now)
         self.ill = {key: stamp for key, stamp in self.ill.items() if key[0] != gpu}
 
     @rule()
     def the_plugin_restarts(self) -> None:
         self.record = msgspec.json.decode(msgspec.json.encode(self.record), type=HealthRecord)
-        self.record = conditions.apply_boot(self.record, "boot")
+        self.record = apply_boot(self.record, "boot")
 
     @rule()
     def nvml_says_again_that_nothing_is_needed(self) -> None:
         for gpu in GPUS:
-            assert conditions.apply_recovery_action(self.record, gpu, 0, self.now) == self.record
+            assert apply_recovery_action(self.record, gpu, 0, self.now) == self.record
 
     @invariant()
     def exactly_what_should_be_wrong_is(self) -> None:

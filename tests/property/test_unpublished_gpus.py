@@ -43,11 +43,17 @@ from driver.model.device import Device, devices_of
 from driver.model.plan import PlanMode, PlanSpec, PlanStatus
 from driver.placement.occupancy import GpuState, overlap
 from driver.slices.build import CLOSED, SliceBuilder, slice_object
+from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import changes
+from kubelet_plugin.changes import NodeChanges
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
-from kubelet_plugin.plan.follower import PlanFollower, PlanMemory
+from kubelet_plugin.plan.follower import PlanFollower
+from kubelet_plugin.plan.memory import PlanMemory
+from kubelet_plugin.plan.mode import ModeTiming
+from kubelet_plugin.plan.report import PlanReport
 from tests.support.fleets import possible
+from tests.support.following import GivenInstructions, GivenSlices, GivenStore
 from tests.support.gpus import gpu_of
 from tests.support.node_views import changes as changes_of
 
@@ -146,21 +152,19 @@ class OneNode(RuleBasedStateMachine):
         self.inventory = Inventory([GPU], {GPU.uuid: 0})
         for claim, device in self.prepared.items():
             self.inventory.hold(ClaimReference("default", claim, claim), [device])
-        self.follower = PlanFollower(
-            lambda: self.seen_plan if self.seen_plan.spec.epoch else None,
-            lambda: self.alive,
-            self.inventory,
-            self.memory,
-            self.remember,
-            lambda: [each["name"] for spec in self.stored.slices.values() for each in spec.get("devices", ())],
-            lambda: None,
-            lambda: None,
-            lambda: self.now,
-            lambda: 0.5,
-        )
+        instructions, fields = GivenInstructions(self.heard_plan, lambda: self.alive), KeptFields()
+        store, timing = GivenStore(self.memory, self.remember), ModeTiming(lambda: self.now, lambda: 0.5)
+        self.follower = PlanFollower(instructions, self.inventory, fields, store, NodeChanges(), timing=timing)
+        self.report = PlanReport(self.follower, self.inventory, instructions, fields)
         self.builder = SliceBuilder(POOL)
 
-    def remember(self, memory: PlanMemory, durable: bool) -> None:
+    def heard_plan(self) -> GpuNodePlan | None:
+        return self.seen_plan if self.seen_plan.spec.epoch else None
+
+    def published_names(self) -> list[str]:
+        return [device["name"] for spec in self.stored.slices.values() for device in spec.get("devices", ())]
+
+    def remember(self, memory: PlanMemory) -> None:
         self.memory = memory
 
     @rule(hears=st.booleans(), writes=st.integers(1, 4))
@@ -168,7 +172,7 @@ class OneNode(RuleBasedStateMachine):
         """Write so many slices at most; then something else happens first. ``hears``: its current plan."""
         if hears:
             self.seen_plan = self.plan
-        desired = self.builder.build(self.follower.published())
+        desired = self.builder.build(self.follower.published(GivenSlices(self.published_names)))
         items = {
             name: {"metadata": {"resourceVersion": "", "name": name}, "spec": spec}
             for name, spec in self.stored.slices.items()
@@ -177,7 +181,7 @@ class OneNode(RuleBasedStateMachine):
         for name, content in todo.write[:writes]:
             written = slice_object(name, content, POOL, todo.generation, todo.count, None)["spec"]
             self.store(slices={**self.stored.slices, name: deepcopy(written)})
-        self.plan = msgspec.structs.replace(self.plan, status=self.follower.status())
+        self.plan = msgspec.structs.replace(self.plan, status=self.report.status())
 
     @rule(data=st.data())
     def something_goes_wrong(self, data: st.DataObject) -> None:

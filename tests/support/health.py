@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from driver.hardware.host_paths import HostPaths, boot_id
 from driver.model.device import Device
 from driver.model.gpu_health import GpuEvent
 from driver.slices.build import UNHEALTHY
+from kubelet_plugin.changes import NodeChange, NodeChanges
 from kubelet_plugin.health.monitor import HealthMonitor
-from tests.support.node import NodeUnderTest
+from kubelet_plugin.health.recorded_faults import HealthFile
+from tests.support.node import KeptNodeEvents, NodeUnderTest
 from tests.support.published import build_slices
 
 
@@ -27,16 +28,10 @@ class HealthUnderTest:
 
     def start(self) -> None:
         """A new process's, on what the last one left on disk."""
-        paths = HostPaths(self.node.simulated.root, self.node.simulated.root)
-        self.health = HealthMonitor(
-            self.node.node,
-            self.node.root / "state",
-            lambda: boot_id(paths) or None,
-            self._changed,
-            lambda reason, message, _warning: self.told.append((reason, message)),
-            lambda: self.now,
-        )
-        self.node.scanner.on_scan = self.health.handle_scan
+        node, changes, file = self.node.node, NodeChanges(), HealthFile(self.node.root / "state")
+        changes.subscribe(NodeChange.HEALTH, self._changed)
+        events = KeptNodeEvents(self.told)
+        self.health = HealthMonitor(node.host, node.inventory, node.checkpoint, file, changes, events, lambda: self.now)
         self.health.handle_scan(self.node.node.inventory.gpus)
 
     def hear(self) -> list[GpuEvent]:
@@ -48,7 +43,7 @@ class HealthUnderTest:
         return found
 
     def look(self) -> None:
-        self.node.scanner.scan(self.node.node.inventory)
+        self.node.scanner.scan(self.node.node.inventory, [self.health])
 
     def xid(self, gpu: int, number: int, device: str | None = None) -> None:
         """It happens, is heard, and makes the scanner look."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from driver.hardware.host_paths import HostPaths, boot_id
 from driver.hardware.node_gpus import Host
 from driver.model.device import number_gpus
-from driver.model.gpu import Partition
+from driver.model.gpu import Gpu, Partition
 from driver.simulator.description import NodeDescription, load_description
 from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
@@ -39,6 +39,23 @@ def choosing(**flags: object) -> NodeSettings:
 
 
 EVERY_GPU_AS_FOUND = choosing()
+
+
+class AllOurs:
+    """No GPU is reserved for another driver."""
+
+    def is_reserved(self, gpu: Gpu) -> bool:
+        return False
+
+
+@dataclass
+class KeptNodeEvents:
+    """``told`` gets the Events on the node: (reason, message)."""
+
+    told: list[tuple[str, str]] = field(default_factory=list)
+
+    def node(self, reason: str, message: str, warning: bool = True) -> None:
+        self.told.append((reason, message))
 
 
 def usual_host(simulated: SimulatedNode) -> Host:
@@ -110,7 +127,7 @@ def start_node(
     host = open_host(simulated)
     checkpoint = Checkpoint(root / "state")
     records = checkpoint.load()
-    scanner = Scanner(host, choice)
+    scanner = Scanner(host, choice, AllOurs(), KeptNodeEvents())
     found, _ = scanner.discover()
     kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
     inventory = Inventory(found, number_gpus(found, kept), sharing, held_shares(records))

@@ -172,7 +172,7 @@ class TwinFleets:
 
     def offered(self) -> int:
         """How many devices the curated side offers."""
-        return sum(node.follower.status().summary.offered for node in self.sides[CURATED].nodes.values())
+        return sum(node.report.status().summary.offered for node in self.sides[CURATED].nodes.values())
 
     def create(self, case: Case, side: Side) -> None:
         for template in case.templates:

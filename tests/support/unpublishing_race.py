@@ -27,10 +27,14 @@ from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.device import Device, devices_of
 from driver.model.plan import OfferMode, PlanMode, PlanSpec, PublishHeld
 from driver.placement.occupancy import GpuState, overlap
+from driver.slices.kept_fields import KeptFields
+from kubelet_plugin.changes import NodeChanges
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
-from kubelet_plugin.plan.follower import PlanFollower, PlanMemory
+from kubelet_plugin.plan.follower import PlanFollower
+from kubelet_plugin.plan.memory import PlanMemory
 from tests.harness.waiting import DeadlineError, wait_for
 from tests.support.fence_race import ClaimsCache, allocate, new_claim
+from tests.support.following import GivenInstructions, GivenSlices, GivenStore
 from tests.support.gpus import gpu_of
 from tests.support.published import DRIVER
 from tests.support.workloads import CLAIMS
@@ -98,16 +102,9 @@ class NodeRace:
         self._lock = threading.Lock()
         self._inventory = Inventory([GPU], {GPU.uuid: 0})
         self._plan = GpuNodePlan(PlanMetadata("race"), self._spec())
-        self._follower = PlanFollower(
-            lambda: self._plan,
-            lambda: True,
-            self._inventory,
-            PlanMemory("epoch", PlanMode.PLANNED),
-            lambda memory, durable: None,
-            tuple,
-            lambda: None,
-            lambda: None,
-        )
+        store = GivenStore(PlanMemory("epoch", PlanMode.PLANNED))
+        instructions = GivenInstructions(lambda: self._plan)
+        self._follower = PlanFollower(instructions, self._inventory, KeptFields(), store, NodeChanges())
         self._slices = [Published()]
         """Every version of the slices; the scheduler sees them up to ``_seen``."""
         self._seen = 0
@@ -130,7 +127,7 @@ class NodeRace:
     def _publish(self) -> int:
         """Publish by the present plan. Returns the version of the slices."""
         with self._lock:
-            [entry] = self._follower.published()
+            [entry] = self._follower.published(GivenSlices())
             names = frozenset(device.name for device in (*entry.held, *entry.offers) if not entry.unpublished)
             if entry.unpublished != self._hidden:
                 self._hidden = entry.unpublished

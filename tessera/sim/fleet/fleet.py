@@ -22,18 +22,18 @@ from driver.kube.clock import micro_time, seconds_time
 from driver.kube.controller_heartbeat import HeartbeatWatch
 from driver.kube.lease import LeaseSpec, lease_object, leases
 from driver.kube.reads import read_all
-from driver.kube.types import GpuNodePlan, Key, Node, ResourceSlice
+from driver.kube.types import GpuNodePlan, Node, ResourceSlice
 from driver.kube.watch_cache import Change, WatchCache
 from driver.kube.work_loop import LoopPool
 from driver.model.gpu import Gpu
 from driver.model.plan import PATH, PlanMode
 from driver.slices.kept_fields import SLICES, KeptFields
 from kubelet_plugin.inventory.open_hardware import open_host
-from kubelet_plugin.plan.api import without_status
 from kubelet_plugin.plan.follower import MODE_CHECK_INTERVAL_SECONDS
+from kubelet_plugin.plan.instructions import without_status
 from kubelet_plugin.settings import node_settings
 from tessera.sim.fleet.kubelets import Kubelets
-from tessera.sim.fleet.simulated_plugin import FleetNode, FleetSettings
+from tessera.sim.fleet.simulated_plugin import FleetInstructions, FleetNode, FleetSettings
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +87,7 @@ class SimulatedFleet:
             name: FleetNode(
                 client,
                 settings,
-                partial(self._plans.get, Key("", name)),
-                self._heartbeat.alive,
+                FleetInstructions(self._plans, self._heartbeat, name),
                 self._pool.loop,
                 owner,
                 gpus_of(name, settings.gpus),
@@ -115,7 +114,7 @@ class SimulatedFleet:
         return sum(node.published for node in self._nodes.values())
 
     def __str__(self) -> str:
-        follow = sum(node.follower.mode is PlanMode.PLANNED for node in self._nodes.values())
+        follow = sum(node.follower.mode.mode is PlanMode.PLANNED for node in self._nodes.values())
         return f"{len(self._nodes)} nodes, {follow} follow the controller; {self._kubelets}"
 
     def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> None:

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
+from driver.kube.controller_heartbeat import HeartbeatWatch
 from driver.kube.reads import read_all
 from driver.kube.types import GpuNodePlan, Key
+from driver.kube.watch_cache import WatchCache
 from driver.kube.work_loop import MakeLoop
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.plan import PlanMode
-from driver.slices.build import SliceBuilder
+from driver.slices.build import Content, SliceBuilder
 from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
-from driver.slices.publisher import SLICES, Publisher
+from driver.slices.publisher import SLICES, PublishedSlices, Publisher, SliceWriteObserver
+from kubelet_plugin.changes import NodeChange, NodeChanges
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
-from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter
-from kubelet_plugin.plan.follower import PlanFollower, PlanMemory, new_epoch
+from kubelet_plugin.plan.follower import PlanFollower
+from kubelet_plugin.plan.instructions import Instructions
+from kubelet_plugin.plan.memory import PlanMemory, new_epoch
+from kubelet_plugin.plan.report import PlanReport
+from kubelet_plugin.plan.writers import FenceRelease, PlanStatusWriter
 
 
-class OwnSlices:
+class OwnSlices(SliceWriteObserver):
     """Name, version and pool of each slice of a node, without a watch: this process is the only writer.
 
-    The publisher knows the content (``driver.slices.publisher.Stored``).
+    The publisher knows the content (``driver.slices.publisher.Stored``). If a write fails, all slices are read, because
+    another client may have changed them.
     """
 
     synced = True
@@ -48,16 +56,15 @@ class OwnSlices:
         self._kept.pop(key, None)
 
     @contextmanager
-    def read_again_after_failure(self, *_: object) -> Iterator[None]:
-        """Around a write: if it fails, read all slices, because another client may have changed them."""
+    def step(self, *_: object) -> Iterator[None]:
         try:
             yield
         except ApiError:
             self._fields.expire()
-            found = list(read_all(self._client, SLICES, Object, self._query))
+            stored_slices = list(read_all(self._client, SLICES, Object, self._query))
             self._kept.clear()
-            for item in found:
-                self.observe(item)
+            for stored in stored_slices:
+                self.observe(stored)
             raise
 
 
@@ -75,6 +82,39 @@ class FleetSettings:
     leases: bool
 
 
+class FleetInstructions:
+    """``Instructions`` for one node, by the watches of the whole fleet."""
+
+    def __init__(self, plans: WatchCache[GpuNodePlan, GpuNodePlan], heartbeat: HeartbeatWatch, node: str) -> None:
+        self._plans, self._key = plans, Key("", node)
+        self.alive = heartbeat.alive
+
+    def plan(self) -> GpuNodePlan | None:
+        return self._plans.get(self._key)
+
+    def has_controller(self) -> bool:
+        return False
+
+    def lacks_plan(self) -> bool:
+        return False
+
+    def complete(self) -> bool | None:
+        return False
+
+
+class ForgottenPlan:
+    """A ``PlanStore`` of a node that starts in ``mode`` and keeps nothing over a restart."""
+
+    def __init__(self, mode: PlanMode) -> None:
+        self._mode = mode
+
+    def load(self) -> PlanMemory | None:
+        return PlanMemory(new_epoch(), self._mode)
+
+    def save(self, memory: PlanMemory, *, durable: bool) -> None:
+        """Nothing is saved."""
+
+
 class FleetNode:
     """One node; in mode PLANNED it starts like a node that followed plans before and offers nothing yet."""
 
@@ -82,45 +122,36 @@ class FleetNode:
         self,
         client: KubeClient,
         settings: FleetSettings,
-        plan: Callable[[], GpuNodePlan | None],
-        alive: Callable[[], bool],
+        instructions: Instructions,
         loop: MakeLoop,
         owner: Mapping[str, str],
         gpus: Sequence[Gpu],
         fields: KeptFields,
     ) -> None:
-        """``plan`` and ``alive``: its plan and the heartbeat, by the watches of the fleet. ``owner``: reference to its
-        Node object. ``fields`` is the fleet's."""
+        """``owner``: reference to its Node object. ``fields`` is the fleet's."""
         self.name = owner["name"]
         self.pool = Pool(self.name, settings.driver)
         self.inventory = Inventory(gpus, number_gpus(gpus, {}))
-        self.follower = PlanFollower(
-            plan,
-            alive,
-            self.inventory,
-            PlanMemory(new_epoch(), settings.mode),
-            save=lambda *_: None,
-            published_before=tuple,
-            on_mode=self.plan_changed,
-            on_published=lambda: self._plan_status.notify(),
-            dropped=lambda: fields.dropped,
-        )
+        self._owner = owner
+        changes = NodeChanges()
+        self.follower = PlanFollower(instructions, self.inventory, fields, ForgottenPlan(settings.mode), changes)
         self._builder = SliceBuilder(self.pool)
         slices = OwnSlices(client, self.pool, fields)
-        self._publisher = Publisher(
-            client,
-            self.pool,
-            lambda: self._builder.build(self.follower.published()),
-            lambda: owner,
-            slices.read_again_after_failure,
-            store=slices,
-            loop=loop,
-            fields=fields,
-        )
-        self._plan_status = PlanStatusWriter(client, self.name, plan, self.follower.status, loop=loop)
-        self._fence_release = FenceRelease(
-            client, settings.namespace, self.pool.name, self.follower.unplanned_epoch, loop
-        )
+        self._publisher = Publisher(client, self.pool, self, fields, slices, slices, loop)
+        report = PlanReport(self.follower, self.inventory, instructions, fields)
+        self._plan_status = PlanStatusWriter(client, self.name, instructions, report, loop=loop)
+        self._fence_release = FenceRelease(client, settings.namespace, self.pool, self.follower.mode, loop)
+        changes.subscribe(NodeChange.MODE, self.plan_changed)
+        changes.subscribe(NodeChange.PUBLISHED, self._plan_status.notify)
+
+    def desired(self, slices: PublishedSlices) -> Mapping[str, Content]:
+        return self._builder.build(self.follower.published(slices))
+
+    def is_complete(self) -> bool:
+        return True
+
+    def owner(self) -> Mapping[str, Any]:
+        return self._owner
 
     @property
     def published(self) -> bool:
@@ -128,15 +159,17 @@ class FleetNode:
         return self._publisher.published.is_set()
 
     def devices(self, names: Sequence[str]) -> list[Device]:
-        """Its devices of these names, as far as they exist."""
+        """Its devices of these names, without those that do not exist."""
         return [device for device in map(self.inventory.device, names) if device is not None]
 
     def hold(self, holder: ClaimReference, names: Sequence[str]) -> str | None:
         """Hold a claim's devices as the plugin does; returns an error if another claim holds them."""
         devices = self.devices(names)
         for device in devices:
-            if (conflict := self.inventory.conflict(holder.uid, device)) is not None:
-                return f"{device.name} overlaps {conflict[1].name}, which {conflict[0].as_holder()} holds"
+            conflict = self.inventory.conflict(holder.uid, device)
+            if conflict is not None:
+                other, held = conflict
+                return f"{device.name} overlaps {held.name}, which {other.as_holder()} holds"
         self.inventory.hold(holder, devices)
         self._held_changed()
         return None
@@ -153,5 +186,5 @@ class FleetNode:
         self._fence_release.notify()
 
     def _held_changed(self) -> None:
-        self._publisher.notify_within(self.follower.held_lag_seconds)
+        self._publisher.notify_within(self.follower.mode.held_lag_seconds)
         self._plan_status.notify()

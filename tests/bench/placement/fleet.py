@@ -6,7 +6,6 @@ as soon as the pod is gone.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,19 +25,22 @@ from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
 from driver.model.gpu_selection_and_share_counts import Layouts
 from driver.model.offer import OfferKind
-from driver.model.plan import COUNTERS_FIELD, PlanMode
+from driver.model.plan import COUNTERS_FIELD, CURATED, PlanMode
 from driver.placement.occupancy import GpuState, overlap
 from driver.simulator.description import load_description
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
-from driver.slices.publisher import Publisher
+from driver.slices.publisher import PublishedSlices, Publisher
+from kubelet_plugin.changes import NodeChange, NodeChanges
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
-from kubelet_plugin.inventory.layouts import standalone_offers
-from kubelet_plugin.plan.api import PlanStatusWriter, PlanWatch
 from kubelet_plugin.plan.follower import PlanFollower
+from kubelet_plugin.plan.instructions import WatchedInstructions
+from kubelet_plugin.plan.report import PlanReport
+from kubelet_plugin.plan.writers import PlanStatusWriter
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
+from tests.support.following import GivenFields, GivenInstructions, GivenStore
 from tests.support.published import DRIVER, discover
 
 NAMESPACE = "tessera"
@@ -88,35 +90,33 @@ class FleetNode:
         self.name = name
         self.pool = Pool(name, DRIVER)
         self.inventory = Inventory(gpus, number_gpus(gpus, {}), sharing)
-        self.publisher = Publisher(client, self.pool, self._desired, lambda: owner, fields=fields)
         self._builder = SliceBuilder(self.pool)
-        self._mode = mode
-        self._word = PlanWatch(client, NAMESPACE, name, self.notify)
-        self.follower = PlanFollower(
-            self._word.plan,
-            self._word.alive,
-            self.inventory,
-            None,
-            lambda *_: None,
-            self.publisher.device_names,
-            self.notify,
-            lambda: self._plan_status.notify(),
-            spread=random.random,
-            dropped=lambda: (COUNTERS_FIELD,) if mode is Mode.STATIC else fields.dropped,
-            standalone_offers=partial(standalone_offers, layouts=STATIC_LAYOUT),
-            complete=lambda: mode is Mode.COMPLETE,
+        self._mode, self._owner = mode, owner
+        changes = NodeChanges()
+        self._word = WatchedInstructions(client, NAMESPACE, name, CURATED, changes)
+        instructions = GivenInstructions(
+            self._word.plan, self._word.alive, lambda: mode is Mode.COMPLETE, lacks_plan=self._word.lacks_plan
         )
-        self._plan_status = PlanStatusWriter(client, name, self._word.plan, self.follower.status)
+        dropped = GivenFields(lambda: (COUNTERS_FIELD,) if mode is Mode.STATIC else fields.dropped)
+        self.follower = PlanFollower(
+            instructions, self.inventory, dropped, GivenStore(None), changes, layouts=STATIC_LAYOUT
+        )
+        self.publisher = Publisher(client, self.pool, self, fields)
+        self.report = PlanReport(self.follower, self.inventory, instructions, dropped)
+        self._plan_status = PlanStatusWriter(client, name, instructions, self.report)
+        changes.subscribe(NodeChange.PLAN, self.notify)
+        changes.subscribe(NodeChange.MODE, self.notify)
+        changes.subscribe(NodeChange.PUBLISHED, self._plan_status.notify)
 
     def start(self, stop: threading.Event) -> None:
         loops: list[Callable[[threading.Event], None]] = [self.publisher.cache.run, self.publisher.run]
         if self._mode is Mode.CURATED:
-            loops += [*self._word.loops, self.follower.run, self._plan_status.run]
+            loops += [*self._word.loops[:2], self.follower.run, self._plan_status.run]
         for loop in loops:
             threading.Thread(target=loop, args=(stop,), daemon=True).start()
 
     def held_changed(self) -> None:
-        self.publisher.notify_within(self.follower.held_lag_seconds if self._mode is Mode.CURATED else 0.0)
+        self.publisher.notify_within(self.follower.mode.held_lag_seconds if self._mode is Mode.CURATED else 0.0)
         if self._mode is Mode.CURATED:
             self._plan_status.notify()
 
@@ -137,15 +137,21 @@ class FleetNode:
     def settled(self) -> bool:
         """Follows the plan, and its slices have nothing that the plan doesn't."""
         plan = self._word.plan()
-        planned = plan is not None and self.follower.mode is PlanMode.PLANNED
+        planned = plan is not None and self.follower.mode.mode is PlanMode.PLANNED
         if not planned or plan is None:
             return False
         spec = plan.spec
         return len(self.publisher.device_names()) == len({*spec.offers, *spec.listed}) + len(spec.held)
 
-    def _desired(self) -> Mapping[str, Content]:
+    def is_complete(self) -> bool:
+        return True
+
+    def owner(self) -> Mapping[str, Any]:
+        return self._owner
+
+    def desired(self, slices: PublishedSlices) -> Mapping[str, Content]:
         if self._mode in {Mode.CURATED, Mode.STATIC, Mode.COMPLETE}:
-            return self._builder.build(self.follower.published())
+            return self._builder.build(self.follower.published(slices))
         published = self.inventory.published()
         built = self._builder.build(published)
         return built if self._mode is Mode.BEST_FIRST else lowest_start_first(built, published, self.inventory)

@@ -16,7 +16,7 @@ from controller.demand.demand import Demand
 from driver.model.device import Device
 from driver.model.offer import Offer, OfferKind
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
-from kubelet_plugin.plan.follower import HELD_LAG_SECONDS
+from kubelet_plugin.plan.mode import HELD_LAG_SECONDS
 from tests.bench.scale.nodes import pool_of
 from tests.bench.scale.peer import peer_slices
 from tests.support.fleets import possible

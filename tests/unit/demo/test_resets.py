@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from driver.model.gpu import Gpu
 from driver.simulator.description import load_description
 from driver.simulator.node import describe
 from kubelet_plugin.inventory.scan import Scanner
 from tests.demo.nodes import NodePlan
 from tests.demo.resets import reset, wait_asked
 from tests.harness.waiting import DeadlineError
-from tests.support.node import choosing, start_node
+from tests.support.node import KeptNodeEvents, choosing, start_node
 from tests.support.plugin import BareNode
 from tests.support.published import build_slices
 
@@ -33,11 +34,11 @@ class LatePlugin:
         self.resets = resets
         self.looks = 0
         self._under = start_node(root, gpus=load_description(str(FIVE_A100)))
-        self._scanner = Scanner(
-            self._under.node.host,
-            choosing(mig_gpus="2,3"),
-            is_reserved=lambda gpu: self.looks < asks_at[gpu.index],
-        )
+        self._asks_at = asks_at
+        self._scanner = Scanner(self._under.node.host, choosing(mig_gpus="2,3"), self, KeptNodeEvents())
+
+    def is_reserved(self, gpu: Gpu) -> bool:
+        return self.looks < self._asks_at[gpu.index]
 
     def devices(self) -> dict[str, dict[str, Any]]:
         self.looks += 1

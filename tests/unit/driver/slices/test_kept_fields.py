@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from driver.errors import ApiError
 from driver.slices import publisher
-from driver.slices.build import Content
+from driver.slices.build import Content, PublishedGpu
 from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
-from driver.slices.publisher import Publisher
+from driver.slices.publisher import PublishedSlices, Publisher
 from tests.support.api_server import Exchange, Object, SliceApi
+from tests.support.gpus import gpu_of
 from tests.support.running import eventually, in_thread
 
 POOL = Pool("node-a", "gpu.tessera.dev")
+SLICE = POOL.device_slice(0)
 COUNTERS = {"consumesCounters": [{"counterSet": "gpu-0", "counters": {}}]}
 
 
@@ -74,13 +77,29 @@ def test_without_an_answer_nothing_is_assumed_and_the_next_attempt_asks_again(
     assert api.count("POST") == 2
 
 
+@dataclass
+class OneDevice:
+    """A ``SliceSource`` of one device, by the fields that are kept."""
+
+    device: Callable[[KeptFields], Content]
+    fields: KeptFields
+
+    def desired(self, _slices: PublishedSlices) -> Mapping[str, Content]:
+        return {SLICE: {"devices": [self.device(self.fields)]}}
+
+    def is_complete(self) -> bool:
+        return True
+
+    def owner(self) -> Mapping[str, Any]:
+        return {}
+
+
 @contextmanager
 def publishing(api: SliceApi, device: Callable[[KeptFields], Content]) -> Iterator[tuple[KeptFields, Publisher]]:
     """A publisher of one device."""
-    fields = KeptFields()
+    fields = KeptFields(lambda: found.notify())
     client = api.server.client(observe=fields.observer(None))
-    found = Publisher(client, POOL, lambda: {"00100-devices": {"devices": [device(fields)]}}, dict, fields=fields)
-    fields.on_due = found.notify
+    found = Publisher(client, POOL, OneDevice(device, fields), fields)
     with in_thread(found.cache.run, api.end_watches), in_thread(found.run, found.notify):
         eventually(found.published.is_set, "the slices are published")
         yield fields, found
@@ -88,7 +107,7 @@ def publishing(api: SliceApi, device: Callable[[KeptFields], Content]) -> Iterat
 
 def stored_devices(api: SliceApi) -> list[dict[str, Any]]:
     with api._changed:
-        return list(api.objects.get("00100-devices", {"spec": {}})["spec"].get("devices", ()))
+        return list(api.objects.get(SLICE, {"spec": {}})["spec"].get("devices", ()))
 
 
 def counted_if_kept(fields: KeptFields) -> Content:
@@ -104,7 +123,7 @@ def test_the_first_slices_have_no_field_that_would_be_dropped(api: SliceApi) -> 
     api.stored_as = without("consumesCounters")
     with publishing(api, counted_if_kept):
         assert stored_devices(api) == [{"name": "gpu-0"}]
-    assert api.writes == ["POST 00100-devices"]
+    assert api.writes == [f"POST {SLICE}"]
 
 
 @pytest.mark.parametrize("hang_up", [False, True])
@@ -136,5 +155,5 @@ def test_a_field_that_a_write_loses_changes_what_is_published_next(api: SliceApi
 
 def test_the_publisher_knows_which_slices_have_counters(api: SliceApi) -> None:
     with publishing(api, counted_if_kept) as (_, found):
-        assert found.has_counters("00100-devices")
-        assert not found.has_counters("00101-devices")
+        assert found.has_counters(PublishedGpu(gpu_of(), 0, (), ()))
+        assert not found.has_counters(PublishedGpu(gpu_of(), 0, (), (), divided=True))

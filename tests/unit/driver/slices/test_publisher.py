@@ -17,7 +17,7 @@ from driver.kube.work_loop import Backoff
 from driver.slices import publisher
 from driver.slices.build import Content
 from driver.slices.pool_names import Pool
-from driver.slices.publisher import Publisher
+from driver.slices.publisher import PublishedSlices, Publisher, SliceWriteObserver
 from tests.support.api_server import SliceApi
 from tests.support.running import eventually, in_thread
 
@@ -36,24 +36,27 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "COALESCE_INTERVAL_SECONDS", 0.0)
 
 
-class Node:
+class Node(SliceWriteObserver):
     """What the node plugin would publish, and a publisher for it."""
 
     def __init__(self, api: SliceApi) -> None:
         self.api = api
-        self.desired: dict[str, Content] = {
+        self.contents: dict[str, Content] = {
             "00000-counters": {"sharedCounters": [{"name": "gpu-0", "counters": {}}]},
             "00100-devices": {"devices": [{"name": "gpu-0"}]},
         }
         self.client = api.server.client()
-        self.written: list[tuple[int, float]] = []
-        self.publisher = Publisher(
-            self.client,
-            POOL,
-            lambda: copy.deepcopy(self.desired),
-            self.owner,
-            on_written=lambda *told: self.written.append(told),
-        )
+        self.writes: list[tuple[int, float]] = []
+        self.publisher = Publisher(self.client, POOL, self, observer=self)
+
+    def desired(self, _slices: PublishedSlices) -> Mapping[str, Content]:
+        return copy.deepcopy(self.contents)
+
+    def is_complete(self) -> bool:
+        return True
+
+    def written(self, count: int, seconds: float) -> None:
+        self.writes.append((count, seconds))
 
     def owner(self) -> Mapping[str, Any]:
         if self.api.node is None:
@@ -61,19 +64,19 @@ class Node:
         return {"kind": "Node", "name": "node-a", "uid": self.api.node["metadata"]["uid"]}
 
     def change(self, devices: list[dict[str, Any]]) -> None:
-        self.desired["00100-devices"] = {"devices": devices}
+        self.contents["00100-devices"] = {"devices": devices}
         self.publisher.notify()
 
     def settled(self) -> None:
         """Wait until the server has what is desired."""
-        eventually(lambda: self._there() == self.desired, "the slices are as desired")
+        eventually(lambda: self._there() == self.contents, "the slices are as desired")
 
     def _there(self) -> dict[str, Content]:
         with self.api._changed:
             objects = dict(self.api.objects)
         generations = {item["spec"]["pool"]["generation"] for item in objects.values()}
         counts = {item["spec"]["pool"]["resourceSliceCount"] for item in objects.values()}
-        if len(generations) != 1 or counts != {len(self.desired)}:
+        if len(generations) != 1 or counts != {len(self.contents)}:
             return {}
         keys = ("devices", "sharedCounters")
         return {name: {key: item["spec"][key] for key in keys if key in item["spec"]} for name, item in objects.items()}
@@ -111,9 +114,9 @@ def test_only_rounds_that_wrote_something_are_measured(api: SliceApi) -> None:
         eventually(node.publisher.published.is_set, "a round without writes")
         node.change([{"name": "gpu-7"}])
         node.settled()
-        eventually(lambda: len(node.written) == 2, "what the second round wrote is told")
-    assert [slices for slices, _ in node.written] == [2, 1]
-    assert all(0 < seconds < 10 for _, seconds in node.written)
+        eventually(lambda: len(node.writes) == 2, "what the second round wrote is told")
+    assert [slices for slices, _ in node.writes] == [2, 1]
+    assert all(0 < seconds < 10 for _, seconds in node.writes)
 
 
 def test_many_notifications_without_a_change_write_nothing(api: SliceApi) -> None:
@@ -204,13 +207,13 @@ def test_a_defect_of_ours_does_not_end_the_thread(api: SliceApi, caplog: pytest.
     node = Node(api)
     calls: list[None] = []
 
-    def broken_once() -> Mapping[str, Content]:
+    def broken_once(_slices: PublishedSlices) -> Mapping[str, Content]:
         calls.append(None)
         if len(calls) == 1:
             raise RuntimeError("a defect")
-        return node.desired
+        return node.contents
 
-    node.publisher = Publisher(node.client, POOL, broken_once, node.owner)
+    node.desired = broken_once  # type: ignore[method-assign]
     publisher = node.publisher
     with in_thread(publisher.cache.run, api.end_watches), in_thread(publisher.run, publisher.notify):
         node.settled()

@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 
 from driver.model.plan import PlanMode, PlanSpec, PlanStatus, Summary
-from kubelet_plugin.health.conditions import FaultKind, HardwareFault, HealthRecord
-from kubelet_plugin.health.monitor import HealthFile
+from kubelet_plugin.health.recorded_faults import FaultKind, HardwareFault, HealthFile, HealthRecord
 from kubelet_plugin.inventory.inventory import GpuSharing
-from kubelet_plugin.plan.follower import PlanFile, PlanMemory
+from kubelet_plugin.plan.memory import PlanFile, PlanMemory
 from tests.support.chart import rendered
 from tests.support.claims import opaque
 from tests.support.node import start_node

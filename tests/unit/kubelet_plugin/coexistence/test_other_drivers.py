@@ -15,16 +15,18 @@ import pytest
 
 from driver.errors import ClaimError
 from driver.model.plan import GpuReport
+from kubelet_plugin.changes import NodeChanges
 from kubelet_plugin.coexistence import other_drivers as neighbour_watch
 from kubelet_plugin.coexistence.other_drivers import (
     NVIDIA_DRIVER,
+    GpuReservations,
     NodeSigns,
     OtherDriverWatch,
     advice,
     find_other_drivers,
     owners_of,
 )
-from kubelet_plugin.health import monitor
+from kubelet_plugin.health import nvml_events
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from kubelet_plugin.settings import node_settings
 from tests.harness.waiting import wait_for
@@ -162,7 +164,7 @@ def test_a_claim_that_has_a_device_keeps_it_and_a_new_one_gets_none(node: NodeUn
 def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Short: below it are unix sockets."""
     monkeypatch.setattr(neighbour_watch, "CHECK_INTERVAL_SECONDS", 0.2)
-    monkeypatch.setattr(monitor, "EVENT_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(nvml_events, "EVENT_TIMEOUT_SECONDS", 0.3)
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         yield Path(folder)
 
@@ -246,13 +248,16 @@ def test_readiness_is_asked_for_in_the_moment_in_which_a_neighbour_is_found(root
     with FaultyApi() as api:
         store_node(api)
 
-        def tell(*_: object) -> None:
-            heard.append(watch.not_ready())
+        class Teller:
+            def node(self, *_: object) -> None:
+                heard.append(watch.not_ready())
 
         settings = node_settings(node_name=NODE, driver_name=DRIVER, kubelet_dir=root)
-        watch = OtherDriverWatch(api.server.client(), settings, lambda: None, tell)
         inventory: Any = SimpleNamespace(gpus=[SimpleNamespace(uuid="GPU-a")], set_reserved=lambda _: False)
-        watch.serve(inventory, lambda: 0)
+        excluded: Any = SimpleNamespace(excluded_count=0)
+        watch = OtherDriverWatch(
+            api.server.client(), settings, GpuReservations(), inventory, excluded, NodeChanges(), Teller()
+        )
         with in_thread(watch.cache.run, api.end_watches), in_thread(watch.run, watch.wake):
             wait_for(lambda: watch.not_ready() is None, 20, "nobody is there")
             store_node(api, gpu="1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,7 @@ from driver.simulator import nvml_session
 from driver.simulator.description import NodeDescription, load_description
 from driver.simulator.node import SimulatedNode
 from driver.slices.build import CORDONED
-from kubelet_plugin.health.monitor import NvmlEventListener
+from kubelet_plugin.health.nvml_events import NvmlEventListener
 from tests.support.health import HealthUnderTest
 from tests.support.node import NodeUnderTest, choosing, start_node
 from tests.support.published import build_slices
@@ -27,6 +28,23 @@ SMALL, SIBLING = "gpu-0-mig-1g10gb-6", "gpu-0-mig-1g10gb-5"
 
 FATAL = sorted(number for number, xid in XIDS.items() if xid.meaning is Meaning.FATAL)
 HARMLESS = sorted(number for number, xid in XIDS.items() if xid.meaning in (Meaning.APPLICATION, Meaning.NOTE))
+
+
+@dataclass
+class Heard:
+    """Keeps every event that it is passed."""
+
+    events: list[GpuEvent] = field(default_factory=list)
+
+    def handle_event(self, event: GpuEvent) -> None:
+        self.events.append(event)
+
+
+class Deaf:
+    """Fails at every event."""
+
+    def handle_event(self, event: GpuEvent) -> None:
+        raise KeyError(event)
 
 
 @pytest.fixture
@@ -359,14 +377,12 @@ class TestHearing:
         # However long the others take to be heard.
         monkeypatch.setattr(nvml_session, "delay", lambda _: go_on.wait(60))
         ill.node.simulated.faults.slow(3, "nvmlDeviceGetMemoryInfo", gpu=1, times=1)
-        heard: list[GpuEvent] = []
+        heard = Heard()
         looking = threading.Thread(target=ill.look)
         looking.start()
-        with in_thread(
-            NvmlEventListener(ill.node.node.host, heard.append).run, lambda: ill.node.simulated.faults.xid(2, 13)
-        ):
+        with in_thread(NvmlEventListener(ill.node.node.host, heard).run, lambda: ill.node.simulated.faults.xid(2, 13)):
             ill.node.simulated.faults.xid(2, 48)
-            eventually(lambda: 48 in [event.xid for event in heard], "the XID is heard")
+            eventually(lambda: 48 in [event.xid for event in heard.events], "the XID is heard")
             assert looking.is_alive()
         go_on.set()
         looking.join()
@@ -379,13 +395,11 @@ class TestHearing:
         monkeypatch.setattr(ill.node.node.host, "_timeouts", TimeoutRunner(0.1))
         ill.node.simulated.faults.slow(1, gpu=1)
         ill.look()
-        heard: list[GpuEvent] = []
-        with in_thread(
-            NvmlEventListener(ill.node.node.host, heard.append).run, lambda: ill.node.simulated.faults.xid(2, 13)
-        ):
+        heard = Heard()
+        with in_thread(NvmlEventListener(ill.node.node.host, heard).run, lambda: ill.node.simulated.faults.xid(2, 13)):
             ill.node.simulated.faults.xid(2, 48)
             try:
-                eventually(lambda: 48 in [event.xid for event in heard], "the XID is heard")
+                eventually(lambda: 48 in [event.xid for event in heard.events], "the XID is heard")
             finally:
                 let_go.set()
 
@@ -421,15 +435,11 @@ class TestHearing:
     def test_one_who_fails_to_hear_keeps_no_other_from_it(
         self, ill: HealthUnderTest, caplog: pytest.LogCaptureFixture
     ) -> None:
-        heard: list[GpuEvent] = []
-
-        def fails(event: GpuEvent) -> None:
-            raise KeyError(event)
-
-        listener = NvmlEventListener(ill.node.node.host, fails, heard.append)
+        heard = Heard()
+        listener = NvmlEventListener(ill.node.node.host, Deaf(), heard)
         with in_thread(listener.run, lambda: ill.node.simulated.faults.xid(2, 13)):
             ill.node.simulated.faults.xid(2, 48)
-            eventually(lambda: heard, "the XID is heard")
+            eventually(lambda: heard.events, "the XID is heard")
         assert "internal error while handling an NVML event" in caplog.text
 
 

@@ -11,11 +11,12 @@ from driver.errors import ClaimError, HardwareError, UsageError
 from driver.model.gpu import Gpu, MigMode, Partition
 from driver.model.offer import DeviceKind
 from driver.slices.build import UNAVAILABLE
-from kubelet_plugin.health.monitor import NvmlEventListener
-from kubelet_plugin.inventory.scan import Scanner
+from kubelet_plugin.changes import NodeChange, NodeChanges
+from kubelet_plugin.health.nvml_events import NvmlEventListener
+from kubelet_plugin.inventory.scan import ScanLoop, Scanner
 from kubelet_plugin.reconcile.recovery import hold_recorded
 from kubelet_plugin.settings import node_settings
-from tests.support.node import NodeUnderTest, choosing, start_node
+from tests.support.node import AllOurs, KeptNodeEvents, NodeUnderTest, choosing, start_node
 from tests.support.published import build_slices
 from tests.support.running import eventually, in_thread
 
@@ -148,14 +149,12 @@ def test_our_own_switch_is_published_without_another_look(node: NodeUnderTest) -
 def test_an_event_makes_it_look_at_once(node: NodeUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kubelet_plugin.inventory.scan.SCAN_INTERVAL_SECONDS", 60.0)
     monkeypatch.setattr("kubelet_plugin.inventory.scan.MIN_SCAN_INTERVAL_SECONDS", 0.0)
-    monkeypatch.setattr("kubelet_plugin.health.monitor.EVENT_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("kubelet_plugin.health.nvml_events.EVENT_TIMEOUT_SECONDS", 0.05)
     seen = threading.Event()
-    listener = NvmlEventListener(node.node.host, lambda _: node.scanner.scan_soon())
-
-    def run(stop: threading.Event) -> None:
-        node.scanner.run(node.node.inventory, seen.set, stop)
-
-    with in_thread(listener.run), in_thread(run, node.scanner.scan_soon):
+    listener, changes = NvmlEventListener(node.node.host, node.scanner), NodeChanges()
+    changes.subscribe(NodeChange.HARDWARE, seen.set)
+    loop = ScanLoop(node.scanner, node.node.inventory, (), changes)
+    with in_thread(listener.run), in_thread(loop.run, node.scanner.scan_soon):
         cut(node, "1g.10gb")
         eventually(seen.is_set, "the change is noticed")
 
@@ -217,18 +216,16 @@ class TestAmpere:
 
     def test_whoever_can_reset_a_gpu_is_told_once_that_it_waits_for_that(self, tmp_path: Path) -> None:
         node = start_node(tmp_path, gpus="dgx-a100")
-        told: list[int] = []
-        scanner = Scanner(
-            node.node.host,
-            choosing(mig_gpus="2"),
-            on_reset_needed=lambda gpu: told.append(gpu.index),
-        )
+        events = KeptNodeEvents()
+        scanner = Scanner(node.node.host, choosing(mig_gpus="2"), AllOurs(), events)
         for _ in range(3):
             scanner.scan(node.node.inventory)
-        assert told == [2]
+        [(reason, message)] = events.told
+        assert reason == "GpuNeedsReset"
+        assert message.startswith("GPU 2 ")
         node.simulated.reset_gpu(2)
         scanner.scan(node.node.inventory)
-        assert told == [2]
+        assert len(events.told) == 1
 
     def test_a_claim_that_would_need_a_reset_is_refused_and_nothing_is_switched(self, tmp_path: Path) -> None:
         node = start_node(tmp_path, gpus="dgx-a100")

@@ -35,7 +35,7 @@ SMALL, OTHER, FULL = "gpu-0-mig-1g10gb-0", "gpu-0-mig-1g10gb-1", "gpu-1"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
 
 
-Sources = tuple[PluginContext, Callable[[], set[str]], Callable[[Device], str | None], Callable[[], Mapping[str, int]]]
+Sources = tuple[PluginContext, Callable[[], set[str]], "Measured"]
 """What the gauges are computed from."""
 
 
@@ -52,7 +52,10 @@ class Measured:
 
     @property
     def sources(self) -> Sources:
-        return self.node.node, lambda: self.published, self._trouble, lambda: {"xid": 2, "new-kind": 1}
+        return self.node.node, lambda: self.published, self
+
+    def faults_by_kind(self) -> Mapping[str, int]:
+        return {"xid": 2, "new-kind": 1}
 
     def prepare(self, claim: ClaimReference) -> None:
         with self.metrics.measure("prepare", claim):
@@ -62,7 +65,7 @@ class Measured:
         with self.metrics.measure("unprepare", claim):
             self.node.preparer.unprepare(claim)
 
-    def _trouble(self, device: Device) -> str | None:
+    def unhealthy_reason(self, device: Device) -> str | None:
         return "is ill" if device.name in self.ill else None
 
     def value(self, name: str, **labels: str) -> float:
@@ -91,7 +94,7 @@ def documented(process: str = "node") -> dict[str, tuple[str, frozenset[str]]]:
 def test_the_docs_table_is_what_is_exported(measured: Measured) -> None:
     measured.prepare(measured.api.allocate("one", SMALL))
     with ObjectApi() as api, pytest.raises(ApiError):
-        api.server.client(observe=measured.metrics.requests).get(f"{CLAIMS}/none")
+        api.server.client(observe=measured.metrics.observe_request).get(f"{CLAIMS}/none")
     families = list(measured.metrics.registry.collect())
     labels = {exported_name(family): {key for s in family.samples for key in s.labels} - {"le"} for family in families}
     exported = {exported_name(family): (family.type, frozenset(labels[exported_name(family)])) for family in families}
@@ -226,7 +229,7 @@ def test_waiting_for_a_lock_is_measured(measured: Measured) -> None:
 def test_requests_are_counted_by_verb_resource_and_answer(measured: Measured) -> None:
     with ObjectApi() as api:
         api.store(f"{CLAIMS}/one")
-        client = api.server.client(observe=measured.metrics.requests)
+        client = api.server.client(observe=measured.metrics.observe_request)
         client.get(f"{CLAIMS}/one")
         client.get(f"{CLAIMS}/one")
         with pytest.raises(ApiError):

@@ -21,7 +21,7 @@ from driver.hardware import node_gpus as hardware_host
 from driver.kube.events import Recorder
 from driver.simulator.node import SimulatedNode
 from kubelet_plugin.dra.protocol.generated import registration_v1_pb2
-from kubelet_plugin.health import monitor
+from kubelet_plugin.health import nvml_events
 from kubelet_plugin.inventory import scan
 from kubelet_plugin.metrics import probes
 from kubelet_plugin.metrics.probes import CDI_REASONS, DirectoryProbe, SocketCheck
@@ -108,7 +108,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes seconds takes tenths."""
     monkeypatch.setattr(scan, "SCAN_INTERVAL_SECONDS", 0.2)
     monkeypatch.setattr(scan, "MIN_SCAN_INTERVAL_SECONDS", 0.1)
-    monkeypatch.setattr(monitor, "EVENT_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(nvml_events, "EVENT_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(hardware_host, "GPU_ANSWER_TIMEOUT_SECONDS", 1.0)
     monkeypatch.setattr(probes, "SCAN_TIMEOUT_SECONDS", 3.0)
     monkeypatch.setattr(probes, "PROBE_INTERVAL_SECONDS", 0.2)
@@ -241,11 +241,8 @@ def test_the_newer_event_of_the_two_is_the_state_of_a_directory_while_it_lasts_a
         recorder = Recorder(api.server.client(), "tessera-node", "node-a", clock)
         teller = EventReporter(recorder.event, "node-a")
 
-        def tell(reason: str, message: str, warning: bool) -> None:
-            teller.node(reason, message, warning=warning)
-
         def started() -> DirectoryProbe:
-            return DirectoryProbe(tmp_path, write, CDI_REASONS, tell, clock)
+            return DirectoryProbe(tmp_path, write, CDI_REASONS, teller, clock)
 
         def probed(probe: DirectoryProbe, why: str, times: int) -> None:
             """Every 10 s; each time the newer of the two Events says what is the case, and is recent if it is bad."""

@@ -20,10 +20,15 @@ from driver.model.plan import (
     Summary,
     states_of,
 )
-from driver.slices.build import CLOSED, Content
+from driver.slices.build import CLOSED, Content, PublishedGpu
 from driver.slices.pool_names import DEVICES_PER_GPU, Pool
+from kubelet_plugin.changes import NodeChange, NodeChanges
 from kubelet_plugin.inventory.inventory import GpuSharing
-from kubelet_plugin.plan.follower import FIRST_PLAN_TIMEOUT_SECONDS, PlanFile, PlanFollower
+from kubelet_plugin.plan.follower import PlanFollower
+from kubelet_plugin.plan.memory import PlanFile
+from kubelet_plugin.plan.mode import FIRST_PLAN_TIMEOUT_SECONDS, ModeTiming
+from kubelet_plugin.plan.report import PlanReport
+from tests.support.following import GivenFields, GivenInstructions, GivenSlices
 from tests.support.node import NodeUnderTest, start_node
 from tests.support.published import build_slices
 
@@ -63,29 +68,24 @@ class Followed:
 
     def start(self) -> None:
         """A new process."""
-        store = PlanFile(self.node.root / "state")
-        self.follower = PlanFollower(
-            self.controller.plan,
-            self.controller.alive,
-            self.node.node.inventory,
-            store.load(),
-            store.save,
-            lambda: self.in_slices,
-            self.count,
-            lambda: None,
-            lambda: self.now,
-            lambda: 0.5,
-            dropped=lambda: self.dropped,
-            has_counters=lambda _: self.has_counters,
-            complete=lambda: self.complete,
-            has_controller=lambda: self.has_controller,
+        inventory, fields, changes = self.node.node.inventory, GivenFields(lambda: self.dropped), NodeChanges()
+        instructions = GivenInstructions(
+            self.controller.plan, self.controller.alive, lambda: self.complete, lambda: self.has_controller
         )
+        changes.subscribe(NodeChange.MODE, self.count)
+        timing = ModeTiming(lambda: self.now, lambda: 0.5)
+        store = PlanFile(self.node.root / "state")
+        self.follower = PlanFollower(instructions, inventory, fields, store, changes, timing=timing)
+        self.status = PlanReport(self.follower, inventory, instructions, fields).status
 
     def count(self) -> None:
         self.changes += 1
 
+    def publish(self) -> list[PublishedGpu]:
+        return self.follower.published(GivenSlices(lambda: self.in_slices, lambda _: self.has_counters))
+
     def published(self, gpu: int = 0) -> set[str]:
-        entries = self.follower.published()
+        entries = self.publish()
         self.in_slices = {device.name for entry in entries for device in (*entry.held, *entry.offers)}
         return {device.name for device in (*entries[gpu].held, *entries[gpu].offers)}
 
@@ -97,7 +97,7 @@ class Followed:
 
     def told(self, spec: PlanSpec) -> None:
         """A plan comes from a controller that lives."""
-        answered = msgspec.structs.replace(spec, epoch=spec.epoch or self.follower.status().epoch)
+        answered = msgspec.structs.replace(spec, epoch=spec.epoch or self.status().epoch)
         self.controller.plan_now = GpuNodePlan(PlanMetadata("node-a", generation=7), answered)
         self.controller.is_alive = True
 
@@ -109,14 +109,14 @@ def followed(node: NodeUnderTest) -> Followed:
 
 def test_without_a_controller_everything_that_fits_is_offered(followed: Followed) -> None:
     assert followed.published() == followed.node.offered(0)
-    assert followed.follower.mode is PlanMode.STANDALONE
+    assert followed.follower.mode.mode is PlanMode.STANDALONE
 
 
 def test_a_first_plan_takes_nothing_away(followed: Followed) -> None:
     everything = followed.published()
     followed.told(PlanSpec(offers=followed.offers(SMALL)))
     assert followed.published() == everything
-    assert followed.follower.mode is PlanMode.PLANNED
+    assert followed.follower.mode.mode is PlanMode.PLANNED
 
 
 def test_what_was_withdrawn_goes_and_the_rest_stays(followed: Followed) -> None:
@@ -229,7 +229,7 @@ class TestALostController:
         everything = planned.published()
         planned.controller.is_alive = True
         assert planned.published() == everything
-        assert planned.follower.mode is PlanMode.STANDALONE
+        assert planned.follower.mode.mode is PlanMode.STANDALONE
 
     def test_a_restart_of_the_plugin_goes_on_as_planned_until_its_patience_ends(self, planned: Followed) -> None:
         planned.start()
@@ -246,7 +246,7 @@ class TestALostController:
     def test_unreadable_memory_means_alone(self, planned: Followed) -> None:
         (planned.node.root / "state" / "plan.json").write_text("{")
         planned.start()
-        assert planned.follower.mode is PlanMode.STANDALONE
+        assert planned.follower.mode.mode is PlanMode.STANDALONE
 
 
 def test_a_plan_that_is_deleted_means_alone_after_a_while(followed: Followed) -> None:
@@ -259,7 +259,7 @@ def test_a_plan_that_is_deleted_means_alone_after_a_while(followed: Followed) ->
 
 
 def test_the_status_tells_the_controller_all_about_the_gpus(followed: Followed) -> None:
-    status = followed.follower.status()
+    status = followed.status()
     assert [state.gpu for state in states_of(status.inventory)] == list(followed.node.node.inventory.gpus)
     assert re.fullmatch("gpu-0 GPU-[-0-9a-f]+: NVIDIA H100 80GB HBM3, MIG disabled", status.gpus[0])
     assert msgspec.json.decode(msgspec.json.encode(status), type=type(status)) == status
@@ -275,11 +275,11 @@ class TestANewNode:
 
     def test_it_offers_nothing_before_its_first_plan_and_then_what_that_says(self, new: Followed) -> None:
         assert new.published() == set()
-        assert new.follower.is_waiting
+        assert new.follower.mode.is_waiting
         new.told(PlanSpec(offers=new.offers(SMALL)))
         new.controller.is_alive = False  # no renewal was seen yet
         assert new.published() == {SMALL}
-        assert not new.follower.is_waiting
+        assert not new.follower.mode.is_waiting
         new.now += MODE_SPREAD_SECONDS / 4
         new.controller.is_alive = True
         assert new.published() == {SMALL}
@@ -291,14 +291,14 @@ class TestANewNode:
         new.follower.update_mode()
         assert new.changes == changes + 1
         assert new.published() == new.node.offered(0)
-        assert new.follower.mode is PlanMode.STANDALONE
+        assert new.follower.mode.mode is PlanMode.STANDALONE
 
     def test_it_is_standalone_as_soon_as_it_knows_that_there_is_no_controller(self, new: Followed) -> None:
         assert new.published() == set()
-        assert new.follower.unplanned_epoch() is None
+        assert new.follower.mode.unplanned_epoch() is None
         new.has_controller = False
         assert new.published() == new.node.offered(0)
-        assert new.follower.unplanned_epoch() is not None
+        assert new.follower.mode.unplanned_epoch() is not None
 
     def test_a_node_with_held_devices_or_slices_is_not_new(self, new: Followed) -> None:
         new.in_slices = {OTHER}
@@ -320,7 +320,7 @@ class TestCompletePublication:
 
     def test_slices_are_the_same_before_and_after_an_allocation(self, complete: Followed) -> None:
         idle = slices_of(complete)
-        assert complete.follower.status().mode is PlanMode.COMPLETE
+        assert complete.status().mode is PlanMode.COMPLETE
         claim = complete.node.api.allocate("infer", SMALL)
         complete.node.preparer.prepare(claim)
         complete.told(PlanSpec(held=(f"{SMALL} default/infer",), withdrawn=(FULL, OTHER)))
@@ -339,10 +339,10 @@ class TestCompletePublication:
         everything = followed.published()
         followed.told(PlanSpec(offers=followed.offers(SMALL), withdrawn=tuple(everything)))
         assert followed.published() == {SMALL}
-        epoch = followed.follower.status().epoch
+        epoch = followed.status().epoch
         followed.complete = True
         assert followed.published() == everything
-        assert followed.follower.unplanned_epoch() not in {None, epoch}
+        assert followed.follower.mode.unplanned_epoch() not in {None, epoch}
         followed.complete = False
         assert followed.published() == everything
         followed.told(PlanSpec(offers=followed.offers(SMALL), withdrawn=(FULL,)))
@@ -358,11 +358,11 @@ class TestCompletePublication:
     def test_without_counters_at_the_api_server_it_has_no_effect(self, complete: Followed) -> None:
         complete.dropped = (COUNTERS_FIELD,)
         assert complete.published() == {FULL}
-        assert complete.follower.mode is PlanMode.STANDALONE
+        assert complete.follower.mode.mode is PlanMode.STANDALONE
 
 
 def slices_of(followed: Followed) -> dict[str, Content]:
-    return build_slices(Pool("node-a", "gpu.tessera.dev"), followed.follower.published())
+    return build_slices(Pool("node-a", "gpu.tessera.dev"), followed.publish())
 
 
 def in_slices(followed: Followed) -> set[str]:
@@ -441,7 +441,7 @@ def test_a_change_of_mode_that_publishing_finds_is_told(followed: Followed) -> N
     before = followed.changes
     followed.now += MODE_SPREAD_SECONDS
     followed.published()
-    assert followed.follower.mode is PlanMode.STANDALONE
+    assert followed.follower.mode.mode is PlanMode.STANDALONE
     assert followed.changes == before + 1
 
 
@@ -462,7 +462,7 @@ def test_what_is_published_never_goes_to_make_room(node: NodeUnderTest) -> None:
 def test_alone_nothing_is_closed(followed: Followed) -> None:
     followed.node.preparer.prepare(followed.node.api.allocate("infer", SMALL))
     followed.told(PlanSpec(epoch="another", offers=followed.offers(OTHER)))
-    assert followed.follower.mode is PlanMode.STANDALONE
+    assert followed.follower.mode.mode is PlanMode.STANDALONE
     assert closed(followed) == set()
 
 
@@ -472,7 +472,7 @@ def test_offers_that_can_not_be_made_are_refused_with_a_reason(followed: Followe
     followed.told(PlanSpec(offers=(*followed.offers(SMALL, FULL), unknown), withdrawn=tuple(everything)))
     followed.node.preparer.prepare(followed.node.api.allocate("infer", SMALL))
     followed.published()
-    refused = dict(entry.split(": ") for entry in followed.follower.status().refused)
+    refused = dict(entry.split(": ") for entry in followed.status().refused)
     assert refused.keys() == {unknown, *followed.offers(FULL)}
     [full] = followed.offers(FULL)
     assert re.fullmatch(rf"claim .*infer \(.*\) still has {SMALL} on this node", refused[full])
@@ -506,7 +506,7 @@ class TestAGpuThatOffersNothing:
         self.plan(beside, held=(self.HELD, SMALL))
         assert in_slices(beside) == set()
         assert counter_sets(beside) == set()
-        assert beside.follower.status().summary == Summary(gpus=8, held=2, offered=0)
+        assert beside.status().summary == Summary(gpus=8, held=2, offered=0)
 
     def test_it_stays_while_its_last_offer_is_not_withdrawn(self, beside: Followed) -> None:
         self.plan(beside)
@@ -540,7 +540,7 @@ class TestAGpuThatOffersNothing:
         assert in_slices(beside) == set()
         self.plan(beside, OTHER, held=(SMALL,))
         assert in_slices(beside) == set()
-        [refused] = beside.follower.status().refused
+        [refused] = beside.status().refused
         assert refused.endswith(f"the plan lacks a device of its GPU that a claim still has: {self.HELD}")
         self.plan(beside, OTHER, held=(self.HELD, SMALL))
         assert in_slices(beside) == {self.HELD, SMALL, OTHER}
@@ -579,7 +579,7 @@ class TestOfferModes:
 
     def modes(self, followed: Followed) -> tuple[OfferMode, tuple[str, ...], int]:
         """The reported mode, the fields that are dropped, and the number of devices left out."""
-        status = followed.follower.status()
+        status = followed.status()
         return status.offer_mode, status.dropped, len(status.left_out)
 
     def test_a_node_changes_to_disjoint_offers_when_nothing_overlaps_any_more(self, followed: Followed) -> None:
@@ -617,7 +617,7 @@ class TestOfferModes:
         followed.now += FIRST_PLAN_TIMEOUT_SECONDS + MODE_SPREAD_SECONDS
         assert followed.published() == {SMALL}
         assert followed.published(1) == {"gpu-1"}
-        assert followed.follower.mode is PlanMode.STANDALONE
+        assert followed.follower.mode.mode is PlanMode.STANDALONE
 
     def test_a_downgraded_api_server_keeps_the_counters_of_slices_that_have_them(self, followed: Followed) -> None:
         before = in_slices(followed)
@@ -634,7 +634,7 @@ class TestOfferModes:
         followed.start()
         self.plan(followed, self.HALF)
         assert in_slices(followed) == set()
-        assert set(followed.follower.status().left_out) == set(before)
+        assert set(followed.status().left_out) == set(before)
         self.plan(followed, self.HALF, self.OTHER_HALF, withdrawn=before)
         assert in_slices(followed) == {self.HALF, self.OTHER_HALF}
         assert self.modes(followed) == (OfferMode.DISJOINT, (COUNTERS_FIELD,), 0)
@@ -645,5 +645,5 @@ class TestOfferModes:
         followed.published()
         self.plan(followed, FULL)
         assert followed.published() == {SMALL}
-        [refused] = followed.follower.status().refused
+        [refused] = followed.status().refused
         assert "does not fit beside the published devices" in refused

@@ -168,7 +168,7 @@ class TestWhatIsLost:
         stop = threading.Event()
         thread = threading.Thread(target=care.reconciler.run, args=(stop,))
         care.now += 100.0
-        care.reconciler.check_specs()
+        care.reconciler.handle_scan([])
         thread.start()
         try:
             names = {node.root / "cdi" / name for name in before}
@@ -183,7 +183,7 @@ class TestWhatIsLost:
         self, node: NodeUnderTest, care: Care
     ) -> None:
         (node.root / "cdi").rmdir()
-        care.reconciler.check_specs()
+        care.reconciler.handle_scan([])
         assert (node.root / "cdi").is_dir()
 
     def test_what_cannot_be_made_again_is_reported_until_it_can(self, node: NodeUnderTest, care: Care) -> None:

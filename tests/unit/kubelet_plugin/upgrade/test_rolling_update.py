@@ -20,6 +20,7 @@ import yaml
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP
+from driver.model.gpu import MigMode
 from kubelet_plugin.dra.sockets import PluginSockets
 from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.settings import node_settings, plugin_socket
@@ -36,6 +37,7 @@ from kubelet_plugin.upgrade.rolling_update import (
 from tests.harness.waiting import wait_for
 from tests.support.api_server import SLICES, ObjectApi
 from tests.support.claims import DRIVER, NODE, result
+from tests.support.faulty_api import kubeconfig_of
 from tests.support.killable import KillablePlugin, Point, Zygote, zygote_in
 from tests.support.kubelet import KnownClaim
 from tests.support.ports import kept_port
@@ -408,3 +410,24 @@ def kubeconfig(folder: Path, api: ObjectApi) -> Path:
     }
     path.write_text(yaml.safe_dump(content))
     return path
+
+
+def test_a_plugin_that_only_asks_for_the_node_requests_no_mig_mode(tmp_path: Path) -> None:
+    """Another driver may own the GPU; the new plugin does not know that yet."""
+    with ObjectApi() as api:
+        api.store(f"/api/v1/nodes/{NODE}")
+        kubeconfig = tmp_path / "kubeconfig"
+        kubeconfig.write_text(yaml.safe_dump(kubeconfig_of(api.server.url)))
+        settings = node_settings(
+            node_name=NODE,
+            kubeconfig=kubeconfig,
+            gpus="sim:dgx-a100",
+            mig_gpus="0",
+            state_dir=tmp_path / "state",
+            host_root=tmp_path / "host",
+            sim_latency="zero",
+        )
+        with ExitStack() as awake:
+            rolling_update.preflight(settings, awake)
+        with open_host(settings, lasting=True) as (host, _):
+            assert host.discover().gpus[0].mig_mode is MigMode.DISABLED

@@ -15,9 +15,9 @@ import pytest
 
 from driver.model.plan import PlanSpec, PlanStatus
 from kubelet_plugin.checkpoint.records import check_readable, decode_record
-from kubelet_plugin.health.monitor import HEALTH_FILE
+from kubelet_plugin.health.recorded_faults import HEALTH_FILE
 from kubelet_plugin.inventory.inventory import GpuSharing
-from kubelet_plugin.plan.follower import MEMORY
+from kubelet_plugin.plan.memory import PLAN_FILE
 from tests.support.node import NodeUnderTest, start_node
 from tests.unit.golden.versions import v0_1_0
 from tests.unit.golden.versions.written import BOOT, CLAIMS, FOLDER, documents, folder, write
@@ -53,7 +53,7 @@ def test_what_another_version_wrote_is_read_and_nothing_of_it_is_lost(kept: Path
     for file, type_ in (("plan-spec.json", PlanSpec), ("plan-status.json", PlanStatus)):
         read = msgspec.json.decode((kept / file).read_bytes(), type=type_)
         assert json.loads(msgspec.json.encode(read)) == json.loads((kept / file).read_text())
-    for file, decoder in (("plan.json", MEMORY), ("health.json", HEALTH_FILE)):
+    for file, decoder in (("plan.json", PLAN_FILE), ("health.json", HEALTH_FILE)):
         read = decoder.decode((kept / file).read_bytes())
         assert json.loads(msgspec.json.encode(read)) == json.loads((kept / file).read_text())
 

@@ -87,7 +87,7 @@ def test_slices_are_read_again_after_a_write_that_failed() -> None:
     with ObjectApi() as api:
         api.store(f"{SLICES}/s", spec={"driver": "gpu.tessera.dev", "nodeName": "sim-0000", "pool": {"name": "p"}})
         slices = OwnSlices(api.server.client(), Pool("sim-0000", "gpu.tessera.dev"), KeptFields())
-        with pytest.raises(ApiError), slices.read_again_after_failure():
+        with pytest.raises(ApiError), slices.step():
             raise ApiError("409: it exists")
     assert slices.snapshot().keys() == {Key("", "s")}
 

@@ -1,4 +1,4 @@
-"""Rules for the recorded hardware faults of a node: pure functions on a value that the monitor keeps on disk.
+"""The recorded hardware faults of a node: rules for changes of the record, and its file ``health.json``.
 
 Each fault has a stamp: the time of detection in seconds since 1970 by the node's clock. Stamps are unique and increase.
 An operator clears faults up to the stamp that the slices show; faults that are found later stay.
@@ -6,13 +6,20 @@ An operator clears faults up to the stamp that the slices show; faults that are 
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Collection, Mapping
 from enum import StrEnum
+from pathlib import Path
 
 import msgspec
 
-from driver.model.gpu_health import NO_ACTION, RECOVERY_ACTIONS, DeviceCondition, EventKind, GpuEvent
-from driver.model.xid import FALLEN_OFF_THE_BUS, is_fatal, meaning_of
+from driver.errors import StateError
+from driver.model.gpu_health import NO_ACTION
+from driver.model.xid import FALLEN_OFF_THE_BUS
+from kubelet_plugin.checkpoint.files import write_atomically
+
+log = logging.getLogger(__name__)
 
 REPEAT_INTERVAL_SECONDS = 60
 """Seconds within which an equal report is the same fault: some XIDs are reported by the hundred."""
@@ -44,16 +51,6 @@ class HardwareFault(msgspec.Struct, frozen=True, rename="camel", omit_defaults=T
         """Whether the GPU has recovered as soon as it responds again."""
         return self.kind is FaultKind.UNAVAILABLE or (self.kind, self.number) == (FaultKind.XID, FALLEN_OFF_THE_BUS)
 
-    def condition(self) -> DeviceCondition:
-        if self.kind is FaultKind.XID:
-            value, reason = f"xid-{self.number}", f"XID {self.number}, {meaning_of(self.number).text}"
-        elif self.kind is FaultKind.UNAVAILABLE:
-            value, reason = "unavailable", "NVML reported it unavailable"
-        else:
-            value, need = RECOVERY_ACTIONS.get(self.number, ("needs-action", f"recovery action {self.number}"))
-            reason = f"NVML says it needs {need}"
-        return DeviceCondition(value, reason, slices=self.slices, stamp=self.stamp)
-
 
 class HealthRecord(msgspec.Struct, frozen=True, rename="camel"):
     """The state that survives a restart of the plugin.
@@ -69,17 +66,18 @@ class HealthRecord(msgspec.Struct, frozen=True, rename="camel"):
     cordoned: dict[str, str] = {}
 
 
-def apply_event(
-    record: HealthRecord, event: GpuEvent, slices: int | None, now: int, *, recovery_supported: bool
-) -> HealthRecord:
-    """Record an NVML event; ``slices`` are those of the partition it concerns."""
-    if event.gpu_uuid is None:
+def apply_fault(record: HealthRecord, fault: HardwareFault) -> HealthRecord:
+    """Record ``fault``, unless it is the repetition of a recent one."""
+    same = next((recorded for recorded in record.faults if _identity(recorded) == _identity(fault)), None)
+    if same is not None and fault.stamp - same.stamp < REPEAT_INTERVAL_SECONDS:
         return record
-    if event.kind is EventKind.UNAVAILABLE:
-        return _add(record, HardwareFault(event.gpu_uuid, FaultKind.UNAVAILABLE, now))
-    if event.xid is None or not is_fatal(event.xid, recovery_supported=recovery_supported):
-        return record
-    return _add(record, HardwareFault(event.gpu_uuid, FaultKind.XID, now, event.xid, slices))
+    record, stamp = new_stamp(record, fault.stamp)
+    stamped = msgspec.structs.replace(fault, stamp=stamp)
+    if same is None:
+        return msgspec.structs.replace(record, faults=(*record.faults, stamped))
+    # In its place: faults are listed in the order of their first report.
+    faults = tuple(stamped if recorded is same else recorded for recorded in record.faults)
+    return msgspec.structs.replace(record, faults=faults)
 
 
 def apply_recovery_action(record: HealthRecord, gpu: str, action: int, now: int) -> HealthRecord:
@@ -92,7 +90,7 @@ def apply_recovery_action(record: HealthRecord, gpu: str, action: int, now: int)
         return _without(msgspec.structs.replace(record, actions=actions), [f for f in record.faults if f.gpu == gpu])
     changed = msgspec.structs.replace(record, actions={**actions, gpu: action})
     earlier = [f for f in record.faults if f.gpu == gpu and f.kind is FaultKind.RECOVERY]
-    return _add(_without(changed, earlier), HardwareFault(gpu, FaultKind.RECOVERY, now, action))
+    return apply_fault(_without(changed, earlier), HardwareFault(gpu, FaultKind.RECOVERY, now, action))
 
 
 def apply_scan(record: HealthRecord, answering: Collection[str]) -> HealthRecord:
@@ -127,20 +125,6 @@ def new_stamp(record: HealthRecord, now: int) -> tuple[HealthRecord, int]:
     return msgspec.structs.replace(record, last_stamp=stamp), stamp
 
 
-def _add(record: HealthRecord, fault: HardwareFault) -> HealthRecord:
-    same = next((f for f in record.faults if _identity(f) == _identity(fault)), None)
-    if same is not None and fault.stamp - same.stamp < REPEAT_INTERVAL_SECONDS:
-        return record
-    record, stamp = new_stamp(record, fault.stamp)
-    fault = msgspec.structs.replace(fault, stamp=stamp)
-    if same is None:
-        return msgspec.structs.replace(record, faults=(*record.faults, fault))
-    again = tuple(
-        fault if f is same else f for f in record.faults
-    )  # in its place: faults are listed in the order of their first report
-    return msgspec.structs.replace(record, faults=again)
-
-
 def _identity(fault: HardwareFault) -> tuple[str, FaultKind, int, int | None]:
     return fault.gpu, fault.kind, fault.number, fault.slices
 
@@ -149,3 +133,54 @@ def _without(record: HealthRecord, gone: Collection[HardwareFault]) -> HealthRec
     if not gone:
         return record
     return msgspec.structs.replace(record, faults=tuple(f for f in record.faults if f not in gone))
+
+
+FILE_VERSION = 1
+"""Version of the file format. A file of another version is renamed and not read."""
+
+FILE_NAME = "health.json"
+
+
+class HealthFileContent(msgspec.Struct, frozen=True):
+    version: int
+    record: HealthRecord
+
+
+HEALTH_FILE = msgspec.json.Decoder(HealthFileContent)
+
+
+class HealthFile:
+    """``<state-dir>/health.json``."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._path = state_dir / FILE_NAME
+
+    def load(self) -> HealthRecord:
+        """The saved record; an empty one if there is no file. An unreadable file is renamed and logged."""
+        try:
+            content = HEALTH_FILE.decode(self._path.read_bytes())
+        except FileNotFoundError:
+            return HealthRecord()
+        except (OSError, msgspec.MsgspecError) as error:
+            self._set_aside(str(error))
+            return HealthRecord()
+        if content.version != FILE_VERSION:
+            self._set_aside(f"version {content.version}, this plugin reads {FILE_VERSION}")
+            return HealthRecord()
+        return content.record
+
+    def save(self, record: HealthRecord) -> None:
+        """Write ``record`` durably. A failure is logged only: the record in memory stays in force."""
+        try:
+            write_atomically(self._path, msgspec.json.encode(HealthFileContent(FILE_VERSION, record)), durable=True)
+        except StateError as error:
+            log.error("can't save the health of GPUs; a restart would lose it", extra={"error": str(error)})
+
+    def _set_aside(self, why: str) -> None:
+        aside = self._path.with_name(f"{FILE_NAME}.damaged-{time.time_ns()}")
+        extra = {"path": str(self._path), "keptAs": str(aside), "error": why}
+        log.error("can't read the saved health of GPUs; starting without it", extra=extra)
+        try:
+            self._path.rename(aside)
+        except OSError as error:
+            log.error("can't rename a damaged file", extra={"path": str(self._path), "error": str(error)})

@@ -10,8 +10,11 @@ import pytest
 
 from driver.kube.controller_heartbeat import HEARTBEAT
 from driver.kube.lease import leases
-from driver.model.plan import PATH, PlanMode, PlanStatus
-from kubelet_plugin.plan.api import FenceRelease, PlanStatusWriter, PlanWatch
+from driver.model.plan import CURATED, PATH, PlanMode, PlanStatus
+from driver.slices.pool_names import Pool
+from kubelet_plugin.changes import NodeChange, NodeChanges
+from kubelet_plugin.plan.instructions import WatchedInstructions
+from kubelet_plugin.plan.writers import FenceRelease, PlanStatusWriter
 from tests.support.api_server import ObjectApi
 from tests.support.running import eventually, in_thread
 
@@ -27,7 +30,11 @@ class Node:
     epoch: str | None = None
 
     def __post_init__(self) -> None:
-        self.fence = FenceRelease(self.api.server.client(), "tessera", "node-a-gpu.tessera.dev", lambda: self.epoch)
+        pool = Pool("node-a", "gpu.tessera.dev")
+        self.fence = FenceRelease(self.api.server.client(), "tessera", pool, self)
+
+    def unplanned_epoch(self) -> str | None:
+        return self.epoch
 
     def fenced(self) -> dict[str, str]:
         data: dict[str, str] = self.api.folder(CONFIG_MAPS)["tessera-fence"]["data"]
@@ -88,10 +95,13 @@ class Reporting:
     api: ObjectApi
 
     def __post_init__(self) -> None:
-        client = self.api.server.client()
-        self.plans = PlanWatch(client, "tessera", "node-a", lambda: self.writer.notify())
-        status = PlanStatus(epoch="e1", mode=PlanMode.STANDALONE, inventory="all of its GPUs")
-        self.writer = PlanStatusWriter(client, "node-a", self.plans.plan, lambda: status, self.plans.lacks_plan)
+        client, changes = self.api.server.client(), NodeChanges()
+        self.plans = WatchedInstructions(client, "tessera", "node-a", CURATED, changes)
+        self.writer = PlanStatusWriter(client, "node-a", self.plans, self)
+        changes.subscribe(NodeChange.PLAN, self.writer.notify)
+
+    def status(self) -> PlanStatus:
+        return PlanStatus(epoch="e1", mode=PlanMode.STANDALONE, inventory="all of its GPUs")
 
     def inventory(self) -> str:
         found = self.api.folder(PATH).get("node-a", {}).get("status", {}).get("inventory", "")

@@ -1,0 +1,66 @@
+"""What makes a device unfit for new pods: the one place where that is decided.
+
+    cause                                            condition of            ends when
+    fatal XID (``driver.model.xid``)                 partition or GPU        an operator clears it, the node reboots
+    NVML reports the GPU unavailable                 GPU                     the GPU responds again
+    NVML reports a recovery action                   GPU                     NVML reports none any more
+    partition lost, release stuck (``reconcile``)    devices of the claim    the claim is repaired or released
+    ``tessera cordon``                               GPU                     ``tessera uncordon``
+
+A device with a condition is published with a taint and offered to no new claim (``driver.slices.build``). In addition
+no device is offered of a GPU that does not respond or that another driver owns (``Inventory``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from driver.model.gpu_health import RECOVERY_ACTIONS, ConditionType, DeviceCondition, EventKind, GpuEvent
+from driver.model.xid import is_fatal, meaning_of
+from kubelet_plugin.health.recorded_faults import FaultKind, HardwareFault, HealthRecord
+from kubelet_plugin.inventory.inventory import Inventory
+
+ReportedConditions = Mapping[tuple[str, ConditionType], tuple[str, int]]
+"""Conditions that other parts have reported: (device name, type) -> (reason, stamp)."""
+
+
+def fault_of_event(event: GpuEvent, slices: int | None, now: int, *, recovery_supported: bool) -> HardwareFault | None:
+    """The fault that an NVML event means, or None; ``slices`` are those of the partition it concerns."""
+    if event.gpu_uuid is None:
+        return None
+    if event.kind is EventKind.UNAVAILABLE:
+        return HardwareFault(event.gpu_uuid, FaultKind.UNAVAILABLE, now)
+    if event.xid is None or not is_fatal(event.xid, recovery_supported=recovery_supported):
+        return None
+    return HardwareFault(event.gpu_uuid, FaultKind.XID, now, event.xid, slices)
+
+
+def condition_of(fault: HardwareFault) -> DeviceCondition:
+    if fault.kind is FaultKind.XID:
+        value, reason = f"xid-{fault.number}", f"XID {fault.number}, {meaning_of(fault.number).text}"
+    elif fault.kind is FaultKind.UNAVAILABLE:
+        value, reason = "unavailable", "NVML reported it unavailable"
+    else:
+        value, need = RECOVERY_ACTIONS.get(fault.number, ("needs-action", f"recovery action {fault.number}"))
+        reason = f"NVML says it needs {need}"
+    return DeviceCondition(value, reason, slices=fault.slices, stamp=fault.stamp)
+
+
+def conditions_by_gpu(
+    record: HealthRecord, reported: ReportedConditions, inventory: Inventory
+) -> dict[str, tuple[DeviceCondition, ...]]:
+    """All conditions: faults in the order of detection, then conditions of devices, then the cordon.
+
+    Recovery actions come after other faults: they follow from them, even if they are seen first.
+    """
+    conditions: dict[str, list[DeviceCondition]] = defaultdict(list)
+    for fault in sorted(record.faults, key=lambda fault: fault.kind is FaultKind.RECOVERY):
+        conditions[fault.gpu].append(condition_of(fault))
+    for (name, kind), (reason, stamp) in sorted(reported.items()):
+        device = inventory.device(name)
+        if device is not None:
+            conditions[device.gpu.uuid].append(DeviceCondition(kind.value, reason, device=name, stamp=stamp))
+    for uuid, reason in record.cordoned.items():
+        conditions[uuid].append(DeviceCondition("cordoned", reason, cordon=True))
+    return {uuid: tuple(of_gpu) for uuid, of_gpu in conditions.items()}

@@ -1,0 +1,50 @@
+"""What the parts of the node plugin report to metrics.
+
+``Measurements`` does nothing: it is used where metrics are not asked for, because the Prometheus library needs a
+megabyte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+from driver.http import Page
+from driver.kube.types import Claim
+from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.inventory.inventory import ClaimReference
+
+
+class Measurements:
+    """The interface; ``Metrics`` implements it. No method blocks."""
+
+    def observe_request(
+        self, method: str, path: str, query: Mapping[str, str] | None, status: int | None, seconds: float
+    ) -> None:
+        """Count a request to the API server (``RequestObserver``)."""
+
+    def measure(self, verb: str, claim: ClaimReference) -> AbstractContextManager[None]:
+        """Measure a prepare or unprepare inside the block, and count its failure."""
+        return nullcontext()
+
+    def claim_read(self, claim: Claim) -> None:
+        """Remember when a claim was created, unless the plugin has reported a device of it before."""
+
+    def observe_step(self, step: Step, seconds: float) -> None:
+        """A step has taken ``seconds``."""
+
+    def lock_waited(self, seconds: float) -> None:
+        """Work on a claim has waited for its locks."""
+
+    def slices_written(self, slices: int, seconds: float) -> None:
+        """Count ``slices`` that were written or deleted in ``seconds``."""
+
+    def count_orphan(self, kind: str) -> None:
+        """Count an orphan: ``claim``, ``cdi-spec`` or ``record``."""
+
+    def count_event(self, reason: str) -> None:
+        """Count the repair or failure that an Event with this reason reports."""
+
+    def pages(self) -> Mapping[str, Page]:
+        """The HTTP pages to serve, by path."""
+        return {}

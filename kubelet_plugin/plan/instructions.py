@@ -1,0 +1,101 @@
+"""What the cluster tells a node about the devices to publish: its plan, the heartbeat, and a label of its Node."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from driver.kube.client import KubeClient
+from driver.kube.controller_heartbeat import HeartbeatWatch
+from driver.kube.types import GpuNodePlan, Node, PlanMetadata
+from driver.kube.watch_cache import WatchCache
+from driver.model.plan import COMPLETE, PATH, PUBLISH, PUBLISH_VALUES
+from kubelet_plugin.changes import NodeChange, NodeChanges
+
+NODES_PATH = "/api/v1/nodes"
+
+NO_CRD = (
+    "CustomResourceDefinition gpunodeplans is not installed: this node runs standalone and ignores `tessera cordon`; "
+    "see docs/install.md"
+)
+
+
+class Instructions(Protocol):
+    """What is known at present. No method waits."""
+
+    def plan(self) -> GpuNodePlan | None:
+        """The node's plan; None if there is none, or none has been received yet."""
+
+    def alive(self) -> bool:
+        """Whether the controller has renewed its heartbeat recently."""
+
+    def has_controller(self) -> bool:
+        """Whether there is or was a controller, or that is not known yet."""
+
+    def lacks_plan(self) -> bool:
+        """Whether there is no plan, and no controller that would create it."""
+
+    def complete(self) -> bool | None:
+        """Whether the node publishes every device; None: not known yet."""
+
+
+class WatchedInstructions:
+    """``Instructions`` by watches of this process: one thread each runs the ``loops``.
+
+    ``default`` is one of PUBLISH_VALUES, and applies if the Node has no label PUBLISH, or one that is not valid.
+    """
+
+    def __init__(self, client: KubeClient, namespace: str, node: str, default: str, changes: NodeChanges) -> None:
+        self._default = default
+        selector = {"fieldSelector": f"metadata.name={node}"}
+
+        def plan_changed(*_: object) -> None:
+            changes.report(NodeChange.PLAN)
+
+        def label_changed(*_: object) -> None:
+            changes.report(NodeChange.LABEL)
+
+        self._plans = WatchCache(client, PATH, GpuNodePlan, without_status, plan_changed, selector, NO_CRD)
+        self._heartbeat = HeartbeatWatch(client, namespace, on_change=plan_changed)
+        self._labels = WatchCache(client, NODES_PATH, Node, _publish_label, label_changed, selector)
+        self.alive = self._heartbeat.alive
+        self.loops: tuple[Callable[[threading.Event], None], ...] = (
+            self._plans.run,
+            self._heartbeat.run,
+            self._labels.run,
+        )
+
+    @property
+    def synced(self) -> bool:
+        """Whether the first list of plans has been received, so that ``plan`` is reliable."""
+        return self._plans.synced
+
+    def plan(self) -> GpuNodePlan | None:
+        return next(iter(self._plans.snapshot().values()), None)
+
+    def has_controller(self) -> bool:
+        return self._heartbeat.exists is not False
+
+    def lacks_plan(self) -> bool:
+        return self.synced and self.plan() is None and not self.has_controller()
+
+    def complete(self) -> bool | None:
+        if not self._labels.synced:
+            return None
+        label = next(iter(self._labels.snapshot().values()), None)
+        return (label if label in PUBLISH_VALUES else self._default) == COMPLETE
+
+    def uninstalling(self) -> bool:
+        """Whether Tessera is being uninstalled."""
+        return self._heartbeat.leaving
+
+
+def _publish_label(node: Node) -> str:
+    return node.metadata.labels.get(PUBLISH, "")
+
+
+def without_status(plan: GpuNodePlan) -> GpuNodePlan:
+    """The part of the plan that its node reads: a write of its own status must not count as a change."""
+    metadata = plan.metadata
+    return GpuNodePlan(PlanMetadata(metadata.name, uid=metadata.uid, generation=metadata.generation), plan.spec)

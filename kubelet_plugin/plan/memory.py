@@ -1,0 +1,84 @@
+"""What a node remembers about its plan over restarts: the file ``plan.json``."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from driver.errors import StateError
+from driver.model.plan import OfferMode, PlanMode
+from kubelet_plugin.checkpoint.files import write_atomically
+
+log = logging.getLogger(__name__)
+
+
+class PlanMemory(msgspec.Struct, frozen=True):
+    """The content of ``plan.json``.
+
+    ``published`` are the devices in the slices, which may get deleted meanwhile, and those of ``unpublished`` GPUs
+    (UUIDs), which come back together with the next offer of their GPU. ``offer_mode`` is that of the last plan.
+    """
+
+    epoch: str
+    mode: PlanMode
+    published: tuple[str, ...] = ()
+    unpublished: tuple[str, ...] = ()
+    offer_mode: OfferMode = OfferMode.COUNTERS
+
+
+PLAN_FILE = msgspec.json.Decoder(PlanMemory)
+
+
+class PlanStore(Protocol):
+    """Where the memory outlives the process."""
+
+    def load(self) -> PlanMemory | None:
+        """What was saved last; None on a new node."""
+
+    def save(self, memory: PlanMemory, *, durable: bool) -> None:
+        """Save ``memory``. Raises StateError."""
+
+
+class PlanFile:
+    """``plan.json`` in the state directory."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._path = state_dir / "plan.json"
+
+    def load(self) -> PlanMemory | None:
+        try:
+            return PLAN_FILE.decode(self._path.read_bytes())
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def save(self, memory: PlanMemory, *, durable: bool) -> None:
+        write_atomically(self._path, msgspec.json.encode(memory), durable=durable)
+
+
+class RememberedPlan:
+    """The memory at present. ``is_new``: nothing had been saved when this process started."""
+
+    def __init__(self, store: PlanStore) -> None:
+        self._store = store
+        saved = store.load()
+        self.is_new = saved is None
+        self.now = saved or PlanMemory(new_epoch(), PlanMode.STANDALONE)
+
+    def change(self, *, durable: bool, **fields: Any) -> None:
+        """Change and save these fields. A failure is logged only: the memory of this process stays in force."""
+        changed = msgspec.structs.replace(self.now, **fields)
+        if changed == self.now:
+            return
+        self.now = changed
+        try:
+            self._store.save(changed, durable=durable)
+        except StateError as error:
+            log.error("can't save the plan mode for the next start", extra={"error": str(error)})
+
+
+def new_epoch() -> str:
+    return uuid.uuid4().hex[:12]

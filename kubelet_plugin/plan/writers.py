@@ -1,0 +1,129 @@
+"""The node's writes to the API server about its plan: its status, and the release of the controller's fence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from driver.errors import CONFLICT, FORBIDDEN, ApiError
+from driver.kube.client import KubeClient
+from driver.kube.reads import owner_reference
+from driver.kube.work_loop import Loop, MakeLoop
+from driver.model.plan import API_VERSION, FENCE, KIND, PATH, PlanStatus
+from driver.slices.pool_names import Pool
+from kubelet_plugin.plan.instructions import Instructions
+
+STATUS_COALESCE_SECONDS, RELEASE_COALESCE_SECONDS = 0.5, 0.05
+
+STATUS_INTERVAL_SECONDS = 5.0
+"""Minimum time between two writes of fields that only people read. The controller sees what is held and offered in
+claims and slices."""
+
+CREATE_INTERVAL_SECONDS = 30.0
+"""Time until a node that may not create its plan tries again."""
+
+
+class StatusReport(Protocol):
+    """The source of the plan's status."""
+
+    def status(self) -> PlanStatus: ...
+
+
+class PlanStatusWriter:
+    """Writes the status of ``report`` when it differs from the last write.
+
+    The controller creates the plan object. If there is no controller, the node creates it without a spec, so that
+    commands know its GPUs.
+    """
+
+    def __init__(
+        self,
+        client: KubeClient,
+        node: str,
+        instructions: Instructions,
+        report: StatusReport,
+        clock: Callable[[], float] = time.monotonic,
+        loop: MakeLoop = Loop,
+    ) -> None:
+        self._client, self._node = client, node
+        self._instructions = instructions
+        self._report = report
+        self._clock = clock
+        self._written: tuple[str, PlanStatus] | None = None
+        self._written_at = 0.0
+        self._loop = loop("writing the plan's status", self._write, STATUS_COALESCE_SECONDS)
+        self.notify = self._loop.notify
+        self.run = self._loop.run
+
+    def _write(self) -> float | None:
+        """Write a changed status, or return after how many seconds to call again. Raises ApiError."""
+        plan = self._instructions.plan()
+        if plan is None:
+            return self._create() if self._instructions.lacks_plan() else None
+        uid, status = plan.metadata.uid, self._report.status()
+        if self._written == (uid, status):
+            return None
+        seconds = self._written_at + STATUS_INTERVAL_SECONDS - self._clock()
+        if seconds > 0 and self._written is not None and _urgent(uid, status) == _urgent(*self._written):
+            return seconds
+        # With the uid, so that a plan that was deleted and created again in between is never changed.
+        body = {"metadata": {"uid": uid}, "status": msgspec.to_builtins(status)}
+        if self._client.patch_existing(f"{PATH}/{plan.metadata.name}/status", body) is None:
+            # Deleted or replaced, which the watch reports, or a conflict of writers, which nothing reports.
+            return STATUS_INTERVAL_SECONDS
+        self._written, self._written_at = (uid, status), self._clock()
+        return None
+
+    def _create(self) -> float:
+        """Create a plan without a spec. Returns after how many seconds to look again. Raises ApiError."""
+        metadata = {"name": self._node, "ownerReferences": [owner_reference(self._client, self._node)]}
+        try:
+            self._client.create(PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata})
+        except ApiError as error:
+            if error.status not in {CONFLICT, FORBIDDEN}:  # a controller was faster; the role is of an older chart
+                raise
+        return CREATE_INTERVAL_SECONDS
+
+
+def _urgent(uid: str, status: PlanStatus) -> tuple[object, ...]:
+    """The fields that the controller or an operator acts on."""
+    modes = (status.mode, status.offer_mode, status.dropped, status.left_out)
+    return uid, status.epoch, *modes, status.inventory, status.faults
+
+
+class UnplannedEpoch(Protocol):
+    """Whether the node follows plans."""
+
+    def unplanned_epoch(self) -> str | None:
+        """The epoch in which the node follows no plan; None while it does."""
+
+
+class FenceRelease:
+    """Releases the controller's fence around this node's devices when the node becomes standalone or complete.
+
+    It then offers devices that a controller has fenced, too. They are in the slices again, so the scheduler counts
+    them, and no controller would release the fence. Call ``notify`` when the mode has changed.
+    """
+
+    def __init__(
+        self, client: KubeClient, namespace: str, pool: Pool, mode: UnplannedEpoch, loop: MakeLoop = Loop
+    ) -> None:
+        self._client = client
+        self._path = f"/api/v1/namespaces/{namespace}/configmaps/{FENCE}"
+        self._pool = pool
+        self._mode = mode
+        self._released: str | None = None
+        self._loop = loop("releasing the fence of an absent controller", self._release, RELEASE_COALESCE_SECONDS)
+        self.notify = self._loop.notify
+        self.run = self._loop.run
+
+    def _release(self) -> None:
+        """Release the fence once in each epoch. Raises ApiError."""
+        epoch = self._mode.unplanned_epoch()
+        if epoch is None or epoch == self._released:
+            return
+        self._client.patch_existing(self._path, {"data": {self._pool.name: None}})
+        self._released = epoch

@@ -1,0 +1,58 @@
+"""What a plan follower is given by the cluster and by its disk, as a test wants it at the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from driver.kube.types import GpuNodePlan
+from driver.slices.build import PublishedGpu
+from driver.slices.kept_fields import KeptFields
+from kubelet_plugin.plan.memory import PlanMemory
+
+
+@dataclass(frozen=True)
+class GivenInstructions:
+    """``Instructions`` that are asked of the test."""
+
+    plan: Callable[[], GpuNodePlan | None]
+    alive: Callable[[], bool] = lambda: True
+    complete: Callable[[], bool | None] = lambda: False
+    has_controller: Callable[[], bool] = lambda: False
+    lacks_plan: Callable[[], bool] = lambda: False
+
+
+class GivenSlices:
+    """``PublishedSlices`` that are asked of the test."""
+
+    def __init__(
+        self, names: Callable[[], Iterable[str]] = tuple, has_counters: Callable[[PublishedGpu], bool] = lambda _: False
+    ) -> None:
+        self._names, self.has_counters = names, has_counters
+
+    def device_names(self) -> set[str]:
+        return set(self._names())
+
+
+class GivenFields(KeptFields):
+    """What the API server drops, by the test."""
+
+    def __init__(self, dropped: Callable[[], tuple[str, ...]]) -> None:
+        self._given = dropped
+
+    @property
+    def dropped(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self._given()
+
+
+class GivenStore:
+    """A ``PlanStore`` that starts with ``memory`` and passes what is saved to ``keep``."""
+
+    def __init__(self, memory: PlanMemory | None, keep: Callable[[PlanMemory], None] = lambda _: None) -> None:
+        self._memory, self._keep = memory, keep
+
+    def load(self) -> PlanMemory | None:
+        return self._memory
+
+    def save(self, memory: PlanMemory, *, durable: bool) -> None:
+        self._keep(memory)
