@@ -19,6 +19,7 @@ from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
 from tests.support.control_plane import control_plane
+from tests.support.workloads import wait_default_account
 
 Verdict = bool | Literal["error"]
 Pair = tuple[str, str]
@@ -63,6 +64,7 @@ def publish(cluster: Cluster) -> None:
         }
         stored = cluster.api.post(f"{GROUP}/resourceslices", {"metadata": {"name": f"{NODE}-{driver}"}, "spec": spec})
         assert [set(device) for device in stored["spec"]["devices"]] == [set(device) for device in spec["devices"]]
+    wait_default_account(cluster, NAMESPACE)
 
 
 @dataclass(frozen=True)

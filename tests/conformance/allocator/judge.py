@@ -28,6 +28,7 @@ from tests.harness.cluster import Cluster
 from tests.harness.manifests import busybox_pod
 from tests.harness.waiting import wait_for
 from tests.support.control_plane import control_plane
+from tests.support.workloads import wait_default_account
 
 GROUP = "/apis/resource.k8s.io/v1"
 SLICES, CLASSES = f"{GROUP}/resourceslices", f"{GROUP}/deviceclasses"
@@ -88,6 +89,7 @@ class Judge:
         pods = f"/api/v1/namespaces/{namespace}/pods"
         labels = {"resource.kubernetes.io/admin-access": "true"}
         self._api.post("/api/v1/namespaces", {"metadata": {"name": namespace, "labels": labels}})
+        wait_default_account(self._cluster, namespace)
         while len(self._nodes) <= WAVE:
             name = f"node-{len(self._nodes)}"
             self._cluster.add_node_object(name)

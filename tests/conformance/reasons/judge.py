@@ -28,6 +28,7 @@ from tests.conformance.reasons.statements import NODES, held, published
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.queues import DRIVER, Situation
+from tests.support.workloads import wait_default_account
 
 WAVE = 60
 """Questions at a time."""
@@ -42,7 +43,7 @@ class RealScheduler:
     """The scheduler of ``cluster``, which has no kubelet."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self._api = cluster.api
+        self._cluster, self._api = cluster, cluster.api
         self._wave = 0
         for index in range(WAVE):
             for node in NODES:
@@ -58,6 +59,7 @@ class RealScheduler:
         self._wave += 1
         namespace = f"wave-{self._wave}"
         self._api.post("/api/v1/namespaces", {"metadata": {"name": namespace}})
+        wait_default_account(self._cluster, namespace)
         for each in situations[0].classes.values():
             self._api.post(CLASSES, {"metadata": {"name": each.metadata.name}, "spec": msgspec.to_builtins(each.spec)})
         asked = list(enumerate(situations))
