@@ -13,7 +13,7 @@ NONE = {"driver": 0, "kubelet_plugin": 0, "controller": 0, "deviceclasses": 0, "
 ALLOWED: dict[str, dict[str, int]] = {
     CLASS: {**NONE, "driver": 24, "kubelet_plugin": 7, "controller": 24, "deviceclasses": 4, "tessera": 26},
     LONG: NONE,
-    SHORT: {**NONE, "driver": 6, "kubelet_plugin": 1, "controller": 2, "tessera": 4},
+    SHORT: {**NONE, "driver": 6, "kubelet_plugin": 1, "controller": 7, "tessera": 4},
     FUNCTION: {**NONE, "kubelet_plugin": 2, "controller": 3, "tessera": 2},
     CONSTRUCTOR: {**NONE, "driver": 2, "kubelet_plugin": 3, "controller": 1, "tessera": 1},
     FOLDER: {**NONE, "driver": 1},
