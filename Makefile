@@ -24,7 +24,7 @@ WORKERS = $(shell echo $$(($$(nproc) + 1)))
 WITHOUT_CLUSTER = TESSERA_EXAMPLES=fast PYTEST_DEBUG_TEMPROOT=$(MEMORY) $(RUN)/pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-54 demo-curation demo-usage demo-helm image test test-all test-fast test-unit test-cluster test-smoke test-versions lint format size bench trace-prepare bench-placement bench-refresh bench-fleet bench-scale bench-versions integration fuzz soak \
+.PHONY: help demo demo-54 demo-curation demo-usage demo-helm image test test-all test-fast test-unit test-cluster test-smoke test-versions lint format size bench trace-prepare trace-decision bench-placement bench-refresh bench-fleet bench-scale bench-versions integration fuzz soak \
 	conformance conformance-allocator conformance-reasons manifests cluster-up cluster-down binaries env lock protocol clean
 
 help: ## show this list
@@ -96,6 +96,9 @@ bench: env ## run the benchmarks, print a table, write bench-results.json
 
 trace-prepare: env ## print which functions and NVML calls a prepare passes (full GPU, partition, the repeat of each)
 	@$(RUN)/python -m tests.trace.prepare
+
+trace-decision: env ## print which functions the controller's decision about one new claim passes, in a recorded cluster
+	@$(RUN)/python -m tests.trace.decision
 
 MIX ?= uniform
 ARRIVALS ?= 3000

@@ -85,6 +85,7 @@ class ClusterCache:
         self._claim_index = ClaimIndex(driver)
         self._nodes_by_name: dict[str, Node] = {}
         self._plans_by_node: dict[str, GpuNodePlan] = {}
+        """Replaced, not changed: snapshots have it, too."""
         self._slices_by_node: dict[str, dict[Key, Published]] = {}
         self._node_of_pool: dict[str, str] = {}
         self._views = NodeViews(driver)
@@ -199,7 +200,7 @@ class ClusterCache:
                 ClusterState(
                     self._claim_index.view(), classes, pods, tuple(self._nodes_by_name.values()), groups, rules
                 ),
-                dict(self._plans_by_node),
+                self._plans_by_node,
                 self._views.all(),
                 dict(self._views.incomplete),
                 self._views.changes(),
@@ -248,6 +249,7 @@ class ClusterCache:
         return self._take(changes, self._nodes_by_name)
 
     def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> bool:
+        self._plans_by_node = dict(self._plans_by_node)
         self._take(changes, self._plans_by_node)
         return any(_differ(change.old, change.new) for change in changes)
 

@@ -46,6 +46,10 @@ class DeviceIndex:
         """The names of the pools, by node."""
         self._unpublished: dict[str, tuple[GpuNodePlan, frozenset[Offer]]] = {}
         """By node, what a plan offers and the node does not publish: until plan or node change."""
+        self._plans: Mapping[str, GpuNodePlan] | None = None
+        """The plans for which the next two were found; None: a node has changed since."""
+        self._leaving: frozenset[PoolDevice] = frozenset()
+        self._not_published: frozenset[Offer] = frozenset()
 
     def update(self, views: Sequence[NodeView], changes: Changes, fleet: Fleet) -> None:
         """Take over ``views`` and the fleet built from them; nodes that did not change are not looked at again."""
@@ -55,6 +59,9 @@ class DeviceIndex:
             self._complete_nodes, self._unpublished = set(), {}
             self._pools = {view.name: view.pool for view in views}
         self._fleet = fleet
+        if not renewed and not changes.membership:
+            return
+        self._plans = None
         for view in renewed:
             self._update_node(view)
         self._complete = {gpu.gpu.uuid for node in self._complete_nodes for gpu in fleet.nodes.get(node, ())}
@@ -86,25 +93,31 @@ class DeviceIndex:
         The nodes of the latter may be removing them at this moment. If they were offered again and unfenced, they could
         be allocated while they leave the slices.
         """
-        withdrawn = (
-            PoolDevice(self._pools[name], device)
-            for name, plan in plans.items()
-            if plan.spec.withdrawn and name in self._pools
-            for device in plan.spec.withdrawn
-        )
-        leaving = set(filter(self.is_published, withdrawn))
+        self._compare(plans)
         possible = {offer for offer in offers if offer.gpu not in self._complete}
-        return {offer for offer in possible if not leaving & self.of([offer])} if leaving else possible
+        if not self._leaving:
+            return possible
+        return {offer for offer in possible if self._leaving.isdisjoint(self.of([offer]))}
 
-    def unpublished(self, plans: Mapping[str, GpuNodePlan]) -> set[Offer]:
+    def unpublished(self, plans: Mapping[str, GpuNodePlan]) -> frozenset[Offer]:
         """What ``plans`` offer on nodes that follow them, and that is neither in the slices nor held."""
-        offers: set[Offer] = set()
+        self._compare(plans)
+        return self._not_published
+
+    def _compare(self, plans: Mapping[str, GpuNodePlan]) -> None:
+        """Find what nodes have not done yet of what ``plans`` ask for."""
+        if self._plans is plans:
+            return
+        leaving: set[PoolDevice] = set()
+        not_published: set[Offer] = set()
         for name, plan in plans.items():
+            withdrawn = plan.spec.withdrawn if name in self._pools else ()
+            leaving.update(filter(self.is_published, (PoolDevice(self._pools[name], device) for device in withdrawn)))
             remembered = self._unpublished.get(name)
             if remembered is None or remembered[0] is not plan:
                 remembered = self._unpublished[name] = (plan, self._unpublished_on(name, plan))
-            offers |= remembered[1]
-        return offers
+            not_published |= remembered[1]
+        self._plans, self._leaving, self._not_published = plans, frozenset(leaving), frozenset(not_published)
 
     def _unpublished_on(self, node: str, plan: GpuNodePlan) -> frozenset[Offer]:
         devices = self._by_pool.get(self._pools.get(node, ""))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet
@@ -27,7 +27,10 @@ class CountersPlanner:
     def __init__(self, ranking: Ranking, offers: int, min_published: Mapping[OfferKind, int] | None) -> None:
         self._curator = Curator(ranking, offers)
         self._starvation = StarvationFallback()
-        self._listed = ListedDevices(min_published, offers)
+        self._devices_to_list = ListedDevices(min_published, offers)
+        self._listed_for: tuple[Fleet, Collection[str]] | None = None
+        """The fleet and nodes for which ``_listed`` was chosen; None: queued Workloads mattered, too."""
+        self._listed: frozenset[Offer] = frozenset()
 
     @property
     def next_s(self) -> float | None:
@@ -43,8 +46,12 @@ class CountersPlanner:
         protected = [offer for offer in devices.offered if offer.spot.kind in requested]
         return PlannedOffers(self._curator.curate(queue.feasibility.fleet, demands, devices.offered, protected))
 
-    def listed(self, fleet: Fleet, nodes: Collection[str], needed: Iterable[Countable]) -> frozenset[Offer]:
-        return self._listed.update(fleet, nodes, needed)
+    def listed(self, fleet: Fleet, nodes: Collection[str], needed: Collection[Countable]) -> frozenset[Offer]:
+        is_same = self._listed_for is not None and self._listed_for[0] is fleet and self._listed_for[1] == nodes
+        if needed or not is_same:
+            self._listed = self._devices_to_list.update(fleet, nodes, needed)
+            self._listed_for = None if needed else (fleet, nodes)
+        return self._listed
 
     def obstacles(
         self, devices: DeviceIndex, offers: Collection[Offer], withdrawn: Collection[PoolDevice] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet
@@ -38,7 +38,7 @@ class DisjointPlanner:
         reserved = self._reservations.update(queue)
         return self._curator.curate(queue, devices.offered, self._starvation.next_node(queue), reserved)
 
-    def listed(self, fleet: Fleet, nodes: Collection[str], needed: Iterable[Countable]) -> frozenset[Offer]:
+    def listed(self, fleet: Fleet, nodes: Collection[str], needed: Collection[Countable]) -> frozenset[Offer]:
         """Nothing: listed devices would keep offers that overlap them waiting."""
         return frozenset()
 

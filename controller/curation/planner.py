@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,7 +39,7 @@ class OfferPlanner(Protocol):
     def plan(self, queue: Queue, devices: DeviceIndex) -> PlannedOffers:
         """What to offer, whether it is possible at once or not. ``devices`` are those that nodes publish."""
 
-    def listed(self, fleet: Fleet, nodes: Collection[str], needed: Iterable[Countable]) -> frozenset[Offer]:
+    def listed(self, fleet: Fleet, nodes: Collection[str], needed: Collection[Countable]) -> frozenset[Offer]:
         """What ``nodes`` are to publish whether it is offered or not; ``needed`` is what queued Workloads need."""
 
     def obstacles(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -11,12 +12,16 @@ from controller.curation.counters_planner import CountersPlanner
 from controller.curation.disjoint_planner import DisjointPlanner
 from controller.curation.planner import OfferPlanner, PlannedOffers
 from controller.decision.read import DecisionInput
+from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import countable
-from controller.demand.reservation import NominatedPods
 from controller.settings import ControllerSettings
+from driver.kube.types import Pod
 from driver.model.offer import Offer
 from driver.placement.measure import Measure
 from driver.placement.ranking import Ranking
+
+NOMINATED_SECONDS = 600.0
+"""Longest time for which a nominated node protects offers: the scheduler gives up binding volumes after that."""
 
 
 class WaitsFor(Enum):
@@ -57,6 +62,42 @@ class ChosenOffers:
         return replace(self, waiting={**self.waiting, **dict.fromkeys(offers, cause)})
 
 
+class NominatedPods:
+    """The offers that the scheduler may have chosen for a pod without having written the allocation yet.
+
+    Kubernetes 1.35 and newer write ``nominatedNodeName`` before they allocate claims, which takes long where a volume
+    is provisioned first (KEP-5278). These offers need not be withdrawn: the fence would refuse the allocation.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: dict[tuple[str, str], float] = {}
+
+    def update(self, queue: Queue, offered: Iterable[Offer]) -> frozenset[Offer]:
+        """Those of ``offered`` that may be chosen already."""
+        now = self._clock()
+        nominated = [pod for pod in queue.pods if pod.status.nominated_node_name]
+        nominations = {(pod.metadata.uid, pod.status.nominated_node_name): pod for pod in nominated}
+        self._since = {each: self._since.get(each, now) for each in nominations}
+        recent = [pod for each, pod in nominations.items() if now - self._since[each] < NOMINATED_SECONDS]
+        by_gpu: dict[str, list[Offer]] = {}
+        for offer in offered if recent else ():
+            by_gpu.setdefault(offer.gpu, []).append(offer)
+        return frozenset(offer for pod in recent for offer in _matching(queue, pod, by_gpu))
+
+
+def _matching(queue: Queue, pod: Pod, by_gpu: Mapping[str, Iterable[Offer]]) -> Iterator[Offer]:
+    """The offers on the node for which ``pod`` is nominated that match one of its requests."""
+    node = frozenset({pod.status.nominated_node_name}) & queue.nodes_for(pod)
+    for requirements in queue.combinations(pod):
+        for request in requirements.requests:
+            for kind, gpus in queue.feasibility.kinds(request.selector, node).items():
+                for offer in (offer for gpu in gpus & by_gpu.keys() for offer in by_gpu[gpu]):
+                    is_kind = offer.spot.kind == kind.key
+                    if is_kind and (kind.starts is None or offer.spot.at in kind.starts):
+                        yield offer
+
+
 class ChooseStage:
     """Asks the planner of the cluster's offer mode."""
 
@@ -78,11 +119,10 @@ class ChooseStage:
         plans, devices = seen.snapshot.plans, seen.devices
         planned = planner.plan(seen.queue, devices)
         nominated = self._nominated.update(seen.queue, devices.offered)
-        following = {view.name for view in seen.snapshot.views if view.follows_plan and not view.closed}
         needed = () if seen.queued is None else countable(seen.queued)
         return ChosenOffers(
             planner,
             planned,
             wanted=frozenset(devices.offerable({*planned.offers, *nominated}, plans)),
-            listed=frozenset(devices.offerable(planner.listed(seen.fleet, following, needed), plans)),
+            listed=frozenset(devices.offerable(planner.listed(seen.fleet, seen.nodes.following, needed), plans)),
         )

@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from controller.cluster.cache import ClusterCache
-from controller.decision.admit import AdmitStage
 from controller.decision.choose import ChooseStage
 from controller.decision.explain import Decided, ExplainStage
 from controller.decision.read import ReadStage
-from controller.decision.withdraw import WithdrawStage
+from controller.decision.withdraw_and_admit import AdmitStage, WithdrawStage
 from controller.decision.write import WriteStage
 from controller.eviction.overlapping_allocations import OverlapEvictor
 from controller.explain.events import COMPONENT
@@ -68,10 +67,10 @@ class Decision:
         self._choose = ChooseStage(settings)
         self._withdraw = WithdrawStage(self._fence, settings, wake, observer)
         self._admit = AdmitStage(self._cache, self._fence)
-        self._write = WriteStage(client, settings, self._cache, observer)
-        self._evict = OverlapEvictor(client, self._recorder, settings, metrics)
+        evictor = OverlapEvictor(client, self._recorder, settings, metrics)
+        self._write = WriteStage(client, settings, self._cache, evictor, observer)
         self._explain = ExplainStage(client, settings, self._cache, self._fence, self._recorder, metrics)
-        self._timed: tuple[Timed, ...] = (self._choose, self._admit, self._write, self._evict, self._explain)
+        self._timed: tuple[Timed, ...] = (self._choose, self._admit, self._write, self._explain)
         self._background = (self._withdraw.withdrawals, self._write.labels, self._recorder)
 
     def decide(self) -> float | None:
@@ -83,9 +82,9 @@ class Decision:
         offers = self._withdraw.withdraw(seen, offers)
         offers = self._admit.admit(seen, offers)
         self._write.write(seen, offers)
-        self._evict.update(seen.snapshot.cluster.claims, seen.fleet, seen.snapshot.changed.names)
         self._cache.acknowledge()
         self.last = self._explain.explain(seen, offers)
+        self._read.prepare(seen)
         return soonest(DECISION_INTERVAL_SECONDS, *(part.next_s for part in self._timed))
 
     def start(self, stop: threading.Event) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.fleet import Fleet
-from controller.cluster.node_views import refusing_nodes, silent_nodes
 from controller.cluster.published_offers import DeviceIndex
 from controller.decision.choose import ChosenOffers, WaitsFor
 from controller.decision.read import DecisionInput
@@ -71,7 +70,8 @@ class ExplainStage:
 
     def explain(self, seen: DecisionInput, offers: ChosenOffers) -> Decided:
         """Report what this decision found. Returns what it was made from."""
-        self._events.labels(seen.snapshot.cluster.nodes, seen.snapshot.changed.nodes, seen.fleet)
+        if not seen.is_same_cluster:
+            self._events.labels(seen.snapshot.cluster.nodes, seen.snapshot.changed.nodes, seen.fleet)
         self._events.unreadable(self._cache.unreadable())
         codes = self._explain_claims(seen, offers)
         if self._metrics is not None:
@@ -85,19 +85,19 @@ class ExplainStage:
 
         Returns the code by key of the claim.
         """
-        queue, devices, snapshot = seen.queue, seen.devices, seen.snapshot
+        queue, devices = seen.queue, seen.devices
         offered = {offer: devices.free[offer] for offer in devices.offered}
-        unfenced = {offer: device for offer, device in offered.items() if not self._fence.is_fenced(device)}
-        silent = silent_nodes(snapshot.views, snapshot.incomplete)
-        late = devices.unpublished(snapshot.plans)
-        unscheduled = self._unscheduled.reasons(queue, unfenced, silent, refusing_nodes(snapshot.views), late)
+        unfenced = {offer: device for offer, device in offered.items() if device not in self._fence.fenced}
+        late = devices.unpublished(seen.snapshot.plans)
+        unscheduled = self._unscheduled.reasons(queue, unfenced, seen.nodes.silent, seen.nodes.refusing, late)
         unplaced = reversed(self._unplaced.reasons(queue))
         lacking = find_reasons(Reasoning(queue, self._known_reasons), seen.unreported)
         waiting: list[ClaimReason] = []
         if offers.planned.by_claim is not None:
             obstructed = offers.waiting_for(WaitsFor.OVERLAPPING_DEVICES)
             waiting = reasons_of_waiting(queue, offers.planned.by_claim, obstructed, self._settings.settle_s)
-        reasons = chain(unplaced, lacking, reasons_of_incomplete(queue, Clock()), unscheduled, waiting)
+        incomplete = reasons_of_incomplete(queue, Clock()) if queue.gangs else ()
+        reasons = chain(unplaced, lacking, incomplete, unscheduled, waiting)
         self._adopt()
         codes: dict[str, str] = {}
         self._events.claims(_first_of_each(with_scheduler(reasons, queue, Clock()), codes), queue)

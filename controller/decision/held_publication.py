@@ -63,9 +63,10 @@ class HeldPublication:
         """The mode of the cluster. It returns to ALWAYS only when clearly fewer GPUs are left."""
         if most_gpus is None:
             return PublishHeld.ALWAYS
-        left = any(plan.spec.publish_held is PublishHeld.BESIDE_OFFERS for plan in plans.values())
-        limit = most_gpus * RETURN_SHARE if left else most_gpus
-        return PublishHeld.ALWAYS if gpus <= limit else PublishHeld.BESIDE_OFFERS
+        if gpus <= most_gpus * RETURN_SHARE:
+            return PublishHeld.ALWAYS
+        was_larger = any(plan.spec.publish_held is PublishHeld.BESIDE_OFFERS for plan in plans.values())
+        return PublishHeld.BESIDE_OFFERS if gpus > most_gpus or was_larger else PublishHeld.ALWAYS
 
 
 def first_offers(offers: Collection[Offer], fleet: Fleet, plans: Mapping[str, GpuNodePlan]) -> dict[Offer, str]:

@@ -4,23 +4,56 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.kueue import KueueQueue, QueuedWorkload
-from controller.cluster.node_views import UnreportedNodes, UnreportedNodesTracker
+from controller.cluster.node_views import UnreportedNodes, UnreportedNodesTracker, refusing_nodes, silent_nodes
 from controller.cluster.published_offers import DeviceIndex
 from controller.curation.offer_mode import ClusterMode
 from controller.demand.eligibility import Eligibility
 from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import cluster_of
+from controller.demand.requirements import RequirementsReader
 from controller.demand.selected_devices import Matching
 from controller.settings import ControllerSettings
 from driver.kube.client import KubeClient
+from driver.kube.types import ExactDeviceRequest
 from driver.model.plan import OfferMode
+
+MAX_PREPARED_CLASSES = 64
+"""DeviceClasses whose selectors are compiled before a claim uses them."""
+
+
+@dataclass(frozen=True)
+class NodeStates:
+    """Nodes by what they do with their plans.
+
+    ``names``: all nodes. ``following``: those that follow their plans and accept offers. ``silent``: those that publish
+    nothing that the scheduler takes, ``refusing``: those that do not publish all that their plans offer; and why.
+    ``leaving_out_held``: whether the plan of one leaves held devices of GPUs without offers unpublished.
+    """
+
+    names: tuple[str, ...]
+    following: frozenset[str]
+    silent: Mapping[str, str]
+    refusing: Mapping[str, str]
+    leaving_out_held: bool
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> NodeStates:
+        views = snapshot.views
+        return cls(
+            names=tuple(view.name for view in views),
+            following=frozenset(view.name for view in views if view.follows_plan and not view.closed),
+            silent=silent_nodes(views, snapshot.incomplete),
+            refusing=refusing_nodes(views),
+            leaving_out_held=any(plan.spec.leaves_out_held for plan in snapshot.plans.values()),
+        )
 
 
 @dataclass(frozen=True)
@@ -35,6 +68,7 @@ class DecisionInput:
     snapshot: Snapshot
     fleet: Fleet
     devices: DeviceIndex
+    nodes: NodeStates
     queue: Queue
     workloads: Sequence[QueuedWorkload]
     queued: Queue | None
@@ -42,6 +76,12 @@ class DecisionInput:
     minor_version: int | None
     unreported: UnreportedNodes
     began: float
+
+    @property
+    def is_same_cluster(self) -> bool:
+        """Whether neither a node nor what is allocated on it changed since the last decision; claims may have."""
+        changed = self.snapshot.changed
+        return not changed.names and not changed.membership
 
 
 class ReadStage:
@@ -60,6 +100,9 @@ class ReadStage:
         self._matching = Matching(settings.driver_name)
         self._eligibility = self._eligibility_of_queued = Eligibility(())
         self._unreported = UnreportedNodesTracker()
+        self._nodes: NodeStates | None = None
+        self._prepared: tuple[object, ...] = ()
+        """The classes and the hardware for which selectors are compiled."""
         self._mode = ClusterMode(client, settings.offer_mode)
 
     def start(self, stop: threading.Event) -> None:
@@ -77,11 +120,14 @@ class ReadStage:
         self._devices.update(snapshot.views, changed, fleet)
         if changed.nodes:
             self._eligibility, self._eligibility_of_queued = (Eligibility(snapshot.cluster.nodes) for _ in range(2))
+        if self._nodes is None or changed.names or changed.membership:
+            self._nodes = NodeStates.of(snapshot)
         workloads = [] if self._kueue is None else self._kueue.snapshot()
         return DecisionInput(
             snapshot=snapshot,
             fleet=fleet,
             devices=self._devices,
+            nodes=self._nodes,
             queue=Queue(snapshot.cluster, fleet, self._matching, self._eligibility),
             workloads=workloads,
             queued=self._queue_of(workloads, fleet, snapshot),
@@ -90,6 +136,18 @@ class ReadStage:
             unreported=self._unreported.update(snapshot.views),
             began=began,
         )
+
+    def prepare(self, seen: DecisionInput) -> None:
+        """Compile and evaluate the selectors of new DeviceClasses, so that the first claim of a class need not wait."""
+        classes = seen.snapshot.cluster.classes[:MAX_PREPARED_CLASSES]
+        if self._prepared == (classes, seen.fleet.hardware):
+            return
+        self._prepared = (classes, seen.fleet.hardware)
+        reader = RequirementsReader(self._matching, classes, seen.fleet)
+        for device_class in classes:
+            selector = reader.selector_of(ExactDeviceRequest(device_class.metadata.name), "")
+            if selector is not None:
+                deque(selector.among(seen.fleet), maxlen=0)
 
     def _queue_of(self, workloads: Sequence[QueuedWorkload], fleet: Fleet, snapshot: Snapshot) -> Queue | None:
         """What ``workloads`` will claim; None without any, as every decision would pay for an empty queue."""

@@ -39,8 +39,6 @@ class Gang:
 
 def gangs_of(pods: Iterable[Pod], pending: Collection[str], groups: Mapping[Key, PodGroup]) -> list[Gang]:
     """The gangs with pods in ``pending``, which are ``namespace/name`` of pods with pending claims."""
-    if not groups:
-        return []
     members: dict[Key, list[Pod]] = {}
     for pod in pods:
         group = pod.pod_group

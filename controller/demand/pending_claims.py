@@ -86,7 +86,8 @@ class Queue:
         for each in self.pending:
             for pod in each.pods:
                 self._claims_of_pod.setdefault(str(pod.metadata.key), []).append(each)
-        self.gangs = gangs_of(cluster.pods, self._claims_of_pod.keys(), cluster.pod_groups)
+        groups = cluster.pod_groups
+        self.gangs = gangs_of(cluster.pods, self._claims_of_pod.keys(), groups) if groups else []
 
     def on(self, feasibility: Feasibility) -> Queue:
         """The same claims by another ``feasibility``."""

@@ -1,16 +1,14 @@
-"""Free memory that is kept for a pod: for one that waits in vain, and for one that the scheduler has just decided.
+"""Free memory that is kept for a pod that waits in vain (pure but for what the class remembers).
 
 With disjoint offers the controller decides which claim gets free memory. A pod for which there is no room keeps no
 other from it at first. After ``WAIT_SECONDS`` the first such pod gets a reservation: nothing new is offered on GPUs
 that would do for it once they are free, those with the most free memory. One pod at a time has a reservation.
-
-Pure but for what the classes remember.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,14 +16,9 @@ from controller.cluster.fleet import Fleet
 from controller.demand.device_search import Budget, choose_devices
 from controller.demand.pending_claims import Queue
 from driver.kube.types import Key, Pod
-from driver.model.offer import Offer
 
 WAIT_SECONDS = 120.0
 """Time after which a pod that could run on empty GPUs gets a reservation."""
-
-
-NOMINATED_SECONDS = 600.0
-"""Longest time for which a nominated node protects offers: the scheduler gives up binding volumes after that."""
 
 
 class Reserved(NamedTuple):
@@ -62,42 +55,6 @@ class Reservations:
             found = (Reserved(pod.metadata.key, gpus) for pod in overdue if (gpus := _emptiest(queue, pod)))
             self._reserved = next(found, None)
         return self._reserved
-
-
-class NominatedPods:
-    """The offers that the scheduler may have chosen for a pod without having written the allocation yet.
-
-    Kubernetes 1.35 and newer write ``nominatedNodeName`` before they allocate claims, which takes long where a volume
-    is provisioned first (KEP-5278). These offers need not be withdrawn: the fence would refuse the allocation.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._since: dict[tuple[str, str], float] = {}
-
-    def update(self, queue: Queue, offered: Iterable[Offer]) -> frozenset[Offer]:
-        """Those of ``offered`` that may be chosen already."""
-        now = self._clock()
-        nominated = [pod for pod in queue.pods if pod.status.nominated_node_name]
-        nominations = {(pod.metadata.uid, pod.status.nominated_node_name): pod for pod in nominated}
-        self._since = {each: self._since.get(each, now) for each in nominations}
-        recent = [pod for each, pod in nominations.items() if now - self._since[each] < NOMINATED_SECONDS]
-        by_gpu: dict[str, list[Offer]] = {}
-        for offer in offered if recent else ():
-            by_gpu.setdefault(offer.gpu, []).append(offer)
-        return frozenset(offer for pod in recent for offer in _matching(queue, pod, by_gpu))
-
-
-def _matching(queue: Queue, pod: Pod, by_gpu: Mapping[str, Iterable[Offer]]) -> Iterator[Offer]:
-    """The offers on the node for which ``pod`` is nominated that match one of its requests."""
-    node = frozenset({pod.status.nominated_node_name}) & queue.nodes_for(pod)
-    for requirements in queue.combinations(pod):
-        for request in requirements.requests:
-            for kind, gpus in queue.feasibility.kinds(request.selector, node).items():
-                for offer in (offer for gpu in gpus & by_gpu.keys() for offer in by_gpu[gpu]):
-                    is_kind = offer.spot.kind == kind.key
-                    if is_kind and (kind.starts is None or offer.spot.at in kind.starts):
-                        yield offer
 
 
 def without(fleet: Fleet, reserved: Reserved | None) -> Fleet:

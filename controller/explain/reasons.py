@@ -163,7 +163,8 @@ class Reasoning:
         """The reasoning about the devices without taints that ``pending`` does not tolerate."""
         queue, alternatives = self.queue, self.queue.requirements(pending)
         requests = () if isinstance(alternatives, Refusal) else [one for each in alternatives for one in each.requests]
-        rules = untolerated(queue.cluster.taint_rules, requests) if requests else ()
+        tainting = queue.cluster.taint_rules
+        rules = untolerated(tainting, requests) if tainting and requests else ()
         if not rules:
             return self
         of_devices = any(each.spec.device_selector and each.spec.device_selector.device for each in rules)

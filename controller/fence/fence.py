@@ -17,7 +17,7 @@ withdrawn only if no claim holds it and no decision for it can still be written.
 
 The gap in the proof is "right afterwards": an API server that stalls between its admission and its write to
 etcd, for longer than settle, probe and canary together take, is not covered. So an allocation of a fenced
-device that is seen later all the same (``is_fenced``) has to be treated as held; and the node plugin refuses to
+device that is seen later all the same (``fenced``) has to be treated as held; and the node plugin refuses to
 prepare what overlaps. A quorum list instead of the canary costs a read of all claims and does not close that
 gap either; the version it returns is the store's, not the claims', so a cache could not wait for it. The
 cost of one withdrawal, for any number of devices: three writes (ConfigMap, canary, and again the ConfigMap for held
@@ -90,7 +90,10 @@ class Withdrawable:
 
 
 class Fence:
-    """The fence around devices that are to be withdrawn. Only for the leader, one per term. Thread-safe."""
+    """The fence around devices that are to be withdrawn. Only for the leader, one per term. Thread-safe.
+
+    ``fenced``: the devices; to ask for one makes no request. One that is allocated anyway must be published again.
+    """
 
     def __init__(
         self,
@@ -104,7 +107,7 @@ class Fence:
         self._settings = settings or FenceSettings()
         self._clock = clock or Clock()
         self._observer = observer
-        self._fenced = FencedDevices(client, self._settings.namespace, self._clock)
+        self.fenced = FencedDevices(client, self._settings.namespace, self._clock)
         self._canary = Canary(client, self._settings.namespace)
         self._ended = threading.Event()
         self._to_lift: set[PoolDevice] = set()
@@ -115,16 +118,12 @@ class Fence:
         ``offered`` are the devices that the plans offer; a leader that ended during a withdrawal left them fenced.
         Raises ApiError; then it must be called again before any other method.
         """
-        self._fenced.load()
+        self.fenced.load()
         self.lift(offered)
 
     def end(self) -> None:
         """Stop: another controller leads by now, and steps in progress must change nothing any more."""
         self._ended.set()
-
-    def is_fenced(self, device: PoolDevice) -> bool:
-        """Whether ``device`` is fenced; makes no request. If allocated all the same, it must be published again."""
-        return device in self._fenced
 
     def take_back(self, devices: Collection[PoolDevice]) -> Withdrawable:
         """Determine which of these offers the nodes may withdraw; takes about ``settle_s``.
@@ -150,12 +149,12 @@ class Fence:
         if self._ended.is_set():
             return
         with observed(self._observer, Step.LIFT):
-            self._fenced.remove(devices)
+            self.fenced.remove(devices)
         self._to_lift.difference_update(devices)
 
     def expire(self) -> None:
         """Lift devices withdrawn ``keep_s`` ago, and those whose lift failed before. Raises ApiError."""
-        self.lift(self._fenced.older_than(self._settings.keep_s) | self._to_lift)
+        self.lift(self.fenced.older_than(self._settings.keep_s) | self._to_lift)
 
     def catch_up(self) -> bool:
         """Wait until the cache of claims has processed every change up to now; False if that takes long or fails."""
@@ -175,14 +174,14 @@ class Fence:
             return False
 
     def _room(self) -> int:
-        while (room := self._fenced.room(MIN_FENCED_SECONDS)) == 0 and not self._ended.is_set():
+        while (room := self.fenced.room(MIN_FENCED_SECONDS)) == 0 and not self._ended.is_set():
             self._clock.wait(self._ended, ROOM_POLL_INTERVAL_SECONDS)
         return room
 
     def _steps(self, devices: frozenset[PoolDevice]) -> Withdrawable:
         with observed(self._observer, Step.FENCE):
             self._to_lift -= devices
-            self._fenced.add(devices)
+            self.fenced.add(devices)
         with observed(self._observer, Step.SETTLE):
             self._clock.wait(self._ended, self._settings.settle_s)
         with observed(self._observer, Step.PROBE):
@@ -199,7 +198,7 @@ class Fence:
         Devices that were lifted meanwhile are left out; if none is left, there is nothing to probe.
         """
         ends = self._clock.monotonic() + self._settings.probe_s
-        while fenced := [device for device in devices if self.is_fenced(device)]:
+        while fenced := [device for device in devices if device in self.fenced]:
             if FENCE in (answer := self._canary.refusal(min(fenced))):
                 break
             if self._clock.monotonic() >= ends:

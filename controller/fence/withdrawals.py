@@ -73,7 +73,7 @@ class Withdrawals:
             excess, now = set(excess), self._clock()
             self._withdrawn = {device for device in self._withdrawn & excess if is_published(device)}
             # A device whose fence expired before the node removed it starts again.
-            self._withdrawn = {device for device in self._withdrawn if self._fence.is_fenced(device)}
+            self._withdrawn = {device for device in self._withdrawn if device in self._fence.fenced}
             wanted = excess - self._withdrawn
             self._unwanted_since = {device: self._unwanted_since.get(device, now) for device in wanted}
             # The fence of a device that is wanted again is lifted: it leaves the batch.

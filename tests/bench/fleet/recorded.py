@@ -7,7 +7,7 @@ a partition, and 25 are free; some offers stand on the free ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,8 +76,8 @@ def kind_of(index: int) -> str:
     return "whole" if turn < 12 else "cut" if turn < 15 else "offering" if index == 15 else "free"
 
 
-def record(count: int, directory: Path) -> None:
-    """Write the lists of ``count`` nodes into ``directory``.
+def record(count: int, directory: Path, kind: Callable[[int], str] = kind_of) -> None:
+    """Write the lists of ``count`` nodes into ``directory``; ``kind`` is that of the node of that number.
 
     Made once for each kind of node, as text, in which names and UUIDs are then replaced.
     """
@@ -88,7 +88,7 @@ def record(count: int, directory: Path) -> None:
     for index in range(count):
         name = f"node-{index:05}"
         own = gpus_of(name, like)
-        for path, items in texts[kind_of(index)].items():
+        for path, items in texts[kind(index)].items():
             for item in items:
                 text = item.replace(NAME, name)
                 for ours, theirs in zip(template, own, strict=True):
@@ -105,7 +105,7 @@ def _texts(node: RecordedNode) -> dict[str, list[str]]:
     return {
         NODES: [_text(_node(node))],
         PATH: [_text(plan_object(node))],
-        SLICES: [_text(each) for each in _slices(node)],
+        SLICES: [_text(each) for each in slices_of(node)],
         CLAIMS: [_text(claim_object(name, node, devices)) for name, devices in node.held.items()],
     }
 
@@ -183,7 +183,8 @@ def plan_object(node: RecordedNode) -> Object:
     return {"apiVersion": API_VERSION, "kind": "GpuNodePlan", "metadata": metadata, "spec": spec, "status": told}
 
 
-def _slices(node: RecordedNode) -> Iterator[Object]:
+def slices_of(node: RecordedNode) -> Iterator[Object]:
+    """The ResourceSlices that the node publishes."""
     numbers = number_gpus(node.gpus, {})
     held = [device for devices in node.held.values() for device in devices]
     published = [

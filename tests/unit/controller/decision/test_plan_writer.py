@@ -14,13 +14,10 @@ from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import Dedication, NodeView
 from controller.cluster.published_offers import DeviceIndex
-from controller.decision.decision import DECISION_INTERVAL_SECONDS
 from controller.decision.plan_specs import PlanSpecs
 from controller.decision.plan_writer import LAZY_WRITE_DELAY_SECONDS, MAX_WRITES, RETRY_INTERVAL_SECONDS, PlanWriter
 from driver.kube.client import Object
-from driver.kube.controller_heartbeat import SILENCE_TIMEOUT_SECONDS
 from driver.kube.types import PAUSED, GpuNodePlan, PlanMetadata
-from driver.kube.work_loop import soonest
 from driver.model.offer import Offer
 from driver.model.plan import PlanMode, PlanSpec, PlanStatus, PublishHeld
 from tests.support.api_server import Exchange, HttpServer
@@ -130,13 +127,6 @@ class Writing:
 @pytest.fixture
 def writing(server: Server) -> Writing:
     return Writing(server)
-
-
-def test_decisions_are_never_further_apart_than_the_sign_of_life_needs() -> None:
-    assert soonest(DECISION_INTERVAL_SECONDS, None, None) == DECISION_INTERVAL_SECONDS
-    assert soonest(DECISION_INTERVAL_SECONDS, 55.0, None) == DECISION_INTERVAL_SECONDS
-    assert soonest(DECISION_INTERVAL_SECONDS, 55.0, 0.3, None) == 0.3
-    assert 2 * DECISION_INTERVAL_SECONDS < SILENCE_TIMEOUT_SECONDS
 
 
 def test_what_a_node_may_be_taking_away_just_now_is_not_offered_before_it_is_gone() -> None:

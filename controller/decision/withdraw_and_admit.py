@@ -1,16 +1,24 @@
-"""The fourth stage of a decision: admit the offers that new claims may be allocated from now on."""
+"""The third and the fourth stage of a decision: take back what is no longer to be offered, and admit what is.
+
+An unwanted device is fenced before it leaves the slices, and an offer is made only when no fence is around its device.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from controller.cluster.cache import ClusterCache
+from controller.cluster.claim_index import PoolDevice
 from controller.cluster.published_offers import DeviceIndex
 from controller.decision.choose import ChosenOffers, WaitsFor
 from controller.decision.held_publication import first_offers
 from controller.decision.read import DecisionInput
 from controller.fence.fence import Fence
+from controller.fence.withdrawals import Withdrawals
+from controller.settings import ControllerSettings
+from controller.steps import Observer
 from driver.errors import ApiError
 from driver.model.offer import Offer
 
@@ -18,6 +26,41 @@ log = logging.getLogger(__name__)
 
 BLOCKED_RETRY_INTERVAL_SECONDS = 2.0
 """Time until the next decision after devices could not be offered: they stay fenced, or claims are not up to date."""
+
+
+class WithdrawStage:
+    """Hands unwanted devices to the withdrawals, which fence them in a thread of their own."""
+
+    next_s = None
+
+    def __init__(
+        self, fence: Fence, settings: ControllerSettings, wake: Callable[[], None], observer: Observer
+    ) -> None:
+        """``wake`` is called when a device may be withdrawn."""
+        self._fence = fence
+        self._is_started = self._is_withdrawing = False
+        self.withdrawals = Withdrawals(fence, wake, settings.linger_s, observer=observer)
+
+    def withdraw(self, seen: DecisionInput, offers: ChosenOffers) -> ChosenOffers:
+        """``offers`` with the devices that are withdrawn now, and the offers that other devices keep waiting.
+
+        Raises ApiError if the fence of the previous leader can not be read.
+        """
+        devices, planner = seen.devices, offers.planner
+        if not self._is_started:
+            plans = seen.snapshot.plans.values()
+            self._fence.start(devices.of(offer for plan in plans for offer in plan.spec.offered))
+            self._is_started = True
+        staying = offers.wanted | offers.listed
+        excess = frozenset(device for offer, device in devices.managed.items() if offer not in staying)
+        awaited = {offer for planned in (offers.planned.by_claim or {}).values() for offer in planned}
+        urgent = frozenset[PoolDevice]().union(*planner.obstacles(devices, awaited).values())
+        withdrawn = frozenset[PoolDevice]()
+        if excess or self._is_withdrawing:
+            withdrawn = self.withdrawals.decide(excess, devices.is_published, urgent)
+        self._is_withdrawing = bool(excess)
+        obstructed = planner.obstacles(devices, offers.wanted, withdrawn)
+        return replace(offers, withdrawn=withdrawn).let_wait(obstructed, WaitsFor.OVERLAPPING_DEVICES)
 
 
 class AdmitStage:
@@ -42,7 +85,7 @@ class AdmitStage:
     def _unfence(self, offers: Collection[Offer], devices: DeviceIndex) -> set[Offer]:
         """Lift the fence from offered devices. Returns those of ``offers`` that stay fenced because that failed."""
         unmanaged = {device for offer, device in devices.free.items() if offer not in devices.managed}
-        fenced = {device for device in devices.of(offers) | unmanaged if self._fence.is_fenced(device)}
+        fenced = {device for device in devices.of(offers) | unmanaged if device in self._fence.fenced}
         if not fenced:
             return set()
         try:
@@ -59,6 +102,8 @@ class AdmitStage:
         must name every device of it that a claim holds. Hence this waits until the cache of claims has processed every
         change up to now, and leaves out the nodes on which that changed anything: another decision follows at once.
         """
+        if not seen.nodes.leaving_out_held:
+            return set()
         node_of = first_offers(offers, seen.fleet, seen.snapshot.plans)
         if not node_of:
             return set()
