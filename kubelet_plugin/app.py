@@ -57,7 +57,7 @@ from kubelet_plugin.reconcile.claim_activity import ClaimActivity
 from kubelet_plugin.reconcile.recovery import Orphans, hold_recorded, recover
 from kubelet_plugin.reconcile.retry import ClaimReconciler
 from kubelet_plugin.settings import NodeSettings
-from kubelet_plugin.status.events import EventReporter, Reason
+from kubelet_plugin.status.events import EventReason, PluginEvents
 from kubelet_plugin.upgrade.instance_lock import claim_directory
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-USER_AGENT = "tessera-node"
+NODE_USER_AGENT = "tessera-node"
 
 SWITCH_INTERVAL_SECONDS = 0.0005
 """How long a busy thread may keep the interpreter from a thread that answers a call; Python's default is 5 ms."""
@@ -99,8 +99,8 @@ class NodePlugin:
         measurements = self._metrics or Measurements()
         self._background = BackgroundWork(ClaimActivity(), self._probes, measurements)
         self._api = _api_access(settings, self._changes, self._probes, measurements)
-        self._recorder = Recorder(self._api.client, USER_AGENT, settings.node_name)
-        self._events = EventReporter(self._recorder.event, settings.node_name, measurements.count_event)
+        self._recorder = Recorder(self._api.client, NODE_USER_AGENT, settings.node_name)
+        self._events = PluginEvents(self._recorder.event, settings.node_name, measurements.count_event)
         self._hardware = ExitStack()
         self._open_hardware(Steps(observer, measurements.observe_step))
         self._watch_health()
@@ -161,7 +161,7 @@ class NodePlugin:
         listeners = ClaimListeners(
             partial(report, NodeChange.PREPARED),
             partial(report, NodeChange.RELEASED),
-            lambda record, made: events.claim(record.reference, Reason.REPAIRED, "; ".join(made)),
+            lambda record, made: events.claim(record.reference, EventReason.REPAIRED, "; ".join(made)),
             partial(report, NodeChange.RELEASE_FAILED),
         )
 
@@ -231,7 +231,8 @@ class NodePlugin:
         subscribe(NodeChange.RELEASED, publishing.claim_released, *usage)
         subscribe(NodeChange.RELEASE_FAILED, reconciler.notify)
         restored = f"{self._settings.cdi_dir} was missing: it is created again, with the CDI specs of prepared claims"
-        subscribe(NodeChange.CDI_RESTORED, partial(self._events.node, Reason.CDI_RESTORED, restored), reconciler.notify)
+        tell = partial(self._events.node, EventReason.CDI_RESTORED, restored)
+        subscribe(NodeChange.CDI_RESTORED, tell, reconciler.notify)
 
     def run(self) -> None:
         """Serve until ``stop``. The sockets are gone when this returns; slices stay, because claims stay prepared."""
@@ -342,7 +343,7 @@ def _api_access(
     fields = KeptFields(partial(changes.report, NodeChange.KEPT_FIELDS))
     observe = fields.observer(probes.reach.observer(measurements.observe_request))
     return ApiAccess(
-        KubeClient(load_configuration(settings.kubeconfig, in_own_process=True), USER_AGENT, observe), fields
+        KubeClient(load_configuration(settings.kubeconfig, in_own_process=True), NODE_USER_AGENT, observe), fields
     )
 
 

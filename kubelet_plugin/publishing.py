@@ -15,7 +15,7 @@ from driver.model.device import Device
 from driver.model.plan import PlanSpec
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.kept_fields import KeptFields
-from driver.slices.publisher import PublishedSlices, Publisher, SliceStep, SliceWriteObserver
+from driver.slices.publisher import PresentSlices, Publisher, SliceStep, SliceWriteObserver
 from driver.watchdog import Watched
 from kubelet_plugin.changes import NodeChanges
 from kubelet_plugin.checkpoint.records import ClaimRecord
@@ -177,7 +177,7 @@ class NodeSlices:
         self._follower, self._uninstall, self._other_drivers = follower, uninstall, other_drivers
         self._builder = SliceBuilder(context.pool)
 
-    def desired(self, slices: PublishedSlices) -> Mapping[str, Content]:
+    def desired(self, slices: PresentSlices) -> Mapping[str, Content]:
         if self._uninstall.due():
             return {}
         self._other_drivers.wait_until_known()

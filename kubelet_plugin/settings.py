@@ -39,9 +39,9 @@ UID_HASH_LENGTH = 8
 
 INTERVAL = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,3})?)(s|m)")
 INTERVAL_UNITS = {"s": 1.0, "m": 60.0}
-SHORTEST_INTERVAL_SECONDS, LONGEST_INTERVAL_SECONDS = 1.0, 600.0
+SHORTEST_USAGE_INTERVAL_SECONDS, LONGEST_USAGE_INTERVAL_SECONDS = 1.0, 600.0
 
-POD_UID = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?")
+POD_UID_PATTERN = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?")
 
 
 def _node_name(value: str) -> str:
@@ -74,13 +74,13 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
 def _usage_interval(value: str) -> float:
     found = INTERVAL.fullmatch(value)
     seconds = float(found[1]) * INTERVAL_UNITS[found[2]] if found else 0.0
-    if not SHORTEST_INTERVAL_SECONDS <= seconds <= LONGEST_INTERVAL_SECONDS:
+    if not SHORTEST_USAGE_INTERVAL_SECONDS <= seconds <= LONGEST_USAGE_INTERVAL_SECONDS:
         raise ValueError("must be a duration from 1s to 10m, such as 15s")
     return seconds
 
 
 def _pod_uid(value: str) -> str:
-    if not POD_UID.fullmatch(value):
+    if not POD_UID_PATTERN.fullmatch(value):
         raise ValueError("must be the uid of this process' pod (metadata.uid): letters, digits and dashes")
     return value
 

@@ -196,7 +196,7 @@ class SliceStore(Protocol):
     def forget(self, key: Key) -> None: ...
 
 
-class PublishedSlices(Protocol):
+class PresentSlices(Protocol):
     """The node's slices as they are."""
 
     def device_names(self) -> set[str]:
@@ -209,7 +209,7 @@ class PublishedSlices(Protocol):
 class SliceSource(Protocol):
     """What the slices of the node must contain."""
 
-    def desired(self, slices: PublishedSlices) -> Mapping[str, Content]:
+    def desired(self, slices: PresentSlices) -> Mapping[str, Content]:
         """The content of every slice by name, given the present ``slices``. Raises RecoverableError."""
 
     def is_complete(self) -> bool:

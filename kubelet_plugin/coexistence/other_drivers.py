@@ -27,7 +27,7 @@ from kubelet_plugin.upgrade.instance_lock import is_listening
 log = logging.getLogger(__name__)
 
 NVIDIA_DRIVER = "gpu.nvidia.com"
-WHOLE_GPU, PARTITION = "nvidia.com/gpu", "nvidia.com/mig-"
+GPU_RESOURCE, MIG_RESOURCE_PREFIX = "nvidia.com/gpu", "nvidia.com/mig-"
 REPLICAS = "nvidia.com/gpu.replicas"
 """Label of NVIDIA's GPU feature discovery: as how many GPUs the device plugin advertises each GPU."""
 
@@ -36,7 +36,7 @@ OWNED = " owns it"
 
 MIG_CONFIG, MIG_STATE = "nvidia.com/mig.config", "nvidia.com/mig.config.state"
 
-CHECK_INTERVAL_SECONDS = 5.0
+DIRECTORY_CHECK_INTERVAL_SECONDS = 5.0
 """Time between two checks of the kubelet's directories."""
 
 CHECKS_PER_NODE_READ = 6
@@ -47,7 +47,7 @@ LIST_TIMEOUT_SECONDS = 15.0
 
 SOCKETS = ("device-plugins/nvidia*.sock", f"plugins_registry/{NVIDIA_DRIVER}*-reg.sock")
 
-FOUND, GONE = "NeighbourFound", "NeighbourGone"
+NEIGHBOUR_FOUND, NEIGHBOUR_GONE = "NeighbourFound", "NeighbourGone"
 """Reasons of Events on the node."""
 
 
@@ -97,10 +97,10 @@ def _device_plugin(signs: NodeSigns) -> OtherDriver | None:
     offered = {
         name: amount
         for name, amount in signs.allocatable.items()
-        if (name == WHOLE_GPU or name.startswith((f"{WHOLE_GPU}.", PARTITION))) and amount != "0"
+        if (name == GPU_RESOURCE or name.startswith((f"{GPU_RESOURCE}.", MIG_RESOURCE_PREFIX))) and amount != "0"
     }
     if offered:
-        whole = sum(_number(amount) for name, amount in offered.items() if not name.startswith(PARTITION))
+        whole = sum(_number(amount) for name, amount in offered.items() if not name.startswith(MIG_RESOURCE_PREFIX))
         replicas = max(1, _number(signs.labels.get(REPLICAS, "1")))
         sign = ", ".join(f"{name}: {amount}" for name, amount in sorted(offered.items()))
         return OtherDriver("a device plugin", f"{sign} in the Node's status.allocatable", count=-(-whole // replicas))
@@ -240,7 +240,7 @@ class OtherDriverWatch:
                 log.warning("can't check for other GPU drivers, trying again", extra={"error": str(error)})
             except Exception:
                 log.exception("internal error while checking for other GPU drivers")
-            self._wake.wait(CHECK_INTERVAL_SECONDS)
+            self._wake.wait(DIRECTORY_CHECK_INTERVAL_SECONDS)
             self._wake.clear()
 
     def wake(self) -> None:
@@ -286,10 +286,10 @@ class OtherDriverWatch:
                 log.log(
                     logging.WARNING if serious else logging.INFO, "found another GPU driver", extra={"why": message}
                 )
-                self._events.node(FOUND, message, serious)
+                self._events.node(NEIGHBOUR_FOUND, message, serious)
         for name in self._reported.keys() - messages.keys():
             log.info("the other GPU driver is gone", extra={"neighbour": name})
-            self._events.node(GONE, f"{name} is gone from this node", False)
+            self._events.node(NEIGHBOUR_GONE, f"{name} is gone from this node", False)
         self._reported = messages
 
     def _sockets(self) -> frozenset[str]:

@@ -36,7 +36,7 @@ from kubelet_plugin.inventory.inventory import Inventory
 
 log = logging.getLogger(__name__)
 
-UNHEALTHY, HEALTHY = "GpuUnhealthy", "GpuHealthy"
+GPU_UNHEALTHY, GPU_HEALTHY = "GpuUnhealthy", "GpuHealthy"
 """Reasons of Events on the node."""
 
 
@@ -185,9 +185,9 @@ class HealthMonitor:
             new = [reason for reason in now.get(uuid, ()) if reason not in self._reported.get(uuid, ())]
             if new:
                 message = f"{self._named(uuid)}: {'; '.join(new)}; it is not offered to new pods"
-                self._events.node(UNHEALTHY, message, True)
+                self._events.node(GPU_UNHEALTHY, message, True)
             elif self._reported.get(uuid) and not now.get(uuid):
-                self._events.node(HEALTHY, f"{self._named(uuid)} is healthy again", False)
+                self._events.node(GPU_HEALTHY, f"{self._named(uuid)} is healthy again", False)
         self._reported = now
 
     def _named(self, uuid: str) -> str:

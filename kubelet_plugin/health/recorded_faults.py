@@ -21,7 +21,7 @@ from kubelet_plugin.checkpoint.files import write_atomically
 
 log = logging.getLogger(__name__)
 
-REPEAT_INTERVAL_SECONDS = 60
+FAULT_REPEAT_INTERVAL_SECONDS = 60
 """Seconds within which an equal report is the same fault: some XIDs are reported by the hundred."""
 
 
@@ -69,7 +69,7 @@ class HealthRecord(msgspec.Struct, frozen=True, rename="camel"):
 def apply_fault(record: HealthRecord, fault: HardwareFault) -> HealthRecord:
     """Record ``fault``, unless it is the repetition of a recent one."""
     same = next((recorded for recorded in record.faults if _identity(recorded) == _identity(fault)), None)
-    if same is not None and fault.stamp - same.stamp < REPEAT_INTERVAL_SECONDS:
+    if same is not None and fault.stamp - same.stamp < FAULT_REPEAT_INTERVAL_SECONDS:
         return record
     record, stamp = new_stamp(record, fault.stamp)
     stamped = msgspec.structs.replace(fault, stamp=stamp)

@@ -25,7 +25,7 @@ from kubelet_plugin.inventory.published_devices import (
     PublishPolicy,
 )
 
-NOT_FOUND = "NVML no longer finds it"
+GPU_NOT_FOUND = "NVML no longer finds it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Inventory:
         """
         found = {gpu.uuid: gpu for gpu in gpus}
         with self._lock:
-            missing = {uuid: faults.get(uuid, NOT_FOUND) for uuid in self._gpus if uuid not in found}
+            missing = {uuid: faults.get(uuid, GPU_NOT_FOUND) for uuid in self._gpus if uuid not in found}
             changed = missing != self._faults or any(self._gpus.get(uuid) != gpu for uuid, gpu in found.items())
             if changed:
                 self._faults = missing

@@ -37,7 +37,7 @@ MIN_SCAN_INTERVAL_SECONDS = 1.0
 RESET_PENDING = "waits for a reset"
 
 
-class Reservations(Protocol):
+class ReservedGpus(Protocol):
     """The GPUs that are reserved for other drivers (``coexistence``)."""
 
     def is_reserved(self, gpu: Gpu) -> bool:
@@ -54,7 +54,7 @@ class ScanFollower(Protocol):
 class Scanner:
     """``excluded_count`` is the number of GPUs that settings exclude, by the last scan."""
 
-    def __init__(self, host: Host, settings: NodeSettings, reservations: Reservations, events: NodeEventSink) -> None:
+    def __init__(self, host: Host, settings: NodeSettings, reservations: ReservedGpus, events: NodeEventSink) -> None:
         self._host = host
         self._settings = settings
         self._reservations = reservations

@@ -28,26 +28,26 @@ from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
-from kubelet_plugin.health.monitor import UNHEALTHY
+from kubelet_plugin.health.monitor import GPU_UNHEALTHY
 from kubelet_plugin.health.recorded_faults import FaultKind
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.metrics.measurements import Measurements
-from kubelet_plugin.status.events import Reason
+from kubelet_plugin.status.events import EventReason
 
 FAILURES = ((ClaimError, "claim"), (HardwareError, "hardware"), (ApiError, "api"), (StateError, "state"))
-LOCK, OTHER, DEFECT = "lock", "other", "defect"
+LOCK_FAILURE, OTHER_FAILURE, DEFECT = "lock", "other", "defect"
 RESULTS = SUCCESS, ERROR = "success", "error"
 
 ORPHANS = ("claim", "cdi-spec", "record")
-REPAIRS = {Reason.REPAIRED: "device", Reason.RELEASED_LATE: "release", Reason.RECORD_REBUILT: "record"}
+REPAIRS = {EventReason.REPAIRED: "device", EventReason.RELEASED_LATE: "release", EventReason.RECORD_REBUILT: "record"}
 """Kinds of repairs, by the reason of the Event that reports them."""
 
 EVENT_FAILURES = {
-    Reason.REPAIR_FAILED: "device-lost",
-    Reason.ORPHAN_IN_USE: "orphan-in-use",
-    Reason.RECORD_MISSING: "record-missing",
-    Reason.RECORD_UNREADABLE: "record-unreadable",
-    UNHEALTHY: "gpu",
+    EventReason.REPAIR_FAILED: "device-lost",
+    EventReason.ORPHAN_IN_USE: "orphan-in-use",
+    EventReason.RECORD_MISSING: "record-missing",
+    EventReason.RECORD_UNREADABLE: "record-unreadable",
+    GPU_UNHEALTHY: "gpu",
 }
 """Kinds of failures other than a failed prepare or unprepare, by the reason of the Event that reports them."""
 
@@ -55,16 +55,16 @@ EVENT_FAILURES = {
 def failure_kind(error: Exception) -> str:
     """The kind of failure of a prepare or unprepare."""
     if isinstance(error, LockTimeoutError):
-        return LOCK
+        return LOCK_FAILURE
     if not isinstance(error, TesseraError):
         return DEFECT
-    return next((kind for type_, kind in FAILURES if isinstance(error, type_)), OTHER)
+    return next((kind for type_, kind in FAILURES if isinstance(error, type_)), OTHER_FAILURE)
 
 
-WAIT_SECONDS = (1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
+READY_BUCKETS_SECONDS = (1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 """Upper bounds of the buckets of the time in which a claim becomes ready: seconds to a day."""
 
-MAX_CLAIMS = 1024
+REMEMBERED_CLAIMS = 1024
 """Claims of which is known whether they have become ready."""
 
 
@@ -89,7 +89,9 @@ class Metrics(Measurements):
             call = histogram(f"tessera_{verb}_duration_seconds", meaning, ["result"])
             self._calls[verb] = {result: call.labels(result).observe for result in RESULTS}
         meaning = "Time from the creation of a claim until it is prepared for the first time."
-        ready = Histogram("tessera_claim_ready_duration_seconds", meaning, registry=self.registry, buckets=WAIT_SECONDS)
+        ready = Histogram(
+            "tessera_claim_ready_duration_seconds", meaning, registry=self.registry, buckets=READY_BUCKETS_SECONDS
+        )
         self._ready = ready.observe
         step = histogram("tessera_step_duration_seconds", "Duration of a completed step.", ["step"])
         self._steps = {each: step.labels(each.value).observe for each in Step}
@@ -106,7 +108,7 @@ class Metrics(Measurements):
         self._repairs = counter("tessera_repairs_total", "Automatic repairs.", ["kind"])
         self._faults = counter("tessera_faults_total", "Failures, by kind.", ["kind"])
         known = ((self._orphans, ORPHANS), (self._repairs, REPAIRS.values()))
-        faults = (*(kind for _, kind in FAILURES), LOCK, DEFECT, *EVENT_FAILURES.values())
+        faults = (*(kind for _, kind in FAILURES), LOCK_FAILURE, DEFECT, *EVENT_FAILURES.values())
         for family, kinds in (*known, (self._faults, faults)):
             for kind in kinds:
                 family.labels(kind)
@@ -131,7 +133,7 @@ class Metrics(Measurements):
         uid, created = claim.metadata.uid, claim.metadata.creation_timestamp
         if created is not None and uid not in self._created:
             self._created[uid] = None if claim.status.devices else datetime.fromisoformat(created).timestamp()
-            if len(self._created) > MAX_CLAIMS:
+            if len(self._created) > REMEMBERED_CLAIMS:
                 self._created.popitem(last=False)
 
     def observe_request(
@@ -157,7 +159,7 @@ class Metrics(Measurements):
     def count_event(self, reason: str) -> None:
         """Count the repair or failure that an Event with this reason reports."""
         if reason in REPAIRS:
-            self._repairs.labels(REPAIRS[Reason(reason)]).inc()
+            self._repairs.labels(REPAIRS[EventReason(reason)]).inc()
         elif reason in EVENT_FAILURES:
             self._count_failure(EVENT_FAILURES[reason])
 

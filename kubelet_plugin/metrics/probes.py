@@ -23,7 +23,7 @@ from driver.watchdog import Watchdog
 from kubelet_plugin.changes import NodeEventSink
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.settings import NodeSettings
-from kubelet_plugin.status.events import Reason
+from kubelet_plugin.status.events import EventReason
 from kubelet_plugin.upgrade.instance_lock import is_listening
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 SCAN_TIMEOUT_SECONDS = 30.0
 """A scan starts every 5 s and takes milliseconds; a GPU that hangs is skipped after 15 s."""
 
-PROBE_INTERVAL_SECONDS = 10.0
+DIRECTORY_PROBE_INTERVAL_SECONDS = 10.0
 """Time between two probes of the directories; each writes 16 KiB."""
 
-REPORT_INTERVAL_SECONDS = REPEAT_INTERVAL_SECONDS + PROBE_INTERVAL_SECONDS
+REPORT_INTERVAL_SECONDS = REPEAT_INTERVAL_SECONDS + DIRECTORY_PROBE_INTERVAL_SECONDS
 """Longer than equal Events are suppressed: a suppressed Event would be written after the failure has ended."""
 
 PROBE = "probe"
@@ -90,8 +90,8 @@ class NodeProbes:
         serve(stack, wanted)
 
 
-STATE_REASONS = (Reason.STATE_UNWRITABLE, Reason.STATE_WRITABLE)
-CDI_REASONS = (Reason.CDI_UNWRITABLE, Reason.CDI_WRITABLE)
+STATE_REASONS = (EventReason.STATE_UNWRITABLE, EventReason.STATE_WRITABLE)
+CDI_REASONS = (EventReason.CDI_UNWRITABLE, EventReason.CDI_WRITABLE)
 """Reasons of the Events about a directory: while it is not writable, and afterwards."""
 
 
@@ -148,7 +148,7 @@ class DirectoryProbe:
         self,
         directory: Path,
         write: Callable[[], None],
-        reasons: tuple[Reason, Reason],
+        reasons: tuple[EventReason, EventReason],
         events: NodeEventSink,
         clock: Clock,
     ) -> None:
@@ -203,4 +203,4 @@ def run_probes(probes: Sequence[DirectoryProbe], stop: threading.Event) -> None:
     while not stop.is_set():
         for each in probes:
             each.probe()
-        stop.wait(PROBE_INTERVAL_SECONDS)
+        stop.wait(DIRECTORY_PROBE_INTERVAL_SECONDS)

@@ -26,16 +26,16 @@ from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.preparer import ClaimReader
 from kubelet_plugin.settings import NodeSettings
-from kubelet_plugin.status.events import EventReporter
-from kubelet_plugin.usage.full_partitions import POD, FullPartitions, PodObject
+from kubelet_plugin.status.events import PluginEvents
+from kubelet_plugin.usage.full_partitions import POD_DECODER, FullPartitions, PodObject
 from kubelet_plugin.usage.labels import ClaimLabels, labels_of, pod_of
-from kubelet_plugin.usage.sampler import DeviceUsage, UsageSampler, since_boot
+from kubelet_plugin.usage.sampler import MeasuredDevice, UsageSampler, since_boot
 from kubelet_plugin.usage.totals import TotalsFile
 
-LABELS = ("namespace", "claim", "pod", "class", "profile", "device", "gpu", "node", "source")
-NO_PROFILE = "none"
+CLAIM_LABELS = ("namespace", "claim", "pod", "class", "profile", "device", "gpu", "node", "source")
+NO_PROFILE_LABEL = "none"
 
-GPM, UTILIZATION, SHARED, MEMORY = "gpm", "utilization", "shared", "memory"
+GPM_SOURCE, UTILIZATION_SOURCE, SHARED_SOURCE, MEMORY_SOURCE = "gpm", "utilization", "shared", "memory"
 """Values of the label ``source``."""
 
 Value = float | int | None
@@ -44,18 +44,18 @@ Value = float | int | None
 class UsageMetric(NamedTuple):
     name: str
     meaning: str
-    of: Callable[[DeviceUsage, float], Value]
+    of: Callable[[MeasuredDevice, float], Value]
 
 
-def _reading(read: Callable[[UsageReading], Value]) -> Callable[[DeviceUsage, float], Value]:
+def _reading(read: Callable[[UsageReading], Value]) -> Callable[[MeasuredDevice, float], Value]:
     return lambda usage, _: None if usage.reading is None else read(usage.reading)
 
 
-def _activity(name: str) -> Callable[[DeviceUsage, float], Value]:
+def _activity(name: str) -> Callable[[MeasuredDevice, float], Value]:
     return _reading(lambda reading: None if reading.activity is None else getattr(reading.activity, name))
 
 
-def _idle(usage: DeviceUsage, now: float) -> Value:
+def _idle(usage: MeasuredDevice, now: float) -> Value:
     """Unknown without activity."""
     if usage.ended_at is not None or usage.activity_at is None:
         return None
@@ -110,7 +110,7 @@ INFO_LABELS = ("UUID", "GPU_I_ID")
 SERIES_PER_DEVICE = len(GAUGES) + len(COUNTERS) + 1
 
 
-def _slices(usage: DeviceUsage) -> Value:
+def _slices(usage: MeasuredDevice) -> Value:
     return usage.totals.slices if usage.ended_at is None else None
 
 
@@ -125,13 +125,13 @@ class UsageCollector(Collector):
         labelled = [(each, self._values(each, each.labels)) for each in devices if each.labels is not None]
         for families, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for metric in metrics:
-                family = families(metric.name, metric.meaning, labels=LABELS)
+                family = families(metric.name, metric.meaning, labels=CLAIM_LABELS)
                 for usage, labels in labelled:
                     if (value := metric.of(usage, now)) is not None:
                         family.add_metric(labels, value)
                 yield family
         info = GaugeMetricFamily(
-            INFO, "GPU and GPU instance of a claim's device; always 1.", labels=LABELS + INFO_LABELS
+            INFO, "GPU and GPU instance of a claim's device; always 1.", labels=CLAIM_LABELS + INFO_LABELS
         )
         for usage, labels in labelled:
             if usage.ended_at is None:
@@ -140,27 +140,27 @@ class UsageCollector(Collector):
         yield info
         yield from self._gpus()
 
-    def _values(self, usage: DeviceUsage, labels: ClaimLabels) -> list[str]:
+    def _values(self, usage: MeasuredDevice, labels: ClaimLabels) -> list[str]:
         record, device = usage.record, usage.device
         return [
             record.namespace,
             record.name,
             labels.pod,
             labels.class_of(device.requests),
-            device.profile or NO_PROFILE,
+            device.profile or NO_PROFILE_LABEL,
             device.device,
             f"gpu-{device.number}",
             self._context.pool.node,
             self._source(usage),
         ]
 
-    def _source(self, usage: DeviceUsage) -> str:
+    def _source(self, usage: MeasuredDevice) -> str:
         """The same as long as the claim lasts."""
         if usage.device.kind is DeviceKind.SHARE:
-            return SHARED
+            return SHARED_SOURCE
         if self._sampler.has_activity(usage.device.gpu_uuid):
-            return GPM
-        return MEMORY if usage.device.kind is DeviceKind.PARTITION else UTILIZATION
+            return GPM_SOURCE
+        return MEMORY_SOURCE if usage.device.kind is DeviceKind.PARTITION else UTILIZATION_SOURCE
 
     def _gpus(self) -> Iterator[Metric]:
         inventory, node = self._context.inventory, self._context.pool.node
@@ -185,7 +185,7 @@ def usage_sampler(
     context: PluginContext,
     client: KubeClient,
     claims: ClaimReader,
-    events: EventReporter,
+    events: PluginEvents,
 ) -> UsageSampler:
     """The sampler of ``settings.usage_interval``."""
     # The processes on simulated GPUs are those of this machine.
@@ -198,7 +198,7 @@ def usage_sampler(
         return labels_of(claim)
 
     def read_pod(namespace: str, name: str) -> PodObject:
-        return read_object(client, f"/api/v1/namespaces/{namespace}/pods/{name}", POD, any_age=True)
+        return read_object(client, f"/api/v1/namespaces/{namespace}/pods/{name}", POD_DECODER, any_age=True)
 
     return UsageSampler(
         context,

@@ -25,7 +25,7 @@ from driver.model.offer import Offer
 from driver.model.plan import COUNTERS_FIELD, TAINTS_FIELD, OfferMode, PlanMode, PublishHeld
 from driver.slices.build import PublishedGpu
 from driver.slices.kept_fields import KeptFields
-from driver.slices.publisher import PublishedSlices
+from driver.slices.publisher import PresentSlices
 from kubelet_plugin.changes import NodeChange, NodeChanges
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.layouts import standalone_offers
@@ -82,7 +82,7 @@ class PlanFollower:
         self._has_published = False
         self.publication = Publication(self.memory.now.offer_mode)
 
-    def published(self, slices: PublishedSlices) -> list[PublishedGpu]:
+    def published(self, slices: PresentSlices) -> list[PublishedGpu]:
         """The devices to publish now, given the node's ``slices`` at the API server."""
         with self._lock:
             mode_changed = self.mode.choose()
@@ -162,7 +162,7 @@ class PlanFollower:
         )
 
     def _without_lost_counters(
-        self, gpus: Sequence[PublishedGpu], slices: PublishedSlices
+        self, gpus: Sequence[PublishedGpu], slices: PresentSlices
     ) -> tuple[list[PublishedGpu], tuple[str, ...]]:
         """``gpus``, with those unpublished of which devices overlap and would lose their counters; and their offers."""
         if COUNTERS_FIELD not in self._fields.dropped:
@@ -171,7 +171,7 @@ class PlanFollower:
         left_out = sorted(device.name for gpu in gpus if gpu.gpu.uuid in lost for device in gpu.offers)
         return [replace(gpu, unpublished=True) if gpu.gpu.uuid in lost else gpu for gpu in gpus], tuple(left_out)
 
-    def _published_before_start(self, slices: PublishedSlices) -> frozenset[str]:
+    def _published_before_start(self, slices: PresentSlices) -> frozenset[str]:
         """The devices in the slices and those that the last process published: a kubelet that starts, or that has not
         seen the plugin for long, deletes the slices."""
         return frozenset(slices.device_names()) | frozenset(self.memory.now.published)

@@ -34,7 +34,7 @@ from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.status.events import EventReporter, Reason
+from kubelet_plugin.status.events import EventReason, PluginEvents
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Orphans:
         preparer: Preparer,
         cleanup: ClaimCleanup,
         claims: ClaimReader,
-        events: EventReporter,
+        events: PluginEvents,
         count: Count = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -151,7 +151,9 @@ class Orphans:
         self._searched = False
         self._due = clock() + START_DELAY_SECONDS
         for uid in context.checkpoint.aside:
-            events.node(Reason.RECORD_UNREADABLE, f"the checkpoint record of claim {uid} can't be read; see the log")
+            events.node(
+                EventReason.RECORD_UNREADABLE, f"the checkpoint record of claim {uid} can't be read; see the log"
+            )
 
     def search_if_due(self) -> float:
         """Search if it is time to. Return the number of seconds until the next search."""
@@ -206,7 +208,7 @@ class Orphans:
         where = f"claim {record} ({record.uid})"
         if busy := self._busy(record):
             log.warning("an orphan is still in use", extra={"claim": str(record), "why": busy})
-            self._events.node(Reason.ORPHAN_IN_USE, f"{where} is gone, and {devices} can't be released: {busy}")
+            self._events.node(EventReason.ORPHAN_IN_USE, f"{where} is gone, and {devices} can't be released: {busy}")
             return
         try:
             self._preparer.unprepare(reference)
@@ -214,7 +216,7 @@ class Orphans:
             log.warning("can't release an orphan yet", extra={"claim": str(record), "error": str(error)})
         self._gone_since.pop(record.uid, None)
         self._count("claim")
-        self._events.node(Reason.ORPHAN_RELEASED, f"{where} is gone, and was never unprepared: released {devices}")
+        self._events.node(EventReason.ORPHAN_RELEASED, f"{where} is gone, and was never unprepared: released {devices}")
 
     def _busy(self, record: ClaimRecord) -> str:
         """Why a full GPU of ``record`` must not be released. NVML refuses to destroy partitions in use."""
@@ -283,7 +285,7 @@ class Orphans:
         for uid in sorted(self._context.checkpoint.unrecorded - self._context.checkpoint.aside - self._reported):
             self._reported.add(uid)
             message = f"the checkpoint record of claim {uid} is missing; nothing of it is removed while it exists"
-            self._events.node(Reason.RECORD_MISSING, message)
+            self._events.node(EventReason.RECORD_MISSING, message)
 
     def _settle(self, uid: str, claim: Claim | None) -> None:
         if claim is not None and self._allocated(claim):
@@ -301,20 +303,22 @@ class Orphans:
             self._preparer.prepare(reference)
         except RecoverableError as error:
             log.error("can't rebuild a checkpoint record", extra={"claim": str(reference), "error": str(error)})
-            self._events.claim(reference, Reason.RECORD_UNREADABLE, f"its checkpoint record can't be rebuilt: {error}")
+            self._events.claim(
+                reference, EventReason.RECORD_UNREADABLE, f"its checkpoint record can't be rebuilt: {error}"
+            )
             return
         self._count("record")
         message = "its checkpoint record, which was unreadable or missing, was rebuilt"
-        self._events.claim(reference, Reason.RECORD_REBUILT, message)
+        self._events.claim(reference, EventReason.RECORD_REBUILT, message)
 
     def _abandon(self, reference: ClaimReference) -> None:
         record = self._cleanup.record_of_spec(reference)
         where = f"claim {reference.uid}, whose checkpoint record is unreadable or missing,"
         if record is not None and (busy := self._busy(record)):
-            self._events.node(Reason.ORPHAN_IN_USE, f"{where} is gone, and can't be released: {busy}")
+            self._events.node(EventReason.ORPHAN_IN_USE, f"{where} is gone, and can't be released: {busy}")
             return
         kind = "record" if reference.uid in self._context.checkpoint.aside else "cdi-spec"
         if self._cleanup.begin_release(reference):
             self._cleanup.finish_release(reference.uid)
         self._count(kind)
-        self._events.node(Reason.ORPHAN_RELEASED, f"{where} is gone: released what its CDI spec named")
+        self._events.node(EventReason.ORPHAN_RELEASED, f"{where} is gone: released what its CDI spec named")

@@ -23,7 +23,7 @@ from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.preparer import Preparer
-from kubelet_plugin.status.events import EventReporter, Reason
+from kubelet_plugin.status.events import EventReason, PluginEvents
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class ClaimReconciler:
         context: PluginContext,
         preparer: Preparer,
         cleanup: ClaimCleanup,
-        events: EventReporter,
+        events: PluginEvents,
         report_condition: ReportCondition,
         find_orphans: Callable[[], float] = lambda: RETRY_INTERVAL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
@@ -141,7 +141,7 @@ class ClaimReconciler:
         self._report(record.uid, ConditionType.STUCK)
         if released:
             message = "what could not be released before is released now"
-            self._events.claim(record.reference, Reason.RELEASED_LATE, message, warning=False)
+            self._events.claim(record.reference, EventReason.RELEASED_LATE, message, warning=False)
 
     # Repairs
 
@@ -179,7 +179,9 @@ class ClaimReconciler:
             self._preparer.repair(record.uid)
         except RecoverableError as error:
             log.error("can't repair a prepared claim", extra={"claim": str(record), "lost": what, "error": str(error)})
-            self._events.claim(record.reference, Reason.REPAIR_FAILED, f"{what} is gone and can't be made: {error}")
+            self._events.claim(
+                record.reference, EventReason.REPAIR_FAILED, f"{what} is gone and can't be made: {error}"
+            )
             self._report(record.uid, ConditionType.LOST, record, f"{what} is gone and can't be made again: {error}")
             return
         self._tried_at.pop(record.uid, None)

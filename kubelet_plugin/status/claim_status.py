@@ -35,13 +35,13 @@ from kubelet_plugin.inventory.inventory import ClaimReference
 
 log = logging.getLogger(__name__)
 
-READY = "Ready"
-PREPARED = "Prepared"
-UNHEALTHY = "Unhealthy"
-MESSAGE_LIMIT = 32768
+READY_CONDITION = "Ready"
+PREPARED_REASON = "Prepared"
+UNHEALTHY_REASON = "Unhealthy"
+CONDITION_MESSAGE_LIMIT = 32768
 """Maximum length of a condition's message (``metav1.Condition``)."""
 
-COALESCE_SECONDS = 0.25
+CLAIM_STATUS_COALESCE_SECONDS = 0.25
 """Time to collect changes: a share that is prepared or released changes the status of every claim on its GPU."""
 
 FORBIDDEN_RETRY_SECONDS = (5.0, 300.0)
@@ -138,10 +138,10 @@ def apply_body(claim: ClaimReference, driver: str, devices: Sequence[DeviceStatu
 
 def _entry(driver: str, device: DeviceStatus, since: str) -> Object:
     condition = {
-        "type": READY,
+        "type": READY_CONDITION,
         "status": "True" if device.ready else "False",
-        "reason": PREPARED if device.ready else UNHEALTHY,
-        "message": device.message[:MESSAGE_LIMIT],
+        "reason": PREPARED_REASON if device.ready else UNHEALTHY_REASON,
+        "message": device.message[:CONDITION_MESSAGE_LIMIT],
         "lastTransitionTime": since,
     }
     identity = {"driver": driver, "pool": device.pool, "device": device.device}
@@ -166,10 +166,12 @@ class StoredClaim(msgspec.Struct, frozen=True):
 
     def entries(self, driver: str) -> list[Object]:
         """The entries of ``status.devices`` of ``driver``."""
-        return [decode(entry, OBJECT) for entry in self.status.devices if decode(entry, REPORTED).driver == driver]
+        return [
+            decode(entry, OBJECT) for entry in self.status.devices if decode(entry, REPORTED_DEVICE).driver == driver
+        ]
 
 
-STORED, REPORTED = msgspec.json.Decoder(StoredClaim), msgspec.json.Decoder(ReportedDevice)
+STORED_CLAIM, REPORTED_DEVICE = msgspec.json.Decoder(StoredClaim), msgspec.json.Decoder(ReportedDevice)
 
 
 def unchanged_since(entries: Iterable[Object], devices: Iterable[DeviceStatus]) -> dict[str, str]:
@@ -178,7 +180,7 @@ def unchanged_since(entries: Iterable[Object], devices: Iterable[DeviceStatus]) 
         (entry.get("device"), condition.get("status")): condition["lastTransitionTime"]
         for entry in entries
         for condition in entry.get("conditions") or ()
-        if condition.get("type") == READY
+        if condition.get("type") == READY_CONDITION
     }
     wanted = {each.device: (each.device, "True" if each.ready else "False") for each in devices}
     return {device: stored[key] for device, key in wanted.items() if key in stored}
@@ -225,7 +227,9 @@ class StatusWriter:
         # Prepared before this process: their status may be written already, with transition times to keep.
         self._inherited: set[ClaimReference] | None = None
         self._forbidden: Backoff | None = None
-        self._loop = Loop("writing claim status", self._write_changes, COALESCE_SECONDS, self._retry_delay, give_way)
+        self._loop = Loop(
+            "writing claim status", self._write_changes, CLAIM_STATUS_COALESCE_SECONDS, self._retry_delay, give_way
+        )
 
     def notify(self) -> None:
         """Write changes soon. Cheap; may be called from any thread."""
@@ -287,7 +291,7 @@ class StatusWriter:
     def _read(self, claim: ClaimReference) -> StoredClaim | None:
         """The claim at the API server; None if it is gone or replaced by another claim of that name."""
         try:
-            found = read_object(self._client, status_path(claim).removesuffix("/status"), STORED)
+            found = read_object(self._client, status_path(claim).removesuffix("/status"), STORED_CLAIM)
         except ApiError as error:
             if error.status == NOT_FOUND:
                 return None

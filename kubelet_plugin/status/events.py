@@ -23,7 +23,7 @@ RecordEvent = Callable[[Reference, str, str, Type], None]
 """(about, reason, message, type): ``Recorder.event``."""
 
 
-class Reason(StrEnum):
+class EventReason(StrEnum):
     """Reasons of Events; docs/failures.md describes them and their remedies."""
 
     PREPARE_FAILED = "PrepareFailed"
@@ -44,7 +44,7 @@ class Reason(StrEnum):
     STATE_WRITABLE = "StateDirectoryWritable"
 
 
-class EventReporter:
+class PluginEvents:
     """Records Events. Thread-safe; no method blocks.
 
     ``count`` receives the reason of each Event; its copies on the pods of a claim are not counted.
@@ -68,7 +68,7 @@ class EventReporter:
             if len(self._pods) > MOST_CLAIMS:
                 self._pods.popitem(last=False)
 
-    def claim(self, about: ClaimReference, reason: Reason, message: str, *, warning: bool = True) -> None:
+    def claim(self, about: ClaimReference, reason: EventReason, message: str, *, warning: bool = True) -> None:
         """Record an Event on the claim and on each pod that is known to use it."""
         itself = Reference("ResourceClaim", about.name, about.namespace, about.uid, "resource.k8s.io/v1")
         with self._lock:
@@ -88,5 +88,7 @@ class EventReporter:
         try:
             yield
         except TesseraError as error:
-            self.claim(claim, Reason.PREPARE_FAILED if verb == "prepare" else Reason.UNPREPARE_FAILED, str(error))
+            self.claim(
+                claim, EventReason.PREPARE_FAILED if verb == "prepare" else EventReason.UNPREPARE_FAILED, str(error)
+            )
             raise

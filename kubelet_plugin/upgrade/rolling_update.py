@@ -27,7 +27,7 @@ from driver.kube.client import KubeClient, load_configuration
 from driver.kube.reads import owner_reference
 from driver.process_exit import wait_until
 from driver.steps import StepObserver, observed, unobserved
-from kubelet_plugin.app import USER_AGENT, NodePlugin
+from kubelet_plugin.app import NODE_USER_AGENT, NodePlugin
 from kubelet_plugin.checkpoint.records import check_readable
 from kubelet_plugin.dra.call_proxy import connect
 from kubelet_plugin.dra.sockets import PluginSockets
@@ -37,12 +37,12 @@ from kubelet_plugin.upgrade.instance_lock import InstanceLock, is_listening, sib
 
 log = logging.getLogger(__name__)
 
-SERVICE, METHOD = "tessera.node.HandOver", "Ask"
+HAND_OVER_SERVICE, HAND_OVER_METHOD = "tessera.node.HandOver", "Ask"
 
-ANSWER_TIMEOUT_SECONDS = 40.0
+HAND_OVER_TIMEOUT_SECONDS = 40.0
 """Covers the end of the claims in progress and then of the writers."""
 
-POLL_INTERVAL_SECONDS = 0.02
+HAND_OVER_POLL_INTERVAL_SECONDS = 0.02
 """Short, because calls of the kubelet wait during a hand-over."""
 
 CLAIMS_TIMEOUT_SECONDS, RELEASE_TIMEOUT_SECONDS = 15.0, 20.0
@@ -60,7 +60,7 @@ ASK_INTERVAL_SECONDS = 1.0
 SUCCESSOR_TIMEOUT_SECONDS = 5.0
 """How long an instance that ends waits until the kubelet knows its successor."""
 
-QUIET_PERIOD_SECONDS = 1.0
+WITHDRAWN_QUIET_SECONDS = 1.0
 """The kubelet may still call a withdrawn instance: it drops withdrawn sockets once a second."""
 
 BUSY = "claims are still in progress"
@@ -105,16 +105,18 @@ class HandOverAnswer(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-REQUEST, ANSWER = msgspec.json.Decoder(HandOverRequest), msgspec.json.Decoder(HandOverAnswer)
+HAND_OVER_REQUEST, HAND_OVER_ANSWER = msgspec.json.Decoder(HandOverRequest), msgspec.json.Decoder(HandOverAnswer)
 
 
 def handler(hand_over: Callable[[HandOverRequest], HandOverAnswer]) -> grpc.GenericRpcHandler:
     """The server side of ``ask``."""
 
     def answer(request: bytes, _context: grpc.ServicerContext) -> bytes:
-        return msgspec.json.encode(hand_over(REQUEST.decode(request)))
+        return msgspec.json.encode(hand_over(HAND_OVER_REQUEST.decode(request)))
 
-    return grpc.method_handlers_generic_handler(SERVICE, {METHOD: grpc.unary_unary_rpc_method_handler(answer)})
+    return grpc.method_handlers_generic_handler(
+        HAND_OVER_SERVICE, {HAND_OVER_METHOD: grpc.unary_unary_rpc_method_handler(answer)}
+    )
 
 
 def ask(owner: Path, own: Path, version: str) -> HandOverAnswer:
@@ -122,7 +124,11 @@ def ask(owner: Path, own: Path, version: str) -> HandOverAnswer:
     try:
         with connect(owner) as channel:
             request = msgspec.json.encode(HandOverRequest(str(own), version))
-            return ANSWER.decode(channel.unary_unary(f"/{SERVICE}/{METHOD}")(request, timeout=ANSWER_TIMEOUT_SECONDS))
+            return HAND_OVER_ANSWER.decode(
+                channel.unary_unary(f"/{HAND_OVER_SERVICE}/{HAND_OVER_METHOD}")(
+                    request, timeout=HAND_OVER_TIMEOUT_SECONDS
+                )
+            )
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             return HandOverAnswer(HandOverResult.UNABLE, "its version or its settings do not support it")
@@ -209,7 +215,7 @@ class RollingInstance:
                     log.warning(
                         "waiting for the active plugin to hand over", extra={"atWork": str(owner), "why": warned}
                     )
-            self._stop.wait(POLL_INTERVAL_SECONDS)
+            self._stop.wait(HAND_OVER_POLL_INTERVAL_SECONDS)
 
     def _ask(self, owner: Path, awake: ExitStack) -> HandOverAnswer:
         try:
@@ -238,7 +244,9 @@ class RollingInstance:
         found = sibling_sockets(settings.plugin_socket, "dra*.sock")
         found += sibling_sockets(settings.registration_socket, f"{settings.driver_name}*-reg.sock")
         silent = [path for path in found if not is_listening(path)]
-        if silent and not self._stop.wait(QUIET_PERIOD_SECONDS / 4):  # a socket that is being created is served by then
+        if silent and not self._stop.wait(
+            WITHDRAWN_QUIET_SECONDS / 4
+        ):  # a socket that is being created is served by then
             for path in silent:
                 if not is_listening(path):
                     with suppress(OSError):
@@ -277,7 +285,7 @@ class RollingInstance:
             log.info("handing over", extra={"to": request.socket, "version": request.version})
             with observed(self._observer, HandOver.FINISH_CLAIMS):
                 finished = self._sockets.drain(CLAIMS_TIMEOUT_SECONDS) and wait_until(
-                    CLAIMS_TIMEOUT_SECONDS, lambda: not plugin.working, POLL_INTERVAL_SECONDS
+                    CLAIMS_TIMEOUT_SECONDS, lambda: not plugin.working, HAND_OVER_POLL_INTERVAL_SECONDS
                 )
             if not finished:
                 self._sockets.reopen()
@@ -298,11 +306,13 @@ class RollingInstance:
     def _stand_by(self) -> None:
         """Leave the node to the successor, and take it back if the successor is gone."""
         wait_until(
-            SUCCESSOR_START_TIMEOUT_SECONDS, lambda: self._stop.is_set() or self._succeeded(), POLL_INTERVAL_SECONDS
+            SUCCESSOR_START_TIMEOUT_SECONDS,
+            lambda: self._stop.is_set() or self._succeeded(),
+            HAND_OVER_POLL_INTERVAL_SECONDS,
         )
         log.info("standing by", extra={"atWork": str(self._lock.owner())})
         with self._standby_probes():
-            while not self._stop.wait(POLL_INTERVAL_SECONDS):
+            while not self._stop.wait(HAND_OVER_POLL_INTERVAL_SECONDS):
                 if self._take():
                     log.warning("taking the node back: its new plugin is gone")
                     return
@@ -317,14 +327,14 @@ class RollingInstance:
         with observed(self._observer, HandOver.LEAVE):
             if not any(is_listening(path) for path in sibling_sockets(self._settings.plugin_socket, "dra*.sock")):
                 return
-            wait_until(SUCCESSOR_TIMEOUT_SECONDS, self._lock.known_to_kubelet, POLL_INTERVAL_SECONDS)
-            wait_until(SUCCESSOR_TIMEOUT_SECONDS, self._quiet, POLL_INTERVAL_SECONDS)
+            wait_until(SUCCESSOR_TIMEOUT_SECONDS, self._lock.known_to_kubelet, HAND_OVER_POLL_INTERVAL_SECONDS)
+            wait_until(SUCCESSOR_TIMEOUT_SECONDS, self._quiet, HAND_OVER_POLL_INTERVAL_SECONDS)
             self._sockets.withdraw()
-            time.sleep(QUIET_PERIOD_SECONDS)
-            wait_until(SUCCESSOR_TIMEOUT_SECONDS, self._quiet, POLL_INTERVAL_SECONDS)
+            time.sleep(WITHDRAWN_QUIET_SECONDS)
+            wait_until(SUCCESSOR_TIMEOUT_SECONDS, self._quiet, HAND_OVER_POLL_INTERVAL_SECONDS)
 
     def _quiet(self) -> bool:
-        return self._sockets.quiet_seconds() >= QUIET_PERIOD_SECONDS
+        return self._sockets.quiet_seconds() >= WITHDRAWN_QUIET_SECONDS
 
     def _wait_for_stop(self) -> None:
         self._stop.wait()
@@ -339,7 +349,7 @@ def preflight(settings: NodeSettings, awake: ExitStack) -> None:
     """
     check_readable(settings.state_dir)
     access = load_configuration(settings.kubeconfig, in_own_process=True)
-    owner_reference(KubeClient(access, USER_AGENT), settings.node_name)
+    owner_reference(KubeClient(access, NODE_USER_AGENT), settings.node_name)
     with ExitStack() as stack:
         host, _ = stack.enter_context(open_host(settings, lasting=True))
         host.discover()

@@ -15,16 +15,16 @@ from driver.model.gpu import Gpu
 from driver.model.usage import UsageReading
 from kubelet_plugin.checkpoint.records import DeviceRecord
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.status.events import Reason
-from kubelet_plugin.usage.sampler import DeviceUsage, Key
+from kubelet_plugin.status.events import EventReason
+from kubelet_plugin.usage.sampler import Key, MeasuredDevice
 
 log = logging.getLogger(__name__)
 
-WATCH_SECONDS = 30.0
+SUSPECT_SECONDS = 30.0
 """How long to look for a failed container after processes of a full partition have ended: the kubelet writes the pod's
 status later."""
 
-CHECK_INTERVAL_SECONDS = 2.0
+POD_CHECK_INTERVAL_SECONDS = 2.0
 
 LARGER = 3
 """Number of larger profiles that an Event names."""
@@ -47,7 +47,7 @@ class ContainerStatus(msgspec.Struct, frozen=True, rename="camel"):
     last_state: ContainerState = ContainerState()
 
 
-class PodStatus(msgspec.Struct, frozen=True, rename="camel"):
+class EndedContainers(msgspec.Struct, frozen=True, rename="camel"):
     init_container_statuses: tuple[ContainerStatus, ...] | None = None
     container_statuses: tuple[ContainerStatus, ...] | None = None
 
@@ -55,7 +55,7 @@ class PodStatus(msgspec.Struct, frozen=True, rename="camel"):
 class PodObject(msgspec.Struct, frozen=True):
     """The fields of a Pod that say how its containers ended."""
 
-    status: PodStatus = PodStatus()
+    status: EndedContainers = EndedContainers()
 
     def failures(self, since: str) -> Iterator[tuple[str, Terminated]]:
         """Name and end of each container that has failed at ``since`` or later (RFC 3339, UTC)."""
@@ -65,14 +65,14 @@ class PodObject(msgspec.Struct, frozen=True):
                     yield each.name, end
 
 
-POD = msgspec.json.Decoder(PodObject)
+POD_DECODER = msgspec.json.Decoder(PodObject)
 
 
 @dataclass(frozen=True, slots=True)
 class _Suspect:
     """A device whose processes have ended while it was full. ``full`` is the last reading before."""
 
-    usage: DeviceUsage
+    usage: MeasuredDevice
     full: UsageReading
     since: str
     until: float
@@ -84,7 +84,7 @@ class FullPartitions:
     def __init__(
         self,
         read_pod: Callable[[str, str], PodObject],
-        report: Callable[[ClaimReference, Reason, str], None],
+        report: Callable[[ClaimReference, EventReason, str], None],
         gpu: Callable[[str], Gpu | None],
         clock: Clock,
     ) -> None:
@@ -92,7 +92,7 @@ class FullPartitions:
         self._full: dict[Key, tuple[UsageReading, datetime]] = {}
         self._suspects: dict[Key, _Suspect] = {}
 
-    def check(self, devices: Mapping[Key, DeviceUsage]) -> float | None:
+    def check(self, devices: Mapping[Key, MeasuredDevice]) -> float | None:
         """Handle the devices of one round. Returns the seconds until the next check; None: none is needed."""
         now, today = self._clock.monotonic(), self._clock.now()
         for key, (full, at) in list(self._full.items()):
@@ -100,14 +100,14 @@ class FullPartitions:
             if usage is None or _changed(full, usage.reading):
                 del self._full[key]
             if usage is not None and _changed(full, usage.reading):
-                self._suspects[key] = _Suspect(usage, full, seconds_time(at), now + WATCH_SECONDS)
+                self._suspects[key] = _Suspect(usage, full, seconds_time(at), now + SUSPECT_SECONDS)
         for key, usage in devices.items():
             if usage.reading is not None and usage.reading.full and usage.labels is not None:
                 self._full[key] = (usage.reading, today)
         for key, suspect in list(self._suspects.items()):
             if self._has_failed(suspect) or now > suspect.until:
                 del self._suspects[key]
-        return CHECK_INTERVAL_SECONDS if self._suspects else None
+        return POD_CHECK_INTERVAL_SECONDS if self._suspects else None
 
     def _has_failed(self, suspect: _Suspect) -> bool:
         """Report the failed containers of the claim's pods; whether there are any."""
@@ -120,7 +120,7 @@ class FullPartitions:
                 continue
             for container, end in failures:
                 found = True
-                self._report(usage.record.reference, Reason.PARTITION_FULL, self._message(suspect, container, end))
+                self._report(usage.record.reference, EventReason.PARTITION_FULL, self._message(suspect, container, end))
         return found
 
     def _message(self, suspect: _Suspect, container: str, end: Terminated) -> str:

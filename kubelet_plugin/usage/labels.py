@@ -11,7 +11,7 @@ from driver.hardware.host_paths import HostPaths
 from driver.kube.types import Claim
 from driver.model.usage import UsageReading
 
-POD_UID = re.compile(r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12})")
+CGROUP_POD_UID = re.compile(r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12})")
 """Uid of a pod in the name of its cgroup; the systemd driver has "_" for "-" (kubelet, cgroup_manager_linux.go)."""
 
 
@@ -49,7 +49,7 @@ def labels_of(claim: Claim) -> ClaimLabels:
 def pod_of(paths: HostPaths, pid: int) -> str | None:
     """The uid of the pod in whose cgroup the process is; None without one, or if the process has ended."""
     try:
-        found = POD_UID.search(paths.read(f"/proc/{pid}/cgroup"))
+        found = CGROUP_POD_UID.search(paths.read(f"/proc/{pid}/cgroup"))
     except (OSError, ValueError):
         return None
     return None if found is None else found[1].replace("_", "-")

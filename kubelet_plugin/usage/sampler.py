@@ -21,7 +21,7 @@ from kubelet_plugin.usage.totals import TotalsFile
 
 log = logging.getLogger(__name__)
 
-READ_TIMEOUT_SECONDS = 5.0
+GPU_READ_TIMEOUT_SECONDS = 5.0
 """How long one GPU may take for one reading of all its claims' devices; it takes milliseconds."""
 
 FIRST_INTERVAL_SECONDS = 1.0
@@ -38,7 +38,7 @@ def since_boot() -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceUsage:
+class MeasuredDevice:
     """One device of a claim, first seen at ``since``.
 
     ``labels`` is None until the claim was read, ``reading`` while nothing is known and after the claim's end
@@ -59,12 +59,12 @@ class DeviceUsage:
         """What distinguishes its series from others."""
         return self.record.namespace, self.record.name, self.device.device
 
-    def measured(self, reading: UsageReading, now: float) -> DeviceUsage:
+    def measured(self, reading: UsageReading, now: float) -> MeasuredDevice:
         activity = reading.activity
         totals = self.totals if activity is None else self.totals.with_activity(activity, now)
         return replace(self, reading=reading, totals=totals, activity_at=now if activity else self.activity_at)
 
-    def ended(self, now: float, most_seconds: float) -> DeviceUsage:
+    def ended(self, now: float, most_seconds: float) -> MeasuredDevice:
         """After the claim's end; for up to ``most_seconds`` before, it counts as active as in its last sample."""
         totals, activity = self.totals.counted(now), self.reading.activity if self.reading is not None else None
         if activity is not None and self.activity_at is not None:
@@ -92,7 +92,7 @@ class UsageSampler:
         pod_of_process: Callable[[int], str | None],
         totals_file: TotalsFile,
         interval_seconds: float,
-        check: Callable[[Mapping[Key, DeviceUsage]], float | None],
+        check: Callable[[Mapping[Key, MeasuredDevice]], float | None],
         clock: Callable[[], float] = since_boot,
     ) -> None:
         self._context = context
@@ -103,11 +103,11 @@ class UsageSampler:
         self._interval = interval_seconds
         self._check = check
         self._clock = clock
-        self._timeouts = TimeoutRunner(READ_TIMEOUT_SECONDS)
+        self._timeouts = TimeoutRunner(GPU_READ_TIMEOUT_SECONDS)
         self._saved = totals_file.load(clock())
         self._due: dict[str, float] = {}
         self._changed = threading.Event()
-        self.devices: Mapping[Key, DeviceUsage] = {}
+        self.devices: Mapping[Key, MeasuredDevice] = {}
         """Replaced as a whole after each round."""
 
     def notify(self) -> None:
@@ -148,10 +148,10 @@ class UsageSampler:
         due_in = min(self._due.values(), default=now + self._interval) - self._clock()
         return max(0.0, min(due_in, self._check(devices) or due_in))
 
-    def _current(self, now: float) -> dict[Key, DeviceUsage]:
+    def _current(self, now: float) -> dict[Key, MeasuredDevice]:
         """The devices of all prepared claims and of those that ended lately, with the time until ``now`` counted."""
         boot = self._context.boot
-        found: dict[Key, DeviceUsage] = {}
+        found: dict[Key, MeasuredDevice] = {}
         for record in self._context.checkpoint.records():
             if not record.prepared_in_this_boot(boot):
                 continue
@@ -168,10 +168,10 @@ class UsageSampler:
                 found[key] = ended
         return found
 
-    def _begun(self, record: ClaimRecord, device: DeviceRecord, now: float) -> DeviceUsage:
+    def _begun(self, record: ClaimRecord, device: DeviceRecord, now: float) -> MeasuredDevice:
         """A device that is new, or that is another one than before: its partition was cut again."""
         self._due.pop(device.gpu_uuid, None)
-        begun = DeviceUsage(record, device, self._saved_totals(record, device, now), since=now)
+        begun = MeasuredDevice(record, device, self._saved_totals(record, device, now), since=now)
         for known in self.devices.values():
             # A claim may be created again under its name: its series go on.
             if known.series == begun.series:
@@ -190,7 +190,7 @@ class UsageSampler:
         gpu = self._context.inventory.gpu(device.gpu_uuid)
         return (gpu.memory_slices if gpu is not None else 1) / device.shares
 
-    def _read_missing_labels(self, devices: dict[Key, DeviceUsage]) -> None:
+    def _read_missing_labels(self, devices: dict[Key, MeasuredDevice]) -> None:
         """Read the claims that were not read yet; an API server that does not answer is asked again next time."""
         read: dict[str, ClaimLabels] = {}
         for key, each in devices.items():
@@ -206,10 +206,10 @@ class UsageSampler:
             read[each.record.uid] = labels
             devices[key] = replace(each, labels=labels)
 
-    def _on(self, gpu_uuid: str, devices: Mapping[Key, DeviceUsage]) -> Iterable[DeviceUsage]:
+    def _on(self, gpu_uuid: str, devices: Mapping[Key, MeasuredDevice]) -> Iterable[MeasuredDevice]:
         return (each for each in devices.values() if each.device.gpu_uuid == gpu_uuid and each.ended_at is None)
 
-    def _sample_gpu(self, uuid: str, devices: dict[Key, DeviceUsage]) -> None:
+    def _sample_gpu(self, uuid: str, devices: dict[Key, MeasuredDevice]) -> None:
         """Read every device of claims on one GPU."""
         mine = {key: each for key, each in devices.items() if each.device.gpu_uuid == uuid and each.ended_at is None}
         targets = {target_of(each.device) for each in mine.values()}

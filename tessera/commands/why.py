@@ -24,14 +24,14 @@ from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HEARTBEAT, RENEW_INTERVAL_SECONDS
 from driver.kube.reads import RESOURCE_GROUP, read_all, read_object
 from driver.kube.types import Claim, Key, Metadata, Pod
-from kubelet_plugin.status.events import Reason
+from kubelet_plugin.status.events import EventReason
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
 from tessera.status.snapshot import renewed_at
 from tessera.tables_and_drawings import columns, counted, printable, with_text_output
 
 POD_KINDS, CLAIM_KINDS = ("pod", "pods", "po"), ("claim", "resourceclaim", "resourceclaims")
 
-PREPARATION_FAILED = {Reason.PREPARE_FAILED.value, "FailedPrepareDynamicResources"}
+PREPARATION_FAILED = {EventReason.PREPARE_FAILED.value, "FailedPrepareDynamicResources"}
 """Events of the node plugin and of the kubelet."""
 
 LEASES = "/apis/coordination.k8s.io/v1/leases"

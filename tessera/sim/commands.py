@@ -23,11 +23,11 @@ from tessera.sim.fault import fault, find_roots
 from tessera.sim.load import claim_devices, load
 from tessera.tables_and_drawings import Span, cell_width, columns, draw_placement, draw_slices, with_output
 
-MOST_NODES = 10_000
+FLEET_NODE_LIMIT = 10_000
 FLEET_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,48}[a-z0-9])?")
 """Valid names of a fleet: the prefix of its nodes' names, and the value of a label."""
 
-MODES = {"follow": PlanMode.PLANNED, "alone": PlanMode.STANDALONE}
+FLEET_MODES = {"follow": PlanMode.PLANNED, "alone": PlanMode.STANDALONE}
 STATE_INTERVAL_SECONDS = 10.0
 
 
@@ -94,7 +94,9 @@ def smi(host_root: Path | None, output: str) -> None:
 
 
 @sim.command()
-@click.option("--nodes", type=click.IntRange(1, MOST_NODES), default=100, show_default=True, help="Number of nodes.")
+@click.option(
+    "--nodes", type=click.IntRange(1, FLEET_NODE_LIMIT), default=100, show_default=True, help="Number of nodes."
+)
 @click.option(
     "--gpus", default="dgx-h100", show_default=True, help="GPUs of each node: NAME (`tessera sim list`) or FILE."
 )
@@ -104,7 +106,7 @@ def smi(host_root: Path | None, output: str) -> None:
 @click.option("--namespace", default="tessera", show_default=True, help="Namespace of the controller's heartbeat.")
 @click.option(
     "--mode",
-    type=click.Choice(list(MODES)),
+    type=click.Choice(list(FLEET_MODES)),
     default="follow",
     show_default=True,
     help="follow: offer what the plans list, or whatever fits without a heartbeat; alone: always whatever fits.",
@@ -140,7 +142,7 @@ def fleet(
         check_driver_name(driver_name)
     except ValueError as error:
         raise UsageError(f"--driver-name {driver_name}: {error}") from error
-    settings = FleetSettings(name, nodes, discover(gpus), driver_name, namespace, MODES[mode], leases)
+    settings = FleetSettings(name, nodes, discover(gpus), driver_name, namespace, FLEET_MODES[mode], leases)
     client, printed = client_of(kubeconfig, "tessera-fleet"), ""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -25,8 +25,8 @@ from tessera.sim.fault import find_roots, only_root
 MOST_POINTS = 1000
 """Rows of a file; every NVML call on the GPU reads them again when its state has changed."""
 
-RATES = ("nvlink", "pcie")
-COLUMNS = ["second", "sm", "tensor", "dram", "memory"]
+TRAFFIC_COLUMNS = ("nvlink", "pcie")
+POINT_COLUMNS = ["second", "sm", "tensor", "dram", "memory"]
 """Columns of a file without a header."""
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?")
@@ -147,11 +147,11 @@ def _points(path: Path, options: dict[str, str]) -> tuple[Phase, ...]:
             lines = [line for line in csv.reader(file) if line]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"--pattern: {path}: {error}; accepted: duty:FRACTION@PERIOD or a CSV file") from error
-    columns = lines.pop(0) if lines and lines[0][0] == "second" else COLUMNS
-    if unknown := sorted(set(columns) - {*COLUMNS, *RATIOS, *RATES}):
-        raise UsageError(
-            f"{path}: column {unknown[0]!r} is unknown; accepted: {', '.join([*COLUMNS, 'occupancy', *RATES])}"
-        )
+    columns = lines.pop(0) if lines and lines[0][0] == "second" else POINT_COLUMNS
+    unknown = sorted(set(columns) - {*POINT_COLUMNS, *RATIOS, *TRAFFIC_COLUMNS})
+    if unknown:
+        accepted = ", ".join([*POINT_COLUMNS, "occupancy", *TRAFFIC_COLUMNS])
+        raise UsageError(f"{path}: column {unknown[0]!r} is unknown; accepted: {accepted}")
     if not 0 < len(lines) <= MOST_POINTS:
         raise UsageError(f"{path}: {len(lines)} rows are not accepted; 1 to {MOST_POINTS}")
     points: list[tuple[float, Activity, int]] = []

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from controller.app import LEASE
 from driver.kube.client import Object
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING, SILENCE_TIMEOUT_SECONDS
-from kubelet_plugin.status.events import Reason
+from kubelet_plugin.status.events import EventReason
 from tessera.cluster_options import cancel_uninstall_command
 from tessera.status.snapshot import CONTROLLER, NODE, CheckOutput, Finding, Listing, StatusSnapshot, condition_of
 from tessera.tables_and_drawings import counted, shortened
@@ -30,8 +30,8 @@ SINCE_SILENCE = "30 to 90 s after the last heartbeat"
 THE_SET = f"the DaemonSet {NODE}"
 
 UNWRITABLE: Mapping[str, str] = {
-    Reason.STATE_UNWRITABLE: Reason.STATE_WRITABLE,
-    Reason.CDI_UNWRITABLE: Reason.CDI_WRITABLE,
+    EventReason.STATE_UNWRITABLE: EventReason.STATE_WRITABLE,
+    EventReason.CDI_UNWRITABLE: EventReason.CDI_WRITABLE,
 }
 """The Event of each minute in which a directory can't be written, and the Event that ends it."""
 
@@ -226,7 +226,7 @@ def directories(snapshot: StatusSnapshot) -> CheckOutput:
         remedy = "free space on that file system, or mount it read-write; no pod with a claim starts there until then"
         yield Finding(key[0], str(latest[key].get("message")), remedy)
     for node, reason in recent:
-        if reason == Reason.CDI_RESTORED:
+        if reason == EventReason.CDI_RESTORED:
             message = str(latest[node, reason].get("message"))
             yield Finding(node, message, "find out what removes it; running pods were not affected")
 

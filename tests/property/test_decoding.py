@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from driver.kube.hostile_json import MAX_DEPTH, decode, sanitized
 from driver.kube.reads import page_reader
 from driver.kube.types import Claim
-from kubelet_plugin.status.claim_status import STORED
+from kubelet_plugin.status.claim_status import STORED_CLAIM
 
 
 def nested(depth: int, opening: str = '{"a":', closing: str = "}") -> str:
@@ -75,7 +75,7 @@ def test_a_claim_is_read_whole_whatever_another_drivers_parameters_are(parameter
         assert (str(read.metadata.key), read.spec.devices.requests[0].name) == ("team/small", "gpu")
         assert read.status.allocation is not None
         assert read.status.allocation.devices.results[0].device == "gpu-0"
-    stored = decode(data, STORED)
+    stored = decode(data, STORED_CLAIM)
     assert stored.allocated
     assert stored.entries("gpu.tessera.dev") == []
 

@@ -12,7 +12,7 @@ from driver.model.gpu_health import EventKind, GpuEvent
 from driver.model.xid import XIDS, Meaning
 from kubelet_plugin.health.device_conditions import fault_of_event
 from kubelet_plugin.health.recorded_faults import (
-    REPEAT_INTERVAL_SECONDS,
+    FAULT_REPEAT_INTERVAL_SECONDS,
     HealthRecord,
     apply_boot,
     apply_fault,
@@ -55,7 +55,7 @@ class Faults(RuleBasedStateMachine):
             assert self.record == before
             return
         what = (gpu, xid, where)
-        if what not in self.ill or self.now - self.ill[what] >= REPEAT_INTERVAL_SECONDS:
+        if what not in self.ill or self.now - self.ill[what] >= FAULT_REPEAT_INTERVAL_SECONDS:
             stamp = self.record.last_stamp
             assert stamp not in self.given
             self.ill[what] = stamp

@@ -9,7 +9,7 @@ from driver.kube.types import Reference
 from driver.model.gpu_health import ConditionType
 from kubelet_plugin.reconcile.recovery import Orphans
 from kubelet_plugin.reconcile.retry import ClaimReconciler
-from kubelet_plugin.status.events import EventReporter
+from kubelet_plugin.status.events import PluginEvents
 from tests.support.claims import NODE
 from tests.support.node import NodeUnderTest
 
@@ -27,7 +27,7 @@ class Care:
     orphans_of: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.teller = EventReporter(self._record, NODE)
+        self.teller = PluginEvents(self._record, NODE)
         node, preparer, cleanup, api = self.under.node, self.under.preparer, self.under.cleanup, self.under.api
         self.orphans = Orphans(node, preparer, cleanup, api, self.teller, self.orphans_of.append, lambda: self.now)
         search = self.orphans.search_if_due

@@ -97,7 +97,7 @@ def run_plugin(settings: NodeSettings, orders: Orders) -> None:
 
 def main(address: str) -> None:
     # Hundreds of plugins wait for these in turn; but not the reconciler: it must find nothing to repair after a kill.
-    publisher.COALESCE_INTERVAL_SECONDS = status_writer.COALESCE_SECONDS = 0.005
+    publisher.COALESCE_INTERVAL_SECONDS = status_writer.CLAIM_STATUS_COALESCE_SECONDS = 0.005
     with socket.socket(socket.AF_UNIX) as listener:
         # Whoever sees the address may connect: it gets its name when somebody listens.
         unnamed = Path(address).with_name("z")

@@ -42,13 +42,13 @@ THREADS = 8
 
 PUBLISHED_CHECK_INTERVAL_SECONDS = 0.2
 
-NODES = "/api/v1/nodes"
+NODES_PATH = "/api/v1/nodes"
 NODE_LEASES = "kube-node-lease"
 
 FLEET_LABEL = "gpu.tessera.dev/simulated-fleet"
 """Label of every Node of a fleet; its value is the fleet's name."""
 
-CAPACITY = {"cpu": "192", "memory": "2Ti", "ephemeral-storage": "1Ti", "pods": "500"}
+SIMULATED_CAPACITY = {"cpu": "192", "memory": "2Ti", "ephemeral-storage": "1Ti", "pods": "500"}
 
 CONCURRENT_REQUESTS = 8
 """Concurrent requests while objects are created or removed."""
@@ -152,14 +152,14 @@ class NodeObjects:
     def remove(self) -> None:
         """Remove all Nodes of the fleet, also of an earlier run, with their plans, slices and Leases."""
         selector = {"labelSelector": f"{FLEET_LABEL}={self._fleet}"}
-        nodes = {node.metadata.name for node in read_all(self._client, NODES, Node, selector)}
+        nodes = {node.metadata.name for node in read_all(self._client, NODES_PATH, Node, selector)}
         if not nodes:
             return
         driver = {"fieldSelector": f"spec.driver={self._driver}"}
         found = read_all(self._client, SLICES, ResourceSlice, driver)
         slices = [item.metadata.name for item in found if item.spec.node_name in nodes]
         delete = partial(self._client.delete, missing_ok=True)
-        self._each("removing nodes", [f"{NODES}/{name}" for name in nodes], delete)
+        self._each("removing nodes", [f"{NODES_PATH}/{name}" for name in nodes], delete)
         self._each("removing plans", [f"{PATH}/{name}" for name in nodes], delete)
         self._each("removing slices", [f"{SLICES}/{name}" for name in slices], delete)
         self._each("removing node leases", [f"{leases(NODE_LEASES)}/{name}" for name in nodes], delete)
@@ -190,10 +190,10 @@ class NodeObjects:
             "apiVersion": "v1",
             "kind": "Node",
             "metadata": {"name": name, "labels": own},
-            "status": {"capacity": CAPACITY, "allocatable": CAPACITY, "conditions": [ready]},
+            "status": {"capacity": SIMULATED_CAPACITY, "allocatable": SIMULATED_CAPACITY, "conditions": [ready]},
         }
         try:
-            return self._client.create(NODES, body)
+            return self._client.create(NODES_PATH, body)
         except ApiError as error:
             if error.status != CONFLICT:
                 raise

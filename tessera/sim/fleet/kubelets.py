@@ -33,13 +33,13 @@ from tessera.sim.fleet.simulated_plugin import FleetNode
 
 log = logging.getLogger(__name__)
 
-COALESCE_SECONDS = 0.01
+POD_COALESCE_SECONDS = 0.01
 CONFLICT_RETRY_SECONDS = 1.0
 """Delay before a claim is prepared again whose devices overlap those of another claim."""
 
 
 @dataclass(frozen=True)
-class Allocated:
+class ClaimDevices:
     """The devices of one driver that are allocated to a claim, by the name of their pool."""
 
     uid: str
@@ -48,14 +48,14 @@ class Allocated:
     """UIDs of the pods that the claim is reserved for."""
 
 
-def allocated(claim: Claim, driver: str) -> Allocated | None:
+def allocated(claim: Claim, driver: str) -> ClaimDevices | None:
     """The devices of ``driver`` that are allocated to ``claim``; None if there are none."""
     found: dict[str, tuple[str, ...]] = {}
     for result in claim.results:
         if result.driver == driver:
             found[result.pool] = (*found.get(result.pool, ()), result.device)
     users = frozenset(each.uid for each in claim.status.reserved_for if each.resource == "pods")
-    return Allocated(claim.metadata.uid, found, users) if found else None
+    return ClaimDevices(claim.metadata.uid, found, users) if found else None
 
 
 class Kubelets:
@@ -69,7 +69,7 @@ class Kubelets:
         self._make_loop = loop
         self._lock = threading.Lock()
         self._loops: dict[Key, Loop] = {}
-        self._prepared: dict[Key, Allocated] = {}
+        self._prepared: dict[Key, ClaimDevices] = {}
         self._users: dict[Key, dict[str, Key]] = defaultdict(dict)
         """Pods that use a claim and are not being deleted, by uid."""
         self._claims = WatchCache(
@@ -97,7 +97,7 @@ class Kubelets:
                 self._release_unused(claim)
             self._sync_later(change.key)
 
-    def _claims_changed(self, changes: Sequence[Change[Allocated]]) -> None:
+    def _claims_changed(self, changes: Sequence[Change[ClaimDevices]]) -> None:
         for change in changes:
             self._release_unused(change.key)
             for pod in tuple(self._users.get(change.key, {}).values()):
@@ -107,7 +107,9 @@ class Kubelets:
         with self._lock:
             loop = self._loops.get(key)
             if loop is None:
-                loop = self._make_loop(f"simulated kubelet of pod {key}", partial(self._sync, key), COALESCE_SECONDS)
+                loop = self._make_loop(
+                    f"simulated kubelet of pod {key}", partial(self._sync, key), POD_COALESCE_SECONDS
+                )
                 self._loops[key] = loop
         loop.notify()
 
@@ -144,7 +146,7 @@ class Kubelets:
             if error.status != CONFLICT:
                 raise
 
-    def _prepare(self, key: Key, claim: Allocated) -> bool:
+    def _prepare(self, key: Key, claim: ClaimDevices) -> bool:
         """Hold the claim's devices and write its status; False if another claim still holds them."""
         with self._lock:
             if self._prepared.get(key) == claim:
@@ -162,7 +164,7 @@ class Kubelets:
             self._write_status(key, claim)
         return True
 
-    def _write_status(self, key: Key, claim: Allocated) -> None:
+    def _write_status(self, key: Key, claim: ClaimDevices) -> None:
         reference = ClaimReference(key.namespace, key.name, claim.uid)
         records = [_record(reference, node.pool.name, node.devices(names)) for node, names in self._held_by(claim)]
         statuses = device_statuses(records)[reference]
@@ -184,7 +186,7 @@ class Kubelets:
                 for node, _ in self._held_by(known):
                     node.release(known.uid)
 
-    def _held_by(self, claim: Allocated) -> list[tuple[FleetNode, tuple[str, ...]]]:
+    def _held_by(self, claim: ClaimDevices) -> list[tuple[FleetNode, tuple[str, ...]]]:
         return [(self._by_pool[pool], names) for pool, names in claim.devices.items() if pool in self._by_pool]
 
 

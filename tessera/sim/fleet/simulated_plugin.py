@@ -20,7 +20,7 @@ from driver.model.plan import PlanMode
 from driver.slices.build import Content, SliceBuilder
 from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
-from driver.slices.publisher import SLICES, PublishedSlices, Publisher, SliceWriteObserver
+from driver.slices.publisher import SLICES, PresentSlices, Publisher, SliceWriteObserver
 from kubelet_plugin.changes import NodeChange, NodeChanges
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
@@ -144,7 +144,7 @@ class FleetNode:
         changes.subscribe(NodeChange.MODE, self.plan_changed)
         changes.subscribe(NodeChange.PUBLISHED, self._plan_status.notify)
 
-    def desired(self, slices: PublishedSlices) -> Mapping[str, Content]:
+    def desired(self, slices: PresentSlices) -> Mapping[str, Content]:
         return self._builder.build(self.follower.published(slices))
 
     def is_complete(self) -> bool:

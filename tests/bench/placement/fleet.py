@@ -31,7 +31,7 @@ from driver.simulator.description import load_description
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
-from driver.slices.publisher import PublishedSlices, Publisher
+from driver.slices.publisher import PresentSlices, Publisher
 from kubelet_plugin.changes import NodeChange, NodeChanges
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
@@ -149,7 +149,7 @@ class FleetNode:
     def owner(self) -> Mapping[str, Any]:
         return self._owner
 
-    def desired(self, slices: PublishedSlices) -> Mapping[str, Content]:
+    def desired(self, slices: PresentSlices) -> Mapping[str, Content]:
         if self._mode in {Mode.CURATED, Mode.STATIC, Mode.COMPLETE}:
             return self._builder.build(self.follower.published(slices))
         published = self.inventory.published()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kubelet_plugin.metrics.usage import LABELS
+from kubelet_plugin.metrics.usage import CLAIM_LABELS
 from tests.support.chart import CHART, rendered
 from tests.support.workloads import PROJECT
 
@@ -52,7 +52,7 @@ def documented() -> dict[str, set[str]]:
     before, header, rest = text.partition("| usage metric |")
     of_claims, _, after = rest.partition("\n\n")
     assert header
-    return dict(rows(before + "\n" + after)) | {name: set(LABELS) for name, _ in rows(of_claims)}
+    return dict(rows(before + "\n" + after)) | {name: set(CLAIM_LABELS) for name, _ in rows(of_claims)}
 
 
 @pytest.mark.parametrize("query", QUERIES)

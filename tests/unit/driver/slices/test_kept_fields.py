@@ -14,7 +14,7 @@ from driver.slices import publisher
 from driver.slices.build import Content, PublishedGpu
 from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
-from driver.slices.publisher import PublishedSlices, Publisher
+from driver.slices.publisher import PresentSlices, Publisher
 from tests.support.api_server import Exchange, Object, SliceApi
 from tests.support.gpus import gpu_of
 from tests.support.running import eventually, in_thread
@@ -84,7 +84,7 @@ class OneDevice:
     device: Callable[[KeptFields], Content]
     fields: KeptFields
 
-    def desired(self, _slices: PublishedSlices) -> Mapping[str, Content]:
+    def desired(self, _slices: PresentSlices) -> Mapping[str, Content]:
         return {SLICE: {"devices": [self.device(self.fields)]}}
 
     def is_complete(self) -> bool:

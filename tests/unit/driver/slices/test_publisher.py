@@ -17,7 +17,7 @@ from driver.kube.work_loop import Backoff
 from driver.slices import publisher
 from driver.slices.build import Content
 from driver.slices.pool_names import Pool
-from driver.slices.publisher import PublishedSlices, Publisher, SliceWriteObserver
+from driver.slices.publisher import PresentSlices, Publisher, SliceWriteObserver
 from tests.support.api_server import SliceApi
 from tests.support.running import eventually, in_thread
 
@@ -49,7 +49,7 @@ class Node(SliceWriteObserver):
         self.writes: list[tuple[int, float]] = []
         self.publisher = Publisher(self.client, POOL, self, observer=self)
 
-    def desired(self, _slices: PublishedSlices) -> Mapping[str, Content]:
+    def desired(self, _slices: PresentSlices) -> Mapping[str, Content]:
         return copy.deepcopy(self.contents)
 
     def is_complete(self) -> bool:
@@ -207,7 +207,7 @@ def test_a_defect_of_ours_does_not_end_the_thread(api: SliceApi, caplog: pytest.
     node = Node(api)
     calls: list[None] = []
 
-    def broken_once(_slices: PublishedSlices) -> Mapping[str, Content]:
+    def broken_once(_slices: PresentSlices) -> Mapping[str, Content]:
         calls.append(None)
         if len(calls) == 1:
             raise RuntimeError("a defect")

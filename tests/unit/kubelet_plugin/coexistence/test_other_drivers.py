@@ -163,7 +163,7 @@ def test_a_claim_that_has_a_device_keeps_it_and_a_new_one_gets_none(node: NodeUn
 @pytest.fixture
 def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Short: below it are unix sockets."""
-    monkeypatch.setattr(neighbour_watch, "CHECK_INTERVAL_SECONDS", 0.2)
+    monkeypatch.setattr(neighbour_watch, "DIRECTORY_CHECK_INTERVAL_SECONDS", 0.2)
     monkeypatch.setattr(nvml_events, "EVENT_TIMEOUT_SECONDS", 0.3)
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         yield Path(folder)

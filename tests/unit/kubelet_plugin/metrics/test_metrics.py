@@ -20,10 +20,10 @@ from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks, LockTimeou
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
-from kubelet_plugin.health.monitor import UNHEALTHY
+from kubelet_plugin.health.monitor import GPU_UNHEALTHY
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.metrics.metrics import Metrics, NodeGauges, failure_kind
-from kubelet_plugin.status.events import EventReporter, Reason
+from kubelet_plugin.status.events import EventReason, PluginEvents
 from tests.support.api_server import ObjectApi
 from tests.support.claims import DRIVER, ClaimApi
 from tests.support.metrics import exported_name
@@ -288,13 +288,13 @@ def test_repairs_and_faults_that_people_are_told_of_are_counted_once_however_man
     measured: Measured,
 ) -> None:
     heard: list[tuple[object, ...]] = []
-    teller = EventReporter(lambda *told: heard.append(told), "node-a", measured.metrics.count_event)
+    teller = PluginEvents(lambda *told: heard.append(told), "node-a", measured.metrics.count_event)
     claim = measured.api.allocate("one", SMALL)
     teller.remember_pods(measured.api.read("default", "one"))
-    teller.claim(claim, Reason.REPAIRED, "was cut again")
-    teller.claim(claim, Reason.REPAIR_FAILED, "can't be cut again")
-    teller.claim(claim, Reason.PREPARE_FAILED, "which the work itself counts")
-    teller.node(UNHEALTHY, "gpu-0")
+    teller.claim(claim, EventReason.REPAIRED, "was cut again")
+    teller.claim(claim, EventReason.REPAIR_FAILED, "can't be cut again")
+    teller.claim(claim, EventReason.PREPARE_FAILED, "which the work itself counts")
+    teller.node(GPU_UNHEALTHY, "gpu-0")
     assert len(heard) == 7
     assert measured.value("tessera_repairs_total", kind="device") == 1
     assert measured.value("tessera_repairs_total", kind="release") == 0

@@ -25,7 +25,7 @@ from kubelet_plugin.health import nvml_events
 from kubelet_plugin.inventory import scan
 from kubelet_plugin.metrics import probes
 from kubelet_plugin.metrics.probes import CDI_REASONS, DirectoryProbe, SocketCheck
-from kubelet_plugin.status.events import EventReporter
+from kubelet_plugin.status.events import PluginEvents
 from tests.harness.waiting import wait_for
 from tests.support.api_server import ObjectApi
 from tests.support.clock import FakeClock
@@ -111,7 +111,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvml_events, "EVENT_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(hardware_host, "GPU_ANSWER_TIMEOUT_SECONDS", 1.0)
     monkeypatch.setattr(probes, "SCAN_TIMEOUT_SECONDS", 3.0)
-    monkeypatch.setattr(probes, "PROBE_INTERVAL_SECONDS", 0.2)
+    monkeypatch.setattr(probes, "DIRECTORY_PROBE_INTERVAL_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_the_newer_event_of_the_two_is_the_state_of_a_directory_while_it_lasts_a
 
     with ObjectApi() as api:
         recorder = Recorder(api.server.client(), "tessera-node", "node-a", clock)
-        teller = EventReporter(recorder.event, "node-a")
+        teller = PluginEvents(recorder.event, "node-a")
 
         def started() -> DirectoryProbe:
             return DirectoryProbe(tmp_path, write, CDI_REASONS, teller, clock)

@@ -125,7 +125,7 @@ def api() -> Iterator[ClaimApi]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "Backoff", partial(Backoff, first_s=0.01))
-    monkeypatch.setattr(module, "COALESCE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "CLAIM_STATUS_COALESCE_SECONDS", 0.0)
 
 
 @contextmanager

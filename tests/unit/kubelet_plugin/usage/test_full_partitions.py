@@ -13,9 +13,9 @@ from driver.model.offer import DeviceKind
 from driver.model.usage import GpuProcess, UsageReading, UsageTotals
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.usage.full_partitions import WATCH_SECONDS, FullPartitions, PodObject
+from kubelet_plugin.usage.full_partitions import SUSPECT_SECONDS, FullPartitions, PodObject
 from kubelet_plugin.usage.labels import ClaimLabels, PodReference
-from kubelet_plugin.usage.sampler import DeviceUsage
+from kubelet_plugin.usage.sampler import MeasuredDevice
 from tests.support.clock import FakeClock
 from tests.support.gpus import gpu_of
 
@@ -31,7 +31,7 @@ def reading(used: float, *pids: int) -> UsageReading:
     return UsageReading(memory_used=int(used * GIB), memory_total=int(9.75 * GIB), processes=processes)
 
 
-def usage(now: UsageReading | None) -> DeviceUsage:
+def usage(now: UsageReading | None) -> MeasuredDevice:
     device = DeviceRecord(
         requests=("gpu",),
         pool="pool",
@@ -44,7 +44,7 @@ def usage(now: UsageReading | None) -> DeviceUsage:
     )
     record = ClaimRecord(1, "default", "claim", "uid-1", "prepared", (device,))
     labels = ClaimLabels((PodReference("pod", "uid-pod"),), {"gpu": "small"})
-    return DeviceUsage(record, device, UsageTotals(1.0, 0.0, 0.0), 0.0, labels, now)
+    return MeasuredDevice(record, device, UsageTotals(1.0, 0.0, 0.0), 0.0, labels, now)
 
 
 class Node:
@@ -110,7 +110,7 @@ def test_nobody_looks_for_long_or_at_pods_whose_partition_was_not_full() -> None
     node.sample(reading(9.7, 7))
     assert node.reads == 0
     node.sample(reading(0.1))
-    node.clock.advance(WATCH_SECONDS)
+    node.clock.advance(SUSPECT_SECONDS)
     assert node.sample(reading(0.1)) is None
     reads = node.reads
     node.sample(reading(0.1))

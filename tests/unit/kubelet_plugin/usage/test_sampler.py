@@ -252,7 +252,7 @@ def test_a_share_has_the_memory_of_its_own_pods_and_the_activity_of_the_gpu(tmp_
 
 
 def test_a_gpu_that_hangs_leaves_a_gap_in_its_own_claims_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "READ_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(sampler, "GPU_READ_TIMEOUT_SECONDS", 0.2)
     node = Node(tmp_path)
     node.prepare("hangs", SMALL, load=busy(0.8))
     node.prepare("fine", WHOLE, load=busy(0.4))

@@ -17,7 +17,7 @@ from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from tessera.cli import main
 from tessera.sim.fleet.fleet import SimulatedFleet, discover, gpus_of
-from tessera.sim.fleet.kubelets import Allocated, allocated
+from tessera.sim.fleet.kubelets import ClaimDevices, allocated
 from tessera.sim.fleet.simulated_plugin import FleetSettings, OwnSlices
 from tests.support.api_server import SLICES, ObjectApi
 from tests.support.running import eventually
@@ -135,5 +135,5 @@ def test_of_an_allocation_only_this_drivers_devices_are_prepared() -> None:
         },
     }
     claim = convert(raw, Claim)
-    assert allocated(claim, "gpu.tessera.dev") == Allocated("u", {"p": ("gpu-0", "gpu-1")}, frozenset({"of-pod"}))
+    assert allocated(claim, "gpu.tessera.dev") == ClaimDevices("u", {"p": ("gpu-0", "gpu-1")}, frozenset({"of-pod"}))
     assert allocated(claim, "other.example.com") is None

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kubelet_plugin.status.events import Reason
+from kubelet_plugin.status.events import EventReason
 from tessera.commands.status import as_text
 from tests.unit.tessera.status.test_checks import NODE, NOW, SOUND, found, item, lease, result, stamp
 
 
-def event(reason: Reason, ago_s: float) -> dict[str, Any]:
+def event(reason: EventReason, ago_s: float) -> dict[str, Any]:
     """An Event that the node's plugin reported so long ago."""
     at = stamp(NOW - timedelta(seconds=ago_s))
     message = f"message of {reason.value}"
@@ -25,8 +25,8 @@ def event(reason: Reason, ago_s: float) -> dict[str, Any]:
     }
 
 
-UNWRITABLE, WRITABLE = Reason.STATE_UNWRITABLE, Reason.STATE_WRITABLE
-OTHER, RESTORED = Reason.CDI_WRITABLE, Reason.CDI_RESTORED
+UNWRITABLE, WRITABLE = EventReason.STATE_UNWRITABLE, EventReason.STATE_WRITABLE
+OTHER, RESTORED = EventReason.CDI_WRITABLE, EventReason.CDI_RESTORED
 
 
 @pytest.mark.parametrize(
@@ -38,13 +38,13 @@ OTHER, RESTORED = Reason.CDI_WRITABLE, Reason.CDI_RESTORED
         pytest.param([(UNWRITABLE, 50), (WRITABLE, 20)], None, id="writable again"),
         pytest.param([(WRITABLE, 50), (UNWRITABLE, 20)], UNWRITABLE, id="not writable again"),
         pytest.param([(UNWRITABLE, 50), (OTHER, 20)], UNWRITABLE, id="the other directory is writable"),
-        pytest.param([(Reason.CDI_UNWRITABLE, 20)], Reason.CDI_UNWRITABLE, id="CDI directory"),
+        pytest.param([(EventReason.CDI_UNWRITABLE, 20)], EventReason.CDI_UNWRITABLE, id="CDI directory"),
         pytest.param([(RESTORED, 60)], RESTORED, id="made again"),
         pytest.param([(RESTORED, 1200)], None, id="made again long ago"),
     ],
 )
 def test_a_directory_is_a_finding_while_its_plugin_reports_it(
-    events: list[tuple[Reason, float]], expected: Reason | None
+    events: list[tuple[EventReason, float]], expected: EventReason | None
 ) -> None:
     snapshot = replace(SOUND, node_events=[event(*each) for each in events])
     assert found(snapshot) == ({"directories": f"{NODE} message of {expected.value}"} if expected else {})
