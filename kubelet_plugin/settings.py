@@ -72,8 +72,8 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
 
 
 def _usage_interval(value: str) -> float:
-    found = INTERVAL.fullmatch(value)
-    seconds = float(found[1]) * INTERVAL_UNITS[found[2]] if found else 0.0
+    match = INTERVAL.fullmatch(value)
+    seconds = float(match[1]) * INTERVAL_UNITS[match[2]] if match else 0.0
     if not SHORTEST_USAGE_INTERVAL_SECONDS <= seconds <= LONGEST_USAGE_INTERVAL_SECONDS:
         raise ValueError("must be a duration from 1s to 10m, such as 15s")
     return seconds

@@ -89,8 +89,8 @@ class OtherDriver:
 
 def find_other_drivers(signs: NodeSigns, driver: str) -> list[OtherDriver]:
     """Every detected driver other than ``driver``."""
-    found = [_device_plugin(signs), _dra_driver(signs) if driver != NVIDIA_DRIVER else None, _mig_manager(signs)]
-    return [each for each in found if each is not None]
+    drivers = [_device_plugin(signs), _dra_driver(signs) if driver != NVIDIA_DRIVER else None, _mig_manager(signs)]
+    return [other for other in drivers if other is not None]
 
 
 def _device_plugin(signs: NodeSigns) -> OtherDriver | None:
@@ -132,21 +132,21 @@ def owners_of(
     drivers: Iterable[OtherDriver], ours: Collection[str], excluded: int, *, trusting: bool
 ) -> dict[str, OtherDriver]:
     """The owner of each GPU in ``ours`` that belongs to another driver, by UUID; the first if there are several."""
-    found: dict[str, OtherDriver] = {}
+    owners: dict[str, OtherDriver] = {}
     for driver in drivers:
         for uuid in driver.owns(ours, excluded, trusting=trusting):
-            found.setdefault(uuid, driver)
-    return found
+            owners.setdefault(uuid, driver)
+    return owners
 
 
 def advice(other: OtherDriver, owned: int, all_gpus: int, *, trusting: bool) -> str:
     """The Event message: the driver, the GPUs it owns, the consequence, and the remedy."""
-    found = f"{other} is on this node"
+    presence = f"{other} is on this node"
     if not owned:
-        return f"{found}; it owns none of the GPUs of Tessera"
+        return f"{presence}; it owns none of the GPUs of Tessera"
     share = f"all {all_gpus} GPUs" if owned == all_gpus else f"{owned} of {all_gpus} GPUs"
     reason = "" if other.gpus is not None else " because it does not publish which"
-    message = f"{found} and owns {share}{reason}: nothing of them is offered"
+    message = f"{presence} and owns {share}{reason}: nothing of them is offered"
     if trusting and other.gpus is not None:
         return message
     return f"{message}; remove it from this node, or leave exactly its GPUs to it with --exclude-gpus"
@@ -294,6 +294,6 @@ class OtherDriverWatch:
 
     def _sockets(self) -> frozenset[str]:
         """Sockets with a listener; a killed plugin leaves its socket behind."""
-        wanted = SOCKETS if self._driver != NVIDIA_DRIVER else SOCKETS[:1]
-        paths = [path for pattern in wanted for path in self._kubelet_dir.glob(pattern)]
+        patterns = SOCKETS if self._driver != NVIDIA_DRIVER else SOCKETS[:1]
+        paths = [path for pattern in patterns for path in self._kubelet_dir.glob(pattern)]
         return frozenset(str(path.relative_to(self._kubelet_dir)) for path in paths if is_listening(path))

@@ -85,7 +85,7 @@ def apply_recovery_action(record: HealthRecord, gpu: str, action: int, now: int)
     before = record.actions.get(gpu, NO_ACTION)
     if action == before:
         return record
-    actions = {uuid: known for uuid, known in record.actions.items() if uuid != gpu}
+    actions = {uuid: number for uuid, number in record.actions.items() if uuid != gpu}
     if action == NO_ACTION:
         return _without(msgspec.structs.replace(record, actions=actions), [f for f in record.faults if f.gpu == gpu])
     changed = msgspec.structs.replace(record, actions={**actions, gpu: action})
@@ -95,13 +95,15 @@ def apply_recovery_action(record: HealthRecord, gpu: str, action: int, now: int)
 
 def apply_scan(record: HealthRecord, answering: Collection[str]) -> HealthRecord:
     """Record a scan: the GPUs ``answering`` responded."""
-    back = [f for f in record.faults if f.absent and f.gpu in answering]
-    left = _without(record, back)
-    absent = [f for f in left.faults if f.ends_with_return and not f.absent and f.gpu not in answering]
+    returned = [fault for fault in record.faults if fault.absent and fault.gpu in answering]
+    record = _without(record, returned)
+    absent = [
+        fault for fault in record.faults if fault.ends_with_return and not fault.absent and fault.gpu not in answering
+    ]
     if not absent:
-        return left
-    marked = tuple(msgspec.structs.replace(f, absent=True) if f in absent else f for f in left.faults)
-    return msgspec.structs.replace(left, faults=marked)
+        return record
+    marked = tuple(msgspec.structs.replace(fault, absent=True) if fault in absent else fault for fault in record.faults)
+    return msgspec.structs.replace(record, faults=marked)
 
 
 def apply_boot(record: HealthRecord, boot_id: str | None) -> HealthRecord:

@@ -1,7 +1,7 @@
 """The node's GPUs and devices and the claims that hold them, in memory.
 
 The checkpoint is the durable source; this is its index. No method does I/O, so its lock is held for microseconds only.
-It is not the lock that serializes claims on a GPU (see ``checkpoint.locks``).
+It is not the lock that serializes claims on a GPU (see ``checkpoint.gpu_and_claim_locks``).
 """
 
 from __future__ import annotations
@@ -98,21 +98,21 @@ class Inventory:
         A known GPU that is missing in ``gpus`` stays, with its reason from ``faults`` (by UUID): one of its devices may
         have been allocated, and removing a device from the slices would free its memory for others.
         """
-        found = {gpu.uuid: gpu for gpu in gpus}
+        present = {gpu.uuid: gpu for gpu in gpus}
         with self._lock:
-            missing = {uuid: faults.get(uuid, GPU_NOT_FOUND) for uuid in self._gpus if uuid not in found}
-            changed = missing != self._faults or any(self._gpus.get(uuid) != gpu for uuid, gpu in found.items())
+            missing = {uuid: faults.get(uuid, GPU_NOT_FOUND) for uuid in self._gpus if uuid not in present}
+            changed = missing != self._faults or any(self._gpus.get(uuid) != gpu for uuid, gpu in present.items())
             if changed:
                 self._faults = missing
-                self._replace({**self._gpus, **found})
+                self._replace({**self._gpus, **present})
         return changed
 
     def set_mig_mode(self, gpu: Gpu, mode: MigMode) -> None:
         """Set the MIG mode that the plugin itself has switched, so that it is published before the next scan."""
         with self._lock:
-            known = self._gpus[gpu.uuid]
-            if known.mig_mode is not mode:
-                self._replace({**self._gpus, gpu.uuid: replace(known, mig_mode=mode)})
+            current = self._gpus[gpu.uuid]
+            if current.mig_mode is not mode:
+                self._replace({**self._gpus, gpu.uuid: replace(current, mig_mode=mode)})
 
     def _replace(self, gpus: dict[str, Gpu]) -> None:
         """The caller holds the lock."""
@@ -135,10 +135,10 @@ class Inventory:
 
     def _renewed(self, held: Device) -> Device:
         """A held device with the current facts of its GPU; its name and memory slices never change."""
-        known = self._devices.get(held.name)
-        if known is None or (known.gpu.uuid, known.mask, known.shares) != (held.gpu.uuid, held.mask, held.shares):
+        device = self._devices.get(held.name)
+        if device is None or (device.gpu.uuid, device.mask, device.shares) != (held.gpu.uuid, held.mask, held.shares):
             return held
-        return known
+        return device
 
     def fault(self, gpu: Gpu) -> str | None:
         """The reason why the GPU can't be used at present, or None."""
@@ -146,13 +146,13 @@ class Inventory:
 
     def device(self, name: str) -> Device | None:
         """The device with this name, whether held, offered or neither."""
-        known = self._devices.get(name)
-        if known is not None and known.kind is not DeviceKind.SHARE:
-            return known
+        current = self._devices.get(name)
+        if current is not None and current.kind is not DeviceKind.SHARE:
+            return current
         # A held share keeps its size even if the number of shares of the GPU has changed since.
         with self._lock:
-            held = (device for _, devices in self._held.values() for device in devices)
-            return next((device for device in held if device.name == name), known)
+            held_devices = (held for _, devices in self._held.values() for held in devices)
+            return next((held for held in held_devices if held.name == name), current)
 
     def devices_on(self, gpu: Gpu) -> Sequence[Device]:
         """Every device that the GPU could offer, whether offered at present or not."""
@@ -176,7 +176,7 @@ class Inventory:
         with self._lock:
             holder, held = self._held.get(uid, (ClaimReference("", "", uid), ()))
             names = {device.name for device in held}
-            new = [each for each in devices if each.name not in names and self._conflict(uid, each) is None]
+            new = [device for device in devices if device.name not in names and self._conflict(uid, device) is None]
             self._held[uid] = (holder, (*held, *new))
 
     def release(self, uid: str) -> None:
@@ -218,7 +218,7 @@ class Inventory:
     def foreign(self) -> bool:
         """Whether any GPU has partitions that belong to no claim."""
         with self._lock:
-            return any(each.mask for each in self._foreign.values())
+            return any(partitions.mask for partitions in self._foreign.values())
 
     def existing(self, device: Device) -> bool:
         """Whether ``device`` is a partition that Tessera did not create and offers as it is."""
@@ -253,18 +253,20 @@ class Inventory:
 
     def _unhealthy_reason(self, gpu: Gpu) -> str | None:
         """Why no device of the GPU may be allocated, though it responds. The caller holds the lock."""
-        whole = [each for each in self._conditions.get(gpu.uuid, ()) if each.slices is None and each.device is None]
-        return next((f"cordoned: {each}".removesuffix(": ") if each.cordon else str(each) for each in whole), None)
+        for condition in self._conditions.get(gpu.uuid, ()):
+            if condition.slices is None and condition.device is None:
+                return f"cordoned: {condition}".removesuffix(": ") if condition.cordon else str(condition)
+        return None
 
     def _unhealthy_slices(self, gpu: Gpu) -> int:
         """Bit mask of the memory slices that may not be allocated; the controller counts them as taken."""
         mask = 0
-        for each in self._conditions.get(gpu.uuid, ()):
-            mask |= each.slices or 0
+        for condition in self._conditions.get(gpu.uuid, ()):
+            mask |= condition.slices or 0
         return mask
 
     def published(self, policy: PublishPolicy = OFFER_EVERYTHING) -> list[PublishedGpu]:
-        """The devices to publish: every held device, and the devices that fit beside them and that ``policy`` wants."""
+        """The devices to publish: held ones, and those that ``policy`` wants and that fit next to them."""
         with self._lock:
             held = {device.name: device for _, devices in self._held.values() for device in devices}
             names = policy.held - held.keys()

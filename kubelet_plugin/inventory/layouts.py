@@ -21,9 +21,11 @@ def standalone_offers(gpu: Gpu, devices: Sequence[Device], layouts: Layouts = NO
     largest partition.
     """
     has_mig = gpu.toggles_freely or gpu.mig_mode.in_force
-    if has_mig and (spots := place(gpu, layouts.of(gpu))):
+    spots = place(gpu, layouts.of(gpu)) if has_mig else None
+    if spots:
         return [device for device in devices if device.spot in spots]
-    if shares := [device for device in devices if device.kind is DeviceKind.SHARE]:
+    shares = [device for device in devices if device.kind is DeviceKind.SHARE]
+    if shares:
         return shares
     if gpu.toggles_freely or not has_mig:
         return [device for device in devices if device.kind is DeviceKind.FULL]
@@ -44,8 +46,9 @@ def _placed(state: GpuState, kinds: tuple[OfferKind, ...]) -> tuple[Spot, ...] |
     if not kinds:
         return ()
     for spot in state.spots(kinds[0]):
-        if (rest := _placed(state.take(spot), kinds[1:])) is not None:
-            return (spot, *rest)
+        others = _placed(state.take(spot), kinds[1:])
+        if others is not None:
+            return (spot, *others)
     return None
 
 
@@ -53,19 +56,20 @@ def check_layouts(layouts: Layouts, shares: ShareCounts, gpus: Iterable[Gpu]) ->
     """Raise UsageError if a GPU can't have its layout."""
     for gpu in gpus:
         profiles = layouts.of(gpu)
-        if profiles and (reason := _impossible(gpu, profiles, shares)):
+        reason = _impossible(gpu, profiles, shares) if profiles else None
+        if reason:
             raise UsageError(f"--layout {layouts}: GPU {gpu.index} ({gpu.product_name}, {gpu.uuid}): {reason}")
 
 
 def _impossible(gpu: Gpu, profiles: Sequence[str], shares: ShareCounts) -> str | None:
-    known = [profile.name for profile in gpu.profiles]
-    if not known:
+    profile_names = [profile.name for profile in gpu.profiles]
+    if not profile_names:
         return "it has no MIG: remove its layout"
     if shares.of(gpu):
         return f"--shares divides it into {shares.of(gpu)} shares: remove one of the two"
     for name in profiles:
-        if name not in known:
-            return f"{name} is no profile of it, accepted are {', '.join(known)}{meant(name, known)}"
+        if name not in profile_names:
+            return f"{name} is no profile of it, accepted are {', '.join(profile_names)}{meant(name, profile_names)}"
     if place(gpu, profiles) is not None:
         return None
     fitting: list[str] = []
@@ -74,11 +78,11 @@ def _impossible(gpu: Gpu, profiles: Sequence[str], shares: ShareCounts) -> str |
     return f"these partitions do not fit together, accepted would be {','.join(fitting)}"
 
 
-def layout_warnings(layouts: Layouts, gpus: Sequence[Gpu], known: str) -> Iterator[str]:
-    """One line for each layout without effect; ``known`` names the GPUs that are there."""
+def layout_warnings(layouts: Layouts, gpus: Sequence[Gpu], gpu_names: str) -> Iterator[str]:
+    """One line for each layout without effect; ``gpu_names`` names the GPUs that are there."""
     products = sorted({gpu.product_name for gpu in gpus})
     for name in layouts.unmatched(gpus):
-        yield f"--layout {name}: no GPU here has that name{known}{meant(name, products)}"
+        yield f"--layout {name}: no GPU here has that name{gpu_names}{meant(name, products)}"
     for gpu in gpus:
         if layouts.of(gpu) and not gpu.toggles_freely and not gpu.mig_mode.in_force:
             yield (

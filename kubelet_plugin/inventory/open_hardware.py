@@ -85,7 +85,8 @@ def _nvml_library(settings: NodeSettings, paths: HostPaths) -> Path | None:
 
 def refuse_beside_real_gpus(gpus: str, machine: Path) -> None:
     """Refuse simulated GPUs on a machine with real ones: pods must never get them. Raises EnvironmentFault."""
-    if signs := real_gpus(machine):
+    signs = real_gpus(machine)
+    if signs:
         raise EnvironmentFault(
             f"--gpus {gpus}: this machine has real GPUs ({summary(signs)}); simulated ones are for machines without; "
             "leave --gpus out, or keep the node plugin off this node"

@@ -1,4 +1,4 @@
-"""The devices that the ResourceSlices contain for one GPU: held devices, and the wanted offers that fit beside them.
+"""The devices that the ResourceSlices contain for one GPU: held devices, and the wanted offers that fit next to them.
 
 Pure rules over immutable values.
 """
@@ -42,7 +42,7 @@ class PublishPolicy:
     ``closing``: devices that are published but not in ``offers`` get a taint, so that no new claim gets them: devices
     that are being withdrawn, and held devices, which would otherwise be allocated again as soon as their claim ends.
 
-    ``listed``: devices to publish whether they are offered or not, beside held devices, too; not if ``mode`` is
+    ``listed``: devices to publish whether they are offered or not, next to held devices, too; not if ``mode`` is
     DISJOINT.
 
     ``publish_held``: False: a GPU becomes unpublished when it has no device but held ones. This is safe because its
@@ -50,7 +50,7 @@ class PublishPolicy:
     been withdrawn since is published along with the offer, so that the scheduler counts its memory if a claim holds it.
     ``unpublished`` are the UUIDs of the GPUs that are unpublished now: they stay so until something of them is wanted.
 
-    ``mode``: DISJOINT: of the devices that ``offers`` wants, only those are added that fit beside everything that is
+    ``mode``: DISJOINT: of the devices that ``offers`` wants, only those are added that fit next to everything that is
     published. ``keeps_taints``: whether the API server keeps the taints of devices.
 
     ``complete``: every device that the GPU can be, whatever is held: shared counters keep the scheduler from allocating
@@ -169,16 +169,17 @@ class PublishableGpu:
 
     def _is_wanted(self, device: Device, policy: PublishPolicy) -> bool:
         """Whether ``device`` is offered to new claims, and not only kept because it may just have been allocated."""
-        wanted = policy.offers is None or device.offer in policy.offers | policy.listed
-        return wanted or device.name in self.foreign.offered
+        if policy.offers is None or device.offer in policy.offers | policy.listed:
+            return True
+        return device.name in self.foreign.offered
 
     def _needs_slice(self, held: Device) -> bool:
         """Whether a held device has something to report that only its slice can: a taint, or an outdated share size."""
-        unhealthy = self.fault is not None or any(each.affects(held) for each in self.conditions)
+        unhealthy = self.fault is not None or any(condition.affects(held) for condition in self.conditions)
         return unhealthy or (held.kind is DeviceKind.SHARE and held not in self.devices)
 
     def _fitting(self, held: Sequence[Device], taken: GpuState, policy: PublishPolicy) -> list[Device]:
-        """The devices that may be published beside ``held``."""
+        """The devices that may be published next to ``held``."""
         names = {device.name for device in held}
         prepared = GpuState.of(self.gpu, self.prepared, self.foreign.mask)
         empty = GpuState.of(self.gpu, foreign=self.foreign.mask)
@@ -197,7 +198,7 @@ class PublishableGpu:
         return [d for d in self.devices if d.name not in names and self._possible(d) and stays(d)]
 
     def _fitting_together(self, devices: Iterable[Device], published: Sequence[Device] = ()) -> list[Device]:
-        """Those of ``devices`` that fit beside ``published`` and beside each other, the first in a fixed order."""
+        """Those of ``devices`` that fit next to ``published`` and each other, the first in a fixed order."""
         chosen: list[Device] = []
         for device in order_offers(devices, {}):
             if GpuState.of(self.gpu, (*published, *chosen), self.foreign.mask).fits(device):
@@ -206,8 +207,8 @@ class PublishableGpu:
 
     def _overlap(self, devices: Iterable[Device]) -> bool:
         """Whether not all of ``devices`` can be allocated together. A plan may name as held what no claim has."""
-        own = [device for device in devices if device.name not in self.foreign.offered]
-        return len(self._fitting_together(own)) < len(own)
+        ours = [device for device in devices if device.name not in self.foreign.offered]
+        return len(self._fitting_together(ours)) < len(ours)
 
     def _possible(self, device: Device) -> bool:
         """Whether settings and MIG mode allow ``device`` without a reset of the GPU."""

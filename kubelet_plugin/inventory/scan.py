@@ -111,9 +111,12 @@ class Scanner:
         # Held before or after the list was read: claims may be prepared and released meanwhile.
         held = (*before, *inventory.held_on(gpu))
         ours = {device.placement for device in held if not inventory.existing(device)}
-        foreign = self._foreign(inventory, gpu, [entry for entry in existing if entry.placement not in ours])
+        foreign = self._foreign(
+            inventory, gpu, [partition for partition in existing if partition.placement not in ours]
+        )
         changed = inventory.set_foreign(gpu, foreign)
-        gone = {d.placement for d in before if d.placement is not None} - {entry.placement for entry in existing}
+        held_before = {device.placement for device in before if device.placement is not None}
+        gone = held_before - {partition.placement for partition in existing}
         # A partition that is missing once may belong to a claim that is being prepared or has just ended.
         lasting = gone & self._gone.get(gpu.uuid, set())
         self._gone[gpu.uuid] = gone
@@ -140,7 +143,8 @@ class Scanner:
         """Log each fault of a GPU once while it lasts."""
         current = {str(fault): fault.reason for fault in faults}
         by_uuid = {gpu.uuid: gpu for gpu in ours}
-        current |= {uuid: reason for uuid, gpu in by_uuid.items() if (reason := self._mig_fault(gpu)) is not None}
+        mig_faults = {uuid: self._mig_fault(gpu) for uuid, gpu in by_uuid.items()}
+        current |= {uuid: reason for uuid, reason in mig_faults.items() if reason is not None}
         for gone in self._reported.keys() - current.keys():
             log.info("GPU has recovered", extra={"gpu": gone})
         for where, reason in current.items():
@@ -205,23 +209,23 @@ def _needs_reset(gpu: Gpu) -> str:
 
 def _device_of(inventory: Inventory, gpu: Gpu, partition: Partition) -> Device | None:
     """The device with the profile and placement of ``partition``."""
-    wanted = (partition.profile_id, partition.placement)
     for device in inventory.devices_on(gpu):
-        if device.profile is not None and (device.profile.id, device.placement) == wanted:
+        same_placement = device.placement == partition.placement
+        if same_placement and device.profile is not None and device.profile.id == partition.profile_id:
             return device
     return None
 
 
 def share_warnings(shares: ShareCounts, shares_only: GpuSelection, gpus: Sequence[Gpu]) -> list[str]:
     """One line for each setting without effect: an unknown GPU, or shares only without a number of shares."""
-    known = names_of(gpus)
+    gpu_names = names_of(gpus)
     products = sorted({gpu.product_name for gpu in gpus})
     return [
         *(
-            f"--shares {name}: no GPU here has that name{known}{meant(name, products)}"
+            f"--shares {name}: no GPU here has that name{gpu_names}{meant(name, products)}"
             for name in shares.unmatched(gpus)
         ),
-        *(f"--shares-only {name}: no GPU here has that name{known}" for name in shares_only.unmatched(gpus)),
+        *(f"--shares-only {name}: no GPU here has that name{gpu_names}" for name in shares_only.unmatched(gpus)),
         *(
             f"--shares-only: GPU {gpu.index} ({gpu.product_name}, {gpu.uuid}) has no number of shares: "
             f"set --shares {gpu.index}=R, R from {FEWEST_SHARES} to {MOST_SHARES}"

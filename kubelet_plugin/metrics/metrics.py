@@ -94,7 +94,7 @@ class Metrics(Measurements):
         )
         self._ready = ready.observe
         step = histogram("tessera_step_duration_seconds", "Duration of a completed step.", ["step"])
-        self._steps = {each: step.labels(each.value).observe for each in Step}
+        self._steps = {name: step.labels(name.value).observe for name in Step}
         self._publish = histogram("tessera_publish_duration_seconds", "Time to write the slices after one change.")
         meaning = "Time to acquire the lock of a claim, or the locks of all its GPUs."
         self._lock_wait = histogram("tessera_lock_wait_seconds", meaning)
@@ -107,9 +107,9 @@ class Metrics(Measurements):
         )
         self._repairs = counter("tessera_repairs_total", "Automatic repairs.", ["kind"])
         self._faults = counter("tessera_faults_total", "Failures, by kind.", ["kind"])
-        known = ((self._orphans, ORPHANS), (self._repairs, REPAIRS.values()))
+        orphans_and_repairs = ((self._orphans, ORPHANS), (self._repairs, REPAIRS.values()))
         faults = (*(kind for _, kind in FAILURES), LOCK_FAILURE, DEFECT, *EVENT_FAILURES.values())
-        for family, kinds in (*known, (self._faults, faults)):
+        for family, kinds in (*orphans_and_repairs, (self._faults, faults)):
             for kind in kinds:
                 family.labels(kind)
 
@@ -124,7 +124,8 @@ class Metrics(Measurements):
             self._count_failure(failure_kind(error))
             raise
         observe[SUCCESS](time.perf_counter() - started)
-        if verb == "prepare" and (created := self._created.get(claim.uid)) is not None:
+        created = self._created.get(claim.uid)
+        if verb == "prepare" and created is not None:
             self._created[claim.uid] = None
             self._ready(max(0.0, self._now() - created))
 
@@ -218,7 +219,8 @@ class NodeGauges(Collector):
             "Age of the oldest checkpoint record of a claim that is being prepared or released; 0 without any.",
             oldest_seconds(node.checkpoint, unfinished, self._now()),
         )
-        held, offers = _by_type(device.kind for device in devices), self._offers({each.device for each in devices})
+        held = _by_type(device.kind for device in devices)
+        offers = self._offers({device.device for device in devices})
         meaning = "Devices of claims that are prepared, being prepared or being released."
         yield _counts("tessera_held_devices", meaning, "type", held)
         yield _counts("tessera_offers", "Published devices that no such claim holds.", "type", offers)
@@ -228,8 +230,8 @@ class NodeGauges(Collector):
         yield _counts("tessera_gpu_faults", "Current faults of GPUs; kind cordoned: cordoned GPUs.", "kind", faults)
 
     def _offers(self, held: set[str]) -> Mapping[str, int]:
-        known = (self._node.inventory.device(name) for name in self._published() - held)
-        return _by_type(device.kind for device in known if device is not None)
+        devices = (self._node.inventory.device(name) for name in self._published() - held)
+        return _by_type(device.kind for device in devices if device is not None)
 
     def _unhealthy(self) -> int:
         inventory = self._node.inventory
@@ -256,5 +258,5 @@ def _counts(name: str, meaning: str, label: str, counts: Mapping[str, int]) -> M
 
 def _by_type(kinds: Iterable[DeviceKind]) -> dict[str, int]:
     """The number of devices of each type, including 0."""
-    found = list(kinds)
-    return {kind.value: found.count(kind) for kind in DeviceKind}
+    all_kinds = list(kinds)
+    return {kind.value: all_kinds.count(kind) for kind in DeviceKind}

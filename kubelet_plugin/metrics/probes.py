@@ -83,11 +83,11 @@ class NodeProbes:
 
     def serve(self, stack: ExitStack, metrics: Callable[[], Mapping[str, Page]]) -> None:
         """Serve metrics and health at the addresses of the settings. Raises EnvironmentFault."""
-        wanted = [
+        addresses = [
             ("--metrics-address", self._settings.metrics_address, metrics),
             ("--health-address", self._settings.health_address, lambda: health_pages(self.live, self.ready)),
         ]
-        serve(stack, wanted)
+        serve(stack, addresses)
 
 
 STATE_REASONS = (EventReason.STATE_UNWRITABLE, EventReason.STATE_WRITABLE)
@@ -106,9 +106,11 @@ class SocketCheck:
     def failure(self) -> str | None:
         if is_listening(self._path):
             self._listening_at = self._clock()
-        elif (silent := self._clock() - self._listening_at) > SOCKET_TIMEOUT_SECONDS:
-            return f"no process has listened on {self._path} for {silent:.0f} s"
-        return None
+            return None
+        silent = self._clock() - self._listening_at
+        return (
+            f"no process has listened on {self._path} for {silent:.0f} s" if silent > SOCKET_TIMEOUT_SECONDS else None
+        )
 
 
 class HardwareCheck:
@@ -193,7 +195,8 @@ class DirectoryProbe:
     def failure(self) -> str | None:
         """Why the directory is not writable, or None."""
         began = self._began_at
-        if began is not None and (late := self._clock.monotonic() - began) > SCAN_TIMEOUT_SECONDS:
+        late = 0.0 if began is None else self._clock.monotonic() - began
+        if late > SCAN_TIMEOUT_SECONDS:
             return f"a write to {self._directory} has not returned for {late:.0f} s"
         return self._failure
 
@@ -201,6 +204,6 @@ class DirectoryProbe:
 def run_probes(probes: Sequence[DirectoryProbe], stop: threading.Event) -> None:
     """Probe until ``stop`` is set."""
     while not stop.is_set():
-        for each in probes:
-            each.probe()
+        for probe in probes:
+            probe.probe()
         stop.wait(DIRECTORY_PROBE_INTERVAL_SECONDS)

@@ -122,12 +122,13 @@ class UsageCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         now, devices = self._now(), self._sampler.devices.values()
-        labelled = [(each, self._values(each, each.labels)) for each in devices if each.labels is not None]
+        labelled = [(usage, self._values(usage, usage.labels)) for usage in devices if usage.labels is not None]
         for families, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for metric in metrics:
                 family = families(metric.name, metric.meaning, labels=CLAIM_LABELS)
                 for usage, labels in labelled:
-                    if (value := metric.of(usage, now)) is not None:
+                    value = metric.of(usage, now)
+                    if value is not None:
                         family.add_metric(labels, value)
                 yield family
         info = GaugeMetricFamily(

@@ -65,8 +65,10 @@ class PlanReport:
                 yield f"{text}: this node has no such device"
             elif by_offer[offer].name not in publication.names:
                 yield f"{text}: {self._unpublished_reason(by_offer[offer], publication.offer_mode)}"
-            elif unplanned := self._held_without_plan(offer, plan):
-                yield f"{text}: the plan lacks a device of its GPU that a claim still has: {', '.join(unplanned)}"
+            else:
+                unplanned = self._held_without_plan(offer, plan)
+                if unplanned:
+                    yield f"{text}: the plan lacks a device of its GPU that a claim still has: {', '.join(unplanned)}"
 
     def _unpublished_reason(self, device: Device, offer_mode: OfferMode) -> str:
         conflict = self._inventory.conflict("", device)

@@ -86,17 +86,19 @@ UnhealthyReason = Callable[[str], str | None]
 
 def device_statuses(records: Iterable[ClaimRecord], unhealthy_reason: UnhealthyReason = lambda _: None) -> Statuses:
     """The device status of each prepared claim, from all checkpoint records of the node and the health of devices."""
-    devices = [(each.reference, device) for each in records if each.phase == "prepared" for device in each.devices]
+    devices = [
+        (record.reference, device) for record in records if record.phase == "prepared" for device in record.devices
+    ]
     requested: dict[str, list[TimeSlice | None]] = defaultdict(list)
     for _, device in devices:
         if device.kind is DeviceKind.SHARE:
             requested[device.gpu_uuid].append(device.time_slice)
-    found: dict[ClaimReference, list[DeviceStatus]] = defaultdict(list)
+    statuses: dict[ClaimReference, list[DeviceStatus]] = defaultdict(list)
     for claim, device in devices:
         status = _status(device, requested[device.gpu_uuid])
         reason = unhealthy_reason(device.device)
-        found[claim].append(status if reason is None else replace(status, message=reason, ready=False))
-    return found
+        statuses[claim].append(status if reason is None else replace(status, message=reason, ready=False))
+    return statuses
 
 
 def _status(device: DeviceRecord, requested: Sequence[TimeSlice | None]) -> DeviceStatus:
@@ -182,8 +184,8 @@ def unchanged_since(entries: Iterable[Object], devices: Iterable[DeviceStatus]) 
         for condition in entry.get("conditions") or ()
         if condition.get("type") == READY_CONDITION
     }
-    wanted = {each.device: (each.device, "True" if each.ready else "False") for each in devices}
-    return {device: stored[key] for device, key in wanted.items() if key in stored}
+    keys = ((status.device, "True" if status.ready else "False") for status in devices)
+    return {device: stored[device, ready] for device, ready in keys if (device, ready) in stored}
 
 
 @dataclass
@@ -197,10 +199,10 @@ class ClaimWriteState:
 
     def note_transitions(self, devices: Sequence[DeviceStatus], now: str) -> None:
         """Set the transition time of devices that are new or whose readiness has changed."""
-        before = {each.device: each.ready for each in self.written or ()}
-        for each in devices:
-            if each.device not in self.since or before.get(each.device, each.ready) is not each.ready:
-                self.since[each.device] = now
+        before = {status.device: status.ready for status in self.written or ()}
+        for status in devices:
+            if status.device not in self.since or before.get(status.device, status.ready) is not status.ready:
+                self.since[status.device] = now
 
 
 class StatusWriter:
@@ -282,7 +284,7 @@ class StatusWriter:
             return ClaimWriteState(over=True)
         entries = stored.entries(self._driver)
         state = ClaimWriteState(unchanged_since(entries, devices))
-        if state.since.keys() >= {each.device for each in devices}:
+        if state.since.keys() >= {status.device for status in devices}:
             body = apply_body(claim, self._driver, devices, state.since)
             if all(entry in entries for entry in body["status"]["devices"]):
                 state.written = devices
@@ -291,12 +293,12 @@ class StatusWriter:
     def _read(self, claim: ClaimReference) -> StoredClaim | None:
         """The claim at the API server; None if it is gone or replaced by another claim of that name."""
         try:
-            found = read_object(self._client, status_path(claim).removesuffix("/status"), STORED_CLAIM)
+            stored = read_object(self._client, status_path(claim).removesuffix("/status"), STORED_CLAIM)
         except ApiError as error:
             if error.status == NOT_FOUND:
                 return None
             raise
-        return found if found.metadata.uid == claim.uid else None
+        return stored if stored.metadata.uid == claim.uid else None
 
     def _write(self, claim: ClaimReference, devices: Sequence[DeviceStatus], state: ClaimWriteState) -> None:
         body = apply_body(claim, self._driver, devices, state.since)

@@ -61,9 +61,13 @@ class PluginEvents:
     def remember_pods(self, claim: Claim) -> None:
         """Remember the pods that use ``claim`` according to its current status."""
         namespace = claim.metadata.namespace
-        users = (user for user in claim.status.reserved_for if user.resource == "pods")
+        pods = tuple(
+            Reference("Pod", user.name, namespace, user.uid)
+            for user in claim.status.reserved_for
+            if user.resource == "pods"
+        )
         with self._lock:
-            self._pods[claim.metadata.uid] = tuple(Reference("Pod", each.name, namespace, each.uid) for each in users)
+            self._pods[claim.metadata.uid] = pods
             self._pods.move_to_end(claim.metadata.uid)
             if len(self._pods) > MOST_CLAIMS:
                 self._pods.popitem(last=False)
@@ -74,8 +78,8 @@ class PluginEvents:
         with self._lock:
             pods = self._pods.get(about.uid, ())
         self._count(reason)
-        for each in (itself, *pods):
-            self._record(each, reason.value, message, "Warning" if warning else "Normal")
+        for involved in (itself, *pods):
+            self._record(involved, reason.value, message, "Warning" if warning else "Normal")
 
     def node(self, reason: str, message: str, warning: bool = True) -> None:
         """Record an Event on this node."""
