@@ -91,5 +91,5 @@ class WriteStage:
         self._specs.changed.clear()
         if written:
             elapsed = (time.perf_counter() - seen.began) * 1000
-            counts = {"plans": written, "offers": len(offers.planned.offers)}
-            log.info("wrote plans", extra={**counts, "ms": f"{elapsed:.0f}"})
+            offered = len(offers.planned.offers)
+            log.info("wrote plans", extra={"plans": written, "offers": offered, "ms": f"{elapsed:.0f}"})
