@@ -16,9 +16,8 @@ from driver.errors import RecoverableError
 from driver.hardware.node_gpus import Host
 from driver.model.device import Device
 from driver.model.gpu import Gpu
-from driver.model.gpu_health import ConditionType, DeviceCondition, EventKind, GpuEvent
+from driver.model.gpu_health import ConditionType, DeviceCondition, GpuEvent
 from driver.model.plan import ClearedFaults, PlanSpec
-from driver.model.xid import meaning_of
 from kubelet_plugin.changes import NodeChange, NodeChanges, NodeEventSink
 from kubelet_plugin.checkpoint.records import Checkpoint, slices_of_instance
 from kubelet_plugin.health.device_conditions import condition_of, conditions_by_gpu, fault_of_event
@@ -66,10 +65,7 @@ class HealthMonitor:
         self._reported = {uuid: _reasons(of_gpu) for uuid, of_gpu in self._current.items()}
 
     def handle_event(self, event: GpuEvent) -> None:
-        """Record an NVML event; events of excluded GPUs (``--exclude-gpus``) are only logged."""
-        if event.kind is EventKind.XID and event.xid is not None:
-            extra = {"gpu": event.gpu_uuid, "xid": event.xid, "meaning": meaning_of(event.xid).text}
-            log.warning("GPU reported an XID", extra={**extra, "gpuInstance": event.gpu_instance_id})
+        """Record an NVML event, unless settings exclude its GPU (``--exclude-gpus``)."""
         if event.gpu_uuid is None or self._inventory.gpu(event.gpu_uuid) is None:
             return
         slices = self._slices(event)

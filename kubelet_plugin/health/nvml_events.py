@@ -1,4 +1,4 @@
-"""Receiving NVML events, apart from scans: a GPU that hangs during a scan delays no event."""
+"""Receiving and logging NVML events, apart from scans: a GPU that hangs during a scan delays no event."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import threading
 from typing import Protocol
 
 from driver.hardware.node_gpus import Host
-from driver.model.gpu_health import GpuEvent
+from driver.model.gpu_health import EventKind, GpuEvent
+from driver.model.xid import meaning_of
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class NvmlEventListener:
                 stop.wait(EVENT_TIMEOUT_SECONDS)
                 continue
             if event is not None:
+                _log_xid(event)
                 self._dispatch(event)
 
     def _dispatch(self, event: GpuEvent) -> None:
@@ -53,3 +55,10 @@ class NvmlEventListener:
                     "internal error while handling an NVML event",
                     extra={"gpu": event.gpu_uuid, "kind": event.kind.value},
                 )
+
+
+def _log_xid(event: GpuEvent) -> None:
+    """Log an XID, also of a GPU that settings exclude."""
+    if event.kind is EventKind.XID and event.xid is not None:
+        extra = {"gpu": event.gpu_uuid, "xid": event.xid, "meaning": meaning_of(event.xid).text}
+        log.warning("GPU reported an XID", extra={**extra, "gpuInstance": event.gpu_instance_id})

@@ -132,7 +132,7 @@ class PublishableGpu:
         )
 
     def _complete(self, policy: PublishPolicy) -> PublishedGpu:
-        """Every device that is possible beside partitions that Tessera did not create, and what is held."""
+        """Every device that is possible together with partitions that Tessera did not create, and what is held."""
         held, names = self.prepared, {device.name for device in self.prepared}
         empty = GpuState.of(self.gpu, foreign=self.foreign.mask)
         possible = [d for d in self.devices if d.name in self.foreign.offered or (self._possible(d) and empty.fits(d))]

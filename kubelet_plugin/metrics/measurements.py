@@ -1,4 +1,4 @@
-"""What the parts of the node plugin report to metrics.
+"""What the parts of the node plugin report to metrics, and the kinds of failures.
 
 ``Measurements`` does nothing: it is used where metrics are not asked for, because the Prometheus library needs a
 megabyte.
@@ -9,10 +9,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
+from driver.errors import ApiError, ClaimError, HardwareError, StateError, TesseraError
 from driver.http import Page
 from driver.kube.types import Claim
+from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.inventory.inventory import ClaimReference
+
+FAILURES = ((ClaimError, "claim"), (HardwareError, "hardware"), (ApiError, "api"), (StateError, "state"))
+LOCK_FAILURE, OTHER_FAILURE, DEFECT = "lock", "other", "defect"
+
+
+def failure_kind(error: Exception) -> str:
+    """The kind of failure of a prepare or unprepare."""
+    if isinstance(error, LockTimeoutError):
+        return LOCK_FAILURE
+    if not isinstance(error, TesseraError):
+        return DEFECT
+    return next((kind for type_, kind in FAILURES if isinstance(error, type_)), OTHER_FAILURE)
 
 
 class Measurements:

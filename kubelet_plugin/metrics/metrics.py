@@ -18,24 +18,20 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from driver.common_metrics import METRICS_PATH, SECONDS, ApiMetrics, metrics_page, process_registry
-from driver.errors import ApiError, ClaimError, HardwareError, StateError, TesseraError
 from driver.http import Page
 from driver.kube.types import Claim
 from driver.model.device import Device
 from driver.model.gpu_health import ConditionType
 from driver.model.offer import DeviceKind
-from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.health.monitor import GPU_UNHEALTHY
 from kubelet_plugin.health.recorded_faults import FaultKind
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.metrics.measurements import Measurements
+from kubelet_plugin.metrics.measurements import DEFECT, FAILURES, LOCK_FAILURE, Measurements, failure_kind
 from kubelet_plugin.status.events import EventReason
 
-FAILURES = ((ClaimError, "claim"), (HardwareError, "hardware"), (ApiError, "api"), (StateError, "state"))
-LOCK_FAILURE, OTHER_FAILURE, DEFECT = "lock", "other", "defect"
 RESULTS = SUCCESS, ERROR = "success", "error"
 
 ORPHANS = ("claim", "cdi-spec", "record")
@@ -50,15 +46,6 @@ EVENT_FAILURES = {
     GPU_UNHEALTHY: "gpu",
 }
 """Kinds of failures other than a failed prepare or unprepare, by the reason of the Event that reports them."""
-
-
-def failure_kind(error: Exception) -> str:
-    """The kind of failure of a prepare or unprepare."""
-    if isinstance(error, LockTimeoutError):
-        return LOCK_FAILURE
-    if not isinstance(error, TesseraError):
-        return DEFECT
-    return next((kind for type_, kind in FAILURES if isinstance(error, type_)), OTHER_FAILURE)
 
 
 READY_BUCKETS_SECONDS = (1.0, 2.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from driver.errors import NOT_FOUND, ApiError
 from driver.hardware.host_paths import HOST, HostPaths
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
-from driver.kube.reads import read_object
 from driver.model.device import full_device
 from driver.model.offer import DeviceKind
 from driver.model.usage import UsageReading
-from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.preparer import ClaimReader
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.events import PluginEvents
-from kubelet_plugin.usage.full_partitions import POD_DECODER, FullPartitions, PodObject
-from kubelet_plugin.usage.labels import ClaimLabels, labels_of, pod_of
+from kubelet_plugin.usage.full_partitions import FullPartitions, PodReader
+from kubelet_plugin.usage.labels import ClaimLabels, ClaimsAndPods
 from kubelet_plugin.usage.sampler import MeasuredDevice, UsageSampler, since_boot
 from kubelet_plugin.usage.totals import TotalsFile
 
@@ -192,21 +188,11 @@ def usage_sampler(
     # The processes on simulated GPUs are those of this machine.
     machine = HostPaths(HOST if settings.simulated else settings.host_root, HOST)
 
-    def read_labels(record: ClaimRecord) -> ClaimLabels:
-        claim = claims.read(record.namespace, record.name, any_age=True)
-        if claim.metadata.uid != record.uid:
-            raise ApiError(f"claim {record}: another claim has its name now", NOT_FOUND)
-        return labels_of(claim)
-
-    def read_pod(namespace: str, name: str) -> PodObject:
-        return read_object(client, f"/api/v1/namespaces/{namespace}/pods/{name}", POD_DECODER, any_age=True)
-
     return UsageSampler(
         context,
         context.host.usage_reader(),
-        read_labels,
-        partial(pod_of, machine),
+        ClaimsAndPods(claims, machine),
         TotalsFile(settings.state_dir, context.boot),
         settings.usage_interval or math.inf,
-        FullPartitions(read_pod, events.claim, context.inventory.gpu, Clock()).check,
+        FullPartitions(PodReader(client), events, context.inventory, Clock()),
     )

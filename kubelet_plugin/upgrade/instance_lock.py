@@ -71,8 +71,8 @@ class InstanceLock:
         lines = self._read()
         if not lines:
             return None
-        found = Path(lines[1]) if len(lines) > 1 else self._fixed
-        return None if found == self._own else found
+        socket = Path(lines[1]) if len(lines) > 1 else self._fixed
+        return None if socket == self._own else socket
 
     def known_to_kubelet(self) -> bool:
         """Whether another process is the owner and, if its version reports that, registered."""
@@ -123,7 +123,7 @@ def is_listening(path: Path) -> bool:
 
 
 def sibling_sockets(own: Path, pattern: str) -> list[Path]:
-    """The sockets beside ``own`` that match ``pattern``."""
+    """The other sockets in the directory of ``own`` that match ``pattern``."""
     with suppress(OSError):
         return [path for path in sorted(own.parent.glob(pattern)) if path != own and path.is_socket()]
     return []

@@ -147,8 +147,8 @@ class RollingInstance:
         self._settings = settings
         self._stop = stop
         self._observer = observer
-        own = settings.plugin_socket
-        self._lock = InstanceLock(settings.state_dir, own, plugin_socket(own.parent, ""))
+        socket = settings.plugin_socket
+        self._lock = InstanceLock(settings.state_dir, socket, plugin_socket(socket.parent, ""))
         self._asked = threading.Lock()
         self._ended, self._released = threading.Event(), threading.Event()
         self._plugin: NodePlugin | None = None
@@ -241,9 +241,9 @@ class RollingInstance:
     def _remove_dead_sockets(self) -> None:
         """Remove sockets of killed plugins; the kubelet would try to connect to them at each of its starts."""
         settings = self._settings
-        found = sibling_sockets(settings.plugin_socket, "dra*.sock")
-        found += sibling_sockets(settings.registration_socket, f"{settings.driver_name}*-reg.sock")
-        silent = [path for path in found if not is_listening(path)]
+        sockets = sibling_sockets(settings.plugin_socket, "dra*.sock")
+        sockets += sibling_sockets(settings.registration_socket, f"{settings.driver_name}*-reg.sock")
+        silent = [path for path in sockets if not is_listening(path)]
         if silent and not self._stop.wait(
             WITHDRAWN_QUIET_SECONDS / 4
         ):  # a socket that is being created is served by then

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 import msgspec
 
 from driver.errors import ApiError
+from driver.kube.client import KubeClient
 from driver.kube.clock import Clock, seconds_time
+from driver.kube.reads import read_object
 from driver.model.gpu import Gpu
 from driver.model.usage import UsageReading
 from kubelet_plugin.checkpoint.records import DeviceRecord
-from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.status.events import EventReason
+from kubelet_plugin.inventory.inventory import Inventory
+from kubelet_plugin.status.events import EventReason, PluginEvents
 from kubelet_plugin.usage.sampler import Key, MeasuredDevice
 
 log = logging.getLogger(__name__)
@@ -59,10 +61,10 @@ class PodObject(msgspec.Struct, frozen=True):
 
     def failures(self, since: str) -> Iterator[tuple[str, Terminated]]:
         """Name and end of each container that has failed at ``since`` or later (RFC 3339, UTC)."""
-        for each in (*(self.status.init_container_statuses or ()), *(self.status.container_statuses or ())):
-            for end in (each.state.terminated, each.last_state.terminated):
+        for container in (*(self.status.init_container_statuses or ()), *(self.status.container_statuses or ())):
+            for end in (container.state.terminated, container.last_state.terminated):
                 if end is not None and end.exit_code != 0 and (end.finished_at or "") >= since:
-                    yield each.name, end
+                    yield container.name, end
 
 
 POD_DECODER = msgspec.json.Decoder(PodObject)
@@ -78,17 +80,22 @@ class _Suspect:
     until: float
 
 
-class FullPartitions:
-    """``read_pod`` (namespace, name) raises ApiError; ``report`` records an Event on a claim and its pods."""
+class PodReader:
+    """Reads pods from the API server."""
 
-    def __init__(
-        self,
-        read_pod: Callable[[str, str], PodObject],
-        report: Callable[[ClaimReference, EventReason, str], None],
-        gpu: Callable[[str], Gpu | None],
-        clock: Clock,
-    ) -> None:
-        self._read_pod, self._report, self._gpu, self._clock = read_pod, report, gpu, clock
+    def __init__(self, client: KubeClient) -> None:
+        self._client = client
+
+    def read(self, namespace: str, name: str) -> PodObject:
+        """Read a pod; a cached answer is sufficient. Raises ApiError."""
+        return read_object(self._client, f"/api/v1/namespaces/{namespace}/pods/{name}", POD_DECODER, any_age=True)
+
+
+class FullPartitions:
+    """Records an Event on a claim and its pods when a container failed while the claim's partition was full."""
+
+    def __init__(self, pods: PodReader, events: PluginEvents, inventory: Inventory, clock: Clock) -> None:
+        self._pods, self._events, self._inventory, self._clock = pods, events, inventory, clock
         self._full: dict[Key, tuple[UsageReading, datetime]] = {}
         self._suspects: dict[Key, _Suspect] = {}
 
@@ -111,23 +118,24 @@ class FullPartitions:
 
     def _has_failed(self, suspect: _Suspect) -> bool:
         """Report the failed containers of the claim's pods; whether there are any."""
-        found, usage = False, suspect.usage
+        has_failed, usage = False, suspect.usage
         for pod in usage.labels.pods if usage.labels is not None else ():
             try:
-                failures = list(self._read_pod(usage.record.namespace, pod.name).failures(suspect.since))
+                failures = list(self._pods.read(usage.record.namespace, pod.name).failures(suspect.since))
             except ApiError as error:
                 log.debug("pod of a full partition was not read", extra={"pod": pod.name, "error": str(error)})
                 continue
             for container, end in failures:
-                found = True
-                self._report(usage.record.reference, EventReason.PARTITION_FULL, self._message(suspect, container, end))
-        return found
+                has_failed = True
+                message = self._message(suspect, container, end)
+                self._events.claim(usage.record.reference, EventReason.PARTITION_FULL, message)
+        return has_failed
 
     def _message(self, suspect: _Suspect, container: str, end: Terminated) -> str:
         device, full = suspect.usage.device, suspect.full
         used, total = ((number or 0) / GIB for number in (full.memory_used, full.memory_total))
         what = f"partition {device.profile}" if device.profile else f"GPU {device.device}"
-        gpu = self._gpu(device.gpu_uuid)
+        gpu = self._inventory.gpu(device.gpu_uuid)
         larger = larger_profiles(gpu, device) if gpu is not None else []
         advice = f"next larger profiles: {', '.join(larger)}" if larger else "no profile of this GPU is larger"
         ended = f"when container {container} ended with code {end.exit_code}"
@@ -138,14 +146,15 @@ def _changed(full: UsageReading, now: UsageReading | None) -> bool:
     """Whether processes have ended since the reading ``full``, or may have."""
     if now is None or not now.full or full.processes is None or now.processes is None:
         return now is None or not now.full
-    return not {each.pid for each in full.processes} <= {each.pid for each in now.processes}
+    return not {process.pid for process in full.processes} <= {process.pid for process in now.processes}
 
 
 def larger_profiles(gpu: Gpu, device: DeviceRecord) -> Sequence[str]:
     """The next profiles with more memory than a partition, smallest first."""
-    own = gpu.profile_with_id(device.profile_id) if device.profile_id is not None else None
-    if own is None:
+    current = gpu.profile_with_id(device.profile_id) if device.profile_id is not None else None
+    if current is None:
         return []
-    plain = (each for each in gpu.profiles if not set("+-") & set(each.name))
-    larger = [each for each in plain if each.memory_bytes > own.memory_bytes]
-    return [each.name for each in sorted(larger, key=lambda each: (each.memory_bytes, each.compute_slices))][:LARGER]
+    plain = (profile for profile in gpu.profiles if not set("+-") & set(profile.name))
+    larger = [profile for profile in plain if profile.memory_bytes > current.memory_bytes]
+    larger.sort(key=lambda profile: (profile.memory_bytes, profile.compute_slices))
+    return [profile.name for profile in larger[:LARGER]]

@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from driver.errors import NOT_FOUND, ApiError
 from driver.hardware.host_paths import HostPaths
 from driver.kube.types import Claim
 from driver.model.usage import UsageReading
+from kubelet_plugin.checkpoint.records import ClaimRecord
+from kubelet_plugin.claims.preparer import ClaimReader
 
 CGROUP_POD_UID = re.compile(r"pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12})")
 """Uid of a pod in the name of its cgroup; the systemd driver has "_" for "-" (kubelet, cgroup_manager_linux.go)."""
@@ -39,8 +42,8 @@ def labels_of(claim: Claim) -> ClaimLabels:
     pods = (PodReference(user.name, user.uid) for user in claim.status.reserved_for if user.resource == "pods")
     classes: dict[str, str] = {}
     for request in claim.spec.devices.requests:
-        for each in request.first_available:
-            classes[f"{request.name}/{each.name}"] = each.device_class_name
+        for alternative in request.first_available:
+            classes[f"{request.name}/{alternative.name}"] = alternative.device_class_name
         if request.exactly is not None:
             classes[request.name] = request.exactly.device_class_name
     return ClaimLabels(tuple(pods), classes)
@@ -49,10 +52,27 @@ def labels_of(claim: Claim) -> ClaimLabels:
 def pod_of(paths: HostPaths, pid: int) -> str | None:
     """The uid of the pod in whose cgroup the process is; None without one, or if the process has ended."""
     try:
-        found = CGROUP_POD_UID.search(paths.read(f"/proc/{pid}/cgroup"))
+        match = CGROUP_POD_UID.search(paths.read(f"/proc/{pid}/cgroup"))
     except (OSError, ValueError):
         return None
-    return None if found is None else found[1].replace("_", "-")
+    return None if match is None else match[1].replace("_", "-")
+
+
+class ClaimsAndPods:
+    """Claims by the API server, and the pods of the processes of ``machine``."""
+
+    def __init__(self, claims: ClaimReader, machine: HostPaths) -> None:
+        self._claims, self._machine = claims, machine
+
+    def read_labels(self, record: ClaimRecord) -> ClaimLabels:
+        """Read the claim of ``record``. Raises ApiError."""
+        claim = self._claims.read(record.namespace, record.name, any_age=True)
+        if claim.metadata.uid != record.uid:
+            raise ApiError(f"claim {record}: another claim has its name now", NOT_FOUND)
+        return labels_of(claim)
+
+    def pod_of_process(self, pid: int) -> str | None:
+        return pod_of(self._machine, pid)
 
 
 def reading_of_share(
@@ -63,5 +83,5 @@ def reading_of_share(
         return replace(reading, memory_used=None, processes=None)
     uids = {pod.uid for pod in labels.pods}
     mine = [process for process in reading.processes if pod_of_process(process.pid) in uids]
-    known = [process.memory for process in mine if process.memory is not None]
-    return replace(reading, memory_used=sum(known) if len(known) == len(mine) else None, processes=mine)
+    used = [process.memory for process in mine if process.memory is not None]
+    return replace(reading, memory_used=sum(used) if len(used) == len(mine) else None, processes=mine)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from driver.errors import ApiError, HardwareError
 from driver.hardware.node_gpus import TimeoutRunner
@@ -77,32 +78,38 @@ Key = tuple[str, str]
 """Uid of a claim and name of one of its devices."""
 
 
-class UsageSampler:
-    """``run`` samples; everything else only reads memory.
+class ClaimLookup(Protocol):
+    """What is known of a claim outside this node's records (``ClaimsAndPods``)."""
 
-    ``read_labels`` reads the claim of a record and raises ApiError. ``pod_of_process`` is the uid of a process's pod.
-    ``check`` gets the devices of each round; it returns the seconds until it wants the next one, or None.
-    """
+    def read_labels(self, record: ClaimRecord) -> ClaimLabels:
+        """Read the claim of ``record``. Raises ApiError."""
+
+    def pod_of_process(self, pid: int) -> str | None:
+        """The uid of the pod of a process; None without one, or if the process has ended."""
+
+
+class UsageFollower(Protocol):
+    """A part that acts on every round of samples."""
+
+    def check(self, devices: Mapping[Key, MeasuredDevice]) -> float | None:
+        """Handle the devices of one round. Returns the seconds until the next check; None: none is needed."""
+
+
+class UsageSampler:
+    """``run`` samples; all other methods only read memory."""
 
     def __init__(
         self,
         context: PluginContext,
         reader: UsageReader,
-        read_labels: Callable[[ClaimRecord], ClaimLabels],
-        pod_of_process: Callable[[int], str | None],
+        claims: ClaimLookup,
         totals_file: TotalsFile,
         interval_seconds: float,
-        check: Callable[[Mapping[Key, MeasuredDevice]], float | None],
+        follower: UsageFollower,
         clock: Callable[[], float] = since_boot,
     ) -> None:
-        self._context = context
-        self._reader = reader
-        self._read_labels = read_labels
-        self._pod_of_process = pod_of_process
-        self._file = totals_file
-        self._interval = interval_seconds
-        self._check = check
-        self._clock = clock
+        self._context, self._reader, self._claims = context, reader, claims
+        self._file, self._interval, self._follower, self._clock = totals_file, interval_seconds, follower, clock
         self._timeouts = TimeoutRunner(GPU_READ_TIMEOUT_SECONDS)
         self._saved = totals_file.load(clock())
         self._due: dict[str, float] = {}
@@ -124,60 +131,61 @@ class UsageSampler:
                 log.exception("usage was not sampled")
                 wait = self._interval
             self._changed.wait(wait)
-        self._file.save({key: each.totals for key, each in self.devices.items()})
+        self._file.save({key: usage.totals for key, usage in self.devices.items()})
 
     def sample(self) -> float:
         """Sample what is due. Returns the seconds until something is due again."""
         now = self._clock()
         devices = self._current(now)
         self._read_missing_labels(devices)
-        due = {each.device.gpu_uuid for each in devices.values() if each.ended_at is None}
+        due = {usage.device.gpu_uuid for usage in devices.values() if usage.ended_at is None}
         to_sample = [uuid for uuid in due if self._due.get(uuid, now) <= now]
         for uuid in to_sample:
             self._sample_gpu(uuid, devices)
             # A new claim is sampled again soon; the time doubles with each sample.
-            youngest = min(now - each.since for each in self._on(uuid, devices))
+            youngest = min(now - usage.since for usage in self._on(uuid, devices))
             # All GPUs are sampled at multiples of the interval, together.
             until_next = self._interval - now % self._interval
             self._due[uuid] = now + min(until_next, max(FIRST_INTERVAL_SECONDS, youngest))
         self._due = {uuid: at for uuid, at in self._due.items() if uuid in due}
         self.devices = devices
-        self._reader.keep([target_of(each.device) for each in devices.values() if each.ended_at is None])
+        self._reader.keep([target_of(usage.device) for usage in devices.values() if usage.ended_at is None])
         if to_sample:
-            self._file.save({key: each.totals for key, each in devices.items()})
+            self._file.save({key: usage.totals for key, usage in devices.items()})
         due_in = min(self._due.values(), default=now + self._interval) - self._clock()
-        return max(0.0, min(due_in, self._check(devices) or due_in))
+        return max(0.0, min(due_in, self._follower.check(devices) or due_in))
 
     def _current(self, now: float) -> dict[Key, MeasuredDevice]:
         """The devices of all prepared claims and of those that ended lately, with the time until ``now`` counted."""
         boot = self._context.boot
-        found: dict[Key, MeasuredDevice] = {}
+        current: dict[Key, MeasuredDevice] = {}
         for record in self._context.checkpoint.records():
             if not record.prepared_in_this_boot(boot):
                 continue
             for device in record.devices:
                 key = (record.uid, device.device)
-                known = self.devices.get(key)
-                if known is None or known.ended_at is not None or known.device != device:
-                    known = self._begun(record, device, now)
-                found[key] = replace(known, record=record, totals=known.totals.counted(now))
-        going_on = {each.series for each in found.values()}
-        for key, each in self.devices.items():
-            ended = each if each.ended_at is not None else each.ended(now, self._interval)
-            if key not in found and each.series not in going_on and now - (ended.ended_at or now) < LINGER_SECONDS:
-                found[key] = ended
-        return found
+                usage = self.devices.get(key)
+                if usage is None or usage.ended_at is not None or usage.device != device:
+                    usage = self._begun(record, device, now)
+                current[key] = replace(usage, record=record, totals=usage.totals.counted(now))
+        continued = {usage.series for usage in current.values()}
+        for key, usage in self.devices.items():
+            ended = usage if usage.ended_at is not None else usage.ended(now, self._interval)
+            lingers = now - (ended.ended_at or now) < LINGER_SECONDS
+            if lingers and key not in current and usage.series not in continued:
+                current[key] = ended
+        return current
 
     def _begun(self, record: ClaimRecord, device: DeviceRecord, now: float) -> MeasuredDevice:
         """A device that is new, or that is another one than before: its partition was cut again."""
         self._due.pop(device.gpu_uuid, None)
         begun = MeasuredDevice(record, device, self._saved_totals(record, device, now), since=now)
-        for known in self.devices.values():
+        for earlier in self.devices.values():
             # A claim may be created again under its name: its series go on.
-            if known.series == begun.series:
-                totals = known.totals if known.ended_at is None else known.totals.resumed(now)
-                same = known.record.uid == record.uid
-                return replace(begun, totals=totals, labels=known.labels if same else None)
+            if earlier.series == begun.series:
+                totals = earlier.totals if earlier.ended_at is None else earlier.totals.resumed(now)
+                is_same_claim = earlier.record.uid == record.uid
+                return replace(begun, totals=totals, labels=earlier.labels if is_same_claim else None)
         return begun
 
     def _saved_totals(self, record: ClaimRecord, device: DeviceRecord, now: float) -> UsageTotals:
@@ -193,50 +201,52 @@ class UsageSampler:
     def _read_missing_labels(self, devices: dict[Key, MeasuredDevice]) -> None:
         """Read the claims that were not read yet; an API server that does not answer is asked again next time."""
         read: dict[str, ClaimLabels] = {}
-        for key, each in devices.items():
-            if each.labels is not None or each.ended_at is not None:
+        for key, usage in devices.items():
+            if usage.labels is not None or usage.ended_at is not None:
                 continue
             try:
-                labels = read.get(each.record.uid) or self._read_labels(each.record)
+                labels = read.get(usage.record.uid) or self._claims.read_labels(usage.record)
             except ApiError as error:
                 log.debug("claim of a usage metric was not read", extra={"error": str(error)})
                 if error.status is None:
                     return
                 continue
-            read[each.record.uid] = labels
-            devices[key] = replace(each, labels=labels)
+            read[usage.record.uid] = labels
+            devices[key] = replace(usage, labels=labels)
 
     def _on(self, gpu_uuid: str, devices: Mapping[Key, MeasuredDevice]) -> Iterable[MeasuredDevice]:
-        return (each for each in devices.values() if each.device.gpu_uuid == gpu_uuid and each.ended_at is None)
+        return (usage for usage in devices.values() if usage.device.gpu_uuid == gpu_uuid and usage.ended_at is None)
 
     def _sample_gpu(self, uuid: str, devices: dict[Key, MeasuredDevice]) -> None:
         """Read every device of claims on one GPU."""
-        mine = {key: each for key, each in devices.items() if each.device.gpu_uuid == uuid and each.ended_at is None}
-        targets = {target_of(each.device) for each in mine.values()}
+        on_gpu = {
+            key: usage for key, usage in devices.items() if usage.device.gpu_uuid == uuid and usage.ended_at is None
+        }
+        targets = {target_of(usage.device) for usage in on_gpu.values()}
         try:
             readings = self._timeouts.run(uuid, partial(self._read, targets))
         except HardwareError as error:
             log.debug("usage of a GPU is unknown", extra={"gpu": uuid, "error": str(error)})
             readings = {}
         now = self._clock()
-        for key, each in mine.items():
-            reading = readings.get(target_of(each.device))
+        for key, usage in on_gpu.items():
+            reading = readings.get(target_of(usage.device))
             if reading is None:
-                devices[key] = replace(each, reading=None)
+                devices[key] = replace(usage, reading=None)
                 continue
-            if each.device.kind is DeviceKind.SHARE:
-                reading = reading_of_share(reading, each.labels, self._pod_of_process)
-            devices[key] = each.measured(reading, now)
+            if usage.device.kind is DeviceKind.SHARE:
+                reading = reading_of_share(reading, usage.labels, self._claims.pod_of_process)
+            devices[key] = usage.measured(reading, now)
 
     def _read(self, targets: Iterable[UsageTarget]) -> Mapping[UsageTarget, UsageReading]:
         """Devices that cannot be read are left out."""
-        found: dict[UsageTarget, UsageReading] = {}
+        readings: dict[UsageTarget, UsageReading] = {}
         for target in targets:
             try:
-                found[target] = self._reader.read(target)
+                readings[target] = self._reader.read(target)
             except HardwareError as error:
                 log.debug("usage of a device is unknown", extra={"gpu": target.gpu_uuid, "error": str(error)})
-        return found
+        return readings
 
     def has_activity(self, gpu_uuid: str) -> bool:
         """Whether the GPU is known to have activity counters."""
@@ -244,16 +254,16 @@ class UsageSampler:
 
     def unknown(self) -> Mapping[str, str]:
         """Why claims on a GPU have no activity, by the UUIDs of the GPUs that claims hold."""
-        found: dict[str, str] = {}
-        for each in self.devices.values():
-            gpu = self._context.inventory.gpu(each.device.gpu_uuid)
-            if gpu is None or each.ended_at is not None:
+        reasons: dict[str, str] = {}
+        for usage in self.devices.values():
+            gpu = self._context.inventory.gpu(usage.device.gpu_uuid)
+            if gpu is None or usage.ended_at is not None:
                 continue
-            if each.reading is None:
-                found[gpu.uuid] = "the GPU does not answer"
+            if usage.reading is None:
+                reasons[gpu.uuid] = "the GPU does not answer"
             elif self._reader.has_activity(gpu.uuid) is False:
-                found[gpu.uuid] = f"no activity counters on {gpu.product_name}"
-        return found
+                reasons[gpu.uuid] = f"no activity counters on {gpu.product_name}"
+        return reasons
 
 
 def target_of(device: DeviceRecord) -> UsageTarget:

@@ -43,15 +43,18 @@ class TotalsFile:
         except (OSError, msgspec.MsgspecError) as error:
             log.error("usage totals start over", extra={"path": str(self._path), "error": str(error)})
             return {}
-        found = ((uid, device, each) for uid, devices in content.claims.items() for device, each in devices.items())
-        same = self._boot and content.boot == self._boot
-        return {(uid, device): each if same else each.resumed(now) for uid, device, each in found}
+        is_same_boot = self._boot and content.boot == self._boot
+        return {
+            (uid, device): totals if is_same_boot else totals.resumed(now)
+            for uid, devices in content.claims.items()
+            for device, totals in devices.items()
+        }
 
     def save(self, totals: Totals) -> None:
         """Write ``totals``, not durably; a failure is logged once until a write succeeds again."""
         claims: dict[str, dict[str, UsageTotals]] = {}
-        for (uid, device), each in totals.items():
-            claims.setdefault(uid, {})[device] = each
+        for (uid, device), device_totals in totals.items():
+            claims.setdefault(uid, {})[device] = device_totals
         try:
             write_atomically(self._path, msgspec.json.encode(_Content(self._boot, claims)), durable=False)
         except StateError as error:

@@ -158,11 +158,11 @@ def fleet(
 
 def holders(root: Path) -> dict[str, str]:
     """The claims that hold devices of a simulated node: "namespace/name" by UUID of GPU or MIG device."""
-    found: dict[str, list[str]] = {}
+    claims: dict[str, list[str]] = {}
     for claim, uuids in claim_devices(root):
         for uuid in uuids:
-            found.setdefault(uuid, []).append(claim)
-    return {uuid: ", ".join(names) for uuid, names in found.items()}
+            claims.setdefault(uuid, []).append(claim)
+    return {uuid: ", ".join(names) for uuid, names in claims.items()}
 
 
 def render(node: SimulatedNode, gpus: Sequence[dict[str, Any]]) -> str:
@@ -188,7 +188,8 @@ def render(node: SimulatedNode, gpus: Sequence[dict[str, Any]]) -> str:
     if any(gpu["migMode"] != gpu["migModePending"] for gpu in gpus):
         lines.append("* another MIG mode is pending: it needs a GPU reset")
     for name, field in (("Time-slice", "timeSlice"), ("Compute mode", "computeMode")):
-        if changed := [f"GPU {gpu['index']} {gpu[field]}" for gpu in gpus if gpu[field].upper() != "DEFAULT"]:
+        changed = [f"GPU {gpu['index']} {gpu[field]}" for gpu in gpus if gpu[field].upper() != "DEFAULT"]
+        if changed:
             lines.append(f"{name}: {', '.join(changed)}")
     return "\n".join([*lines, *_render_partitions(description.gpu_product.memory_slices, gpus)])
 
@@ -206,8 +207,8 @@ def _render_partitions(slices: int, gpus: Sequence[dict[str, Any]]) -> list[str]
             spans.setdefault(gpu["index"], []).append(Span(start, size, device["profile"]))
     if not rows:
         return ["No partitions."]
-    width = cell_width(span for found in spans.values() for span in found)
-    drawings = [f"GPU {index}  {draw_slices(slices, found, width)}" for index, found in spans.items()]
+    width = cell_width(span for spans_of_gpu in spans.values() for span in spans_of_gpu)
+    drawings = [f"GPU {index}  {draw_slices(slices, of_gpu, width)}" for index, of_gpu in spans.items()]
     return [columns(["GPU", "GI", "CI", "PROFILE", "PLACEMENT", "MIG UUID", "HOLDER"], rows), *drawings]
 
 

@@ -72,7 +72,8 @@ def _command(name: str, *examples: str) -> Callable[[Callable[..., str | None]],
         @click.pass_obj
         @wraps(act)
         def run(host_root: Path | None, /, **options: Any) -> None:
-            if (text := act(SimulatedNode.attach(only_root(host_root)), **options)) is not None:
+            text = act(SimulatedNode.attach(only_root(host_root)), **options)
+            if text is not None:
                 click.echo(text)
 
         return fault.command(name, help="\n".join([f"{act.__doc__}\n\n\b\nExamples:", *shown]))(run)
@@ -96,11 +97,11 @@ _gpu = click.option("--gpu", type=int, required=True, help="The GPU's minor numb
 
 def _number(what: str, text: str, names: Mapping[int, str]) -> int:
     """The number with this name in any case, or written as a number. Raises UsageError."""
-    known = {name.upper(): number for number, name in names.items()} | {str(number): number for number in names}
-    found = known.get(text.upper().removeprefix("NVML_ERROR_"))
-    if found is None:
+    numbers = {name.upper(): number for number, name in names.items()} | {str(number): number for number in names}
+    number = numbers.get(text.upper().removeprefix("NVML_ERROR_"))
+    if number is None:
         raise UsageError(f"{what}: {text!r} is unknown; known: {', '.join(names.values())}")
-    return found
+    return number
 
 
 @_command("fail", "nvmlDeviceSetMigMode --code IN_USE --gpu 0 --times 2", "nvidia-smi --code NOT_SUPPORTED --gpu 0")
@@ -126,10 +127,10 @@ def slow(node: SimulatedNode, call: str, seconds: float, **limits: Any) -> str:
 def busy(node: SimulatedNode, device: str) -> str:
     """Keep a partition IN_USE: its instances can't be destroyed until cleared."""
     states = [node.gpu_state(minor) for minor in range(len(node.gpus))]
-    known = [made.uuid for state in states for cut in state.instances for made in cut.compute]
-    if device not in known:
-        there = f"there are {', '.join(known)}" if known else "the node has none now"
-        raise UsageError(f"{device}: no partition has that UUID{meant(device, known)}; {there}")
+    uuids = [compute.uuid for state in states for instance in state.instances for compute in instance.compute]
+    if device not in uuids:
+        present = f"there are {', '.join(uuids)}" if uuids else "the node has none now"
+        raise UsageError(f"{device}: no partition has that UUID{meant(device, uuids)}; {present}")
     return "\n".join(f"fault {number}" for number in node.faults.keep_busy(device))
 
 
@@ -138,10 +139,10 @@ def busy(node: SimulatedNode, device: str) -> str:
 def list_faults(node: SimulatedNode, output: str) -> str:
     """List the current faults and the removed GPUs."""
     now, names = node.faults.current(), error_names()
-    found = [*now.faults, *(InjectedFault(0, "(removed)", gpu=gpu) for gpu in now.removed)]
+    faults = [*now.faults, *(InjectedFault(0, "(removed)", gpu=gpu) for gpu in now.removed)]
     rows = [
-        asdict(each) | {"id": each.id or None, "code": names.get(each.code), "seconds": each.seconds or None}
-        for each in found
+        asdict(fault) | {"id": fault.id or None, "code": names.get(fault.code), "seconds": fault.seconds or None}
+        for fault in faults
     ]
     if output == "json":
         return json.dumps(rows, indent=2)

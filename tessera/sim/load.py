@@ -110,19 +110,20 @@ def _find(target: str, host_root: Path | None) -> tuple[SimulatedNode, list[str]
             raise UsageError(f"TARGET: GPU {target} is not on this node; accepted: 0 to {len(node.present) - 1}")
         return node, [node.description.gpu_uuid(node.present[int(target)])], LOAD_PID
     claim = target if "/" in target else f"default/{target}"
-    known: list[str] = []
+    targets: list[str] = []
     for root in [host_root] if host_root else find_roots(SIMULATED_NODES):
         node, claims = SimulatedNode.attach(root), dict(claim_devices(root))
-        if target in (uuids := node.device_uuids()):
+        uuids = node.device_uuids()
+        if target in uuids:
             return node, [target], LOAD_PID
         if claim in claims:
             if not claims[claim]:
                 raise UsageError(f"TARGET: claim {claim} is not prepared yet; accepted: a claim whose devices exist")
             # Several claims may share one GPU, each with a load of its own.
             return node, claims[claim], LOAD_PID + 1 + zlib.crc32(claim.encode()) % 1_000_000
-        known += [*claims, *uuids]
-    near = meant(target, [*known, *(name.partition("/")[2] for name in known)])
-    raise UsageError(f"TARGET: {target!r} is unknown{near}; accepted: the index of a GPU, {', '.join(known)}")
+        targets += [*claims, *uuids]
+    near = meant(target, [*targets, *(name.partition("/")[2] for name in targets)])
+    raise UsageError(f"TARGET: {target!r} is unknown{near}; accepted: the index of a GPU, {', '.join(targets)}")
 
 
 def _phases(options: dict[str, str], pattern: str | None) -> tuple[Phase, ...]:
@@ -160,7 +161,8 @@ def _points(path: Path, options: dict[str, str]) -> tuple[Phase, ...]:
         if len(line) != len(columns):
             raise UsageError(f"{where}{len(line)} values are not accepted; {len(columns)}: {','.join(columns)}")
         row = dict(zip(columns, line, strict=True))
-        second = _number(text := row.pop("second"))
+        text = row.pop("second")
+        second = _number(text)
         if second is None or (second <= points[-1][0] if points else second != 0):
             raise UsageError(f"{where}second: {text!r} is not accepted; 0 in the first row, then ascending")
         points.append((second, *_parse(options | row, where)))
@@ -169,20 +171,20 @@ def _points(path: Path, options: dict[str, str]) -> tuple[Phase, ...]:
 
 def _parse(values: dict[str, str], where: str) -> tuple[Activity, int]:
     """Activity and memory. ``where`` precedes the name of a value in messages."""
-    found: dict[str, float] = {}
+    amounts: dict[str, float] = {}
     for name, text in values.items():
         if name in RATIOS:
             ratio = _number(text)
             if ratio is None or ratio > 1:
                 raise UsageError(f"{where}{name}: {text!r} is not accepted; a number from 0 to 1, such as 0.8")
-            found[name] = ratio
+            amounts[name] = ratio
         else:
             match = _BYTES.fullmatch(text)
             if match is None:
                 raise UsageError(f"{where}{name}: {text!r} is not accepted; a number of bytes, such as 7Gi or 512Mi")
-            found[name] = float(match[1]) * _factor(match[2] or "")
-    memory = int(found.pop("memory", 0))
-    return Activity.of(**found), memory
+            amounts[name] = float(match[1]) * _factor(match[2] or "")
+    memory = int(amounts.pop("memory", 0))
+    return Activity.of(**amounts), memory
 
 
 def _number(text: str) -> float | None:

@@ -11,14 +11,14 @@ TABLES = {"driver/kube/types.py": LONG}
 
 NONE = {"driver": 0, "kubelet_plugin": 0, "controller": 0, "deviceclasses": 0, "tessera": 0}
 ALLOWED: dict[str, dict[str, int]] = {
-    CLASS: {**NONE, "driver": 24, "kubelet_plugin": 7, "controller": 24, "deviceclasses": 4, "tessera": 26},
+    CLASS: {**NONE, "driver": 24, "kubelet_plugin": 3, "controller": 24, "deviceclasses": 4, "tessera": 26},
     LONG: NONE,
     SHORT: {**NONE, "driver": 6, "kubelet_plugin": 1, "controller": 7, "tessera": 4},
-    FUNCTION: {**NONE, "kubelet_plugin": 2, "controller": 3, "tessera": 2},
-    CONSTRUCTOR: {**NONE, "driver": 2, "kubelet_plugin": 3, "controller": 1, "tessera": 1},
+    FUNCTION: {**NONE, "controller": 3, "tessera": 2},
+    CONSTRUCTOR: {**NONE, "driver": 2, "controller": 1, "tessera": 1},
     FOLDER: {**NONE, "driver": 1},
     DODGE: {**NONE, "driver": 3, "controller": 11},
-    VAGUE: {**NONE, "driver": 133, "kubelet_plugin": 125, "controller": 468, "deviceclasses": 179, "tessera": 260},
+    VAGUE: {**NONE, "driver": 133, "kubelet_plugin": 32, "controller": 468, "deviceclasses": 179, "tessera": 260},
 }
 """How often each rule may be broken in each area. Numbers only fall."""
 

@@ -63,10 +63,10 @@ def discover(gpus: str) -> tuple[Gpu, ...]:
     """The GPUs of a simulated node of this name or file, as the node plugin discovers them. Raises UsageError."""
     settings = node_settings(node_name="sim", gpus=f"sim:{gpus.removeprefix('sim:')}", sim_latency="zero")
     with open_host(settings, lasting=False) as (host, _):
-        found = host.discover()
-    if found.faults:
-        raise UsageError(f"the GPUs of {gpus} can't be read: {found.faults[0]}")
-    return tuple(found.gpus)
+        discovery = host.discover()
+    if discovery.faults:
+        raise UsageError(f"the GPUs of {gpus} can't be read: {discovery.faults[0]}")
+    return tuple(discovery.gpus)
 
 
 def gpus_of(node: str, template: Sequence[Gpu]) -> tuple[Gpu, ...]:
@@ -119,7 +119,8 @@ class SimulatedFleet:
 
     def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> None:
         for change in changes:
-            if (node := self._nodes.get(change.key.name)) is not None:
+            node = self._nodes.get(change.key.name)
+            if node is not None:
                 node.plan_changed()
 
     def _check_heartbeat(self, stop: threading.Event) -> None:
@@ -156,8 +157,8 @@ class NodeObjects:
         if not nodes:
             return
         driver = {"fieldSelector": f"spec.driver={self._driver}"}
-        found = read_all(self._client, SLICES, ResourceSlice, driver)
-        slices = [item.metadata.name for item in found if item.spec.node_name in nodes]
+        slices_of_driver = read_all(self._client, SLICES, ResourceSlice, driver)
+        slices = [item.metadata.name for item in slices_of_driver if item.spec.node_name in nodes]
         delete = partial(self._client.delete, missing_ok=True)
         self._each("removing nodes", [f"{NODES_PATH}/{name}" for name in nodes], delete)
         self._each("removing plans", [f"{PATH}/{name}" for name in nodes], delete)
@@ -176,7 +177,7 @@ class NodeObjects:
                     log.warning("renewing a node's Lease failed", extra={"node": name, "error": str(error)})
 
     def _create(self, name: str) -> Object:
-        own = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", FLEET_LABEL: self._fleet}
+        labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", FLEET_LABEL: self._fleet}
         now = seconds_time(datetime.now(UTC))
         ready = {
             "type": "Ready",
@@ -189,7 +190,7 @@ class NodeObjects:
         body: dict[str, Any] = {
             "apiVersion": "v1",
             "kind": "Node",
-            "metadata": {"name": name, "labels": own},
+            "metadata": {"name": name, "labels": labels},
             "status": {"capacity": SIMULATED_CAPACITY, "allocatable": SIMULATED_CAPACITY, "conditions": [ready]},
         }
         try:

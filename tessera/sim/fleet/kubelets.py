@@ -50,12 +50,12 @@ class ClaimDevices:
 
 def allocated(claim: Claim, driver: str) -> ClaimDevices | None:
     """The devices of ``driver`` that are allocated to ``claim``; None if there are none."""
-    found: dict[str, tuple[str, ...]] = {}
+    devices: dict[str, tuple[str, ...]] = {}
     for result in claim.results:
         if result.driver == driver:
-            found[result.pool] = (*found.get(result.pool, ()), result.device)
-    users = frozenset(each.uid for each in claim.status.reserved_for if each.resource == "pods")
-    return ClaimDevices(claim.metadata.uid, found, users) if found else None
+            devices[result.pool] = (*devices.get(result.pool, ()), result.device)
+    users = frozenset(user.uid for user in claim.status.reserved_for if user.resource == "pods")
+    return ClaimDevices(claim.metadata.uid, devices, users) if devices else None
 
 
 class Kubelets:
@@ -126,15 +126,15 @@ class Kubelets:
 
     def _start(self, key: Key, pod: Pod) -> float | None:
         for claim in pod.claims:
-            found = self._claims.get(claim)
-            if found is not None and pod.metadata.uid not in found.users:
+            devices = self._claims.get(claim)
+            if devices is not None and pod.metadata.uid not in devices.users:
                 return None  # an earlier claim of that name, or not reserved yet: the watch will report it
-            if found is not None and not self._prepare(claim, found):
+            if devices is not None and not self._prepare(claim, devices):
                 return CONFLICT_RETRY_SECONDS
         if len(pod.claims) < len(pod.spec.resource_claims):
             return None
         now = seconds_time(datetime.now(UTC))
-        ready = [{"type": each, "status": "True"} for each in ("Initialized", "ContainersReady", "Ready")]
+        ready = [{"type": condition, "status": "True"} for condition in ("Initialized", "ContainersReady", "Ready")]
         status = {"phase": "Running", "startTime": now, "conditions": ready}
         self._client.patch_existing(f"{_path(key)}/status", {"metadata": {"uid": pod.metadata.uid}, "status": status})
         return None
@@ -149,18 +149,19 @@ class Kubelets:
     def _prepare(self, key: Key, claim: ClaimDevices) -> bool:
         """Hold the claim's devices and write its status; False if another claim still holds them."""
         with self._lock:
-            if self._prepared.get(key) == claim:
+            before = self._prepared.get(key)
+            if before == claim:
                 return True
-            known = self._prepared.get(key)
-            if known is None or known.uid != claim.uid:
+            if before is None or before.uid != claim.uid:
                 holder = ClaimReference(key.namespace, key.name, claim.uid)
                 for node, names in self._held_by(claim):
-                    if (conflict := node.hold(holder, names)) is not None:
+                    conflict = node.hold(holder, names)
+                    if conflict is not None:
                         self._conflicts += 1
                         log.warning("not prepared", extra={"claim": str(key), "node": node.name, "error": conflict})
                         return False
             self._prepared[key] = claim
-        if known is None:
+        if before is None:
             self._write_status(key, claim)
         return True
 
@@ -169,7 +170,7 @@ class Kubelets:
         records = [_record(reference, node.pool.name, node.devices(names)) for node, names in self._held_by(claim)]
         statuses = device_statuses(records)[reference]
         now = seconds_time(datetime.now(UTC))
-        body = apply_body(reference, self._driver, statuses, dict.fromkeys((each.device for each in statuses), now))
+        body = apply_body(reference, self._driver, statuses, dict.fromkeys((status.device for status in statuses), now))
         try:
             self._client.apply(status_path(reference), body, self._driver)
         except ApiError as error:
@@ -177,14 +178,16 @@ class Kubelets:
 
     def _release_unused(self, key: Key) -> None:
         """Unprepare a claim that was deleted or replaced, or that no pod uses any more."""
-        claim, known = self._claims.get(key), self._prepared.get(key)
-        users = claim.users if claim is not None and known is not None and claim.uid == known.uid else frozenset()
-        if known is None or not users.isdisjoint(self._users.get(key, ())):
+        claim, prepared = self._claims.get(key), self._prepared.get(key)
+        if prepared is None:
+            return
+        users = claim.users if claim is not None and claim.uid == prepared.uid else frozenset()
+        if not users.isdisjoint(self._users.get(key, ())):
             return
         with self._lock:
             if self._prepared.pop(key, None) is not None:
-                for node, _ in self._held_by(known):
-                    node.release(known.uid)
+                for node, _ in self._held_by(prepared):
+                    node.release(prepared.uid)
 
     def _held_by(self, claim: ClaimDevices) -> list[tuple[FleetNode, tuple[str, ...]]]:
         return [(self._by_pool[pool], names) for pool, names in claim.devices.items() if pool in self._by_pool]

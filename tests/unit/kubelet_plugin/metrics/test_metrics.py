@@ -22,7 +22,8 @@ from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
 from kubelet_plugin.health.monitor import GPU_UNHEALTHY
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.metrics.metrics import Metrics, NodeGauges, failure_kind
+from kubelet_plugin.metrics.measurements import failure_kind
+from kubelet_plugin.metrics.metrics import Metrics, NodeGauges
 from kubelet_plugin.status.events import EventReason, PluginEvents
 from tests.support.api_server import ObjectApi
 from tests.support.claims import DRIVER, ClaimApi

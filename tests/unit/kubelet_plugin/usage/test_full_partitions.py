@@ -9,6 +9,7 @@ import pytest
 
 from driver.errors import ApiError
 from driver.kube.clock import seconds_time
+from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind
 from driver.model.usage import GpuProcess, UsageReading, UsageTotals
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
@@ -55,7 +56,11 @@ class Node:
         self.statuses: list[dict[str, Any]] = []
         self.events: list[str] = []
         self.reads = 0
-        self.full = FullPartitions(self.read, self.report, lambda uuid: GPU if uuid == GPU.uuid else None, self.clock)
+        parts: Any = self
+        self.full = FullPartitions(parts, parts, parts, self.clock)
+
+    def gpu(self, uuid: str) -> Gpu | None:
+        return GPU if uuid == GPU.uuid else None
 
     def read(self, namespace: str, name: str) -> PodObject:
         assert (namespace, name) == ("default", "pod")
@@ -64,7 +69,7 @@ class Node:
             raise ApiError("no answer")
         return msgspec.convert({"status": {"containerStatuses": self.statuses}}, PodObject)
 
-    def report(self, claim: ClaimReference, reason: str, message: str) -> None:
+    def claim(self, claim: ClaimReference, reason: str, message: str) -> None:
         self.events.append(f"{claim} {reason}: {message}")
 
     def ends(self, code: int, container: str = "main", *, restarted: bool = False) -> None:

@@ -14,10 +14,11 @@ from prometheus_client.exposition import generate_latest
 
 from driver.hardware.usage import UsageReader
 from driver.simulator.state.load import Activity, Phase, constant, duty
+from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.inventory.inventory import GpuSharing
 from kubelet_plugin.metrics.usage import COUNTERS, GAUGES, INFO, SERIES_PER_DEVICE, UsageCollector
 from kubelet_plugin.usage import sampler
-from kubelet_plugin.usage.labels import labels_of
+from kubelet_plugin.usage.labels import ClaimLabels, labels_of
 from kubelet_plugin.usage.sampler import LINGER_SECONDS, UsageSampler
 from kubelet_plugin.usage.totals import TotalsFile
 from tests.harness.waiting import wait_for
@@ -59,16 +60,24 @@ class Node:
         self.sampler = UsageSampler(
             context,
             UsageReader(self.node.simulated.nvml, self.time),
-            lambda record: labels_of(self.api.read(record.namespace, record.name)),
-            lambda pid: self.pods.get(pid),
+            self,
             TotalsFile(self.root / "state", "boot"),
             INTERVAL,
-            lambda _: None,
+            self,
             self.time,
         )
         self.registry = CollectorRegistry()
         self.registry.register(UsageCollector(context, self.sampler, self.time))
         self.wait = self.sampler.sample()
+
+    def read_labels(self, record: ClaimRecord) -> ClaimLabels:
+        return labels_of(self.api.read(record.namespace, record.name))
+
+    def pod_of_process(self, pid: int) -> str | None:
+        return self.pods.get(pid)
+
+    def check(self, _devices: object) -> None:
+        """Nothing follows the samples."""
 
     def prepare(self, name: str, *devices: str, load: tuple[Phase, ...] = (), pid: int = 4711) -> None:
         self.node.preparer.prepare(self.api.allocate(name, *devices))
