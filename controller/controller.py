@@ -17,8 +17,8 @@ from driver.kube.work_loop import Loop
 from driver.steps import observed, unobserved
 
 if TYPE_CHECKING:
-    from controller.decision.explain import Decided
     from controller.metrics import ControllerMetrics
+    from controller.report.cluster_view import ClusterView
 
 COALESCE_SECONDS = 0.02
 """Time in which changes are collected: claims come in bursts, which one decision answers."""
@@ -47,8 +47,8 @@ class Controller:
         self._is_settled = False
 
     @property
-    def last_decision(self) -> Decided | None:
-        """What the last decision was made from; None: none has been made yet."""
+    def last_decision(self) -> ClusterView | None:
+        """What the last decision was made from, with the reasons it found; None: none has been made yet."""
         return self._decision.last
 
     def run(self, stop: threading.Event) -> None:

@@ -99,6 +99,11 @@ class DeviceIndex:
             return possible
         return {offer for offer in possible if self._leaving.isdisjoint(self.of([offer]))}
 
+    def leaving(self, plans: Mapping[str, GpuNodePlan]) -> frozenset[PoolDevice]:
+        """The published devices that ``plans`` let nodes remove."""
+        self._compare(plans)
+        return self._leaving
+
     def unpublished(self, plans: Mapping[str, GpuNodePlan]) -> frozenset[Offer]:
         """What ``plans`` offer on nodes that follow them, and that is neither in the slices nor held."""
         self._compare(plans)

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from controller.cluster.cache import ClusterCache
 from controller.decision.choose import ChooseStage
-from controller.decision.explain import Decided, ExplainStage
+from controller.decision.explain import ExplainStage
 from controller.decision.read import ReadStage
 from controller.decision.withdraw_and_admit import AdmitStage, WithdrawStage
 from controller.decision.write import WriteStage
 from controller.eviction.overlapping_allocations import OverlapEvictor
 from controller.explain.events import COMPONENT
 from controller.fence.fence import Fence, FenceSettings
+from controller.report.cluster_view import ClusterView
 from controller.settings import ControllerSettings
 from controller.steps import Observer
 from driver.kube.client import KubeClient
@@ -44,7 +45,7 @@ class Timed(Protocol):
 class Decision:
     """The stages of a decision, and what they share for one term of the leader.
 
-    ``last`` is what the last decision was made from; None: none has been made yet.
+    ``last`` is what the last decision was made from, with the reasons it found; None: none has been made yet.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Decision:
         metrics: ControllerMetrics | None,
     ) -> None:
         """``wake`` asks for another decision."""
-        self.last: Decided | None = None
+        self.last: ClusterView | None = None
         claim_changed = metrics.claim_changed if metrics is not None else None
         self._cache = ClusterCache(client, settings.driver_name, wake, claim_changed)
         keep_s = settings.fence_minutes * 60

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from controller.cluster.fleet import Fleet
 from controller.demand.device_search import Budget, choose_devices
 from controller.demand.pending_claims import Queue
+from driver.kube.clock import Clock
 from driver.kube.types import Key, Pod
 
 WAIT_SECONDS = 120.0
@@ -55,6 +56,14 @@ class Reservations:
             found = (Reserved(pod.metadata.key, gpus) for pod in overdue if (gpus := _emptiest(queue, pod)))
             self._reserved = next(found, None)
         return self._reserved
+
+
+def overdue_reservation(queue: Queue, clock: Clock) -> Reserved | None:
+    """The reservation of a leader that has seen all pending pods since they were created."""
+    ages = ((pod, clock.seconds_since(pod.metadata.creation_timestamp)) for pod in queue.pods)
+    overdue = (pod for pod, age in ages if age >= WAIT_SECONDS and not _has_room(queue, pod))
+    reservations = (Reserved(pod.metadata.key, _emptiest(queue, pod)) for pod in overdue)
+    return next((reserved for reserved in reservations if reserved.gpus), None)
 
 
 def without(fleet: Fleet, reserved: Reserved | None) -> Fleet:

@@ -12,7 +12,8 @@ from functools import cached_property
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import free_spots, most_devices, slices_of
 from controller.demand.eligibility import BLOCKING, Excluded, tolerated
-from controller.demand.requirements import DeviceRequest
+from controller.demand.pending_claims import PendingClaim, Queue
+from controller.demand.requirements import DeviceRequest, Refusal
 from controller.demand.selected_devices import Failure, Matches, Selector
 from driver.kube.types import DeviceTaintRule
 from driver.model.gpu import MigMode
@@ -251,6 +252,14 @@ def without(entry: FleetGpu, obstacle: Obstacle) -> FleetGpu:
             return replace(entry, gpu=replace(entry.gpu, mig_mode=mode))
         case _:
             return entry
+
+
+def requests_of(queue: Queue, pending: PendingClaim) -> list[DeviceRequest]:
+    """The requests of all alternatives of a claim for devices of this driver; none if the claim is refused."""
+    alternatives = queue.requirements(pending)
+    if isinstance(alternatives, Refusal):
+        return []
+    return [request for requirements in alternatives for request in requirements.requests]
 
 
 def untolerated(rules: Iterable[DeviceTaintRule], requests: Iterable[DeviceRequest]) -> tuple[DeviceTaintRule, ...]:

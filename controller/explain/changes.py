@@ -17,7 +17,7 @@ from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, Refusal, RequirementsReader
 from controller.explain.availability import Availability, Obstacle, listed, without
-from controller.explain.reasons import Reasoning
+from controller.explain.lacking_devices import Reasoning
 from driver.kube.types import PAUSED
 from driver.model.gpu import MigMode
 

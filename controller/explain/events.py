@@ -33,7 +33,6 @@ PENDING = "pending"
 
 ALLOCATED = "Allocated"
 NOT_USED = "NotUsed"
-ENOUGH_IS_FREE = "enough is free now; the scheduler has not allocated it yet"
 NO_LONGER = "the reason that was reported before no longer holds"
 NO_POD = "no pending pod uses it: the scheduler allocates a claim when it places a pod"
 
@@ -49,6 +48,9 @@ MAX_UNREADABLE_EVENTS = 100
 
 PENDING_CODES = {code.value for code in ReasonCode} - {ReasonCode.WAITS}
 """Reasons of Events that say why a claim is pending."""
+
+PASSING = {ReasonCode.RESHAPING, ReasonCode.WAITS}
+"""Reasons that pass by themselves within a moment."""
 
 OF_CLAIM = re.compile(r"claim (?P<name>[^ :]+): ")
 """How the message of an Event of a pod begins that is about one of its claims."""
@@ -116,37 +118,45 @@ class EventReporter:
         """One Event for each claim and for its pods, which always has the present reason; the last one is Allocated.
 
         A claim that is not created yet has those of its pod only. The reason of a gang is an Event of its PodGroup.
+        That a claim waits is reported if it had another reason before.
         """
         groups: set[Key] = set()
         current: dict[str, PendingClaim] = {}
-        for pending, code, sentence, _, group, of_pods in reasons:
+        for reason in reasons:
+            pending, group = reason.pending, reason.group
+            if reason.code is ReasonCode.WAITS and pending.key not in self._reported:
+                continue
             if group is not None and group.key not in groups:
                 groups.add(group.key)
                 reference = Reference("PodGroup", group.name, group.namespace, group.uid, POD_GROUP_VERSION)
-                self._recorder.event(reference, code.value, sentence, "Warning", PENDING)
+                self._recorder.event(reference, reason.code.value, reason.sentence, "Warning", PENDING)
             current[pending.key] = pending
-            kind: Type = "Normal" if code is ReasonCode.RESHAPING else "Warning"
-            self._about(pending, code.value, sentence, kind, of_pods)
-        waiting = {each.key: each for each in queue.pending}
+            kind: Type = "Normal" if reason.code in PASSING else "Warning"
+            self._about(pending, reason.code.value, reason.sentence, kind, reason.of_pods)
+        waiting = {pending.key: pending for pending in queue.pending}
         for key, before in self._reported.items():
-            if key in current:
-                continue
-            if key in waiting:
+            if key in waiting and key not in current:
                 current[key] = waiting[key]
-                self._about(waiting[key], ReasonCode.WAITS.value, ENOUGH_IS_FREE, "Normal")
-            elif before.not_created:
-                placed = {pod.metadata.uid: pod.spec.node_name for pod in queue.cluster.pods if pod.spec.node_name}
-                if (node := placed.get(before.pods[0].metadata.uid)) is not None:
-                    self._about(before, ALLOCATED, f"the scheduler has placed the pod on node {node}", "Normal")
-                else:
-                    self._about(before, ReasonCode.WAITS.value, NO_LONGER, "Normal")
-            elif (allocation := queue.cluster.claims.allocation(before.claim.metadata.key)) is not None:
-                devices = listed([result.device for result in allocation.devices.results])
-                pools = listed(list(dict.fromkeys(result.pool for result in allocation.devices.results)))
-                self._about(before, ALLOCATED, f"the scheduler has allocated {devices} of pool {pools}", "Normal")
-            elif queue.cluster.claims.find(before.claim.metadata.key) is not None:
-                self._about(replace(before, pods=()), NOT_USED, NO_POD, "Normal")
+                self._about(waiting[key], ReasonCode.WAITS.value, NO_LONGER, "Normal")
+            elif key not in current:
+                self._end(before, queue)
         self._reported = current
+
+    def _end(self, before: PendingClaim, queue: Queue) -> None:
+        """The last Event of a claim that is not pending any more; none if it is gone."""
+        claims, key = queue.cluster.claims, before.claim.metadata.key
+        if before.not_created:
+            placed = {pod.metadata.uid: pod.spec.node_name for pod in queue.cluster.pods if pod.spec.node_name}
+            if (node := placed.get(before.pods[0].metadata.uid)) is not None:
+                self._about(before, ALLOCATED, f"the scheduler has placed the pod on node {node}", "Normal")
+            else:
+                self._about(before, ReasonCode.WAITS.value, NO_LONGER, "Normal")
+        elif (allocation := claims.allocation(key)) is not None:
+            devices = listed([result.device for result in allocation.devices.results])
+            pools = listed(list(dict.fromkeys(result.pool for result in allocation.devices.results)))
+            self._about(before, ALLOCATED, f"the scheduler has allocated {devices} of pool {pools}", "Normal")
+        elif claims.find(key) is not None:
+            self._about(replace(before, pods=()), NOT_USED, NO_POD, "Normal")
 
     def _about(
         self,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from controller.demand.eligibility import Eligibility
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.pending_claims import PendingClaim
 from controller.demand.requirements import ClaimRequirements
+from driver.kube.clock import seconds_time
 from driver.kube.types import Key, Metadata
 
 MAX_KNOWN = 1024
@@ -57,22 +57,25 @@ class ReasonCode(StrEnum):
     """These three of a claim that can be satisfied (``controller.explain.pending_despite_offers``)."""
 
     RESHAPING = "Reshaping"
-    """Of a claim for which offers of a GPU are being replaced (``controller.explain.pending_despite_offers``)."""
+    """Of a claim for which offers of a GPU are being replaced (``controller.explain.waiting_claims``)."""
 
     BEHIND = "BehindOthers"
     """Of a claim for which other claims leave no room (ibid.)."""
 
     WAITS = "Waits"
-    """Of a claim that had another reason, and for which enough is free now."""
+    """Of a claim for which enough is free now, or for which that is not known (ibid.)."""
 
     GANG = "PodGroupNeedsMore"
-    """Of a claim whose PodGroup can not be placed as a whole (``controller.explain.gangs``)."""
+    """Of a claim whose PodGroup can not be placed as a whole (``controller.explain.waiting_gangs``)."""
 
 
 class ClaimReason(NamedTuple):
-    """The reason of one pending claim. ``permanent``: it does not pass when other claims end, as for ``Reason``.
+    """The reason of one pending claim.
 
-    ``group`` is the PodGroup that the reason is about; ``of_pods`` are those of several pods that have their own.
+    permanent  it does not pass when other claims end, as for ``Reason``
+    group      the PodGroup that the reason is about
+    of_pods    those of several pods that have a reason of their own
+    found_at   when it was found; None: in the situation of which it is said
     """
 
     pending: PendingClaim
@@ -81,6 +84,12 @@ class ClaimReason(NamedTuple):
     permanent: bool = False
     group: Metadata | None = None
     of_pods: tuple[tuple[Key, Reason], ...] = ()
+    found_at: datetime | None = None
+
+    @property
+    def text(self) -> str:
+        """The sentence, for those who look now: with the time when it was found, if that is past."""
+        return self.sentence if self.found_at is None else f"{self.sentence} (as of {seconds_time(self.found_at)})"
 
 
 OF_THE_POD = {ReasonCode.NO_SUCH_CLAIM, ReasonCode.NODE_NAME, ReasonCode.GATED, ReasonCode.NOT_PLACED}
@@ -104,18 +113,11 @@ class Reason:
 class KnownReasons:
     """Reasons of requirements, which hold until a GPU, a Node or, unless they are permanent, a holder changes."""
 
-    def __init__(self, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
-        """``seconds``: about how long the reasons of all pending claims may take; at least one is found each time."""
+    def __init__(self) -> None:
         self.permanent: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
         self.present: dict[tuple[ClaimRequirements, Condition], Reason | None] = {}
         self.tainted: dict[Hashable, tuple[Feasibility, KnownReasons]] = {}
         """By DeviceTaintRules and selectors: the GPUs as a claim sees that does not tolerate the rules."""
-        self.last: dict[tuple[str, str], ClaimReason] = {}
-        """The reasons of the last search, by key and UID of the claim."""
-        self.postponed = ""
-        """The key of the first claim that keeps its last reason because the time is over; empty if there is none."""
-        self._seconds, self._clock = seconds, clock
-        self._until = math.inf
         self._fleets: tuple[Fleet, Fleet, Eligibility] | None = None
 
     def begin(self, fleet: Fleet, eligibility: Eligibility) -> None:
@@ -127,14 +129,3 @@ class KnownReasons:
         if not kept or before is None or before[0] is not fleet or len(self.present) >= MAX_KNOWN:
             self.present.clear()
             self.tainted.clear()
-
-    def in_turn(self, pending: Sequence[PendingClaim]) -> Iterator[PendingClaim]:
-        """All claims, first those that the last search had no time for; the time begins now."""
-        first = next((place for place, each in enumerate(pending) if each.key == self.postponed), 0)
-        self._until, self.postponed = self._clock() + self._seconds, ""
-        yield from (*pending[first:], *pending[:first])
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the time of this search is over."""
-        return self._clock() > self._until

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime
+from collections.abc import Mapping
 
 from controller.demand.pending_claims import Queue
 from controller.explain.reason import OF_THE_POD, ClaimReason, ReasonCode
@@ -60,6 +59,10 @@ def _requested(pod: Pod, resource: str) -> str:
     return " + ".join(str(amount) for amount in found if amount is not None)
 
 
+COMPLETE = {*OF_THE_POD, ReasonCode.NO_SUCH_CLASS, ReasonCode.WAITS}
+"""Reasons to which the scheduler's view adds nothing."""
+
+
 class SchedulerActivity:
     """When each scheduler handled a pod for the last time."""
 
@@ -81,29 +84,23 @@ class SchedulerActivity:
         return self._latest.get(_scheduler(pod), "") < created
 
 
-def with_scheduler(reasons: Iterable[ClaimReason], queue: Queue, clock: Clock) -> Iterator[ClaimReason]:
-    """``reasons``, with what keeps the scheduler from placing the first pod besides, on whatever node."""
-    activity = SchedulerActivity(queue)
-    for each in reasons:
-        pod = each.pending.pods[0]
-        report = report_of(pod)
-        besides = ""
-        if report is None and activity.is_absent(pod, clock) and NO_REPORT not in each.sentence:
-            besides = no_report(pod)
-        elif report is not None and not any(map(EXPECTED.search, _parts(report))) and REPORTS not in each.sentence:
-            besides = reported(pod, report)
-        yield each._replace(sentence=f"{each.sentence}; besides, {besides}") if besides and _may_have(each) else each
-
-
-def _may_have(reason: ClaimReason) -> bool:
-    """Whether the scheduler's view can add to the reason."""
-    return reason.code not in OF_THE_POD and reason.code is not ReasonCode.NO_SUCH_CLASS
+def with_scheduler(reason: ClaimReason, activity: SchedulerActivity, clock: Clock) -> ClaimReason:
+    """``reason``, with what else keeps the scheduler from placing the first pod, on whatever node."""
+    pod = reason.pending.pods[0]
+    report = report_of(pod)
+    besides = ""
+    if report is None and activity.is_absent(pod, clock) and NO_REPORT not in reason.sentence:
+        besides = no_report(pod)
+    elif report is not None and not any(map(EXPECTED.search, _parts(report))) and REPORTS not in reason.sentence:
+        besides = reported(pod, report)
+    if not besides or reason.code in COMPLETE:
+        return reason
+    return reason._replace(sentence=f"{reason.sentence}; besides, {besides}")
 
 
 def age_of(pod: Pod, clock: Clock) -> float:
     """Seconds since ``pod`` was created; infinite if that is unknown."""
-    created = pod.metadata.creation_timestamp
-    return float("inf") if created is None else (clock.now() - datetime.fromisoformat(created)).total_seconds()
+    return clock.seconds_since(pod.metadata.creation_timestamp)
 
 
 def no_report(pod: Pod) -> str:

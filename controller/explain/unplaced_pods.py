@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from controller.demand.eligibility import Excluded, exclusion, selects
 from controller.demand.pending_claims import PendingClaim, Queue, claim_for, classes_by_resource
@@ -18,6 +18,7 @@ from controller.explain.availability import listed
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.scheduler_reports import SchedulerActivity, age_of, no_report, report_of, reported
 from controller.explain.sentences import only_elsewhere
+from controller.explain.situation import Lookups, Situation
 from driver.kube.clock import Clock
 from driver.kube.types import Claim, ClaimSpec, DeviceClaim, Key, Metadata, Pod, PodResourceClaim
 
@@ -38,7 +39,7 @@ MAX_GATED = 100
 """Pods with scheduling gates that get a reason: a queue may keep thousands of them."""
 
 
-class Found(NamedTuple):
+class PodReason(NamedTuple):
     """The reason of a pod, ``grace`` seconds after its creation."""
 
     code: ReasonCode
@@ -46,91 +47,100 @@ class Found(NamedTuple):
     grace: float = 0.0
 
 
+class LookedUp(Generic[T]):
+    """What has been looked up by key, again now and then, and is forgotten when it is not needed any more."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._answers: dict[Key, tuple[float, T]] = {}
+        """When something was looked up, and the answer."""
+
+    def get(self, key: Key, look_up: Callable[[], T], *, may_look_up: bool) -> tuple[T | None, bool]:
+        """The answer, None if there is none yet; and whether it was looked up now."""
+        now = self._clock.monotonic()
+        at, answer = self._answers.get(key, (-math.inf, None))
+        if now - at < LOOKUP_INTERVAL_SECONDS or not may_look_up:
+            return answer, False
+        fresh = look_up()
+        self._answers[key] = (now, fresh)
+        return fresh, True
+
+    def forget_old(self) -> None:
+        now = self._clock.monotonic()
+        self._answers = {key: answer for key, answer in self._answers.items() if now - answer[0] < FORGET_SECONDS}
+
+
 class UnplacedPods:
     """Finds such pods, once they have been so for a moment."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        template_exists: Callable[[Key], bool | None] = lambda _: None,
-        creation_failure: Callable[[Pod], str | None] = lambda _: None,
-        *,
-        watching: bool = True,
-    ) -> None:
-        """``template_exists``: whether there is such a ResourceClaimTemplate, None if that is unknown.
-
-        ``creation_failure``: what kube-controller-manager reports on a pod whose claim it can not create.
-        ``watching``: False if ``reasons`` is called once only.
-        """
+    def __init__(self, clock: Clock, *, watching: bool = True) -> None:
+        """``watching``: False if ``reasons`` is called once only."""
         self._clock = clock
-        self._template_exists = template_exists
         self._watching = watching
-        self._creation_failure = creation_failure
-        self._templates: dict[Key, tuple[float, bool | None]] = {}
-        """When a template was looked up, and whether it exists."""
-        self._failures: dict[Key, tuple[float, str | None]] = {}
-        """When the report on a pod was read, and what it says."""
+        self._templates = LookedUp[bool | None](clock)
+        self._failures = LookedUp[str | None](clock)
         self._lookups = 0
+        """How much has been looked up in this situation."""
         self._allocated_since: Mapping[str, float] = {}
         """By UID, the pods all claims of which are allocated."""
         self.next_s: float | None = None
         """Seconds until another pod is due."""
 
-    def reasons(self, queue: Queue) -> list[ClaimReason]:
-        """One reason for each of these pods, or for its claims that are not allocated."""
-        now, self._lookups = self._clock.monotonic(), 0
-        found: dict[Key, tuple[Pod, Found]] = {}
+    def reasons(self, situation: Situation) -> dict[str, ClaimReason]:
+        """The reasons of these pods' claims that are not allocated, or of the pods themselves, by their keys."""
+        queue, now, self._lookups = situation.queue, self._clock.monotonic(), 0
+        of_pods: dict[Key, tuple[Pod, PodReason]] = {}
         times: list[float] = []
         allocated: dict[str, float] = {}
-        placement = Placement(queue, self._clock)
+        allocated_pods = AllocatedPods(queue, self._clock)
         for pod in _waiting(queue, MAX_GATED if self._watching else None):
-            reason = self._not_tried(pod, queue)
-            left = 0.0 if reason is None else reason.grace - age_of(pod, self._clock)
-            if reason is None and placement.is_allocated(pod):
+            reason = self._not_tried(pod, situation)
+            due_in = 0.0 if reason is None else reason.grace - age_of(pod, self._clock)
+            if reason is None and allocated_pods.has(pod):
                 since = self._allocated_since.get(pod.metadata.uid, now if self._watching else -math.inf)
-                allocated[pod.metadata.uid], left = since, since + GRACE_SECONDS - now
-                reason = placement.reason(pod) if left <= 0 else None
-            if left > 0:
-                times.append(min(left, LOOKUP_INTERVAL_SECONDS))
+                allocated[pod.metadata.uid], due_in = since, since + GRACE_SECONDS - now
+                reason = allocated_pods.reason(pod) if due_in <= 0 else None
+            if due_in > 0:
+                times.append(min(due_in, LOOKUP_INTERVAL_SECONDS))
             elif reason is not None:
-                found[pod.metadata.key] = (pod, reason)
+                of_pods[pod.metadata.key] = (pod, reason)
         self._allocated_since = allocated
-        for known in (self._templates, self._failures):
-            for key in [key for key, (at, _) in known.items() if now - at >= FORGET_SECONDS]:
-                del known[key]
+        self._templates.forget_old()
+        self._failures.forget_old()
         self.next_s = min(times, default=None)
-        return list(_by_claim(found, queue))
+        return {reason.pending.key: reason for reason in _by_claim(of_pods, queue)}
 
-    def _not_tried(self, pod: Pod, queue: Queue) -> Found | None:
+    def _not_tried(self, pod: Pod, situation: Situation) -> PodReason | None:
         """Why the scheduler does not try ``pod``; None if it does."""
         if pod.spec.scheduling_gates:
-            gates = listed([each.get("name", "") for each in pod.spec.scheduling_gates])
+            gates = listed([gate.get("name", "") for gate in pod.spec.scheduling_gates])
             sentence = (
                 f"has the scheduling gate {gates}: the scheduler does not try it until the gate is removed, by what "
                 "has set it, such as a queue (Kueue: kubectl get workloads)"
             )
-            return Found(ReasonCode.GATED, sentence)
-        if (missing := self._missing(pod, queue)) is not None:
+            return PodReason(ReasonCode.GATED, sentence)
+        if (missing := self._missing(pod, situation)) is not None:
             return missing
-        if pod.spec.node_name and queue.of_pod(pod):
+        if pod.spec.node_name and situation.queue.of_pod(pod):
             node = pod.spec.node_name
             sentence = (
                 f"has spec.nodeName {node}: no scheduler handles such a pod, and only a scheduler allocates claims; "
                 f"create it again with the nodeSelector kubernetes.io/hostname: {node} instead"
             )
-            return Found(ReasonCode.NODE_NAME, sentence)
+            return PodReason(ReasonCode.NODE_NAME, sentence)
         return None
 
-    def _missing(self, pod: Pod, queue: Queue) -> Found | None:
-        created = {each.name: each.resource_claim_name for each in pod.status.resource_claim_statuses}
-        for each in pod.spec.resource_claims:
-            name = each.resource_claim_name or created.get(each.name)
-            if name is None and each.name not in created:
-                return self._not_created(pod, each)
-            claim = None if name is None else queue.cluster.claims.find(Key(pod.metadata.namespace, name))
+    def _missing(self, pod: Pod, situation: Situation) -> PodReason | None:
+        """Why the scheduler does not try a pod one of whose claims is missing or being deleted."""
+        created = {status.name: status.resource_claim_name for status in pod.status.resource_claim_statuses}
+        for reference in pod.spec.resource_claims:
+            name = reference.resource_claim_name or created.get(reference.name)
+            if name is None and reference.name not in created:
+                return self._not_created(pod, reference, situation.lookups)
+            claim = None if name is None else situation.queue.cluster.claims.find(Key(pod.metadata.namespace, name))
             if name is not None and claim is None:
                 sentence = f"refers to the ResourceClaim {name}, which does not exist in its namespace"
-                return Found(ReasonCode.NO_SUCH_CLAIM, sentence, GRACE_SECONDS)
+                return PodReason(ReasonCode.NO_SUCH_CLAIM, sentence, GRACE_SECONDS)
             if claim is not None and claim.metadata.deletion_timestamp and not pod.spec.node_name:
                 finalizers = f"(kubectl get resourceclaim {name} -n {pod.metadata.namespace} -o yaml: finalizers)"
                 sentence = (
@@ -138,25 +148,23 @@ class UnplacedPods:
                     f"{claim.metadata.deletion_timestamp} {finalizers}: the scheduler does not try the pod before the "
                     "claim has gone and has been created anew"
                 )
-                return Found(ReasonCode.NO_SUCH_CLAIM, sentence)
+                return PodReason(ReasonCode.NO_SUCH_CLAIM, sentence)
         return None
 
-    def _not_created(self, pod: Pod, claim: PodResourceClaim) -> Found:
+    def _not_created(self, pod: Pod, claim: PodResourceClaim, lookups: Lookups) -> PodReason:
         template, namespace = claim.resource_claim_template_name or "", pod.metadata.namespace
         is_young = self._watching and age_of(pod, self._clock) < GRACE_SECONDS
-        exists = None if is_young else self._known(self._templates, Key(namespace, template), self._template_exists)
+        exists = None if is_young else self._template_exists(Key(namespace, template), lookups)
         if exists is False:
             sentence = f"refers to the ResourceClaimTemplate {template}, which does not exist in its namespace"
-            return Found(ReasonCode.NO_SUCH_CLAIM, sentence, GRACE_SECONDS)
-        failure = (
-            self._known(self._failures, pod.metadata.key, lambda _: self._creation_failure(pod)) if exists else None
-        )
+            return PodReason(ReasonCode.NO_SUCH_CLAIM, sentence, GRACE_SECONDS)
+        failure = self._creation_failure(pod, lookups) if exists else None
         if failure:
             sentence = (
                 f"lacks its claim {claim.name}, which kube-controller-manager can not create from the "
                 f"ResourceClaimTemplate {template}: {failure}"
             )
-            return Found(ReasonCode.NO_SUCH_CLAIM, sentence, GRACE_SECONDS)
+            return PodReason(ReasonCode.NO_SUCH_CLAIM, sentence, GRACE_SECONDS)
         events = f"kubectl describe pod {pod.metadata.name} -n {namespace}"
         doubt = "a quota or a policy may refuse it, or" if exists else "does the template exist, and"
         question = "kube-controller-manager may not run" if exists else "does kube-controller-manager run?"
@@ -164,55 +172,62 @@ class UnplacedPods:
             f"lacks its claim {claim.name}, which has not been created from the ResourceClaimTemplate {template}: "
             f"{doubt} {question} ({events})"
         )
-        return Found(ReasonCode.NO_SUCH_CLAIM, sentence, CREATION_SECONDS if exists else GRACE_SECONDS)
+        return PodReason(ReasonCode.NO_SUCH_CLAIM, sentence, CREATION_SECONDS if exists else GRACE_SECONDS)
 
-    def _known(self, known: dict[Key, tuple[float, T]], key: Key, look_up: Callable[[Key], T]) -> T | None:
-        """What is ``known`` of ``key``, looked up again now and then."""
-        now = self._clock.monotonic()
-        at, value = known.get(key, (-math.inf, None))
-        if now - at >= LOOKUP_INTERVAL_SECONDS and self._lookups < MAX_LOOKUPS:
-            self._lookups += 1
-            known[key] = (now, look_up(key))
-            return known[key][1]
-        return value
+    def _template_exists(self, template: Key, lookups: Lookups) -> bool | None:
+        may_look_up = self._lookups < MAX_LOOKUPS
+        exists, is_new = self._templates.get(
+            template, lambda: lookups.template_exists(template), may_look_up=may_look_up
+        )
+        self._lookups += is_new
+        return exists
+
+    def _creation_failure(self, pod: Pod, lookups: Lookups) -> str | None:
+        may_look_up = self._lookups < MAX_LOOKUPS
+        failure, is_new = self._failures.get(
+            pod.metadata.key, lambda: lookups.creation_failure(pod), may_look_up=may_look_up
+        )
+        self._lookups += is_new
+        return failure
 
 
 def _waiting(queue: Queue, most_gated: int | None) -> Iterator[Pod]:
     """The pods that are not running, and not being deleted."""
     gated = []
     for pod in queue.cluster.pods:
-        if pod.status.phase == "Pending" and not pod.metadata.deletion_timestamp:
-            if pod.spec.scheduling_gates:
-                gated.append(pod)
-            else:
-                yield pod
+        if pod.status.phase != "Pending" or pod.metadata.deletion_timestamp:
+            continue
+        if pod.spec.scheduling_gates:
+            gated.append(pod)
+        else:
+            yield pod
     if gated:
         yield from islice(_ours(gated, queue), most_gated)
 
 
 def _ours(gated: Iterable[Pod], queue: Queue) -> Iterator[Pod]:
-    """Pods that are not in the queue and may request devices of this driver, as far as their claims exist."""
+    """Pods that are not in the queue and may request devices of this driver: by those of their claims that exist."""
     by_resource = classes_by_resource(queue.cluster.classes)
     reader = RequirementsReader(queue.feasibility.matching, queue.cluster.classes, queue.feasibility.fleet)
     for pod in gated:
         claims = [queue.cluster.claims.find(key) for key in pod.claims]
         lacks = len(pod.spec.resource_claims) > len(claims)
         extended = claim_for(pod, by_resource)
-        if lacks or any(each is not None and reader.of(each) != () for each in (*claims, extended)):
+        if lacks or any(claim is not None and reader.of(claim) != () for claim in (*claims, extended)):
             yield pod
 
 
-def _by_claim(found: Mapping[Key, tuple[Pod, Found]], queue: Queue) -> Iterator[ClaimReason]:
+def _by_claim(of_pods: Mapping[Key, tuple[Pod, PodReason]], queue: Queue) -> Iterator[ClaimReason]:
     """The reasons of the pods' claims that wait for nothing else, or of the pods themselves."""
-    queued = {each.key for each in queue.pending}
-    for pod, (code, sentence, _) in found.values():
-        pending = queue.of_pod(pod)
-        if pending and code is not ReasonCode.NO_SUCH_CLAIM and not any(map(queue.requirements, pending)):
+    queued = {pending.key for pending in queue.pending}
+    for pod, (code, sentence, _) in of_pods.values():
+        pending_claims = queue.of_pod(pod)
+        if pending_claims and code is not ReasonCode.NO_SUCH_CLAIM and not any(map(queue.requirements, pending_claims)):
             continue  # all of its claims are for devices of other drivers
-        subjects = [*filter(queue.requirements, pending), *_claims_of_gated(pod, queue, queued)]
-        waiting = [each for each in subjects if all(user.metadata.key in found for user in each.pods)]
-        for each in waiting:
-            yield ClaimReason(each, code, f"pod {pod.metadata.name} {sentence}", permanent=True)
+        subjects = [*filter(queue.requirements, pending_claims), *_claims_of_gated(pod, queue, queued)]
+        waiting = [claim for claim in subjects if all(user.metadata.key in of_pods for user in claim.pods)]
+        for claim in waiting:
+            yield ClaimReason(claim, code, f"pod {pod.metadata.name} {sentence}", permanent=True)
         if not waiting:
             metadata = Metadata(name=pod.metadata.name, namespace=pod.metadata.namespace)
             itself = PendingClaim(Claim(metadata, ClaimSpec(DeviceClaim(()))), (pod,), not_created=True)
@@ -223,10 +238,12 @@ def _claims_of_gated(pod: Pod, queue: Queue, queued: Collection[str]) -> Iterato
     """The claims of a gated pod that are not allocated, without those that other pods have ``queued``."""
     if pod.spec.scheduling_gates:
         claims = (queue.cluster.claims.find(key) for key in pod.claims if str(key) not in queued)
-        yield from (PendingClaim(each, (pod,)) for each in claims if each is not None and not each.status.allocation)
+        yield from (
+            PendingClaim(claim, (pod,)) for claim in claims if claim is not None and not claim.status.allocation
+        )
 
 
-class Placement:
+class AllocatedPods:
     """Why pods all claims of which are allocated are not placed."""
 
     def __init__(self, queue: Queue, clock: Clock) -> None:
@@ -238,49 +255,56 @@ class Placement:
     def _activity(self) -> SchedulerActivity:
         return SchedulerActivity(self._queue)
 
-    def is_allocated(self, pod: Pod) -> bool:
+    def has(self, pod: Pod) -> bool:
         """Whether it has no node although all of its claims are allocated, with a device of ours among them."""
         if pod.spec.node_name or self._queue.of_pod(pod):
             return False
-        claims = [self._queue.cluster.claims.find(key) for key in pod.claims]
-        results = (result for each in claims if each is not None for result in each.results)
         driver = self._queue.feasibility.matching.driver
-        return all(each is not None and each.status.allocation for each in claims) and any(
-            result.driver == driver for result in results
-        )
+        claims = [self._queue.cluster.claims.find(key) for key in pod.claims]
+        allocated = [claim for claim in claims if claim is not None and claim.status.allocation]
+        has_ours = any(result.driver == driver for claim in allocated for result in claim.results)
+        return has_ours and len(allocated) == len(claims)
 
-    def reason(self, pod: Pod) -> Found | None:
-        places = {key.name: self._places(key) for key in pod.claims}
-        where = " and ".join(f"{name} on {listed(sorted(nodes)) or 'no node'}" for name, nodes in places.items())
-        holds = f"can only use its allocated {'claim' if len(places) == 1 else 'claims'} {where}"
-        common = self._common(pod)
+    def reason(self, pod: Pod) -> PodReason | None:
+        """Why ``pod`` is not placed; None if the scheduler may only need a moment."""
+        nodes_by_claim = {key.name: self._nodes_of(key) for key in pod.claims}
+        where = " and ".join(
+            f"{claim} on {listed(sorted(nodes)) or 'no node'}" for claim, nodes in nodes_by_claim.items()
+        )
+        holds = f"can only use its allocated {'claim' if len(nodes_by_claim) == 1 else 'claims'} {where}"
+        common = self._common_nodes(pod)
         if not common:
             way_out = "no node has all of them; a claim is allocated anew once no pod uses it"
-            if not all(places.values()):
+            if not all(nodes_by_claim.values()):
                 way_out = "the node of its device does not exist any more: delete that claim, or the pods that use it"
-            return Found(ReasonCode.NOT_TOGETHER, f"{holds}: {way_out}")
+            return PodReason(ReasonCode.NOT_TOGETHER, f"{holds}: {way_out}")
         if excluded := self.excluded(pod):
-            what = f"has the claim {' and '.join(places)}, which is allocated"
+            what = f"has the claim {' and '.join(nodes_by_claim)}, which is allocated"
             reason = only_elsewhere(what, sorted(common), excluded, common)
-            return Found(reason.code, reason.sentence)
+            return PodReason(reason.code, reason.sentence)
         report = report_of(pod)
         if report is None and not self._activity.is_absent(pod, self._clock):
             return None
         cause = no_report(pod) if report is None else reported(pod, report)
-        return Found(ReasonCode.NOT_PLACED, f"{holds}, and is not placed there: {cause}")
+        return PodReason(ReasonCode.NOT_PLACED, f"{holds}, and is not placed there: {cause}")
 
     def excluded(self, pod: Pod) -> Mapping[str, Excluded]:
         """The nodes on which all of its claims are available, if it can run on none of them, and why."""
-        found = {name: exclusion(pod.spec, self._nodes[name]) for name in self._common(pod)}
-        return {name: each for name, each in found.items() if each is not None} if None not in found.values() else {}
+        excluded = {}
+        for name in self._common_nodes(pod):
+            why = exclusion(pod.spec, self._nodes[name])
+            if why is None:
+                return {}
+            excluded[name] = why
+        return excluded
 
-    def _common(self, pod: Pod) -> frozenset[str]:
-        places = [self._places(key) for key in pod.claims]
-        return frozenset.intersection(*places) if places else frozenset()
+    def _common_nodes(self, pod: Pod) -> frozenset[str]:
+        """The nodes on which all of its claims are available."""
+        sets = [self._nodes_of(key) for key in pod.claims]
+        return frozenset.intersection(*sets) if sets else frozenset()
 
-    def _places(self, claim: Key) -> frozenset[str]:
+    def _nodes_of(self, claim: Key) -> frozenset[str]:
         """The nodes on which the devices of an allocated claim can be used."""
         allocation = self._queue.cluster.claims.allocation(claim)
         selector = None if allocation is None else allocation.node_selector
-        found = (name for name, node in self._nodes.items() if selector is None or selects(selector, node))
-        return frozenset(found)
+        return frozenset(name for name, node in self._nodes.items() if selector is None or selects(selector, node))

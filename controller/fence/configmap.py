@@ -22,6 +22,15 @@ MAX_ATTEMPTS = 20
 """Attempts of one write: another leader writes for a moment at most."""
 
 
+def read_fenced(client: KubeClient, namespace: str) -> frozenset[PoolDevice] | None:
+    """The devices that the controller of ``namespace`` has fenced; None if this account may not read that."""
+    try:
+        stored = client.find(f"/api/v1/namespaces/{namespace}/configmaps/{FENCE}") or {}
+    except ApiError:
+        return None
+    return frozenset(read(stored.get("data") or {}))
+
+
 class FencedDevices:
     """The ConfigMap ``namespace/tessera-fence``: a key for each pool, the names of its fenced devices as the value.
 

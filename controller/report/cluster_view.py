@@ -1,122 +1,193 @@
-"""The cluster as the controller sees it, read once from the API server: for commands that work without a controller."""
+"""The cluster as the controller sees it, with the reasons of pending claims, for the page and for commands.
+
+The leader shows what its last decision was made from and has found. A standby and the commands read the same from the
+API server, and compute what they can not read.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import chain
 
 from controller.cluster.cache import ClusterCache, Snapshot
+from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
-from controller.cluster.node_views import refusing_nodes, silent_nodes
+from controller.cluster.node_views import REPORT_TIMEOUT_SECONDS, UnreportedNodes, refusing_nodes, silent_nodes
 from controller.cluster.published_offers import DeviceIndex
+from controller.curation.disjoint import DisjointCurator
+from controller.demand.feasibility import Feasibility
 from controller.demand.pending_claims import Queue
+from controller.demand.reservation import overdue_reservation
 from controller.demand.selected_devices import Matching
-from controller.explain.gangs import reasons_of_incomplete
-from controller.explain.pending_despite_offers import UnscheduledClaims
+from controller.explain.lacking_devices import Reasoning
+from controller.explain.lookups import ApiLookups
+from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason
-from controller.explain.reasons import Reasoning, find_reasons
-from controller.explain.scheduler_reports import with_scheduler
-from controller.explain.unplaced_pods import UnplacedPods
+from controller.explain.situation import DisjointPlan, Situation
+from controller.fence.configmap import read_fenced
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
-from driver.kube.reads import DevicesByNode, creation_failure, devices_of, template_exists
-from driver.kube.types import Key, Pod
+from driver.kube.controller_heartbeat import LastHeartbeat, last_heartbeat
 from driver.kube.watch_cache import MALFORMED
+from driver.model.plan import OfferMode
+from driver.placement.ranking import Ranking
 
-OVERDUE_SECONDS = 60.0
-"""Age of a pending pod from which on the scheduler's feature gates are doubted."""
 STALE_CHECK_INTERVAL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class ClusterView:
-    """``fleet``: the GPUs and what is held on them; ``devices``: the published devices that no claim holds.
+    """One moment of the cluster.
 
-    ``stale``: why all of it may be out of date, None if it is current. ``template_exists``: whether a
-    ResourceClaimTemplate does, None if that is unknown. ``devices_of``: the published devices of another driver.
-    ``creation_failure``: why a claim of a pod can not be created.
+    fleet    the GPUs and what is held on them
+    devices  the published devices that no claim holds
+    queue    the pending claims and what they require
+    stale    why all of it may be out of date; None if it is current
+    decided  the reasons that the leader found when it decided from this; None: this view finds them itself
+    reads    reads what that needs and the snapshot has not; None: nothing more is known
     """
 
-    driver: str
     snapshot: Snapshot
     fleet: Fleet
     devices: DeviceIndex
+    queue: Queue
     stale: str | None = None
-    template_exists: Callable[[Key], bool | None] = lambda _: None
-    devices_of: Callable[[str], DevicesByNode | None] = lambda _: None
-    creation_failure: Callable[[Pod], str | None] = lambda _: None
+    decided: Mapping[str, ClaimReason] | None = None
+    reads: ClusterReads | None = None
 
     @classmethod
-    def of(
-        cls, client: KubeClient, cache: ClusterCache, driver: str, builder: FleetBuilder, devices: DeviceIndex
+    def of_decision(
+        cls, snapshot: Snapshot, devices: DeviceIndex, queue: Queue, reasons: Mapping[str, ClaimReason]
     ) -> ClusterView:
-        """The content of ``cache``, of which ``builder`` and ``devices`` know everything but the changes."""
-        snapshot = cache.snapshot()
-        fleet = builder.build(snapshot.views, snapshot.changed)
-        devices.update(snapshot.views, snapshot.changed, fleet)
-        return cls(
-            driver,
-            snapshot,
-            fleet,
-            devices,
-            cache.stale(),
-            partial(template_exists, client),
-            partial(devices_of, client),
-            partial(creation_failure, client),
-        )
+        """What the leader decided from, for another thread: what that finds out is not added to what the next
+        decision remembers."""
+        present = queue.feasibility
+        apart = queue.on(Feasibility(present.fleet, present.matching, imagined=True))
+        return cls(snapshot, present.fleet, devices, apart, decided=reasons)
 
-    @cached_property
-    def queue(self) -> Queue:
-        """The pending claims and what they require."""
-        return Queue(self.snapshot.cluster, self.fleet, Matching(self.driver))
+    @property
+    def driver(self) -> str:
+        return self.queue.feasibility.matching.driver
 
     @cached_property
     def reasoning(self) -> Reasoning:
-        """Finds why no device satisfies a claim."""
+        """Finds what a claim could have, and what would help."""
         return Reasoning(self.queue)
 
     @cached_property
     def reasons(self) -> Mapping[str, ClaimReason]:
-        """Why claims are pending, by key of the claim; without those that only wait for the scheduler's next turn."""
-        offered = {offer: self.devices.free[offer] for offer in self.devices.offered}
-        silent = silent_nodes(self.snapshot.views, self.snapshot.incomplete)
-        refusing = refusing_nodes(self.snapshot.views)
-        unscheduled = UnscheduledClaims(OVERDUE_SECONDS, Clock(), self.devices_of, watching=False)
-        everything = (
-            *unscheduled.reasons(self.queue, offered, silent, refusing, self.devices.unpublished(self.snapshot.plans)),
-            *reasons_of_incomplete(self.queue, Clock()),
-            *find_reasons(self.reasoning),
-            *UnplacedPods(Clock(), self.template_exists, self.creation_failure, watching=False).reasons(self.queue),
+        """Why claims are pending, by key of the claim, or of the pod that lacks one."""
+        if self.decided is not None:
+            return self.decided
+        return reasons_in(self._situation())
+
+    def _situation(self) -> Situation:
+        """The situation as far as it can be read; fence and heartbeat are read if they may matter."""
+        devices, snapshot, reads = self.devices, self.snapshot, self.reads
+        asked = reads if self.queue.pending else None
+        return Situation(
+            queue=self.queue,
+            offered={offer: devices.free[offer] for offer in devices.offered},
+            fenced=frozenset() if asked is None else asked.fenced(),
+            unpublished=devices.unpublished(snapshot.plans),
+            silent=silent_nodes(snapshot.views, snapshot.incomplete),
+            refusing=refusing_nodes(snapshot.views),
+            unreported=unreported_nodes(snapshot, Clock()),
+            plan=self._plan(),
+            controller_silent=None if asked is None else asked.controller_silent(),
+            lookups=NoLookups() if reads is None else reads,
         )
-        return {each.pending.key: each for each in with_scheduler(everything, self.queue, Clock())}
+
+    def _plan(self) -> DisjointPlan | None:
+        """What the leader plans for pending claims with disjoint offers: by the same planner."""
+        modes = {plan.spec.offer_mode for plan in self.snapshot.plans.values()}
+        if OfferMode.DISJOINT not in modes or not self.queue.pending:
+            return None
+        plans, devices = self.snapshot.plans, self.devices
+        reserved = overdue_reservation(self.queue, Clock())
+        chosen = DisjointCurator(Ranking()).curate(self.queue, devices.offered, {}, reserved)
+        by_claim = chosen.by_claim or {}
+        offers = devices.offerable(chain.from_iterable(by_claim.values()), plans)
+        return DisjointPlan(by_claim, devices.obstacles(offers, devices.leaving(plans)).keys())
+
+
+def unreported_nodes(snapshot: Snapshot, clock: Clock) -> UnreportedNodes:
+    """The nodes without a report, by the age of their plans."""
+    names = tuple(sorted(view.name for view in snapshot.views if not view.status.inventory))
+    plans = (snapshot.plans[name].metadata.creation_timestamp for name in names if name in snapshot.plans)
+    ages = (clock.seconds_since(created) for created in plans if created is not None)
+    return UnreportedNodes(names, any(age < REPORT_TIMEOUT_SECONDS for age in ages))
+
+
+class ClusterReads(ApiLookups):
+    """What a view of the cluster reads in addition to the objects in its snapshot, if it needs that."""
+
+    def __init__(self, client: KubeClient, namespace: str | None) -> None:
+        """``namespace``: that of this controller, a standby of the leader; None: found by the heartbeat."""
+        super().__init__(client)
+        self._namespace = namespace
+
+    @cached_property
+    def _heartbeat(self) -> LastHeartbeat | None:
+        return last_heartbeat(self._client) if self._namespace is None else None
+
+    def fenced(self) -> frozenset[PoolDevice] | None:
+        """The fenced devices; None: not known."""
+        namespace = self._heartbeat.namespace if self._heartbeat is not None else self._namespace
+        return None if namespace is None else read_fenced(self._client, namespace)
+
+    def controller_silent(self) -> float | None:
+        """Seconds since the last heartbeat of a controller that is silent; a standby takes over before that."""
+        return None if self._heartbeat is None else self._heartbeat.silent_seconds
+
+
+class ViewMaker:
+    """Makes views of a cache; what did not change between two views is neither compiled nor built again."""
+
+    def __init__(self, client: KubeClient, cache: ClusterCache, driver: str, namespace: str | None = None) -> None:
+        """``namespace``: as for ClusterReads."""
+        self._client, self._cache, self._namespace = client, cache, namespace
+        self._builder, self._devices, self._matching = FleetBuilder(), DeviceIndex(), Matching(driver)
+
+    def view(self) -> ClusterView:
+        """The present content; the view before is not valid any more."""
+        snapshot = self._cache.snapshot()
+        fleet = self._builder.build(snapshot.views, snapshot.changed)
+        self._devices.update(snapshot.views, snapshot.changed, fleet)
+        queue = Queue(snapshot.cluster, fleet, self._matching)
+        reads = ClusterReads(self._client, self._namespace)
+        return ClusterView(snapshot, fleet, self._devices, queue, self._cache.stale(), reads=reads)
 
 
 def read_cluster(client: KubeClient, driver: str) -> ClusterView:
     """Read the cluster. Raises FatalError if this account may not read it, and ApiError if nobody answers."""
     cache = ClusterCache(client, driver, lambda: None)
     _load(cache)
-    return ClusterView.of(client, cache, driver, FleetBuilder(), DeviceIndex())
+    return ViewMaker(client, cache, driver).view()
 
 
-def watch_cluster(client: KubeClient, driver: str, interval_seconds: float = 1.0) -> Generator[ClusterView]:
+def watch_cluster(
+    client: KubeClient, driver: str, interval_seconds: float = 1.0, namespace: str | None = None
+) -> Generator[ClusterView]:
     """The cluster, and then after changes, at most once in ``interval_seconds``, until the iterator is closed.
 
     A view is valid until the next one. ``stale`` changes without a change of the cluster. Raises as ``read_cluster``
-    before the first view.
+    before the first view. ``namespace``: as for ClusterReads.
     """
     changed, stop = threading.Event(), threading.Event()
     cache = ClusterCache(client, driver, changed.set)
     _load(cache)
     cache.start(stop)
-    builder, devices = FleetBuilder(), DeviceIndex()
+    maker = ViewMaker(client, cache, driver, namespace)
     try:
         while True:
             changed.clear()
-            view = ClusterView.of(client, cache, driver, builder, devices)
+            view = maker.view()
             cache.acknowledge()
             yield view
             stop.wait(interval_seconds)

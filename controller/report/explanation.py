@@ -11,9 +11,9 @@ from controller.demand.pending_claims import PendingClaim
 from controller.demand.requirements import Refusal
 from controller.explain.availability import Availability, holders_of, listed
 from controller.explain.changes import Change, admitting, changes_that_help
-from controller.explain.events import ALLOCATED, ENOUGH_IS_FREE, NO_POD, NOT_USED
-from controller.explain.reason import OF_THE_POD, ClaimReason, ReasonCode
-from controller.explain.unplaced_pods import Placement
+from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
+from controller.explain.reason import OF_THE_POD, ClaimReason
+from controller.explain.unplaced_pods import AllocatedPods
 from controller.report.cluster_view import ClusterView
 from driver.kube.clock import Clock
 from driver.kube.types import Claim, Key, Pod
@@ -147,10 +147,9 @@ class Explainer:
 
     def _reason_of(self, pending: PendingClaim) -> Explanation:
         reason = self._view.reasons.get(pending.key)
-        requirements = self._queue.requirements(pending)
         if reason is not None:
-            code, message = reason.code.value, reason.sentence
-        elif requirements == ():
+            code, message = reason.code.value, reason.text
+        else:
             classes = {
                 each.device_class_name for one in pending.claim.spec.devices.requests for each in one.alternatives
             }
@@ -159,8 +158,6 @@ class Explainer:
                 f"{self._view.driver}: it requests devices of other drivers only, or with adminAccess"
             )
             code = OTHER_DRIVERS
-        else:
-            code, message = ReasonCode.WAITS.value, ENOUGH_IS_FREE
         return Explanation(
             claim="" if pending.not_created else str(pending.claim.metadata.key),
             pods=pending.pods,
@@ -174,13 +171,13 @@ class Explainer:
         """The explanation of a reason that devices do not change."""
         pending, by_exclusion = reason.pending, dict[Excluded, list[str]]()
         if reason.code not in OF_THE_POD:
-            for node, each in Placement(self._queue, Clock()).excluded(pending.pods[0]).items():
+            for node, each in AllocatedPods(self._queue, Clock()).excluded(pending.pods[0]).items():
                 by_exclusion.setdefault(each, []).append(node)
         return Explanation(
             claim="" if pending.not_created else str(pending.claim.metadata.key),
             pods=pending.pods,
             code=reason.code.value,
-            message=reason.sentence,
+            message=reason.text,
             permanent=reason.permanent,
             changes=tuple(admitting(by_exclusion)),
             reports=tuple(_reports(pending.pods)),

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from controller.controller import Controller
@@ -42,21 +42,21 @@ Views = Callable[[], Generator[ClusterView]]
 Leader = Callable[[], Controller | None]
 
 
-def cluster_views(client: KubeClient, driver: str, leader: Leader) -> Generator[ClusterView]:
+def cluster_views(client: KubeClient, driver: str, namespace: str, leader: Leader) -> Generator[ClusterView]:
     """The cluster as ``watch_cluster`` has it, but from the caches of the leader if this process leads."""
     while True:
         work = leader()
         if work is not None:
-            yield from _decided_views(work, driver, leader)
+            yield from _decided_views(work, leader)
             continue
-        with closing(watch_cluster(client, driver)) as views:
+        with closing(watch_cluster(client, driver, namespace=namespace)) as views:
             for view in views:
                 yield view
                 if leader() is not None:
                     break
 
 
-def _decided_views(work: Controller, driver: str, leader: Leader) -> Generator[ClusterView]:
+def _decided_views(work: Controller, leader: Leader) -> Generator[ClusterView]:
     """What ``work`` decides from, as long as it leads. Raises RecoverableError if it does not decide."""
     shown, stale, shown_at = None, None, time.monotonic()
     while leader() is work:
@@ -66,7 +66,7 @@ def _decided_views(work: Controller, driver: str, leader: Leader) -> Generator[C
             raise RecoverableError(failure or "no decision has been made yet")
         if decided is not None and (decided is not shown or failure != stale or is_due):
             shown, stale, shown_at = decided, failure, time.monotonic()
-            yield ClusterView(driver, decided.snapshot, decided.fleet, decided.devices, failure)
+            yield replace(decided, stale=failure)
         time.sleep(LEADER_INTERVAL_SECONDS)
 
 

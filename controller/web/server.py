@@ -91,7 +91,8 @@ def serve_page(
     ``leader`` returns the work of this process while it leads: the page then needs no caches of its own.
     """
     listening = stack.enter_context(_listen(address))
-    page = Page(client, settings.driver_name, leader, TokenAccess(client) if not is_loopback(address) else None)
+    tokens = TokenAccess(client) if not is_loopback(address) else None
+    page = Page(client, settings.driver_name, settings.namespace, leader, tokens)
     renewal = _TlsFiles(settings.web_tls_cert, settings.web_tls_key)
     config = uvicorn.Config(
         page.application(),
@@ -149,9 +150,11 @@ def _listen(address: ListenAddress) -> socket.socket:
 class Page:
     """The page and its data. ``tokens`` checks who may see it; None: whoever reaches the loopback address may."""
 
-    def __init__(self, client: KubeClient, driver: str, leader: Leader, tokens: TokenAccess | None) -> None:
+    def __init__(
+        self, client: KubeClient, driver: str, namespace: str, leader: Leader, tokens: TokenAccess | None
+    ) -> None:
         self.tokens = tokens
-        self.feed = Feed(partial(cluster_views, client, driver, leader))
+        self.feed = Feed(partial(cluster_views, client, driver, namespace, leader))
         self._client, self._driver = client, driver
         self._threads = ThreadPoolExecutor(REVIEWS_AT_ONCE, thread_name_prefix="web-request")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from datetime import UTC, datetime
@@ -17,6 +18,10 @@ class Clock:
     def now(self) -> datetime:
         """The time of day in UTC, for people to read; no decision is made with it."""
         return datetime.now(UTC)
+
+    def seconds_since(self, time: str | None) -> float:
+        """The age of what was created at ``time``, as the API server writes it; infinite if that is unknown."""
+        return math.inf if time is None else (self.now() - datetime.fromisoformat(time)).total_seconds()
 
     def wait(self, event: threading.Event, seconds: float) -> bool:
         """Wait until ``event`` is set, at most ``seconds``. Returns whether it is."""

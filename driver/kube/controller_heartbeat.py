@@ -1,18 +1,25 @@
 """Heartbeat of the controller: a Lease that the leader renews and that every node watches.
 
-Clocks are not compared: each node measures the time since it saw the last renewal.
+Clocks are not compared: each node measures the time since it saw the last renewal, and commands that look once compare
+times that the API server has written.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
 
 from driver.errors import ApiError
-from driver.kube.client import KubeClient
+from driver.kube.client import KubeClient, Object
 from driver.kube.clock import Clock, micro_time
 from driver.kube.lease import Lease, LeaseSpec, lease_object, leases
+from driver.kube.reads import page_reader, pages, read_all
 from driver.kube.watch_cache import Change, WatchCache
 
 log = logging.getLogger(__name__)
@@ -30,6 +37,12 @@ FAILURE_INTERVAL_SECONDS = 0.2
 
 SILENCE_TIMEOUT_SECONDS = 30.0
 """Time without a renewal after which a node runs standalone."""
+
+
+ALL_LEASES, NODE_LEASES = "/apis/coordination.k8s.io/v1/leases", "kube-node-lease"
+"""The path of the Leases of all namespaces, and the namespace of those that kubelets renew every few seconds."""
+
+NEVER_RENEWED = datetime.min.replace(tzinfo=UTC)
 
 
 class Heartbeat:
@@ -116,3 +129,56 @@ class HeartbeatWatch:
 def _is_renewal(change: Change[Lease]) -> bool:
     renewed = change.new and change.new.spec.renew_time
     return renewed is not None and (change.old is None or change.old.spec.renew_time != renewed)
+
+
+@dataclass(frozen=True)
+class LastHeartbeat:
+    """The heartbeat Lease as a command finds it. ``age``: seconds since its renewal; None: there was none."""
+
+    namespace: str
+    age: float | None
+
+    @property
+    def silent_seconds(self) -> float | None:
+        """Seconds since the last heartbeat, if nodes run standalone for lack of one; None otherwise."""
+        return self.age if self.age is not None and is_silent(self.age) else None
+
+
+def is_silent(age: float | None) -> bool:
+    """Whether a controller is silent whose last heartbeat is so many seconds old; None: it has sent none."""
+    return age is None or age > SILENCE_TIMEOUT_SECONDS
+
+
+def renewed_at(lease: Mapping[str, Any]) -> datetime | None:
+    """Time of a Lease's last renewal by the API server's clock; other writes, such as of annotations, do not count."""
+    writers = lease["metadata"].get("managedFields") or ()
+    times = [_time(str(writer.get("time"))) for writer in writers if "f:renewTime" in str(writer.get("fieldsV1"))]
+    return max((time for time in times if time is not None), default=None)
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        return None
+
+
+def server_time(leases: Iterable[Mapping[str, Any]]) -> datetime:
+    """The latest renewal of ``leases`` by the API server's clock; without any, the time of this machine."""
+    return max((time for lease in leases if (time := renewed_at(lease)) is not None), default=datetime.now(UTC))
+
+
+def last_heartbeat(client: KubeClient) -> LastHeartbeat | None:
+    """The heartbeat Lease of the cluster; None if there is none, or if this account may not list Leases."""
+    try:
+        selector = {"fieldSelector": f"metadata.name={HEARTBEAT}"}
+        heartbeats = list(read_all(client, ALL_LEASES, Object, selector))
+        newest = max(heartbeats, key=lambda lease: renewed_at(lease) or NEVER_RENEWED, default=None)
+        if newest is None:
+            return None
+        others = next(pages(client, leases(NODE_LEASES), page_reader(Object))).items or []
+    except (ApiError, msgspec.MsgspecError):
+        return None
+    renewed = renewed_at(newest)
+    age = None if renewed is None else (server_time(others) - renewed).total_seconds()
+    return LastHeartbeat(str(newest["metadata"]["namespace"]), age)

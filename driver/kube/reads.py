@@ -11,7 +11,7 @@ import msgspec
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.hostile_json import decode
-from driver.kube.types import Claim, Key, Node, Pod, ResourceSlice
+from driver.kube.types import Claim, Node
 
 RESOURCE_GROUP = "/apis/resource.k8s.io/v1"
 
@@ -21,11 +21,6 @@ T = TypeVar("T")
 
 DevicesByNode = Mapping[str, Collection[tuple[str, str]]]
 """Pool and name of the devices of each node; of the node "" those that several nodes can use."""
-
-
-class EventMessage(msgspec.Struct, frozen=True, rename="camel"):
-    message: str = ""
-    last_timestamp: str | None = None
 
 
 class ListMeta(msgspec.Struct, frozen=True, rename={"resource_version": "resourceVersion", "next_page": "continue"}):
@@ -103,36 +98,3 @@ def owner_reference(client: KubeClient, name: str) -> Mapping[str, Any]:
     if not node.metadata.uid:
         raise ApiError(f"--node-name {name}: what the API server sent is no Node object: it has no uid")
     return {"apiVersion": "v1", "kind": "Node", "name": name, "uid": node.metadata.uid, "controller": True}
-
-
-def template_exists(client: KubeClient, key: Key) -> bool | None:
-    """Whether there is such a ResourceClaimTemplate; None if that can not be read."""
-    try:
-        path = f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaimtemplates/{key.name}"
-        return client.find(path) is not None
-    except ApiError:
-        return None
-
-
-def creation_failure(client: KubeClient, pod: Pod) -> str | None:
-    """Why kube-controller-manager could not create a claim of ``pod`` last; None if it could, or if that is unknown."""
-    selector = {"fieldSelector": f"involvedObject.uid={pod.metadata.uid},reason=FailedResourceClaimCreation"}
-    path = f"/api/v1/namespaces/{pod.metadata.namespace}/events"
-    try:
-        found = list(read_all(client, path, EventMessage, selector))
-    except (ApiError, msgspec.MsgspecError):
-        return None
-    return max(found, key=lambda each: each.last_timestamp or "").message if found else None
-
-
-def devices_of(client: KubeClient, driver: str) -> DevicesByNode | None:
-    """The devices that ``driver`` publishes; None if its slices can not be read."""
-    found: dict[str, set[tuple[str, str]]] = {}
-    try:
-        of_driver = {"fieldSelector": f"spec.driver={driver}"}
-        for each in read_all(client, f"{RESOURCE_GROUP}/resourceslices", ResourceSlice, of_driver):
-            names = {(each.spec.pool.name, device.name) for device in each.spec.devices}
-            found.setdefault(each.spec.node_name, set()).update(names)
-    except (ApiError, msgspec.MsgspecError):
-        return None
-    return found

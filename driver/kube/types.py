@@ -558,6 +558,7 @@ class PlanMetadata(ObjectMeta, frozen=True, rename="camel"):
     resource_version: str = ""
     generation: int = 0
     annotations: dict[str, str] = msgspec.field(default_factory=dict)
+    creation_timestamp: str | None = None
 
     @property
     def paused(self) -> bool:

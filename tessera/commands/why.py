@@ -15,28 +15,21 @@ import msgspec
 
 from controller.explain.availability import listed
 from controller.explain.events import ALLOCATED, COMPONENT, NOT_USED
-from controller.explain.reason import ReasonCode
 from controller.explain.scheduler_reports import report_of
 from controller.report.cluster_view import ClusterView, read_cluster
 from controller.report.explanation import NOT_PREPARED, TERMINATING, Explainer, Explanation, key_of
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient, Object
-from driver.kube.controller_heartbeat import HEARTBEAT, RENEW_INTERVAL_SECONDS
 from driver.kube.reads import RESOURCE_GROUP, read_all, read_object
 from driver.kube.types import Claim, Key, Metadata, Pod
 from kubelet_plugin.status.events import EventReason
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
-from tessera.status.snapshot import renewed_at
 from tessera.tables_and_drawings import columns, counted, printable, with_text_output
 
 POD_KINDS, CLAIM_KINDS = ("pod", "pods", "po"), ("claim", "resourceclaim", "resourceclaims")
 
 PREPARATION_FAILED = {EventReason.PREPARE_FAILED.value, "FailedPrepareDynamicResources"}
 """Events of the node plugin and of the kubelet."""
-
-LEASES = "/apis/coordination.k8s.io/v1/leases"
-SILENCE_AFTER_SECONDS = 2 * RENEW_INTERVAL_SECONDS
-"""Age of the last heartbeat at which no controller seems to run."""
 
 MAX_HOLDERS = 20
 """Holders that are looked up and shown."""
@@ -105,7 +98,7 @@ def why(
         found = [each for each in explainer.pending() if where is None or _namespace(each) == where]
     else:
         found = _named(client, explainer, name, namespace or "default")
-    found = [_with_preparation(client, driver_name, each) for each in _with_controller(client, found)]
+    found = [_with_preparation(client, driver_name, each) for each in found]
     if output == "json":
         click.echo(json.dumps([_as_json(each, _holders(client, view, each)) for each in found], indent=2))
     elif not found:
@@ -179,25 +172,6 @@ def _kind_and_key(name: str, namespace: str) -> tuple[str, Key]:
     if not slash or kind.lower() not in {*POD_KINDS, *CLAIM_KINDS}:
         return "", key_of(name, namespace)
     return kind.lower(), key_of(rest, namespace)
-
-
-def _with_controller(client: KubeClient, found: list[Explanation]) -> list[Explanation]:
-    """With the absence of a controller, where enough is free but may not be offered for that reason."""
-    if not any(each.code == ReasonCode.WAITS for each in found):
-        return found
-    try:
-        known = list(read_all(client, LEASES, Object, {"fieldSelector": f"metadata.name={HEARTBEAT}"}))
-    except ApiError:
-        return found
-    renewed = max((at for each in known if (at := renewed_at(each)) is not None), default=None)
-    age = None if renewed is None else (datetime.now(UTC) - renewed).total_seconds()
-    if age is None or age <= SILENCE_AFTER_SECONDS:
-        return found
-    message = (
-        f"enough is free, but the controller, which decides what is offered, has sent no heartbeat for {age:.0f} s: "
-        "nodes offer everything that fits 30 to 90 s after the last one (tessera status)"
-    )
-    return [replace(each, message=message) if each.code == ReasonCode.WAITS else each for each in found]
 
 
 def _with_preparation(client: KubeClient, driver: str, found: Explanation) -> Explanation:

@@ -24,9 +24,9 @@ from controller.demand.feasibility import Nodes
 from controller.demand.pending_claims import Queue, claim_for, classes_by_resource
 from controller.demand.requirements import RequirementsReader
 from controller.demand.selected_devices import Matching, Selector
-from controller.explain.reasons import reasons_of
-from controller.explain.unplaced_pods import UnplacedPods
-from driver.kube.clock import Clock
+from controller.explain.pipeline import reasons_in
+from controller.explain.reason import ReasonCode
+from controller.explain.situation import DisjointPlan, Situation
 from driver.kube.types import (
     Allocation,
     Claim,
@@ -122,6 +122,8 @@ class ImaginedCluster:
         self._waiting: list[Pod] = []
         """Pods that could not be placed; the controller knows them."""
         self._pods_on: Counter[str] = Counter()
+        self._planned: Mapping[str, Collection[Offer]] = {}
+        """With disjoint offers, what is planned for pending claims, by their keys."""
         self._offers = content.offers or frozenset()
         if content.offers is None:
             self._decide()
@@ -300,10 +302,12 @@ class ImaginedCluster:
         queue, wide = self._queue(), widened or {}
         standing = self._possible()
         if self._mode is OfferMode.DISJOINT:
-            self._publish(self._disjoint.curate(queue, standing, wide).offers)
+            chosen = self._disjoint.curate(queue, standing, wide)
+            self._planned = chosen.planned
+            self._publish(chosen.offers)
             return
-        chosen = self._curator.curate(self.fleet, demand_of(queue, wide), standing)
-        self._publish({*chosen, *(standing if keep else ())})
+        offers = self._curator.curate(self.fleet, demand_of(queue, wide), standing)
+        self._publish({*offers, *(standing if keep else ())})
 
     def _widen(self, pod: Pod) -> None:
         """Publish everything that matches, as the controller does for a claim that regular offers do not help."""
@@ -329,11 +333,10 @@ class ImaginedCluster:
 
     def _reasons(self, pod: Pod) -> Iterable[Reason]:
         """The controller's reasons why the claims of ``pod`` are pending."""
-        queue = self._queue()
-        everything = (*reasons_of(queue), *UnplacedPods(Clock(), watching=False).reasons(queue))
-        for each in {each.pending.key: each for each in everything}.values():
-            if pod in each.pending.pods:
-                yield Reason(each.pending.key, each.code.value, each.sentence)
+        plan = DisjointPlan(self._planned, ()) if self._mode is OfferMode.DISJOINT else None
+        for key, reason in reasons_in(Situation(self._queue(), plan=plan)).items():
+            if pod in reason.pending.pods and reason.code is not ReasonCode.WAITS:
+                yield Reason(key, reason.code.value, reason.sentence)
 
 
 def _classes_of(claims: Iterable[Claim]) -> set[str]:

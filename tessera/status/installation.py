@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from driver.kube.controller_heartbeat import renewed_at
 from driver.kube.types import Claim
 from driver.model.plan import FENCE
-from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot, read_time, renewed_at
+from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot, read_time
 from tessera.tables_and_drawings import counted
 
 BOUNDARIES = tuple(f"own-{kind}.gpu.tessera.dev" for kind in ("claims", "events", "fence", "plan", "slices"))

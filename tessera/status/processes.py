@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from controller.app import LEASE
 from driver.kube.client import Object
-from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING, SILENCE_TIMEOUT_SECONDS
+from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING, is_silent
 from kubelet_plugin.status.events import EventReason
 from tessera.cluster_options import cancel_uninstall_command
 from tessera.status.snapshot import CONTROLLER, NODE, CheckOutput, Finding, Listing, StatusSnapshot, condition_of
@@ -57,7 +57,7 @@ def _leader(snapshot: StatusSnapshot) -> CheckOutput:
         yield Finding(
             "controller", f"no replica is the leader; {standalone} {SINCE_SILENCE}", f"start it, or read its log: {log}"
         )
-    elif age is None or age > SILENCE_TIMEOUT_SECONDS:
+    elif is_silent(age):
         since = "has not sent a heartbeat yet" if age is None else f"sent its last heartbeat {age:.0f} s ago"
         yield Finding(
             "controller", f"{holder} {since}; {standalone} {SINCE_SILENCE}", f"it is blocked or gone; its log: {log}"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import NamedTuple, TypeVar
 
@@ -18,7 +18,7 @@ from controller.report.cluster_view import read_cluster
 from controller.report.explanation import Explainer, Explanation
 from driver.errors import FORBIDDEN, ApiError, FatalError, UsageError
 from driver.kube.client import Object
-from driver.kube.controller_heartbeat import HEARTBEAT, SILENCE_TIMEOUT_SECONDS
+from driver.kube.controller_heartbeat import HEARTBEAT, is_silent, renewed_at, server_time
 from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP, read_all
 from driver.kube.types import Claim, DeviceClass, GpuNodePlan, ResourceSlice
@@ -133,8 +133,7 @@ class StatusSnapshot:
     @property
     def now(self) -> datetime:
         """The latest renewal of a Lease by the API server's clock; the clock of this machine may differ."""
-        stamps = [renewed_at(lease) for lease in (*self.leases.values(), *self.node_leases)]
-        return max((stamp for stamp in stamps if stamp is not None), default=datetime.now(UTC))
+        return server_time((*self.leases.values(), *self.node_leases))
 
     def age_of(self, lease: Object | None) -> float | None:
         """Seconds since a Lease was renewed, by the API server's clock."""
@@ -144,8 +143,7 @@ class StatusSnapshot:
     @property
     def is_led(self) -> bool:
         """Whether a controller has sent a heartbeat recently."""
-        age = self.age_of(self.leases.get(HEARTBEAT))
-        return age is not None and age <= SILENCE_TIMEOUT_SECONDS
+        return not is_silent(self.age_of(self.leases.get(HEARTBEAT)))
 
     def pods_of(self, account: str) -> list[Object]:
         """The pods of a process that have not ended, by its ServiceAccount."""
@@ -200,13 +198,6 @@ def read_time(text: object) -> datetime | None:
         return datetime.fromisoformat(str(text).replace("Z", "+00:00"))
     except ValueError:
         return None
-
-
-def renewed_at(lease: Object) -> datetime | None:
-    """Time of a Lease's last renewal by the API server's clock; other writes, such as of annotations, do not count."""
-    writers = lease["metadata"].get("managedFields") or ()
-    stamps = [read_time(each.get("time")) for each in writers if "f:renewTime" in str(each.get("fieldsV1"))]
-    return max((stamp for stamp in stamps if stamp is not None), default=None)
 
 
 class SnapshotReader:

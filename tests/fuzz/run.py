@@ -17,7 +17,8 @@ from controller.demand.demand import demand_of
 from controller.demand.pending_claims import Queue
 from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
-from controller.explain.reasons import reasons_of
+from controller.explain.pipeline import reasons_in
+from controller.explain.situation import Situation
 from driver.placement.measure import Measure
 from driver.placement.ranking import Ranking
 from tests.fuzz.objects import Hostile
@@ -123,7 +124,7 @@ class Decider:
         seen = self._cache.snapshot()
         queue = Queue(seen.cluster, self._fleet, self._matching)
         self._curator.curate(self._fleet, demand_of(queue, self._starvation.widened(queue)), (), ())
-        reasons_of(queue)
+        reasons_in(Situation(queue))
 
 
 def fuzz(objects: int, seed: int, progress: Callable[[str], None] = lambda _: None) -> Report:

@@ -17,7 +17,6 @@ from controller.demand.pending_claims import Queue
 from controller.demand.selected_devices import Matching
 from controller.explain.changes import changes_that_help
 from controller.explain.reason import KnownReasons
-from controller.explain.reasons import Reasoning, find_reasons, reasons_of
 from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import Allocated
 from tessera.simulate.pools import SliceIndex
@@ -25,6 +24,7 @@ from tessera.simulate.slices import tainted
 from tests.conformance.reasons.statements import held, published, questions, reasoning_of, situations, smaller_releases
 from tests.support.fleets import possible
 from tests.support.queues import DRIVER, FULL, Situation, profile, request
+from tests.support.reasons import reasons_of
 
 
 def fits(there: Situation) -> bool:
@@ -71,7 +71,7 @@ def test_a_reason_is_the_same_whatever_earlier_decisions_have_found(there: Situa
     known, fleet, eligibility = KnownReasons(), Fleet.of(there.gpus), Eligibility(there.nodes.values())
     for step in range(4):
         objects = there.queue.cluster
-        remembered = list(find_reasons(Reasoning(Queue(objects, fleet, there.matching, eligibility), known)))
+        remembered = reasons_of(Queue(objects, fleet, there.matching, eligibility), known=known)
         alone = reasons_of(Queue(objects, Fleet.of(replace(entry) for entry in fleet), Matching(DRIVER)))
         assert [each[1:] for each in remembered] == [each[1:] for each in alone]
         chosen = data.draw(st.sampled_from(list(fleet)))

@@ -17,6 +17,8 @@ from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet_builder import SHARE, FleetBuilder
 from controller.cluster.node_views import NodeViews, PoolPart, Published
 from controller.cluster.published_offers import DeviceIndex
+from controller.demand.pending_claims import Queue
+from controller.demand.selected_devices import Matching
 from controller.report.cluster_view import ClusterView
 from controller.report.map_model import MapNode, cluster_map, requested_kinds
 from driver.kube.types import GpuNodePlan
@@ -104,7 +106,7 @@ class MapCluster:
         snapshot = Snapshot(cluster, plans, views.all(), dict(views.incomplete), views.changes())
         fleet, devices_ = FleetBuilder().build(snapshot.views, snapshot.changed), DeviceIndex()
         devices_.update(snapshot.views, snapshot.changed, fleet)
-        return ClusterView(DRIVER, snapshot, fleet, devices_)
+        return ClusterView(snapshot, fleet, devices_, Queue(cluster, fleet, Matching(DRIVER)))
 
     def map(self) -> tuple[MapNode, ...]:
         view = self.view()

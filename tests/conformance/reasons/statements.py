@@ -15,7 +15,7 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.pending_claims import PendingClaim
 from controller.explain.availability import Obstacle, without
 from controller.explain.changes import Change, changes_that_help
-from controller.explain.reasons import Reasoning
+from controller.explain.lacking_devices import Reasoning
 from driver.kube.types import DeviceClaim, Node, Pod, Request, Result, Toleration
 from driver.model.gpu import MigMode
 from driver.model.plan import OfferMode

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from controller.demand.demand import Demand, demand_of, nodes_matching_held
-from controller.explain.reasons import reasons_of
 from driver.model.gpu import MigMode
 from driver.model.offer import FULL as FULL_KEY
 from driver.model.offer import SHARE as SHARE_KEY
@@ -24,6 +23,7 @@ from tests.support.queues import (
     request,
     selected_by,
 )
+from tests.support.reasons import reasons_of
 
 A100, L40S, H200 = "NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "NVIDIA H200"
 SMALL = OfferKind(DeviceKind.PARTITION, "1g.10gb")

@@ -14,10 +14,10 @@ from controller.demand.demand import demand_of
 from controller.demand.eligibility import Eligibility
 from controller.demand.pending_claims import Queue
 from controller.demand.selected_devices import Selector
-from controller.explain.reasons import reasons_of
 from tests.support.fleets import possible
 from tests.support.gpus import H100, gpu_of
 from tests.support.queues import ATTRIBUTES, FULL, OURS, Situation, profile, request, selected_by
+from tests.support.reasons import reasons_of
 
 NODES, GPUS, CLAIMS = 1000, 8, 50
 BASE = gpu_of(H100)

@@ -9,13 +9,13 @@ import pytest
 
 from controller.demand.demand import demand_of
 from controller.demand.device_search import Budget, choose_devices
-from controller.explain.gangs import reasons_of_incomplete
 from controller.explain.reason import ReasonCode
-from controller.explain.reasons import reasons_of
+from controller.explain.waiting_gangs import reasons_of_incomplete
 from driver.model.offer import FULL as FULL_KEY
 from tests.support.clock import FakeClock
 from tests.support.gpus import H100
 from tests.support.queues import FULL, SHARE, Situation, fleet_gpu, node_of, profile, request, selected_by
+from tests.support.reasons import reasons_of
 
 ONE = request(selector=FULL)
 EIGHT = request(selector=FULL, count=8)

@@ -13,7 +13,7 @@ from controller.cluster.node_views import ALL_REPORTED
 from controller.curation.listed_devices import ListedDevices
 from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import cluster_of, countable
-from controller.explain.queued_workloads import WorkloadReasons
+from controller.explain.workload_reasons import WorkloadReasons
 from driver.kube.types import ClaimSpec, KueueWorkload, Metadata, PodSpec
 from driver.model.offer import Offer
 from tests.support.queues import FULL, Situation, node_of, profile, request

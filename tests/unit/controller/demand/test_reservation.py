@@ -8,7 +8,8 @@ import pytest
 
 from controller.curation.disjoint import DisjointCurator
 from controller.demand.reservation import WAIT_SECONDS, Reservations
-from controller.explain.pending_despite_offers import reasons_of_waiting
+from controller.explain.situation import DisjointPlan
+from controller.explain.waiting_claims import reason_of_disjoint
 from driver.placement.ranking import Ranking
 from tests.support.queues import FULL, Situation, fleet_gpu, profile, request
 
@@ -33,9 +34,9 @@ class TestReservation:
         queue = there.queue
         reserved = self.reservations.update(queue)
         found = DisjointCurator(Ranking()).curate(queue, [], {}, reserved)
-        self.reasons = {
-            reason.pending.key: reason.sentence for reason in reasons_of_waiting(queue, (found.by_claim or {}), (), 1)
-        }
+        plan = DisjointPlan(found.by_claim or {}, (), 1)
+        reasons = (reason_of_disjoint(pending, queue, plan) for pending in queue.pending)
+        self.reasons = {reason.pending.key: reason.sentence for reason in reasons if reason is not None}
         self.offered = {offer.gpu for offer in found.offers}
         return {key.removeprefix("default/"): gpus_of(offers) for key, offers in (found.by_claim or {}).items()}
 

@@ -18,11 +18,11 @@ from controller.demand.selected_devices import (
     Matching,
     SelectorTime,
 )
-from controller.explain.reasons import reasons_of
 from driver.errors import CelError
 from driver.kube.types import Claim
 from tests.support.clock import FakeClock
 from tests.support.queues import DRIVER, Situation, node_of, profile, request
+from tests.support.reasons import reasons_of
 
 NUMBERS = "[1,2,3,4,5,6,7,8,9,10]"
 OWN = f'device.attributes["{DRIVER}"].uuid != ""'

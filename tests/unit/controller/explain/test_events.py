@@ -10,12 +10,11 @@ from controller.cluster.fleet import Fleet
 from controller.cluster.node_views import DEDICATED_TO
 from controller.explain.events import EventReporter, written_events
 from controller.explain.reason import ClaimReason
-from controller.explain.reasons import reasons_of
-from controller.explain.unplaced_pods import UnplacedPods
 from driver.kube.events import REPEAT_INTERVAL_SECONDS, Recorder
 from tests.support.api_server import Object, ObjectApi
 from tests.support.clock import FakeClock
 from tests.support.queues import FULL, Situation, node_of, request
+from tests.support.reasons import reasons_of, reasons_of_unplaced
 from tests.support.running import eventually, in_thread
 
 
@@ -157,7 +156,7 @@ def test_a_claim_that_no_pod_uses_any_more_and_a_pod_that_is_placed_lose_their_r
 
 
 def unplaced(there: Situation) -> list[ClaimReason]:
-    return UnplacedPods(FakeClock(), watching=False).reasons(there.queue)
+    return reasons_of_unplaced(there.queue)
 
 
 def test_a_label_is_read_again_when_the_gpus_of_its_node_are_known(told: Told) -> None:

@@ -9,11 +9,14 @@ import pytest
 
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.node_views import PoolPart, incomplete_pools
-from controller.explain.pending_despite_offers import GATES, Standing, UnscheduledClaims, satisfying
+from controller.explain.pending_despite_offers import GATES, ClaimsDespiteOffers, OfferedDevice, Sightings, satisfying
 from controller.explain.reason import ClaimReason, ReasonCode
+from controller.explain.scheduler_reports import SchedulerActivity
+from controller.explain.situation import Situation as Now
 from driver.model.offer import Offer
 from tests.support.clock import FakeClock
 from tests.support.queues import DRIVER, FULL, SHARE, Situation, node_of, profile, request, selected_by
+from tests.support.reasons import Answers
 
 SMALL = profile("1g.10gb")
 SECOND = 1.0
@@ -45,7 +48,8 @@ class Watched:
     def __init__(self, there: Situation, *standing: str) -> None:
         self.there = there
         self.clock = FakeClock()
-        self.unused = UnscheduledClaims(MINUTE, self.clock)
+        self.sightings = Sightings(self.clock)
+        self.answers = Answers()
         self.standing = standing
         self.silent: Mapping[str, str] = {}
         self.refusing: Mapping[str, str] = {}
@@ -53,10 +57,19 @@ class Watched:
         self.reasons()
 
     def reasons(self) -> list[ClaimReason]:
-        there, unpublished = self.there, offers(self.there, *self.unpublished)
-        return self.unused.reasons(
-            there.queue, offers(there, *self.standing), self.silent, self.refusing, unpublished.keys()
+        queue, unpublished = self.there.queue, offers(self.there, *self.unpublished)
+        situation = Now(
+            queue,
+            offered=offers(self.there, *self.standing),
+            unpublished=unpublished.keys(),
+            silent=self.silent,
+            refusing=self.refusing,
+            lookups=self.answers,
         )
+        self.sightings.update(situation)
+        source = ClaimsDespiteOffers(situation, self.sightings, MINUTE, SchedulerActivity(queue), self.clock)
+        reasons = map(source.reason, queue.pending)
+        return [reason for reason in reasons if reason is not None]
 
     def after(self, seconds: float) -> list[ClaimReason]:
         self.clock.advance(seconds)
@@ -119,14 +132,14 @@ class TestWhen:
 
     def test_it_says_when_to_look_again_though_nothing_changed(self) -> None:
         watched = Watched(waiting(), "a/gpu-0-mig-1g10gb-6")
-        assert watched.unused.next_s == pytest.approx(1)
+        assert watched.sightings.next_s == pytest.approx(1)
         watched.after(1.5)
-        assert watched.unused.next_s == pytest.approx(0.5)
+        assert watched.sightings.next_s == pytest.approx(0.5)
         watched.after(0.5)
-        assert watched.unused.next_s is None
+        assert watched.sightings.next_s is None
 
     def test_while_nobody_waits_there_is_no_time_to_look(self) -> None:
-        assert Watched(Situation(node_of("a")), "a/gpu-0").unused.next_s is None
+        assert Watched(Situation(node_of("a")), "a/gpu-0").sightings.next_s is None
 
 
 class TestWhatIsSaid:
@@ -269,8 +282,7 @@ class TestWhatIsSaid:
             results = [{"request": "nic", "driver": "nic.example.com", "pool": "p", "device": "nic-0"}]
             found.claim(holder, status={"allocation": {"devices": {"results": results}}})
         watched = Watched(found, "a/gpu-0-mig-1g10gb-6")
-        watched.unused = UnscheduledClaims(MINUTE, watched.clock, lambda _: devices)
-        watched.reasons()
+        watched.answers.devices = devices
         [reason] = watched.after(SECOND)
         assert f"devices of another driver, request nic (class rdma): {there}" in reason.sentence
         assert SAYS_NO in reason.sentence
@@ -339,7 +351,7 @@ class TestWhatWouldDo:
 
     def found(self, there: Situation, *names: str) -> list[str]:
         by_offer = {device.offer: (entry, device) for entry in there.gpus for device in entry.devices}
-        standing = [Standing(*by_offer[offer], name) for offer, name in offers(there, *names).items()]
+        standing = [OfferedDevice(*by_offer[offer], name) for offer, name in offers(there, *names).items()]
         queue = there.queue
         wishes = queue.combinations(there.pods[0])
         found = [satisfying(wish, standing, there.matching.value) for wish in wishes]

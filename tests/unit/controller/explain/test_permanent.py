@@ -9,12 +9,12 @@ import pytest
 
 from controller.cluster.fleet import FleetGpu
 from controller.explain.reason import ClaimReason, ReasonCode
-from controller.explain.reasons import reasons_of
 from driver.model.gpu import MigMode
 from driver.model.offer import DeviceKind
 from tests.support.fleets import possible
 from tests.support.gpus import H100
 from tests.support.queues import FULL, Situation, first_available, fleet_gpu, node_of, profile, request
+from tests.support.reasons import reasons_of
 
 CLIQUE = "gpu.tessera.dev/nvlinkClique"
 A100 = "NVIDIA A100-SXM4-80GB"

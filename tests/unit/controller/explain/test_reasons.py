@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import pytest
 
-from controller.explain.reason import ClaimReason, KnownReasons, ReasonCode
-from controller.explain.reasons import Reasoning, find_reasons, reasons_of
+from controller.explain.pipeline import ReasonFinder
+from controller.explain.reason import ClaimReason, ReasonCode
+from controller.explain.situation import Situation as Now
 from driver.kube.events import shortened
 from driver.model.gpu import MigMode
 from driver.model.offer import DeviceKind
+from tests.support.clock import FakeClock
 from tests.support.gpus import H100
 from tests.support.queues import (
     DRIVER,
@@ -26,6 +27,7 @@ from tests.support.queues import (
     request,
     selected_by,
 )
+from tests.support.reasons import reasons_of
 
 A100 = "NVIDIA A100-SXM4-80GB"
 L4 = "NVIDIA L4"
@@ -602,19 +604,26 @@ def test_where_no_class_has_a_similar_name_some_are_listed() -> None:
     told(there.wants(request("nvidia")), ReasonCode.NO_SUCH_CLASS, "there are any, gpu-training")
 
 
+class Ticking(FakeClock):
+    """A second passes whenever somebody looks at it."""
+
+    def monotonic(self) -> float:
+        self.advance(1)
+        return super().monotonic()
+
+
 def test_where_time_is_short_claims_keep_their_last_reason_until_they_have_their_turn() -> None:
-    ticks = count()
-    known = KnownReasons(seconds=1.5, clock=lambda: next(ticks))  # time for one claim
+    finder = ReasonFinder(60, Ticking(), limit_seconds=1.5)  # time for one claim
 
     def counted(gpus: int, claims: int) -> dict[str, str]:
         there = Situation(node_of("a", *["full"] * gpus, gpus=gpus))
         for number in range(claims):
             there.wants(request(selector=FULL), name=str(number))
-        found = find_reasons(Reasoning(there.queue, known))
+        found = finder.find(Now(there.queue))
         return {each.pending.claim.metadata.name: each.sentence.split(" of ")[-1][0] for each in found}
 
     assert counted(2, 3) == {"0": "2", "1": "2", "2": "2"}
     assert counted(3, 3) == {"0": "3", "1": "2", "2": "2"}
     assert counted(4, 4) == {"0": "3", "1": "4", "2": "2", "3": "4"}
     assert counted(5, 4) == {"0": "3", "1": "4", "2": "5", "3": "4"}
-    assert known.postponed == "default/3"
+    assert finder.postponed == "default/3"

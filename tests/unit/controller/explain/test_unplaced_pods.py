@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from controller.explain.changes import changes_that_help
+from controller.explain.lacking_devices import Reasoning
+from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason, ReasonCode
-from controller.explain.reasons import Reasoning, reasons_of
-from controller.explain.scheduler_reports import with_scheduler
+from controller.explain.situation import Situation as Now
 from controller.explain.unplaced_pods import MAX_GATED, UnplacedPods
 from driver.kube.types import PAUSED, Key
 from tests.support.clock import FakeClock
 from tests.support.queues import DRIVER, FULL, Situation, node_of, request
+from tests.support.reasons import Answers, reasons_of_unplaced
 
 OLD, YOUNG = "2026-11-21T00:00:00Z", "2026-11-21T00:16:39.500Z"
 CREATED = {"resourceClaimStatuses": [{"name": "made", "resourceClaimName": "claim"}]}
@@ -22,7 +24,7 @@ NO_CPU = "0/1 nodes are available: 1 Insufficient cpu."
 
 
 def reasons(there: Situation, *, exists: bool | None = None) -> list[ClaimReason]:
-    return UnplacedPods(FakeClock(), lambda _: exists, watching=False).reasons(there.queue)
+    return reasons_of_unplaced(there.queue, Answers(exists))
 
 
 def pending(message: str) -> dict[str, Any]:
@@ -64,7 +66,9 @@ def test_a_pod_without_its_claim_is_told_which_one_is_missing(
     there.claim("claim", request(selector=FULL))
     there.pod("pod", status=CREATED, resourceClaims=claims, metadata={"creationTimestamp": created})
     missing = UnplacedPods(FakeClock())
-    found = [each for each in missing.reasons(there.queue) if each.code is ReasonCode.NO_SUCH_CLAIM]
+    found = [
+        each for each in reasons_of_unplaced(there.queue, unplaced=missing) if each.code is ReasonCode.NO_SUCH_CLAIM
+    ]
     assert all(each.pending.key == "Pod/default/pod" for each in found)
     assert missing.next_s == (pytest.approx(0.5) if created == YOUNG else None)
     assert len(found) == bool(part)
@@ -92,21 +96,20 @@ def test_whether_the_template_exists_is_said_if_it_is_known(exists: bool | None,
 def test_what_refuses_the_claim_of_a_template_is_quoted_at_once() -> None:
     there = Situation(node_of("a"))
     there.pod("pod", resourceClaims=TEMPLATE, metadata={"creationTimestamp": "2026-11-21T00:16:38Z"})
-    quota = UnplacedPods(FakeClock(), lambda _: True, lambda _: "exceeded quota: gpus")
-    [reason] = quota.reasons(there.queue)
+    [reason] = reasons_of_unplaced(there.queue, Answers(True, "exceeded quota: gpus"), UnplacedPods(FakeClock()))
     assert reason.sentence.endswith("can not create from the ResourceClaimTemplate large: exceeded quota: gpus")
-    assert UnplacedPods(FakeClock(), lambda _: True).reasons(there.queue) == []
+    assert reasons_of_unplaced(there.queue, Answers(True), UnplacedPods(FakeClock())) == []
 
 
 def test_a_template_is_looked_up_once_for_all_pods_and_decisions() -> None:
-    asked: list[Key] = []
+    answers = Answers(False)
     there = Situation(node_of("a"))
     for number in range(3):
         there.pod(f"pod-{number}", resourceClaims=TEMPLATE, metadata={"creationTimestamp": OLD})
-    unplaced = UnplacedPods(FakeClock(), lambda key: asked.append(key) or False)  # type: ignore[func-returns-value]
+    unplaced = UnplacedPods(FakeClock())
     for _ in range(2):
-        assert len(unplaced.reasons(there.queue)) == 3
-    assert asked == [Key("default", "large")]
+        assert len(reasons_of_unplaced(there.queue, answers, unplaced)) == 3
+    assert answers.asked == [Key("default", "large")]
 
 
 def test_a_claim_that_is_being_deleted_is_none_that_a_pod_can_have() -> None:
@@ -157,7 +160,7 @@ def test_claims_for_other_drivers_and_the_many_pods_of_a_queue_are_left_out() ->
     assert reasons(there) == []
     for number in range(MAX_GATED + 1):
         there.wants(request(selector=FULL), schedulingGates=gates, name=f"queued-{number}")
-    assert len(UnplacedPods(FakeClock()).reasons(there.queue)) == MAX_GATED
+    assert len(reasons_of_unplaced(there.queue, unplaced=UnplacedPods(FakeClock()))) == MAX_GATED
     assert len(reasons(there)) == MAX_GATED + 1
 
 
@@ -222,10 +225,10 @@ def test_a_pod_has_a_moment_to_be_bound_after_its_claims_are_allocated() -> None
     there = sharing("a", status=pending(NO_CPU))
     clock = FakeClock()
     unplaced = UnplacedPods(clock)
-    assert unplaced.reasons(there.queue) == []
+    assert reasons_of_unplaced(there.queue, unplaced=unplaced) == []
     assert unplaced.next_s == pytest.approx(1.0)
     clock.advance(1)
-    assert [each.code for each in unplaced.reasons(there.queue)] == [ReasonCode.NOT_PLACED]
+    assert [each.code for each in reasons_of_unplaced(there.queue, unplaced=unplaced)] == [ReasonCode.NOT_PLACED]
 
 
 def test_a_pod_that_is_bound_or_being_deleted_waits_for_no_scheduler() -> None:
@@ -236,7 +239,7 @@ def test_a_pod_that_is_bound_or_being_deleted_waits_for_no_scheduler() -> None:
 def test_the_reason_of_a_pod_whose_scheduler_is_absent_says_so_too() -> None:
     there = Situation(node_of("a", "full"))
     there.wants(request(selector=FULL), metadata={"creationTimestamp": OLD}, schedulerName="none")
-    [reason] = with_scheduler(reasons_of(there.queue), there.queue, FakeClock())
+    [reason] = reasons_in(Now(there.queue), FakeClock()).values()
     assert reason.code is ReasonCode.HELD
     assert reason.sentence.endswith(
         "besides, no scheduler has reported on pod pod-of-claim; does a scheduler named none run?"
@@ -253,7 +256,7 @@ def test_the_reason_of_a_pod_whose_scheduler_is_absent_says_so_too() -> None:
 )
 def test_what_every_node_lacks_besides_devices_is_added_to_the_reason(message: str, *, is_added: bool) -> None:
     there = Situation(node_of("a", "full")).wants(request(selector=FULL), status=pending(message))
-    [reason] = with_scheduler(reasons_of(there.queue), there.queue, FakeClock())
+    [reason] = reasons_in(Now(there.queue), FakeClock()).values()
     assert reason.code is ReasonCode.HELD
     assert (f"; besides, the scheduler reports on pod pod-of-claim: {message}" in reason.sentence) == is_added
 

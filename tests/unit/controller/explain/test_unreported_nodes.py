@@ -12,10 +12,10 @@ from controller.cluster.node_views import (
     UnreportedNodesTracker,
 )
 from controller.explain.reason import ReasonCode
-from controller.explain.reasons import reasons_of
 from driver.model.plan import PlanStatus
 from tests.support.clock import FakeClock
 from tests.support.queues import FULL, Situation, node_of, profile, request
+from tests.support.reasons import reasons_of
 
 
 def told(name: str) -> NodeView:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from controller.decision.explain import Decided
 from controller.report.cluster_view import ClusterView
 from controller.settings import controller_settings
 from controller.web import feed, server
@@ -47,7 +46,7 @@ class Cluster:
     def put(self, cluster: MapCluster) -> None:
         self.views.put(cluster.view())
 
-    def watch(self, *_: object) -> Generator[ClusterView]:
+    def watch(self, *_: object, **__: object) -> Generator[ClusterView]:
         self.watches += 1
         while True:
             found = self.views.get()
@@ -374,14 +373,13 @@ def test_what_can_not_be_listened_on_or_read_ends_the_start(api: ObjectApi, tmp_
 class Leader:
     """Stands for the leader's work."""
 
-    last_decision: Decided | None = None
+    last_decision: ClusterView | None = None
 
     def failure(self) -> str | None:
         return None if self.last_decision else "the API server does not answer"
 
     def decide(self, cluster: MapCluster) -> None:
-        view = cluster.view()
-        self.last_decision = Decided(view.snapshot, view.fleet, view.devices)
+        self.last_decision = cluster.view()
 
 
 def test_the_leader_shows_what_it_decided_from_and_watches_only_when_it_leads_no_more(
@@ -390,7 +388,8 @@ def test_the_leader_shows_what_it_decided_from_and_watches_only_when_it_leads_no
     monkeypatch.setattr(feed, "LEADER_INTERVAL_SECONDS", 0.01)
     leaders = [Leader()]
     leaders[0].decide(MapCluster().gpu("decided", 0))
-    views = feed.cluster_views(api.server.client(), "gpu.tessera.dev", lambda: leaders[0] if leaders else None)  # type: ignore[arg-type,return-value]
+    client = api.server.client()
+    views = feed.cluster_views(client, "gpu.tessera.dev", "tessera", lambda: next(iter(leaders), None))  # type: ignore[arg-type,return-value]
     with closing(views):
         assert [view.name for view in next(views).snapshot.views] == ["decided"]
         leaders[0].decide(MapCluster().gpu("decided-again", 0))
@@ -406,7 +405,7 @@ def test_a_leader_that_can_not_decide_says_why(api: ObjectApi, monkeypatch: pyte
     monkeypatch.setattr(feed, "REPEAT_SECONDS", 0.0)
     leader = Leader()
     with pytest.raises(RecoverableError, match="the API server does not answer"):
-        next(feed.cluster_views(api.server.client(), "gpu.tessera.dev", lambda: leader))  # type: ignore[arg-type,return-value]
+        next(feed.cluster_views(api.server.client(), "gpu.tessera.dev", "tessera", lambda: leader))  # type: ignore[arg-type,return-value]
 
 
 def test_a_controller_without_the_page_loads_none_of_its_libraries() -> None:

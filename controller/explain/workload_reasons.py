@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from controller.cluster.kueue import QueuedWorkload
 from controller.cluster.node_views import UnreportedNodes
 from controller.demand.pending_claims import Queue
+from controller.explain.lacking_devices import Reasoning, reason_of
 from controller.explain.reason import ClaimReason, ReasonCode
-from controller.explain.reasons import Reasoning, reason_of
 from driver.kube.types import Key, Metadata
 
 DECIDED_AT_ADMISSION = {ReasonCode.NO_NODE, ReasonCode.OTHER_NODES}

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 
 from controller.cluster.fleet import Fleet
-from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
+from controller.cluster.node_views import UnreportedNodes
 from controller.demand.device_search import Outcome
 from controller.demand.eligibility import Excluded
 from controller.demand.feasibility import Feasibility, Nodes
@@ -26,12 +26,12 @@ from controller.explain.availability import (
     held_by,
     listed,
     matching_gpus,
+    requests_of,
     selected_gpus,
     untolerated,
     with_taints,
     without,
 )
-from controller.explain.gangs import reason_of_gang
 from controller.explain.moves import moves_that_help
 from controller.explain.reason import ClaimReason, Condition, KnownReasons, Reason, ReasonCode
 from controller.explain.sentences import (
@@ -46,6 +46,7 @@ from controller.explain.sentences import (
     too_many,
     without_value,
 )
+from controller.explain.waiting_gangs import reason_of_gang
 from driver.kube.types import Key
 
 MAX_TAINTED = 16
@@ -58,34 +59,12 @@ OF_THE_CLAIM = {ReasonCode.NO_SUCH_CLASS, ReasonCode.SELECTOR_REFUSED}
 """Permanent reasons that hold whatever GPUs there are."""
 
 
-def reasons_of(queue: Queue, unreported: UnreportedNodes = ALL_REPORTED) -> list[ClaimReason]:
-    """All of ``find_reasons``."""
-    return list(find_reasons(Reasoning(queue), unreported))
-
-
-def find_reasons(reasoning: Reasoning, unreported: UnreportedNodes = ALL_REPORTED) -> Iterator[ClaimReason]:
-    """One reason for each pending claim that no free device can satisfy, or whose gang lacks devices, as it is found.
-
-    Claims are left out if the bounded search is undecided, if they request only devices of other drivers, and, with
-    permanent reasons, while nodes may still report GPUs. Where the time of ``KnownReasons`` is over, a claim keeps its
-    last reason until it has its turn.
-    """
-    known, last = reasoning.known, reasoning.known.last
-    known.last = {}
-    for pending in known.in_turn(reasoning.queue.pending):
-        key = (pending.key, pending.claim.metadata.uid)
-        if known.is_late and key in last:
-            found: ClaimReason | None = last[key]._replace(pending=pending)
-            known.postponed = known.postponed or pending.key
-        else:
-            found = reason_of(pending, reasoning, unreported)
-        if found is not None:
-            known.last[key] = found
-            yield found
-
-
 def reason_of(pending: PendingClaim, reasoning: Reasoning, unreported: UnreportedNodes) -> ClaimReason | None:
-    """The reason of one claim, as for ``find_reasons``."""
+    """The reason of a claim that no free device satisfies, or whose gang lacks devices; None otherwise.
+
+    None, too, if the bounded search is undecided, if the claim is for devices of other drivers only, and, with a
+    permanent reason, while nodes may still report GPUs.
+    """
     queue = reasoning.queue
     reason = _qualified(reasoning.of_claim_or_gang(pending), queue, unreported)
     if reason is None:
@@ -161,10 +140,9 @@ class Reasoning:
 
     def for_claim(self, pending: PendingClaim) -> Reasoning:
         """The reasoning about the devices without taints that ``pending`` does not tolerate."""
-        queue, alternatives = self.queue, self.queue.requirements(pending)
-        requests = () if isinstance(alternatives, Refusal) else [one for each in alternatives for one in each.requests]
-        tainting = queue.cluster.taint_rules
-        rules = untolerated(tainting, requests) if tainting and requests else ()
+        queue, tainting = self.queue, self.queue.cluster.taint_rules
+        requests = requests_of(queue, pending) if tainting else []
+        rules = untolerated(tainting, requests) if requests else ()
         if not rules:
             return self
         of_devices = any(each.spec.device_selector and each.spec.device_selector.device for each in rules)

@@ -1,0 +1,95 @@
+"""The situation in which claims are pending: everything from which their reasons follow (pure).
+
+The leader, a standby, ``tessera why``, ``tessera status`` and ``tessera simulate`` each make this value from what they
+know, and ``controller.explain.pipeline`` finds the reasons in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from controller.cluster.claim_index import PoolDevice
+from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
+from controller.demand.pending_claims import Queue
+from driver.kube.reads import DevicesByNode
+from driver.kube.types import Key, Pod
+from driver.model.offer import Offer
+
+
+class Lookups(Protocol):
+    """What single reasons need and no cache has; None: it can not be read."""
+
+    def template_exists(self, template: Key) -> bool | None:
+        """Whether there is such a ResourceClaimTemplate."""
+
+    def creation_failure(self, pod: Pod) -> str | None:
+        """What kube-controller-manager reports on a pod whose claim it can not create."""
+
+    def devices_of(self, driver: str) -> DevicesByNode | None:
+        """The devices that another driver publishes."""
+
+
+class NoLookups:
+    """For a cluster that is only imagined."""
+
+    def template_exists(self, template: Key) -> bool | None:
+        return None
+
+    def creation_failure(self, pod: Pod) -> str | None:
+        return None
+
+    def devices_of(self, driver: str) -> DevicesByNode | None:
+        return None
+
+
+@dataclass(frozen=True)
+class DisjointPlan:
+    """What is planned for pending claims where no two offers overlap.
+
+    offers          by key of the claim
+    obstructed      those offers that other offers of their GPU keep waiting
+    settle_seconds  seconds until a fence has reached all API servers, a flag of the leader; None: not known
+    """
+
+    offers: Mapping[str, Collection[Offer]]
+    obstructed: Collection[Offer]
+    settle_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One moment of the cluster.
+
+    queue               the pending claims and the fleet
+    offered             the published devices that new claims can be allocated
+    fenced              published devices that the API server does not let be allocated; None: not known
+    unpublished         offers of plans that nodes follow and do not publish yet
+    silent              nodes that publish nothing that the scheduler takes, and why
+    refusing            nodes that do not publish all offers of their plans, and why
+    unreported          nodes that have not reported their GPUs
+    plan                what is planned for the claims; None where offers may overlap, or if nobody plans
+    controller_silent   seconds since the last heartbeat of a controller that is silent; None: it is not, or unknown
+    lookups             what is looked up for single reasons
+    """
+
+    queue: Queue
+    offered: Mapping[Offer, PoolDevice] = field(default_factory=dict)
+    fenced: Container[PoolDevice] | None = frozenset()
+    unpublished: Collection[Offer] = ()
+    silent: Mapping[str, str] = field(default_factory=dict)
+    refusing: Mapping[str, str] = field(default_factory=dict)
+    unreported: UnreportedNodes = ALL_REPORTED
+    plan: DisjointPlan | None = None
+    controller_silent: float | None = None
+    lookups: Lookups = field(default_factory=NoLookups)
+
+    @cached_property
+    def allocatable(self) -> Mapping[Offer, PoolDevice]:
+        """The offered devices that are not known to be fenced."""
+        fenced = self.fenced
+        if fenced is None:
+            return self.offered
+        return {offer: device for offer, device in self.offered.items() if device not in fenced}

@@ -1,0 +1,52 @@
+"""What is said of pending claims, source by source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
+from controller.demand.pending_claims import Queue
+from controller.explain.lacking_devices import Reasoning, reason_of
+from controller.explain.reason import ClaimReason, KnownReasons
+from controller.explain.situation import NoLookups, Situation
+from controller.explain.unplaced_pods import UnplacedPods
+from driver.kube.reads import DevicesByNode
+from driver.kube.types import Key, Pod
+from tests.support.clock import FakeClock
+
+
+def reasons_of(
+    queue: Queue, unreported: UnreportedNodes = ALL_REPORTED, known: KnownReasons | None = None
+) -> list[ClaimReason]:
+    """One reason for each pending claim that no free device satisfies, or whose gang lacks devices."""
+    reasoning = Reasoning(queue, known)
+    reasons = (reason_of(pending, reasoning, unreported) for pending in queue.pending)
+    return [reason for reason in reasons if reason is not None]
+
+
+@dataclass
+class Answers(NoLookups):
+    """Lookups with the same answer for everything; ``asked`` are the templates that were looked up."""
+
+    exists: bool | None = None
+    failure: str | None = None
+    devices: DevicesByNode | None = None
+    asked: list[Key] = field(default_factory=list)
+
+    def template_exists(self, template: Key) -> bool | None:
+        self.asked.append(template)
+        return self.exists
+
+    def creation_failure(self, pod: Pod) -> str | None:
+        return self.failure
+
+    def devices_of(self, driver: str) -> DevicesByNode | None:
+        return self.devices
+
+
+def reasons_of_unplaced(
+    queue: Queue, answers: Answers | None = None, unplaced: UnplacedPods | None = None
+) -> list[ClaimReason]:
+    """The reasons of pods that no free device helps; by default for one look."""
+    unplaced = unplaced or UnplacedPods(FakeClock(), watching=False)
+    return [*unplaced.reasons(Situation(queue, lookups=answers or Answers())).values()]
