@@ -11,6 +11,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Protocol
 
 from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.claim_index import PoolDevice
@@ -27,7 +28,7 @@ from controller.explain.lacking_devices import Reasoning
 from controller.explain.lookups import ApiLookups
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason
-from controller.explain.situation import DisjointPlan, Situation
+from controller.explain.situation import DisjointPlan, Lookups, Situation
 from controller.fence.configmap import read_fenced
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
@@ -58,7 +59,7 @@ class ClusterView:
     queue: Queue
     stale: str | None = None
     decided: Mapping[str, ClaimReason] | None = None
-    reads: ClusterReads | None = None
+    reads: MoreReads | None = None
 
     @classmethod
     def of_decision(
@@ -124,8 +125,18 @@ def unreported_nodes(snapshot: Snapshot, clock: Clock) -> UnreportedNodes:
     return UnreportedNodes(names, any(age < REPORT_TIMEOUT_SECONDS for age in ages))
 
 
+class MoreReads(Lookups, Protocol):
+    """What a view reads in addition to the objects in its snapshot, if it needs that."""
+
+    def fenced(self) -> frozenset[PoolDevice] | None:
+        """The fenced devices; None: not known."""
+
+    def controller_silent(self) -> float | None:
+        """Seconds since the last heartbeat of a controller that is silent; None: it is not, or unknown."""
+
+
 class ClusterReads(ApiLookups):
-    """What a view of the cluster reads in addition to the objects in its snapshot, if it needs that."""
+    """Reads at the API server."""
 
     def __init__(self, client: KubeClient, namespace: str | None) -> None:
         """``namespace``: that of this controller, a standby of the leader; None: found by the heartbeat."""

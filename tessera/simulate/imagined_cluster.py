@@ -303,7 +303,7 @@ class ImaginedCluster:
         standing = self._possible()
         if self._mode is OfferMode.DISJOINT:
             chosen = self._disjoint.curate(queue, standing, wide)
-            self._planned = chosen.planned
+            self._planned = chosen.by_claim or {}
             self._publish(chosen.offers)
             return
         offers = self._curator.curate(self.fleet, demand_of(queue, wide), standing)

@@ -80,7 +80,7 @@ class MapCluster:
         """The cluster as the caches would have it."""
         claims, views, plans = ClaimIndex(DRIVER, self.situation.claims), NodeViews(DRIVER), {}
         for name, reports in self.reports.items():
-            raw = {"metadata": {"name": name}, **self.plans[name]}
+            raw = {**self.plans[name], "metadata": {"name": name, **self.plans[name].get("metadata", {})}}
             raw["status"] = {
                 "mode": "Planned",
                 "inventory": described(reports) if reports else "",
