@@ -28,7 +28,7 @@ from controller.explain.lacking_devices import Reasoning
 from controller.explain.lookups import ApiLookups
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason
-from controller.explain.situation import DisjointPlan, Lookups, Situation
+from controller.explain.situation import DisjointPlan, Lookups, NoLookups, Situation
 from controller.fence.configmap import read_fenced
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
