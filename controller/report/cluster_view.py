@@ -85,9 +85,10 @@ class ClusterView:
         """Why claims are pending, by key of the claim, or of the pod that lacks one."""
         if self.decided is not None:
             return self.decided
-        return reasons_in(self._situation())
+        return reasons_in(self.situation)
 
-    def _situation(self) -> Situation:
+    @cached_property
+    def situation(self) -> Situation:
         """The situation as far as it can be read; fence and heartbeat are read if they may matter."""
         devices, snapshot, reads = self.devices, self.snapshot, self.reads
         asked = reads if self.queue.pending else None

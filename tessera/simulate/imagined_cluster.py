@@ -16,6 +16,7 @@ import msgspec
 
 from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet import Fleet, FleetGpu
+from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.curation.curator import Curator
 from controller.curation.disjoint import DisjointCurator
 from controller.demand.demand import demand_of
@@ -87,7 +88,8 @@ class Content:
     """What a cluster has: ``claims`` with and without allocations; ``slices`` of other drivers.
 
     ``policies``: what the nodes publish that do not follow the controller's plans. ``rules`` taint devices.
-    ``offers`` are those of the real controller; None: it would first decide anew.
+    ``offers`` are those of the real controller; None: it would first decide anew. ``unreported`` are nodes whose GPUs
+    are not known.
     """
 
     fleet: Fleet = field(default_factory=Fleet)
@@ -99,6 +101,7 @@ class Content:
     mode: OfferMode = OfferMode.COUNTERS
     rules: tuple[DeviceTaintRule, ...] = ()
     offers: frozenset[Offer] | None = None
+    unreported: UnreportedNodes = ALL_REPORTED
 
 
 class ImaginedCluster:
@@ -294,7 +297,8 @@ class ImaginedCluster:
         needed = {key for pod in self._waiting for key in pod.claims}
         unallocated = (each for key, each in self._claims.items() if key in needed and each.status.allocation is None)
         nodes, classes = tuple(self._nodes.values()), tuple(self._classes.values())
-        state = ClusterState(self._index.view(unallocated), classes, tuple(self._waiting), nodes)
+        claims, pods = self._index.view(unallocated), tuple(self._waiting)
+        state = ClusterState(claims, classes, pods, nodes, taint_rules=self._rules)
         return Queue(state, self.fleet, self._matching, self._eligibility)
 
     def _decide(self, *, keep: bool = True, widened: Mapping[str, Nodes] | None = None) -> None:
@@ -334,7 +338,7 @@ class ImaginedCluster:
     def _reasons(self, pod: Pod) -> Iterable[Reason]:
         """The controller's reasons why the claims of ``pod`` are pending."""
         plan = DisjointPlan(self._planned, ()) if self._mode is OfferMode.DISJOINT else None
-        for key, reason in reasons_in(Situation(self._queue(), plan=plan)).items():
+        for key, reason in reasons_in(Situation(self._queue(), unreported=self._content.unreported, plan=plan)).items():
             if pod in reason.pending.pods and reason.code is not ReasonCode.WAITS:
                 yield Reason(key, reason.code.value, reason.sentence)
 

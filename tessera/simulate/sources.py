@@ -14,9 +14,10 @@ from controller.cluster.node_views import NodeView
 from controller.curation.offer_mode import decide_offer_mode
 from controller.demand.eligibility import CORDONED as NODE_CORDONED
 from controller.explain.availability import CORDONED
-from controller.report.cluster_view import ClusterView
+from controller.report.cluster_view import ClusterView, unreported_nodes
 from driver.errors import FatalError, UsageError
 from driver.kube.client import KubeClient
+from driver.kube.clock import Clock
 from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
 from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node
 from driver.model.gpu import MigMode
@@ -78,6 +79,7 @@ def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> Content:
         policies={each.name: policy for each in view.snapshot.views if (policy := _policy(each, view)) is not None},
         mode=decide_offer_mode("auto", int(minor[0]) if minor else None, view.snapshot.views).mode,
         rules=cluster.taint_rules,
+        unreported=replace(unreported_nodes(view.snapshot, Clock()), may_report=False),
         offers=frozenset(view.devices.offered),
     )
 
