@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
@@ -154,6 +154,7 @@ class Happened:
     resource: str
     namespace: str
     name: str
+    spec: Mapping[str, Any]
     line: bytes
 
 
@@ -238,14 +239,14 @@ class ObjectApi:
         with self._changed:
             self._version += 1
             event = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(self._version)}}}
-            self._tell(Route("", "", "", ""), json.dumps(event).encode())
+            self._tell_line(Route("", "", "", ""), {}, json.dumps(event).encode())
             return self._version
 
     def send_raw(self, line: bytes) -> None:
         """Every watch gets this line, once."""
         with self._changed:
             self._version += 1
-            self._tell(Route("", "", "", ""), line)
+            self._tell_line(Route("", "", "", ""), {}, line)
 
     def forget_history(self) -> None:
         """Watches from before now get 410 Gone, as after etcd's compaction."""
@@ -312,7 +313,7 @@ class ObjectApi:
                 for (resource, namespace), folder in sorted(self._folders.items())
                 if route.covers(resource, namespace)
                 for name in sorted(folder)
-                if selected(exchange, name, folder[name].get("spec", {}).get("driver"))
+                if selected(exchange, name, folder[name].get("spec") or {})
             ]
             start = int(exchange.query.get("continue", 0))
             end = start + min(self._page, int(exchange.query["limit"]))
@@ -339,7 +340,7 @@ class ObjectApi:
                 sent = until
                 over = len(self._ends) > ended or self._closed
             for event in fresh:
-                mine = route.covers(event.resource, event.namespace) and selected(exchange, event.name)
+                mine = route.covers(event.resource, event.namespace) and selected(exchange, event.name, event.spec)
                 if mine or not event.resource:
                     exchange.send_line(event.line)
             if over:
@@ -392,18 +393,22 @@ class ObjectApi:
             own["namespace"] = route.namespace
         item = {**body, "metadata": {**body["metadata"], **own, "resourceVersion": str(self._version)}}
         folder[route.name] = item
-        self._tell(route, json.dumps({"type": "MODIFIED" if known else "ADDED", "object": item}).encode())
+        self._tell(route, "MODIFIED" if known else "ADDED", item)
         return item
 
     def _drop(self, route: Route) -> Object:
         self._version += 1
         item = self._folders[route.resource, route.namespace].pop(route.name)
         gone = {**item, "metadata": {**item["metadata"], "resourceVersion": str(self._version)}}
-        self._tell(route, json.dumps({"type": "DELETED", "object": gone}).encode())
+        self._tell(route, "DELETED", gone)
         return gone
 
-    def _tell(self, route: Route, line: bytes) -> None:
-        self._events.append(Happened(self._version, route.resource, route.namespace, route.name, line))
+    def _tell(self, route: Route, kind: str, item: Object) -> None:
+        line = json.dumps({"type": kind, "object": item}).encode()
+        self._tell_line(route, item.get("spec") or {}, line)
+
+    def _tell_line(self, route: Route, spec: Mapping[str, Any], line: bytes) -> None:
+        self._events.append(Happened(self._version, route.resource, route.namespace, route.name, spec, line))
         self._changed.notify_all()
 
 
@@ -436,13 +441,18 @@ class SliceApi(ObjectApi):
         return super()._problem(command, known, body)
 
 
-def selected(exchange: Exchange, name: str, driver: str | None = None) -> bool:
-    """Whether the request's field selector means this object, by its name or, of a slice, by its driver."""
-    field, _, wanted = exchange.query.get("fieldSelector", "").partition("=")
-    selects = {"metadata.name": wanted == name}
-    if driver is not None:
-        selects |= {"spec.driver": wanted == driver, "spec.driver!": wanted != driver}
-    return selects.get(field, True)
+def selected(exchange: Exchange, name: str, spec: Mapping[str, Any]) -> bool:
+    """Whether the request's field selector means this object, by its name or, of a slice, by its driver and node."""
+    fields = {"metadata.name": name}
+    if "driver" in spec:
+        fields |= {"spec.driver": spec["driver"], "spec.nodeName": spec.get("nodeName", "")}
+    for term in exchange.query.get("fieldSelector", "").split(","):
+        field, _, value = term.partition("=")
+        if field in fields and fields[field] != value:
+            return False
+        if field.endswith("!") and fields.get(field[:-1]) == value:
+            return False
+    return True
 
 
 def wanted_object(command: str, route: Route, known: Object | None, body: Object) -> Object:
