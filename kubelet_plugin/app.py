@@ -39,9 +39,9 @@ from kubelet_plugin.health.monitor import HealthMonitor
 from kubelet_plugin.health.nvml_events import NvmlEventListener
 from kubelet_plugin.health.recorded_faults import HealthFile
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
-from kubelet_plugin.inventory.layouts import check_layouts, layout_warnings
+from kubelet_plugin.inventory.layouts import check_layouts, setting_warnings
 from kubelet_plugin.inventory.open_hardware import open_host, wait_for_driver
-from kubelet_plugin.inventory.scan import ScanLoop, Scanner, mig_warnings, names_of, share_warnings
+from kubelet_plugin.inventory.scan import ScanLoop, Scanner
 from kubelet_plugin.metrics.measurements import Measurements
 from kubelet_plugin.metrics.probes import (
     CDI_REASONS,
@@ -354,8 +354,7 @@ def _discover(scanner: Scanner, records: Iterable[ClaimRecord], settings: NodeSe
     products = ", ".join(sorted({gpu.product_name for gpu in gpus}))
     log.info("discovered GPUs", extra={"count": len(gpus), "products": products})
     check_layouts(settings.layout, settings.shares, gpus)
-    warnings = [*mig_warnings(settings.mig_gpus, gpus), *share_warnings(settings.shares, settings.shares_only, gpus)]
-    for warning in (*warnings, *layout_warnings(settings.layout, gpus, names_of(gpus))):
+    for warning in setting_warnings(settings, gpus):
         log.warning(warning)
     sharing = GpuSharing(settings.shares.of, settings.shares_only)
     return Inventory(gpus, number_gpus(gpus, kept), sharing, held_shares(records))

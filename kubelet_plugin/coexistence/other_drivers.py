@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
@@ -21,6 +20,7 @@ from driver.kube.watch_cache import WatchCache
 from driver.model.gpu import Gpu
 from kubelet_plugin.changes import NodeChange, NodeChanges, NodeEventSink
 from kubelet_plugin.inventory.inventory import Inventory
+from kubelet_plugin.inventory.scan import Scanner
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.upgrade.instance_lock import is_listening
 
@@ -173,12 +173,6 @@ class GpuReservations:
         return not self.known or gpu.uuid in self.owners
 
 
-class ExcludedGpus(Protocol):
-    """The GPUs that ``--exclude-gpus`` leaves to other drivers (``Scanner``)."""
-
-    excluded_count: int
-
-
 class OtherDriverWatch:
     """Sets the GPUs that are reserved for other drivers, in ``reservations`` and in the inventory."""
 
@@ -188,14 +182,14 @@ class OtherDriverWatch:
         settings: NodeSettings,
         reservations: GpuReservations,
         inventory: Inventory,
-        excluded: ExcludedGpus,
+        scanner: Scanner,
         changes: NodeChanges,
         events: NodeEventSink,
     ) -> None:
         self._client = client
         self._node, self._driver = settings.node_name, settings.driver_name
         self._kubelet_dir, self._trusting = settings.kubelet_dir, settings.neighbours == "exclude"
-        self._reservations, self._inventory, self._excluded = reservations, inventory, excluded
+        self._reservations, self._inventory, self._scanner = reservations, inventory, scanner
         self._changes, self._events = changes, events
         self._reported: dict[str, str] = {}
         self._object = Node(Metadata(self._node))
@@ -268,7 +262,7 @@ class OtherDriverWatch:
     def _apply(self, signs: NodeSigns) -> None:
         ours = [gpu.uuid for gpu in self._inventory.gpus]
         drivers = find_other_drivers(signs, self._driver)
-        owners = owners_of(drivers, ours, self._excluded.excluded_count, trusting=self._trusting)
+        owners = owners_of(drivers, ours, self._scanner.excluded_count, trusting=self._trusting)
         messages = {
             driver.name: advice(driver, list(owners.values()).count(driver), len(ours), trusting=self._trusting)
             for driver in drivers

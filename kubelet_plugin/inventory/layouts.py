@@ -1,4 +1,7 @@
-"""The disjoint offers of a node without controller: full GPUs, shares, or the partitions that ``--layout`` names."""
+"""The disjoint offers of a node without controller: full GPUs, shares, or the partitions that ``--layout`` names.
+
+Also what is wrong with settings that name GPUs.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from functools import lru_cache
 
 from driver.config.suggestions import meant
 from driver.errors import UsageError
-from driver.model.device import Device
+from driver.model.device import MOST_SHARES, Device
 from driver.model.gpu import Gpu
-from driver.model.gpu_selection_and_share_counts import NO_LAYOUTS, Layouts, ShareCounts
+from driver.model.gpu_selection_and_share_counts import FEWEST_SHARES, NO_LAYOUTS, Layouts, ShareCounts
 from driver.model.offer import DeviceKind, OfferKind, Spot
 from driver.placement.occupancy import GpuState
+from kubelet_plugin.settings import NodeSettings
 
 
 def standalone_offers(gpu: Gpu, devices: Sequence[Device], layouts: Layouts = NO_LAYOUTS) -> Iterable[Device]:
@@ -78,14 +82,33 @@ def _impossible(gpu: Gpu, profiles: Sequence[str], shares: ShareCounts) -> str |
     return f"these partitions do not fit together, accepted would be {','.join(fitting)}"
 
 
-def layout_warnings(layouts: Layouts, gpus: Sequence[Gpu], gpu_names: str) -> Iterator[str]:
-    """One line for each layout without effect; ``gpu_names`` names the GPUs that are there."""
+def setting_warnings(settings: NodeSettings, gpus: Sequence[Gpu]) -> Iterator[str]:
+    """One line for each setting without effect: of an unknown GPU, shares without a number, a layout without MIG."""
     products = sorted({gpu.product_name for gpu in gpus})
-    for name in layouts.unmatched(gpus):
-        yield f"--layout {name}: no GPU here has that name{gpu_names}{meant(name, products)}"
+    unmatched = {
+        "--mig-gpus": settings.mig_gpus.unmatched(gpus),
+        "--shares": settings.shares.unmatched(gpus),
+        "--shares-only": settings.shares_only.unmatched(gpus),
+        "--layout": settings.layout.unmatched(gpus),
+    }
+    for flag, names in unmatched.items():
+        for name in names:
+            suggestion = meant(name, products) if flag in ("--shares", "--layout") else ""
+            yield f"{flag} {name}: no GPU here has that name{_names_of(gpus)}{suggestion}"
     for gpu in gpus:
-        if layouts.of(gpu) and not gpu.toggles_freely and not gpu.mig_mode.in_force:
+        where = f"GPU {gpu.index} ({gpu.product_name}, {gpu.uuid})"
+        if gpu in settings.shares_only and not settings.shares.of(gpu):
             yield (
-                f"--layout: GPU {gpu.index} ({gpu.product_name}, {gpu.uuid}) is not in MIG mode, which takes a reset "
-                f"to change: add it to --mig-gpus"
+                f"--shares-only: {where} has no number of shares: set --shares {gpu.index}=R, "
+                f"R from {FEWEST_SHARES} to {MOST_SHARES}"
             )
+        if settings.layout.of(gpu) and not gpu.toggles_freely and not gpu.mig_mode.in_force:
+            yield f"--layout: {where} is not in MIG mode, which takes a reset to change: add it to --mig-gpus"
+
+
+def _names_of(gpus: Sequence[Gpu]) -> str:
+    """``; there are NVIDIA L4 (0, 1), ...``: the GPUs by product, with their indices."""
+    indices: dict[str, list[str]] = {}
+    for gpu in gpus:
+        indices.setdefault(gpu.product_name, []).append(str(gpu.index))
+    return "; there are " + (", ".join(f"{name} ({', '.join(at)})" for name, at in sorted(indices.items())) or "none")

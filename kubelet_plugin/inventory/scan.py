@@ -1,8 +1,8 @@
 """Periodic scans of the hardware, so that changes made outside Tessera are published within seconds.
 
 A timer and NVML events start a scan. A separate thread receives the events (``health.nvml_events``), so that a GPU that
-hangs during a scan delays no event. A scan only reads, except that it requests MIG mode on the GPUs
-that settings name for MIG. Also warnings about settings that match no GPU.
+hangs during a scan delays no event. A scan only reads, except that it requests MIG mode on the GPUs that settings name
+for MIG.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from driver.config.suggestions import meant
 from driver.errors import RecoverableError
 from driver.hardware.node_gpus import GpuFault, Host
 from driver.kube.work_loop import GiveWay, at_once
-from driver.model.device import MOST_SHARES, Device
+from driver.model.device import Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement
 from driver.model.gpu_health import GpuEvent
-from driver.model.gpu_selection_and_share_counts import FEWEST_SHARES, GpuSelection, ShareCounts
 from kubelet_plugin.changes import NodeChange, NodeChanges, NodeEventSink
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.published_devices import ForeignPartitions
@@ -214,35 +212,3 @@ def _device_of(inventory: Inventory, gpu: Gpu, partition: Partition) -> Device |
         if same_placement and device.profile is not None and device.profile.id == partition.profile_id:
             return device
     return None
-
-
-def share_warnings(shares: ShareCounts, shares_only: GpuSelection, gpus: Sequence[Gpu]) -> list[str]:
-    """One line for each setting without effect: an unknown GPU, or shares only without a number of shares."""
-    gpu_names = names_of(gpus)
-    products = sorted({gpu.product_name for gpu in gpus})
-    return [
-        *(
-            f"--shares {name}: no GPU here has that name{gpu_names}{meant(name, products)}"
-            for name in shares.unmatched(gpus)
-        ),
-        *(f"--shares-only {name}: no GPU here has that name{gpu_names}" for name in shares_only.unmatched(gpus)),
-        *(
-            f"--shares-only: GPU {gpu.index} ({gpu.product_name}, {gpu.uuid}) has no number of shares: "
-            f"set --shares {gpu.index}=R, R from {FEWEST_SHARES} to {MOST_SHARES}"
-            for gpu in gpus
-            if gpu in shares_only and not shares.of(gpu)
-        ),
-    ]
-
-
-def mig_warnings(mig_gpus: GpuSelection, gpus: Sequence[Gpu]) -> list[str]:
-    """One line for each entry of ``--mig-gpus`` that matches no GPU."""
-    return [f"--mig-gpus {name}: no GPU here has that name{names_of(gpus)}" for name in mig_gpus.unmatched(gpus)]
-
-
-def names_of(gpus: Sequence[Gpu]) -> str:
-    """``; there are NVIDIA L4 (0, 1), ...``: the GPUs by product, with their indices."""
-    indices: dict[str, list[str]] = {}
-    for gpu in gpus:
-        indices.setdefault(gpu.product_name, []).append(str(gpu.index))
-    return "; there are " + (", ".join(f"{name} ({', '.join(at)})" for name, at in sorted(indices.items())) or "none")

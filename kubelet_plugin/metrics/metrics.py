@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -20,13 +19,12 @@ from prometheus_client.registry import Collector
 from driver.common_metrics import METRICS_PATH, SECONDS, ApiMetrics, metrics_page, process_registry
 from driver.http import Page
 from driver.kube.types import Claim
-from driver.model.device import Device
 from driver.model.gpu_health import ConditionType
 from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.context import PluginContext
 from kubelet_plugin.claims.steps import Step
-from kubelet_plugin.health.monitor import GPU_UNHEALTHY
+from kubelet_plugin.health.monitor import GPU_UNHEALTHY, HealthMonitor
 from kubelet_plugin.health.recorded_faults import FaultKind
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.metrics.measurements import DEFECT, FAILURES, LOCK_FAILURE, Measurements, failure_kind
@@ -102,7 +100,6 @@ class Metrics(Measurements):
 
     @contextmanager
     def measure(self, verb: str, claim: ClaimReference) -> Iterator[None]:
-        """Measure a prepare or unprepare inside the block, and count its failure."""
         observe, started = self._calls[verb], time.perf_counter()
         try:
             yield
@@ -117,7 +114,6 @@ class Metrics(Measurements):
             self._ready(max(0.0, self._now() - created))
 
     def claim_read(self, claim: Claim) -> None:
-        """Remember when a claim was created, unless the plugin has reported a device of it before."""
         uid, created = claim.metadata.uid, claim.metadata.creation_timestamp
         if created is not None and uid not in self._created:
             self._created[uid] = None if claim.status.devices else datetime.fromisoformat(created).timestamp()
@@ -136,23 +132,19 @@ class Metrics(Measurements):
         self._steps[step](seconds)
 
     def slices_written(self, slices: int, seconds: float) -> None:
-        """Count ``slices`` that were written or deleted in ``seconds``."""
         self._writes.inc(slices)
         self._publish.observe(seconds)
 
     def count_orphan(self, kind: str) -> None:
-        """Count an orphan that was handled: ``claim``, ``cdi-spec`` or ``record``."""
         self._orphans.labels(kind).inc()
 
     def count_event(self, reason: str) -> None:
-        """Count the repair or failure that an Event with this reason reports."""
         if reason in REPAIRS:
             self._repairs.labels(REPAIRS[EventReason(reason)]).inc()
         elif reason in EVENT_FAILURES:
             self._count_failure(EVENT_FAILURES[reason])
 
     def pages(self) -> Mapping[str, Page]:
-        """The HTTP pages to serve, by path."""
         return {METRICS_PATH: metrics_page(self.registry)}
 
     def _count_failure(self, kind: str) -> None:
@@ -160,16 +152,6 @@ class Metrics(Measurements):
 
 
 FAULT_KINDS = (*(kind.value for kind in FaultKind), *(kind.value for kind in ConditionType), "cordoned")
-
-
-class NodeHealth(Protocol):
-    """The health of the node's devices (``HealthMonitor``)."""
-
-    def unhealthy_reason(self, device: Device) -> str | None:
-        """Why ``device`` is not healthy, or None."""
-
-    def faults_by_kind(self) -> Mapping[str, int]:
-        """The number of faults of each kind."""
 
 
 class NodeGauges(Collector):
@@ -182,7 +164,7 @@ class NodeGauges(Collector):
         self,
         node: PluginContext,
         published: Callable[[], set[str]],
-        health: NodeHealth,
+        health: HealthMonitor,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._node, self._published, self._health, self._now = node, published, health, now

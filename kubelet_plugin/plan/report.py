@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from driver.kube.types import GpuNodePlan
 from driver.model.device import Device
 from driver.model.offer import Offer
 from driver.model.plan import OfferMode, PlanMode, PlanStatus, Summary, described, line
 from driver.slices.kept_fields import KeptFields
+from kubelet_plugin.health.monitor import HealthMonitor
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.plan.follower import PlanFollower, Publication
 from kubelet_plugin.plan.instructions import Instructions
 
 
-class ClearableFaults(Protocol):
-    """The faults that operators can clear."""
-
-    def describe_faults(self) -> tuple[str, ...]:
-        """One line for each fault."""
-
-
 class PlanReport:
-    """Thread-safe."""
+    """Thread-safe. ``health`` has the faults that operators can clear."""
 
     def __init__(
         self,
@@ -31,10 +24,10 @@ class PlanReport:
         inventory: Inventory,
         instructions: Instructions,
         fields: KeptFields,
-        faults: ClearableFaults | None = None,
+        health: HealthMonitor | None = None,
     ) -> None:
         self._follower, self._inventory, self._instructions = follower, inventory, instructions
-        self._fields, self._faults = fields, faults
+        self._fields, self._health = fields, health
 
     def status(self) -> PlanStatus:
         """The status of the plan object."""
@@ -49,7 +42,7 @@ class PlanReport:
             gpus=tuple(line(state) for state in states),
             inventory=described(states),
             refused=tuple(self._refused(plan, publication)) if plan is not None and is_followed else (),
-            faults=self._faults.describe_faults() if self._faults is not None else (),
+            faults=self._health.describe_faults() if self._health is not None else (),
             offer_mode=publication.offer_mode,
             dropped=self._fields.dropped,
             left_out=publication.left_out,

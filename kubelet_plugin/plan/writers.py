@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import msgspec
 
@@ -15,6 +14,8 @@ from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.plan import API_VERSION, FENCE, KIND, PATH, PlanStatus
 from driver.slices.pool_names import Pool
 from kubelet_plugin.plan.instructions import Instructions
+from kubelet_plugin.plan.mode import ModeChoice
+from kubelet_plugin.plan.report import PlanReport
 
 STATUS_COALESCE_SECONDS, RELEASE_COALESCE_SECONDS = 0.5, 0.05
 
@@ -24,12 +25,6 @@ claims and slices."""
 
 CREATE_INTERVAL_SECONDS = 30.0
 """Time until a node that may not create its plan tries again."""
-
-
-class StatusReport(Protocol):
-    """The source of the plan's status."""
-
-    def status(self) -> PlanStatus: ...
 
 
 class PlanStatusWriter:
@@ -44,7 +39,7 @@ class PlanStatusWriter:
         client: KubeClient,
         node: str,
         instructions: Instructions,
-        report: StatusReport,
+        report: PlanReport,
         clock: Callable[[], float] = time.monotonic,
         loop: MakeLoop = Loop,
     ) -> None:
@@ -94,13 +89,6 @@ def _urgent(uid: str, status: PlanStatus) -> tuple[object, ...]:
     return uid, status.epoch, *modes, status.inventory, status.faults
 
 
-class UnplannedEpoch(Protocol):
-    """Whether the node follows plans."""
-
-    def unplanned_epoch(self) -> str | None:
-        """The epoch in which the node follows no plan; None while it does."""
-
-
 class FenceRelease:
     """Releases the controller's fence around this node's devices when the node becomes standalone or complete.
 
@@ -108,9 +96,7 @@ class FenceRelease:
     them, and no controller would release the fence. Call ``notify`` when the mode has changed.
     """
 
-    def __init__(
-        self, client: KubeClient, namespace: str, pool: Pool, mode: UnplannedEpoch, loop: MakeLoop = Loop
-    ) -> None:
+    def __init__(self, client: KubeClient, namespace: str, pool: Pool, mode: ModeChoice, loop: MakeLoop = Loop) -> None:
         self._client = client
         self._path = f"/api/v1/namespaces/{namespace}/configmaps/{FENCE}"
         self._pool = pool

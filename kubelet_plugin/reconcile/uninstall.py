@@ -10,11 +10,11 @@ import logging
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from driver.errors import StateError
 from kubelet_plugin.cdi.spec import CdiDirectory
 from kubelet_plugin.checkpoint.records import Checkpoint
+from kubelet_plugin.plan.instructions import WatchedInstructions
 
 log = logging.getLogger(__name__)
 
@@ -22,20 +22,13 @@ FILES = ("plan.json", "usage.json", "health.json", "health.json.damaged-*", "*.t
 """Files in the state directory; the lock last."""
 
 
-class UninstallAnnouncement(Protocol):
-    """What the heartbeat Lease says (``WatchedInstructions``)."""
-
-    def uninstalling(self) -> bool:
-        """Whether Tessera is being uninstalled."""
-
-
 class Uninstall:
     """What an uninstallation that was announced means for this node."""
 
     def __init__(
-        self, announcement: UninstallAnnouncement, checkpoint: Checkpoint, cdi: CdiDirectory, state_dir: Path
+        self, instructions: WatchedInstructions, checkpoint: Checkpoint, cdi: CdiDirectory, state_dir: Path
     ) -> None:
-        self._announcement = announcement
+        self._instructions = instructions
         self._checkpoint = checkpoint
         self._cdi = cdi
         self._state_dir = state_dir
@@ -43,7 +36,7 @@ class Uninstall:
 
     def due(self) -> bool:
         """Whether the node publishes no slices any more. Devices of held claims have to stay in them until then."""
-        if not self._announcement.uninstalling():
+        if not self._instructions.uninstalling():
             self._logged = False
             return False
         held = len(self._checkpoint.records()) + len(self._checkpoint.unrecorded)

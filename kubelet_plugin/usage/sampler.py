@@ -17,7 +17,7 @@ from driver.model.offer import DeviceKind
 from driver.model.usage import UsageReading, UsageTarget, UsageTotals
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.claims.context import PluginContext
-from kubelet_plugin.usage.labels import ClaimLabels, reading_of_share
+from kubelet_plugin.usage.labels import ClaimLabels, ClaimsAndPods, reading_of_share
 from kubelet_plugin.usage.totals import TotalsFile
 
 log = logging.getLogger(__name__)
@@ -78,16 +78,6 @@ Key = tuple[str, str]
 """Uid of a claim and name of one of its devices."""
 
 
-class ClaimLookup(Protocol):
-    """What is known of a claim outside this node's records (``ClaimsAndPods``)."""
-
-    def read_labels(self, record: ClaimRecord) -> ClaimLabels:
-        """Read the claim of ``record``. Raises ApiError."""
-
-    def pod_of_process(self, pid: int) -> str | None:
-        """The uid of the pod of a process; None without one, or if the process has ended."""
-
-
 class UsageFollower(Protocol):
     """A part that acts on every round of samples."""
 
@@ -102,7 +92,7 @@ class UsageSampler:
         self,
         context: PluginContext,
         reader: UsageReader,
-        claims: ClaimLookup,
+        claims: ClaimsAndPods,
         totals_file: TotalsFile,
         interval_seconds: float,
         follower: UsageFollower,

@@ -8,8 +8,7 @@ import pytest
 
 from driver.errors import UsageError
 from driver.model.gpu import Gpu
-from driver.model.gpu_selection_and_share_counts import GpuSelection, ShareCounts
-from kubelet_plugin.inventory.scan import mig_warnings, share_warnings
+from kubelet_plugin.inventory.layouts import setting_warnings
 from kubelet_plugin.settings import node_settings
 from tests.support.gpus import H100, gpu_of
 
@@ -110,7 +109,7 @@ def test_the_more_exact_name_decides_how_many_shares_a_gpu_has(text: str, expect
 
 def warnings(shares: str, shares_only: str = "") -> list[str]:
     gpus = [gpu_of(minor=0), gpu_of(minor=1), gpu_of("NVIDIA L4", minor=2)]
-    return share_warnings(ShareCounts.parse(shares), GpuSelection.parse(shares_only), gpus)
+    return list(setting_warnings(node_settings(node_name="n", shares=shares, shares_only=shares_only), gpus))
 
 
 def test_names_that_match_no_gpu_are_told_with_those_that_are_there() -> None:
@@ -125,8 +124,9 @@ def test_names_that_match_no_gpu_are_told_with_those_that_are_there() -> None:
 def test_a_gpu_for_mig_that_is_not_there_is_told_with_those_that_are() -> None:
     gpus = [gpu_of(minor=0), gpu_of("NVIDIA L4", minor=1)]
     there = f"there are {H100} (0), NVIDIA L4 (1)"
-    assert mig_warnings(GpuSelection.parse("0,9"), gpus) == [f"--mig-gpus 9: no GPU here has that name; {there}"]
-    assert mig_warnings(GpuSelection.parse("all,GPU-1"), gpus) == []
+    wrong, right = node_settings(node_name="n", mig_gpus="0,9"), node_settings(node_name="n", mig_gpus="all,GPU-1")
+    assert list(setting_warnings(wrong, gpus)) == [f"--mig-gpus 9: no GPU here has that name; {there}"]
+    assert list(setting_warnings(right, gpus)) == []
 
 
 def test_only_shares_on_a_gpu_without_a_number_of_shares_is_told() -> None:

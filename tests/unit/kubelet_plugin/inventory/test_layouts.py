@@ -10,7 +10,8 @@ from driver.errors import UsageError
 from driver.model.device import devices_of
 from driver.model.gpu import Gpu, MigMode
 from driver.model.gpu_selection_and_share_counts import Layouts, ShareCounts
-from kubelet_plugin.inventory.layouts import check_layouts, layout_warnings, standalone_offers
+from kubelet_plugin.inventory.layouts import check_layouts, setting_warnings, standalone_offers
+from kubelet_plugin.settings import node_settings
 from tests.support.gpus import H100, gpu_of
 
 A100 = replace(gpu_of("NVIDIA A100-SXM4-40GB"), mig_mode=MigMode.ENABLED)
@@ -62,8 +63,8 @@ def test_a_layout_that_a_gpu_can_not_have_is_refused_with_what_would_be_accepted
 
 def test_a_layout_without_effect_is_told() -> None:
     waiting = replace(A100, mig_mode=MigMode.DISABLED)
-    found = [*layout_warnings(Layouts.parse("all=1g.5gb;7=1g.5gb"), [waiting], "; there are some")]
+    found = [*setting_warnings(node_settings(node_name="n", layout="all=1g.5gb;7=1g.5gb"), [waiting])]
     name = f"GPU 0 ({waiting.product_name}, GPU-0)"
-    assert found[0] == "--layout 7: no GPU here has that name; there are some"
+    assert found[0] == f"--layout 7: no GPU here has that name; there are {waiting.product_name} (0)"
     assert found[1].startswith(f"--layout: {name} is not in MIG mode, which takes a reset to change: add it to --mig-g")
     assert len(found) == 2

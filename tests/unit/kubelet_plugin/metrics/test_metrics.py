@@ -36,7 +36,7 @@ SMALL, OTHER, FULL = "gpu-0-mig-1g10gb-0", "gpu-0-mig-1g10gb-1", "gpu-1"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
 
 
-Sources = tuple[PluginContext, Callable[[], set[str]], "Measured"]
+Sources = tuple[PluginContext, Callable[[], set[str]], Any]
 """What the gauges are computed from."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,8 @@ class Node:
 
     def __post_init__(self) -> None:
         pool = Pool("node-a", "gpu.tessera.dev")
-        self.fence = FenceRelease(self.api.server.client(), "tessera", pool, self)
+        mode: Any = self
+        self.fence = FenceRelease(self.api.server.client(), "tessera", pool, mode)
 
     def unplanned_epoch(self) -> str | None:
         return self.epoch
@@ -97,7 +99,8 @@ class Reporting:
     def __post_init__(self) -> None:
         client, changes = self.api.server.client(), NodeChanges()
         self.plans = WatchedInstructions(client, "tessera", "node-a", CURATED, changes)
-        self.writer = PlanStatusWriter(client, "node-a", self.plans, self)
+        report: Any = self
+        self.writer = PlanStatusWriter(client, "node-a", self.plans, report)
         changes.subscribe(NodeChange.PLAN, self.writer.notify)
 
     def status(self) -> PlanStatus:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -57,13 +58,14 @@ class Node:
     def start(self) -> None:
         """A new process of the plugin."""
         context = self.node.node
+        parts: Any = self
         self.sampler = UsageSampler(
             context,
             UsageReader(self.node.simulated.nvml, self.time),
-            self,
+            parts,
             TotalsFile(self.root / "state", "boot"),
             INTERVAL,
-            self,
+            parts,
             self.time,
         )
         self.registry = CollectorRegistry()
