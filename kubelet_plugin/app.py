@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
+from driver.clock import Clock
 from driver.hardware.host_paths import boot_id
 from driver.http import Check
 from driver.kube.client import KubeClient, load_configuration
-from driver.kube.clock import Clock
 from driver.kube.events import Recorder
 from driver.kube.types import Claim
 from driver.model.device import number_gpus

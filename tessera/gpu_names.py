@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from driver.clock import read_time
 from driver.errors import StateError, UsageError
-from driver.kube.types import GpuNodePlan, ResourceSlice, SliceDevice
-from driver.model.gpu_health import ConditionType, read_time
+from driver.kube.slice_types import ResourceSlice, SliceDevice
+from driver.kube.types import GpuNodePlan
+from driver.model.gpu_health import ConditionType
 from driver.model.plan import ClearedFaults, GpuReport, states_of
 from driver.slices.build import UNHEALTHY
 

@@ -20,6 +20,7 @@ from controller.cluster.node_views import Changes, NodeView, NodeViews, PoolPart
 from controller.cluster.optional_resources import OptionalCache, device_taint_rules, pod_groups
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP
+from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import (
     Allocation,
     Claim,
@@ -34,7 +35,6 @@ from driver.kube.types import (
     NodeSelector,
     Pod,
     Reference,
-    ResourceSlice,
     Result,
 )
 from driver.kube.watch_cache import Change, WatchCache

@@ -18,8 +18,8 @@ from controller.explain.workload_reasons import WorkloadReasons
 from controller.fence.fence import Fence
 from controller.report.cluster_view import ClusterView
 from controller.settings import ControllerSettings
+from driver.clock import Clock
 from driver.kube.client import KubeClient
-from driver.kube.clock import Clock
 from driver.kube.events import Recorder
 
 if TYPE_CHECKING:

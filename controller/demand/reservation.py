@@ -15,7 +15,7 @@ from typing import NamedTuple
 from controller.cluster.fleet import Fleet
 from controller.demand.device_search import Budget, choose_devices
 from controller.demand.pending_claims import Queue
-from driver.kube.clock import Clock
+from driver.clock import Clock
 from driver.kube.types import Key, Pod
 
 WAIT_SECONDS = 120.0

@@ -15,7 +15,7 @@ from controller.demand.eligibility import BLOCKING, Excluded, tolerated
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import DeviceRequest, Refusal
 from controller.demand.selected_devices import Failure, Matches, Selector
-from driver.kube.types import DeviceTaintRule
+from driver.kube.slice_types import DeviceTaintRule
 from driver.model.gpu import MigMode
 from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind
 from driver.slices.pool_names import Pool

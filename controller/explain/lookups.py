@@ -7,7 +7,8 @@ import msgspec
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP, DevicesByNode, read_all
-from driver.kube.types import Key, Pod, ResourceSlice, Struct
+from driver.kube.slice_types import ResourceSlice
+from driver.kube.types import Key, Pod, Struct
 
 
 class EventMessage(Struct, frozen=True):

@@ -32,7 +32,7 @@ from controller.explain.scheduler_reports import (
 )
 from controller.explain.sentences import failing
 from controller.explain.situation import Lookups, Situation
-from driver.kube.clock import Clock, seconds_time
+from driver.clock import Clock, seconds_time
 from driver.kube.reads import DevicesByNode
 from driver.kube.types import Condition, ExactDeviceRequest, Pod
 from driver.model.device import Device

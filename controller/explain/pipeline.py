@@ -29,7 +29,7 @@ from controller.explain.situation import Situation
 from controller.explain.unplaced_pods import UnplacedPods
 from controller.explain.waiting_claims import reason_of_disjoint, waits
 from controller.explain.waiting_gangs import reasons_of_incomplete
-from driver.kube.clock import Clock
+from driver.clock import Clock
 
 SHOWN_AGE = timedelta(seconds=5)
 """Age of a kept reason from which on people are told when it was found."""

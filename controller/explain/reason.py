@@ -13,7 +13,7 @@ from controller.demand.eligibility import Eligibility
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.pending_claims import PendingClaim
 from controller.demand.requirements import ClaimRequirements
-from driver.kube.clock import seconds_time
+from driver.clock import seconds_time
 from driver.kube.types import Key, Metadata
 
 MAX_KNOWN = 1024

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from controller.demand.pending_claims import Queue
 from controller.explain.reason import OF_THE_POD, ClaimReason, ReasonCode
-from driver.kube.clock import Clock
+from driver.clock import Clock
 from driver.kube.types import Condition, Pod
 
 SILENT_SECONDS = 2.0

@@ -19,7 +19,7 @@ from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.scheduler_reports import SchedulerActivity, age_of, no_report, report_of, reported
 from controller.explain.sentences import only_elsewhere
 from controller.explain.situation import Lookups, Situation
-from driver.kube.clock import Clock
+from driver.clock import Clock
 from driver.kube.types import Claim, ClaimSpec, DeviceClaim, Key, Metadata, Pod, PodResourceClaim
 
 T = TypeVar("T")

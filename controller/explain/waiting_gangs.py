@@ -8,7 +8,7 @@ from controller.demand.gangs import Gang
 from controller.demand.pending_claims import Queue
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.scheduler_reports import age_of
-from driver.kube.clock import Clock
+from driver.clock import Clock
 from driver.kube.types import Pod
 
 GRACE_SECONDS = 2.0

@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
 from controller.cluster.claim_index import PoolDevice
+from driver.clock import Clock
 from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient, Object
-from driver.kube.clock import Clock
 from driver.model.plan import FENCE
 
 log = logging.getLogger(__name__)

@@ -39,9 +39,9 @@ from controller.cluster.claim_index import PoolDevice
 from controller.fence.canary import Canary
 from controller.fence.configmap import FencedDevices
 from controller.steps import Observer, Step
+from driver.clock import Clock
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
-from driver.kube.clock import Clock
 from driver.model.plan import FENCE
 from driver.steps import observed, unobserved
 

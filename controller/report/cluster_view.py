@@ -30,9 +30,9 @@ from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason
 from controller.explain.situation import DisjointPlan, Lookups, NoLookups, Situation
 from controller.fence.configmap import read_fenced
+from driver.clock import Clock
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError
 from driver.kube.client import KubeClient
-from driver.kube.clock import Clock
 from driver.kube.controller_heartbeat import LastHeartbeat, last_heartbeat
 from driver.kube.watch_cache import MALFORMED
 from driver.model.plan import OfferMode

@@ -15,7 +15,7 @@ from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
 from controller.explain.reason import OF_THE_POD, ClaimReason
 from controller.explain.unplaced_pods import AllocatedPods
 from controller.report.cluster_view import ClusterView
-from driver.kube.clock import Clock
+from driver.clock import Clock
 from driver.kube.types import Claim, Key, Pod
 
 NOT_PREPARED = "NotPrepared"

@@ -34,7 +34,7 @@ from driver.config.shared_flags import ListenAddress
 from driver.errors import ApiError, EnvironmentFault, TesseraError
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP, read_all
-from driver.kube.types import ResourceSlice
+from driver.kube.slice_types import ResourceSlice
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
+from driver.clock import Clock, micro_time
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, Object
-from driver.kube.clock import Clock, micro_time
 from driver.kube.lease import Lease, LeaseSpec, lease_object, leases
 from driver.kube.reads import page_reader, pages, read_all
 from driver.kube.watch_cache import Change, WatchCache

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
+from driver.clock import Clock, seconds_time
 from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient, Object
-from driver.kube.clock import Clock, seconds_time
 from driver.kube.types import Reference
 from driver.kube.work_loop import Backoff
 

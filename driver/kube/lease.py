@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from driver.clock import Clock, micro_time
 from driver.errors import CONFLICT, NOT_FOUND, ApiError, UsageError
 from driver.kube.client import KubeClient, Object
-from driver.kube.clock import Clock, micro_time
 from driver.kube.types import ObjectMeta
 
 log = logging.getLogger(__name__)

@@ -116,6 +116,19 @@ class DeviceSelector(Struct, frozen=True):
     cel: Cel | None = None
 
 
+class Taint(Struct, frozen=True):
+    """A taint of a node or of a device."""
+
+    key: str
+    effect: str
+    value: str = ""
+
+    @property
+    def text(self) -> str:
+        """``KEY=VALUE:EFFECT``, as kubectl writes it."""
+        return f"{self.key}{f'={self.value}' if self.value else ''}:{self.effect}"
+
+
 class Toleration(Struct, frozen=True):
     """A toleration of a pod for nodes, or of a request for devices."""
 
@@ -421,133 +434,34 @@ class PodGroup(Struct, frozen=True):
         return gang.min_count if gang is not None and not placed else 0
 
 
-class Taint(Struct, frozen=True):
-    key: str
-    effect: str
-    value: str = ""
-
-    @property
-    def text(self) -> str:
-        """``KEY=VALUE:EFFECT``, as kubectl writes it."""
-        return f"{self.key}{f'={self.value}' if self.value else ''}:{self.effect}"
-
-
 class NodeSpec(Struct, frozen=True):
     taints: tuple[Taint, ...] = ()
     unschedulable: bool = False
 
 
-class NodeStatus(Struct, frozen=True):
-    """``allocatable`` has quantities by resource name."""
+class NodeSystemInfo(Struct, frozen=True):
+    """What is the same on all nodes of a kind."""
 
+    architecture: str = ""
+    operating_system: str = ""
+    kernel_version: str = ""
+    os_image: str = msgspec.field(default="", name="osImage")
+    container_runtime_version: str = ""
+    kubelet_version: str = ""
+
+
+class NodeStatus(Struct, frozen=True):
+    """``capacity`` and ``allocatable`` have quantities by resource name."""
+
+    capacity: dict[str, str] = {}
     allocatable: dict[str, str] = {}
+    node_info: NodeSystemInfo = NodeSystemInfo()
 
 
 class Node(Struct, frozen=True):
     metadata: Metadata
     spec: NodeSpec = NodeSpec()
     status: NodeStatus = NodeStatus()
-
-
-class DeviceAttribute(Struct, frozen=True):
-    """The value of an attribute; at most one field is set."""
-
-    integer: int | None = msgspec.field(default=None, name="int")
-    string: str | None = None
-    boolean: bool | None = msgspec.field(default=None, name="bool")
-
-
-class DeviceAttributes(Struct, frozen=True):
-    """The attributes that are read from slices; each is None if the device does not have it."""
-
-    uuid: DeviceAttribute | None = None
-    parent_uuid: DeviceAttribute | None = msgspec.field(default=None, name="parentUUID")
-    shares: DeviceAttribute | None = None
-    simulated: DeviceAttribute | None = None
-    pcie_root: DeviceAttribute | None = msgspec.field(default=None, name="resource.kubernetes.io/pcieRoot")
-    pci_bus_id: DeviceAttribute | None = msgspec.field(default=None, name="resource.kubernetes.io/pciBusID")
-
-
-class DeviceTaint(Struct, frozen=True):
-    key: str
-    value: str = ""
-    time_added: str = ""
-
-
-class DeviceTaintSelector(Struct, frozen=True):
-    """The devices of a rule; an absent field selects all."""
-
-    driver: str | None = None
-    pool: str | None = None
-    device: str | None = None
-
-
-class DeviceTaintRuleSpec(Struct, frozen=True):
-    taint: Taint
-    device_selector: DeviceTaintSelector | None = None
-
-
-class DeviceTaintRule(Struct, frozen=True):
-    metadata: Metadata
-    spec: DeviceTaintRuleSpec
-
-    def selects(self, driver: str, pool: str, device: str) -> bool:
-        """Whether the rule gives its taint to that device."""
-        wanted = self.spec.device_selector
-        if wanted is None:
-            return False
-        pairs = ((wanted.driver, driver), (wanted.pool, pool), (wanted.device, device))
-        return all(value is None or value == found for value, found in pairs)
-
-
-class SliceDevice(Struct, frozen=True):
-    """A device in a ResourceSlice."""
-
-    name: str
-    attributes: DeviceAttributes = DeviceAttributes()
-    taints: tuple[DeviceTaint, ...] = ()
-
-    @property
-    def gpu_uuid(self) -> str | None:
-        """The UUID of the GPU that the device is or is a part of."""
-        attribute = self.attributes.parent_uuid or self.attributes.uuid
-        return attribute.string if attribute is not None else None
-
-    @property
-    def is_simulated(self) -> bool:
-        return self.attributes.simulated is not None and self.attributes.simulated.boolean is True
-
-
-class ResourcePool(Struct, frozen=True):
-    name: str
-    generation: int = 0
-    resource_slice_count: int = 1
-
-
-class SliceSpec(Struct, frozen=True):
-    driver: str
-    pool: ResourcePool
-    node_name: str = ""
-    written_devices: tuple[SliceDevice, ...] | None = msgspec.field(default=(), name="devices")
-    """None: an empty list, as Kubernetes 1.34 writes it."""
-
-    @property
-    def devices(self) -> tuple[SliceDevice, ...]:
-        return self.written_devices or ()
-
-    @property
-    def gpu_uuids(self) -> frozenset[str]:
-        """The UUIDs of the GPUs that the devices are or are parts of."""
-        attributes = (
-            each for device in self.devices for each in (device.attributes.uuid, device.attributes.parent_uuid)
-        )
-        found = (attribute.string for attribute in attributes if attribute is not None)
-        return frozenset(uuid for uuid in found if uuid is not None and uuid.startswith("GPU-"))
-
-
-class ResourceSlice(Struct, frozen=True):
-    metadata: ObjectMeta
-    spec: SliceSpec
 
 
 PAUSED = "gpu.tessera.dev/paused"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from enum import StrEnum
 
 from driver.model.device import Device
@@ -83,16 +82,3 @@ class DeviceCondition:
 
     def __str__(self) -> str:
         return self.reason if self.cordon else f"{self.value}: {self.reason}"
-
-
-def written_time(stamp: int) -> str:
-    """``stamp`` (seconds since 1970) in the format of Kubernetes (RFC 3339, UTC)."""
-    return datetime.fromtimestamp(stamp, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def read_time(text: str) -> int | None:
-    """The inverse of ``written_time``; None if ``text`` is not such a time."""
-    try:
-        return int(datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp())
-    except ValueError:
-        return None

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
+from driver.clock import read_time, written_time
 from driver.errors import StateError
 from driver.model.gpu import Gpu, NvLink, Profile
-from driver.model.gpu_health import read_time, written_time
 from driver.model.offer import Offer, parsed_offers
 
 API_VERSION = "gpu.tessera.dev/v1alpha1"

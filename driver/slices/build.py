@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from driver.clock import written_time
 from driver.model.device import SLICE_VALUE, Device
 from driver.model.gpu import Gpu, Limit, MigMode, heaviest, limits_of
-from driver.model.gpu_health import DeviceCondition, written_time
+from driver.model.gpu_health import DeviceCondition
 from driver.model.offer import DeviceKind
 from driver.placement.ranking import order_offers
 from driver.slices.attributes import attributes, capacity, quantity

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.reads import NODE, RESOURCE_GROUP, read_object
-from driver.kube.types import Metadata, Node, ResourceSlice
+from driver.kube.slice_types import ResourceSlice
+from driver.kube.types import Metadata, Node
 from driver.kube.watch_cache import WatchCache
 from driver.model.gpu import Gpu
 from kubelet_plugin.changes import NodeChange, NodeChanges, NodeEventSink

@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from driver.clock import Clock, seconds_time
 from driver.errors import StateError
 from driver.http import Check, health_pages, serve
 from driver.kube.client import ApiReach
-from driver.kube.clock import Clock, seconds_time
 from driver.kube.events import REPEAT_INTERVAL_SECONDS
 from driver.model.gpu import Gpu
 from driver.watchdog import Watchdog

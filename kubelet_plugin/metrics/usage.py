@@ -13,9 +13,9 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from driver.clock import Clock
 from driver.hardware.host_paths import HOST, HostPaths
 from driver.kube.client import KubeClient
-from driver.kube.clock import Clock
 from driver.model.device import full_device
 from driver.model.offer import DeviceKind
 from driver.model.usage import UsageReading

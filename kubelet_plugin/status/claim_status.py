@@ -20,9 +20,9 @@ from typing import Any
 
 import msgspec
 
+from driver.clock import seconds_time
 from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError, RecoverableError
 from driver.kube.client import OBJECT, KubeClient, Object
-from driver.kube.clock import seconds_time
 from driver.kube.hostile_json import decode
 from driver.kube.reads import RESOURCE_GROUP, read_object
 from driver.kube.types import Metadata, ReportedDevice

@@ -9,9 +9,9 @@ from datetime import datetime
 
 import msgspec
 
+from driver.clock import Clock, seconds_time
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
-from driver.kube.clock import Clock, seconds_time
 from driver.kube.reads import read_object
 from driver.model.gpu import Gpu
 from driver.model.usage import UsageReading

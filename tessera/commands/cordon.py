@@ -16,7 +16,8 @@ import msgspec
 from driver.errors import CONFLICT, ApiError, EnvironmentFault, StateError
 from driver.kube.client import Object
 from driver.kube.reads import read_all
-from driver.kube.types import GpuNodePlan, ResourceSlice
+from driver.kube.slice_types import ResourceSlice
+from driver.kube.types import GpuNodePlan
 from driver.model.plan import API_VERSION, KIND, PATH, ClearedFaults, PlanSpec
 from driver.slices.publisher import SLICES
 from tessera.cluster_options import client_of, find_plans, with_driver_name, with_kubeconfig

@@ -28,17 +28,8 @@ from controller.demand.selected_devices import Matching, Selector
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ReasonCode
 from controller.explain.situation import DisjointPlan, Situation
-from driver.kube.types import (
-    Allocation,
-    Claim,
-    ClaimStatus,
-    DeviceClass,
-    DeviceTaintRule,
-    ExactDeviceRequest,
-    Key,
-    Node,
-    Pod,
-)
+from driver.kube.slice_types import DetailedSlice, DeviceTaintRule
+from driver.kube.types import Allocation, Claim, ClaimStatus, DeviceClass, ExactDeviceRequest, Key, Node, Pod
 from driver.model.offer import Offer
 from driver.model.plan import OfferMode
 from driver.placement.ranking import Ranking
@@ -49,7 +40,7 @@ from tessera.simulate.capacity import Allocated
 from tessera.simulate.failures import AllocationError, Failure
 from tessera.simulate.pools import SliceIndex
 from tessera.simulate.published import PublishedSlices
-from tessera.simulate.slices import PoolSlice, tainted
+from tessera.simulate.slices import tainted
 
 OFFERS = 2
 """The controller's default for ``--offers``."""
@@ -96,7 +87,7 @@ class Content:
     nodes: tuple[Node, ...] = ()
     classes: Mapping[str, DeviceClass] = field(default_factory=dict)
     claims: tuple[Claim, ...] = ()
-    slices: tuple[PoolSlice, ...] = ()
+    slices: tuple[DetailedSlice, ...] = ()
     policies: Mapping[str, PublishPolicy] = field(default_factory=dict)
     mode: OfferMode = OfferMode.COUNTERS
     rules: tuple[DeviceTaintRule, ...] = ()

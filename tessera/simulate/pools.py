@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from controller.demand.eligibility import selects
+from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import Expression, Node, NodeSelector, NodeTerm
 from tessera.simulate.failures import AllocationError, Failure
-from tessera.simulate.slices import Candidate, Counters, DeviceId, PoolSlice, counters_of
+from tessera.simulate.slices import Candidate, Counters, DeviceId, counters_of
 
 
 class PoolId(NamedTuple):
@@ -41,24 +42,24 @@ class Pool:
 class SliceIndex:
     """The ResourceSlices of a cluster, by node and by pool."""
 
-    def __init__(self, slices: Iterable[PoolSlice]) -> None:
-        self._of_node: dict[str, list[PoolSlice]] = {}
-        self._of_pool: dict[PoolId, list[PoolSlice]] = {}
+    def __init__(self, slices: Iterable[DetailedSlice]) -> None:
+        self._of_node: dict[str, list[DetailedSlice]] = {}
+        self._of_pool: dict[PoolId, list[DetailedSlice]] = {}
         for each in slices:
             self._of_node.setdefault(each.spec.node_name, []).append(each)
             self._of_pool.setdefault(PoolId(each.spec.driver, each.spec.pool.name), []).append(each)
 
-    def near(self, node: str) -> list[PoolSlice]:
+    def near(self, node: str) -> list[DetailedSlice]:
         """The slices of ``node``, and those that are of no single one."""
         return [*self._of_node.get(node, ()), *self._of_node.get("", ())]
 
-    def of_pool(self, pool: PoolId) -> Sequence[PoolSlice]:
+    def of_pool(self, pool: PoolId) -> Sequence[DetailedSlice]:
         return self._of_pool[pool]
 
 
 def pools_of(slices: SliceIndex, node: Node) -> list[Pool]:
     """The pools with devices for ``node``, in the order in which devices are tried."""
-    newest: dict[PoolId, list[PoolSlice]] = {}
+    newest: dict[PoolId, list[DetailedSlice]] = {}
     for each in slices.near(node.metadata.name):
         if _concerns(each, node):
             _add(newest, each)
@@ -73,7 +74,7 @@ def available_on(node: Node, name: str, selector: NodeSelector | None, *, everyw
     return everywhere or (selector is not None and selects(selector, node))
 
 
-def _concerns(found: PoolSlice, node: Node) -> bool:
+def _concerns(found: DetailedSlice, node: Node) -> bool:
     spec = found.spec
     if spec.per_device_node_selection:
         return any(usable_on(node, Candidate(DeviceId("", "", ""), each, spec)) for each in spec.devices)
@@ -88,7 +89,7 @@ def usable_on(node: Node, device: Candidate) -> bool:
     )
 
 
-def _add(newest: dict[PoolId, list[PoolSlice]], found: PoolSlice) -> None:
+def _add(newest: dict[PoolId, list[DetailedSlice]], found: DetailedSlice) -> None:
     """Keep the slices of the newest generation of each pool."""
     pool = found.spec.pool
     known = newest.setdefault(PoolId(found.spec.driver, pool.name), [])
@@ -98,13 +99,13 @@ def _add(newest: dict[PoolId, list[PoolSlice]], found: PoolSlice) -> None:
         known.append(found)
 
 
-def _pool(pool: PoolId, own: list[PoolSlice], slices: Sequence[PoolSlice]) -> Pool | None:
+def _pool(pool: PoolId, own: list[DetailedSlice], slices: Sequence[DetailedSlice]) -> Pool | None:
     """The pool of ``own`` slices, which concern the node, among its ``slices``; None if they are out of date.
 
     As upstream, slices of other nodes are looked at only if ``own`` are not as many as the pool shall have.
     """
     generation, count = own[0].spec.pool.generation, own[0].spec.pool.resource_slice_count
-    others: list[PoolSlice] = []
+    others: list[DetailedSlice] = []
     if len(own) != count:
         if any(each.spec.pool.generation > generation for each in slices):
             return None
@@ -116,7 +117,7 @@ def _pool(pool: PoolId, own: list[PoolSlice], slices: Sequence[PoolSlice]) -> Po
     return _built(pool, sorted(own, key=lambda each: each.metadata.name), others)
 
 
-def _built(pool: PoolId, own: Sequence[PoolSlice], others: Sequence[PoolSlice]) -> Pool:
+def _built(pool: PoolId, own: Sequence[DetailedSlice], others: Sequence[DetailedSlice]) -> Pool:
     # A slice has either counter sets or devices: the API server refuses one with both.
     sets = [each for found in (*own, *others) for each in found.spec.shared_counters]
     counters = counters_of((each.name, each.counters) for each in sets)
@@ -132,7 +133,7 @@ def _built(pool: PoolId, own: Sequence[PoolSlice], others: Sequence[PoolSlice]) 
     return Pool(pool, candidates, elsewhere, counters, needs_binding=needs_binding)
 
 
-def _candidates(slices: Iterable[PoolSlice]) -> tuple[Candidate, ...]:
+def _candidates(slices: Iterable[DetailedSlice]) -> tuple[Candidate, ...]:
     return tuple(
         Candidate(DeviceId(each.spec.driver, each.spec.pool.name, entry.name), entry, each.spec)
         for each in slices

@@ -8,13 +8,13 @@ from dataclasses import replace
 import msgspec
 
 from controller.cluster.fleet import Fleet, FleetGpu
+from driver.kube.slice_types import DetailedSlice, DetailedSliceSpec
 from driver.kube.types import ObjectMeta
 from driver.model.offer import Offer
 from driver.model.plan import OfferMode
 from driver.slices.build import SliceBuilder, slice_spec
 from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.published_devices import ForeignPartitions, PublishableGpu, PublishPolicy
-from tessera.simulate.slices import PoolSlice, PoolSliceSpec
 
 
 class PublishedSlices:
@@ -25,9 +25,9 @@ class PublishedSlices:
 
     def __init__(self, driver: str, mode: OfferMode, policies: Mapping[str, PublishPolicy]) -> None:
         self._driver, self._mode, self._policies = driver, mode, policies
-        self._built: dict[str, tuple[tuple[FleetGpu, ...], frozenset[Offer], tuple[PoolSlice, ...]]] = {}
+        self._built: dict[str, tuple[tuple[FleetGpu, ...], frozenset[Offer], tuple[DetailedSlice, ...]]] = {}
 
-    def of(self, fleet: Fleet, offers: Iterable[Offer]) -> Iterator[PoolSlice]:
+    def of(self, fleet: Fleet, offers: Iterable[Offer]) -> Iterator[DetailedSlice]:
         """The slices of the nodes of ``fleet``."""
         wanted: dict[str, set[Offer]] = {}
         for offer in offers:
@@ -38,13 +38,13 @@ class PublishedSlices:
                 self._built[node] = (gpus, own, tuple(self._slices(node, gpus, own)))
             yield from self._built[node][2]
 
-    def _slices(self, node: str, gpus: tuple[FleetGpu, ...], offers: frozenset[Offer]) -> Iterator[PoolSlice]:
+    def _slices(self, node: str, gpus: tuple[FleetGpu, ...], offers: frozenset[Offer]) -> Iterator[DetailedSlice]:
         policy = self._policies.get(node) or PublishPolicy(offers=offers, closing=True)
         policy, pool = replace(policy, mode=self._mode), Pool(node, self._driver)
         built = SliceBuilder(pool).build(_publishable(entry).published(policy) for entry in gpus)
         for name, content in built.items():
-            spec = msgspec.convert(slice_spec(content, pool, 1, len(built)), PoolSliceSpec)
-            yield PoolSlice(ObjectMeta(name, "0"), spec)
+            spec = msgspec.convert(slice_spec(content, pool, 1, len(built)), DetailedSliceSpec)
+            yield DetailedSlice(ObjectMeta(name, "0"), spec)
 
 
 def _publishable(entry: FleetGpu) -> PublishableGpu:

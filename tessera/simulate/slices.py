@@ -1,4 +1,4 @@
-"""ResourceSlices with all fields that decide an allocation, and their devices as candidates."""
+"""The devices of ResourceSlices as candidates of an allocation, and quantities as numbers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ import msgspec
 
 from deviceclasses.cel import CelDevice, from_slice_device
 from deviceclasses.cel.library.quantity import BINARY, parse_quantity
-from driver.kube.types import DeviceTaintRule, NodeSelector, ObjectMeta, ResourcePool, Struct, Taint
-
-Amount = str | int
-"""A quantity as written."""
+from driver.kube.slice_types import (
+    Counter,
+    DetailedDevice,
+    DetailedSlice,
+    DetailedSliceSpec,
+    DeviceCapacity,
+    DeviceTaintRule,
+    Quantity,
+)
 
 Number = Fraction | int
 """The exact value of a quantity; whole numbers are int, with which Python computes faster."""
@@ -27,89 +32,13 @@ Counters = dict[tuple[str, str], Number]
 """Amounts by counter set and counter."""
 
 
-class Counter(Struct, frozen=True):
-    value: Amount
-
-
-class CounterSet(Struct, frozen=True):
-    name: str
-    counters: dict[str, Counter] = msgspec.field(default_factory=dict)
-
-
-class ConsumedCounters(Struct, frozen=True):
-    """What a device takes of one counter set."""
-
-    counter_set: str
-    counters: dict[str, Counter] = msgspec.field(default_factory=dict)
-
-
-class AmountRange(Struct, frozen=True):
-    """The amounts that requests are rounded up to: ``min`` and, with ``step``, multiples of it from there."""
-
-    min: Amount
-    max: Amount | None = None
-    step: Amount | None = None
-
-
-class RequestPolicy(Struct, frozen=True):
-    """The amounts of a capacity that a claim can get; ``default`` is for claims that request none."""
-
-    default: Amount | None = None
-    valid_values: tuple[Amount, ...] = ()
-    valid_range: AmountRange | None = None
-
-
-class DeviceCapacity(Struct, frozen=True):
-    value: Amount
-    request_policy: RequestPolicy | None = None
-
-
-class DeviceEntry(Struct, frozen=True):
-    """A device as it is published. ``attributes`` have one field each, which names the type of the value."""
-
-    name: str
-    attributes: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
-    capacity: dict[str, DeviceCapacity] = msgspec.field(default_factory=dict)
-    consumes_counters: tuple[ConsumedCounters, ...] = ()
-    node_name: str = ""
-    node_selector: NodeSelector | None = None
-    all_nodes: bool = False
-    taints: tuple[Taint, ...] = ()
-    binds_to_node: bool = False
-    binding_conditions: tuple[str, ...] = ()
-    allow_multiple_allocations: bool = False
-
-
-class PoolSliceSpec(Struct, frozen=True):
-    driver: str
-    pool: ResourcePool
-    node_name: str = ""
-    node_selector: NodeSelector | None = None
-    all_nodes: bool = False
-    per_device_node_selection: bool = False
-    written_devices: tuple[DeviceEntry, ...] | None = msgspec.field(default=(), name="devices")
-    """None: an empty list, as Kubernetes 1.34 writes it."""
-    shared_counters: tuple[CounterSet, ...] = ()
-
-    @property
-    def devices(self) -> tuple[DeviceEntry, ...]:
-        return self.written_devices or ()
-
-
-class PoolSlice(Struct, frozen=True):
-    """A ResourceSlice."""
-
-    metadata: ObjectMeta
-    spec: PoolSliceSpec
-
-
-def tainted(found: PoolSlice, rules: Collection[DeviceTaintRule]) -> PoolSlice:
+def tainted(found: DetailedSlice, rules: Collection[DeviceTaintRule]) -> DetailedSlice:
     """The slice as the scheduler sees it: with the taints of the rules."""
     spec = found.spec
     if not rules:
         return found
 
-    def changed(device: DeviceEntry) -> DeviceEntry:
+    def changed(device: DetailedDevice) -> DetailedDevice:
         selecting = (rule for rule in rules if rule.selects(spec.driver, spec.pool.name, device.name))
         taints = tuple(rule.spec.taint for rule in selecting)
         return msgspec.structs.replace(device, taints=device.taints + taints) if taints else device
@@ -153,8 +82,8 @@ class Candidate:
     """A device that may be allocated, with its slice. The same object for the whole search."""
 
     id: DeviceId
-    entry: DeviceEntry
-    spec: PoolSliceSpec
+    entry: DetailedDevice
+    spec: DetailedSliceSpec
 
     @cached_property
     def cel(self) -> CelDevice:
@@ -189,7 +118,7 @@ def counters_of(sets: Iterable[tuple[str, Mapping[str, Counter]]]) -> Counters:
     return {(name, key): number(each.value) for name, counters in sets for key, each in counters.items()}
 
 
-def number(written: Amount) -> Number:
+def number(written: Quantity) -> Number:
     """The exact value of a quantity that the API server stores."""
     value = parse_quantity(str(written)).value
     return value.numerator if value.denominator == 1 else value
@@ -210,5 +139,5 @@ def _shortened(amount: int) -> str:
     return str(amount)
 
 
-def _number(written: Amount | None) -> Number | None:
+def _number(written: Quantity | None) -> Number | None:
     return None if written is None else number(written)

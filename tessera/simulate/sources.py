@@ -19,6 +19,7 @@ from driver.errors import FatalError, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.clock import Clock
 from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
+from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node
 from driver.model.gpu import MigMode
 from driver.model.gpu_selection_and_share_counts import GpuSelection
@@ -29,7 +30,6 @@ from driver.slices.publisher import SLICES
 from kubelet_plugin.inventory.published_devices import PublishPolicy
 from tessera.absent_nodes import anonymous, hardware
 from tessera.simulate.imagined_cluster import Content
-from tessera.simulate.slices import PoolSlice
 
 GPU = re.compile(r"(?P<node>[^/]+)(?:/gpu-(?P<number>[0-9]+))?")
 
@@ -64,7 +64,7 @@ def _idle(node: str, report: GpuReport, mig_gpus: GpuSelection) -> FleetGpu:
 def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> Content:
     """The cluster as it is. Raises ApiError and FatalError."""
     try:
-        slices = tuple(read_all(client, SLICES, PoolSlice, {"fieldSelector": f"spec.driver!={driver}"}))
+        slices = tuple(read_all(client, SLICES, DetailedSlice, {"fieldSelector": f"spec.driver!={driver}"}))
         nodes = tuple(read_all(client, "/api/v1/nodes", Node))
         minor = re.match(r"\d+", str(client.get_object("/version").get("minor", "")))
     except msgspec.MsgspecError as error:

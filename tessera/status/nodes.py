@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from controller.curation.offer_mode import FIRST_FAST_MINOR_VERSION
-from driver.kube.types import Claim, GpuNodePlan, ResourceSlice, SliceDevice
+from driver.kube.slice_types import ResourceSlice, SliceDevice
+from driver.kube.types import Claim, GpuNodePlan
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, OfferMode, PlanMode
 from driver.slices.pool_names import Pool
 from kubelet_plugin.coexistence.other_drivers import OWNED, NodeSigns, find_other_drivers

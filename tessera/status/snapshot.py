@@ -21,7 +21,8 @@ from driver.kube.client import Object
 from driver.kube.controller_heartbeat import HEARTBEAT, is_silent, renewed_at, server_time
 from driver.kube.lease import leases
 from driver.kube.reads import RESOURCE_GROUP, read_all
-from driver.kube.types import Claim, DeviceClass, GpuNodePlan, ResourceSlice
+from driver.kube.slice_types import ResourceSlice
+from driver.kube.types import Claim, DeviceClass, GpuNodePlan
 from driver.model.plan import PATH
 from driver.slices.publisher import SLICES
 from tessera.cluster_options import ListOnceClient, find_plans

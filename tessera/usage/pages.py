@@ -16,7 +16,7 @@ from driver.errors import FORBIDDEN, ApiError, EnvironmentFault, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.credentials import MAX_CONNECTIONS
 from driver.kube.reads import read_all
-from driver.kube.types import ResourceSlice
+from driver.kube.slice_types import ResourceSlice
 from driver.slices.publisher import SLICES
 from tessera.release_pods import ReleasePod, read_pods
 from tessera.status.snapshot import NODE

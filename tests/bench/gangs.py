@@ -25,7 +25,8 @@ from typing import TypeVar
 import click
 
 from driver.kube.client import KubeClient, load_configuration
-from driver.kube.types import Claim, Pod, ResourceSlice
+from driver.kube.slice_types import ResourceSlice
+from driver.kube.types import Claim, Pod
 from driver.kube.watch_cache import Change, WatchCache
 from tests.bench.placement.fleet import Mode, RunningFleet, running_fleet
 from tests.bench.placement.measures import percentile

@@ -14,9 +14,9 @@ from controller.cluster.claim_index import PoolDevice
 from controller.fence.canary import Canary
 from controller.fence.configmap import MAX_ENTRIES, FencedDevices
 from controller.fence.fence import Fence, FenceSettings, Withdrawable
+from driver.clock import Clock
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, load_configuration
-from driver.kube.clock import Clock
 from driver.model.plan import OfferMode
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for

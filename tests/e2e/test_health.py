@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from driver.model.gpu_health import written_time
+from driver.clock import written_time
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import DeadlineError, wait_for
 from tests.support.plugin import COMMAND_S, TESSERA, PluginProcess

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from driver.kube.clock import micro_time
+from driver.clock import micro_time
 from driver.kube.lease import leases
 from driver.model.plan import PATH
 from kubelet_plugin.coexistence.other_drivers import NVIDIA_DRIVER

@@ -26,6 +26,7 @@ from controller.cluster.node_views import NodeView, NodeViews
 from controller.cluster.published_offers import DeviceIndex
 from controller.decision.held_publication import HeldPublication, first_offers
 from controller.decision.plan_specs import PlanSpecs
+from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import (
     Allocation,
     Claim,
@@ -36,7 +37,6 @@ from driver.kube.types import (
     Metadata,
     Node,
     PlanMetadata,
-    ResourceSlice,
     Result,
 )
 from driver.model.device import Device, devices_of

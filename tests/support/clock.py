@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-from driver.kube.clock import Clock
+from driver.clock import Clock
 
 DEADLINE_S = 60.0
 STEP_S = 0.5
 
 
 class FakeClock(Clock):
-    """``driver.kube.clock.Clock`` by hand."""
+    """``driver.clock.Clock`` by hand."""
 
     def __init__(self, started: float = 1000.0) -> None:
         self._now = started

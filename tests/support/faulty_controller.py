@@ -24,7 +24,7 @@ from controller.app import run
 from controller.fence import withdrawals
 from controller.settings import controller_settings
 from controller.steps import Step
-from driver.kube.clock import Clock
+from driver.clock import Clock
 from driver.kube.lease import Timing
 from driver.logs import configure_logs
 from driver.steps import Moment

@@ -11,7 +11,8 @@ from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.selected_devices import Matching
-from driver.kube.types import Claim, DeviceClass, DeviceTaintRule, Key, Node, Pod, PodGroup
+from driver.kube.slice_types import DeviceTaintRule
+from driver.kube.types import Claim, DeviceClass, Key, Node, Pod, PodGroup
 from driver.model.gpu import Gpu
 from tests.support.gpus import H100, gpu_of
 

@@ -16,13 +16,14 @@ from typing import Any
 
 import click
 
+from driver.clock import micro_time, seconds_time
 from driver.errors import CONFLICT, ApiError, EnvironmentFault, UsageError
 from driver.kube.client import KubeClient, Object
-from driver.kube.clock import micro_time, seconds_time
 from driver.kube.controller_heartbeat import HeartbeatWatch
 from driver.kube.lease import LeaseSpec, lease_object, leases
 from driver.kube.reads import read_all
-from driver.kube.types import GpuNodePlan, Node, ResourceSlice
+from driver.kube.slice_types import ResourceSlice
+from driver.kube.types import GpuNodePlan, Node
 from driver.kube.watch_cache import Change, WatchCache
 from driver.kube.work_loop import LoopPool
 from driver.model.gpu import Gpu

@@ -17,9 +17,9 @@ from functools import partial
 
 import msgspec
 
+from driver.clock import seconds_time
 from driver.errors import CONFLICT, ApiError
 from driver.kube.client import KubeClient
-from driver.kube.clock import seconds_time
 from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.types import Claim, Key, Pod
 from driver.kube.watch_cache import Change, WatchCache

@@ -15,12 +15,13 @@ from typing import Any
 
 import msgspec
 
-from driver.kube.types import Allocation, Claim, DeviceClass, DeviceTaintRule, Node, Result
+from driver.kube.slice_types import DetailedSlice, DeviceTaintRule
+from driver.kube.types import Allocation, Claim, DeviceClass, Node, Result
 from tessera.simulate.allocator import allocate
 from tessera.simulate.capacity import Allocated
 from tessera.simulate.failures import AllocationError, Failure
 from tessera.simulate.pools import SliceIndex
-from tessera.simulate.slices import PoolSlice, number, tainted
+from tessera.simulate.slices import number, tainted
 from tests.conformance.allocator.devices import Object, device_class
 from tests.conformance.allocator.scenarios import Scenario, is_for_all_nodes, scenario
 from tests.harness.api import Api
@@ -227,7 +228,7 @@ def described(allocations: Iterable[Allocation]) -> Answer:
 
 def _our_answer(given: Scenario, others: Iterable[Scenario], ends: float) -> Answer:
     """What Tessera's allocator says of a scenario, with the slices of ``others`` in the same cluster."""
-    slices = [_read(each, PoolSlice) for other in (given, *others) for each in other.slices]
+    slices = [_read(each, DetailedSlice) for other in (given, *others) for each in other.slices]
     rules = [_read(rule, DeviceTaintRule) for other in (given, *others) for rule in other.rules]
     classes = {each["metadata"]["name"]: _read(each, DeviceClass) for each in given.classes}
     claims = [

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import Claim, Result
-from tessera.simulate.slices import PoolSlice
 from tests.conformance.allocator.judge import (
     CLASSES,
     GROUP,
@@ -75,7 +75,7 @@ class RealScheduler:
             self._api.request("DELETE", folder, {"gracePeriodSeconds": 0})
         return [answers[index] for index, _ in asked]
 
-    def _prepare(self, namespace: str, index: int, there: Situation, slices: Sequence[PoolSlice]) -> None:
+    def _prepare(self, namespace: str, index: int, there: Situation, slices: Sequence[DetailedSlice]) -> None:
         """Everything of a situation but the pod."""
         for node in NODES:
             found = there.nodes.get(node)

@@ -16,11 +16,11 @@ from controller.demand.pending_claims import PendingClaim
 from controller.explain.availability import Obstacle, without
 from controller.explain.changes import Change, changes_that_help
 from controller.explain.lacking_devices import Reasoning
+from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import DeviceClaim, Node, Pod, Request, Result, Toleration
 from driver.model.gpu import MigMode
 from driver.model.plan import OfferMode
 from tessera.simulate.published import PublishedSlices
-from tessera.simulate.slices import PoolSlice
 from tests.support.fleets import possible
 from tests.support.gpus import H100
 from tests.support.queues import (
@@ -151,7 +151,7 @@ def questions(there: Situation) -> Iterator[Question]:
             yield Question(changed, True, f"it would fit if {change.text}")
 
 
-def published(there: Situation) -> list[PoolSlice]:
+def published(there: Situation) -> list[DetailedSlice]:
     """Everything that is free and everything that is held, as nodes publish it."""
     names = {(result.pool, result.device) for result in held(there)}
     fleet = Fleet.of(

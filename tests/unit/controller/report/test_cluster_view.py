@@ -14,7 +14,7 @@ from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import NoLookups, Situation
 from controller.report.cluster_view import ClusterReads, ClusterView, unreported_nodes
 from controller.report.explanation import Explainer
-from driver.kube.clock import Clock, seconds_time
+from driver.clock import Clock, seconds_time
 from tests.support.api_server import ObjectApi
 from tests.support.clock import FakeClock
 from tests.support.map_cluster import MapCluster

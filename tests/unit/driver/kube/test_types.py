@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from driver.kube.types import Claim, ResourceSlice
+from driver.kube.slice_types import ResourceSlice
+from driver.kube.types import Claim
 
 
 def test_an_empty_list_that_is_written_as_null_is_read() -> None:

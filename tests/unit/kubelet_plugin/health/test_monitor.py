@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from driver.clock import written_time
 from driver.hardware.node_gpus import TimeoutRunner
-from driver.model.gpu_health import ConditionType, EventKind, GpuEvent, written_time
+from driver.model.gpu_health import ConditionType, EventKind, GpuEvent
 from driver.model.plan import ClearedFaults, PlanSpec
 from driver.model.xid import XIDS, Meaning, is_fatal
 from driver.simulator import nvml_session

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from driver.clock import seconds_time
 from driver.kube import work_loop as loop
-from driver.kube.clock import seconds_time
 from driver.kube.work_loop import Backoff
 from driver.model.offer import DeviceKind
 from driver.model.time_slice_and_compute_mode import TimeSlice

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from driver.clock import seconds_time
 from driver.errors import ApiError
-from driver.kube.clock import seconds_time
 from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind
 from driver.model.usage import GpuProcess, UsageReading, UsageTotals

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from driver.kube.controller_heartbeat import LEAVING
-from driver.kube.types import Claim, DeviceClass, GpuNodePlan, PlanMetadata, ResourceSlice
+from driver.kube.slice_types import ResourceSlice
+from driver.kube.types import Claim, DeviceClass, GpuNodePlan, PlanMetadata
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, OfferMode, PlanMode, PlanSpec, PlanStatus, PublishHeld
 from tessera.commands.status import Result, as_text, run_checks
 from tessera.status.snapshot import Listing, ReadFailure, StatusSnapshot

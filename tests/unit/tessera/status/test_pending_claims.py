@@ -11,7 +11,8 @@ import msgspec
 from controller.explain.changes import Change
 from controller.explain.events import UNREADABLE
 from controller.report.explanation import OTHER_DRIVERS, Explanation
-from driver.kube.types import GpuNodePlan, PlanMetadata, Pod, ResourceSlice
+from driver.kube.slice_types import ResourceSlice
+from driver.kube.types import GpuNodePlan, PlanMetadata, Pod
 from driver.model.plan import GpuReport, PlanMode, PlanSpec, PlanStatus, described
 from kubelet_plugin.coexistence.other_drivers import OWNED
 from tessera.commands.status import as_text

@@ -1,4 +1,4 @@
-"""Time, injected: tests run hours in milliseconds."""
+"""Time, injected so that tests run hours in milliseconds, and how Kubernetes writes it."""
 
 from __future__ import annotations
 
@@ -36,3 +36,16 @@ def micro_time(moment: datetime) -> str:
 def seconds_time(moment: datetime) -> str:
     """Kubernetes' Time: whole seconds."""
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def written_time(stamp: int) -> str:
+    """``stamp`` (seconds since 1970) in the format of Kubernetes (RFC 3339, UTC)."""
+    return datetime.fromtimestamp(stamp, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def read_time(text: str) -> int | None:
+    """The inverse of ``written_time``; None if ``text`` is not such a time."""
+    try:
+        return int(datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp())
+    except ValueError:
+        return None
