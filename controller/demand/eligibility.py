@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from controller.cluster.node_views import UNREACHABLE_TAINTS
-from driver.kube.types import Expression, Node, NodeSelector, NodeTerm, Pod, PodSpec, Taint, Toleration
+from driver.kube.types import Expression, Node, NodeSelector, NodeTerm, Pod, PodSpec, Taint
 
 SHOWN = 4
 """Causes, terms of a node affinity, requirements of a term, and values of a requirement, that a message names."""
@@ -107,7 +107,7 @@ def _exclusions(spec: PodSpec, node: Node) -> Iterator[tuple[Exclusion, str]]:
             yield Exclusion.NODE_NAME, f"is not {spec.node_name}, which the pod names"
         return
     taints = (*node.spec.taints, CORDONED) if node.spec.unschedulable else node.spec.taints
-    blocking = [each for each in taints if each.effect in BLOCKING and not tolerated(each, spec.tolerations)]
+    blocking = [each for each in taints if each.effect in BLOCKING and not each.is_tolerated(spec.tolerations)]
     if blocking:
         yield from _of_taints(blocking)
     labels = node.metadata.labels
@@ -198,13 +198,3 @@ def _meets(expression: Expression, labels: Mapping[str, str]) -> bool:
                 return False
             return number > limit if operator == "Gt" else number < limit
     return False
-
-
-def tolerated(taint: Taint, tolerations: Iterable[Toleration]) -> bool:
-    """Whether one of ``tolerations``, of a pod or of a device request, tolerates ``taint``."""
-    return any(
-        (not each.key or each.key == taint.key)
-        and (not each.effect or each.effect == taint.effect)
-        and (each.operator == "Exists" or (each.operator in {"", "Equal"} and each.key and each.value == taint.value))
-        for each in tolerations
-    )

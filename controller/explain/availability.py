@@ -11,7 +11,7 @@ from functools import cached_property
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import free_spots, most_devices, slices_of
-from controller.demand.eligibility import BLOCKING, Excluded, tolerated
+from controller.demand.eligibility import BLOCKING, Excluded
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import DeviceRequest, Refusal
 from controller.demand.selected_devices import Failure, Matches, Selector
@@ -266,7 +266,7 @@ def untolerated(rules: Iterable[DeviceTaintRule], requests: Iterable[DeviceReque
     """The rules that keep devices from a claim, none of whose ``requests`` tolerates their taint."""
     tolerations = [each for request in requests for each in request.tolerations]
     blocking = (each for each in rules if each.spec.taint.effect in BLOCKING)
-    return tuple(each for each in blocking if not tolerated(each.spec.taint, tolerations))
+    return tuple(each for each in blocking if not each.spec.taint.is_tolerated(tolerations))
 
 
 def with_taints(fleet: Fleet, driver: str, rules: Sequence[DeviceTaintRule], selectors: Iterable[Selector]) -> Fleet:

@@ -8,10 +8,10 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from driver.errors import ApiError
+from driver.errors import ApiError, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.hostile_json import decode
-from driver.kube.types import Claim, Node
+from driver.kube.types import Claim, Node, PodDetails
 
 RESOURCE_GROUP = "/apis/resource.k8s.io/v1"
 
@@ -98,3 +98,12 @@ def owner_reference(client: KubeClient, name: str) -> Mapping[str, Any]:
     if not node.metadata.uid:
         raise ApiError(f"--node-name {name}: what the API server sent is no Node object: it has no uid")
     return {"apiVersion": "v1", "kind": "Node", "name": name, "uid": node.metadata.uid, "controller": True}
+
+
+def read_pods(client: KubeClient, namespace: str, labels: str | None = None) -> list[PodDetails]:
+    """The pods of a namespace, those that the selector ``labels`` selects if given. Raises ApiError and FatalError."""
+    selectors = None if labels is None else {"labelSelector": labels}
+    try:
+        return list(read_all(client, f"/api/v1/namespaces/{namespace}/pods", PodDetails, selectors))
+    except msgspec.MsgspecError as error:
+        raise FatalError(f"the API server's list of pods in namespace {namespace} can't be read: {error}") from error

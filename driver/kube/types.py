@@ -6,6 +6,7 @@ that the garbage collector need not track them: a cluster has tens of thousands 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -123,6 +124,10 @@ class Taint(Struct, frozen=True):
     effect: str
     value: str = ""
 
+    def is_tolerated(self, tolerations: Iterable[Toleration]) -> bool:
+        """Whether one of ``tolerations``, of a pod or of a device request, tolerates it."""
+        return any(toleration.tolerates(self) for toleration in tolerations)
+
     @property
     def text(self) -> str:
         """``KEY=VALUE:EFFECT``, as kubectl writes it."""
@@ -136,6 +141,11 @@ class Toleration(Struct, frozen=True):
     operator: str = "Equal"
     value: str = ""
     effect: str = ""
+
+    def tolerates(self, taint: Taint) -> bool:
+        if self.effect not in ("", taint.effect) or self.key not in ("", taint.key):
+            return False
+        return self.operator == "Exists" or (self.operator in ("", "Equal") and self.value == taint.value)
 
 
 class CapacityRequirements(Struct, frozen=True):
@@ -394,6 +404,75 @@ class Pod(Struct, frozen=True):
         """The key of its PodGroup, which may not exist."""
         group = self.spec.scheduling_group
         return Key(self.metadata.namespace, group.pod_group_name) if group and group.pod_group_name else None
+
+
+class ContainerPort(Struct, frozen=True):
+    container_port: int
+    name: str = ""
+
+
+class ContainerDetails(Struct, frozen=True):
+    args: tuple[str, ...] = ()
+    ports: tuple[ContainerPort, ...] = ()
+
+
+class PodDetailsSpec(Struct, frozen=True):
+    service_account_name: str = ""
+    node_name: str = ""
+    containers: tuple[ContainerDetails, ...] = ()
+
+
+class Terminated(Struct, frozen=True):
+    exit_code: int
+    finished_at: str | None = None
+
+
+class ContainerState(Struct, frozen=True):
+    terminated: Terminated | None = None
+
+
+class ContainerStatus(Struct, frozen=True):
+    name: str
+    state: ContainerState = ContainerState()
+    last_state: ContainerState = ContainerState()
+
+
+class PodDetailsStatus(Struct, frozen=True):
+    """The lists of container statuses are None where the API server writes null."""
+
+    phase: str = ""
+    conditions: tuple[Condition, ...] = ()
+    init_container_statuses: tuple[ContainerStatus, ...] | None = None
+    container_statuses: tuple[ContainerStatus, ...] | None = None
+
+
+class PodDetails(Struct, frozen=True):
+    """What is read of single pods only. Pod does not have it, because the controller keeps tens of thousands."""
+
+    metadata: Metadata
+    spec: PodDetailsSpec = PodDetailsSpec()
+    status: PodDetailsStatus = PodDetailsStatus()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status.phase in {"Succeeded", "Failed"}
+
+    @property
+    def is_ready(self) -> bool:
+        ready = any(each.type == "Ready" and each.status == "True" for each in self.status.conditions)
+        return ready and self.metadata.deletion_timestamp is None
+
+    def port(self, name: str) -> int | None:
+        """The number of the port with that name; None if there is none."""
+        ports = (port for container in self.spec.containers for port in container.ports)
+        return next((port.container_port for port in ports if port.name == name), None)
+
+    def failures(self, since: str) -> Iterator[tuple[str, Terminated]]:
+        """Name and end of each container that has failed at ``since`` or later (RFC 3339, UTC)."""
+        for container in (*(self.status.init_container_statuses or ()), *(self.status.container_statuses or ())):
+            for end in (container.state.terminated, container.last_state.terminated):
+                if end is not None and end.exit_code != 0 and (end.finished_at or "") >= since:
+                    yield container.name, end
 
 
 class GangPolicy(Struct, frozen=True):

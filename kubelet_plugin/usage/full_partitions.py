@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -13,6 +13,7 @@ from driver.clock import Clock, seconds_time
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.reads import read_object
+from driver.kube.types import PodDetails, Terminated
 from driver.model.gpu import Gpu
 from driver.model.usage import UsageReading
 from kubelet_plugin.checkpoint.records import DeviceRecord
@@ -34,40 +35,7 @@ LARGER = 3
 GIB = 1 << 30
 
 
-class Terminated(msgspec.Struct, frozen=True, rename="camel"):
-    exit_code: int
-    finished_at: str | None = None
-
-
-class ContainerState(msgspec.Struct, frozen=True):
-    terminated: Terminated | None = None
-
-
-class ContainerStatus(msgspec.Struct, frozen=True, rename="camel"):
-    name: str
-    state: ContainerState = ContainerState()
-    last_state: ContainerState = ContainerState()
-
-
-class EndedContainers(msgspec.Struct, frozen=True, rename="camel"):
-    init_container_statuses: tuple[ContainerStatus, ...] | None = None
-    container_statuses: tuple[ContainerStatus, ...] | None = None
-
-
-class PodObject(msgspec.Struct, frozen=True):
-    """The fields of a Pod that say how its containers ended."""
-
-    status: EndedContainers = EndedContainers()
-
-    def failures(self, since: str) -> Iterator[tuple[str, Terminated]]:
-        """Name and end of each container that has failed at ``since`` or later (RFC 3339, UTC)."""
-        for container in (*(self.status.init_container_statuses or ()), *(self.status.container_statuses or ())):
-            for end in (container.state.terminated, container.last_state.terminated):
-                if end is not None and end.exit_code != 0 and (end.finished_at or "") >= since:
-                    yield container.name, end
-
-
-POD_DECODER = msgspec.json.Decoder(PodObject)
+POD_DECODER = msgspec.json.Decoder(PodDetails)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +54,7 @@ class PodReader:
     def __init__(self, client: KubeClient) -> None:
         self._client = client
 
-    def read(self, namespace: str, name: str) -> PodObject:
+    def read(self, namespace: str, name: str) -> PodDetails:
         """Read a pod; a cached answer is sufficient. Raises ApiError."""
         return read_object(self._client, f"/api/v1/namespaces/{namespace}/pods/{name}", POD_DECODER, any_age=True)
 

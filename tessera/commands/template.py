@@ -15,7 +15,7 @@ import yaml
 from driver.config.shared_flags import SUBDOMAIN, check_driver_name
 from driver.errors import EnvironmentFault, FatalError, UsageError
 from driver.kube.client import KubeClient, Object
-from driver.kube.types import GpuNodePlan, Metadata, NodeSpec, Struct, Taint
+from driver.kube.types import GpuNodePlan, Metadata, Node, NodeStatus, Taint
 from driver.model.gpu_selection_and_share_counts import GpuSelection
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, KIND, PATH, PUBLISH, GpuReport, states_of
 from driver.slices.build import SliceBuilder, slice_object
@@ -46,31 +46,6 @@ CAPACITY_NAMES = {"cpu": "cpu", "memory": "memory", "ephemeral-storage": "epheme
 """Their names, by resource."""
 
 DOCUMENTS = ("objects", "cluster-autoscaler", "karpenter")
-
-
-class SystemInfo(Struct, frozen=True):
-    """What is the same on all nodes of a kind."""
-
-    architecture: str = ""
-    operating_system: str = ""
-    kernel_version: str = ""
-    os_image: str = msgspec.field(default="", name="osImage")
-    container_runtime_version: str = ""
-    kubelet_version: str = ""
-
-
-class Resources(Struct, frozen=True):
-    capacity: dict[str, str] = msgspec.field(default_factory=dict)
-    allocatable: dict[str, str] = msgspec.field(default_factory=dict)
-    node_info: SystemInfo = SystemInfo()
-
-
-class NodeDescription(Struct, frozen=True):
-    """The part of a Node that a new node of the same kind has, too."""
-
-    metadata: Metadata
-    spec: NodeSpec = NodeSpec()
-    status: Resources = Resources()
 
 
 @dataclass(frozen=True)
@@ -131,7 +106,7 @@ def template(
     else:
         amounts = _pairs("--resources", resources, "NAME=QUANTITY, such as cpu=192")
         names = _pairs("--labels", labels, "NAME=VALUE, such as kubernetes.io/arch=arm64")
-        description = NodeDescription(Metadata(name, labels=names), status=Resources(amounts, amounts))
+        description = Node(Metadata(name, labels=names), status=NodeStatus(amounts, amounts))
         reports = hardware(gpus=gpus, shares=shares, shares_only=shares_only)
     found = Template(_node(name, description), _slices(pool, reports))
     written = _documents(found, document, driver_name, len(reports))
@@ -163,7 +138,7 @@ def _pairs(flag: str, text: str, accepted: str) -> dict[str, str]:
     return found
 
 
-def _of_node(client: KubeClient, name: str) -> tuple[NodeDescription, list[GpuReport]]:
+def _of_node(client: KubeClient, name: str) -> tuple[Node, list[GpuReport]]:
     """A node of the cluster, and its GPUs by its plan. Raises ApiError and FatalError."""
     node, plan = client.find(f"/api/v1/nodes/{name}"), client.find(f"{PATH}/{name}")
     if node is None:
@@ -171,7 +146,7 @@ def _of_node(client: KubeClient, name: str) -> tuple[NodeDescription, list[GpuRe
     if plan is None:
         raise EnvironmentFault(f"--like {name}: the node has no {KIND}, which the controller creates: is it running?")
     try:
-        description, status = msgspec.convert(node, NodeDescription), msgspec.convert(plan, GpuNodePlan).status
+        description, status = msgspec.convert(node, Node), msgspec.convert(plan, GpuNodePlan).status
     except msgspec.MsgspecError as error:
         raise FatalError(f"--like {name}: its Node or {KIND} can't be read: {error}") from error
     reports = states_of(status.inventory)
@@ -203,7 +178,7 @@ def _slices(pool: Pool, reports: Iterable[GpuReport]) -> list[Object]:
     return [slice_object(name, content, pool, 1, len(built), None) for name, content in built.items()]
 
 
-def _node(name: str, like: NodeDescription) -> Object:
+def _node(name: str, like: Node) -> Object:
     labels = {key: value for key, value in like.metadata.labels.items() if key not in OWN_LABELS}
     taints = [taint for taint in like.spec.taints if not taint.key.startswith(PASSING_TAINTS)]
     status = msgspec.to_builtins(like.status)

@@ -18,8 +18,9 @@ from controller.app import LEASE
 from driver.errors import ApiError, EnvironmentFault, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.lease import leases
+from driver.kube.reads import read_pods
+from driver.kube.types import PodDetails
 from tessera.cluster_options import client_of, with_kubeconfig
-from tessera.release_pods import ReleasePod, read_pods
 from tessera.status.snapshot import NAMESPACE
 
 CONTROLLERS = "app.kubernetes.io/name=tessera,app.kubernetes.io/component=controller"
@@ -95,14 +96,14 @@ def _find(client: KubeClient, namespace: str) -> Target:
     )
 
 
-def _target(pod: ReleasePod) -> Target | None:
+def _target(pod: PodDetails) -> Target | None:
     """Where the pod serves the page; None if it does not."""
     port = pod.port(PORT_NAME)
     is_secure = any(each.startswith("--web-tls-cert") for container in pod.spec.containers for each in container.args)
     return None if port is None else Target(pod.metadata.name, port, "https" if is_secure else "http")
 
 
-def _leader_first(client: KubeClient, namespace: str, pods: Sequence[ReleasePod]) -> list[ReleasePod]:
+def _leader_first(client: KubeClient, namespace: str, pods: Sequence[PodDetails]) -> list[PodDetails]:
     """The leader first: all serve the same page, but only the leader has the cluster in its memory already."""
     try:
         lease = client.find(f"{leases(namespace)}/{LEASE}")

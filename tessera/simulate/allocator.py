@@ -26,8 +26,6 @@ from driver.kube.types import (
     Node,
     Request,
     Result,
-    Taint,
-    Toleration,
 )
 from tessera.simulate.capacity import Allocated, consumed, has_room
 from tessera.simulate.constraints import Constraint, constraint_of
@@ -364,16 +362,7 @@ def _compiled(expression: str) -> Program | CelError:
 
 def _is_tainted(device: Candidate, request: ExactDeviceRequest) -> bool:
     """Whether the device has a taint that the request does not tolerate."""
-    return any(
-        taint.effect in TAKING and not any(_tolerates(each, taint) for each in request.tolerations)
-        for taint in device.entry.taints
-    )
-
-
-def _tolerates(toleration: Toleration, taint: Taint) -> bool:
-    if toleration.effect not in ("", taint.effect) or toleration.key not in ("", taint.key):
-        return False
-    return toleration.operator == "Exists" or (toleration.operator in ("", "Equal") and toleration.value == taint.value)
+    return any(taint.effect in TAKING and not taint.is_tolerated(request.tolerations) for taint in device.entry.taints)
 
 
 def _name(pool: Pool) -> str:

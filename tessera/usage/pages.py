@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from driver.errors import FORBIDDEN, ApiError, EnvironmentFault, FatalError
 from driver.kube.client import KubeClient
 from driver.kube.credentials import MAX_CONNECTIONS
-from driver.kube.reads import read_all
+from driver.kube.reads import read_all, read_pods
 from driver.kube.slice_types import ResourceSlice
+from driver.kube.types import PodDetails
 from driver.slices.publisher import SLICES
-from tessera.release_pods import ReleasePod, read_pods
 from tessera.status.snapshot import NODE
 from tessera.tables_and_drawings import counted, printable
 from tessera.usage.http import HttpReader
@@ -129,7 +129,7 @@ def read_cluster(client: KubeClient, driver: str, namespace: str) -> Reading:
     return read_pages(sources)
 
 
-def _runs_a_plugin(pod: ReleasePod) -> bool:
+def _runs_a_plugin(pod: PodDetails) -> bool:
     return pod.spec.service_account_name == NODE and bool(pod.spec.node_name) and not pod.has_ended
 
 

@@ -9,12 +9,13 @@ import pytest
 
 from driver.clock import seconds_time
 from driver.errors import ApiError
+from driver.kube.types import PodDetails
 from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind
 from driver.model.usage import GpuProcess, UsageReading, UsageTotals
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.usage.full_partitions import SUSPECT_SECONDS, FullPartitions, PodObject
+from kubelet_plugin.usage.full_partitions import SUSPECT_SECONDS, FullPartitions
 from kubelet_plugin.usage.labels import ClaimLabels, PodReference
 from kubelet_plugin.usage.sampler import MeasuredDevice
 from tests.support.clock import FakeClock
@@ -62,12 +63,13 @@ class Node:
     def gpu(self, uuid: str) -> Gpu | None:
         return GPU if uuid == GPU.uuid else None
 
-    def read(self, namespace: str, name: str) -> PodObject:
+    def read(self, namespace: str, name: str) -> PodDetails:
         assert (namespace, name) == ("default", "pod")
         self.reads += 1
         if not self.statuses:
             raise ApiError("no answer")
-        return msgspec.convert({"status": {"containerStatuses": self.statuses}}, PodObject)
+        written = {"metadata": {"name": name}, "status": {"containerStatuses": self.statuses}}
+        return msgspec.convert(written, PodDetails)
 
     def claim(self, claim: ClaimReference, reason: str, message: str) -> None:
         self.events.append(f"{claim} {reason}: {message}")
