@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from controller.cluster.claim_index import ClaimIndex, ClusterState, PoolDevice
-from controller.cluster.node_views import Changes, NodeView, NodeViews, PoolPart, Published
+from controller.cluster.node_views import NodeChanges, NodeView, NodeViews, PoolPart, PublishedSlice
 from controller.cluster.optional_resources import OptionalCache, device_taint_rules, pod_groups
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP
@@ -63,7 +63,7 @@ class Snapshot:
     plans: Mapping[str, GpuNodePlan]
     views: tuple[NodeView, ...]
     incomplete: Mapping[str, str]
-    changed: Changes
+    changed: NodeChanges
 
 
 class ClusterCache:
@@ -86,7 +86,7 @@ class ClusterCache:
         self._nodes_by_name: dict[str, Node] = {}
         self._plans_by_node: dict[str, GpuNodePlan] = {}
         """Replaced, not changed: snapshots have it, too."""
-        self._slices_by_node: dict[str, dict[Key, Published]] = {}
+        self._slices_by_node: dict[str, dict[Key, PublishedSlice]] = {}
         self._node_of_pool: dict[str, str] = {}
         self._views = NodeViews(driver)
         self._outdated: set[str] = set()
@@ -234,7 +234,7 @@ class ClusterCache:
             for change in changes
         )
 
-    def _slices_changed(self, changes: Sequence[Change[Published]]) -> bool:
+    def _slices_changed(self, changes: Sequence[Change[PublishedSlice]]) -> bool:
         for change in changes:
             for each in filter(None, (change.old, change.new)):
                 self._outdated.add(each.node)
@@ -262,7 +262,7 @@ class ClusterCache:
         return True
 
 
-def _published(found: ResourceSlice) -> Published:
+def _published(found: ResourceSlice) -> PublishedSlice:
     devices = found.spec.devices
     shares = {
         sys.intern(each.name): each.attributes.shares.integer or 1 if each.attributes.shares is not None else 1
@@ -272,7 +272,7 @@ def _published(found: ResourceSlice) -> Published:
     offered = (sys.intern(each.name) for each in devices if all(taint.key != closed for taint in each.taints))
     pool = found.spec.pool
     part = PoolPart(sys.intern(pool.name), pool.generation, pool.resource_slice_count)
-    return Published(sys.intern(found.spec.node_name), part, shares, frozenset(offered))
+    return PublishedSlice(sys.intern(found.spec.node_name), part, shares, frozenset(offered))
 
 
 def _kept_claim(found: Claim) -> Claim:

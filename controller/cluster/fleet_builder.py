@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.cluster.node_views import Changes, NodeView
+from controller.cluster.node_views import NodeChanges, NodeView
 from driver.errors import StateError
 from driver.model.device import Device, share_device
 from driver.model.gpu import Gpu
@@ -37,7 +37,7 @@ class FleetBuilder:
         self._distinct = True
         """Whether no GPU is on two nodes."""
 
-    def build(self, views: Sequence[NodeView], changes: Changes) -> Fleet:
+    def build(self, views: Sequence[NodeView], changes: NodeChanges) -> Fleet:
         """The fleet of ``views``, all of which the last call had too but for ``changes``."""
         if changes.membership:
             return self._rebuild(views)

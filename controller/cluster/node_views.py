@@ -105,7 +105,7 @@ class PoolPart(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedSlice:
     """One ResourceSlice. ``devices`` and ``offered`` are its part of ``NodeView.published`` and ``offered``."""
 
     node: str
@@ -115,7 +115,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Changes:
+class NodeChanges:
     """The nodes that changed since the last decision.
 
     ``names``: nodes of which the Node, the plan, a slice or an allocated device changed. ``nodes``: changed Node
@@ -151,11 +151,11 @@ class NodeViews:
             self._all = tuple(self._views[name] for name in sorted(self._views))
         return self._all
 
-    def changes(self) -> Changes:
+    def changes(self) -> NodeChanges:
         """What changed since ``acknowledge`` was called last."""
         views = [self._views[name] for name in sorted(self._changed_views) if name in self._views]
         nodes = {name: self._changed[name] for name in self._changed_nodes}
-        return Changes(frozenset(self._changed), nodes, views, self._membership)
+        return NodeChanges(frozenset(self._changed), nodes, views, self._membership)
 
     def acknowledge(self) -> None:
         """Forget the changes: a decision has been made from them."""
@@ -166,7 +166,7 @@ class NodeViews:
         name: str,
         node: Node | None,
         plan: GpuNodePlan | None,
-        slices: Collection[Published],
+        slices: Collection[PublishedSlice],
         held: Mapping[str, Held],
         *,
         node_changed: bool,
@@ -188,7 +188,7 @@ class NodeViews:
             else:
                 del self._views[name]
 
-    def _update_pools(self, node: str, slices: Collection[Published]) -> None:
+    def _update_pools(self, node: str, slices: Collection[PublishedSlice]) -> None:
         for pool in self._pools.pop(node, frozenset()):
             self.incomplete.pop(pool, None)
         parts = [each.part for each in slices]
@@ -197,7 +197,7 @@ class NodeViews:
             self._pools[node] = frozenset(part.pool for part in parts)
 
     def _view(
-        self, node: Node, plan: GpuNodePlan | None, slices: Collection[Published], held: Mapping[str, Held]
+        self, node: Node, plan: GpuNodePlan | None, slices: Collection[PublishedSlice], held: Mapping[str, Held]
     ) -> NodeView:
         paused = plan is not None and plan.metadata.paused
         status = plan.status if plan is not None else PlanStatus()

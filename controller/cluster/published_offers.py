@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.cluster.node_views import Changes, NodeView
+from controller.cluster.node_views import NodeChanges, NodeView
 from driver.kube.types import GpuNodePlan
 from driver.model.device import Device
 from driver.model.offer import Offer
@@ -51,7 +51,7 @@ class DeviceIndex:
         self._leaving: frozenset[PoolDevice] = frozenset()
         self._not_published: frozenset[Offer] = frozenset()
 
-    def update(self, views: Sequence[NodeView], changes: Changes, fleet: Fleet) -> None:
+    def update(self, views: Sequence[NodeView], changes: NodeChanges, fleet: Fleet) -> None:
         """Take over ``views`` and the fleet built from them; nodes that did not change are not looked at again."""
         renewed = changes.views
         if changes.membership or self._fleet.hardware is not fleet.hardware:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet
-from controller.cluster.node_views import Changes
+from controller.cluster.node_views import NodeChanges
 from driver.errors import CONFLICT, FORBIDDEN, INVALID, NOT_FOUND, ApiError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import Node
@@ -121,7 +121,7 @@ class NodeLabels:
         self._refused: dict[tuple[str, str], Write] = {}
         """Refused writes are not repeated until the labels change."""
 
-    def update(self, changed: Changes, fleet: Fleet) -> None:
+    def update(self, changed: NodeChanges, fleet: Fleet) -> None:
         """Compare the labels of the nodes that changed with their GPUs. Nodes without a report are left alone."""
         if not self._sets:
             return

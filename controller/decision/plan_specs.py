@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.cluster.node_views import Changes, NodeView
+from controller.cluster.node_views import NodeChanges, NodeView
 from driver.model.offer import Offer
 from driver.model.plan import OfferMode, PlanSpec, PublishHeld
 
@@ -34,7 +34,7 @@ class PlanSpecs:
     def update(
         self,
         views: Sequence[NodeView],
-        changes: Changes,
+        changes: NodeChanges,
         fleet: Fleet,
         offers: Collection[Offer],
         withdrawn: Collection[PoolDevice],
@@ -65,7 +65,7 @@ class PlanSpecs:
         self._special = special
         return self.specs
 
-    def _take_over(self, views: Sequence[NodeView], changes: Changes) -> set[str]:
+    def _take_over(self, views: Sequence[NodeView], changes: NodeChanges) -> set[str]:
         """Returns the nodes whose views are new."""
         renewed = changes.views
         if changes.membership:

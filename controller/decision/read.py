@@ -16,10 +16,10 @@ from controller.cluster.node_views import UnreportedNodes, UnreportedNodesTracke
 from controller.cluster.published_offers import DeviceIndex
 from controller.curation.offer_mode import ClusterMode
 from controller.demand.eligibility import Eligibility
+from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import cluster_of
 from controller.demand.requirements import RequirementsReader
-from controller.demand.selected_devices import Matching
 from controller.settings import ControllerSettings
 from driver.kube.client import KubeClient
 from driver.kube.types import ExactDeviceRequest

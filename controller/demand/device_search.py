@@ -14,7 +14,7 @@ from enum import Enum
 from functools import lru_cache
 
 from controller.cluster.fleet import FleetGpu
-from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, Constraint
+from controller.demand.requirements import MAX_DEVICES, AttributeConstraint, ClaimRequirements
 from controller.demand.selected_devices import Matches
 from driver.model.device import SLICE_VALUE
 from driver.model.offer import SHARE, OfferKind, Spot
@@ -70,7 +70,7 @@ def is_in_use(entry: FleetGpu, matches: Matches) -> bool:
     return bool(entry.tainted) and bool(free_spots(replace(entry, tainted="").state, matches))
 
 
-class Outcome(Enum):
+class SearchOutcome(Enum):
     """``UNKNOWN``: the search was given up."""
 
     FITS = "fits"
@@ -97,13 +97,13 @@ def fits(
     budget: Budget,
     *,
     in_use: bool = True,
-) -> Outcome:
+) -> SearchOutcome:
     """Whether ``gpus`` of one node, in ``states``, can provide all devices of ``requirements``.
 
     ``in_use``: the scheduler refuses a request for all devices where one of them is in use.
     """
     matches = [[request.selector.on(entry) for entry in gpus] for request in requirements.requests]
-    return _Search(gpus, states, requirements, matches, value_of, budget, in_use=in_use).run(states)
+    return _DeviceSearch(gpus, states, requirements, matches, value_of, budget, in_use=in_use).run(states)
 
 
 def find_devices(
@@ -139,11 +139,11 @@ def choose_devices(
     if published is not None:
         spots = [published.get(entry.gpu.uuid, ()) for entry in gpus]
         matches = [[each.limited_to(here) for each, here in zip(row, spots, strict=True)] for row in matches]
-    search = _Search(gpus, states, requirements, matches, value_of, budget, record=True)
-    return search.devices if search.run(states) is Outcome.FITS else []
+    search = _DeviceSearch(gpus, states, requirements, matches, value_of, budget, record=True)
+    return search.devices if search.run(states) is SearchOutcome.FITS else []
 
 
-class _Search:
+class _DeviceSearch:
     """The depth-first search on one node. ``matches``: for each request what it selects of each GPU."""
 
     def __init__(
@@ -162,7 +162,7 @@ class _Search:
         self._order = _fewest_choices_first(states, requirements, matches)
         self._requests = [requirements.requests[index] for index in self._order]
         self._matches = [matches[index] for index in self._order]
-        self._constraints: list[list[tuple[int, Constraint]]] = [
+        self._constraints: list[list[tuple[int, AttributeConstraint]]] = [
             [pair for pair in enumerate(requirements.constraints) if index in pair[1].requests] for index in self._order
         ]
         self._start: Bound = tuple(frozenset() if each.distinct else None for each in requirements.constraints)
@@ -178,14 +178,14 @@ class _Search:
         self._budget = budget
         self._steps = 0
 
-    def run(self, states: States) -> Outcome:
+    def run(self, states: States) -> SearchOutcome:
         if max(self._counts) > MAX_DEVICES or self._needed(states) > sum(state.free for state in states):
-            return Outcome.NONE
+            return SearchOutcome.NONE
         try:
             found = self._satisfy(0, self._counts, states, self._start)
         except _GivenUp:
-            return Outcome.UNKNOWN
-        return Outcome.FITS if found else Outcome.NONE
+            return SearchOutcome.UNKNOWN
+        return SearchOutcome.FITS if found else SearchOutcome.NONE
 
     @property
     def devices(self) -> list[tuple[FleetGpu, Spot]]:

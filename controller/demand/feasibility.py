@@ -1,7 +1,6 @@
 """The nodes of a fleet that can satisfy the requirements of claims, and the GPUs that selectors select (pure).
 
-All answers are remembered. A ``Feasibility`` is made anew when the fleet changes; ``Matching`` keeps the part that
-depends on the hardware only, and the last ``Feasibility``.
+All answers are remembered. A ``Feasibility`` is made anew when the fleet changes; ``Matching`` keeps what outlasts it.
 """
 
 from __future__ import annotations
@@ -9,13 +8,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
-from controller.cluster.fleet import Fleet, FleetGpu
-from controller.demand.device_search import Budget, Outcome, States, fits, is_in_use, most_devices
+from controller.cluster.fleet import Fleet, FleetGpu, Hardware
+from controller.demand.device_search import Budget, SearchOutcome, States, fits, is_in_use, most_devices
 from controller.demand.requirements import ClaimRequirements, DeviceRequest
-from controller.demand.selected_devices import FeasibilityMemory, Matches, Matching, Selector
+from controller.demand.selected_devices import Matches, Selector, Selectors
 from driver.model.offer import OfferKind
 from driver.placement.occupancy import GpuState
 
@@ -35,18 +35,66 @@ Group = frozenset[str]
 """UUIDs of GPUs."""
 
 
-class Found(NamedTuple):
-    """Whether some node satisfies the requirements, and the first one that does."""
-
-    outcome: Outcome
-    node: str | None = None
-
-
 class Kind(NamedTuple):
     """Devices that a selector selects: a key, and where their placements start (None: anywhere)."""
 
     key: OfferKind
     starts: frozenset[int] | None
+
+
+class NodeSearch(NamedTuple):
+    """Whether some node satisfies the requirements, and the first one that does."""
+
+    outcome: SearchOutcome
+    node: str | None = None
+
+
+KindQuery = tuple[Selector, Nodes]
+SetsQuery = tuple[Selector, Kind, Nodes, tuple[str, ...]]
+NodeOutcomes = dict[str, tuple[tuple[FleetGpu, ...], SearchOutcome]]
+"""The outcome on each node, with the GPUs for which it holds."""
+
+
+@dataclass
+class HardwareMemory:
+    """Results about fleets with the same hardware, reused from one decision to the next.
+
+    ``kinds`` by selector and nodes, and ``sets`` of GPUs by selector, kind, nodes and attributes. ``free`` slices and
+    ``outcomes`` of a node hold as long as its GPUs are the same objects; ``order`` are the nodes by free slices.
+    ``present``, ``unheld`` and ``emptied`` are the last ``Feasibility`` of each kind.
+    """
+
+    hardware: Hardware | None
+    kinds: dict[KindQuery, dict[Kind, Group]] = field(default_factory=dict)
+    sets: dict[SetsQuery, list[list[str]]] = field(default_factory=dict)
+    free: dict[str, tuple[tuple[FleetGpu, ...], float]] = field(default_factory=dict)
+    order: list[tuple[float, str]] = field(default_factory=list)
+    having: Counter[OfferKind] = field(default_factory=Counter)
+    outcomes: dict[ClaimRequirements, NodeOutcomes] = field(default_factory=dict)
+    present: Feasibility | None = None
+    unheld: Feasibility | None = None
+    emptied: Feasibility | None = None
+
+
+class Matching(Selectors):
+    """What is kept from decision to decision: selectors, and results about fleets of the present hardware."""
+
+    def __init__(self, driver: str) -> None:
+        super().__init__(driver)
+        self._memory = HardwareMemory(None)
+
+    def memory_of(self, hardware: Hardware) -> HardwareMemory:
+        """The results about fleets of that hardware."""
+        if self._memory.hardware is not hardware:
+            self._memory = HardwareMemory(hardware)
+        return self._memory
+
+    def feasibility(self, fleet: Fleet) -> Feasibility:
+        """The feasibility on the present fleet: the same object as long as the fleet is."""
+        memory = self.memory_of(fleet.hardware)
+        if memory.present is None or memory.present.fleet is not fleet:
+            memory.present = Feasibility(fleet, self)
+        return memory.present
 
 
 class Feasibility:
@@ -56,42 +104,33 @@ class Feasibility:
     Answers about a fleet that is only ``imagined`` are forgotten with it.
     """
 
-    @classmethod
-    def of_present(cls, fleet: Fleet, matching: Matching) -> Feasibility:
-        """The feasibility on the present fleet: the same object as long as the fleet is."""
-        memory = matching.feasibility_memory(fleet.hardware)
-        if memory.present is None or memory.present.fleet is not fleet:
-            memory.present = cls(fleet, matching)
-        return cast("Feasibility", memory.present)
-
     def __init__(self, fleet: Fleet, matching: Matching, *, empty: bool = False, imagined: bool = False) -> None:
         self.fleet = fleet
         self.matching = matching
         self._empty = empty
         self._imagined = imagined
-        self._memory = FeasibilityMemory(None) if imagined else matching.feasibility_memory(fleet.hardware)
+        self._memory = HardwareMemory(None) if imagined else matching.memory_of(fleet.hardware)
         self._states: dict[str, States] = {}
-        self._outcomes: dict[Hashable, Outcome] = {}
-        self._found: dict[tuple[ClaimRequirements, Nodes], Found] = {}
-        self._sets: dict[Hashable, list[list[str]]] = {}
+        self._outcomes: dict[Hashable, SearchOutcome] = {}
+        self._found: dict[tuple[ClaimRequirements, Nodes], NodeSearch] = {}
+        self._sets: dict[SetsQuery, list[list[str]]] = {}
         self._groups: dict[Hashable, tuple[Group, ...]] = {}
         self._matches: dict[Kind, Matches] = {}
 
     @property
     def emptied(self) -> Feasibility:
         """With ``empty``; the same object as long as the hardware is."""
-        memory = self._memory
-        if memory.emptied is None:
-            memory.emptied = Feasibility(self.fleet, self.matching, empty=True, imagined=True)
-        return cast("Feasibility", memory.emptied)
+        if self._memory.emptied is None:
+            self._memory.emptied = Feasibility(self.fleet, self.matching, empty=True, imagined=True)
+        return self._memory.emptied
 
     @property
     def unheld(self) -> Feasibility:
         """As if nothing were held, and everything else as it is; the same object as long as ``Fleet.unheld`` is."""
-        memory = self._memory
-        if memory.unheld is None or memory.unheld.fleet is not self.fleet.unheld:
-            memory.unheld = Feasibility(self.fleet.unheld, self.matching, imagined=True)
-        return cast("Feasibility", memory.unheld)
+        unheld = self._memory.unheld
+        if unheld is None or unheld.fleet is not self.fleet.unheld:
+            unheld = self._memory.unheld = Feasibility(self.fleet.unheld, self.matching, imagined=True)
+        return unheld
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
@@ -124,30 +163,30 @@ class Feasibility:
 
     def could(self, requirements: ClaimRequirements, nodes: Nodes) -> bool:
         """Whether one of ``nodes`` satisfies ``requirements``, or might."""
-        return self.find_node(requirements, nodes).outcome is not Outcome.NONE
+        return self.find_node(requirements, nodes).outcome is not SearchOutcome.NONE
 
-    def find_node(self, requirements: ClaimRequirements, nodes: Nodes) -> Found:
+    def find_node(self, requirements: ClaimRequirements, nodes: Nodes) -> NodeSearch:
         """The fullest of ``nodes`` that satisfies ``requirements``."""
         where = (requirements, nodes)
         if where not in self._found:
             self._found[_room_in(self._found, where)] = self._find_node(requirements, nodes)
         return self._found[where]
 
-    def _find_node(self, requirements: ClaimRequirements, nodes: Nodes) -> Found:
+    def _find_node(self, requirements: ClaimRequirements, nodes: Nodes) -> NodeSearch:
         undecided = 0
         for node, outcome in self.outcomes(requirements, nodes):
-            if outcome is Outcome.FITS:
-                return Found(outcome, node)
-            undecided += outcome is Outcome.UNKNOWN
+            if outcome is SearchOutcome.FITS:
+                return NodeSearch(outcome, node)
+            undecided += outcome is SearchOutcome.UNKNOWN
             if undecided >= MAX_UNDECIDED_NODES:
                 break
-        return Found(Outcome.UNKNOWN if undecided else Outcome.NONE)
+        return NodeSearch(SearchOutcome.UNKNOWN if undecided else SearchOutcome.NONE)
 
     def nodes_for(self, requirements: ClaimRequirements, nodes: Nodes) -> list[str]:
         """Those of ``nodes`` that satisfy ``requirements``, or might."""
-        return [node for node, outcome in self.outcomes(requirements, nodes) if outcome is not Outcome.NONE]
+        return [node for node, outcome in self.outcomes(requirements, nodes) if outcome is not SearchOutcome.NONE]
 
-    def outcomes(self, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[tuple[str, Outcome]]:
+    def outcomes(self, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[tuple[str, SearchOutcome]]:
         """Whether each of ``nodes`` with free memory satisfies ``requirements``, the fullest first."""
         known, budget = self._known_outcomes(requirements), Budget()
         for node in self.nodes:
@@ -159,11 +198,11 @@ class Feasibility:
                 yield node, before[1]
                 continue
             outcome = self._outcome(requirements, node, budget)
-            if outcome is not Outcome.UNKNOWN:  # depends on the steps used for other nodes, too
+            if outcome is not SearchOutcome.UNKNOWN:  # depends on the steps used for other nodes, too
                 known[node] = (gpus, outcome)
             yield node, outcome
 
-    def _known_outcomes(self, requirements: ClaimRequirements) -> dict[str, tuple[tuple[FleetGpu, ...], Outcome]]:
+    def _known_outcomes(self, requirements: ClaimRequirements) -> NodeOutcomes:
         """The outcomes by node that the next fleets can take over."""
         if self._imagined:
             return {}
@@ -172,7 +211,7 @@ class Feasibility:
             outcomes.clear()
         return outcomes.setdefault(requirements, {})
 
-    def _outcome(self, requirements: ClaimRequirements, node: str, budget: Budget) -> Outcome:
+    def _outcome(self, requirements: ClaimRequirements, node: str, budget: Budget) -> SearchOutcome:
         """Nodes with equal states have the same answer, unless attribute values or held devices matter."""
         gpus, states, requests = self.fleet.nodes[node], self.states(node), requirements.requests
         alike: Hashable = None
@@ -199,7 +238,7 @@ class Feasibility:
                 for kind in matches.keys.items() if gpus else ():
                     found.setdefault(Kind(*kind), []).extend(gpus)
             memory[where] = {kind: frozenset(gpus) for kind, gpus in found.items()}
-        return cast("dict[Kind, Group]", memory[where])
+        return memory[where]
 
     def having(self, key: OfferKind) -> int:
         """The number of GPUs in the whole fleet that have devices of ``key``."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from controller.demand.device_search import Outcome, most_devices, slices_of
+from controller.demand.device_search import SearchOutcome, most_devices, slices_of
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.requirements import ClaimRequirements
 from driver.kube.types import Key, Pod, PodGroup
@@ -83,7 +83,7 @@ class GangRoom:
             least, most = math.inf, 0
             for requirements in alternatives:
                 for node, outcome in self._feasibility.outcomes(requirements, nodes):
-                    if outcome is Outcome.NONE:
+                    if outcome is SearchOutcome.NONE:
                         continue
                     here, size = self._on(requirements, node)
                     most, least = most + here, min(least, size)

@@ -15,12 +15,17 @@ from itertools import islice, product
 
 from controller.cluster.claim_index import ClusterState
 from controller.cluster.fleet import Fleet
-from controller.demand.device_search import Outcome
+from controller.demand.device_search import SearchOutcome
 from controller.demand.eligibility import Eligibility, Excluded, condition_of, exclusion
-from controller.demand.feasibility import Feasibility, Found, Nodes
+from controller.demand.feasibility import Feasibility, Matching, Nodes, NodeSearch
 from controller.demand.gangs import Gang, GangRoom, Room, Wanted, gangs_of
-from controller.demand.requirements import MAX_COMBINATIONS, ClaimRequirements, Refusal, RequirementsReader, joined
-from controller.demand.selected_devices import Matching
+from controller.demand.requirements import (
+    MAX_COMBINATIONS,
+    ClaimRequirements,
+    RefusedRequest,
+    RequirementsReader,
+    joined,
+)
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.values import EvaluationError
 from driver.kube.types import (
@@ -73,7 +78,7 @@ class Queue:
         self, cluster: ClusterState, fleet: Fleet, matching: Matching, eligibility: Eligibility | None = None
     ) -> None:
         self.cluster = cluster
-        self.feasibility = Feasibility.of_present(fleet, matching)
+        self.feasibility = matching.feasibility(fleet)
         self.pending = pending_claims(cluster.claims.unallocated, cluster.classes, cluster.pods)
         self.eligibility = eligibility or Eligibility(cluster.nodes)
         self.eligibility.forget_unused()
@@ -97,7 +102,7 @@ class Queue:
             vars(found).pop(cached, None)
         return found
 
-    def requirements(self, pending: PendingClaim) -> tuple[ClaimRequirements, ...] | Refusal:
+    def requirements(self, pending: PendingClaim) -> tuple[ClaimRequirements, ...] | RefusedRequest:
         """The requirements for each combination of alternatives; none if the claim is for other drivers' devices."""
         return self._requirements[pending.key]
 
@@ -127,7 +132,7 @@ class Queue:
         found = ((node.metadata.name, exclusion(pod.spec, node, self._allocated(pod))) for node in others)
         return {name: each for name, each in found if each is not None}
 
-    def found(self, pending: PendingClaim, feasibility: Feasibility | None = None) -> Found:
+    def found(self, pending: PendingClaim, feasibility: Feasibility | None = None) -> NodeSearch:
         """A node that satisfies it and the other claims of one of its pods; now, or by another ``feasibility``."""
         feasibility = feasibility or self.feasibility
         undecided = False
@@ -135,10 +140,10 @@ class Queue:
             nodes = self.nodes_for(pod)
             for requirements in self.combinations(pod):
                 found = feasibility.find_node(requirements, nodes)
-                if found.outcome is Outcome.FITS:
+                if found.outcome is SearchOutcome.FITS:
                     return found
-                undecided |= found.outcome is Outcome.UNKNOWN
-        return Found(Outcome.UNKNOWN if undecided else Outcome.NONE)
+                undecided |= found.outcome is SearchOutcome.UNKNOWN
+        return NodeSearch(SearchOutcome.UNKNOWN if undecided else SearchOutcome.NONE)
 
     def satisfiable(self, pending: PendingClaim) -> bool:
         """Whether free placements would satisfy it; True, too, where the bounded search gave up.
@@ -146,14 +151,14 @@ class Queue:
         False for claims for other drivers' devices only.
         """
         requirements = self.requirements(pending)
-        if isinstance(requirements, Refusal) or not requirements:
+        if isinstance(requirements, RefusedRequest) or not requirements:
             return False
-        return self.found(pending).outcome is not Outcome.NONE
+        return self.found(pending).outcome is not SearchOutcome.NONE
 
     def chosen(self, pending: PendingClaim) -> ClaimRequirements | None:
         """The first combination of alternatives that is feasible, or else the first; None if there is none."""
         requirements = self.requirements(pending)
-        if isinstance(requirements, Refusal) or not requirements:
+        if isinstance(requirements, RefusedRequest) or not requirements:
             return None
         if len(requirements) == 1:
             return requirements[0]
@@ -234,8 +239,8 @@ class Queue:
     def combinations(self, pod: Pod) -> Iterator[ClaimRequirements]:
         """The joint requirements of a pod's claims, for each combination; none where one of them was refused."""
         read = [self.requirements(each) for each in self.of_pod(pod)]
-        ours = [each for each in read if not isinstance(each, Refusal) and each]
-        if any(isinstance(each, Refusal) for each in read):
+        ours = [each for each in read if not isinstance(each, RefusedRequest) and each]
+        if any(isinstance(each, RefusedRequest) for each in read):
             return iter(())
         return (joined(chosen) for chosen in islice(product(*ours), MAX_COMBINATIONS))
 

@@ -14,7 +14,7 @@ from controller.cluster.claim_index import ClusterState
 from controller.cluster.kueue import QueuedWorkload
 from controller.demand.feasibility import Group, Kind
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import MAX_DEVICES, Refusal
+from controller.demand.requirements import MAX_DEVICES, RefusedRequest
 from controller.demand.selected_devices import Selector
 from driver.kube.types import Claim, Metadata, Pod, PodResourceClaim, PodSpec, Toleration
 
@@ -73,7 +73,7 @@ def countable(queue: Queue) -> Sequence[Countable]:
 def _requests(queue: Queue, pending: PendingClaim) -> Iterable[tuple[Selector, int]]:
     """The selector of each request and how many devices it asks for: Kueue checks each request alone."""
     requirements = queue.requirements(pending)
-    if isinstance(requirements, Refusal) or not requirements:
+    if isinstance(requirements, RefusedRequest) or not requirements:
         return
     for request in requirements[0].requests:
         if request.count is not None and request.count <= MAX_DEVICES:

@@ -8,7 +8,7 @@ from itertools import islice, product, repeat
 from typing import Literal, NamedTuple
 
 from controller.cluster.fleet import Fleet
-from controller.demand.selected_devices import Matching, Selector
+from controller.demand.selected_devices import Selector, Selectors
 from driver.config.suggestions import meant
 from driver.errors import CelError
 from driver.kube.types import (
@@ -48,7 +48,7 @@ class DeviceRequest:
     """Of taints of devices."""
 
 
-class Constraint(NamedTuple):
+class AttributeConstraint(NamedTuple):
     """Devices of ``requests``, by position, share the value of an attribute; if ``distinct``, all values differ."""
 
     attribute: str
@@ -63,7 +63,7 @@ class ClaimRequirements(NamedTuple):
     """
 
     requests: tuple[DeviceRequest, ...]
-    constraints: tuple[Constraint, ...] = ()
+    constraints: tuple[AttributeConstraint, ...] = ()
     claims: tuple[int, ...] = ()
 
     @property
@@ -75,7 +75,7 @@ class ClaimRequirements(NamedTuple):
         return tuple(found.values())
 
 
-class Refusal(NamedTuple):
+class RefusedRequest(NamedTuple):
     """The reason why a request can't be evaluated."""
 
     code: Literal["NoSuchClass", "SelectorRefused"]
@@ -89,12 +89,12 @@ class RequirementsReader:
     none of the fleet. So are requests with adminAccess that can be read: ``matching_held`` returns them.
     """
 
-    def __init__(self, matching: Matching, classes: Iterable[DeviceClass], fleet: Fleet) -> None:
-        self._matching = matching
+    def __init__(self, selectors: Selectors, classes: Iterable[DeviceClass], fleet: Fleet) -> None:
+        self._selectors = selectors
         self._classes: Mapping[str, DeviceClass] = {each.metadata.name: each for each in classes}
         self._fleet = fleet
 
-    def of(self, claim: Claim) -> tuple[ClaimRequirements, ...] | Refusal:
+    def of(self, claim: Claim) -> tuple[ClaimRequirements, ...] | RefusedRequest:
         """The requirements for each combination of alternatives, in the scheduler's order; none for other drivers."""
         devices = claim.spec.devices
         choices: list[list[tuple[str, str, DeviceRequest | None]]] = []
@@ -102,7 +102,7 @@ class RequirementsReader:
             alternatives = []
             for alternative in request.alternatives:
                 read = self._read(request, alternative, claim.metadata.namespace)
-                if isinstance(read, Refusal):
+                if isinstance(read, RefusedRequest):
                     return read
                 alternatives.append((request.name, request.name_of(alternative), read))
             choices.append(alternatives)
@@ -124,10 +124,12 @@ class RequirementsReader:
         selector = self._selector(Request(""), wanted, namespace)
         return selector if isinstance(selector, Selector) else None
 
-    def _read(self, request: Request, wanted: ExactDeviceRequest, namespace: str) -> DeviceRequest | Refusal | None:
+    def _read(
+        self, request: Request, wanted: ExactDeviceRequest, namespace: str
+    ) -> DeviceRequest | RefusedRequest | None:
         """None for requests that are left out."""
         selector = self._selector(request, wanted, namespace)
-        if isinstance(selector, Refusal):
+        if isinstance(selector, RefusedRequest):
             return selector
         if selector is None or wanted.admin_access:  # adminAccess needs no free device
             return None
@@ -138,7 +140,9 @@ class RequirementsReader:
         of_class = frozenset(_texts(self._classes[wanted.device_class_name].spec.selectors))
         return DeviceRequest(name, selector, count, wanted.device_class_name, of_class, wanted.tolerations)
 
-    def _selector(self, request: Request, wanted: ExactDeviceRequest, namespace: str) -> Selector | Refusal | None:
+    def _selector(
+        self, request: Request, wanted: ExactDeviceRequest, namespace: str
+    ) -> Selector | RefusedRequest | None:
         """None for requests for other drivers' devices."""
         device_class = self._classes.get(wanted.device_class_name)
         if device_class is None:
@@ -146,14 +150,14 @@ class RequirementsReader:
             names = sorted(self._classes, key=lambda name: (len(name), name))
             more = f" and {len(names) - SHOWN_CLASSES} more" if len(names) > SHOWN_CLASSES else ""
             there = f"; there are {', '.join(names[:SHOWN_CLASSES])}{more}" if names else "; the cluster has none"
-            return Refusal("NoSuchClass", sentence + (meant(wanted.device_class_name, self._classes) or there))
+            return RefusedRequest("NoSuchClass", sentence + (meant(wanted.device_class_name, self._classes) or there))
         expressions = (*_texts(device_class.spec.selectors), *_texts(wanted.selectors))
         amounts = wanted.capacity.requests if wanted.capacity is not None else {}
-        conditions = tuple(_capacity_conditions(self._matching.driver, amounts))
+        conditions = tuple(_capacity_conditions(self._selectors.driver, amounts))
         payer = namespace if wanted.selectors or conditions else ""
-        selector = self._matching.selector(expressions, conditions, payer)
+        selector = self._selectors.selector(expressions, conditions, payer)
         if isinstance(selector, CelError):
-            may_be_about_us = any(self._matching.driver in text for text in expressions)
+            may_be_about_us = any(self._selectors.driver in text for text in expressions)
             return _refused(request.name_of(wanted), selector) if may_be_about_us else None
         if not selector.is_about_us and not any(matches for matches, _ in selector.among(self._fleet)):
             return None
@@ -165,7 +169,7 @@ def joined(claims: Sequence[ClaimRequirements]) -> ClaimRequirements:
     if len(claims) == 1:
         return claims[0]
     requests: list[DeviceRequest] = []
-    constraints: list[Constraint] = []
+    constraints: list[AttributeConstraint] = []
     numbers: list[int] = []
     for number, claim in enumerate(claims):
         shift = len(requests)
@@ -204,11 +208,11 @@ def _requirements(
         )
         for attribute, distinct in ((each.match_attribute, False), (each.distinct_attribute, True)):
             if attribute and covered:
-                found.append(Constraint(attribute, distinct, covered))
+                found.append(AttributeConstraint(attribute, distinct, covered))
     return ClaimRequirements(tuple(request for _, request in ours), tuple(found))
 
 
-def _refused(request: str, error: CelError) -> Refusal:
+def _refused(request: str, error: CelError) -> RefusedRequest:
     where = "" if error.position is None else f"at character {error.position + 1}: "
     sentence = f"request {request}: the selector {error.expression!r} can't be evaluated: {where}{error}"
-    return Refusal("SelectorRefused", sentence)
+    return RefusedRequest("SelectorRefused", sentence)

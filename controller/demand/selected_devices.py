@@ -2,21 +2,16 @@
 
 A fleet has a quarter of a million devices and few kinds of GPU. Selectors read few attributes; GPUs that don't differ
 in those share one answer, which is computed once and remembered as long as the GPU is the same object.
-
-A claim has up to 1,024 expressions of 10 KiB, and one evaluation may take a second. Each namespace therefore has a
-budget of processor time, so that the claims of one tenant can't keep the controller from deciding for the others.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
 from operator import or_
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu, Hardware
 from controller.demand.gpu_equivalence_classes import (
@@ -28,7 +23,8 @@ from controller.demand.gpu_equivalence_classes import (
     examples_of,
     representatives,
 )
-from deviceclasses.cel import CelDevice, Program, ReferencedAttributes, compile_selector, from_slice_device
+from controller.demand.selector_time import BUDGET_SECONDS, EXHAUSTED, BudgetExhausted, SelectorTime
+from deviceclasses.cel import CelDevice, Program, ReferencedAttributes, from_slice_device, try_compile
 from driver.errors import CelError
 from driver.model.device import Device
 from driver.model.offer import DeviceKind, OfferKind, Spot
@@ -40,78 +36,14 @@ MAX_SELECTORS = 512
 MAX_NAMESPACES = 1024
 """Namespaces whose selectors are remembered, and more that have not got all of their budget back."""
 
-BUDGET_SECONDS = 3.0
-"""Processor time that a namespace has at once; decisions have to follow each other within 20 s."""
-
-REFILL_PER_SECOND = 0.05
-"""The part of a second that comes back to the budget each second."""
-
-RETRY_SECONDS = 60.0
-"""Time for which selectors stay refused after the budget was exhausted."""
-
-EXHAUSTED = (
-    "the selectors of this namespace take too long to evaluate: Tessera limits the time for them; make them fewer, "
-    "shorter or simpler"
-)
-
 MAX_EXAMPLES = 2000
 """Different devices that are examined to find out why none is selected."""
 
-T = TypeVar("T")
 Met = list[tuple[Device, tuple[bool, ...]]]
 """Devices, and for each of some conditions whether the device meets it."""
 
 
-class BudgetExhausted(Exception):
-    """No processor time is left in the budget."""
-
-
-class SelectorTime:
-    """The budget of processor time of one namespace; remembered answers cost nothing. For one thread."""
-
-    def __init__(
-        self,
-        budget: float = BUDGET_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-        processor_time: Callable[[], float] = time.thread_time,
-    ) -> None:
-        """``budget`` in seconds; infinite for DeviceClasses, which administrators write."""
-        self._budget, self._clock, self._processor_time = budget, clock, processor_time
-        self._left, self._filled_at = budget, clock()
-        self._refused_at: float | None = None
-
-    def spend(self, work: Callable[[], T]) -> T:
-        """Call ``work`` and subtract its processor time. Raises BudgetExhausted if no time is left to begin."""
-        self._refill()
-        if self._left <= 0:
-            self._refused_at = self._refused_at or self._filled_at
-            raise BudgetExhausted
-        began = self._processor_time()
-        try:
-            return work()
-        finally:
-            self._left -= self._processor_time() - began
-
-    @property
-    def full(self) -> bool:
-        """Whether none of the budget is missing."""
-        self._refill()
-        return self._left >= self._budget
-
-    def _refill(self) -> None:
-        now = self._clock()
-        self._left = min(self._budget, self._left + (now - self._filled_at) * REFILL_PER_SECOND)
-        self._filled_at = now
-
-    def retry(self) -> bool:
-        """Whether to try refused selectors again now; at most every RETRY_SECONDS."""
-        if self._refused_at is None or self._clock() - self._refused_at < RETRY_SECONDS:
-            return False
-        self._refused_at = None
-        return True
-
-
-class Failure(NamedTuple):
+class SelectorFailure(NamedTuple):
     """An expression that fails for a device; when the scheduler meets it, it stops scheduling the pod."""
 
     device: Device
@@ -128,7 +60,7 @@ class Matches:
     """
 
     keys: Mapping[OfferKind, frozenset[int] | None]
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[SelectorFailure, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.keys)
@@ -154,7 +86,7 @@ def _shared_matches(keys: tuple[tuple[OfferKind, frozenset[int] | None], ...]) -
     return Matches(dict(keys))
 
 
-def _matches_of(keys: Mapping[OfferKind, frozenset[int] | None], failures: tuple[Failure, ...]) -> Matches:
+def _matches_of(keys: Mapping[OfferKind, frozenset[int] | None], failures: tuple[SelectorFailure, ...]) -> Matches:
     """Without failures the same object for each selector."""
     return Matches(keys, failures) if failures else _shared_matches(tuple(keys.items()))
 
@@ -207,24 +139,24 @@ class Selector:
 
     def _select(self, entry: FleetGpu, kind: DeviceKind) -> Matches:
         keys: dict[OfferKind, frozenset[int] | None] = {}
-        failures: list[Failure] = []
+        failures: list[SelectorFailure] = []
         for devices in representatives(entry, kind, each_placement=self._by_placement):
             verdicts = [(device, self._timed_verdict(device)) for device in devices]
-            failures += [verdict for _, verdict in verdicts if isinstance(verdict, Failure)]
+            failures += [verdict for _, verdict in verdicts if isinstance(verdict, SelectorFailure)]
             selected = [device for device, verdict in verdicts if verdict is True]
             if selected:
                 starts = frozenset(device.placement.start for device in selected if device.placement)
                 keys[devices[0].spot.kind] = None if len(selected) == len(devices) else starts
         return _matches_of(keys, tuple(failures)) if keys or failures else NOTHING
 
-    def met(self, fleet: Fleet, conditions: Sequence[str], program: Callable[[str], Program | CelError]) -> Met:
+    def met(self, fleet: Fleet, conditions: Sequence[str]) -> Met:
         """Which ``conditions`` each device meets, of equivalent GPUs the first; empty if that takes too long."""
         if self._met is None or self._met[0] is not fleet.hardware:
-            self._met = fleet.hardware, self._find_met(fleet, conditions, program)
+            self._met = fleet.hardware, self._find_met(fleet, conditions)
         return self._met[1]
 
-    def _find_met(self, fleet: Fleet, conditions: Sequence[str], program: Callable[[str], Program | CelError]) -> Met:
-        programs = [program(each) for each in conditions]
+    def _find_met(self, fleet: Fleet, conditions: Sequence[str]) -> Met:
+        programs = [try_compile(condition) for condition in conditions]
         devices = [
             device
             for example, _ in self._classes.groups(fleet)
@@ -243,43 +175,22 @@ class Selector:
             return []
         return found if len(devices) <= MAX_EXAMPLES else []
 
-    def _timed_verdict(self, device: Device) -> bool | Failure:
+    def _timed_verdict(self, device: Device) -> bool | SelectorFailure:
         try:
             return self._time.spend(partial(self._verdict, device))
         except BudgetExhausted:
-            return Failure(device, self.expressions[-1], EXHAUSTED)
+            return SelectorFailure(device, self.expressions[-1], EXHAUSTED)
 
-    def _verdict(self, device: Device) -> bool | Failure:
+    def _verdict(self, device: Device) -> bool | SelectorFailure:
         """Whether all expressions select the device; the first that is false or fails decides."""
         seen = cel_device(self._driver, device, self._classes.names)
         for program in self._programs:
             verdict = program.verdict(seen)
             if isinstance(verdict, str):
-                return Failure(device, program.expression, verdict)
+                return SelectorFailure(device, program.expression, verdict)
             if not verdict:
                 return False
         return True
-
-
-@dataclass
-class FeasibilityMemory:
-    """Results about fleets with the same hardware, reused from one decision to the next.
-
-    ``kinds`` by selector and nodes, and ``sets`` of GPUs by selector, kind, nodes and attributes. ``free`` slices and
-    ``outcomes`` of a node hold as long as its GPUs are the same objects; ``order`` are the nodes by free slices.
-    ``present``, ``unheld`` and ``emptied`` are the last ``controller.demand.feasibility.Feasibility`` of each kind.
-    """
-
-    hardware: Hardware | None
-    kinds: dict[Any, Any] = field(default_factory=dict)
-    sets: dict[Any, Any] = field(default_factory=dict)
-    free: dict[str, tuple[tuple[FleetGpu, ...], float]] = field(default_factory=dict)
-    order: list[tuple[float, str]] = field(default_factory=list)
-    having: Counter[OfferKind] = field(default_factory=Counter)
-    outcomes: dict[Any, dict[str, tuple[tuple[FleetGpu, ...], Any]]] = field(default_factory=dict)
-    present: Any = None
-    unheld: Any = None
-    emptied: Any = None
 
 
 class NamespaceSelectors(NamedTuple):
@@ -289,23 +200,14 @@ class NamespaceSelectors(NamedTuple):
     time: SelectorTime
 
 
-class Matching:
+class Selectors:
     """Selectors by their text; all GPUs belong to ``driver``. Kept from decision to decision for what it remembers."""
 
     def __init__(self, driver: str) -> None:
         self.driver = driver
-        self.program = lru_cache(MAX_SELECTORS)(_compiled)
         self.namespaces: dict[str, NamespaceSelectors] = {}
         """The one used last at the end."""
-        self._feasibility_memory = FeasibilityMemory(None)
         self._classes = lru_cache(MAX_SELECTORS)(EquivalenceClasses)
-
-    def feasibility_memory(self, hardware: Hardware) -> FeasibilityMemory:
-        """The results about fleets of that hardware."""
-        memory = self._feasibility_memory
-        if memory.hardware is not hardware:
-            memory = self._feasibility_memory = FeasibilityMemory(hardware)
-        return memory
 
     def selector(
         self, expressions: tuple[str, ...], capacity_conditions: tuple[str, ...] = (), namespace: str = ""
@@ -332,7 +234,7 @@ class Matching:
         programs: list[Program] = []
         for expression in (*expressions, *capacity_conditions):
             try:
-                program = time.spend(partial(self.program, expression))
+                program = time.spend(partial(try_compile, expression))
             except BudgetExhausted:
                 return CelError(EXHAUSTED, expression)
             if isinstance(program, CelError):
@@ -369,13 +271,6 @@ def _joined(parts: list[Matches]) -> Matches:
         return parts[0] if parts else NOTHING
     keys = {key: starts for part in parts for key, starts in part.keys.items()}
     return _matches_of(keys, tuple(failure for part in parts for failure in part.failures))
-
-
-def _compiled(expression: str) -> Program | CelError:
-    try:
-        return compile_selector(expression)
-    except CelError as error:
-        return error
 
 
 def _names(driver: str, referenced: ReferencedAttributes) -> Names:

@@ -13,8 +13,8 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import free_spots, most_devices, slices_of
 from controller.demand.eligibility import BLOCKING, Excluded
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import DeviceRequest, Refusal
-from controller.demand.selected_devices import Failure, Matches, Selector
+from controller.demand.requirements import DeviceRequest, RefusedRequest
+from controller.demand.selected_devices import Matches, Selector, SelectorFailure
 from driver.kube.slice_types import DeviceTaintRule
 from driver.model.gpu import MigMode
 from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind
@@ -144,7 +144,7 @@ class Availability:
 
     request: DeviceRequest
     selected: SelectedGpus
-    failure: Failure | None = None
+    failure: SelectorFailure | None = None
 
     @property
     def where(self) -> str:
@@ -203,7 +203,7 @@ def selected_gpus(
     )
 
 
-def failure_of(fleet: Fleet, selector: Selector, excluded: Collection[str]) -> Failure | None:
+def failure_of(fleet: Fleet, selector: Selector, excluded: Collection[str]) -> SelectorFailure | None:
     """The first device for which ``selector`` fails on a node that is not ``excluded``."""
     for matches, alike in selector.among(fleet):
         if matches.failures and any(fleet.gpus[uuid].node not in excluded for uuid in alike):
@@ -257,7 +257,7 @@ def without(entry: FleetGpu, obstacle: Obstacle) -> FleetGpu:
 def requests_of(queue: Queue, pending: PendingClaim) -> list[DeviceRequest]:
     """The requests of all alternatives of a claim for devices of this driver; none if the claim is refused."""
     alternatives = queue.requirements(pending)
-    if isinstance(alternatives, Refusal):
+    if isinstance(alternatives, RefusedRequest):
         return []
     return [request for requirements in alternatives for request in requirements.requests]
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.demand.device_search import Budget, Outcome, fits
+from controller.demand.device_search import Budget, SearchOutcome, fits
 from controller.demand.eligibility import Excluded, Exclusion
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import ClaimRequirements, DeviceRequest, Refusal, RequirementsReader
+from controller.demand.requirements import ClaimRequirements, DeviceRequest, RefusedRequest, RequirementsReader
 from controller.explain.availability import Availability, Obstacle, listed, without
 from controller.explain.lacking_devices import Reasoning
 from driver.kube.types import PAUSED
@@ -57,7 +57,12 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Chang
     """
     queue = reasoning.queue
     required = queue.requirements(pending)
-    if isinstance(required, Refusal) or not required or pending.key in queue.held_back or queue.satisfiable(pending):
+    if (
+        isinstance(required, RefusedRequest)
+        or not required
+        or pending.key in queue.held_back
+        or queue.satisfiable(pending)
+    ):
         return []
     alternatives = list(queue.combinations(pending.pods[0]))
     feasibility, nodes = queue.feasibility, queue.nodes(pending)
@@ -164,7 +169,7 @@ def _fewest(
 
 def _fits(feasibility: Feasibility, gpus: Sequence[FleetGpu], requirements: ClaimRequirements) -> bool:
     states = tuple(entry.state for entry in gpus)
-    return fits(gpus, states, requirements, feasibility.matching.value, Budget()) is Outcome.FITS
+    return fits(gpus, states, requirements, feasibility.matching.value, Budget()) is SearchOutcome.FITS
 
 
 TOGETHER = {Obstacle.CLOSED, Obstacle.TAINTED}
@@ -285,7 +290,7 @@ def _of_nodes(reasoning: Reasoning, pending: PendingClaim, requirements: ClaimRe
     open_fleet = Fleet.of(without(entry, Obstacle.CLOSED) for entry in feasibility.on(frozenset(excluded)))
     opened = Feasibility(open_fleet, feasibility.matching, imagined=True)
     for node, outcome in opened.outcomes(requirements, frozenset(excluded)):
-        if outcome is Outcome.FITS:
+        if outcome is SearchOutcome.FITS:
             by_exclusion.setdefault(excluded[node], []).append(node)
     yield from admitting(by_exclusion)
 
@@ -312,7 +317,7 @@ def _of_count(feasibility: Feasibility, requirements: ClaimRequirements, nodes: 
         return
     for count in range(first.count - 1, 0, -1):
         fewer = requirements._replace(requests=(DeviceRequest(first.name, first.selector, count),))
-        if feasibility.find_node(fewer, nodes).outcome is Outcome.FITS:
+        if feasibility.find_node(fewer, nodes).outcome is SearchOutcome.FITS:
             yield Change("count", f"request {first.name} asked for {count} instead of {first.count}")
             return
 
@@ -322,7 +327,7 @@ def _of_constraints(feasibility: Feasibility, requirements: ClaimRequirements, n
     constraints = requirements.constraints
     for attribute, distinct in dict.fromkeys((each.attribute, each.distinct) for each in constraints):
         others = tuple(each for each in constraints if (each.attribute, each.distinct) != (attribute, distinct))
-        if feasibility.find_node(requirements._replace(constraints=others), nodes).outcome is Outcome.FITS:
+        if feasibility.find_node(requirements._replace(constraints=others), nodes).outcome is SearchOutcome.FITS:
             values = "different values" if distinct else "the same value"
             field = "distinctAttribute" if distinct else "matchAttribute"
             yield Change("constraint", f"its devices did not need {values} of {attribute} ({field})")
@@ -341,7 +346,7 @@ def _of_class(queue: Queue, pending: PendingClaim) -> Iterator[Change]:
         if name != wanted.device_class_name:
             selector = reader.selector_of(replace(wanted, device_class_name=name), pending.claim.metadata.namespace)
             one = None if selector is None else ClaimRequirements((DeviceRequest(request.name, selector, 1),))
-            if one is not None and queue.feasibility.find_node(one, nodes).outcome is Outcome.FITS:
+            if one is not None and queue.feasibility.find_node(one, nodes).outcome is SearchOutcome.FITS:
                 names.append(name)
     if names:
         yield Change("class", f"its class were {' or '.join(sorted(names)[:MAX_CHANGES])}")

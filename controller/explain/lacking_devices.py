@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from controller.cluster.fleet import Fleet
 from controller.cluster.node_views import UnreportedNodes
-from controller.demand.device_search import Outcome
+from controller.demand.device_search import SearchOutcome
 from controller.demand.eligibility import Excluded
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.gangs import Gang
 from controller.demand.pending_claims import PendingClaim, Queue, described
-from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, Refusal
+from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, RefusedRequest
 from controller.explain.availability import (
     SHOWN,
     Availability,
@@ -161,12 +161,12 @@ class Reasoning:
         """Why no free device satisfies ``pending``; None if one does, or if the search is undecided."""
         queue = self.queue
         alternatives = queue.requirements(pending)
-        if isinstance(alternatives, Refusal):
+        if isinstance(alternatives, RefusedRequest):
             return Reason(ReasonCode(alternatives.code), alternatives.sentence, permanent=True)
         for each, request in queue.matching_held:
             if each is pending and (reason := self._selects_nothing(request, pending)) is not None:
                 return reason
-        if not alternatives or queue.found(pending).outcome is not Outcome.NONE:
+        if not alternatives or queue.found(pending).outcome is not SearchOutcome.NONE:
             return None
         alone = self._alone(pending)
         if alone is None or (
@@ -178,7 +178,7 @@ class Reasoning:
     def _alone(self, pending: PendingClaim) -> Reason | None:
         """Why a claim can not be satisfied, whatever other claims its pods have; None if it could."""
         alternatives = self.queue.requirements(pending)
-        if isinstance(alternatives, Refusal):
+        if isinstance(alternatives, RefusedRequest):
             return Reason(ReasonCode(alternatives.code), alternatives.sentence, permanent=True)
         reasons = [reason for each in alternatives if (reason := self._of_requirements(each, pending)) is not None]
         if len(reasons) < len(alternatives) or not reasons:
@@ -263,12 +263,12 @@ class Reasoning:
     def _where(self, pending: PendingClaim, feasibility: Feasibility) -> str:
         """`` (on a, b)``: the nodes that could satisfy a claim alone; empty if none of its devices are ours."""
         found, nodes = self.queue.requirements(pending), self.queue.nodes(pending)
-        alternatives = () if isinstance(found, Refusal) else found
+        alternatives = () if isinstance(found, RefusedRequest) else found
         there = {node for each in alternatives for node in feasibility.nodes_for(each, nodes)}
         return f" (on {listed(sorted(there))})" if there else ""
 
     def _pod_is_impossible(self, pending: PendingClaim) -> bool:
-        return self.queue.found(pending, self._feasibility.unheld).outcome is Outcome.NONE
+        return self.queue.found(pending, self._feasibility.unheld).outcome is SearchOutcome.NONE
 
     def _permanent(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied by itself even if nothing is held; None if it could or that is unknown."""

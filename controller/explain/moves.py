@@ -8,7 +8,7 @@ from itertools import combinations, islice
 from typing import NamedTuple
 
 from controller.cluster.fleet import FleetGpu
-from controller.demand.device_search import Budget, Outcome, fits
+from controller.demand.device_search import Budget, SearchOutcome, fits
 from controller.demand.feasibility import Feasibility
 from controller.demand.requirements import ClaimRequirements
 from driver.model.device import Device
@@ -65,7 +65,7 @@ def moves_that_help(
             }
             for moves, after in islice(_moved(gpus, movable, count), MAX_TRIED):
                 states = tuple(entry.state for entry in after)
-                if fits(after, states, requirements, feasibility.matching.value, Budget()) is Outcome.FITS:
+                if fits(after, states, requirements, feasibility.matching.value, Budget()) is SearchOutcome.FITS:
                     return Moves(node, moves)
     return None
 

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import FleetGpu
-from controller.demand.device_search import Outcome, ValueOf, find_devices
+from controller.demand.device_search import SearchOutcome, ValueOf, find_devices
 from controller.demand.feasibility import Nodes
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import ClaimRequirements, Refusal
-from controller.demand.selected_devices import Failure
+from controller.demand.requirements import ClaimRequirements, RefusedRequest
+from controller.demand.selected_devices import SelectorFailure
 from controller.explain.availability import listed, requests_of, untolerated
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.scheduler_reports import (
@@ -278,11 +278,11 @@ class ClaimsDespiteOffers:
     def _unpublished(self, pending: PendingClaim) -> ClaimReason | None:
         """The reason where every node with enough free devices is silent or refuses offers."""
         requirements = self._queue.requirements(pending)
-        if isinstance(requirements, Refusal) or not self._sightings.is_pending_for(pending, PUBLISHING_SECONDS):
+        if isinstance(requirements, RefusedRequest) or not self._sightings.is_pending_for(pending, PUBLISHING_SECONDS):
             return None
         nodes, feasibility = self._queue.nodes(pending), self._queue.feasibility
         outcomes = chain.from_iterable(feasibility.outcomes(alternative, nodes) for alternative in requirements)
-        fitting = sorted({node for node, outcome in outcomes if outcome is Outcome.FITS})
+        fitting = sorted({node for node, outcome in outcomes if outcome is SearchOutcome.FITS})
         if not fitting or any(node not in self._refusing for node in fitting):
             return None
         texts = listed([f"{node}, which {self._refusing[node]}" for node in fitting])
@@ -294,7 +294,7 @@ class ClaimsDespiteOffers:
         names = [request.name for request in requests_of(self._queue, pending) if request.count is None]
         pod = pending.pods[0]
         report, lasts = report_of(pod), self._sightings.is_pending_for(pending, PUBLISHING_SECONDS)
-        if not (names and report and lasts) or self._queue.found(pending).outcome is not Outcome.FITS:
+        if not (names and report and lasts) or self._queue.found(pending).outcome is not SearchOutcome.FITS:
             return None
         sentence = (
             f"request {names[0]} asks for all devices that it selects on a node, and the scheduler can not allocate "
@@ -356,7 +356,7 @@ def _place(device: OfferedDevice) -> tuple[int, str]:
     return device.gpu.number, device.name.device
 
 
-def _failure(queue: Queue, pending: PendingClaim, report: Condition) -> Failure | None:
+def _failure(queue: Queue, pending: PendingClaim, report: Condition) -> SelectorFailure | None:
     """A device on which a selector of the claim fails as the scheduler reports."""
     for request in requests_of(queue, pending):
         for matches, _ in request.selector.among(queue.feasibility.fleet):

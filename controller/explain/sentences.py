@@ -11,7 +11,7 @@ from controller.cluster.node_views import DEDICATED_TO
 from controller.demand.eligibility import Excluded, Exclusion
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest
-from controller.demand.selected_devices import Failure
+from controller.demand.selected_devices import SelectorFailure
 from controller.explain.availability import (
     SHOWN,
     Availability,
@@ -24,7 +24,7 @@ from controller.explain.availability import (
 )
 from controller.explain.moves import MAX_NODES, Moves
 from controller.explain.reason import Reason, ReasonCode
-from deviceclasses.cel import Program
+from deviceclasses.cel import Program, try_compile
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.referenced_attributes import conditions_of
 from deviceclasses.cel.values import EvaluationError
@@ -125,7 +125,7 @@ def unusable(found: Availability) -> str:
     return f"; {sum(map(len, groups.values()))} more can't be used ({'; '.join(texts[:SHOWN])})"
 
 
-def failing(failure: Failure | None) -> str:
+def failing(failure: SelectorFailure | None) -> str:
     """The GPUs for which the selector fails: the end of a sentence. The scheduler stops when it meets one of them."""
     if failure is None:
         return ""
@@ -156,7 +156,7 @@ def _no_match(feasibility: Feasibility, request: DeviceRequest) -> str:
     """Which condition excludes all devices, or all that meet the other ones; and what there is."""
     driver, selector = feasibility.matching.driver, request.selector
     conditions = list(dict.fromkeys(part for each in selector.expressions for part in conditions_of(each)))
-    met = selector.met(feasibility.fleet, conditions, feasibility.matching.program)
+    met = selector.met(feasibility.fleet, conditions)
     if not met:
         texts = " and ".join(selector.expressions)
         return f"no device of the cluster's {len(feasibility.fleet.gpus)} GPUs is selected by {texts}"
@@ -228,7 +228,7 @@ def _without_such_gpus(feasibility: Feasibility, condition: str) -> str:
 
 def _values(feasibility: Feasibility, condition: str, devices: Iterable[Device]) -> dict[str, dict[str, set[str]]]:
     """By attribute or capacity that ``condition`` reads its values on ``devices``, with the products that have them."""
-    program, driver = feasibility.matching.program(condition), feasibility.matching.driver
+    program, driver = try_compile(condition), feasibility.matching.driver
     found: dict[str, dict[str, set[str]]] = {}
     for section, domain, name in program.referenced.reads if isinstance(program, Program) else ():
         full = name if domain == driver else f"{domain}/{name}"

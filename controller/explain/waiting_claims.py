@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controller.demand.device_search import Outcome
+from controller.demand.device_search import SearchOutcome
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.explain.availability import listed
 from controller.explain.reason import ClaimReason, ReasonCode
@@ -39,16 +39,16 @@ def waits(pending: PendingClaim, situation: Situation) -> ClaimReason:
 
 def _awaited(pending: PendingClaim, situation: Situation) -> str:
     outcome, silent = situation.queue.found(pending).outcome, situation.controller_silent
-    if outcome is Outcome.NONE:
+    if outcome is SearchOutcome.NONE:
         nodes = situation.unreported.nodes
         where = f"the GPUs of {listed(nodes)}, whose node plugin has just started" if nodes else "any GPU"
         return f"no GPU that is known satisfies it, and nothing is known yet of {where}"
-    enough = "enough is free" if outcome is Outcome.FITS else "enough may be free"
+    enough = "enough is free" if outcome is SearchOutcome.FITS else "enough may be free"
     if silent is not None:
         return (
             f"{enough}, but the controller, which decides what is offered, has sent no heartbeat for {silent:.0f} s: "
             "nodes offer everything that fits 30 to 90 s after the last one (tessera status)"
         )
-    if outcome is Outcome.UNKNOWN:
+    if outcome is SearchOutcome.UNKNOWN:
         return "enough may be free, which takes too long to find out; the scheduler has not allocated it yet"
     return ENOUGH_IS_FREE

@@ -20,10 +20,9 @@ from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import REPORT_TIMEOUT_SECONDS, UnreportedNodes, refusing_nodes, silent_nodes
 from controller.cluster.published_offers import DeviceIndex
 from controller.curation.disjoint import DisjointCurator
-from controller.demand.feasibility import Feasibility
+from controller.demand.feasibility import Feasibility, Matching
 from controller.demand.pending_claims import Queue
 from controller.demand.reservation import overdue_reservation
-from controller.demand.selected_devices import Matching
 from controller.explain.lacking_devices import Reasoning
 from controller.explain.lookups import ApiLookups
 from controller.explain.pipeline import reasons_in

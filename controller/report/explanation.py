@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from controller.demand.eligibility import Excluded
 from controller.demand.pending_claims import PendingClaim
-from controller.demand.requirements import Refusal
+from controller.demand.requirements import RefusedRequest
 from controller.explain.availability import Availability, holders_of, listed
 from controller.explain.changes import Change, admitting, changes_that_help
 from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
@@ -185,7 +185,7 @@ class Explainer:
 
     def _available(self, pending: PendingClaim) -> Sequence[Availability]:
         requirements = self._queue.requirements(pending)
-        if isinstance(requirements, Refusal):
+        if isinstance(requirements, RefusedRequest):
             return ()
         requests = dict.fromkeys(request for each in requirements for request in each.requests)
         reasoning = self._reasoning.for_claim(pending)

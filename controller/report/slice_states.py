@@ -11,7 +11,7 @@ from typing import NamedTuple
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.feasibility import Kind
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import Refusal
+from controller.demand.requirements import RefusedRequest
 from driver.model.device import SLICE_VALUE
 from driver.model.offer import DeviceKind, Offer, OfferKind
 from driver.placement.occupancy import GpuState, start_of
@@ -71,7 +71,7 @@ class RequestedKinds:
 
 def _kinds(queue: Queue, pending: PendingClaim) -> Iterator[Kind]:
     requirements, nodes = queue.requirements(pending), queue.nodes(pending)
-    if isinstance(requirements, Refusal):
+    if isinstance(requirements, RefusedRequest):
         return
     for request in {request for each in requirements for request in each.requests}:
         yield from queue.feasibility.kinds(request.selector, nodes)

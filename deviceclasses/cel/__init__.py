@@ -1,6 +1,6 @@
 """Kubernetes' CEL for device selectors."""
 
-from deviceclasses.cel.engine import CelDevice, Program, compile_selector, from_slice_device
+from deviceclasses.cel.engine import CelDevice, Program, compile_selector, from_slice_device, try_compile
 from deviceclasses.cel.referenced_attributes import ReferencedAttributes
 
 __all__ = [
@@ -9,4 +9,5 @@ __all__ = [
     "ReferencedAttributes",
     "compile_selector",
     "from_slice_device",
+    "try_compile",
 ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from deviceclasses.cel.compiler import compile_tree
@@ -31,6 +31,9 @@ from deviceclasses.cel.values import (
     string_map,
 )
 from driver.errors import CelError
+
+MAX_COMPILED = 2048
+"""Compiled expressions that are remembered in one process."""
 
 Domains = Mapping[str, Mapping[str, Value]]
 """Values by domain and name."""
@@ -176,3 +179,12 @@ def compile_selector(expression: str) -> Program:
         return Program(expression, referenced_attributes(root), compile_tree(expression, root))
     except UNSUPPORTED_ERRORS as error:
         raise CelError(f"Tessera can't evaluate it: {type(error).__name__}: {error}", expression) from error
+
+
+@lru_cache(MAX_COMPILED)
+def try_compile(expression: str) -> Program | CelError:
+    """The same for many callers: remembered, and an expression that is refused is an answer."""
+    try:
+        return compile_selector(expression)
+    except CelError as error:
+        return error

@@ -10,26 +10,17 @@ from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
 from typing import NoReturn
 
-from deviceclasses.cel import CelDevice, Program, compile_selector
+from deviceclasses.cel import CelDevice, Program, try_compile
 from deviceclasses.cel.referenced_attributes import comparisons_of
 from deviceclasses.cel.values import EvaluationError, Map, Value
 from deviceclasses.lint.attribute_catalogue import names_of, values
-from driver.errors import CelError
 from driver.model.offer import DeviceKind
 from driver.slices.attributes import NO_PROFILE
 
 
-@cache
-def compile_cached(expression: str) -> Program | CelError:
-    try:
-        return compile_selector(expression)
-    except CelError as error:
-        return error
-
-
 def compiled_programs(expressions: Iterable[str]) -> list[Program]:
     """The programs of the expressions that compile."""
-    return [program for program in map(compile_cached, expressions) if isinstance(program, Program)]
+    return [program for program in map(try_compile, expressions) if isinstance(program, Program)]
 
 
 def compared_strings(programs: Iterable[Program]) -> frozenset[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from deviceclasses.cel import CelDevice, Program, from_slice_device, nodes
+from deviceclasses.cel import CelDevice, Program, from_slice_device, nodes, try_compile
 from deviceclasses.cel.library.registry import FUNCTIONS, chosen
 from deviceclasses.cel.nodes import Node, children
 from deviceclasses.cel.parser import parse
@@ -29,7 +29,7 @@ from deviceclasses.lint.attribute_catalogue import (
 )
 from deviceclasses.lint.findings import Issue, Severity, almost, misspelt
 from deviceclasses.lint.lint_context import selectors_of
-from deviceclasses.lint.partial_evaluation import compared_strings, compile_cached, compiled_programs, may_select
+from deviceclasses.lint.partial_evaluation import compared_strings, compiled_programs, may_select
 from driver.config.strict_schema import shown
 from driver.config.suggestions import meant
 from driver.errors import CelError
@@ -53,7 +53,7 @@ def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: It
     """The issues of ``owner``'s selectors; ``before`` are those of its class, which are evaluated first."""
     earlier = list(before)
     for place, expression in selectors_of(owner, path):
-        program = compile_cached(expression)
+        program = try_compile(expression)
         if isinstance(program, CelError):
             yield _refused(place, program, expression)
             continue
@@ -82,7 +82,7 @@ def mistakes(expressions: Iterable[str], driver: str) -> list[str]:
     issues = [
         issue
         for expression in expressions
-        if isinstance(program := compile_cached(expression), Program)
+        if isinstance(program := try_compile(expression), Program)
         for issue in (
             *_wrong_names("", program, driver),
             *comparison_issues("", expression, driver),

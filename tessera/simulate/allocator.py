@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from functools import lru_cache
 
 import msgspec
 
-from deviceclasses.cel import Program, compile_selector
+from deviceclasses.cel import try_compile
 from driver.errors import CelError
 from driver.kube.types import (
     Allocation,
@@ -344,20 +343,12 @@ def _matches(device: Candidate, owner: str, selector: DeviceSelector) -> bool:
     """Whether a selector of ``owner`` matches. Raises AllocationError where the scheduler can't tell."""
     if selector.cel is None:
         raise AllocationError(Failure.UNKNOWN_KIND, f"{owner} has a selector of an unknown kind")
-    program = _compiled(selector.cel.expression)
+    program = try_compile(selector.cel.expression)
     verdict = str(program) if isinstance(program, CelError) else program.verdict(device.cel)
     if isinstance(verdict, str):
         message = f"{owner}: {selector.cel.expression} on device {'/'.join(device.id)}: {verdict}"
         raise AllocationError(Failure.SELECTOR, message)
     return verdict
-
-
-@lru_cache(maxsize=1024)
-def _compiled(expression: str) -> Program | CelError:
-    try:
-        return compile_selector(expression)
-    except CelError as error:
-        return error
 
 
 def _is_tainted(device: Candidate, request: ExactDeviceRequest) -> bool:

@@ -21,10 +21,10 @@ from controller.curation.curator import Curator
 from controller.curation.disjoint import DisjointCurator
 from controller.demand.demand import demand_of
 from controller.demand.eligibility import Eligibility
-from controller.demand.feasibility import Nodes
+from controller.demand.feasibility import Matching, Nodes
 from controller.demand.pending_claims import Queue, claim_for, classes_by_resource
 from controller.demand.requirements import RequirementsReader
-from controller.demand.selected_devices import Matching, Selector
+from controller.demand.selected_devices import Selector
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ReasonCode
 from controller.explain.situation import DisjointPlan, Situation

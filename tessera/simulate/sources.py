@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+from driver.kube.clock import Clock
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import NodeView
@@ -17,7 +18,6 @@ from controller.explain.availability import CORDONED
 from controller.report.cluster_view import ClusterView, unreported_nodes
 from driver.errors import FatalError, UsageError
 from driver.kube.client import KubeClient
-from driver.kube.clock import Clock
 from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
 from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node

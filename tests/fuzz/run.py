@@ -14,8 +14,8 @@ from controller.cluster.cache import ClusterCache
 from controller.cluster.fleet import Fleet
 from controller.curation.curator import Curator
 from controller.demand.demand import demand_of
+from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
-from controller.demand.selected_devices import Matching
 from controller.demand.starvation import StarvationFallback
 from controller.explain.pipeline import reasons_in
 from controller.explain.situation import Situation

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.eligibility import Eligibility
+from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
-from controller.demand.selected_devices import Matching
 from controller.explain.changes import changes_that_help
 from controller.explain.reason import KnownReasons
 from tessera.simulate.allocator import allocate

@@ -15,10 +15,10 @@ import msgspec
 from controller.cluster.cache import Snapshot
 from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet_builder import SHARE, FleetBuilder
-from controller.cluster.node_views import NodeViews, PoolPart, Published
+from controller.cluster.node_views import NodeViews, PoolPart, PublishedSlice
 from controller.cluster.published_offers import DeviceIndex
+from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
-from controller.demand.selected_devices import Matching
 from controller.report.cluster_view import ClusterView
 from controller.report.map_model import MapNode, cluster_map, requested_kinds
 from driver.kube.types import GpuNodePlan
@@ -92,7 +92,7 @@ class MapCluster:
             devices = self.held.get(name, {}) | {each: _shares(each, shares) for each in offered}
             pool = Pool(name, DRIVER).name
             part = PoolPart(pool, 1, 2 if name in self.missing_slices else 1)
-            published = [Published(name, part, devices, frozenset(offered))]
+            published = [PublishedSlice(name, part, devices, frozenset(offered))]
             node = self.situation.nodes[name]
             views.update(name, node, plans[name], published, claims.held(pool), node_changed=True)
         situation = self.situation

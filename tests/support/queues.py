@@ -9,8 +9,8 @@ import msgspec
 
 from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet import Fleet, FleetGpu
+from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.selected_devices import Matching
 from driver.kube.slice_types import DeviceTaintRule
 from driver.kube.types import Claim, DeviceClass, Key, Node, Pod, PodGroup
 from driver.model.gpu import Gpu

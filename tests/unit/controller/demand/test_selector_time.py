@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from controller.demand import selected_devices
-from controller.demand.selected_devices import (
+from controller.demand.feasibility import Matching
+from controller.demand.selector_time import (
     BUDGET_SECONDS,
     EXHAUSTED,
     REFILL_PER_SECOND,
     RETRY_SECONDS,
     BudgetExhausted,
-    Matching,
     SelectorTime,
 )
 from driver.errors import CelError
