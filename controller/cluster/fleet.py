@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
+from typing import TypeVar
 
 from driver.model.device import Device, devices_of
 from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind, Offer, Spot
 from driver.placement.occupancy import Geometry, GpuState, overlap, possible_kinds
+
+T = TypeVar("T")
 
 
 class Layout:
@@ -46,15 +49,17 @@ class FleetGpu:
     uses: frozenset[DeviceKind] = frozenset(DeviceKind)
     closed: str = ""
     tainted: str = ""
+    empty: InitVar[FleetGpu | None] = None
+    """The same GPU with nothing held, if there is one already; ``replace`` does not take it over."""
+
+    def __post_init__(self, empty: FleetGpu | None) -> None:
+        if empty is not None:
+            object.__setattr__(self, "_unheld", empty)
 
     def holding(self, held: Iterable[Device]) -> FleetGpu:
         """The same GPU with other devices held."""
         devices = tuple(held)
-        if not devices:
-            return self.unheld
-        found = replace(self, held=devices)
-        vars(found)["_unheld"] = self.unheld
-        return found
+        return replace(self, held=devices, empty=self.unheld) if devices else self.unheld
 
     @property
     def unheld(self) -> FleetGpu:
@@ -123,43 +128,57 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Every GPU of the cluster by UUID.
+    """Every GPU of the cluster by UUID; ``nodes`` and ``cliques``: the GPUs of each, by number.
 
-    While neither a GPU, nor a held device or its holder changes, the builder gives the same object.
+    While neither a GPU, nor a held device or its holder changes, the builder gives the same object. ``hardware`` is the
+    same object as long as no GPU comes, goes, or becomes another.
     """
 
     gpus: Mapping[str, FleetGpu] = field(default_factory=dict)
+    nodes: Mapping[str, tuple[FleetGpu, ...]] = field(default_factory=dict, compare=False)
+    cliques: Mapping[tuple[str, str], tuple[FleetGpu, ...]] = field(default_factory=dict, compare=False)
+    hardware: Hardware = field(default_factory=Hardware, compare=False)
+    empty: Fleet | None = field(default=None, compare=False)
+    """This fleet with nothing held; None if it is this object itself."""
 
     @classmethod
-    def of(cls, gpus: Iterable[FleetGpu]) -> Fleet:
-        return cls({entry.gpu.uuid: entry for entry in gpus})
+    def of(cls, gpus: Iterable[FleetGpu], hardware: Hardware | None = None) -> Fleet:
+        by_uuid = {gpu.gpu.uuid: gpu for gpu in gpus}
+        nodes: dict[str, list[FleetGpu]] = {}
+        cliques: dict[tuple[str, str], list[FleetGpu]] = {}
+        for gpu in sorted(by_uuid.values(), key=lambda gpu: gpu.number):
+            nodes.setdefault(gpu.node, []).append(gpu)
+            cliques.setdefault(gpu.clique, []).append(gpu)
+        hardware = hardware or Hardware()
+        is_held = any(gpu.held for gpu in by_uuid.values())
+        return cls(
+            by_uuid,
+            {node: tuple(members) for node, members in nodes.items()},
+            {clique: tuple(cliques[clique]) for clique in sorted(cliques)},
+            hardware,
+            cls.of((gpu.unheld for gpu in by_uuid.values()), hardware) if is_held else None,
+        )
 
-    def changed(self, entries: Iterable[FleetGpu]) -> Fleet:
+    def changed(self, gpus: Iterable[FleetGpu]) -> Fleet:
         """This fleet with something else held or allowed on some of its GPUs, the hardware being the same."""
-        new = {entry.gpu.uuid: entry for entry in entries}
-        found = Fleet({**self.gpus, **new})
-        nodes = {entry.node for entry in new.values()}
-        cliques = {entry.clique for entry in new.values()}
+        new = {gpu.gpu.uuid: gpu for gpu in gpus}
+        empty = self.empty
+        if empty is not None or any(gpu.held for gpu in new.values()):
+            others = [gpu.unheld for uuid, gpu in new.items() if gpu.unheld is not self.unheld.gpus[uuid]]
+            empty = self.unheld.changed(others) if others else self.unheld
         # What is the same is kept: a fleet has thousands of GPUs, and one of them changes.
-        vars(found)["hardware"] = self.hardware
-        vars(found)["nodes"] = {**self.nodes, **{each: _renewed(self.nodes[each], new) for each in nodes}}
-        vars(found)["cliques"] = {**self.cliques, **{each: _renewed(self.cliques[each], new) for each in cliques}}
-        if "unheld" in vars(self):
-            others = [each.unheld for uuid, each in new.items() if each.unheld is not self.unheld.gpus[uuid]]
-            vars(found)["unheld"] = self.unheld.changed(others) if others else self.unheld
-        return found
+        return Fleet(
+            {**self.gpus, **new},
+            {**self.nodes, **_renewed(self.nodes, {gpu.node for gpu in new.values()}, new)},
+            {**self.cliques, **_renewed(self.cliques, {gpu.clique for gpu in new.values()}, new)},
+            self.hardware,
+            empty,
+        )
 
-    @cached_property
+    @property
     def unheld(self) -> Fleet:
         """This fleet with nothing held: the same object as long as only held devices change."""
-        found = Fleet.of(entry.unheld for entry in self)
-        vars(found)["hardware"] = self.hardware
-        return found
-
-    @cached_property
-    def hardware(self) -> Hardware:
-        """The same object as long as no GPU comes, goes, or becomes another."""
-        return Hardware()
+        return self if self.empty is None else self.empty
 
     def __iter__(self) -> Iterator[FleetGpu]:
         return iter(self.gpus.values())
@@ -169,22 +188,9 @@ class Fleet:
         entry = self.gpus.get(offer.gpu)
         return None if entry is None else entry.device(offer.spot)
 
-    @cached_property
-    def nodes(self) -> Mapping[str, tuple[FleetGpu, ...]]:
-        """The GPUs of each node, by number."""
-        found: dict[str, list[FleetGpu]] = {}
-        for entry in sorted(self, key=lambda entry: entry.number):
-            found.setdefault(entry.node, []).append(entry)
-        return {node: tuple(gpus) for node, gpus in found.items()}
 
-    @cached_property
-    def cliques(self) -> Mapping[tuple[str, str], tuple[FleetGpu, ...]]:
-        """The GPUs of each clique, by number."""
-        found: dict[tuple[str, str], list[FleetGpu]] = {}
-        for entry in self:
-            found.setdefault(entry.clique, []).append(entry)
-        return {clique: tuple(sorted(found[clique], key=lambda entry: entry.number)) for clique in sorted(found)}
-
-
-def _renewed(before: Iterable[FleetGpu], new: Mapping[str, FleetGpu]) -> tuple[FleetGpu, ...]:
-    return tuple(new.get(entry.gpu.uuid, entry) for entry in before)
+def _renewed(
+    before: Mapping[T, tuple[FleetGpu, ...]], groups: Iterable[T], new: Mapping[str, FleetGpu]
+) -> dict[T, tuple[FleetGpu, ...]]:
+    """Those ``groups`` with their ``new`` GPUs."""
+    return {group: tuple(new.get(gpu.gpu.uuid, gpu) for gpu in before[group]) for group in groups}

@@ -141,7 +141,7 @@ def test_the_result_depends_on_no_order(data: st.DataObject) -> None:
     waiting = data.draw(st.lists(demands(fleet), max_size=3))
     published = sorted(data.draw(some_offers(fleet)), key=str)
     first = curate(fleet, waiting, published)
-    mixed = Fleet({uuid: fleet.gpus[uuid] for uuid in data.draw(st.permutations(sorted(fleet.gpus)))})
+    mixed = Fleet.of(fleet.gpus[uuid] for uuid in data.draw(st.permutations(sorted(fleet.gpus))))
     again = curate(mixed, list(reversed(waiting)), data.draw(st.permutations(published)))
     assert again == first
 

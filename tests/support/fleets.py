@@ -43,7 +43,7 @@ def holding(fleet: Fleet, held: Mapping[str, str]) -> Fleet:
             spelled = f"gpu-{entry.number}" if name == "full" else f"gpu-{entry.number}-{name}"
             [device] = [device for device in possible(entry) if device.name == spelled]
             gpus[uuid] = replace(entry, held=(*entry.held, device))
-    return Fleet(gpus)
+    return Fleet.of(gpus.values())
 
 
 def device_of(fleet: Fleet, offer: Offer) -> Device:
@@ -55,7 +55,7 @@ def device_of(fleet: Fleet, offer: Offer) -> Device:
 def take(fleet: Fleet, offer: Offer) -> Fleet:
     """``fleet`` once ``offer`` is held."""
     entry = fleet.gpus[offer.gpu]
-    return Fleet({**fleet.gpus, offer.gpu: replace(entry, held=(*entry.held, device_of(fleet, offer)))})
+    return Fleet.of({**fleet.gpus, offer.gpu: replace(entry, held=(*entry.held, device_of(fleet, offer)))}.values())
 
 
 def possible(entry: FleetGpu) -> tuple[Device, ...]:

@@ -90,10 +90,10 @@ class Simulation:
 
     def _admit(self, arrival: Arrival) -> tuple[Device, ...]:
         """The devices that the scheduler gives; none if nothing fits even after a refresh for this claim."""
-        self._policy.refresh(Fleet(self._gpus), None)
+        self._policy.refresh(Fleet.of(self._gpus.values()), None)
         devices = self._schedule(arrival.request)
         if not devices:
-            self._policy.refresh(Fleet(self._gpus), arrival.request)
+            self._policy.refresh(Fleet.of(self._gpus.values()), arrival.request)
             devices = self._schedule(arrival.request)
         self._change(devices, held=True)
         return devices

@@ -54,12 +54,12 @@ def measure(nodes: int) -> Speed:
         gpus = {**gpus, uuid: _changed(gpus[uuid], rng)}
         offers, took = _timed(partial(_refresh, curator, gpus, offers))
         refreshes.append(took)
-    _, burst = _timed(lambda: curator.curate(Fleet(gpus), [BURST], offers))
+    _, burst = _timed(lambda: curator.curate(Fleet.of(gpus.values()), [BURST], offers))
     return Speed(nodes, from_nothing, median(refreshes), max(refreshes), burst)
 
 
 def _refresh(curator: Curator, gpus: dict[str, FleetGpu], published: Collection[Offer]) -> list[Offer]:
-    return list(curator.curate(Fleet(gpus), (), published))
+    return list(curator.curate(Fleet.of(gpus.values()), (), published))
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:

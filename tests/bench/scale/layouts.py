@@ -117,7 +117,7 @@ class Fitting:
 
     def fleet(self) -> Fleet:
         """The fleet as it is now."""
-        return Fleet({uuid: entry for gpus in self._nodes.values() for uuid, entry in gpus.items()})
+        return Fleet.of(entry for gpus in self._nodes.values() for entry in gpus.values())
 
 
 class Complete(Fitting):

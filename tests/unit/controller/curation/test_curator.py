@@ -173,7 +173,7 @@ def test_shares_are_offered_on_the_gpu_that_is_shared_already() -> None:
 
 def divided(fleet: Fleet, *uuids: str) -> Fleet:
     """``fleet`` with these GPUs divided into six shares."""
-    return Fleet({**fleet.gpus, **{uuid: replace(fleet.gpus[uuid], shares=6) for uuid in uuids}})
+    return Fleet.of({**fleet.gpus, **{uuid: replace(fleet.gpus[uuid], shares=6) for uuid in uuids}}.values())
 
 
 @pytest.mark.parametrize("product", ["NVIDIA H100 80GB HBM3", "NVIDIA L40S"])
