@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-from driver.kube.clock import Clock
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import NodeView
@@ -16,6 +15,7 @@ from controller.curation.offer_mode import decide_offer_mode
 from controller.demand.eligibility import CORDONED as NODE_CORDONED
 from controller.explain.availability import CORDONED
 from controller.report.cluster_view import ClusterView, unreported_nodes
+from driver.clock import Clock
 from driver.errors import FatalError, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
