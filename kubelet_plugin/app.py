@@ -21,16 +21,19 @@ from driver.process_exit import join_all
 from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.steps import unobserved
-from kubelet_plugin.cdi.spec import CdiDirectory, find_driver_files
+from kubelet_plugin.cdi.directory import CdiDirectory
+from kubelet_plugin.cdi.driver_files import find_driver_files
+from kubelet_plugin.cdi.spec import SpecFormat
 from kubelet_plugin.changes import NodeChange, NodeChanges
 from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
 from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners
-from kubelet_plugin.claims.context import PluginContext
-from kubelet_plugin.claims.partitions import Partitions, TimeSlices
+from kubelet_plugin.claims.held_claims import HeldClaims
+from kubelet_plugin.claims.killable_steps import NodeStep, Observer, StepRunner
+from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import ClaimReader, Preparer
-from kubelet_plugin.claims.steps import Observer, Step, Steps
+from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.coexistence.other_drivers import GpuReservations, OtherDriverWatch
 from kubelet_plugin.dra.health_service import HealthService
 from kubelet_plugin.dra.service import DraService
@@ -54,7 +57,7 @@ from kubelet_plugin.metrics.probes import (
 )
 from kubelet_plugin.publishing import ApiAccess, BackgroundWork, Publishing
 from kubelet_plugin.reconcile.claim_activity import ClaimActivity
-from kubelet_plugin.reconcile.recovery import Orphans, hold_recorded, recover
+from kubelet_plugin.reconcile.recovery import Orphans, recover
 from kubelet_plugin.reconcile.retry import ClaimReconciler
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.events import EventReason, PluginEvents
@@ -97,67 +100,60 @@ class NodePlugin:
         self._probes = NodeProbes(settings, self._stop)
         self._metrics = _metrics(settings)
         measurements = self._metrics or Measurements()
-        self._background = BackgroundWork(ClaimActivity(), self._probes, measurements)
+        self._step = StepRunner(observer, measurements.observe_step)
+        self._background = BackgroundWork(ClaimActivity(), self._probes, measurements, self._step)
         self._api = _api_access(settings, self._changes, self._probes, measurements)
         self._recorder = Recorder(self._api.client, NODE_USER_AGENT, settings.node_name)
         self._events = PluginEvents(self._recorder.event, settings.node_name, measurements.count_event)
         self._hardware = ExitStack()
-        self._open_hardware(Steps(observer, measurements.observe_step))
+        self._open_hardware()
         self._watch_health()
         self._publishing = Publishing(
-            settings, self._api, self._context, self._health, self._other_drivers, self._background, self._changes
+            settings, self._api, self._held, self._health, self._other_drivers, self._background, self._changes
         )
         self._prepare_claims()
         self._usage = self._usage_sampler()
         self._check_readiness()
         self._subscribe()
-        recover(self._context, self._cleanup)
-        inventory = self._context.inventory
+        recover(self._held, self._cleanup, self._step)
+        inventory = self._held.inventory
         self._scanner.scan_partitions(inventory, inventory.gpus)
         self._health.handle_scan(inventory.gpus)
 
-    def _open_hardware(self, step: Steps) -> None:
+    def _open_hardware(self) -> None:
         """Open hardware, checkpoint and CDI directory, and discover the GPUs."""
         settings, measurements = self._settings, self._background.measurements
         host, paths = self._hardware.enter_context(open_host(settings, lasting=True))
         checkpoint = Checkpoint(settings.state_dir)
-        with step(Step.LOAD_CHECKPOINT):
+        with self._step(NodeStep.LOAD_CHECKPOINT):
             records = checkpoint.load()
         reservations = GpuReservations()
         self._scanner = Scanner(host, settings, reservations, self._events)
-        with step(Step.DISCOVER):
+        with self._step(NodeStep.DISCOVER):
             inventory = _discover(self._scanner, records, settings)
         self._other_drivers = OtherDriverWatch(
             self._api.client, settings, reservations, inventory, self._scanner, self._changes, self._events
         )
-        self._context = PluginContext(
+        specs = SpecFormat(settings.driver_name, find_driver_files(paths, settings.driver_root))
+        self._held = HeldClaims(
             pool=Pool(settings.node_name, settings.driver_name),
-            host=host,
             inventory=inventory,
             checkpoint=checkpoint,
-            cdi=CdiDirectory(
-                settings.cdi_dir, settings.driver_name, partial(self._changes.report, NodeChange.CDI_RESTORED)
-            ),
-            files=find_driver_files(paths, settings.driver_root),
-            partitions=Partitions(host, inventory, step),
-            time_slices=TimeSlices(host, checkpoint, step),
-            step=step,
+            cdi=CdiDirectory(settings.cdi_dir, specs, partial(self._changes.report, NodeChange.CDI_RESTORED)),
             locks=KeyedLocks(waited=measurements.lock_waited),
             boot=boot_id(paths),
-            existing_published=settings.publish_existing,
         )
+        self._host = host
 
     def _watch_health(self) -> None:
-        context, file = self._context, HealthFile(self._settings.state_dir)
-        self._health = HealthMonitor(
-            context.host, context.inventory, context.checkpoint, file, self._changes, self._events
-        )
-        self._listener = NvmlEventListener(context.host, self._health, self._scanner)
+        host, held, file = self._host, self._held, HealthFile(self._settings.state_dir)
+        self._health = HealthMonitor(host, held.inventory, held.checkpoint, file, self._changes, self._events)
+        self._listener = NvmlEventListener(host, self._health, self._scanner)
 
     def _prepare_claims(self) -> None:
         """Build what prepares and unprepares claims, and what cleans up and repairs them."""
-        context, events, measurements = self._context, self._events, self._background.measurements
-        report = self._changes.report
+        held, host, step = self._held, self._host, self._step
+        events, measurements, report = self._events, self._background.measurements, self._changes.report
         listeners = ClaimListeners(
             partial(report, NodeChange.PREPARED),
             partial(report, NodeChange.RELEASED),
@@ -170,13 +166,15 @@ class NodePlugin:
             measurements.claim_read(claim)
 
         self._reader = ClaimReader(self._api.client, claim_read)
-        self._cleanup = ClaimCleanup(context, listeners)
-        self._preparer = Preparer(context, self._reader, self._cleanup, listeners)
-        orphans = Orphans(context, self._preparer, self._cleanup, self._reader, events, measurements.count_orphan)
+        partitions = Partitions(host, held.inventory, step, publishes_existing=self._settings.publish_existing)
+        time_slices = TimeSlices(host, held.checkpoint, step)
+        self._cleanup = ClaimCleanup(held, partitions, time_slices, listeners, step)
+        self._preparer = Preparer(self._reader, held, partitions, time_slices, self._cleanup, listeners, step)
+        orphans = Orphans(held, self._preparer, self._cleanup, self._reader, events, measurements.count_orphan)
         self._reconciler = ClaimReconciler(
-            context, self._preparer, self._cleanup, events, self._health.set_condition, orphans.search_if_due
+            held, self._preparer, self._cleanup, events, self._health.set_condition, orphans.search_if_due
         )
-        self._health_service = HealthService(context.pool.name, self._publishing.devices, self._health.unhealthy_reason)
+        self._health_service = HealthService(held.pool.name, self._publishing.devices, self._health.unhealthy_reason)
 
     def _usage_sampler(self) -> UsageSampler | None:
         """Register what is computed at each scrape; return what measures the usage of claims, if that is asked for."""
@@ -184,26 +182,26 @@ class NodePlugin:
             return None
         from kubelet_plugin.metrics.metrics import NodeGauges
 
-        context, health = self._context, self._health
-        self._metrics.registry.register(NodeGauges(context, self._publishing.device_names, health))
+        held, health = self._held, self._health
+        self._metrics.registry.register(NodeGauges(held, self._publishing.device_names, health))
         if self._settings.usage_interval is None:
             return None
         from kubelet_plugin.metrics.usage import UsageCollector, usage_sampler
 
-        sampler = usage_sampler(self._settings, context, self._api.client, self._reader, self._events)
-        self._metrics.registry.register(UsageCollector(context, sampler))
+        sampler = usage_sampler(self._settings, held, self._host, self._api.client, self._reader, self._events)
+        self._metrics.registry.register(UsageCollector(held, sampler))
         return sampler
 
     def _check_readiness(self) -> None:
         """Define what ``/livez`` and ``/readyz`` check; probe the directories that a prepare writes to."""
-        settings, context, clock = self._settings, self._context, Clock()
-        hardware = HardwareCheck(context.inventory)
+        settings, held, clock = self._settings, self._held, Clock()
+        hardware = HardwareCheck(held.inventory)
         followers = (self._reconciler, self._health, hardware)
         give_way = self._background.activity.wait_idle(SCAN_DELAY_SECONDS)
-        self._scan_loop = ScanLoop(self._scanner, context.inventory, followers, self._changes, give_way)
+        self._scan_loop = ScanLoop(self._scanner, held.inventory, followers, self._changes, give_way)
         write = partial(probe, settings.state_dir / PROBE)
         state = DirectoryProbe(settings.state_dir, write, STATE_REASONS, self._events, clock)
-        specs = DirectoryProbe(settings.cdi_dir, context.cdi.probe, CDI_REASONS, self._events, clock)
+        specs = DirectoryProbe(settings.cdi_dir, held.cdi.probe, CDI_REASONS, self._events, clock)
         self._directory_probes = (state, specs)
         self._probes.ready += [
             Check("hardware", hardware.failure),
@@ -211,7 +209,7 @@ class NodePlugin:
             Check("checkpoint", state.failure),
             Check("cdi", specs.failure),
         ]
-        self._probes.live.append(Check("cdi-mount", context.cdi.detached))
+        self._probes.live.append(Check("cdi-mount", held.cdi.detached))
 
     def _subscribe(self) -> None:
         """Say which parts act on which change, in which order."""
@@ -223,7 +221,7 @@ class NodePlugin:
         subscribe(NodeChange.MODE, publishing.notify)
         subscribe(NodeChange.PUBLISHED, publishing.notify_plan_status)
         subscribe(NodeChange.RESERVATIONS, publishing.notify)
-        hold_again = partial(hold_recorded, self._context)
+        hold_again = self._held.hold_all
         subscribe(NodeChange.HARDWARE, hold_again, reconciler.notify, publishing.notify, health_service.notify)
         subscribe(NodeChange.HEALTH, publishing.notify, publishing.notify_claim_status, health_service.notify)
         usage = [self._usage.notify] if self._usage else []
@@ -268,18 +266,18 @@ class NodePlugin:
         settings = self._settings
         background = self._background
         observers = (background.measurements.measure, background.activity.working, self._events.report_failure)
-        service = DraService(self._preparer, *observers, waits=self._context.locks.waits)
+        service = DraService(self._preparer, *observers, waits=self._held.locks.waits)
         stack.callback(service.close)
         handlers = [service.handler(), *self._health_service.handlers()]
         if self._sockets is not None:
             stack.callback(self._health_service.close)
             stack.enter_context(self._sockets.serving(handlers, self._registered))
             return
-        with self._context.step(Step.LISTEN):
+        with self._step(NodeStep.LISTEN):
             plugin = SocketServer(settings.plugin_socket, handlers)
         stack.callback(plugin.stop)
         stack.callback(self._health_service.close)
-        with self._context.step(Step.OFFER_REGISTRATION):
+        with self._step(NodeStep.OFFER_REGISTRATION):
             registry = Registry(settings, self._registered)
         stack.callback(registry.stop)
         log.info("serving", extra={"driver": settings.driver_name, "socket": str(settings.plugin_socket)})

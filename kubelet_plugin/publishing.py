@@ -19,8 +19,8 @@ from driver.slices.publisher import PresentSlices, Publisher, SliceStep, SliceWr
 from driver.watchdog import Watched
 from kubelet_plugin.changes import NodeChanges
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.context import PluginContext
-from kubelet_plugin.claims.steps import Step, Steps
+from kubelet_plugin.claims.held_claims import HeldClaims
+from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.health.monitor import HealthMonitor
 from kubelet_plugin.metrics.measurements import Measurements
@@ -52,11 +52,12 @@ class ApiAccess:
 
 @dataclass(frozen=True, slots=True)
 class BackgroundWork:
-    """How work in the background gives way to claims in progress, and by what it is observed."""
+    """How work in the background gives way to claims in progress, and by what it and its steps are observed."""
 
     activity: ClaimActivity
     probes: NodeProbes
     measurements: Measurements
+    steps: StepRunner
 
     def loop(self, delay_seconds: float, watched: Watched) -> MakeLoop:
         """Make loops that wait for claims in progress for at most ``delay_seconds``."""
@@ -71,27 +72,27 @@ class Publishing:
         self,
         settings: NodeSettings,
         api: ApiAccess,
-        context: PluginContext,
+        held: HeldClaims,
         health: HealthMonitor,
         other_drivers: OtherDriverWatch,
         background: BackgroundWork,
         changes: NodeChanges,
     ) -> None:
         client, fields, node = api.client, api.fields, settings.node_name
-        pool, inventory, probes = context.pool, context.inventory, background.probes
+        pool, inventory, probes = held.pool, held.inventory, background.probes
         self._inventory, self._health = inventory, health
         self._instructions = WatchedInstructions(client, settings.namespace, node, settings.publish, changes)
         self._follower = PlanFollower(
             self._instructions, inventory, fields, PlanFile(settings.state_dir), changes, settings.layout
         )
-        self.uninstall = Uninstall(self._instructions, context.checkpoint, context.cdi, settings.state_dir)
-        source = NodeSlices(client, context, self._follower, self.uninstall, other_drivers)
+        self.uninstall = Uninstall(self._instructions, held.checkpoint, held.cdi, settings.state_dir)
+        source = NodeSlices(client, held, self._follower, self.uninstall, other_drivers)
         self._publisher = Publisher(
             client,
             pool,
             source,
             fields,
-            SliceObserver(context.step, background.measurements),
+            SliceObserver(background.steps, background.measurements),
             loop=background.loop(SLICES_DELAY_SECONDS, probes.publishing),
         )
         probes.add_slices(self._publisher.published)
@@ -102,8 +103,8 @@ class Publishing:
         self._claim_status = StatusWriter(
             client,
             pool.driver,
-            lambda: device_statuses(context.checkpoint.records(), self._unhealthy_reason),
-            steps=context.step,
+            lambda: device_statuses(held.checkpoint.records(), self._unhealthy_reason),
+            steps=background.steps,
             give_way=background.activity.wait_idle(STATUS_DELAY_SECONDS),
         )
         self.writers = (
@@ -168,36 +169,36 @@ class NodeSlices:
     def __init__(
         self,
         client: KubeClient,
-        context: PluginContext,
+        held: HeldClaims,
         follower: PlanFollower,
         uninstall: Uninstall,
         other_drivers: OtherDriverWatch,
     ) -> None:
-        self._client, self._context = client, context
+        self._client, self._held = client, held
         self._follower, self._uninstall, self._other_drivers = follower, uninstall, other_drivers
-        self._builder = SliceBuilder(context.pool)
+        self._builder = SliceBuilder(held.pool)
 
     def desired(self, slices: PresentSlices) -> Mapping[str, Content]:
         if self._uninstall.due():
             return {}
         self._other_drivers.wait_until_known()
-        return self._builder.build(with_mig_uuids(self._follower.published(slices), self._context.checkpoint.records()))
+        return self._builder.build(with_mig_uuids(self._follower.published(slices), self._held.checkpoint.records()))
 
     def is_complete(self) -> bool:
         return not self._follower.mode.is_waiting
 
     def owner(self) -> Mapping[str, Any]:
-        return owner_reference(self._client, self._context.pool.node)
+        return owner_reference(self._client, self._held.pool.node)
 
 
 class SliceObserver(SliceWriteObserver):
     """Makes every write of a slice a step, and counts the writes."""
 
-    def __init__(self, steps: Steps, measurements: Measurements) -> None:
+    def __init__(self, steps: StepRunner, measurements: Measurements) -> None:
         self._steps, self._measurements = steps, measurements
 
     def step(self, step: SliceStep, slice_name: str) -> AbstractContextManager[object]:
-        return self._steps(Step(step.value), slice=slice_name)
+        return self._steps(NodeStep(step.value), slice=slice_name)
 
     def written(self, count: int, seconds: float) -> None:
         self._measurements.slices_written(count, seconds)

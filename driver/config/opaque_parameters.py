@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, cast
 
-from driver.config.strict_schema import Fault, Group, InvalidParameters, Strict, shown, validate, wrong_name
+import msgspec
+
+from driver.config.strict_schema import Fault, Group, InvalidParameters, Strict, faults_of, shown, wrong_name
 from driver.config.suggestions import nearest
 from driver.model.offer import DeviceKind
 from driver.model.time_slice_and_compute_mode import TimeSlice
@@ -144,12 +146,15 @@ def parse_parameters(raw: object, where: str, device: DeviceKind | None = None) 
     if not isinstance(raw, Mapping):
         raise InvalidParameters(where, [Fault("parameters", shown(raw), "must be an object with apiVersion and kind")])
     faults, group = _group(raw)
-    wrong, model = _model(raw, group)
-    faults += wrong
+    unknown_kind, model = _model(raw, group)
+    faults += unknown_kind
     settings = {name: value for name, value in raw.items() if name not in {"apiVersion", "kind"}}
-    parsed = validate(model, settings) if model else []
-    if isinstance(parsed, list) or faults:
-        raise InvalidParameters(where, [*faults, *(parsed if isinstance(parsed, list) else [])])
+    try:
+        parsed = None if model is None or faults else msgspec.convert(settings, model)
+    except msgspec.ValidationError:
+        parsed = None
+    if parsed is None:
+        raise InvalidParameters(where, [*faults, *(faults_of(model, settings) if model else [])])
     return cast("AnyParameters", parsed) if group is TESSERA else translate(parsed, device)
 
 

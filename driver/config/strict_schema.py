@@ -22,7 +22,7 @@ SHOWN = 60
 """Characters of a wrong value that an error repeats."""
 
 
-class Strict(msgspec.Struct, frozen=True, rename="camel"):
+class Strict(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
     """An object without any fields but its own, which are spelled in camelCase. None of them is needed.
 
     A field's type is another Strict, a Literal or an Enum of strings, each ``| None``. ``REFUSED`` says why a field,
@@ -90,13 +90,11 @@ def wrong_name(path: str, found: object, known: Sequence[str], refused: Mapping[
     )
 
 
-def validate(model: type[Strict], settings: Mapping[Any, Any]) -> Strict | list[Fault]:
-    """Return ``settings`` (without apiVersion and kind) as ``model``, or all faults."""
-    # msgspec itself would stop at the first fault, and makes no suggestions.
-    return list(_faults(model, settings, "")) or msgspec.convert(settings, model)
+def faults_of(model: type[Strict], settings: Mapping[Any, Any], place: str = "") -> Iterator[Fault]:
+    """All faults of ``settings`` (without apiVersion and kind) as a ``model``; ``place``: the path to them, with a dot.
 
-
-def _faults(model: type[Strict], settings: Mapping[Any, Any], place: str) -> Iterator[Fault]:
+    msgspec itself stops at the first fault, and makes no suggestions.
+    """
     known = {field.encode_name: field for field in msgspec.structs.fields(model)}
     for name, found in settings.items():
         path = f"{place}{name}"
@@ -115,7 +113,7 @@ def _wrong_value(model: type[Strict], field: FieldInfo, path: str, found: object
         if found not in accepted:
             yield wrong_name(path, found, accepted, model.REFUSED)
     elif isinstance(found, Mapping):
-        yield from _faults(kind, found, f"{path}.")
+        yield from faults_of(kind, found, f"{path}.")
     else:
         yield Fault(path, shown(found), f"must be an object with fields {', '.join(accepted)}, or left out")
 

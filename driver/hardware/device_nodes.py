@@ -5,12 +5,14 @@ Sources: NVIDIA driver README ("Device nodes"), MIG user guide ("Device nodes an
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from driver.errors import HardwareError
-from driver.hardware.host_paths import HostPaths
+from driver.hardware.host_paths import HOST, HostPaths, device_root
 from driver.model.gpu import Gpu, Partition
 
 CONTROL_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
@@ -18,6 +20,12 @@ REQUIRED_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 """CUDA cannot initialise without these; the others are optional."""
 
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
+
+NVIDIA_CAPS = re.compile(rb"^\s*(\d+) nvidia-caps$", re.MULTILINE)
+DEVICE_FILE_MINOR = re.compile(rb"^DeviceFileMinor:\s*(\d+)$", re.MULTILINE)
+
+LONGEST_FILE = 1 << 16
+"""More bytes than the files of procfs have that are read here; the kernel returns such a file in one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,43 +42,55 @@ class DeviceNode:
     minor: int | None = None
 
 
-def gpu_nodes(paths: HostPaths, gpu: Gpu, device_root: str = "/") -> Sequence[DeviceNode]:
-    """Return the GPU's node and the control nodes below ``device_root``.
+class DeviceNodes:
+    """The device nodes that containers need to use a GPU or a partition. Methods raise HardwareError."""
 
-    Raises HardwareError if a node that CUDA needs is missing.
-    """
-    below = device_root.rstrip("/")
-    own = f"/dev/nvidia{gpu.minor}"
-    present = [node for node in (own, *CONTROL_NODES) if paths.has(below + node)]
-    missing = [node for node in (own, *REQUIRED_NODES) if node not in present]
-    if missing:
-        found = ", ".join(present) or "none"
-        raise HardwareError(
-            f"device node {', '.join(missing)} is missing under {paths.here(device_root)}: found {found}; "
-            "nvidia-modprobe creates them"
-        )
-    return [DeviceNode(node, host_path=paths.for_runtime(below + node)) for node in present]
+    def __init__(self, paths: HostPaths, driver_root: Path = HOST) -> None:
+        self._paths = paths
+        self._driver_root = driver_root
+        self._host = str(paths.root).rstrip("/")
 
+    def of_gpu(self, gpu: Gpu) -> Sequence[DeviceNode]:
+        """The GPU's node and the control nodes. A node that CUDA needs must exist."""
+        root = "" if self._driver_root == HOST else device_root(self._paths, self._driver_root).rstrip("/")
+        wanted = (f"/dev/nvidia{gpu.minor}", *CONTROL_NODES)
+        present = [path for path in wanted if os.access(f"{self._host}{root}{path}", os.F_OK)]
+        if len(present) < len(wanted):
+            self._require(root, wanted[0], present)
+        runtime = str(self._paths.runtime_root).rstrip("/")
+        return [DeviceNode(path, host_path=f"{runtime}{root}{path}") for path in present]
 
-def partition_nodes(paths: HostPaths, gpu: Gpu, partition: Partition, device_root: str = "/") -> Sequence[DeviceNode]:
-    """The GPU's nodes plus the capability nodes of both instances.
+    def of_partition(self, gpu: Gpu, partition: Partition) -> Sequence[DeviceNode]:
+        """The GPU's nodes plus the capability nodes of both instances.
 
-    Capability nodes carry explicit numbers: the host's /dev/nvidia-caps may be empty.
-    """
-    module_missing = "line for nvidia-caps: is the nvidia module loaded?"
-    major = _number(paths, "/proc/devices", r"^\s*(\d+) nvidia-caps$", module_missing)
-    instance = f"{CAPABILITIES}/gpu{gpu.minor}/mig/gi{partition.gpu_instance_id}"
-    files = (f"{instance}/access", f"{instance}/ci{partition.compute_instance_id}/access")
-    minors = [_number(paths, file, r"^DeviceFileMinor:\s*(\d+)$", "DeviceFileMinor line") for file in files]
-    nodes = [DeviceNode(f"/dev/nvidia-caps/nvidia-cap{minor}", major=major, minor=minor) for minor in minors]
-    return [*gpu_nodes(paths, gpu, device_root), *nodes]
+        Capability nodes carry explicit numbers: the host's /dev/nvidia-caps may be empty.
+        """
+        major = self._number("/proc/devices", NVIDIA_CAPS, "line for nvidia-caps: is the nvidia module loaded?")
+        instance = f"{CAPABILITIES}/gpu{gpu.minor}/mig/gi{partition.gpu_instance_id}"
+        files = (f"{instance}/access", f"{instance}/ci{partition.compute_instance_id}/access")
+        minors = [self._number(file, DEVICE_FILE_MINOR, "DeviceFileMinor line") for file in files]
+        capabilities = [DeviceNode(f"/dev/nvidia-caps/nvidia-cap{minor}", major=major, minor=minor) for minor in minors]
+        return [*self.of_gpu(gpu), *capabilities]
 
+    def _require(self, root: str, gpu_node: str, present: Sequence[str]) -> None:
+        missing = [node for node in (gpu_node, *REQUIRED_NODES) if node not in present]
+        if missing:
+            found = ", ".join(present) or "none"
+            raise HardwareError(
+                f"device node {', '.join(missing)} is missing under {self._paths.here(root)}: found {found}; "
+                "nvidia-modprobe creates them"
+            )
 
-def _number(paths: HostPaths, file: str, pattern: str, missing: str) -> int:
-    try:
-        match = re.search(pattern, paths.read(file), re.MULTILINE)
-    except OSError as error:
-        raise HardwareError(f"can't read {paths.here(file)}: {error.strerror}") from error
-    if match is None:
-        raise HardwareError(f"{paths.here(file)} has no {missing}")
-    return int(match[1])
+    def _number(self, file: str, pattern: re.Pattern[bytes], missing: str) -> int:
+        path = f"{self._host}{file}"
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                match = pattern.search(os.read(descriptor, LONGEST_FILE))
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise HardwareError(f"can't read {path}: {error.strerror}") from error
+        if match is None:
+            raise HardwareError(f"{path} has no {missing}")
+        return int(match[1])

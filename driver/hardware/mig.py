@@ -13,10 +13,13 @@ from typing import Any
 import pynvml
 
 from driver.errors import HardwareError
-from driver.hardware.nvml_errors import UNKNOWN_NUMBER, nvml_call, text
+from driver.hardware.nvml_errors import UNKNOWN_NUMBER, nvml_call, refused
 from driver.model.gpu import Gpu, Partition, Placement, Profile
 
 GONE = pynvml.NVML_ERROR_NOT_FOUND
+
+CURRENT_NO_MORE = frozenset({GONE, pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT})
+"""What NVML says of an instance that is gone; NOT_SUPPORTED with MIG mode off."""
 
 
 class MigOperations:
@@ -31,51 +34,91 @@ class MigOperations:
         """Whether MIG mode is in force now."""
         if not gpu.mig_capable:
             return False
-        handle = self._handle(gpu)
-        with nvml_call(f"reading the MIG mode of {gpu.uuid}"):
+        handle = self._handles.get(gpu.uuid) or self._handle(gpu)
+        try:
             current, _pending = self._nvml.nvmlDeviceGetMigMode(handle)
-            return bool(current == pynvml.NVML_DEVICE_MIG_ENABLE)
+        except pynvml.NVMLError as error:
+            raise refused(f"reading the MIG mode of {gpu.uuid}", error) from error
+        return bool(current == pynvml.NVML_DEVICE_MIG_ENABLE)
 
     def set_mig_mode(self, gpu: Gpu, *, enabled: bool) -> None:
         """Switch MIG mode; returns only once it is in force, else raises (in use, reset required)."""
-        what = f"switching MIG mode {'on' if enabled else 'off'} on {gpu.uuid}"
-        activation = self._set_mig_mode(what, gpu, enabled)
         # NVML returns success for a pending mode; the activation status shows the difference.
+        activation = self._set_mig_mode(gpu, enabled=enabled)
+        what = f"switching MIG mode {'on' if enabled else 'off'} on {gpu.uuid}"
         if activation != pynvml.NVML_SUCCESS:
-            with nvml_call(what):
-                raise pynvml.NVMLError(activation)
+            raise refused(what, pynvml.NVMLError(activation))
         if self.mig_enabled(gpu) != enabled:
             raise HardwareError(f"{what}: NVML says SUCCESS, but the mode is only pending; the GPU needs a reset")
 
     def request_mig_mode(self, gpu: Gpu, *, enabled: bool) -> bool:
         """Request a MIG mode; False where it takes effect only with a reset of the GPU."""
-        self._set_mig_mode(f"asking for MIG mode on {gpu.uuid}", gpu, enabled)
+        self._set_mig_mode(gpu, enabled=enabled)
         return self.mig_enabled(gpu) == enabled
 
     def partitions(self, gpu: Gpu) -> Sequence[Partition]:
         """All MIG instances that exist on ``gpu``, whoever made them; empty with MIG mode off."""
-        return tuple(self._all_instances(gpu)) if self.mig_enabled(gpu) else ()
+        return tuple(self.all_instances(gpu)) if self.mig_enabled(gpu) else ()
+
+    def all_instances(self, gpu: Gpu) -> Iterator[Partition]:
+        """All MIG instances that exist on ``gpu``, which must be in MIG mode."""
+        for profile in gpu.profiles:
+            yield from self._instances(gpu, profile)
 
     def find_partition(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition | None:
         """The instance of ``profile`` at exactly ``placement``, complete or not."""
-        found = self._instances(gpu, profile) if self.mig_enabled(gpu) else ()
-        return next((partition for partition in found if partition.placement == placement), None)
+        if not self.mig_enabled(gpu):
+            return None
+        return next((found for found in self._instances(gpu, profile) if found.placement == placement), None)
+
+    def find_if_mig_enabled(self, gpu: Gpu, profile: Profile, placement: Placement) -> tuple[bool, Partition | None]:
+        """Whether MIG mode is in force, by asking for the instances only; and the instance as ``find_partition``."""
+        try:
+            at_placement = [each for each in self._list_instances(gpu, profile) if each.placement == placement]
+        except pynvml.NVMLError as error:
+            # That is what NVML says with MIG mode off. A GPU that was in MIG mode at the last scan is asked again.
+            maybe_off = error.value == pynvml.NVML_ERROR_NOT_SUPPORTED
+            if maybe_off and not (gpu.mig_mode.in_force and self.mig_enabled(gpu)):
+                return False, None
+            raise refused(f"listing the {profile.name} instances of {gpu.uuid}", error) from error
+        return True, at_placement[0] if at_placement else None
+
+    def is_current(self, gpu: Gpu, partition: Partition) -> bool:
+        """Whether ``partition`` still exists with the same ids, placement and UUID. Raises HardwareError on doubt."""
+        nvml = self._nvml
+        try:
+            instance = nvml.nvmlDeviceGetGpuInstanceById(self._handle(gpu), partition.gpu_instance_id)
+            info = nvml.nvmlGpuInstanceGetInfo(instance)
+            if (info.profileId, info.placement.start) != (partition.profile_id, partition.placement.start):
+                return False
+            compute = nvml.nvmlGpuInstanceGetComputeInstanceById(instance, partition.compute_instance_id)
+            device = nvml.nvmlComputeInstanceGetInfo_v2(compute).device
+            return bool(nvml.nvmlDeviceGetUUID(device) == partition.uuid)
+        except pynvml.NVMLError as error:
+            if error.value in CURRENT_NO_MORE:
+                return False
+            raise refused(f"looking up partition {partition.uuid} of {gpu.uuid}", error) from error
 
     def create_gpu_instance(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition:
         """Create the GPU instance at exactly ``placement``; the result has no compute instance yet."""
-        wanted = pynvml.c_nvmlGpuInstancePlacement_t(placement.start, placement.size)
-        with nvml_call(f"cutting {profile.name} on memory slices {placement} of {gpu.uuid}"):
-            instance = self._nvml.nvmlDeviceCreateGpuInstanceWithPlacement(self._handle(gpu), profile.id, byref(wanted))
-            info = self._nvml.nvmlGpuInstanceGetInfo(instance)
+        nvml, wanted = self._nvml, pynvml.c_nvmlGpuInstancePlacement_t(placement.start, placement.size)
+        try:
+            instance = nvml.nvmlDeviceCreateGpuInstanceWithPlacement(self._handle(gpu), profile.id, byref(wanted))
+            info = nvml.nvmlGpuInstanceGetInfo(instance)
+        except pynvml.NVMLError as error:
+            raise refused(f"cutting {profile.name} on memory slices {placement} of {gpu.uuid}", error) from error
         return Partition(gpu.uuid, profile.id, Placement(info.placement.start, info.placement.size), info.id)
 
     def create_compute_instance(self, gpu: Gpu, partition: Partition) -> Partition:
         """Give ``partition`` the one compute instance that spans it; the result is complete."""
-        with nvml_call(f"creating a compute instance in GPU instance {partition.gpu_instance_id} of {gpu.uuid}"):
+        try:
             instance = self._nvml.nvmlDeviceGetGpuInstanceById(self._handle(gpu), partition.gpu_instance_id)
             spanning = self._spanning_profile(instance, gpu, partition.profile_id)
             compute = self._nvml.nvmlGpuInstanceCreateComputeInstance(instance, spanning)
             return self._complete(partition, compute)
+        except pynvml.NVMLError as error:
+            what = f"creating a compute instance in GPU instance {partition.gpu_instance_id} of {gpu.uuid}"
+            raise refused(what, error) from error
 
     def destroy_compute_instance(self, gpu: Gpu, partition: Partition) -> None:
         """Remove the compute instance; one that is gone already is no error."""
@@ -99,7 +142,7 @@ class MigOperations:
                 if error.value != GONE:
                     raise
             # Without a record the instance would stay forever, so NOT_FOUND is accepted only if the list agrees.
-            if any(p.gpu_instance_id == partition.gpu_instance_id for p in self._all_instances(gpu)):
+            if any(p.gpu_instance_id == partition.gpu_instance_id for p in self.all_instances(gpu)):
                 raise HardwareError(f"{what}: NVML says NOT_FOUND and lists it all the same", GONE) from error
 
     def _handle(self, gpu: Gpu) -> Any:
@@ -108,27 +151,29 @@ class MigOperations:
                 self._handles[gpu.uuid] = self._nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
         return self._handles[gpu.uuid]
 
-    def _set_mig_mode(self, what: str, gpu: Gpu, enabled: bool) -> int:
+    def _set_mig_mode(self, gpu: Gpu, *, enabled: bool) -> int:
         """Return NVML's activation status."""
-        wanted = pynvml.NVML_DEVICE_MIG_ENABLE if enabled else pynvml.NVML_DEVICE_MIG_DISABLE
-        with nvml_call(what):
-            return int(self._nvml.nvmlDeviceSetMigMode(self._handle(gpu), wanted))
-
-    def _all_instances(self, gpu: Gpu) -> Iterator[Partition]:
-        for profile in gpu.profiles:
-            yield from self._instances(gpu, profile)
+        mode = pynvml.NVML_DEVICE_MIG_ENABLE if enabled else pynvml.NVML_DEVICE_MIG_DISABLE
+        try:
+            return int(self._nvml.nvmlDeviceSetMigMode(self._handle(gpu), mode))
+        except pynvml.NVMLError as error:
+            raise refused(f"switching MIG mode {'on' if enabled else 'off'} on {gpu.uuid}", error) from error
 
     def _instances(self, gpu: Gpu, profile: Profile) -> Iterator[Partition]:
+        with nvml_call(f"listing the {profile.name} instances of {gpu.uuid}"):
+            yield from self._list_instances(gpu, profile)
+
+    def _list_instances(self, gpu: Gpu, profile: Profile) -> Iterator[Partition]:
+        """Raises NVMLError: NOT_SUPPORTED with MIG mode off."""
         count = c_uint(profile.max_instances)
         handles = (pynvml.c_nvmlGpuInstance_t * profile.max_instances)()
-        with nvml_call(f"listing the {profile.name} instances of {gpu.uuid}"):
-            self._nvml.nvmlDeviceGetGpuInstances(self._handle(gpu), profile.id, handles, byref(count))
-            for instance in handles[: count.value]:
-                info = self._nvml.nvmlGpuInstanceGetInfo(instance)
-                place = Placement(info.placement.start, info.placement.size)
-                partition = Partition(gpu.uuid, profile.id, place, info.id)
-                compute = self._compute_instance(instance)
-                yield partition if compute is None else self._complete(partition, compute)
+        self._nvml.nvmlDeviceGetGpuInstances(self._handle(gpu), profile.id, handles, byref(count))
+        for instance in handles[: count.value]:
+            info = self._nvml.nvmlGpuInstanceGetInfo(instance)
+            place = Placement(info.placement.start, info.placement.size)
+            partition = Partition(gpu.uuid, profile.id, place, info.id)
+            compute = self._compute_instance(instance)
+            yield partition if compute is None else self._complete(partition, compute)
 
     def _compute_instance(self, instance: Any) -> Any | None:
         """Return the first compute instance; Tessera creates exactly one, which spans the GPU instance."""
@@ -142,7 +187,7 @@ class MigOperations:
 
     def _complete(self, partition: Partition, compute: Any) -> Partition:
         info = self._nvml.nvmlComputeInstanceGetInfo_v2(compute)
-        uuid = text(self._nvml.nvmlDeviceGetUUID(info.device))
+        uuid = self._nvml.nvmlDeviceGetUUID(info.device)
         return Partition(
             partition.gpu_uuid, partition.profile_id, partition.placement, partition.gpu_instance_id, info.id, uuid
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from ctypes import CDLL
 from dataclasses import dataclass
@@ -14,16 +14,15 @@ from typing import Any, TypeVar
 import pynvml
 
 from driver.errors import EnvironmentFault, HardwareError
-from driver.hardware import device_nodes as nodes
-from driver.hardware.device_nodes import DeviceNode
+from driver.hardware.device_nodes import DeviceNodes
 from driver.hardware.discovery import read_gpu, with_cliques
 from driver.hardware.events import Events
-from driver.hardware.host_paths import HOST, HostPaths, boot_id, device_root
+from driver.hardware.host_paths import HOST, HostPaths, boot_id
 from driver.hardware.mig import MigOperations
 from driver.hardware.nvml_errors import described, fact, nvml_call
 from driver.hardware.time_slice import TimeSliceTool
 from driver.hardware.usage import UsageReader
-from driver.model.gpu import Gpu, Partition
+from driver.model.gpu import Gpu
 from driver.model.gpu_health import GpuEvent
 from driver.model.time_slice_and_compute_mode import ComputeMode, TimeSlice
 
@@ -109,8 +108,9 @@ GPU_ANSWER_TIMEOUT_SECONDS = 15.0
 class Host(MigOperations):
     """A node with GPUs, in one NVML session.
 
-    Every method raises HardwareError; none keeps a lock between calls. Callers serialise the methods that change a
-    GPU (those that return a Partition or None) for each GPU; different GPUs may be used from several threads at once.
+    ``nodes``: its device nodes. Every method raises HardwareError; none keeps a lock between calls. Callers serialise
+    the methods that change a GPU (those that return a Partition or None) for each GPU; different GPUs may be used from
+    several threads at once.
     """
 
     def __init__(self, nvml: Any, paths: HostPaths, *, simulated: bool, driver_root: Path = HOST) -> None:
@@ -118,7 +118,7 @@ class Host(MigOperations):
         super().__init__(nvml)
         self._paths = paths
         self._simulated = simulated
-        self._driver_root = driver_root
+        self.nodes = DeviceNodes(paths, driver_root)
         self._events = Events(nvml)
         self._timeouts = TimeoutRunner(GPU_ANSWER_TIMEOUT_SECONDS)
         # The simulator's tool is a script; the file in the place of NVML's library can't be loaded.
@@ -131,14 +131,14 @@ class Host(MigOperations):
                 "--nvml-library names the library, --gpus sim:dgx-h100 simulates a node without GPUs"
             ) from error
 
-    def boot_id(self) -> str | None:
-        """The id of the current boot; None if it cannot be read."""
-        return boot_id(self._paths) or None
-
     def close(self) -> None:
         """End the NVML session; no method may be called afterwards."""
         with nvml_call("closing NVML"):
             self._nvml.nvmlShutdown()
+
+    def boot_id(self) -> str | None:
+        """The id of the current boot; None if it cannot be read."""
+        return boot_id(self._paths) or None
 
     def discover(self) -> Discovery:
         """Read the facts of every GPU. A GPU that fails is reported; the others are unaffected."""
@@ -203,11 +203,3 @@ class Host(MigOperations):
         if reported is None or reported.nvmlReturn != pynvml.NVML_SUCCESS:
             return None
         return int(reported.value.uiVal)
-
-    def gpu_nodes(self, gpu: Gpu) -> Sequence[DeviceNode]:
-        """The device nodes a container needs to use ``gpu``, the control nodes included."""
-        return nodes.gpu_nodes(self._paths, gpu, device_root(self._paths, self._driver_root))
-
-    def partition_nodes(self, gpu: Gpu, partition: Partition) -> Sequence[DeviceNode]:
-        """The device nodes a container needs to use ``partition``: the GPU's nodes and both capability nodes."""
-        return nodes.partition_nodes(self._paths, gpu, partition, device_root(self._paths, self._driver_root))

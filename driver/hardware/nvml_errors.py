@@ -39,7 +39,12 @@ def nvml_call(what: str) -> Iterator[None]:
     try:
         yield
     except pynvml.NVMLError as error:
-        raise HardwareError(f"{what}: NVML says {described(error)}", error.value) from error
+        raise refused(what, error) from error
+
+
+def refused(what: str, error: pynvml.NVMLError) -> HardwareError:
+    """The error of an NVML call; ``what`` was attempted."""
+    return HardwareError(f"{what}: NVML says {described(error)}", error.value)
 
 
 def described(error: pynvml.NVMLError) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 
 from driver.model.gpu import Gpu, Placement, Profile
@@ -30,10 +30,10 @@ class Device:
     profile: Profile | None = None
     placement: Placement | None = None
     shares: int = 1
+    kind: DeviceKind = field(init=False)
 
-    @property
-    def kind(self) -> DeviceKind:
-        return self.spot.kind.type
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", self.spot.kind.type)
 
     @property
     def offer(self) -> Offer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NAME_LIMIT = 253
 """A DNS subdomain; node names may use all of it by themselves."""
@@ -35,11 +35,11 @@ class Pool:
 
     node: str
     driver: str
+    name: str = field(init=False)
+    """``<node>-<driver>``: unique over drivers, since the 1.36 scheduler confuses pools of one name."""
 
-    @property
-    def name(self) -> str:
-        """``<node>-<driver>``: unique over drivers, since the 1.36 scheduler confuses pools of one name."""
-        return shortened(f"{self.node}-{self.driver}")
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", shortened(f"{self.node}-{self.driver}"))
 
     def counter_slice(self, number: int) -> str:
         """Name of the slice that holds the counter set of the GPU numbered ``number``."""

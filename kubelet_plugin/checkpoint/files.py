@@ -7,8 +7,7 @@ uses it, and system calls are few: after each one a thread may have to wait for 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from driver.errors import StateError
@@ -17,6 +16,9 @@ TEMPORARY = ".tmp"
 
 PRIVATE = 0o600
 """Mode of a file that only its owner may read and write."""
+
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+"""Flags of the file that is written before it replaces another."""
 
 PROBE_BYTES = os.urandom(16 * 1024)
 """Content of a probe: more than a checkpoint record, and random, because a file system may compress or skip zeros."""
@@ -32,7 +34,8 @@ def write_atomically(
     directory, temporary = _temporary(path)
     try:
         # Without truncating, reserved space stays allocated until it is overwritten.
-        with _opened(temporary, mode, 0 if reserved else os.O_TRUNC) as descriptor:
+        descriptor = os.open(temporary, CREATE if reserved else CREATE | os.O_TRUNC, mode)
+        try:
             if mode != PRIVATE:  # no usual umask takes anything from PRIVATE
                 os.fchmod(descriptor, mode)
             _write_all(descriptor, data)
@@ -40,6 +43,8 @@ def write_atomically(
                 os.ftruncate(descriptor, len(data))
             if durable:
                 os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
         os.replace(temporary, path)
         if durable:
             sync_directory(directory)
@@ -49,12 +54,29 @@ def write_atomically(
         raise StateError(f"can't write {path}: {error.strerror}") from error
 
 
+def read_if_exists(path: str | Path) -> bytes | None:
+    """The content; None if the file is missing or unreadable: writing it reports any error."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return os.read(descriptor, os.fstat(descriptor).st_size)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
 def reserve(path: str | Path, size: int, mode: int) -> None:
     """Allocate ``size`` bytes for the next ``write_atomically`` of ``path``. Raises StateError."""
     _, temporary = _temporary(path)
     try:
-        with _opened(temporary, mode, 0) as descriptor:
+        descriptor = os.open(temporary, CREATE, mode)
+        try:
             os.posix_fallocate(descriptor, 0, size)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         with suppress(OSError):
             os.unlink(temporary)
@@ -70,12 +92,13 @@ def probe(path: str | Path) -> None:
     """Write PROBE_BYTES to disk under the temporary name of ``path`` and delete them again. Raises StateError."""
     directory, temporary = _temporary(path)
     try:
-        with _opened(temporary, PRIVATE, 0) as descriptor:
-            try:
-                _write_all(descriptor, PROBE_BYTES)
-                os.fsync(descriptor)
-            finally:
-                os.unlink(temporary)
+        descriptor = os.open(temporary, CREATE, PRIVATE)
+        try:
+            os.unlink(temporary)
+            _write_all(descriptor, PROBE_BYTES)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise StateError(f"can't write {directory}: {error.strerror}") from error
 
@@ -94,7 +117,7 @@ def remove(path: str | Path, *, durable: bool) -> None:
         raise StateError(f"can't remove {path}: {error.strerror}") from error
 
 
-def sync_directory(directory: Path | str) -> None:
+def sync_directory(directory: str | Path) -> None:
     """Make renames and deletions in ``directory`` durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -107,15 +130,6 @@ def _temporary(path: str | Path) -> tuple[str, str]:
     """The directory of ``path``, and the name under which its content is written."""
     directory, name = os.path.split(path)
     return directory, f"{directory}/.{name}{TEMPORARY}"
-
-
-@contextmanager
-def _opened(temporary: str, mode: int, flags: int) -> Iterator[int]:
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | flags, mode)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

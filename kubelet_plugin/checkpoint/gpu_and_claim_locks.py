@@ -71,7 +71,10 @@ class KeyedLocks:
             yield
         finally:
             for key in reversed(taken):
-                self._release(key)
+                entry = self._entries[key]
+                entry.owner = ""
+                entry.lock.release()
+                self._leave(key, entry)
 
     def waits(self) -> list[str]:
         """Current waits: one sentence each."""
@@ -84,7 +87,9 @@ class KeyedLocks:
 
     def _take(self, key: str, owner: str, deadline: float) -> None:
         with self._guard:
-            entry = self._entries.setdefault(key, _Entry())
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = self._entries[key] = _Entry()
             entry.users += 1
         if not entry.lock.acquire(blocking=False) and not self._wait(key, entry, owner, deadline):
             holder = self._holder(entry)
@@ -97,10 +102,10 @@ class KeyedLocks:
         with self._guard:
             entry.waiting.append(owner)
         try:
-            left = max(0.0, deadline - self._clock())
-            if entry.lock.acquire(timeout=min(LONG_WAIT_SECONDS, left)):
+            seconds = max(0.0, deadline - self._clock())
+            if entry.lock.acquire(timeout=min(LONG_WAIT_SECONDS, seconds)):
                 return True
-            if left <= LONG_WAIT_SECONDS:
+            if seconds <= LONG_WAIT_SECONDS:
                 return False
             log.warning("waits", extra={"work": owner, "lock": key, "holder": self._holder(entry)})
             return entry.lock.acquire(timeout=max(0.0, deadline - self._clock()))
@@ -110,12 +115,6 @@ class KeyedLocks:
 
     def _holder(self, entry: _Entry) -> str:
         return f"is in use by {entry.owner or 'an unknown claim'} since {self._clock() - entry.since:.0f} s"
-
-    def _release(self, key: str) -> None:
-        entry = self._entries[key]
-        entry.owner = ""
-        entry.lock.release()
-        self._leave(key, entry)
 
     def _leave(self, key: str, entry: _Entry) -> None:
         with self._guard:

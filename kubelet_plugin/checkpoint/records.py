@@ -76,7 +76,7 @@ class DeviceRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tr
 
     def with_partition(self, partition: Partition | None) -> DeviceRecord:
         """This record with the ids of the partition; a full GPU or a share (None) has none."""
-        if partition is None:
+        if partition is None or (partition.uuid is not None and partition.uuid == self.uuid):
             return self
         return msgspec.structs.replace(
             self,
@@ -112,7 +112,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
 
     def prepared_in_this_boot(self, boot: str) -> bool:
         """Whether its claim was prepared in the boot with this id: its partitions exist unless they were lost."""
-        return not self.needs_release and self.boot in ("", boot)
+        return self.phase == "prepared" and not self.releasing and self.boot in ("", boot)
 
     @property
     def reference(self) -> ClaimReference:
@@ -232,9 +232,13 @@ class Checkpoint:
         """
         return frozenset((self._aside | self._missing) - self._records.keys())
 
+    def is_unrecorded(self, uid: str) -> bool:
+        """Whether the claim is one of ``unrecorded``."""
+        return uid not in self._records and (uid in self._aside or uid in self._missing)
+
     def note_missing(self, uid: str) -> None:
         """Count a claim as unrecorded, for example because it has a CDI spec and no record."""
-        if uid not in self.unrecorded:
+        if not self.is_unrecorded(uid):
             log.error("a checkpoint record is missing", extra={"claimUID": uid})
         self._missing.add(uid)
 
@@ -262,7 +266,7 @@ class Checkpoint:
     def put(self, record: ClaimRecord, *, durable: bool = True) -> None:
         """Write the record. It survives a kill of the process; if ``durable``, also a power cut."""
         try:
-            write_atomically(self._file(record.uid), msgspec.json.encode(record), durable=durable)
+            write_atomically(f"{self._directory}/{record.uid}.json", msgspec.json.encode(record), durable=durable)
         except StateError:
             # A release that is needed is known in memory at least. It may be on disk all the same: fsync fails late.
             if record.needs_release:
@@ -271,15 +275,12 @@ class Checkpoint:
         self._records[record.uid] = record
 
     def remove(self, uid: str) -> None:
-        remove(self._file(uid), durable=True)
+        remove(self.path(uid), durable=True)
         self._records.pop(uid, None)
 
     def path(self, uid: str) -> Path:
         """The file of one claim's record, whether it exists or not."""
-        return Path(self._file(uid))
-
-    def _file(self, uid: str) -> str:
-        return f"{self._directory}/{uid}.json"
+        return self._directory / f"{uid}.json"
 
     def _load(self, path: Path) -> None:
         try:

@@ -11,7 +11,7 @@ import msgspec
 from driver.config.opaque_parameters import FITTING, AnyParameters, parse_parameters
 from driver.errors import ClaimError, HardwareError
 from driver.kube.hostile_json import decode
-from driver.kube.types import Claim, Configuration, OpaqueParameters, Result
+from driver.kube.types import Claim, Configuration, Result
 from driver.model.device import Device
 from driver.model.offer import DeviceKind
 from driver.model.time_slice_and_compute_mode import TimeSlice
@@ -21,11 +21,11 @@ from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 
 FROM_CLASS = "FromClass"
 
-ANY = msgspec.json.Decoder()
+JSON_DECODER = msgspec.json.Decoder()
 
 
 @dataclass(frozen=True, slots=True)
-class Allocated:
+class AllocatedDevice:
     """One device allocated to the claim, and the requests it serves (base names, without subrequest).
 
     ``time_slice`` is the interval that its effective parameters request; None: they request none.
@@ -36,7 +36,7 @@ class Allocated:
     time_slice: TimeSlice | None = None
 
 
-def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inventory) -> list[Allocated]:
+def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inventory) -> list[AllocatedDevice]:
     """Return the devices of ``claim`` that this node has to prepare. Raises ClaimError."""
     if claim.metadata.uid != reference.uid:
         raise ClaimError(
@@ -46,23 +46,25 @@ def resolve(reference: ClaimReference, claim: Claim, pool: Pool, inventory: Inve
     if claim.status.allocation is None:
         raise ClaimError(f"claim {reference} is not allocated: status.allocation is empty; the scheduler allocates it")
     allocation = claim.status.allocation.devices
-    ours = [result for result in allocation.results if result.driver == pool.driver]
-    if not ours:
+    results = [result for result in allocation.results if result.driver == pool.driver]
+    if not results:
         drivers = ", ".join(sorted({result.driver for result in allocation.results})) or "none"
         raise ClaimError(f"claim {reference} has no device of driver {pool.driver}: it is allocated from {drivers}")
-    entries = sorted(allocation.config, key=lambda entry: entry.source != FROM_CLASS)
-    found: dict[str, Allocated] = {}
-    for result in ours:
-        device = _device(reference, result, pool, inventory)
-        parameters = _parameters(reference, result, device, entries, pool.driver)
-        served = found[device.name].requests if device.name in found else ()
-        requests = tuple(dict.fromkeys((*served, base_name(result.request))))
-        found[device.name] = Allocated(device, requests, parameters.time_slice if parameters else None)
-    _refuse_unfit_parameters(
-        reference, [(result, found[result.device].device) for result in ours], entries, pool.driver
-    )
-    _refuse_shares_of_one_gpu(reference, found.values(), pool.driver)
-    return list(found.values())
+    devices = [_device(reference, result, pool, inventory) for result in results]
+    requests = list(zip((result.request for result in results), devices, strict=True))
+    config = [entry for entry in allocation.config if entry.opaque is not None and entry.opaque.driver == pool.driver]
+    parameters = _parameters(reference, requests, config) if config else {}
+    allocated: dict[str, AllocatedDevice] = {}
+    for request, device in requests:
+        effective = parameters.get((request, device.name))
+        served = allocated[device.name].requests if device.name in allocated else ()
+        base = request.split("/", 1)[0]
+        allocated[device.name] = AllocatedDevice(
+            device, served if base in served else (*served, base), effective.time_slice if effective else None
+        )
+    if len(allocated) > 1:
+        _refuse_shares_of_one_gpu(reference, allocated.values(), pool.driver)
+    return list(allocated.values())
 
 
 def _device(reference: ClaimReference, result: Result, pool: Pool, inventory: Inventory) -> Device:
@@ -90,63 +92,57 @@ def _unknown(name: str, inventory: Inventory) -> str:
 
 
 def _parameters(
-    reference: ClaimReference, result: Result, device: Device, entries: Sequence[Configuration], driver: str
-) -> AnyParameters | None:
-    """The last of ``entries`` (class before claim) for this device; nothing is merged. None where there is none."""
-    effective = None
-    for entry in entries:
-        if entry.opaque is None or entry.opaque.driver != driver or not _applies(entry, result.request):
-            continue
-        where = f"claim {reference}, request {result.request}, {entry.source}"
-        parameters = _parsed(entry.opaque, where, device.kind)
-        if FITTING[type(parameters)] is device.kind:
-            effective = parameters
-        elif result.request in entry.requests and entry.source != FROM_CLASS:
-            # A class's entries are given the request's name by newer schedulers; it may have one for each kind.
-            raise ClaimError(
-                f"{where}: {type(parameters).__name__} is for devices of type {FITTING[type(parameters)].value}, "
-                f"{device.name} has type {device.kind.value}"
-            )
+    reference: ClaimReference, requests: Sequence[tuple[str, Device]], config: Iterable[Configuration]
+) -> dict[tuple[str, str], AnyParameters]:
+    """The effective parameters of each request and device: the last entry of ``config`` that fits, class before claim.
+
+    Nothing is merged. Entries of the claim itself must fit one of its devices, or be for an alternative that was not
+    chosen.
+    """
+    effective: dict[tuple[str, str], AnyParameters] = {}
+    for entry in sorted(config, key=lambda entry: entry.source != FROM_CLASS):
+        parsed: dict[DeviceKind, AnyParameters] = {}
+        covered = [(request, device) for request, device in requests if _applies(entry, request)]
+        for request, device in covered:
+            where = f"claim {reference}, request {request}, {entry.source}"
+            if device.kind not in parsed:
+                parsed[device.kind] = _parsed(entry, where, device.kind)
+            parameters = parsed[device.kind]
+            if FITTING[type(parameters)] is device.kind:
+                effective[request, device.name] = parameters
+            elif request in entry.requests and entry.source != FROM_CLASS:
+                # A class's entries are given the request's name by newer schedulers; it may have one for each kind.
+                raise ClaimError(
+                    f"{where}: {type(parameters).__name__} is for devices of type {FITTING[type(parameters)].value}, "
+                    f"{device.name} has type {device.kind.value}"
+                )
+        fits = any(FITTING[type(parameters)] is kind for kind, parameters in parsed.items())
+        alternatives = any("/" in request for request, _ in requests)
+        if covered and not fits and not alternatives and entry.source != FROM_CLASS:
+            kind = min(FITTING[type(parameters)] for parameters in parsed.values())
+            names = ", ".join(f"{device.name} (type {device.kind.value})" for _, device in covered)
+            where = f"claim {reference}, {entry.source}"
+            raise ClaimError(f"{where}: the parameters are for devices of type {kind.value}, not for {names}")
     return effective
 
 
-def _parsed(opaque: OpaqueParameters, where: str, kind: DeviceKind) -> AnyParameters:
+def _parsed(entry: Configuration, where: str, kind: DeviceKind) -> AnyParameters:
     try:
-        raw = decode(opaque.parameters, ANY)
+        raw = None if entry.opaque is None else decode(entry.opaque.parameters, JSON_DECODER)
     except msgspec.MsgspecError as error:
         raise ClaimError(f"{where}: the opaque parameters can't be read: {error}") from error
     return parse_parameters(raw, where, kind)
 
 
-def _refuse_unfit_parameters(
-    reference: ClaimReference,
-    allocated: Sequence[tuple[Result, Device]],
-    entries: Iterable[Configuration],
-    driver: str,
-) -> None:
-    """Parameters of the claim itself must fit one of its devices, or be for an alternative that was not chosen."""
-    for entry in entries:
-        if entry.source == FROM_CLASS or entry.opaque is None or entry.opaque.driver != driver:
-            continue
-        devices = [device for result, device in allocated if _applies(entry, result.request)]
-        if not devices or any("/" in result.request for result, _ in allocated):
-            continue
-        where = f"claim {reference}, {entry.source}"
-        kinds = {FITTING[type(_parsed(entry.opaque, where, device.kind))] for device in devices}
-        if not kinds & {device.kind for device in devices}:
-            names = ", ".join(f"{device.name} (type {device.kind.value})" for device in devices)
-            raise ClaimError(f"{where}: the parameters are for devices of type {min(kinds).value}, not for {names}")
-
-
 def _applies(entry: Configuration, request: str) -> bool:
     """No requests means all; a base name covers its subrequests (``base/sub``) of any kind."""
-    return not entry.requests or request in entry.requests or base_name(request) in entry.requests
+    return not entry.requests or request in entry.requests or request.split("/", 1)[0] in entry.requests
 
 
-def _refuse_shares_of_one_gpu(reference: ClaimReference, found: Iterable[Allocated], driver: str) -> None:
+def _refuse_shares_of_one_gpu(reference: ClaimReference, devices: Iterable[AllocatedDevice], driver: str) -> None:
     """Two shares of a GPU give one claim no more than one share does."""
-    first: dict[str, Allocated] = {}
-    for allocated in found:
+    first: dict[str, AllocatedDevice] = {}
+    for allocated in devices:
         if allocated.device.kind is not DeviceKind.SHARE:
             continue
         other = first.setdefault(allocated.device.gpu.uuid, allocated)
@@ -160,7 +156,7 @@ def _refuse_shares_of_one_gpu(reference: ClaimReference, found: Iterable[Allocat
             )
 
 
-def refuse_overlap(reference: ClaimReference, allocated: Sequence[Allocated], inventory: Inventory) -> None:
+def refuse_overlap(reference: ClaimReference, allocated: Sequence[AllocatedDevice], inventory: Inventory) -> None:
     """The last check against allocating memory twice, as may happen after a pod was force-deleted.
 
     Raises ClaimError if devices overlap each other or a device of another claim, or belong to another driver, and
@@ -186,8 +182,3 @@ def refuse_overlap(reference: ClaimReference, allocated: Sequence[Allocated], in
                 f"claim {reference}: {item.device} overlaps {held}, which {holder.as_holder()} still holds on this "
                 "node; it is prepared once that claim is unprepared"
             )
-
-
-def base_name(request: str) -> str:
-    """The name by which the kubelet knows a request: ``gpu`` for the subrequest ``gpu/small``."""
-    return request.split("/", 1)[0]

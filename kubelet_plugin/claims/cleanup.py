@@ -10,11 +10,14 @@ from functools import partial
 import msgspec
 
 from driver.errors import ClaimError, RecoverableError, StateError
+from driver.model.device import Device
 from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
-from kubelet_plugin.claims.context import PluginContext
-from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.claims.held_claims import HeldClaims
+from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
+from kubelet_plugin.claims.partitions import Partitions
+from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.inventory.inventory import ClaimReference
 
 log = logging.getLogger(__name__)
@@ -43,9 +46,19 @@ class ClaimListeners:
 class ClaimCleanup:
     """Thread-safe. Every method can be repeated after a kill at any instruction; all raise RecoverableError."""
 
-    def __init__(self, context: PluginContext, listeners: ClaimListeners) -> None:
-        self._context = context
+    def __init__(
+        self,
+        held: HeldClaims,
+        partitions: Partitions,
+        time_slices: TimeSlices,
+        listeners: ClaimListeners,
+        steps: StepRunner,
+    ) -> None:
+        self._held = held
+        self._partitions = partitions
+        self._time_slices = time_slices
         self._listeners = listeners
+        self._step = steps
 
     # The caller holds the locks of the claim and of its GPUs
 
@@ -53,7 +66,7 @@ class ClaimCleanup:
         """Undo a claim that may be prepared. From now on it needs to be released, also after a restart."""
         if not record.needs_release:
             record = msgspec.structs.replace(record, releasing=True)
-            with self._context.step(Step.MARK_RELEASING, claim=str(record)):
+            with self._step(NodeStep.MARK_RELEASING, claim=str(record)):
                 # A power cut may lose the mark: then it has removed the partitions, too.
                 self._put(record, durable=False)
         self.undo(record)
@@ -74,36 +87,36 @@ class ClaimCleanup:
 
     def finish_release(self, uid: str) -> bool:
         """Undo a claim that needs to be released; False if it does not, or not any more."""
-        context = self._context
-        with context.locks.hold([claim_key(uid)], f"releasing claim {uid}"):
-            record = context.checkpoint.get(uid)
+        held = self._held
+        with held.locks.hold([claim_key(uid)], f"releasing claim {uid}"):
+            record = held.checkpoint.get(uid)
             if record is None or not record.needs_release:
                 return False
-            with context.locks.hold(record.gpu_uuids, f"releasing claim {record}"):
+            with held.locks.hold(record.gpu_uuids, f"releasing claim {record}"):
                 self.undo(record)
         log.warning("released what was left of a claim", extra={"claim": str(record)})
         return True
 
     def note_stray_spec(self, uid: str) -> None:
         """Count a claim that has a CDI spec and no record as unrecorded, and hold the devices in the spec."""
-        context = self._context
-        with context.locks.hold([claim_key(uid)], f"looking at the CDI spec of claim {uid}"):
-            if context.checkpoint.get(uid) is None and context.cdi.has(uid):
-                context.checkpoint.note_missing(uid)
-                context.hold_unrecorded(uid)
+        held = self._held
+        with held.locks.hold([claim_key(uid)], f"looking at the CDI spec of claim {uid}"):
+            if held.checkpoint.get(uid) is None and held.cdi.has(uid):
+                held.checkpoint.note_missing(uid)
+                held.hold_unrecorded(uid)
 
     def begin_release(self, reference: ClaimReference) -> bool:
         """Record that the devices in the CDI spec of an unrecorded claim need to be released; False without a spec.
 
         Call it only for a claim that is known to be unused: the kubelet unprepares it, or it does not exist any more.
         """
-        uid, checkpoint = reference.uid, self._context.checkpoint
-        with self._context.locks.hold([claim_key(uid)], f"rebuilding the record of claim {uid}"):
+        uid, checkpoint = reference.uid, self._held.checkpoint
+        with self._held.locks.hold([claim_key(uid)], f"rebuilding the record of claim {uid}"):
             if uid not in checkpoint.unrecorded:
                 return checkpoint.get(uid) is not None
             record = self.record_of_spec(reference)
             if record is None:
-                self._context.inventory.release(uid)
+                self._held.inventory.release(uid)
             else:
                 self._put(record)
             checkpoint.settle(uid)
@@ -111,26 +124,26 @@ class ClaimCleanup:
 
     def record_of_spec(self, reference: ClaimReference) -> ClaimRecord | None:
         """Return a record, to be released, of the devices in the CDI spec of an unrecorded claim; None without one."""
-        context = self._context
-        if not context.cdi.has(reference.uid):
+        held = self._held
+        if not held.cdi.has(reference.uid):
             return None
-        named = context.cdi.devices(reference.uid)
-        entries = [entry for name, uuid in named.items() if (entry := self._entry(reference, name, uuid)) is not None]
+        named = held.cdi.devices(reference.uid)
+        entries = [self._entry(reference, name, uuid) for name, uuid in named.items()]
         return ClaimRecord(
             VERSION,
             reference.namespace,
             reference.name,
             reference.uid,
             "prepared",
-            tuple(entries),
-            context.boot,
+            tuple(entry for entry in entries if entry is not None),
+            held.boot,
             releasing=True,
         )
 
     def _entry(self, reference: ClaimReference, name: str, uuid: str) -> DeviceRecord | None:
         """The record of one device to release; None if another partition has taken its place."""
-        context = self._context
-        device = context.inventory.device(name)
+        held = self._held
+        device = held.inventory.device(name)
         if device is None:
             if not uuid.startswith(PARTITION_UUID_PREFIX):
                 return None
@@ -139,19 +152,43 @@ class ClaimCleanup:
                 "the plugin started; the partition is removed once the GPU is back; if the GPU is gone for good, "
                 "delete the CDI spec and restart the plugin"
             )
-        if context.inventory.conflict(reference.uid, device) is not None:
+        if held.inventory.conflict(reference.uid, device) is not None:
             return None
-        entry = device_record(device, context.pool.name, (), context.inventory.number(device.gpu))
-        if device.profile is None or device.placement is None:
+        entry = device_record(device, held.pool.name, (), held.inventory.number(device.gpu))
+        if device.profile is None:
             return entry
-        partition = context.host.find_partition(device.gpu, device.profile, device.placement)
-        if partition is None or partition.uuid != uuid or context.existing_published:
+        partition = self._partitions.find(device)
+        if partition is None or partition.uuid != uuid or self._partitions.publishes_existing:
             return None
         return entry.with_partition(partition)
 
+    def busy(self, record: ClaimRecord) -> str:
+        """Why a full GPU of ``record`` must not be released. NVML refuses to destroy partitions in use."""
+        for device in record.devices:
+            gpu = self._held.inventory.gpu(device.gpu_uuid)
+            if device.kind is not DeviceKind.FULL or gpu is None:
+                continue
+            try:
+                running = self._partitions.processes(gpu)
+            except RecoverableError as error:
+                return str(error)
+            if running:
+                return f"{running} processes still run on {device.gpu_uuid}"
+        return ""
+
+    def partition_exists(self, uid: str, device: Device, uuid: str | None) -> bool:
+        """Whether ``device`` exists as the partition with that UUID, and no claim but ``uid`` holds it."""
+        if device.profile is None or self._held.inventory.conflict(uid, device):
+            return False
+        try:
+            partition = self._partitions.find(device)
+        except RecoverableError:
+            return False
+        return partition is not None and partition.uuid is not None and partition.uuid == uuid
+
     def _put(self, record: ClaimRecord, *, durable: bool = True) -> None:
         try:
-            self._context.checkpoint.put(record, durable=durable)
+            self._held.checkpoint.put(record, durable=durable)
         except StateError as error:
             # The mark is in memory at least. A full disk must not prevent a release: deleting needs no space.
             log.warning("can't mark a claim as being released", extra={"claim": str(record), "error": str(error)})
@@ -166,31 +203,31 @@ class ClaimCleanup:
             log.error("could not undo", extra={"claim": str(record), "error": str(failure)})
         if failures:
             raise failures[0]
-        with self._context.step(Step.REMOVE_RECORD, claim=str(record)):
-            self._context.checkpoint.remove(record.uid)
-            self._context.inventory.release(record.uid)
+        with self._step(NodeStep.REMOVE_RECORD, claim=str(record)):
+            self._held.checkpoint.remove(record.uid)
+            self._held.inventory.release(record.uid)
 
     def _remove_spec(self, record: ClaimRecord) -> None:
-        with self._context.step(Step.REMOVE_CDI_SPEC, claim=str(record)):
-            self._context.cdi.remove(record.uid)
+        with self._step(NodeStep.REMOVE_CDI_SPEC, claim=str(record)):
+            self._held.cdi.remove(record.uid)
 
     def _restore_time_slice(self, record: ClaimRecord, uuid: str) -> None:
-        gpu = self._context.inventory.gpu(uuid)
+        gpu = self._held.inventory.gpu(uuid)
         # A GPU that does not answer has lost its interval or accepts no other: the release does not wait for it.
-        if gpu is not None and self._context.inventory.fault(gpu) is None:
-            self._context.time_slices.release(gpu, record)
+        if gpu is not None and self._held.inventory.fault(gpu) is None:
+            self._time_slices.release(gpu, record)
 
     def _remove_partition(self, record: ClaimRecord, device: DeviceRecord) -> None:
         if device.kind is not DeviceKind.PARTITION or device.existing:
             return
-        gpu = self._context.inventory.gpu(device.gpu_uuid)
+        gpu = self._held.inventory.gpu(device.gpu_uuid)
         if gpu is None:
             raise ClaimError(
                 f"claim {record}: {device.device} is on {device.gpu_uuid}, which did not answer since the plugin "
                 "started; its partition is removed once the GPU is back; where it is gone for good, delete "
-                f"{self._context.checkpoint.path(record.uid)} and restart the plugin"
+                f"{self._held.checkpoint.path(record.uid)} and restart the plugin"
             )
-        self._context.partitions.remove(gpu, device)
+        self._partitions.remove(gpu, device)
 
 
 def _attempt(work: Callable[[], None]) -> Iterable[RecoverableError]:

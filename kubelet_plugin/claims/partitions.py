@@ -1,63 +1,109 @@
-"""MIG partitions and time-slice intervals of GPUs. Every method can be repeated; the caller holds the GPU's lock."""
+"""MIG partitions of GPUs, and their MIG mode. Every method can be repeated; the caller holds the GPU's lock."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from driver.errors import HardwareError
+from driver.hardware.device_nodes import DeviceNode
 from driver.hardware.node_gpus import Host
-from driver.hardware.nvml_errors import ABSENT
 from driver.model.device import Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement, Profile
 from driver.model.offer import DeviceKind
-from driver.model.time_slice_and_compute_mode import ComputeMode, TimeSlice, in_force
-from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord
-from kubelet_plugin.claims.steps import Step, Steps
+from driver.model.time_slice_and_compute_mode import ComputeMode
+from kubelet_plugin.checkpoint.records import DeviceRecord
+from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.inventory.inventory import Inventory
 
 log = logging.getLogger(__name__)
 
 
 class Partitions:
-    """Creates and removes MIG partitions, and switches MIG mode."""
+    """Creates and removes MIG partitions, and switches MIG mode.
 
-    def __init__(self, host: Host, inventory: Inventory, steps: Steps) -> None:
+    ``publishes_existing``: partitions that Tessera did not create are published, so a partition without a record may be
+    one of them.
+    """
+
+    def __init__(
+        self, host: Host, inventory: Inventory, steps: StepRunner, *, publishes_existing: bool = False
+    ) -> None:
         self._host = host
         self._inventory = inventory
         self._step = steps
+        self.publishes_existing = publishes_existing
 
-    def check_free(self, device: Device) -> None:
+    def check_free(self, device: Device) -> bool:
         """Refuse a device whose memory slices are used by a partition that Tessera did not create.
 
-        Call it before the intent is written: a partition at the placement afterwards is the claim's own.
+        Call it before the intent is written: a partition at the placement afterwards is the claim's own. Returns
+        whether the GPU is in MIG mode.
         """
+        gpu = device.gpu
         if device.profile is None or device.placement is None:
-            foreign = self._host.partitions(device.gpu)
+            mig_enabled = self._host.mig_enabled(gpu)
+            foreign = list(self._host.all_instances(gpu)) if mig_enabled else []
         else:
-            found = self._host.find_partition(device.gpu, device.profile, device.placement)
-            foreign = [found] if found else []
+            mig_enabled, partition = self._host.find_if_mig_enabled(gpu, device.profile, device.placement)
+            foreign = [partition] if partition else []
         if foreign:
             raise occupied(device, foreign[0])
+        return mig_enabled
 
-    def ensure(self, device: Device, *, create: bool) -> Partition | None:
+    def make(self, device: Device, entry: DeviceRecord, mig_enabled: bool | None = None) -> Partition | None:
         """Make ``device`` usable and return its partition, or None for a full GPU or a share.
 
-        Without ``create`` a missing partition is an error: it was not created by Tessera.
+        ``mig_enabled``: what ``check_free`` returned just now; then the partition does not exist yet. A partition that
+        Tessera did not create has to exist.
         """
-        partition = None
+        gpu = device.gpu
         if device.profile is None or device.placement is None:
-            self._set_mig_mode(device.gpu, enabled=False)
+            self._set_mig_mode(gpu, enabled=False, now=mig_enabled)
             if device.kind is DeviceKind.SHARE:
                 self._check_shareable(device)
-        elif create:
-            self._set_mig_mode(device.gpu, enabled=True)
-            partition = self._ensure_partition(device, device.profile, device.placement)
-        else:
-            partition = self._existing(device, device.profile, device.placement)
-        if device.gpu.mig_capable:
-            mode = MigMode.DISABLED if partition is None else MigMode.ENABLED
-            self._inventory.set_mig_mode(device.gpu, mode)
-        return partition
+            return None
+        if entry.existing:
+            return self._existing(device, device.profile, device.placement)
+        self._set_mig_mode(gpu, enabled=True, now=mig_enabled)
+        partition = None
+        if mig_enabled is None:
+            partition = self._host.find_partition(gpu, device.profile, device.placement)
+        return self._completed(device, partition or self._cut(device, device.profile, device.placement))
+
+    def verify(self, device: Device, entry: DeviceRecord) -> Partition | None:
+        """Check what was made for a prepared claim, and make again what was lost.
+
+        Of a GPU that is held as a whole only its last scan is considered: nothing is made on it.
+        """
+        recorded = entry.partition
+        if recorded is not None:
+            if recorded.complete and self._host.is_current(device.gpu, recorded):
+                return recorded
+        elif device.profile is None and not device.gpu.mig_mode.in_force:
+            if device.kind is DeviceKind.SHARE:
+                self._check_shareable(device)
+            return None
+        return self.make(device, entry)
+
+    def find(self, device: Device) -> Partition | None:
+        """The partition at the placement of ``device``; None also for a device that is no partition."""
+        if device.profile is None or device.placement is None:
+            return None
+        return self._host.find_partition(device.gpu, device.profile, device.placement)
+
+    def on(self, gpu: Gpu) -> Sequence[Partition]:
+        """All partitions of ``gpu``, whoever made them."""
+        return self._host.partitions(gpu)
+
+    def processes(self, gpu: Gpu) -> int:
+        """How many compute processes run on ``gpu`` itself."""
+        return self._host.processes(gpu)
+
+    def nodes(self, gpu: Gpu, partition: Partition | None) -> Sequence[DeviceNode]:
+        """The device nodes that a container needs to use ``partition``, or the GPU as a whole."""
+        nodes = self._host.nodes
+        return nodes.of_gpu(gpu) if partition is None else nodes.of_partition(gpu, partition)
 
     def remove(self, gpu: Gpu, record: DeviceRecord) -> None:
         """Remove the partition at the record's placement, complete or not; a missing one is no error."""
@@ -65,9 +111,9 @@ class Partitions:
         if partition is None:
             return
         if partition.compute_instance_id is not None:
-            with self._step(Step.DESTROY_COMPUTE_INSTANCE, gpu=gpu.uuid, device=record.device):
+            with self._step(NodeStep.DESTROY_COMPUTE_INSTANCE, gpu=gpu.uuid, device=record.device):
                 self._host.destroy_compute_instance(gpu, partition)
-        with self._step(Step.DESTROY_GPU_INSTANCE, gpu=gpu.uuid, device=record.device):
+        with self._step(NodeStep.DESTROY_GPU_INSTANCE, gpu=gpu.uuid, device=record.device):
             self._host.destroy_gpu_instance(gpu, partition)
         log.info("removed partition", extra={"gpu": gpu.uuid, "device": record.device, "uuid": partition.uuid})
 
@@ -84,15 +130,22 @@ class Partitions:
             )
         return self._host.find_partition(gpu, profile, record.placement)
 
-    def _set_mig_mode(self, gpu: Gpu, *, enabled: bool) -> None:
-        if not gpu.mig_capable or self._host.mig_enabled(gpu) == enabled:
+    def _set_mig_mode(self, gpu: Gpu, *, enabled: bool, now: bool | None) -> None:
+        """``now``: the current mode; None: it has to be read."""
+        if not gpu.mig_capable:
             return
+        if (self._host.mig_enabled(gpu) if now is None else now) != enabled:
+            self._switch_mig_mode(gpu, enabled=enabled)
+        if gpu.mig_mode.in_force != enabled:
+            self._inventory.set_mig_mode(gpu, MigMode.ENABLED if enabled else MigMode.DISABLED)
+
+    def _switch_mig_mode(self, gpu: Gpu, *, enabled: bool) -> None:
         if not gpu.toggles_freely:
             raise HardwareError(
                 f"{gpu.uuid}: MIG mode is {'off' if enabled else 'on'}, and this {gpu.architecture} GPU needs a reset "
                 "while nothing uses it to switch; --mig-gpus says which GPUs are meant for MIG"
             )
-        with self._step(Step.SET_MIG_MODE, gpu=gpu.uuid, mode="on" if enabled else "off"):
+        with self._step(NodeStep.SET_MIG_MODE, gpu=gpu.uuid, mode="on" if enabled else "off"):
             self._host.set_mig_mode(gpu, enabled=enabled)
         log.info("switched MIG mode", extra={"gpu": gpu.uuid, "mode": "on" if enabled else "off"})
 
@@ -113,31 +166,36 @@ class Partitions:
             )
         return partition
 
-    def _ensure_partition(self, device: Device, profile: Profile, placement: Placement) -> Partition:
+    def _cut(self, device: Device, profile: Profile, placement: Placement) -> Partition:
+        """Create the GPU instance."""
         gpu = device.gpu
-        partition = self._host.find_partition(gpu, profile, placement)
-        if partition is None:
-            try:
-                with self._step(Step.CREATE_GPU_INSTANCE, gpu=gpu.uuid, device=device.name):
-                    partition = self._host.create_gpu_instance(gpu, profile, placement)
-            except HardwareError as error:
-                raise self._explained(device, error) from error
-            if partition.placement != placement:
-                self._host.destroy_gpu_instance(gpu, partition)
-                raise HardwareError(
-                    f"{device}: NVML cut memory slices {partition.placement} instead of {placement}; "
-                    "it was removed again"
-                )
-        if not partition.complete:
-            with self._step(Step.CREATE_COMPUTE_INSTANCE, gpu=gpu.uuid, device=device.name):
-                partition = self._host.create_compute_instance(gpu, partition)
-            log.info("cut partition", extra={"gpu": gpu.uuid, "device": device.name, "uuid": partition.uuid})
+        try:
+            with self._step(NodeStep.CREATE_GPU_INSTANCE, gpu=gpu.uuid, device=device.name):
+                partition = self._host.create_gpu_instance(gpu, profile, placement)
+        except HardwareError as error:
+            raise self._explained(device, error) from error
+        if partition.placement != placement:
+            self._host.destroy_gpu_instance(gpu, partition)
+            raise HardwareError(
+                f"{device}: NVML cut memory slices {partition.placement} instead of {placement}; it was removed again"
+            )
         return partition
+
+    def _completed(self, device: Device, partition: Partition) -> Partition:
+        """Create the compute instance if it is missing."""
+        if partition.compute_instance_id is not None and partition.uuid is not None:
+            return partition
+        gpu = device.gpu
+        with self._step(NodeStep.CREATE_COMPUTE_INSTANCE, gpu=gpu.uuid, device=device.name):
+            complete = self._host.create_compute_instance(gpu, partition)
+        log.info("cut partition", extra={"gpu": gpu.uuid, "device": device.name, "uuid": complete.uuid})
+        return complete
 
     def _explained(self, device: Device, error: HardwareError) -> HardwareError:
         """Name the partition in the way: NVML's own error does not."""
         try:
-            overlapping = [p for p in self._host.partitions(device.gpu) if p.placement.mask & device.mask]
+            partitions = self._host.partitions(device.gpu)
+            overlapping = [partition for partition in partitions if partition.placement.mask & device.mask]
         except HardwareError:
             return error
         return occupied(device, overlapping[0]) if overlapping else error
@@ -151,48 +209,3 @@ def occupied(device: Device, partition: Partition) -> HardwareError:
         f"{partition.gpu_instance_id} ({names.get(partition.profile_id, 'unknown profile')}), which no claim of "
         "Tessera's holds; remove it (nvidia-smi mig -dci, -dgi) or leave this GPU out"
     )
-
-
-class TimeSlices:
-    """The time-slice interval of GPUs: the one that the claims on a GPU request, otherwise the default.
-
-    The interval follows from the checkpoint alone, so a kill at any instruction leaves nothing to remember: the record
-    of a claim is written before its interval is set, and removed after the interval is restored.
-    """
-
-    def __init__(self, host: Host, checkpoint: Checkpoint, steps: Steps) -> None:
-        self._host = host
-        self._checkpoint = checkpoint
-        self._step = steps
-
-    def apply(self, gpu: Gpu, record: ClaimRecord) -> None:
-        """Set the interval that ``gpu`` has with ``record``. Raises HardwareError."""
-        if (requested := record.requested_time_slice(gpu.uuid)) is not TimeSlice.DEFAULT:
-            others = self._requested_by_others(gpu, record)
-            # Set again at a repeat: a reset of the GPU may have undone it.
-            if in_force([others, requested]) is not others or record.phase == "prepared":
-                self._set(Step.SET_TIME_SLICE, gpu, in_force([others, requested]))
-
-    def release(self, gpu: Gpu, record: ClaimRecord) -> None:
-        """Set the interval that ``gpu`` has without ``record``. Raises HardwareError."""
-        if (requested := record.requested_time_slice(gpu.uuid)) is not TimeSlice.DEFAULT:
-            others = self._requested_by_others(gpu, record)
-            if in_force([others, requested]) is not others:
-                self._restore(gpu, others)
-
-    def _restore(self, gpu: Gpu, interval: TimeSlice) -> None:
-        try:
-            self._set(Step.RESTORE_TIME_SLICE, gpu, interval)
-        except HardwareError as error:
-            # A GPU that accepts no interval never had one: it must not block the release of a refused claim.
-            if error.code not in ABSENT:
-                raise
-
-    def _set(self, step: Step, gpu: Gpu, interval: TimeSlice) -> None:
-        with self._step(step, gpu=gpu.uuid, interval=interval.value):
-            self._host.set_time_slice(gpu, interval)
-        log.info("set the time-slice interval", extra={"gpu": gpu.uuid, "interval": interval.value})
-
-    def _requested_by_others(self, gpu: Gpu, record: ClaimRecord) -> TimeSlice:
-        others = (other for other in self._checkpoint.records() if other.uid != record.uid)
-        return in_force(other.requested_time_slice(gpu.uuid) for other in others if other.phase == "prepared")

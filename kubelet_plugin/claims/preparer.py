@@ -7,8 +7,9 @@ Undoing goes the other way, and the record goes last.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -18,16 +19,21 @@ from driver.kube.reads import list_claims, read_claim
 from driver.kube.types import Claim
 from driver.model.device import Device
 from driver.model.gpu import Partition
-from kubelet_plugin.cdi.spec import CdiDevice, build_spec, device_id, spec_room
+from driver.model.offer import DeviceKind
+from kubelet_plugin.cdi.spec import CdiDevice
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
-from kubelet_plugin.claims.allocation import Allocated, refuse_overlap, resolve
+from kubelet_plugin.claims.allocation import AllocatedDevice, refuse_overlap, resolve
 from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners
-from kubelet_plugin.claims.context import PluginContext
-from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.claims.held_claims import HeldClaims
+from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
+from kubelet_plugin.claims.partitions import Partitions
+from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.inventory.inventory import ClaimReference
 
 log = logging.getLogger(__name__)
+
+NOTHING_CHECKED: Mapping[str, bool] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +68,22 @@ class Preparer:
     """Thread-safe: claims that share no GPU never wait for each other. All methods raise RecoverableError."""
 
     def __init__(
-        self, context: PluginContext, claims: ClaimReader, cleanup: ClaimCleanup, listeners: ClaimListeners
+        self,
+        claims: ClaimReader,
+        held: HeldClaims,
+        partitions: Partitions,
+        time_slices: TimeSlices,
+        cleanup: ClaimCleanup,
+        listeners: ClaimListeners,
+        steps: StepRunner,
     ) -> None:
-        self._context = context
         self._claims = claims
+        self._held = held
+        self._partitions = partitions
+        self._time_slices = time_slices
         self._cleanup = cleanup
         self._listeners = listeners
+        self._step = steps
 
     def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
         """Make the claim's devices usable. Idempotent: a repeat verifies and repairs.
@@ -75,30 +91,31 @@ class Preparer:
         If it fails, a claim that was not prepared before leaves nothing behind; what could not be undone stays
         recorded and is undone at the next call or start.
         """
-        context = self._context
-        with context.locks.hold([claim_key(reference.uid)], f"preparing claim {reference}"):
-            with context.step(Step.READ_CLAIM, claim=str(reference)):
+        held, name = self._held, str(reference)
+        with held.locks.hold([claim_key(reference.uid)], f"preparing claim {name}"):
+            with self._step(NodeStep.READ_CLAIM, claim=name):
                 claim = self._claims.read(reference.namespace, reference.name)
-            with context.step(Step.RESOLVE_ALLOCATION, claim=str(reference)):
-                allocated = resolve(reference, claim, context.pool, context.inventory)
+            with self._step(NodeStep.RESOLVE_ALLOCATION, claim=name):
+                allocated = resolve(reference, claim, held.pool, held.inventory)
+            record = held.checkpoint.get(reference.uid)
             gpu_uuids = {item.device.gpu.uuid for item in allocated}
-            if (known := context.checkpoint.get(reference.uid)) is not None:
-                gpu_uuids |= known.gpu_uuids
-            with context.locks.hold(gpu_uuids, f"claim {reference}"):
-                record = self._prepare_allocated(reference, allocated)
+            if record is not None:
+                gpu_uuids |= record.gpu_uuids
+            with held.locks.hold(gpu_uuids, f"claim {name}"):
+                record = self._prepare_allocated(reference, name, record, allocated)
         log.info(
             "prepared claim",
             extra={
-                "claim": str(reference),
-                "pod": claim.pods,
-                "devices": ",".join(device.device for device in record.devices),
-                "gpus": ",".join(sorted(record.gpu_uuids)),
+                "claim": name,
+                "pod": ",".join(user.name for user in claim.status.reserved_for if user.resource == "pods"),
+                "devices": ",".join(entry.device for entry in record.devices),
+                "gpus": ",".join(sorted({entry.gpu_uuid for entry in record.devices})),
             },
         )
-        driver = context.pool.driver
+        specs = held.cdi.specs
         return [
-            PreparedDevice(each.requests, each.pool, each.device, (device_id(driver, record.uid, each.device),))
-            for each in record.devices
+            PreparedDevice(entry.requests, entry.pool, entry.device, (specs.device_id(record.uid, entry.device),))
+            for entry in record.devices
         ]
 
     def unprepare(self, reference: ClaimReference) -> None:
@@ -106,165 +123,232 @@ class Preparer:
 
         From the first call on the claim needs to be released: what can't be removed now, ClaimReconciler removes later.
         """
-        context = self._context
-        if reference.uid in context.checkpoint.unrecorded:
-            if not context.cdi.has(reference.uid):
+        held = self._held
+        if held.checkpoint.is_unrecorded(reference.uid):
+            if not held.cdi.has(reference.uid):
                 raise StateError(
                     f"claim {reference}: its checkpoint record is unreadable or missing, and so is its CDI spec; it is "
                     "released once the record was rebuilt from the claim, or the API server has said that it is gone; "
                     "if its GPU is gone for good, force-delete the pod"
                 )
             self._cleanup.begin_release(reference)
-        with context.locks.hold([claim_key(reference.uid)], f"unpreparing claim {reference}"):
-            record = context.checkpoint.get(reference.uid)
+        with held.locks.hold([claim_key(reference.uid)], f"unpreparing claim {reference}"):
+            record = held.checkpoint.get(reference.uid)
             if record is None:
                 return
-            with context.locks.hold(record.gpu_uuids, f"claim {reference}"):
+            with held.locks.hold(record.gpu_uuids, f"claim {reference}"):
                 self._cleanup.release(record)
         log.info("unprepared claim", extra={"claim": str(reference)})
+
+    def losses(self) -> Iterator[tuple[ClaimRecord, Sequence[str]]]:
+        """The prepared claims, and what each has lost. A claim that changes meanwhile is checked again before a
+        repair."""
+        records = self._held.prepared()
+        try:
+            specs = set(self._held.cdi.claim_uids())
+        except RecoverableError as error:
+            log.warning("can't list the CDI specs", extra={"error": str(error)})
+            specs = {record.uid for record in records}
+        existing = {uuid: self._partitions_on(uuid) for record in records for uuid in record.gpu_uuids}
+        for record in records:
+            lost = [] if record.uid in specs else ["its CDI spec"]
+            for entry in record.devices:
+                partitions = existing[entry.gpu_uuid]
+                if entry.kind is DeviceKind.PARTITION and partitions is not None and entry.partition not in partitions:
+                    lost.append(entry.device)
+            yield record, lost
+
+    def _partitions_on(self, uuid: str) -> Sequence[Partition] | None:
+        """The partitions of a GPU; None if it does not answer: then nothing counts as lost."""
+        gpu = self._held.inventory.gpu(uuid)
+        if gpu is None or self._held.inventory.fault(gpu) is not None:
+            return None
+        try:
+            return self._partitions.on(gpu)
+        except RecoverableError:
+            return None
 
     def repair(self, uid: str) -> bool:
         """Make again what a prepared claim has lost; False if it is not prepared any more.
 
         A partition that is created again has another UUID: only containers that start afterwards get it.
         """
-        context = self._context
-        with context.locks.hold([claim_key(uid)], f"repairing claim {uid}"):
-            record = context.checkpoint.get(uid)
-            if record is None or not record.prepared_in_this_boot(context.boot):
+        held = self._held
+        with held.locks.hold([claim_key(uid)], f"repairing claim {uid}"):
+            record = held.checkpoint.get(uid)
+            if record is None or not record.prepared_in_this_boot(held.boot):
                 return False
-            with context.locks.hold(record.gpu_uuids, f"repairing claim {record}"):
-                self._finish(record, [self._as_recorded(record, entry) for entry in record.devices])
+            with held.locks.hold(record.gpu_uuids, f"repairing claim {record}"):
+                devices = [self._as_recorded(record, entry) for entry in record.devices]
+                self._finish(str(record), record, devices)
         self._listeners.prepared()
         return True
 
-    def _as_recorded(self, record: ClaimRecord, entry: DeviceRecord) -> Allocated:
-        device = self._context.recorded_device(entry)
-        fault = None if device is None else self._context.inventory.fault(device.gpu)
+    def _as_recorded(self, record: ClaimRecord, entry: DeviceRecord) -> AllocatedDevice:
+        device = self._held.recorded_device(entry)
+        fault = None if device is None else self._held.inventory.fault(device.gpu)
         if device is None or fault is not None:
             raise HardwareError(f"claim {record}: {entry.device} can't be used at present: {fault or 'no such device'}")
-        return Allocated(device, entry.requests, entry.time_slice)
+        return AllocatedDevice(device, entry.requests, entry.time_slice)
 
     # The caller holds the locks of the claim and of its GPUs
 
-    def _prepare_allocated(self, reference: ClaimReference, allocated: Sequence[Allocated]) -> ClaimRecord:
-        """Prepare these devices, after undoing an earlier allocation of the claim."""
-        context = self._context
-        record = known = context.checkpoint.get(reference.uid)
-        if record is not None and {each.device for each in record.devices} != {item.device.name for item in allocated}:
+    def _prepare_allocated(
+        self,
+        reference: ClaimReference,
+        name: str,
+        record: ClaimRecord | None,
+        allocated: Sequence[AllocatedDevice],
+    ) -> ClaimRecord:
+        """Prepare these devices, after undoing an earlier allocation of the claim, which ``record`` may be of."""
+        held = self._held
+        if record is not None and {entry.device for entry in record.devices} != {
+            item.device.name for item in allocated
+        }:
             self._release_earlier_allocation(record)
-            record = known = None
-        refuse_overlap(reference, allocated, context.inventory)
-        # Containers may be running on devices that were prepared before, also if the record was lost.
-        adopting = record is None and reference.uid in context.checkpoint.unrecorded
-        repeat = adopting or (record is not None and record.prepared_in_this_boot(context.boot))
+            record = None
+        refuse_overlap(reference, allocated, held.inventory)
         # Held before the intent is on disk: concurrent work must find the devices taken.
-        context.inventory.hold(reference, [item.device for item in allocated])
-        try:
-            if not repeat:
-                # Refuse the claim before anything is created if the CDI directory has no space for its spec.
-                with context.step(Step.RESERVE_CDI_SPEC, claim=str(reference)):
-                    context.cdi.reserve(reference.uid, spec_room(context.files, len(allocated)))
-            record = self._finish(record or self._write_intent(reference, allocated, adopting=adopting), allocated)
-        except RecoverableError:
-            if not repeat:
-                self._undo_quietly(reference)
-            raise
-        if record is not known:
+        held.inventory.hold(reference, [item.device for item in allocated])
+        # Containers may be running on devices that were prepared before, also if the record was lost.
+        if record is None and held.checkpoint.is_unrecorded(reference.uid):
+            finished = self._finish(name, self._adopt(reference, name, allocated), allocated)
+        elif record is not None and record.prepared_in_this_boot(held.boot):
+            finished = self._finish(name, record, allocated)
+        else:
+            finished = self._make(reference, name, record, allocated)
+        if finished is not record:
             self._listeners.prepared()
-        return record
+        return finished
 
     def _release_earlier_allocation(self, record: ClaimRecord) -> None:
         log.warning(
             "claim was allocated anew while it was prepared: releasing the earlier devices",
-            extra={"claim": str(record), "devices": ",".join(each.device for each in record.devices)},
+            extra={"claim": str(record), "devices": ",".join(entry.device for entry in record.devices)},
         )
         self._cleanup.release(record)
 
-    def _write_intent(
-        self, reference: ClaimReference, allocated: Sequence[Allocated], *, adopting: bool
+    def _make(
+        self,
+        reference: ClaimReference,
+        name: str,
+        record: ClaimRecord | None,
+        allocated: Sequence[AllocatedDevice],
     ) -> ClaimRecord:
-        """Write the record. ``adopting``: the claim is in use, so its record must never say that it needs release."""
-        context = self._context
-        with context.step(Step.CHECK_FREE, claim=str(reference)):
-            for item in allocated:
-                # If only the record was lost, a partition of the allocated placement is the claim's own.
-                own = adopting and item.device.profile is not None
-                if not own and not context.inventory.existing(item.device):
-                    context.partitions.check_free(item.device)
+        """Prepare a claim that is not prepared; ``record`` is of an attempt that was cut off. A failure is undone."""
+        held = self._held
+        modes: dict[str, bool] = {}
+        try:
+            # Refuse the claim before anything is created if the CDI directory has no space for its spec.
+            with self._step(NodeStep.RESERVE_CDI_SPEC, claim=name):
+                held.cdi.reserve(reference.uid, len(allocated))
+            if record is None:
+                with self._step(NodeStep.CHECK_FREE, claim=name):
+                    for item in allocated:
+                        if not held.inventory.existing(item.device):
+                            modes[item.device.name] = self._partitions.check_free(item.device)
+                record = self._new_record(reference, allocated, "preparing")
+                # Unless a partition, MIG mode or a time slice is changed, a power cut leaves nothing to undo.
+                changes_gpu = any(
+                    modes.get(entry.device) or entry.profile or entry.time_slice for entry in record.devices
+                )
+                with self._step(NodeStep.WRITE_INTENT, claim=name):
+                    held.checkpoint.put(record, durable=changes_gpu)
+            return self._finish(name, record, allocated, modes)
+        except RecoverableError:
+            self._undo_quietly(reference)
+            raise
+
+    def _new_record(
+        self, reference: ClaimReference, allocated: Sequence[AllocatedDevice], phase: Literal["preparing", "prepared"]
+    ) -> ClaimRecord:
+        held = self._held
         entries = [
             device_record(
                 item.device,
-                context.pool.name,
+                held.pool.name,
                 item.requests,
-                context.inventory.number(item.device.gpu),
-                existing=context.inventory.existing(item.device),
+                held.inventory.number(item.device.gpu),
+                existing=held.inventory.existing(item.device),
                 time_slice=item.time_slice,
             )
             for item in allocated
         ]
-        if adopting:
-            entries = [self._adopted(item.device, entry) for item, entry in zip(allocated, entries, strict=True)]
-        record = ClaimRecord(
+        return ClaimRecord(
             version=VERSION,
             namespace=reference.namespace,
             name=reference.name,
             uid=reference.uid,
-            phase="prepared" if adopting else "preparing",
+            phase=phase,
             devices=tuple(entries),
-            boot=context.boot,
+            boot=held.boot,
         )
-        with context.step(Step.WRITE_INTENT, claim=str(reference)):
-            context.checkpoint.put(record)
-        if adopting:
-            context.checkpoint.settle(reference.uid)
+
+    def _adopt(self, reference: ClaimReference, name: str, allocated: Sequence[AllocatedDevice]) -> ClaimRecord:
+        """Write a record of a claim whose record was lost. It is in use: the record never says that it needs release.
+
+        A partition at the placement of a device is the claim's own; a GPU that is held as a whole must have none.
+        """
+        held = self._held
+        with self._step(NodeStep.CHECK_FREE, claim=name):
+            for item in allocated:
+                if item.device.profile is None and not held.inventory.existing(item.device):
+                    self._partitions.check_free(item.device)
+        record = self._new_record(reference, allocated, "prepared")
+        entries = [self._adopted(item.device, entry) for item, entry in zip(allocated, record.devices, strict=True)]
+        record = msgspec.structs.replace(record, devices=tuple(entries))
+        with self._step(NodeStep.WRITE_INTENT, claim=name):
+            held.checkpoint.put(record)
+        held.checkpoint.settle(reference.uid)
         return record
 
     def _adopted(self, device: Device, entry: DeviceRecord) -> DeviceRecord:
         """The record with the partition that exists already."""
-        if device.profile is None or device.placement is None:
-            return entry
-        context = self._context
-        partition = context.host.find_partition(device.gpu, device.profile, device.placement)
-        if partition is not None and partition.complete and context.existing_published:
+        partition = self._partitions.find(device)
+        if partition is not None and partition.complete and self._partitions.publishes_existing:
             # It may be a partition that Tessera did not create: it is never removed.
             entry = msgspec.structs.replace(entry, existing=True)
         return entry.with_partition(partition)
 
-    def _finish(self, record: ClaimRecord, allocated: Sequence[Allocated]) -> ClaimRecord:
-        """Create the partitions, write the CDI spec, write "prepared"; each only if it is not done yet."""
-        context = self._context
-        existing = {entry.device for entry in record.devices if entry.existing}
-        partitions = {
-            item.device.name: context.partitions.ensure(item.device, create=item.device.name not in existing)
-            for item in allocated
-        }
-        for gpu in {item.device.gpu.uuid: item.device.gpu for item in allocated}.values():
-            context.time_slices.apply(gpu, record)
-        spec = build_spec(context.pool.driver, record.uid, self._cdi_devices(allocated, partitions), context.files)
-        with context.step(Step.WRITE_CDI_SPEC, claim=str(record)):
-            spec_written = context.cdi.write(record.uid, spec)
-        devices = tuple(device.with_partition(partitions[device.device]) for device in record.devices)
-        done = msgspec.structs.replace(record, phase="prepared", devices=devices, boot=context.boot, releasing=False)
-        if done == record:
-            done = record
-        else:
-            with context.step(Step.WRITE_PREPARED, claim=str(record)):
-                context.checkpoint.put(done)
-        if record.prepared_in_this_boot(context.boot):
-            self._report_repairs(record, done, spec_written=spec_written)
-        return done
+    def _finish(
+        self,
+        name: str,
+        record: ClaimRecord,
+        allocated: Sequence[AllocatedDevice],
+        mig_modes: Mapping[str, bool] = NOTHING_CHECKED,
+    ) -> ClaimRecord:
+        """Make the partitions, write the CDI spec, write "prepared"; each only if it is not done yet.
 
-    def _cdi_devices(
-        self, allocated: Iterable[Allocated], partitions: Mapping[str, Partition | None]
-    ) -> Iterable[CdiDevice]:
-        host = self._context.host
+        ``mig_modes``: whether the GPUs of devices that were checked just now are in MIG mode, by device.
+        """
+        held, repeat = self._held, record.prepared_in_this_boot(self._held.boot)
+        entries = {entry.device: entry for entry in record.devices}
+        devices: list[CdiDevice] = []
         for item in allocated:
-            device, partition = item.device, partitions[item.device.name]
-            if partition is None or partition.uuid is None:
-                yield CdiDevice(device.name, device.gpu.uuid, host.gpu_nodes(device.gpu), device.shares)
+            device, entry = item.device, entries[item.device.name]
+            if repeat:
+                partition = self._partitions.verify(device, entry)
             else:
-                yield CdiDevice(device.name, partition.uuid, host.partition_nodes(device.gpu, partition))
+                partition = self._partitions.make(device, entry, mig_modes.get(device.name))
+            uuid = device.gpu.uuid if partition is None else str(partition.uuid)
+            devices.append(CdiDevice(device.name, uuid, self._partitions.nodes(device.gpu, partition), device.shares))
+            entries[device.name] = entry.with_partition(partition)
+        for gpu in {item.device.gpu.uuid: item.device.gpu for item in allocated}.values():
+            if any(entry.time_slice is not None and entry.gpu_uuid == gpu.uuid for entry in record.devices):
+                self._time_slices.apply(gpu, record)
+        with self._step(NodeStep.WRITE_CDI_SPEC, claim=name):
+            spec_written = held.cdi.write(record.uid, devices, reserved=not repeat)
+        finished = msgspec.structs.replace(
+            record, phase="prepared", devices=tuple(entries.values()), boot=held.boot, releasing=False
+        )
+        if finished == record:
+            finished = record
+        else:
+            with self._step(NodeStep.WRITE_PREPARED, claim=name):
+                held.checkpoint.put(finished)
+        if repeat:
+            self._report_repairs(record, finished, spec_written=spec_written)
+        return finished
 
     def _report_repairs(self, before: ClaimRecord, now: ClaimRecord, *, spec_written: bool) -> None:
         made = [
@@ -280,13 +364,13 @@ class Preparer:
             self._listeners.repaired(now, made)
 
     def _undo_quietly(self, reference: ClaimReference) -> None:
-        record = self._context.checkpoint.get(reference.uid)
+        record = self._held.checkpoint.get(reference.uid)
         try:
             if record is not None:
                 self._cleanup.undo(record)
                 return
-            self._context.inventory.release(reference.uid)
-            self._context.cdi.unreserve(reference.uid)
+            self._held.inventory.release(reference.uid)
+            self._held.cdi.unreserve(reference.uid)
         except RecoverableError as error:
             log.error(
                 "a failed prepare could not be undone; it stays recorded and is undone later",

@@ -82,6 +82,7 @@ class Inventory:
         self._foreign: dict[str, ForeignPartitions] = {}
         self._conditions: dict[str, tuple[DeviceCondition, ...]] = {}
         self._reserved: Mapping[str, str] = {}
+        self._switched: dict[str, MigMode] = {}
         self.update(gpus, {})
 
     @property
@@ -100,6 +101,7 @@ class Inventory:
         """
         present = {gpu.uuid: gpu for gpu in gpus}
         with self._lock:
+            self._apply_switched()
             missing = {uuid: faults.get(uuid, GPU_NOT_FOUND) for uuid in self._gpus if uuid not in present}
             changed = missing != self._faults or any(self._gpus.get(uuid) != gpu for uuid, gpu in present.items())
             if changed:
@@ -110,9 +112,19 @@ class Inventory:
     def set_mig_mode(self, gpu: Gpu, mode: MigMode) -> None:
         """Set the MIG mode that the plugin itself has switched, so that it is published before the next scan."""
         with self._lock:
-            current = self._gpus[gpu.uuid]
-            if current.mig_mode is not mode:
-                self._replace({**self._gpus, gpu.uuid: replace(current, mig_mode=mode)})
+            self._switched[gpu.uuid] = mode
+
+    def _apply_switched(self) -> None:
+        """Make the devices of switched GPUs anew, when they are published: a prepare does not wait for that.
+
+        The caller holds the lock.
+        """
+        if not self._switched:
+            return
+        changed = {uuid: replace(self._gpus[uuid], mig_mode=mode) for uuid, mode in self._switched.items()}
+        self._switched = {}
+        if any(self._gpus[uuid] != gpu for uuid, gpu in changed.items()):
+            self._replace({**self._gpus, **changed})
 
     def _replace(self, gpus: dict[str, Gpu]) -> None:
         """The caller holds the lock."""
@@ -232,13 +244,21 @@ class Inventory:
 
     def _conflict(self, uid: str, device: Device) -> tuple[ClaimReference, Device] | None:
         """The caller holds the lock."""
-        others = [(holder, held) for holder, devices in self._held.values() if holder.uid != uid for held in devices]
+        others = [
+            (holder, held)
+            for holder, devices in self._held.values()
+            for held in devices
+            if holder.uid != uid and held.gpu.uuid == device.gpu.uuid
+        ]
+        if not others:
+            return None
         obstacles = in_the_way(device, [held for _, held in others])
         return next(((holder, held) for holder, held in others if obstacles and held is obstacles[0]), None)
 
     def states(self) -> list[GpuReport]:
         """The state of every GPU, for the controller."""
         with self._lock:
+            self._apply_switched()
             return [
                 GpuReport(
                     gpu,
@@ -268,6 +288,7 @@ class Inventory:
     def published(self, policy: PublishPolicy = OFFER_EVERYTHING) -> list[PublishedGpu]:
         """The devices to publish: held ones, and those that ``policy`` wants and that fit next to them."""
         with self._lock:
+            self._apply_switched()
             held = {device.name: device for _, devices in self._held.values() for device in devices}
             names = policy.held - held.keys()
             allocated = [self._devices[name] for name in names if name in self._devices]

@@ -13,7 +13,7 @@ from driver.errors import ApiError, ClaimError, HardwareError, StateError, Tesse
 from driver.http import Page
 from driver.kube.types import Claim
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import LockTimeoutError
-from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference
 
 FAILURES = ((ClaimError, "claim"), (HardwareError, "hardware"), (ApiError, "api"), (StateError, "state"))
@@ -44,7 +44,7 @@ class Measurements:
     def claim_read(self, claim: Claim) -> None:
         """Remember when a claim was created, unless the plugin has reported a device of it before."""
 
-    def observe_step(self, step: Step, seconds: float) -> None:
+    def observe_step(self, step: NodeStep, seconds: float) -> None:
         """A step has taken ``seconds``."""
 
     def lock_waited(self, seconds: float) -> None:

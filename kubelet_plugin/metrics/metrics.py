@@ -22,8 +22,8 @@ from driver.kube.types import Claim
 from driver.model.gpu_health import ConditionType
 from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
-from kubelet_plugin.claims.context import PluginContext
-from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.claims.held_claims import HeldClaims
+from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.health.monitor import GPU_UNHEALTHY, HealthMonitor
 from kubelet_plugin.health.recorded_faults import FaultKind
 from kubelet_plugin.inventory.inventory import ClaimReference
@@ -79,7 +79,7 @@ class Metrics(Measurements):
         )
         self._ready = ready.observe
         step = histogram("tessera_step_duration_seconds", "Duration of a completed step.", ["step"])
-        self._steps = {name: step.labels(name.value).observe for name in Step}
+        self._steps = {name: step.labels(name.value).observe for name in NodeStep}
         self._publish = histogram("tessera_publish_duration_seconds", "Time to write the slices after one change.")
         meaning = "Time to acquire the lock of a claim, or the locks of all its GPUs."
         self._lock_wait = histogram("tessera_lock_wait_seconds", meaning)
@@ -128,7 +128,7 @@ class Metrics(Measurements):
     def lock_waited(self, seconds: float) -> None:
         self._lock_wait.observe(seconds)
 
-    def observe_step(self, step: Step, seconds: float) -> None:
+    def observe_step(self, step: NodeStep, seconds: float) -> None:
         self._steps[step](seconds)
 
     def slices_written(self, slices: int, seconds: float) -> None:
@@ -162,7 +162,7 @@ class NodeGauges(Collector):
 
     def __init__(
         self,
-        node: PluginContext,
+        node: HeldClaims,
         published: Callable[[], set[str]],
         health: HealthMonitor,
         now: Callable[[], float] = time.time,

@@ -15,11 +15,12 @@ from prometheus_client.registry import Collector
 
 from driver.clock import Clock
 from driver.hardware.host_paths import HOST, HostPaths
+from driver.hardware.node_gpus import Host
 from driver.kube.client import KubeClient
 from driver.model.device import full_device
 from driver.model.offer import DeviceKind
 from driver.model.usage import UsageReading
-from kubelet_plugin.claims.context import PluginContext
+from kubelet_plugin.claims.held_claims import HeldClaims
 from kubelet_plugin.claims.preparer import ClaimReader
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.events import PluginEvents
@@ -113,8 +114,8 @@ def _slices(usage: MeasuredDevice) -> Value:
 class UsageCollector(Collector):
     """Reads only memory, in the thread of the scrape. What is unknown has no series."""
 
-    def __init__(self, context: PluginContext, sampler: UsageSampler, now: Callable[[], float] = since_boot) -> None:
-        self._context, self._sampler, self._now = context, sampler, now
+    def __init__(self, held: HeldClaims, sampler: UsageSampler, now: Callable[[], float] = since_boot) -> None:
+        self._held, self._sampler, self._now = held, sampler, now
 
     def collect(self) -> Iterable[Metric]:
         now, devices = self._now(), self._sampler.devices.values()
@@ -147,7 +148,7 @@ class UsageCollector(Collector):
             device.profile or NO_PROFILE_LABEL,
             device.device,
             f"gpu-{device.number}",
-            self._context.pool.node,
+            self._held.pool.node,
             self._source(usage),
         ]
 
@@ -160,7 +161,7 @@ class UsageCollector(Collector):
         return MEMORY_SOURCE if usage.device.kind is DeviceKind.PARTITION else UTILIZATION_SOURCE
 
     def _gpus(self) -> Iterator[Metric]:
-        inventory, node = self._context.inventory, self._context.pool.node
+        inventory, node = self._held.inventory, self._held.pool.node
         slices = GaugeMetricFamily(
             "tessera_gpu_memory_slices", "Memory slices of a GPU.", labels=["node", "gpu", "product"]
         )
@@ -179,7 +180,8 @@ class UsageCollector(Collector):
 
 def usage_sampler(
     settings: NodeSettings,
-    context: PluginContext,
+    held: HeldClaims,
+    host: Host,
     client: KubeClient,
     claims: ClaimReader,
     events: PluginEvents,
@@ -189,10 +191,10 @@ def usage_sampler(
     machine = HostPaths(HOST if settings.simulated else settings.host_root, HOST)
 
     return UsageSampler(
-        context,
-        context.host.usage_reader(),
+        held,
+        host.usage_reader(),
         ClaimsAndPods(claims, machine),
-        TotalsFile(settings.state_dir, context.boot),
+        TotalsFile(settings.state_dir, held.boot),
         settings.usage_interval or math.inf,
-        FullPartitions(PodReader(client), events, context.inventory, Clock()),
+        FullPartitions(PodReader(client), events, held.inventory, Clock()),
     )

@@ -16,12 +16,11 @@ from functools import partial
 
 from driver.errors import RecoverableError
 from driver.kube.work_loop import Loop
-from driver.model.gpu import Gpu, Partition
+from driver.model.gpu import Gpu
 from driver.model.gpu_health import ConditionType
-from driver.model.offer import DeviceKind
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.cleanup import ClaimCleanup
-from kubelet_plugin.claims.context import PluginContext
+from kubelet_plugin.claims.held_claims import HeldClaims
 from kubelet_plugin.claims.preparer import Preparer
 from kubelet_plugin.status.events import EventReason, PluginEvents
 
@@ -50,7 +49,7 @@ class ClaimReconciler:
 
     def __init__(
         self,
-        context: PluginContext,
+        held: HeldClaims,
         preparer: Preparer,
         cleanup: ClaimCleanup,
         events: PluginEvents,
@@ -58,7 +57,7 @@ class ClaimReconciler:
         find_orphans: Callable[[], float] = lambda: RETRY_INTERVAL_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._context = context
+        self._held = held
         self._preparer = preparer
         self._cleanup = cleanup
         self._events = events
@@ -80,15 +79,15 @@ class ClaimReconciler:
 
     def handle_scan(self, _answering: Sequence[Gpu]) -> None:
         """Restore a missing CDI directory; reconcile soon if a prepared claim has no spec. Lists one directory."""
-        prepared = {record.uid for record in self._prepared()}
+        prepared = {record.uid for record in self._held.prepared()}
         with suppress(RecoverableError):  # its probe reports a directory that is not writable
-            self._context.cdi.restore()
-            if not prepared.issubset(self._context.cdi.claim_uids()):
+            self._held.cdi.restore()
+            if not prepared.issubset(self._held.cdi.claim_uids()):
                 self.notify()
 
     def reconcile(self) -> float:
         """Release and repair claims. Return the number of seconds until the next round."""
-        unreleased = {record.uid: record for record in self._context.checkpoint.records() if record.needs_release}
+        unreleased = {record.uid: record for record in self._held.checkpoint.records() if record.needs_release}
         self._forget(unreleased)
         for uid in unreleased:
             self._unreleased_since.setdefault(uid, self._clock())
@@ -107,14 +106,10 @@ class ClaimReconciler:
         for future in done:
             future.result()
 
-    def _prepared(self) -> list[ClaimRecord]:
-        boot = self._context.boot
-        return [record for record in self._context.checkpoint.records() if record.prepared_in_this_boot(boot)]
-
     def _forget(self, unreleased: Mapping[str, ClaimRecord]) -> None:
         """Forget claims that have ended or do not need to be released any more."""
         self._unreleased_since = {uid: since for uid, since in self._unreleased_since.items() if uid in unreleased}
-        known = {record.uid for record in self._context.checkpoint.records()}
+        known = {record.uid for record in self._held.checkpoint.records()}
         self._tried_at = {uid: at for uid, at in self._tried_at.items() if uid in known}
         for uid, kind in list(self._reported):
             if uid not in (unreleased if kind is ConditionType.STUCK else known):
@@ -145,35 +140,13 @@ class ClaimReconciler:
 
     # Repairs
 
-    def _losses(self) -> Iterable[tuple[ClaimRecord, list[str]]]:
-        """Prepared claims and what they have lost. A claim that changes meanwhile is checked again before a repair."""
-        records = self._prepared()
-        try:
-            specs = set(self._context.cdi.claim_uids())
-        except RecoverableError as error:
-            log.warning("can't list the CDI specs", extra={"error": str(error)})
-            specs = {record.uid for record in records}
-        partitions = {uuid: self._partitions(uuid) for record in records for uuid in record.gpu_uuids}
-        for record in records:
-            lost = [] if record.uid in specs else ["its CDI spec"]
-            for entry in record.devices:
-                found = partitions[entry.gpu_uuid]
-                if entry.kind is DeviceKind.PARTITION and found is not None and entry.partition not in found:
-                    lost.append(entry.device)
+    def _losses(self) -> Iterable[tuple[ClaimRecord, Sequence[str]]]:
+        """Prepared claims that lost something, or did when it was last checked, and what they have lost."""
+        for record, lost in self._preparer.losses():
             if lost or (record.uid, ConditionType.LOST) in self._reported:
                 yield record, lost
 
-    def _partitions(self, uuid: str) -> list[Partition] | None:
-        """The partitions of a GPU; None if it does not answer: then nothing counts as lost."""
-        gpu = self._context.inventory.gpu(uuid)
-        if gpu is None or self._context.inventory.fault(gpu) is not None:
-            return None
-        try:
-            return list(self._context.host.partitions(gpu))
-        except RecoverableError:
-            return None
-
-    def _repair(self, record: ClaimRecord, lost: list[str]) -> None:
+    def _repair(self, record: ClaimRecord, lost: Sequence[str]) -> None:
         what = ", ".join(lost) or "what it had lost"
         try:
             self._preparer.repair(record.uid)

@@ -30,7 +30,7 @@ from driver.kube.work_loop import Backoff, GiveWay, Loop, at_once
 from driver.model.offer import DeviceKind
 from driver.model.time_slice_and_compute_mode import TimeSlice, in_force
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
-from kubelet_plugin.claims.steps import Step, Steps
+from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.inventory.inventory import ClaimReference
 
 log = logging.getLogger(__name__)
@@ -217,14 +217,14 @@ class StatusWriter:
         driver: str,
         desired: Callable[[], Statuses],
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
-        steps: Steps | None = None,
+        steps: StepRunner | None = None,
         give_way: GiveWay = at_once,
     ) -> None:
         self._client = client
         self._driver = driver
         self._desired = desired
         self._now = now
-        self._step = steps or Steps()
+        self._step = steps or StepRunner()
         self._states: dict[ClaimReference, ClaimWriteState] = {}
         # Prepared before this process: their status may be written already, with transition times to keep.
         self._inherited: set[ClaimReference] | None = None
@@ -303,7 +303,7 @@ class StatusWriter:
     def _write(self, claim: ClaimReference, devices: Sequence[DeviceStatus], state: ClaimWriteState) -> None:
         body = apply_body(claim, self._driver, devices, state.since)
         try:
-            with self._step(Step.WRITE_STATUS, claim=str(claim)):
+            with self._step(NodeStep.WRITE_STATUS, claim=str(claim)):
                 self._client.apply(status_path(claim), body, self._driver)
         except ApiError as error:
             if not self._is_over(claim, error):

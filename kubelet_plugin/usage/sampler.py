@@ -16,7 +16,7 @@ from driver.hardware.usage import UsageReader
 from driver.model.offer import DeviceKind
 from driver.model.usage import UsageReading, UsageTarget, UsageTotals
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
-from kubelet_plugin.claims.context import PluginContext
+from kubelet_plugin.claims.held_claims import HeldClaims
 from kubelet_plugin.usage.labels import ClaimLabels, ClaimsAndPods, reading_of_share
 from kubelet_plugin.usage.totals import TotalsFile
 
@@ -90,7 +90,7 @@ class UsageSampler:
 
     def __init__(
         self,
-        context: PluginContext,
+        held: HeldClaims,
         reader: UsageReader,
         claims: ClaimsAndPods,
         totals_file: TotalsFile,
@@ -98,7 +98,7 @@ class UsageSampler:
         follower: UsageFollower,
         clock: Callable[[], float] = since_boot,
     ) -> None:
-        self._context, self._reader, self._claims = context, reader, claims
+        self._held, self._reader, self._claims = held, reader, claims
         self._file, self._interval, self._follower, self._clock = totals_file, interval_seconds, follower, clock
         self._timeouts = TimeoutRunner(GPU_READ_TIMEOUT_SECONDS)
         self._saved = totals_file.load(clock())
@@ -147,9 +147,9 @@ class UsageSampler:
 
     def _current(self, now: float) -> dict[Key, MeasuredDevice]:
         """The devices of all prepared claims and of those that ended lately, with the time until ``now`` counted."""
-        boot = self._context.boot
+        boot = self._held.boot
         current: dict[Key, MeasuredDevice] = {}
-        for record in self._context.checkpoint.records():
+        for record in self._held.checkpoint.records():
             if not record.prepared_in_this_boot(boot):
                 continue
             for device in record.devices:
@@ -185,7 +185,7 @@ class UsageSampler:
     def _slices(self, device: DeviceRecord) -> float:
         if device.size is not None:
             return float(device.size)
-        gpu = self._context.inventory.gpu(device.gpu_uuid)
+        gpu = self._held.inventory.gpu(device.gpu_uuid)
         return (gpu.memory_slices if gpu is not None else 1) / device.shares
 
     def _read_missing_labels(self, devices: dict[Key, MeasuredDevice]) -> None:
@@ -246,7 +246,7 @@ class UsageSampler:
         """Why claims on a GPU have no activity, by the UUIDs of the GPUs that claims hold."""
         reasons: dict[str, str] = {}
         for usage in self.devices.values():
-            gpu = self._context.inventory.gpu(usage.device.gpu_uuid)
+            gpu = self._held.inventory.gpu(usage.device.gpu_uuid)
             if gpu is None or usage.ended_at is not None:
                 continue
             if usage.reading is None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import pytest
 
-from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.claims.killable_steps import NodeStep
 from tests.harness.cluster import Cluster
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
@@ -91,8 +91,8 @@ def killed(nodes: Nodes, cases: Iterable[Case]) -> None:
 def test_every_step_is_met_by_a_scenario(cases: list[Case], record_property: Callable[[str, object], None]) -> None:
     counts = f"{sum(map(quick, cases))} kills in make test, {len(cases)} in make test-all"
     record_property("said in the end", f"kill matrix: {counts}")
-    assert {case.point.step for case in cases} == set(Step)
-    assert {case.point.step for case in cases if quick(case)} == set(Step)
+    assert {case.point.step for case in cases} == set(NodeStep)
+    assert {case.point.step for case in cases if quick(case)} == set(NodeStep)
 
 
 @pytest.mark.parametrize("scenario", [each for each in SCENARIOS if each.quick], ids=str)

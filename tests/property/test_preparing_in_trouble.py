@@ -19,9 +19,8 @@ from driver.errors import RecoverableError
 from driver.hardware.nvml_errors import ABSENT
 from driver.placement.occupancy import overlap
 from driver.steps import Moment
-from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.reconcile.recovery import hold_recorded
 from tests.property.test_preparing_model import CLAIMS, DEVICES, MEMORY, MOMENTS, STEPS, Crash, share_config
 from tests.support.care import Care
 from tests.support.claim_life import SHARES
@@ -63,7 +62,7 @@ class NodeInTrouble(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="tessera-trouble-", dir=MEMORY))
-        self.kill_at: tuple[Step, Moment] | None = None
+        self.kill_at: tuple[NodeStep, Moment] | None = None
         self.node = start_node(self.root, None, self.observe, "h100-1", sharing=SHARES, open_host=FaultyHost)
         self.care = Care(self.node)
         self.claims: dict[str, ClaimReference] = {}
@@ -73,7 +72,7 @@ class NodeInTrouble(RuleBasedStateMachine):
         self.busy: set[str] = set()
         self.lost = False
 
-    def observe(self, step: Step, moment: Moment) -> None:
+    def observe(self, step: NodeStep, moment: Moment) -> None:
         if (step, moment) == self.kill_at:
             self.kill_at = None
             raise Crash
@@ -158,8 +157,8 @@ class NodeInTrouble(RuleBasedStateMachine):
     def fault(self, trouble: object) -> AbstractContextManager[object]:
         if isinstance(trouble, FileTrouble):
             return FaultyFiles(self.root / "state", self.root / "cdi").faults(trouble)
-        assert isinstance(self.node.node.host, FaultyHost)
-        return self.node.node.host.faulty.faults(trouble if isinstance(trouble, Trouble) else None)
+        assert isinstance(self.node.host, FaultyHost)
+        return self.node.host.faulty.faults(trouble if isinstance(trouble, Trouble) else None)
 
     def restart(self) -> None:
         self.kill_at = None
@@ -218,7 +217,7 @@ class NodeInTrouble(RuleBasedStateMachine):
         """The scanner's turn; what stands on a GPU that has come back it knows after two."""
         for _ in range(2):
             self.node.scanner.scan(self.node.node.inventory)
-            hold_recorded(self.node.node)
+            self.node.node.hold_all()
 
     @rule(pick=st.integers(0, 6))
     def use(self, pick: int) -> None:

@@ -18,7 +18,7 @@ from driver.model.gpu import Partition
 from driver.model.time_slice_and_compute_mode import in_force
 from driver.placement.occupancy import GpuState, overlap
 from driver.steps import Moment
-from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
 from tests.support.claims import opaque, result
 from tests.support.node import NodeUnderTest, start_node
@@ -27,7 +27,7 @@ MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Where a write that has to reach the disk costs nothing."""
 
 CLAIMS = st.sampled_from(["a", "b", "c", "d"])
-STEPS = st.sampled_from(list(Step))
+STEPS = st.sampled_from(list(NodeStep))
 MOMENTS = st.sampled_from(["before", "after"])
 DEVICES = [
     "gpu-0",
@@ -57,7 +57,7 @@ class NodeLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="tessera-model-", dir=MEMORY))
-        self.trouble: tuple[Step, Moment, type[BaseException]] | None = None
+        self.trouble: tuple[NodeStep, Moment, type[BaseException]] | None = None
         self.node: NodeUnderTest = start_node(
             self.root, observer=self.observe, gpus="h100-1", sharing=GpuSharing(lambda _: 4)
         )
@@ -65,7 +65,7 @@ class NodeLife(RuleBasedStateMachine):
         self.prepared: set[str] = set()
         self.foreign: list[Partition] = []
 
-    def observe(self, step: Step, moment: Moment) -> None:
+    def observe(self, step: NodeStep, moment: Moment) -> None:
         if self.trouble is not None and (step, moment) == self.trouble[:2]:
             raised, self.trouble = self.trouble[2], None
             raise raised("simulated")
@@ -113,7 +113,7 @@ class NodeLife(RuleBasedStateMachine):
         self.node = self.node.restart(self.observe, GpuSharing(lambda _: shares))
 
     @rule(name=CLAIMS, preparing=st.booleans(), step=STEPS, moment=MOMENTS)
-    def crash(self, name: str, preparing: bool, step: Step, moment: Moment) -> None:
+    def crash(self, name: str, preparing: bool, step: NodeStep, moment: Moment) -> None:
         """The plugin is killed at some step, if it comes to that step, and started again."""
         self.trouble = (step, moment, Crash)
         with suppress(Crash):
@@ -121,7 +121,7 @@ class NodeLife(RuleBasedStateMachine):
         self.restart()
 
     @rule(name=CLAIMS, preparing=st.booleans(), step=STEPS, moment=MOMENTS)
-    def fail(self, name: str, preparing: bool, step: Step, moment: Moment) -> None:
+    def fail(self, name: str, preparing: bool, step: NodeStep, moment: Moment) -> None:
         """A step fails, if it comes to that step."""
         self.trouble = (step, moment, HardwareError)
         (self.prepare if preparing else self.unprepare)(name)
@@ -130,7 +130,7 @@ class NodeLife(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 30))
     def meddle(self, choice: int) -> None:
         """An admin cuts a partition by hand where there is room."""
-        host, gpu = self.node.node.host, self.node.node.inventory.gpus[0]
+        host, gpu = self.node.host, self.node.node.inventory.gpus[0]
         placements = [(profile, place) for profile in gpu.profiles for place in profile.placements]
         profile, place = placements[choice % len(placements)]
         if self.node.held() or self.foreign:
@@ -144,7 +144,7 @@ class NodeLife(RuleBasedStateMachine):
     @rule()
     def tidy(self) -> None:
         """The admin removes them again."""
-        host, gpu = self.node.node.host, self.node.node.inventory.gpus[0]
+        host, gpu = self.node.host, self.node.node.inventory.gpus[0]
         for partition in self.foreign:
             host.destroy_gpu_instance(gpu, partition)
         self.foreign.clear()

@@ -78,8 +78,8 @@ class Life:
 
     @property
     def host(self) -> FaultyHost:
-        assert isinstance(self.node.node.host, FaultyHost)
-        return self.node.node.host
+        assert isinstance(self.node.host, FaultyHost)
+        return self.node.host
 
     def problems(
         self,
@@ -149,7 +149,7 @@ class Life:
         node.simulated.reboot()  # MIG mode off
         self.host._spanning.clear()  # what the first partition has to ask
         for gpu in node.node.inventory.gpus if shape.mig_before else ():
-            node.node.host.set_mig_mode(gpu, enabled=True)
+            node.host.set_mig_mode(gpu, enabled=True)
         results = [result(device, f"r{index}") for index, device in enumerate(shape.devices)]
         claim = node.api.allocate("claim", *results, config=list(shape.config))
         if operation is not Operation.PREPARE:

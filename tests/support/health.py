@@ -28,16 +28,18 @@ class HealthUnderTest:
 
     def start(self) -> None:
         """A new process's, on what the last one left on disk."""
-        node, changes, file = self.node.node, NodeChanges(), HealthFile(self.node.root / "state")
+        held, changes, file = self.node.node, NodeChanges(), HealthFile(self.node.root / "state")
         changes.subscribe(NodeChange.HEALTH, self._changed)
         events = KeptNodeEvents(self.told)
-        self.health = HealthMonitor(node.host, node.inventory, node.checkpoint, file, changes, events, lambda: self.now)
+        self.health = HealthMonitor(
+            self.node.host, held.inventory, held.checkpoint, file, changes, events, lambda: self.now
+        )
         self.health.handle_scan(self.node.node.inventory.gpus)
 
     def hear(self) -> list[GpuEvent]:
         """Everything that happened since the last time, as the listener's thread would."""
         found = []
-        while (event := self.node.node.host.wait_for_event(0.0)) is not None:
+        while (event := self.node.host.wait_for_event(0.0)) is not None:
             found.append(event)
             self.health.handle_event(event)
         return found

@@ -18,14 +18,17 @@ from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
 from driver.slices.pool_names import Pool
 from driver.steps import unobserved
-from kubelet_plugin.cdi.spec import CdiDirectory, find_driver_files
+from kubelet_plugin.cdi.directory import CdiDirectory
+from kubelet_plugin.cdi.driver_files import find_driver_files
+from kubelet_plugin.cdi.spec import SpecFormat
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
 from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners
-from kubelet_plugin.claims.context import PluginContext
-from kubelet_plugin.claims.partitions import Partitions, TimeSlices
+from kubelet_plugin.claims.held_claims import HeldClaims
+from kubelet_plugin.claims.killable_steps import Observer, StepRunner, Took
+from kubelet_plugin.claims.partitions import Partitions
 from kubelet_plugin.claims.preparer import Preparer
-from kubelet_plugin.claims.steps import Observer, Step, Steps
+from kubelet_plugin.claims.time_slices import TimeSlices
 from kubelet_plugin.inventory.inventory import UNSHARED, GpuSharing, Inventory
 from kubelet_plugin.inventory.scan import Scanner
 from kubelet_plugin.reconcile.recovery import recover
@@ -73,7 +76,8 @@ class NodeUnderTest:
 
     root: Path
     simulated: SimulatedNode
-    node: PluginContext
+    host: Host
+    node: HeldClaims
     preparer: Preparer
     cleanup: ClaimCleanup
     scanner: Scanner
@@ -85,7 +89,7 @@ class NodeUnderTest:
 
     def partitions(self, gpu: int = 0) -> list[Partition]:
         """What is cut on the hardware."""
-        return list(self.node.host.partitions(self.node.inventory.gpus[gpu]))
+        return list(self.host.partitions(self.node.inventory.gpus[gpu]))
 
     def cdi_specs(self) -> dict[str, Any]:
         return {path.name: json.loads(path.read_text()) for path in (self.root / "cdi").iterdir()}
@@ -117,7 +121,7 @@ def start_node(
     choice: NodeSettings = EVERY_GPU_AS_FOUND,
     sharing: GpuSharing = UNSHARED,
     open_host: Callable[[SimulatedNode], Host] = usual_host,
-    took: Callable[[Step, float], None] = lambda *_: None,
+    took: Took | None = None,
     clock: Callable[[], float] = time.time,
 ) -> NodeUnderTest:
     """Start, or start again, what the node plugin is made of, below ``root``."""
@@ -132,8 +136,7 @@ def start_node(
     kept = {device.gpu_uuid: device.number for record in records for device in record.devices}
     inventory = Inventory(found, number_gpus(found, kept), sharing, held_shares(records))
     paths = paths_of(simulated)
-    files = find_driver_files(paths, Path("/"))
-    cdi = CdiDirectory(root / "cdi", DRIVER)
+    cdi = CdiDirectory(root / "cdi", SpecFormat(DRIVER, find_driver_files(paths, Path("/"))))
     pool = Pool(NODE, DRIVER)
     changes: list[str] = []
     repaired: list[Callable[[ClaimRecord, Sequence[str]], None]] = []
@@ -144,23 +147,14 @@ def start_node(
             each(record, made)
 
     listeners = ClaimListeners(lambda: changes.append("held"), lambda: changes.append("let go"), tell)
-    steps = Steps(observer, took)
-    context = PluginContext(
-        pool=pool,
-        host=host,
-        inventory=inventory,
-        checkpoint=checkpoint,
-        cdi=cdi,
-        files=files,
-        partitions=Partitions(host, inventory, steps),
-        time_slices=TimeSlices(host, checkpoint, steps),
-        step=steps,
-        locks=locks,
-        boot=boot_id(paths),
-        existing_published=choice.publish_existing,
-    )
-    cleanup = ClaimCleanup(context, listeners)
-    preparer = Preparer(context, api, cleanup, listeners)
-    recover(context, cleanup)
+    steps = StepRunner(observer, took)
+    held = HeldClaims(pool=pool, inventory=inventory, checkpoint=checkpoint, cdi=cdi, locks=locks, boot=boot_id(paths))
+    partitions = Partitions(host, inventory, steps, publishes_existing=choice.publish_existing)
+    time_slices = TimeSlices(host, checkpoint, steps)
+    cleanup = ClaimCleanup(held, partitions, time_slices, listeners, steps)
+    preparer = Preparer(api, held, partitions, time_slices, cleanup, listeners, steps)
+    recover(held, cleanup, steps)
     scanner.scan_partitions(inventory, inventory.gpus)
-    return NodeUnderTest(root, simulated, context, preparer, cleanup, scanner, api, changes, locks, repaired, open_host)
+    return NodeUnderTest(
+        root, simulated, host, held, preparer, cleanup, scanner, api, changes, locks, repaired, open_host
+    )

@@ -12,7 +12,6 @@ import msgspec
 
 from driver.errors import RecoverableError, TesseraError
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.reconcile.recovery import hold_recorded
 from tests.support.claim_life import SHAPES, SHARES
 from tests.support.claims import result
 from tests.support.faulty_nvml import FaultyHost, FaultyNvml
@@ -130,7 +129,7 @@ class StartLife:
         """What the scanner, the reconciler and the kubelet make of it."""
         for _ in range(2):  # a GPU that has come back is known after one look, what stands on it after two
             node.scanner.scan(node.node.inventory)
-            hold_recorded(node.node)
+            node.node.hold_all()
         for record in node.node.checkpoint.records():
             if record.needs_release:
                 node.cleanup.finish_release(record.uid)

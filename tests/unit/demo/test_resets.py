@@ -35,7 +35,7 @@ class LatePlugin:
         self.looks = 0
         self._under = start_node(root, gpus=load_description(str(FIVE_A100)))
         self._asks_at = asks_at
-        self._scanner = Scanner(self._under.node.host, choosing(mig_gpus="2,3"), self, KeptNodeEvents())
+        self._scanner = Scanner(self._under.host, choosing(mig_gpus="2,3"), self, KeptNodeEvents())
 
     def is_reserved(self, gpu: Gpu) -> bool:
         return self.looks < self._asks_at[gpu.index]

@@ -15,7 +15,7 @@ from driver.kube.client import ApiReach
 from driver.kube.work_loop import Loop
 from driver.steps import observed, unobserved
 from driver.watchdog import STUCK_TIMEOUT_SECONDS, Watchdog
-from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.claims.killable_steps import NodeStep
 from tests.harness.waiting import wait_for
 from tests.support.metrics import fetch
 
@@ -119,12 +119,12 @@ def test_work_that_does_not_end_is_named_and_work_that_fails_is_not() -> None:
 def test_a_step_that_does_not_end_is_named() -> None:
     clock = Hand()
     dog = Watchdog(threading.Event(), clock)
-    observer = dog.steps(unobserved, Step.DISCOVER, dog.watch("discovering"))
-    with observed(observer, Step.DISCOVER):
+    observer = dog.steps(unobserved, NodeStep.DISCOVER, dog.watch("discovering"))
+    with observed(observer, NodeStep.DISCOVER):
         clock.now += STUCK_TIMEOUT_SECONDS + 1
         assert dog.failure() is not None
     assert dog.failure() is None
-    with observed(observer, Step.LISTEN):
+    with observed(observer, NodeStep.LISTEN):
         clock.now += STUCK_TIMEOUT_SECONDS + 1
         assert dog.failure() is None
 

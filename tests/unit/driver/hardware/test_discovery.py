@@ -204,13 +204,13 @@ def test_missing_device_nodes_and_capability_files_are_named(simulated: Simulate
     profile = gpu.profile_named("1g.10gb")
     assert profile is not None
     partition = host.create_compute_instance(gpu, host.create_gpu_instance(gpu, profile, Placement(0, 1)))
-    assert len([node for node in host.partition_nodes(gpu, partition) if node.major is not None]) == 2
+    assert len([node for node in host.nodes.of_partition(gpu, partition) if node.major is not None]) == 2
     (simulated.root / "dev/nvidia-uvm").unlink()
     with pytest.raises(HardwareError, match=r"device node /dev/nvidia-uvm is missing under .*nvidia-modprobe"):
-        host.gpu_nodes(gpu)
+        host.nodes.of_gpu(gpu)
     (simulated.root / "proc/devices").unlink()
     with pytest.raises(HardwareError, match=r"can't read .*/proc/devices: No such file"):
-        host.partition_nodes(gpu, partition)
+        host.nodes.of_partition(gpu, partition)
 
 
 @pytest.mark.long

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from driver.errors import EnvironmentFault, HardwareError
-from driver.hardware.device_nodes import gpu_nodes
+from driver.hardware.device_nodes import DeviceNodes
 from driver.hardware.host_paths import HostPaths, device_root, find_nvml, missing_driver
-from kubelet_plugin.cdi.spec import find_driver_files
+from kubelet_plugin.cdi.driver_files import find_driver_files
 from kubelet_plugin.inventory import open_hardware
 from kubelet_plugin.inventory.open_hardware import open_host, refuse_beside_real_gpus, wait_for_driver
 from kubelet_plugin.settings import NodeSettings, node_settings
@@ -84,14 +84,14 @@ def test_device_nodes_are_those_of_the_drivers_container_where_it_makes_them(
     host: Path, paths: HostPaths, node: NodeUnderTest
 ) -> None:
     gpu = node.node.inventory.gpus[0]
-    nodes = gpu_nodes(paths, gpu, device_root(paths, DRIVER))
+    nodes = DeviceNodes(paths, DRIVER).of_gpu(gpu)
     assert {(each.path, each.host_path) for each in nodes} == {
         (f"/dev/{name}", f"{DRIVER}/dev/{name}") for name in ("nvidia0", "nvidiactl", "nvidia-uvm")
     }
     (host / "run/nvidia/driver/dev/nvidiactl").unlink()
     assert device_root(paths, DRIVER) == "/"
     with pytest.raises(HardwareError, match="/dev/nvidia0"):
-        gpu_nodes(paths, gpu, device_root(paths, DRIVER))
+        DeviceNodes(paths, DRIVER).of_gpu(gpu)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,9 @@ import pytest
 from driver.errors import EnvironmentFault, StateError
 from driver.hardware.device_nodes import DeviceNode
 from driver.hardware.host_paths import HostPaths
-from kubelet_plugin.cdi.spec import (
-    CdiDevice,
-    CdiDirectory,
-    DriverFiles,
-    Mount,
-    Spec,
-    build_spec,
-    device_id,
-    find_driver_files,
-    spec_room,
-    variable,
-)
+from kubelet_plugin.cdi.directory import CdiDirectory
+from kubelet_plugin.cdi.driver_files import DriverFiles, Mount, find_driver_files
+from kubelet_plugin.cdi.spec import CdiDevice, Spec, SpecFormat, variable
 from tests.support.disks import mounted
 
 UID = "2f0c3c1e-93a5-4d6f-9f4e-1c0f1b1e6a77"
@@ -33,6 +25,7 @@ NODES = [
     DeviceNode("/dev/nvidia0", host_path="/host/dev/nvidia0"),
     DeviceNode("/dev/nvidia-caps/nvidia-cap12", major=235, minor=12),
 ]
+DEVICES = [CdiDevice("gpu-0", "GPU-1", NODES)]
 FILES = DriverFiles((Mount("/usr/lib64/libcuda.so.1", "/usr/lib64/libcuda.so.1"),), ("/usr/lib64",), None)
 
 # SPEC.md of the Container Device Interface: "kind", device names, and the fields that 0.5.0 knows.
@@ -43,6 +36,15 @@ EDITS = {"env", "deviceNodes", "mounts", "hooks"}
 NODE = {"path", "hostPath", "type", "major", "minor", "fileMode", "permissions", "uid", "gid"}
 MOUNT = {"hostPath", "containerPath", "type", "options"}
 HOOK = {"hookName", "path", "args", "env", "timeout"}
+
+
+def spec_of(devices: list[CdiDevice], driver: str = "d", files: DriverFiles = FILES) -> Spec:
+    found: Spec = json.loads(SpecFormat(driver, files).encode(UID, devices))
+    return found
+
+
+def directory_of(path: Path, driver: str = "d", *restored: Callable[[], None]) -> CdiDirectory:
+    return CdiDirectory(path, SpecFormat(driver, FILES), *restored)
 
 
 def check(spec: Spec) -> None:
@@ -81,16 +83,16 @@ def check_edits(edits: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mounts", [(), FILES.mounts], ids=["no files", "files"])
 def test_a_spec_follows_the_specification(driver: str, hook: str | None, mounts: tuple[Mount, ...]) -> None:
     devices = [CdiDevice("gpu-0", "GPU-1", NODES), CdiDevice("gpu-1-mig-1g10gbme-6", "MIG-2", NODES)]
-    spec = build_spec(driver, UID, devices, DriverFiles(mounts, ("/usr/lib64",), hook))
+    spec = spec_of(devices, driver, DriverFiles(mounts, ("/usr/lib64",), hook))
     check(spec)
     for device in devices:
-        kind, name = device_id(driver, UID, device.name).split("=")
+        kind, name = SpecFormat(driver, FILES).device_id(UID, device.name).split("=")
         assert kind == spec["kind"]
         assert name in {found["name"] for found in spec["devices"]}
 
 
 def test_a_node_of_the_host_and_one_by_number_say_only_what_they_are() -> None:
-    [device] = build_spec("d", UID, [CdiDevice("gpu-0", "GPU-1", NODES)], FILES)["devices"]
+    [device] = spec_of([CdiDevice("gpu-0", "GPU-1", NODES)])["devices"]
     assert device["containerEdits"]["deviceNodes"] == [
         {"path": "/dev/nvidia0", "permissions": "rw", "hostPath": "/host/dev/nvidia0"},
         {"path": "/dev/nvidia-caps/nvidia-cap12", "permissions": "rw", "type": "c", "major": 235, "minor": 12},
@@ -99,7 +101,7 @@ def test_a_node_of_the_host_and_one_by_number_say_only_what_they_are() -> None:
 
 def test_libraries_are_read_only_and_the_linker_cache_is_updated_where_the_hook_is() -> None:
     files = DriverFiles(FILES.mounts, ("/usr/lib/x86_64-linux-gnu", "/usr/lib64"), "/usr/bin/nvidia-cdi-hook")
-    edits = build_spec("d", UID, [CdiDevice("gpu-0", "GPU-1", NODES)], files)["containerEdits"]
+    edits = spec_of([CdiDevice("gpu-0", "GPU-1", NODES)], files=files)["containerEdits"]
     assert edits["mounts"][0]["options"] == ["ro", "nosuid", "nodev", "rbind", "rprivate"]
     [hook] = edits["hooks"]
     assert hook["path"] == "/usr/bin/nvidia-cdi-hook"
@@ -113,13 +115,13 @@ def test_variables_of_different_devices_differ() -> None:
 
 
 def test_the_file_is_readable_by_the_runtime_and_named_after_driver_and_claim(tmp_path: Path) -> None:
-    directory = CdiDirectory(tmp_path / "run" / "cdi", "gpu.nvidia.com")
-    directory.write(UID, {"kind": "x"})
+    directory = directory_of(tmp_path / "run" / "cdi", "gpu.nvidia.com")
+    directory.write(UID, DEVICES)
     path = tmp_path / "run" / "cdi" / f"gpu.nvidia.com-claim_{UID}.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert directory.claim_uids() == [UID]
     written = path.stat().st_mtime_ns
-    directory.write(UID, {"kind": "x"})
+    directory.write(UID, DEVICES)
     assert path.stat().st_mtime_ns == written
     directory.remove(UID)
     directory.remove(UID)
@@ -127,8 +129,8 @@ def test_the_file_is_readable_by_the_runtime_and_named_after_driver_and_claim(tm
 
 
 def test_specs_of_another_driver_are_not_ours(tmp_path: Path) -> None:
-    ours, theirs = CdiDirectory(tmp_path, "gpu.tessera.dev"), CdiDirectory(tmp_path, "gpu.nvidia.com")
-    theirs.write(UID, {})
+    ours, theirs = directory_of(tmp_path, "gpu.tessera.dev"), directory_of(tmp_path, "gpu.nvidia.com")
+    theirs.write(UID, DEVICES)
     (tmp_path / ".gpu.nvidia.com-claim_x.json.tmp").write_text("")
     assert ours.claim_uids() == []
     assert len(list(tmp_path.iterdir())) == 2
@@ -137,42 +139,41 @@ def test_specs_of_another_driver_are_not_ours(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFault, match=f"--cdi-dir {tmp_path}/file/cdi: can't be created: Not a directory"):
-        CdiDirectory(tmp_path / "file" / "cdi", "d")
-    directory = CdiDirectory(tmp_path / "cdi", "d")
+        directory_of(tmp_path / "file" / "cdi", "d")
+    directory = directory_of(tmp_path / "cdi", "d")
     (tmp_path / "cdi").rmdir()
     (tmp_path / "cdi").write_text("")
     with pytest.raises(StateError, match=f"can't write {tmp_path}/cdi/d-claim_u.json"):
-        directory.write("u", {})
+        directory.write("u", DEVICES)
     with pytest.raises(StateError, match=f"can't list {tmp_path}/cdi"):
         directory.claim_uids()
 
 
 def test_a_directory_that_was_deleted_is_created_again_by_the_next_write(tmp_path: Path) -> None:
     restored: list[str] = []
-    directory = CdiDirectory(tmp_path / "run" / "cdi", "d", lambda: restored.append("again"))
+    directory = directory_of(tmp_path / "run" / "cdi", "d", lambda: restored.append("again"))
     shutil.rmtree(tmp_path / "run")
     assert directory.claim_uids() == []
     assert not restored
-    directory.write("u", {})
+    directory.write("u", DEVICES)
     assert directory.claim_uids() == ["u"]
     assert stat.S_IMODE((tmp_path / "run" / "cdi").stat().st_mode) == 0o755
     assert restored == ["again"]
 
 
 def test_what_is_reserved_is_room_for_the_whole_spec_and_nothing_else_is_left_of_it(tmp_path: Path) -> None:
-    directory = CdiDirectory(tmp_path, "d")
+    directory = directory_of(tmp_path, "d")
     devices = [CdiDevice(f"gpu-{number}-mig-1g10gb-0", f"MIG-{UID}", NODES) for number in range(16)]
-    spec = build_spec("d", UID, devices, FILES)
-    directory.reserve(UID, spec_room(FILES, len(devices)))
+    directory.reserve(UID, len(devices))
     [reserved] = tmp_path.iterdir()
     assert reserved.stat().st_blocks * 512 >= reserved.stat().st_size
     assert directory.claim_uids() == []
     room = reserved.stat().st_size
-    directory.write(UID, spec)
+    directory.write(UID, devices, reserved=True)
     [written] = tmp_path.iterdir()
-    assert json.loads(written.read_bytes()) == spec
+    assert json.loads(written.read_bytes()) == spec_of(devices)
     assert written.stat().st_size <= room
-    directory.reserve("other", 4096)
+    directory.reserve("other", 2)
     directory.remove("other")
     assert list(tmp_path.iterdir()) == [written]
 
@@ -181,12 +182,12 @@ def test_a_mount_whose_source_was_deleted_is_named_because_only_a_new_container_
     (tmp_path / "host").mkdir()
     (tmp_path / "mount").mkdir()
     with mounted(tmp_path / "mount", "--bind", str(tmp_path / "host")):
-        directory = CdiDirectory(tmp_path / "mount", "d")
+        directory = directory_of(tmp_path / "mount", "d")
         assert directory.detached() is None
         (tmp_path / "host").rmdir()
         assert f"{tmp_path}/mount was deleted on the host" in str(directory.detached())
         with pytest.raises(StateError):
-            directory.write("u", {})
+            directory.write("u", DEVICES)
 
 
 class Host:

@@ -10,7 +10,7 @@ from driver.errors import ClaimError
 from driver.model.device import Device, devices_of
 from driver.model.time_slice_and_compute_mode import TimeSlice
 from driver.slices.pool_names import Pool
-from kubelet_plugin.claims.allocation import Allocated, resolve
+from kubelet_plugin.claims.allocation import AllocatedDevice, resolve
 from kubelet_plugin.inventory.inventory import Inventory
 from tests.support.claims import DRIVER, NODE, ClaimApi, opaque, result
 from tests.support.gpus import gpu_of
@@ -40,7 +40,7 @@ def theirs(interval: str) -> dict[str, Any]:
     return {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": sharing}
 
 
-def resolved(*devices: str | dict[str, Any], config: Any = ()) -> list[Allocated]:
+def resolved(*devices: str | dict[str, Any], config: Any = ()) -> list[AllocatedDevice]:
     api = ClaimApi()
     reference = api.allocate("work", *devices, config=config)
     claim = api.read(reference.namespace, reference.name)

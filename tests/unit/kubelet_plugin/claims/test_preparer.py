@@ -10,7 +10,7 @@ import pytest
 from driver.errors import ClaimError
 from driver.model.gpu import Placement
 from driver.steps import Moment
-from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest, start_node
@@ -52,9 +52,9 @@ def test_a_full_gpu_comes_without_mig_mode_and_without_capability_nodes(node: No
     small = node.api.allocate("small", SMALL)
     node.preparer.prepare(small)
     node.preparer.unprepare(small)
-    assert node.node.host.mig_enabled(node.node.inventory.gpus[0])
+    assert node.host.mig_enabled(node.node.inventory.gpus[0])
     node.preparer.prepare(node.api.allocate("train", "gpu-0"))
-    assert not node.node.host.mig_enabled(node.node.inventory.gpus[0])
+    assert not node.host.mig_enabled(node.node.inventory.gpus[0])
     [spec] = node.cdi_specs().values()
     nodes = [entry["path"] for entry in spec["devices"][0]["containerEdits"]["deviceNodes"]]
     assert nodes[0] == "/dev/nvidia0"
@@ -65,7 +65,7 @@ def test_mig_mode_stays_on_when_the_last_partition_goes(node: NodeUnderTest) -> 
     claim = node.api.allocate("infer", SMALL)
     node.preparer.prepare(claim)
     node.preparer.unprepare(claim)
-    assert node.node.host.mig_enabled(node.node.inventory.gpus[0])
+    assert node.host.mig_enabled(node.node.inventory.gpus[0])
 
 
 def test_unprepare_leaves_nothing(node: NodeUnderTest) -> None:
@@ -106,8 +106,8 @@ def test_a_repeated_prepare_repairs_what_got_lost_meanwhile(node: NodeUnderTest)
     claim = node.api.allocate("infer", SMALL)
     first = node.preparer.prepare(claim)
     gpu, [partition] = node.node.inventory.gpus[0], node.partitions()
-    node.node.host.destroy_compute_instance(gpu, partition)
-    node.node.host.destroy_gpu_instance(gpu, partition)
+    node.host.destroy_compute_instance(gpu, partition)
+    node.host.destroy_gpu_instance(gpu, partition)
     for spec in (node.root / "cdi").iterdir():
         spec.unlink()
     assert node.preparer.prepare(claim) == first
@@ -172,8 +172,8 @@ def test_a_claim_allocated_anew_gives_its_earlier_device_back(node: NodeUnderTes
 def test_eight_claims_on_eight_gpus_do_not_wait_for_each_other(tmp_path: Path) -> None:
     together = threading.Barrier(8, timeout=60)
 
-    def meet(at: Step, when: Moment) -> None:
-        if at is Step.CREATE_GPU_INSTANCE and when == "before":
+    def meet(at: NodeStep, when: Moment) -> None:
+        if at is NodeStep.CREATE_GPU_INSTANCE and when == "before":
             together.wait()  # breaks at the deadline unless all eight are cutting at once
 
     node = start_node(tmp_path, observer=meet)

@@ -8,7 +8,7 @@ import pytest
 
 from driver.errors import HardwareError, RecoverableError
 from driver.steps import Moment
-from kubelet_plugin.claims.steps import Observer, Step
+from kubelet_plugin.claims.killable_steps import NodeStep, Observer
 from tests.support.node import start_node
 
 SMALL = "gpu-0-mig-1g10gb-6"
@@ -19,8 +19,8 @@ class Crash(BaseException):
     """As sudden as SIGKILL: no handler of ours catches it."""
 
 
-def crash_at(step: Step, moment: Moment) -> Observer:
-    def crash(at: Step, when: Moment) -> None:
+def crash_at(step: NodeStep, moment: Moment) -> Observer:
+    def crash(at: NodeStep, when: Moment) -> None:
         if (at, when) == (step, moment):
             raise Crash
 
@@ -31,16 +31,16 @@ def crash_at(step: Step, moment: Moment) -> Observer:
 @pytest.mark.parametrize(
     "step",
     [
-        Step.CHECK_FREE,
-        Step.WRITE_INTENT,
-        Step.SET_MIG_MODE,
-        Step.CREATE_GPU_INSTANCE,
-        Step.CREATE_COMPUTE_INSTANCE,
-        Step.WRITE_CDI_SPEC,
-        Step.WRITE_PREPARED,
+        NodeStep.CHECK_FREE,
+        NodeStep.WRITE_INTENT,
+        NodeStep.SET_MIG_MODE,
+        NodeStep.CREATE_GPU_INSTANCE,
+        NodeStep.CREATE_COMPUTE_INSTANCE,
+        NodeStep.WRITE_CDI_SPEC,
+        NodeStep.WRITE_PREPARED,
     ],
 )
-def test_a_crash_at_any_step_is_healed_by_restart_and_retry(tmp_path: Path, step: Step, moment: Moment) -> None:
+def test_a_crash_at_any_step_is_healed_by_restart_and_retry(tmp_path: Path, step: NodeStep, moment: Moment) -> None:
     node = start_node(tmp_path, observer=crash_at(step, moment))
     claim = node.api.allocate("infer", SMALL)
     with pytest.raises(Crash):
@@ -55,9 +55,14 @@ def test_a_crash_at_any_step_is_healed_by_restart_and_retry(tmp_path: Path, step
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize(
     "step",
-    [Step.REMOVE_CDI_SPEC, Step.DESTROY_COMPUTE_INSTANCE, Step.DESTROY_GPU_INSTANCE, Step.REMOVE_RECORD],
+    [
+        NodeStep.REMOVE_CDI_SPEC,
+        NodeStep.DESTROY_COMPUTE_INSTANCE,
+        NodeStep.DESTROY_GPU_INSTANCE,
+        NodeStep.REMOVE_RECORD,
+    ],
 )
-def test_a_crash_while_unpreparing_is_healed_by_the_retry(tmp_path: Path, step: Step, moment: Moment) -> None:
+def test_a_crash_while_unpreparing_is_healed_by_the_retry(tmp_path: Path, step: NodeStep, moment: Moment) -> None:
     node = start_node(tmp_path, observer=crash_at(step, moment))
     claim = node.api.allocate("infer", SMALL)
     node.preparer.prepare(claim)
@@ -70,12 +75,12 @@ def test_a_crash_while_unpreparing_is_healed_by_the_retry(tmp_path: Path, step: 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize(
-    "step", [Step.WRITE_INTENT, Step.CREATE_COMPUTE_INSTANCE, Step.WRITE_CDI_SPEC, Step.WRITE_PREPARED]
+    "step", [NodeStep.WRITE_INTENT, NodeStep.CREATE_COMPUTE_INSTANCE, NodeStep.WRITE_CDI_SPEC, NodeStep.WRITE_PREPARED]
 )
-def test_a_failed_prepare_undoes_what_it_did(tmp_path: Path, step: Step, moment: Moment) -> None:
+def test_a_failed_prepare_undoes_what_it_did(tmp_path: Path, step: NodeStep, moment: Moment) -> None:
     faults = [(step, moment)]
 
-    def fail(at: Step, when: Moment) -> None:
+    def fail(at: NodeStep, when: Moment) -> None:
         if (at, when) in faults:
             faults.remove((at, when))
             raise HardwareError("simulated fault")

@@ -11,7 +11,7 @@ import pytest
 from driver.errors import ApiError, ClaimError, HardwareError
 from driver.simulator import nvml_session
 from driver.steps import Moment
-from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2
 from kubelet_plugin.dra.service import DraService
 from kubelet_plugin.dra.sockets import SocketServer
@@ -70,9 +70,11 @@ def test_a_claim_made_anew_under_its_name_is_not_given_what_the_old_one_was_aske
     assert node.held() == {"gpu-0-mig-1g10gb-0"}
 
 
-@pytest.mark.parametrize("step", [Step.WRITE_INTENT, Step.CREATE_GPU_INSTANCE, Step.WRITE_PREPARED])
-def test_a_claim_deleted_while_it_is_prepared_is_given_back_by_whoever_comes_first(tmp_path: Path, step: Step) -> None:
-    def vanish(at: Step, when: Moment) -> None:
+@pytest.mark.parametrize("step", [NodeStep.WRITE_INTENT, NodeStep.CREATE_GPU_INSTANCE, NodeStep.WRITE_PREPARED])
+def test_a_claim_deleted_while_it_is_prepared_is_given_back_by_whoever_comes_first(
+    tmp_path: Path, step: NodeStep
+) -> None:
+    def vanish(at: NodeStep, when: Moment) -> None:
         if (at, when) == (step, "before"):
             node.api.delete(claim)
 

@@ -94,8 +94,8 @@ def test_a_placement_occupied_outside_our_knowledge_is_refused_and_left_alone(no
     gpu = node.node.inventory.gpus[0]
     profile = gpu.profile_named("2g.20gb")
     assert profile is not None
-    node.node.host.set_mig_mode(gpu, enabled=True)
-    foreign = node.node.host.create_gpu_instance(gpu, profile, Placement(4, 2))
+    node.host.set_mig_mode(gpu, enabled=True)
+    foreign = node.host.create_gpu_instance(gpu, profile, Placement(4, 2))
     for name, device in (("same", "gpu-0-mig-2g20gb-4"), ("over", "gpu-0-mig-3g40gb-4"), ("full", "gpu-0")):
         claim = node.api.allocate(name, device)
         expected = rf"memory slices 4-5 of {gpu.uuid} are taken by GPU instance {foreign.gpu_instance_id} \(2g.20gb\)"
@@ -110,8 +110,8 @@ def test_foreign_partitions_are_not_offered_over_after_a_restart(node: NodeUnder
     gpu = node.node.inventory.gpus[0]
     profile = gpu.profile_named("2g.20gb")
     assert profile is not None
-    node.node.host.set_mig_mode(gpu, enabled=True)
-    node.node.host.create_gpu_instance(gpu, profile, Placement(4, 2))
+    node.host.set_mig_mode(gpu, enabled=True)
+    node.host.create_gpu_instance(gpu, profile, Placement(4, 2))
     again = node.restart()
     assert "gpu-0" not in again.offered()
     assert "gpu-0-mig-1g10gb-5" not in again.offered()

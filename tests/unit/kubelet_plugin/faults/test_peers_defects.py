@@ -13,7 +13,7 @@ import pytest
 
 from driver.errors import HardwareError
 from driver.steps import Moment
-from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.claims.killable_steps import NodeStep
 from tests.support.care import Care
 from tests.support.health import HealthUnderTest
 from tests.support.invariants import leftovers, read_facts, violations
@@ -42,8 +42,8 @@ def test_1_a_partly_made_instance_does_not_leak_when_the_process_dies_between_th
 ) -> None:
     """#1452: a GPU instance without compute instance leaks, since the scan at the start can't see it."""
 
-    def die(step: Step, moment: Moment) -> None:
-        if (step, moment) == (Step.CREATE_COMPUTE_INSTANCE, "before"):
+    def die(step: NodeStep, moment: Moment) -> None:
+        if (step, moment) == (NodeStep.CREATE_COMPUTE_INSTANCE, "before"):
             raise Killed
 
     node = start_node(tmp_path, observer=die)
@@ -81,8 +81,8 @@ def spec_garbled(node: NodeUnderTest) -> None:
 def partition_removed(node: NodeUnderTest) -> None:
     gpu = node.node.inventory.gpus[0]
     for partition in node.partitions():
-        node.node.host.destroy_compute_instance(gpu, partition)
-        node.node.host.destroy_gpu_instance(gpu, partition)
+        node.host.destroy_compute_instance(gpu, partition)
+        node.host.destroy_gpu_instance(gpu, partition)
 
 
 def partition_replaced(node: NodeUnderTest) -> None:
@@ -92,13 +92,13 @@ def partition_replaced(node: NodeUnderTest) -> None:
     partition_removed(node)
     profile = gpu.profile_with_id(old.profile_id)
     assert profile is not None
-    new = node.node.host.create_gpu_instance(gpu, profile, old.placement)
-    assert node.node.host.create_compute_instance(gpu, new).uuid != old.uuid
+    new = node.host.create_gpu_instance(gpu, profile, old.placement)
+    assert node.host.create_compute_instance(gpu, new).uuid != old.uuid
 
 
 def compute_instance_removed(node: NodeUnderTest) -> None:
     [partition] = node.partitions()
-    node.node.host.destroy_compute_instance(node.node.inventory.gpus[0], partition)
+    node.host.destroy_compute_instance(node.node.inventory.gpus[0], partition)
 
 
 def gpu_reset(node: NodeUnderTest) -> None:
@@ -175,8 +175,8 @@ def test_5_a_gpu_that_hangs_does_not_block_claims_on_the_others(tmp_path: Path) 
     """Its one lock of the whole node makes every claim wait for the slowest, until time-outs of 10 s."""
     hanging, go_on = threading.Event(), threading.Event()
 
-    def hang(step: Step, moment: Moment) -> None:
-        if (step, moment) == (Step.CREATE_GPU_INSTANCE, "before") and threading.current_thread().name == "slow":
+    def hang(step: NodeStep, moment: Moment) -> None:
+        if (step, moment) == (NodeStep.CREATE_GPU_INSTANCE, "before") and threading.current_thread().name == "slow":
             hanging.set()
             assert go_on.wait(60)
 
@@ -231,10 +231,10 @@ def test_11_mig_mode_stays_on_after_the_last_instance_so_that_the_next_claim_doe
     tmp_path: Path,
 ) -> None:
     """Switched off with the last instance, the mode has to be switched on again for the next: seconds on hardware."""
-    switched: list[Step] = []
+    switched: list[NodeStep] = []
 
-    def note(step: Step, moment: Moment) -> None:
-        if (step, moment) == (Step.SET_MIG_MODE, "after"):
+    def note(step: NodeStep, moment: Moment) -> None:
+        if (step, moment) == (NodeStep.SET_MIG_MODE, "after"):
             switched.append(step)
 
     node = start_node(tmp_path, observer=note)
@@ -243,4 +243,4 @@ def test_11_mig_mode_stays_on_after_the_last_instance_so_that_the_next_claim_doe
         node.preparer.prepare(claim)
         node.preparer.unprepare(claim)
         assert node.partitions() == []
-    assert switched == [Step.SET_MIG_MODE]
+    assert switched == [NodeStep.SET_MIG_MODE]

@@ -365,7 +365,7 @@ class TestHearing:
         ill.hear()
         later = threading.Timer(0.1, lambda: ill.node.simulated.faults.xid(3, 48))
         later.start()
-        event = ill.node.node.host.wait_for_event(10)
+        event = ill.node.host.wait_for_event(10)
         later.join()
         assert event is not None
         assert event.xid == 48
@@ -381,7 +381,7 @@ class TestHearing:
         heard = Heard()
         looking = threading.Thread(target=ill.look)
         looking.start()
-        with in_thread(NvmlEventListener(ill.node.node.host, heard).run, lambda: ill.node.simulated.faults.xid(2, 13)):
+        with in_thread(NvmlEventListener(ill.node.host, heard).run, lambda: ill.node.simulated.faults.xid(2, 13)):
             ill.node.simulated.faults.xid(2, 48)
             eventually(lambda: 48 in [event.xid for event in heard.events], "the XID is heard")
             assert looking.is_alive()
@@ -393,11 +393,11 @@ class TestHearing:
     ) -> None:
         let_go = threading.Event()
         monkeypatch.setattr(nvml_session, "delay", lambda _: let_go.wait())
-        monkeypatch.setattr(ill.node.node.host, "_timeouts", TimeoutRunner(0.1))
+        monkeypatch.setattr(ill.node.host, "_timeouts", TimeoutRunner(0.1))
         ill.node.simulated.faults.slow(1, gpu=1)
         ill.look()
         heard = Heard()
-        with in_thread(NvmlEventListener(ill.node.node.host, heard).run, lambda: ill.node.simulated.faults.xid(2, 13)):
+        with in_thread(NvmlEventListener(ill.node.host, heard).run, lambda: ill.node.simulated.faults.xid(2, 13)):
             ill.node.simulated.faults.xid(2, 48)
             try:
                 eventually(lambda: 48 in [event.xid for event in heard.events], "the XID is heard")
@@ -437,7 +437,7 @@ class TestHearing:
         self, ill: HealthUnderTest, caplog: pytest.LogCaptureFixture
     ) -> None:
         heard = Heard()
-        listener = NvmlEventListener(ill.node.node.host, Deaf(), heard)
+        listener = NvmlEventListener(ill.node.host, Deaf(), heard)
         with in_thread(listener.run, lambda: ill.node.simulated.faults.xid(2, 13)):
             ill.node.simulated.faults.xid(2, 48)
             eventually(lambda: heard.events, "the XID is heard")

@@ -88,7 +88,7 @@ def test_a_share_switches_mig_mode_off_where_partitions_were_before(node: NodeUn
     node.preparer.prepare(small)
     node.preparer.unprepare(small)
     node.preparer.prepare(node.api.allocate("notebook", SHARE))
-    assert not node.node.host.mig_enabled(node.node.inventory.gpus[0])
+    assert not node.host.mig_enabled(node.node.inventory.gpus[0])
 
 
 def test_a_gpu_for_shares_only_offers_nothing_else(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_gpu_for_shares_only_offers_nothing_else(tmp_path: Path) -> None:
 def test_an_ampere_gpu_in_mig_mode_offers_no_shares(tmp_path: Path) -> None:
     node = start_node(tmp_path, gpus="dgx-a100", sharing=GpuSharing(lambda _: 4))
     gpu = node.node.inventory.gpus[0]
-    node.node.host.request_mig_mode(gpu, enabled=True)
+    node.host.request_mig_mode(gpu, enabled=True)
     node.simulated.reset_gpu(0)
     node.scanner.scan(node.node.inventory)
     assert shares(node.offered(0)) == set()

@@ -14,7 +14,6 @@ from driver.slices.build import UNAVAILABLE
 from kubelet_plugin.changes import NodeChange, NodeChanges
 from kubelet_plugin.health.nvml_events import NvmlEventListener
 from kubelet_plugin.inventory.scan import ScanLoop, Scanner
-from kubelet_plugin.reconcile.recovery import hold_recorded
 from kubelet_plugin.settings import node_settings
 from tests.support.node import AllOurs, KeptNodeEvents, NodeUnderTest, choosing, start_node
 from tests.support.published import build_slices
@@ -47,7 +46,7 @@ def look(node: NodeUnderTest) -> bool:
 
 def cut(node: NodeUnderTest, profile_name: str, gpu_index: int = 0, place: int = 0) -> tuple[Gpu, Partition]:
     """An admin cuts a partition by hand."""
-    gpu, host = node.node.inventory.gpus[gpu_index], node.node.host
+    gpu, host = node.node.inventory.gpus[gpu_index], node.host
     profile = gpu.profile_named(profile_name)
     assert profile is not None
     if not host.mig_enabled(gpu):
@@ -113,7 +112,7 @@ def test_a_gpu_that_was_away_at_start_comes_back_with_what_is_held_on_it(node: N
     again = node.restart()
     again.simulated.faults.return_gpu(0)
     assert look(again)
-    hold_recorded(again.node)
+    again.node.hold_all()
     returned = next(entry for entry in again.node.inventory.published() if entry.number == 0)
     assert [held.name for held in returned.held] == [device]
     with pytest.raises(ClaimError, match=r"claim default/holder .* still holds"):
@@ -126,14 +125,14 @@ def test_partitions_made_by_others_at_run_time_are_not_offered_over(node: NodeUn
     assert "gpu-0" not in node.offered()
     assert "gpu-0-mig-1g10gb-5" not in node.offered()
     assert "gpu-0-mig-1g10gb-3" in node.offered()
-    node.node.host.destroy_compute_instance(gpu, partition)
-    node.node.host.destroy_gpu_instance(gpu, partition)
+    node.host.destroy_compute_instance(gpu, partition)
+    node.host.destroy_gpu_instance(gpu, partition)
     assert look(node)
     assert "gpu-0" in node.offered()
 
 
 def test_mig_mode_switched_outside_our_hands_is_published(node: NodeUnderTest) -> None:
-    node.node.host.set_mig_mode(node.node.inventory.gpus[2], enabled=True)
+    node.host.set_mig_mode(node.node.inventory.gpus[2], enabled=True)
     assert look(node)
     assert published(node)["gpu-2"]["attributes"]["migMode"] == {"string": "enabled"}  # type: ignore[index]
 
@@ -151,7 +150,7 @@ def test_an_event_makes_it_look_at_once(node: NodeUnderTest, monkeypatch: pytest
     monkeypatch.setattr("kubelet_plugin.inventory.scan.MIN_SCAN_INTERVAL_SECONDS", 0.0)
     monkeypatch.setattr("kubelet_plugin.health.nvml_events.EVENT_TIMEOUT_SECONDS", 0.05)
     seen = threading.Event()
-    listener, changes = NvmlEventListener(node.node.host, node.scanner), NodeChanges()
+    listener, changes = NvmlEventListener(node.host, node.scanner), NodeChanges()
     changes.subscribe(NodeChange.HARDWARE, seen.set)
     loop = ScanLoop(node.scanner, node.node.inventory, (), changes)
     with in_thread(listener.run), in_thread(loop.run, node.scanner.scan_soon):
@@ -195,7 +194,7 @@ class TestAmpere:
     def test_a_gpu_offers_what_its_mode_allows(self, tmp_path: Path) -> None:
         node = start_node(tmp_path, gpus="dgx-a100")
         assert self.kinds(node) == {DeviceKind.FULL}
-        node.node.host.request_mig_mode(node.node.inventory.gpus[0], enabled=True)
+        node.host.request_mig_mode(node.node.inventory.gpus[0], enabled=True)
         node.simulated.reset_gpu(0)
         assert look(node)
         assert self.kinds(node, 0) == {DeviceKind.PARTITION}
@@ -217,7 +216,7 @@ class TestAmpere:
     def test_whoever_can_reset_a_gpu_is_told_once_that_it_waits_for_that(self, tmp_path: Path) -> None:
         node = start_node(tmp_path, gpus="dgx-a100")
         events = KeptNodeEvents()
-        scanner = Scanner(node.node.host, choosing(mig_gpus="2"), AllOurs(), events)
+        scanner = Scanner(node.host, choosing(mig_gpus="2"), AllOurs(), events)
         for _ in range(3):
             scanner.scan(node.node.inventory)
         [(reason, message)] = events.told

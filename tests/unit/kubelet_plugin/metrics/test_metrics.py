@@ -18,8 +18,8 @@ from driver.kube.types import Claim, ReportedDevice
 from driver.model.device import Device
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks, LockTimeoutError
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.context import PluginContext
-from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.claims.held_claims import HeldClaims
+from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.health.monitor import GPU_UNHEALTHY
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.metrics.measurements import failure_kind
@@ -36,7 +36,7 @@ SMALL, OTHER, FULL = "gpu-0-mig-1g10gb-0", "gpu-0-mig-1g10gb-1", "gpu-1"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
 
 
-Sources = tuple[PluginContext, Callable[[], set[str]], Any]
+Sources = tuple[HeldClaims, Callable[[], set[str]], Any]
 """What the gauges are computed from."""
 
 
@@ -115,7 +115,12 @@ def test_a_prepare_and_an_unprepare_are_timed_as_a_whole_and_step_by_step(measur
     measured.unprepare(claim)
     assert measured.value("tessera_prepare_duration_seconds_count", result="success") == 1
     assert measured.value("tessera_unprepare_duration_seconds_count", result="success") == 1
-    for step in (Step.READ_CLAIM, Step.CREATE_GPU_INSTANCE, Step.WRITE_PREPARED, Step.DESTROY_GPU_INSTANCE):
+    for step in (
+        NodeStep.READ_CLAIM,
+        NodeStep.CREATE_GPU_INSTANCE,
+        NodeStep.WRITE_PREPARED,
+        NodeStep.DESTROY_GPU_INSTANCE,
+    ):
         assert measured.value("tessera_step_duration_seconds_count", step=step.value) == 1
     whole = measured.value("tessera_prepare_duration_seconds_sum", result="success")
     assert 0 < measured.value("tessera_step_duration_seconds_sum", step="create-gpu-instance") < whole

@@ -10,9 +10,8 @@ import pytest
 from driver.errors import ApiError, ClaimError, StateError
 from driver.model.gpu import Partition, Placement
 from driver.steps import Moment
-from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference
-from kubelet_plugin.reconcile.recovery import hold_recorded
 from tests.support.care import Care
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest, choosing, start_node
@@ -226,8 +225,8 @@ class TestRecordsThatCannotBeRead:
         gpu = node.node.inventory.gpus[0]
         profile = gpu.profile_named("1g.10gb")
         assert profile is not None
-        node.node.host.set_mig_mode(gpu, enabled=True)
-        node.node.host.create_gpu_instance(gpu, profile, Placement(0, 1))
+        node.host.set_mig_mode(gpu, enabled=True)
+        node.host.create_gpu_instance(gpu, profile, Placement(0, 1))
         again = node.restart()
         care = Care(again)
         care.look_long()
@@ -259,9 +258,9 @@ def cut(node: NodeUnderTest, start: int) -> Partition:
     gpu = node.node.inventory.gpus[0]
     profile = gpu.profile_named("1g.10gb")
     assert profile is not None
-    node.node.host.set_mig_mode(gpu, enabled=True)
-    made = node.node.host.create_gpu_instance(gpu, profile, Placement(start, 1))
-    return node.node.host.create_compute_instance(gpu, made)
+    node.host.set_mig_mode(gpu, enabled=True)
+    made = node.host.create_gpu_instance(gpu, profile, Placement(start, 1))
+    return node.host.create_compute_instance(gpu, made)
 
 
 class TestRecordsThatAreMissing:
@@ -368,22 +367,22 @@ class TestRecordsThatAreMissing:
         assert len(again.cdi_specs()) == 1
         again.simulated.faults.clear(stays)
         again.scanner.scan(again.node.inventory)
-        hold_recorded(again.node)
+        again.node.hold_all()
         assert again.held() == {SMALL}
         care.look_long()
         assert again.nothing_left()
 
     @pytest.mark.parametrize("moment", ["before", "after"])
-    @pytest.mark.parametrize("step", [Step.WRITE_INTENT, Step.WRITE_CDI_SPEC])
+    @pytest.mark.parametrize("step", [NodeStep.WRITE_INTENT, NodeStep.WRITE_CDI_SPEC])
     def test_a_kill_while_the_record_is_rebuilt_takes_nothing_from_the_claim(
-        self, node: NodeUnderTest, step: Step, moment: Moment
+        self, node: NodeUnderTest, step: NodeStep, moment: Moment
     ) -> None:
         claim = node.api.allocate("infer", SMALL)
         node.preparer.prepare(claim)
         partitions, specs = node.partitions(), node.cdi_specs()
         record_of(node, claim).unlink()
 
-        def kill(at: Step, when: Moment) -> None:
+        def kill(at: NodeStep, when: Moment) -> None:
             if (at, when) == (step, moment):
                 raise KeyboardInterrupt
 
@@ -401,9 +400,9 @@ class TestRecordsThatAreMissing:
         node.preparer.prepare(claim)
         partitions = node.partitions()
         spec_of(node, claim).write_text("{}")
-        broken = [Step.WRITE_CDI_SPEC]
+        broken = [NodeStep.WRITE_CDI_SPEC]
 
-        def fail(step: Step, moment: Moment) -> None:
+        def fail(step: NodeStep, moment: Moment) -> None:
             if moment == "before" and step in broken:
                 raise StateError("simulated fault")
 

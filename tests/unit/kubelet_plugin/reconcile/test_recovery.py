@@ -13,8 +13,8 @@ import pytest
 from driver.errors import ClaimError, HardwareError, RecoverableError, StateError
 from driver.model.gpu import Placement
 from driver.steps import Moment
-from kubelet_plugin.cdi.spec import CdiDirectory
-from kubelet_plugin.claims.steps import Step
+from kubelet_plugin.cdi.directory import CdiDirectory
+from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.claims import result
 from tests.support.node import NodeUnderTest, start_node
@@ -72,8 +72,8 @@ def test_when_the_second_device_fails_the_first_is_undone(node: NodeUnderTest) -
     gpu = node.node.inventory.gpus[0]
     blocker = gpu.profile_named("1g.20gb")
     assert blocker is not None
-    node.node.host.set_mig_mode(gpu, enabled=True)
-    foreign = node.node.host.create_gpu_instance(gpu, blocker, Placement(6, 2))
+    node.host.set_mig_mode(gpu, enabled=True)
+    foreign = node.host.create_gpu_instance(gpu, blocker, Placement(6, 2))
     claim = node.api.allocate("two", result(OTHER, "a"), result(SMALL, "b"))
     with pytest.raises(HardwareError, match=r"memory slices 6-7 .* taken by GPU instance"):
         node.preparer.prepare(claim)
@@ -164,8 +164,8 @@ def test_offers_are_ranked_around_partitions_of_others(node: NodeUnderTest) -> N
     gpu = node.node.inventory.gpus[0]
     profile = gpu.profile_named("1g.10gb")
     assert profile is not None
-    node.node.host.set_mig_mode(gpu, enabled=True)
-    node.node.host.create_gpu_instance(gpu, profile, Placement(4, 1))
+    node.host.set_mig_mode(gpu, enabled=True)
+    node.host.create_gpu_instance(gpu, profile, Placement(4, 1))
     slices = build_slices(node.node.pool, node.restart().node.inventory.published())
     [names] = [[device["name"] for device in content["devices"]] for content in slices.values() if "devices" in content]
     assert names[0] == "gpu-0-mig-1g10gb-5"
@@ -269,9 +269,9 @@ def test_prepare_and_unprepare_of_one_claim_at_once_end_in_one_state_or_the_othe
 
 
 def test_a_rollback_that_fails_half_way_is_finished_by_the_retry(tmp_path: Path) -> None:
-    broken = {Step.WRITE_CDI_SPEC, Step.DESTROY_GPU_INSTANCE}
+    broken = {NodeStep.WRITE_CDI_SPEC, NodeStep.DESTROY_GPU_INSTANCE}
 
-    def fail(step: Step, moment: Moment) -> None:
+    def fail(step: NodeStep, moment: Moment) -> None:
         if moment == "before" and step in broken:
             raise HardwareError("simulated fault")
 
@@ -289,9 +289,9 @@ def test_a_rollback_that_fails_half_way_is_finished_by_the_retry(tmp_path: Path)
 
 
 def test_a_defect_in_the_middle_leaves_a_record_that_the_retry_heals(tmp_path: Path) -> None:
-    broken = [Step.WRITE_CDI_SPEC]
+    broken = [NodeStep.WRITE_CDI_SPEC]
 
-    def fail(step: Step, moment: Moment) -> None:
+    def fail(step: NodeStep, moment: Moment) -> None:
         if moment == "before" and step in broken:
             raise KeyError("a defect")
 

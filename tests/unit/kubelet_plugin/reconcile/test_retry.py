@@ -14,7 +14,7 @@ import pytest
 from driver.errors import HardwareError, StateError
 from driver.model.gpu import Placement
 from driver.model.gpu_health import ConditionType
-from kubelet_plugin.cdi.spec import CdiDirectory
+from kubelet_plugin.cdi.directory import CdiDirectory
 from kubelet_plugin.inventory.inventory import ClaimReference
 from tests.support.care import Care
 from tests.support.claims import result
@@ -240,9 +240,9 @@ class TestWhatIsLost:
         gpu = node.node.inventory.gpus[0]
         profile = gpu.profile_named("1g.10gb")
         assert profile is not None
-        node.node.host.set_mig_mode(gpu, enabled=True)
-        made = node.node.host.create_gpu_instance(gpu, profile, Placement(6, 1))
-        node.node.host.create_compute_instance(gpu, made)
+        node.host.set_mig_mode(gpu, enabled=True)
+        made = node.host.create_gpu_instance(gpu, profile, Placement(6, 1))
+        node.host.create_compute_instance(gpu, made)
         again = start_node(node.root, node.api, gpus="h100-1", choice=PUBLISHED)
         claim = again.api.allocate("infer", SMALL)
         again.preparer.prepare(claim)

@@ -1,0 +1,93 @@
+"""The claims that hold devices of this node."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from driver.errors import StateError
+from driver.model.device import Device, devices_of, share_index
+from driver.model.offer import SHARE, DeviceKind, Spot
+from driver.slices.pool_names import Pool
+from kubelet_plugin.cdi.directory import CdiDirectory
+from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, DeviceRecord
+from kubelet_plugin.inventory.inventory import Inventory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldClaims:
+    """Where held claims are kept: records on disk, devices in memory, specs for the container runtime; their locks.
+
+    ``pool``: of the node's devices. ``boot``: the machine's boot id, because partitions do not outlive a boot.
+    """
+
+    pool: Pool
+    inventory: Inventory
+    checkpoint: Checkpoint
+    cdi: CdiDirectory
+    locks: KeyedLocks
+    boot: str = ""
+
+    def prepared(self) -> list[ClaimRecord]:
+        """The claims that were prepared in this boot: what they hold exists unless it was lost."""
+        return [record for record in self.checkpoint.records() if record.prepared_in_this_boot(self.boot)]
+
+    def recorded_device(self, entry: DeviceRecord) -> Device | None:
+        """Return the device as it was allocated, even if its profile or number of shares has changed since.
+
+        None if its GPU is unknown or has no such device any more.
+        """
+        current = self.inventory.device(entry.device)
+        if current is not None and current.gpu.uuid == entry.gpu_uuid and current.shares == entry.shares:
+            return current
+        gpu = self.inventory.gpu(entry.gpu_uuid)
+        if gpu is not None and entry.kind is DeviceKind.SHARE:
+            return Device(entry.device, gpu, Spot(SHARE, share_index(entry.device)), shares=entry.shares)
+        for device in devices_of(gpu, entry.number) if gpu is not None else ():
+            same_profile = device.profile is not None and device.profile.id == entry.profile_id
+            if same_profile and device.placement == entry.placement:
+                return replace(device, name=entry.device)
+        return None
+
+    def hold_record(self, record: ClaimRecord) -> None:
+        """Hold the devices of ``record`` that this node still has."""
+        devices = []
+        for entry in record.devices:
+            device = self.recorded_device(entry)
+            if device is not None:
+                devices.append(device)
+                continue
+            log.error(
+                "a held device is not on this node any more",
+                extra={"claim": str(record), "device": entry.device, "gpu": entry.gpu_uuid},
+            )
+        self.inventory.hold(record.reference, devices)
+
+    def hold_unrecorded(self, uid: str) -> None:
+        """Hold the known devices in the CDI spec of a claim without a checkpoint record."""
+        try:
+            devices = [self.inventory.device(name) for name in self.cdi.devices(uid)]
+        except StateError as error:
+            log.error("can't read which devices a claim has", extra={"claimUID": uid, "error": str(error)})
+            return
+        self.inventory.hold_unrecorded(uid, [device for device in devices if device is not None])
+
+    def hold_all(self) -> None:
+        """Hold the devices of records and of CDI specs without a record, also on GPUs that have come back.
+
+        May run concurrently with prepare and unprepare: a record that changes meanwhile is read again.
+        """
+        for uid in self.checkpoint.unrecorded:
+            self.hold_unrecorded(uid)
+            if uid not in self.checkpoint.unrecorded and self.checkpoint.get(uid) is None:
+                self.inventory.release(uid)
+        for uid in [record.uid for record in self.checkpoint.records()]:
+            while (record := self.checkpoint.get(uid)) is not None:
+                self.hold_record(record)
+                if self.checkpoint.get(uid) is record:
+                    break
+            else:
+                self.inventory.release(uid)

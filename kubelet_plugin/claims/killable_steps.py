@@ -1,0 +1,103 @@
+"""The named steps of the node plugin's work: starting, preparing, unpreparing, publishing.
+
+Each step can be repeated after a kill at any instruction. Tests observe, fail or kill at them through an injected
+observer; operators see them in the log and in metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
+from types import TracebackType
+
+from driver.steps import StepObserver, unobserved
+
+log = logging.getLogger(__name__)
+
+
+class NodeStep(StrEnum):
+    """In order: start of a process, prepare, unprepare, and reports after the answer."""
+
+    LOAD_CHECKPOINT = "load-checkpoint"
+    DISCOVER = "discover"
+    TIDY_CDI_SPECS = "tidy-cdi-specs"
+    RECOVER_RECORD = "recover-record"
+    LISTEN = "listen"
+    OFFER_REGISTRATION = "offer-registration"
+
+    READ_CLAIM = "read-claim"
+    RESOLVE_ALLOCATION = "resolve-allocation"
+    RESERVE_CDI_SPEC = "reserve-cdi-spec"
+    CHECK_FREE = "check-free"
+    WRITE_INTENT = "write-intent"
+    SET_MIG_MODE = "set-mig-mode"
+    CREATE_GPU_INSTANCE = "create-gpu-instance"
+    CREATE_COMPUTE_INSTANCE = "create-compute-instance"
+    SET_TIME_SLICE = "set-time-slice"
+    WRITE_CDI_SPEC = "write-cdi-spec"
+    WRITE_PREPARED = "write-prepared"
+
+    MARK_RELEASING = "mark-releasing"
+    REMOVE_CDI_SPEC = "remove-cdi-spec"
+    RESTORE_TIME_SLICE = "restore-time-slice"
+    DESTROY_COMPUTE_INSTANCE = "destroy-compute-instance"
+    DESTROY_GPU_INSTANCE = "destroy-gpu-instance"
+    REMOVE_RECORD = "remove-record"
+
+    WRITE_SLICE = "write-slice"
+    DELETE_SLICE = "delete-slice"
+    WRITE_STATUS = "write-status"
+
+
+Observer = StepObserver[NodeStep]
+
+Took = Callable[[NodeStep, float], None]
+"""Receives a step that has ended and its duration in seconds."""
+
+UNOBSERVED = nullcontext[None]()
+
+
+class StepRunner:
+    """Runs steps: notifies the observer before and after each, logs its duration and passes it to ``took``.
+
+    A failed step has neither an after nor a duration.
+    """
+
+    def __init__(self, observer: Observer = unobserved, took: Took | None = None) -> None:
+        self._observer = None if observer is unobserved else observer
+        self._took = took
+
+    def __call__(self, step: NodeStep, **context: object) -> AbstractContextManager[None]:
+        if self._observer is None and self._took is None and not log.isEnabledFor(logging.DEBUG):
+            return UNOBSERVED
+        return RunningStep(self._observer, self._took, step, context)
+
+
+class RunningStep:
+    """One step in progress."""
+
+    __slots__ = ("_context", "_observer", "_started", "_step", "_took")
+
+    def __init__(
+        self, observer: Observer | None, took: Took | None, step: NodeStep, context: dict[str, object]
+    ) -> None:
+        self._observer, self._took, self._step, self._context = observer, took, step, context
+
+    def __enter__(self) -> None:
+        if self._observer is not None:
+            self._observer(self._step, "before")
+        self._started = time.perf_counter()
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is not None:
+            return
+        elapsed = time.perf_counter() - self._started
+        if self._took is not None:
+            self._took(self._step, elapsed)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("step done", extra={"step": self._step.value, "ms": f"{elapsed * 1000:.2f}", **self._context})
+        if self._observer is not None:
+            self._observer(self._step, "after")

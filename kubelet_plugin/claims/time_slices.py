@@ -1,0 +1,65 @@
+"""Time-slice intervals of GPUs. Every method can be repeated; the caller holds the GPU's lock."""
+
+from __future__ import annotations
+
+import logging
+
+from driver.errors import HardwareError
+from driver.hardware.node_gpus import Host
+from driver.hardware.nvml_errors import ABSENT
+from driver.model.gpu import Gpu
+from driver.model.time_slice_and_compute_mode import TimeSlice, in_force
+from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
+from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
+
+log = logging.getLogger(__name__)
+
+
+class TimeSlices:
+    """The time-slice interval of GPUs: the one that the claims on a GPU request, otherwise the default.
+
+    The interval follows from the checkpoint alone, so a kill at any instruction leaves nothing to remember: the record
+    of a claim is written before its interval is set, and removed after the interval is restored.
+    """
+
+    def __init__(self, host: Host, checkpoint: Checkpoint, steps: StepRunner) -> None:
+        self._host = host
+        self._checkpoint = checkpoint
+        self._step = steps
+
+    def apply(self, gpu: Gpu, record: ClaimRecord) -> None:
+        """Set the interval that ``gpu`` has with ``record``. Raises HardwareError."""
+        requested = record.requested_time_slice(gpu.uuid)
+        if requested is TimeSlice.DEFAULT:
+            return
+        others = self._requested_by_others(gpu, record)
+        interval = in_force([others, requested])
+        # Set again at a repeat: a reset of the GPU may have undone it.
+        if interval is not others or record.phase == "prepared":
+            self._set(NodeStep.SET_TIME_SLICE, gpu, interval)
+
+    def release(self, gpu: Gpu, record: ClaimRecord) -> None:
+        """Set the interval that ``gpu`` has without ``record``. Raises HardwareError."""
+        requested = record.requested_time_slice(gpu.uuid)
+        if requested is TimeSlice.DEFAULT:
+            return
+        others = self._requested_by_others(gpu, record)
+        if in_force([others, requested]) is not others:
+            self._restore(gpu, others)
+
+    def _restore(self, gpu: Gpu, interval: TimeSlice) -> None:
+        try:
+            self._set(NodeStep.RESTORE_TIME_SLICE, gpu, interval)
+        except HardwareError as error:
+            # A GPU that accepts no interval never had one: it must not block the release of a refused claim.
+            if error.code not in ABSENT:
+                raise
+
+    def _set(self, step: NodeStep, gpu: Gpu, interval: TimeSlice) -> None:
+        with self._step(step, gpu=gpu.uuid, interval=interval.value):
+            self._host.set_time_slice(gpu, interval)
+        log.info("set the time-slice interval", extra={"gpu": gpu.uuid, "interval": interval.value})
+
+    def _requested_by_others(self, gpu: Gpu, record: ClaimRecord) -> TimeSlice:
+        others = (other for other in self._checkpoint.records() if other.uid != record.uid)
+        return in_force(other.requested_time_slice(gpu.uuid) for other in others if other.phase == "prepared")
