@@ -31,7 +31,7 @@ from driver.model.plan import PATH, PlanMode
 from driver.slices.kept_fields import SLICES, KeptFields
 from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.plan.follower import MODE_CHECK_INTERVAL_SECONDS
-from kubelet_plugin.plan.instructions import without_status
+from kubelet_plugin.plan.instructions import NODES_PATH, without_status
 from kubelet_plugin.settings import node_settings
 from tessera.sim.fleet.kubelets import Kubelets
 from tessera.sim.fleet.simulated_plugin import FleetInstructions, FleetNode, FleetSettings
@@ -43,8 +43,7 @@ THREADS = 8
 
 PUBLISHED_CHECK_INTERVAL_SECONDS = 0.2
 
-NODES_PATH = "/api/v1/nodes"
-NODE_LEASES = "kube-node-lease"
+LEASE_NAMESPACE = "kube-node-lease"
 
 FLEET_LABEL = "gpu.tessera.dev/simulated-fleet"
 """Label of every Node of a fleet; its value is the fleet's name."""
@@ -164,7 +163,7 @@ class NodeObjects:
         self._each("removing nodes", [f"{NODES_PATH}/{name}" for name in nodes], delete)
         self._each("removing plans", [f"{PATH}/{name}" for name in nodes], delete)
         self._each("removing slices", [f"{SLICES}/{name}" for name in slices], delete)
-        self._each("removing node leases", [f"{leases(NODE_LEASES)}/{name}" for name in nodes], delete)
+        self._each("removing node leases", [f"{leases(LEASE_NAMESPACE)}/{name}" for name in nodes], delete)
 
     def keep_alive(self, stop: threading.Event) -> None:
         """Renew every node's Lease, as kubelets do, until ``stop`` is set."""
@@ -203,7 +202,7 @@ class NodeObjects:
 
     def _renew(self, name: str) -> None:
         spec = LeaseSpec(name, LEASE_DURATION_SECONDS, renew_time=micro_time(datetime.now(UTC)))
-        self._client.create_or_patch(f"{leases(NODE_LEASES)}/{name}", lease_object(NODE_LEASES, name, spec))
+        self._client.create_or_patch(f"{leases(LEASE_NAMESPACE)}/{name}", lease_object(LEASE_NAMESPACE, name, spec))
 
     def _each(self, step: str, items: Sequence[str], work: Callable[[str], Any]) -> list[Any]:
         """Call ``work`` with every item, several at once; returns the results. Raises what ``work`` raises."""
