@@ -203,13 +203,14 @@ class NodePlugin:
         state = DirectoryProbe(settings.state_dir, write, STATE_REASONS, self._events, clock)
         specs = DirectoryProbe(settings.cdi_dir, held.cdi.probe, CDI_REASONS, self._events, clock)
         self._directory_probes = (state, specs)
-        self._probes.ready += [
+        self._ready = (
+            Check("slices", self._publishing.not_ready),
             Check("hardware", hardware.failure),
             Check("neighbours", self._other_drivers.not_ready),
             Check("checkpoint", state.failure),
             Check("cdi", specs.failure),
-        ]
-        self._probes.live.append(Check("cdi-mount", held.cdi.detached))
+        )
+        self._live = (Check("cdi-mount", held.cdi.detached),)
 
     def _subscribe(self) -> None:
         """Say which parts act on which change, in which order."""
@@ -246,7 +247,7 @@ class NodePlugin:
             *((self._usage.run,) if self._usage else ()),
         )
         with ExitStack() as stack:  # the last to start is the first to stop, also if the next can't start
-            self._probes.serve(stack, self._background.measurements.pages)
+            self._probes.serve(stack, self._background.measurements.pages, self._live, self._ready)
             start = self._probes.watchdog.start
             for target in readers:
                 start(target)

@@ -95,7 +95,7 @@ class Publishing:
             SliceObserver(background.steps, background.measurements),
             loop=background.loop(SLICES_DELAY_SECONDS, probes.publishing),
         )
-        probes.add_slices(self._publisher.published)
+        self._watched = probes.publishing
         report = PlanReport(self._follower, inventory, self._instructions, fields, health)
         loop = background.loop(STATUS_DELAY_SECONDS, probes.plan_status)
         self._plan_status = PlanStatusWriter(client, node, self._instructions, report, loop=loop)
@@ -122,6 +122,11 @@ class Publishing:
         """The devices to publish."""
         devices = (self._inventory.device(name) for name in sorted(self._follower.publication.names))
         return [device for device in devices if device is not None]
+
+    def not_ready(self) -> str | None:
+        """Why the slices are not as they must be, or None."""
+        waiting = None if self._publisher.published.is_set() else "they have not been published yet"
+        return self._watched.failure or waiting
 
     def notify(self) -> None:
         """The devices to publish may have changed."""

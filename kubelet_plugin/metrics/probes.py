@@ -48,8 +48,7 @@ SOCKET_TIMEOUT_SECONDS = 60.0
 
 
 class NodeProbes:
-    """Thread-safe. The owner reports to ``reach``, ``watchdog`` and ``set_registered``. Before ``serve`` it adds checks
-    to ``ready`` and, of failures that a new container repairs, to ``live``."""
+    """Thread-safe. The plugin reports to ``reach``, ``watchdog`` and ``set_registered``."""
 
     def __init__(self, settings: NodeSettings, stop: threading.Event) -> None:
         self.reach = ApiReach()
@@ -57,35 +56,28 @@ class NodeProbes:
         self.publishing = self.watchdog.watch("publishing slices")
         self.plan_status = self.watchdog.watch("writing the plan's status")
         self._settings = settings
+        self._socket = SocketCheck(settings.plugin_socket)
         self._not_registered: str | None = (
             "the kubelet has not called the registration socket yet; is it running, and is --kubelet-dir its directory?"
         )
-        self.live: list[Check] = [
-            Check("loops", self.watchdog.failure),
-            Check("grpc", SocketCheck(settings.plugin_socket).failure),
-        ]
-        self.ready: list[Check] = [
-            Check("registered", lambda: self._not_registered),
-            Check("api", self.reach.failure),
-        ]
 
     def set_registered(self, accepted: bool, reason: str) -> None:
         """Record the kubelet's answer to the registration (``NotifyRegistrationStatus``)."""
         self._not_registered = None if accepted else f"the kubelet refused the registration: {reason}"
 
-    def add_slices(self, published: threading.Event) -> None:
-        """Check the slices; ``published`` is set once they have been published for the first time."""
+    def serve(
+        self, stack: ExitStack, metrics: Callable[[], Mapping[str, Page]], live: Sequence[Check], ready: Sequence[Check]
+    ) -> None:
+        """Serve metrics and health at the addresses of the settings. Raises EnvironmentFault.
 
-        def check() -> str | None:
-            return self.publishing.failure or (None if published.is_set() else "they have not been published yet")
-
-        self.ready.append(Check("slices", check))
-
-    def serve(self, stack: ExitStack, metrics: Callable[[], Mapping[str, Page]]) -> None:
-        """Serve metrics and health at the addresses of the settings. Raises EnvironmentFault."""
+        ``live`` and ``ready`` are further checks; a failure of ``live`` is one that a new container repairs.
+        """
+        live = [Check("loops", self.watchdog.failure), Check("grpc", self._socket.failure), *live]
+        registered = Check("registered", lambda: self._not_registered)
+        ready = [registered, Check("api", self.reach.failure), *ready]
         addresses = [
             ("--metrics-address", self._settings.metrics_address, metrics),
-            ("--health-address", self._settings.health_address, lambda: health_pages(self.live, self.ready)),
+            ("--health-address", self._settings.health_address, lambda: health_pages(live, ready)),
         ]
         serve(stack, addresses)
 
