@@ -24,7 +24,7 @@ from driver.steps import unobserved
 from kubelet_plugin.cdi.directory import CdiDirectory
 from kubelet_plugin.cdi.driver_files import find_driver_files
 from kubelet_plugin.cdi.spec import SpecFormat
-from kubelet_plugin.changes import NodeChange, NodeChanges
+from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
@@ -96,7 +96,7 @@ class NodePlugin:
         """
         self._settings, self._sockets = settings, sockets
         self._stop = stop or threading.Event()
-        self._changes = NodeChanges()
+        self._changes = ChangeNotifier()
         self._probes = NodeProbes(settings, self._stop)
         self._metrics = _metrics(settings)
         measurements = self._metrics or Measurements()
@@ -337,7 +337,7 @@ def _metrics(settings: NodeSettings) -> Metrics | None:
 
 
 def _api_access(
-    settings: NodeSettings, changes: NodeChanges, probes: NodeProbes, measurements: Measurements
+    settings: NodeSettings, changes: ChangeNotifier, probes: NodeProbes, measurements: Measurements
 ) -> ApiAccess:
     fields = KeptFields(partial(changes.report, NodeChange.KEPT_FIELDS))
     observe = fields.observer(probes.reach.observer(measurements.observe_request))

@@ -59,7 +59,7 @@ class NodeChange(StrEnum):
     """The CDI directory was missing and has been created again (``CdiDirectory``)."""
 
 
-class NodeChanges:
+class ChangeNotifier:
     """Calls the subscribers of a change in the order of their subscription. They must return quickly."""
 
     def __init__(self) -> None:

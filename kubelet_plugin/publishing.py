@@ -17,7 +17,7 @@ from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.kept_fields import KeptFields
 from driver.slices.publisher import PresentSlices, Publisher, SliceStep, SliceWriteObserver
 from driver.watchdog import Watched
-from kubelet_plugin.changes import NodeChanges
+from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.held_claims import HeldClaims
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
@@ -76,7 +76,7 @@ class Publishing:
         health: HealthMonitor,
         other_drivers: OtherDriverWatch,
         background: BackgroundWork,
-        changes: NodeChanges,
+        changes: ChangeNotifier,
     ) -> None:
         client, fields, node = api.client, api.fields, settings.node_name
         pool, inventory, probes = held.pool, held.inventory, background.probes

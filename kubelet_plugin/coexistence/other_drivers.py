@@ -19,7 +19,7 @@ from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import Metadata, Node
 from driver.kube.watch_cache import WatchCache
 from driver.model.gpu import Gpu
-from kubelet_plugin.changes import NodeChange, NodeChanges, NodeEventSink
+from kubelet_plugin.changes import ChangeNotifier, NodeChange, NodeEventSink
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.scan import Scanner
 from kubelet_plugin.settings import NodeSettings
@@ -184,7 +184,7 @@ class OtherDriverWatch:
         reservations: GpuReservations,
         inventory: Inventory,
         scanner: Scanner,
-        changes: NodeChanges,
+        changes: ChangeNotifier,
         events: NodeEventSink,
     ) -> None:
         self._client = client

@@ -18,7 +18,7 @@ from driver.model.device import Device
 from driver.model.gpu import Gpu
 from driver.model.gpu_health import ConditionType, DeviceCondition, GpuEvent
 from driver.model.plan import ClearedFaults, PlanSpec
-from kubelet_plugin.changes import NodeChange, NodeChanges, NodeEventSink
+from kubelet_plugin.changes import ChangeNotifier, NodeChange, NodeEventSink
 from kubelet_plugin.checkpoint.records import Checkpoint, slices_of_instance
 from kubelet_plugin.health.device_conditions import condition_of, conditions_by_gpu, fault_of_event
 from kubelet_plugin.health.recorded_faults import (
@@ -48,7 +48,7 @@ class HealthMonitor:
         inventory: Inventory,
         checkpoint: Checkpoint,
         file: HealthFile,
-        changes: NodeChanges,
+        changes: ChangeNotifier,
         events: NodeEventSink,
         clock: Callable[[], float] = time.time,
     ) -> None:

@@ -19,7 +19,7 @@ from driver.kube.work_loop import GiveWay, at_once
 from driver.model.device import Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement
 from driver.model.gpu_health import GpuEvent
-from kubelet_plugin.changes import NodeChange, NodeChanges, NodeEventSink
+from kubelet_plugin.changes import ChangeNotifier, NodeChange, NodeEventSink
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.published_devices import ForeignPartitions
 from kubelet_plugin.settings import NodeSettings
@@ -176,7 +176,7 @@ class ScanLoop:
         scanner: Scanner,
         inventory: Inventory,
         followers: Sequence[ScanFollower],
-        changes: NodeChanges,
+        changes: ChangeNotifier,
         give_way: GiveWay = at_once,
     ) -> None:
         self._scanner, self._inventory, self._followers = scanner, inventory, followers

@@ -26,7 +26,7 @@ from driver.model.plan import COUNTERS_FIELD, TAINTS_FIELD, OfferMode, PlanMode,
 from driver.slices.build import PublishedGpu
 from driver.slices.kept_fields import KeptFields
 from driver.slices.publisher import PresentSlices
-from kubelet_plugin.changes import NodeChange, NodeChanges
+from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.layouts import standalone_offers
 from kubelet_plugin.inventory.published_devices import PublishPolicy
@@ -70,7 +70,7 @@ class PlanFollower:
         inventory: Inventory,
         fields: KeptFields,
         store: PlanStore,
-        changes: NodeChanges,
+        changes: ChangeNotifier,
         layouts: Layouts = NO_LAYOUTS,
         timing: ModeTiming = PLUGIN_TIMING,
     ) -> None:

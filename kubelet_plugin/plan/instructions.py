@@ -11,7 +11,7 @@ from driver.kube.controller_heartbeat import HeartbeatWatch
 from driver.kube.types import GpuNodePlan, Node, PlanMetadata
 from driver.kube.watch_cache import WatchCache
 from driver.model.plan import COMPLETE, PATH, PUBLISH, PUBLISH_VALUES
-from kubelet_plugin.changes import NodeChange, NodeChanges
+from kubelet_plugin.changes import ChangeNotifier, NodeChange
 
 NODES_PATH = "/api/v1/nodes"
 
@@ -46,7 +46,7 @@ class WatchedInstructions:
     ``default`` is one of PUBLISH_VALUES, and applies if the Node has no label PUBLISH, or one that is not valid.
     """
 
-    def __init__(self, client: KubeClient, namespace: str, node: str, default: str, changes: NodeChanges) -> None:
+    def __init__(self, client: KubeClient, namespace: str, node: str, default: str, changes: ChangeNotifier) -> None:
         self._default = default
         selector = {"fieldSelector": f"metadata.name={node}"}
 

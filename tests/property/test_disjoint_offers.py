@@ -18,7 +18,7 @@ from driver.placement.occupancy import GpuState
 from driver.slices.build import PublishedGpu, SliceBuilder, slice_object
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import changes
-from kubelet_plugin.changes import NodeChanges
+from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.memory import PlanMemory
@@ -62,7 +62,7 @@ class Node(RuleBasedStateMachine):
         instructions = GivenInstructions(lambda: self.plan, lambda: self.alive)
         fields = GivenFields(lambda: self.dropped)
         store, timing = GivenStore(self.memory, self.remember), ModeTiming(lambda: self.now, lambda: 0.5)
-        self.follower = PlanFollower(instructions, self.inventory, fields, store, NodeChanges(), timing=timing)
+        self.follower = PlanFollower(instructions, self.inventory, fields, store, ChangeNotifier(), timing=timing)
         self.report = PlanReport(self.follower, self.inventory, instructions, fields)
         self.builder = SliceBuilder(POOL)
 

@@ -46,7 +46,7 @@ from driver.slices.build import CLOSED, SliceBuilder, slice_object
 from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import changes
-from kubelet_plugin.changes import NodeChanges
+from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.memory import PlanMemory
@@ -154,7 +154,7 @@ class OneNode(RuleBasedStateMachine):
             self.inventory.hold(ClaimReference("default", claim, claim), [device])
         instructions, fields = GivenInstructions(self.heard_plan, lambda: self.alive), KeptFields()
         store, timing = GivenStore(self.memory, self.remember), ModeTiming(lambda: self.now, lambda: 0.5)
-        self.follower = PlanFollower(instructions, self.inventory, fields, store, NodeChanges(), timing=timing)
+        self.follower = PlanFollower(instructions, self.inventory, fields, store, ChangeNotifier(), timing=timing)
         self.report = PlanReport(self.follower, self.inventory, instructions, fields)
         self.builder = SliceBuilder(POOL)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from driver.model.device import Device
 from driver.model.gpu_health import GpuEvent
 from driver.slices.build import UNHEALTHY
-from kubelet_plugin.changes import NodeChange, NodeChanges
+from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.health.monitor import HealthMonitor
 from kubelet_plugin.health.recorded_faults import HealthFile
 from tests.support.node import KeptNodeEvents, NodeUnderTest
@@ -28,7 +28,7 @@ class HealthUnderTest:
 
     def start(self) -> None:
         """A new process's, on what the last one left on disk."""
-        held, changes, file = self.node.node, NodeChanges(), HealthFile(self.node.root / "state")
+        held, changes, file = self.node.node, ChangeNotifier(), HealthFile(self.node.root / "state")
         changes.subscribe(NodeChange.HEALTH, self._changed)
         events = KeptNodeEvents(self.told)
         self.health = HealthMonitor(

@@ -28,7 +28,7 @@ from driver.model.device import Device, devices_of
 from driver.model.plan import OfferMode, PlanMode, PlanSpec, PublishHeld
 from driver.placement.occupancy import GpuState, overlap
 from driver.slices.kept_fields import KeptFields
-from kubelet_plugin.changes import NodeChanges
+from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.memory import PlanMemory
@@ -104,7 +104,7 @@ class NodeRace:
         self._plan = GpuNodePlan(PlanMetadata("race"), self._spec())
         store = GivenStore(PlanMemory("epoch", PlanMode.PLANNED))
         instructions = GivenInstructions(lambda: self._plan)
-        self._follower = PlanFollower(instructions, self._inventory, KeptFields(), store, NodeChanges())
+        self._follower = PlanFollower(instructions, self._inventory, KeptFields(), store, ChangeNotifier())
         self._slices = [Published()]
         """Every version of the slices; the scheduler sees them up to ``_seen``."""
         self._seen = 0

@@ -21,7 +21,7 @@ from driver.slices.build import Content, SliceBuilder
 from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES, PresentSlices, Publisher, SliceWriteObserver
-from kubelet_plugin.changes import NodeChange, NodeChanges
+from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.instructions import Instructions
@@ -133,7 +133,7 @@ class FleetNode:
         self.pool = Pool(self.name, settings.driver)
         self.inventory = Inventory(gpus, number_gpus(gpus, {}))
         self._owner = owner
-        changes = NodeChanges()
+        changes = ChangeNotifier()
         self.follower = PlanFollower(instructions, self.inventory, fields, ForgottenPlan(settings.mode), changes)
         self._builder = SliceBuilder(self.pool)
         slices = OwnSlices(client, self.pool, fields)

@@ -32,7 +32,7 @@ from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.kept_fields import KeptFields
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import PresentSlices, Publisher
-from kubelet_plugin.changes import NodeChange, NodeChanges
+from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing, Inventory
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.instructions import WatchedInstructions
@@ -92,7 +92,7 @@ class FleetNode:
         self.inventory = Inventory(gpus, number_gpus(gpus, {}), sharing)
         self._builder = SliceBuilder(self.pool)
         self._mode, self._owner = mode, owner
-        changes = NodeChanges()
+        changes = ChangeNotifier()
         self._word = WatchedInstructions(client, NAMESPACE, name, CURATED, changes)
         instructions = GivenInstructions(
             self._word.plan, self._word.alive, lambda: mode is Mode.COMPLETE, lacks_plan=self._word.lacks_plan

@@ -11,7 +11,7 @@ from driver.errors import ClaimError, HardwareError, UsageError
 from driver.model.gpu import Gpu, MigMode, Partition
 from driver.model.offer import DeviceKind
 from driver.slices.build import UNAVAILABLE
-from kubelet_plugin.changes import NodeChange, NodeChanges
+from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.health.nvml_events import NvmlEventListener
 from kubelet_plugin.inventory.scan import ScanLoop, Scanner
 from kubelet_plugin.settings import node_settings
@@ -150,7 +150,7 @@ def test_an_event_makes_it_look_at_once(node: NodeUnderTest, monkeypatch: pytest
     monkeypatch.setattr("kubelet_plugin.inventory.scan.MIN_SCAN_INTERVAL_SECONDS", 0.0)
     monkeypatch.setattr("kubelet_plugin.health.nvml_events.EVENT_TIMEOUT_SECONDS", 0.05)
     seen = threading.Event()
-    listener, changes = NvmlEventListener(node.host, node.scanner), NodeChanges()
+    listener, changes = NvmlEventListener(node.host, node.scanner), ChangeNotifier()
     changes.subscribe(NodeChange.HARDWARE, seen.set)
     loop = ScanLoop(node.scanner, node.node.inventory, (), changes)
     with in_thread(listener.run), in_thread(loop.run, node.scanner.scan_soon):

@@ -22,7 +22,7 @@ from driver.model.plan import (
 )
 from driver.slices.build import CLOSED, Content, PublishedGpu
 from driver.slices.pool_names import DEVICES_PER_GPU, Pool
-from kubelet_plugin.changes import NodeChange, NodeChanges
+from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.inventory.inventory import GpuSharing
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.memory import PlanFile
@@ -68,7 +68,7 @@ class Followed:
 
     def start(self) -> None:
         """A new process."""
-        inventory, fields, changes = self.node.node.inventory, GivenFields(lambda: self.dropped), NodeChanges()
+        inventory, fields, changes = self.node.node.inventory, GivenFields(lambda: self.dropped), ChangeNotifier()
         instructions = GivenInstructions(
             self.controller.plan, self.controller.alive, lambda: self.complete, lambda: self.has_controller
         )

@@ -13,7 +13,7 @@ from driver.kube.controller_heartbeat import HEARTBEAT
 from driver.kube.lease import leases
 from driver.model.plan import CURATED, PATH, PlanMode, PlanStatus
 from driver.slices.pool_names import Pool
-from kubelet_plugin.changes import NodeChange, NodeChanges
+from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.plan.instructions import WatchedInstructions
 from kubelet_plugin.plan.writers import FenceRelease, PlanStatusWriter
 from tests.support.api_server import ObjectApi
@@ -97,7 +97,7 @@ class Reporting:
     api: ObjectApi
 
     def __post_init__(self) -> None:
-        client, changes = self.api.server.client(), NodeChanges()
+        client, changes = self.api.server.client(), ChangeNotifier()
         self.plans = WatchedInstructions(client, "tessera", "node-a", CURATED, changes)
         report: Any = self
         self.writer = PlanStatusWriter(client, "node-a", self.plans, report)
