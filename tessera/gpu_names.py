@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from driver.clock import read_time
-from driver.errors import StateError, UsageError
+from driver.errors import UsageError
 from driver.kube.slice_types import ResourceSlice, SliceDevice
 from driver.kube.types import GpuNodePlan
 from driver.model.gpu_health import ConditionType
-from driver.model.plan import ClearedFaults, GpuReport, states_of
+from driver.model.plan import ClearedFaults
 from driver.slices.build import UNHEALTHY
+from tessera.gpu_reports import readable_reports
 
-NUMBER = re.compile(r"gpu-(\d+)(?:-|$)")
+NUMBER_IN_NAME = re.compile(r"gpu-(\d+)(?:-|$)")
 
 SUGGESTIONS = 3
 """Names that an error suggests."""
@@ -43,16 +44,16 @@ class ReportedFault:
 
 def names_of(slices: Iterable[ResourceSlice], plans: Iterable[GpuNodePlan]) -> list[GpuName]:
     """All GPUs: by published devices, and by plans for GPUs without a published device."""
-    found = {}
+    names = {}
     for plan in plans:
         node = plan.metadata.name
-        for state in states(plan):
-            found[node, state.gpu.uuid] = GpuName(node, state.number, state.gpu.uuid)
+        for state in readable_reports(plan):
+            names[node, state.gpu.uuid] = GpuName(node, state.number, state.gpu.uuid)
     for node, device in _devices(slices):
-        uuid, number = device.gpu_uuid, NUMBER.match(device.name)
+        uuid, number = device.gpu_uuid, NUMBER_IN_NAME.match(device.name)
         if uuid is not None and number is not None:
-            found[node, uuid] = GpuName(node, int(number[1]), uuid)
-    return sorted(found.values(), key=lambda name: (name.node, name.number))
+            names[node, uuid] = GpuName(node, int(number[1]), uuid)
+    return sorted(names.values(), key=lambda name: (name.node, name.number))
 
 
 def find(text: str, names: Sequence[GpuName]) -> GpuName:
@@ -67,36 +68,28 @@ def find(text: str, names: Sequence[GpuName]) -> GpuName:
     if text in spelled:
         return spelled[text]
     near = get_close_matches(text, spelled, SUGGESTIONS, cutoff=0.3) or list(map(str, names))[:SUGGESTIONS]
-    hint = ", ".join(dict.fromkeys(f"{spelled[each]} ({spelled[each].uuid})" for each in near))
-    known = f"nearest: {hint}" if hint else "no node reports a GPU: check that a node plugin runs, and --driver-name"
-    raise UsageError(f"GPU {text!r}: no GPU has this name; accepted: a UUID (GPU-...) or NODE/gpu-N; {known}")
+    hint = ", ".join(dict.fromkeys(f"{spelled[spelling]} ({spelled[spelling].uuid})" for spelling in near))
+    nearest = f"nearest: {hint}" if hint else "no node reports a GPU: check that a node plugin runs, and --driver-name"
+    raise UsageError(f"GPU {text!r}: no GPU has this name; accepted: a UUID (GPU-...) or NODE/gpu-N; {nearest}")
 
 
 def faults_of(name: GpuName, slices: Iterable[ResourceSlice], plan: GpuNodePlan | None) -> list[ReportedFault]:
     """Faults of a GPU, by the taints of its devices and by the plan's status."""
-    found = set()
+    faults = set()
     for node, device in _devices(slices):
         if node == name.node and device.gpu_uuid == name.uuid:
             taints = (taint for taint in device.taints if taint.key == UNHEALTHY)
-            found |= {_fault(taint.value, read_time(taint.time_added)) for taint in taints}
+            faults |= {_fault(taint.value, read_time(taint.time_added)) for taint in taints}
     for text in plan.status.faults if plan else ():
         parsed = ClearedFaults.parse(text)
         if parsed is not None and parsed.gpu == name.uuid:
             words = text.split(" ", 3)
-            found.add(_fault(words[2].rstrip(":") if len(words) > 2 else "unknown", parsed.stamp))
-    return sorted(found, key=lambda fault: (fault.stamp or 0, fault.value))
+            faults.add(_fault(words[2].rstrip(":") if len(words) > 2 else "unknown", parsed.stamp))
+    return sorted(faults, key=lambda fault: (fault.stamp or 0, fault.value))
 
 
 def _fault(value: str, stamp: int | None) -> ReportedFault:
     return ReportedFault(value, None if value in set(ConditionType) else stamp)
-
-
-def states(plan: GpuNodePlan) -> Sequence[GpuReport]:
-    """The GPUs in a plan's status; empty if it can't be read."""
-    try:
-        return states_of(plan.status.inventory)
-    except StateError:
-        return ()
 
 
 def _devices(slices: Iterable[ResourceSlice]) -> Iterable[tuple[str, SliceDevice]]:

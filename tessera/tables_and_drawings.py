@@ -1,19 +1,35 @@
-"""Output for people: tables, counted words, and drawings of a GPU's memory slices.
+"""Output of commands: tables, counted words, drawings of a GPU's memory slices, and documents.
 
 click removes colours if the output is not a terminal. A drawing: ``[1g.10gb|.......|3g.40gb------------------------]``.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import click
+import yaml
 
 with_output, with_text_output = (
-    click.option("-o", "--output", type=click.Choice([each, "json"]), default=each, show_default=True, help="Format.")
-    for each in ("table", "text")
+    click.option(
+        "-o", "--output", type=click.Choice([default, "json"]), default=default, show_default=True, help="Format."
+    )
+    for default in ("table", "text")
 )
+with_documents_output = click.option(
+    "-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True, help="Format."
+)
+
+
+def as_documents(documents: Sequence[Any], output: str) -> str:
+    """Plain objects as YAML documents or as a JSON list."""
+    as_json = json.dumps(documents, indent=2)
+    if output == "json":
+        return as_json
+    plain = json.loads(as_json)  # values that occur twice would become aliases
+    return yaml.dump_all(plain, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False).rstrip()
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

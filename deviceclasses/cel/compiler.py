@@ -32,9 +32,9 @@ from deviceclasses.cel.library.lists_and_optionals import member, optional_membe
 from deviceclasses.cel.library.operators_and_conversions import CONVERSIONS
 from deviceclasses.cel.library.registry import FUNCTIONS, UNSUPPORTED_FUNCTIONS, Overload, chosen
 from deviceclasses.cel.library.text import regex
-from deviceclasses.cel.nodes import COMPARISONS, FLIPPED, Node, dotted
+from deviceclasses.cel.nodes import COMPARISONS, FLIPPED, Expr, dotted
 from deviceclasses.cel.types import (
-    ANY,
+    ANY_TYPE,
     BOOL,
     DEVICE,
     DEVICE_FIELDS,
@@ -42,7 +42,7 @@ from deviceclasses.cel.types import (
     INT,
     QUANTITY,
     SEMVER,
-    TYPES,
+    TYPES_BY_NAME,
     Bindings,
     Type,
     is_dynamic,
@@ -64,15 +64,15 @@ Typed = tuple[Type, Evaluate]
 """The type of a node and the function that evaluates it."""
 
 
-def compile_tree(expression: str, root: Node) -> Callable[[Value], Value]:
+def compile_tree(expression: str, root: Expr) -> Callable[[Value], Value]:
     """Return the function from a device to the value of a selector. It raises EvaluationError on failure.
 
     Raises CelError with the position of the first type error, else of the first constant that can't be converted or
     pattern that RE2 refuses, as Kubernetes does.
     """
     compiler = _Compiler(expression)
-    found, evaluate = compiler.build(root)
-    compiler.finish(root, found)
+    result_type, evaluate = compiler.build(root)
+    compiler.finish(root, result_type)
     size = compiler.size
     return lambda device: evaluate([device, *[None] * size])
 
@@ -84,20 +84,20 @@ class _Compiler:
         self._bindings = Bindings()
         self._scope: dict[str, Typed] = {"device": (DEVICE, lambda frame: frame[0])}
         self._constants: dict[Evaluate, Value] = {}
-        self._collections: list[list[tuple[Node, Type, bool]]] = []
+        self._collections: list[list[tuple[Expr, Type, bool]]] = []
         self._wrong_constants: list[CelError] = []
 
-    def finish(self, root: Node, found: Type) -> None:
+    def finish(self, root: Expr, result_type: Type) -> None:
         """Check what is known only after all nodes. Raises CelError."""
-        found = self._bindings.resolve(found, final=True)
-        if found not in (BOOL, ANY):
-            raise self._error(root, f"the expression gives {found}; a selector has to give bool")
-        for each in self._collections:
-            self._check_equal_types(each)
+        result_type = self._bindings.resolve(result_type, final=True)
+        if result_type not in (BOOL, ANY_TYPE):
+            raise self._error(root, f"the expression gives {result_type}; a selector has to give bool")
+        for collection in self._collections:
+            self._check_equal_types(collection)
         for error in self._wrong_constants:
             raise error
 
-    def _check_equal_types(self, collection: Sequence[tuple[Node, Type, bool]]) -> None:
+    def _check_equal_types(self, collection: Sequence[tuple[Expr, Type, bool]]) -> None:
         """Refuse members of different types; known and dynamic types are different."""
         first: Type | None = None
         for node, found, optional in collection:
@@ -107,16 +107,16 @@ class _Compiler:
             if resolved != first:
                 raise self._different(node, resolved, first)
 
-    def _error(self, node: Node, message: str) -> CelError:
+    def _error(self, node: Expr, message: str) -> CelError:
         return CelError(message, self._expression, node.position)
 
-    def _different(self, node: Node, one: Type, other: Type) -> CelError:
+    def _different(self, node: Expr, one: Type, other: Type) -> CelError:
         return self._error(node, f"{one} next to {other}; all members of a list or map have the same type")
 
-    def _unknown(self, node: Node, name: str, known: Sequence[str], what: str = "name") -> CelError:
+    def _unknown(self, node: Expr, name: str, known: Sequence[str], what: str = "name") -> CelError:
         """The error about an unknown name, with the most similar known one, or else all of them if they are few."""
         reason = UNSUPPORTED_FUNCTIONS.get("format.named" if name.startswith("format.") else name)
-        words = sorted(each for each in known if each[0].isalpha())
+        words = sorted(word for word in known if word[0].isalpha())
         hint = f"; known are {', '.join(words)}" if len(words) <= 8 else ""
         if close := get_close_matches(name, words, 1):
             hint = f"; did you mean {close[0]!r}?"
@@ -143,23 +143,23 @@ class _Compiler:
             self._scope = outer
 
     @singledispatchmethod
-    def build(self, node: Node) -> Typed:
+    def build(self, node: Expr) -> Typed:
         """Compile a node and all nodes below it."""
         raise NotImplementedError(type(node).__name__)
 
     @build.register
     def _literal(self, node: nodes.Literal) -> Typed:
-        return TYPES[type_name(node.value)], self._constant(node.value)
+        return TYPES_BY_NAME[type_name(node.value)], self._constant(node.value)
 
     @build.register
     def _name(self, node: nodes.Name) -> Typed:
-        found = self._scope.get(node.name) or self._type_named(node.name)
-        if found is None:
-            raise self._unknown(node, node.name, [*self._scope, *TYPES])
-        return found
+        found_type = self._scope.get(node.name) or self._type_named(node.name)
+        if found_type is None:
+            raise self._unknown(node, node.name, [*self._scope, *TYPES_BY_NAME])
+        return found_type
 
     def _type_named(self, name: str) -> Typed | None:
-        return (type_of_type(TYPES[name]), self._constant(TypeValue(name))) if name in TYPES else None
+        return (type_of_type(TYPES_BY_NAME[name]), self._constant(TypeValue(name))) if name in TYPES_BY_NAME else None
 
     @build.register
     def _select(self, node: nodes.Select) -> Typed:
@@ -168,14 +168,14 @@ class _Compiler:
             named = self._type_named(qualified)
             if named is not None:
                 return named
-        found, operand = self.build(node.operand)
-        found = self._bindings.resolve(found)
-        gives, name = self._field(node, unwrapped(found)), node.field
+        operand_type, operand = self.build(node.operand)
+        operand_type = self._bindings.resolve(operand_type)
+        gives, name = self._field(node, unwrapped(operand_type)), node.field
         if node.test:
             return BOOL, lambda frame: optional_member(operand(frame), name).present
         if node.optional:
             return optional_of(gives), lambda frame: optional_member(operand(frame), name)
-        if found.name == "optional_type":
+        if operand_type.name == "optional_type":
             gives = optional_of(gives)
         return gives, lambda frame: member(operand(frame), name)
 
@@ -194,44 +194,44 @@ class _Compiler:
 
     @build.register
     def _call(self, node: nodes.Call) -> Typed:
-        operands = [self.build(each) for each in node.arguments]
+        operands = [self.build(argument) for argument in node.arguments]
         name, is_method = node.function, False
         if node.target is not None:
             prefix = dotted(node.target)
             if prefix is not None and f"{prefix}.{name}" in FUNCTIONS:
                 name = f"{prefix}.{name}"
-            elif prefix is not None and prefix.split(".", 1)[0] not in (*self._scope, *TYPES):
+            elif prefix is not None and prefix.split(".", 1)[0] not in (*self._scope, *TYPES_BY_NAME):
                 raise self._unknown(node, f"{prefix}.{name}", list(FUNCTIONS), "function")
             else:
                 operands, is_method = [self.build(node.target), *operands], True
         if name not in FUNCTIONS:
             raise self._unknown(node, name, list(FUNCTIONS), "function")
-        declared = [each for each in FUNCTIONS[name] if each.member is is_method]
-        found, overloads = self._resolve(node, name, declared, [each for each, _ in operands])
-        return found, self._calling(node, name, overloads, [evaluate for _, evaluate in operands])
+        declared = [overload for overload in FUNCTIONS[name] if overload.member is is_method]
+        result_type, overloads = self._resolve(node, name, declared, [operand_type for operand_type, _ in operands])
+        return result_type, self._calling(node, name, overloads, [evaluate for _, evaluate in operands])
 
     def _resolve(
-        self, node: Node, name: str, declared: Sequence[Overload], types: Sequence[Type]
+        self, node: Expr, name: str, declared: Sequence[Overload], types: Sequence[Type]
     ) -> tuple[Type, tuple[Overload, ...]]:
         """The type of a call, and its possible overloads: several if types are known only during evaluation."""
-        found: Type | None = None
+        result_type: Type | None = None
         candidates = []
-        for each in declared:
-            *takes, gives = self._bindings.instance(*each.takes, each.gives)
+        for overload in declared:
+            *takes, gives = self._bindings.instance(*overload.takes, overload.gives)
             if self._bindings.accepts(types, takes):
-                candidates.append(each)
+                candidates.append(overload)
                 result = self._bindings.resolve(gives)
-                if found is None:
-                    found = result
-                elif not is_dynamic(found) and result != found:
-                    found = DYN
-        if found is None:
-            given = [self._bindings.resolve(each, final=True) for each in types]
-            ways = sorted({f"({', '.join(map(str, each.takes))})" for each in declared})
+                if result_type is None:
+                    result_type = result
+                elif not is_dynamic(result_type) and result != result_type:
+                    result_type = DYN
+        if result_type is None:
+            given = [self._bindings.resolve(operand_type, final=True) for operand_type in types]
+            ways = sorted({f"({', '.join(map(str, overload.takes))})" for overload in declared})
             accepted = f"; it takes {' or '.join(ways)}" if ways else "; it is not called this way"
             instead = _comparison_hint(name, node, given) or accepted
             raise self._error(node, f"{name} does not take ({', '.join(map(str, given))}){instead}")
-        return found, tuple(candidates)
+        return result_type, tuple(candidates)
 
     def _calling(
         self, node: nodes.Call, name: str, overloads: tuple[Overload, ...], operands: Sequence[Evaluate]
@@ -240,10 +240,10 @@ class _Compiler:
             return DIRECT[name](*operands)
         if name in PATTERN_FUNCTIONS:
             # Kubernetes takes the first argument of matches(text, pattern), too, for a pattern.
-            for each in (node.operands[1], node.arguments[0] if name == "matches" else node.operands[1]):
-                if isinstance(each, nodes.Literal):
-                    self._converted(each, regex, each.value)
-        constants = [self._constants[each] for each in operands if each in self._constants]
+            for argument in (node.operands[1], node.arguments[0] if name == "matches" else node.operands[1]):
+                if isinstance(argument, nodes.Literal):
+                    self._converted(argument, regex, argument.value)
+        constants = [self._constants[operand] for operand in operands if operand in self._constants]
         if name == "@in" and operands[1] in self._constants and overloads[0].takes[1].name == "list":
             return in_constants(operands[0], constants[-1])
         body = chosen(name, overloads)
@@ -255,9 +255,9 @@ class _Compiler:
         if len(operands) == 2:
             left, right = operands
             return lambda frame: body(left(frame), right(frame))
-        return lambda frame: body(*[each(frame) for each in operands])
+        return lambda frame: body(*[operand(frame) for operand in operands])
 
-    def _converted(self, node: Node, body: Callable[[Value], Value], value: Value) -> Value:
+    def _converted(self, node: Expr, body: Callable[[Value], Value], value: Value) -> Value:
         """Convert a constant at compile time, so that a wrong one is refused without a device."""
         try:
             return body(value)
@@ -267,64 +267,64 @@ class _Compiler:
 
     @build.register
     def _logic(self, node: nodes.Logic) -> Typed:
-        terms = [self._bool(each, "&&" if node.is_and else "||") for each in node.terms]
+        terms = [self._bool(term, "&&" if node.is_and else "||") for term in node.terms]
         decisive = not node.is_and
         operator = "_&&_" if node.is_and else "_||_"
         return BOOL, lambda frame: combined(terms, frame, decisive, operator)
 
-    def _bool(self, node: Node, where: str) -> Evaluate:
-        found, evaluate = self.build(node)
-        if not self._bindings.accepts([found], [BOOL]):
-            raise self._error(node, f"{where} takes bool, not {self._bindings.resolve(found, final=True)}")
+    def _bool(self, node: Expr, where: str) -> Evaluate:
+        result_type, evaluate = self.build(node)
+        if not self._bindings.accepts([result_type], [BOOL]):
+            raise self._error(node, f"{where} takes bool, not {self._bindings.resolve(result_type, final=True)}")
         return evaluate
 
     @build.register
     def _list(self, node: nodes.ListLiteral) -> Typed:
-        found, built = self._joined([(each.value, each.optional) for each in node.entries])
+        member_type, built = self._joined([(entry.value, entry.optional) for entry in node.entries])
         plain = [evaluate for evaluate, optional in built if not optional]
         if len(plain) < len(built):
-            return list_of(found), lambda frame: tuple(members(built, frame))
-        if all(each in self._constants for each in plain):
-            return list_of(found), self._constant(tuple(self._constants[each] for each in plain))
-        return list_of(found), lambda frame: tuple([each(frame) for each in plain])
+            return list_of(member_type), lambda frame: tuple(members(built, frame))
+        if all(member in self._constants for member in plain):
+            return list_of(member_type), self._constant(tuple(self._constants[member] for member in plain))
+        return list_of(member_type), lambda frame: tuple([member(frame) for member in plain])
 
     @build.register
     def _map(self, node: nodes.MapLiteral) -> Typed:
-        key, keys = self._joined([(each.key, False) for each in node.entries if each.key is not None])
-        value, values = self._joined([(each.value, each.optional) for each in node.entries])
+        key, keys = self._joined([(entry.key, False) for entry in node.entries if entry.key is not None])
+        value, values = self._joined([(entry.value, entry.optional) for entry in node.entries])
         built = [(of_key, *of_value) for (of_key, _), of_value in zip(keys, values, strict=True)]
         return map_of(key, value), lambda frame: Map(entries_of(built, frame))
 
-    def _joined(self, collection: Sequence[tuple[Node, bool]]) -> tuple[Type, list[tuple[Evaluate, bool]]]:
+    def _joined(self, collection: Sequence[tuple[Expr, bool]]) -> tuple[Type, list[tuple[Evaluate, bool]]]:
         """The common type of members, and each with whether it is optional."""
         joined: Type | None = None
         typed, built = [], []
         for node, optional in collection:
-            found, evaluate = self.build(node)
-            typed.append((node, found, optional))
+            value_type, evaluate = self.build(node)
+            typed.append((node, value_type, optional))
             built.append((evaluate, optional))
             if optional:
-                if found.name != "optional_type" and not is_dynamic(found):
-                    raise self._error(node, f"? in front of a member takes an optional value, not {found}")
-                found = unwrapped(found)
+                if value_type.name != "optional_type" and not is_dynamic(value_type):
+                    raise self._error(node, f"? in front of a member takes an optional value, not {value_type}")
+                value_type = unwrapped(value_type)
             if joined is None:
-                joined = found
-            elif self._bindings.accepts([joined], [found]):
-                joined = most_general(joined, found)
+                joined = value_type
+            elif self._bindings.accepts([joined], [value_type]):
+                joined = most_general(joined, value_type)
             else:
-                raise self._different(node, found, joined)
+                raise self._different(node, value_type, joined)
         self._collections.append(typed)
         return joined or self._bindings.fresh(), built
 
     @build.register
     def _macro(self, node: nodes.Macro) -> Typed:
-        found, over = self.build(node.over)
+        over_type, over = self.build(node.over)
         if node.kind == "bind":
-            return self._bind(node, found, over)
+            return self._bind(node, over_type, over)
         if node.kind in ("optMap", "optFlatMap"):
-            return self._optional_map(node, found, over)
-        found = self._bindings.resolve(found)
-        types = self._iterated(node.over, found, len(node.variables))
+            return self._optional_map(node, over_type, over)
+        over_type = self._bindings.resolve(over_type)
+        types = self._iterated(node.over, over_type, len(node.variables))
         units = work_of(node.body) + (0 if node.condition is None else work_of(node.condition))
         with self._variables(node.variables, types) as slots:
             if node.kind in ("all", "exists", "exists_one"):
@@ -333,20 +333,20 @@ class _Compiler:
             result, body = self.build(node.body)
         if node.kind == "sortBy":
             self._resolve(node, "sortBy", FUNCTIONS["sort"], [list_of(result)])
-            if found.name != "list" and not is_dynamic(found):
-                raise self._error(node, f"sortBy takes a list, not {found}")
-            return found if found.name == "list" else list_of(DYN), sorted_by(over, slots, body, units)
+            if over_type.name != "list" and not is_dynamic(over_type):
+                raise self._error(node, f"sortBy takes a list, not {over_type}")
+            return over_type if over_type.name == "list" else list_of(DYN), sorted_by(over, slots, body, units)
         evaluate = transform(node.kind, over, slots, condition, body, units)
         if node.kind == "list":
             return list_of(result), evaluate
         if node.kind == "map":
             return map_of(types[0], result), evaluate
-        wanted = map_of(self._bindings.fresh(), self._bindings.fresh())
-        if not self._bindings.accepts([result], [wanted]):
+        map_type = map_of(self._bindings.fresh(), self._bindings.fresh())
+        if not self._bindings.accepts([result], [map_type]):
             raise self._error(node.body, f"transformMapEntry takes a map of one entry, not {result}")
-        return self._bindings.resolve(wanted), evaluate
+        return self._bindings.resolve(map_type), evaluate
 
-    def _iterated(self, over: Node, found: Type, count: int) -> list[Type]:
+    def _iterated(self, over: Expr, found: Type, count: int) -> list[Type]:
         """The types of the variables of a macro."""
         if found.name == "list":
             return [found.params[0]] if count == 1 else [INT, found.params[0]]
@@ -378,21 +378,21 @@ class _Compiler:
         return self._resolve(node, "optFlatMap", FUNCTIONS["_?_:_"], types)[0], evaluate
 
 
-def _comparison_hint(name: str, node: Node, types: Sequence[Type]) -> str:
+def _comparison_hint(name: str, node: Expr, types: Sequence[Type]) -> str:
     """A hint for operators on quantities and versions, which only functions compare; empty for all other calls."""
-    kind = next((each for each in types if each in COMPARED_BY_FUNCTION), None)
+    kind = next((operand_type for operand_type in types if operand_type in COMPARED_BY_FUNCTION), None)
     if name not in COMPARISONS or kind is None or not isinstance(node, nodes.Call):
         return ""
     many, function, example = COMPARED_BY_FUNCTION[kind]
-    given = [_literal_text(each) for each in node.operands]
+    given = [_literal_text(operand) for operand in node.operands]
     operator = COMPARISONS[name]
     if given[0] is not None:
         operator = FLIPPED.get(operator, operator)
-    written = next((each for each in given if each is not None), example)
+    written = next((literal for literal in given if literal is not None), example)
     return f'; {many} are compared with .compareTo({function}("{written}")) {operator} 0'
 
 
-def _literal_text(node: Node) -> str | None:
+def _literal_text(node: Expr) -> str | None:
     """The text of a literal, or of the literal that is the only argument of a call."""
     if isinstance(node, nodes.Call) and len(node.operands) == 1:
         return _literal_text(node.operands[0])

@@ -32,9 +32,6 @@ from deviceclasses.cel.values import (
 )
 from driver.errors import CelError
 
-MAX_COMPILED = 2048
-"""Compiled expressions that are remembered in one process."""
-
 Domains = Mapping[str, Mapping[str, Value]]
 """Values by domain and name."""
 NOTHING: Mapping[str, Value] = {}
@@ -74,8 +71,8 @@ class CelDevice:
 
     def read(self, section: str, domain: str, name: str) -> Hashable:
         """The value of one attribute or capacity, None if missing; equal only for values that are equal in CEL."""
-        found = (self.attributes if section == "attributes" else self.capacity).get(domain, NOTHING).get(name)
-        return (bool, found) if type(found) is bool else found
+        entry = (self.attributes if section == "attributes" else self.capacity).get(domain, NOTHING).get(name)
+        return (bool, entry) if type(entry) is bool else entry
 
 
 def _domain_map(domains: Domains) -> Map:
@@ -103,18 +100,21 @@ def _attribute(entry: Mapping[str, Any]) -> Value:
 
 
 def _by_domain(driver: str, entries: Mapping[str, Any], value: Callable[[Any], Value]) -> Domains:
-    found: dict[str, dict[str, Value]] = {}
+    domains: dict[str, dict[str, Value]] = {}
     for qualified, entry in entries.items():
         domain, slash, name = qualified.partition("/")
         if slash:
-            found.setdefault(domain, {})[name] = value(entry)
+            domains.setdefault(domain, {})[name] = value(entry)
         else:
-            found.setdefault(driver, {})[qualified] = value(entry)
-    return found
+            domains.setdefault(driver, {})[qualified] = value(entry)
+    return domains
 
 
 UNSUPPORTED_ERRORS = (ValueError, ArithmeticError, RecursionError, MemoryError, WorkLimitError)
 """Errors of Python for expressions that are too large for it. They come from users, so none may end the process."""
+
+MAX_COMPILED = 2048
+"""Compiled expressions that are remembered in one process."""
 
 MAX_REMEMBERED_VERDICTS = 10_000
 """Maximum verdicts that a program remembers; a selector on UUIDs has one for every device."""
@@ -135,13 +135,13 @@ class Program:
         Remembered for all devices that are equal in what the expression reads.
         """
         key = key_of(self.referenced, device)
-        found = self._verdicts.get(key)
-        if found is None:
-            found = self.evaluate(device)
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = self.evaluate(device)
             if len(self._verdicts) >= MAX_REMEMBERED_VERDICTS:
                 self._verdicts.clear()
-            self._verdicts[key] = found
-        return found
+            self._verdicts[key] = verdict
+        return verdict
 
     def evaluate(self, device: CelDevice) -> bool | str:
         """Like ``verdict``, but always evaluated anew."""
@@ -162,7 +162,7 @@ def key_of(referenced: ReferencedAttributes, device: CelDevice) -> Hashable:
     plain = (device.driver, device.allow_multiple_allocations)
     if referenced.everything:
         return (*plain, _all_of(device.attributes), _all_of(device.capacity))
-    return (*plain, *[device.read(*each) for each in referenced.reads])
+    return (*plain, *[device.read(*read) for read in referenced.reads])
 
 
 def _all_of(domains: Domains) -> Hashable:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from deviceclasses.cel.library.lists_and_optionals import member, optional_member, sort_by
-from deviceclasses.cel.nodes import Node, children
+from deviceclasses.cel.nodes import Expr, children
 from deviceclasses.cel.types import BYTES, SEMVER
 from deviceclasses.cel.values import (
-    NONE,
+    NO_VALUE,
     EvaluationError,
     Map,
     Optional,
@@ -43,14 +43,14 @@ def in_constants(wanted: Evaluate, members: Value) -> Evaluate:
     """Membership in a list of constants. Kubernetes uses a set: it skips an empty one and can't look up every type."""
     if not members:
         return lambda _: False
-    plain = all(type(each) in SET_MEMBERS for each in members)
+    plain = all(type(member) in SET_MEMBERS for member in members)
 
     def contained(frame: Frame) -> bool:
         value = wanted(frame)
         spend(len(members))
         if plain and type_name(value) in NOT_IN_SETS:
             raise EvaluationError(f"{type_name(value)} can't be looked for in a list of constants")
-        return any(same(value, each) for each in members)
+        return any(same(value, member) for member in members)
 
     return contained
 
@@ -68,9 +68,9 @@ def as_bool(value: Value, operator: str) -> bool:
 def combined(terms: Iterator[Evaluate] | list[Evaluate], frame: Frame, decisive: bool, operator: str) -> bool:
     """``decisive`` if any term has that value; else the first error; else the opposite."""
     first: EvaluationError | None = None
-    for each in terms:
+    for term in terms:
         try:
-            if as_bool(each(frame), operator) is decisive:
+            if as_bool(term(frame), operator) is decisive:
                 return decisive
         except EvaluationError as error:
             first = first or error
@@ -86,10 +86,10 @@ def _choice(condition: Evaluate, yes: Evaluate, no: Evaluate) -> Evaluate:
 def _absent_or(name: str) -> Callable[[Evaluate, Evaluate], Evaluate]:
     def lazy(left: Evaluate, right: Evaluate) -> Evaluate:
         def choose(frame: Frame) -> Value:
-            found = _as_optional(left(frame), name)
-            if not found.present:
+            operand = _as_optional(left(frame), name)
+            if not operand.present:
                 return right(frame)
-            return found if name == "or" else found.content
+            return operand if name == "or" else operand.content
 
         return choose
 
@@ -128,17 +128,17 @@ def bind(slot: int, value: Evaluate, body: Evaluate) -> Evaluate:
 
 def optional_map(slot: int, target: Evaluate, body: Evaluate, *, flat: bool) -> Evaluate:
     def mapped(frame: Frame) -> Value:
-        found = _as_optional(target(frame), "hasValue")
-        if not found.present:
-            return NONE
-        frame[slot] = found.content
+        operand = _as_optional(target(frame), "hasValue")
+        if not operand.present:
+            return NO_VALUE
+        frame[slot] = operand.content
         result = body(frame)
         return result if flat else Optional(present=True, content=result)
 
     return mapped
 
 
-def work_of(body: Node) -> int:
+def work_of(body: Expr) -> int:
     """The units of work of one round of a loop: one for each node of its body."""
     return 1 + sum(map(work_of, children(body)))
 
@@ -162,19 +162,19 @@ def transform(
     kind: str, over: Evaluate, slots: list[int], condition: Evaluate | None, body: Evaluate, units: int
 ) -> Evaluate:
     def transformed(frame: Frame) -> Value:
-        found = [
+        members = [
             (frame[slots[0]], body(frame))
             for _ in iterate(over(frame), slots, frame, units)
             if condition is None or as_bool(condition(frame), "_?_:_")
         ]
         if kind == "list":
-            return tuple(result for _, result in found)
+            return tuple(result for _, result in members)
         if kind == "map":
-            return Map(found)
-        for _, result in found:
+            return Map(members)
+        for _, result in members:
             if not isinstance(result, Map):
                 raise no_overload("cel.@mapInsert", result)
-        return Map((entry for _, result in found for entry in result.items()), unique=True)
+        return Map((entry for _, result in members for entry in result.items()), unique=True)
 
     return transformed
 
@@ -193,7 +193,7 @@ def iterate(over: Value, slots: list[int], frame: Frame, units: int) -> Iterator
     """Iterate over a list or map, setting the variables of a macro; ``units`` is the work of one round."""
     pairs: Iterable[tuple[Value, Value]]
     if type(over) is tuple:
-        pairs = enumerate(over) if len(slots) == 2 else ((each, None) for each in over)
+        pairs = enumerate(over) if len(slots) == 2 else ((member, None) for member in over)
     elif isinstance(over, Map):
         pairs = over.items()
     else:

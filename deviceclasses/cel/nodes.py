@@ -14,78 +14,78 @@ FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
 @dataclass(frozen=True, eq=False)
-class Node:
+class Expr:
     """Base of all nodes; ``position`` is its offset in the expression, in characters from 0."""
 
     position: int
 
 
 @dataclass(frozen=True, eq=False)
-class Literal(Node):
+class Literal(Expr):
     value: Value
 
 
 @dataclass(frozen=True, eq=False)
-class Name(Node):
+class Name(Expr):
     name: str
 
 
 @dataclass(frozen=True, eq=False)
-class Select(Node):
+class Select(Expr):
     """``operand.field``; ``optional`` for ``operand.?field``; ``test`` for ``has(operand.field)``."""
 
-    operand: Node
+    operand: Expr
     field: str
     optional: bool = False
     test: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class Call(Node):
+class Call(Expr):
     """A function or operator, such as ``size`` or ``_+_``; ``target`` is the operand before the dot.
 
     ``a[b]``, ``a[?b]`` and ``a ? b : c`` are the functions ``_[_]``, ``_[?_]`` and ``_?_:_``.
     """
 
     function: str
-    target: Node | None
-    arguments: tuple[Node, ...]
+    target: Expr | None
+    arguments: tuple[Expr, ...]
 
     @property
-    def operands(self) -> tuple[Node, ...]:
+    def operands(self) -> tuple[Expr, ...]:
         """The target, if any, and the arguments."""
         return self.arguments if self.target is None else (self.target, *self.arguments)
 
 
 @dataclass(frozen=True, eq=False)
-class Logic(Node):
+class Logic(Expr):
     """``&&`` or ``||`` over two or more terms."""
 
     is_and: bool
-    terms: tuple[Node, ...]
+    terms: tuple[Expr, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Entry(Node):
+class Entry(Expr):
     """A member of a list, without key, or an entry of a map; ``optional`` for one after ``?``."""
 
-    key: Node | None
-    value: Node
+    key: Expr | None
+    value: Expr
     optional: bool
 
 
 @dataclass(frozen=True, eq=False)
-class ListLiteral(Node):
+class ListLiteral(Expr):
     entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class MapLiteral(Node):
+class MapLiteral(Expr):
     entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Macro(Node):
+class Macro(Expr):
     """A macro with variables. ``over`` is evaluated outside their scope; ``condition`` and ``body`` inside.
 
     ``kind`` is "all", "exists" or "exists_one"; the result of ``map``, ``filter`` and the like: "list", "map" or
@@ -93,23 +93,23 @@ class Macro(Node):
     """
 
     kind: str
-    over: Node
+    over: Expr
     variables: tuple[str, ...]
-    condition: Node | None
-    body: Node
+    condition: Expr | None
+    body: Expr
 
 
-def children(node: Node) -> Iterator[Node]:
+def children(node: Expr) -> Iterator[Expr]:
     """The nodes directly below ``node``."""
-    for each in fields(node):
-        value = getattr(node, each.name)
-        if isinstance(value, Node):
+    for attribute in fields(node):
+        value = getattr(node, attribute.name)
+        if isinstance(value, Expr):
             yield value
         elif isinstance(value, tuple):
-            yield from (item for item in value if isinstance(item, Node))
+            yield from (item for item in value if isinstance(item, Expr))
 
 
-def dotted(node: Node) -> str | None:
+def dotted(node: Expr) -> str | None:
     """The text ``a.b.c`` of a node that consists of names only, else None."""
     if isinstance(node, Name):
         return node.name

@@ -19,7 +19,7 @@ from typing import Any
 from lark import Lark, Token, Tree
 from lark.exceptions import UnexpectedInput, UnexpectedToken
 
-from deviceclasses.cel.nodes import Call, Entry, ListLiteral, Literal, Logic, Macro, MapLiteral, Name, Node, Select
+from deviceclasses.cel.nodes import Call, Entry, Expr, ListLiteral, Literal, Logic, Macro, MapLiteral, Name, Select
 from deviceclasses.cel.values import INT_MAX, INT_MIN, UINT_MAX, EvaluationError, Uint, Value, whole_number
 from driver.errors import CelError, EnvironmentFault
 
@@ -97,12 +97,12 @@ After the variables come a condition, if any, and the body.
 
 MAX_CHARACTERS = 10 * 1024
 """Kubernetes' limit for a selector, in bytes of UTF-8."""
-MAX_DEPTH = 100
+MAX_NESTING = 100
 """Maximum nesting of calls and operators. Kubernetes allows 250, which would exceed Python's stack."""
 MAX_PARENTHESES = 250
 """Maximum nesting including parentheses."""
 
-RESERVED = frozenset(
+RESERVED_WORDS = frozenset(
     {
         "as", "break", "const", "continue", "else", "for", "function", "if", "import", "in", "let", "loop", "package",
         "namespace", "return", "true", "false", "null", "var", "void", "while",
@@ -110,7 +110,7 @@ RESERVED = frozenset(
 )  # fmt: skip
 
 
-def parse(expression: str) -> Node:
+def parse(expression: str) -> Expr:
     """The nodes of an expression, macros expanded. Raises CelError with the position of the first error."""
     size = len(expression.encode())
     if size > MAX_CHARACTERS:
@@ -123,7 +123,7 @@ def parse(expression: str) -> Node:
         ended = isinstance(error, UnexpectedToken) and error.token.type == "$END"
         position = len(expression) if ended or error.pos_in_stream is None else error.pos_in_stream
         raise CelError(f"syntax error: {_what(expression, position)}{_expected(error)}", expression, position) from None
-    node: Node = _Builder(expression).build(tree)
+    node: Expr = _Builder(expression).build(tree)
     return node
 
 
@@ -149,15 +149,17 @@ def _what(expression: str, position: int) -> str:
 def _expected(error: UnexpectedInput) -> str:
     if not isinstance(error, UnexpectedToken):
         return ""
-    wanted = sorted(SIGNS[name] for name in error.accepts or error.expected if name in SIGNS)
-    return f"; possible: {' '.join(wanted)}" if wanted else ""
+    accepted = sorted(SIGNS[name] for name in error.accepts or error.expected if name in SIGNS)
+    return f"; possible: {' '.join(accepted)}" if accepted else ""
 
 
 SINGLE = {
     "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v",
     "\\": "\\", "'": "'", '"': '"', "`": "`", "?": "?",
 }  # fmt: skip
-ESCAPE = re.compile(r"\\(?:[xX]([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-3][0-7]{2})|(.?))", re.DOTALL)
+ESCAPE_SEQUENCE = re.compile(
+    r"\\(?:[xX]([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([0-3][0-7]{2})|(.?))", re.DOTALL
+)
 
 
 def _integer(text: str) -> int:
@@ -195,12 +197,12 @@ def _string(text: str) -> Value:
     body = body[width:-width].replace("\r\n", "\n").replace("\r", "\n")
     if binary:
         return body.encode() if raw else b"".join(_pieces(body))
-    return body if raw else ESCAPE.sub(lambda match: chr(_code_point(match)), body)
+    return body if raw else ESCAPE_SEQUENCE.sub(lambda match: chr(_code_point(match)), body)
 
 
 def _pieces(body: str) -> list[bytes]:
     pieces, end = [], 0
-    for match in ESCAPE.finditer(body):
+    for match in ESCAPE_SEQUENCE.finditer(body):
         if match[2] or match[3]:
             raise EvaluationError(f"bytes know no escape {match[0]}; \\x and two digits are possible")
         pieces += [body[end : match.start()].encode(), bytes([_code_point(match)])]
@@ -255,9 +257,11 @@ class _Builder:
             self.parentheses += 1
             [tree] = tree.children  # type: ignore[assignment]
         self.depth += tree.data not in PARTS
-        if self.depth > MAX_DEPTH or self.depth + self.parentheses > MAX_PARENTHESES:
-            raise self.error(_position(tree), f"nested deeper than {MAX_DEPTH} levels, which Tessera does not evaluate")
-        parts = (self.build(each) if isinstance(each, Tree) else each for each in tree.children)
+        if self.depth > MAX_NESTING or self.depth + self.parentheses > MAX_PARENTHESES:
+            raise self.error(
+                _position(tree), f"nested deeper than {MAX_NESTING} levels, which Tessera does not evaluate"
+            )
+        parts = (self.build(child) if isinstance(child, Tree) else child for child in tree.children)
         built = self._negative_number(tree) or getattr(self, tree.data)(tree, *parts)
         self.depth, self.parentheses = outside
         return built
@@ -265,85 +269,85 @@ class _Builder:
     def error(self, position: int, message: str) -> CelError:
         return CelError(message, self.expression, position)
 
-    def choice(self, _: Tree[Token], condition: Node, yes: Node, no: Node) -> Node:
+    def choice(self, _: Tree[Token], condition: Expr, yes: Expr, no: Expr) -> Expr:
         return Call(condition.position, "_?_:_", None, (condition, yes, no))
 
-    def disjunction(self, tree: Tree[Token], *terms: Node) -> Node:
+    def disjunction(self, tree: Tree[Token], *terms: Expr) -> Expr:
         return Logic(terms[0].position, tree.data == "conjunction", terms)
 
     conjunction = disjunction
 
-    def binary(self, tree: Tree[Token], left: Node, operator: Token, right: Node) -> Node:
+    def binary(self, tree: Tree[Token], left: Expr, operator: Token, right: Expr) -> Expr:
         function = "@in" if operator == "in" else f"_{operator}_"
         return Call(_position(tree.children[2]), function, None, (left, right))
 
-    def unary(self, tree: Tree[Token], sign: Token, *rest: Any) -> Node:
+    def unary(self, tree: Tree[Token], sign: Token, *rest: Any) -> Expr:
         *more, operand = rest
         return operand if len(more) % 2 else Call(_position(tree), f"{sign}_", None, (operand,))
 
-    def _negative_number(self, tree: Tree[Token]) -> Node | None:
+    def _negative_number(self, tree: Tree[Token]) -> Expr | None:
         """The literal of a number after one sign, since the smallest int does not fit without its sign."""
         match tree.children:
             case ["-", Tree(data="literal", children=[Token(type="INT_LIT" | "FLOAT_LIT") as number])]:
                 return self.literal(tree, number, "-")
         return None
 
-    def literal(self, _: Tree[Token], token: Token, sign: str = "") -> Node:
+    def literal(self, _: Tree[Token], token: Token, sign: str = "") -> Expr:
         try:
             return Literal(_position(token), LITERALS[token.type](f"{sign}{token}"))
         except EvaluationError as error:
             raise self.error(_position(token), str(error)) from None
 
     def name(self, _: Tree[Token], token: Token) -> str:
-        if token in RESERVED:
+        if token in RESERVED_WORDS:
             raise self.error(_position(token), f"{str(token)!r} is a reserved word and can't be a name")
         return str(token)
 
-    def ident(self, tree: Tree[Token], name: str) -> Node:
+    def ident(self, tree: Tree[Token], name: str) -> Expr:
         return Name(_position(tree), name)
 
-    def select(self, tree: Tree[Token], operand: Node, name: Token) -> Node:
+    def select(self, tree: Tree[Token], operand: Expr, name: Token) -> Expr:
         return Select(_position(name), operand, name.strip("`"), optional=tree.data == "optional_select")
 
     optional_select = select
 
-    def index(self, tree: Tree[Token], operand: Node, key: Node) -> Node:
+    def index(self, tree: Tree[Token], operand: Expr, key: Expr) -> Expr:
         return Call(key.position, "_[_]" if tree.data == "index" else "_[?_]", None, (operand, key))
 
     optional_index = index
 
-    def call(self, tree: Tree[Token], function: str, *arguments: Node) -> Node:
+    def call(self, tree: Tree[Token], function: str, *arguments: Expr) -> Expr:
         if function == "has" and len(arguments) == 1:
             return self._has(tree, arguments[0])
         return Call(_position(tree), function, None, arguments)
 
-    def member_call(self, tree: Tree[Token], target: Node, function: Token, *arguments: Node) -> Node:
+    def member_call(self, tree: Tree[Token], target: Expr, function: Token, *arguments: Expr) -> Expr:
         macro = self._macro(_position(tree), target, str(function), arguments)
         return macro or Call(_position(tree), str(function), target, arguments)
 
-    def item(self, tree: Tree[Token], value: Node) -> Entry:
+    def item(self, tree: Tree[Token], value: Expr) -> Entry:
         return Entry(value.position, None, value, tree.data == "optional_item")
 
     optional_item = item
 
-    def list(self, tree: Tree[Token], *items: Entry) -> Node:
+    def list(self, tree: Tree[Token], *items: Entry) -> Expr:
         return ListLiteral(_position(tree), items)
 
-    def entry(self, tree: Tree[Token], key: Node, value: Node) -> Entry:
+    def entry(self, tree: Tree[Token], key: Expr, value: Expr) -> Entry:
         return Entry(key.position, key, value, tree.data == "optional_entry")
 
     optional_entry = entry
 
-    def map(self, tree: Tree[Token], *entries: Entry) -> Node:
+    def map(self, tree: Tree[Token], *entries: Entry) -> Expr:
         return MapLiteral(_position(tree), entries)
 
-    def _has(self, tree: Tree[Token], tested: Node) -> Node:
+    def _has(self, tree: Tree[Token], tested: Expr) -> Expr:
         if not isinstance(tested, Select) or tested.optional or tested.test:
             message = 'has() takes a field after a dot, such as device.attributes["domain"].name'
             raise self.error(tested.position, message)
         return Select(_position(tree), tested.operand, tested.field, test=True)
 
-    def _macro(self, position: int, target: Node, function: str, arguments: Sequence[Node]) -> Node | None:
+    def _macro(self, position: int, target: Expr, function: str, arguments: Sequence[Expr]) -> Expr | None:
         """The node of a macro, or None for an ordinary call."""
         if isinstance(target, Name) and target.name == "cel" and function == "bind" and len(arguments) == 3:
             variable, value, body = arguments
@@ -351,13 +355,13 @@ class _Builder:
         if (function, len(arguments)) not in MACROS:
             return None
         kind, count = MACROS[function, len(arguments)]
-        variables = tuple(self._variable(function, each) for each in arguments[:count])
+        variables = tuple(self._variable(function, argument) for argument in arguments[:count])
         if len(set(variables)) < count:
             raise self.error(arguments[1].position, f"both variables of {function} are named {variables[0]}")
         *condition, body = (arguments[1], arguments[0]) if function == "filter" else arguments[count:]
         return Macro(position, kind, target, variables, condition[0] if condition else None, body)
 
-    def _variable(self, macro: str, node: Node) -> str:
+    def _variable(self, macro: str, node: Expr) -> str:
         if not isinstance(node, Name):
             message = f"the variable of {macro} must be a simple name"
         elif node.name == "__result__":

@@ -14,12 +14,12 @@ from deviceclasses.cel.nodes import (
     COMPARISONS,
     FLIPPED,
     Call,
+    Expr,
     ListLiteral,
     Literal,
     Logic,
     Macro,
     Name,
-    Node,
     Select,
     children,
 )
@@ -52,13 +52,13 @@ class ReferencedAttributes:
         """Section, domain and name of each, sorted."""
         return tuple(
             sorted(
-                [("attributes", *each) for each in self.attributes] + [("capacity", *each) for each in self.capacity]
+                [("attributes", *path) for path in self.attributes] + [("capacity", *path) for path in self.capacity]
             )
         )
 
 
 INDEXES = ("_[_]", "_[?_]")
-OPERATORS = {**COMPARISONS, "@in": "in"}
+COMPARISON_OPERATORS = {**COMPARISONS, "@in": "in"}
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Comparison:
     otherwise: tuple[Value, ...] = ()
 
 
-def referenced_attributes(root: Node) -> ReferencedAttributes:
+def referenced_attributes(root: Expr) -> ReferencedAttributes:
     """Collect what a checked expression reads."""
-    paths = {each for each in _walk(root, {"device": ()}) if isinstance(each, tuple) and each[:1] not in SCALAR_FIELDS}
+    paths = {path for path in _walk(root, {"device": ()}) if isinstance(path, tuple) and path[:1] not in SCALAR_FIELDS}
     reads = [path for path in paths if len(path) == 3]
     attributes, capacity = (
         frozenset((domain, name) for section, domain, name in reads if section == wanted) for wanted in SECTIONS
@@ -86,14 +86,14 @@ def referenced_attributes(root: Node) -> ReferencedAttributes:
 
 def comparisons_of(expression: str) -> Iterator[Comparison]:
     """Every comparison with a literal; ``in`` a list is one with each member. Raises CelError."""
-    return (each for each in _walk(parse(expression), {"device": ()}) if isinstance(each, Comparison))
+    return (comparison for comparison in _walk(parse(expression), {"device": ()}) if isinstance(comparison, Comparison))
 
 
-def _walk(node: Node, known: Mapping[str, Path]) -> Iterator[Path | Comparison]:
+def _walk(node: Expr, known: Mapping[str, Path]) -> Iterator[Path | Comparison]:
     """The paths that are read and the comparisons; ``known`` has the paths of variables."""
-    if isinstance(node, Call) and node.function in OPERATORS and len(node.operands) == 2:
+    if isinstance(node, Call) and node.function in COMPARISON_OPERATORS and len(node.operands) == 2:
         left, right = node.operands
-        yield from _compared(OPERATORS[node.function], left, right, known)
+        yield from _compared(COMPARISON_OPERATORS[node.function], left, right, known)
     path = path_of(node, known)
     if path is None:
         path = _membership_path(node, known)
@@ -108,12 +108,12 @@ def _walk(node: Node, known: Mapping[str, Path]) -> Iterator[Path | Comparison]:
             inside[node.variables[0]] = bound
         if bound is None or len(bound) == 3:
             yield from _walk(node.over, known)
-    for each in children(node):
-        if not isinstance(node, Macro) or each is not node.over:
-            yield from _walk(each, inside)
+    for child in children(node):
+        if not isinstance(node, Macro) or child is not node.over:
+            yield from _walk(child, inside)
 
 
-def _membership_path(node: Node, known: Mapping[str, Path]) -> Path | None:
+def _membership_path(node: Expr, known: Mapping[str, Path]) -> Path | None:
     """The path of ``name`` in ``"name" in device.attributes["domain"]``: such a test counts as reading it."""
     if not isinstance(node, Call) or node.function != "@in" or (name := _string(node.operands[0])) is None:
         return None
@@ -121,11 +121,11 @@ def _membership_path(node: Node, known: Mapping[str, Path]) -> Path | None:
     return (*before, name) if before is not None and len(before) == 2 else None
 
 
-def _string(node: Node) -> str | None:
+def _string(node: Expr) -> str | None:
     return node.value if isinstance(node, Literal) and isinstance(node.value, str) else None
 
 
-def path_of(node: Node, known: Mapping[str, Path]) -> Path | None:
+def path_of(node: Expr, known: Mapping[str, Path]) -> Path | None:
     """The path from ``device`` to a node, or None if the node is anything other than a path."""
     if isinstance(node, Name):
         return known.get(node.name)
@@ -141,22 +141,22 @@ def path_of(node: Node, known: Mapping[str, Path]) -> Path | None:
     return (*before, step)
 
 
-def _compared(operator: str, left: Node, right: Node, known: Mapping[str, Path]) -> Iterator[Comparison]:
+def _compared(operator: str, left: Expr, right: Expr, known: Mapping[str, Path]) -> Iterator[Comparison]:
     if isinstance(left, Literal) and operator != "in":
         operator, left, right = FLIPPED.get(operator, operator), right, left
     read = _operand(left, known)
     members = [item.value for item in right.entries] if isinstance(right, ListLiteral) else [right]
-    for each in members if read is not None else ():
-        if isinstance(each, Literal) and read is not None:
-            yield replace(read, operator=operator, value=each.value)
+    for member in members if read is not None else ():
+        if isinstance(member, Literal) and read is not None:
+            yield replace(read, operator=operator, value=member.value)
 
 
-def _operand(node: Node, known: Mapping[str, Path]) -> Comparison | None:
+def _operand(node: Expr, known: Mapping[str, Path]) -> Comparison | None:
     """The comparison for the operand that reads from the device, still without operator and literal."""
     if isinstance(node, Call) and node.function == "orValue" and node.target is not None:
-        found = _operand(node.target, known)
-        given = tuple(each.value for each in node.arguments if isinstance(each, Literal))
-        return found and replace(found, otherwise=given)
+        operand = _operand(node.target, known)
+        given = tuple(argument.value for argument in node.arguments if isinstance(argument, Literal))
+        return operand and replace(operand, otherwise=given)
     path = path_of(node, known)
     return None if path is None else Comparison(path, "", None)
 
@@ -172,12 +172,12 @@ def conditions_of(expression: str) -> list[str]:
     root = parse(expression)
     if not isinstance(root, Logic) or not root.is_and:
         return [expression.strip()]
-    depth, begin, found = 0, 0, []
+    depth, begin, parts = 0, 0, []
     for token in TOKENS.finditer(expression):
         depth += bool(token["opens"]) - bool(token["closes"])
         if token["joins"] and not depth:
-            found.append(expression[begin : token.start()].strip())
+            parts.append(expression[begin : token.start()].strip())
             begin = token.end()
-    found.append(expression[begin:].strip())
+    parts.append(expression[begin:].strip())
     # Parentheses around all of it, comments or raw strings: not taken apart.
-    return found if len(found) == len(root.terms) else [expression.strip()]
+    return parts if len(parts) == len(root.terms) else [expression.strip()]

@@ -28,7 +28,7 @@ class Type:
 
     def __post_init__(self) -> None:
         if self.params:
-            object.__setattr__(self, "size", 1 + sum(each.size for each in self.params))
+            object.__setattr__(self, "size", 1 + sum(param.size for param in self.params))
             if self.size > MAX_TYPE_SIZE:
                 raise WorkLimitError("its types are nested too deeply")
 
@@ -41,7 +41,7 @@ class Type:
 BOOL, BYTES, DOUBLE, INT = Type("bool"), Type("bytes"), Type("double"), Type("int")
 NULL, STRING, UINT = Type("null_type"), Type("string"), Type("uint")
 BASIC = (BOOL, BYTES, DOUBLE, INT, NULL, STRING, UINT)
-DYN, ANY = Type("dyn"), Type("any")
+DYN, ANY_TYPE = Type("dyn"), Type("any")
 QUANTITY, SEMVER = Type("kubernetes.Quantity"), Type("kubernetes.Semver")
 DEVICE = Type("kubernetes.DRADevice")
 
@@ -71,17 +71,19 @@ def param(name: str) -> Type:
     return Type("var", (), name)
 
 
-ATTRIBUTES = map_of(STRING, map_of(STRING, ANY))
+ATTRIBUTES_TYPE = map_of(STRING, map_of(STRING, ANY_TYPE))
 """``any``: the type of an attribute's value is known only during evaluation."""
-CAPACITIES = map_of(STRING, map_of(STRING, QUANTITY))
+CAPACITIES_TYPE = map_of(STRING, map_of(STRING, QUANTITY))
 DEVICE_FIELDS = {
     "driver": STRING,
-    "attributes": ATTRIBUTES,
-    "capacity": CAPACITIES,
+    "attributes": ATTRIBUTES_TYPE,
+    "capacity": CAPACITIES_TYPE,
     "allowMultipleAllocations": BOOL,
 }
 """The fields of ``device`` in Kubernetes 1.34 and newer."""
-TYPES = {each.name: each for each in (*BASIC, list_of(DYN), map_of(DYN, DYN), optional_of(DYN), type_of_type(DYN))}
+TYPES_BY_NAME = {
+    kind.name: kind for kind in (*BASIC, list_of(DYN), map_of(DYN, DYN), optional_of(DYN), type_of_type(DYN))
+}
 """Types that have a name in expressions, as in ``type(x) == int``."""
 
 
@@ -98,8 +100,8 @@ def unwrapped(one: Type) -> Type:
 def _parameters(one: Type) -> Iterator[str]:
     if one.name == "var":
         yield one.key
-    for each in one.params:
-        yield from _parameters(each)
+    for param in one.params:
+        yield from _parameters(param)
 
 
 @dataclass
@@ -116,22 +118,22 @@ class Bindings:
 
     def instance(self, *signature: Type) -> tuple[Type, ...]:
         """The types of a signature with fresh variables as type parameters."""
-        own = Bindings()
-        for key in dict.fromkeys(key for each in signature for key in _parameters(each)):
-            own.found[key] = self.fresh()
-        return tuple(own.resolve(each) for each in signature)
+        bindings = Bindings()
+        for key in dict.fromkeys(key for kind in signature for key in _parameters(kind)):
+            bindings.found[key] = self.fresh()
+        return tuple(bindings.resolve(kind) for kind in signature)
 
     def resolve(self, one: Type, *, final: bool = False) -> Type:
         """``one`` with its type variables replaced; ``final`` replaces unbound ones by ``dyn``."""
         spend(1)
         if one.name == "var":
-            known = self.found.get(one.key)
-            if known is not None:
-                return self.resolve(known, final=final)
+            bound = self.found.get(one.key)
+            if bound is not None:
+                return self.resolve(bound, final=final)
             return DYN if final else one
         if not one.params:
             return one
-        return Type(one.name, tuple(self.resolve(each, final=final) for each in one.params))
+        return Type(one.name, tuple(self.resolve(param, final=final) for param in one.params))
 
     def accepts(self, given: Sequence[Type], wanted: Sequence[Type]) -> bool:
         """Whether every type in ``given`` is assignable to that in ``wanted``. Keeps the new bindings only if so."""
@@ -144,8 +146,8 @@ class Bindings:
     def _assignable(self, given: Type, wanted: Type) -> bool:
         spend(1)
         if wanted.name == "var":
-            fits, known = self._substitutes(given, wanted)
-            if fits or known:
+            fits, substitute = self._substitutes(given, wanted)
+            if fits or substitute:
                 return fits
         if given.name == "var":
             return self._substitutes(wanted, given)[0]
@@ -164,17 +166,17 @@ class Bindings:
         """Whether ``one`` can be bound to ``variable``, and whether ``variable`` was bound already."""
         if one == variable:
             return True, True
-        known = self.found.get(variable.key)
-        if known is None:
+        bound = self.found.get(variable.key)
+        if bound is None:
             if self._occurs(variable, one):
                 return False, False
             self.found[variable.key] = one
             return True, False
-        if one == known:
+        if one == bound:
             return True, True
-        if not self._assignable(one, known):
+        if not self._assignable(one, bound):
             return False, True
-        general = most_general(one, known)
+        general = most_general(one, bound)
         if not self._occurs(variable, general):
             self.found[variable.key] = general
         return True, True
@@ -184,9 +186,9 @@ class Bindings:
         if within == variable:
             return True
         if within.name == "var":
-            known = self.found.get(within.key)
-            return known is not None and self._occurs(variable, known)
-        return any(self._occurs(variable, each) for each in within.params)
+            bound = self.found.get(within.key)
+            return bound is not None and self._occurs(variable, bound)
+        return any(self._occurs(variable, param) for param in within.params)
 
 
 def most_general(one: Type, other: Type) -> Type:

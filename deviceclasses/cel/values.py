@@ -92,7 +92,7 @@ class Optional:
     content: Value = None
 
 
-NONE = Optional(present=False)
+NO_VALUE = Optional(present=False)
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def shown(value: Value) -> str:
 
     The text of a list that contains another one twice, and so on, doubles with each level.
     """
-    if type(value) in SIZED:
+    if type(value) in SIZED_VALUES:
         return repr(value[:MAX_SHOWN])
     return str(value) if value is None or type(value) in PLAIN_NUMBERS else type_name(value)
 
@@ -232,12 +232,12 @@ def equal(one: Value, other: Value) -> bool:
         return isinstance(other, Map) and _equal_maps(one, other)
     if kind is not type(other):
         return False
-    if kind in SIZED and one is not other and len(one) == len(other):
+    if kind in SIZED_VALUES and one is not other and len(one) == len(other):
         spend(len(one) // CHARACTERS_PER_UNIT)
     return bool(one == other)
 
 
-SIZED = (str, bytes)
+SIZED_VALUES = (str, bytes)
 NUMERIC = {int, Uint, float}
 
 
@@ -265,8 +265,8 @@ def _equal_maps(one: Map, other: Map) -> bool:
         return False
     spend(len(one))
     for key, value in one.items():
-        found = other.find(key)
-        if found is None or not not_different(value, found[0]):
+        partner = other.find(key)
+        if partner is None or not not_different(value, partner[0]):
             return False
     return True
 

@@ -26,7 +26,7 @@ IN_STANDARD = frozenset(fact.name.removeprefix(STANDARD) for fact in EVERY_FACT 
 """The attributes in Kubernetes' domain."""
 STANDARD_DOMAIN = STANDARD.removesuffix("/")
 CAPACITIES = frozenset({"memory", "multiprocessors"})
-TYPES = {fact.name: fact.kind for fact in EVERY_FACT}
+TYPE_OF = {fact.name: fact.kind for fact in EVERY_FACT}
 """The type of each attribute, by its published name."""
 
 
@@ -62,7 +62,8 @@ class Values:
 @cache
 def values() -> Mapping[str, Values]:
     """The accepted values by attribute."""
-    profiles = {each["name"] for product in facts("mig_geometry")["products"] for each in product.get("profiles", [])}
+    products = facts("mig_geometry")["products"]
+    profiles = {profile["name"] for product in products for profile in product.get("profiles", [])}
     return {
         "type": Values(tuple(DeviceKind)),
         "migMode": Values(tuple(MigMode)),
@@ -114,7 +115,7 @@ def _written(name: str, domain: str) -> str:
 
 def type_mismatch(name: str, found: Comparison) -> str | None:
     """The message about a literal of a type that the attribute can't be compared with; None if it can."""
-    kind = TYPES[name]
+    kind = TYPE_OF[name]
     if found.value is None or type_name(found.value) in COMPARABLE_LITERALS[kind]:
         return None
     written = str(found.value)
@@ -132,5 +133,5 @@ def type_mismatch(name: str, found: Comparison) -> str | None:
 
 def _as_version(written: str) -> str:
     """Three numbers without leading zeros, the format of published versions."""
-    numbers = [str(int(each)) for each in re.findall(r"\d+", written)[:3]] or ["550"]
+    numbers = [str(int(digits)) for digits in re.findall(r"\d+", written)[:3]] or ["550"]
     return ".".join([*numbers, "0", "0"][:3])

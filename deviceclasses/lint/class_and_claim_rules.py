@@ -15,12 +15,12 @@ from typing import Any
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.values import EvaluationError
 from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, STANDARD_DOMAIN, no_attribute
-from deviceclasses.lint.documents import GROUP, SPEC, VERSION, Document, kind_of, text
+from deviceclasses.lint.documents import DRA_GROUP, DRA_VERSION, SPEC, Document, kind_of, text
 from deviceclasses.lint.findings import Finding, Issue, Severity, almost, misspelt
 from deviceclasses.lint.lint_context import (
-    Constraint,
+    ConstraintFields,
     LintContext,
-    Request,
+    RequestFields,
     constraints_of,
     entries,
     lint_context,
@@ -43,15 +43,17 @@ from driver.config.strict_schema import shown
 from driver.config.suggestions import meant, nearest
 from driver.slices.attributes import PARENT
 
-MODES = ("ExactCount", "All")
+ALLOCATION_MODES = ("ExactCount", "All")
 OTHER_KINDS = ("ResourceSlice", "DeviceTaintRule", "ResourcePoolStatusRequest")
 """The other kinds of the group, which are ignored."""
 
 
 def lint(documents: Sequence[Document], installed: Iterable[Mapping[str, Any]], driver: str) -> Iterator[Finding]:
-    """Every finding, in the order of ``documents``; ``installed`` are existing classes beside those in them."""
-    contents = [each.content for each in documents if isinstance(each.content, Mapping)]
-    context = lint_context([*installed, *(each for each in contents if kind_of(each) == "DeviceClass")], driver)
+    """Every finding, in the order of ``documents``; ``installed`` are classes that exist in addition."""
+    contents = [document.content for document in documents if isinstance(document.content, Mapping)]
+    context = lint_context(
+        [*installed, *(content for content in contents if kind_of(content) == "DeviceClass")], driver
+    )
     for document in documents:
         if isinstance(document.content, Mapping):
             named = f"{text(document.content, 'kind')} {name_of(document.content)}"
@@ -77,14 +79,14 @@ def refused(content: Mapping[str, Any], kind: str) -> Iterator[Issue]:
         yield from _values(request)
 
 
-def _values(request: Request) -> Iterator[Issue]:
-    count, mode = request.raw.get("count", 1), request.raw.get("allocationMode") or MODES[0]
+def _values(request: RequestFields) -> Iterator[Issue]:
+    count, mode = request.raw.get("count", 1), request.raw.get("allocationMode") or ALLOCATION_MODES[0]
     if "deviceClassName" not in request.raw:
         yield Issue(request.path, shown(request.raw), "must have exactly or firstAvailable, with deviceClassName")
     if isinstance(count, int) and count < 1:
         yield Issue(f"{request.path}.count", shown(count), "must be at least 1")
-    if mode not in MODES:
-        yield Issue(f"{request.path}.allocationMode", shown(mode), f"accepted: {', '.join(MODES)}")
+    if mode not in ALLOCATION_MODES:
+        yield Issue(f"{request.path}.allocationMode", shown(mode), f"accepted: {', '.join(ALLOCATION_MODES)}")
     for name, amount in settings_of(request.raw, "capacity.requests").items():
         try:
             parse_quantity(str(amount))
@@ -134,7 +136,7 @@ def _parameter_issues(owner: Mapping[str, Any], path: str, context: LintContext)
                 yield Issue(place, fault.found, fault.message)
 
 
-def _all_devices(request: Request, context: LintContext) -> Iterator[Issue]:
+def _all_devices(request: RequestFields, context: LintContext) -> Iterator[Issue]:
     """An issue for allocationMode All, except with administrative access, which allocates nothing."""
     mode = request.raw.get("allocationMode")
     if mode == "All" and context.facts(request).gives and request.raw.get("adminAccess") is not True:
@@ -164,7 +166,7 @@ def _repeated(named: Sequence[tuple[int, Mapping[str, Any]]], path: str, what: s
         seen.add(name)
 
 
-def _request_names(devices: Mapping[str, Any], path: str, requests: Sequence[Request]) -> Iterator[Issue]:
+def _request_names(devices: Mapping[str, Any], path: str, requests: Sequence[RequestFields]) -> Iterator[Issue]:
     accepted = list(dict.fromkeys(name for request in requests for name in (request.base, request.name)))
     for field in ("config", "constraints"):
         for index, entry in entries(devices, field):
@@ -175,12 +177,12 @@ def _request_names(devices: Mapping[str, Any], path: str, requests: Sequence[Req
                     yield Issue(f"{path}.{field}[{index}].requests[{position}]", shown(name), message)
 
 
-def _constraint_attribute(constraint: Constraint, context: LintContext) -> Iterator[Issue]:
+def _constraint_attribute(constraint: ConstraintFields, context: LintContext) -> Iterator[Issue]:
     domain, slash, name = constraint.attribute.rpartition("/")
     domains = [context.driver, STANDARD_DOMAIN]
     if not slash:
         message = f"must be qualified by a domain, such as {context.driver}/{PARENT.name}"
-        hint = meant(name, (f"{context.driver}/{each}" for each in ATTRIBUTES))
+        hint = meant(name, (f"{context.driver}/{attribute}" for attribute in ATTRIBUTES))
         yield Issue(constraint.path, shown(name), f"{message}{hint}")
     elif misspelt(domain, domains):
         message = f"is almost a domain of Tessera's devices{meant(domain, domains)}"
@@ -192,8 +194,11 @@ def _constraint_attribute(constraint: Constraint, context: LintContext) -> Itera
 def wrong_kind(content: Mapping[str, Any]) -> Iterator[Issue]:
     """An issue for a kind that does not exist in resource.k8s.io."""
     kind = text(content, "kind")
-    if text(content, "apiVersion").startswith(f"{GROUP}/") and kind.removesuffix("List") not in {*SPEC, *OTHER_KINDS}:
-        yield Issue("kind", shown(kind), f"no such kind in {GROUP}{meant(kind, (*SPEC, *OTHER_KINDS))}")
+    if text(content, "apiVersion").startswith(f"{DRA_GROUP}/") and kind.removesuffix("List") not in {
+        *SPEC,
+        *OTHER_KINDS,
+    }:
+        yield Issue("kind", shown(kind), f"no such kind in {DRA_GROUP}{meant(kind, (*SPEC, *OTHER_KINDS))}")
 
 
 Fields = Mapping[str, Any]
@@ -205,7 +210,7 @@ def _plain(*names: str) -> dict[str, Any]:
     return dict.fromkeys(names, ANYTHING)
 
 
-METADATA = _plain(
+METADATA_FIELDS = _plain(
     "name",
     "generateName",
     "namespace",
@@ -222,44 +227,44 @@ METADATA = _plain(
     "managedFields",
     "selfLink",
 )
-SELECTORS = {"cel": _plain("expression")}
-OPAQUE = _plain("driver", "parameters")
-REQUEST = {
+SELECTOR_FIELDS = {"cel": _plain("expression")}
+OPAQUE_FIELDS = _plain("driver", "parameters")
+REQUEST_FIELDS = {
     **_plain("deviceClassName", "allocationMode", "count"),
-    "selectors": SELECTORS,
+    "selectors": SELECTOR_FIELDS,
     "capacity": _plain("requests"),
     "tolerations": _plain("key", "operator", "value", "effect", "tolerationSeconds"),
     "derivedAttributes": _plain("name", "expression"),
 }
-CLAIM = {
+CLAIM_FIELDS = {
     "devices": {
         "requests": {
             **_plain("name"),
-            "exactly": {**REQUEST, **_plain("adminAccess")},
-            "firstAvailable": {**_plain("name"), **REQUEST},
+            "exactly": {**REQUEST_FIELDS, **_plain("adminAccess")},
+            "firstAvailable": {**_plain("name"), **REQUEST_FIELDS},
         },
         "constraints": _plain("requests", "matchAttribute", "distinctAttribute"),
-        "config": {**_plain("requests"), "opaque": OPAQUE},
+        "config": {**_plain("requests"), "opaque": OPAQUE_FIELDS},
     }
 }
-COMMON = {**_plain("apiVersion", "kind"), "metadata": METADATA}
-KINDS: Mapping[str, Fields] = {
+COMMON_FIELDS = {**_plain("apiVersion", "kind"), "metadata": METADATA_FIELDS}
+FIELDS_OF_KIND: Mapping[str, Fields] = {
     "DeviceClass": {
-        **COMMON,
-        "spec": {**_plain("extendedResourceName"), "selectors": SELECTORS, "config": {"opaque": OPAQUE}},
+        **COMMON_FIELDS,
+        "spec": {**_plain("extendedResourceName"), "selectors": SELECTOR_FIELDS, "config": {"opaque": OPAQUE_FIELDS}},
     },
-    "ResourceClaim": {**COMMON, "spec": CLAIM, **_plain("status")},
-    "ResourceClaimTemplate": {**COMMON, "spec": {"metadata": METADATA, "spec": CLAIM}},
+    "ResourceClaim": {**COMMON_FIELDS, "spec": CLAIM_FIELDS, **_plain("status")},
+    "ResourceClaimTemplate": {**COMMON_FIELDS, "spec": {"metadata": METADATA_FIELDS, "spec": CLAIM_FIELDS}},
 }
 
 
 def shape_issues(content: Mapping[str, Any], kind: str) -> Iterator[Issue]:
     """Issues for an API version that is not served and for unknown fields."""
     version = content.get("apiVersion")
-    if version != VERSION:
-        message = f"Kubernetes serves {VERSION}; other versions only if an administrator enables them"
-        yield Issue("apiVersion", shown(version), message if text(content, "apiVersion") else f"must be {VERSION}")
-    yield from _unknown(content, KINDS[kind], "")
+    if version != DRA_VERSION:
+        message = f"Kubernetes serves {DRA_VERSION}; other versions only if an administrator enables them"
+        yield Issue("apiVersion", shown(version), message if text(content, "apiVersion") else f"must be {DRA_VERSION}")
+    yield from _unknown(content, FIELDS_OF_KIND[kind], "")
 
 
 def _unknown(content: Mapping[Any, Any], known: Fields, path: str) -> Iterator[Issue]:
@@ -269,9 +274,9 @@ def _unknown(content: Mapping[Any, Any], known: Fields, path: str) -> Iterator[I
             yield Issue(place, shown(found), _no_such(str(name), known))
         elif known[name] is not ANYTHING:
             several = isinstance(found, list)
-            for index, each in enumerate(found if several else [found]):
-                if isinstance(each, Mapping):
-                    yield from _unknown(each, known[name], f"{place}[{index}]." if several else f"{place}.")
+            for index, item in enumerate(found if several else [found]):
+                if isinstance(item, Mapping):
+                    yield from _unknown(item, known[name], f"{place}[{index}]." if several else f"{place}.")
 
 
 def _no_such(name: str, known: Fields) -> str:

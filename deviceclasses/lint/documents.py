@@ -13,8 +13,8 @@ import yaml
 from deviceclasses.lint.findings import Finding, Severity, misspelt
 from driver.errors import UsageError
 
-GROUP = "resource.k8s.io"
-VERSION = f"{GROUP}/v1"
+DRA_GROUP = "resource.k8s.io"
+DRA_VERSION = f"{DRA_GROUP}/v1"
 SPEC = {"DeviceClass": "spec", "ResourceClaim": "spec.devices", "ResourceClaimTemplate": "spec.spec.devices"}
 """The kinds that are checked, and the path of their settings."""
 
@@ -39,12 +39,12 @@ def read_documents(path: str) -> Iterator[Document | Finding]:
     place = Path(path)
     if not place.exists():
         raise UsageError(f"{path}: no such file or folder")
-    found = [place]
+    files = [place]
     if place.is_dir():
-        found = sorted(each for each in place.rglob("*") if each.suffix in SUFFIXES and each.is_file())
-        if not found:
+        files = sorted(file for file in place.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        if not files:
             raise UsageError(f"{path}: no file in this folder ends in {', '.join(sorted(SUFFIXES))}")
-    for file in found:
+    for file in files:
         try:
             text = file.read_bytes()
         except OSError as error:
@@ -90,18 +90,20 @@ def items_of(content: object) -> Iterator[object]:
     """The objects of a document. The items of a list from the API server get the kind that the list implies."""
     kind = text(content, "kind") if isinstance(content, Mapping) else ""
     items = content.get("items") if isinstance(content, Mapping) else None
-    one = kind.removesuffix("List")
-    if not kind.endswith("List") or one not in {"", *SPEC} or not isinstance(items, list) or not items:
+    item_kind = kind.removesuffix("List")
+    if not kind.endswith("List") or item_kind not in {"", *SPEC} or not isinstance(items, list) or not items:
         yield content
         return
-    implied = {"apiVersion": text(content, "apiVersion"), "kind": one} if one and isinstance(content, Mapping) else {}
+    implied: dict[str, str] = {}
+    if item_kind and isinstance(content, Mapping):
+        implied = {"apiVersion": text(content, "apiVersion"), "kind": item_kind}
     yield from ({**implied, **item} if isinstance(item, Mapping) else item for item in items)
 
 
 def text(owner: Mapping[str, Any], field: str) -> str:
     """A string field; empty if it is missing or not a string."""
-    found = owner.get(field)
-    return found if isinstance(found, str) else ""
+    value = owner.get(field)
+    return value if isinstance(value, str) else ""
 
 
 def kind_of(content: object) -> str | None:
@@ -114,7 +116,7 @@ def kind_of(content: object) -> str | None:
 
 def nothing_to_check(paths: Sequence[str], documents: Sequence[Document]) -> Finding:
     """The finding about files without any object that lint checks."""
-    there = dict.fromkeys(_described(each.content) for each in documents if each.content is not None)
+    there = dict.fromkeys(_described(document.content) for document in documents if document.content is not None)
     contents = f"there is {', '.join(there)}" if there else "it is empty"
     message = f"nothing here is a DeviceClass, ResourceClaim or ResourceClaimTemplate: {contents}"
     return Finding(", ".join(paths), 1, "-", "", "", message, Severity.ERROR)
@@ -123,7 +125,7 @@ def nothing_to_check(paths: Sequence[str], documents: Sequence[Document]) -> Fin
 def _of_our_group(content: Mapping[str, Any]) -> bool:
     """Whether an object is of resource.k8s.io, or lacks the group or misspells it."""
     group, slash, _ = text(content, "apiVersion").partition("/")
-    return not slash or group == GROUP or misspelt(group, [GROUP]) is not None
+    return not slash or group == DRA_GROUP or misspelt(group, [DRA_GROUP]) is not None
 
 
 def _described(content: object) -> str:

@@ -23,7 +23,12 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """One problem in an object: field, value found, and message with what would be accepted."""
+    """One problem in an object.
+
+    path     of the field
+    value    as it was found
+    message  what is wrong, with what would be accepted
+    """
 
     path: str
     value: str
@@ -33,7 +38,7 @@ class Issue:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """An issue with its document and its object (``DeviceClass gpu-dev``)."""
+    """An issue with its file, the number of the document in it, and its object (``DeviceClass gpu-dev``)."""
 
     file: str
     document: int

@@ -35,13 +35,13 @@ from driver.model.offer import DeviceKind
 
 Object = Mapping[str, Any]
 
-GROUP = "kueue.x-k8s.io"
-CONFIGURATION = f"config.{GROUP}"
-QUEUE_NAME = f"{GROUP}/queue-name"
+KUEUE_GROUP = "kueue.x-k8s.io"
+CONFIGURATION = f"config.{KUEUE_GROUP}"
+QUEUE_NAME = f"{KUEUE_GROUP}/queue-name"
 MAPPINGS = "resources.deviceClassMappings"
 MAX_MAPPINGS, MAX_CLASSES, MAX_NAME, MAX_LABEL = 16, 8, 253, 63
-MEMORY = "memory"
-GATES = {
+MEMORY_NAME = "memory"
+SOURCE_GATES = {
     "counter": ("KueueDRAIntegrationPartitionableDevices", True),
     "capacity": ("KueueDRAIntegrationConsumableCapacity", False),
 }
@@ -65,14 +65,14 @@ class ClassMapping:
 
     @property
     def classes(self) -> list[str]:
-        found = self.raw.get("deviceClassNames")
-        return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+        names = self.raw.get("deviceClassNames")
+        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     @property
     def sources(self) -> Iterator[tuple[str, str, Object]]:
         """The path, the kind and the content of each source."""
         for index, source in entries(self.raw, "sources"):
-            for kind in GATES:
+            for kind in SOURCE_GATES:
                 if isinstance(found := source.get(kind), Mapping):
                     yield f"{self.path}.sources[{index}].{kind}", kind, found
 
@@ -91,33 +91,33 @@ class KueueContext:
     lint: LintContext
 
     def of_kind(self, kind: str) -> list[Object]:
-        return [each for each in self.objects if text(each, "kind") == kind and _is_kueue(each)]
+        return [item for item in self.objects if text(item, "kind") == kind and _is_kueue(item)]
 
     @cached_property
     def mappings(self) -> list[ClassMapping]:
-        return [each for configuration in self.of_kind("Configuration") for each in mappings_of(configuration)]
+        return [mapping for configuration in self.of_kind("Configuration") for mapping in mappings_of(configuration)]
 
     @cached_property
     def templates_outside(self) -> set[tuple[str, str]]:
         """Namespace and name of the templates that only pods outside of Kueue use."""
         users: dict[tuple[str, str], set[bool]] = {}
-        for each in self.objects:
-            for _, pod in pod_specs(each):
+        for item in self.objects:
+            for _, pod in pod_specs(item):
                 for _, claim in entries(pod, "resourceClaims"):
-                    template = (_metadata(each, "namespace"), text(claim, "resourceClaimTemplateName"))
-                    users.setdefault(template, set()).add(bool(queue_of(each)))
+                    template = (_metadata(item, "namespace"), text(claim, "resourceClaimTemplateName"))
+                    users.setdefault(template, set()).add(bool(queue_of(item)))
         return {template for template, queued in users.items() if queued == {False}}
 
     def kinds(self, mapping: ClassMapping) -> frozenset[DeviceKind]:
         """The kinds of Tessera's devices that the classes of a mapping give."""
-        facts = [self.lint.classes.get(each, UNKNOWN) for each in mapping.classes]
-        return frozenset[DeviceKind]().union(*(each.gives for each in facts))
+        facts = [self.lint.classes.get(name, UNKNOWN) for name in mapping.classes]
+        return frozenset[DeviceKind]().union(*(class_facts.gives for class_facts in facts))
 
 
 def lint_kueue(documents: Sequence[Document], installed: Iterable[Object], driver: str) -> Iterator[Finding]:
     """The findings that only Kueue gives a reason for, in the order of ``documents``."""
-    objects = [each.content for each in documents if isinstance(each.content, Mapping)]
-    classes = [each for each in objects if text(each, "kind") == "DeviceClass"]
+    objects = [document.content for document in documents if isinstance(document.content, Mapping)]
+    classes = [item for item in objects if text(item, "kind") == "DeviceClass"]
     context = KueueContext(objects, lint_context([*installed, *classes], driver))
     for document in documents:
         content = document.content
@@ -166,20 +166,20 @@ def pod_specs(content: Object) -> Iterator[tuple[str, Object]]:
     seen: set[int] = set()
     pending: list[tuple[str, object]] = [("", content)]
     while pending:
-        path, found = pending.pop()
-        if not isinstance(found, Mapping | list) or id(found) in seen:
+        path, value = pending.pop()
+        if not isinstance(value, Mapping | list) or id(value) in seen:
             continue
-        seen.add(id(found))
-        if isinstance(found, list):
-            pending += [(f"{path}[{index}]", each) for index, each in enumerate(found)]
-        elif isinstance(found.get("containers"), list):
-            yield path, found
+        seen.add(id(value))
+        if isinstance(value, list):
+            pending += [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+        elif isinstance(value.get("containers"), list):
+            yield path, value
         else:
-            pending += [(f"{path}.{name}" if path else str(name), each) for name, each in found.items()]
+            pending += [(f"{path}.{name}" if path else str(name), item) for name, item in value.items()]
 
 
 def _is_kueue(content: Object) -> bool:
-    return text(content, "apiVersion").partition("/")[0] in {GROUP, CONFIGURATION}
+    return text(content, "apiVersion").partition("/")[0] in {KUEUE_GROUP, CONFIGURATION}
 
 
 def _metadata(content: Object, field: str) -> str:
@@ -188,9 +188,9 @@ def _metadata(content: Object, field: str) -> str:
 
 def _known(context: KueueContext, kind: str, path: str, name: str) -> Iterator[Issue]:
     """A warning about a queue that is not in the files, if they have any of its kind."""
-    known = [_metadata(each, "name") for each in context.of_kind(kind)]
-    if known and name not in known:
-        message = f"no {kind} of this name in these files; there is {', '.join(known)}{meant(name, known)}"
+    names = [_metadata(queue, "name") for queue in context.of_kind(kind)]
+    if names and name not in names:
+        message = f"no {kind} of this name in these files; there is {', '.join(names)}{meant(name, names)}"
         yield Issue(path, shown(name), message, Severity.WARNING)
 
 
@@ -202,7 +202,7 @@ def _configuration(content: Object, context: KueueContext) -> Iterator[Issue]:
     for position, mapping in enumerate(mappings):
         earlier = mappings[:position]
         yield from _label_key(f"{mapping.path}.name", mapping.raw.get("name"))
-        if mapping.name in {each.name for each in earlier}:
+        if mapping.name in {before.name for before in earlier}:
             message = "another mapping has this name; list its classes in one mapping"
             yield Issue(f"{mapping.path}.name", shown(mapping.name), message)
         yield from _classes(mapping, earlier, context)
@@ -222,10 +222,10 @@ def _label_key(path: str, found: object) -> Iterator[Issue]:
 
 
 def _classes(mapping: ClassMapping, earlier: Sequence[ClassMapping], context: KueueContext) -> Iterator[Issue]:
-    path, found = f"{mapping.path}.deviceClassNames", mapping.raw.get("deviceClassNames")
-    names = found if isinstance(found, list) else []
+    path, listed = f"{mapping.path}.deviceClassNames", mapping.raw.get("deviceClassNames")
+    names = listed if isinstance(listed, list) else []
     if not names:
-        yield Issue(path, shown(found), f"must list 1 to {MAX_CLASSES} DeviceClasses, such as gpu-training")
+        yield Issue(path, shown(listed), f"must list 1 to {MAX_CLASSES} DeviceClasses, such as gpu-training")
     if len(names) > MAX_CLASSES:
         yield Issue(path, str(len(names)), f"Kueue accepts at most {MAX_CLASSES} classes in a mapping")
     for index, name in enumerate(names):
@@ -233,7 +233,7 @@ def _classes(mapping: ClassMapping, earlier: Sequence[ClassMapping], context: Ku
         yield from _label_key(place, name)
         if name in names[:index]:
             yield Issue(place, shown(name), "the mapping lists this class already")
-        other = next((each for each in earlier if name in each.classes and each.name != mapping.name), None)
+        other = next((before for before in earlier if name in before.classes and before.name != mapping.name), None)
         if other and (not mapping.counter or not other.counter or mapping.counter == other.counter):
             message = f"is part of mapping {other.name} already; two mappings can share a class only if each has a "
             yield Issue(place, shown(name), f"{message}counter source, for different counters")
@@ -244,13 +244,13 @@ def _classes(mapping: ClassMapping, earlier: Sequence[ClassMapping], context: Ku
 
 def _sources(mapping: ClassMapping, gates: Object | None, context: KueueContext) -> Iterator[Issue]:
     for index, source in entries(mapping.raw, "sources"):
-        if len([kind for kind in GATES if source.get(kind) is not None]) != 1:
+        if len([kind for kind in SOURCE_GATES if source.get(kind) is not None]) != 1:
             message = "must have exactly one of counter and capacity"
             yield Issue(f"{mapping.path}.sources[{index}]", ", ".join(source) or "{}", message)
     if len({kind for _, kind, _ in mapping.sources}) > 1:
         yield Issue(f"{mapping.path}.sources", "counter, capacity", "must be all counters or all capacities")
     for path, kind, source in mapping.sources:
-        gate, default = GATES[kind]
+        gate, default = SOURCE_GATES[kind]
         if (gates or {}).get(gate, default) is not True:
             message = f"Kueue refuses {kind} sources without featureGates: {{{gate}: true}}"
             severity = Severity.WARNING if gates is None else Severity.ERROR
@@ -273,9 +273,9 @@ def _source_name(path: str, kind: str, source: Object, driver: str) -> Iterator[
         valid = bool(CAPACITY_NAME.fullmatch(last)) and (not domain or bool(SUBDOMAIN.fullmatch(domain)))
     if not valid:
         accepted = "a DNS label" if kind == "counter" else "an identifier, with or without a DNS domain and /"
-        yield Issue(f"{path}.name", shown(source.get("name")), f"must be {accepted}, such as {MEMORY}")
-    elif ours and name not in ({MEMORY} if kind == "counter" else CAPACITIES):
-        message = f"no {kind} of Tessera's devices that can be a quota; accepted: {MEMORY}"
+        yield Issue(f"{path}.name", shown(source.get("name")), f"must be {accepted}, such as {MEMORY_NAME}")
+    elif ours and name not in ({MEMORY_NAME} if kind == "counter" else CAPACITIES):
+        message = f"no {kind} of Tessera's devices that can be a quota; accepted: {MEMORY_NAME}"
         reason = " (Kueue compares the name as written, without a domain)" if domain else ""
         yield Issue(f"{path}.name", shown(name), f"{message}{reason}")
 
@@ -290,16 +290,18 @@ def _source_selector(
         yield Issue(f"{path}.deviceSelector.cel.expression", shown(source.get("deviceSelector")), message)
         return
     wrong = list(selector_issues(owner, path, driver))
-    yield from (replace(each, path=each.path.replace(".selectors[0]", ".deviceSelector")) for each in wrong)
+    yield from (replace(issue, path=issue.path.replace(".selectors[0]", ".deviceSelector")) for issue in wrong)
     for name in mapping.classes if not wrong and text(source, "driver") == driver else ():
         facts = context.lint.classes.get(name, UNKNOWN)
         given = facts.gives & may_select((*facts.selectors, *expressions), driver)
-        described = " or ".join(DEVICE_NAMES[each] for each in DeviceKind if each in facts.gives)
+        described = " or ".join(DEVICE_NAMES[device_kind] for device_kind in DeviceKind if device_kind in facts.gives)
         if facts.gives and not given:
             message = f"class {name} gives {described}, none of which this selects: its claims are never admitted"
             yield Issue(f"{path}.deviceSelector.cel.expression", shown(expressions[0]), message)
         elif given == {DeviceKind.SHARE} and kind == "capacity":
-            message = f"class {name} gives shares, which have no capacity: take a counter source with name {MEMORY}"
+            message = (
+                f"class {name} gives shares, which have no capacity: take a counter source with name {MEMORY_NAME}"
+            )
             yield Issue(path, kind, message)
 
 
@@ -307,7 +309,7 @@ def _mixed_count(mapping: ClassMapping, context: KueueContext) -> Iterator[Issue
     kinds = context.kinds(mapping)
     if len(kinds) > 1 and not list(mapping.sources):
         listed = " and ".join(DEVICE_NAMES[kind] for kind in DeviceKind if kind in kinds)
-        message = f"counts {listed} alike; with a counter source {MEMORY} each is charged the memory that it takes"
+        message = f"counts {listed} alike; with a counter source {MEMORY_NAME} each is charged the memory that it takes"
         yield Issue(f"{mapping.path}.deviceClassNames", ", ".join(mapping.classes), message, Severity.WARNING)
 
 
@@ -323,14 +325,15 @@ def _quotas(queue: Object) -> Iterator[tuple[str, str, str, object]]:
 
 def _shared_hardware(queue: Object, context: KueueContext) -> Iterator[Issue]:
     """Warnings about quotas of one flavor that promise the same GPUs twice, in this ClusterQueue or with others."""
-    mapped = {each.name: each for each in context.mappings if context.kinds(each)}
-    quotas = [each for other in context.of_kind("ClusterQueue") for each in _quotas(other)]
+    mapped = {mapping.name: mapping for mapping in context.mappings if context.kinds(mapping)}
+    quotas = [quota for other in context.of_kind("ClusterQueue") for quota in _quotas(other)]
     for path, flavor, resource, quota in _quotas(queue):
         names = list(dict.fromkeys(name for _, other, name, _ in quotas if other == flavor and name in mapped))
         if resource in names[1:]:
             message = (
                 f"the quota of {names[0]} in flavor {flavor} is for the same GPUs: together they promise more "
-                f"than there is; map the classes of both to one resource with a counter source {MEMORY} and one quota"
+                f"than there is; map the classes of both to one resource with a counter source "
+                f"{MEMORY_NAME} and one quota"
             )
             yield Issue(path, f"{resource}: {quota}", message, Severity.WARNING)
 
@@ -341,30 +344,30 @@ def _template(devices: Object, context: KueueContext) -> Iterator[Issue]:
         if "firstAvailable" in request:
             message = "Kueue refuses firstAvailable: ask for one class with exactly"
             yield Issue(f"{path}.requests[{index}].firstAvailable", shown(request["firstAvailable"]), message)
-    for each in requests_of(devices, path):
-        if ".firstAvailable[" in each.path:
+    for fields in requests_of(devices, path):
+        if ".firstAvailable[" in fields.path:
             continue
-        if each.raw.get("adminAccess") is True:
+        if fields.raw.get("adminAccess") is True:
             message = "Kueue charges nothing for a request with adminAccess, whatever it gets"
-            yield Issue(f"{each.path}.adminAccess", "true", message, Severity.WARNING)
+            yield Issue(f"{fields.path}.adminAccess", "true", message, Severity.WARNING)
             continue
-        if each.raw.get("allocationMode") == "All":
+        if fields.raw.get("allocationMode") == "All":
             message = "Kueue refuses All: ask for a number of devices, such as allocationMode: ExactCount, count: 8"
-            yield Issue(f"{each.path}.allocationMode", '"All"', message)
+            yield Issue(f"{fields.path}.allocationMode", '"All"', message)
         mapped = [name for mapping in context.mappings for name in mapping.classes]
-        if context.of_kind("Configuration") and each.class_name not in mapped:
+        if context.of_kind("Configuration") and fields.class_name not in mapped:
             message = f"Kueue refuses it, because no mapping has this class; mapped: {', '.join(mapped) or 'none'}"
-            hint = meant(each.class_name, mapped)
-            yield Issue(f"{each.path}.deviceClassName", shown(each.class_name), f"{message}{hint}")
+            hint = meant(fields.class_name, mapped)
+            yield Issue(f"{fields.path}.deviceClassName", shown(fields.class_name), f"{message}{hint}")
 
 
 def _job(content: Object, context: KueueContext) -> Iterator[Issue]:
     """Issues of the pods of a queued object."""
     sourced = {name for mapping in context.mappings if list(mapping.sources) for name in mapping.classes}
     extended = {
-        text(settings_of(each, "spec"), "extendedResourceName"): _metadata(each, "name")
-        for each in context.objects
-        if text(each, "kind") == "DeviceClass" and _metadata(each, "name") in sourced
+        text(settings_of(item, "spec"), "extendedResourceName"): _metadata(item, "name")
+        for item in context.objects
+        if text(item, "kind") == "DeviceClass" and _metadata(item, "name") in sourced
     }
     for path, pod in pod_specs(content):
         for index, claim in entries(pod, "resourceClaims"):

@@ -16,7 +16,7 @@ from driver.model.offer import DeviceKind
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RequestFields:
     """A request, or one of its alternatives with the name ``base/alternative``."""
 
     base: str
@@ -41,7 +41,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Constraint:
+class ConstraintFields:
     """An attribute that is equal (or ``distinct``) on the devices of ``requests``, or of all requests if empty."""
 
     path: str
@@ -49,39 +49,39 @@ class Constraint:
     distinct: bool
     requests: frozenset[str]
 
-    def covers(self, request: Request) -> bool:
+    def covers(self, request: RequestFields) -> bool:
         return not self.requests or bool(self.requests & {request.base, request.name})
 
 
-def requests_of(devices: Mapping[str, Any], path: str) -> Iterator[Request]:
+def requests_of(devices: Mapping[str, Any], path: str) -> Iterator[RequestFields]:
     """Every request, or instead its alternatives; ``path`` is that of ``devices``."""
     for index, raw in entries(devices, "requests"):
         name, place = text(raw, "name"), f"{path}.requests[{index}]"
         alternatives = list(entries(raw, "firstAvailable"))
         for position, alternative in alternatives:
             full = f"{name}/{text(alternative, 'name')}"
-            yield Request(name, full, f"{place}.firstAvailable[{position}]", alternative)
+            yield RequestFields(name, full, f"{place}.firstAvailable[{position}]", alternative)
         exactly = raw.get("exactly")
         if isinstance(exactly, Mapping):
-            yield Request(name, name, f"{place}.exactly", exactly)
+            yield RequestFields(name, name, f"{place}.exactly", exactly)
         elif not alternatives:
             # In v1beta1 the fields of ``exactly`` are in the request itself.
-            yield Request(name, name, place, raw)
+            yield RequestFields(name, name, place, raw)
 
 
-def constraints_of(devices: Mapping[str, Any], path: str) -> Iterator[Constraint]:
+def constraints_of(devices: Mapping[str, Any], path: str) -> Iterator[ConstraintFields]:
     for index, raw in entries(devices, "constraints"):
         requests = frozenset(str(name) for name in request_names(raw))
         for field in ("matchAttribute", "distinctAttribute"):
             if attribute := text(raw, field):
                 place = f"{path}.constraints[{index}].{field}"
-                yield Constraint(place, attribute, field == "distinctAttribute", requests)
+                yield ConstraintFields(place, attribute, field == "distinctAttribute", requests)
 
 
 def entries(owner: Mapping[str, Any], field: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """The objects of a list with their index; none if the field is not a list."""
-    found = owner.get(field)
-    for index, entry in enumerate(found if isinstance(found, list) else []):
+    items = owner.get(field)
+    for index, entry in enumerate(items if isinstance(items, list) else []):
         if isinstance(entry, Mapping):
             yield index, entry
 
@@ -130,14 +130,16 @@ class LintContext:
     driver: str
     classes: Mapping[str, ClassFacts]
 
-    def facts(self, request: Request) -> ClassFacts:
+    def facts(self, request: RequestFields) -> ClassFacts:
         """The facts about the class that ``request`` names."""
         return self.classes.get(request.class_name, UNKNOWN)
 
 
 def lint_context(classes: Sequence[Mapping[str, Any]], driver: str) -> LintContext:
     """Build the context from the class objects; the last one of a name counts."""
-    return LintContext(driver, {name_of(each): _facts(settings_of(each, "spec"), driver) for each in classes})
+    return LintContext(
+        driver, {name_of(device_class): _facts(settings_of(device_class, "spec"), driver) for device_class in classes}
+    )
 
 
 def _facts(spec: Mapping[str, Any], driver: str) -> ClassFacts:
@@ -151,8 +153,8 @@ def _facts(spec: Mapping[str, Any], driver: str) -> ClassFacts:
 def settings_of(content: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     """The object at a dotted path; empty if there is none."""
     for field in path.split("."):
-        found = content.get(field)
-        content = found if isinstance(found, Mapping) else {}
+        value = content.get(field)
+        content = value if isinstance(value, Mapping) else {}
     return content
 
 

@@ -25,8 +25,8 @@ def compiled_programs(expressions: Iterable[str]) -> list[Program]:
 
 def compared_strings(programs: Iterable[Program]) -> frozenset[str]:
     """The string literals in comparisons, which may be profiles."""
-    found = (each.value for program in programs for each in comparisons_of(program.expression))
-    return frozenset(value for value in found if isinstance(value, str))
+    literals = (comparison.value for program in programs for comparison in comparisons_of(program.expression))
+    return frozenset(value for value in literals if isinstance(value, str))
 
 
 @cache
@@ -35,7 +35,8 @@ def may_select(expressions: tuple[str, ...], driver: str) -> frozenset[DeviceKin
     programs = compiled_programs(expressions)
     partitions = sorted({*values()["profile"].accepted, *compared_strings(programs)} - {NO_PROFILE})
     if not any(
-        each.referenced.everything or ("attributes", driver, "profile") in each.referenced.reads for each in programs
+        program.referenced.everything or ("attributes", driver, "profile") in program.referenced.reads
+        for program in programs
     ):
         partitions = partitions[:1]
     profiles = {kind: partitions if kind is DeviceKind.PARTITION else [NO_PROFILE] for kind in DeviceKind}
@@ -43,7 +44,8 @@ def may_select(expressions: tuple[str, ...], driver: str) -> frozenset[DeviceKin
         kind
         for kind, names in profiles.items()
         if any(
-            all(each.evaluate(_partial_device(driver, kind, name)) is not False for each in programs) for name in names
+            all(program.evaluate(_partial_device(driver, kind, name)) is not False for program in programs)
+            for name in names
         )
     )
 
@@ -58,12 +60,12 @@ class _PartialDevice(CelDevice):
 
     @cached_property
     def value(self) -> Map:
-        known = self.attributes[self.driver]
-        missing = ATTRIBUTES_AND_CAPACITIES - names_of(DeviceKind(known["type"]))
+        attributes = self.attributes[self.driver]
+        missing = ATTRIBUTES_AND_CAPACITIES - names_of(DeviceKind(attributes["type"]))
         return _PartialMap(
             {
                 "driver": self.driver,
-                "attributes": _PartialMap({self.driver: _PartialMap(known, missing)}),
+                "attributes": _PartialMap({self.driver: _PartialMap(attributes, missing)}),
                 "capacity": _PartialMap({self.driver: _PartialMap({}, missing)}),
             }
         )
@@ -83,10 +85,10 @@ class _PartialMap(Map):
         self._missing = missing
 
     def find(self, key: Value) -> tuple[Value] | None:
-        found = super().find(key)
-        if found is None and key not in self._missing:
+        value = super().find(key)
+        if value is None and key not in self._missing:
             raise EvaluationError(f"{key} is not known")
-        return found
+        return value
 
     def has(self, key: Value) -> bool:
         return self.find(key) is not None

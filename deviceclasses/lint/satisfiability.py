@@ -13,9 +13,9 @@ from deviceclasses.lint.attribute_catalogue import ATTRIBUTES, names_of
 from deviceclasses.lint.findings import Issue
 from deviceclasses.lint.lint_context import (
     ClassFacts,
-    Constraint,
+    ConstraintFields,
     LintContext,
-    Request,
+    RequestFields,
     parameters_of,
     request_names,
     selectors_of,
@@ -32,15 +32,17 @@ MAX_LISTED_CLASSES = 3
 
 
 def parameter_mismatches(
-    devices: Mapping[str, Any], path: str, requests: Sequence[Request], context: LintContext
+    devices: Mapping[str, Any], path: str, requests: Sequence[RequestFields], context: LintContext
 ) -> Iterator[Issue]:
     """Issues for parameters of another kind of device than a request they name gets, or than all their requests get."""
     for index, entry, opaque in parameters_of(devices, context.driver):
         named, raw = request_names(entry), opaque.get("parameters")
         served = devices_for(raw)
-        covered = [each for each in requests if not named or each.name in named or each.base in named]
-        unfit = [each for each in covered if served and _gives_none_of(each, served, context)]
-        for request in unfit if len(unfit) == len(covered) else [each for each in unfit if each.name in named]:
+        covered = [request for request in requests if not named or request.name in named or request.base in named]
+        unfit = [request for request in covered if served and _gives_none_of(request, served, context)]
+        if len(unfit) < len(covered):
+            unfit = [request for request in unfit if request.name in named]
+        for request in unfit:
             message = (
                 f"does not fit request {request.name}: {_gives(request, context)}; "
                 f"take {_classes_of(served, context)}or parameters for what the class gives"
@@ -49,14 +51,14 @@ def parameter_mismatches(
             yield Issue(f"{path}.config[{index}].opaque.parameters.kind", shown(kind), message)
 
 
-def unsatisfiable_selectors(request: Request, context: LintContext) -> Iterator[Issue]:
+def unsatisfiable_selectors(request: RequestFields, context: LintContext) -> Iterator[Issue]:
     """Issues for selectors of a request that accept no device of its class."""
     facts = context.facts(request)
     selectors = list(selectors_of(request.raw, request.path))
     if not selectors or not facts.gives or _selected_kinds(facts, request.selectors, context):
         return
     place, expression = next(
-        (each for each in selectors if not _selected_kinds(facts, (each[1],), context)), selectors[0]
+        (selector for selector in selectors if not _selected_kinds(facts, (selector[1],), context)), selectors[0]
     )
     others = _class_list(
         [name for name, other in context.classes.items() if _selected_kinds(other, (expression,), context)]
@@ -66,7 +68,7 @@ def unsatisfiable_selectors(request: Request, context: LintContext) -> Iterator[
 
 
 def unsatisfiable_constraints(
-    requests: Sequence[Request], constraints: Sequence[Constraint], context: LintContext
+    requests: Sequence[RequestFields], constraints: Sequence[ConstraintFields], context: LintContext
 ) -> Iterator[Issue]:
     """Issues for constraints on an attribute that no device of a request can have."""
     for constraint in constraints:
@@ -74,11 +76,13 @@ def unsatisfiable_constraints(
         having = frozenset(kind for kind in DeviceKind if name in names_of(kind))
         if domain != context.driver or name not in ATTRIBUTES:
             continue
-        without = [each for each in requests if constraint.covers(each) and _gives_none_of(each, having, context)]
-        for base in dict.fromkeys(each.base for each in without):
-            alternatives = [each for each in requests if each.base == base]
-            if all(each in without for each in alternatives):
-                given = ", ".join(f"request {each.name}: {_gives(each, context)}" for each in alternatives)
+        without = [
+            request for request in requests if constraint.covers(request) and _gives_none_of(request, having, context)
+        ]
+        for base in dict.fromkeys(request.base for request in without):
+            alternatives = [request for request in requests if request.base == base]
+            if all(request in without for request in alternatives):
+                given = ", ".join(f"request {request.name}: {_gives(request, context)}" for request in alternatives)
                 message = (
                     f"can't hold for {given}, which never have it; take {_classes_of(having, context)}"
                     "or list under requests of the constraint only those that it applies to"
@@ -86,7 +90,7 @@ def unsatisfiable_constraints(
                 yield Issue(constraint.path, shown(constraint.attribute), message)
 
 
-def _gives_none_of(request: Request, wanted: frozenset[DeviceKind], context: LintContext) -> bool:
+def _gives_none_of(request: RequestFields, wanted: frozenset[DeviceKind], context: LintContext) -> bool:
     """Whether the request certainly gets no device of these kinds."""
     facts = context.facts(request)
     narrowed = _selected_kinds(facts, request.selectors, context) or facts.gives
@@ -98,7 +102,7 @@ def _selected_kinds(facts: ClassFacts, selectors: tuple[str, ...], context: Lint
     return facts.gives & may_select((*facts.selectors, *selectors), context.driver)
 
 
-def _gives(request: Request, context: LintContext) -> str:
+def _gives(request: RequestFields, context: LintContext) -> str:
     facts = context.facts(request)
     given = " or ".join(DEVICE_NAMES[kind] for kind in DeviceKind if kind in facts.gives)
     return f"class {request.class_name} gives {given}"
@@ -122,11 +126,11 @@ def _class_list(names: Sequence[str]) -> str:
 
 
 def share_issues(
-    requests: Sequence[Request], constraints: Sequence[Constraint], context: LintContext
+    requests: Sequence[RequestFields], constraints: Sequence[ConstraintFields], context: LintContext
 ) -> Iterator[Issue]:
     """Issues for claims that could get two shares of one GPU, which the driver refuses when the pod starts."""
     parent = f"{context.driver}/{PARENT.name}"
-    apart = [each for each in constraints if each.distinct and each.attribute == parent]
+    apart = [constraint for constraint in constraints if constraint.distinct and constraint.attribute == parent]
     shares = [request for request in requests if _may_be_share(request, context)]
     remedy = (
         "may give two shares of one GPU to this claim, which the driver refuses: ask for one share (of a GPU with "
@@ -134,18 +138,18 @@ def share_issues(
         f"constraint distinctAttribute: {parent}"
     )
     for request in shares:
-        if request.several and not any(each.covers(request) for each in apart):
+        if request.several and not any(constraint.covers(request) for constraint in apart):
             yield Issue(f"{request.path}.count", shown(request.raw.get("count")), remedy)
     for index, other in enumerate(shares):
-        beside = (one for one in shares[:index] if one.base != other.base)
-        one = next((one for one in beside if not any(each.covers(one) and each.covers(other) for each in apart)), None)
-        if one is not None:
-            yield Issue(
-                f"{other.path}.deviceClassName", shown(other.class_name), f"together with request {one.name} {remedy}"
-            )
+        for earlier in shares[:index]:
+            separated = any(constraint.covers(earlier) and constraint.covers(other) for constraint in apart)
+            if earlier.base != other.base and not separated:
+                message = f"together with request {earlier.name} {remedy}"
+                yield Issue(f"{other.path}.deviceClassName", shown(other.class_name), message)
+                break
 
 
-def _may_be_share(request: Request, context: LintContext) -> bool:
+def _may_be_share(request: RequestFields, context: LintContext) -> bool:
     facts = context.facts(request)
     if request.class_name not in context.classes:
         return False

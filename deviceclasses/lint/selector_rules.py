@@ -12,7 +12,7 @@ from typing import Any
 
 from deviceclasses.cel import CelDevice, Program, from_slice_device, nodes, try_compile
 from deviceclasses.cel.library.registry import FUNCTIONS, chosen
-from deviceclasses.cel.nodes import Node, children
+from deviceclasses.cel.nodes import Expr, children
 from deviceclasses.cel.parser import parse
 from deviceclasses.cel.referenced_attributes import Comparison, comparisons_of
 from deviceclasses.cel.values import EvaluationError, start_work
@@ -21,7 +21,7 @@ from deviceclasses.lint.attribute_catalogue import (
     CAPACITIES,
     IN_STANDARD,
     STANDARD_DOMAIN,
-    TYPES,
+    TYPE_OF,
     names_of,
     type_mismatch,
     unknown_name,
@@ -46,7 +46,7 @@ CERTAIN_ERRORS = (NO_SUCH_KEY, "no such overload")
 DEFAULTS = {"string": '""', "int": "0", "bool": "false"}
 """Literals for ``orValue``, by the type of the attribute."""
 
-KINDS = {DeviceKind.FULL: "a full GPU", DeviceKind.PARTITION: "a partition", DeviceKind.SHARE: "a share"}
+KIND_NAMES = {DeviceKind.FULL: "a full GPU", DeviceKind.PARTITION: "a partition", DeviceKind.SHARE: "a share"}
 
 
 def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: Iterable[str] = ()) -> Iterator[Issue]:
@@ -69,8 +69,8 @@ def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: It
 def empty_class_issues(expressions: tuple[str, ...], path: str, driver: str) -> Iterator[Issue]:
     """An issue for valid selectors that refer to Tessera's devices and accept none of them."""
     ours = any(
-        driver in {domain for _, domain, _ in each.referenced.reads} | compared_strings([each])
-        for each in compiled_programs(expressions)
+        driver in {domain for _, domain, _ in program.referenced.reads} | compared_strings([program])
+        for program in compiled_programs(expressions)
     )
     if ours and not may_select(expressions, driver):
         message = "selects none of Tessera's devices: none has the type and profile that it asks for"
@@ -100,17 +100,17 @@ def mistakes(expressions: Iterable[str], driver: str) -> list[str]:
     growing = tuple(
         values()[name].unknown_value(name, "").split("; ")[0] for name in values() if values()[name].growing
     )
-    found = (issue for issue in issues if not issue.message.startswith(growing))
+    certain = (issue for issue in issues if not issue.message.startswith(growing))
     texts = (
-        each.message if each.message.startswith(each.value.strip('"')) else f"{each.value}: {each.message}"
-        for each in found
+        issue.message if issue.message.startswith(issue.value.strip('"')) else f"{issue.value}: {issue.message}"
+        for issue in certain
     )
     return list(dict.fromkeys(texts))
 
 
 def is_known_value(text: str) -> bool:
     """Whether some GPU has this profile, architecture or product name, whether there is one in the cluster or not."""
-    return find_product(text) is not None or any(text in each.accepted for each in values().values())
+    return find_product(text) is not None or any(text in known_values.accepted for known_values in values().values())
 
 
 def remedy(kind: DeviceKind, verdict: str) -> str:
@@ -118,12 +118,12 @@ def remedy(kind: DeviceKind, verdict: str) -> str:
     if not verdict.startswith(NO_SUCH_KEY):
         return ""
     key = verdict.removeprefix(NO_SUCH_KEY)
-    having = [each for each in DeviceKind if key in names_of(each)]
+    having = [device_kind for device_kind in DeviceKind if key in names_of(device_kind)]
     if kind in having:
-        kinds = [TYPES[name] for name in (key, f"{STANDARD}{key}") if name in TYPES]
+        kinds = [TYPE_OF[name] for name in (key, f"{STANDARD}{key}") if name in TYPE_OF]
         default = DEFAULTS.get(kinds[0], "") if kinds else ""
         return f"not every GPU has {key}; .?{key}.orValue({default}) does not fail" if default else ""
-    types = " || ".join(f'type == "{each}"' for each in having)
+    types = " || ".join(f'type == "{device_kind}"' for device_kind in having)
     first = f"use a DeviceClass that selects only these, or test {types} first, with &&"
     return f"only devices with {types} have {key}: {first}" if having else ""
 
@@ -147,7 +147,7 @@ def _failures(place: str, program: Program, before: Iterable[str], driver: str) 
         if (
             isinstance(verdict, str)
             and verdict.startswith(CERTAIN_ERRORS)
-            and all(each.verdict(device) is True for each in earlier)
+            and all(selector.verdict(device) is True for selector in earlier)
         ):
             message = (
                 f"fails on {name}, which stops the pod's scheduling: {verdict}; {_remedy(program, verdict, driver)}"
@@ -161,7 +161,9 @@ def _remedy(program: Program, verdict: str, driver: str) -> str:
     if not verdict.startswith(NO_SUCH_KEY):
         full = {driver: "", STANDARD_DOMAIN: STANDARD}
         read = [
-            (name, TYPES.get(f"{full[domain]}{name}")) for _, domain, name in program.referenced.reads if domain in full
+            (name, TYPE_OF.get(f"{full[domain]}{name}"))
+            for _, domain, name in program.referenced.reads
+            if domain in full
         ]
         types = ", ".join(f"{name} is a {kind}" for name, kind in read if kind)
         return f"{types or 'each has one type'} (docs/attributes.md)"
@@ -184,10 +186,10 @@ def _samples(driver: str, profiles: frozenset[str]) -> list[tuple[str, CelDevice
     """Sample devices: one of each kind, with every name it can have, a partition per profile, one of another driver."""
     alike = [
         (DeviceKind.FULL, NO_PROFILE),
-        *((DeviceKind.PARTITION, each) for each in sorted(profiles)),
+        *((DeviceKind.PARTITION, profile) for profile in sorted(profiles)),
         (DeviceKind.SHARE, NO_PROFILE),
     ]
-    ours = [(KINDS[kind], from_slice_device(driver, _published(kind, profile))) for kind, profile in alike]
+    ours = [(KIND_NAMES[kind], from_slice_device(driver, _published(kind, profile))) for kind, profile in alike]
     return [*ours, ("a device of another driver", CelDevice("another-driver.example.com"))]
 
 
@@ -214,7 +216,7 @@ def comparison_issues(place: str, expression: str, driver: str) -> Iterator[Issu
 def conversion_issues(place: str, expression: str) -> Iterator[Issue]:
     """Issues for functions of literals, such as ``quantity("4x")``, that always fail; the expression compiles."""
     for call in _calls_of_literals(parse(expression)):
-        values = [each.value for each in call.arguments if isinstance(each, nodes.Literal)]
+        values = [argument.value for argument in call.arguments if isinstance(argument, nodes.Literal)]
         start_work()
         try:
             chosen(call.function, tuple(FUNCTIONS[call.function]))(*values)
@@ -222,17 +224,17 @@ def conversion_issues(place: str, expression: str) -> Iterator[Issue]:
             yield Issue(place, shown(values[0]), f"at character {call.position + 1}: always fails: {error}")
 
 
-def _calls_of_literals(node: Node) -> Iterator[nodes.Call]:
+def _calls_of_literals(node: Expr) -> Iterator[nodes.Call]:
     if (
         isinstance(node, nodes.Call)
         and node.target is None
         and node.function in FUNCTIONS
         and node.arguments
-        and all(isinstance(each, nodes.Literal) for each in node.arguments)
+        and all(isinstance(argument, nodes.Literal) for argument in node.arguments)
     ):
         yield node
-    for each in children(node):
-        yield from _calls_of_literals(each)
+    for child in children(node):
+        yield from _calls_of_literals(child)
 
 
 def _attribute(found: Comparison, driver: str) -> str | None:
@@ -241,13 +243,13 @@ def _attribute(found: Comparison, driver: str) -> str | None:
         return None
     _, domain, name = found.path
     full = {driver: name, STANDARD_DOMAIN: f"{STANDARD}{name}"}.get(domain)
-    return full if full in TYPES else None
+    return full if full in TYPE_OF else None
 
 
 def _value(place: str, name: str, found: Comparison) -> Iterator[Issue]:
     if (instead := type_mismatch(name, found)) is not None:
         yield Issue(place, shown(found.value), instead)
         return
-    known = values().get(name)
-    if known is not None and isinstance(found.value, str) and found.value not in known.accepted:
-        yield Issue(place, shown(found.value), known.unknown_value(name, found.value), known.severity)
+    catalogue = values().get(name)
+    if catalogue is not None and isinstance(found.value, str) and found.value not in catalogue.accepted:
+        yield Issue(place, shown(found.value), catalogue.unknown_value(name, found.value), catalogue.severity)

@@ -76,8 +76,13 @@ def uncordon(gpu: str, kubeconfig: Path | None, driver_name: str, output: str) -
         cleared = [str(ClearedFaults(name.uuid, max(stamps)))] if stamps else []
         cluster.edit(name.node, lambda spec: _uncordoned(spec, name, cleared))
     dealt = _values(fault for fault in faults if fault.stamp is not None)
-    left = _values(fault for fault in faults if fault.stamp is None)
-    _say(output, name, _outcome(name, cordoned, dealt, left), {"cordoned": False, "cleared": dealt, "left": left})
+    remaining = _values(fault for fault in faults if fault.stamp is None)
+    _say(
+        output,
+        name,
+        _outcome(name, cordoned, dealt, remaining),
+        {"cordoned": False, "cleared": dealt, "left": remaining},
+    )
 
 
 class PlanEditor:

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
-import yaml
 
 from deviceclasses.chart_classes import ANY_PARTITION, FULL_GPU, SHARE, profile_classes
 from driver.config.shared_flags import check_driver_name
-from driver.errors import EnvironmentFault, FatalError, UsageError
+from driver.errors import EnvironmentFault, UsageError
 from driver.kube.client import Object
-from driver.model.plan import COUNTERS_FIELD, KIND, GpuReport, states_of
+from driver.model.plan import COUNTERS_FIELD, GpuReport
 from driver.slices.attributes import quantity
 from driver.slices.build import memory_of_gpu
-from kubelet_plugin.inventory.open_hardware import open_host
-from kubelet_plugin.settings import node_settings
-from tessera.cluster_options import client_of, find_plans, with_driver_name, with_kubeconfig
+from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.gpu_reports import hardware, plans_with_gpus, reports_of
+from tessera.tables_and_drawings import as_documents, with_documents_output
 
-GROUP = "kueue.x-k8s.io"
-VERSION = f"{GROUP}/v1beta2"
+KUEUE_API_GROUP = "kueue.x-k8s.io"
+KUEUE_API_VERSION = f"{KUEUE_API_GROUP}/v1beta2"
 MAX_CLASSES = 8
 """Maximum classes of a mapping that Kueue accepts (pkg/config/validation.go)."""
 
-MEMORY, DEVICES = "memory", "devices"
-RESOURCES = {MEMORY: "gpu-memory", DEVICES: "gpus"}
+CHARGE_MEMORY, FULL_GPUS = "memory", "devices"
+QUOTA_NAMES = {CHARGE_MEMORY: "gpu-memory", FULL_GPUS: "gpus"}
 """The name of the quota, by what is charged."""
 
-FLAVOR = QUEUE = "gpus"
+FLAVOR_NAME = QUEUE = "gpus"
 
 
 @click.group()
@@ -51,13 +48,13 @@ def kueue() -> None:
 @click.option("--shares", help="With --gpus: as `tessera node --shares`.")
 @click.option(
     "--charge",
-    type=click.Choice([MEMORY, DEVICES]),
-    default=MEMORY,
+    type=click.Choice([CHARGE_MEMORY, FULL_GPUS]),
+    default=CHARGE_MEMORY,
     show_default=True,
     help="The memory that devices of any class take, or the number of full GPUs.",
 )
 @click.option("--queues", is_flag=True, help="Also a ResourceFlavor, a ClusterQueue and a LocalQueue.")
-@click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True, help="Format.")
+@with_documents_output
 @with_kubeconfig
 @with_driver_name
 def config(
@@ -90,49 +87,36 @@ def config(
         raise UsageError(f"--driver-name {driver_name}: {error}") from error
     if gpus is None and (nodes is not None or shares is not None):
         raise UsageError("--nodes and --shares describe the nodes of --gpus: give --gpus, too, such as sim:dgx-h100")
-    reports = _of_cluster(kubeconfig, charge) if gpus is None else _of_hardware(gpus, shares) * (nodes or 1)
+    reports = _of_cluster(kubeconfig, charge) if gpus is None else hardware(gpus=gpus, shares=shares) * (nodes or 1)
     classes, left_out = _classes(reports, charge)
     if left_out:
         note = f"a mapping has at most {MAX_CLASSES} classes; not covered: {', '.join(left_out)}"
         click.secho(f"{note}. Jobs can select their profiles with class {ANY_PARTITION}", fg="yellow", err=True)
     products = sorted({report.gpu.product_name for report in reports})
-    if charge == MEMORY and len(products) > 1:
+    if charge == CHARGE_MEMORY and len(products) > 1:
         note = f"products: {', '.join(products)}. A request that selects none is charged as the largest"
         click.secho(note, fg="yellow", err=True)
     written: list[Object] = [_configuration(classes, charge, driver_name)]
     if queues:
         written += _queues(reports, charge)
-    click.echo(json.dumps(written, indent=2) if output == "json" else _as_yaml(written))
-
-
-def _of_hardware(gpus: str, shares: str | None) -> list[GpuReport]:
-    """The GPUs of a simulated node. Raises UsageError and HardwareError."""
-    settings = node_settings(node_name="kueue", gpus=gpus, shares=shares, sim_latency="zero")
-    with open_host(settings, lasting=False) as (host, _):
-        found = host.discover().gpus
-    return [GpuReport(gpu, gpu.minor, settings.shares.of(gpu)) for gpu in found]
+    click.echo(as_documents(written, output))
 
 
 def _of_cluster(kubeconfig: Path | None, charge: str) -> list[GpuReport]:
-    """The GPUs of all nodes by their plans: curated slices do not have what nobody holds or may take."""
-    try:
-        plans = find_plans(client_of(kubeconfig, "tessera-kueue"))
-    except msgspec.MsgspecError as error:
-        raise FatalError(f"a {KIND} can't be read: {error}") from error
-    reports = [report for plan in plans or () for report in states_of(plan.status.inventory)]
-    if not reports:
-        raise EnvironmentFault(f"no {KIND} lists a GPU: is the controller running? --gpus sim:NAME does not need it")
-    if charge == MEMORY and any(COUNTERS_FIELD in plan.status.dropped for plan in plans or ()):
+    """The GPUs of all nodes."""
+    needs = ": is the controller running? --gpus sim:NAME does not need it"
+    plans = plans_with_gpus(client_of(kubeconfig, "tessera-kueue"), needs)
+    if charge == CHARGE_MEMORY and any(COUNTERS_FIELD in plan.status.dropped for plan in plans):
         raise EnvironmentFault(
-            f"the API server does not keep {COUNTERS_FIELD}, by which Kueue charges memory: give --charge {DEVICES} "
+            f"the API server does not keep {COUNTERS_FIELD}, by which Kueue charges memory: give --charge {FULL_GPUS} "
             "(docs/versions.md)"
         )
-    return reports
+    return [report for plan in plans for report in reports_of(plan)]
 
 
 def _classes(reports: Iterable[GpuReport], charge: str) -> tuple[list[str], list[str]]:
     """The chart's classes for devices of these GPUs: those that a mapping has room for, and the others."""
-    if charge == DEVICES:
+    if charge == FULL_GPUS:
         return [FULL_GPU], []
     profiles = {profile.name for report in reports for profile in report.gpu.profiles}
     shared = [SHARE] if any(report.shares for report in reports) else []
@@ -142,26 +126,22 @@ def _classes(reports: Iterable[GpuReport], charge: str) -> tuple[list[str], list
 
 
 def _configuration(classes: Sequence[str], charge: str, driver: str) -> Object:
-    mapping: Object = {"name": RESOURCES[charge], "deviceClassNames": list(classes)}
-    if charge == MEMORY:
+    mapping: Object = {"name": QUOTA_NAMES[charge], "deviceClassNames": list(classes)}
+    if charge == CHARGE_MEMORY:
         selector = {"cel": {"expression": f'device.driver == "{driver}"'}}
-        mapping["sources"] = [{"counter": {"name": MEMORY, "driver": driver, "deviceSelector": selector}}]
-    content = {"apiVersion": f"config.{VERSION}", "kind": "Configuration"}
+        mapping["sources"] = [{"counter": {"name": CHARGE_MEMORY, "driver": driver, "deviceSelector": selector}}]
+    content = {"apiVersion": f"config.{KUEUE_API_VERSION}", "kind": "Configuration"}
     return {**content, "resources": {"deviceClassMappings": [mapping]}}
 
 
 def _queues(reports: Sequence[GpuReport], charge: str) -> Iterator[Object]:
     memory = quantity(sum(memory_of_gpu(report.gpu) for report in reports))
-    quota: Any = memory if charge == MEMORY else len(reports)
-    resource = RESOURCES[charge]
-    flavors = [{"name": FLAVOR, "resources": [{"name": resource, "nominalQuota": quota}]}]
+    quota: Any = memory if charge == CHARGE_MEMORY else len(reports)
+    resource = QUOTA_NAMES[charge]
+    flavors = [{"name": FLAVOR_NAME, "resources": [{"name": resource, "nominalQuota": quota}]}]
     group = {"coveredResources": [resource], "flavors": flavors}
-    yield {"apiVersion": VERSION, "kind": "ResourceFlavor", "metadata": {"name": FLAVOR}}
+    yield {"apiVersion": KUEUE_API_VERSION, "kind": "ResourceFlavor", "metadata": {"name": FLAVOR_NAME}}
     spec: Object = {"namespaceSelector": {}, "resourceGroups": [group]}
-    yield {"apiVersion": VERSION, "kind": "ClusterQueue", "metadata": {"name": QUEUE}, "spec": spec}
+    yield {"apiVersion": KUEUE_API_VERSION, "kind": "ClusterQueue", "metadata": {"name": QUEUE}, "spec": spec}
     metadata = {"name": QUEUE, "namespace": "default"}
-    yield {"apiVersion": VERSION, "kind": "LocalQueue", "metadata": metadata, "spec": {"clusterQueue": QUEUE}}
-
-
-def _as_yaml(documents: Sequence[Object]) -> str:
-    return yaml.dump_all(documents, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False).rstrip()
+    yield {"apiVersion": KUEUE_API_VERSION, "kind": "LocalQueue", "metadata": metadata, "spec": {"clusterQueue": QUEUE}}

@@ -44,12 +44,12 @@ def lint(paths: Sequence[str], driver_name: str, kueue: bool, output: str) -> No
     documents = [part for part in read if isinstance(part, Document)]
     unreadable = [part for part in read if not isinstance(part, Document)]
     findings = [*unreadable, *check(documents, chart_classes(driver_name), driver_name)]
-    objects = sum(kind_of(each.content) is not None for each in documents)
+    objects = sum(kind_of(document.content) is not None for document in documents)
     if kueue:
         from deviceclasses.lint.kueue_rules import is_checked, lint_kueue
 
         findings += lint_kueue(documents, chart_classes(driver_name), driver_name)
-        objects += sum(kind_of(each.content) is None and is_checked(each.content) for each in documents)
+        objects += sum(kind_of(document.content) is None and is_checked(document.content) for document in documents)
     if not objects and not unreadable:
         findings.append(nothing_to_check(paths, documents))
     if output == "json":
@@ -65,7 +65,15 @@ def as_text(findings: Sequence[Finding], objects: int) -> str:
         return f"{counted(objects, 'object')} checked, nothing found"
     header = ("SEVERITY", "FILE", "DOCUMENT", "OBJECT", "PATH", "VALUE", "MESSAGE")
     rows = [
-        (each.severity.value, each.file, str(each.document), each.object, each.path, each.value or "-", each.message)
-        for each in findings
+        (
+            finding.severity.value,
+            finding.file,
+            str(finding.document),
+            finding.object,
+            finding.path,
+            finding.value or "-",
+            finding.message,
+        )
+        for finding in findings
     ]
     return f"{columns(header, rows)}\n\n{counted(objects, 'object')} checked, {counted(len(findings), 'finding')}"

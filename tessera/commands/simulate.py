@@ -22,8 +22,9 @@ from driver.model.gpu_selection_and_share_counts import GpuSelection
 from tessera.cluster_options import list_once_client_of, with_driver_name, with_kubeconfig
 from tessera.simulate.fill import Filled
 from tessera.simulate.fill import fill as fill_cluster
-from tessera.simulate.imagined_cluster import Content, ImaginedCluster, Placement
+from tessera.simulate.imagined_cluster import ClusterContent, ImaginedCluster
 from tessera.simulate.output import Simulation
+from tessera.simulate.scheduler import PodPlacement
 from tessera.simulate.sources import find_template, joined, of_cluster, simulated, uncordoned, without
 from tessera.simulate.workloads import Reader, Workloads
 from tessera.tables_and_drawings import with_output
@@ -70,20 +71,15 @@ def simulate(
       tessera simulate job.yaml --cluster --without team-a/notebook --uncordon node-a/gpu-3
       tessera simulate --fill gpu-inference-1g-10gb --cluster
     """
-    if not cluster and nodes is None:
-        raise UsageError("give --nodes (such as dgx-h100=4), --cluster, or both")
-    if not paths and fill is None:
-        raise UsageError("give files with pods or claims, or --fill with the name of a DeviceClass")
-    if gone and not cluster:
-        raise UsageError("--without needs --cluster: simulated nodes are idle")
+    _check(paths, nodes, fill, cluster=cluster, gone=gone)
     client = list_once_client_of(kubeconfig, "tessera-simulate") if cluster else None
     content, waiting = _cluster(client, driver_name) if client is not None else (_empty(driver_name), Workloads())
     if nodes is not None:
         content = joined(content, simulated(nodes, shares, _selection(mig_gpus)))
-    for each in gone:
-        content = without(content, each, driver_name)
-    for each in uncordon:
-        content = uncordoned(content, each)
+    for claim in gone:
+        content = without(content, claim, driver_name)
+    for target in uncordon:
+        content = uncordoned(content, target)
     reader = Reader((lambda key: find_template(client, key)) if client is not None else lambda _: None)
     given = reader.read(_documents(paths))
     content = replace(content, classes={**content.classes, **given.classes})
@@ -98,6 +94,15 @@ def simulate(
     sys.exit(0 if result.fits else 1)
 
 
+def _check(paths: Sequence[str], nodes: str | None, fill: str | None, *, cluster: bool, gone: Sequence[str]) -> None:
+    if not cluster and nodes is None:
+        raise UsageError("give --nodes (such as dgx-h100=4), --cluster, or both")
+    if not paths and fill is None:
+        raise UsageError("give files with pods or claims, or --fill with the name of a DeviceClass")
+    if gone and not cluster:
+        raise UsageError("--without needs --cluster: simulated nodes are idle")
+
+
 def _selection(text: str | None) -> GpuSelection:
     try:
         return GpuSelection.parse(text or "")
@@ -105,16 +110,16 @@ def _selection(text: str | None) -> GpuSelection:
         raise UsageError(f"--mig-gpus: {error}") from error
 
 
-def _cluster(client: KubeClient, driver: str) -> tuple[Content, Workloads]:
+def _cluster(client: KubeClient, driver: str) -> tuple[ClusterContent, Workloads]:
     """The cluster as it is, and its pending pods."""
     view = read_cluster(client, driver)
     return of_cluster(client, view, driver), Workloads(view.queue.pods)
 
 
-def _empty(driver: str) -> Content:
+def _empty(driver: str) -> ClusterContent:
     """No nodes, and the chart's classes."""
-    found = (_class(each) for each in chart_classes(driver))
-    return Content(classes={each.metadata.name: each for each in found})
+    classes = (_class(manifest) for manifest in chart_classes(driver))
+    return ClusterContent(classes={device_class.metadata.name: device_class for device_class in classes})
 
 
 def _class(content: Mapping[str, Any]) -> DeviceClass:
@@ -124,12 +129,12 @@ def _class(content: Mapping[str, Any]) -> DeviceClass:
 
 def _documents(paths: Sequence[str]) -> list[Document]:
     """The documents of files. Raises UsageError if one can't be read."""
-    found = []
+    documents = []
     for part in (part for path in paths for part in read_documents(path)):
         if not isinstance(part, Document):
             raise UsageError(f"{part.file}: {part.path}: {part.message}")
-        found.append(part)
-    return found
+        documents.append(part)
+    return documents
 
 
 def _leave_existing(given: Workloads, waiting: Workloads, claims: Collection[Key]) -> None:
@@ -139,7 +144,7 @@ def _leave_existing(given: Workloads, waiting: Workloads, claims: Collection[Key
     waiting.pods = [pod for pod in waiting.pods if pod.metadata.key not in names]
 
 
-def _place(cluster: ImaginedCluster, workloads: Workloads) -> list[Placement]:
+def _place(cluster: ImaginedCluster, workloads: Workloads) -> list[PodPlacement]:
     """Place the pods one after the other; the controller has settled before each."""
     placements = []
     for claim in workloads.claims.values():

@@ -14,7 +14,7 @@ import click
 
 from tessera.cluster_options import list_once_client_of, with_driver_name, with_kubeconfig
 from tessera.status import installation, nodes, pending_claims, processes
-from tessera.status.snapshot import NAMESPACE, CheckOutput, Finding, Listing, SnapshotReader, StatusSnapshot
+from tessera.status.snapshot import NAMESPACE, CheckOutput, Listing, Problem, SnapshotReader, StatusSnapshot
 from tessera.tables_and_drawings import columns, counted, printable, with_output
 
 
@@ -27,12 +27,12 @@ class CheckState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CheckResult:
     """Result of one check: a summary, findings, and the lists that it needs but that can't be read (``unread``)."""
 
     check: str
     summary: str
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Problem, ...] = ()
     unread: tuple[str, ...] = ()
 
     @property
@@ -42,7 +42,7 @@ class Result:
         return CheckState.UNREAD if self.unread else CheckState.OK
 
 
-class Check(NamedTuple):
+class StatusCheck(NamedTuple):
     """A check. It does not run if a list that it ``needs`` can't be read; it runs without lists that it ``uses``. In
     both cases its state is unread."""
 
@@ -51,53 +51,53 @@ class Check(NamedTuple):
     uses: tuple[Listing, ...] = ()
 
 
-CHECKS: Mapping[str, Check] = {
-    "API server": Check(installation.api),
-    "definition": Check(installation.definition, (Listing.PLANS,)),
-    "classes": Check(installation.classes, (Listing.CLASSES,), (Listing.CLAIMS,)),
-    "policies": Check(installation.policies, (Listing.POLICIES, Listing.BINDINGS)),
-    "controller": Check(processes.controller, (), (Listing.LEASES, Listing.PODS)),
-    "node plugins": Check(processes.plugins, (), (Listing.SLICES, Listing.NODES, Listing.PODS)),
-    "versions": Check(processes.versions, (), (Listing.PODS,)),
-    "directories": Check(processes.directories, (Listing.EVENTS,)),
-    "slices": Check(nodes.slices, (Listing.SLICES,)),
-    "devices": Check(nodes.devices, (Listing.SLICES, Listing.CLAIMS)),
-    "claims": Check(
+CHECKS: Mapping[str, StatusCheck] = {
+    "API server": StatusCheck(installation.api),
+    "definition": StatusCheck(installation.definition, (Listing.PLANS,)),
+    "classes": StatusCheck(installation.classes, (Listing.CLASSES,), (Listing.CLAIMS,)),
+    "policies": StatusCheck(installation.policies, (Listing.POLICIES, Listing.BINDINGS)),
+    "controller": StatusCheck(processes.controller, (), (Listing.LEASES, Listing.PODS)),
+    "node plugins": StatusCheck(processes.plugins, (), (Listing.SLICES, Listing.NODES, Listing.PODS)),
+    "versions": StatusCheck(processes.versions, (), (Listing.PODS,)),
+    "directories": StatusCheck(processes.directories, (Listing.EVENTS,)),
+    "slices": StatusCheck(nodes.slices, (Listing.SLICES,)),
+    "devices": StatusCheck(nodes.devices, (Listing.SLICES, Listing.CLAIMS)),
+    "claims": StatusCheck(
         pending_claims.pending,
         (Listing.PENDING,),
         (Listing.EVENTS,),
     ),
-    "health": Check(nodes.health, (Listing.SLICES,), (Listing.PLANS,)),
-    "offers": Check(nodes.offers, (Listing.PLANS, Listing.SLICES)),
-    "mode": Check(nodes.mode, (Listing.PLANS, Listing.SLICES), (Listing.LEASES,)),
-    "clocks": Check(installation.clocks, (), (Listing.LEASES, Listing.NODE_LEASES)),
-    "neighbours": Check(nodes.other_drivers, (Listing.NODES, Listing.SLICES, Listing.PLANS, Listing.CLAIMS)),
+    "health": StatusCheck(nodes.health, (Listing.SLICES,), (Listing.PLANS,)),
+    "offers": StatusCheck(nodes.offers, (Listing.PLANS, Listing.SLICES)),
+    "mode": StatusCheck(nodes.mode, (Listing.PLANS, Listing.SLICES), (Listing.LEASES,)),
+    "clocks": StatusCheck(installation.clocks, (), (Listing.LEASES, Listing.NODE_LEASES)),
+    "neighbours": StatusCheck(nodes.other_drivers, (Listing.NODES, Listing.SLICES, Listing.PLANS, Listing.CLAIMS)),
 }
 """Checks by the name that people see."""
 
-NOT_INSTALLED: Mapping[str, Check] = {
-    "API server": Check(installation.api),
-    "installation": Check(installation.not_installed),
+NOT_INSTALLED: Mapping[str, StatusCheck] = {
+    "API server": StatusCheck(installation.api),
+    "installation": StatusCheck(installation.not_installed),
 }
 """The checks of a cluster without Tessera."""
 
 
-def run_checks(snapshot: StatusSnapshot) -> list[Result]:
+def run_checks(snapshot: StatusSnapshot) -> list[CheckResult]:
     """The result of every check, in the order of the table."""
     checks = NOT_INSTALLED if installation.is_not_installed(snapshot) else CHECKS
     return [_result(name, check, snapshot) for name, check in checks.items()]
 
 
-def _result(name: str, check: Check, snapshot: StatusSnapshot) -> Result:
-    missing = tuple(str(each) for each in (*check.needs, *check.uses) if not snapshot.has_read(each))
+def _result(name: str, check: StatusCheck, snapshot: StatusSnapshot) -> CheckResult:
+    missing = tuple(str(listing) for listing in (*check.needs, *check.uses) if not snapshot.has_read(listing))
     parts = list(check.run(snapshot)) if snapshot.has_read(*check.needs) else []
     summary = [part for part in parts if isinstance(part, str)]
     if missing:
         summary.append(f"{', '.join(missing)} can't be listed")
-    return Result(name, ", ".join(summary), tuple(part for part in parts if isinstance(part, Finding)), missing)
+    return CheckResult(name, ", ".join(summary), tuple(part for part in parts if isinstance(part, Problem)), missing)
 
 
-COLOURS = {CheckState.OK: "green", CheckState.PROBLEM: "red", CheckState.UNREAD: "yellow"}
+STATE_COLOURS = {CheckState.OK: "green", CheckState.PROBLEM: "red", CheckState.UNREAD: "yellow"}
 
 
 @click.command()
@@ -121,17 +121,17 @@ def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: st
     sys.exit(0 if all(result.state is CheckState.OK for result in results) else 1)
 
 
-def as_text(results: Sequence[Result]) -> str:
+def as_text(results: Sequence[CheckResult]) -> str:
     """One line per check, then the findings with their remedies."""
-    states = {state: click.style(state, fg=colour) for state, colour in COLOURS.items()}
+    states = {state: click.style(state, fg=colour) for state, colour in STATE_COLOURS.items()}
     rows = [[result.check, states[result.state], printable(result.summary)] for result in results]
-    found = [(result.check, finding) for result in results for finding in result.findings]
+    problems = [(result.check, finding) for result in results for finding in result.findings]
     unread = sum(result.state is CheckState.UNREAD for result in results)
     table = columns(["CHECK", "STATE", "SUMMARY"], rows)
-    return "\n".join([table, "", *(_finding_text(*each) for each in found), _verdict(len(found), unread)])
+    return "\n".join([table, "", *(_finding_text(*problem) for problem in problems), _verdict(len(problems), unread)])
 
 
-def as_json(results: Sequence[Result]) -> list[dict[str, object]]:
+def as_json(results: Sequence[CheckResult]) -> list[dict[str, object]]:
     """One object per check."""
     return [
         {
@@ -145,7 +145,7 @@ def as_json(results: Sequence[Result]) -> list[dict[str, object]]:
     ]
 
 
-def _finding_text(check: str, finding: Finding) -> str:
+def _finding_text(check: str, finding: Problem) -> str:
     about, message, remedy = map(printable, (finding.about, finding.message, finding.remedy))
     return f"{check}: {click.style(about, bold=True)} {message}\n    -> {remedy}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import click
 import msgspec
-import yaml
 
 from driver.config.shared_flags import SUBDOMAIN, check_driver_name
 from driver.errors import EnvironmentFault, FatalError, UsageError
@@ -22,11 +20,12 @@ from driver.slices.build import SliceBuilder, slice_object
 from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
 from kubelet_plugin.inventory.published_devices import PublishPolicy
-from tessera.absent_nodes import anonymous, hardware
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.gpu_reports import anonymous, hardware
+from tessera.tables_and_drawings import as_documents, with_documents_output
 
-LABELS = "kubernetes.io/os=linux,kubernetes.io/arch=amd64"
-RESOURCES = "cpu=192,memory=2Ti,ephemeral-storage=1Ti,pods=110"
+DEFAULT_LABELS = "kubernetes.io/os=linux,kubernetes.io/arch=amd64"
+DEFAULT_RESOURCES = "cpu=192,memory=2Ti,ephemeral-storage=1Ti,pods=110"
 
 OWN_LABELS = (
     "kubernetes.io/hostname",
@@ -39,7 +38,7 @@ OWN_LABELS = (
 PASSING_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/", "ToBeDeleted", "DeletionCandidate")
 """How the keys of taints begin that say what happens to a node at present."""
 
-CAPACITY = "capacity.cluster-autoscaler.kubernetes.io/"
+CAPACITY_PREFIX = "capacity.cluster-autoscaler.kubernetes.io/"
 """Prefix of the annotations that the provider clusterapi of cluster-autoscaler reads (clusterapi_utils.go)."""
 
 CAPACITY_NAMES = {"cpu": "cpu", "memory": "memory", "ephemeral-storage": "ephemeral-disk", "pods": "maxPods"}
@@ -64,12 +63,12 @@ class Template:
 @click.option("--gpus", metavar="SOURCE", help="GPUs of the node: sim:NAME, sim:FILE, or nvml: those of this machine.")
 @click.option("--like", metavar="NODE", help="A node of the cluster: what a new node of its kind has.")
 @click.option("--name", default="template", show_default=True, help="Name of the Node that is printed.")
-@click.option("--resources", default=RESOURCES, show_default=True, help="With --gpus: capacity of the node.")
-@click.option("--labels", default=LABELS, show_default=True, help="With --gpus: labels of the node.")
+@click.option("--resources", default=DEFAULT_RESOURCES, show_default=True, help="With --gpus: capacity of the node.")
+@click.option("--labels", default=DEFAULT_LABELS, show_default=True, help="With --gpus: labels of the node.")
 @click.option("--shares", help="With --gpus: as `tessera node --shares`.")
 @click.option("--shares-only", help="With --gpus: as `tessera node --shares-only`.")
 @click.option("--for", "document", type=click.Choice(DOCUMENTS), default="objects", show_default=True, help="Reader.")
-@click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True, help="Format.")
+@with_documents_output
 @with_kubeconfig
 @with_driver_name
 def template(
@@ -108,9 +107,9 @@ def template(
         names = _pairs("--labels", labels, "NAME=VALUE, such as kubernetes.io/arch=arm64")
         description = Node(Metadata(name, labels=names), status=NodeStatus(amounts, amounts))
         reports = hardware(gpus=gpus, shares=shares, shares_only=shares_only)
-    found = Template(_node(name, description), _slices(pool, reports))
-    written = _documents(found, document, driver_name, len(reports))
-    click.echo(json.dumps(written, indent=2) if output == "json" else _as_yaml(written))
+    new = Template(_node(name, description), _slices(pool, reports))
+    written = _documents(new, document, driver_name, len(reports))
+    click.echo(as_documents(written, output))
 
 
 def _pool(name: str, driver: str) -> Pool:
@@ -129,13 +128,13 @@ def _check_name(name: str) -> None:
 
 def _pairs(flag: str, text: str, accepted: str) -> dict[str, str]:
     """Read ``cpu=192,memory=2Ti``. Raises UsageError."""
-    found = {}
+    pairs = {}
     for entry in text.split(","):
         name, separator, value = entry.strip().partition("=")
         if not (name and separator and value):
             raise UsageError(f"{flag} {text}: {entry!r} is not {accepted}")
-        found[name] = value
-    return found
+        pairs[name] = value
+    return pairs
 
 
 def _of_node(client: KubeClient, name: str) -> tuple[Node, list[GpuReport]]:
@@ -212,16 +211,11 @@ def _annotations(node: Object, driver: str, gpus: int) -> Iterator[tuple[str, st
     """Annotations of a MachineDeployment, from which the provider makes a node with full GPUs only."""
     for resource, name in CAPACITY_NAMES.items():
         if (amount := node["status"].get("capacity", {}).get(resource)) is not None:
-            yield CAPACITY + name, amount
-    yield f"{CAPACITY}dra-driver", driver
-    yield f"{CAPACITY}gpu-count", str(gpus)
+            yield CAPACITY_PREFIX + name, amount
+    yield f"{CAPACITY_PREFIX}dra-driver", driver
+    yield f"{CAPACITY_PREFIX}gpu-count", str(gpus)
     labels = {key: value for key, value in node["metadata"]["labels"].items() if key not in OWN_LABELS}
-    yield f"{CAPACITY}labels", ",".join(f"{key}={value}" for key, value in labels.items())
+    yield f"{CAPACITY_PREFIX}labels", ",".join(f"{key}={value}" for key, value in labels.items())
     taints = [msgspec.convert(taint, Taint) for taint in node["spec"].get("taints", ())]
     if taints:
-        yield f"{CAPACITY}taints", ",".join(f"{taint.key}={taint.value}:{taint.effect}" for taint in taints)
-
-
-def _as_yaml(documents: Sequence[Any]) -> str:
-    plain = json.loads(json.dumps(documents))  # values that occur twice would become aliases
-    return yaml.dump_all(plain, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False).rstrip()
+        yield f"{CAPACITY_PREFIX}taints", ",".join(f"{taint.key}={taint.value}:{taint.effect}" for taint in taints)

@@ -17,13 +17,13 @@ from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.settings import node_settings
 from tessera.tables_and_drawings import Span, columns, draw_slices, with_output
 
-LEGEND = """\
+RELATIONS_LEGEND = """\
 NV#   joined by # NVLinks                         PHB   over one PCIe host bridge (CPU)
 PIX   at most one PCIe switch between them        NODE  over host bridges of one NUMA node
 PXB   several PCIe switches between them          SYS   over the link between NUMA nodes"""
 
 
-COLUMNS = {
+GPU_COLUMNS = {
     "GPU": "index",
     "NAME": "productName",
     "BUS ID": "pciBusID",
@@ -70,9 +70,9 @@ def topology(output: str, **flags: Any) -> None:
     """
     settings = node_settings(node_name="this-node", sim_latency="zero", **flags)
     with open_host(settings, lasting=False) as (host, paths):
-        found = _read(host, paths.root)
-    gpus = [_gpu_as_json(found, index) for index in range(len(found.gpus))]
-    click.echo(json.dumps(gpus, indent=2) if output == "json" else _as_text(found, gpus))
+        layout = _read(host, paths.root)
+    gpus = [_gpu_as_json(layout, index) for index in range(len(layout.gpus))]
+    click.echo(json.dumps(gpus, indent=2) if output == "json" else _as_text(layout, gpus))
 
 
 def _read(host: Host, root: Path) -> Topology:
@@ -88,13 +88,15 @@ def _read(host: Host, root: Path) -> Topology:
 
 
 def _as_text(found: Topology, gpus: Sequence[dict[str, Any]]) -> str:
-    parts = [_matrix(found), "", LEGEND]
+    parts = [_matrix(found), "", RELATIONS_LEGEND]
     if found.nics:
         parts += ["", "\n".join(f"NIC{n}  {nic.name}  {nic.place.address}" for n, nic in enumerate(found.nics))]
-    rows = [[_known(gpu[key]) for key in COLUMNS.values()] for gpu in gpus]
-    parts += ["", columns(list(COLUMNS), rows), ""]
+    rows = [[_known(gpu[key]) for key in GPU_COLUMNS.values()] for gpu in gpus]
+    parts += ["", columns(list(GPU_COLUMNS), rows), ""]
     for gpu in gpus:
-        spans = [Span(each["start"], each["size"], each["profile"] or "?") for each in gpu["partitions"]]
+        spans = [
+            Span(partition["start"], partition["size"], partition["profile"] or "?") for partition in gpu["partitions"]
+        ]
         parts.append(f"GPU{gpu['index']:<3} {draw_slices(gpu['memorySlices'], spans, width=8)}")
     parts += [f"{fault}: left out: {fault.reason}" for fault in found.faults]
     return "\n".join(parts)

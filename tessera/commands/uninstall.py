@@ -26,7 +26,7 @@ from driver.slices.publisher import SLICES
 from tessera.cluster_options import cancel_uninstall_command, client_of, with_driver_name, with_kubeconfig
 from tessera.tables_and_drawings import columns
 
-SHOWN = 20
+LISTED_HOLDERS = 20
 """Claims that are listed one by one."""
 
 
@@ -60,13 +60,13 @@ def uninstall(
     click.echo("requesting the nodes to withdraw their slices")
     with _rolled_back_on_failure(removal):
         removal.announce()
-        wait_until(timeout, lambda: _none(removal.publishing), POLL_INTERVAL_SECONDS)
+        wait_until(timeout, lambda: _none(removal.publishing), WITHDRAWAL_POLL_INTERVAL_SECONDS)
         if not force:
             _refuse_while_held(removal.holders())
     click.echo("stopping node plugins and controller")
     removal.end_processes()
     silent = removal.publishing()
-    if not wait_until(timeout, lambda: _none(removal.running), POLL_INTERVAL_SECONDS):
+    if not wait_until(timeout, lambda: _none(removal.running), WITHDRAWAL_POLL_INTERVAL_SECONDS):
         click.secho(f"still terminating: {', '.join(removal.running())}", fg="yellow")
     removal.delete(f"{SLICES}/{name}" for names in silent.values() for name in names)
     removal.delete_own_objects()
@@ -119,9 +119,9 @@ def _none(items: Callable[[], object]) -> bool:
 def _refuse_while_held(claims: Sequence[Claim]) -> None:
     if not claims:
         return
-    rows = [(claim.metadata.namespace, claim.metadata.name, claim.pods or "none") for claim in claims[:SHOWN]]
+    rows = [(claim.metadata.namespace, claim.metadata.name, claim.pods or "none") for claim in claims[:LISTED_HOLDERS]]
     click.echo(columns(("NAMESPACE", "CLAIM", "PODS"), rows))
-    more = f" ({len(claims) - SHOWN} more)" if len(claims) > SHOWN else ""
+    more = f" ({len(claims) - LISTED_HOLDERS} more)" if len(claims) > LISTED_HOLDERS else ""
     raise FatalError(
         f"{len(claims)} claims have devices{more}: end their pods, or delete the claims, and try again; nothing was "
         "changed. With --force (uninstall.force=true) their pods can't be ended cleanly afterwards"
@@ -139,10 +139,10 @@ def _print_result(silent: Sequence[str], driver: str) -> None:
     )
 
 
-WORKLOADS = ("daemonsets/tessera-node", "deployments/tessera-controller")
+INSTALLED_WORKLOADS = ("daemonsets/tessera-node", "deployments/tessera-controller")
 PROCESSES = "app.kubernetes.io/name=tessera,app.kubernetes.io/component in (node,controller)"
 
-POLL_INTERVAL_SECONDS = 0.5
+WITHDRAWAL_POLL_INTERVAL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -177,13 +177,13 @@ class Removal:
         return found
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete objects, as far as they exist."""
+        """Delete the objects that exist."""
         for path in paths:
             self.client.delete(path, missing_ok=True)
 
     def end_processes(self) -> None:
         """Delete the DaemonSet and the Deployment, and with them their pods."""
-        self.delete(f"/apis/apps/v1/namespaces/{self.namespace}/{workload}" for workload in WORKLOADS)
+        self.delete(f"/apis/apps/v1/namespaces/{self.namespace}/{workload}" for workload in INSTALLED_WORKLOADS)
 
     def running(self) -> list[str]:
         """Names of pods that still exist."""

@@ -5,30 +5,30 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 import click
 import msgspec
 
-from driver.errors import EnvironmentFault, FatalError, UsageError
+from driver.errors import FatalError, UsageError
 from driver.kube.reads import read_all
 from driver.kube.types import Metadata
-from driver.model.plan import KIND, states_of
-from tessera.cluster_options import client_of, find_plans, with_driver_name, with_kubeconfig
+from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.gpu_reports import plans_with_gpus, reports_of
 from tessera.status.snapshot import NAMESPACE
 from tessera.tables_and_drawings import columns, counted, printable, with_output
-from tessera.usage.advice import WHOLE, Advice, Geometry
+from tessera.usage.advice import WHOLE, Advice, ProductClasses
 from tessera.usage.advice import advise as advice_of
-from tessera.usage.duration import DAY, Duration, duration
 from tessera.usage.history import geometries_of, read_history, read_products
-from tessera.usage.output import NONE, Style, as_csv, as_json, as_table, number
+from tessera.usage.output import NOTHING_KNOWN, Style, as_csv, as_json, as_table, number
 from tessera.usage.pages import read_cluster, read_urls
 from tessera.usage.prices import read_prices
 from tessera.usage.prometheus import Prometheus, check_labels, read_period
-from tessera.usage.report import DeviceUsage, KeyOf, summarize
+from tessera.usage.report import KeyOf, UsageRecord, summarize
 
-USER_AGENT = "tessera-usage"
+AGENT = "tessera-usage"
 LABEL_KEY = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 KEYS: Mapping[str, tuple[str, ...]] = {
     "namespace": ("namespace",),
@@ -37,7 +37,13 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """Labels of the metrics that make up a key."""
 
-BY_LABEL = "label="
+LABEL_PREFIX = "label="
+
+DURATION = re.compile(r"([1-9][0-9]{0,6})([smhdw])")
+DAY = 86400
+SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600, "d": DAY, "w": 7 * DAY}
+UNIT_NAMES = {"s": "s", "m": "min", "h": "h", "d": "days", "w": "weeks"}
+SHORTEST, LONGEST = 60, 5 * 366 * DAY
 
 with_token_file = click.option(
     "--prometheus-token-file", type=click.Path(path_type=Path), help="Bearer token for --prometheus."
@@ -48,6 +54,24 @@ class Namespace(msgspec.Struct, frozen=True):
     """The fields of a Namespace that are read."""
 
     metadata: Metadata
+
+
+class Duration(NamedTuple):
+    """Seconds, and how people read them: ``24 h``."""
+
+    seconds: int
+    text: str
+
+
+def duration(_: click.Context, option: click.Parameter, value: str | None) -> Duration | None:
+    """Parse the value of an option. Raises UsageError."""
+    if value is None:
+        return None
+    parts = DURATION.fullmatch(value)
+    if parts is None or not SHORTEST <= int(parts[1]) * SECONDS_OF_UNIT[parts[2]] <= LONGEST:
+        accepted = "a duration from 1m to 5 years, such as 90m, 24h, 30d or 4w"
+        raise UsageError(f"--{option.name} {value}: must be {accepted}")
+    return Duration(int(parts[1]) * SECONDS_OF_UNIT[parts[2]], f"{parts[1]} {UNIT_NAMES[parts[2]]}")
 
 
 @click.command()
@@ -112,33 +136,47 @@ def usage(
       tessera usage --prometheus http://127.0.0.1:9090 --since 30d --by namespace -o csv > usage.csv
     """
     key, label = _key(by)
-    if prometheus is None and (since is not None or prometheus_token_file is not None):
-        raise UsageError("--since and --prometheus-token-file need --prometheus, such as http://127.0.0.1:9090")
-    if prometheus is not None and node_metrics:
-        raise UsageError("--prometheus and --node-metrics are two sources: give one of them")
+    _check_sources(prometheus, prometheus_token_file, since, node_metrics)
     price_list = None if prices is None else read_prices(prices)
-    period = None
+    period = since or Duration(DAY, "24 h")
     if prometheus is not None:
-        seconds, period = since or Duration(DAY, "24 h")
-        reading = read_period(Prometheus(prometheus, prometheus_token_file), seconds, key)
+        reading = read_period(Prometheus(prometheus, prometheus_token_file), period.seconds, key)
     elif node_metrics:
         reading = read_urls(node_metrics)
     else:
-        reading = read_cluster(client_of(kubeconfig, USER_AGENT), driver_name, namespace)
+        reading = read_cluster(client_of(kubeconfig, AGENT), driver_name, namespace)
     key_of = _by_labels(key) if label is None else _by_namespace_label(label, kubeconfig)
     report = summarize(reading, key_of, price_list, idle.seconds)
-    currency = None if price_list is None else price_list.currency
-    style = Style(key if label is None else (label,), currency, idle.text, period)
+    style = Style(
+        key=key if label is None else (label,),
+        currency=None if price_list is None else price_list.currency,
+        idle_after=idle.text,
+        period=None if prometheus is None else period.text,
+    )
     text = {"table": as_table, "json": as_json, "csv": as_csv}[output](report, style)
     click.echo(text, nl=output != "csv")
-    for warning in reading.warnings:
+    _exit_with(reading.warnings)
+
+
+def _exit_with(warnings: Iterable[str]) -> NoReturn:
+    """Print the warnings; exit with 1 if there are any."""
+    code = 0
+    for warning in warnings:
         click.secho(f"warning: {warning}", fg="yellow", err=True)
-    sys.exit(1 if reading.warnings else 0)
+        code = 1
+    sys.exit(code)
+
+
+def _check_sources(url: str | None, token_file: Path | None, since: Duration | None, pages: Sequence[str]) -> None:
+    if url is None and (since is not None or token_file is not None):
+        raise UsageError("--since and --prometheus-token-file need --prometheus, such as http://127.0.0.1:9090")
+    if url is not None and pages:
+        raise UsageError("--prometheus and --node-metrics are two sources: give one of them")
 
 
 def _key(by: str) -> tuple[tuple[str, ...], str | None]:
     """The labels of the metrics to sum by, and the label of namespaces that the key is. Raises UsageError."""
-    label = by.removeprefix(BY_LABEL)
+    label = by.removeprefix(LABEL_PREFIX)
     if by in KEYS:
         return KEYS[by], None
     if label == by or not LABEL_KEY.fullmatch(label):
@@ -155,14 +193,14 @@ def _by_labels(key: tuple[str, ...]) -> KeyOf:
 
 def _by_namespace_label(label: str, kubeconfig: Path | None) -> KeyOf:
     """The label of the Namespace, which tenants usually can't change; None without it, or if the Namespace is gone."""
-    client = client_of(kubeconfig, USER_AGENT)
+    client = client_of(kubeconfig, AGENT)
     try:
         namespaces = read_all(client, "/api/v1/namespaces", Namespace)
         values = {item.metadata.name: item.metadata.labels.get(label) for item in namespaces}
     except msgspec.MsgspecError as error:
         raise FatalError(f"the API server's list of namespaces can't be read: {error}") from error
 
-    def key_of(device: DeviceUsage) -> tuple[str | None, ...]:
+    def key_of(device: UsageRecord) -> tuple[str | None, ...]:
         return (values.get(device.namespace),)
 
     return key_of
@@ -208,46 +246,37 @@ def advise(
     geometries = _geometries(kubeconfig)
     check_labels(server)
     history, products = read_history(server, since.seconds), read_products(server, since.seconds)
-    found = advice_of(history, products, geometries, margin / 100)
+    advices = advice_of(history, products, geometries, margin / 100)
     click.echo(
-        json.dumps([_advice_object(each) for each in found], indent=2)
+        json.dumps([_advice_object(advice) for advice in advices], indent=2)
         if output == "json"
-        else _advice_table(found, since)
+        else _advice_table(advices, since)
     )
-    for warning in server.warnings:
-        click.secho(f"warning: {warning}", fg="yellow", err=True)
-    sys.exit(1 if server.warnings else 0)
+    _exit_with(server.warnings)
 
 
-def _geometries(kubeconfig: Path | None) -> dict[str, Geometry]:
+def _geometries(kubeconfig: Path | None) -> dict[str, ProductClasses]:
     """The partitions of the cluster's products. Raises EnvironmentFault, FatalError and StateError."""
-    try:
-        plans = find_plans(client_of(kubeconfig, USER_AGENT))
-    except msgspec.MsgspecError as error:
-        raise FatalError(f"a {KIND} can't be read: {error}") from error
-    reports = [report for plan in plans or () for report in states_of(plan.status.inventory)]
-    if not reports:
-        raise EnvironmentFault(
-            f"no {KIND} lists a GPU, of which partitions could be advised: is the controller running?"
-        )
-    return geometries_of(reports)
+    needs = ", of which partitions could be advised: is the controller running?"
+    plans = plans_with_gpus(client_of(kubeconfig, AGENT), needs)
+    return geometries_of(report for plan in plans for report in reports_of(plan))
 
 
 def _advice_table(found: Sequence[Advice], since: Duration) -> str:
-    advised = [each for each in found if each.best is not None]
-    saved = sum(each.saved for each in advised)
+    advised = [advice for advice in found if advice.best is not None]
+    saved = sum(advice.saved for advice in advised)
     share = f"{counted(len(advised), 'workload')} of {len(found)} would have fitted into a smaller class"
     lines = [f"last {since.text}: {share}, which saves {number(saved)} slice-hours"]
     header = ["NAMESPACE", "WORKLOAD", "CLASS", "MEMORY", "ACTIVITY", "SMALLEST CLASS", "SAVES"]
     rows = [
         [
-            *map(printable, (each.workload.namespace, each.workload.name, _has(each))),
-            NONE if each.memory is None else f"{each.memory / 2**30:.1f} GiB",
-            NONE if each.activity is None else f"{each.activity * 100:.0f} %",
-            printable(each.refusal or "") if each.best is None else each.best.device_class + _note(each),
-            NONE if each.best is None else number(each.saved),
+            *map(printable, (advice.workload.namespace, advice.workload.name, _has(advice))),
+            NOTHING_KNOWN if advice.memory is None else f"{advice.memory / 2**30:.1f} GiB",
+            NOTHING_KNOWN if advice.activity is None else f"{advice.activity * 100:.0f} %",
+            printable(advice.refusal or "") if advice.best is None else advice.best.device_class + _note(advice),
+            NOTHING_KNOWN if advice.best is None else number(advice.saved),
         ]
-        for each in found
+        for advice in found
     ]
     return "\n".join([*lines, "", columns(header, rows)]) if rows else lines[0]
 

@@ -85,10 +85,10 @@ def _find(client: KubeClient, namespace: str) -> Target:
     pods = read_pods(client, namespace, CONTROLLERS)
     if not pods:
         raise FatalError(f"namespace {namespace} has no controller of Tessera; --namespace names that of the release")
-    targets = [_target(each) for each in _leader_first(client, namespace, pods) if each.is_ready]
-    found = next((target for target in targets if target is not None), None)
-    if found is not None:
-        return found
+    targets = [_target(pod) for pod in _leader_first(client, namespace, pods) if pod.is_ready]
+    target = next((target for target in targets if target is not None), None)
+    if target is not None:
+        return target
     if not targets:
         raise FatalError(f"no controller in namespace {namespace} is ready: kubectl -n {namespace} get pods")
     raise FatalError(
@@ -99,7 +99,9 @@ def _find(client: KubeClient, namespace: str) -> Target:
 def _target(pod: PodDetails) -> Target | None:
     """Where the pod serves the page; None if it does not."""
     port = pod.port(PORT_NAME)
-    is_secure = any(each.startswith("--web-tls-cert") for container in pod.spec.containers for each in container.args)
+    is_secure = any(
+        argument.startswith("--web-tls-cert") for container in pod.spec.containers for argument in container.args
+    )
     return None if port is None else Target(pod.metadata.name, port, "https" if is_secure else "http")
 
 
@@ -119,12 +121,12 @@ def _forwarding(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str],
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline() if process.stdout is not None else ""
-        found = FORWARDING.match(line)
-        if found is None:
+        forwarding = FORWARDING.match(line)
+        if forwarding is None:
             raise FatalError(
                 f"kubectl port-forward failed with exit code {process.wait(STOP_SECONDS)}; its error is above"
             )
-        yield process, int(found[1])
+        yield process, int(forwarding[1])
     finally:
         process.terminate()
         process.wait(STOP_SECONDS)

@@ -6,10 +6,11 @@ requests and devices are tried in order, all combinations, and the first that fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import msgspec
 
@@ -20,19 +21,27 @@ from driver.kube.types import (
     Claim,
     DeviceAllocation,
     DeviceClass,
+    DeviceConstraint,
     DeviceSelector,
     ExactDeviceRequest,
     Node,
     Request,
     Result,
 )
-from tessera.simulate.capacity import Allocated, consumed, has_room
-from tessera.simulate.constraints import Constraint, constraint_of
-from tessera.simulate.failures import AllocationError, Failure
-from tessera.simulate.pools import Pool, PoolId, SliceIndex, nodes_of, pools_of, usable_on
-from tessera.simulate.slices import Candidate, Counters, DeviceId, Quantities, number, written
+from tessera.simulate.allocatable_devices import (
+    AllocatableDevice,
+    AllocationError,
+    Counters,
+    DeviceId,
+    FailureKind,
+    Quantities,
+    number,
+    written,
+)
+from tessera.simulate.capacity import HeldDevices, consumed, has_room
+from tessera.simulate.pools import DevicePool, PoolId, SliceIndex, nodes_of, pools_of, usable_on
 
-MAX_DEVICES = 32
+MAX_CLAIM_DEVICES = 32
 """Devices that the allocation of one claim can hold."""
 
 SHARE_ID = "simulated"
@@ -42,7 +51,7 @@ TAKING = frozenset({"NoSchedule", "NoExecute"})
 """Effects of device taints that prevent an allocation."""
 
 
-class Outcome(Enum):
+class BranchOutcome(Enum):
     """Of one branch of the search. TOO_MANY: the claim would have more devices than an allocation can hold."""
 
     FITS = auto()
@@ -51,7 +60,7 @@ class Outcome(Enum):
 
 
 @dataclass(eq=False)
-class Part:
+class RequestPart:
     """A request or one of its alternatives: ``names`` are those that constraints use, the last is the full one."""
 
     claim: int
@@ -60,7 +69,7 @@ class Part:
     names: tuple[str, ...]
     selectors: tuple[tuple[str, DeviceSelector], ...]
     requested: Quantities
-    everything: tuple[Candidate, ...] | None = None
+    everything: tuple[AllocatableDevice, ...] | None = None
     """With allocation mode All: the devices, which are known from the beginning."""
     selected: dict[DeviceId, bool] = field(default_factory=dict)
 
@@ -69,12 +78,46 @@ class Part:
         return self.wanted.count if self.everything is None else len(self.everything)
 
 
+class ConstraintState:
+    """One constraint, with the values of the devices that have been added."""
+
+    def __init__(self, written: DeviceConstraint, attribute: str) -> None:
+        self._requests, self._attribute = frozenset(written.requests), attribute
+        self._distinct = written.match_attribute is None
+        self._values: list[tuple[str, Any]] = []
+
+    def applies(self, names: Collection[str]) -> bool:
+        """Whether it is for a request that has these names: its own and, for an alternative, the full one."""
+        return not self._requests or not self._requests.isdisjoint(names)
+
+    def add(self, device: AllocatableDevice) -> bool:
+        """Add ``device``; False, and nothing changed, if the constraint does not allow it with the others."""
+        value = device.attribute(self._attribute)
+        if value is None or (self._values and not self._allows(value)):
+            return False
+        self._values.append(value)
+        return True
+
+    def remove(self) -> None:
+        """Remove the device that was added last."""
+        self._values.pop()
+
+    def _allows(self, value: tuple[str, Any]) -> bool:
+        return value not in self._values if self._distinct else value == self._values[0]
+
+
+def constraint_of(written: DeviceConstraint) -> ConstraintState | None:
+    """The constraint; None for one of a kind that the scheduler does not know."""
+    attribute = written.match_attribute if written.match_attribute is not None else written.distinct_attribute
+    return None if attribute is None else ConstraintState(written, attribute)
+
+
 def allocate(
     claims: Sequence[Claim],
     node: Node,
     slices: SliceIndex,
     classes: Mapping[str, DeviceClass],
-    allocated: Allocated,
+    held: HeldDevices,
     expired: Callable[[], bool] = lambda: False,
 ) -> list[Allocation] | None:
     """Allocations of ``claims`` on ``node``, in order; None: they do not fit. Raises AllocationError.
@@ -82,49 +125,49 @@ def allocate(
     All classes must exist. The search ends with an error once ``expired`` returns True: the scheduler, too, gives up
     after a time.
     """
-    search = _Search(claims, node, pools_of(slices, node), allocated, expired)
+    search = _AllocationSearch(claims, node, pools_of(slices, node), held, expired)
     try:
         return search.run(classes)
     except CelError as error:
-        raise AllocationError(Failure.SELECTOR, str(error)) from error
+        raise AllocationError(FailureKind.SELECTOR, str(error)) from error
     except RecursionError as error:
-        raise AllocationError(Failure.TOO_LONG, "the pod has too many claims and requests for Tessera") from error
+        raise AllocationError(FailureKind.TOO_LONG, "the pod has too many claims and requests for Tessera") from error
 
 
-class _Search:
+class _AllocationSearch:
     """One search. Taken devices are undone in the reverse order, so that every branch finds what it began with."""
 
     def __init__(
         self,
         claims: Sequence[Claim],
         node: Node,
-        pools: Sequence[Pool],
-        allocated: Allocated,
+        pools: Sequence[DevicePool],
+        held: HeldDevices,
         expired: Callable[[], bool],
     ) -> None:
         self._claims, self._node, self._pools, self._expired = claims, node, pools, expired
-        self._allocated = allocated
-        self._candidates = [each for pool in pools for each in pool.candidates]
-        self._parts: list[list[list[Part]]] = []
+        self._held = held
+        self._candidates = [device for pool in pools for device in pool.candidates]
+        self._parts: list[list[list[RequestPart]]] = []
         """By claim and request, the alternatives."""
-        self._constraints: list[list[Constraint]] = []
+        self._constraints: list[list[ConstraintState]] = []
         self._taken: dict[DeviceId, set[int]] = {}
         """The claims for which a device that can't be shared is taken."""
         self._shared: dict[DeviceId, list[Quantities]] = {}
         """What each share of a device takes."""
-        self._left = {pool.id: _left_of(pool, allocated) for pool in pools}
+        self._left = {pool.id: _left_of(pool, held) for pool in pools}
         """What is left of the counters of each pool."""
         self._overdrawn = {pool for pool, left in self._left.items() if any(amount < 0 for amount in left.values())}
-        self._results: list[list[tuple[Result, Candidate]]] = [[] for _ in claims]
+        self._results: list[list[tuple[Result, AllocatableDevice]]] = [[] for _ in claims]
         self._steps = 0
 
     def run(self, classes: Mapping[str, DeviceClass]) -> list[Allocation] | None:
         for index, claim in enumerate(self._claims):
             self._read(index, claim, classes)
         outcome = self._claim(0)
-        if outcome is Outcome.TOO_MANY:
-            raise AllocationError(Failure.TOO_MANY_DEVICES, "too many devices")
-        if outcome is Outcome.FITS:
+        if outcome is BranchOutcome.TOO_MANY:
+            raise AllocationError(FailureKind.TOO_MANY_DEVICES, "too many devices")
+        if outcome is BranchOutcome.FITS:
             return [
                 Allocation(
                     DeviceAllocation(tuple(result for result, _ in results)),
@@ -133,25 +176,27 @@ class _Search:
                 for results in self._results
             ]
         if invalid := [pool for pool in self._pools if pool.invalid is not None]:
-            raise AllocationError(Failure.INVALID_POOLS, f"pool {_name(invalid[0])} is invalid: {invalid[0].invalid}")
+            raise AllocationError(FailureKind.INVALID_POOLS, f"pool {invalid[0].id} is invalid: {invalid[0].invalid}")
         return None
 
     # Reading the requests
 
     def _read(self, index: int, claim: Claim, classes: Mapping[str, DeviceClass]) -> None:
-        devices, parts = 0, list[list[Part]]()
+        devices, parts = 0, list[list[RequestPart]]()
         for position, request in enumerate(claim.spec.devices.requests):
-            parts.append([self._part(index, position, request, each, classes) for each in request.alternatives])
+            parts.append(
+                [self._part(index, position, request, alternative, classes) for alternative in request.alternatives]
+            )
             devices += min(part.count for part in parts[-1])
-            if devices > MAX_DEVICES:
-                message = f"claim {claim.metadata.key} requests {devices} devices; {MAX_DEVICES} are possible"
-                raise AllocationError(Failure.TOO_MANY_DEVICES, message)
+            if devices > MAX_CLAIM_DEVICES:
+                message = f"claim {claim.metadata.key} requests {devices} devices; {MAX_CLAIM_DEVICES} are possible"
+                raise AllocationError(FailureKind.TOO_MANY_DEVICES, message)
         self._parts.append(parts)
-        constraints = [constraint_of(each) for each in claim.spec.devices.constraints]
+        constraints = [constraint_of(constraint) for constraint in claim.spec.devices.constraints]
         if None in constraints:
             message = f"claim {claim.metadata.key} has a constraint of an unknown kind"
-            raise AllocationError(Failure.UNKNOWN_KIND, message)
-        self._constraints.append([each for each in constraints if each is not None])
+            raise AllocationError(FailureKind.UNKNOWN_KIND, message)
+        self._constraints.append([constraint for constraint in constraints if constraint is not None])
 
     def _part(
         self,
@@ -160,113 +205,111 @@ class _Search:
         request: Request,
         wanted: ExactDeviceRequest,
         classes: Mapping[str, DeviceClass],
-    ) -> Part:
+    ) -> RequestPart:
         key, of_class = self._claims[claim].metadata.key, wanted.device_class_name
-        selectors = [(f"class {of_class}", each) for each in classes[of_class].spec.selectors]
-        selectors += [(f"claim {key}", each) for each in wanted.selectors]
+        selectors = [(f"class {of_class}", selector) for selector in classes[of_class].spec.selectors]
+        selectors += [(f"claim {key}", selector) for selector in wanted.selectors]
         names = (request.name,) if request.exactly is not None else (request.name, f"{request.name}/{wanted.name}")
         amounts = wanted.capacity.requests if wanted.capacity is not None else {}
         requested = {name: number(amount) for name, amount in amounts.items()}
-        part = Part(claim, position, wanted, names, tuple(selectors), requested)
+        part = RequestPart(claim, position, wanted, names, tuple(selectors), requested)
         if wanted.takes_all:
             part.everything = self._everything(part)
         return part
 
-    def _everything(self, part: Part) -> tuple[Candidate, ...]:
+    def _everything(self, part: RequestPart) -> tuple[AllocatableDevice, ...]:
         """All devices that a request selects, whether they are free or not."""
-        found: list[Candidate] = []
+        found: list[AllocatableDevice] = []
         for pool in self._pools:
             if pool.incomplete:
-                message = f"request {part.names[-1]} takes all devices, and pool {_name(pool)} is incomplete"
-                raise AllocationError(Failure.INCOMPLETE_POOL, message)
+                message = f"request {part.names[-1]} takes all devices, and pool {pool.id} is incomplete"
+                raise AllocationError(FailureKind.INCOMPLETE_POOL, message)
             if pool.invalid is not None:
-                message = (
-                    f"request {part.names[-1]} takes all devices, and pool {_name(pool)} is invalid: {pool.invalid}"
-                )
-                raise AllocationError(Failure.INVALID_POOL, message)
+                message = f"request {part.names[-1]} takes all devices, and pool {pool.id} is invalid: {pool.invalid}"
+                raise AllocationError(FailureKind.INVALID_POOL, message)
             found += [
-                each
-                for each in pool.candidates
-                if self._selects(part, each) and has_room(part.requested, each.capacity)
+                device
+                for device in pool.candidates
+                if self._selects(part, device) and has_room(part.requested, device.capacity)
             ]
         return tuple(found)
 
-    def _selects(self, part: Part, device: Candidate) -> bool:
+    def _selects(self, part: RequestPart, device: AllocatableDevice) -> bool:
         """Whether the selectors of class and request match ``device``, which is usable on the node."""
-        found = part.selected.get(device.id)
-        if found is None:
-            matches = all(_matches(device, *each) for each in part.selectors)
-            found = part.selected[device.id] = matches and usable_on(self._node, device)
-        return found
+        selected = part.selected.get(device.id)
+        if selected is None:
+            matches = all(_matches(device, *selector) for selector in part.selectors)
+            selected = part.selected[device.id] = matches and usable_on(self._node, device)
+        return selected
 
     # Searching
 
-    def _claim(self, claim: int) -> Outcome:
+    def _claim(self, claim: int) -> BranchOutcome:
         """Satisfy ``claim`` and those after it."""
-        return Outcome.FITS if claim == len(self._claims) else self._request(claim, 0)
+        return BranchOutcome.FITS if claim == len(self._claims) else self._request(claim, 0)
 
-    def _request(self, claim: int, request: int) -> Outcome:
+    def _request(self, claim: int, request: int) -> BranchOutcome:
         """Satisfy this request of a claim and everything after it."""
         if request == len(self._parts[claim]):
             # A later claim with too many devices ends no earlier one: other devices there may help.
             outcome = self._claim(claim + 1)
-            return Outcome.NONE if outcome is Outcome.TOO_MANY else outcome
+            return BranchOutcome.NONE if outcome is BranchOutcome.TOO_MANY else outcome
         outcomes = set()
         for part in self._parts[claim][request]:
             outcome = self._devices(part, 0, 0)
-            if outcome is Outcome.FITS:
+            if outcome is BranchOutcome.FITS:
                 return outcome
             outcomes.add(outcome)
-        return Outcome.TOO_MANY if outcomes == {Outcome.TOO_MANY} else Outcome.NONE
+        return BranchOutcome.TOO_MANY if outcomes == {BranchOutcome.TOO_MANY} else BranchOutcome.NONE
 
-    def _devices(self, part: Part, done: int, start: int) -> Outcome:
+    def _devices(self, part: RequestPart, done: int, start: int) -> BranchOutcome:
         """Satisfy the rest of a request, of which ``done`` devices are taken, with devices from ``start`` on."""
         self._steps += 1
         if self._steps % 256 == 0 and self._expired():
-            raise AllocationError(Failure.TOO_LONG, "there are too many combinations of devices to try")
+            raise AllocationError(FailureKind.TOO_LONG, "there are too many combinations of devices to try")
         if part.everything == ():
-            return Outcome.NONE
+            return BranchOutcome.NONE
         if done == part.count:
             return self._request(part.claim, part.request + 1)
-        if part.count - done > MAX_DEVICES - len(self._results[part.claim]):
-            return Outcome.TOO_MANY
+        if part.count - done > MAX_CLAIM_DEVICES - len(self._results[part.claim]):
+            return BranchOutcome.TOO_MANY
         if part.everything is not None:
-            return self._with(part, part.everything[done], done, start) or Outcome.NONE
+            return self._with(part, part.everything[done], done, start) or BranchOutcome.NONE
         for position in range(start, len(self._candidates)):
             device = self._candidates[position]
             if self._in_use(part, device) or not self._selects(part, device) or not self._has_room(part, device):
                 continue
             outcome = self._with(part, device, done, position + 1)
-            if outcome in (Outcome.FITS, Outcome.TOO_MANY):
+            if outcome in (BranchOutcome.FITS, BranchOutcome.TOO_MANY):
                 return outcome
-        return Outcome.NONE
+        return BranchOutcome.NONE
 
-    def _with(self, part: Part, device: Candidate, done: int, start: int) -> Outcome | None:
+    def _with(self, part: RequestPart, device: AllocatableDevice, done: int, start: int) -> BranchOutcome | None:
         """The rest of the search with ``device`` taken; None if it can't be."""
         undo = self._take(part, device)
         if undo is None:
             return None
         outcome = self._devices(part, done + 1, start)
-        if outcome is not Outcome.FITS:
+        if outcome is not BranchOutcome.FITS:
             undo.close()
         return outcome
 
-    def _in_use(self, part: Part, device: Candidate) -> bool:
+    def _in_use(self, part: RequestPart, device: AllocatableDevice) -> bool:
         taken = self._taken.get(device.id, ())
         if part.wanted.admin_access:
             return part.claim in taken
-        return bool(taken) or device.id in self._allocated.devices
+        return bool(taken) or device.id in self._held.devices
 
-    def _has_room(self, part: Part, device: Candidate) -> bool:
-        used = self._allocated.capacity.get(device.id, {}), *self._shared.get(device.id, ())
+    def _has_room(self, part: RequestPart, device: AllocatableDevice) -> bool:
+        used = self._held.capacity.get(device.id, {}), *self._shared.get(device.id, ())
         return has_room(part.requested, device.capacity, *used)
 
-    def _take(self, part: Part, device: Candidate) -> ExitStack | None:
+    def _take(self, part: RequestPart, device: AllocatableDevice) -> ExitStack | None:
         """Take ``device`` for a request that selects it; None if that is impossible, else what undoes it."""
         if self._in_use(part, device):
             return None
         is_shared = device.entry.allow_multiple_allocations and (
-            device.id in self._allocated.shared or device.id in self._shared
+            device.id in self._held.shared or device.id in self._shared
         )
         with ExitStack() as undo:
             # The first share of a device takes its counters for all.
@@ -279,17 +322,17 @@ class _Search:
             self._record(part, device, undo)
             return undo.pop_all()
 
-    def _consume(self, device: Candidate, undo: ExitStack) -> bool:
+    def _consume(self, device: AllocatableDevice, undo: ExitStack) -> bool:
         """Take the counters that ``device`` consumes, which there may not be; a pool with a debt gives nothing."""
         if not device.entry.consumes_counters:
             return True
         pool = PoolId(device.id.driver, device.id.pool)
-        left, amounts = self._left[pool], device.consumption
-        subtract(left, amounts)
-        undo.callback(subtract, left, amounts, -1)
-        return pool not in self._overdrawn and all(left[counter] >= 0 for counter in amounts)
+        remaining, amounts = self._left[pool], device.consumption
+        subtract(remaining, amounts)
+        undo.callback(subtract, remaining, amounts, -1)
+        return pool not in self._overdrawn and all(remaining[counter] >= 0 for counter in amounts)
 
-    def _constrain(self, part: Part, device: Candidate, undo: ExitStack) -> bool:
+    def _constrain(self, part: RequestPart, device: AllocatableDevice, undo: ExitStack) -> bool:
         """Add ``device`` to the constraints of the claim, which may not allow it. Raises AllocationError."""
         for constraint in self._constraints[part.claim]:
             if not constraint.applies(part.names):
@@ -299,11 +342,11 @@ class _Search:
                     return False
                 name = part.names[-1]
                 message = f"request {name} takes all devices, but a constraint does not allow {device.id.device}"
-                raise AllocationError(Failure.CONSTRAINT, message)
+                raise AllocationError(FailureKind.CONSTRAINT, message)
             undo.callback(constraint.remove)
         return True
 
-    def _record(self, part: Part, device: Candidate, undo: ExitStack) -> None:
+    def _record(self, part: RequestPart, device: AllocatableDevice, undo: ExitStack) -> None:
         result = Result(part.names[-1], *device.id, part.wanted.admin_access or None)
         if device.entry.allow_multiple_allocations:
             taken = consumed(part.requested, device.capacity)
@@ -318,19 +361,19 @@ class _Search:
         self._results[part.claim].append((result, device))
         undo.callback(self._results[part.claim].pop)
 
-    def _unshare(self, device: Candidate) -> None:
+    def _unshare(self, device: AllocatableDevice) -> None:
         self._shared[device.id].pop()
         if not self._shared[device.id]:
             del self._shared[device.id]
 
 
-def _left_of(pool: Pool, allocated: Allocated) -> Counters:
+def _left_of(pool: DevicePool, held: HeldDevices) -> Counters:
     """What the allocated devices of a pool leave of its counters."""
-    left = dict(pool.counters)
+    remaining = dict(pool.counters)
     for device in (*pool.candidates, *pool.elsewhere):
-        if allocated.takes_counters(device.id):
-            subtract(left, device.consumption)
-    return left
+        if held.takes_counters(device.id):
+            subtract(remaining, device.consumption)
+    return remaining
 
 
 def subtract(left: Counters, amounts: Counters, sign: int = 1) -> None:
@@ -339,22 +382,18 @@ def subtract(left: Counters, amounts: Counters, sign: int = 1) -> None:
         left[counter] -= sign * amount
 
 
-def _matches(device: Candidate, owner: str, selector: DeviceSelector) -> bool:
+def _matches(device: AllocatableDevice, owner: str, selector: DeviceSelector) -> bool:
     """Whether a selector of ``owner`` matches. Raises AllocationError where the scheduler can't tell."""
     if selector.cel is None:
-        raise AllocationError(Failure.UNKNOWN_KIND, f"{owner} has a selector of an unknown kind")
+        raise AllocationError(FailureKind.UNKNOWN_KIND, f"{owner} has a selector of an unknown kind")
     program = try_compile(selector.cel.expression)
     verdict = str(program) if isinstance(program, CelError) else program.verdict(device.cel)
     if isinstance(verdict, str):
         message = f"{owner}: {selector.cel.expression} on device {'/'.join(device.id)}: {verdict}"
-        raise AllocationError(Failure.SELECTOR, message)
+        raise AllocationError(FailureKind.SELECTOR, message)
     return verdict
 
 
-def _is_tainted(device: Candidate, request: ExactDeviceRequest) -> bool:
+def _is_tainted(device: AllocatableDevice, request: ExactDeviceRequest) -> bool:
     """Whether the device has a taint that the request does not tolerate."""
     return any(taint.effect in TAKING and not taint.is_tolerated(request.tolerations) for taint in device.entry.taints)
-
-
-def _name(pool: Pool) -> str:
-    return "/".join(pool.id)

@@ -10,7 +10,8 @@ import msgspec
 
 from driver.kube.types import Allocation, Claim, Pod
 from driver.slices.pool_names import Pool
-from tessera.simulate.imagined_cluster import ImaginedCluster, Placement
+from tessera.simulate.imagined_cluster import ImaginedCluster
+from tessera.simulate.scheduler import PodPlacement
 from tessera.simulate.workloads import pods_for_class
 
 BATCH = 8
@@ -32,25 +33,27 @@ def fill(cluster: ImaginedCluster, device_class: str, progress: Callable[[str], 
     """
     selector, supply = cluster.selector(device_class), pods_for_class(device_class)
     devices: dict[str, list[str]] = {}
-    known: dict[Hashable, list[Placement]] = {}
+    known: dict[Hashable, list[PodPlacement]] = {}
     for node in sorted(cluster.fleet.nodes):
         if selector is None:  # devices of other drivers may belong to several nodes
             break
         kind = cluster.likeness(node, selector)
         if kind not in known:
             known[kind] = list(_until_full(cluster.alone(node), pods_for_class(device_class), []))
-        allocations = [allocation for each in known[kind] for _, allocation in each.allocations]
+        allocations = [allocation for placement in known[kind] for _, allocation in placement.allocations]
         cluster.give(node, _allocated(node, cluster.driver, allocations, supply))
-        devices[node] = [result.device for each in allocations for result in each.devices.results]
+        devices[node] = [result.device for allocated in allocations for result in allocated.devices.results]
         progress(node)
     why: list[str] = []
-    for each in _until_full(cluster, supply, why):
-        names = [result.device for _, allocation in each.allocations for result in allocation.devices.results]
-        devices.setdefault(each.node or "", []).extend(names)
+    for placement in _until_full(cluster, supply, why):
+        names = [result.device for _, allocation in placement.allocations for result in allocation.devices.results]
+        devices.setdefault(placement.node or "", []).extend(names)
     return Filled({node: names for node, names in devices.items() if names}, why)
 
 
-def _until_full(cluster: ImaginedCluster, supply: Iterator[tuple[Pod, Claim]], why: list[str]) -> Iterator[Placement]:
+def _until_full(
+    cluster: ImaginedCluster, supply: Iterator[tuple[Pod, Claim]], why: list[str]
+) -> Iterator[PodPlacement]:
     """Place pods until one does not fit; the reasons are added to ``why``."""
     while True:
         batch = list(islice(supply, BATCH))
@@ -58,11 +61,11 @@ def _until_full(cluster: ImaginedCluster, supply: Iterator[tuple[Pod, Claim]], w
             cluster.add(claim)
         cluster.expect([pod for pod, _ in batch])
         for pod, _ in batch:
-            found = cluster.place(pod)
-            if found.node is None:
-                why += [reason.sentence for reason in found.reasons]
+            placement = cluster.place(pod)
+            if placement.node is None:
+                why += [reason.sentence for reason in placement.reasons]
                 return
-            yield found
+            yield placement
 
 
 def _allocated(
@@ -70,8 +73,8 @@ def _allocated(
 ) -> Iterator[Claim]:
     """Claims with ``allocations`` that were made on a node like ``node``."""
     pool = Pool(node, driver).name
-    for (_, claim), each in zip(supply, allocations, strict=False):
-        results = tuple(msgspec.structs.replace(result, pool=pool) for result in each.devices.results)
-        devices = msgspec.structs.replace(each.devices, results=results)
-        given = msgspec.structs.replace(each, devices=devices)
+    for (_, claim), allocation in zip(supply, allocations, strict=False):
+        results = tuple(msgspec.structs.replace(result, pool=pool) for result in allocation.devices.results)
+        devices = msgspec.structs.replace(allocation.devices, results=results)
+        given = msgspec.structs.replace(allocation, devices=devices)
         yield msgspec.structs.replace(claim, status=msgspec.structs.replace(claim.status, allocation=given))

@@ -10,7 +10,8 @@ from typing import Any
 from controller.cluster.fleet import FleetGpu
 from driver.model.offer import DeviceKind
 from tessera.simulate.fill import Filled
-from tessera.simulate.imagined_cluster import ImaginedCluster, Placement
+from tessera.simulate.imagined_cluster import ImaginedCluster
+from tessera.simulate.scheduler import PodPlacement
 from tessera.tables_and_drawings import Span, cell_width, columns, counted, draw_slices, printable, shortened
 
 MAX_DRAWN_NODES = 16
@@ -21,11 +22,11 @@ MAX_DRAWN_NODES = 16
 class Simulation:
     """``placements`` in order; ``given`` are the ids of the pods of the files, the others were pending before.
 
-    ``fill`` is the class of ``--fill``. ``ignored``: what is in the files beside pods and claims.
+    ``fill`` is the class of ``--fill``. ``ignored``: other objects of the files than pods and claims.
     """
 
     cluster: ImaginedCluster
-    placements: Sequence[Placement]
+    placements: Sequence[PodPlacement]
     given: Collection[int]
     fill: str | None
     filled: Filled | None
@@ -34,7 +35,7 @@ class Simulation:
     @property
     def fits(self) -> bool:
         """Whether every pod of the files is placed."""
-        return all(each.node is not None for each in self.placements if id(each.pod) in self.given)
+        return all(placement.node is not None for placement in self.placements if id(placement.pod) in self.given)
 
     @property
     def text(self) -> str:
@@ -46,20 +47,25 @@ class Simulation:
     @property
     def json(self) -> dict[str, Any]:
         """The same as plain objects, with all nodes."""
-        found = {"placements": list(map(self._as_json, self.placements)), "ignored": list(self.ignored)}
+        result = {"placements": list(map(self._as_json, self.placements)), "ignored": list(self.ignored)}
         return {
-            **found,
+            **result,
             "fill": self._fill_json(self.filled) if self.filled is not None else None,
             "gpus": list(self._gpus()),
         }
 
     def _placed_text(self) -> Iterator[str]:
-        rows = [row for each in self.placements if each.node is not None for row in self._rows(each, each.node)]
+        rows = [
+            row
+            for placement in self.placements
+            if placement.node is not None
+            for row in self._rows(placement, placement.node)
+        ]
         if rows:
             header = ("POD", "CLAIM", "REQUEST", "NODE", "DEVICE", "ALSO FITS ON")
             yield columns(header, [tuple(map(printable, row)) for row in rows])
 
-    def _rows(self, found: Placement, node: str) -> list[tuple[str, ...]]:
+    def _rows(self, found: PodPlacement, node: str) -> list[tuple[str, ...]]:
         pod, also = self._name(found), shortened(list(found.elsewhere)) or "-"
         return [
             (pod, claim.metadata.name, result.request, node, result.device, also)
@@ -67,14 +73,14 @@ class Simulation:
             for result in allocation.devices.results
         ] or [(pod, "-", "-", node, "-", also)]
 
-    def _name(self, found: Placement) -> str:
+    def _name(self, found: PodPlacement) -> str:
         return f"{found.pod.metadata.key}{'' if id(found.pod) in self.given else ' (pending now)'}"
 
     def _reasons_text(self) -> Iterator[str]:
         rows = [
-            (self._name(each), reason.claim, reason.code or "-", reason.sentence)
-            for each in self.placements
-            for reason in each.reasons
+            (self._name(placement), reason.claim, reason.code or "-", reason.sentence)
+            for placement in self.placements
+            for reason in placement.reasons
         ]
         if rows:
             yield columns(("NOT PLACED", "CLAIM", "REASON", "MESSAGE"), [tuple(map(printable, row)) for row in rows])
@@ -97,35 +103,40 @@ class Simulation:
     def _counts(self, filled: Filled) -> tuple[Counter[str], Counter[str]]:
         """The claims of ``--fill`` by node and by product; devices of other drivers have none."""
         fleet = self.cluster.fleet
-        products = {(each.node, device.name): each.gpu.product_name for each in fleet for device in each.held}
+        products = {(entry.node, device.name): entry.gpu.product_name for entry in fleet for device in entry.held}
         by_node = Counter({node: len(names) for node, names in filled.devices.items()})
         got = ((node, name) for node, names in filled.devices.items() for name in names)
-        return by_node, Counter(products.get(each, "other") for each in got)
+        return by_node, Counter(products.get(device, "other") for device in got)
 
     def _picture(self) -> str:
         """A line for each GPU of the nodes on which pods were placed; of all nodes if they are few."""
         fleet = self.cluster.fleet
-        used = {*(each.node for each in self.placements), *(self.filled.devices if self.filled is not None else ())}
+        used = {
+            *(placement.node for placement in self.placements),
+            *(self.filled.devices if self.filled is not None else ()),
+        }
         nodes = [node for node in sorted(fleet.nodes) if len(fleet.nodes) <= MAX_DRAWN_NODES or node in used]
         entries = [entry for node in nodes for entry in fleet.nodes[node]]
         if not entries:
             return "no GPUs to draw"
         width = cell_width(span for entry in entries for span in _spans(entry))
-        rows = [(each.node, f"gpu-{each.number}", _drawing(each, width), each.gpu.product_name) for each in entries]
+        rows = [
+            (entry.node, f"gpu-{entry.number}", _drawing(entry, width), entry.gpu.product_name) for entry in entries
+        ]
         return columns(("NODE", "GPU", "MEMORY SLICES AFTERWARDS", "PRODUCT"), rows)
 
-    def _as_json(self, found: Placement) -> dict[str, Any]:
+    def _as_json(self, found: PodPlacement) -> dict[str, Any]:
         claims = [
             {
                 "claim": str(claim.metadata.key),
                 "devices": [
-                    {"request": one.request, "driver": one.driver, "pool": one.pool, "device": one.device}
-                    for one in allocation.devices.results
+                    {"request": result.request, "driver": result.driver, "pool": result.pool, "device": result.device}
+                    for result in allocation.devices.results
                 ],
             }
             for claim, allocation in found.allocations
         ]
-        reasons = [{"claim": one.claim, "code": one.code, "message": one.sentence} for one in found.reasons]
+        reasons = [{"claim": reason.claim, "code": reason.code, "message": reason.sentence} for reason in found.reasons]
         pod = {"pod": str(found.pod.metadata.key), "pendingNow": id(found.pod) not in self.given, "node": found.node}
         return {**pod, "alsoFitsOn": list(found.elsewhere), "claims": claims, "reasons": reasons}
 
@@ -133,7 +144,7 @@ class Simulation:
         for node, entries in sorted(self.cluster.fleet.nodes.items()):
             holders = self.cluster.holders(node)
             for entry in entries:
-                held = [{"device": each.name, "claim": holders.get(each.name)} for each in entry.held]
+                held = [{"device": device.name, "claim": holders.get(device.name)} for device in entry.held]
                 about = {"gpu": f"gpu-{entry.number}", "uuid": entry.gpu.uuid, "product": entry.gpu.product_name}
                 yield {"node": node, **about, "held": held}
 
@@ -145,7 +156,7 @@ def _drawing(entry: FleetGpu, width: int) -> str:
 def _spans(entry: FleetGpu) -> list[Span]:
     """What takes the memory slices of a GPU."""
     slices = entry.gpu.memory_slices
-    shares = [each for each in entry.held if each.kind is DeviceKind.SHARE]
+    shares = [device for device in entry.held if device.kind is DeviceKind.SHARE]
     if shares:
         return [Span(0, slices, f"{len(shares)} of {shares[0].shares}")]
     if entry.fault is not None and not entry.held:
@@ -153,7 +164,7 @@ def _spans(entry: FleetGpu) -> list[Span]:
     foreign = [Span(start, 1, "used") for start in range(slices) if entry.foreign >> start & 1]
     return foreign + [
         Span(0, slices, "full")
-        if each.placement is None or each.profile is None
-        else Span(each.placement.start, each.placement.size, each.profile.name)
-        for each in entry.held
+        if device.placement is None or device.profile is None
+        else Span(device.placement.start, device.placement.size, device.profile.name)
+        for device in entry.held
     ]

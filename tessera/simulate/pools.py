@@ -13,17 +13,26 @@ from typing import NamedTuple
 from controller.demand.eligibility import selects
 from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import Expression, Node, NodeSelector, NodeTerm
-from tessera.simulate.failures import AllocationError, Failure
-from tessera.simulate.slices import Candidate, Counters, DeviceId, counters_of
+from tessera.simulate.allocatable_devices import (
+    AllocatableDevice,
+    AllocationError,
+    Counters,
+    DeviceId,
+    FailureKind,
+    counters_of,
+)
 
 
 class PoolId(NamedTuple):
     driver: str
     pool: str
 
+    def __str__(self) -> str:
+        return "/".join(self)
+
 
 @dataclass(frozen=True)
-class Pool:
+class DevicePool:
     """``candidates`` are usable on the node, ``elsewhere`` are the other devices of the pool: they consume counters.
 
     ``incomplete`` pools, whose slices have not all been published, and ``invalid`` ones, for the reason given, have no
@@ -31,8 +40,8 @@ class Pool:
     """
 
     id: PoolId
-    candidates: tuple[Candidate, ...] = ()
-    elsewhere: tuple[Candidate, ...] = ()
+    candidates: tuple[AllocatableDevice, ...] = ()
+    elsewhere: tuple[AllocatableDevice, ...] = ()
     counters: Counters = field(default_factory=dict)
     incomplete: bool = False
     invalid: str | None = None
@@ -45,9 +54,9 @@ class SliceIndex:
     def __init__(self, slices: Iterable[DetailedSlice]) -> None:
         self._of_node: dict[str, list[DetailedSlice]] = {}
         self._of_pool: dict[PoolId, list[DetailedSlice]] = {}
-        for each in slices:
-            self._of_node.setdefault(each.spec.node_name, []).append(each)
-            self._of_pool.setdefault(PoolId(each.spec.driver, each.spec.pool.name), []).append(each)
+        for item in slices:
+            self._of_node.setdefault(item.spec.node_name, []).append(item)
+            self._of_pool.setdefault(PoolId(item.spec.driver, item.spec.pool.name), []).append(item)
 
     def near(self, node: str) -> list[DetailedSlice]:
         """The slices of ``node``, and those that are of no single one."""
@@ -57,14 +66,14 @@ class SliceIndex:
         return self._of_pool[pool]
 
 
-def pools_of(slices: SliceIndex, node: Node) -> list[Pool]:
+def pools_of(slices: SliceIndex, node: Node) -> list[DevicePool]:
     """The pools with devices for ``node``, in the order in which devices are tried."""
     newest: dict[PoolId, list[DetailedSlice]] = {}
-    for each in slices.near(node.metadata.name):
-        if _concerns(each, node):
-            _add(newest, each)
-    found = (_pool(pool, own, slices.of_pool(pool)) for pool, own in newest.items())
-    return sorted((pool for pool in found if pool is not None), key=lambda pool: (pool.needs_binding, pool.id))
+    for item in slices.near(node.metadata.name):
+        if _concerns(item, node):
+            _add(newest, item)
+    pools = (_pool(pool, own, slices.of_pool(pool)) for pool, own in newest.items())
+    return sorted((pool for pool in pools if pool is not None), key=lambda pool: (pool.needs_binding, pool.id))
 
 
 def available_on(node: Node, name: str, selector: NodeSelector | None, *, everywhere: bool) -> bool:
@@ -77,11 +86,11 @@ def available_on(node: Node, name: str, selector: NodeSelector | None, *, everyw
 def _concerns(found: DetailedSlice, node: Node) -> bool:
     spec = found.spec
     if spec.per_device_node_selection:
-        return any(usable_on(node, Candidate(DeviceId("", "", ""), each, spec)) for each in spec.devices)
+        return any(usable_on(node, AllocatableDevice(DeviceId("", "", ""), entry, spec)) for entry in spec.devices)
     return available_on(node, spec.node_name, spec.node_selector, everywhere=spec.all_nodes)
 
 
-def usable_on(node: Node, device: Candidate) -> bool:
+def usable_on(node: Node, device: AllocatableDevice) -> bool:
     """Whether a device of a slice that has one for ``node`` is usable there itself."""
     entry = device.entry
     return not device.spec.per_device_node_selection or available_on(
@@ -92,14 +101,14 @@ def usable_on(node: Node, device: Candidate) -> bool:
 def _add(newest: dict[PoolId, list[DetailedSlice]], found: DetailedSlice) -> None:
     """Keep the slices of the newest generation of each pool."""
     pool = found.spec.pool
-    known = newest.setdefault(PoolId(found.spec.driver, pool.name), [])
-    if known and pool.generation > known[0].spec.pool.generation:
-        known.clear()
-    if not known or pool.generation == known[0].spec.pool.generation:
-        known.append(found)
+    newest_slices = newest.setdefault(PoolId(found.spec.driver, pool.name), [])
+    if newest_slices and pool.generation > newest_slices[0].spec.pool.generation:
+        newest_slices.clear()
+    if not newest_slices or pool.generation == newest_slices[0].spec.pool.generation:
+        newest_slices.append(found)
 
 
-def _pool(pool: PoolId, own: list[DetailedSlice], slices: Sequence[DetailedSlice]) -> Pool | None:
+def _pool(pool: PoolId, own: list[DetailedSlice], slices: Sequence[DetailedSlice]) -> DevicePool | None:
     """The pool of ``own`` slices, which concern the node, among its ``slices``; None if they are out of date.
 
     As upstream, slices of other nodes are looked at only if ``own`` are not as many as the pool shall have.
@@ -107,38 +116,38 @@ def _pool(pool: PoolId, own: list[DetailedSlice], slices: Sequence[DetailedSlice
     generation, count = own[0].spec.pool.generation, own[0].spec.pool.resource_slice_count
     others: list[DetailedSlice] = []
     if len(own) != count:
-        if any(each.spec.pool.generation > generation for each in slices):
+        if any(item.spec.pool.generation > generation for item in slices):
             return None
-        names = {each.metadata.name for each in own}
-        current = [each for each in slices if each.spec.pool.generation == generation]
+        names = {item.metadata.name for item in own}
+        current = [item for item in slices if item.spec.pool.generation == generation]
         if len(current) != count:
-            return Pool(pool, incomplete=True)
-        others = [each for each in current if each.metadata.name not in names]
+            return DevicePool(pool, incomplete=True)
+        others = [item for item in current if item.metadata.name not in names]
     return _built(pool, sorted(own, key=lambda each: each.metadata.name), others)
 
 
-def _built(pool: PoolId, own: Sequence[DetailedSlice], others: Sequence[DetailedSlice]) -> Pool:
+def _built(pool: PoolId, own: Sequence[DetailedSlice], others: Sequence[DetailedSlice]) -> DevicePool:
     # A slice has either counter sets or devices: the API server refuses one with both.
-    sets = [each for found in (*own, *others) for each in found.spec.shared_counters]
-    counters = counters_of((each.name, each.counters) for each in sets)
+    sets = [counter_set for found in (*own, *others) for counter_set in found.spec.shared_counters]
+    counters = counters_of((counter_set.name, counter_set.counters) for counter_set in sets)
     candidates, elsewhere = _candidates(own), _candidates(others)
     problem = (
-        _twice("device", [each.id.device for each in candidates])
-        or _twice("counter set", [each.name for each in sets])
-        or _unknown_counter((*candidates, *elsewhere), {each.name for each in sets}, counters)
+        _twice("device", [device.id.device for device in candidates])
+        or _twice("counter set", [counter_set.name for counter_set in sets])
+        or _unknown_counter((*candidates, *elsewhere), {counter_set.name for counter_set in sets}, counters)
     )
     if problem is not None:
-        return Pool(pool, invalid=problem)
-    needs_binding = any(each.entry.binding_conditions for each in candidates)
-    return Pool(pool, candidates, elsewhere, counters, needs_binding=needs_binding)
+        return DevicePool(pool, invalid=problem)
+    needs_binding = any(device.entry.binding_conditions for device in candidates)
+    return DevicePool(pool, candidates, elsewhere, counters, needs_binding=needs_binding)
 
 
-def _candidates(slices: Iterable[DetailedSlice]) -> tuple[Candidate, ...]:
+def _candidates(slices: Iterable[DetailedSlice]) -> tuple[AllocatableDevice, ...]:
     return tuple(
-        Candidate(DeviceId(each.spec.driver, each.spec.pool.name, entry.name), entry, each.spec)
-        for each in slices
-        if not each.spec.shared_counters
-        for entry in each.spec.devices
+        AllocatableDevice(DeviceId(item.spec.driver, item.spec.pool.name, entry.name), entry, item.spec)
+        for item in slices
+        if not item.spec.shared_counters
+        for entry in item.spec.devices
     )
 
 
@@ -151,7 +160,7 @@ def _twice(what: str, names: Sequence[str]) -> str | None:
     return None
 
 
-def _unknown_counter(devices: Iterable[Candidate], sets: Collection[str], counters: Counters) -> str | None:
+def _unknown_counter(devices: Iterable[AllocatableDevice], sets: Collection[str], counters: Counters) -> str | None:
     for device in devices:
         for consumed in device.entry.consumes_counters:
             if consumed.counter_set not in sets:
@@ -162,18 +171,18 @@ def _unknown_counter(devices: Iterable[Candidate], sets: Collection[str], counte
     return None
 
 
-def nodes_of(devices: Iterable[Candidate], node: str) -> NodeSelector | None:
+def nodes_of(devices: Iterable[AllocatableDevice], node: str) -> NodeSelector | None:
     """The nodes on which an allocation of these devices on ``node`` can be used; None: all. Raises AllocationError."""
     fields: list[Expression] = []
     expressions: list[Expression] = []
-    for each in devices:
-        where = each.entry if each.spec.per_device_node_selection else each.spec
-        if where.node_name or each.entry.binds_to_node:
+    for device in devices:
+        where = device.entry if device.spec.per_device_node_selection else device.spec
+        if where.node_name or device.entry.binds_to_node:
             return NodeSelector((NodeTerm(match_fields=(Expression("metadata.name", "In", (node,)),)),))
         terms = where.node_selector.node_selector_terms if where.node_selector is not None else ()
         if len(terms) > 1:
-            message = f"device {each.id.device} has a node selector of {len(terms)} terms; the scheduler knows one"
-            raise AllocationError(Failure.NODE_SELECTOR, message)
+            message = f"device {device.id.device} has a node selector of {len(terms)} terms; the scheduler knows one"
+            raise AllocationError(FailureKind.NODE_SELECTOR, message)
         for term in terms:
             fields += [new for new in term.match_fields if new not in fields]
             expressions += [new for new in term.match_expressions if new not in expressions]

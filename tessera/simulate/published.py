@@ -33,9 +33,9 @@ class PublishedSlices:
         for offer in offers:
             wanted.setdefault(fleet.gpus[offer.gpu].node, set()).add(offer)
         for node, gpus in fleet.nodes.items():
-            own, known = frozenset(wanted.get(node, ())), self._built.get(node)
-            if known is None or known[0] is not gpus or known[1] != own:
-                self._built[node] = (gpus, own, tuple(self._slices(node, gpus, own)))
+            offered, built = frozenset(wanted.get(node, ())), self._built.get(node)
+            if built is None or built[0] is not gpus or built[1] != offered:
+                self._built[node] = (gpus, offered, tuple(self._slices(node, gpus, offered)))
             yield from self._built[node][2]
 
     def _slices(self, node: str, gpus: tuple[FleetGpu, ...], offers: frozenset[Offer]) -> Iterator[DetailedSlice]:

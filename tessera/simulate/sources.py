@@ -28,13 +28,13 @@ from driver.model.plan import GpuReport, PlanMode
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES
 from kubelet_plugin.inventory.published_devices import PublishPolicy
-from tessera.absent_nodes import anonymous, hardware
-from tessera.simulate.imagined_cluster import Content
+from tessera.gpu_reports import anonymous, hardware
+from tessera.simulate.imagined_cluster import ClusterContent
 
 GPU = re.compile(r"(?P<node>[^/]+)(?:/gpu-(?P<number>[0-9]+))?")
 
 
-def simulated(text: str, shares: str | None, mig_gpus: GpuSelection) -> Content:
+def simulated(text: str, shares: str | None, mig_gpus: GpuSelection) -> ClusterContent:
     """Nodes as ``dgx-h100=4,FILE`` names them, all idle; ``mig_gpus`` are in MIG mode if that needs a reset.
 
     Raises UsageError and HardwareError.
@@ -47,11 +47,11 @@ def simulated(text: str, shares: str | None, mig_gpus: GpuSelection) -> Content:
             raise UsageError(f"--nodes {text}: {entry.strip()!r} is not NAME, NAME=COUNT or FILE=COUNT, as dgx-h100=4")
         reports = hardware(gpus=f"sim:{source}", shares=shares)
         for _ in range(int(written or 1)):
-            name = f"{Path(source).stem}-{sum(each.metadata.name.startswith(Path(source).stem) for each in nodes) + 1}"
+            name = f"{Path(source).stem}-{sum(node.metadata.name.startswith(Path(source).stem) for node in nodes) + 1}"
             labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
             nodes.append(Node(Metadata(name, labels=labels)))
             gpus += [_idle(name, anonymous(report, name), mig_gpus) for report in reports]
-    return Content(Fleet.of(gpus), tuple(nodes))
+    return ClusterContent(Fleet.of(gpus), tuple(nodes))
 
 
 def _idle(node: str, report: GpuReport, mig_gpus: GpuSelection) -> FleetGpu:
@@ -61,7 +61,7 @@ def _idle(node: str, report: GpuReport, mig_gpus: GpuSelection) -> FleetGpu:
     return FleetGpu(node, gpu, report.number, shares=report.shares, shares_only=report.shares_only)
 
 
-def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> Content:
+def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> ClusterContent:
     """The cluster as it is. Raises ApiError and FatalError."""
     try:
         slices = tuple(read_all(client, SLICES, DetailedSlice, {"fieldSelector": f"spec.driver!={driver}"}))
@@ -70,17 +70,21 @@ def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> Content:
     except msgspec.MsgspecError as error:
         raise FatalError(f"an object of the cluster can't be read: {error}") from error
     cluster = view.snapshot.cluster
-    return Content(
+    return ClusterContent(
         fleet=view.fleet,
         nodes=nodes,
-        classes={each.metadata.name: each for each in cluster.classes},
+        classes={device_class.metadata.name: device_class for device_class in cluster.classes},
         claims=tuple(list_claims(client)),
         slices=slices,
-        policies={each.name: policy for each in view.snapshot.views if (policy := _policy(each, view)) is not None},
+        policies={
+            view_of_node.name: policy
+            for view_of_node in view.snapshot.views
+            if (policy := _policy(view_of_node, view)) is not None
+        },
         mode=decide_offer_mode("auto", int(minor[0]) if minor else None, view.snapshot.views).mode,
         rules=cluster.taint_rules,
-        unreported=replace(unreported_nodes(view.snapshot, Clock()), may_report=False),
         offers=frozenset(view.devices.offered),
+        unreported=replace(unreported_nodes(view.snapshot, Clock()), may_report=False),
     )
 
 
@@ -99,52 +103,52 @@ def _offers_on(node: str, view: ClusterView) -> Iterator[Offer]:
     return (offer for offer in view.devices.offered if view.fleet.gpus[offer.gpu].node == node)
 
 
-def joined(one: Content, other: Content) -> Content:
+def joined(one: ClusterContent, other: ClusterContent) -> ClusterContent:
     """Both contents in one cluster; the second adds nodes and their GPUs."""
     fleet = Fleet.of([*one.fleet, *other.fleet])
     return replace(one, fleet=fleet, nodes=(*one.nodes, *other.nodes), offers=None)
 
 
-def without(content: Content, claim: str, driver: str) -> Content:
+def without(content: ClusterContent, claim: str, driver: str) -> ClusterContent:
     """The cluster without ``namespace/name``. Raises UsageError if there is no such claim."""
     namespace, _, name = claim.rpartition("/")
     key = Key(namespace or "default", name)
-    gone = next((each for each in content.claims if each.metadata.key == key), None)
+    gone = next((candidate for candidate in content.claims if candidate.metadata.key == key), None)
     if gone is None:
         raise UsageError(f"--without {claim}: there is no ResourceClaim {key}; write NAMESPACE/NAME")
-    names = {(each.pool, each.device) for each in gone.results if each.driver == driver}
+    names = {(result.pool, result.device) for result in gone.results if result.driver == driver}
     return replace(
         content,
-        claims=tuple(each for each in content.claims if each is not gone),
+        claims=tuple(claim_of_cluster for claim_of_cluster in content.claims if claim_of_cluster is not gone),
         fleet=_changed(content.fleet, lambda entry: _releasing(entry, names, driver)),
     )
 
 
 def _releasing(entry: FleetGpu, names: Collection[tuple[str, str]], driver: str) -> FleetGpu:
-    kept = [each for each in entry.held if (Pool(entry.node, driver).name, each.name) not in names]
+    kept = [device for device in entry.held if (Pool(entry.node, driver).name, device.name) not in names]
     return entry if len(kept) == len(entry.held) else entry.holding(kept)
 
 
-def uncordoned(content: Content, target: str) -> Content:
+def uncordoned(content: ClusterContent, target: str) -> ClusterContent:
     """The cluster after ``NODE`` or ``NODE/gpu-N`` is uncordoned. Raises UsageError if there is nothing to uncordon."""
-    found = GPU.fullmatch(target)
-    node = next((each for each in content.nodes if found and each.metadata.name == found["node"]), None)
-    if found is None or node is None:
+    names = GPU.fullmatch(target)
+    node = next((candidate for candidate in content.nodes if names and candidate.metadata.name == names["node"]), None)
+    if names is None or node is None:
         raise UsageError(f"--uncordon {target}: there is no such node; write NODE or NODE/gpu-N")
-    number = None if found["number"] is None else int(found["number"])
-    chosen = [each for each in content.fleet.nodes.get(found["node"], ()) if number in (None, each.number)]
-    cordoned = {each.gpu.uuid for each in chosen if (each.fault or "").startswith(CORDONED)}
+    number = None if names["number"] is None else int(names["number"])
+    chosen = [gpu for gpu in content.fleet.nodes.get(names["node"], ()) if number in (None, gpu.number)]
+    cordoned = {gpu.gpu.uuid for gpu in chosen if (gpu.fault or "").startswith(CORDONED)}
     reopened = number is None and node.spec.unschedulable
     if not cordoned and not reopened:
         raise UsageError(f"--uncordon {target}: it is not cordoned")
 
     def changed(entry: FleetGpu) -> FleetGpu:
         entry = replace(entry, fault=None) if entry.gpu.uuid in cordoned else entry
-        return replace(entry, closed="") if reopened and entry.node == found["node"] else entry
+        return replace(entry, closed="") if reopened and entry.node == names["node"] else entry
 
-    taints = tuple(each for each in node.spec.taints if not reopened or each.key != NODE_CORDONED.key)
+    taints = tuple(taint for taint in node.spec.taints if not reopened or taint.key != NODE_CORDONED.key)
     spec = msgspec.structs.replace(node.spec, unschedulable=node.spec.unschedulable and not reopened, taints=taints)
-    nodes = tuple(Node(each.metadata, spec, each.status) if each is node else each for each in content.nodes)
+    nodes = tuple(Node(other.metadata, spec, other.status) if other is node else other for other in content.nodes)
     return replace(content, nodes=nodes, fleet=_changed(content.fleet, changed))
 
 
@@ -155,8 +159,8 @@ def _changed(fleet: Fleet, change: Callable[[FleetGpu], FleetGpu]) -> Fleet:
 def find_template(client: KubeClient, key: Key) -> ClaimSpec | None:
     """The claim spec of a ResourceClaimTemplate of the cluster; None if it does not exist. Raises ApiError."""
     path = f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaimtemplates/{key.name}"
-    found = client.find(path)
+    template = client.find(path)
     try:
-        return None if found is None else msgspec.convert(found, ClaimTemplate).spec.spec
+        return None if template is None else msgspec.convert(template, ClaimTemplate).spec.spec
     except msgspec.MsgspecError as error:
         raise FatalError(f"ResourceClaimTemplate {key} can't be read: {error}") from error

@@ -29,7 +29,7 @@ COUNTS = {"Deployment": "replicas", "ReplicaSet": "replicas", "StatefulSet": "re
 
 DEFAULT_NAMESPACE = "default"
 
-T = TypeVar("T")
+Parsed = TypeVar("Parsed")
 
 
 @dataclass
@@ -53,11 +53,11 @@ class Reader:
     def read(self, documents: Iterable[Document]) -> Workloads:
         """The workloads. A claim that no pod refers to gets a pod. Raises UsageError."""
         pods: list[tuple[Document, Mapping[str, Any]]] = []
-        for each in documents:
-            if isinstance(each.content, Mapping):
-                self._object(each, each.content, pods)
-            elif each.content is not None:
-                raise UsageError(f"{_place(each)}: this is no object")
+        for document in documents:
+            if isinstance(document.content, Mapping):
+                self._object(document, document.content, pods)
+            elif document.content is not None:
+                raise UsageError(f"{_place(document)}: this is no object")
         for document, content in pods:
             self._pods(document, content)
         used = {key for pod in self._found.pods for key in pod.claims}
@@ -69,8 +69,8 @@ class Reader:
             raise UsageError(f"{_place(document)}: {issue.path}: {issue.value}: {issue.message}")
         match text(content, "kind"):
             case "DeviceClass":
-                found = _convert(document, content, DeviceClass)
-                self._found.classes[found.metadata.name] = found
+                device_class = _convert(document, content, DeviceClass)
+                self._found.classes[device_class.metadata.name] = device_class
             case "ResourceClaim":
                 claim = _convert(document, content, Claim)
                 self._found.claims[claim.metadata.key] = Claim(claim.metadata, claim.spec)
@@ -92,15 +92,15 @@ class Reader:
         if not isinstance(count, int) or not isinstance(template := spec.get("template"), Mapping):
             raise UsageError(f"{_place(document)}: {kind} {metadata.name} has no valid {COUNTS[kind]} or template")
         for index in range(count):
-            own = msgspec.structs.replace(metadata, name=f"{metadata.name}-{index}")
-            self._pod(document, own, template.get("spec") or {})
+            numbered = msgspec.structs.replace(metadata, name=f"{metadata.name}-{index}")
+            self._pod(document, numbered, template.get("spec") or {})
 
     def _pod(self, document: Document, metadata: Metadata, spec: Any) -> None:
         read = _convert(document, spec, PodSpec)
         created = tuple(
-            PodResourceClaim(each.name, self._created(document, metadata, each))
-            for each in read.resource_claims
-            if each.resource_claim_template_name
+            PodResourceClaim(pod_claim.name, self._created(document, metadata, pod_claim))
+            for pod_claim in read.resource_claims
+            if pod_claim.resource_claim_template_name
         )
         # A gang is placed pod by pod here.
         plain = msgspec.structs.replace(_convert(document, spec, PodSpec), scheduling_group=None, scheduling_gates=())
@@ -121,7 +121,7 @@ class Reader:
 
 
 def _pod_for(key: Key) -> Pod:
-    """A pod for a claim that stands alone: the scheduler allocates claims only for pods."""
+    """A pod for a claim to which no pod refers: the scheduler allocates claims only for pods."""
     spec = PodSpec(resource_claims=(PodResourceClaim("claim", key.name),))
     return Pod(Metadata(f"pod-of-{key.name}", namespace=key.namespace), spec)
 
@@ -132,18 +132,18 @@ def _metadata(document: Document, content: Mapping[str, Any]) -> Metadata:
     plain["name"] = plain.get("name") or str(plain.get("generateName", "")).rstrip("-") or "unnamed"
     if text(content, "kind") != "DeviceClass":
         plain["namespace"] = plain.get("namespace") or DEFAULT_NAMESPACE
-    known = {name: plain[name] for name in ("name", "namespace", "labels") if plain.get(name) is not None}
-    return _checked(document, known, Metadata)
+    fields = {name: plain[name] for name in ("name", "namespace", "labels") if plain.get(name) is not None}
+    return _checked(document, fields, Metadata)
 
 
-def _convert(document: Document, content: Any, kind: type[T]) -> T:
+def _convert(document: Document, content: Any, kind: type[Parsed]) -> Parsed:
     if isinstance(content, Mapping) and "metadata" in content:
-        known = {name: content[name] for name in ("spec", "status") if content.get(name) is not None}
-        content = {**known, "metadata": msgspec.to_builtins(_metadata(document, content))}
+        fields = {name: content[name] for name in ("spec", "status") if content.get(name) is not None}
+        content = {**fields, "metadata": msgspec.to_builtins(_metadata(document, content))}
     return _checked(document, content, kind)
 
 
-def _checked(document: Document, content: Any, kind: type[T]) -> T:
+def _checked(document: Document, content: Any, kind: type[Parsed]) -> Parsed:
     try:
         return msgspec.convert(_without_null(content), kind)
     except msgspec.ValidationError as error:
@@ -154,7 +154,7 @@ def _without_null(content: Any) -> Any:
     """YAML's ``field:`` without a value means the same as no field, to the API server."""
     if isinstance(content, Mapping):
         return {name: _without_null(value) for name, value in content.items() if value is not None}
-    return [_without_null(each) for each in content] if isinstance(content, list) else content
+    return [_without_null(item) for item in content] if isinstance(content, list) else content
 
 
 def _place(document: Document) -> str:

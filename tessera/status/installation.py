@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from driver.kube.controller_heartbeat import renewed_at
 from driver.kube.types import Claim
 from driver.model.plan import FENCE
-from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot, read_time
+from tessera.status.snapshot import CheckOutput, Listing, Problem, StatusSnapshot, read_time
 from tessera.tables_and_drawings import counted
 
 BOUNDARIES = tuple(f"own-{kind}.gpu.tessera.dev" for kind in ("claims", "events", "fence", "plan", "slices"))
@@ -32,14 +32,14 @@ def api(snapshot: StatusSnapshot) -> CheckOutput:
     version = snapshot.minor_version
     yield f"Kubernetes {snapshot.version}" + (" (never tested)" if version and version > newest else "")
     if version and version < oldest:
-        yield Finding("API server", f"is {snapshot.version}", "update it to 1.34 or newer (docs/versions.md)")
+        yield Problem("API server", f"is {snapshot.version}", "update it to 1.34 or newer (docs/versions.md)")
     forbidden = [(listing, failure.reason) for listing, failure in snapshot.unreadable.items() if failure.forbidden]
     if forbidden:
         remedy = "use an account that may list them: the ClusterRole is in docs/soundness.md"
-        yield Finding(", ".join(listing for listing, _ in forbidden), f"may not be read: {forbidden[0][1]}", remedy)
+        yield Problem(", ".join(listing for listing, _ in forbidden), f"may not be read: {forbidden[0][1]}", remedy)
     for listing, failure in snapshot.unreadable.items():
         if not failure.forbidden:
-            yield Finding(listing, f"can't be read: {failure.reason}", "checks that need them are unread; try again")
+            yield Problem(listing, f"can't be read: {failure.reason}", "checks that need them are unread; try again")
 
 
 def is_not_installed(snapshot: StatusSnapshot) -> bool:
@@ -55,13 +55,13 @@ def not_installed(snapshot: StatusSnapshot) -> CheckOutput:
         yield f"{counted(len(plans), 'GpuNodePlan')} left of an earlier one (kubectl delete gpunodeplans --all)"
     install = f"helm install tessera deploy/tessera -n {snapshot.namespace} --create-namespace"
     remedy = f"{install} --set image.repository=REGISTRY/tessera (docs/install.md)"
-    yield Finding("Tessera", "is not installed here", remedy)
+    yield Problem("Tessera", "is not installed here", remedy)
 
 
 def definition(snapshot: StatusSnapshot) -> CheckOutput:
     if snapshot.plans is None:
         remedy = "install the chart with crd.install=true; the controller and `tessera cordon` need it"
-        yield Finding("GpuNodePlan", "the CustomResourceDefinition is not installed", remedy)
+        yield Problem("GpuNodePlan", "the CustomResourceDefinition is not installed", remedy)
     else:
         yield counted(len(snapshot.plans), "plan")
 
@@ -71,11 +71,11 @@ def classes(snapshot: StatusSnapshot) -> CheckOutput:
     yield counted(len(ours), "DeviceClass", "DeviceClasses")
     if not ours:
         message = f"none selects devices of {snapshot.driver}"
-        yield Finding("DeviceClasses", message, "install the chart's (values: classes)")
-    known = {item.metadata.name for item in snapshot.classes}
-    missing = {name for claim in snapshot.claims for name in requested_classes(claim)} - known
+        yield Problem("DeviceClasses", message, "install the chart's (values: classes)")
+    existing = {item.metadata.name for item in snapshot.classes}
+    missing = {name for claim in snapshot.claims for name in requested_classes(claim)} - existing
     for name in sorted(missing):
-        yield Finding(f"DeviceClass {name}", "does not exist, but claims name it", "create it again (values: classes)")
+        yield Problem(f"DeviceClass {name}", "does not exist, but claims name it", "create it again (values: classes)")
 
 
 def policies(snapshot: StatusSnapshot) -> CheckOutput:
@@ -88,10 +88,10 @@ def policies(snapshot: StatusSnapshot) -> CheckOutput:
     if snapshot.has_controller:
         expected[FENCE] = "a device that is being withdrawn may still be allocated (values: fence.enabled)"
     for name in sorted(expected.keys() - set(ours)):
-        yield Finding(name, f"this admission policy is missing: {expected[name]}", restore)
+        yield Problem(name, f"this admission policy is missing: {expected[name]}", restore)
     for name in sorted(set(ours) - denied):
         message = "this admission policy has no binding that denies, so it refuses nothing"
-        yield Finding(name, message, restore)
+        yield Problem(name, message, restore)
 
 
 def clocks(snapshot: StatusSnapshot) -> CheckOutput:
@@ -110,7 +110,7 @@ def clocks(snapshot: StatusSnapshot) -> CheckOutput:
         if abs(seconds) > CLOCK_SKEW_SECONDS:
             direction = "ahead of" if seconds > 0 else "behind"
             message = f"its clock is {abs(seconds):.0f} s {direction} the API server's"
-            yield Finding(holder, message, "synchronise it (chrony, NTP)")
+            yield Problem(holder, message, "synchronise it (chrony, NTP)")
 
 
 def requested_classes(claim: Claim) -> Iterator[str]:

@@ -11,8 +11,9 @@ from driver.kube.types import Claim, GpuNodePlan
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, OfferMode, PlanMode
 from driver.slices.pool_names import Pool
 from kubelet_plugin.coexistence.other_drivers import OWNED, NodeSigns, find_other_drivers
-from tessera.gpu_names import GpuName, faults_of, names_of, states
-from tessera.status.snapshot import CheckOutput, Finding, Listing, StatusSnapshot
+from tessera.gpu_names import GpuName, faults_of, names_of
+from tessera.gpu_reports import readable_reports
+from tessera.status.snapshot import CheckOutput, Listing, Problem, StatusSnapshot
 from tessera.tables_and_drawings import counted, shortened
 
 FAULT_TAINTS = ("unavailable", "unhealthy")
@@ -28,7 +29,7 @@ SELF_CLEARING: Mapping[str, str] = {
 KARPENTER = "karpenter.sh/nodepool"
 """Label of the Nodes that Karpenter manages."""
 
-CORDONED = "cordoned"
+CORDON_WORD = "cordoned"
 """First word of the fault of a cordoned GPU."""
 
 
@@ -41,7 +42,7 @@ def slices(snapshot: StatusSnapshot) -> CheckOutput:
         expected = current[0].resource_slice_count if current else 0
         if len(current) != expected:
             message = f"its pool is incomplete: {len(current)} of {expected} slices, so the scheduler skips it"
-            yield Finding(node, message, "check again in a minute; if it persists, restart the node's plugin")
+            yield Problem(node, message, "check again in a minute; if it persists, restart the node's plugin")
 
 
 def devices(snapshot: StatusSnapshot) -> CheckOutput:
@@ -55,7 +56,7 @@ def devices(snapshot: StatusSnapshot) -> CheckOutput:
     for name in missing:
         if name not in left_out:
             message = f"of pool {name[0]} is held by claim {taken[name].metadata.key}, but not published"
-            yield Finding(name[1], message, "start the node's plugin; until then its memory may be allocated twice")
+            yield Problem(name[1], message, "start the node's plugin; until then its memory may be allocated twice")
 
 
 def health(snapshot: StatusSnapshot) -> CheckOutput:
@@ -68,12 +69,12 @@ def health(snapshot: StatusSnapshot) -> CheckOutput:
     yield f"{len(unhealthy)} unhealthy"
     yield f"{len(lines)} cordoned" + (f": {shortened(lines)}" if lines else "")
     for gpu, fault in sorted(unhealthy.items()):
-        yield Finding(gpu, f"is {fault}: no new pods get it", _remedy(gpu, fault))
+        yield Problem(gpu, f"is {fault}: no new pods get it", _remedy(gpu, fault))
     gpus = _served_gpus(snapshot)
     unusable = unhealthy.keys() | cordons.keys()
     if cordons and gpus and gpus <= unusable and snapshot.has_read(Listing.CLAIMS) and not _offered(snapshot):
         message = "are cordoned or unhealthy: nothing is offered to new pods"
-        yield Finding("all GPUs", message, f"tessera uncordon {min(cordons)}")
+        yield Problem("all GPUs", message, f"tessera uncordon {min(cordons)}")
 
 
 def mode(snapshot: StatusSnapshot) -> CheckOutput:
@@ -90,7 +91,7 @@ def mode(snapshot: StatusSnapshot) -> CheckOutput:
         yield f"{counted(idle, 'plan')} of nodes that publish nothing"
     for name in sorted(standalone & plans.keys()) if snapshot.is_led else ():
         remedy = "it follows within two minutes of a heartbeat; after that read the log of its plugin"
-        yield Finding(name, "is standalone although a controller is running", remedy)
+        yield Problem(name, "is standalone although a controller is running", remedy)
     for name in sorted(serving & plans.keys()):
         yield from _lagging(name, plans[name])
     yield from _autoscaled(snapshot, serving, complete)
@@ -102,17 +103,17 @@ def _autoscaled(snapshot: StatusSnapshot, serving: set[str], complete: set[str])
     remedy = f"kubectl label node NODE {PUBLISH}={COMPLETE}, or set it for the node pool; see docs/autoscaling.md"
     if snapshot.autoscaler is not None and serving and not complete:
         message = "takes the devices that a node publishes for all that it has, but no node publishes every device"
-        yield Finding("cluster-autoscaler", message, remedy)
+        yield Problem("cluster-autoscaler", message, remedy)
     for name in sorted(serving - complete):
-        wanted = labels.get(name, {}).get(PUBLISH)
+        requested = labels.get(name, {}).get(PUBLISH)
         plan = (snapshot.plans or {}).get(name)
-        if wanted == COMPLETE and plan is not None and COUNTERS_FIELD in plan.status.dropped:
+        if requested == COMPLETE and plan is not None and COUNTERS_FIELD in plan.status.dropped:
             message = (
                 f"has the label {PUBLISH}={COMPLETE} without effect: the API server does not keep {COUNTERS_FIELD}"
             )
-            yield Finding(name, message, "remove the label, or upgrade to Kubernetes 1.36 or newer")
-        elif wanted != COMPLETE and KARPENTER in labels.get(name, {}):
-            yield Finding(name, "is managed by Karpenter and does not publish every device", remedy)
+            yield Problem(name, message, "remove the label, or upgrade to Kubernetes 1.36 or newer")
+        elif requested != COMPLETE and KARPENTER in labels.get(name, {}):
+            yield Problem(name, "is managed by Karpenter and does not publish every device", remedy)
 
 
 def offers(snapshot: StatusSnapshot) -> CheckOutput:
@@ -150,11 +151,11 @@ def _reason(offer_mode: OfferMode, dropped: Iterable[str], snapshot: StatusSnaps
 def _lagging(name: str, plan: GpuNodePlan) -> CheckOutput:
     behind = plan.metadata.generation - plan.status.observed_generation
     if plan.status.mode is PlanMode.PLANNED and behind > 0:
-        yield Finding(name, f"is {counted(behind, 'version')} of its plan behind", "restart its plugin if it persists")
+        yield Problem(name, f"is {counted(behind, 'version')} of its plan behind", "restart its plugin if it persists")
     for refused in plan.status.refused[:1]:
         more = f" and {len(plan.status.refused) - 1} more" if len(plan.status.refused) > 1 else ""
         message = f"can't offer what its plan requests: {refused}{more}"
-        yield Finding(name, message, "the next plan takes it into account")
+        yield Problem(name, message, "the next plan takes it into account")
 
 
 def other_drivers(snapshot: StatusSnapshot) -> CheckOutput:
@@ -165,13 +166,13 @@ def other_drivers(snapshot: StatusSnapshot) -> CheckOutput:
         allocatable, labels = node.get("status", {}).get("allocatable"), node["metadata"].get("labels")
         signs = NodeSigns(allocatable or {}, labels or {}, _gpu_uuids(others) if others else None)
         refused = _refused_gpus(snapshot, name)
-        for each in find_other_drivers(signs, snapshot.driver) if name in snapshot.gpu_nodes else ():
-            found.append(f"{each.name} on {name}")
-            both = (each.gpus or frozenset()) & _gpu_uuids(snapshot.slices_of(name))
+        for other_driver in find_other_drivers(signs, snapshot.driver) if name in snapshot.gpu_nodes else ():
+            found.append(f"{other_driver.name} on {name}")
+            both = (other_driver.gpus or frozenset()) & _gpu_uuids(snapshot.slices_of(name))
             if both or refused:
                 gpus = counted(len(both) or refused, "GPU is", "GPUs are")
-                message = f"{each}: {gpus} {'in its slices and in ours' if both else 'not offered'}"
-                yield Finding(name, message, "remove it there, or exclude its GPUs: --exclude-gpus (docs/soundness.md)")
+                message = f"{other_driver}: {gpus} {'in its slices and in ours' if both else 'not offered'}"
+                yield Problem(name, message, "remove it there, or exclude its GPUs: --exclude-gpus (docs/soundness.md)")
     yield "; ".join(found) or "none"
 
 
@@ -225,7 +226,7 @@ def _refused_gpus(snapshot: StatusSnapshot, node: str) -> int:
     can be allocated and none is held."""
     plan = (snapshot.plans or {}).get(node)
     if plan is not None and plan.status.inventory:
-        return sum((state.fault or "").endswith(OWNED) for state in states(plan))
+        return sum((state.fault or "").endswith(OWNED) for state in readable_reports(plan))
     devices = [device for item in snapshot.slices_of(node) for device in item.spec.devices]
     pool = Pool(node, snapshot.driver).name
     taken = any(result.pool == pool for claim in snapshot.claims for result in claim.results)
@@ -234,7 +235,7 @@ def _refused_gpus(snapshot: StatusSnapshot, node: str) -> int:
 
 def _remedy(gpu: str, fault: str) -> str:
     """Remedy of a fault: an operator must clear it unless it ends with its cause."""
-    cause = next((each for each in SELF_CLEARING if fault.startswith(each)), None)
+    cause = next((prefix for prefix in SELF_CLEARING if fault.startswith(prefix)), None)
     return SELF_CLEARING[cause] if cause else f"see docs/health.md; then tessera uncordon {gpu}"
 
 
@@ -248,7 +249,7 @@ def _unhealthy(snapshot: StatusSnapshot) -> dict[str, str]:
                 if key in FAULT_TAINTS:
                     unhealthy.setdefault(_gpu_of(item, device), "=".join(filter(None, (key, taint.value))))
     for plan in _served(snapshot):
-        for state in states(plan):
+        for state in readable_reports(plan):
             name = GpuName(plan.metadata.name, state.number, state.gpu.uuid)
             if fault := _reported_fault(name, state.fault or "", plan):
                 unhealthy.setdefault(str(name), fault)
@@ -258,9 +259,9 @@ def _unhealthy(snapshot: StatusSnapshot) -> dict[str, str]:
 def _reported_fault(name: GpuName, fault: str, plan: GpuNodePlan) -> str:
     """The fault that the plan's status has of a GPU; empty if it is cordoned or reserved for another driver."""
     value, _, reason = fault.partition(": ")
-    if fault and value != CORDONED and not fault.endswith(OWNED):
+    if fault and value != CORDON_WORD and not fault.endswith(OWNED):
         return f"unhealthy={value}" if reason and " " not in value else f"unavailable: {fault}"
-    return next((f"unhealthy={each.value}" for each in faults_of(name, (), plan)), "")
+    return next((f"unhealthy={reported.value}" for reported in faults_of(name, (), plan)), "")
 
 
 def _cordons(snapshot: StatusSnapshot) -> dict[str, str]:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from controller.explain.events import UNREADABLE
 from controller.explain.reason import ReasonCode
 from controller.report.explanation import OTHER_DRIVERS, Explanation
-from tessera.status.snapshot import CheckOutput, Finding, StatusSnapshot
+from tessera.status.snapshot import CheckOutput, Problem, StatusSnapshot
 from tessera.tables_and_drawings import counted
 
-SHOWN = 3
+MAX_FINDINGS = 3
 """Claims with a finding of their own."""
 
 READ_EVENTS = "kubectl get events -A --field-selector reportingComponent=tessera-controller"
@@ -53,25 +53,29 @@ def pending(snapshot: StatusSnapshot) -> CheckOutput:
     if snapshot.plans is None:
         yield "unknown without the CustomResourceDefinition"
         return
-    ours = [each for each in snapshot.pending if each.code != OTHER_DRIVERS]
-    lasting = [each for each in ours if each.permanent]
-    passing = [each for each in ours if not each.permanent]
+    ours = [explanation for explanation in snapshot.pending if explanation.code != OTHER_DRIVERS]
+    lasting = [explanation for explanation in ours if explanation.permanent]
+    passing = [explanation for explanation in ours if not explanation.permanent]
     parts = [f"{len(passing)} wait{_counts(passing)}"] if passing else []
     if lasting:
         verb = "does not resolve by itself" if len(lasting) == 1 else "do not resolve by themselves"
         parts.append(f"{len(lasting)} {verb}{_counts(lasting)}")
     yield f"{counted(len(ours), 'claim')} pending: {', '.join(parts)}" if ours else "no claim is pending"
-    for each in lasting[:SHOWN]:
-        message = each.message
+    for explanation in lasting[:MAX_FINDINGS]:
+        message = explanation.message
         shown = message if len(message) <= MESSAGE_CHARACTERS else f"{message[: MESSAGE_CHARACTERS - 1]}…"
-        yield Finding(_about(each), f"is pending, and will not resolve by itself: {each.code}: {shown}", _remedy(each))
-    if (more := len(lasting) - SHOWN) > 0:
-        yield Finding(f"{more} more", "of the same kind", "tessera why -A")
+        yield Problem(
+            _about(explanation),
+            f"is pending, and will not resolve by itself: {explanation.code}: {shown}",
+            _remedy(explanation),
+        )
+    if (more := len(lasting) - MAX_FINDINGS) > 0:
+        yield Problem(f"{more} more", "of the same kind", "tessera why -A")
     yield from _unreadable(snapshot)
 
 
 def _counts(claims: Iterable[Explanation]) -> str:
-    codes = Counter(each.code for each in claims)
+    codes = Counter(explanation.code for explanation in claims)
     return f" ({', '.join(f'{count} {code}' for code, count in sorted(codes.items()))})"
 
 
@@ -83,16 +87,16 @@ def _remedy(found: Explanation) -> str:
     """The changes that were tried and help, or general advice; and the command that explains the claim."""
     kind, _, key = _about(found).partition(" ")
     namespace, _, name = key.partition("/")
-    helps = "; or ".join(change.text for change in found.changes[:SHOWN])
+    helps = "; or ".join(change.text for change in found.changes[:MAX_FINDINGS])
     advice = f"it would fit if {helps}" if helps else ADVICE.get(found.code, "change the claim, or add GPUs")
     return f"{advice}; details: tessera why {kind}/{name} -n {namespace}"
 
 
 def _unreadable(snapshot: StatusSnapshot) -> CheckOutput:
     """Findings about objects that the controller can't read."""
-    found = [event for event in snapshot.events if event.get("reason") == UNREADABLE and snapshot.is_recent(event)]
-    for event in found[:SHOWN]:
+    unreadable = [event for event in snapshot.events if event.get("reason") == UNREADABLE and snapshot.is_recent(event)]
+    for event in unreadable[:MAX_FINDINGS]:
         about = event["involvedObject"]
         where = f"{about['namespace']}/" if about.get("namespace") else ""
         remedy = f"correct or delete it, and report it as a defect: {READ_EVENTS}"
-        yield Finding(f"{about.get('kind')} {where}{about.get('name')}", str(event.get("message", "")), remedy)
+        yield Problem(f"{about.get('kind')} {where}{about.get('name')}", str(event.get("message", "")), remedy)

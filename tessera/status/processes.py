@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from controller.app import LEASE
 from driver.kube.client import Object
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING, is_silent
 from kubelet_plugin.status.events import EventReason
 from tessera.cluster_options import cancel_uninstall_command
-from tessera.status.snapshot import CONTROLLER, NODE, CheckOutput, Finding, Listing, StatusSnapshot, condition_of
+from tessera.status.snapshot import CONTROLLER, NODE_PLUGIN, CheckOutput, Listing, Problem, StatusSnapshot, condition_of
 from tessera.tables_and_drawings import counted, shortened
 
 OWN_LABEL = "gpu.tessera.dev/node"
 GPU_LABELS = (
     OWN_LABEL,
     "nvidia.com/gpu.present",
-    *(f"feature.node.kubernetes.io/pci-{each}.present" for each in ("10de", "0302_10de", "0300_10de")),
+    *(f"feature.node.kubernetes.io/pci-{vendor}.present" for vendor in ("10de", "0302_10de", "0300_10de")),
 )
 """The chart's node plugin runs on nodes where any of these is true, or where GKE_LABEL is set."""
 GKE_LABEL = "cloud.google.com/gke-accelerator"
 KUBELET_SILENT_SECONDS = 50.0
 """Age of a kubelet's Lease at which Kubernetes marks its node not ready (--node-monitor-grace-period)."""
 
-BY_LABEL = f"kubectl label node NODE {OWN_LABEL}=true (or install Node Feature Discovery)"
+LABEL_NODES = f"kubectl label node NODE {OWN_LABEL}=true (or install Node Feature Discovery)"
 SINCE_SILENCE = "30 to 90 s after the last heartbeat"
-THE_SET = f"the DaemonSet {NODE}"
+THE_SET = f"the DaemonSet {NODE_PLUGIN}"
 
 UNWRITABLE: Mapping[str, str] = {
     EventReason.STATE_UNWRITABLE: EventReason.STATE_WRITABLE,
@@ -54,12 +54,12 @@ def _leader(snapshot: StatusSnapshot) -> CheckOutput:
         return
     yield f"leader {holder}" if holder else "no leader"
     if not holder:
-        yield Finding(
+        yield Problem(
             "controller", f"no replica is the leader; {standalone} {SINCE_SILENCE}", f"start it, or read its log: {log}"
         )
     elif is_silent(age):
         since = "has not sent a heartbeat yet" if age is None else f"sent its last heartbeat {age:.0f} s ago"
-        yield Finding(
+        yield Problem(
             "controller", f"{holder} {since}; {standalone} {SINCE_SILENCE}", f"it is blocked or gone; its log: {log}"
         )
     else:
@@ -72,31 +72,38 @@ def _uninstalling(snapshot: StatusSnapshot) -> CheckOutput:
         message = "an uninstallation has begun, and nodes offer nothing"
         cancel = cancel_uninstall_command(snapshot.namespace)
         remedy = f"complete `tessera uninstall` (helm uninstall), or cancel it: {cancel}"
-        yield Finding(HEARTBEAT, message, remedy)
+        yield Problem(HEARTBEAT, message, remedy)
 
 
 def versions(snapshot: StatusSnapshot) -> CheckOutput:
     images = Counter(
         str(container.get("image"))
-        for account in (NODE, CONTROLLER)
+        for account in (NODE_PLUGIN, CONTROLLER)
         for pod in snapshot.pods_of(account)
         for container in pod["spec"].get("containers", ())[:1]
     )
-    yield f"this command {version('tessera-dra')}"
+    yield f"this command {_own_version()}"
     if images:
         yield ", ".join(f"{image} x{count}" for image, count in images.items())
     elif snapshot.has_read(Listing.PODS):
         yield "no pods"
     if len(images) > 1:
-        yield Finding("images", f"{len(images)} versions run at once", "let the rollout end: kubectl rollout status")
+        yield Problem("images", f"{len(images)} versions run at once", "let the rollout end: kubectl rollout status")
+
+
+def _own_version() -> str:
+    try:
+        return version("tessera-dra")
+    except PackageNotFoundError:  # it runs from a tree that was never installed
+        return "unknown"
 
 
 def plugins(snapshot: StatusSnapshot) -> CheckOutput:
     names = snapshot.gpu_nodes
     if snapshot.has_read(Listing.SLICES):
         yield f"{sum(bool(snapshot.slices_of(name)) for name in names)} of {len(names)} nodes publish"
-    yield from pods_ready(snapshot, NODE)
-    if snapshot.has_read(Listing.SLICES, Listing.PODS) and not snapshot.slices and not snapshot.pods_of(NODE):
+    yield from pods_ready(snapshot, NODE_PLUGIN)
+    if snapshot.has_read(Listing.SLICES, Listing.PODS) and not snapshot.slices and not snapshot.pods_of(NODE_PLUGIN):
         yield _no_plugin(snapshot)
     if snapshot.has_read(Listing.NODES):
         there = {item["metadata"]["name"] for item in snapshot.nodes}
@@ -104,7 +111,7 @@ def plugins(snapshot: StatusSnapshot) -> CheckOutput:
         for name in names:
             if name not in there:
                 message = "has slices or a plan, but no Node of this name exists"
-                yield Finding(name, message, f"register the node, or: kubectl delete gpunodeplan {name}")
+                yield Problem(name, message, f"register the node, or: kubectl delete gpunodeplan {name}")
         if snapshot.has_read(Listing.SLICES):
             yield from _silent(snapshot)
 
@@ -119,24 +126,24 @@ def _not_ready(snapshot: StatusSnapshot) -> CheckOutput:
         remedy = f"no new pod starts there; kubectl describe node {name}"
         if ready is not None and ready.get("status") != "True":
             why = ready.get("message") or ready.get("reason") or "no reason is given"
-            yield Finding(name, f"its Node is not ready: {why}", remedy)
+            yield Problem(name, f"its Node is not ready: {why}", remedy)
         elif (age := ages.get(name, 0.0)) > KUBELET_SILENT_SECONDS:
-            yield Finding(name, f"its Node is not ready: its kubelet has not renewed its Lease for {age:.0f} s", remedy)
+            yield Problem(name, f"its Node is not ready: its kubelet has not renewed its Lease for {age:.0f} s", remedy)
 
 
-def _no_plugin(snapshot: StatusSnapshot) -> Finding:
+def _no_plugin(snapshot: StatusSnapshot) -> Problem:
     """No node publishes a slice, and no pod of a node plugin exists."""
     daemon_set = snapshot.daemon_set
-    describe = f"kubectl -n {snapshot.namespace} describe daemonset {NODE}"
+    describe = f"kubectl -n {snapshot.namespace} describe daemonset {NODE_PLUGIN}"
     if daemon_set is None:
-        remedy = f"{BY_LABEL}; check that the DaemonSet {NODE} exists (values: nodePlugin.enabled)"
-        return Finding("nodes", "publish no GPU, and no pod of a node plugin exists", remedy)
+        remedy = f"{LABEL_NODES}; check that the DaemonSet {NODE_PLUGIN} exists (values: nodePlugin.enabled)"
+        return Problem("nodes", "publish no GPU, and no pod of a node plugin exists", remedy)
     if wanted := daemon_set.get("status", {}).get("desiredNumberScheduled", 0):
-        return Finding(THE_SET, f"should run on {wanted}, but has no pod", describe)
+        return Problem(THE_SET, f"should run on {wanted}, but has no pod", describe)
     labelled = any(_has_gpus(node) for node in snapshot.nodes)
     if _goes_by_labels(daemon_set) and snapshot.has_read(Listing.NODES) and not labelled:
-        return Finding(THE_SET, "matches no node: no node has a label of NVIDIA GPUs", BY_LABEL)
-    return Finding(THE_SET, "matches no node: its node selector, affinity or tolerations exclude all", describe)
+        return Problem(THE_SET, "matches no node: no node has a label of NVIDIA GPUs", LABEL_NODES)
+    return Problem(THE_SET, "matches no node: its node selector, affinity or tolerations exclude all", describe)
 
 
 def _silent(snapshot: StatusSnapshot) -> CheckOutput:
@@ -146,14 +153,14 @@ def _silent(snapshot: StatusSnapshot) -> CheckOutput:
         name = node["metadata"]["name"]
         if snapshot.slices_of(name) or not (name in snapshot.gpu_nodes or _has_gpus(node)):
             continue
-        pods = [pod["metadata"]["name"] for pod in snapshot.pods_of(NODE) if pod["spec"].get("nodeName") == name]
+        pods = [pod["metadata"]["name"] for pod in snapshot.pods_of(NODE_PLUGIN) if pod["spec"].get("nodeName") == name]
         if pods:
-            yield Finding(name, "publishes nothing", f"kubectl -n {snapshot.namespace} logs {pods[0]}")
+            yield Problem(name, "publishes nothing", f"kubectl -n {snapshot.namespace} logs {pods[0]}")
         elif not snapshot.has_read(Listing.PODS):
             remedy = f"check that its plugin runs and is ready: kubectl -n {snapshot.namespace} get pods -o wide"
-            yield Finding(name, "publishes nothing", remedy)
+            yield Problem(name, "publishes nothing", remedy)
         elif _has_gpus(node):
-            yield Finding(name, "publishes nothing: no pod of a node plugin runs there", _start(snapshot))
+            yield Problem(name, "publishes nothing: no pod of a node plugin runs there", _start(snapshot))
         else:
             with_old_plan.append(name)
     if with_old_plan:
@@ -163,15 +170,15 @@ def _silent(snapshot: StatusSnapshot) -> CheckOutput:
 def _start(snapshot: StatusSnapshot) -> str:
     if snapshot.daemon_set is None:
         return "start it there, as a pod or as a process (docs/install.md)"
-    return f"check taints and the node selector: kubectl -n {snapshot.namespace} describe daemonset {NODE}"
+    return f"check taints and the node selector: kubectl -n {snapshot.namespace} describe daemonset {NODE_PLUGIN}"
 
 
-def _old_plans(snapshot: StatusSnapshot, names: list[str]) -> Finding:
+def _old_plans(snapshot: StatusSnapshot, names: list[str]) -> Problem:
     """Nodes without a label of GPUs, of which only a plan is left."""
     by_label = snapshot.daemon_set is not None and _goes_by_labels(snapshot.daemon_set)
     start = f"kubectl label node {names[0]} {OWN_LABEL}=true" if by_label else _start(snapshot)
     remedy = f"{start}; if no plugin should run there: kubectl delete gpunodeplan {' '.join(names[:3])}"
-    return Finding(shortened(names), "no node plugin runs there, but a plan of an earlier one is left", remedy)
+    return Problem(shortened(names), "no node plugin runs there, but a plan of an earlier one is left", remedy)
 
 
 def _goes_by_labels(daemon_set: Object) -> bool:
@@ -193,11 +200,11 @@ def pods_ready(snapshot: StatusSnapshot, account: str) -> CheckOutput:
     yield from (_pod_finding(pod, snapshot.namespace) for pod in pods if pod not in ready)
 
 
-def _pod_finding(pod: Object, namespace: str) -> Finding:
+def _pod_finding(pod: Object, namespace: str) -> Problem:
     """The finding about a pod that is not ready."""
     name, containers = pod["metadata"]["name"], pod.get("status", {}).get("containerStatuses") or ()
-    states = [each.get("state") or {} for each in containers]
-    restarts = sum(int(each.get("restartCount", 0)) for each in containers)
+    states = [container.get("state") or {} for container in containers]
+    restarts = sum(int(container.get("restartCount", 0)) for container in containers)
     reasons = [str(state["waiting"].get("reason")) for state in states if "waiting" in state]
     remedy = f"kubectl -n {namespace} describe pod {name}"
     if restarts:
@@ -206,7 +213,7 @@ def _pod_finding(pod: Object, namespace: str) -> Finding:
     elif states and all("running" in state for state in states):
         remedy += "; its /readyz?verbose lists missing conditions"
     message = f"is not ready on {pod['spec'].get('nodeName', 'no node')}"
-    return Finding(f"pod {name}", ": ".join(filter(None, (message, ", ".join(reasons)))), remedy)
+    return Problem(f"pod {name}", ": ".join(filter(None, (message, ", ".join(reasons)))), remedy)
 
 
 def directories(snapshot: StatusSnapshot) -> CheckOutput:
@@ -220,15 +227,15 @@ def directories(snapshot: StatusSnapshot) -> CheckOutput:
         if reason in UNWRITABLE
         and _timestamp(latest.get((node, UNWRITABLE[reason]), {})) < _timestamp(latest[node, reason])
     ]
-    found = counted(len(unwritable), "directory", "directories")
-    yield f"{found} not writable" if unwritable else "all writable"
+    directories_text = counted(len(unwritable), "directory", "directories")
+    yield f"{directories_text} not writable" if unwritable else "all writable"
     for key in unwritable:
         remedy = "free space on that file system, or mount it read-write; no pod with a claim starts there until then"
-        yield Finding(key[0], str(latest[key].get("message")), remedy)
+        yield Problem(key[0], str(latest[key].get("message")), remedy)
     for node, reason in recent:
         if reason == EventReason.CDI_RESTORED:
             message = str(latest[node, reason].get("message"))
-            yield Finding(node, message, "find out what removes it; running pods were not affected")
+            yield Problem(node, message, "find out what removes it; running pods were not affected")
 
 
 def _timestamp(event: Object) -> str:

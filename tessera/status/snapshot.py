@@ -33,7 +33,7 @@ EVENT_LIFETIME = timedelta(minutes=10)
 LAG_SECONDS = 1.5
 """Time that a node has to follow a new version of its plan and to report that."""
 
-NODE, CONTROLLER = "tessera-node", "tessera-controller"
+NODE_PLUGIN, CONTROLLER = "tessera-node", "tessera-controller"
 """ServiceAccounts of the processes, and names of the DaemonSet and the Deployment."""
 
 NAMESPACE = "tessera"
@@ -46,7 +46,7 @@ APPS = "/apis/apps/v1"
 EVENTS_OF_CONTROLLER = "reportingComponent=tessera-controller"
 EVENTS_OF_NODES = "involvedObject.kind=Node,reportingComponent=tessera-node"
 
-T = TypeVar("T")
+Listed = TypeVar("Listed")
 
 
 class Listing(StrEnum):
@@ -74,7 +74,7 @@ class ReadFailure(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Problem:
     """A problem: the object, what is wrong with it, what to do."""
 
     about: str
@@ -82,7 +82,7 @@ class Finding:
     remedy: str
 
 
-CheckOutput = Iterator[str | Finding]
+CheckOutput = Iterator[str | Problem]
 """Parts of a check's summary, and its findings."""
 
 
@@ -124,8 +124,8 @@ class StatusSnapshot:
     @property
     def minor_version(self) -> tuple[int, int] | None:
         """The version of the API server, such as (1, 37); None if it is not written like one."""
-        found = re.match(r"v(\d+)\.(\d+)", self.version)
-        return (int(found[1]), int(found[2])) if found else None
+        numbers = re.match(r"v(\d+)\.(\d+)", self.version)
+        return (int(numbers[1]), int(numbers[2])) if numbers else None
 
     def has_read(self, *listings: Listing) -> bool:
         """Whether all of these lists were read."""
@@ -157,9 +157,9 @@ class StatusSnapshot:
 
     @property
     def is_in_namespace(self) -> bool:
-        """Whether the namespace has an object of Tessera, as far as it was read."""
-        found = self.leases.keys() & {LEASE, HEARTBEAT}
-        return bool(found or self.pods_of(NODE) or self.pods_of(CONTROLLER) or self.daemon_set)
+        """Whether an object of Tessera was read in the namespace."""
+        heartbeats = self.leases.keys() & {LEASE, HEARTBEAT}
+        return bool(heartbeats or self.pods_of(NODE_PLUGIN) or self.pods_of(CONTROLLER) or self.daemon_set)
 
     def is_recent(self, event: Object) -> bool:
         """Whether the condition that an Event reports may still last."""
@@ -178,9 +178,9 @@ class StatusSnapshot:
     @property
     def gpu_nodes(self) -> list[str]:
         """Nodes on which a plugin runs or has run: by slices, plans and pods."""
-        found = {item.spec.node_name for item in self.slices} | set(self.plans or ())
-        found |= {str(pod["spec"].get("nodeName", "")) for pod in self.pods_of(NODE)}
-        return sorted(found - {""})
+        nodes = {item.spec.node_name for item in self.slices} | set(self.plans or ())
+        nodes |= {str(pod["spec"].get("nodeName", "")) for pod in self.pods_of(NODE_PLUGIN)}
+        return sorted(nodes - {""})
 
 
 def _lags(plan: GpuNodePlan) -> bool:
@@ -190,7 +190,7 @@ def _lags(plan: GpuNodePlan) -> bool:
 def condition_of(item: Object, kind: str) -> Object | None:
     """The condition of this type in the status of an object."""
     conditions = item.get("status", {}).get("conditions") or ()
-    return next((each for each in conditions if each.get("type") == kind), None)
+    return next((condition for condition in conditions if condition.get("type") == kind), None)
 
 
 def read_time(text: object) -> datetime | None:
@@ -232,7 +232,9 @@ class SnapshotReader:
                 item["metadata"]["name"]: item for item in self._read(Listing.LEASES, leases(self._namespace), Object)
             },
             node_leases=self._read(Listing.NODE_LEASES, leases("kube-node-lease"), Object),
-            daemon_set=next(iter(self._list_named(f"{APPS}/namespaces/{self._namespace}/daemonsets", NODE)), None),
+            daemon_set=next(
+                iter(self._list_named(f"{APPS}/namespaces/{self._namespace}/daemonsets", NODE_PLUGIN)), None
+            ),
             autoscaler=next(iter(self._list_named("/api/v1/namespaces/kube-system/configmaps", AUTOSCALER)), None),
             unreadable=self._unreadable,
         )
@@ -252,11 +254,11 @@ class SnapshotReader:
             )
 
     def _other_namespaces(self) -> list[str]:
-        """Namespaces that have an object of Tessera, as far as they can be read."""
-        paths: dict[str, tuple[str, ...]] = {f"{APPS}/daemonsets": (NODE,), f"{APPS}/deployments": (CONTROLLER,)}
+        """Namespaces in which an object of Tessera can be read."""
+        paths: dict[str, tuple[str, ...]] = {f"{APPS}/daemonsets": (NODE_PLUGIN,), f"{APPS}/deployments": (CONTROLLER,)}
         paths["/apis/coordination.k8s.io/v1/leases"] = (LEASE, HEARTBEAT)
-        found = (item for path, names in paths.items() for name in names for item in self._list_named(path, name))
-        return sorted({str(item["metadata"]["namespace"]) for item in found})
+        objects = (item for path, names in paths.items() for name in names for item in self._list_named(path, name))
+        return sorted({str(item["metadata"]["namespace"]) for item in objects})
 
     def _namespace_exists(self) -> bool:
         try:
@@ -278,7 +280,7 @@ class SnapshotReader:
             forbidden = isinstance(cause, ApiError) and cause.status == FORBIDDEN
             self._unreadable[listing] = ReadFailure(str(error), forbidden)
 
-    def _read(self, listing: Listing, path: str, kind: type[T], selector: str = "") -> list[T]:
+    def _read(self, listing: Listing, path: str, kind: type[Listed], selector: str = "") -> list[Listed]:
         """All objects of a list, with the fields of ``kind``."""
         with self._recorded(listing):
             return list(read_all(self._client, path, kind, {"fieldSelector": selector} if selector else {}))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import fsum
 from typing import NamedTuple
 
-from tessera.usage.report import GpuKey
+from tessera.usage.report import GpuOfNode
 
 MIN_HOURS = 24.0
 """A workload is judged after a day: less says nothing of what it needs at other times of the day."""
@@ -27,7 +27,7 @@ ORDINAL = re.compile(r"(.+)-[0-9]+")
 indexed Jobs and the Jobs of CronJobs."""
 
 
-class Candidate(NamedTuple):
+class ProfileClass(NamedTuple):
     """A profile of a product with a class of its own."""
 
     device_class: str
@@ -37,10 +37,10 @@ class Candidate(NamedTuple):
     memory_bytes: int
 
 
-class Geometry(NamedTuple):
+class ProductClasses(NamedTuple):
     """The partitions of a product, and the compute slices of a whole GPU."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ProfileClass, ...]
     compute_slices: int
 
 
@@ -55,7 +55,7 @@ class DeviceHistory:
     pod: str
     device_class: str
     profile: str
-    gpu: GpuKey
+    gpu: GpuOfNode
     slices: float
     slice_hours: float
     measured_hours: float
@@ -91,7 +91,7 @@ class Advice:
     memory: float | None
     activity: float | None
     slice_hours: float
-    best: Candidate | None = None
+    best: ProfileClass | None = None
     refusal: str | None = None
 
     @property
@@ -116,8 +116,8 @@ def owner_of(pod: str) -> str:
 
 def advise(
     devices: Iterable[DeviceHistory],
-    products: Mapping[GpuKey, str],
-    geometries: Mapping[str, Geometry],
+    products: Mapping[GpuOfNode, str],
+    geometries: Mapping[str, ProductClasses],
     margin: float,
 ) -> list[Advice]:
     """Advice for each workload, what saves most first. ``margin``: room above the most that was used, 0.2 for 20 %."""
@@ -128,37 +128,37 @@ def advise(
         groups[Workload(device.namespace, owner, device.device_class, device.profile, device.slices, product)].append(
             device
         )
-    found = [_advice(workload, group, geometries, margin) for workload, group in groups.items()]
-    return sorted(found, key=lambda each: (-each.saved, -each.slice_hours, each.workload))
+    advices = [_advice(workload, group, geometries, margin) for workload, group in groups.items()]
+    return sorted(advices, key=lambda each: (-each.saved, -each.slice_hours, each.workload))
 
 
 def _advice(
-    workload: Workload, devices: Sequence[DeviceHistory], geometries: Mapping[str, Geometry], margin: float
+    workload: Workload, devices: Sequence[DeviceHistory], geometries: Mapping[str, ProductClasses], margin: float
 ) -> Advice:
     memory = max((device.memory for device in devices if device.memory is not None), default=None)
     sm = max((device.sm for device in devices if device.sm is not None), default=None)
     dram = max((device.dram for device in devices if device.dram is not None), default=None)
-    activity = max((each for each in (sm, dram) if each is not None), default=None)
+    activity = max((ratio for ratio in (sm, dram) if ratio is not None), default=None)
     advice = Advice(workload, memory, activity, fsum(device.slice_hours for device in devices))
-    geometry = geometries.get(workload.product, Geometry((), 0))
+    geometry = geometries.get(workload.product, ProductClasses((), 0))
     if (refusal := _refusal(devices, geometry, workload)) is not None or memory is None:
         return replace(advice, refusal=refusal or "its memory is unknown")
-    own = {each.profile: each.compute_slices for each in geometry.candidates}
-    compute = own.get(workload.profile, geometry.compute_slices) * (sm or 0.0)
+    compute_slices = {candidate.profile: candidate.compute_slices for candidate in geometry.candidates}
+    compute = compute_slices.get(workload.profile, geometry.compute_slices) * (sm or 0.0)
     fitting = [
-        each
-        for each in geometry.candidates
-        if each.slices < workload.slices
-        and each.memory_bytes >= memory * (1 + margin)
-        and each.compute_slices >= compute
-        and each.slices >= workload.slices * (dram or 0.0)
+        candidate
+        for candidate in geometry.candidates
+        if candidate.slices < workload.slices
+        and candidate.memory_bytes >= memory * (1 + margin)
+        and candidate.compute_slices >= compute
+        and candidate.slices >= workload.slices * (dram or 0.0)
     ]
     if not fitting:
         return replace(advice, refusal="it has the smallest class that fits")
     return replace(advice, best=min(fitting, key=lambda each: (each.slices, each.compute_slices, each.profile)))
 
 
-def _refusal(devices: Sequence[DeviceHistory], geometry: Geometry, workload: Workload) -> str | None:
+def _refusal(devices: Sequence[DeviceHistory], geometry: ProductClasses, workload: Workload) -> str | None:
     """Why a workload can't be judged."""
     age = max(device.age_hours for device in devices)
     prepared = fsum(device.hours for device in devices)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 
 from deviceclasses.chart_classes import profile_classes
 from driver.model.plan import GpuReport
-from tessera.usage.advice import Candidate, DeviceHistory, Geometry
-from tessera.usage.prometheus import ALLOCATED, GPU_SLICES, HOUR, Prometheus, growth
-from tessera.usage.report import GpuKey
+from tessera.usage.advice import DeviceHistory, ProductClasses, ProfileClass
+from tessera.usage.prometheus import ALLOCATED_METRIC, GPU_SLICES, HOUR, Prometheus, growth
+from tessera.usage.report import GpuOfNode
 
-LABELS = ("namespace", "pod", "claim", "class", "profile", "device", "gpu", "node")
+HISTORY_LABELS = ("namespace", "pod", "claim", "class", "profile", "device", "gpu", "node")
 JUDGED = '{pod!="",source!="shared"}'
 """Devices of a claim of several pods belong to no workload; the activity of a share is that of its GPU."""
 
@@ -19,8 +19,8 @@ MOMENTS = 1440
 """How often in a period it is looked whether a device was measured: every 7 minutes of a week."""
 SHORTEST_STEP_SECONDS = 60
 
-SLICES, MEMORY = "tessera_claim_slices", "tessera_claim_memory_used_bytes"
-SM, DRAM = "tessera_claim_sm_active_ratio", "tessera_claim_dram_active_ratio"
+SLICES_METRIC, MEMORY_METRIC = "tessera_claim_slices", "tessera_claim_memory_used_bytes"
+SM_METRIC, DRAM_METRIC = "tessera_claim_sm_active_ratio", "tessera_claim_dram_active_ratio"
 
 PLAIN_PROFILE = re.compile(r"\d+g\.\d+gb")
 
@@ -28,27 +28,27 @@ PLAIN_PROFILE = re.compile(r"\d+g\.\d+gb")
 def read_history(prometheus: Prometheus, seconds: float) -> list[DeviceHistory]:
     """The devices of all claims of single pods. Raises EnvironmentFault and FatalError."""
     period, step = f"{seconds:.0f}s", max(round(seconds / MOMENTS), SHORTEST_STEP_SECONDS)
-    by = f"max by ({', '.join(LABELS)})"
+    by = f"max by ({', '.join(HISTORY_LABELS)})"
 
     def read(expression: str) -> Mapping[tuple[str, ...], float]:
-        found = prometheus.query(expression)
-        return {tuple(labels.get(each, "") for each in LABELS): value for labels, value in found}
+        samples = prometheus.query(expression)
+        return {tuple(labels.get(label, "") for label in HISTORY_LABELS): value for labels, value in samples}
 
     def most(metric: str) -> Mapping[tuple[str, ...], float]:
         return read(f"{by} (max_over_time({metric}{JUDGED}[{period}]))")
 
-    memory, sm, dram, slices = most(MEMORY), most(SM), most(DRAM), most(SLICES)
-    measured = read(f"{by} (count_over_time({MEMORY}{JUDGED}[{period}:{step}s]))")
-    age = read(f"{by} (time() - min_over_time(timestamp({SLICES}{JUDGED})[{period}:{step}s]))")
-    allocated = _without_pod(prometheus, growth(ALLOCATED, seconds))
+    memory, sm, dram, slices = most(MEMORY_METRIC), most(SM_METRIC), most(DRAM_METRIC), most(SLICES_METRIC)
+    measured = read(f"{by} (count_over_time({MEMORY_METRIC}{JUDGED}[{period}:{step}s]))")
+    age = read(f"{by} (time() - min_over_time(timestamp({SLICES_METRIC}{JUDGED})[{period}:{step}s]))")
+    allocated = _without_pod(prometheus, growth(ALLOCATED_METRIC, seconds))
     return [
         DeviceHistory(
             namespace=key[0],
             pod=key[1],
             device_class=key[3],
             profile=key[4],
-            gpu=GpuKey(key[7], key[6]),
-            slices=each,
+            gpu=GpuOfNode(key[7], key[6]),
+            slices=held_slices,
             slice_hours=allocated.get((key[0], *key[2:]), 0.0),
             measured_hours=measured.get(key, 0.0) * step / HOUR,
             age_hours=age.get(key, 0.0) / HOUR,
@@ -56,29 +56,31 @@ def read_history(prometheus: Prometheus, seconds: float) -> list[DeviceHistory]:
             sm=sm.get(key),
             dram=dram.get(key),
         )
-        for key, each in slices.items()
-        if each > 0
+        for key, held_slices in slices.items()
+        if held_slices > 0
     ]
 
 
 def _without_pod(prometheus: Prometheus, expression: str) -> Mapping[tuple[str, ...], float]:
-    names = [label for label in LABELS if label != "pod"]
-    found = prometheus.query(expression)
-    return {tuple(labels.get(name, "") for name in names): value / HOUR for labels, value in found}
+    names = [label for label in HISTORY_LABELS if label != "pod"]
+    samples = prometheus.query(expression)
+    return {tuple(labels.get(name, "") for name in names): value / HOUR for labels, value in samples}
 
 
-def read_products(prometheus: Prometheus, seconds: float) -> dict[GpuKey, str]:
+def read_products(prometheus: Prometheus, seconds: float) -> dict[GpuOfNode, str]:
     """The product of each GPU of the period."""
-    found = prometheus.query(f"max by (node, gpu, product) (last_over_time({GPU_SLICES}[{seconds:.0f}s]))")
-    return {GpuKey(each.get("node", ""), each.get("gpu", "")): each.get("product", "") for each, _ in found}
+    samples = prometheus.query(f"max by (node, gpu, product) (last_over_time({GPU_SLICES}[{seconds:.0f}s]))")
+    return {
+        GpuOfNode(labels.get("node", ""), labels.get("gpu", "")): labels.get("product", "") for labels, _ in samples
+    }
 
 
-def geometries_of(reports: Iterable[GpuReport]) -> dict[str, Geometry]:
+def geometries_of(reports: Iterable[GpuReport]) -> dict[str, ProductClasses]:
     """The partitions for which the chart has a class, by product."""
-    found, classes = {}, profile_classes()
+    products, classes = {}, profile_classes()
     for gpu in {report.gpu.product_name: report.gpu for report in reports}.values():
         candidates = tuple(
-            Candidate(
+            ProfileClass(
                 classes[profile.name],
                 profile.name,
                 profile.placements[0].size,
@@ -88,5 +90,7 @@ def geometries_of(reports: Iterable[GpuReport]) -> dict[str, Geometry]:
             for profile in gpu.profiles
             if PLAIN_PROFILE.fullmatch(profile.name) and profile.name in classes and profile.placements
         )
-        found[gpu.product_name] = Geometry(candidates, max((each.compute_slices for each in candidates), default=0))
-    return found
+        products[gpu.product_name] = ProductClasses(
+            candidates, max((candidate.compute_slices for candidate in candidates), default=0)
+        )
+    return products

@@ -15,12 +15,12 @@ from urllib3.util import Url, make_headers, parse_url
 from driver.errors import ApiError, UsageError
 from tessera.tables_and_drawings import printable
 
-CONNECT_TIMEOUT_SECONDS, READ_TIMEOUT_SECONDS = 10.0, 150.0
+CONNECT_TIMEOUT_SECONDS, HTTP_TIMEOUT_SECONDS = 10.0, 150.0
 """Prometheus itself ends a query after 120 s."""
 
 ANSWER_LIMIT = 128 * 1024 * 1024
 CHUNK = 256 * 1024
-ERROR_TEXT_LIMIT = 300
+QUOTED_ERROR_LIMIT = 300
 
 
 class HttpReader:
@@ -53,8 +53,8 @@ class HttpReader:
     def get(self, path: str, query: Mapping[str, str]) -> bytes:
         """The body of a 200, or of an error that says in JSON what is wrong. Raises ApiError."""
         url = f"{self._base}{path}" + (f"?{urlencode(query)}" if query else "")
-        deadline = time.monotonic() + READ_TIMEOUT_SECONDS
-        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_SECONDS, read=READ_TIMEOUT_SECONDS)
+        deadline = time.monotonic() + HTTP_TIMEOUT_SECONDS
+        timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT_SECONDS, read=HTTP_TIMEOUT_SECONDS)
         try:
             response = self._pool.urlopen(
                 "GET", url, headers=self._headers, timeout=timeout, redirect=False, preload_content=False
@@ -67,7 +67,7 @@ class HttpReader:
             raise ApiError(f"no answer: {printable(_cause(error))}") from error
         kind = response.headers.get("Content-Type", "")
         if response.status != http.client.OK and not kind.startswith("application/json"):
-            text = printable(" ".join(body.decode("utf-8", "replace").split()))[:ERROR_TEXT_LIMIT]
+            text = printable(" ".join(body.decode("utf-8", "replace").split()))[:QUOTED_ERROR_LIMIT]
             raise ApiError(f"status {response.status}: {text or response.reason}", response.status)
         return body
 
@@ -79,7 +79,7 @@ class HttpReader:
             if size > ANSWER_LIMIT:
                 raise ApiError(f"the answer is larger than {ANSWER_LIMIT // 1024**2} MiB")
             if time.monotonic() > deadline:
-                raise ApiError(f"the answer takes longer than {READ_TIMEOUT_SECONDS:.0f} s")
+                raise ApiError(f"the answer takes longer than {HTTP_TIMEOUT_SECONDS:.0f} s")
         return b"".join(parts)
 
 
@@ -97,4 +97,4 @@ def _cause(error: BaseException) -> str:
     """The message of the innermost error; the outer ones repeat the address, which may have a password."""
     while isinstance(inner := getattr(error, "reason", None) or error.__cause__, BaseException):
         error = inner
-    return str((error.strerror if isinstance(error, OSError) else None) or error)[:ERROR_TEXT_LIMIT]
+    return str((error.strerror if isinstance(error, OSError) else None) or error)[:QUOTED_ERROR_LIMIT]

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from tessera.tables_and_drawings import columns, counted, printable
 from tessera.usage.report import Amounts, Report, Row
 
-NONE = "-"
+NOTHING_KNOWN = "-"
 """What is unknown or does not apply, in tables."""
 
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 """A spreadsheet takes a cell that begins with one of these as a formula."""
 
-DIGITS = 6
+SUM_DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ def _used(amounts: Amounts) -> str:
     if amounts.used_ratio is None:
         return "used unknown" if amounts.allocated else "used 0"
     if amounts.unknown:
-        known = f"of {number(amounts.known)} with known activity"
-        return f"used {number(amounts.used)} {known} ({_percent(amounts)})"
+        measured = f"of {number(amounts.known)} with known activity"
+        return f"used {number(amounts.used)} {measured} ({_percent(amounts)})"
     return f"used {number(amounts.used)} ({_percent(amounts)})"
 
 
 def _percent(amounts: Amounts) -> str:
-    return NONE if amounts.used_ratio is None else f"{amounts.used_ratio * 100:.0f} %"
+    return NOTHING_KNOWN if amounts.used_ratio is None else f"{amounts.used_ratio * 100:.0f} %"
 
 
 def _header(style: Style) -> list[str]:
@@ -95,25 +95,25 @@ def _cells(row: Row, style: Style) -> list[str]:
     amounts = row.amounts
     shown = [number(amounts.allocated), _known(amounts, amounts.used), _percent(amounts)]
     if style.period is None:
-        memory = NONE if row.memory is None else f"{row.memory[0] / 2**30:.1f}/{row.memory[1] / 2**30:.1f} GiB"
-        shown = [str(row.claims), *shown, memory, str(row.idle.idle) if row.idle.known else NONE]
+        memory = NOTHING_KNOWN if row.memory is None else f"{row.memory[0] / 2**30:.1f}/{row.memory[1] / 2**30:.1f} GiB"
+        shown = [str(row.claims), *shown, memory, str(row.idle.idle) if row.idle.known else NOTHING_KNOWN]
     else:
         shown.append(_known(amounts, amounts.idle))
-    shown.append(number(amounts.unknown) if amounts.unknown else NONE)
+    shown.append(number(amounts.unknown) if amounts.unknown else NOTHING_KNOWN)
     if style.currency is not None:
         cost = row.cost
-        known = cost is not None and cost.known > 0
+        has_price = cost is not None and cost.known > 0
         shown += [
-            NONE if cost is None else _money(cost.allocated),
-            _money(cost.used) if cost is not None and known else NONE,
-            _money(cost.idle) if cost is not None and known else NONE,
-            number(row.unpriced) if row.unpriced else NONE,
+            NOTHING_KNOWN if cost is None else _money(cost.allocated),
+            _money(cost.used) if cost is not None and has_price else NOTHING_KNOWN,
+            _money(cost.idle) if cost is not None and has_price else NOTHING_KNOWN,
+            number(row.unpriced) if row.unpriced else NOTHING_KNOWN,
         ]
     return shown
 
 
 def _known(amounts: Amounts, amount: float) -> str:
-    return number(amount) if amounts.known > 0 else NONE
+    return number(amount) if amounts.known > 0 else NOTHING_KNOWN
 
 
 def number(amount: float) -> str:
@@ -143,8 +143,10 @@ def as_json(report: Report, style: Style) -> str:
         "capacity": _rounded(report.reading.capacity),
         "currency": style.currency,
         "total": _fields(report.total, style),
-        "unknownActivity": [{"reason": reason, "amount": _rounded(each)} for reason, each in report.unknown.items()],
-        "unpriced": [{"product": name, "amount": _rounded(each)} for name, each in report.unpriced.items()],
+        "unknownActivity": [
+            {"reason": reason, "amount": _rounded(amount)} for reason, amount in report.unknown.items()
+        ],
+        "unpriced": [{"product": name, "amount": _rounded(amount)} for name, amount in report.unpriced.items()],
         "warnings": list(report.reading.warnings),
         "groups": [{"key": dict(zip(style.key, row.key, strict=True)), **_fields(row, style)} for row in report.rows],
     }
@@ -199,4 +201,4 @@ def _rounded(value: float | None) -> float | None:
     """Enough digits for a sum; an integer, such as a number of bytes, is one."""
     if value is None or float(value).is_integer():
         return None if value is None else int(value)
-    return round(value, DIGITS)
+    return round(value, SUM_DIGITS)

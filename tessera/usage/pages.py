@@ -19,11 +19,11 @@ from driver.kube.reads import read_all, read_pods
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import PodDetails
 from driver.slices.publisher import SLICES
-from tessera.status.snapshot import NODE
+from tessera.status.snapshot import NODE_PLUGIN
 from tessera.tables_and_drawings import counted, printable
 from tessera.usage.http import HttpReader
 from tessera.usage.prometheus import GPU_SLICES, GPU_UNKNOWN
-from tessera.usage.report import DeviceUsage, Gpu, GpuKey, Reading
+from tessera.usage.report import GpuOfNode, GpuSlices, Reading, UsageRecord
 
 METRICS_PORT = "metrics"
 """Name of the port in the chart's pods."""
@@ -31,48 +31,48 @@ METRICS_PORT = "metrics"
 MAX_NAMED_NODES = 10
 """Nodes without an answer that are listed with their reason each."""
 
-CLAIM = "tessera_claim_"
+CLAIM_PREFIX = "tessera_claim_"
 NO_USAGE = "serves no usage metrics; start its plugin with --usage-interval"
 
 
-SERIES = ("node", "gpu", "namespace", "claim", "device", "class", "source")
+SERIES_LABELS = ("node", "gpu", "namespace", "claim", "device", "class", "source")
 """Labels of a device of a claim."""
-SHARED = "shared"
+SHARED_SOURCE = "shared"
 """Value of ``source`` for a share of a GPU."""
 
 Series = tuple[str, ...]
 
 
-class Page(NamedTuple):
+class UsagePage(NamedTuple):
     """What a page says: devices of claims, GPUs, reasons of unknown activity; None: it has no usage metrics."""
 
-    devices: Mapping[Series, DeviceUsage]
-    gpus: Mapping[GpuKey, Gpu]
-    reasons: Mapping[GpuKey, str]
+    devices: Mapping[Series, UsageRecord]
+    gpus: Mapping[GpuOfNode, GpuSlices]
+    reasons: Mapping[GpuOfNode, str]
 
 
-def parse_page(text: str) -> Page | None:
+def parse_page(text: str) -> UsagePage | None:
     """Parse a page; None if its process measures no usage. Raises ValueError if it is no page of metrics."""
     values: dict[Series, dict[str, float]] = defaultdict(dict)
-    gpus: dict[GpuKey, Gpu] = {}
-    reasons: dict[GpuKey, str] = {}
+    gpus: dict[GpuOfNode, GpuSlices] = {}
+    reasons: dict[GpuOfNode, str] = {}
     metrics = 0
     for name, labels, value in _samples(text):
         metrics += 1
-        gpu = GpuKey(labels.get("node", ""), labels.get("gpu", ""))
+        gpu = GpuOfNode(labels.get("node", ""), labels.get("gpu", ""))
         if name == GPU_SLICES and value > 0:
-            gpus[gpu] = Gpu(labels.get("product", ""), value)
+            gpus[gpu] = GpuSlices(labels.get("product", ""), value)
         elif name == GPU_UNKNOWN:
             reasons[gpu] = labels.get("reason", "")
-        elif name.startswith(CLAIM) and isfinite(value):
-            series = tuple(labels.get(label, "") for label in SERIES)
-            values[series][name.removeprefix(CLAIM)] = value
+        elif name.startswith(CLAIM_PREFIX) and isfinite(value):
+            series = tuple(labels.get(label, "") for label in SERIES_LABELS)
+            values[series][name.removeprefix(CLAIM_PREFIX)] = value
     if not metrics:
         raise ValueError("has no metrics")
     if not gpus and not values:
         return None
     devices = {series: _device(series, found, gpus) for series, found in values.items() if "slices" in found}
-    return Page(devices, gpus, reasons)
+    return UsagePage(devices, gpus, reasons)
 
 
 def _samples(text: str) -> Iterable[tuple[str, Mapping[str, str], float]]:
@@ -85,16 +85,16 @@ def _samples(text: str) -> Iterable[tuple[str, Mapping[str, str], float]]:
         raise ValueError(f"is no page of Prometheus metrics: {str(error)[:100]}") from error
 
 
-def _device(series: Series, values: Mapping[str, float], gpus: Mapping[GpuKey, Gpu]) -> DeviceUsage:
+def _device(series: Series, values: Mapping[str, float], gpus: Mapping[GpuOfNode, GpuSlices]) -> UsageRecord:
     node, gpu, namespace, claim, _, device_class, source = series
     slices = values["slices"]
-    activity = [values[each] for each in ("sm_active_ratio", "dram_active_ratio") if each in values]
+    activity = [values[name] for name in ("sm_active_ratio", "dram_active_ratio") if name in values]
     used, total = values.get("memory_used_bytes"), values.get("memory_total_bytes")
-    if source == SHARED and total is not None:  # of the whole GPU
-        whole = gpus.get(GpuKey(node, gpu))
+    if source == SHARED_SOURCE and total is not None:  # of the whole GPU
+        whole = gpus.get(GpuOfNode(node, gpu))
         total = None if whole is None else total * slices / whole.slices
-    return DeviceUsage(
-        GpuKey(node, gpu),
+    return UsageRecord(
+        GpuOfNode(node, gpu),
         slices,
         slices * min(max(activity), 1.0) if activity else None,
         namespace,
@@ -130,7 +130,7 @@ def read_cluster(client: KubeClient, driver: str, namespace: str) -> Reading:
 
 
 def _runs_a_plugin(pod: PodDetails) -> bool:
-    return pod.spec.service_account_name == NODE and bool(pod.spec.node_name) and not pod.has_ended
+    return pod.spec.service_account_name == NODE_PLUGIN and bool(pod.spec.node_name) and not pod.has_ended
 
 
 def _through_proxy(client: KubeClient, namespace: str, pod: str, port: int) -> Callable[[], str]:
@@ -149,9 +149,9 @@ def read_pages(sources: Mapping[str, Sequence[Callable[[], str]]]) -> Reading:
     nodes = sorted(sources)
     with ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="page") as pool:
         outcomes = list(pool.map(lambda node: _read_node(sources[node]), nodes))
-    devices: dict[Series, DeviceUsage] = {}
-    gpus: dict[GpuKey, Gpu] = {}
-    reasons: dict[GpuKey, str] = {}
+    devices: dict[Series, UsageRecord] = {}
+    gpus: dict[GpuOfNode, GpuSlices] = {}
+    reasons: dict[GpuOfNode, str] = {}
     failures = {}
     for node, outcome in zip(nodes, outcomes, strict=True):
         if isinstance(outcome, str):
@@ -167,7 +167,7 @@ def read_pages(sources: Mapping[str, Sequence[Callable[[], str]]]) -> Reading:
     return Reading(list(devices.values()), gpus, reasons, capacity, _warnings(failures))
 
 
-def _read_node(sources: Sequence[Callable[[], str]]) -> list[Page] | str:
+def _read_node(sources: Sequence[Callable[[], str]]) -> list[UsagePage] | str:
     """The pages of a node's plugins, or why there is none."""
     pages, reason = [], "publishes devices, but no pod of a node plugin with a metrics port runs there"
     for source in sources:

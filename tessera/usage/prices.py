@@ -37,7 +37,7 @@ class Prices(_Model):
 
     def price_of(self, product: str) -> float | None:
         """Price of a full GPU for an hour; None if no entry matches."""
-        return next((each.per_gpu_hour for each in self.prices if fnmatchcase(product, each.product)), None)
+        return next((price.per_gpu_hour for price in self.prices if fnmatchcase(product, price.product)), None)
 
 
 def read_prices(file: Path) -> Prices:
@@ -60,5 +60,5 @@ def read_prices(file: Path) -> Prices:
 
 def _described(fault: ErrorDetails) -> str:
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fault["loc"]).removeprefix(".")
-    found = "" if isinstance(fault["input"], dict | list) else f" (found {fault['input']!r:.60})"
-    return f"{place or 'the whole'}: {fault['msg']}{found}"
+    value = "" if isinstance(fault["input"], dict | list) else f" (found {fault['input']!r:.60})"
+    return f"{place or 'the whole'}: {fault['msg']}{value}"

@@ -13,11 +13,14 @@ import msgspec
 from driver.errors import ApiError, EnvironmentFault, FatalError
 from driver.kube.hostile_json import decode
 from tessera.tables_and_drawings import printable
-from tessera.usage.http import ERROR_TEXT_LIMIT, HttpReader
-from tessera.usage.report import DeviceUsage, Gpu, GpuKey, Reading
+from tessera.usage.http import QUOTED_ERROR_LIMIT, HttpReader
+from tessera.usage.report import GpuOfNode, GpuSlices, Reading, UsageRecord
 
-ALLOCATED, MEASURED = "tessera_claim_allocated_slice_seconds_total", "tessera_claim_measured_slice_seconds_total"
-USED = "tessera_claim_used_slice_seconds_total"
+ALLOCATED_METRIC, MEASURED_METRIC = (
+    "tessera_claim_allocated_slice_seconds_total",
+    "tessera_claim_measured_slice_seconds_total",
+)
+USED_METRIC = "tessera_claim_used_slice_seconds_total"
 GPU_SLICES, GPU_UNKNOWN = "tessera_gpu_memory_slices", "tessera_gpu_activity_unknown"
 
 SERIES = "namespace, claim, class, profile, device, gpu, node"
@@ -61,7 +64,7 @@ class Answer(msgspec.Struct, frozen=True, rename="camel"):
     warnings: tuple[str, ...] = ()
 
 
-ANSWER = msgspec.json.Decoder(Answer)
+READ_ANSWER = msgspec.json.Decoder(Answer)
 
 
 class Prometheus:
@@ -90,16 +93,16 @@ class Prometheus:
         except ApiError as error:
             raise EnvironmentFault(f"--prometheus {self.name}: {error}") from error
         try:
-            answer = decode(body, ANSWER)
+            answer = decode(body, READ_ANSWER)
         except msgspec.MsgspecError as error:
             raise FatalError(f"--prometheus {self.name}: answers something else than Prometheus: {error}") from error
         if answer.status != "success":
-            said = printable(answer.error)[:ERROR_TEXT_LIMIT] or "it does not say why"
+            said = printable(answer.error)[:QUOTED_ERROR_LIMIT] or "it does not say why"
             raise FatalError(f"--prometheus {self.name}: refuses a query: {said}")
         if answer.data is None or answer.data.result_type != "vector":
             raise FatalError(f"--prometheus {self.name}: answers something else than a vector")
         for text in answer.warnings[:MAX_WARNINGS]:
-            self.warnings.setdefault(f"Prometheus: {printable(text)[:ERROR_TEXT_LIMIT]}")
+            self.warnings.setdefault(f"Prometheus: {printable(text)[:QUOTED_ERROR_LIMIT]}")
         return answer.data.result
 
     def _number(self, text: str) -> float:
@@ -123,7 +126,7 @@ def growth(metric: str, seconds: float) -> str:
     last = f"max by ({SERIES}) (last_over_time({metric}[{period}]))"
     start = f"max by ({SERIES}) (last_over_time({metric}[{LOOKBACK}] offset {period}))"
     first = f"min by ({SERIES}) (min_over_time({metric}[{period}]))"
-    old = f"min by ({SERIES}) (min_over_time({ALLOCATED}[{period}])) > {NEW_CLAIM_SLICE_SECONDS}"
+    old = f"min by ({SERIES}) (min_over_time({ALLOCATED_METRIC}[{period}])) > {NEW_CLAIM_SLICE_SECONDS}"
     anew = f"max by ({SERIES}) (resets({metric}[{period}])) > 0"
     increase = f"max by ({SERIES}) (increase({metric}[{period}]))"
     return f"((({last} unless {anew}) - ({start} or ({first} and {old}) or {last} * 0)) or {increase})"
@@ -136,24 +139,28 @@ def read_period(prometheus: Prometheus, seconds: float, labels: Sequence[str]) -
     period = f"{seconds:.0f}s"
     allocated_at, measured_at, used_at = (
         dict(_by_device(prometheus, f"sum by ({by}) {growth(metric, seconds)}", labels))
-        for metric in (ALLOCATED, MEASURED, USED)
+        for metric in (ALLOCATED_METRIC, MEASURED_METRIC, USED_METRIC)
     )
     devices = []
     for key, allocated in allocated_at.items():
-        known = min(measured_at.get(key, 0.0), allocated)
-        if known > (1 - UNMEASURED_RATIO) * allocated:
-            known = allocated
-        if known:
-            devices.append(_device(key, labels, known, min(used_at.get(key, 0.0), known)))
-        if known < allocated:
-            devices.append(_device(key, labels, allocated - known, None))
+        measured = min(measured_at.get(key, 0.0), allocated)
+        if measured > (1 - UNMEASURED_RATIO) * allocated:
+            measured = allocated
+        if measured:
+            devices.append(_device(key, labels, measured, min(used_at.get(key, 0.0), measured)))
+        if measured < allocated:
+            devices.append(_device(key, labels, allocated - measured, None))
     gpus = {}
-    for found, value in prometheus.query(f"max by (node, gpu, product) (last_over_time({GPU_SLICES}[{period}]))"):
+    for labels_of_gpu, value in prometheus.query(
+        f"max by (node, gpu, product) (last_over_time({GPU_SLICES}[{period}]))"
+    ):
         if value > 0:
-            gpus[_gpu_key(found)] = Gpu(found.get("product", ""), value)
+            gpus[_gpu_key(labels_of_gpu)] = GpuSlices(labels_of_gpu.get("product", ""), value)
     reasons = {
-        _gpu_key(found): found.get("reason", "")
-        for found, _ in prometheus.query(f"max by (node, gpu, reason) (last_over_time({GPU_UNKNOWN}[{period}]))")
+        _gpu_key(labels_of_gpu): labels_of_gpu.get("reason", "")
+        for labels_of_gpu, _ in prometheus.query(
+            f"max by (node, gpu, reason) (last_over_time({GPU_UNKNOWN}[{period}]))"
+        )
     }
     if not gpus and not devices:
         raise FatalError(
@@ -166,7 +173,7 @@ def read_period(prometheus: Prometheus, seconds: float, labels: Sequence[str]) -
 
 def check_labels(prometheus: Prometheus) -> None:
     """Raises FatalError if the labels of the metrics were overwritten by those of the scraped pod."""
-    if list(prometheus.query(f'count({{__name__=~"{ALLOCATED}|{GPU_SLICES}", exported_namespace!=""}})')):
+    if list(prometheus.query(f'count({{__name__=~"{ALLOCATED_METRIC}|{GPU_SLICES}", exported_namespace!=""}})')):
         raise FatalError(
             f"--prometheus {prometheus.name}: has the claims' namespaces as exported_namespace: scrape the node "
             "plugins with honor_labels: true (honorLabels of a PodMonitor), docs/usage.md"
@@ -183,11 +190,11 @@ def _by_device(prometheus: Prometheus, expression: str, labels: Sequence[str]) -
         yield tuple(found.get(label, "") for label in (*labels, "node", "gpu")), max(value, 0.0) / HOUR
 
 
-def _device(key: Key, labels: Sequence[str], allocated: float, used: float | None) -> DeviceUsage:
+def _device(key: Key, labels: Sequence[str], allocated: float, used: float | None) -> UsageRecord:
     *values, node, gpu = key
     named = dict(zip(labels, values, strict=True))
-    return DeviceUsage(
-        GpuKey(node, gpu),
+    return UsageRecord(
+        GpuOfNode(node, gpu),
         allocated,
         used,
         named.get("namespace", ""),
@@ -196,8 +203,8 @@ def _device(key: Key, labels: Sequence[str], allocated: float, used: float | Non
     )
 
 
-def _gpu_key(labels: Mapping[str, str]) -> GpuKey:
-    return GpuKey(labels.get("node", ""), labels.get("gpu", ""))
+def _gpu_key(labels: Mapping[str, str]) -> GpuOfNode:
+    return GpuOfNode(labels.get("node", ""), labels.get("gpu", ""))
 
 
 def _capacity(prometheus: Prometheus, seconds: float) -> float:

@@ -17,14 +17,14 @@ NO_REASON = "no activity has been measured yet"
 UNKNOWN_PRODUCT = "an unknown product"
 
 
-class GpuKey(NamedTuple):
+class GpuOfNode(NamedTuple):
     """A GPU of the cluster: its node and its published name."""
 
     node: str
     gpu: str
 
 
-class Gpu(NamedTuple):
+class GpuSlices(NamedTuple):
     """What a node plugin says of a GPU: product name of NVML, and number of memory slices."""
 
     product: str
@@ -32,13 +32,13 @@ class Gpu(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceUsage:
+class UsageRecord:
     """Usage of a device, or in a period of all devices of a tenant on a GPU. None: unknown.
 
     ``used`` is None if the activity is unknown: then nothing of ``allocated`` counts as used or as idle.
     """
 
-    gpu: GpuKey
+    gpu: GpuOfNode
     allocated: float
     used: float | None
     namespace: str = ""
@@ -96,9 +96,9 @@ class Row:
 class Reading:
     """Usage as it was read. ``seconds``: length of the period; None: at one moment. ``capacity``: of all GPUs."""
 
-    devices: Sequence[DeviceUsage]
-    gpus: Mapping[GpuKey, Gpu]
-    reasons: Mapping[GpuKey, str]
+    devices: Sequence[UsageRecord]
+    gpus: Mapping[GpuOfNode, GpuSlices]
+    reasons: Mapping[GpuOfNode, str]
     capacity: float | None
     warnings: Sequence[str] = ()
     seconds: float | None = None
@@ -115,12 +115,12 @@ class Report:
     unpriced: Mapping[str, float]
 
 
-KeyOf = Callable[[DeviceUsage], tuple[str | None, ...]]
+KeyOf = Callable[[UsageRecord], tuple[str | None, ...]]
 
 
 def summarize(reading: Reading, key_of: KeyOf, prices: Prices | None, idle_seconds: float) -> Report:
     """Sum a reading by key. A claim counts as idle from ``idle_seconds`` on."""
-    groups: dict[tuple[str | None, ...], list[DeviceUsage]] = defaultdict(list)
+    groups: dict[tuple[str | None, ...], list[UsageRecord]] = defaultdict(list)
     for device in reading.devices:
         groups[key_of(device)].append(device)
     rows = [_row(key, found, reading.gpus, prices, idle_seconds) for key, found in groups.items()]
@@ -138,14 +138,14 @@ def summarize(reading: Reading, key_of: KeyOf, prices: Prices | None, idle_secon
 
 
 def _largest_first(amounts: Mapping[str, list[float]]) -> Mapping[str, float]:
-    sums = {name: fsum(each) for name, each in amounts.items()}
+    sums = {name: fsum(parts) for name, parts in amounts.items()}
     return dict(sorted(sums.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _row(
     key: tuple[str | None, ...],
-    devices: Sequence[DeviceUsage],
-    gpus: Mapping[GpuKey, Gpu],
+    devices: Sequence[UsageRecord],
+    gpus: Mapping[GpuOfNode, GpuSlices],
     prices: Prices | None,
     idle_seconds: float,
 ) -> Row:
@@ -164,23 +164,23 @@ def _row(
     return replace(row, cost=cost, unpriced=unpriced)
 
 
-def _amounts(devices: Iterable[tuple[DeviceUsage, float]]) -> Amounts:
+def _amounts(devices: Iterable[tuple[UsageRecord, float]]) -> Amounts:
     """Sums of amounts, each multiplied by a rate."""
-    found = list(devices)
+    rated = list(devices)
     return Amounts(
-        fsum(device.allocated * rate for device, rate in found),
-        fsum(device.used * rate for device, rate in found if device.used is not None),
-        fsum(device.allocated * rate for device, rate in found if device.used is None),
+        fsum(device.allocated * rate for device, rate in rated),
+        fsum(device.used * rate for device, rate in rated if device.used is not None),
+        fsum(device.allocated * rate for device, rate in rated if device.used is None),
     )
 
 
 def _idle(claims: Mapping[tuple[str, str], Sequence[float | None]], idle_seconds: float) -> Idle:
     """A claim with several devices is idle as long as the busiest of them; it is unknown if that of one is."""
-    times = [min(each for each in found if each is not None) for found in claims.values() if None not in found]
+    times = [min(seconds for seconds in found if seconds is not None) for found in claims.values() if None not in found]
     return Idle(len(times), sum(time >= idle_seconds for time in times))
 
 
-def _price_of(device: DeviceUsage, gpus: Mapping[GpuKey, Gpu], prices: Prices) -> float | None:
+def _price_of(device: UsageRecord, gpus: Mapping[GpuOfNode, GpuSlices], prices: Prices) -> float | None:
     """The price of a slice for an hour; None if the product has no price or is unknown."""
     gpu = gpus.get(device.gpu)
     price = None if gpu is None else prices.price_of(gpu.product)

@@ -12,7 +12,7 @@ from deviceclasses.lint.documents import Document
 from driver.model.gpu_selection_and_share_counts import GpuSelection
 from tessera.commands.simulate import _empty, _place
 from tessera.simulate.fill import _until_full, fill
-from tessera.simulate.imagined_cluster import Content, ImaginedCluster
+from tessera.simulate.imagined_cluster import ClusterContent, ImaginedCluster
 from tessera.simulate.sources import joined, simulated
 from tessera.simulate.workloads import Reader, pods_for_class
 from tests.support.plugin import DRIVER
@@ -21,7 +21,7 @@ CLASSES = ("gpu-training", "gpu-inference-1g-10gb", "gpu-inference-2g-20gb", "gp
 
 
 @cache
-def content() -> Content:
+def content() -> ClusterContent:
     return joined(_empty(DRIVER), simulated("h100-1=3,l4-4", "NVIDIA L4=2", GpuSelection.parse("")))
 
 

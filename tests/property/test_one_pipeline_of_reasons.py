@@ -26,7 +26,7 @@ from driver.kube.types import Claim
 from driver.model.offer import Offer
 from driver.model.plan import GpuReport, OfferMode
 from driver.placement.ranking import Ranking
-from tessera.simulate.imagined_cluster import Content, ImaginedCluster
+from tessera.simulate.imagined_cluster import ClusterContent, ImaginedCluster
 from tests.conformance.reasons.statements import situations
 from tests.support.clock import FakeClock
 from tests.support.map_cluster import MapCluster
@@ -127,7 +127,7 @@ def of_views(view: ClusterView) -> Said:
 def of_simulation(view: ClusterView, claims: Sequence[Claim], mode: OfferMode) -> Said:
     """What ``tessera simulate --cluster`` says of the pods that it does not place, of each in the cluster as it is."""
     cluster = view.snapshot.cluster
-    content = Content(
+    content = ClusterContent(
         fleet=view.fleet,
         nodes=cluster.nodes,
         classes={each.metadata.name: each for each in cluster.classes},

@@ -17,10 +17,10 @@ from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
 from controller.explain.changes import changes_that_help
 from controller.explain.reason import KnownReasons
+from tessera.simulate.allocatable_devices import tainted
 from tessera.simulate.allocator import allocate
-from tessera.simulate.capacity import Allocated
+from tessera.simulate.capacity import HeldDevices
 from tessera.simulate.pools import SliceIndex
-from tessera.simulate.slices import tainted
 from tests.conformance.reasons.statements import held, published, questions, reasoning_of, situations, smaller_releases
 from tests.support.fleets import possible
 from tests.support.queues import DRIVER, FULL, Situation, profile, request
@@ -30,7 +30,7 @@ from tests.support.reasons import reasons_of
 def fits(there: Situation) -> bool:
     """Whether the scheduler finds devices for the claims of the pending pod on a node that it may run on."""
     slices = SliceIndex(tainted(each, there.taint_rules) for each in published(there))
-    allocated = Allocated.of(held(there))
+    allocated = HeldDevices.of(held(there))
     queue = there.queue
     claims, nodes = [each.claim for each in queue.pending], queue.nodes(queue.pending[0])
     return any(

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from tessera.usage.pages import parse_page
 from tessera.usage.prices import Prices
-from tessera.usage.report import Amounts, DeviceUsage, Gpu, GpuKey, KeyOf, Reading, summarize
+from tessera.usage.report import Amounts, GpuOfNode, GpuSlices, KeyOf, Reading, UsageRecord, summarize
 
 GPUS = {
-    GpuKey("n", f"gpu-{i}"): Gpu(product, slices) for i, (product, slices) in enumerate([("x", 8), ("y", 4), ("z", 1)])
+    GpuOfNode("n", f"gpu-{i}"): GpuSlices(product, slices)
+    for i, (product, slices) in enumerate([("x", 8), ("y", 4), ("z", 1)])
 }
 PRICES = Prices.model_validate(
     {"currency": "EUR", "prices": [{"product": "x", "perGpuHour": 2.4}, {"product": "y", "perGpuHour": 0.7}]}
@@ -30,12 +31,12 @@ EXACT = 1e-12
 
 
 @st.composite
-def devices(draw: st.DrawFn) -> DeviceUsage:
+def devices(draw: st.DrawFn) -> UsageRecord:
     allocated = draw(st.floats(0, 1e6))
     ratio = draw(st.none() | st.floats(0, 1))
-    gpu = draw(st.sampled_from([*GPUS, GpuKey("gone", "gpu-0")]))
+    gpu = draw(st.sampled_from([*GPUS, GpuOfNode("gone", "gpu-0")]))
     namespace, claim, device_class = (draw(st.sampled_from(each)) for each in ("abc", "123", "pq"))
-    return DeviceUsage(gpu, allocated, None if ratio is None else allocated * ratio, namespace, claim, device_class)
+    return UsageRecord(gpu, allocated, None if ratio is None else allocated * ratio, namespace, claim, device_class)
 
 
 def whole(parts: list[Amounts]) -> list[float]:
@@ -43,7 +44,7 @@ def whole(parts: list[Amounts]) -> list[float]:
 
 
 @given(found=st.lists(devices(), max_size=40), key_of=st.sampled_from(KEYS))
-def test_amounts_and_costs_by_tenant_add_up_to_the_total(found: list[DeviceUsage], key_of: KeyOf) -> None:
+def test_amounts_and_costs_by_tenant_add_up_to_the_total(found: list[UsageRecord], key_of: KeyOf) -> None:
     report = summarize(Reading(found, GPUS, {}, None), key_of, PRICES, 86400)
     size = fsum(device.allocated for device in found)
 
@@ -63,7 +64,7 @@ def test_amounts_and_costs_by_tenant_add_up_to_the_total(found: list[DeviceUsage
 
 
 @given(st.lists(devices(), min_size=1, max_size=40))
-def test_used_idle_and_unknown_are_parts_of_what_is_allocated(found: list[DeviceUsage]) -> None:
+def test_used_idle_and_unknown_are_parts_of_what_is_allocated(found: list[UsageRecord]) -> None:
     report = summarize(Reading(found, GPUS, {}, None), KEYS[0], None, 86400)
     for amounts in (row.amounts for row in (*report.rows, report.total)):
         tolerance = EXACT * (1 + amounts.allocated)

@@ -22,7 +22,7 @@ from deviceclasses.cel.types import (
 )
 from deviceclasses.cel.values import (
     MAX_SHOWN,
-    NONE,
+    NO_VALUE,
     NUMERIC,
     EvaluationError,
     Map,
@@ -38,8 +38,8 @@ from deviceclasses.cel.values import (
 )
 
 Values = tuple[Value, ...]
-T = param("T")
-LIST = list_of(T)
+ELEMENT = param("T")
+LIST = list_of(ELEMENT)
 MAX_RANGE = 1_000_000
 """Maximum length of a list made by ``lists.range``."""
 
@@ -53,9 +53,9 @@ def _extreme(name: str, wanted: int) -> Callable[[Values], Value]:
         if not members:
             raise EvaluationError(f"{name} called on empty list")
         best = members[0]
-        for each in members[1:]:
-            if compare(best, each) == wanted:
-                best = each
+        for member in members[1:]:
+            if compare(best, member) == wanted:
+                best = member
         return best
 
     return find
@@ -63,21 +63,21 @@ def _extreme(name: str, wanted: int) -> Callable[[Values], Value]:
 
 def _total(zero: Value, add: Callable[[Value, Value], Value]) -> Callable[[Values], Value]:
     def total(members: Values) -> Value:
-        for each in members:
-            if type(each) is not type(zero):
-                raise no_overload("_+_", zero, each)
+        for member in members:
+            if type(member) is not type(zero):
+                raise no_overload("_+_", zero, member)
         return reduce(add, members, zero)
 
     return total
 
 
 def _index_of(members: Values, wanted: Value) -> int:
-    return next((index for index, each in enumerate(members) if same(each, wanted)), -1)
+    return next((index for index, member in enumerate(members) if same(member, wanted)), -1)
 
 
 def _last_index_of(members: Values, wanted: Value) -> int:
-    found = _index_of(members[::-1], wanted)
-    return -1 if found < 0 else len(members) - 1 - found
+    index = _index_of(members[::-1], wanted)
+    return -1 if index < 0 else len(members) - 1 - index
 
 
 def _slice(members: Values, start: int, end: int) -> Values:
@@ -91,19 +91,19 @@ def _flatten(members: Values, depth: int = 1) -> Values:
         raise EvaluationError("level must be non-negative")
     spend(len(members))
     flat: list[Value] = []
-    for each in members:
-        if type(each) is tuple and depth > 0:
-            flat += _flatten(each, depth - 1)
+    for member in members:
+        if type(member) is tuple and depth > 0:
+            flat += _flatten(member, depth - 1)
         else:
-            flat.append(each)
+            flat.append(member)
     return tuple(flat)
 
 
 def sort_by(members: Values, keys: Values) -> Values:
     """``members`` in the order of their ``keys``, which must be of one type that has an order."""
-    if keys and type_name(keys[0]) not in {each.name for each in COMPARABLE}:
+    if keys and type_name(keys[0]) not in {comparable.name for comparable in COMPARABLE}:
         raise EvaluationError("list elements must be comparable")
-    if any(type(each) is not type(keys[0]) for each in keys):
+    if any(type(key) is not type(keys[0]) for key in keys):
         raise EvaluationError("list elements must have the same type")
     spend(len(keys) * len(keys).bit_length())
     by_key = cmp_to_key(compare)
@@ -120,21 +120,21 @@ def _range(count: int) -> Values:
 
 def _distinct(members: Values) -> Values:
     found: list[Value] = []
-    for each in members:
+    for member in members:
         spend(len(found))
-        if not any(same(each, other) for other in found):
-            found.append(each)
+        if not any(same(member, other) for other in found):
+            found.append(member)
     return tuple(found)
 
 
 def _contains(members: Values, wanted: Values) -> bool:
     spend(len(members) * len(wanted))
-    return all(any(same(each, member) for member in members) for each in wanted)
+    return all(any(same(searched, member) for member in members) for searched in wanted)
 
 
 def _intersects(one: Values, other: Values) -> bool:
     spend(len(one) * len(other))
-    return any(same(each, member) for each in one for member in other)
+    return any(same(searched, member) for searched in one for member in other)
 
 
 SUMS = {
@@ -149,8 +149,8 @@ for _kind in COMPARABLE:
     method("sort", [list_of(_kind)], list_of(_kind), lambda members: sort_by(members, members))
 for _kind, _sum in SUMS.items():
     method("sum", [list_of(_kind)], _kind, _sum)
-method("indexOf", [LIST, T], INT, _index_of)
-method("lastIndexOf", [LIST, T], INT, _last_index_of)
+method("indexOf", [LIST, ELEMENT], INT, _index_of)
+method("lastIndexOf", [LIST, ELEMENT], INT, _last_index_of)
 method("slice", [LIST, INT, INT], LIST, _slice)
 method("flatten", [list_of(LIST)], LIST, _flatten)
 method("flatten", [list_of(DYN), INT], list_of(DYN), _flatten)
@@ -180,10 +180,10 @@ def _is_zero(value: Value) -> bool:
 
 
 def _unwrap(members: tuple[Value, ...]) -> tuple[Value, ...]:
-    for each in members:
-        if not isinstance(each, Optional):
-            raise EvaluationError(f"a value of type {type_name(each)} is not optional")
-    return tuple(each.content for each in members if each.present)
+    for member in members:
+        if not isinstance(member, Optional):
+            raise EvaluationError(f"a value of type {type_name(member)} is not optional")
+    return tuple(optional.content for optional in members if optional.present)
 
 
 function("optional.of", [V], OPTIONAL, lambda value: Optional(present=True, content=value))
@@ -191,9 +191,9 @@ function(
     "optional.ofNonZeroValue",
     [V],
     OPTIONAL,
-    lambda value: NONE if _is_zero(value) else Optional(present=True, content=value),
+    lambda value: NO_VALUE if _is_zero(value) else Optional(present=True, content=value),
 )
-function("optional.none", [], OPTIONAL, lambda: NONE)
+function("optional.none", [], OPTIONAL, lambda: NO_VALUE)
 function("optional.unwrap", [list_of(OPTIONAL)], list_of(V), _unwrap)
 method("unwrapOpt", [list_of(OPTIONAL)], list_of(V), _unwrap)
 method("value", [OPTIONAL], V, _value)
@@ -201,28 +201,32 @@ method("hasValue", [OPTIONAL], BOOL, lambda one: one.present)
 # The compiler evaluates the right side of both only where the left one is absent.
 method("or", [OPTIONAL, OPTIONAL], OPTIONAL, lambda one, other: one if one.present else other)
 method("orValue", [OPTIONAL, V], V, lambda one, other: one.content if one.present else other)
-method("first", [list_of(V)], OPTIONAL, lambda members: Optional(present=True, content=members[0]) if members else NONE)
-method("last", [list_of(V)], OPTIONAL, lambda members: Optional(present=True, content=members[-1]) if members else NONE)
+method(
+    "first", [list_of(V)], OPTIONAL, lambda members: Optional(present=True, content=members[0]) if members else NO_VALUE
+)
+method(
+    "last", [list_of(V)], OPTIONAL, lambda members: Optional(present=True, content=members[-1]) if members else NO_VALUE
+)
 
 
 def member(value: Value, key: Value) -> Value:
     """``value[key]`` or ``value.key``; of an optional value, an optional member."""
     if type(value) is Optional:
         return optional_member(value, key)
-    found = _found(value, key)
-    if found is None:
+    optional = _found(value, key)
+    if optional is None:
         word = "index out of bounds" if type(value) is tuple else "no such key"
         raise EvaluationError(f"{word}: {key[:MAX_SHOWN] if type(key) is str else shown(key)}")
-    return found[0]
+    return optional[0]
 
 
 def optional_member(value: Value, key: Value) -> Optional:
     if type(value) is Optional:
         if not value.present:
-            return NONE
+            return NO_VALUE
         value = value.content
-    found = _found(value, key)
-    return NONE if found is None else Optional(present=True, content=found[0])
+    optional = _found(value, key)
+    return NO_VALUE if optional is None else Optional(present=True, content=optional[0])
 
 
 def _found(value: Value, key: Value) -> tuple[Value] | None:

@@ -64,8 +64,8 @@ def _quotient(one: int, other: int) -> int:
     """The quotient rounded towards zero, as in Go."""
     if other == 0:
         raise EvaluationError("division by zero")
-    found = abs(one) // abs(other)
-    return found if (one < 0) == (other < 0) else -found
+    quotient = abs(one) // abs(other)
+    return quotient if (one < 0) == (other < 0) else -quotient
 
 
 def _remainder(one: int, other: int) -> int:
@@ -117,7 +117,7 @@ ORDER: dict[str, Callable[[int], bool]] = {
 }
 ORDERED_PAIRS: list[tuple[Type, Type]] = [
     *((one, other) for one in NUMBERS for other in NUMBERS),
-    *((each, each) for each in COMPARABLE if each not in NUMBERS),
+    *((kind, kind) for kind in COMPARABLE if kind not in NUMBERS),
 ]
 
 
@@ -137,7 +137,7 @@ function("_?_:_", [BOOL, A, A], A, lambda condition, yes, no: yes if condition e
 
 
 def _in_list(wanted: Value, members: tuple[Value, ...]) -> bool:
-    return any(same(wanted, each) for each in members)
+    return any(same(wanted, member) for member in members)
 
 
 function("@in", [A, list_of(A)], BOOL, _in_list)
@@ -157,7 +157,7 @@ PLAIN_BELOW = 6
 TRUE, FALSE = ("1", "t", "T", "true", "TRUE", "True"), ("0", "f", "F", "false", "FALSE", "False")
 
 
-ACCEPTED = {
+ACCEPTED_TEXT = {
     "bool": "true and false",
     "double": "numbers such as 1.5e3",
     "int": "digits",
@@ -167,7 +167,7 @@ ACCEPTED = {
 
 def _wrong(text: str, wanted: str) -> EvaluationError:
     conversion = f"type conversion error from 'string' to '{wanted}'"
-    return EvaluationError(f"{conversion}: {text!r}; accepted: {ACCEPTED[wanted]}")
+    return EvaluationError(f"{conversion}: {text!r}; accepted: {ACCEPTED_TEXT[wanted]}")
 
 
 def _bool(text: str) -> bool:

@@ -17,11 +17,11 @@ from deviceclasses.cel.library.registry import declare_order, function, method, 
 from deviceclasses.cel.types import BOOL, DOUBLE, INT, QUANTITY, STRING
 from deviceclasses.cel.values import INT_MAX, INT_MIN, MAX_DIGITS, EvaluationError, Opaque, whole_number
 
-SYNTAX = re.compile(r"([+-]?)(\d*)(?:\.(\d*))?((?:[eEinumkKMGTP]*)(?:[+-]?\d*))", re.ASCII)
+QUANTITY_SYNTAX = re.compile(r"([+-]?)(\d*)(?:\.(\d*))?((?:[eEinumkKMGTP]*)(?:[+-]?\d*))", re.ASCII)
 BINARY = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40, "Pi": 50, "Ei": 60}
 DECIMAL = {"n": -9, "u": -6, "m": -3, "": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 EXPONENT = re.compile(r"[eE][+-]?\d+", re.ASCII)
-DIGITS = 18
+DIGITS_TEXT = 18
 """Maximum digits of a number that is stored as a whole number and a power of ten."""
 BINARY_DIGITS = 15
 NANO = -9
@@ -71,7 +71,9 @@ def _common_scale(one: Quantity, other: Quantity, total: Fraction) -> int | None
     if one.value == 0:
         return other.scale
     scale = min(one.scale, other.scale)
-    return scale if all(INT_MIN <= each / _ten(scale) <= INT_MAX for each in (one.value, other.value, total)) else None
+    return (
+        scale if all(INT_MIN <= amount / _ten(scale) <= INT_MAX for amount in (one.value, other.value, total)) else None
+    )
 
 
 def _ten(exponent: int) -> Fraction:
@@ -81,7 +83,7 @@ def _ten(exponent: int) -> Fraction:
 @lru_cache(maxsize=4096)
 def parse_quantity(text: str) -> Quantity:
     """Parse a quantity. Raises EvaluationError with the accepted syntax."""
-    match = SYNTAX.fullmatch(text)
+    match = QUANTITY_SYNTAX.fullmatch(text)
     if match is None or not text:
         raise EvaluationError(f"{text!r} is not a quantity: digits and a suffix such as m, k, Ki, Gi or e3 make one")
     sign, digits, fraction, suffix = match[1], match[2].lstrip("0") or "0", match[3] or "", match[4]
@@ -91,15 +93,15 @@ def parse_quantity(text: str) -> Quantity:
         )
     number = Fraction(int(digits + fraction), 10 ** len(fraction)) * (-1 if sign == "-" else 1)
     if suffix in BINARY:
-        found = _binary(number, len(digits), BINARY[suffix], broken=bool(fraction))
-        return _with_digits(text, match, found)
+        scaled = _binary(number, len(digits), BINARY[suffix], broken=bool(fraction))
+        return _with_digits(text, match, scaled)
     if suffix not in DECIMAL and not EXPONENT.fullmatch(suffix):
         raise EvaluationError(f"{text!r} has no known suffix: {' '.join([*DECIMAL, *BINARY, 'e3'])} are")
     exponent = DECIMAL[suffix] if suffix in DECIMAL else whole_number(suffix[1:])
     if abs(exponent) > MAX_EXPONENT:
         raise EvaluationError(f"{text!r} has an exponent beyond {MAX_EXPONENT}, which Tessera does not compute with")
-    found = _decimal(len(digits) + len(fraction), exponent - len(fraction), number * _ten(exponent))
-    return _with_digits(text, match, found)
+    scaled = _decimal(len(digits) + len(fraction), exponent - len(fraction), number * _ten(exponent))
+    return _with_digits(text, match, scaled)
 
 
 def _with_digits(text: str, match: re.Match[str], found: Quantity) -> Quantity:
@@ -110,7 +112,7 @@ def _with_digits(text: str, match: re.Match[str], found: Quantity) -> Quantity:
 
 
 def _decimal(digits: int, scale: int, value: Fraction) -> Quantity:
-    if digits <= DIGITS and scale >= NANO:
+    if digits <= DIGITS_TEXT and scale >= NANO:
         return Quantity(value, scale)
     return Quantity(_rounded(value), None)
 

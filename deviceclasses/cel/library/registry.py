@@ -41,7 +41,7 @@ def is_of(wanted: Type, value: Value) -> bool:
     return True
 
 
-SIZED = frozenset({"list", "string", "bytes"})
+SIZED_TYPES = frozenset({"list", "string", "bytes"})
 CONSTANT_TIME = frozenset({"size", "first", "last"})
 """Functions that take no longer for a longer list or string."""
 
@@ -77,7 +77,9 @@ UNSUPPORTED_FUNCTIONS = {
 
 def function(name: str, takes: list[Type], gives: Type, body: Body, *, member: bool = False) -> None:
     """Declare an overload of ``name(...)``."""
-    sized = [index for index, each in enumerate(takes) if each.name in SIZED and name not in CONSTANT_TIME]
+    sized = [
+        index for index, parameter in enumerate(takes) if parameter.name in SIZED_TYPES and name not in CONSTANT_TIME
+    ]
     FUNCTIONS.setdefault(name, []).append(Overload(tuple(takes), gives, member, body, tuple(sized)))
 
 
@@ -107,7 +109,9 @@ def declare_order(kind: Type, key: Callable[[Any], Any]) -> None:
 
 
 def _spend_for(values: list[Value]) -> None:
-    units = sum(len(each) if type(each) is tuple else len(each) // CHARACTERS_PER_UNIT for each in values)
+    units = sum(
+        len(argument) if type(argument) is tuple else len(argument) // CHARACTERS_PER_UNIT for argument in values
+    )
     if units:
         spend(units)
 
@@ -116,11 +120,11 @@ def chosen(name: str, overloads: tuple[Overload, ...]) -> Body:
     """A function that calls the first overload that matches the values. Raises EvaluationError if none does."""
 
     def call(*values: Value) -> Value:
-        for each in overloads:
-            if each.fits(values):
-                if each.sized:
-                    _spend_for([values[index] for index in each.sized])
-                return each.body(*values)
+        for overload in overloads:
+            if overload.fits(values):
+                if overload.sized:
+                    _spend_for([values[index] for index in overload.sized])
+                return overload.body(*values)
         raise no_overload(name, *values)
 
     return call

@@ -10,9 +10,9 @@ from deviceclasses.cel.library.registry import declare_order, function, method, 
 from deviceclasses.cel.types import BOOL, INT, SEMVER, STRING
 from deviceclasses.cel.values import UINT_MAX, EvaluationError, Opaque, whole_number
 
-NUMBER = r"(0|[1-9][0-9]*)"
+VERSION_NUMBER = r"(0|[1-9][0-9]*)"
 WORDS = r"[0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*"
-SYNTAX = re.compile(rf"{NUMBER}\.{NUMBER}\.{NUMBER}(?:-({WORDS}))?(?:\+({WORDS}))?")
+VERSION_SYNTAX = re.compile(rf"{VERSION_NUMBER}\.{VERSION_NUMBER}\.{VERSION_NUMBER}(?:-({WORDS}))?(?:\+({WORDS}))?")
 LEADING_ZERO = re.compile(r"0[0-9]+")
 
 
@@ -29,7 +29,7 @@ class Semver(Opaque):
 @lru_cache(maxsize=4096)
 def parse_semver(text: str) -> Semver:
     """Parse a version of semver 2.0.0. Raises EvaluationError for any other text."""
-    match = SYNTAX.fullmatch(text)
+    match = VERSION_SYNTAX.fullmatch(text)
     if match is None:
         raise EvaluationError(
             f"{text!r} is not a semantic version: three numbers without leading zeros, such as 12.0.1"
@@ -37,7 +37,7 @@ def parse_semver(text: str) -> Semver:
     words = tuple(match[4].split(".")) if match[4] else ()
     numbers = (whole_number(match[1]), whole_number(match[2]), whole_number(match[3]))
     if any(map(LEADING_ZERO.fullmatch, words)) or any(
-        each > UINT_MAX for each in (*numbers, *map(whole_number, filter(str.isdigit, words)))
+        part > UINT_MAX for part in (*numbers, *map(whole_number, filter(str.isdigit, words)))
     ):
         raise EvaluationError(f"{text!r} is not a semantic version: leading zeros, or a number beyond 64 bits")
     return Semver(numbers, words)
@@ -45,7 +45,7 @@ def parse_semver(text: str) -> Semver:
 
 def normalized(text: str) -> str:
     """The text without a leading "v" and leading zeros, and with ".0" appended up to three numbers."""
-    parts = [_trimmed(each) for each in text.removeprefix("v").split(".", 2)]
+    parts = [_trimmed(part) for part in text.removeprefix("v").split(".", 2)]
     if len(parts) < 3 and re.search(r"[+-]", parts[-1]):
         raise EvaluationError("short version cannot contain PreRelease/Build meta data")
     return ".".join([*parts, *["0"] * (3 - len(parts))])

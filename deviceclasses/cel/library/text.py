@@ -109,9 +109,9 @@ def _substring(text: str, start: int, end: int | None = None) -> str:
 
 
 def _join(parts: tuple[Value, ...], separator: str = "") -> str:
-    for each in parts:
-        if type(each) is not str:
-            raise EvaluationError(f"join: invalid input: {type_name(each)}")
+    for part in parts:
+        if type(part) is not str:
+            raise EvaluationError(f"join: invalid input: {type_name(part)}")
     spend((sum(map(len, parts)) + len(parts) * len(separator)) // CHARACTERS_PER_UNIT)
     return separator.join(parts)
 

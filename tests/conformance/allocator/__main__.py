@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from tessera.simulate.failures import Failure
+from tessera.simulate.allocatable_devices import FailureKind
 from tests.conformance.allocator import answers
 from tests.conformance.allocator.judge import WAVE, judging, our_answers
 from tests.harness.progress import Progress
@@ -23,7 +23,7 @@ def main(scenarios: int, first: int, *, keep: bool) -> None:
         release = judge.release
     waves = (numbers[start : start + WAVE] for start in range(0, scenarios, WAVE))
     ours = {number: answer for wave in waves for number, answer in our_answers(wave, wave)}
-    undecided = {each for each in numbers if Failure.TOO_LONG in (real[each], ours[each])}
+    undecided = {each for each in numbers if FailureKind.TOO_LONG in (real[each], ours[each])}
     different = [each for each in numbers if real[each] != ours[each] and each not in undecided]
     for each in different:
         click.echo(f"scenario {each}\nscheduler: {real[each]}\nTessera:   {ours[each]}\n")

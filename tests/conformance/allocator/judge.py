@@ -17,11 +17,10 @@ import msgspec
 
 from driver.kube.slice_types import DetailedSlice, DeviceTaintRule
 from driver.kube.types import Allocation, Claim, DeviceClass, Node, Result
+from tessera.simulate.allocatable_devices import AllocationError, FailureKind, number, tainted
 from tessera.simulate.allocator import allocate
-from tessera.simulate.capacity import Allocated
-from tessera.simulate.failures import AllocationError, Failure
+from tessera.simulate.capacity import HeldDevices
 from tessera.simulate.pools import SliceIndex
-from tessera.simulate.slices import number, tainted
 from tests.conformance.allocator.devices import Object, device_class
 from tests.conformance.allocator.scenarios import Scenario, is_for_all_nodes, scenario
 from tests.harness.api import Api
@@ -43,15 +42,15 @@ NO_LIMIT = ["--kube-api-qps=2000", "--kube-api-burst=2000"]
 
 MESSAGES = {
     "cannot allocate all claims": "none",
-    "CEL runtime error": Failure.SELECTOR,
-    "exceeds the claim limit": Failure.TOO_MANY_DEVICES,
-    "is currently being updated": Failure.INCOMPLETE_POOL,
-    "is currently invalid": Failure.INVALID_POOL,
-    "invalid resource pools were encountered": Failure.INVALID_POOLS,
-    "constraint would not be satisfied": Failure.CONSTRAINT,
-    "checking capacity for device": Failure.CAPACITY,
-    "unsupported ResourceSlice.NodeSelector": Failure.NODE_SELECTOR,
-    "timed out trying to allocate devices": Failure.TOO_LONG,
+    "CEL runtime error": FailureKind.SELECTOR,
+    "exceeds the claim limit": FailureKind.TOO_MANY_DEVICES,
+    "is currently being updated": FailureKind.INCOMPLETE_POOL,
+    "is currently invalid": FailureKind.INVALID_POOL,
+    "invalid resource pools were encountered": FailureKind.INVALID_POOLS,
+    "constraint would not be satisfied": FailureKind.CONSTRAINT,
+    "checking capacity for device": FailureKind.CAPACITY,
+    "unsupported ResourceSlice.NodeSelector": FailureKind.NODE_SELECTOR,
+    "timed out trying to allocate devices": FailureKind.TOO_LONG,
 }
 """What a part of the scheduler's message means."""
 
@@ -235,7 +234,7 @@ def _our_answer(given: Scenario, others: Iterable[Scenario], ends: float) -> Ans
         _read({"metadata": {"name": f"c{index}"}, "spec": spec}, Claim) for index, spec in enumerate(given.claims)
     ]
     node = _read({"metadata": {"name": given.node, "labels": given.labels}}, Node)
-    held = Allocated.of(msgspec.convert(given.held, list[Result]))
+    held = HeldDevices.of(msgspec.convert(given.held, list[Result]))
     try:
         found = allocate(
             claims,

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
-from tessera.simulate.failures import Failure
+from tessera.simulate.allocatable_devices import FailureKind
 from tests.conformance.allocator import answers
 from tests.conformance.allocator.judge import WAVE, our_answers
 
@@ -24,7 +24,10 @@ def wrong(numbers: Collection[int]) -> set[int]:
 
 def test_the_kept_answers_are_of_every_kind() -> None:
     kinds = {answer if ":" not in answer else "allocated" for answer in KEPT.values()}
-    assert kinds >= {"allocated", "none", *Failure} - {Failure.TOO_LONG, Failure.UNKNOWN_KIND}
+    assert kinds >= {"allocated", "none", *FailureKind} - {
+        FailureKind.TOO_LONG,
+        FailureKind.UNKNOWN_KIND,
+    }
     text = "\n".join(KEPT.values())
     for part in (" share", " admin", "/s1 ", "1: ", "2: ", "memory=", "all nodes", "In"):
         assert part in text, part

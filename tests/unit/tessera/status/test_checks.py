@@ -15,7 +15,7 @@ from driver.kube.controller_heartbeat import LEAVING
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import Claim, DeviceClass, GpuNodePlan, PlanMetadata
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, OfferMode, PlanMode, PlanSpec, PlanStatus, PublishHeld
-from tessera.commands.status import Result, as_text, run_checks
+from tessera.commands.status import CheckResult, as_text, run_checks
 from tessera.status.snapshot import Listing, ReadFailure, StatusSnapshot
 from tests.support.chart import manifests
 
@@ -117,7 +117,7 @@ def found(snapshot: StatusSnapshot) -> dict[str, str]:
     return {r.check: "; ".join(f"{f.about} {f.message}" for f in r.findings) for r in results if r.findings}
 
 
-def result(snapshot: StatusSnapshot, check: str) -> Result:
+def result(snapshot: StatusSnapshot, check: str) -> CheckResult:
     return next(each for each in run_checks(snapshot) if each.check == check)
 
 

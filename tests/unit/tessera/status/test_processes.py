@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -97,3 +98,11 @@ def test_a_fault_that_ends_by_itself_is_not_explained_with_uncordon(value: str, 
     (finding,) = result(replace(SOUND, slices=[item(taints=[taint])]), "health").findings
     assert remedy in finding.remedy
     assert ("uncordon" in finding.remedy) is (value == "xid-79")
+
+
+def test_a_tree_that_was_never_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version_of(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("tessera.status.processes.version", version_of)
+    assert result(SOUND, "versions").summary.startswith("this command unknown, ")

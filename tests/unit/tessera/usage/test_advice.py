@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from tessera.usage.advice import Advice, Candidate, DeviceHistory, Geometry, advise, owner_of
-from tessera.usage.report import GpuKey
+from tessera.usage.advice import Advice, DeviceHistory, ProductClasses, ProfileClass, advise, owner_of
+from tessera.usage.report import GpuOfNode
 from tests.support.usage_pages import GIB, H100
 
-GPU = GpuKey("n", "gpu-0")
+GPU = GpuOfNode("n", "gpu-0")
 SIZES = (
     ("1g.10gb", 1, 1, 10),
     ("1g.20gb", 2, 1, 20),
@@ -18,9 +18,9 @@ SIZES = (
     ("3g.40gb", 4, 3, 40),
     ("7g.80gb", 8, 7, 80),
 )
-GEOMETRY = Geometry(
+GEOMETRY = ProductClasses(
     tuple(
-        Candidate(f"gpu-inference-{profile.replace('.', '-')}", profile, slices, compute, memory * GIB)
+        ProfileClass(f"gpu-inference-{profile.replace('.', '-')}", profile, slices, compute, memory * GIB)
         for profile, slices, compute, memory in SIZES
     ),
     7,
@@ -97,7 +97,7 @@ def test_the_compute_of_a_partition_counts_as_part_of_the_partition() -> None:
         (replace(DAYS, age_hours=23), "only 23 h of data"),
         (replace(DAYS, measured_hours=60), "no measurement in 17 % of its time"),
         (replace(DAYS, memory=None), "its memory is unknown"),
-        (replace(DAYS, gpu=GpuKey("n", "gpu-9")), "no partitions of its GPU are known"),
+        (replace(DAYS, gpu=GpuOfNode("n", "gpu-9")), "no partitions of its GPU are known"),
     ],
 )
 def test_what_can_not_be_judged_is_refused_with_the_reason(device: DeviceHistory, refusal: str) -> None:

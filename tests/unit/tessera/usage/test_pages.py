@@ -6,13 +6,13 @@ import pytest
 
 from driver.errors import ApiError, EnvironmentFault
 from tessera.usage.pages import parse_page, read_pages
-from tessera.usage.report import DeviceUsage, Gpu, GpuKey
+from tessera.usage.report import GpuOfNode, GpuSlices, UsageRecord
 from tests.support.usage_pages import A100, GIB, H100, GpuSeries, Held, usage_page
 
-GPU = GpuKey("node-1", "gpu-0")
+GPU = GpuOfNode("node-1", "gpu-0")
 
 
-def device_of(**values: float) -> DeviceUsage:
+def device_of(**values: float) -> UsageRecord:
     page = parse_page(usage_page("node-1", [GpuSeries()], [Held(values=values)]))
     assert page is not None
     [device] = page.devices.values()
@@ -50,11 +50,11 @@ def test_a_page_says_who_has_what() -> None:
     )
     page = parse_page(text)
     assert page is not None
-    assert page.gpus == {GPU: Gpu(H100, 8), GpuKey("node-1", "gpu-1"): Gpu(A100, 8)}
-    assert page.reasons == {GpuKey("node-1", "gpu-1"): "no activity counters on NVIDIA A100"}
+    assert page.gpus == {GPU: GpuSlices(H100, 8), GpuOfNode("node-1", "gpu-1"): GpuSlices(A100, 8)}
+    assert page.reasons == {GpuOfNode("node-1", "gpu-1"): "no activity counters on NVIDIA A100"}
     assert list(page.devices.values()) == [
-        DeviceUsage(GPU, 8, None, "team-a", "train", "gpu-training", (2 * GIB, 80 * GIB), 90),
-        DeviceUsage(GpuKey("node-1", "gpu-1"), 1, None, "team-b", "serve", "gpu-inference"),
+        UsageRecord(GPU, 8, None, "team-a", "train", "gpu-training", (2 * GIB, 80 * GIB), 90),
+        UsageRecord(GpuOfNode("node-1", "gpu-1"), 1, None, "team-b", "serve", "gpu-inference"),
     ]
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from driver.errors import EnvironmentFault, FatalError, UsageError
 from tessera.usage import http
-from tessera.usage.prometheus import ALLOCATED, MEASURED, USED, Prometheus, growth, read_period
-from tessera.usage.report import DeviceUsage, Gpu, GpuKey
+from tessera.usage.prometheus import ALLOCATED_METRIC, MEASURED_METRIC, USED_METRIC, Prometheus, growth, read_period
+from tessera.usage.report import GpuOfNode, GpuSlices, UsageRecord
 from tests.support.api_server import Exchange, HttpServer
 from tests.support.usage_pages import H100
 
@@ -58,11 +58,11 @@ class PrometheusApi(HttpServer):
 def api() -> Iterator[PrometheusApi]:
     with PrometheusApi() as server:
         server.answers = {
-            f"{BY} {growth(ALLOCATED, HOUR)}": vector(
+            f"{BY} {growth(ALLOCATED_METRIC, HOUR)}": vector(
                 ({"namespace": "a", **ON}, 8 * HOUR), ({"namespace": "b", **ELSEWHERE}, HOUR)
             ),
-            f"{BY} {growth(MEASURED, HOUR)}": vector(({"namespace": "a", **ON}, 7.95 * HOUR)),
-            f"{BY} {growth(USED, HOUR)}": vector(({"namespace": "a", **ON}, 2 * HOUR)),
+            f"{BY} {growth(MEASURED_METRIC, HOUR)}": vector(({"namespace": "a", **ON}, 7.95 * HOUR)),
+            f"{BY} {growth(USED_METRIC, HOUR)}": vector(({"namespace": "a", **ON}, 2 * HOUR)),
             GPUS: vector(({**ON, "product": H100}, 8)),
             REASONS: vector(({**ELSEWHERE, "reason": "no counters"}, 1)),
             CAPACITY: vector(({}, 8 * 300)),
@@ -74,18 +74,18 @@ def api() -> Iterator[PrometheusApi]:
 def test_slice_hours_are_read_by_tenant_and_gpu(api: PrometheusApi) -> None:
     reading = read_period(Prometheus(api.url), HOUR, ["namespace"])
     assert reading.devices == [
-        DeviceUsage(GpuKey("n", "gpu-0"), 8, 2, "a"),
-        DeviceUsage(GpuKey("n", "gpu-1"), 1, None, "b"),
+        UsageRecord(GpuOfNode("n", "gpu-0"), 8, 2, "a"),
+        UsageRecord(GpuOfNode("n", "gpu-1"), 1, None, "b"),
     ]
-    assert reading.gpus == {GpuKey("n", "gpu-0"): Gpu(H100, 8)}
-    assert reading.reasons == {GpuKey("n", "gpu-1"): "no counters"}
+    assert reading.gpus == {GpuOfNode("n", "gpu-0"): GpuSlices(H100, 8)}
+    assert reading.reasons == {GpuOfNode("n", "gpu-1"): "no counters"}
     assert reading.capacity == pytest.approx(8 * 300 * 12 / HOUR)
     assert reading.warnings == []
     assert max(map(len, api.asked)) < 6000, "proxies refuse long addresses"
 
 
 def test_time_in_which_a_gpu_did_not_answer_is_unknown_and_not_idle(api: PrometheusApi) -> None:
-    api.answers[f"{BY} {growth(MEASURED, HOUR)}"] = vector(({"namespace": "a", **ON}, 5 * HOUR))
+    api.answers[f"{BY} {growth(MEASURED_METRIC, HOUR)}"] = vector(({"namespace": "a", **ON}, 5 * HOUR))
     devices = read_period(Prometheus(api.url), HOUR, ["namespace"]).devices
     assert [(each.allocated, each.used) for each in devices if each.namespace == "a"] == [(5, 2), (3, None)]
 

@@ -11,12 +11,12 @@ import pytest
 
 from tessera.usage.output import Style, as_csv, as_json, as_table, headline, number
 from tessera.usage.prices import Prices
-from tessera.usage.report import DeviceUsage, Gpu, GpuKey, Reading, Report, Row, summarize
+from tessera.usage.report import GpuOfNode, GpuSlices, Reading, Report, Row, UsageRecord, summarize
 from tests.support.usage_pages import A100, GIB, H100, L4
 
 DAY = 86400.0
-FIRST, SECOND, THIRD = GpuKey("n", "gpu-0"), GpuKey("n", "gpu-1"), GpuKey("n", "gpu-2")
-GPUS = {FIRST: Gpu(H100, 8), SECOND: Gpu(A100, 8), THIRD: Gpu(L4, 1)}
+FIRST, SECOND, THIRD = GpuOfNode("n", "gpu-0"), GpuOfNode("n", "gpu-1"), GpuOfNode("n", "gpu-2")
+GPUS = {FIRST: GpuSlices(H100, 8), SECOND: GpuSlices(A100, 8), THIRD: GpuSlices(L4, 1)}
 REASONS = {SECOND: "no activity counters on NVIDIA A100"}
 PRICES = Prices.model_validate(
     {
@@ -28,7 +28,7 @@ LIVE, PERIOD = Style(("namespace",), None, "24 h", None), Style(("namespace",), 
 COST = Style(("namespace",), "EUR", "24 h", "30 days")
 
 
-def report(*devices: DeviceUsage, prices: Prices | None = None, seconds: float | None = None) -> Report:
+def report(*devices: UsageRecord, prices: Prices | None = None, seconds: float | None = None) -> Report:
     reading = Reading(devices, GPUS, REASONS, 17, (), seconds)
     return summarize(reading, lambda device: (device.namespace,), prices, DAY)
 
@@ -39,13 +39,13 @@ def row_of(found: Report, namespace: str) -> Row:
 
 def test_the_headline_has_allocated_used_and_idle_claims() -> None:
     found = report(
-        DeviceUsage(FIRST, 8, 4, "a", "1", idle_seconds=2 * DAY), DeviceUsage(THIRD, 1, 0.5, "b", "2", idle_seconds=5)
+        UsageRecord(FIRST, 8, 4, "a", "1", idle_seconds=2 * DAY), UsageRecord(THIRD, 1, 0.5, "b", "2", idle_seconds=5)
     )
     assert headline(found, LIVE) == "allocated 9 of 17 slices, used 4.5 (50 %); idle 24 h: 1 claim"
 
 
 def test_slices_without_known_activity_are_neither_used_nor_idle() -> None:
-    found = report(DeviceUsage(FIRST, 8, 4, "a"), DeviceUsage(SECOND, 3, None, "a"), DeviceUsage(THIRD, 1, None, "b"))
+    found = report(UsageRecord(FIRST, 8, 4, "a"), UsageRecord(SECOND, 3, None, "a"), UsageRecord(THIRD, 1, None, "b"))
     lines = click.unstyle(as_table(found, PERIOD)).splitlines()
     assert lines[:3] == [
         "last 30 days: allocated 12 of 17 slice-hours, used 4 of 8 with known activity (50 %), idle 4",
@@ -60,7 +60,7 @@ def test_slices_without_known_activity_are_neither_used_nor_idle() -> None:
 
 
 def test_what_nobody_knows_is_null_in_json_and_empty_in_csv() -> None:
-    found = report(DeviceUsage(SECOND, 3, None, "a", "c"), prices=PRICES)
+    found = report(UsageRecord(SECOND, 3, None, "a", "c"), prices=PRICES)
     style = Style(("namespace",), "EUR", "24 h", None)
     [group] = json.loads(as_json(found, style))["groups"]
     unknown = {"used", "idle", "usedRatio", "idleClaims", "memoryUsedBytes", "memoryTotalBytes", "costUsed", "costIdle"}
@@ -73,12 +73,12 @@ def test_what_nobody_knows_is_null_in_json_and_empty_in_csv() -> None:
 
 def test_a_claim_is_idle_if_all_its_devices_are() -> None:
     busy = report(
-        DeviceUsage(FIRST, 8, 0, "a", "1", idle_seconds=2 * DAY), DeviceUsage(THIRD, 1, 0, "a", "1", idle_seconds=1)
+        UsageRecord(FIRST, 8, 0, "a", "1", idle_seconds=2 * DAY), UsageRecord(THIRD, 1, 0, "a", "1", idle_seconds=1)
     )
     idle = report(
-        DeviceUsage(FIRST, 8, 0, "a", "1", idle_seconds=2 * DAY), DeviceUsage(THIRD, 1, 0, "a", "1", idle_seconds=DAY)
+        UsageRecord(FIRST, 8, 0, "a", "1", idle_seconds=2 * DAY), UsageRecord(THIRD, 1, 0, "a", "1", idle_seconds=DAY)
     )
-    unknown = report(DeviceUsage(FIRST, 8, 0, "a", "1", idle_seconds=2 * DAY), DeviceUsage(SECOND, 1, None, "a", "1"))
+    unknown = report(UsageRecord(FIRST, 8, 0, "a", "1", idle_seconds=2 * DAY), UsageRecord(SECOND, 1, None, "a", "1"))
     assert [(each.total.claims, each.total.idle) for each in (busy, idle, unknown)] == [
         (1, (1, 0)),
         (1, (1, 1)),
@@ -87,14 +87,14 @@ def test_a_claim_is_idle_if_all_its_devices_are() -> None:
 
 
 def test_memory_is_of_the_devices_whose_memory_is_known() -> None:
-    found = report(DeviceUsage(FIRST, 8, 0, "a", memory=(GIB, 80 * GIB)), DeviceUsage(SECOND, 8, 0, "a"))
+    found = report(UsageRecord(FIRST, 8, 0, "a", memory=(GIB, 80 * GIB)), UsageRecord(SECOND, 8, 0, "a"))
     assert row_of(found, "a").memory == (GIB, 80 * GIB)
     assert "1.0/80.0 GiB" in as_table(found, LIVE)
 
 
 def test_a_slice_costs_its_part_of_the_gpu() -> None:
     found = report(
-        DeviceUsage(FIRST, 16, 4, "a"), DeviceUsage(SECOND, 8, None, "a"), DeviceUsage(SECOND, 40, 10, "b"),
+        UsageRecord(FIRST, 16, 4, "a"), UsageRecord(SECOND, 8, None, "a"), UsageRecord(SECOND, 40, 10, "b"),
         prices=PRICES,
     )  # fmt: skip
     cost = row_of(found, "a").cost
@@ -104,10 +104,10 @@ def test_a_slice_costs_its_part_of_the_gpu() -> None:
 
 
 def test_products_without_a_price_are_named_and_not_free() -> None:
-    gone = GpuKey("gone", "gpu-0")
+    gone = GpuOfNode("gone", "gpu-0")
     found = report(
-        DeviceUsage(FIRST, 8, 8, "a"), DeviceUsage(THIRD, 2, 1, "a"), DeviceUsage(THIRD, 3, 1, "b"),
-        DeviceUsage(gone, 1, 1, "b"), prices=PRICES,
+        UsageRecord(FIRST, 8, 8, "a"), UsageRecord(THIRD, 2, 1, "a"), UsageRecord(THIRD, 3, 1, "b"),
+        UsageRecord(gone, 1, 1, "b"), prices=PRICES,
     )  # fmt: skip
     assert found.unpriced == {L4: 5, "an unknown product": 1}
     assert (row_of(found, "a").unpriced, row_of(found, "b").unpriced) == (2, 4)
@@ -116,7 +116,7 @@ def test_products_without_a_price_are_named_and_not_free() -> None:
 
 
 def test_csv_is_quoted_and_calculates_nothing() -> None:
-    reading = Reading([DeviceUsage(FIRST, 8, 4, name) for name in ("=1+1", "@x", 'a,"b"\n', "-2", "ok")], GPUS, {}, 8)
+    reading = Reading([UsageRecord(FIRST, 8, 4, name) for name in ("=1+1", "@x", 'a,"b"\n', "-2", "ok")], GPUS, {}, 8)
     text = as_csv(summarize(reading, lambda device: (device.namespace,), None, DAY), LIVE)
     keys = [line["namespace"] for line in csv.DictReader(io.StringIO(text, newline=""))]
     assert sorted(keys) == ["'-2", "'=1+1", "'@x", 'a,"b"\n', "ok"]

@@ -1,9 +1,10 @@
-"""The devices of ResourceSlices as candidates of an allocation, and quantities as numbers."""
+"""Devices of ResourceSlices that can be allocated, quantities as numbers, and the errors of an allocation."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import msgspec
 
 from deviceclasses.cel import CelDevice, from_slice_device
 from deviceclasses.cel.library.quantity import BINARY, parse_quantity
+from driver.errors import RecoverableError
 from driver.kube.slice_types import (
     Counter,
     DetailedDevice,
@@ -54,7 +56,7 @@ class DeviceId(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Capacity:
+class CapacityRange:
     """One capacity of a device in numbers. ``lowest``, ``highest`` and ``step`` are its range; None: not set."""
 
     value: Number
@@ -66,7 +68,7 @@ class Capacity:
     step: Number | None = None
 
     @classmethod
-    def of(cls, written: DeviceCapacity) -> Capacity:
+    def of(cls, written: DeviceCapacity) -> CapacityRange:
         policy, value = written.request_policy, number(written.value)
         if policy is None:
             return cls(value)
@@ -78,7 +80,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class AllocatableDevice:
     """A device that may be allocated, with its slice. The same object for the whole search."""
 
     id: DeviceId
@@ -91,31 +93,31 @@ class Candidate:
         device = {
             "name": self.entry.name,
             "attributes": self.entry.attributes,
-            "capacity": {name: {"value": str(each.value)} for name, each in self.entry.capacity.items()},
+            "capacity": {name: {"value": str(capacity.value)} for name, capacity in self.entry.capacity.items()},
             "allowMultipleAllocations": self.entry.allow_multiple_allocations,
         }
         return from_slice_device(self.id.driver, device)
 
     @cached_property
-    def capacity(self) -> dict[str, Capacity]:
-        return {name: Capacity.of(each) for name, each in self.entry.capacity.items()}
+    def capacity(self) -> dict[str, CapacityRange]:
+        return {name: CapacityRange.of(capacity) for name, capacity in self.entry.capacity.items()}
 
     @cached_property
     def consumption(self) -> Counters:
         """What it takes of the counters of its pool."""
-        return counters_of((each.counter_set, each.counters) for each in self.entry.consumes_counters)
+        return counters_of((consumed.counter_set, consumed.counters) for consumed in self.entry.consumes_counters)
 
     def attribute(self, name: str) -> tuple[str, Any] | None:
         """The type and value of the attribute with this full name; None if it has no such attribute."""
-        found = self.entry.attributes.get(name)
-        if found is None and name.startswith(f"{self.id.driver}/"):
-            found = self.entry.attributes.get(name.removeprefix(f"{self.id.driver}/"))
-        return next(iter(found.items())) if found else None
+        value = self.entry.attributes.get(name)
+        if value is None and name.startswith(f"{self.id.driver}/"):
+            value = self.entry.attributes.get(name.removeprefix(f"{self.id.driver}/"))
+        return next(iter(value.items())) if value else None
 
 
 def counters_of(sets: Iterable[tuple[str, Mapping[str, Counter]]]) -> Counters:
     """The counters of several sets, each with its name."""
-    return {(name, key): number(each.value) for name, counters in sets for key, each in counters.items()}
+    return {(name, key): number(counter.value) for name, counters in sets for key, counter in counters.items()}
 
 
 def number(written: Quantity) -> Number:
@@ -141,3 +143,26 @@ def _shortened(amount: int) -> str:
 
 def _number(written: Quantity | None) -> Number | None:
     return None if written is None else number(written)
+
+
+class FailureKind(StrEnum):
+    """Why there is no answer. All but ``INVALID_POOLS`` stop the scheduling of the pod, on all nodes."""
+
+    SELECTOR = "selector"
+    TOO_MANY_DEVICES = "too many devices"
+    INCOMPLETE_POOL = "incomplete pool"
+    INVALID_POOL = "invalid pool"
+    INVALID_POOLS = "invalid pools"
+    CONSTRAINT = "constraint"
+    CAPACITY = "capacity"
+    NODE_SELECTOR = "node selector"
+    UNKNOWN_KIND = "unknown kind"
+    TOO_LONG = "too long"
+
+
+class AllocationError(RecoverableError):
+    """The scheduler fails at these claims; another node helps only for ``INVALID_POOLS``."""
+
+    def __init__(self, failure: FailureKind, message: str) -> None:
+        super().__init__(message)
+        self.failure = failure

@@ -1,0 +1,65 @@
+"""The GPUs of nodes: of all in the cluster, and of nodes that do not exist."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+
+import msgspec
+
+from driver.errors import EnvironmentFault, FatalError, StateError
+from driver.kube.client import KubeClient
+from driver.kube.types import GpuNodePlan
+from driver.model.plan import KIND, GpuReport, states_of
+from kubelet_plugin.inventory.open_hardware import open_host
+from kubelet_plugin.settings import node_settings
+from tessera.cluster_options import find_plans
+
+
+def plans_with_gpus(client: KubeClient, needs: str) -> list[GpuNodePlan]:
+    """The plans of all nodes. Raises EnvironmentFault, which says what ``needs`` them, if none of them lists a GPU.
+
+    Plans, not slices: curated slices leave out what nobody holds or may take.
+    """
+    try:
+        plans = find_plans(client) or []
+    except msgspec.MsgspecError as error:
+        raise FatalError(f"a {KIND} can't be read: {error}") from error
+    if not any(reports_of(plan) for plan in plans):
+        raise EnvironmentFault(f"no {KIND} lists a GPU{needs}")
+    return plans
+
+
+def reports_of(plan: GpuNodePlan) -> list[GpuReport]:
+    """The GPUs that a node reports in its plan's status. Raises StateError."""
+    return states_of(plan.status.inventory)
+
+
+def readable_reports(plan: GpuNodePlan) -> list[GpuReport]:
+    """The same; empty if the status can't be read."""
+    try:
+        return reports_of(plan)
+    except StateError:
+        return []
+
+
+def hardware(**flags: str | None) -> list[GpuReport]:
+    """The GPUs of a simulated node, or of this machine. Raises UsageError, HardwareError and EnvironmentFault."""
+    settings = node_settings(node_name="template", sim_latency="zero", **flags)
+    with open_host(settings, lasting=False) as (host, _):
+        discovery = host.discover()
+    for fault in discovery.faults:
+        raise EnvironmentFault(f"--gpus {settings.gpus}: {fault} can't be read: {fault.reason}")
+    by_minor = sorted(discovery.gpus, key=lambda gpu: gpu.minor)
+    return [GpuReport(gpu, gpu.minor, settings.shares.of(gpu), gpu in settings.shares_only) for gpu in by_minor]
+
+
+def anonymous(report: GpuReport, node: str) -> GpuReport:
+    """The GPU without what no other node has."""
+    gpu, fabric = report.gpu, report.gpu.fabric_clique
+    gpu = replace(
+        gpu,
+        uuid=f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{node}/gpu-{report.number}')}",
+        fabric_clique=None if fabric is None else f"{uuid.UUID(int=0)}.{fabric.rpartition('.')[2]}",
+    )
+    return replace(report, gpu=gpu)
