@@ -23,8 +23,8 @@ from deviceclasses.lint.lint_context import (
     RequestFields,
     constraints_of,
     entries,
+    findings_in,
     lint_context,
-    name_of,
     parameters_of,
     request_names,
     requests_of,
@@ -51,15 +51,9 @@ OTHER_KINDS = ("ResourceSlice", "DeviceTaintRule", "ResourcePoolStatusRequest")
 def lint(documents: Sequence[Document], installed: Iterable[Mapping[str, Any]], driver: str) -> Iterator[Finding]:
     """Every finding, in the order of ``documents``; ``installed`` are classes that exist in addition."""
     contents = [document.content for document in documents if isinstance(document.content, Mapping)]
-    context = lint_context(
-        [*installed, *(content for content in contents if kind_of(content) == "DeviceClass")], driver
-    )
-    for document in documents:
-        if isinstance(document.content, Mapping):
-            named = f"{text(document.content, 'kind')} {name_of(document.content)}"
-            for issue in _issues(document.content, context):
-                where = (document.file, document.number, named)
-                yield Finding(*where, issue.path, issue.value, issue.message, issue.severity)
+    classes = (content for content in contents if kind_of(content) == "DeviceClass")
+    context = lint_context([*installed, *classes], driver)
+    return findings_in(documents, lambda content: _issues(content, context))
 
 
 def _issues(content: Mapping[str, Any], context: LintContext) -> Iterator[Issue]:

@@ -19,8 +19,8 @@ from deviceclasses.lint.lint_context import (
     UNKNOWN,
     LintContext,
     entries,
+    findings_in,
     lint_context,
-    name_of,
     requests_of,
     selectors_of,
     settings_of,
@@ -119,13 +119,7 @@ def lint_kueue(documents: Sequence[Document], installed: Iterable[Object], drive
     objects = [document.content for document in documents if isinstance(document.content, Mapping)]
     classes = [item for item in objects if text(item, "kind") == "DeviceClass"]
     context = KueueContext(objects, lint_context([*installed, *classes], driver))
-    for document in documents:
-        content = document.content
-        if isinstance(content, Mapping):
-            named = f"{text(content, 'kind')} {name_of(content)}"
-            for issue in _issues(content, context):
-                where = (document.file, document.number, named)
-                yield Finding(*where, issue.path, issue.value, issue.message, issue.severity)
+    return findings_in(documents, lambda content: _issues(content, context))
 
 
 def is_checked(content: object) -> bool:

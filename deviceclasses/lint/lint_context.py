@@ -5,11 +5,12 @@ Nothing in here trusts the shape of what people wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deviceclasses.lint.documents import text
+from deviceclasses.lint.documents import Document, text
+from deviceclasses.lint.findings import Finding, Issue
 from deviceclasses.lint.partial_evaluation import may_select
 from driver.config.opaque_parameters import devices_for
 from driver.model.offer import DeviceKind
@@ -165,3 +166,15 @@ def name_of(content: Mapping[str, Any]) -> str:
     name = text(metadata, "name") or text(metadata, "generateName") or "without a name"
     namespace = text(metadata, "namespace")
     return f"{namespace}/{name}" if namespace else name
+
+
+def findings_in(
+    documents: Sequence[Document], issues_of: Callable[[Mapping[str, Any]], Iterator[Issue]]
+) -> Iterator[Finding]:
+    """The issues of all objects, in the order of ``documents``."""
+    for document in documents:
+        if isinstance(document.content, Mapping):
+            named = f"{text(document.content, 'kind')} {name_of(document.content)}"
+            for issue in issues_of(document.content):
+                where = (document.file, document.number, named)
+                yield Finding(*where, issue.path, issue.value, issue.message, issue.severity)

@@ -77,12 +77,8 @@ def uncordon(gpu: str, kubeconfig: Path | None, driver_name: str, output: str) -
         cluster.edit(name.node, lambda spec: _uncordoned(spec, name, cleared))
     dealt = _values(fault for fault in faults if fault.stamp is not None)
     remaining = _values(fault for fault in faults if fault.stamp is None)
-    _say(
-        output,
-        name,
-        _outcome(name, cordoned, dealt, remaining),
-        {"cordoned": False, "cleared": dealt, "left": remaining},
-    )
+    facts = {"cordoned": False, "cleared": dealt, "left": remaining}
+    _say(output, name, _outcome(name, cordoned, dealt, remaining), facts)
 
 
 class PlanEditor:

@@ -33,14 +33,14 @@ def fill(cluster: ImaginedCluster, device_class: str, progress: Callable[[str], 
     """
     selector, supply = cluster.selector(device_class), pods_for_class(device_class)
     devices: dict[str, list[str]] = {}
-    known: dict[Hashable, list[PodPlacement]] = {}
+    placements: dict[Hashable, list[PodPlacement]] = {}
     for node in sorted(cluster.fleet.nodes):
         if selector is None:  # devices of other drivers may belong to several nodes
             break
         kind = cluster.likeness(node, selector)
-        if kind not in known:
-            known[kind] = list(_until_full(cluster.alone(node), pods_for_class(device_class), []))
-        allocations = [allocation for placement in known[kind] for _, allocation in placement.allocations]
+        if kind not in placements:
+            placements[kind] = list(_until_full(cluster.alone(node), pods_for_class(device_class), []))
+        allocations = [allocation for placement in placements[kind] for _, allocation in placement.allocations]
         cluster.give(node, _allocated(node, cluster.driver, allocations, supply))
         devices[node] = [result.device for allocated in allocations for result in allocated.devices.results]
         progress(node)

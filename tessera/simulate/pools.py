@@ -92,10 +92,10 @@ def _concerns(found: DetailedSlice, node: Node) -> bool:
 
 def usable_on(node: Node, device: AllocatableDevice) -> bool:
     """Whether a device of a slice that has one for ``node`` is usable there itself."""
-    entry = device.entry
-    return not device.spec.per_device_node_selection or available_on(
-        node, entry.node_name, entry.node_selector, everywhere=entry.all_nodes
-    )
+    if not device.spec.per_device_node_selection:
+        return True
+    published = device.entry
+    return available_on(node, published.node_name, published.node_selector, everywhere=published.all_nodes)
 
 
 def _add(newest: dict[PoolId, list[DetailedSlice]], found: DetailedSlice) -> None:

@@ -143,8 +143,8 @@ def uncordoned(content: ClusterContent, target: str) -> ClusterContent:
         raise UsageError(f"--uncordon {target}: it is not cordoned")
 
     def changed(entry: FleetGpu) -> FleetGpu:
-        entry = replace(entry, fault=None) if entry.gpu.uuid in cordoned else entry
-        return replace(entry, closed="") if reopened and entry.node == names["node"] else entry
+        usable = replace(entry, fault=None) if entry.gpu.uuid in cordoned else entry
+        return replace(usable, closed="") if reopened and entry.node == names["node"] else usable
 
     taints = tuple(taint for taint in node.spec.taints if not reopened or taint.key != NODE_CORDONED.key)
     spec = msgspec.structs.replace(node.spec, unschedulable=node.spec.unschedulable and not reopened, taints=taints)

@@ -18,7 +18,7 @@ ALLOWED: dict[str, dict[str, int]] = {
     CONSTRUCTOR: {**NONE, "driver": 2, "controller": 1},
     FOLDER: {**NONE, "driver": 1},
     DODGE: {**NONE, "driver": 3, "controller": 11},
-    VAGUE: {**NONE, "driver": 133, "kubelet_plugin": 32, "controller": 468, "deviceclasses": 10, "tessera": 34},
+    VAGUE: {**NONE, "driver": 133, "kubelet_plugin": 32, "controller": 468, "deviceclasses": 10, "tessera": 31},
 }
 """How often each rule may be broken in each area. Numbers only fall."""
 
