@@ -16,7 +16,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet
-from controller.curation.ranked_fleet import NO_CANDIDATES, Candidate, Candidates, Place, RankedFleet
+from controller.curation.ranked_fleet import NO_CANDIDATES, CliqueCandidate, CliqueCandidates, FleetSpot, RankedFleet
 from controller.demand.demand import Demand, Eligible
 from driver.model.offer import Offer, OfferKind
 from driver.placement.occupancy import GpuState
@@ -53,30 +53,31 @@ class Curator:
         """The offers of every key that ``fleet`` has, in a fixed order.
 
         ``published`` are the present offers, ``protected`` those among them that the scheduler may just have given to
-        a pending claim: they stay as long as they are possible. Demand for keys that the fleet lacks is ignored.
+        a pending claim: they stay while they are possible. Demand for keys that the fleet lacks is ignored.
         """
         ranked = self._ranked = RankedFleet(fleet, self.ranking, self._ranked)
         by_key: defaultdict[OfferKind, list[Demand]] = defaultdict(list)
         for demand in demands:
             by_key[demand.key].append(demand)
-        standing = {offer: place for offer in published if (place := ranked.place(offer)) is not None}
-        keep = {standing[offer] for offer in protected if offer in standing}
-        chosen: set[Place] = set()
+        located = {offer: ranked.place(offer) for offer in published}
+        places = {offer: place for offer, place in located.items() if place is not None}
+        keep = {places[offer] for offer in protected if offer in places}
+        chosen: set[FleetSpot] = set()
         for key in ranked.keys:
-            places = {place for place in standing.values() if place.spot.kind == key}
-            chosen |= self._select(ranked, key, by_key[key], places, keep)
+            of_key = {place for place in places.values() if place.spot.kind == key}
+            chosen |= self._select(ranked, key, by_key[key], of_key, keep)
         return tuple(ranked.offer(place) for place in sorted(chosen))
 
     def _select(
-        self, fleet: RankedFleet, key: OfferKind, demands: list[Demand], standing: set[Place], keep: set[Place]
-    ) -> set[Place]:
-        fixed = standing & keep
+        self, fleet: RankedFleet, key: OfferKind, demands: list[Demand], published: set[FleetSpot], keep: set[FleetSpot]
+    ) -> set[FleetSpot]:
+        fixed = published & keep
         for demand in demands:
             if demand.everything:
                 fixed |= set(fleet.places(key, demand.eligible))
-        needs = needs_of(fleet, key, demands, standing, self.offers)
+        needs = needs_of(fleet, key, demands, published, self.offers)
         selection = OfferSelection(OfferDraft(fleet, key), needs, frozenset(fixed), self.stickiness)
-        selection.choose(standing)
+        selection.choose(published)
         return selection.places
 
 
@@ -89,32 +90,32 @@ class OfferDraft:
     def __init__(self, fleet: RankedFleet, key: OfferKind) -> None:
         self.fleet = fleet
         self.key = key
-        self.places: set[Place] = set()
+        self.places: set[FleetSpot] = set()
         self.growth = 0.0
         self._cliques = list(fleet.cliques)
-        self._base: dict[Eligible, Candidates] = {None: fleet.candidates.get(key, NO_CANDIDATES)}
+        self._base: dict[Eligible, CliqueCandidates] = {None: fleet.candidates.get(key, NO_CANDIDATES)}
         self._changed: set[int] = set()
         """Cliques that differ from the fleet."""
-        self._known: dict[Eligible, dict[int, Candidate | None]] = defaultdict(dict)
+        self._of_changed: dict[Eligible, dict[int, CliqueCandidate | None]] = defaultdict(dict)
         """The candidates of changed cliques, computed on demand."""
 
-    def admits(self, place: Place) -> bool:
+    def admits(self, place: FleetSpot) -> bool:
         return self._cliques[place.clique].admits(place.position, place.spot)
 
     def state(self, clique: int, position: int) -> GpuState:
         """The state of a GPU with all drafted places allocated."""
         return self._cliques[clique].gpus[position].state
 
-    def rank(self, place: Place) -> Terms:
-        """The terms of ``place``, which must be free, beside all drafted places."""
+    def rank(self, place: FleetSpot) -> Terms:
+        """The terms of ``place``, which must be free, together with all drafted places."""
         return self._cliques[place.clique].rank(place.position, place.spot)
 
-    def add(self, place: Place) -> None:
+    def add(self, place: FleetSpot) -> None:
         self.places.add(place)
         self.growth += self._cliques[place.clique].growth(place.position, place.spot)
         self._change(place.clique, self._cliques[place.clique].after(place.position, place.spot))
 
-    def remove(self, place: Place) -> None:
+    def remove(self, place: FleetSpot) -> None:
         self._change(place.clique, self._without(place))
         self.places.remove(place)
         self.growth -= self._cliques[place.clique].growth(place.position, place.spot)
@@ -125,19 +126,21 @@ class OfferDraft:
             return len(self.places)
         return sum(1 for place in self.places if self.fleet.uuid(place) in eligible)
 
-    def best(self, eligible: Eligible) -> Candidate | None:
+    def best(self, eligible: Eligible) -> CliqueCandidate | None:
         """The best place that is left on the GPUs of ``eligible``."""
         return min(self._candidates(eligible), default=None)
 
-    def instead_of(self, place: Place, eligible: Eligible) -> tuple[Terms, Candidate | None]:
-        """The terms of ``place`` beside the other drafted places, and the best candidate on ``eligible`` without it."""
+    def instead_of(self, place: FleetSpot, eligible: Eligible) -> tuple[Terms, CliqueCandidate | None]:
+        """The terms of ``place`` with the other drafted places, and the best candidate on ``eligible`` without it."""
         clique = self._without(place)
-        candidates = [each for each in self._candidates(eligible, but=place.clique) if each.clique != place.clique]
-        own = self._candidate(place.clique, clique, eligible)
-        best = min([*candidates, own] if own else candidates, default=None)
-        return clique.rank(place.position, place.spot), best
+        others = self._candidates(eligible, but=place.clique)
+        candidates = [candidate for candidate in others if candidate.clique != place.clique]
+        same_clique = self._candidate(place.clique, clique, eligible)
+        if same_clique is not None:
+            candidates.append(same_clique)
+        return clique.rank(place.position, place.spot), min(candidates, default=None)
 
-    def _without(self, place: Place) -> RankedClique:
+    def _without(self, place: FleetSpot) -> RankedClique:
         """The clique of ``place`` without that place."""
         gpu = self.fleet.cliques[place.clique].gpus[place.position]
         for other in sorted(self.places):
@@ -148,35 +151,37 @@ class OfferDraft:
     def _change(self, at: int, clique: RankedClique) -> None:
         self._cliques[at] = clique
         self._changed.add(at)
-        for candidates in self._known.values():
+        for candidates in self._of_changed.values():
             candidates.pop(at, None)
 
-    def _candidates(self, eligible: Eligible, but: int | None = None) -> Iterator[Candidate]:
+    def _candidates(self, eligible: Eligible, but: int | None = None) -> Iterator[CliqueCandidate]:
         """The candidates of changed cliques and the best of the others; may leave out that of ``but``."""
         excluded = self._changed | {but}
-        unchanged = (each for each in self._candidates_of(eligible).ordered if each.clique not in excluded)
+        ordered = self._candidates_of(eligible).ordered
+        unchanged = (candidate for candidate in ordered if candidate.clique not in excluded)
         yield from islice(unchanged, 1)
-        known = self._known[eligible]
+        of_changed = self._of_changed[eligible]
         for at in self._changed - {but}:
-            if at not in known:
-                known[at] = self._candidate(at, self._cliques[at], eligible)
-            if (candidate := known[at]) is not None:
+            if at not in of_changed:
+                of_changed[at] = self._candidate(at, self._cliques[at], eligible)
+            candidate = of_changed[at]
+            if candidate is not None:
                 yield candidate
 
-    def _candidates_of(self, eligible: Eligible) -> Candidates:
+    def _candidates_of(self, eligible: Eligible) -> CliqueCandidates:
         """The best place of each clique on the fleet."""
         if eligible not in self._base:
-            found = (self._candidate(at, self.fleet.cliques[at], eligible) for at in self.fleet.positions(eligible))
-            candidates = [candidate for candidate in found if candidate is not None]
-            self._base[eligible] = Candidates({each.clique: each for each in candidates}, sorted(candidates))
+            cliques = self.fleet.positions(eligible)
+            candidates = {at: self._candidate(at, self.fleet.cliques[at], eligible) for at in cliques}
+            self._base[eligible] = NO_CANDIDATES.changed(candidates)
         return self._base[eligible]
 
-    def _candidate(self, at: int, clique: RankedClique, eligible: Eligible) -> Candidate | None:
+    def _candidate(self, at: int, clique: RankedClique, eligible: Eligible) -> CliqueCandidate | None:
         if eligible is None:
-            found = clique.best(self.key)
+            best = clique.best(self.key)
         else:
-            found = clique.best_among(self.key, self.fleet.positions(eligible).get(at, ()))
-        return None if found is None else Candidate(found, at)
+            best = clique.best_among(self.key, self.fleet.positions(eligible).get(at, ()))
+        return None if best is None else CliqueCandidate(best, at)
 
 
 @dataclass(frozen=True)
@@ -194,35 +199,35 @@ class Exchange(NamedTuple):
     """
 
     gain: float
-    old: Place
-    new: Place
+    old: FleetSpot
+    new: FleetSpot
 
 
 @dataclass
 class OfferSelection:
-    """Selects the offers of one key. ``extra`` are fixed offers that don't fit beside the others."""
+    """Selects the offers of one key. ``extra`` are fixed offers that don't fit together with the others."""
 
     draft: OfferDraft
     needs: Sequence[Need]
-    fixed: frozenset[Place]
+    fixed: frozenset[FleetSpot]
     stickiness: float
-    extra: list[Place] = field(default_factory=list)
+    extra: list[FleetSpot] = field(default_factory=list)
 
     @property
-    def places(self) -> set[Place]:
+    def places(self) -> set[FleetSpot]:
         """The selected offers."""
         return self.draft.places | set(self.extra)
 
-    def choose(self, published: Collection[Place]) -> None:
+    def choose(self, published: Collection[FleetSpot]) -> None:
         """Drafts the offers; keeps those of ``published`` that still serve a need."""
-        standing = sorted(set(published) - self.fixed)
+        exchangeable = sorted(set(published) - self.fixed)
         self._start(self.draft)
-        self._improve(standing)
+        self._improve(exchangeable)
         if self._may_be_suboptimal() and self._start_anew():
-            self._improve(standing)
+            self._improve(exchangeable)
 
     def _start(self, draft: OfferDraft) -> None:
-        """Drafts the fixed offers that fit beside each other."""
+        """Drafts the fixed offers that fit together."""
         self.extra = []
         for place in sorted(self.fixed):
             if draft.admits(place):
@@ -230,9 +235,9 @@ class OfferSelection:
             else:
                 self.extra.append(place)
 
-    def _improve(self, standing: Collection[Place]) -> None:
-        for _ in range(len(standing) + EXTRA_EXCHANGES):
-            self._fill(standing)
+    def _improve(self, published: Collection[FleetSpot]) -> None:
+        for _ in range(len(published) + EXTRA_EXCHANGES):
+            self._fill(published)
             self._prune()
             if not self._exchange():
                 return
@@ -247,8 +252,8 @@ class OfferSelection:
         if not candidates.ordered:
             return False
         best = candidates.ordered[0]
-        beside = Counter(place.clique for place in drafted)
-        shared = (place for place in drafted if beside[place.clique] > 1)
+        drafted_in = Counter(place.clique for place in drafted)
+        shared = (place for place in drafted if drafted_in[place.clique] > 1)
         return any(fleet.terms(place).growth - best.ranked.terms.growth > self.stickiness for place in shared)
 
     def _start_anew(self) -> bool:
@@ -262,11 +267,11 @@ class OfferSelection:
         self.draft = fresh.draft
         return True
 
-    def _fill(self, standing: Iterable[Place]) -> None:
-        """Serves each need, from published offers as long as they fit."""
+    def _fill(self, published: Iterable[FleetSpot]) -> None:
+        """Serves each need, from published offers while they fit."""
         for need in self.needs:
             missing = need.count - self.draft.count(need.eligible)
-            candidates = [place for place in standing if self.draft.fleet.within(place, need.eligible)]
+            candidates = [place for place in published if self.draft.fleet.within(place, need.eligible)]
             while missing > 0:
                 place = self._next(candidates, missing)
                 if place is None:
@@ -277,7 +282,7 @@ class OfferSelection:
                 self.draft.add(place)
                 missing -= 1
 
-    def _next(self, candidates: list[Place], missing: int) -> Place | None:
+    def _next(self, candidates: list[FleetSpot], missing: int) -> FleetSpot | None:
         """The best of ``candidates`` that fits; any of them if all are needed."""
         candidates[:] = [place for place in candidates if self.draft.admits(place)]
         if len(candidates) <= missing:
@@ -288,21 +293,22 @@ class OfferSelection:
         """Removes offers that no need requires, the worst first."""
         if self.draft.count(None) <= self.needs[-1].count:
             return
-        for place in sorted(self.draft.places - self.fixed, key=lambda p: (self.draft.fleet.terms(p), p), reverse=True):
+        terms = self.draft.fleet.terms
+        for place in sorted(self.draft.places - self.fixed, key=lambda place: (terms(place), place), reverse=True):
             if not self._tight(place):
                 self.draft.remove(place)
 
     def _exchange(self) -> bool:
         """Makes the exchange that gains most, if there is one worth it."""
-        found = [self._best_exchange(place) for place in sorted(self.draft.places - self.fixed)]
-        best = max((exchange for exchange in found if exchange is not None), default=None)
+        exchanges = map(self._best_exchange, sorted(self.draft.places - self.fixed))
+        best = max((exchange for exchange in exchanges if exchange is not None), default=None)
         if best is None:
             return False
         self.draft.remove(best.old)
         self.draft.add(best.new)
         return True
 
-    def _best_exchange(self, place: Place) -> Exchange | None:
+    def _best_exchange(self, place: FleetSpot) -> Exchange | None:
         """The best place for ``place`` that serves the same needs, if it gains more than the stickiness."""
         eligible = _intersection(need.eligible for need in self._tight(place))
         terms, best = self.draft.instead_of(place, eligible)
@@ -312,7 +318,7 @@ class OfferSelection:
         gain = math.inf if terms.ends_shares > better.ends_shares else terms.growth - better.growth
         return Exchange(gain, place, best.place) if gain > self.stickiness + ROUNDING else None
 
-    def _tight(self, place: Place) -> list[Need]:
+    def _tight(self, place: FleetSpot) -> list[Need]:
         """The needs that can't do without ``place``."""
         within, count = self.draft.fleet.within, self.draft.count
         return [need for need in self.needs if within(place, need.eligible) and count(need.eligible) <= need.count]
@@ -324,11 +330,11 @@ def _intersection(sets: Iterable[Eligible]) -> Eligible:
 
 
 def needs_of(
-    fleet: RankedFleet, key: OfferKind, demands: Sequence[Demand], standing: Collection[Place], at_least: int
+    fleet: RankedFleet, key: OfferKind, demands: Sequence[Demand], published: Collection[FleetSpot], at_least: int
 ) -> list[Need]:
     """The needs that follow from ``demands`` for ``key``, the narrowest first; the last one is for the whole fleet.
 
-    The need of a set of GPUs includes those of its subsets. ``standing`` are the places of published offers,
+    The need of a set of GPUs includes those of its subsets. ``published`` are the places of present offers,
     ``at_least`` is the number of offers without demand.
     """
     if not demands:
@@ -337,7 +343,7 @@ def needs_of(
     unmet: set[Demand] = set()  # equal demands can't be met either: what is asked of a group only grows
     for demand in demands:
         if demand.together and demand not in unmet:
-            group = _group(fleet, key, demand, asked, standing)
+            group = _group(fleet, key, demand, asked, published)
             if group is None:
                 unmet.add(demand)
             else:
@@ -353,7 +359,7 @@ def _within(asked: Iterable[Need], eligible: frozenset[str]) -> int:
 
 
 def _group(
-    fleet: RankedFleet, key: OfferKind, demand: Demand, asked: Sequence[Need], standing: Collection[Place]
+    fleet: RankedFleet, key: OfferKind, demand: Demand, asked: Sequence[Need], published: Collection[FleetSpot]
 ) -> frozenset[str] | None:
     """The set of GPUs to serve a demand for devices together: one that already serves it, or the cheapest.
 
@@ -362,21 +368,21 @@ def _group(
     scored = []
     for group in demand.together:
         eligible = group if demand.eligible is None else group & demand.eligible
-        price = _price(OfferDraft(fleet, key), eligible, _within(asked, eligible) + demand.count, standing)
+        price = _price(OfferDraft(fleet, key), eligible, _within(asked, eligible) + demand.count, published)
         if price is not None:
             scored.append((price, sorted(eligible), eligible))
     return min(scored)[-1] if scored else None
 
 
 def _price(
-    draft: OfferDraft, eligible: frozenset[str], count: int, standing: Collection[Place]
+    draft: OfferDraft, eligible: frozenset[str], count: int, published: Collection[FleetSpot]
 ) -> tuple[int, bool, float] | None:
     """The price of ``count`` devices on ``eligible``; None if they don't fit.
 
     The number of full GPUs that are divided into shares, whether offers are missing, and the growth of
     fragmentation.
     """
-    stand = sum(1 for place in standing if draft.fleet.within(place, eligible))
+    published_count = sum(1 for place in published if draft.fleet.within(place, eligible))
     growth, shared = 0.0, 0
     while draft.count(eligible) < count:
         best = draft.best(eligible)
@@ -385,4 +391,4 @@ def _price(
         growth += best.ranked.terms.growth
         shared += best.ranked.terms.ends_shares
         draft.add(best.place)
-    return shared, stand < count, round(growth, 6)
+    return shared, published_count < count, round(growth, 6)

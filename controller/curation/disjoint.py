@@ -3,7 +3,7 @@
 The pods' pending claims come first, by priority and then by age. The claims of one pod are planned together, on one
 node, or not at all, and so are the pods of a gang, on any nodes; a pod or gang for which there is no room at present
 does not keep others from the free memory, except a pod from that of GPUs that are reserved for it after a while
-(``controller.demand.reservation``). What is left goes to offers for claims to come: so many full GPUs first, which stay
+(``controller.demand.reservation``). The rest goes to offers for future claims: so many full GPUs first, which stay
 whole, and then in turn one of every other kind, from small to large. Published offers are preferred, because to replace
 one takes about as long as a fence.
 """
@@ -13,28 +13,65 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 
+from controller.cluster.claim_index import PoolDevice
+from controller.cluster.fleet import Fleet
+from controller.cluster.published_offers import DeviceIndex
 from controller.curation.curator import OfferDraft
 from controller.curation.planner import PlannedOffers
-from controller.curation.ranked_fleet import Place, RankedFleet
+from controller.curation.ranked_fleet import FleetSpot, RankedFleet
 from controller.demand.demand import Eligible
 from controller.demand.device_search import Budget, choose_devices
 from controller.demand.feasibility import Kind, Nodes
 from controller.demand.gangs import Gang
 from controller.demand.pending_claims import Queue
+from controller.demand.queued_workloads import Countable
 from controller.demand.requirements import ClaimRequirements
-from controller.demand.reservation import Reserved, without
+from controller.demand.reservation import Reservations, Reserved, without
+from controller.demand.starvation import StarvationFallback
 from driver.kube.types import Pod
+from driver.kube.work_loop import soonest
 from driver.model.offer import FULL, SHARE, Offer, OfferKind, Spot
+from driver.model.plan import OfferMode
 from driver.placement.ranking import Ranking
 
-Wanted = tuple[ClaimRequirements, Nodes]
+PodNeed = tuple[ClaimRequirements, Nodes]
+"""What one pod requires, and the nodes on which it may run."""
+
+
+class DisjointPlanner:
+    """Plans for schedulers that do not subtract counters. ``offers``: see DisjointCurator."""
+
+    mode = OfferMode.DISJOINT
+
+    def __init__(self, ranking: Ranking, offers: int) -> None:
+        self._curator = DisjointCurator(ranking, offers)
+        self._starvation = StarvationFallback()
+        self._reservations = Reservations()
+
+    @property
+    def next_s(self) -> float | None:
+        return soonest(self._starvation.next_s, self._reservations.next_s)
+
+    def plan(self, queue: Queue, devices: DeviceIndex) -> PlannedOffers:
+        """Offers for each pending claim that has room, then some of each kind for future claims."""
+        reserved = self._reservations.update(queue)
+        return self._curator.curate(queue, devices.offered, self._starvation.next_node(queue), reserved)
+
+    def listed(self, fleet: Fleet, nodes: Collection[str], needed: Collection[Countable]) -> frozenset[Offer]:
+        """Nothing: listed devices would keep offers that overlap them waiting."""
+        return frozenset()
+
+    def obstacles(
+        self, devices: DeviceIndex, offers: Collection[Offer], withdrawn: Collection[PoolDevice] = ()
+    ) -> Mapping[Offer, Collection[PoolDevice]]:
+        return devices.obstacles(offers, withdrawn)
 
 
 class DisjointCurator:
     """Chooses the offers of a fleet. The result depends on the arguments only; remembered rankings save time.
 
-    ``offers``: the number of offers of each kind without pending claims. ``stickiness``: a published offer for claims
-    to come is given up for one whose growth of fragmentation is less by more than this, in memory slices.
+    ``offers``: the number of offers of each kind without pending claims. ``stickiness``: a published offer for
+    future claims is given up for one whose growth of fragmentation is less by more than this, in memory slices.
     """
 
     def __init__(self, ranking: Ranking, offers: int = 2, stickiness: float = 0.5) -> None:
@@ -52,9 +89,9 @@ class DisjointCurator:
         """
         fleet = without(queue.feasibility.fleet, reserved)
         ranked = self._ranked = RankedFleet(fleet, self._ranking, self._ranked)
-        standing = sorted(place for offer in published if (place := ranked.place(offer)) is not None)
-        plan = _Plan(ranked, queue, standing)
-        planned: dict[str, tuple[Place, ...]] = {}
+        places = map(ranked.place, published)
+        plan = _Plan(ranked, queue, sorted(place for place in places if place is not None))
+        planned: dict[str, tuple[FleetSpot, ...]] = {}
         gang_of = {pod.metadata.key: gang for gang in queue.gangs for pod in gang.pods}
         done: set[Gang] = set()
         for pod in queue.pods:
@@ -63,7 +100,7 @@ class DisjointCurator:
                 if gang not in done and not gang.missing:
                     planned |= plan.serve_gang(gang, planned.keys(), only_on)
                 done.add(gang)
-            elif planned.keys().isdisjoint(each.key for each in queue.of_pod(pod)):
+            elif planned.keys().isdisjoint(pending.key for pending in queue.of_pod(pod)):
                 planned |= plan.serve_pod(pod, only_on)
         plan.fill(self._offers, self._stickiness)
         offers = {key: tuple(map(ranked.offer, places)) for key, places in planned.items()}
@@ -71,19 +108,22 @@ class DisjointCurator:
 
 
 class _Plan:
-    """Places that are planned one after the other, each beside the ones before."""
+    """Places that are planned one after the other, each together with the ones before.
 
-    def __init__(self, fleet: RankedFleet, queue: Queue, standing: Iterable[Place]) -> None:
-        self.places: set[Place] = set()
+    ``published`` are the places of present offers.
+    """
+
+    def __init__(self, fleet: RankedFleet, queue: Queue, published: Iterable[FleetSpot]) -> None:
+        self.places: set[FleetSpot] = set()
         self._fleet, self._queue, self._feasibility = fleet, queue, queue.feasibility
-        self._published: defaultdict[OfferKind, list[Place]] = defaultdict(list)
-        for place in standing:
+        self._published: defaultdict[OfferKind, list[FleetSpot]] = defaultdict(list)
+        for place in published:
             self._published[place.spot.kind].append(place)
         self._drafts: dict[OfferKind, OfferDraft] = {}
-        self._unmet: set[Wanted] = set()
+        self._unmet: set[PodNeed] = set()
         """What could not be planned: it can't be later either, because the free memory only shrinks."""
 
-        self._nodes_left: dict[Wanted, deque[str]] = {}
+        self._nodes_left: dict[PodNeed, deque[str]] = {}
         """The nodes that may still have room for several devices: those that had none before are left out."""
 
         self._budgets: defaultdict[str, Budget] = defaultdict(Budget)
@@ -91,89 +131,90 @@ class _Plan:
 
     def serve_gang(
         self, gang: Gang, planned: Collection[str], only_on: Mapping[str, Nodes]
-    ) -> dict[str, tuple[Place, ...]]:
+    ) -> dict[str, tuple[FleetSpot, ...]]:
         """Plan devices for as many pods of ``gang`` as it needs at least, or for none; by key of the claim.
 
         ``planned`` are the keys of claims that have devices already.
         """
-        before = self._unmet.copy(), {wanted: nodes.copy() for wanted, nodes in self._nodes_left.items()}
-        standing = {key: places.copy() for key, places in self._published.items()}
-        places_before = self.places.copy()
-        found: dict[str, tuple[Place, ...]] = {}
+        unmet, places_before = self._unmet.copy(), self.places.copy()
+        nodes_left = {need: nodes.copy() for need, nodes in self._nodes_left.items()}
+        published = {kind: places.copy() for kind, places in self._published.items()}
+        of_gang: dict[str, tuple[FleetSpot, ...]] = {}
         served = 0
         for pod in gang.pods:
-            claims = {each.key for each in self._queue.of_pod(pod)}
-            shared = not claims.isdisjoint(found.keys() | planned)
-            places = {} if shared else self.serve_pod(pod, only_on)
-            served += shared or bool(places)
-            found |= places
+            keys = {pending.key for pending in self._queue.of_pod(pod)}
+            shares_devices = not keys.isdisjoint(of_gang.keys() | planned)
+            places = {} if shares_devices else self.serve_pod(pod, only_on)
+            if shares_devices or places:
+                served += 1
+            of_gang |= places
         if served >= gang.needed:
-            return found
+            return of_gang
         for place in self.places - places_before:
             self._remove(place)
-        self._unmet, self._nodes_left = before[0], before[1]
-        self._published.update(standing)
+        self._unmet, self._nodes_left = unmet, nodes_left
+        self._published.update(published)
         return {}
 
-    def serve_pod(self, pod: Pod, only_on: Mapping[str, Nodes]) -> dict[str, tuple[Place, ...]]:
+    def serve_pod(self, pod: Pod, only_on: Mapping[str, Nodes]) -> dict[str, tuple[FleetSpot, ...]]:
         """Plan devices for all pending claims of ``pod``, or for none; by key of the claim."""
-        claims = [each.key for each in self._queue.of_pod(pod)]
-        turn = [only_on[key] for key in claims if key in only_on]
-        places = self.serve(pod, frozenset.intersection(*turn) if turn else None)
-        return dict.fromkeys(claims, tuple(places)) if places else {}
+        keys = [pending.key for pending in self._queue.of_pod(pod)]
+        turns = [only_on[key] for key in keys if key in only_on]
+        places = self.serve(pod, frozenset.intersection(*turns) if turns else None)
+        return dict.fromkeys(keys, tuple(places)) if places else {}
 
-    def serve(self, pod: Pod, only_on: Nodes | None) -> list[Place]:
+    def serve(self, pod: Pod, only_on: Nodes | None) -> list[FleetSpot]:
         """Plan devices for all pending claims of ``pod``; none if not all of them have room."""
         nodes = self._queue.nodes_for(pod)
         if only_on is not None:
             nodes = nodes & only_on or nodes
         for requirements in self._queue.combinations(pod):
-            wanted = (requirements, nodes)
-            if wanted in self._unmet or not requirements.requests or not self._feasibility.could(*wanted):
+            need = (requirements, nodes)
+            if need in self._unmet or not requirements.requests or not self._feasibility.could(*need):
                 continue
             if _is_one(requirements):
-                found = self._one(*wanted)
+                places = self._one(*need)
             else:
-                found = self._several(*wanted, self._budgets[pod.metadata.namespace])
-            if found:
-                for place in found:
+                places = self._several(*need, self._budgets[pod.metadata.namespace])
+            if places:
+                for place in places:
                     self._add(place)
-                return found
-            self._unmet.add(wanted)
+                return places
+            self._unmet.add(need)
         return []
 
     def fill(self, count: int, stickiness: float) -> None:
-        """Plan ``count`` more offers of each kind, as far as there is room."""
+        """Plan ``count`` more offers of each kind, if there is room."""
         small_to_large = sorted(set(self._fleet.keys) - {FULL, SHARE}, key=self._size)
-        for kinds in ([FULL], *[[SHARE, *small_to_large]] * count):
-            for key in kinds:
-                for _ in range(count if key == FULL else 1):
-                    if (place := self._spare(key, stickiness)) is not None:
-                        self._add(place)
+        one_of_each = [SHARE, *small_to_large]
+        for kind in [FULL] * count + one_of_each * count:
+            place = self._spare(kind, stickiness)
+            if place is not None:
+                self._add(place)
 
-    def _spare(self, key: OfferKind, stickiness: float) -> Place | None:
+    def _spare(self, key: OfferKind, stickiness: float) -> FleetSpot | None:
         draft = self._draft(key)
         best = draft.best(None)
         if best is None:
             return None
-        kept = min(self._standing(key), key=lambda place: (draft.rank(place), place), default=None)
+        kept = min(self._with_room(key), key=lambda place: (draft.rank(place), place), default=None)
         if kept is not None and draft.rank(kept).growth <= best.ranked.terms.growth + stickiness:
             return kept
         return best.place
 
-    def _one(self, requirements: ClaimRequirements, nodes: Nodes) -> list[Place]:
+    def _one(self, requirements: ClaimRequirements, nodes: Nodes) -> list[FleetSpot]:
         """A place for one device: a published offer, or else the one that causes the least fragmentation."""
         kinds = self._feasibility.kinds(requirements.requests[0].selector, nodes)
-        standing = [(kind, place) for kind, group in kinds.items() for place in self._standing_of(kind, group)]
-        found = standing or [(kind, place) for kind, group in kinds.items() for place in self._best_of(kind, group)]
-        ranked = ((self._draft(kind.key).rank(place), place) for kind, place in found)
-        return [place for _, place in sorted(ranked)[:1]]
+        published = [place for kind, group in kinds.items() for place in self._published_of(kind, group)]
+        places = published or [place for kind, group in kinds.items() for place in self._best_of(kind, group)]
+        ranked = sorted((self._draft(place.spot.kind).rank(place), place) for place in places)
+        return [place for _, place in ranked[:1]]
 
-    def _standing_of(self, kind: Kind, group: frozenset[str]) -> list[Place]:
+    def _published_of(self, kind: Kind, group: frozenset[str]) -> list[FleetSpot]:
         within = self._fleet.within
-        return [place for place in self._standing(kind.key) if _is_of(place.spot, kind) and within(place, group)]
+        return [place for place in self._with_room(kind.key) if _is_of(place.spot, kind) and within(place, group)]
 
-    def _best_of(self, kind: Kind, group: frozenset[str]) -> Iterable[Place]:
+    def _best_of(self, kind: Kind, group: frozenset[str]) -> Iterable[FleetSpot]:
         """The best place of one kind; all places, where a selector picks single placements."""
         if kind.starts is not None:
             admits = self._draft(kind.key).admits
@@ -183,24 +224,27 @@ class _Plan:
         best = self._draft(kind.key).best(eligible)
         return [] if best is None else [best.place]
 
-    def _several(self, requirements: ClaimRequirements, nodes: Nodes, budget: Budget) -> list[Place]:
+    def _several(self, requirements: ClaimRequirements, nodes: Nodes, budget: Budget) -> list[FleetSpot]:
         """Places for several devices on one node: published offers if they suffice, and on the fullest such node."""
-        gpus = self._feasibility.fleet.gpus
-        standing: defaultdict[str, list[Spot]] = defaultdict(list)
-        for place in (place for key in self._published for place in self._standing(key)):
-            standing[self._fleet.uuid(place)].append(place.spot)
-        enough = Counter(gpus[uuid].node for uuid, spots in standing.items() for _ in spots)
-        for node in sorted(node for node, count in enough.items() if count >= sum(requirements.counts)):
-            if node in nodes and (found := self._on_node(requirements, node, budget, standing)):
-                return found
-        wanted = (requirements, nodes)
-        if wanted not in self._nodes_left:
-            self._nodes_left[wanted] = deque(self._feasibility.nodes_for(*wanted))
-        left = self._nodes_left[wanted]
-        while left:
-            if found := self._on_node(requirements, left[0], budget):
-                return found
-            left.popleft()
+        spots_by_gpu: defaultdict[str, list[Spot]] = defaultdict(list)
+        for kind in self._published:
+            for place in self._with_room(kind):
+                spots_by_gpu[self._fleet.uuid(place)].append(place.spot)
+        gpus, needed = self._feasibility.fleet.gpus, sum(requirements.counts)
+        published_on = Counter(gpus[uuid].node for uuid, spots in spots_by_gpu.items() for _ in spots)
+        for node in sorted(node for node, count in published_on.items() if count >= needed and node in nodes):
+            places = self._on_node(requirements, node, budget, spots_by_gpu)
+            if places:
+                return places
+        need = (requirements, nodes)
+        if need not in self._nodes_left:
+            self._nodes_left[need] = deque(self._feasibility.nodes_for(*need))
+        nodes_left = self._nodes_left[need]
+        while nodes_left:
+            places = self._on_node(requirements, nodes_left[0], budget)
+            if places:
+                return places
+            nodes_left.popleft()
         return []
 
     def _on_node(
@@ -209,31 +253,31 @@ class _Plan:
         node: str,
         budget: Budget,
         published: Mapping[str, Collection[Spot]] | None = None,
-    ) -> list[Place]:
+    ) -> list[FleetSpot]:
         """The GPUs with the least free memory come first. ``published``: the only spots to use, by GPU."""
-        gpus = sorted(self._feasibility.fleet.nodes[node], key=lambda entry: entry.state.free)
-        found = [self._fleet.found[entry.gpu.uuid] for entry in gpus]
-        states = tuple(self._draft(FULL).state(*each) for each in found)
+        gpus = sorted(self._feasibility.fleet.nodes[node], key=lambda gpu: gpu.state.free)
+        position_of, draft = self._fleet.position_of, self._draft(FULL)
+        states = tuple(draft.state(*position_of[gpu.gpu.uuid]) for gpu in gpus)
         chosen = choose_devices(gpus, states, requirements, self._feasibility.matching.value, budget, published)
-        return [Place(*self._fleet.found[entry.gpu.uuid], spot) for entry, spot in chosen]
+        return [FleetSpot(*position_of[gpu.gpu.uuid], spot) for gpu, spot in chosen]
 
-    def _standing(self, key: OfferKind) -> list[Place]:
+    def _with_room(self, key: OfferKind) -> list[FleetSpot]:
         """Published offers of ``key`` that have room. The others never have again: the free memory only shrinks."""
         admits = self._draft(key).admits
-        found = self._published[key] = [place for place in self._published[key] if admits(place)]
-        return found
+        self._published[key] = [place for place in self._published[key] if admits(place)]
+        return self._published[key]
 
     def _size(self, key: OfferKind) -> int:
         """The memory slices of a partition of ``key``, on the first GPU that has it."""
-        windows = (entry.state.geometry.windows.get(key.profile or "") for entry in self._feasibility.fleet)
+        windows = (gpu.state.geometry.windows.get(key.profile or "") for gpu in self._feasibility.fleet)
         return next((masks[0].bit_count() for masks in windows if masks), 0)
 
-    def _add(self, place: Place) -> None:
+    def _add(self, place: FleetSpot) -> None:
         self.places.add(place)
         for draft in self._drafts.values():
             draft.add(place)
 
-    def _remove(self, place: Place) -> None:
+    def _remove(self, place: FleetSpot) -> None:
         self.places.remove(place)
         for draft in self._drafts.values():
             draft.remove(place)

@@ -16,7 +16,7 @@ MAX_SETS = 64
 """Sets of GPUs of which the positions are remembered; the same sets are needed again and again."""
 
 
-class Place(NamedTuple):
+class FleetSpot(NamedTuple):
     """A spot on a GPU of the fleet, by clique and by position of the GPU in its clique."""
 
     clique: int
@@ -24,25 +24,25 @@ class Place(NamedTuple):
     spot: Spot
 
 
-class Candidate(NamedTuple):
+class CliqueCandidate(NamedTuple):
     """The best place of one clique, in the order of preference."""
 
     ranked: Ranked
     clique: int
 
     @property
-    def place(self) -> Place:
-        return Place(self.clique, self.ranked.position, self.ranked.spot)
+    def place(self) -> FleetSpot:
+        return FleetSpot(self.clique, self.ranked.position, self.ranked.spot)
 
 
-class Candidates:
+class CliqueCandidates:
     """The best place of each clique that has one, also in order; few change at a time."""
 
-    def __init__(self, by_clique: dict[int, Candidate], ordered: list[Candidate]) -> None:
+    def __init__(self, by_clique: dict[int, CliqueCandidate], ordered: list[CliqueCandidate]) -> None:
         self.by_clique = by_clique
         self.ordered = ordered
 
-    def changed(self, new: Mapping[int, Candidate | None]) -> Candidates:
+    def changed(self, new: Mapping[int, CliqueCandidate | None]) -> CliqueCandidates:
         by_clique, ordered = dict(self.by_clique), list(self.ordered)
         for at, candidate in new.items():
             before = by_clique.pop(at, None)
@@ -51,10 +51,10 @@ class Candidates:
             if candidate is not None:
                 by_clique[at] = candidate
                 insort(ordered, candidate)
-        return Candidates(by_clique, ordered)
+        return CliqueCandidates(by_clique, ordered)
 
 
-NO_CANDIDATES = Candidates({}, [])
+NO_CANDIDATES = CliqueCandidates({}, [])
 
 
 class RankedFleet:
@@ -71,68 +71,71 @@ class RankedFleet:
         changed = range(len(self.groups)) if same is None else _changed(same.groups, self.groups)
         self.cliques: list[RankedClique] = [] if same is None else list(same.cliques)
         for at in changed:
-            self.cliques[at : at + 1] = [ranking.clique(tuple(ranking.gpu(entry.state) for entry in self.groups[at]))]
-        self.found: Mapping[str, tuple[int, int]] = (
-            same.found
-            if same
-            else {entry.gpu.uuid: (at, i) for at, group in enumerate(self.groups) for i, entry in enumerate(group)}
-        )
-        """Clique and position of every GPU; the same as long as the hardware is."""
-        self.known_positions: dict[frozenset[str], Mapping[int, list[int]]] = same.known_positions if same else {}
+            self.cliques[at : at + 1] = [ranking.clique(tuple(ranking.gpu(gpu.state) for gpu in self.groups[at]))]
+        self.position_of: Mapping[str, tuple[int, int]] = _positions(self.groups) if same is None else same.position_of
+        """Clique and position of every GPU; the same while the hardware is."""
+        self.of_sets: dict[frozenset[str], Mapping[int, list[int]]] = {} if same is None else same.of_sets
+        """The positions of sets of GPUs, as ``positions`` returns them."""
         self.keys = sorted(frozenset[OfferKind]().union(*{clique.offered for clique in self.cliques}), key=str)
         self.candidates = {key: self._candidates(key, same, changed) for key in self.keys}
         """By key, the best place of each clique that has one."""
 
-    def uuid(self, place: Place) -> str:
+    def uuid(self, place: FleetSpot) -> str:
         return self.groups[place.clique][place.position].gpu.uuid
 
-    def within(self, place: Place, eligible: Eligible) -> bool:
+    def within(self, place: FleetSpot, eligible: Eligible) -> bool:
         return eligible is None or self.uuid(place) in eligible
 
-    def terms(self, place: Place) -> Terms:
+    def terms(self, place: FleetSpot) -> Terms:
         """The terms of ``place`` in the present fleet."""
         return self.cliques[place.clique].rank(place.position, place.spot)
 
-    def offer(self, place: Place) -> Offer:
+    def offer(self, place: FleetSpot) -> Offer:
         return Offer(self.uuid(place), place.spot)
 
-    def place(self, offer: Offer) -> Place | None:
-        """The place of ``offer``; None if its GPU is gone or it is impossible beside allocated devices."""
-        if offer.gpu not in self.found:
+    def place(self, offer: Offer) -> FleetSpot | None:
+        """The place of ``offer``; None if its GPU is gone or it is impossible next to allocated devices."""
+        if offer.gpu not in self.position_of:
             return None
-        clique, position = self.found[offer.gpu]
+        clique, position = self.position_of[offer.gpu]
         spot = offer.spot
-        return Place(clique, position, spot) if self.cliques[clique].admits(position, spot) else None
+        return FleetSpot(clique, position, spot) if self.cliques[clique].admits(position, spot) else None
 
     def positions(self, eligible: Eligible) -> Mapping[int, list[int]]:
         """The GPUs of ``eligible`` in the fleet, by clique."""
         if eligible is None:
             return {at: list(range(len(group))) for at, group in enumerate(self.groups)}
-        if eligible not in self.known_positions:
-            if len(self.known_positions) >= MAX_SETS:
-                self.known_positions.clear()
-            found: dict[int, list[int]] = defaultdict(list)
-            for clique, position in sorted(self.found[uuid] for uuid in eligible if uuid in self.found):
-                found[clique].append(position)
-            self.known_positions[eligible] = found
-        return self.known_positions[eligible]
+        if eligible not in self.of_sets:
+            if len(self.of_sets) >= MAX_SETS:
+                self.of_sets.clear()
+            by_clique: dict[int, list[int]] = defaultdict(list)
+            for clique, position in sorted(self.position_of[uuid] for uuid in eligible if uuid in self.position_of):
+                by_clique[clique].append(position)
+            self.of_sets[eligible] = by_clique
+        return self.of_sets[eligible]
 
-    def places(self, key: OfferKind, eligible: Eligible) -> Iterator[Place]:
+    def places(self, key: OfferKind, eligible: Eligible) -> Iterator[FleetSpot]:
         """Every possible place of ``key`` on the GPUs of ``eligible``."""
         for clique, positions in self.positions(eligible).items():
             for position in positions:
                 for spot in self.cliques[clique].gpus[position].places(key):
-                    yield Place(clique, position, spot)
+                    yield FleetSpot(clique, position, spot)
 
-    def _candidates(self, key: OfferKind, before: RankedFleet | None, changed: Collection[int]) -> Candidates:
-        known = before.candidates.get(key) if before is not None else None
-        places = changed if known is not None else range(len(self.cliques))
-        found = ((at, self.cliques[at].best(key)) for at in places)
-        candidates = {at: None if best is None else Candidate(best, at) for at, best in found}
-        if known is not None:
-            return known.changed(candidates)
-        there = {at: candidate for at, candidate in candidates.items() if candidate is not None}
-        return Candidates(there, sorted(there.values()))
+    def _candidates(self, key: OfferKind, before: RankedFleet | None, changed: Collection[int]) -> CliqueCandidates:
+        candidates = before.candidates.get(key) if before is not None else None
+        if candidates is None:
+            candidates, changed = NO_CANDIDATES, range(len(self.cliques))
+        best_of = {at: self.cliques[at].best(key) for at in changed}
+        return candidates.changed(
+            {at: None if best is None else CliqueCandidate(best, at) for at, best in best_of.items()}
+        )
+
+
+def _positions(groups: Sequence[tuple[FleetGpu, ...]]) -> Mapping[str, tuple[int, int]]:
+    """Clique and position of every GPU."""
+    return {
+        gpu.gpu.uuid: (clique, position) for clique, group in enumerate(groups) for position, gpu in enumerate(group)
+    }
 
 
 def _changed(before: Sequence[tuple[FleetGpu, ...]], after: Sequence[tuple[FleetGpu, ...]]) -> list[int]:

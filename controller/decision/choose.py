@@ -9,7 +9,7 @@ from enum import Enum
 
 from controller.cluster.claim_index import PoolDevice
 from controller.curation.counters_planner import CountersPlanner
-from controller.curation.disjoint_planner import DisjointPlanner
+from controller.curation.disjoint import DisjointPlanner
 from controller.curation.planner import OfferPlanner, PlannedOffers
 from controller.decision.read import DecisionInput
 from controller.demand.pending_claims import Queue

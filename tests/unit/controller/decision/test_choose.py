@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controller.curation.disjoint_planner import DisjointPlanner
+from controller.curation.disjoint import DisjointPlanner
 from controller.curation.planner import PlannedOffers
 from controller.decision.choose import NOMINATED_SECONDS, ChosenOffers, NominatedPods, WaitsFor
 from driver.model.offer import DeviceKind, Offer, OfferKind, Spot
