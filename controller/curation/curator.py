@@ -55,7 +55,9 @@ class Curator:
         ``published`` are the present offers, ``protected`` those among them that the scheduler may just have given to
         a pending claim: they stay while they are possible. Demand for keys that the fleet lacks is ignored.
         """
-        ranked = self._ranked = RankedFleet(fleet, self.ranking, self._ranked)
+        ranked = self._ranked
+        if ranked is None or ranked.fleet is not fleet:
+            ranked = self._ranked = RankedFleet(fleet, self.ranking, ranked)
         by_key: defaultdict[OfferKind, list[Demand]] = defaultdict(list)
         for demand in demands:
             by_key[demand.key].append(demand)

@@ -88,7 +88,9 @@ class DisjointCurator:
         The keys of ``only_on`` are those of claims (``controller.demand.starvation``).
         """
         fleet = without(queue.feasibility.fleet, reserved)
-        ranked = self._ranked = RankedFleet(fleet, self._ranking, self._ranked)
+        ranked = self._ranked
+        if ranked is None or ranked.fleet is not fleet:
+            ranked = self._ranked = RankedFleet(fleet, self._ranking, ranked)
         places = map(ranked.place, published)
         plan = _Plan(ranked, queue, sorted(place for place in places if place is not None))
         planned: dict[str, tuple[FleetSpot, ...]] = {}

@@ -48,25 +48,26 @@ class ClusterMode:
     """The version of the API server, read again now and then, and the offer mode that follows from it.
 
     ``setting``: the value of ``--offer-mode``. ``minor_version``: such as 36 for "36+"; None if it is unknown.
+    ``mode`` holds until a node changes, or until ``due_at`` by the monotonic clock.
     """
 
     def __init__(self, client: KubeClient, setting: str) -> None:
+        self.mode = OfferMode.COUNTERS
         self.minor_version: int | None = None
+        self.due_at = -math.inf
         self._client = client
         self._setting = setting
-        self._read_at = -math.inf
         self._decided: DecidedMode | None = None
 
-    def update(self, views: Iterable[NodeView]) -> OfferMode:
-        """The mode at present. Raises ApiError if the version is not known yet and nobody answers."""
-        if time.monotonic() - self._read_at >= VERSION_INTERVAL_SECONDS:
+    def update(self, views: Iterable[NodeView]) -> None:
+        """Decide ``mode`` anew. Raises ApiError if the version is not known yet and nobody answers."""
+        if time.monotonic() >= self.due_at:
             self.minor_version = self._read_minor_version()
-            self._read_at = time.monotonic()
+            self.due_at = time.monotonic() + VERSION_INTERVAL_SECONDS
         decided = decide_offer_mode(self._setting, self.minor_version, views)
         if decided != self._decided:
             log.info("offer mode", extra={"mode": decided.mode.value, "reason": decided.reason})
-            self._decided = decided
-        return decided.mode
+            self._decided, self.mode = decided, decided.mode
 
     def _read_minor_version(self) -> int | None:
         try:

@@ -58,14 +58,14 @@ NO_CANDIDATES = CliqueCandidates({}, [])
 
 
 class RankedFleet:
-    """One state of the fleet.
+    """One state of ``fleet``.
 
     Rankings of unchanged cliques are taken over from ``before``, an earlier state, so that a change on one GPU costs
     the ranking of one clique.
     """
 
     def __init__(self, fleet: Fleet, ranking: Ranking, before: RankedFleet | None = None) -> None:
-        self.hardware = fleet.hardware
+        self.fleet, self.hardware = fleet, fleet.hardware
         self.groups = list(fleet.cliques.values())
         same = before if before is not None and before.hardware is self.hardware else None
         changed = range(len(self.groups)) if same is None else _changed(same.groups, self.groups)

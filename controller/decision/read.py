@@ -95,7 +95,7 @@ class ReadStage:
         """``wake`` is called after a change that the next decision may depend on."""
         self._cache = cache
         self._kueue = KueueQueue(client, wake) if settings.kueue else None
-        self._fleet_builder = FleetBuilder()
+        self._fleet, self._fleet_builder = Fleet(), FleetBuilder()
         self._devices = DeviceIndex()
         self._matching = Matching(settings.driver_name)
         self._eligibility = self._eligibility_of_queued = Eligibility(())
@@ -115,27 +115,34 @@ class ReadStage:
         """The present state of the cluster. Raises ApiError if its offer mode can not be decided."""
         began = time.perf_counter()
         snapshot = self._cache.snapshot()
-        changed = snapshot.changed
-        fleet = self._fleet_builder.build(snapshot.views, changed)
-        self._devices.update(snapshot.views, changed, fleet)
-        if changed.nodes:
-            self._eligibility, self._eligibility_of_queued = (Eligibility(snapshot.cluster.nodes) for _ in range(2))
-        if self._nodes is None or changed.names or changed.membership:
-            self._nodes = NodeStates.of(snapshot)
+        if self._nodes is None or snapshot.changed.names or snapshot.changed.membership:
+            self._nodes = self._renewed(snapshot)
+            self._mode.update(snapshot.views)
+        elif time.monotonic() >= self._mode.due_at:
+            self._mode.update(snapshot.views)
         workloads = [] if self._kueue is None else self._kueue.snapshot()
         return DecisionInput(
             snapshot=snapshot,
-            fleet=fleet,
+            fleet=self._fleet,
             devices=self._devices,
             nodes=self._nodes,
-            queue=Queue(snapshot.cluster, fleet, self._matching, self._eligibility),
+            queue=Queue(snapshot.cluster, self._fleet, self._matching, self._eligibility),
             workloads=workloads,
-            queued=self._queue_of(workloads, fleet, snapshot),
-            mode=self._mode.update(snapshot.views),
+            queued=self._queue_of(workloads, snapshot),
+            mode=self._mode.mode,
             minor_version=self._mode.minor_version,
             unreported=self._unreported.update(snapshot.views),
             began=began,
         )
+
+    def _renewed(self, snapshot: Snapshot) -> NodeStates:
+        """Bring what depends on nodes up to date."""
+        views, changed = snapshot.views, snapshot.changed
+        self._fleet = self._fleet_builder.build(views, changed)
+        self._devices.update(views, changed, self._fleet)
+        if changed.nodes:
+            self._eligibility, self._eligibility_of_queued = (Eligibility(snapshot.cluster.nodes) for _ in range(2))
+        return NodeStates.of(snapshot)
 
     def prepare(self, seen: DecisionInput) -> None:
         """Compile and evaluate the selectors of new DeviceClasses, so that the first claim of a class need not wait."""
@@ -149,8 +156,8 @@ class ReadStage:
             if selector is not None:
                 deque(selector.among(seen.fleet), maxlen=0)
 
-    def _queue_of(self, workloads: Sequence[QueuedWorkload], fleet: Fleet, snapshot: Snapshot) -> Queue | None:
+    def _queue_of(self, workloads: Sequence[QueuedWorkload], snapshot: Snapshot) -> Queue | None:
         """What ``workloads`` will claim; None without any, as every decision would pay for an empty queue."""
         if not workloads:
             return None
-        return Queue(cluster_of(snapshot.cluster, workloads), fleet, self._matching, self._eligibility_of_queued)
+        return Queue(cluster_of(snapshot.cluster, workloads), self._fleet, self._matching, self._eligibility_of_queued)

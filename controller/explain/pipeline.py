@@ -7,7 +7,7 @@ these sources that knows a reason has the last word:
 2. ``lacking_devices``: no free device satisfies the claim, or its gang lacks devices. No offer helps either.
 3. ``waiting_gangs``: enough is free, but the scheduler tries no pod of the gang before the missing ones exist.
 4. ``pending_despite_offers``: devices that would do are offered, or should be, and the scheduler does not take them.
-5. ``waiting_claims``: enough is free, but not offered for this claim yet; or nothing is known to be in the way.
+5. ``reason_of_disjoint``, ``waits``: enough is free, but not offered for this claim yet; or nothing is in the way.
 
 Permanent reasons come from 1 and 2, so a claim keeps its reason while others come and go; each later source presumes
 that the ones before had nothing to say.
@@ -20,22 +20,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from controller.demand.pending_claims import PendingClaim
+from controller.demand.device_search import SearchOutcome
+from controller.demand.pending_claims import PendingClaim, Queue
+from controller.explain.availability import listed
 from controller.explain.lacking_devices import Reasoning, reason_of
 from controller.explain.pending_despite_offers import ClaimsDespiteOffers, Sightings
-from controller.explain.reason import OF_THE_POD, ClaimReason, KnownReasons
+from controller.explain.reason import OF_THE_POD, ClaimReason, KnownReasons, ReasonCode
 from controller.explain.scheduler_reports import SchedulerActivity, with_scheduler
-from controller.explain.situation import Situation
+from controller.explain.situation import DisjointPlan, Situation
 from controller.explain.unplaced_pods import UnplacedPods
-from controller.explain.waiting_claims import reason_of_disjoint, waits
 from controller.explain.waiting_gangs import reasons_of_incomplete
 from driver.clock import Clock
+from driver.model.offer import Offer
 
 SHOWN_AGE = timedelta(seconds=5)
 """Age of a kept reason from which on people are told when it was found."""
 
 OVERDUE_SECONDS = 60.0
 """Time that a claim may be pending although a matching device is offered, unless a flag says otherwise."""
+
+ENOUGH_IS_FREE = "enough is free now; the scheduler has not allocated it yet"
 
 
 def reasons_in(situation: Situation, clock: Clock | None = None) -> dict[str, ClaimReason]:
@@ -86,10 +90,11 @@ class ReasonFinder:
         activity = SchedulerActivity(queue)
         unplaced = self._unplaced.reasons(situation)
         self._sightings.update(situation)
+        incomplete = reasons_of_incomplete(queue, self._clock) if queue.gangs else ()
         sources = _Sources(
             situation,
             Reasoning(queue, self._known),
-            {reason.pending.key: reason for reason in reasons_of_incomplete(queue, self._clock)},
+            {reason.pending.key: reason for reason in incomplete},
             ClaimsDespiteOffers(situation, self._sightings, self._overdue_seconds, activity, self._clock),
         )
         queued = {pending.key for pending in queue.pending}
@@ -139,3 +144,45 @@ class _Sources:
             or (waits(pending, situation) if situation.queue.requirements(pending) != () else None)
         )
         return None if reason is None else reason._replace(found_at=now)
+
+
+def reason_of_disjoint(pending: PendingClaim, queue: Queue, plan: DisjointPlan) -> ClaimReason | None:
+    """The reason of a claim whose devices are not offered yet, or are planned for other claims."""
+    offers = plan.offers.get(pending.key)
+    if offers is not None:
+        awaited = [offer for offer in offers if offer in plan.obstructed]
+        if not awaited:
+            return None
+        seconds = "" if plan.settle_seconds is None else f": about {plan.settle_seconds + 1:.0f} s"
+        return ClaimReason(pending, ReasonCode.RESHAPING, _changed(queue, awaited[0]) + seconds)
+    if pending.key in queue.held_back or not queue.satisfiable(pending):
+        return None
+    sentence = f"the free memory that would do is planned for claims before it: {listed(sorted(plan.offers))}"
+    return ClaimReason(pending, ReasonCode.BEHIND, sentence)
+
+
+def _changed(queue: Queue, offer: Offer) -> str:
+    gpu, kind = queue.feasibility.fleet.gpus[offer.gpu], offer.spot.kind
+    return f"gpu-{gpu.number} of node {gpu.node} is changed to offer {kind}"
+
+
+def waits(pending: PendingClaim, situation: Situation) -> ClaimReason:
+    """Of a claim that nothing is known to keep pending."""
+    return ClaimReason(pending, ReasonCode.WAITS, _awaited(pending, situation))
+
+
+def _awaited(pending: PendingClaim, situation: Situation) -> str:
+    outcome, silent = situation.queue.found(pending).outcome, situation.controller_silent
+    if outcome is SearchOutcome.NONE:
+        nodes = situation.unreported.nodes
+        where = f"the GPUs of {listed(nodes)}, whose node plugin has just started" if nodes else "any GPU"
+        return f"no GPU that is known satisfies it, and nothing is known yet of {where}"
+    enough = "enough is free" if outcome is SearchOutcome.FITS else "enough may be free"
+    if silent is not None:
+        return (
+            f"{enough}, but the controller, which decides what is offered, has sent no heartbeat for {silent:.0f} s: "
+            "nodes offer everything that fits 30 to 90 s after the last one (tessera status)"
+        )
+    if outcome is SearchOutcome.UNKNOWN:
+        return "enough may be free, which takes too long to find out; the scheduler has not allocated it yet"
+    return ENOUGH_IS_FREE

@@ -57,7 +57,7 @@ class ReasonCode(StrEnum):
     """These three of a claim that can be satisfied (``controller.explain.pending_despite_offers``)."""
 
     RESHAPING = "Reshaping"
-    """Of a claim for which offers of a GPU are being replaced (``controller.explain.waiting_claims``)."""
+    """Of a claim for which offers of a GPU are being replaced (``controller.explain.pipeline``)."""
 
     BEHIND = "BehindOthers"
     """Of a claim for which other claims leave no room (ibid.)."""

@@ -23,10 +23,11 @@ from driver.model.device import Device, devices_of
 from driver.model.plan import PATH, states_of
 from tests.bench.fleet.recorded import RecordedNode, claim_object, kind_of, record, slices_of
 from tests.bench.fleet.replaying import Recorded
+from tests.harness.waiting import wait_for
 from tests.trace.tracer import Trace, traced
 
 NODES = 60
-DECISIONS_UNTIL_SETTLED = 4
+SETTLED_S = 120.0
 
 CASES: Mapping[str, tuple[str, int]] = {
     "a claim that published offers satisfy": ("gpu-inference-1g-10gb", 1),
@@ -48,9 +49,7 @@ class SettledCluster(Recorded):
         self._decision = Controller(self, ControllerSettings())._decision  # type: ignore[arg-type]
         self._cache = self._decision._cache
         self._cache.load()
-        for _ in range(DECISIONS_UNTIL_SETTLED):
-            self.decide()
-            self._publish()
+        wait_for(self._is_settled, SETTLED_S, "all plans are written and published")
 
     def decide(self) -> None:
         self._decision.decide()
@@ -81,6 +80,12 @@ class SettledCluster(Recorded):
         self._plans[name] = {**plan, "spec": spec, "status": status, "metadata": {**plan["metadata"], **version}}
         self._written.add(name)
         return self._plans[name]
+
+    def _is_settled(self) -> bool:
+        self.decide()
+        self._publish()
+        self.decide()
+        return not self._written and self._decision._write.next_s is None
 
     def _publish(self) -> None:
         """The nodes publish what the plans offer that were written."""

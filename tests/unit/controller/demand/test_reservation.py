@@ -8,8 +8,8 @@ import pytest
 
 from controller.curation.disjoint import DisjointCurator
 from controller.demand.reservation import WAIT_SECONDS, Reservations
+from controller.explain.pipeline import reason_of_disjoint
 from controller.explain.situation import DisjointPlan
-from controller.explain.waiting_claims import reason_of_disjoint
 from driver.placement.ranking import Ranking
 from tests.support.queues import FULL, Situation, fleet_gpu, profile, request
 
