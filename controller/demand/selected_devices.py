@@ -217,7 +217,7 @@ class Selectors:
         The time for it counts for ``namespace``, that of the claim; "" for the expressions of a DeviceClass alone.
         """
         known = self.namespaces.pop(namespace, None)
-        if known is None or known.time.retry():
+        if known is None or (namespace and known.time.retry()):  # classes have no limit of time
             budget = BUDGET_SECONDS if namespace else math.inf
             time = SelectorTime(budget) if known is None else known.time
             make = lru_cache(MAX_SELECTORS)(partial(self._selector, time))
