@@ -11,6 +11,7 @@ from typing import TypeVar
 from driver.model.device import Device, devices_of
 from driver.model.gpu import Gpu
 from driver.model.offer import DeviceKind, Offer, Spot
+from driver.model.plan import FaultKind
 from driver.placement.occupancy import Geometry, GpuState, overlap, possible_kinds
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ class FleetGpu:
     shares_only: bool = False
     foreign: int = 0
     fault: str | None = None
+    fault_kind: FaultKind | None = None
     uses: frozenset[DeviceKind] = frozenset(DeviceKind)
     closed: str = ""
     tainted: str = ""

@@ -103,6 +103,7 @@ def _gpu(node: NodeView, state: GpuReport, before: Gpu | None) -> FleetGpu:
         shares_only=state.shares_only,
         foreign=state.foreign,
         fault=state.fault,
+        fault_kind=state.fault_kind,
         uses=node.uses(state.number),
         closed=node.closed,
     )

@@ -18,13 +18,11 @@ from controller.demand.selected_devices import Matches, Selector, SelectorFailur
 from driver.kube.slice_types import DeviceTaintRule
 from driver.model.gpu import MigMode
 from driver.model.offer import FULL, SHARE, DeviceKind, OfferKind
+from driver.model.plan import FaultKind
 from driver.slices.pool_names import Pool
 
 SHOWN = 3
 """Names in a message."""
-
-CORDONED = "cordoned"
-"""How the fault of a GPU begins that an operator has cordoned."""
 
 
 class Obstacle(StrEnum):
@@ -224,7 +222,7 @@ def _hindrance(entry: FleetGpu, matches: Matches) -> tuple[Obstacle | None, str]
     if entry.closed:
         return Obstacle.CLOSED, f"its node {entry.closed}"
     if entry.fault is not None:
-        return Obstacle.CORDONED if entry.fault.startswith(CORDONED) else Obstacle.FAULT, entry.fault
+        return Obstacle.CORDONED if entry.fault_kind is FaultKind.CORDONED else Obstacle.FAULT, entry.fault
     if entry.tainted:
         return Obstacle.TAINTED, entry.tainted
     missing = {key.type for key in matches.keys} - entry.state.kinds
@@ -240,7 +238,7 @@ def without(entry: FleetGpu, obstacle: Obstacle) -> FleetGpu:
         case Obstacle.CLOSED if entry.closed:
             return replace(entry, closed="")
         case Obstacle.FAULT | Obstacle.CORDONED if entry.fault is not None:
-            return replace(entry, fault=None)
+            return replace(entry, fault=None, fault_kind=None)
         case Obstacle.TAINTED if entry.tainted:
             return replace(entry, tainted="")
         case Obstacle.DEDICATED:

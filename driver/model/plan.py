@@ -201,12 +201,31 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
     left_out: tuple[str, ...] = ()
 
 
+class FaultKind(StrEnum):
+    """Why a GPU cannot be used at present.
+
+    UNAVAILABLE: it does not answer. UNHEALTHY: it has a condition. CORDONED: an operator has cordoned it. RESERVED:
+    another driver owns it.
+    """
+
+    UNAVAILABLE = "Unavailable"
+    UNHEALTHY = "Unhealthy"
+    CORDONED = "Cordoned"
+    RESERVED = "Reserved"
+
+
+CORDONED_PREFIX, OWNED_SUFFIX = "cordoned", " owns it"
+"""How the fault of a cordoned GPU begins and that of a reserved one ends: earlier versions read its kind from that."""
+
+
 @dataclass(frozen=True, slots=True)
 class GpuReport:
     """A GPU as a node reports it to the controller.
 
     ``number`` is the one in its device names; ``shares`` the number of its shares (0: none); ``foreign`` the bit mask
-    of memory slices of partitions that Tessera did not create; ``fault`` the reason why it cannot be used at present.
+    of memory slices of partitions that Tessera did not create; ``fault`` the reason why it cannot be used at present,
+    as people read it, and ``fault_kind`` its kind. ``condition`` is the value of an unhealthy GPU's condition, such as
+    ``xid-48``.
     """
 
     gpu: Gpu
@@ -215,6 +234,8 @@ class GpuReport:
     shares_only: bool = False
     foreign: int = 0
     fault: str | None = None
+    fault_kind: FaultKind | None = None
+    condition: str | None = None
 
 
 class Inventory(msgspec.Struct, frozen=True):
@@ -243,9 +264,23 @@ def states_of(inventory: str) -> list[GpuReport]:
     try:
         found = _INVENTORY.decode(inventory)
         geometries = tuple(map(_shared_profiles, found.geometries))
-        return [replace(state, gpu=_shared(state.gpu, geometries[place])) for state, place in found.gpus]
+        return [replace(_classified(state), gpu=_shared(state.gpu, geometries[place])) for state, place in found.gpus]
     except (msgspec.MsgspecError, LookupError) as error:
         raise StateError(f"status.inventory of a plan can't be read: {error}") from error
+
+
+def _classified(state: GpuReport) -> GpuReport:
+    """``state`` with the kind of its fault. Earlier versions of the node plugin report it by the text only."""
+    if state.fault is None or state.fault_kind is not None:
+        return state
+    if state.fault.endswith(OWNED_SUFFIX):
+        return replace(state, fault_kind=FaultKind.RESERVED)
+    value, _, reason = state.fault.partition(": ")
+    if value == CORDONED_PREFIX:
+        return replace(state, fault_kind=FaultKind.CORDONED)
+    if reason and " " not in value:
+        return replace(state, fault_kind=FaultKind.UNHEALTHY, condition=value)
+    return replace(state, fault_kind=FaultKind.UNAVAILABLE)
 
 
 @lru_cache(1024)

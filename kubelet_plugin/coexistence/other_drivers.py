@@ -19,6 +19,7 @@ from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import Metadata, Node
 from driver.kube.watch_cache import WatchCache
 from driver.model.gpu import Gpu
+from driver.model.plan import OWNED_SUFFIX
 from kubelet_plugin.changes import ChangeNotifier, NodeChange, NodeEventSink
 from kubelet_plugin.inventory.inventory import Inventory
 from kubelet_plugin.inventory.scan import Scanner
@@ -31,9 +32,6 @@ NVIDIA_DRIVER = "gpu.nvidia.com"
 GPU_RESOURCE, MIG_RESOURCE_PREFIX = "nvidia.com/gpu", "nvidia.com/mig-"
 REPLICAS = "nvidia.com/gpu.replicas"
 """Label of NVIDIA's GPU feature discovery: as how many GPUs the device plugin advertises each GPU."""
-
-OWNED = " owns it"
-"""Suffix of the reason of a reserved GPU in the plan's status, which the controller and ``tessera status`` read."""
 
 MIG_CONFIG, MIG_STATE = "nvidia.com/mig.config", "nvidia.com/mig.config.state"
 
@@ -270,7 +268,7 @@ class OtherDriverWatch:
         }
         before, self._reservations.owners = self._reservations.owners, owners
         self._report(messages, {owner.name for owner in owners.values()})
-        changed = self._inventory.set_reserved({uuid: f"{owner}{OWNED}" for uuid, owner in owners.items()})
+        changed = self._inventory.set_reserved({uuid: f"{owner}{OWNED_SUFFIX}" for uuid, owner in owners.items()})
         if changed or before.keys() != owners.keys():
             self._changes.report(NodeChange.RESERVATIONS)
 

@@ -15,7 +15,7 @@ from driver.model.gpu import Gpu, MigMode
 from driver.model.gpu_health import DeviceCondition
 from driver.model.gpu_selection_and_share_counts import NO_GPU, GpuSelection
 from driver.model.offer import DeviceKind
-from driver.model.plan import GpuReport
+from driver.model.plan import CORDONED_PREFIX, FaultKind, GpuReport
 from driver.placement.occupancy import in_the_way
 from driver.slices.build import PublishedGpu
 from kubelet_plugin.inventory.published_devices import (
@@ -259,24 +259,28 @@ class Inventory:
         """The state of every GPU, for the controller."""
         with self._lock:
             self._apply_switched()
-            return [
-                GpuReport(
-                    gpu,
-                    self._numbers[gpu.uuid],
-                    self._sharing.shares_of(gpu),
-                    gpu in self._sharing.only,
-                    self._foreign.get(gpu.uuid, ForeignPartitions()).mask | self._unhealthy_slices(gpu),
-                    self._faults.get(gpu.uuid) or self._reserved.get(gpu.uuid) or self._unhealthy_reason(gpu),
-                )
-                for gpu in self._gpus.values()
-            ]
+            return [self._report(gpu) for gpu in self._gpus.values()]
 
-    def _unhealthy_reason(self, gpu: Gpu) -> str | None:
-        """Why no device of the GPU may be allocated, though it responds. The caller holds the lock."""
+    def _report(self, gpu: Gpu) -> GpuReport:
+        """The caller holds the lock."""
+        report = GpuReport(
+            gpu,
+            self._numbers[gpu.uuid],
+            self._sharing.shares_of(gpu),
+            gpu in self._sharing.only,
+            self._foreign.get(gpu.uuid, ForeignPartitions()).mask | self._unhealthy_slices(gpu),
+        )
+        if gpu.uuid in self._faults:
+            return replace(report, fault=self._faults[gpu.uuid], fault_kind=FaultKind.UNAVAILABLE)
+        if gpu.uuid in self._reserved:
+            return replace(report, fault=self._reserved[gpu.uuid], fault_kind=FaultKind.RESERVED)
         for condition in self._conditions.get(gpu.uuid, ()):
             if condition.slices is None and condition.device is None:
-                return f"cordoned: {condition}".removesuffix(": ") if condition.cordon else str(condition)
-        return None
+                if condition.cordon:
+                    text = f"{CORDONED_PREFIX}: {condition}".removesuffix(": ")
+                    return replace(report, fault=text, fault_kind=FaultKind.CORDONED)
+                return replace(report, fault=str(condition), fault_kind=FaultKind.UNHEALTHY, condition=condition.value)
+        return report
 
     def _unhealthy_slices(self, gpu: Gpu) -> int:
         """Bit mask of the memory slices that may not be allocated; the controller counts them as taken."""

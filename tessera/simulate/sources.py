@@ -13,7 +13,6 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import NodeView
 from controller.curation.offer_mode import decide_offer_mode
 from controller.demand.eligibility import CORDONED as NODE_CORDONED
-from controller.explain.availability import CORDONED
 from controller.report.cluster_view import ClusterView, unreported_nodes
 from driver.clock import Clock
 from driver.errors import FatalError, UsageError
@@ -24,7 +23,7 @@ from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node
 from driver.model.gpu import MigMode
 from driver.model.gpu_selection_and_share_counts import GpuSelection
 from driver.model.offer import Offer
-from driver.model.plan import GpuReport, PlanMode
+from driver.model.plan import FaultKind, GpuReport, PlanMode
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES
 from kubelet_plugin.inventory.published_devices import PublishPolicy
@@ -137,13 +136,13 @@ def uncordoned(content: ClusterContent, target: str) -> ClusterContent:
         raise UsageError(f"--uncordon {target}: there is no such node; write NODE or NODE/gpu-N")
     number = None if names["number"] is None else int(names["number"])
     chosen = [gpu for gpu in content.fleet.nodes.get(names["node"], ()) if number in (None, gpu.number)]
-    cordoned = {gpu.gpu.uuid for gpu in chosen if (gpu.fault or "").startswith(CORDONED)}
+    cordoned = {gpu.gpu.uuid for gpu in chosen if gpu.fault_kind is FaultKind.CORDONED}
     reopened = number is None and node.spec.unschedulable
     if not cordoned and not reopened:
         raise UsageError(f"--uncordon {target}: it is not cordoned")
 
     def changed(entry: FleetGpu) -> FleetGpu:
-        usable = replace(entry, fault=None) if entry.gpu.uuid in cordoned else entry
+        usable = replace(entry, fault=None, fault_kind=None) if entry.gpu.uuid in cordoned else entry
         return replace(usable, closed="") if reopened and entry.node == names["node"] else usable
 
     taints = tuple(taint for taint in node.spec.taints if not reopened or taint.key != NODE_CORDONED.key)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from controller.curation.offer_mode import FIRST_FAST_MINOR_VERSION
 from driver.kube.slice_types import ResourceSlice, SliceDevice
 from driver.kube.types import Claim, GpuNodePlan
-from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, OfferMode, PlanMode
+from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, FaultKind, GpuReport, OfferMode, PlanMode
 from driver.slices.pool_names import Pool
-from kubelet_plugin.coexistence.other_drivers import OWNED, NodeSigns, find_other_drivers
+from kubelet_plugin.coexistence.other_drivers import NodeSigns, find_other_drivers
 from tessera.gpu_names import GpuName, faults_of, names_of
 from tessera.gpu_reports import readable_reports
 from tessera.status.snapshot import CheckOutput, Listing, Problem, StatusSnapshot
@@ -28,9 +28,6 @@ SELF_CLEARING: Mapping[str, str] = {
 
 KARPENTER = "karpenter.sh/nodepool"
 """Label of the Nodes that Karpenter manages."""
-
-CORDON_WORD = "cordoned"
-"""First word of the fault of a cordoned GPU."""
 
 
 def slices(snapshot: StatusSnapshot) -> CheckOutput:
@@ -226,7 +223,7 @@ def _refused_gpus(snapshot: StatusSnapshot, node: str) -> int:
     can be allocated and none is held."""
     plan = (snapshot.plans or {}).get(node)
     if plan is not None and plan.status.inventory:
-        return sum((state.fault or "").endswith(OWNED) for state in readable_reports(plan))
+        return sum(state.fault_kind is FaultKind.RESERVED for state in readable_reports(plan))
     devices = [device for item in snapshot.slices_of(node) for device in item.spec.devices]
     pool = Pool(node, snapshot.driver).name
     taken = any(result.pool == pool for claim in snapshot.claims for result in claim.results)
@@ -251,16 +248,17 @@ def _unhealthy(snapshot: StatusSnapshot) -> dict[str, str]:
     for plan in _served(snapshot):
         for state in readable_reports(plan):
             name = GpuName(plan.metadata.name, state.number, state.gpu.uuid)
-            if fault := _reported_fault(name, state.fault or "", plan):
+            if fault := _reported_fault(name, state, plan):
                 unhealthy.setdefault(str(name), fault)
     return unhealthy
 
 
-def _reported_fault(name: GpuName, fault: str, plan: GpuNodePlan) -> str:
+def _reported_fault(name: GpuName, state: GpuReport, plan: GpuNodePlan) -> str:
     """The fault that the plan's status has of a GPU; empty if it is cordoned or reserved for another driver."""
-    value, _, reason = fault.partition(": ")
-    if fault and value != CORDON_WORD and not fault.endswith(OWNED):
-        return f"unhealthy={value}" if reason and " " not in value else f"unavailable: {fault}"
+    if state.fault_kind is FaultKind.UNHEALTHY:
+        return f"unhealthy={state.condition}"
+    if state.fault_kind is FaultKind.UNAVAILABLE:
+        return f"unavailable: {state.fault}"
     return next((f"unhealthy={reported.value}" for reported in faults_of(name, (), plan)), "")
 
 

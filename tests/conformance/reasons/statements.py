@@ -19,7 +19,7 @@ from controller.explain.lacking_devices import Reasoning
 from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import DeviceClaim, Node, Pod, Request, Result, Toleration
 from driver.model.gpu import MigMode
-from driver.model.plan import OfferMode
+from driver.model.plan import FaultKind, OfferMode
 from tessera.simulate.published import PublishedSlices
 from tests.support.fleets import possible
 from tests.support.gpus import H100
@@ -68,8 +68,9 @@ def gpus(draw: st.DrawFn, node: str, number: int, product: str) -> FleetGpu:
     for _ in range(draw(st.integers(0, 4))):
         if possible(entry):
             entry = replace(entry, held=(*entry.held, draw(st.sampled_from(possible(entry)))))
-    fault = draw(st.sampled_from([None] * 6 + ["Xid 79", "cordoned: fan"]))
-    return replace(entry, fault=fault)
+    faults = {"Xid 79": FaultKind.UNAVAILABLE, "cordoned: fan": FaultKind.CORDONED}
+    fault = draw(st.sampled_from([*[None] * 6, *faults]))
+    return entry if fault is None else replace(entry, fault=fault, fault_kind=faults[fault])
 
 
 @st.composite

@@ -13,6 +13,7 @@ from controller.explain.situation import Situation as Now
 from driver.kube.events import shortened
 from driver.model.gpu import MigMode
 from driver.model.offer import DeviceKind
+from driver.model.plan import FaultKind
 from tests.support.clock import FakeClock
 from tests.support.gpus import H100
 from tests.support.queues import (
@@ -329,7 +330,9 @@ def test_the_steps_to_a_reset_are_told_in_full_where_names_are_long() -> None:
 
 
 def test_gpus_with_faults_are_named() -> None:
-    there = Situation(node_of("a", fault="cordoned: fan on Friday")).wants(request(selector=FULL))
+    there = Situation(node_of("a", fault="cordoned: fan on Friday", fault_kind=FaultKind.CORDONED)).wants(
+        request(selector=FULL)
+    )
     told(there, ReasonCode.CORDONED, "2 GPUs have it", "gpu-0 of a (cordoned: fan on Friday)")
 
 

@@ -13,7 +13,7 @@ import pytest
 from driver.clock import written_time
 from driver.hardware.node_gpus import TimeoutRunner
 from driver.model.gpu_health import ConditionType, EventKind, GpuEvent
-from driver.model.plan import ClearedFaults, PlanSpec
+from driver.model.plan import ClearedFaults, FaultKind, PlanSpec
 from driver.model.xid import XIDS, Meaning, is_fatal
 from driver.simulator import nvml_session
 from driver.simulator.description import NodeDescription, load_description
@@ -334,6 +334,7 @@ def test_the_controller_hears_why_a_gpu_or_a_part_of_it_is_for_nobody(ill: Healt
     first, second, *_ = ill.node.node.inventory.states()
     assert (first.fault, first.foreign) == (None, 0b1000000)
     assert second.fault == "xid-74: XID 74, NVLink error"
+    assert (second.fault_kind, second.condition) == (FaultKind.UNHEALTHY, "xid-74")
 
 
 def test_the_taint_says_when_by_the_nodes_own_clock(ill: HealthUnderTest) -> None:

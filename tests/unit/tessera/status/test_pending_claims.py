@@ -13,8 +13,7 @@ from controller.explain.events import UNREADABLE
 from controller.report.explanation import OTHER_DRIVERS, Explanation
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import GpuNodePlan, PlanMetadata, Pod
-from driver.model.plan import GpuReport, PlanMode, PlanSpec, PlanStatus, described
-from kubelet_plugin.coexistence.other_drivers import OWNED
+from driver.model.plan import OWNED_SUFFIX, GpuReport, PlanMode, PlanSpec, PlanStatus, described
 from tessera.commands.status import as_text
 from tessera.status.pending_claims import ADVICE
 from tessera.status.snapshot import StatusSnapshot
@@ -142,7 +141,7 @@ def test_a_gpu_that_is_unwell_and_in_no_slice_is_found_by_its_plan() -> None:
 
 def test_a_gpu_that_is_cordoned_or_a_neighbours_is_not_unwell() -> None:
     idle = replace(SOUND, slices=[nothing_published()], claims=[])
-    for fault in ("cordoned: fan", f"a device plugin{OWNED}"):
+    for fault in ("cordoned: fan", f"a device plugin{OWNED_SUFFIX}"):
         assert result(replace(idle, plans=told_by_plan(GpuReport(GPU, 3, fault=fault))), "health").findings == ()
 
 

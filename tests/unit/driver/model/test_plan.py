@@ -1,0 +1,31 @@
+"""What a node reports in its plan's status, read by the version after."""
+
+from __future__ import annotations
+
+import pytest
+
+from driver.model.plan import FaultKind, GpuReport, described, states_of
+from tests.support.gpus import gpu_of
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "condition"),
+    [
+        (None, None, None),
+        ("cordoned: fan on Friday", FaultKind.CORDONED, None),
+        ("cordoned", FaultKind.CORDONED, None),
+        ("mig-manager (a label) owns it", FaultKind.RESERVED, None),
+        ("xid-74: XID 74, NVLink error", FaultKind.UNHEALTHY, "xid-74"),
+        ("NVML says: GPU is lost", FaultKind.UNAVAILABLE, None),
+    ],
+)
+def test_the_kind_of_a_fault_follows_from_its_text_where_an_earlier_version_reports_it(
+    fault: str | None, kind: FaultKind | None, condition: str | None
+) -> None:
+    [report] = states_of(described([GpuReport(gpu_of(), 0, fault=fault)]))
+    assert (report.fault, report.fault_kind, report.condition) == (fault, kind, condition)
+
+
+def test_a_reported_kind_is_not_read_from_the_text() -> None:
+    reported = GpuReport(gpu_of(), 0, fault="cordoned: fan", fault_kind=FaultKind.UNAVAILABLE)
+    assert states_of(described([reported])) == [reported]
