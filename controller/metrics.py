@@ -28,7 +28,7 @@ WAITS = "Waits"
 """Reason of a pending claim for which there are free devices: the scheduler has not allocated them yet."""
 
 
-class Decided(NamedTuple):
+class CountedDecision(NamedTuple):
     """What a decision was made from. ``pending`` are DeviceClass and reason of each pending claim."""
 
     fleet: Fleet
@@ -38,10 +38,10 @@ class Decided(NamedTuple):
 
 
 class ControllerMetrics(Collector):
-    """Everything is computed at a scrape, in its thread, from the leader's last decision; none without leadership."""
+    """Metrics are computed at a scrape, in its thread, from the leader's last decision."""
 
     def __init__(self, registry: CollectorRegistry, now: Callable[[], float] = time.time) -> None:
-        self._decided: Decided | None = None
+        self._decided: CountedDecision | None = None
         self._requested = RequestedKinds()
         self._now = now
         meaning = "Time from the creation of a claim to its allocation."
@@ -71,7 +71,7 @@ class ControllerMetrics(Collector):
         self._requested.update(queue, fleet, changed, self._now())
         classes = {each.metadata.name for each in queue.cluster.classes}
         pending = tuple((class_of(each, classes), reasons.get(each.key, WAITS)) for each in queue.pending)
-        self._decided = Decided(fleet, frozenset(offered), self._requested.kinds, pending)
+        self._decided = CountedDecision(fleet, frozenset(offered), self._requested.kinds, pending)
 
     def leadership_lost(self) -> None:
         self._decided = None

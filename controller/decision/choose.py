@@ -78,8 +78,8 @@ class NominatedPods:
         now = self._clock()
         nominated = [pod for pod in queue.pods if pod.status.nominated_node_name]
         nominations = {(pod.metadata.uid, pod.status.nominated_node_name): pod for pod in nominated}
-        self._since = {each: self._since.get(each, now) for each in nominations}
-        recent = [pod for each, pod in nominations.items() if now - self._since[each] < NOMINATED_SECONDS]
+        self._since = {nomination: self._since.get(nomination, now) for nomination in nominations}
+        recent = [pod for key, pod in nominations.items() if now - self._since[key] < NOMINATED_SECONDS]
         by_gpu: dict[str, list[Offer]] = {}
         for offer in offered if recent else ():
             by_gpu.setdefault(offer.gpu, []).append(offer)

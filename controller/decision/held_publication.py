@@ -44,13 +44,13 @@ class HeldPublication:
         all. A new leader starts from the modes in ``plans``.
         """
         now = self._clock()
-        wanted = self._wanted(gpus, most_gpus, plans)
-        known = {name: self._modes.get(name) or _mode(plans.get(name), wanted) for name in nodes}
-        self._modes = known | {name: PublishHeld.ALWAYS for name in requested if name in known}
-        differing = {name for name, mode in self._modes.items() if mode is not wanted} - {*requested}
+        of_cluster = self._mode_of_cluster(gpus, most_gpus, plans)
+        modes = {name: self._modes.get(name) or _mode(plans.get(name), of_cluster) for name in nodes}
+        self._modes = modes | {name: PublishHeld.ALWAYS for name in requested if name in modes}
+        differing = {name for name, mode in self._modes.items() if mode is not of_cluster} - {*requested}
         self._due = {name: self._due.get(name) or now + MODE_SPREAD_SECONDS * self._spread() for name in differing}
         for name in [name for name, due in self._due.items() if due <= now]:
-            self._modes[name] = wanted
+            self._modes[name] = of_cluster
             del self._due[name]
         return self._modes
 
@@ -59,7 +59,7 @@ class HeldPublication:
         """Seconds until the next node changes; None: none is due."""
         return max(0.0, min(self._due.values()) - self._clock()) if self._due else None
 
-    def _wanted(self, gpus: int, most_gpus: int | None, plans: Mapping[str, GpuNodePlan]) -> PublishHeld:
+    def _mode_of_cluster(self, gpus: int, most_gpus: int | None, plans: Mapping[str, GpuNodePlan]) -> PublishHeld:
         """The mode of the cluster. It returns to ALWAYS only when clearly fewer GPUs are left."""
         if most_gpus is None:
             return PublishHeld.ALWAYS
@@ -80,5 +80,5 @@ def first_offers(offers: Collection[Offer], fleet: Fleet, plans: Mapping[str, Gp
     return {offer: node for offer, node in nodes if node in offering and offer.gpu not in offering[node]}
 
 
-def _mode(plan: GpuNodePlan | None, wanted: PublishHeld) -> PublishHeld:
-    return wanted if plan is None else plan.spec.publish_held
+def _mode(plan: GpuNodePlan | None, otherwise: PublishHeld) -> PublishHeld:
+    return otherwise if plan is None else plan.spec.publish_held

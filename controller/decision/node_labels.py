@@ -99,13 +99,13 @@ LABEL_SETS: Mapping[str, tuple[LabelSet, ...]] = {"none": (), "tessera": (OWN,),
 
 
 class Write(NamedTuple):
-    """A write of one set of labels to one Node, which had ``found`` of that set before."""
+    """A write of one set of labels to one Node, which had ``present`` of that set before."""
 
     labels: LabelSet
     node: str
     uid: str
     wanted: Mapping[str, str]
-    found: Mapping[str, str]
+    present: Mapping[str, str]
 
 
 class NodeLabels:
@@ -153,9 +153,9 @@ class NodeLabels:
             if node is None:
                 self._refused.pop(key, None)
             elif gpus:
-                found = {each: node.metadata.labels[each] for each in labels.names if each in node.metadata.labels}
-                write = Write(labels, name, node.metadata.uid, labels.of(gpus), found)
-                if found == write.wanted:
+                present = {label: value for label, value in node.metadata.labels.items() if label in labels.names}
+                write = Write(labels, name, node.metadata.uid, labels.of(gpus), present)
+                if present == write.wanted:
                     self._refused.pop(key, None)
                 elif self._refused.get(key) != write:
                     self._due[key] = write

@@ -53,15 +53,15 @@ class PlanSpecs:
         renewed = self._take_over(views, changes)
         nodes_of_withdrawn = {self._node_of_pool[pool] for pool in withdrawn_of if pool in self._node_of_pool}
         special = offers_of.keys() | listed_of.keys() | self._dedicated | nodes_of_withdrawn
-        turned = {name for name, each in publish_held.items() if self._publish_held.get(name) is not each}
+        turned = {name for name, held in publish_held.items() if self._publish_held.get(name) is not held}
         if offer_mode is not self._offer_mode:
             turned = {*self._views}
         self._publish_held, self._offer_mode = dict(publish_held), offer_mode
         for name in renewed | ((self._special | turned) & self._views.keys()) | special:
             view = self._views[name]
             gpus, gone = fleet.nodes.get(name, ()), withdrawn_of.get(view.pool, ())
-            wanted, published = offers_of.get(name, ()), listed_of.get(name, ())
-            self._put(name, _spec(view, gpus, wanted, published, gone, publish_held[name], offer_mode))
+            offered, published = offers_of.get(name, ()), listed_of.get(name, ())
+            self._put(name, _spec(view, gpus, offered, published, gone, publish_held[name], offer_mode))
         self._special = special
         return self.specs
 
@@ -84,10 +84,10 @@ class PlanSpecs:
 
 
 def _by_node(fleet: Fleet, offers: Iterable[Offer]) -> dict[str, list[Offer]]:
-    found: dict[str, list[Offer]] = defaultdict(list)
+    by_node: dict[str, list[Offer]] = defaultdict(list)
     for offer in offers:
-        found[fleet.gpus[offer.gpu].node].append(offer)
-    return found
+        by_node[fleet.gpus[offer.gpu].node].append(offer)
+    return by_node
 
 
 def _spec(
@@ -115,4 +115,4 @@ def _spec(
 def _dedicated_gpus(node: NodeView, gpus: tuple[FleetGpu, ...]) -> tuple[str, ...]:
     """``UUID=USE`` of the GPUs that have a use of their own."""
     uses = node.dedication.gpus
-    return tuple(f"{entry.gpu.uuid}={uses[entry.number]}" for entry in gpus if entry.number in uses)
+    return tuple(f"{gpu.gpu.uuid}={uses[gpu.number]}" for gpu in gpus if gpu.number in uses)

@@ -75,8 +75,9 @@ class PlanWriter:
         if not due:
             return 0
         with ThreadPoolExecutor(min(len(due), PARALLEL_WRITES)) as pool:
-            pending = [pool.submit(self._write, *each) for each in due]
-        failures = {node: str(error) for (node, *_), each in zip(due, pending, strict=True) if (error := each.result())}
+            writes = [pool.submit(self._write, *plan) for plan in due]
+        errors = {node: write.result() for (node, *_), write in zip(due, writes, strict=True)}
+        failures = {node: str(error) for node, error in errors.items() if error is not None}
         if failures:
             self._failed |= dict.fromkeys(failures, now + RETRY_INTERVAL_SECONDS)
             first, why = next(iter(failures.items()))
@@ -110,7 +111,7 @@ class PlanWriter:
                 self._differs_since[node] = since
         self._differ = differ
         if len(due) > MAX_WRITES:
-            due.sort(key=lambda each: _priority(each[1], each[3]))
+            due.sort(key=lambda plan: _priority(plan[1], plan[3]))
             self._differs_since |= dict.fromkeys(
                 (node for node, *_ in due[MAX_WRITES:]), now - LAZY_WRITE_DELAY_SECONDS
             )

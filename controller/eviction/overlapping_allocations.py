@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -58,8 +59,8 @@ class RefusedClaim(NamedTuple):
 def conflicts_on(node: str, gpus: Iterable[FleetGpu], holders: Mapping[str, Sequence[Held]]) -> frozenset[Conflict]:
     """The conflicts on one node; ``holders`` are the claims that hold each device, by name."""
     devices = {(name, name) for name, claims in holders.items() if len(claims) > 1}
-    devices |= {pair for entry in gpus for pair in entry.overlaps}
-    pairs = ((one, other) for a, b in devices for one in holders.get(a, ()) for other in holders.get(b, ()))
+    devices |= {pair for gpu in gpus for pair in gpu.overlaps}
+    pairs = (pair for first, second in devices for pair in product(holders.get(first, ()), holders.get(second, ())))
     return frozenset(Conflict(node, *sorted(pair, key=str)) for pair in pairs if pair[0].claim != pair[1].claim)
 
 
@@ -69,8 +70,8 @@ def refused_claim(conflict: Conflict, one: Claim, other: Claim, driver: str) -> 
     sides = ((one, conflict.one, conflict.other), (other, conflict.other, conflict.one))
     for claim, own, _ in sides:
         if not any(
-            (each.driver, each.pool, each.device) == (driver, pool, own.device) and not each.admin_access
-            for each in claim.results
+            (result.driver, result.pool, result.device) == (driver, pool, own.device) and not result.admin_access
+            for result in claim.results
         ):
             return None
     unprepared = [side for side in sides if not _prepared(side[0], driver, pool, side[1].device)]
@@ -79,15 +80,14 @@ def refused_claim(conflict: Conflict, one: Claim, other: Claim, driver: str) -> 
 
 def _prepared(claim: Claim, driver: str, pool: str, device: str) -> bool:
     """Whether the node plugin reports that device of the claim, healthy or not."""
-    reported = (
-        each for each in claim.status.devices if (each.driver, each.pool, each.device) == (driver, pool, device)
-    )
-    return any(condition.type == "Ready" for each in reported for condition in each.conditions)
+    place = (driver, pool, device)
+    statuses = (status for status in claim.status.devices if (status.driver, status.pool, status.device) == place)
+    return any(condition.type == "Ready" for status in statuses for condition in status.conditions)
 
 
 def pod_names(claim: Claim) -> list[str]:
     """The pods that the claim is reserved for. A name that no pod can have is left out: it could lead elsewhere."""
-    pods = (each.name for each in claim.status.reserved_for if each.resource == "pods")
+    pods = (consumer.name for consumer in claim.status.reserved_for if consumer.resource == "pods")
     return [name for name in pods if SUBDOMAIN.fullmatch(name)]
 
 
@@ -157,8 +157,9 @@ class OverlapEvictor:
                 del self._by_node[node]
         began = self._clock()
         lasting = frozenset[Conflict]().union(*self._by_node.values())
-        self._due = {each: self._due.get(each, began + CONFLICT_SECONDS) for each in lasting}
-        for conflict in sorted((each for each in self._due if self._due[each] <= began), key=self._due.__getitem__):
+        self._due = {conflict: self._due.get(conflict, began + CONFLICT_SECONDS) for conflict in lasting}
+        due = [conflict for conflict, at in self._due.items() if at <= began]
+        for conflict in sorted(due, key=self._due.__getitem__):
             self._due[conflict] = self._clock() + CONFLICT_SECONDS
             for error in self._resolve(conflict, began + PASS_SECONDS):
                 log.warning(

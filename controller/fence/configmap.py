@@ -116,9 +116,9 @@ class FencedDevices:
         return self._client.create_or_patch(f"{self._folder}/{FENCE}", body, whole)
 
     def _remember(self, stored: Object) -> None:
-        found = read(stored.get("data") or {})
+        devices = read(stored.get("data") or {})
         now = self._clock.monotonic()
-        self._since = {device: self._since.get(device, now) for device in found}
+        self._since = {device: self._since.get(device, now) for device in devices}
         self._version = stored.get("metadata", {}).get("resourceVersion", "")
 
 
