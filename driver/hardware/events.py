@@ -21,18 +21,18 @@ import pynvml
 from driver.hardware.nvml_errors import ABSENT
 from driver.model.gpu_health import EventKind, GpuEvent
 
-KINDS = {
+EVENT_KINDS = {
     pynvml.nvmlEventTypeXidCriticalError: EventKind.XID,
     pynvml.nvmlEventMigConfigChange: EventKind.MIG_CHANGED,
     pynvml.nvmlEventTypeGpuUnavailableError: EventKind.UNAVAILABLE,
     pynvml.nvmlEventTypeGpuRecoveryAction: EventKind.RECOVERY,
 }
-WANTED = sum(KINDS)
+WANTED = sum(EVENT_KINDS)
 
-WHOLE_GPU = 0xFFFFFFFF
+WHOLE_GPU_ID = 0xFFFFFFFF
 """The instance id of an event that concerns the whole GPU."""
 
-RETRY_INTERVAL_SECONDS = 1.0
+EVENT_RETRY_INTERVAL_SECONDS = 1.0
 """Longest pause after an error before the next wait."""
 
 MAX_PENDING_EVENTS = 1000
@@ -80,7 +80,7 @@ class Events:
         except pynvml.NVMLError as error:
             if error.value != pynvml.NVML_ERROR_TIMEOUT:
                 self._renew(handles)
-                time.sleep(max(0.0, min(RETRY_INTERVAL_SECONDS, timeout_s - (time.monotonic() - began))))
+                time.sleep(max(0.0, min(EVENT_RETRY_INTERVAL_SECONDS, timeout_s - (time.monotonic() - began))))
         return self._left.popleft() if self._left else None
 
     def _subscribe(self, handle: Any) -> None:
@@ -111,7 +111,7 @@ class Events:
             self._nvml.nvmlEventSetFree(given_up)
 
     def _event(self, data: Any) -> GpuEvent:
-        kind = KINDS.get(data.eventType, EventKind.MIG_CHANGED)
+        kind = EVENT_KINDS.get(data.eventType, EventKind.MIG_CHANGED)
         return GpuEvent(
             kind,
             self._uuids.get(_address(data.device)),  # a lost GPU cannot be queried
@@ -126,4 +126,4 @@ def _address(handle: Any) -> int | None:
 
 
 def _instance(number: int) -> int | None:
-    return None if number == WHOLE_GPU else number
+    return None if number == WHOLE_GPU_ID else number

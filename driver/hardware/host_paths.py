@@ -38,7 +38,7 @@ NVIDIA_VENDOR = "0x10de"
 DISPLAY = "0x03"
 """Base class of display controllers: VGA (0x0300..) and 3D (0x0302..)."""
 
-SHOWN = 3
+SHOWN_SIGNS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +159,8 @@ def real_gpus(root: Path) -> list[str]:
 
 def summary(signs: list[str]) -> str:
     """The first few of ``signs`` for a message."""
-    more = len(signs) - SHOWN
-    return ", ".join(signs[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+    more = len(signs) - SHOWN_SIGNS
+    return ", ".join(signs[:SHOWN_SIGNS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _is_gpu(device: Path) -> bool:

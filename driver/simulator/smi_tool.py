@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 CALL = "nvidia-smi"
 """The name of this program in faults."""
 
-INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, GPU_IS_LOST = 2, 3, 4, 6, 15
-OTHER = 255
+INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION, NVML_NOT_FOUND, GPU_IS_LOST = 2, 3, 4, 6, 15
+OTHER_STATUS = 255
 STATUSES = frozenset({2, 3, 4, 6, 8, 9, 10, 12, 13, 14, 15})
-TEXTS = {
+ERROR_TEXTS = {
     INVALID_ARGUMENT: "Invalid Argument",
     NOT_SUPPORTED: "Not Supported",
     NO_PERMISSION: "Insufficient Permissions",
-    NOT_FOUND: "Not Found",
+    NVML_NOT_FOUND: "Not Found",
     GPU_IS_LOST: "GPU is lost",
 }
 TIME_SLICES = ("Default", "Short", "Medium", "Long")
@@ -38,15 +38,15 @@ COMPUTE_MODES = {"DEFAULT": 0, "PROHIBITED": 2, "EXCLUSIVE_PROCESS": 3}
 Json = dict[str, Any]
 
 
-class Failure(Exception):
+class SmiFailure(Exception):
     """An operation failed with an NVML code."""
 
     def __init__(self, code: int) -> None:
-        super().__init__(TEXTS.get(code, "Unknown Error"))
-        self.status = code if code in STATUSES else OTHER
+        super().__init__(ERROR_TEXTS.get(code, "Unknown Error"))
+        self.status = code if code in STATUSES else OTHER_STATUS
 
 
-class Gpu(NamedTuple):
+class PresentGpu(NamedTuple):
     """A present GPU: its number (NVML's index), minor and UUID."""
 
     number: int
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     gpus = _gpus(Path(node))
     chosen = _chosen(gpus, found.get("-i"))
     if not chosen:
-        return _end("No devices were found", NOT_FOUND)
+        return _end("No devices were found", NVML_NOT_FOUND)
     if "--set-timeslice" in found:
         wanted = found["--set-timeslice"]
         return _each(chosen, "set timeslice", lambda gpu: _set_time_slice(Path(node), gpu, wanted), _policy(wanted))
@@ -77,15 +77,15 @@ def _options(arguments: list[str]) -> dict[str, str]:
     return {names.get(word, word): ([*words, ""])[at + 1] for at, word in enumerate(words) if word.startswith("-")}
 
 
-def _gpus(node: Path) -> list[Gpu]:
+def _gpus(node: Path) -> list[PresentGpu]:
     """The GPUs in procfs, which a removed GPU is not."""
     texts = [path.read_text() for path in (node / "proc/driver/nvidia/gpus").glob("*/information")]
     facts = [dict(line.split(":", 1) for line in text.splitlines()) for text in texts]
     known = sorted((int(fact["Device Minor"]), fact["GPU UUID"].strip()) for fact in facts)
-    return [Gpu(number, minor, uuid) for number, (minor, uuid) in enumerate(known)]
+    return [PresentGpu(number, minor, uuid) for number, (minor, uuid) in enumerate(known)]
 
 
-def _chosen(gpus: list[Gpu], ids: str | None) -> list[Gpu]:
+def _chosen(gpus: list[PresentGpu], ids: str | None) -> list[PresentGpu]:
     """The GPUs of ``-i`` (default: all); none if one of the ids is unknown."""
     if ids is None:
         return gpus
@@ -94,11 +94,11 @@ def _chosen(gpus: list[Gpu], ids: str | None) -> list[Gpu]:
     return [by_id[name] for name in wanted] if by_id.keys() >= set(wanted) else []
 
 
-def _each(gpus: list[Gpu], what: str, work: Callable[[Gpu], str], detail: str = "") -> int:
+def _each(gpus: list[PresentGpu], what: str, work: Callable[[PresentGpu], str], detail: str = "") -> int:
     for gpu in gpus:
         try:
             print(work(gpu))  # noqa: T201 - a program's output
-        except Failure as failure:
+        except SmiFailure as failure:
             print(f"Failed to {what}{detail} for GPU {gpu.number} : {failure}")  # noqa: T201
             return _end(f"Failed to {what} for requested devices : {failure}", failure.status)
     return 0
@@ -109,40 +109,40 @@ def _policy(value: str) -> str:
     return f" policy with value {TIME_SLICES[int(value)] if known else value}"
 
 
-def _set_time_slice(node: Path, gpu: Gpu, value: str) -> str:
+def _set_time_slice(node: Path, gpu: PresentGpu, value: str) -> str:
     if not (value.isdecimal() and int(value) < len(TIME_SLICES)):
-        raise Failure(INVALID_ARGUMENT)
+        raise SmiFailure(INVALID_ARGUMENT)
     with _changing(node, gpu) as state:
         state["timeSlice"] = int(value)
     return f"Successfully set timeslice to {TIME_SLICES[int(value)]} for GPU {gpu.number} {gpu.uuid}"
 
 
-def _set_compute_mode(node: Path, gpu: Gpu, value: str) -> str:
+def _set_compute_mode(node: Path, gpu: PresentGpu, value: str) -> str:
     mode = int(value) if value.isdecimal() else COMPUTE_MODES.get(value.upper())
     if mode not in COMPUTE_MODES.values():
-        raise Failure(INVALID_ARGUMENT)
+        raise SmiFailure(INVALID_ARGUMENT)
     with _changing(node, gpu) as state:
         state["computeMode"] = mode
     return f"Set compute mode to {value.upper()} for GPU {gpu.number} {gpu.uuid}"
 
 
 @contextmanager
-def _changing(node: Path, gpu: Gpu) -> Iterator[Json]:
+def _changing(node: Path, gpu: PresentGpu) -> Iterator[Json]:
     """Lock and yield the GPU's state; changes are stored unless the block raises."""
     # The owner of the directory is root on the simulated machine.
     if os.geteuid() not in (0, (node / "sim").stat().st_uid):
-        raise Failure(NO_PERMISSION)
+        raise SmiFailure(NO_PERMISSION)
     _strike(node, gpu)
     path = _state_file(node, gpu)
     with _locked(path.with_suffix(".lock")):
         state: Json = json.loads(path.read_text())
         if state.get("migEnabled"):
-            raise Failure(NOT_SUPPORTED)
+            raise SmiFailure(NOT_SUPPORTED)
         yield state
         _replace(path, json.dumps(state))
 
 
-def _strike(node: Path, gpu: Gpu) -> None:
+def _strike(node: Path, gpu: PresentGpu) -> None:
     """Apply the node's faults: raise or wait."""
     path = node / "sim/faults.json"
     for fault in json.loads(path.read_text()).get("faults", ()) if path.exists() else ():
@@ -150,7 +150,7 @@ def _strike(node: Path, gpu: Gpu) -> None:
             _use_up(path, fault)
             time.sleep(fault.get("seconds", 0))
             if fault.get("code"):
-                raise Failure(fault["code"])
+                raise SmiFailure(fault["code"])
 
 
 def _use_up(path: Path, fault: Json) -> None:
@@ -177,7 +177,7 @@ def _replace(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _state_file(node: Path, gpu: Gpu) -> Path:
+def _state_file(node: Path, gpu: PresentGpu) -> Path:
     return node / "sim" / f"gpu-{gpu.minor}.json"
 
 

@@ -58,7 +58,7 @@ class SpecFormat:
         whole = _formatted(
             {"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": [], "containerEdits": _edits(files)}
         )
-        self._common = whole[len(head) - len(END) :]
+        self._common = whole[len(head) - len(OBJECT_END) :]
 
     def encode(self, uid: str, devices: Iterable[CdiDevice]) -> bytes:
         """The content of one claim's file."""
@@ -70,7 +70,7 @@ class SpecFormat:
             for device in devices
         ]
         head = _formatted({"cdiVersion": CDI_VERSION, "kind": self._kind, "devices": own})
-        return head[: -len(END)] + self._common
+        return head[: -len(OBJECT_END)] + self._common
 
     def room(self, devices: int) -> int:
         """Bytes to reserve for the spec of a claim, before its partitions are created."""
@@ -81,7 +81,7 @@ class SpecFormat:
         return f"{self._kind}={uid}-{device}"
 
 
-END = b"\n}"
+OBJECT_END = b"\n}"
 """The last bytes of a formatted object."""
 
 

@@ -23,7 +23,7 @@ OWNER_CHECK_INTERVAL_SECONDS = 0.02
 CANCELLED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 CALLS = frozenset(f"/{service.SERVICE}/{name}" for name in ("NodePrepareResources", "NodeUnprepareResources"))
-STREAMS = frozenset(
+STREAM_METHODS = frozenset(
     f"/{messages.DESCRIPTOR.services_by_name['DRAResourceHealth'].full_name}/NodeWatchResources"
     for _, messages in health_service.VERSIONS
 )
@@ -76,7 +76,7 @@ class CallProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
         """Return the handler of a method, as gRPC requires; requests and answers stay bytes here."""
         if details.method in CALLS:
             return grpc.unary_unary_rpc_method_handler(lambda *call: self._call(details, *call))
-        if details.method in STREAMS:
+        if details.method in STREAM_METHODS:
             return grpc.unary_stream_rpc_method_handler(lambda *call: self._stream(details, *call))
         return None
 

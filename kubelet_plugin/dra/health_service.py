@@ -27,7 +27,7 @@ RESEND_INTERVAL_SECONDS = 10.0
 
 HEALTH_TIMEOUT_SECONDS = 30
 
-STREAMS = 2
+MAX_STREAMS = 2
 """Maximum open streams, each a thread of the server: the kubelet may leave an old one open beside a new one."""
 
 MESSAGE_LIMIT = 1024
@@ -47,7 +47,7 @@ class Stream(threading.Event):
 class HealthService:
     """Calls ``devices``, the published devices, and ``unhealthy_reason`` of each device for each message.
 
-    At most STREAMS are open: a new stream ends the oldest. The server needs that many additional threads.
+    At most MAX_STREAMS are open: a new stream ends the oldest. The server needs that many additional threads.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class HealthService:
             if self._closed:
                 stream.end()
             self._streams.append(stream)
-            for old in list(self._streams)[:-STREAMS]:
+            for old in list(self._streams)[:-MAX_STREAMS]:
                 old.end()
         return stream
 

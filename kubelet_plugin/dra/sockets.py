@@ -19,7 +19,7 @@ import grpc
 
 from driver.errors import EnvironmentFault
 from kubelet_plugin.dra.call_proxy import CallProxy, Handlers
-from kubelet_plugin.dra.health_service import STREAMS
+from kubelet_plugin.dra.health_service import MAX_STREAMS
 from kubelet_plugin.dra.health_service import VERSIONS as HEALTH_VERSIONS
 from kubelet_plugin.dra.protocol.generated import registration_v1_pb2 as messages
 from kubelet_plugin.dra.service import VERSION, rpc_handler
@@ -29,7 +29,7 @@ from kubelet_plugin.upgrade.instance_lock import InstanceLock
 log = logging.getLogger(__name__)
 
 PLUGIN_TYPE = "DRAPlugin"
-PARALLEL_CALLS = 16 + STREAMS
+PARALLEL_CALLS = 16 + MAX_STREAMS
 """Maximum gRPC calls in progress: one for each pod that starts or ends, and the streams of device health."""
 
 STOP_TIMEOUT_SECONDS = 20.0

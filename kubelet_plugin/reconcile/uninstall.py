@@ -18,7 +18,7 @@ from kubelet_plugin.plan.instructions import WatchedInstructions
 
 log = logging.getLogger(__name__)
 
-FILES = ("plan.json", "usage.json", "health.json", "health.json.damaged-*", "*.tmp", ".*.tmp", "lock")
+STATE_FILES = ("plan.json", "usage.json", "health.json", "health.json.damaged-*", "*.tmp", ".*.tmp", "lock")
 """Files in the state directory; the lock last."""
 
 
@@ -56,7 +56,7 @@ class Uninstall:
         except StateError as error:
             log.error("can't remove CDI specs", extra={"error": str(error)})
         shutil.rmtree(self._state_dir / "claims", ignore_errors=True)
-        for pattern in FILES:
+        for pattern in STATE_FILES:
             for path in self._state_dir.glob(pattern):
                 with suppress(OSError):
                     path.unlink()

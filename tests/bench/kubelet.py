@@ -81,7 +81,11 @@ def _timed(calls: Sequence[Any], messages: Sequence[Any]) -> float:
 
 @contextmanager
 def bench_plugin(
-    cluster: Cluster, name: str = "bench-0", metrics_address: str = "", usage_interval: str = ""
+    cluster: Cluster,
+    name: str = "bench-0",
+    metrics_address: str = "",
+    usage_interval: str = "",
+    sim_latency: str = "zero",
 ) -> Iterator[PluginProcess]:
     """A plugin for a Node object without a kubelet, as shipped but for the simulator's delay.
 
@@ -92,6 +96,7 @@ def bench_plugin(
         plugin.flags.log_level = "info"
         plugin.flags.metrics_address = metrics_address
         plugin.flags.usage_interval = usage_interval
+        plugin.flags.sim_latency = sim_latency
         plugin.spawn()
         plugin.wait_published()
         try:

@@ -71,6 +71,7 @@ def figures(cluster: Cluster, progress: Progress, where: str) -> list[Figure]:
         kubelet.close()
         with progress.part("the bare path, for comparison", 5):
             bare = bare_ms(cluster, plugin.node.name, claims.full)
+    found += _with_measured_latency(cluster, progress)
     found += [
         Figure("prepare.bare_path.p50_ms", bare, "ms", None, None, where),
         Figure("prepare.first.p50_ms", first, "ms", None, None, where),
@@ -104,6 +105,24 @@ def _measured(kubelet: Kubelet, claims: Claims) -> list[Figure]:
         figure("prepare.repeat.p50", _median_of(50, repeat), 2, 2.3),
         figure("unprepare.p50", _median_of(50, unprepare), 1.3, 1.3),
         figure("unprepare.mig.p50", _median_of(50, unprepare_mig), None),
+    ]
+
+
+def _with_measured_latency(cluster: Cluster, progress: Progress) -> list[Figure]:
+    """The same where NVML calls take as long as on an H200; partitions, whose cutting takes a second, are left out."""
+    with bench_plugin(cluster, "bench-measured", sim_latency="measured") as plugin:
+        node = plugin.node.name
+        claims = [allocated_claim(cluster, f"measured-{i}", node, "gpu-0") for i in range(CLAIMS)]
+        kept = allocated_claim(cluster, "measured-kept", node, "gpu-1")
+        kubelet = Kubelet(plugin.socket).connect()
+        with progress.part("prepare with NVML calls as slow as on an H200", 20):
+            full, unprepare = _runs(lambda: _back_to_back(kubelet, claims))
+            with _prepared(kubelet, [kept]):
+                repeat, _ = _runs(lambda: ([kubelet.prepare(kept) * 1000 for _ in range(CLAIMS)], []))
+        kubelet.close()
+    series = {"prepare.full": full, "prepare.repeat": repeat, "unprepare": unprepare}
+    return [
+        Figure(f"{name}.measured.p50_ms", _median_of(50, runs), "ms", None, None, "") for name, runs in series.items()
     ]
 
 

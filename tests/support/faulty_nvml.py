@@ -136,7 +136,7 @@ class ToolInProcess(TimeSliceTool):
         try:
             return self._nvml.call(smi_tool.CALL, self._main, command[1:])  # type: ignore[no-any-return]
         except pynvml.NVMLError as error:
-            status = error.value if error.value in smi_tool.STATUSES else smi_tool.OTHER
+            status = error.value if error.value in smi_tool.STATUSES else smi_tool.OTHER_STATUS
             return status, f"Failed to set timeslice : {NAMES[error.value]}"
 
     def _main(self, arguments: list[str]) -> tuple[int, str]:

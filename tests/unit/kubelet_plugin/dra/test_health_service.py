@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from driver.model.device import Device
-from kubelet_plugin.dra.health_service import MESSAGE_LIMIT, STREAMS, HealthService
+from kubelet_plugin.dra.health_service import MAX_STREAMS, MESSAGE_LIMIT, HealthService
 from kubelet_plugin.dra.protocol.generated import dra_health_v1_pb2, dra_health_v1alpha1_pb2, dra_v1_pb2
 from kubelet_plugin.dra.service import DraService
 from kubelet_plugin.dra.sockets import PARALLEL_CALLS, STOP_TIMEOUT_SECONDS, SocketServer
@@ -137,7 +137,7 @@ def test_streams_never_keep_a_claim_waiting(serve: Serve) -> None:
         watches.append(served.watch())
         # One after the other: which is the newest is what the server meets last.
         eventually(lambda: watches[-1].heard, "the newest is served")
-    eventually(lambda: sum(watch.ended.is_set() for watch in watches) >= len(watches) - STREAMS, "older ones end")
+    eventually(lambda: sum(watch.ended.is_set() for watch in watches) >= len(watches) - MAX_STREAMS, "older ones end")
     kubelet = DraClient(served.socket)
     answer = kubelet.call(dra_v1_pb2, "Prepare", [("default", "good", "uid-1")])
     assert answer["uid-1"].error == ""
