@@ -55,8 +55,8 @@ from kubelet_plugin.metrics.probes import (
     NodeProbes,
     run_probes,
 )
-from kubelet_plugin.publishing import ApiAccess, BackgroundWork, Publishing
-from kubelet_plugin.reconcile.claim_activity import ClaimActivity
+from kubelet_plugin.publishing import ApiAccess, Publishing
+from kubelet_plugin.reconcile.claim_activity import BackgroundWork, ClaimActivity
 from kubelet_plugin.reconcile.recovery import Orphans, recover
 from kubelet_plugin.reconcile.retry import ClaimReconciler
 from kubelet_plugin.settings import NodeSettings

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from driver.kube.client import KubeClient
 from driver.kube.reads import owner_reference
-from driver.kube.work_loop import Loop, MakeLoop
 from driver.model.device import Device
 from driver.model.plan import PlanSpec
 from driver.slices.build import Content, PublishedGpu, SliceBuilder
 from driver.slices.kept_fields import KeptFields
 from driver.slices.publisher import PresentSlices, Publisher, SliceStep, SliceWriteObserver
-from driver.watchdog import Watched
 from kubelet_plugin.changes import ChangeNotifier
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.claims.held_claims import HeldClaims
@@ -24,13 +21,12 @@ from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.coexistence.other_drivers import OtherDriverWatch
 from kubelet_plugin.health.monitor import HealthMonitor
 from kubelet_plugin.metrics.measurements import Measurements
-from kubelet_plugin.metrics.probes import NodeProbes
 from kubelet_plugin.plan.follower import PlanFollower
 from kubelet_plugin.plan.instructions import WatchedInstructions
 from kubelet_plugin.plan.memory import PlanFile
 from kubelet_plugin.plan.report import PlanReport
 from kubelet_plugin.plan.writers import FenceRelease, PlanStatusWriter
-from kubelet_plugin.reconcile.claim_activity import ClaimActivity
+from kubelet_plugin.reconcile.claim_activity import BackgroundWork
 from kubelet_plugin.reconcile.uninstall import Uninstall
 from kubelet_plugin.settings import NodeSettings
 from kubelet_plugin.status.claim_status import StatusWriter, device_statuses
@@ -48,21 +44,6 @@ class ApiAccess:
 
     client: KubeClient
     fields: KeptFields
-
-
-@dataclass(frozen=True, slots=True)
-class BackgroundWork:
-    """How work in the background gives way to claims in progress, and by what it and its steps are observed."""
-
-    activity: ClaimActivity
-    probes: NodeProbes
-    measurements: Measurements
-    steps: StepRunner
-
-    def loop(self, delay_seconds: float, watched: Watched) -> MakeLoop:
-        """Make loops that wait for claims in progress for at most ``delay_seconds``."""
-        give_way = self.activity.wait_idle(delay_seconds)
-        return self.probes.watchdog.loops(partial(Loop, give_way=give_way), watched)
 
 
 class Publishing:

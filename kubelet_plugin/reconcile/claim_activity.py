@@ -10,7 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+
+from driver.kube.work_loop import Loop, MakeLoop
+from driver.watchdog import Watched
+from kubelet_plugin.claims.killable_steps import StepRunner
+from kubelet_plugin.metrics.measurements import Measurements
+from kubelet_plugin.metrics.probes import NodeProbes
 
 QUIET_PERIOD_SECONDS = 0.03
 """Time without work on claims after which a burst counts as over: calls of a burst follow each other sooner."""
@@ -57,3 +64,18 @@ class ClaimActivity:
         """Shortest time until the node may be idle."""
         with self._guard:
             return QUIET_PERIOD_SECONDS if self._working else self._worked_at + QUIET_PERIOD_SECONDS - self._clock()
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundWork:
+    """How work in the background gives way to claims in progress, and by what it and its steps are observed."""
+
+    activity: ClaimActivity
+    probes: NodeProbes
+    measurements: Measurements
+    steps: StepRunner
+
+    def loop(self, delay_seconds: float, watched: Watched) -> MakeLoop:
+        """Make loops that wait for claims in progress for at most ``delay_seconds``."""
+        give_way = self.activity.wait_idle(delay_seconds)
+        return self.probes.watchdog.loops(partial(Loop, give_way=give_way), watched)

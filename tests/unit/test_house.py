@@ -13,7 +13,7 @@ NONE = {"driver": 0, "kubelet_plugin": 0, "controller": 0, "deviceclasses": 0, "
 ALLOWED: dict[str, dict[str, int]] = {
     CLASS: {**NONE, "driver": 24, "kubelet_plugin": 3, "controller": 24, "tessera": 1},
     LONG: NONE,
-    SHORT: {**NONE, "driver": 6, "kubelet_plugin": 1, "controller": 7},
+    SHORT: {**NONE, "driver": 6, "controller": 7},
     FUNCTION: {**NONE, "controller": 3},
     CONSTRUCTOR: {**NONE, "driver": 2, "controller": 1},
     FOLDER: {**NONE, "driver": 1},
