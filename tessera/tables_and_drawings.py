@@ -48,12 +48,6 @@ def counted(count: int, one: str, more: str | None = None) -> str:
     return f"{count} {one if count == 1 else more or f'{one}s'}"
 
 
-def shortened(names: list[str], most: int = 3) -> str:
-    """All names if they are few, otherwise the first and the number of the others."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def printable(text: str) -> str:
     """Replace control characters: parts of the text come from tenants."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

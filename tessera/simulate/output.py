@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from controller.cluster.fleet import FleetGpu
+from controller.explain.availability import listed
 from driver.model.offer import DeviceKind
 from tessera.simulate.fill import Filled
 from tessera.simulate.imagined_cluster import ImaginedCluster
 from tessera.simulate.scheduler import PodPlacement
-from tessera.tables_and_drawings import Span, cell_width, columns, counted, draw_slices, printable, shortened
+from tessera.tables_and_drawings import Span, cell_width, columns, counted, draw_slices, printable
 
 MAX_DRAWN_NODES = 16
 """Nodes that are drawn whether or not a pod was placed on them."""
@@ -66,7 +67,7 @@ class Simulation:
             yield columns(header, [tuple(map(printable, row)) for row in rows])
 
     def _rows(self, found: PodPlacement, node: str) -> list[tuple[str, ...]]:
-        pod, also = self._name(found), shortened(list(found.elsewhere)) or "-"
+        pod, also = self._name(found), listed(found.elsewhere) or "-"
         return [
             (pod, claim.metadata.name, result.request, node, result.device, also)
             for claim, allocation in found.allocations

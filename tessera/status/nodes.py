@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from controller.curation.offer_mode import FIRST_FAST_MINOR_VERSION
+from controller.explain.availability import listed
 from driver.kube.slice_types import ResourceSlice, SliceDevice
 from driver.kube.types import Claim, GpuNodePlan
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, FaultKind, GpuReport, OfferMode, PlanMode
@@ -14,7 +15,7 @@ from kubelet_plugin.coexistence.other_drivers import NodeSigns, find_other_drive
 from tessera.gpu_names import GpuName, faults_of, names_of
 from tessera.gpu_reports import readable_reports
 from tessera.status.snapshot import CheckOutput, Listing, Problem, StatusSnapshot
-from tessera.tables_and_drawings import counted, shortened
+from tessera.tables_and_drawings import counted
 
 FAULT_TAINTS = ("unavailable", "unhealthy")
 
@@ -64,7 +65,7 @@ def health(snapshot: StatusSnapshot) -> CheckOutput:
     unhealthy, cordons = _unhealthy(snapshot), _cordons(snapshot)
     lines = [f"{gpu} ({reason})" if reason else gpu for gpu, reason in sorted(cordons.items())]
     yield f"{len(unhealthy)} unhealthy"
-    yield f"{len(lines)} cordoned" + (f": {shortened(lines)}" if lines else "")
+    yield f"{len(lines)} cordoned" + (f": {listed(lines)}" if lines else "")
     for gpu, fault in sorted(unhealthy.items()):
         yield Problem(gpu, f"is {fault}: no new pods get it", _remedy(gpu, fault))
     gpus = _served_gpus(snapshot)

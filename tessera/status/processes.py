@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from controller.app import LEASE
+from controller.explain.availability import listed
 from driver.kube.client import Object
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING, is_silent
 from kubelet_plugin.status.events import EventReason
 from tessera.cluster_options import cancel_uninstall_command
 from tessera.status.snapshot import CONTROLLER, NODE_PLUGIN, CheckOutput, Listing, Problem, StatusSnapshot, condition_of
-from tessera.tables_and_drawings import counted, shortened
+from tessera.tables_and_drawings import counted
 
 OWN_LABEL = "gpu.tessera.dev/node"
 GPU_LABELS = (
@@ -178,7 +179,7 @@ def _old_plans(snapshot: StatusSnapshot, names: list[str]) -> Problem:
     by_label = snapshot.daemon_set is not None and _goes_by_labels(snapshot.daemon_set)
     start = f"kubectl label node {names[0]} {OWN_LABEL}=true" if by_label else _start(snapshot)
     remedy = f"{start}; if no plugin should run there: kubectl delete gpunodeplan {' '.join(names[:3])}"
-    return Problem(shortened(names), "no node plugin runs there, but a plan of an earlier one is left", remedy)
+    return Problem(listed(names), "no node plugin runs there, but a plan of an earlier one is left", remedy)
 
 
 def _goes_by_labels(daemon_set: Object) -> bool:
