@@ -18,15 +18,7 @@ from driver.config.shared_flags import (
     parse_listen_address,
 )
 from driver.errors import UsageError
-from driver.model.gpu_selection_and_share_counts import (
-    EVERY_GPU,
-    NO_GPU,
-    NO_LAYOUTS,
-    NO_SHARES,
-    GpuSelection,
-    Layouts,
-    ShareCounts,
-)
+from driver.model.gpu_settings import EVERY_GPU, NO_GPU, NO_LAYOUTS, NO_SHARES, GpuSelection, Layouts, ShareCounts
 from driver.model.plan import CURATED, PUBLISH_VALUES
 
 NODE_NAME_LIMIT = 253

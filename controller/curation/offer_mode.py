@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import time
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 from controller.cluster.node_views import NodeView
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
+from driver.kube.reads import minor_version
 from driver.model.plan import COUNTERS_FIELD, OfferMode
 
 log = logging.getLogger(__name__)
@@ -71,9 +71,8 @@ class ClusterMode:
 
     def _read_minor_version(self) -> int | None:
         try:
-            digits = re.match(r"\d+", str(self._client.get_object("/version").get("minor", "")))
+            return minor_version(self._client)
         except ApiError as error:
             if error.status is None and self._decided is None:
                 raise
             return self.minor_version
-        return int(digits[0]) if digits is not None else None

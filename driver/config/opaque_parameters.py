@@ -17,8 +17,8 @@ import msgspec
 
 from driver.config.strict_schema import Fault, Group, InvalidParameters, Strict, faults_of, shown, wrong_name
 from driver.config.suggestions import nearest
+from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import DeviceKind
-from driver.model.time_slice_and_compute_mode import TimeSlice
 
 __all__ = ["InvalidParameters"]
 

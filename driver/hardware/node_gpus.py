@@ -24,7 +24,7 @@ from driver.hardware.time_slice import TimeSliceTool
 from driver.hardware.usage import UsageReader
 from driver.model.gpu import Gpu
 from driver.model.gpu_health import GpuEvent
-from driver.model.time_slice_and_compute_mode import ComputeMode, TimeSlice
+from driver.model.gpu_settings import ComputeMode, TimeSlice
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import pynvml
 from driver.errors import HardwareError
 from driver.hardware.host_paths import find_nvml, resolve_inside
 from driver.hardware.nvml_errors import NAMES
-from driver.model.time_slice_and_compute_mode import TimeSlice
+from driver.model.gpu_settings import TimeSlice
 
 TOOL = "usr/bin/nvidia-smi"
 NVIDIA_SMI_TIMEOUT_SECONDS = 15.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -107,3 +108,9 @@ def read_pods(client: KubeClient, namespace: str, labels: str | None = None) -> 
         return list(read_all(client, f"/api/v1/namespaces/{namespace}/pods", PodDetails, selectors))
     except msgspec.MsgspecError as error:
         raise FatalError(f"the API server's list of pods in namespace {namespace} can't be read: {error}") from error
+
+
+def minor_version(client: KubeClient) -> int | None:
+    """The minor version of the API server, such as 36 for "36+"; None if it is not a number. Raises ApiError."""
+    digits = re.match(r"\d+", str(client.get_object("/version").get("minor", "")))
+    return None if digits is None else int(digits[0])

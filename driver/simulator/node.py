@@ -12,7 +12,7 @@ import msgspec
 
 from driver.config.suggestions import meant
 from driver.errors import EnvironmentFault, UsageError
-from driver.model.time_slice_and_compute_mode import ComputeMode, TimeSlice
+from driver.model.gpu_settings import ComputeMode, TimeSlice
 from driver.simulator import mig_rules, tree
 from driver.simulator.description import GpuDescription, NodeDescription, parse_description
 from driver.simulator.faults import FaultControl

@@ -19,8 +19,8 @@ import msgspec
 from driver.errors import EnvironmentFault, StateError
 from driver.model.device import Device, share_index
 from driver.model.gpu import Partition, Placement
+from driver.model.gpu_settings import TimeSlice, time_slice_in_force
 from driver.model.offer import DeviceKind
-from driver.model.time_slice_and_compute_mode import TimeSlice, in_force
 from kubelet_plugin.checkpoint.files import TEMPORARY, remove, write_atomically
 from kubelet_plugin.inventory.inventory import ClaimReference
 
@@ -120,7 +120,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, rename="camel", omit_defaults=Tru
 
     def requested_time_slice(self, gpu_uuid: str) -> TimeSlice:
         """The interval that the claim requests for this GPU."""
-        return in_force(device.time_slice for device in self.devices if device.gpu_uuid == gpu_uuid)
+        return time_slice_in_force(device.time_slice for device in self.devices if device.gpu_uuid == gpu_uuid)
 
     @property
     def gpu_uuids(self) -> frozenset[str]:

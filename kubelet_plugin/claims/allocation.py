@@ -13,8 +13,8 @@ from driver.errors import ClaimError, HardwareError
 from driver.kube.hostile_json import decode
 from driver.kube.types import Claim, Configuration, Result
 from driver.model.device import Device
+from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import DeviceKind
-from driver.model.time_slice_and_compute_mode import TimeSlice
 from driver.placement.occupancy import overlap
 from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.inventory import ClaimReference, Inventory

@@ -10,8 +10,8 @@ from driver.hardware.device_nodes import DeviceNode
 from driver.hardware.node_gpus import Host
 from driver.model.device import Device
 from driver.model.gpu import Gpu, MigMode, Partition, Placement, Profile
+from driver.model.gpu_settings import ComputeMode
 from driver.model.offer import DeviceKind
-from driver.model.time_slice_and_compute_mode import ComputeMode
 from kubelet_plugin.checkpoint.records import DeviceRecord
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.inventory.inventory import Inventory

@@ -8,7 +8,7 @@ from driver.errors import HardwareError
 from driver.hardware.node_gpus import Host
 from driver.hardware.nvml_errors import ABSENT
 from driver.model.gpu import Gpu
-from driver.model.time_slice_and_compute_mode import TimeSlice, in_force
+from driver.model.gpu_settings import TimeSlice, time_slice_in_force
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 
@@ -33,7 +33,7 @@ class TimeSlices:
         if requested is TimeSlice.DEFAULT:
             return
         others = self._requested_by_others(gpu, record)
-        interval = in_force([others, requested])
+        interval = time_slice_in_force([others, requested])
         # Set again at a repeat: a reset of the GPU may have undone it.
         if interval is not others or record.phase == "prepared":
             self._set(NodeStep.SET_TIME_SLICE, gpu, interval)
@@ -44,7 +44,7 @@ class TimeSlices:
         if requested is TimeSlice.DEFAULT:
             return
         others = self._requested_by_others(gpu, record)
-        if in_force([others, requested]) is not others:
+        if time_slice_in_force([others, requested]) is not others:
             self._restore(gpu, others)
 
     def _restore(self, gpu: Gpu, interval: TimeSlice) -> None:
@@ -62,4 +62,6 @@ class TimeSlices:
 
     def _requested_by_others(self, gpu: Gpu, record: ClaimRecord) -> TimeSlice:
         others = (other for other in self._checkpoint.records() if other.uid != record.uid)
-        return in_force(other.requested_time_slice(gpu.uuid) for other in others if other.phase == "prepared")
+        return time_slice_in_force(
+            other.requested_time_slice(gpu.uuid) for other in others if other.phase == "prepared"
+        )

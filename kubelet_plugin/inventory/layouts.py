@@ -12,7 +12,7 @@ from driver.config.suggestions import meant
 from driver.errors import UsageError
 from driver.model.device import MOST_SHARES, Device
 from driver.model.gpu import Gpu
-from driver.model.gpu_selection_and_share_counts import FEWEST_SHARES, NO_LAYOUTS, Layouts, ShareCounts
+from driver.model.gpu_settings import FEWEST_SHARES, NO_LAYOUTS, Layouts, ShareCounts
 from driver.model.offer import DeviceKind, OfferKind, Spot
 from driver.placement.occupancy import GpuState
 from kubelet_plugin.settings import NodeSettings

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from driver.model.gpu_selection_and_share_counts import NO_LAYOUTS, Layouts
+from driver.model.gpu_settings import NO_LAYOUTS, Layouts
 from driver.model.offer import Offer
 from driver.model.plan import COUNTERS_FIELD, TAINTS_FIELD, OfferMode, PlanMode, PublishHeld
 from driver.slices.build import PublishedGpu

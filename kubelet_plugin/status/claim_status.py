@@ -27,8 +27,8 @@ from driver.kube.hostile_json import decode
 from driver.kube.reads import RESOURCE_GROUP, read_object
 from driver.kube.types import Metadata, ReportedDevice
 from driver.kube.work_loop import Backoff, GiveWay, Loop, at_once
+from driver.model.gpu_settings import TimeSlice, time_slice_in_force
 from driver.model.offer import DeviceKind
-from driver.model.time_slice_and_compute_mode import TimeSlice, in_force
 from kubelet_plugin.checkpoint.records import ClaimRecord, DeviceRecord
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.inventory.inventory import ClaimReference
@@ -115,7 +115,7 @@ def _status(device: DeviceRecord, requested: Sequence[TimeSlice | None]) -> Devi
         data["sharing"] = {
             "shares": device.shares,
             "inUse": len(requested),
-            "timeSlice": str(in_force(requested)),
+            "timeSlice": str(time_slice_in_force(requested)),
         }
         message = f"one of {device.shares} time-sliced shares of the GPU, not isolated from the others"
     return DeviceStatus(device.pool, device.device, message, data)

@@ -18,7 +18,7 @@ from deviceclasses.lint.documents import Document, read_documents
 from driver.errors import UsageError
 from driver.kube.client import KubeClient
 from driver.kube.types import ClassSpec, DeviceClass, Key, Metadata
-from driver.model.gpu_selection_and_share_counts import GpuSelection
+from driver.model.gpu_settings import GpuSelection
 from tessera.cluster_options import list_once_client_of, with_driver_name, with_kubeconfig
 from tessera.simulate.fill import Filled
 from tessera.simulate.fill import fill as fill_cluster

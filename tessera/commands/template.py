@@ -14,7 +14,7 @@ from driver.config.shared_flags import SUBDOMAIN, check_driver_name
 from driver.errors import EnvironmentFault, FatalError, UsageError
 from driver.kube.client import KubeClient, Object
 from driver.kube.types import GpuNodePlan, Metadata, Node, NodeStatus, Taint
-from driver.model.gpu_selection_and_share_counts import GpuSelection
+from driver.model.gpu_settings import GpuSelection
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, KIND, PATH, PUBLISH, GpuReport, states_of
 from driver.slices.build import SliceBuilder, slice_object
 from driver.slices.pool_names import Pool

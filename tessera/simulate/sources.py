@@ -17,11 +17,11 @@ from controller.report.cluster_view import ClusterView, unreported_nodes
 from driver.clock import Clock
 from driver.errors import FatalError, UsageError
 from driver.kube.client import KubeClient
-from driver.kube.reads import RESOURCE_GROUP, list_claims, read_all
+from driver.kube.reads import RESOURCE_GROUP, list_claims, minor_version, read_all
 from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node
 from driver.model.gpu import MigMode
-from driver.model.gpu_selection_and_share_counts import GpuSelection
+from driver.model.gpu_settings import GpuSelection
 from driver.model.offer import Offer
 from driver.model.plan import FaultKind, GpuReport, PlanMode
 from driver.slices.pool_names import Pool
@@ -65,7 +65,7 @@ def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> ClusterCon
     try:
         slices = tuple(read_all(client, SLICES, DetailedSlice, {"fieldSelector": f"spec.driver!={driver}"}))
         nodes = tuple(read_all(client, "/api/v1/nodes", Node))
-        minor = re.match(r"\d+", str(client.get_object("/version").get("minor", "")))
+        version = minor_version(client)
     except msgspec.MsgspecError as error:
         raise FatalError(f"an object of the cluster can't be read: {error}") from error
     cluster = view.snapshot.cluster
@@ -80,7 +80,7 @@ def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> ClusterCon
             for view_of_node in view.snapshot.views
             if (policy := _policy(view_of_node, view)) is not None
         },
-        mode=decide_offer_mode("auto", int(minor[0]) if minor else None, view.snapshot.views).mode,
+        mode=decide_offer_mode("auto", version, view.snapshot.views).mode,
         rules=cluster.taint_rules,
         offers=frozenset(view.devices.offered),
         unreported=replace(unreported_nodes(view.snapshot, Clock()), may_report=False),

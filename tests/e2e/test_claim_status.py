@@ -11,8 +11,8 @@ import pytest
 
 from driver.errors import ApiError
 from driver.kube.client import KubeClient, load_configuration
+from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import DeviceKind
-from driver.model.time_slice_and_compute_mode import TimeSlice
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord
 from kubelet_plugin.status.claim_status import StatusWriter, apply_body, device_statuses, status_path
 from tests.bench.kubelet import allocated_claim

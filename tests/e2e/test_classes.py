@@ -17,8 +17,7 @@ import yaml
 from driver.errors import ApiError
 from driver.kube.reads import CLAIM
 from driver.model.gpu import Gpu, MigMode
-from driver.model.gpu_selection_and_share_counts import EVERY_GPU, GpuSelection
-from driver.model.time_slice_and_compute_mode import TimeSlice
+from driver.model.gpu_settings import EVERY_GPU, GpuSelection, TimeSlice
 from driver.simulator.description import load_description
 from kubelet_plugin.claims.allocation import resolve
 from kubelet_plugin.inventory.inventory import UNSHARED, ClaimReference, GpuSharing

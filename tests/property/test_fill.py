@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deviceclasses.lint.documents import Document
-from driver.model.gpu_selection_and_share_counts import GpuSelection
+from driver.model.gpu_settings import GpuSelection
 from tessera.commands.simulate import _empty, _place
 from tessera.simulate.fill import _until_full, fill
 from tessera.simulate.imagined_cluster import ClusterContent, ImaginedCluster

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from driver.config.opaque_parameters import parse_parameters
 from driver.errors import ClaimError
-from driver.model.time_slice_and_compute_mode import TimeSlice
+from driver.model.gpu_settings import TimeSlice
 
 VERSION = "gpu.tessera.dev/v1alpha1"
 KNOWN = ["apiVersion", "kind", "sharing", "strategy", "timeSlicing", "timeSlicingConfig", "interval", "mpsConfig"]

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from driver.errors import HardwareError, RecoverableError
 from driver.model.device import Device
 from driver.model.gpu import Partition
-from driver.model.time_slice_and_compute_mode import in_force
+from driver.model.gpu_settings import time_slice_in_force
 from driver.placement.occupancy import GpuState, overlap
 from driver.steps import Moment
 from kubelet_plugin.claims.killable_steps import NodeStep
@@ -167,7 +167,7 @@ class NodeLife(RuleBasedStateMachine):
         records = self.node.node.checkpoint.records()
         if all(record.phase == "prepared" for record in records):  # else something is owed
             wishes = [device.time_slice for record in records for device in record.devices]
-            assert self.node.simulated.gpu_state(0).time_slice == in_force(wishes).number
+            assert self.node.simulated.gpu_state(0).time_slice == time_slice_in_force(wishes).number
 
     @invariant()
     def every_partition_is_held_or_an_admins(self) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
+from driver.model.gpu_settings import time_slice_in_force
 from driver.model.offer import DeviceKind
-from driver.model.time_slice_and_compute_mode import in_force
 from driver.simulator.node import SimulatedNode, describe
 from kubelet_plugin.cdi.spec import variable
 from kubelet_plugin.checkpoint.files import TEMPORARY
@@ -211,7 +211,9 @@ def _nothing_is_half_done(facts: Facts) -> Iterator[str]:
 
 def _time_slices_are_as_asked(facts: Facts) -> Iterator[str]:
     for gpu in facts.gpus:
-        asked = in_force(device.time_slice for _, device in facts.prepared() if device.gpu_uuid == gpu["uuid"])
+        asked = time_slice_in_force(
+            device.time_slice for _, device in facts.prepared() if device.gpu_uuid == gpu["uuid"]
+        )
         if gpu["timeSlice"] != str(asked):
             yield f"{gpu['uuid']} has time-slice {gpu['timeSlice']}, its claims ask for {asked}"
 

@@ -23,7 +23,7 @@ from driver.kube.types import Claim, Key, Pod
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
-from driver.model.gpu_selection_and_share_counts import Layouts
+from driver.model.gpu_settings import Layouts
 from driver.model.offer import OfferKind
 from driver.model.plan import COUNTERS_FIELD, CURATED, PlanMode
 from driver.placement.occupancy import GpuState, overlap

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from driver.model.time_slice_and_compute_mode import TimeSlice
+from driver.model.gpu_settings import TimeSlice
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.inventory.inventory import GpuSharing
 from tests.support.invariants import Facts, leftovers, read_facts, violations

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from driver.config.opaque_parameters import GpuConfig, InvalidParameters, MigDeviceConfig, ShareConfig, parse_parameters
-from driver.model.time_slice_and_compute_mode import TimeSlice
+from driver.model.gpu_settings import TimeSlice
 
 VERSION = "gpu.tessera.dev/v1alpha1"
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from driver.config.opaque_parameters import GpuConfig, InvalidParameters, MigDeviceConfig, ShareConfig, parse_parameters
+from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import DeviceKind
-from driver.model.time_slice_and_compute_mode import TimeSlice
 
 
 def theirs(kind: str, **fields: Any) -> dict[str, Any]:

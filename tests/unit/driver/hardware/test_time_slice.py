@@ -16,7 +16,7 @@ from driver.hardware.host_paths import HostPaths
 from driver.hardware.node_gpus import Host
 from driver.hardware.time_slice import TimeSliceTool
 from driver.model.gpu import Gpu
-from driver.model.time_slice_and_compute_mode import ComputeMode, TimeSlice
+from driver.model.gpu_settings import ComputeMode, TimeSlice
 from driver.simulator.description import load_description
 from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from driver.errors import ClaimError, HardwareError
-from driver.model.gpu_selection_and_share_counts import GpuSelection
-from driver.model.time_slice_and_compute_mode import TimeSlice
+from driver.model.gpu_settings import GpuSelection, TimeSlice
 from kubelet_plugin.inventory.inventory import ClaimReference, GpuSharing
 from tests.support.claims import opaque, result
 from tests.support.node import NodeUnderTest, start_node

@@ -9,7 +9,7 @@ import pytest
 from driver.errors import UsageError
 from driver.model.device import devices_of
 from driver.model.gpu import Gpu, MigMode
-from driver.model.gpu_selection_and_share_counts import Layouts, ShareCounts
+from driver.model.gpu_settings import Layouts, ShareCounts
 from kubelet_plugin.inventory.layouts import check_layouts, setting_warnings, standalone_offers
 from kubelet_plugin.settings import node_settings
 from tests.support.gpus import H100, gpu_of

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from driver.clock import seconds_time
 from driver.kube import work_loop as loop
 from driver.kube.work_loop import Backoff
+from driver.model.gpu_settings import TimeSlice
 from driver.model.offer import DeviceKind
-from driver.model.time_slice_and_compute_mode import TimeSlice
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.status import claim_status as module

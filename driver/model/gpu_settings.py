@@ -1,10 +1,11 @@
-"""Settings that select GPUs: some of them, and shares and partitions by GPU, product, or for all."""
+"""Settings of GPUs: some of them are selected, shares and partitions by GPU or product, time slices, compute mode."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum, StrEnum
 
 from driver.model.device import MOST_SHARES
 from driver.model.gpu import Gpu
@@ -152,3 +153,35 @@ def _entry(part: str) -> tuple[str, int]:
     if shares > MOST_SHARES:
         raise ValueError(f"{part!r}: {number} shares are more than a GPU switches between: {ACCEPTED}")
     return name, shares
+
+
+class ComputeMode(IntEnum):
+    """How many processes may use a GPU, by NVML's numbers (``nvmlComputeMode_t``); only DEFAULT lets several."""
+
+    DEFAULT = 0
+    EXCLUSIVE_THREAD = 1
+    PROHIBITED = 2
+    EXCLUSIVE_PROCESS = 3
+
+
+class TimeSlice(StrEnum):
+    """The time-slice interval of a GPU. The driver defines its length in milliseconds."""
+
+    DEFAULT = "Default"
+    SHORT = "Short"
+    MEDIUM = "Medium"
+    LONG = "Long"
+
+    @property
+    def number(self) -> int:
+        """The argument of ``nvidia-smi compute-policy --set-timeslice``."""
+        return list(TimeSlice).index(self)
+
+
+def time_slice_in_force(asked: Iterable[TimeSlice | None]) -> TimeSlice:
+    """Return the interval of a GPU whose claims request ``asked`` (None: no request): the shortest of them.
+
+    A GPU has one interval; the claim with the shortest request decides, and no claim is refused.
+    """
+    requested = [interval for interval in asked if interval is not None and interval is not TimeSlice.DEFAULT]
+    return min(requested, key=lambda interval: interval.number, default=TimeSlice.DEFAULT)
