@@ -62,7 +62,7 @@ class ExplainStage:
             codes = {key: reason.code.value for key, reason in reasons.items()}
             self._metrics.decision_made(seen.queue, seen.fleet, offers.wanted, codes, seen.snapshot.changed.names)
         if seen.queued is not None:
-            self._events.workloads(self._workload_reasons.of(seen.queued, seen.workloads, seen.unreported))
+            self._events.workloads(self._workload_reasons.of(seen.queued, seen.unreported))
         return ClusterView.of_decision(seen.snapshot, copy.copy(seen.devices), seen.queue, reasons)
 
     def _situation(self, seen: DecisionInput, offers: ChosenOffers) -> Situation:

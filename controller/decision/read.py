@@ -18,7 +18,7 @@ from controller.curation.offer_mode import ClusterMode
 from controller.demand.eligibility import Eligibility
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
-from controller.demand.queued_workloads import cluster_of
+from controller.demand.queued_workloads import WorkloadQueue
 from controller.demand.requirements import RequirementsReader
 from controller.settings import ControllerSettings
 from driver.kube.client import KubeClient
@@ -71,7 +71,7 @@ class DecisionInput:
     nodes: NodeStates
     queue: Queue
     workloads: Sequence[QueuedWorkload]
-    queued: Queue | None
+    queued: WorkloadQueue | None
     mode: OfferMode
     minor_version: int | None
     unreported: UnreportedNodes
@@ -156,8 +156,8 @@ class ReadStage:
             if selector is not None:
                 deque(selector.among(seen.fleet), maxlen=0)
 
-    def _queue_of(self, workloads: Sequence[QueuedWorkload], snapshot: Snapshot) -> Queue | None:
+    def _queue_of(self, workloads: Sequence[QueuedWorkload], snapshot: Snapshot) -> WorkloadQueue | None:
         """What ``workloads`` will claim; None without any, as every decision would pay for an empty queue."""
         if not workloads:
             return None
-        return Queue(cluster_of(snapshot.cluster, workloads), self._fleet, self._matching, self._eligibility_of_queued)
+        return WorkloadQueue(workloads, snapshot.cluster, self._fleet, self._matching, self._eligibility_of_queued)

@@ -11,12 +11,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from controller.cluster.claim_index import ClusterState
-from controller.cluster.kueue import QueuedWorkload
-from controller.demand.feasibility import Group, Kind
+from controller.cluster.fleet import Fleet
+from controller.cluster.kueue import QueuedPod, QueuedWorkload
+from controller.demand.eligibility import Eligibility
+from controller.demand.feasibility import Group, Kind, Matching
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import MAX_DEVICES, RefusedRequest
 from controller.demand.selected_devices import Selector
-from driver.kube.types import Claim, Metadata, Pod, PodResourceClaim, PodSpec, Toleration
+from driver.kube.types import Claim, Key, Metadata, Pod, PodResourceClaim, PodSpec, Toleration
 
 MAX_SELECTIONS = 32
 """Different selectors for which devices are kept published for queued Workloads, those of the first ones."""
@@ -32,31 +34,56 @@ class Countable(NamedTuple):
     needed: int
 
 
-def cluster_of(cluster: ClusterState, workloads: Iterable[QueuedWorkload]) -> ClusterState:
-    """``cluster`` with the pods and claims of ``workloads`` instead of its own: one pod for each pod set.
+class WorkloadClaim(NamedTuple):
+    """The claim ``name`` that each pod of ``pod_set`` will have."""
 
-    Their names have a slash, as no object's name has.
-    """
-    pods: list[Pod] = []
-    claims: list[Claim] = []
-    for workload in workloads:
-        for index, each in enumerate(workload.pods):
-            name = f"{workload.metadata.name}/{index}"
-            found = [Claim(_named(workload, f"{name}/{claim}"), spec) for claim, spec in each.claims.items()]
-            used = tuple(PodResourceClaim(claim.metadata.name, claim.metadata.name) for claim in found)
-            spec = PodSpec(
-                node_selector=each.spec.node_selector,
-                affinity=each.spec.affinity,
-                tolerations=(EVERY_TAINT,),
-                resource_claims=used,
-            )
-            pods.append(Pod(_named(workload, name), spec))
-            claims += found
-    return replace(cluster, claims=cluster.claims.view(claims), pods=tuple(pods), pod_groups={})
+    workload: QueuedWorkload
+    pod_set: QueuedPod
+    name: str
 
 
-def _named(workload: QueuedWorkload, name: str) -> Metadata:
+class WorkloadQueue(Queue):
+    """The claims of queued Workloads as if they were pending, with one pod for each pod set."""
+
+    def __init__(
+        self,
+        workloads: Iterable[QueuedWorkload],
+        cluster: ClusterState,
+        fleet: Fleet,
+        matching: Matching,
+        eligibility: Eligibility | None = None,
+    ) -> None:
+        """``cluster``: without what is pending there."""
+        pods: list[Pod] = []
+        claims: list[Claim] = []
+        self._origins: dict[Key, WorkloadClaim] = {}
+        for workload in workloads:
+            for index, pod_set in enumerate(workload.pods):
+                name = f"{workload.metadata.name}/{index}"  # no object has a slash in its name
+                of_pod = {f"{name}/{claim}": claim for claim in pod_set.claims}
+                pods.append(Pod(_metadata(workload, name), _pod_spec(pod_set.spec, of_pod)))
+                for unique_name, claim in of_pod.items():
+                    claims.append(Claim(_metadata(workload, unique_name), pod_set.claims[claim]))
+                    self._origins[claims[-1].metadata.key] = WorkloadClaim(workload, pod_set, claim)
+        queued = replace(cluster, claims=cluster.claims.view(claims), pods=tuple(pods), pod_groups={})
+        super().__init__(queued, fleet, matching, eligibility)
+
+    def origin(self, pending: PendingClaim) -> WorkloadClaim:
+        """The Workload, pod set and name of one of the claims."""
+        return self._origins[pending.claim.metadata.key]
+
+
+def _metadata(workload: QueuedWorkload, name: str) -> Metadata:
     return Metadata(name=name, namespace=workload.metadata.namespace, uid=workload.metadata.uid)
+
+
+def _pod_spec(spec: PodSpec, claims: Iterable[str]) -> PodSpec:
+    return PodSpec(
+        node_selector=spec.node_selector,
+        affinity=spec.affinity,
+        tolerations=(EVERY_TAINT,),
+        resource_claims=tuple(PodResourceClaim(claim, claim) for claim in claims),
+    )
 
 
 def countable(queue: Queue) -> Sequence[Countable]:

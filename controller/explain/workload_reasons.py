@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-from controller.cluster.kueue import QueuedWorkload
 from controller.cluster.node_views import UnreportedNodes
-from controller.demand.pending_claims import Queue
+from controller.demand.queued_workloads import WorkloadQueue
 from controller.explain.lacking_devices import Reasoning, reason_of
 from controller.explain.reason import ClaimReason, ReasonCode
 from driver.kube.types import Key, Metadata
@@ -33,27 +32,22 @@ class WorkloadReasons:
         self._explained = 0
         """How many claims of the queue have had their turn."""
 
-    def of(
-        self, queue: Queue, workloads: Iterable[QueuedWorkload], unreported: UnreportedNodes
-    ) -> Iterator[tuple[Metadata, ClaimReason]]:
-        """One reason of each Workload, by its metadata; ``queue`` is that of the Workloads."""
+    def of(self, queue: WorkloadQueue, unreported: UnreportedNodes) -> Iterator[tuple[Metadata, ClaimReason]]:
+        """One reason of each Workload, by its metadata."""
         began = self._clock()
         if began < self._due_at:
             return
         self._due_at = began + INTERVAL_SECONDS
-        by_key = {each.metadata.key: each for each in workloads}
         done: set[Key] = set()
         reasoning, first = Reasoning(queue), self._explained % max(1, len(queue.pending))
         for pending in (*queue.pending[first:], *queue.pending[:first]):
             self._explained += 1
-            claim = pending.claim.metadata
-            name, index, source = claim.name.split("/", 2)
-            key = Key(claim.namespace, name)
-            reason = None if key in done else reason_of(pending, reasoning, unreported)
+            origin = queue.origin(pending)
+            workload = origin.workload.metadata
+            reason = None if workload.key in done else reason_of(pending, reasoning, unreported)
             if reason is not None and reason.code not in DECIDED_AT_ADMISSION:
-                done.add(key)
-                workload = by_key[key]
-                where = f"pod set {workload.pods[int(index)].name}, claim {source}: "
-                yield workload.metadata, reason._replace(sentence=where + reason.sentence)
+                done.add(workload.key)
+                where = f"pod set {origin.pod_set.name}, claim {origin.name}: "
+                yield workload, reason._replace(sentence=where + reason.sentence)
             if self._clock() - began > EXPLAIN_SECONDS:
                 return

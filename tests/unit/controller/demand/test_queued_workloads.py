@@ -11,8 +11,7 @@ import pytest
 from controller.cluster.kueue import QueuedPod, QueuedWorkload, kept_workload
 from controller.cluster.node_views import ALL_REPORTED
 from controller.curation.listed_devices import ListedDevices
-from controller.demand.pending_claims import Queue
-from controller.demand.queued_workloads import cluster_of, countable
+from controller.demand.queued_workloads import WorkloadQueue, countable
 from controller.explain.workload_reasons import WorkloadReasons
 from driver.kube.types import ClaimSpec, KueueWorkload, Metadata, PodSpec
 from driver.model.offer import Offer
@@ -30,9 +29,9 @@ def workload(name: str, *requests: dict[str, Any], **pod: Any) -> QueuedWorkload
     )
 
 
-def queue_of(there: Situation, *workloads: QueuedWorkload) -> Queue:
+def queue_of(there: Situation, *workloads: QueuedWorkload) -> WorkloadQueue:
     of_pods = there.queue
-    return Queue(cluster_of(of_pods.cluster, workloads), of_pods.feasibility.fleet, there.matching)
+    return WorkloadQueue(workloads, of_pods.cluster, of_pods.feasibility.fleet, there.matching)
 
 
 def listed(there: Situation, *workloads: QueuedWorkload, lists: ListedDevices | None = None) -> frozenset[Offer]:
@@ -96,7 +95,7 @@ def test_a_selector_for_one_node_lists_devices_of_that_node() -> None:
 def test_a_workload_whose_devices_are_held_gets_the_reason_of_its_claim() -> None:
     there = Situation([*node_of("a", "full")]).holding("holder", "a", "gpu-0", "gpu-1")
     train = workload("train", request(selector=FULL, count=2))
-    [(about, reason)] = WorkloadReasons().of(queue_of(there, train), [train], ALL_REPORTED)
+    [(about, reason)] = WorkloadReasons().of(queue_of(there, train), ALL_REPORTED)
     assert (about.name, reason.code) == ("train", "AllHeld")
     assert reason.sentence.startswith(
         "pod set workers, claim gpu: request gpu needs 2 full GPUs of one node: none is free"
@@ -109,14 +108,14 @@ def test_a_workload_gets_no_reason_where_devices_are_free_or_a_flavor_may_open_n
     free = workload("free", request(selector=FULL))
     elsewhere = workload("elsewhere", request(selector=FULL), nodeSelector={"pool": "none"})
     queued = [free, elsewhere]
-    assert [*WorkloadReasons().of(queue_of(there, *queued), queued, ALL_REPORTED)] == []
+    assert [*WorkloadReasons().of(queue_of(there, *queued), ALL_REPORTED)] == []
 
 
 def test_every_workload_has_its_turn_although_there_is_time_for_one_at_a_time() -> None:
     there = Situation([*node_of("a", "full")]).holding("holder", "a", "gpu-0", "gpu-1")
     queued = [workload(name, request(selector=FULL)) for name in ("a", "b", "c")]
     queue, reasons = queue_of(there, *queued), WorkloadReasons(count(step=10).__next__)
-    found = [[about.name for about, _ in reasons.of(queue, queued, ALL_REPORTED)] for _ in range(4)]
+    found = [[about.name for about, _ in reasons.of(queue, ALL_REPORTED)] for _ in range(4)]
     assert found == [["a"], ["b"], ["c"], ["a"]]
 
 
