@@ -1,67 +1,22 @@
 """One view of each node: from its Node object, its plan, its ResourceSlices, the allocated claims and its labels.
 
-Labels of a node may keep its GPUs, all or single ones, for one use.
-
 The views are kept between decisions, and what changed is collected here, once for everything that is derived from them.
 """
 
 from __future__ import annotations
 
-import re
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from driver.config.suggestions import meant
+from controller.cluster.dedication import UNDEDICATED, Dedication, dedication_of
 from driver.kube.types import PAUSED, GpuNodePlan, Node
 from driver.model.offer import DeviceKind
-from driver.model.plan import PUBLISH, PUBLISH_VALUES, Held, PlanMode, PlanStatus
+from driver.model.plan import Held, PlanMode, PlanStatus
 from driver.slices.pool_names import Pool
 
 UNREACHABLE_TAINTS = frozenset({"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"})
 """Taints of a node on which no new pod can start: nothing is offered there."""
-
-DEDICATED_TO = "gpu.tessera.dev/dedicated-to"
-"""Label of a node that is meant for one use; its GPUs are offered for that and for nothing else."""
-
-OF_ONE_GPU = re.compile(r"gpu-(?P<number>0|[1-9]\d{0,3})\." + re.escape(DEDICATED_TO))
-"""The same for one GPU, by the number in its devices' names; it has the last word about that GPU."""
-
-USES: Mapping[str, frozenset[DeviceKind]] = {
-    "training": frozenset({DeviceKind.FULL}),
-    "inference": frozenset({DeviceKind.PARTITION}),
-    "dev": frozenset({DeviceKind.SHARE}),
-}
-EVERY_USE = frozenset(DeviceKind)
-
-REPORT_TIMEOUT_SECONDS = 30.0
-"""Time that a node has for its first report; a starting node plugin needs seconds."""
-
-
-@dataclass(frozen=True)
-class Dedication:
-    """The use of a node (None: any), and of those of its GPUs that have one of their own, by number."""
-
-    node: str | None = None
-    gpus: Mapping[int, str] = field(default_factory=dict)
-
-    def kinds(self, number: int) -> frozenset[DeviceKind]:
-        """The kinds of device that GPU may be offered as."""
-        return USES.get(self.gpus.get(number, self.node or ""), EVERY_USE)
-
-
-UNDEDICATED = Dedication()
-
-SHOWN = 2
-"""Reasons that are shown of a node that does not follow its plan."""
-
-
-def dedication_of(labels: Mapping[str, str]) -> Dedication:
-    """What the labels of a Node say; labels that say nothing sensible are ignored (``faults_in`` names them)."""
-    uses = {name: use for name, use in labels.items() if use in USES}
-    found = ((OF_ONE_GPU.fullmatch(name), use) for name, use in uses.items())
-    return Dedication(uses.get(DEDICATED_TO), {int(name["number"]): use for name, use in found if name})
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,27 +179,6 @@ def _closed(node: Node, *, paused: bool) -> str:
     return f"has a paused plan (annotation {PAUSED})" if paused else ""
 
 
-def silent_nodes(views: Iterable[NodeView], incomplete: Mapping[str, str]) -> dict[str, str]:
-    """The nodes that publish nothing that the scheduler takes, though they have reported GPUs; and why."""
-    found = {}
-    for view in views:
-        if view.pool in incomplete:
-            found[view.name] = f"publishes a pool that {incomplete[view.pool]}"
-        elif view.status.inventory and not view.published:
-            found[view.name] = "publishes no device"
-    return found
-
-
-def refusing_nodes(views: Iterable[NodeView]) -> dict[str, str]:
-    """The nodes that do not publish some of what their plan offers, and why."""
-    found = {}
-    for view in views:
-        if view.status.refused:
-            reasons = dict.fromkeys(entry.partition(": ")[2] for entry in view.status.refused)
-            found[view.name] = f"does not offer all that its plan requests: {'; '.join(list(reasons)[:SHOWN])}"
-    return found
-
-
 def incomplete_pools(parts: Iterable[PoolPart]) -> dict[str, str]:
     """Of the pools that lack slices: why. As the scheduler does, only the newest generation of a pool is counted."""
     newest: dict[str, list[PoolPart]] = {}
@@ -260,56 +194,3 @@ def incomplete_pools(parts: Iterable[PoolPart]) -> dict[str, str]:
         for pool, count, part in counts
         if count < part.slices
     }
-
-
-def faults_in(labels: Mapping[str, str], numbers: Collection[int]) -> list[str]:
-    """A sentence for each of Tessera's labels that is ignored; ``numbers`` are the node's GPUs, if known."""
-    return [fault for name, use in sorted(labels.items()) for fault in _faults(name, use, numbers)]
-
-
-def _faults(name: str, use: str, numbers: Collection[int]) -> Iterator[str]:
-    if name == PUBLISH and use not in PUBLISH_VALUES:
-        yield f"label {name}={use} is ignored: accepted are {' and '.join(PUBLISH_VALUES)}{meant(use, PUBLISH_VALUES)}"
-    if name != DEDICATED_TO and not name.endswith(f".{DEDICATED_TO}"):
-        return
-    gpu = OF_ONE_GPU.fullmatch(name)
-    if gpu is None and name != DEDICATED_TO:
-        yield f"label {name} is ignored: it names no GPU; write gpu-<number>.{DEDICATED_TO}, or {DEDICATED_TO} for all"
-    elif use not in USES:
-        yield f"label {name}={use} is ignored: {use!r} is no use; there are {', '.join(USES)}{meant(use, USES)}"
-    elif gpu is not None and numbers and int(gpu["number"]) not in numbers:
-        there = ", ".join(map(str, sorted(numbers)))
-        yield f"label {name}={use} is ignored: the node has no GPU {gpu['number']}; there are {there}"
-
-
-@dataclass(frozen=True)
-class UnreportedNodes:
-    """``may_report``: for one of ``nodes``, or for the first node of all, the time has not run out yet."""
-
-    nodes: tuple[str, ...] = ()
-    may_report: bool = False
-
-
-ALL_REPORTED = UnreportedNodes()
-
-
-class UnreportedNodesTracker:
-    """Remembers since when nodes have been without a report; a new leader begins anew."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._none_since: float | None = None
-        """Since when no node at all has reported."""
-        self._since: dict[str, float] = {}
-
-    def update(self, views: Collection[NodeView]) -> UnreportedNodes:
-        """The nodes without a report among ``views``."""
-        now, times = self._clock(), list[float]()
-        self._since = {view.name: self._since.get(view.name, now) for view in views if not view.status.inventory}
-        if len(self._since) < len(views):
-            self._none_since = None
-        else:
-            self._none_since = now if self._none_since is None else self._none_since
-            times.append(self._none_since)
-        times += self._since.values()
-        return UnreportedNodes(tuple(sorted(self._since)), any(now - began < REPORT_TIMEOUT_SECONDS for began in times))

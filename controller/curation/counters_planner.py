@@ -10,10 +10,10 @@ from controller.cluster.published_offers import DeviceIndex
 from controller.curation.curator import Curator
 from controller.curation.listed_devices import ListedDevices
 from controller.curation.planner import PlannedOffers
+from controller.curation.wider_offers import WiderOffers
 from controller.demand.demand import demand_of
 from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import Countable
-from controller.demand.starvation import StarvationFallback
 from driver.model.offer import Offer, OfferKind
 from driver.model.plan import OfferMode
 from driver.placement.ranking import Ranking
@@ -26,7 +26,7 @@ class CountersPlanner:
 
     def __init__(self, ranking: Ranking, offers: int, min_published: Mapping[OfferKind, int] | None) -> None:
         self._curator = Curator(ranking, offers)
-        self._starvation = StarvationFallback()
+        self._wider_offers = WiderOffers()
         self._devices_to_list = ListedDevices(min_published, offers)
         self._listed_for: tuple[Fleet, Collection[str]] | None = None
         """The fleet and nodes for which ``_listed`` was chosen; None: queued Workloads mattered, too."""
@@ -34,14 +34,14 @@ class CountersPlanner:
 
     @property
     def next_s(self) -> float | None:
-        return self._starvation.next_s
+        return self._wider_offers.next_s
 
     def plan(self, queue: Queue, devices: DeviceIndex) -> PlannedOffers:
         """Offers that serve the demand of pending claims, and some of each kind for future claims.
 
         Present offers of a kind that is in demand are kept: the scheduler may just have given one to a claim.
         """
-        demands = demand_of(queue, self._starvation.widened(queue))
+        demands = demand_of(queue, self._wider_offers.widened(queue))
         requested = {demand.key for demand in demands}
         protected = [offer for offer in devices.offered if offer.spot.kind in requested]
         return PlannedOffers(self._curator.curate(queue.feasibility.fleet, demands, devices.offered, protected))

@@ -3,7 +3,7 @@
 The pods' pending claims come first, by priority and then by age. The claims of one pod are planned together, on one
 node, or not at all, and so are the pods of a gang, on any nodes; a pod or gang for which there is no room at present
 does not keep others from the free memory, except a pod from that of GPUs that are reserved for it after a while
-(``controller.demand.reservation``). The rest goes to offers for future claims: so many full GPUs first, which stay
+(``controller.curation.reservation``). The rest goes to offers for future claims: so many full GPUs first, which stay
 whole, and then in turn one of every other kind, from small to large. Published offers are preferred, because to replace
 one takes about as long as a fence.
 """
@@ -19,6 +19,8 @@ from controller.cluster.published_offers import DeviceIndex
 from controller.curation.curator import OfferDraft
 from controller.curation.planner import PlannedOffers
 from controller.curation.ranked_fleet import FleetSpot, RankedFleet
+from controller.curation.reservation import Reservations, Reserved, without
+from controller.curation.wider_offers import WiderOffers
 from controller.demand.demand import Eligible
 from controller.demand.device_search import Budget, choose_devices
 from controller.demand.feasibility import Kind, Nodes
@@ -26,8 +28,6 @@ from controller.demand.gangs import Gang
 from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import Countable
 from controller.demand.requirements import ClaimRequirements
-from controller.demand.reservation import Reservations, Reserved, without
-from controller.demand.starvation import StarvationFallback
 from driver.kube.types import Pod
 from driver.kube.work_loop import soonest
 from driver.model.offer import FULL, SHARE, Offer, OfferKind, Spot
@@ -45,17 +45,17 @@ class DisjointPlanner:
 
     def __init__(self, ranking: Ranking, offers: int) -> None:
         self._curator = DisjointCurator(ranking, offers)
-        self._starvation = StarvationFallback()
+        self._wider_offers = WiderOffers()
         self._reservations = Reservations()
 
     @property
     def next_s(self) -> float | None:
-        return soonest(self._starvation.next_s, self._reservations.next_s)
+        return soonest(self._wider_offers.next_s, self._reservations.next_s)
 
     def plan(self, queue: Queue, devices: DeviceIndex) -> PlannedOffers:
         """Offers for each pending claim that has room, then some of each kind for future claims."""
         reserved = self._reservations.update(queue)
-        return self._curator.curate(queue, devices.offered, self._starvation.next_node(queue), reserved)
+        return self._curator.curate(queue, devices.offered, self._wider_offers.next_node(queue), reserved)
 
     def listed(self, fleet: Fleet, nodes: Collection[str], needed: Collection[Countable]) -> frozenset[Offer]:
         """Nothing: listed devices would keep offers that overlap them waiting."""
@@ -85,7 +85,7 @@ class DisjointCurator:
     ) -> PlannedOffers:
         """``published`` are the present offers. ``only_on``: the nodes to plan on for claims that offers did not help.
 
-        The keys of ``only_on`` are those of claims (``controller.demand.starvation``).
+        The keys of ``only_on`` are those of claims (``controller.curation.wider_offers``).
         """
         fleet = without(queue.feasibility.fleet, reserved)
         ranked = self._ranked

@@ -12,7 +12,7 @@ from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.kueue import KueueQueue, QueuedWorkload
-from controller.cluster.node_views import UnreportedNodes, UnreportedNodesTracker, refusing_nodes, silent_nodes
+from controller.cluster.node_reports import UnreportedNodes, UnreportedNodesTracker, refusing_nodes, silent_nodes
 from controller.cluster.published_offers import DeviceIndex
 from controller.curation.offer_mode import ClusterMode
 from controller.demand.eligibility import Eligibility

@@ -46,7 +46,7 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
     Offers for the pods of a gang that are still to be created must stand when the scheduler first tries: it tries again
     after a second, and then ever later. Claims for one device with the same eligible GPUs make one demand.
 
-    ``widened``: nodes that offer all matching devices for the claim of that key (``controller.demand.starvation``).
+    ``widened``: nodes that offer all matching devices for the claim of that key (``controller.curation.wider_offers``).
     """
     claims = _ClaimDemand(queue)
     found = [demand for each in queue.pending if each.key not in queue.held_back for demand in claims.of(each)]

@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from controller.cluster.dedication import DEDICATED_TO
 from controller.cluster.fleet import FleetGpu
-from controller.cluster.node_views import DEDICATED_TO
 from controller.demand.eligibility import Excluded, Exclusion
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest

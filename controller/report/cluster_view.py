@@ -17,12 +17,12 @@ from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
-from controller.cluster.node_views import REPORT_TIMEOUT_SECONDS, UnreportedNodes, refusing_nodes, silent_nodes
+from controller.cluster.node_reports import REPORT_TIMEOUT_SECONDS, UnreportedNodes, refusing_nodes, silent_nodes
 from controller.cluster.published_offers import DeviceIndex
 from controller.curation.disjoint import DisjointCurator
+from controller.curation.reservation import overdue_reservation
 from controller.demand.feasibility import Feasibility, Matching
 from controller.demand.pending_claims import Queue
-from controller.demand.reservation import overdue_reservation
 from controller.explain.lacking_devices import Reasoning
 from controller.explain.lookups import ApiLookups
 from controller.explain.pipeline import reasons_in

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from controller.cluster.cache import ClusterCache
 from controller.cluster.fleet import Fleet
 from controller.curation.curator import Curator
+from controller.curation.wider_offers import WiderOffers
 from controller.demand.demand import demand_of
 from controller.demand.feasibility import Matching
 from controller.demand.pending_claims import Queue
-from controller.demand.starvation import StarvationFallback
 from controller.explain.pipeline import reasons_in
 from controller.explain.situation import Situation
 from driver.placement.measure import Measure
@@ -117,13 +117,13 @@ class Decider:
         self._cache = cache
         self._fleet = Fleet.of([*node_of("a", gpus=2), *node_of("b", "mig-1g10gb-0", gpus=2, shares=4)])
         self._matching = Matching(DRIVER)
-        self._starvation = StarvationFallback()
+        self._wider_offers = WiderOffers()
         self._curator = Curator(Ranking(Measure()), offers=2)
 
     def decide(self) -> None:
         seen = self._cache.snapshot()
         queue = Queue(seen.cluster, self._fleet, self._matching)
-        self._curator.curate(self._fleet, demand_of(queue, self._starvation.widened(queue)), (), ())
+        self._curator.curate(self._fleet, demand_of(queue, self._wider_offers.widened(queue)), (), ())
         reasons_in(Situation(queue))
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from controller.curation.curator import Curator
 from controller.curation.disjoint import DisjointCurator
+from controller.curation.reservation import WAIT_SECONDS, Reservations
+from controller.curation.wider_offers import WiderOffers
 from controller.demand.demand import demand_of
-from controller.demand.reservation import WAIT_SECONDS, Reservations
-from controller.demand.starvation import StarvationFallback
 from controller.explain.pipeline import OVERDUE_SECONDS, ReasonFinder
 from controller.explain.reason import ReasonCode
 from controller.explain.situation import DisjointPlan
@@ -103,12 +103,12 @@ def of_leader(view: ClusterView, mode: OfferMode) -> Said:
     """What the leader says in its decision after it has seen the same for a while."""
     clock = FakeClock()
     finder, reservations = ReasonFinder(OVERDUE_SECONDS, clock), Reservations(clock.monotonic)
-    starvation = StarvationFallback(clock.monotonic)
+    wider_offers = WiderOffers(clock.monotonic)
     said: Said = {}
     for _ in range(3):
         plan = None
         if mode is OfferMode.DISJOINT:
-            turns, reserved = starvation.next_node(view.queue), reservations.update(view.queue)
+            turns, reserved = wider_offers.next_node(view.queue), reservations.update(view.queue)
             chosen = DisjointCurator(Ranking()).curate(view.queue, view.devices.offered, turns, reserved)
             offers = view.devices.offerable(chosen.offers, view.snapshot.plans)
             plan = DisjointPlan(chosen.by_claim or {}, view.devices.obstacles(offers, ()))

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from controller.cluster.claim_index import PoolDevice
+from controller.cluster.dedication import Dedication
 from controller.cluster.fleet_builder import FleetBuilder
-from controller.cluster.node_views import Dedication, NodeView
+from controller.cluster.node_views import NodeView
 from controller.cluster.published_offers import DeviceIndex
 from controller.decision.plan_specs import PlanSpecs
 from controller.decision.plan_writer import LAZY_WRITE_DELAY_SECONDS, MAX_WRITES, RETRY_INTERVAL_SECONDS, PlanWriter

@@ -48,7 +48,7 @@ class PendingSince:
     requirements: object
 
 
-class StarvationFallback:
+class WiderOffers:
     """Remembers since when claims are pending; a new leader starts from zero."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

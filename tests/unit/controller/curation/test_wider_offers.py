@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.demand.demand import demand_of
-from controller.demand.starvation import (
+from controller.curation.wider_offers import (
     MAX_CLAIMS,
     MAX_DEFERRAL_SECONDS,
     MAX_NODES,
@@ -17,8 +16,9 @@ from controller.demand.starvation import (
     TURN_SECONDS,
     WAIT_SECONDS,
     WIDE_SECONDS,
-    StarvationFallback,
+    WiderOffers,
 )
+from controller.demand.demand import demand_of
 from driver.kube.types import Pod
 from driver.model.offer import FULL as FULL_KEY
 from tests.support.clock import FakeClock
@@ -43,12 +43,12 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def patience(clock: FakeClock) -> StarvationFallback:
-    return StarvationFallback(clock.monotonic)
+def patience(clock: FakeClock) -> WiderOffers:
+    return WiderOffers(clock.monotonic)
 
 
 def test_a_claim_that_is_refused_for_long_gets_everything_that_would_do(
-    patience: StarvationFallback, clock: FakeClock
+    patience: WiderOffers, clock: FakeClock
 ) -> None:
     there = waiting()
     assert patience.widened(there.queue) == {}
@@ -58,9 +58,7 @@ def test_a_claim_that_is_refused_for_long_gets_everything_that_would_do(
     assert any(each.everything and each.key == FULL_KEY for each in demand_of(there.queue, widened))
 
 
-def test_nodes_where_its_pod_may_run_come_first_and_the_others_later(
-    patience: StarvationFallback, clock: FakeClock
-) -> None:
+def test_nodes_where_its_pod_may_run_come_first_and_the_others_later(patience: WiderOffers, clock: FakeClock) -> None:
     there = waiting(nodeSelector={"pool": "training"})
     there.node("a", {"pool": "training"})
     patience.widened(there.queue)
@@ -79,7 +77,7 @@ def test_nodes_where_its_pod_may_run_come_first_and_the_others_later(
     ],
 )
 def test_nobody_gets_wider_offers_that_could_not_help(
-    patience: StarvationFallback, clock: FakeClock, there: Situation
+    patience: WiderOffers, clock: FakeClock, there: Situation
 ) -> None:
     for _ in range(10):
         assert patience.widened(there.queue) == {}
@@ -87,7 +85,7 @@ def test_nobody_gets_wider_offers_that_could_not_help(
 
 
 def test_where_wider_offers_do_not_help_they_end_and_the_next_try_is_later(
-    patience: StarvationFallback, clock: FakeClock
+    patience: WiderOffers, clock: FakeClock
 ) -> None:
     there = waiting()
     patience.widened(there.queue)
@@ -101,7 +99,7 @@ def test_where_wider_offers_do_not_help_they_end_and_the_next_try_is_later(
 
 
 def test_while_others_that_ask_for_the_same_are_served_nobody_loses_patience(
-    patience: StarvationFallback, clock: FakeClock
+    patience: WiderOffers, clock: FakeClock
 ) -> None:
     there = waiting()
     for number in range(5):
@@ -115,7 +113,7 @@ def test_while_others_that_ask_for_the_same_are_served_nobody_loses_patience(
     assert patience.widened(there.queue)
 
 
-def test_others_that_are_served_put_off_nobody_for_long(patience: StarvationFallback, clock: FakeClock) -> None:
+def test_others_that_are_served_put_off_nobody_for_long(patience: WiderOffers, clock: FakeClock) -> None:
     there = waiting()
     for number in range(20):
         there.wants(request(selector=FULL), name=f"other-{number}", status=refused())
@@ -127,9 +125,7 @@ def test_others_that_are_served_put_off_nobody_for_long(patience: StarvationFall
     assert widened.index(True) <= (MAX_DEFERRAL_SECONDS + WAIT_SECONDS) / (WAIT_SECONDS - 0.5) + 1
 
 
-def test_claims_that_ask_for_the_same_keep_no_others_from_their_turn(
-    patience: StarvationFallback, clock: FakeClock
-) -> None:
+def test_claims_that_ask_for_the_same_keep_no_others_from_their_turn(patience: WiderOffers, clock: FakeClock) -> None:
     there = waiting()
     for number in range(2 * MAX_CLAIMS):
         there.wants(request(selector=FULL), name=f"alike-{number}", status=refused())
@@ -140,7 +136,7 @@ def test_claims_that_ask_for_the_same_keep_no_others_from_their_turn(
 
 
 def test_of_many_nodes_only_some_at_a_time_offer_everything_and_all_in_turn(
-    patience: StarvationFallback, clock: FakeClock
+    patience: WiderOffers, clock: FakeClock
 ) -> None:
     names = {f"n{number}" for number in range(3 * MAX_NODES)}
     there = Situation([gpu for name in names for gpu in node_of(name, gpus=1)])

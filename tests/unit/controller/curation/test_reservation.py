@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from controller.curation.disjoint import DisjointCurator
-from controller.demand.reservation import WAIT_SECONDS, Reservations
+from controller.curation.reservation import WAIT_SECONDS, Reservations
 from controller.explain.pipeline import reason_of_disjoint
 from controller.explain.situation import DisjointPlan
 from driver.placement.ranking import Ranking
