@@ -67,10 +67,11 @@ class Eligibility:
         """Names of the nodes for ``pod``, whose allocated claims are available on the nodes of ``allocations``."""
         spec, selectors = pod.spec, tuple(allocations)
         condition = condition_of(spec, selectors)
-        if condition not in self._nodes_of:
+        nodes = self._nodes_of.get(condition)
+        if nodes is None:
             before = self._before.get(condition)
-            self._nodes_of[condition] = before if before is not None else self._admitting(spec, selectors)
-        return self._nodes_of[condition]
+            nodes = self._nodes_of[condition] = before if before is not None else self._admitting(spec, selectors)
+        return nodes
 
     def _admitting(self, spec: PodSpec, selectors: Sequence[NodeSelector]) -> frozenset[str]:
         nodes = frozenset(node.metadata.name for node in self._nodes if admits(spec, node, selectors))

@@ -48,12 +48,14 @@ class EquivalenceClasses:
 
     def groups(self, fleet: Fleet) -> Sequence[Alike]:
         """The GPUs of ``fleet``, those with equivalent devices together; remembered while the hardware is the same."""
-        if self._groups is None or self._groups[0] is not fleet.hardware:
+        remembered = self._groups
+        if remembered is None or remembered[0] is not fleet.hardware:
             found: dict[tuple[int, ...], tuple[FleetGpu, list[str]]] = {}
             for entry in fleet:
                 found.setdefault(self.of(entry), (entry, []))[1].append(entry.gpu.uuid)
-            self._groups = (fleet.hardware, [Alike(example, tuple(gpus)) for example, gpus in found.values()])
-        return self._groups[1]
+            remembered = (fleet.hardware, [Alike(example, tuple(gpus)) for example, gpus in found.values()])
+            self._groups = remembered  # the web page's thread looks at other fleets
+        return remembered[1]
 
     def of(self, entry: FleetGpu) -> tuple[int, ...]:
         """A number for each kind of device that the GPU has; equal numbers mean equivalent devices."""

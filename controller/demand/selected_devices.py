@@ -7,6 +7,7 @@ in those share one answer, which is computed once and remembered as long as the 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
@@ -207,6 +208,8 @@ class Selectors:
         self.driver = driver
         self.namespaces: dict[str, NamespaceSelectors] = {}
         """The one used last at the end."""
+        self._lock = threading.Lock()
+        """For ``namespaces``: the web page's thread asks for selectors, too."""
         self._classes = lru_cache(MAX_SELECTORS)(EquivalenceClasses)
 
     def selector(
@@ -216,16 +219,19 @@ class Selectors:
 
         The time for it counts for ``namespace``, that of the claim; "" for the expressions of a DeviceClass alone.
         """
-        known = self.namespaces.pop(namespace, None)
-        if known is None or (namespace and known.time.retry()):  # classes have no limit of time
-            budget = BUDGET_SECONDS if namespace else math.inf
-            time = SelectorTime(budget) if known is None else known.time
-            make = lru_cache(MAX_SELECTORS)(partial(self._selector, time))
-            known = NamespaceSelectors(make, time)
-        self.namespaces[namespace] = known
-        if len(self.namespaces) > MAX_NAMESPACES:
-            idle = (each for each, selectors in self.namespaces.items() if each != namespace and selectors.time.full)
-            self.namespaces.pop(next(idle, ""), None)
+        with self._lock:
+            known = self.namespaces.pop(namespace, None)
+            if known is None or (namespace and known.time.retry()):  # classes have no limit of time
+                budget = BUDGET_SECONDS if namespace else math.inf
+                time = SelectorTime(budget) if known is None else known.time
+                make = lru_cache(MAX_SELECTORS)(partial(self._selector, time))
+                known = NamespaceSelectors(make, time)
+            self.namespaces[namespace] = known
+            if len(self.namespaces) > MAX_NAMESPACES:
+                idle = (
+                    each for each, selectors in self.namespaces.items() if each != namespace and selectors.time.full
+                )
+                self.namespaces.pop(next(idle, ""), None)
         return known.selector(expressions, capacity_conditions)
 
     def _selector(
