@@ -16,8 +16,8 @@ from controller.demand.eligibility import Excluded, Exclusion
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, DeviceRequest, RefusedRequest, RequirementsReader
-from controller.explain.availability import Availability, Obstacle, listed, without
-from controller.explain.lacking_devices import Reasoning
+from controller.explain.sources.availability import Availability, Obstacle, listed, without
+from controller.explain.sources.lacking_devices import Reasoning
 from driver.kube.types import PAUSED
 from driver.model.gpu import MigMode
 

@@ -15,8 +15,8 @@ from controller.cluster.fleet import Fleet, Hardware
 from controller.cluster.kueue import WORKLOAD_VERSION
 from controller.cluster.optional_resources import POD_GROUP_VERSION
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.explain.availability import listed
 from controller.explain.reason import ClaimReason, Reason, ReasonCode
+from controller.explain.sources.availability import listed
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder, Type

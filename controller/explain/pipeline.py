@@ -22,14 +22,14 @@ from datetime import datetime, timedelta
 
 from controller.demand.device_search import SearchOutcome
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.explain.availability import listed
-from controller.explain.lacking_devices import Reasoning, reason_of
-from controller.explain.pending_despite_offers import ClaimsDespiteOffers, Sightings
 from controller.explain.reason import OF_THE_POD, ClaimReason, KnownReasons, ReasonCode
-from controller.explain.scheduler_reports import SchedulerActivity, with_scheduler
 from controller.explain.situation import DisjointPlan, Situation
-from controller.explain.unplaced_pods import UnplacedPods
-from controller.explain.waiting_gangs import reasons_of_incomplete
+from controller.explain.sources.availability import listed
+from controller.explain.sources.lacking_devices import Reasoning, reason_of
+from controller.explain.sources.pending_despite_offers import ClaimsDespiteOffers, Sightings
+from controller.explain.sources.scheduler_reports import SchedulerActivity, with_scheduler
+from controller.explain.sources.unplaced_pods import UnplacedPods
+from controller.explain.sources.waiting_gangs import reasons_of_incomplete
 from driver.clock import Clock
 from driver.model.offer import Offer
 

@@ -29,7 +29,7 @@ class ReasonCode(StrEnum):
     NODE_NAME = "NodeNameSet"
     GATED = "SchedulingGated"
     NOT_PLACED = "PodNotPlaced"
-    """These four of pods that no free device helps (``controller.explain.unplaced_pods``)."""
+    """These four of pods that no free device helps (``controller.explain.sources.unplaced_pods``)."""
 
     NO_SUCH_CLASS = "NoSuchClass"
     SELECTOR_REFUSED = "SelectorRefused"
@@ -54,7 +54,7 @@ class ReasonCode(StrEnum):
     NOT_PUBLISHED = "NotPublished"
     TAINTED = "DeviceTainted"
     UNUSED = "OfferStandsUnused"
-    """These three of a claim that can be satisfied (``controller.explain.pending_despite_offers``)."""
+    """These three of a claim that can be satisfied (``controller.explain.sources.pending_despite_offers``)."""
 
     RESHAPING = "Reshaping"
     """Of a claim for which offers of a GPU are being replaced (``controller.explain.pipeline``)."""
@@ -66,7 +66,7 @@ class ReasonCode(StrEnum):
     """Of a claim for which enough is free now, or for which that is not known (ibid.)."""
 
     GANG = "PodGroupNeedsMore"
-    """Of a claim whose PodGroup can not be placed as a whole (``controller.explain.waiting_gangs``)."""
+    """Of a claim whose PodGroup can not be placed as a whole (``controller.explain.sources.waiting_gangs``)."""
 
 
 class ClaimReason(NamedTuple):

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 from controller.cluster.node_reports import UnreportedNodes
 from controller.demand.queued_workloads import WorkloadQueue
-from controller.explain.lacking_devices import Reasoning, reason_of
 from controller.explain.reason import ClaimReason, ReasonCode
+from controller.explain.sources.lacking_devices import Reasoning, reason_of
 from driver.kube.types import Key, Metadata
 
 DECIDED_AT_ADMISSION = {ReasonCode.NO_NODE, ReasonCode.OTHER_NODES}

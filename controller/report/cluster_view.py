@@ -23,11 +23,11 @@ from controller.curation.disjoint import DisjointCurator
 from controller.curation.reservation import overdue_reservation
 from controller.demand.feasibility import Feasibility, Matching
 from controller.demand.pending_claims import Queue
-from controller.explain.lacking_devices import Reasoning
 from controller.explain.lookups import ApiLookups
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason
 from controller.explain.situation import DisjointPlan, Lookups, NoLookups, Situation
+from controller.explain.sources.lacking_devices import Reasoning
 from controller.fence.configmap import read_fenced
 from driver.clock import Clock
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from controller.demand.eligibility import Excluded
 from controller.demand.pending_claims import PendingClaim
 from controller.demand.requirements import RefusedRequest
-from controller.explain.availability import Availability, holders_of, listed
 from controller.explain.changes import Change, admitting, changes_that_help
 from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
 from controller.explain.reason import OF_THE_POD, ClaimReason
-from controller.explain.unplaced_pods import AllocatedPods
+from controller.explain.sources.availability import Availability, holders_of, listed
+from controller.explain.sources.unplaced_pods import AllocatedPods
 from controller.report.cluster_view import ClusterView
 from driver.clock import Clock
 from driver.kube.types import Claim, Key, Pod

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
-from controller.explain.availability import listed
 from controller.explain.events import ALLOCATED, COMPONENT, NOT_USED
-from controller.explain.scheduler_reports import report_of
+from controller.explain.sources.availability import listed
+from controller.explain.sources.scheduler_reports import report_of
 from controller.report.cluster_view import ClusterView, read_cluster
 from controller.report.explanation import NOT_PREPARED, TERMINATING, Explainer, Explanation, key_of
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError, UsageError

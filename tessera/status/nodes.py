@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from controller.curation.offer_mode import FIRST_FAST_MINOR_VERSION
-from controller.explain.availability import listed
+from controller.explain.sources.availability import listed
 from driver.kube.slice_types import ResourceSlice, SliceDevice
 from driver.kube.types import Claim, GpuNodePlan
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, FaultKind, GpuReport, OfferMode, PlanMode

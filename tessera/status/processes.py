@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from controller.app import LEASE
-from controller.explain.availability import listed
+from controller.explain.sources.availability import listed
 from driver.kube.client import Object
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING, is_silent
 from kubelet_plugin.status.events import EventReason

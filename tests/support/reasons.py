@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from controller.cluster.node_reports import ALL_REPORTED, UnreportedNodes
 from controller.demand.pending_claims import Queue
-from controller.explain.lacking_devices import Reasoning, reason_of
 from controller.explain.reason import ClaimReason, KnownReasons
 from controller.explain.situation import NoLookups, Situation
-from controller.explain.unplaced_pods import UnplacedPods
+from controller.explain.sources.lacking_devices import Reasoning, reason_of
+from controller.explain.sources.unplaced_pods import UnplacedPods
 from driver.kube.reads import DevicesByNode
 from driver.kube.types import Key, Pod
 from tests.support.clock import FakeClock

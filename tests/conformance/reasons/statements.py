@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.pending_claims import PendingClaim
-from controller.explain.availability import Obstacle, without
 from controller.explain.changes import Change, changes_that_help
-from controller.explain.lacking_devices import Reasoning
+from controller.explain.sources.availability import Obstacle, without
+from controller.explain.sources.lacking_devices import Reasoning
 from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import DeviceClaim, Node, Pod, Request, Result, Toleration
 from driver.model.gpu import MigMode

@@ -10,7 +10,7 @@ import pytest
 from controller.demand.demand import demand_of
 from controller.demand.device_search import Budget, choose_devices
 from controller.explain.reason import ReasonCode
-from controller.explain.waiting_gangs import reasons_of_incomplete
+from controller.explain.sources.waiting_gangs import reasons_of_incomplete
 from driver.model.offer import FULL as FULL_KEY
 from tests.support.clock import FakeClock
 from tests.support.gpus import H100

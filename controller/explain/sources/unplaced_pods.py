@@ -15,11 +15,11 @@ from controller.demand.eligibility import Excluded, exclusion, selects
 from controller.demand.extended_resources import claim_for, classes_by_resource
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import RequirementsReader
-from controller.explain.availability import listed
 from controller.explain.reason import ClaimReason, ReasonCode
-from controller.explain.scheduler_reports import SchedulerActivity, age_of, no_report, report_of, reported
-from controller.explain.sentences import only_elsewhere
 from controller.explain.situation import Lookups, Situation
+from controller.explain.sources.availability import listed
+from controller.explain.sources.scheduler_reports import SchedulerActivity, age_of, no_report, report_of, reported
+from controller.explain.sources.sentences import only_elsewhere
 from driver.clock import Clock
 from driver.kube.types import Claim, ClaimSpec, DeviceClaim, Key, Metadata, Pod, PodResourceClaim
 

@@ -17,7 +17,8 @@ from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.gangs import Gang
 from controller.demand.pending_claims import PendingClaim, Queue, described
 from controller.demand.requirements import MAX_DEVICES, ClaimRequirements, DeviceRequest, RefusedRequest
-from controller.explain.availability import (
+from controller.explain.reason import ClaimReason, Condition, KnownReasons, Reason, ReasonCode
+from controller.explain.sources.availability import (
     SHOWN,
     Availability,
     Obstacle,
@@ -32,21 +33,20 @@ from controller.explain.availability import (
     with_taints,
     without,
 )
-from controller.explain.moves import moves_that_help
-from controller.explain.reason import ClaimReason, Condition, KnownReasons, Reason, ReasonCode
-from controller.explain.sentences import (
+from controller.explain.sources.moves import moves_that_help
+from controller.explain.sources.selector_sentences import selected_nowhere
+from controller.explain.sources.sentences import (
     constraint,
     fragmented,
     held,
     hindered,
     only_elsewhere,
     profile_limit,
-    selected_nowhere,
     together,
     too_many,
     without_value,
 )
-from controller.explain.waiting_gangs import reason_of_gang
+from controller.explain.sources.waiting_gangs import reason_of_gang
 from driver.kube.types import Key
 
 MAX_TAINTED = 16

@@ -9,10 +9,16 @@ import pytest
 
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.node_views import PoolPart, incomplete_pools
-from controller.explain.pending_despite_offers import GATES, ClaimsDespiteOffers, OfferedDevice, Sightings, satisfying
 from controller.explain.reason import ClaimReason, ReasonCode
-from controller.explain.scheduler_reports import SchedulerActivity
 from controller.explain.situation import Situation as Now
+from controller.explain.sources.pending_despite_offers import (
+    GATES,
+    ClaimsDespiteOffers,
+    OfferedDevice,
+    Sightings,
+    satisfying,
+)
+from controller.explain.sources.scheduler_reports import SchedulerActivity
 from driver.model.offer import Offer
 from tests.support.clock import FakeClock
 from tests.support.queues import DRIVER, FULL, SHARE, Situation, node_of, profile, request, selected_by

@@ -20,9 +20,10 @@ from controller.demand.feasibility import Nodes
 from controller.demand.pending_claims import PendingClaim, Queue
 from controller.demand.requirements import ClaimRequirements, RefusedRequest
 from controller.demand.selected_devices import SelectorFailure
-from controller.explain.availability import listed, requests_of, untolerated
 from controller.explain.reason import ClaimReason, ReasonCode
-from controller.explain.scheduler_reports import (
+from controller.explain.situation import Lookups, Situation
+from controller.explain.sources.availability import listed, requests_of, untolerated
+from controller.explain.sources.scheduler_reports import (
     SchedulerActivity,
     age_of,
     names_obstacle,
@@ -30,8 +31,7 @@ from controller.explain.scheduler_reports import (
     report_of,
     reported,
 )
-from controller.explain.sentences import failing
-from controller.explain.situation import Lookups, Situation
+from controller.explain.sources.selector_sentences import failing
 from driver.clock import Clock, seconds_time
 from driver.kube.reads import DevicesByNode
 from driver.kube.types import Condition, ExactDeviceRequest, Pod

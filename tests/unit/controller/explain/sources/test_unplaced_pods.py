@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from controller.explain.changes import changes_that_help
-from controller.explain.lacking_devices import Reasoning
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation as Now
-from controller.explain.unplaced_pods import MAX_GATED, UnplacedPods
+from controller.explain.sources.lacking_devices import Reasoning
+from controller.explain.sources.unplaced_pods import MAX_GATED, UnplacedPods
 from driver.kube.types import PAUSED, Key
 from tests.support.clock import FakeClock
 from tests.support.queues import DRIVER, FULL, Situation, node_of, request

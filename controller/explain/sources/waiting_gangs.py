@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from controller.demand.gangs import Gang
 from controller.demand.pending_claims import Queue
 from controller.explain.reason import ClaimReason, ReasonCode
-from controller.explain.scheduler_reports import age_of
+from controller.explain.sources.scheduler_reports import age_of
 from driver.clock import Clock
 from driver.kube.types import Pod
 
