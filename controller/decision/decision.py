@@ -25,7 +25,6 @@ from controller.settings import ControllerSettings
 from controller.steps import Observer
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
-from driver.kube.work_loop import soonest
 
 if TYPE_CHECKING:
     from controller.metrics import ControllerMetrics
@@ -86,7 +85,8 @@ class Decision:
         self._cache.acknowledge()
         self.last = self._explain.explain(seen, offers)
         self._read.prepare(seen)
-        return soonest(DECISION_INTERVAL_SECONDS, *(part.next_s for part in self._timed))
+        times = [part.next_s for part in self._timed]
+        return min([DECISION_INTERVAL_SECONDS, *(seconds for seconds in times if seconds is not None)])
 
     def start(self, stop: threading.Event) -> None:
         """Watch the cluster, and work in the background, until ``stop`` is set (then call ``end``)."""

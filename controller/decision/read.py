@@ -12,7 +12,13 @@ from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.kueue import KueueQueue, QueuedWorkload
-from controller.cluster.node_reports import UnreportedNodes, UnreportedNodesTracker, refusing_nodes, silent_nodes
+from controller.cluster.node_reports import (
+    ALL_REPORTED,
+    UnreportedNodes,
+    UnreportedNodesTracker,
+    refusing_nodes,
+    silent_nodes,
+)
 from controller.cluster.published_offers import DeviceIndex
 from controller.curation.offer_mode import ClusterMode
 from controller.demand.eligibility import Eligibility
@@ -100,6 +106,7 @@ class ReadStage:
         self._matching = Matching(settings.driver_name)
         self._eligibility = self._eligibility_of_queued = Eligibility(())
         self._unreported = UnreportedNodesTracker()
+        self._unreported_nodes: UnreportedNodes | None = None
         self._nodes: NodeStates | None = None
         self._prepared: tuple[object, ...] = ()
         """The classes and the hardware for which selectors are compiled."""
@@ -120,6 +127,8 @@ class ReadStage:
             self._mode.update(snapshot.views)
         elif time.monotonic() >= self._mode.due_at:
             self._mode.update(snapshot.views)
+        if self._unreported_nodes is None or snapshot.changed.names or self._unreported_nodes != ALL_REPORTED:
+            self._unreported_nodes = self._unreported.update(snapshot.views)
         workloads = [] if self._kueue is None else self._kueue.snapshot()
         return DecisionInput(
             snapshot=snapshot,
@@ -131,7 +140,7 @@ class ReadStage:
             queued=self._queue_of(workloads, snapshot),
             mode=self._mode.mode,
             minor_version=self._mode.minor_version,
-            unreported=self._unreported.update(snapshot.views),
+            unreported=self._unreported_nodes,
             began=began,
         )
 
