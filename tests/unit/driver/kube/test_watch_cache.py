@@ -228,7 +228,7 @@ def test_a_resource_that_the_server_does_not_know_is_told_once_and_asked_for_unt
     cache = WatchCache(api.server.client(), SLICES, Slice, lambda item: item, lambda _: None, without="no such kind")
     with in_thread(cache.run, api.end_watches):
         same(cache, api)
-    told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert told.count("no such kind") == 1
     assert "watch failed, trying again" not in told
 
@@ -239,7 +239,7 @@ def test_a_resource_that_is_gone_again_is_told_again(api: SliceApi, caplog: pyte
     cache = WatchCache(api.server.client(), SLICES, Slice, lambda item: item, lambda _: None, without="no such kind")
     with in_thread(cache.run, api.end_watches):
         same(cache, api)
-    told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert told[:3] == ["no such kind", "watch failed, trying again", "no such kind"]
 
 

@@ -131,7 +131,7 @@ def test_an_unwritable_cdi_directory_is_named_and_nothing_is_cut(
         node.preparer.prepare(claim)
     directory.unlink()
     directory.mkdir()
-    assert not any("cut partition" in record.message for record in caplog.records)
+    assert not any("cut partition" in record.getMessage() for record in caplog.records)
     assert node.partitions() == []
     node.preparer.unprepare(claim)
     assert node.nothing_left()

@@ -186,7 +186,7 @@ def uuid_of(device: str, api: FaultyApi) -> str:
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [vars(record)["why"] for record in caplog.records if record.message == "found another GPU driver"]
+    return [vars(record)["why"] for record in caplog.records if record.getMessage() == "found another GPU driver"]
 
 
 def ours(plugin: PluginOnApi) -> set[str]:

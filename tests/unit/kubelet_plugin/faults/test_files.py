@@ -84,7 +84,7 @@ def node(disk: Path) -> NodeUnderTest:
 def cuts(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
     """How many partitions were cut so far."""
     caplog.set_level("INFO", "kubelet_plugin.claims.partitions")
-    return lambda: sum(record.message == "cut partition" for record in caplog.records)
+    return lambda: sum(record.getMessage() == "cut partition" for record in caplog.records)
 
 
 def test_a_disk_that_is_really_full_refuses_the_claim_before_the_cut_and_takes_it_once_there_is_room(

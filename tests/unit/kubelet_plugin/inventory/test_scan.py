@@ -280,6 +280,6 @@ def test_a_gpu_whose_memory_is_lost_midway_is_reported_once(
     node.simulated.faults.lose_gpu(5)
     for _ in range(3):
         look(node)
-    reports = [record for record in caplog.records if "can't be used" in record.message]
+    reports = [record for record in caplog.records if "can't be used" in record.getMessage()]
     assert len(reports) == 1
     assert "GPU_IS_LOST" in reports[0].why  # type: ignore[attr-defined]

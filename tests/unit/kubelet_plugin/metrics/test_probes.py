@@ -97,7 +97,7 @@ def plugin(root: Path, caplog: pytest.LogCaptureFixture, **flags: object) -> Ite
         with whole.running():
 
             def port() -> int:
-                said = [r for r in caplog.records if r.message == "serving over HTTP"]
+                said = [r for r in caplog.records if r.getMessage() == "serving over HTTP"]
                 return int(vars(said[0])["address"].rpartition(":")[2]) if said else 0
 
             yield Asked(root, api, wait_for(port, 60, "the health endpoint listens"))

@@ -65,4 +65,4 @@ def test_a_file_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: py
     file = TotalsFile(tmp_path / "missing", "boot-1")
     file.save({KEY: START})
     file.save({KEY: START})
-    assert [record.message for record in caplog.records] == ["usage totals are not saved"]
+    assert [record.getMessage() for record in caplog.records] == ["usage totals are not saved"]
