@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +20,7 @@ LOOPS, RESULTS = {"each", "one"}, {"found", "known", "one", "entry", "left", "wa
 CLASS, LONG, SHORT, FUNCTION, CONSTRUCTOR, FOLDER, DODGE, VAGUE = RULES = (
     "a class name stands for one thing: rename one of them, or merge them",
     f"a module has at most {MOST_LINES} lines: cut it where its things part",
-    f"a module has at least {FEWEST_LINES} lines: move it into its only user",
+    f"a module that only one other uses has at least {FEWEST_LINES} lines: move it there",
     f"a function has at most {LONGEST_FUNCTION} lines: name its parts",
     f"a constructor has at most {MOST_PARAMETERS} parameters: hand over a value or a Protocol",
     f"a folder has at most {MOST_MODULES} modules: make a folder of those that belong together",
@@ -53,8 +53,9 @@ def findings() -> tuple[Finding, ...]:
     texts = {str(file.relative_to(PROJECT)): file.read_text() for file in files}
     trees = {file: ast.parse(text) for file, text in texts.items()}
     broken = [*_classes(trees), *_folders()]
+    users = _users(trees)
     for file, tree in trees.items():
-        broken += _module(file, texts[file].count("\n"))
+        broken += _module(file, texts[file].count("\n"), users[file.removesuffix(".py").replace("/", ".")])
         for node in ast.walk(tree):
             broken += [*_function(file, node), *_dodge(file, node), *_vague_names(file, node)]
     return tuple(sorted(broken, key=lambda finding: (RULES.index(finding.rule), finding.file, finding.line)))
@@ -77,10 +78,20 @@ def _folders() -> Iterator[Finding]:
         yield Finding(FOLDER, f"{folder}/", 1, f"{modules} modules")
 
 
-def _module(file: str, lines: int) -> Iterator[Finding]:
+def _users(trees: dict[str, ast.Module]) -> Counter[str]:
+    """How many modules import each module."""
+    users = Counter[str]()
+    for tree in trees.values():
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        names = {f"{node.module}.{name.name}" for node in imports for name in node.names}
+        users.update(names | {str(node.module) for node in imports})
+    return users
+
+
+def _module(file: str, lines: int, users: int) -> Iterator[Finding]:
     if lines > MOST_LINES:
         yield Finding(LONG, file, 1, f"{lines} lines")
-    if lines < FEWEST_LINES and not file.endswith(("/__init__.py", "/__main__.py")):
+    if lines < FEWEST_LINES and users == 1:
         yield Finding(SHORT, file, 1, f"{lines} lines")
 
 

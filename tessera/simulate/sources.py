@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-from driver.kube.clock import Clock
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.cluster.node_views import NodeView

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 from tests.house import CLASS, CONSTRUCTOR, DODGE, FOLDER, FUNCTION, LONG, SHORT, VAGUE, Finding, findings
 
-TABLES = {"driver/kube/types.py": LONG, "deviceclasses/chart_classes.py": SHORT}
-"""Modules that are one table, or that many use: the rules of length are not for them."""
+TABLES = {"driver/kube/types.py": LONG}
+"""Modules that are one table: the rules of length are not for them."""
 
 NONE = {"driver": 0, "kubelet_plugin": 0, "controller": 0, "deviceclasses": 0, "tessera": 0}
 ALLOWED: dict[str, dict[str, int]] = {
-    CLASS: {**NONE, "driver": 24, "kubelet_plugin": 3, "controller": 24, "tessera": 1},
+    CLASS: {**NONE, "driver": 6, "kubelet_plugin": 2, "controller": 4, "tessera": 1},
     LONG: NONE,
-    SHORT: {**NONE, "driver": 6, "controller": 7},
-    FUNCTION: {**NONE, "controller": 3},
-    CONSTRUCTOR: {**NONE, "driver": 2, "controller": 1},
+    SHORT: {**NONE, "controller": 1},
+    FUNCTION: {**NONE, "controller": 1},
+    CONSTRUCTOR: {**NONE, "driver": 1, "controller": 1},
     FOLDER: {**NONE, "driver": 1},
-    DODGE: {**NONE, "driver": 3, "controller": 11},
-    VAGUE: {**NONE, "driver": 133, "kubelet_plugin": 32, "controller": 468, "deviceclasses": 10, "tessera": 31},
+    DODGE: {**NONE, "driver": 2, "controller": 1},
+    VAGUE: {**NONE, "driver": 128, "kubelet_plugin": 20, "controller": 318, "deviceclasses": 10, "tessera": 31},
 }
 """How often each rule may be broken in each area. Numbers only fall."""
 
