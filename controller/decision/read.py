@@ -12,7 +12,7 @@ from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.kueue import KueueQueue, QueuedWorkload
-from controller.cluster.node_reports import (
+from controller.cluster.node_views import (
     ALL_REPORTED,
     UnreportedNodes,
     UnreportedNodesTracker,

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Protocol
 
 from controller.cluster.claim_index import PoolDevice
-from controller.cluster.node_reports import ALL_REPORTED, UnreportedNodes
+from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.demand.pending_claims import Queue
 from driver.kube.reads import DevicesByNode
 from driver.kube.types import Key, Pod

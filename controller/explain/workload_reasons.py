@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
-from controller.cluster.node_reports import UnreportedNodes
+from controller.cluster.node_views import UnreportedNodes
 from controller.demand.queued_workloads import WorkloadQueue
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.sources.lacking_devices import Reasoning, reason_of

@@ -17,7 +17,7 @@ from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import Fleet
 from controller.cluster.fleet_builder import FleetBuilder
-from controller.cluster.node_reports import REPORT_TIMEOUT_SECONDS, UnreportedNodes, refusing_nodes, silent_nodes
+from controller.cluster.node_views import REPORT_TIMEOUT_SECONDS, UnreportedNodes, refusing_nodes, silent_nodes
 from controller.cluster.published_offers import DeviceIndex
 from controller.curation.disjoint import DisjointCurator
 from controller.curation.reservation import overdue_reservation

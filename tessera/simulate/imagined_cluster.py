@@ -15,14 +15,13 @@ import msgspec
 
 from controller.cluster.claim_index import ClaimIndex, ClusterState
 from controller.cluster.fleet import Fleet, FleetGpu
-from controller.cluster.node_reports import ALL_REPORTED, UnreportedNodes
+from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.curation.curator import Curator
 from controller.curation.disjoint import DisjointCurator
 from controller.demand.demand import demand_of
 from controller.demand.eligibility import Eligibility
-from controller.demand.extended_resources import claim_for, classes_by_resource
 from controller.demand.feasibility import Matching, Nodes
-from controller.demand.pending_claims import Queue
+from controller.demand.pending_claims import Queue, claim_for, classes_by_resource
 from controller.demand.requirements import RequirementsReader
 from controller.demand.selected_devices import Selector
 from controller.explain.pipeline import reasons_in

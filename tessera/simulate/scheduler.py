@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from controller.demand.eligibility import Eligibility
-from controller.demand.extended_resources import classes_by_resource
+from controller.demand.pending_claims import classes_by_resource
 from driver.kube.types import Allocation, Claim, DeviceClass, Node, Pod
 from tessera.simulate.allocatable_devices import AllocationError, FailureKind
 from tessera.simulate.allocator import allocate

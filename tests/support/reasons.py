@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from controller.cluster.node_reports import ALL_REPORTED, UnreportedNodes
+from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.demand.pending_claims import Queue
 from controller.explain.reason import ClaimReason, KnownReasons
 from controller.explain.situation import NoLookups, Situation

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 
 from controller.cluster.fleet import Fleet
-from controller.cluster.node_reports import UnreportedNodes
+from controller.cluster.node_views import UnreportedNodes
 from controller.demand.device_search import SearchOutcome
 from controller.demand.eligibility import Excluded
 from controller.demand.feasibility import Feasibility, Nodes

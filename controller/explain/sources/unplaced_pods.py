@@ -12,8 +12,7 @@ from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 from controller.demand.eligibility import Excluded, exclusion, selects
-from controller.demand.extended_resources import claim_for, classes_by_resource
-from controller.demand.pending_claims import PendingClaim, Queue
+from controller.demand.pending_claims import PendingClaim, Queue, claim_for, classes_by_resource
 from controller.demand.requirements import RequirementsReader
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Lookups, Situation

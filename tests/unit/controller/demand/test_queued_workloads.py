@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from controller.cluster.kueue import QueuedPod, QueuedWorkload, kept_workload
-from controller.cluster.node_reports import ALL_REPORTED
+from controller.cluster.node_views import ALL_REPORTED
 from controller.curation.listed_devices import ListedDevices
 from controller.demand.queued_workloads import WorkloadQueue, countable
 from controller.explain.workload_reasons import WorkloadReasons

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from controller.cluster.node_reports import (
+from controller.cluster.node_views import (
     ALL_REPORTED,
     REPORT_TIMEOUT_SECONDS,
+    NodeView,
     UnreportedNodes,
     UnreportedNodesTracker,
 )
-from controller.cluster.node_views import NodeView
 from controller.explain.reason import ReasonCode
 from driver.model.plan import PlanStatus
 from tests.support.clock import FakeClock
