@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.harness.cluster import Cluster
+from tests.harness.readiness import http_ok
 from tests.harness.waiting import wait_for
 from tests.support.chart import install
 from tests.support.control_plane import control_plane
@@ -62,8 +63,10 @@ def running(cluster: Cluster) -> Iterator[Place]:
         wait_for(lambda: [plan.get("status", {}).get("mode") for plan in local.plans().values()] == plans,
                  SOON_S, "all nodes follow the controller")  # fmt: skip
         guarded.start()
-        page = WebPage(stack.enter_context(browser()), f"http://127.0.0.1:{ports[0]}/")
-        yield Place(cluster, local, page, f"http://127.0.0.1:{ports[1]}/")
+        urls = [f"http://127.0.0.1:{port}/" for port in ports]
+        for url in urls:
+            wait_for(http_ok(url), SOON_S, f"a controller serves its page at {url}")
+        yield Place(cluster, local, WebPage(stack.enter_context(browser()), urls[0]), urls[1])
         for process in (local, guarded):
             process.stop()
             assert process.refused() == []
