@@ -8,6 +8,7 @@ only if it is certain that the scheduler can not place it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -119,4 +120,4 @@ class GangRoom:
             size += count * min((slices_of(state, key) for state, each in pairs for key in each.keys), default=0.0)
         if size:
             most = min(most, (sum(state.free for state in states) + ROUNDING) // size)
-        return int(most), size
+        return sys.maxsize if most == math.inf else int(most), size  # no limit: devices of other drivers only

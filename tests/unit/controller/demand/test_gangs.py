@@ -86,6 +86,13 @@ def test_a_group_that_claims_to_need_more_pods_than_any_cluster_has_gets_no_offe
     assert offered(nodes(8, 8).gang("training", ONE, min_count=2**31 - 1)) == 0
 
 
+def test_a_gang_that_needs_devices_of_another_driver_only_has_room() -> None:
+    theirs = request(selector='device.driver == "nic.example.com"')
+    there = nodes(8).gang("network", theirs, theirs).wants(ONE, name="alone")
+    assert not there.queue.held_back
+    assert offered(there) == 1
+
+
 def test_nodes_for_pods_that_are_still_to_be_created_are_offered_whole() -> None:
     assert offered(nodes(8, 8, 8).gang("training", EIGHT, min_count=3)) == 24
 
