@@ -204,14 +204,18 @@ class PlanStatus(msgspec.Struct, frozen=True, rename="camel"):
 class FaultKind(StrEnum):
     """Why a GPU cannot be used at present.
 
-    UNAVAILABLE: it does not answer. UNHEALTHY: it has a condition. CORDONED: an operator has cordoned it. RESERVED:
-    another driver owns it.
+    UNAVAILABLE: it does not answer, or a later version of the node plugin reports a kind that this version does not
+    know. UNHEALTHY: it has a condition. CORDONED: an operator has cordoned it. RESERVED: another driver owns it.
     """
 
     UNAVAILABLE = "Unavailable"
     UNHEALTHY = "Unhealthy"
     CORDONED = "Cordoned"
     RESERVED = "Reserved"
+
+    @classmethod
+    def _missing_(cls, value: object) -> FaultKind:
+        return cls.UNAVAILABLE
 
 
 CORDONED_PREFIX, OWNED_SUFFIX = "cordoned", " owns it"

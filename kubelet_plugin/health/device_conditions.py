@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from driver.model.gpu_health import RECOVERY_ACTIONS, ConditionType, DeviceCondition, EventKind, GpuEvent
 from driver.model.xid import is_fatal, meaning_of
-from kubelet_plugin.health.recorded_faults import FaultKind, HardwareFault, HealthRecord
+from kubelet_plugin.health.recorded_faults import FaultSource, HardwareFault, HealthRecord
 from kubelet_plugin.inventory.inventory import Inventory
 
 ReportedConditions = Mapping[tuple[str, ConditionType], tuple[str, int]]
@@ -30,16 +30,16 @@ def fault_of_event(event: GpuEvent, slices: int | None, now: int, *, recovery_su
     if event.gpu_uuid is None:
         return None
     if event.kind is EventKind.UNAVAILABLE:
-        return HardwareFault(event.gpu_uuid, FaultKind.UNAVAILABLE, now)
+        return HardwareFault(event.gpu_uuid, FaultSource.UNAVAILABLE, now)
     if event.xid is None or not is_fatal(event.xid, recovery_supported=recovery_supported):
         return None
-    return HardwareFault(event.gpu_uuid, FaultKind.XID, now, event.xid, slices)
+    return HardwareFault(event.gpu_uuid, FaultSource.XID, now, event.xid, slices)
 
 
 def condition_of(fault: HardwareFault) -> DeviceCondition:
-    if fault.kind is FaultKind.XID:
+    if fault.kind is FaultSource.XID:
         value, reason = f"xid-{fault.number}", f"XID {fault.number}, {meaning_of(fault.number).text}"
-    elif fault.kind is FaultKind.UNAVAILABLE:
+    elif fault.kind is FaultSource.UNAVAILABLE:
         value, reason = "unavailable", "NVML reported it unavailable"
     else:
         value, need = RECOVERY_ACTIONS.get(fault.number, ("needs-action", f"recovery action {fault.number}"))
@@ -55,7 +55,7 @@ def conditions_by_gpu(
     Recovery actions come after other faults: they follow from them, even if they are seen first.
     """
     conditions: dict[str, list[DeviceCondition]] = defaultdict(list)
-    for fault in sorted(record.faults, key=lambda fault: fault.kind is FaultKind.RECOVERY):
+    for fault in sorted(record.faults, key=lambda fault: fault.kind is FaultSource.RECOVERY):
         conditions[fault.gpu].append(condition_of(fault))
     for (name, kind), (reason, stamp) in sorted(reported.items()):
         device = inventory.device(name)

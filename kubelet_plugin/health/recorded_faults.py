@@ -25,7 +25,7 @@ FAULT_REPEAT_INTERVAL_SECONDS = 60
 """Seconds within which an equal report is the same fault: some XIDs are reported by the hundred."""
 
 
-class FaultKind(StrEnum):
+class FaultSource(StrEnum):
     """Sources of a fault; also values of a metric label."""
 
     XID = "xid"
@@ -40,7 +40,7 @@ class HardwareFault(msgspec.Struct, frozen=True, rename="camel", omit_defaults=T
     """
 
     gpu: str
-    kind: FaultKind
+    kind: FaultSource
     stamp: int
     number: int = 0
     slices: int | None = None
@@ -49,7 +49,7 @@ class HardwareFault(msgspec.Struct, frozen=True, rename="camel", omit_defaults=T
     @property
     def ends_with_return(self) -> bool:
         """Whether the GPU has recovered as soon as it responds again."""
-        return self.kind is FaultKind.UNAVAILABLE or (self.kind, self.number) == (FaultKind.XID, FALLEN_OFF_THE_BUS)
+        return self.kind is FaultSource.UNAVAILABLE or (self.kind, self.number) == (FaultSource.XID, FALLEN_OFF_THE_BUS)
 
 
 class HealthRecord(msgspec.Struct, frozen=True, rename="camel"):
@@ -89,8 +89,8 @@ def apply_recovery_action(record: HealthRecord, gpu: str, action: int, now: int)
     if action == NO_ACTION:
         return _without(msgspec.structs.replace(record, actions=actions), [f for f in record.faults if f.gpu == gpu])
     changed = msgspec.structs.replace(record, actions={**actions, gpu: action})
-    earlier = [f for f in record.faults if f.gpu == gpu and f.kind is FaultKind.RECOVERY]
-    return apply_fault(_without(changed, earlier), HardwareFault(gpu, FaultKind.RECOVERY, now, action))
+    earlier = [f for f in record.faults if f.gpu == gpu and f.kind is FaultSource.RECOVERY]
+    return apply_fault(_without(changed, earlier), HardwareFault(gpu, FaultSource.RECOVERY, now, action))
 
 
 def apply_scan(record: HealthRecord, answering: Collection[str]) -> HealthRecord:
@@ -127,7 +127,7 @@ def new_stamp(record: HealthRecord, now: int) -> tuple[HealthRecord, int]:
     return msgspec.structs.replace(record, last_stamp=stamp), stamp
 
 
-def _identity(fault: HardwareFault) -> tuple[str, FaultKind, int, int | None]:
+def _identity(fault: HardwareFault) -> tuple[str, FaultSource, int, int | None]:
     return fault.gpu, fault.kind, fault.number, fault.slices
 
 

@@ -25,7 +25,7 @@ from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord
 from kubelet_plugin.claims.held_claims import HeldClaims
 from kubelet_plugin.claims.killable_steps import NodeStep
 from kubelet_plugin.health.monitor import GPU_UNHEALTHY, HealthMonitor
-from kubelet_plugin.health.recorded_faults import FaultKind
+from kubelet_plugin.health.recorded_faults import FaultSource
 from kubelet_plugin.inventory.inventory import ClaimReference
 from kubelet_plugin.metrics.measurements import DEFECT, FAILURES, LOCK_FAILURE, Measurements, failure_kind
 from kubelet_plugin.status.events import EventReason
@@ -151,7 +151,7 @@ class Metrics(Measurements):
         self._faults.labels(kind).inc()
 
 
-FAULT_KINDS = (*(kind.value for kind in FaultKind), *(kind.value for kind in ConditionType), "cordoned")
+FAULT_KINDS = (*(kind.value for kind in FaultSource), *(kind.value for kind in ConditionType), "cordoned")
 
 
 class NodeGauges(Collector):

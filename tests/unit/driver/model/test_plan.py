@@ -29,3 +29,9 @@ def test_the_kind_of_a_fault_follows_from_its_text_where_an_earlier_version_repo
 def test_a_reported_kind_is_not_read_from_the_text() -> None:
     reported = GpuReport(gpu_of(), 0, fault="cordoned: fan", fault_kind=FaultKind.UNAVAILABLE)
     assert states_of(described([reported])) == [reported]
+
+
+def test_a_kind_that_only_a_later_version_knows_leaves_the_gpu_unavailable() -> None:
+    reported = GpuReport(gpu_of(), 0, fault="failing: it refused to be cut", fault_kind=FaultKind.UNHEALTHY)
+    [report] = states_of(described([reported]).replace('"Unhealthy"', '"Failing"'))
+    assert (report.fault, report.fault_kind) == ("failing: it refused to be cut", FaultKind.UNAVAILABLE)

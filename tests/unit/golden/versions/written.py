@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from driver.model.plan import PlanMode, PlanSpec, PlanStatus, Summary
-from kubelet_plugin.health.recorded_faults import FaultKind, HardwareFault, HealthFile, HealthRecord
+from kubelet_plugin.health.recorded_faults import FaultSource, HardwareFault, HealthFile, HealthRecord
 from kubelet_plugin.inventory.inventory import GpuSharing
 from kubelet_plugin.plan.memory import PlanFile, PlanMemory
 from tests.support.chart import rendered
@@ -67,8 +67,8 @@ def documents() -> Iterator[tuple[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         PlanFile(Path(name)).save(PlanMemory("abcdef", PlanMode.PLANNED, ("gpu-0", "gpu-1")), durable=False)
         xid, recovery = (
-            HardwareFault(GPU, FaultKind.XID, 5, 79, 3, absent=True),
-            HardwareFault(GPU, FaultKind.RECOVERY, 6, 1),
+            HardwareFault(GPU, FaultSource.XID, 5, 79, 3, absent=True),
+            HardwareFault(GPU, FaultSource.RECOVERY, 6, 1),
         )
         HealthFile(Path(name)).save(HealthRecord("a boot", 6, (xid, recovery), {GPU: 1}, {GPU: "fan"}))
         for file in ("plan.json", "health.json"):
