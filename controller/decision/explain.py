@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from controller.cluster.cache import ClusterCache
+from controller.cluster.node_views import UnreportedNodes
 from controller.decision.choose import ChosenOffers, WaitsFor
 from controller.decision.read import DecisionInput
+from controller.demand.queued_workloads import WorkloadQueue
 from controller.explain.events import EventReporter, written_events
 from controller.explain.lookups import ApiLookups
 from controller.explain.pipeline import ReasonFinder
-from controller.explain.reason import ClaimReason
+from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import DisjointPlan, Situation
-from controller.explain.workload_reasons import WorkloadReasons
+from controller.explain.sources.lacking_devices import Reasoning, reason_of
 from controller.fence.fence import Fence
 from controller.report.cluster_view import ClusterView
 from controller.settings import ControllerSettings
 from driver.clock import Clock
 from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
+from driver.kube.types import Key, Metadata
 
 if TYPE_CHECKING:
     from controller.metrics import ControllerMetrics
 
 EXPLAIN_SECONDS = 0.25
-"""About how long the reasons of pending claims may take in one decision: pods wait for it meanwhile."""
+"""About how long the reasons of pending claims, and those of Workloads, may take in one decision: pods wait for it."""
+
+WORKLOADS_INTERVAL_SECONDS = 5.0
+"""Time between two explanations of queued Workloads."""
+
+DECIDED_AT_ADMISSION = {ReasonCode.NO_NODE, ReasonCode.OTHER_NODES}
+"""Reasons that Workloads do not get: a ResourceFlavor may change where the pods may run."""
 
 
 class ExplainStage:
@@ -104,3 +115,36 @@ def _noted(found: Iterable[ClaimReason], reasons: dict[str, ClaimReason]) -> Ite
     for reason in found:
         reasons[reason.pending.key] = reason
         yield reason
+
+
+class WorkloadReasons:
+    """Explains in turn why what Kueue's queued Workloads will claim is not free, as many as there is time for.
+
+    Kueue decides by quotas, which the controller does not know: a Workload whose devices are free gets no reason.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._due_at = -math.inf
+        self._explained = 0
+        """How many claims of the queue have had their turn."""
+
+    def of(self, queue: WorkloadQueue, unreported: UnreportedNodes) -> Iterator[tuple[Metadata, ClaimReason]]:
+        """One reason of each Workload, by its metadata."""
+        began = self._clock()
+        if began < self._due_at:
+            return
+        self._due_at = began + WORKLOADS_INTERVAL_SECONDS
+        done: set[Key] = set()
+        reasoning, first = Reasoning(queue), self._explained % max(1, len(queue.pending))
+        for pending in (*queue.pending[first:], *queue.pending[:first]):
+            self._explained += 1
+            origin = queue.origin(pending)
+            workload = origin.workload.metadata
+            reason = None if workload.key in done else reason_of(pending, reasoning, unreported)
+            if reason is not None and reason.code not in DECIDED_AT_ADMISSION:
+                done.add(workload.key)
+                where = f"pod set {origin.pod_set.name}, claim {origin.name}: "
+                yield workload, reason._replace(sentence=where + reason.sentence)
+            if self._clock() - began > EXPLAIN_SECONDS:
+                return

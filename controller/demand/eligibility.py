@@ -43,10 +43,14 @@ class Exclusion(StrEnum):
 
 
 class Excluded(NamedTuple):
-    """Everything that excludes a node for a pod. ``text`` follows the name of the node: ``is not ready``."""
+    """Everything that excludes a node for a pod. ``text`` follows the name of the node: ``is not ready``.
+
+    ``claims`` are the claims of the pod that are allocated elsewhere: ``claim a of the pod, which is allocated on n2``.
+    """
 
     kinds: frozenset[Exclusion]
     text: str
+    claims: tuple[str, ...] = ()
 
 
 class Eligibility:
@@ -94,12 +98,16 @@ def admits(spec: PodSpec, node: Node, allocations: Iterable[NodeSelector] = ()) 
 
 def exclusion(spec: PodSpec, node: Node, allocations: Mapping[str, NodeSelector] | None = None) -> Excluded | None:
     """Why such a pod can not run on ``node``; None if it may. ``allocations`` are those of its claims, by name."""
-    found = list(islice(_exclusions(spec, node), SHOWN))
-    for name, selector in (allocations or {}).items():
-        if not selects(selector, node):
-            text = f"can not have claim {name} of the pod, which is allocated on {_nodes_named(selector)}"
-            found.append((Exclusion.OTHER_CLAIM, text))
-    return Excluded(frozenset(kind for kind, _ in found), " and ".join(text for _, text in found)) if found else None
+    causes = list(islice(_exclusions(spec, node), SHOWN))
+    claims = tuple(
+        f"claim {name} of the pod, which is allocated on {_nodes_named(selector)}"
+        for name, selector in (allocations or {}).items()
+        if not selects(selector, node)
+    )
+    causes += [(Exclusion.OTHER_CLAIM, f"can not have {claim}") for claim in claims]
+    if not causes:
+        return None
+    return Excluded(frozenset(kind for kind, _ in causes), " and ".join(text for _, text in causes), claims)
 
 
 def _exclusions(spec: PodSpec, node: Node) -> Iterator[tuple[Exclusion, str]]:

@@ -34,7 +34,7 @@ OF_THE_CLAIM = {"count", "constraint"}
 """Kinds of changes after which the claim asks for something else."""
 
 
-class Change(NamedTuple):
+class HelpfulChange(NamedTuple):
     """``text`` completes "it would fit if"; ``claims``: those that would have to end."""
 
     kind: str
@@ -50,7 +50,7 @@ class Release(NamedTuple):
     smallest: bool
 
 
-def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Change]:
+def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[HelpfulChange]:
     """What would make room at once for ``pending`` and the other claims of its pod.
 
     Empty if there is room, or if no single change is enough.
@@ -66,7 +66,7 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Chang
         return []
     alternatives = list(queue.combinations(pending.pods[0]))
     feasibility, nodes = queue.feasibility, queue.nodes(pending)
-    found: list[Change] = []
+    found: list[HelpfulChange] = []
     release = min(
         filter(None, (smallest_release(feasibility, each, nodes, queue.holders) for each in alternatives)),
         key=lambda each: len(each.claims),
@@ -94,11 +94,11 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Chang
     return list({each.text: each for each in found}.values())
 
 
-def _of_release(release: Release) -> Change:
+def _of_release(release: Release) -> HelpfulChange:
     ended = "claim" if len(release.claims) == 1 else "claims"
     fewest = ", the fewest possible" if release.smallest else ""
     text = f"{ended} {', '.join(release.claims)} ended ({len(release.claims)} on node {release.node}{fewest})"
-    return Change("release", text, release.claims)
+    return HelpfulChange("release", text, release.claims)
 
 
 def smallest_release(
@@ -188,7 +188,7 @@ def _hindered_by_node(available: Sequence[Availability]) -> Iterator[tuple[Obsta
 
 def _of_gpus(
     feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes, available: Sequence[Availability]
-) -> Iterator[Change]:
+) -> Iterator[HelpfulChange]:
     """Single GPUs, or nodes, without what keeps them from use."""
     units = [
         (obstacle, gpus if obstacle in TOGETHER else (entry,))
@@ -206,10 +206,10 @@ def _of_gpus(
     paused = [each for each in helping.get(Obstacle.CLOSED, ()) if PAUSED in each.closed]
     if paused:
         helping[Obstacle.CLOSED] = [each for each in helping[Obstacle.CLOSED] if each not in paused]
-        yield Change("plan-paused", _text(Obstacle.CLOSED, paused))
+        yield HelpfulChange("plan-paused", _text(Obstacle.CLOSED, paused))
     for obstacle, found in helping.items():
         if found:
-            yield Change(obstacle.name.lower(), _text(obstacle, found))
+            yield HelpfulChange(obstacle.name.lower(), _text(obstacle, found))
 
 
 TEXTS = {
@@ -228,7 +228,7 @@ def _of_several(
     claim_of: Mapping[tuple[str, str], str],
     requirements: ClaimRequirements,
     available: Sequence[Availability],
-) -> Change | None:
+) -> HelpfulChange | None:
     """The fewest GPUs of a node without what keeps them from use, and the claims of the node that must end besides."""
     best: tuple[int, Obstacle, tuple[FleetGpu, ...], tuple[str, ...]] | None = None
     for obstacle, hindered in islice(_hindered_by_node(available), MAX_NODES):
@@ -257,7 +257,7 @@ def _of_several(
     _, obstacle, freed, ended = best
     text = _text(obstacle, freed, "and")
     also = f", and {'claim' if len(ended) == 1 else 'claims'} {', '.join(ended)} ended" if ended else ""
-    return Change(obstacle.name.lower(), text + also, ended)
+    return HelpfulChange(obstacle.name.lower(), text + also, ended)
 
 
 def _effort(entry: FleetGpu) -> tuple[bool, bool]:
@@ -283,7 +283,7 @@ def _names(obstacle: Obstacle, gpus: Sequence[FleetGpu], between: str = "or") ->
     return listed(list(dict.fromkeys(names)), MAX_CHANGES).replace(", ", f" {between} ")
 
 
-def _of_nodes(reasoning: Reasoning, pending: PendingClaim, requirements: ClaimRequirements) -> Iterator[Change]:
+def _of_nodes(reasoning: Reasoning, pending: PendingClaim, requirements: ClaimRequirements) -> Iterator[HelpfulChange]:
     """Nodes on which its pod can't run, and that would have room."""
     excluded, feasibility = reasoning.excluded(pending), reasoning.queue.feasibility
     by_exclusion: dict[Excluded, list[str]] = {}
@@ -295,22 +295,22 @@ def _of_nodes(reasoning: Reasoning, pending: PendingClaim, requirements: ClaimRe
     yield from admitting(by_exclusion)
 
 
-def admitting(by_exclusion: Mapping[Excluded, Sequence[str]]) -> Iterator[Change]:
+def admitting(by_exclusion: Mapping[Excluded, Sequence[str]]) -> Iterator[HelpfulChange]:
     """For nodes that exclude a pod: that they no longer do."""
     for exclusion, nodes in sorted(by_exclusion.items(), key=lambda each: each[0].text):
         names = listed(sorted(nodes), MAX_CHANGES).replace(", ", " or ")
         if exclusion.kinds == {Exclusion.NOT_READY}:
-            yield Change("node-ready", f"node {names} were ready")
+            yield HelpfulChange("node-ready", f"node {names} were ready")
         elif exclusion.kinds == {Exclusion.CORDONED}:
-            yield Change("node-uncordoned", f"node {names} were uncordoned (kubectl uncordon {min(nodes)})")
+            yield HelpfulChange("node-uncordoned", f"node {names} were uncordoned (kubectl uncordon {min(nodes)})")
         elif exclusion.kinds == {Exclusion.OTHER_CLAIM}:
-            claims = exclusion.text.removeprefix("can not have ")
-            yield Change("claim-moved", f"{claims}, were allocated on node {names}: it is once no pod uses it")
+            claims = " and can not have ".join(exclusion.claims)
+            yield HelpfulChange("claim-moved", f"{claims}, were allocated on node {names}: it is once no pod uses it")
         else:
-            yield Change("node-admitted", f"its pod could run on node {names}, which {exclusion.text}")
+            yield HelpfulChange("node-admitted", f"its pod could run on node {names}, which {exclusion.text}")
 
 
-def _of_count(feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[Change]:
+def _of_count(feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[HelpfulChange]:
     """The same claim for fewer devices."""
     [first, *others] = requirements.requests
     if others or first.count is None:
@@ -318,11 +318,11 @@ def _of_count(feasibility: Feasibility, requirements: ClaimRequirements, nodes: 
     for count in range(first.count - 1, 0, -1):
         fewer = requirements._replace(requests=(DeviceRequest(first.name, first.selector, count),))
         if feasibility.find_node(fewer, nodes).outcome is SearchOutcome.FITS:
-            yield Change("count", f"request {first.name} asked for {count} instead of {first.count}")
+            yield HelpfulChange("count", f"request {first.name} asked for {count} instead of {first.count}")
             return
 
 
-def _of_constraints(feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[Change]:
+def _of_constraints(feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[HelpfulChange]:
     """The same requests without the constraints on one attribute."""
     constraints = requirements.constraints
     for attribute, distinct in dict.fromkeys((each.attribute, each.distinct) for each in constraints):
@@ -330,10 +330,10 @@ def _of_constraints(feasibility: Feasibility, requirements: ClaimRequirements, n
         if feasibility.find_node(requirements._replace(constraints=others), nodes).outcome is SearchOutcome.FITS:
             values = "different values" if distinct else "the same value"
             field = "distinctAttribute" if distinct else "matchAttribute"
-            yield Change("constraint", f"its devices did not need {values} of {attribute} ({field})")
+            yield HelpfulChange("constraint", f"its devices did not need {values} of {attribute} ({field})")
 
 
-def _of_class(queue: Queue, pending: PendingClaim) -> Iterator[Change]:
+def _of_class(queue: Queue, pending: PendingClaim) -> Iterator[HelpfulChange]:
     """The same claim for another DeviceClass, if it has one request without selectors."""
     [request, *others] = pending.claim.spec.devices.requests
     wanted = request.exactly
@@ -349,4 +349,4 @@ def _of_class(queue: Queue, pending: PendingClaim) -> Iterator[Change]:
             if one is not None and queue.feasibility.find_node(one, nodes).outcome is SearchOutcome.FITS:
                 names.append(name)
     if names:
-        yield Change("class", f"its class were {' or '.join(sorted(names)[:MAX_CHANGES])}")
+        yield HelpfulChange("class", f"its class were {' or '.join(sorted(names)[:MAX_CHANGES])}")

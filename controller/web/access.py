@@ -38,7 +38,7 @@ LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 address (DNS rebinding)."""
 
 
-class Refusal(NamedTuple):
+class AccessRefusal(NamedTuple):
     """Why a request is refused, as an HTTP status and a sentence for people."""
 
     status: HTTPStatus
@@ -72,14 +72,14 @@ def is_loopback(address: ListenAddress) -> bool:
         return False
 
 
-def check_local(headers: Mapping[str, str]) -> Refusal | None:
+def check_local(headers: Mapping[str, str]) -> AccessRefusal | None:
     """Refuse what a foreign page may have made a local browser request."""
     name = headers.get("host", "")
     host = name if name.endswith("]") else name.rpartition(":")[0] or name
     if host.lower() not in LOCAL_NAMES:
-        return Refusal(HTTPStatus.MISDIRECTED_REQUEST, "open this page by the address 127.0.0.1 or localhost")
+        return AccessRefusal(HTTPStatus.MISDIRECTED_REQUEST, "open this page by the address 127.0.0.1 or localhost")
     if headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}:
-        return Refusal(HTTPStatus.FORBIDDEN, "another site may not load this")
+        return AccessRefusal(HTTPStatus.FORBIDDEN, "another site may not load this")
     return None
 
 
@@ -98,13 +98,13 @@ class TokenAccess:
         self._client = client
         self._clock = clock
         self._lock = threading.Lock()
-        self._verdicts: OrderedDict[bytes, tuple[float, Refusal | None]] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, tuple[float, AccessRefusal | None]] = OrderedDict()
         self._reviewed: deque[float] = deque()
 
-    def check(self, token: str) -> Refusal | None:
+    def check(self, token: str) -> AccessRefusal | None:
         """Why the holder of ``token`` is refused; None if not. Waits for the API server if the token is new."""
         if not token:
-            return Refusal(HTTPStatus.UNAUTHORIZED, "this page needs a bearer token of the cluster")
+            return AccessRefusal(HTTPStatus.UNAUTHORIZED, "this page needs a bearer token of the cluster")
         key = hashlib.sha256(token.encode()).digest()
         with self._lock:
             at, verdict = self._verdicts.get(key, (-CACHE_SECONDS, None))
@@ -112,11 +112,15 @@ class TokenAccess:
             if now - at < CACHE_SECONDS:
                 return verdict
             if not self._may_review(now):
-                return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many tokens are being checked; try again soon")
+                return AccessRefusal(
+                    HTTPStatus.SERVICE_UNAVAILABLE, "too many tokens are being checked; try again soon"
+                )
         try:
             verdict = self._review(token)
         except (ApiError, msgspec.MsgspecError):
-            return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "the API server could not check the token; try again soon")
+            return AccessRefusal(
+                HTTPStatus.SERVICE_UNAVAILABLE, "the API server could not check the token; try again soon"
+            )
         with self._lock:
             self._verdicts[key] = (now, verdict)
             self._verdicts.move_to_end(key)
@@ -132,10 +136,10 @@ class TokenAccess:
         self._reviewed.append(now)
         return True
 
-    def _review(self, token: str) -> Refusal | None:
+    def _review(self, token: str) -> AccessRefusal | None:
         review = self._status("TokenReview", TOKEN_REVIEWS, {"token": token})
         if not review.authenticated or not review.user.username:
-            return Refusal(HTTPStatus.UNAUTHORIZED, "the cluster does not accept this token")
+            return AccessRefusal(HTTPStatus.UNAUTHORIZED, "the cluster does not accept this token")
         user = review.user
         about = {"user": user.username, "uid": user.uid, "groups": user.groups, "extra": user.extra}
         for group, resource in NEEDED:
@@ -143,7 +147,7 @@ class TokenAccess:
             found = self._status("SubjectAccessReview", ACCESS_REVIEWS, {**about, "resourceAttributes": attributes})
             if not found.allowed:
                 what = f"{resource}.{group}" if group else resource
-                return Refusal(HTTPStatus.FORBIDDEN, f"{user.username} may not list {what} in all namespaces")
+                return AccessRefusal(HTTPStatus.FORBIDDEN, f"{user.username} may not list {what} in all namespaces")
         return None
 
     def _status(self, kind: str, path: str, spec: Object) -> ReviewStatus:

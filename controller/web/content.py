@@ -14,8 +14,8 @@ from itertools import islice
 import msgspec
 
 from controller.cluster.fleet import FleetGpu
+from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.cluster_view import ClusterView
-from controller.report.explanation import Explainer, Explanation
 from controller.report.map_model import MapNode, Value, cluster_map, requested_kinds
 from controller.report.map_summary import MapSummary
 

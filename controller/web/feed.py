@@ -71,7 +71,7 @@ def _decided_views(work: Controller, leader: Leader) -> Generator[ClusterView]:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedContent:
     """The content at one moment."""
 
     version: str
@@ -84,7 +84,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Change:
+class PublishedChange:
     """What viewers of the content before need for the content ``version``, as JSON in the format gzip."""
 
     version: str
@@ -100,8 +100,8 @@ class Feed:
         self._clock = clock
         self._viewers = 0
         self._seen_at = clock()
-        self._published: Published | None = None
-        self._changes: dict[str, Change] = {}
+        self._published: PublishedContent | None = None
+        self._changes: dict[str, PublishedChange] = {}
         """By the version before the change, oldest first."""
         self._failure: TesseraError | None = None
         self._is_watching = False
@@ -116,7 +116,7 @@ class Feed:
         """Whether the cluster is being watched."""
         return self._is_watching
 
-    async def current(self) -> Published:
+    async def current(self) -> PublishedContent:
         """The newest content; begins to watch if nobody did. Raises TesseraError if the cluster can't be read."""
         self._seen_at = self._clock()
         while self._published is None:
@@ -127,7 +127,7 @@ class Feed:
                 raise self._failure
         return self._published
 
-    async def changes(self, version: str) -> AsyncIterator[Change | None]:
+    async def changes(self, version: str) -> AsyncIterator[PublishedChange | None]:
         """The changes since ``version``, as they happen; None at least every ``HEARTBEAT_SECONDS``.
 
         Ends if the changes since ``version`` are not known: the viewer has to load everything again.
@@ -190,9 +190,11 @@ class Feed:
         before = self._published
         if before is not None and before.content == content:
             return
-        after = Published(secrets.token_hex(8), content)
+        after = PublishedContent(secrets.token_hex(8), content)
         if before is not None:
-            self._changes[before.version] = Change(after.version, content.changes_since(before.content, after.version))
+            self._changes[before.version] = PublishedChange(
+                after.version, content.changes_since(before.content, after.version)
+            )
             while len(self._changes) > MAX_CHANGES:
                 del self._changes[next(iter(self._changes))]
         self._published = after

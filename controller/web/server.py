@@ -27,7 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from controller.report.map_model import Value
 from controller.settings import ControllerSettings
-from controller.web.access import Refusal, TokenAccess, bearer_token, check_local, is_loopback
+from controller.web.access import AccessRefusal, TokenAccess, bearer_token, check_local, is_loopback
 from controller.web.content import unpacked
 from controller.web.feed import Feed, Leader, cluster_views
 from driver.config.shared_flags import ListenAddress
@@ -92,7 +92,7 @@ def serve_page(
     """
     listening = stack.enter_context(_listen(address))
     tokens = TokenAccess(client) if not is_loopback(address) else None
-    page = Page(client, settings.driver_name, settings.namespace, leader, tokens)
+    page = WebPage(client, settings.driver_name, settings.namespace, leader, tokens)
     renewal = _TlsFiles(settings.web_tls_cert, settings.web_tls_key)
     config = uvicorn.Config(
         page.application(),
@@ -147,7 +147,7 @@ def _listen(address: ListenAddress) -> socket.socket:
         ) from error
 
 
-class Page:
+class WebPage:
     """The page and its data. ``tokens`` checks who may see it; None: whoever reaches the loopback address may."""
 
     def __init__(
@@ -188,11 +188,11 @@ class Page:
             try:
                 return await handler(request)
             except TesseraError as error:
-                return _refused(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"the cluster can't be read: {error}"))
+                return _refused(AccessRefusal(HTTPStatus.SERVICE_UNAVAILABLE, f"the cluster can't be read: {error}"))
 
         return answer
 
-    async def _refusal(self, request: Request) -> Refusal | None:
+    async def _refusal(self, request: Request) -> AccessRefusal | None:
         if self.tokens is None:
             return check_local(request.headers)
         loop = asyncio.get_running_loop()
@@ -211,7 +211,9 @@ class Page:
     async def _changes(self, request: Request) -> Response:
         """Server-sent events: ``change``, and ``reload`` at the end if the viewer has to begin anew."""
         if self.feed.viewers >= MAX_VIEWERS:
-            return _refused(Refusal(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_VIEWERS} viewers are connected already"))
+            return _refused(
+                AccessRefusal(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_VIEWERS} viewers are connected already")
+            )
         await self.feed.current()
         version = request.headers.get("last-event-id", "")
         return _Stream(self._events(request, version), self.feed)
@@ -234,7 +236,7 @@ class Page:
         name = request.path_params["name"]
         published = await self.feed.current()
         if name not in published.content.nodes:
-            return _refused(Refusal(HTTPStatus.NOT_FOUND, "there is no such node"))
+            return _refused(AccessRefusal(HTTPStatus.NOT_FOUND, "there is no such node"))
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._threads, _pcie_devices, self._client, self._driver, name)
         return Response(msgspec.json.encode(found), media_type="application/json")
@@ -279,7 +281,7 @@ class _Connection(H11Protocol):
             self._timeout = None
 
 
-def _refused(refusal: Refusal) -> Response:
+def _refused(refusal: AccessRefusal) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if refusal.status == HTTPStatus.UNAUTHORIZED else None
     body = msgspec.json.encode({"message": refusal.message})
     return Response(body, refusal.status, headers, media_type="application/json")

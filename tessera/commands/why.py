@@ -16,8 +16,8 @@ import msgspec
 from controller.explain.events import ALLOCATED, COMPONENT, NOT_USED
 from controller.explain.sources.availability import listed
 from controller.explain.sources.scheduler_reports import report_of
+from controller.report.claim_explainer import NOT_PREPARED, TERMINATING, Explainer, Explanation, key_of
 from controller.report.cluster_view import ClusterView, read_cluster
-from controller.report.explanation import NOT_PREPARED, TERMINATING, Explainer, Explanation, key_of
 from driver.errors import FORBIDDEN, NOT_FOUND, ApiError, FatalError, UsageError
 from driver.kube.client import KubeClient, Object
 from driver.kube.reads import RESOURCE_GROUP, read_all, read_object
@@ -37,7 +37,7 @@ MAX_HOLDERS = 20
 POD, CLAIM = msgspec.json.Decoder(Pod), msgspec.json.Decoder(Claim)
 
 
-class Holder(NamedTuple):
+class HoldingClaim(NamedTuple):
     """A claim that holds devices; ``created`` as the API server writes it.
 
     ``terminating``: its first pod, or the claim itself, is being deleted.
@@ -239,7 +239,7 @@ def _find(client: KubeClient, path: str, decoder: msgspec.json.Decoder[Any]) -> 
     return None
 
 
-def _holders(client: KubeClient, view: ClusterView, found: Explanation) -> list[Holder]:
+def _holders(client: KubeClient, view: ClusterView, found: Explanation) -> list[HoldingClaim]:
     """The claims that hold what ``found`` could have, those that would have to end first."""
     devices: dict[str, list[str]] = {}
     for (node, device), claim in view.queue.holders.items():
@@ -249,19 +249,19 @@ def _holders(client: KubeClient, view: ClusterView, found: Explanation) -> list[
     return [_holder(client, each, tuple(sorted(devices.get(each, ())))) for each in names[:MAX_HOLDERS]]
 
 
-def _holder(client: KubeClient, claim: str, devices: tuple[str, ...]) -> Holder:
+def _holder(client: KubeClient, claim: str, devices: tuple[str, ...]) -> HoldingClaim:
     key = key_of(claim, "")
     try:
         raw = client.get_object(f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}")
     except ApiError:  # it ended meanwhile
-        return Holder(claim, devices)
+        return HoldingClaim(claim, devices)
     users = raw.get("status", {}).get("reservedFor") or ()
     pods = tuple(str(each.get("name")) for each in users if each.get("resource") == "pods")
     pod = _find_quietly(client, Key(key.namespace, pods[0])) if pods else None
     priority = pod.spec.priority if pod is not None else None
     metadata = raw["metadata"]
     deleted = metadata.get("deletionTimestamp") or (pod is not None and pod.metadata.deletion_timestamp)
-    return Holder(claim, devices, pods, priority, metadata.get("creationTimestamp"), bool(deleted))
+    return HoldingClaim(claim, devices, pods, priority, metadata.get("creationTimestamp"), bool(deleted))
 
 
 def _find_quietly(client: KubeClient, key: Key) -> Pod | None:
@@ -285,7 +285,7 @@ def _as_line(found: Explanation) -> str:
     return f"{_title(found)}\n  {click.style(found.code, bold=True)}: {printable(found.message)}"
 
 
-def _as_text(found: Explanation, holders: Sequence[Holder]) -> str:
+def _as_text(found: Explanation, holders: Sequence[HoldingClaim]) -> str:
     lines = [_as_line(found)]
     rows = [
         [
@@ -335,7 +335,7 @@ def _age(created: str) -> str:
     return counted(seconds, "second")
 
 
-def _as_json(found: Explanation, holders: Sequence[Holder]) -> dict[str, object]:
+def _as_json(found: Explanation, holders: Sequence[HoldingClaim]) -> dict[str, object]:
     return {
         "claim": found.claim or None,
         "pods": [str(pod.metadata.key) for pod in found.pods],

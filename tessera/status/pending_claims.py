@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from controller.explain.events import UNREADABLE
 from controller.explain.reason import ReasonCode
-from controller.report.explanation import OTHER_DRIVERS, Explanation
+from controller.report.claim_explainer import OTHER_DRIVERS, Explanation
 from tessera.status.snapshot import CheckOutput, Problem, StatusSnapshot
 from tessera.tables_and_drawings import counted
 

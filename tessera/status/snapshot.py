@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from controller.app import LEASE
+from controller.report.claim_explainer import Explainer, Explanation
 from controller.report.cluster_view import read_cluster
-from controller.report.explanation import Explainer, Explanation
 from driver.errors import FORBIDDEN, ApiError, FatalError, UsageError
 from driver.kube.client import Object
 from driver.kube.controller_heartbeat import HEARTBEAT, is_silent, renewed_at, server_time

@@ -20,8 +20,8 @@ from controller.demand.demand import demand_of
 from controller.explain.pipeline import OVERDUE_SECONDS, ReasonFinder
 from controller.explain.reason import ReasonCode
 from controller.explain.situation import DisjointPlan
+from controller.report.claim_explainer import OTHER_DRIVERS, Explainer
 from controller.report.cluster_view import ClusterView
-from controller.report.explanation import OTHER_DRIVERS, Explainer
 from driver.kube.types import Claim
 from driver.model.offer import Offer
 from driver.model.plan import GpuReport, OfferMode

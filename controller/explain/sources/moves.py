@@ -41,7 +41,7 @@ class Move(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """What to move on ``node``; ``tried``: whether all nodes were looked at."""
+    """What to move on ``node``."""
 
     node: str
     moves: tuple[Move, ...]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.pending_claims import PendingClaim
-from controller.explain.changes import Change, changes_that_help
+from controller.explain.changes import HelpfulChange, changes_that_help
 from controller.explain.sources.availability import Obstacle, without
 from controller.explain.sources.lacking_devices import Reasoning
 from driver.kube.slice_types import DetailedSlice
@@ -186,7 +186,7 @@ def _ended(there: Situation, gone: Iterable[str]) -> Situation:
     return found
 
 
-def _changed(there: Situation, change: Change) -> Iterator[Situation]:
+def _changed(there: Situation, change: HelpfulChange) -> Iterator[Situation]:
     """The situation after ``change``; one for each GPU or node if any of several is enough."""
     found, text = copy(there), change.text
     match change.kind:

@@ -11,8 +11,8 @@ import pytest
 from controller.cluster.kueue import QueuedPod, QueuedWorkload, kept_workload
 from controller.cluster.node_views import ALL_REPORTED
 from controller.curation.listed_devices import ListedDevices
+from controller.decision.explain import WorkloadReasons
 from controller.demand.queued_workloads import WorkloadQueue, countable
-from controller.explain.workload_reasons import WorkloadReasons
 from driver.kube.types import ClaimSpec, KueueWorkload, Metadata, PodSpec
 from driver.model.offer import Offer
 from tests.support.queues import FULL, Situation, node_of, profile, request

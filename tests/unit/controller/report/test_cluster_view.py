@@ -12,8 +12,8 @@ from controller.cluster.claim_index import PoolDevice
 from controller.explain.pipeline import ReasonFinder
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import NoLookups, Situation
+from controller.report.claim_explainer import Explainer
 from controller.report.cluster_view import ClusterReads, ClusterView, unreported_nodes
-from controller.report.explanation import Explainer
 from driver.clock import Clock, seconds_time
 from tests.support.api_server import ObjectApi
 from tests.support.clock import FakeClock

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.report.explanation import Explainer
+from controller.report.claim_explainer import Explainer
 from controller.web import content
 from controller.web.content import PageContent, content_of
 from tests.support.map_cluster import MapCluster, example

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from controller.report.explanation import Explanation
+from controller.report.claim_explainer import Explanation
 from driver.kube.lease import leases
 from tessera.cli import main
 from tessera.commands.why import _as_text

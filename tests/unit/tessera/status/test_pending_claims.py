@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from controller.explain.changes import Change
+from controller.explain.changes import HelpfulChange
 from controller.explain.events import UNREADABLE
-from controller.report.explanation import OTHER_DRIVERS, Explanation
+from controller.report.claim_explainer import OTHER_DRIVERS, Explanation
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import GpuNodePlan, PlanMetadata, Pod
 from driver.model.plan import OWNED_SUFFIX, GpuReport, PlanMode, PlanSpec, PlanStatus, described
@@ -35,7 +35,7 @@ SOUNDNESS = Path(__file__).parents[4] / "docs" / "soundness.md"
 
 
 def claim_pending(name: str, code: str, *helps: str, permanent: bool = False, message: str = "why") -> Explanation:
-    changes = tuple(Change("kind", text) for text in helps)
+    changes = tuple(HelpfulChange("kind", text) for text in helps)
     return Explanation(f"team/{name}", (), code, message, permanent=permanent, changes=changes)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from controller.demand.eligibility import Excluded
 from controller.demand.pending_claims import PendingClaim
 from controller.demand.requirements import RefusedRequest
-from controller.explain.changes import Change, admitting, changes_that_help
+from controller.explain.changes import HelpfulChange, admitting, changes_that_help
 from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
 from controller.explain.reason import OF_THE_POD, ClaimReason
 from controller.explain.sources.availability import Availability, holders_of, listed
@@ -63,7 +63,7 @@ class Explanation:
     permanent: bool = False
     requests: tuple[RequestCount, ...] = ()
     holders: tuple[str, ...] = ()
-    changes: tuple[Change, ...] = ()
+    changes: tuple[HelpfulChange, ...] = ()
     reports: tuple[tuple[str, str], ...] = ()
 
     @property

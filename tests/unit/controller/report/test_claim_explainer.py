@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from controller.report.explanation import Explainer, Explanation
+from controller.report.claim_explainer import Explainer, Explanation
 from driver.kube.types import Pod
 from tests.support.map_cluster import MapCluster
 from tests.support.queues import ATTRIBUTES, FULL, profile, request
