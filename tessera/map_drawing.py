@@ -75,8 +75,8 @@ def _node(node: MapNode, width: int, marks: Mapping[str, tuple[str, str]]) -> It
             yield from (_note(note) for note in notes_of(gpu))
     if not node.gpus:
         yield "  ".join([click.style(printable(node.name), bold=True), *states])
-    yield from (_note(f"{each.device} is held by {each.holder}, but the node reports no such GPU")
-                for each in node.lost_devices)  # fmt: skip
+    yield from (_note(f"{lost.device} is held by {lost.holder}, but the node reports no such GPU")
+                for lost in node.lost_devices)  # fmt: skip
 
 
 def _note(text: str) -> str:
@@ -89,8 +89,8 @@ def notes_of(gpu: MapGpu) -> Iterator[str]:
         yield gpu.fault
     elif gpu.cordon is not None:
         yield f"cordon requested: {gpu.cordon}"
-    for one, other in gpu.overlaps:
-        yield f"{one} and {other} are both held, but overlap"
+    for device, other in gpu.overlaps:
+        yield f"{device} and {other} are both held, but overlap"
 
 
 def links(gpus: Iterable[MapGpu]) -> Iterator[str]:
@@ -159,7 +159,7 @@ def draw_summary(nodes: Sequence[MapNode]) -> str:
     unusable = sum(gpu.fault is not None for gpu in gpus)
     parts = [counted(len(nodes), "node"), *(f"{count} {text}" for count, text in states if count)]
     about_gpus = [counted(len(gpus), "GPU"), *([f"{unusable} cordoned or faulty"] if unusable else [])]
-    header = ["PRODUCT", "NODES", "FREE NODES", "GPUS", "FREE GPUS", "SLICES", *(each.upper() for each in SliceState)]
+    header = ["PRODUCT", "NODES", "FREE NODES", "GPUS", "FREE GPUS", "SLICES", *(state.upper() for state in SliceState)]
     table = columns([*header, "LARGEST FREE PARTITION"], map(_row, summarize(nodes)))
     return f"{', '.join(parts)}; {', '.join(about_gpus)}\n\n{table}"
 

@@ -100,7 +100,7 @@ def _bar(gpu: MapGpu, y: int, numbers: Mapping[str, int]) -> Iterator[str]:
             yield from _span(span, x, y, size * width, numbers)
         else:
             title = "partition of others" if span.foreign else str(span.state)
-            yield from (_field(x + each * width, y, width, str(span.state), title) for each in range(size))
+            yield from (_field(x + index * width, y, width, str(span.state), title) for index in range(size))
             if span.foreign:
                 yield _text(x + 6, y + 15, _clipped("foreign", width - 8))
 

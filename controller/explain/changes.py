@@ -66,32 +66,32 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Helpf
         return []
     alternatives = list(queue.combinations(pending.pods[0]))
     feasibility, nodes = queue.feasibility, queue.nodes(pending)
-    found: list[HelpfulChange] = []
-    release = min(
-        filter(None, (smallest_release(feasibility, each, nodes, queue.holders) for each in alternatives)),
-        key=lambda each: len(each.claims),
-        default=None,
-    )
+    changes: list[HelpfulChange] = []
+    releases = (smallest_release(feasibility, requirements, nodes, queue.holders) for requirements in alternatives)
+    release = min(filter(None, releases), key=lambda release: len(release.claims), default=None)
     if release is not None:
-        found.append(_of_release(release))
+        changes.append(_of_release(release))
     for requirements in alternatives:
         available = [reasoning.availability(request, pending) for request in requirements.requests]
-        found += _of_gpus(feasibility, requirements, nodes, available)
-        found += _of_nodes(reasoning, pending, requirements)
-        found += _of_count(feasibility, requirements, nodes)
-        found += _of_constraints(feasibility, requirements, nodes)
-    if all(each.kind in OF_THE_CLAIM for each in found):
-        seen = [[reasoning.availability(each, pending) for each in one.requests] for one in alternatives]
+        changes += _of_gpus(feasibility, requirements, nodes, available)
+        changes += _of_nodes(reasoning, pending, requirements)
+        changes += _of_count(feasibility, requirements, nodes)
+        changes += _of_constraints(feasibility, requirements, nodes)
+    if all(change.kind in OF_THE_CLAIM for change in changes):
+        seen = [
+            [reasoning.availability(request, pending) for request in requirements.requests]
+            for requirements in alternatives
+        ]
         several = map(partial(_of_several, feasibility, queue.holders), alternatives, seen)
-        found = [*filter(None, several), *found]
-    requests = dict.fromkeys(request for each in alternatives for request in each.requests)
-    failing = [each.name for each in requests if reasoning.availability(each, pending).failure is not None]
+        changes = [*filter(None, several), *changes]
+    requests = dict.fromkeys(request for requirements in alternatives for request in requirements.requests)
+    failing = [request.name for request in requests if reasoning.availability(request, pending).failure is not None]
     if failing:  # the scheduler places no pod while one of its selectors fails on a device that it meets
         also = f", and the selectors of request {listed(failing)} failed on no device"
-        found = [each._replace(text=each.text + also) for each in found]
+        changes = [change._replace(text=change.text + also) for change in changes]
     if len(queue.of_pod(pending.pods[0])) == 1 and not pending.not_created:
-        found += _of_class(queue, pending)
-    return list({each.text: each for each in found}.values())
+        changes += _of_class(queue, pending)
+    return list({change.text: change for change in changes}.values())
 
 
 def _of_release(release: Release) -> HelpfulChange:
@@ -116,13 +116,13 @@ def smallest_release(
         if not _fits(feasibility, [entry.unheld for entry in gpus], requirements):
             continue
         holders = sorted(
-            {claim_of[node, each.name] for entry in gpus for each in entry.held if (node, each.name) in claim_of}
+            {claim_of[node, device.name] for entry in gpus for device in entry.held if (node, device.name) in claim_of}
         )
         limit = len(best.claims) - 1 if best is not None else len(holders)
-        found, exact = _fewest(feasibility, gpus, requirements, holders, claim_of, limit)
+        ended, exact = _fewest(feasibility, gpus, requirements, holders, claim_of, limit)
         smallest &= exact
-        if found is not None:
-            best = Release(node, found, smallest=True)
+        if ended is not None:
+            best = Release(node, ended, smallest=True)
     if best is None:
         return None
     return best._replace(smallest=smallest and len(candidates) <= MAX_NODES)
@@ -143,25 +143,25 @@ def _fewest(
 
     def enough(ended: Iterable[str]) -> bool:
         gone = set(ended)
-        left = [
-            entry.holding(each for each in entry.held if claim_of.get((entry.node, each.name)) not in gone)
+        remaining = [
+            entry.holding(device for device in entry.held if claim_of.get((entry.node, device.name)) not in gone)
             for entry in gpus
         ]
-        return _fits(feasibility, left, requirements)
+        return _fits(feasibility, remaining, requirements)
 
     tried = 0
     for size in range(1, limit + 1):
         tried += comb(len(holders), size)
         if tried > MAX_TRIED:
             break
-        found = next((chosen for chosen in combinations(holders, size) if enough(chosen)), None)
-        if found is not None:
-            return found, True
+        fewest = next((chosen for chosen in combinations(holders, size) if enough(chosen)), None)
+        if fewest is not None:
+            return fewest, True
     else:
         return None, True
     ended = list(holders)
-    for each in holders:
-        others = [claim for claim in ended if claim != each]
+    for holder in holders:
+        others = [claim for claim in ended if claim != holder]
         if enough(others):
             ended = others
     return (tuple(ended) if len(ended) <= limit else None), False
@@ -178,12 +178,12 @@ TOGETHER = {Obstacle.CLOSED, Obstacle.TAINTED}
 
 def _hindered_by_node(available: Sequence[Availability]) -> Iterator[tuple[Obstacle, tuple[FleetGpu, ...]]]:
     """The GPUs of a node that an obstacle keeps from use, for each node and obstacle."""
-    found: dict[tuple[str, Obstacle], dict[str, FleetGpu]] = {}
-    for each in available:
-        for obstacle, gpus in each.selected.hindered.items():
-            for entry in gpus if obstacle is not Obstacle.EXCLUDED else ():
-                found.setdefault((entry.node, obstacle), {})[entry.gpu.uuid] = entry
-    yield from ((obstacle, tuple(gpus.values())) for (_, obstacle), gpus in found.items())
+    hindered: dict[tuple[str, Obstacle], dict[str, FleetGpu]] = {}
+    for availability in available:
+        for obstacle, gpus in availability.selected.hindered.items():
+            for fleet_gpu in gpus if obstacle is not Obstacle.EXCLUDED else ():
+                hindered.setdefault((fleet_gpu.node, obstacle), {})[fleet_gpu.gpu.uuid] = fleet_gpu
+    yield from ((obstacle, tuple(gpus.values())) for (_, obstacle), gpus in hindered.items())
 
 
 def _of_gpus(
@@ -203,13 +203,13 @@ def _of_gpus(
         )
         if node in nodes and _fits(feasibility, list(changed), requirements):
             helping.setdefault(obstacle, []).append(gpus[0])
-    paused = [each for each in helping.get(Obstacle.CLOSED, ()) if PAUSED in each.closed]
+    paused = [gpu for gpu in helping.get(Obstacle.CLOSED, ()) if PAUSED in gpu.closed]
     if paused:
-        helping[Obstacle.CLOSED] = [each for each in helping[Obstacle.CLOSED] if each not in paused]
+        helping[Obstacle.CLOSED] = [gpu for gpu in helping[Obstacle.CLOSED] if gpu not in paused]
         yield HelpfulChange("plan-paused", _text(Obstacle.CLOSED, paused))
-    for obstacle, found in helping.items():
-        if found:
-            yield HelpfulChange(obstacle.name.lower(), _text(obstacle, found))
+    for obstacle, helpful in helping.items():
+        if helpful:
+            yield HelpfulChange(obstacle.name.lower(), _text(obstacle, helpful))
 
 
 TEXTS = {
@@ -241,7 +241,7 @@ def _of_several(
         if not _fits(feasibility, list(changed(freed).unheld), requirements):
             continue
         for entry in sorted(hindered, key=_effort, reverse=True) if obstacle not in TOGETHER else ():
-            others = tuple(each for each in freed if each is not entry)
+            others = tuple(gpu for gpu in freed if gpu is not entry)
             freed = others if _fits(feasibility, list(changed(others).unheld), requirements) else freed
         fleet, ended = changed(freed), tuple[str, ...]()
         if not _fits(feasibility, list(fleet), requirements):
@@ -297,7 +297,7 @@ def _of_nodes(reasoning: Reasoning, pending: PendingClaim, requirements: ClaimRe
 
 def admitting(by_exclusion: Mapping[Excluded, Sequence[str]]) -> Iterator[HelpfulChange]:
     """For nodes that exclude a pod: that they no longer do."""
-    for exclusion, nodes in sorted(by_exclusion.items(), key=lambda each: each[0].text):
+    for exclusion, nodes in sorted(by_exclusion.items(), key=lambda item: item[0].text):
         names = listed(sorted(nodes), MAX_CHANGES).replace(", ", " or ")
         if exclusion.kinds == {Exclusion.NOT_READY}:
             yield HelpfulChange("node-ready", f"node {names} were ready")
@@ -325,8 +325,12 @@ def _of_count(feasibility: Feasibility, requirements: ClaimRequirements, nodes: 
 def _of_constraints(feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[HelpfulChange]:
     """The same requests without the constraints on one attribute."""
     constraints = requirements.constraints
-    for attribute, distinct in dict.fromkeys((each.attribute, each.distinct) for each in constraints):
-        others = tuple(each for each in constraints if (each.attribute, each.distinct) != (attribute, distinct))
+    for attribute, distinct in dict.fromkeys((constraint.attribute, constraint.distinct) for constraint in constraints):
+        others = tuple(
+            constraint
+            for constraint in constraints
+            if (constraint.attribute, constraint.distinct) != (attribute, distinct)
+        )
         if feasibility.find_node(requirements._replace(constraints=others), nodes).outcome is SearchOutcome.FITS:
             values = "different values" if distinct else "the same value"
             field = "distinctAttribute" if distinct else "matchAttribute"
@@ -336,17 +340,19 @@ def _of_constraints(feasibility: Feasibility, requirements: ClaimRequirements, n
 def _of_class(queue: Queue, pending: PendingClaim) -> Iterator[HelpfulChange]:
     """The same claim for another DeviceClass, if it has one request without selectors."""
     [request, *others] = pending.claim.spec.devices.requests
-    wanted = request.exactly
-    if others or wanted is None or wanted.selectors or wanted.count > 1 or wanted.takes_all or wanted.admin_access:
+    exact = request.exactly
+    if others or exact is None or exact.selectors or exact.count > 1 or exact.takes_all or exact.admin_access:
         return
     nodes, names = queue.nodes(pending), []
     reader = RequirementsReader(queue.feasibility.matching, queue.cluster.classes, queue.feasibility.fleet)
-    for each in queue.cluster.classes:
-        name = each.metadata.name
-        if name != wanted.device_class_name:
-            selector = reader.selector_of(replace(wanted, device_class_name=name), pending.claim.metadata.namespace)
-            one = None if selector is None else ClaimRequirements((DeviceRequest(request.name, selector, 1),))
-            if one is not None and queue.feasibility.find_node(one, nodes).outcome is SearchOutcome.FITS:
+    for device_class in queue.cluster.classes:
+        name = device_class.metadata.name
+        if name != exact.device_class_name:
+            selector = reader.selector_of(replace(exact, device_class_name=name), pending.claim.metadata.namespace)
+            if selector is None:
+                continue
+            requirements = ClaimRequirements((DeviceRequest(request.name, selector, 1),))
+            if queue.feasibility.find_node(requirements, nodes).outcome is SearchOutcome.FITS:
                 names.append(name)
     if names:
         yield HelpfulChange("class", f"its class were {' or '.join(sorted(names)[:MAX_CHANGES])}")

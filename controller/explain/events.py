@@ -96,23 +96,23 @@ class EventReporter:
 
     def adopt(self, written: Iterable[WrittenEvent]) -> None:
         """Take over what an earlier controller reported: Events that no longer hold are to end."""
-        found: dict[str, PendingClaim] = {}
-        for each in written:
-            about = each.involved_object
-            if each.reason not in PENDING_CODES or about.kind not in {"ResourceClaim", "Pod"}:
+        reported: dict[str, PendingClaim] = {}
+        for event in written:
+            about = event.involved_object
+            if event.reason not in PENDING_CODES or about.kind not in {"ResourceClaim", "Pod"}:
                 continue
-            named = OF_CLAIM.match(each.message) if about.kind == "Pod" else None
+            named = OF_CLAIM.match(event.message) if about.kind == "Pod" else None
             name = about.name if named is None else named["name"]
             is_itself = about.kind == "Pod" and named is None
             key = f"Pod/{Key(about.namespace, name)}" if is_itself else str(Key(about.namespace, name))
             claim = Claim(Metadata(name=name, namespace=about.namespace))
-            before = found.get(key) or PendingClaim(claim, (), not_created=is_itself)
+            before = reported.get(key) or PendingClaim(claim, (), not_created=is_itself)
             metadata = Metadata(name=about.name, namespace=about.namespace, uid=about.uid)
             if about.kind == "Pod":
-                found[key] = replace(before, pods=(*before.pods, Pod(metadata)))
+                reported[key] = replace(before, pods=(*before.pods, Pod(metadata)))
             else:
-                found[key] = replace(before, claim=Claim(metadata))
-        self._reported = {**found, **self._reported}
+                reported[key] = replace(before, claim=Claim(metadata))
+        self._reported = {**reported, **self._reported}
 
     def claims(self, reasons: Iterable[ClaimReason], queue: Queue) -> None:
         """One Event for each claim and for its pods, which always has the present reason; the last one is Allocated.
@@ -175,8 +175,10 @@ class EventReporter:
         for pod in pending.pods[:MAX_PODS]:
             about = pod.metadata
             reference = Reference("Pod", about.name, about.namespace, about.uid)
-            own = dict(of_pods).get(about.key)
-            code, text = (reason, sentence) if own is None else (own.code.value, own.sentence)
+            reason_of_pod = dict(of_pods).get(about.key)
+            code, text = reason, sentence
+            if reason_of_pod is not None:
+                code, text = reason_of_pod.code.value, reason_of_pod.sentence
             self._recorder.event(reference, code, prefix + text, type, f"{PENDING} {pending.key}")
 
     def workloads(self, reasons: Iterable[tuple[Metadata, ClaimReason]]) -> None:
@@ -185,9 +187,9 @@ class EventReporter:
             reference = Reference("Workload", about.name, about.namespace, about.uid, WORKLOAD_VERSION)
             self._recorder.event(reference, reason.code.value, reason.sentence, "Warning")
 
-    def unreadable(self, found: Sequence[tuple[Reference, str]]) -> None:
+    def unreadable(self, objects: Sequence[tuple[Reference, str]]) -> None:
         """One Event for each unreadable object, up to a maximum."""
-        for about, why in found[:MAX_UNREADABLE_EVENTS]:
+        for about, why in objects[:MAX_UNREADABLE_EVENTS]:
             message = f"the controller cannot read this version of the object and ignores it: {why}"
             self._recorder.event(about, UNREADABLE, message, "Warning")
 

@@ -84,46 +84,51 @@ class Explainer:
 
         ``in_detail`` is called for each claim: False leaves out what takes long, requests, holders and changes.
         """
-        known = {each.key for each in self._queue.pending}
+        keys = {claim.key for claim in self._queue.pending}
         for pending in self._queue.pending:
             yield self.of_pending(pending) if in_detail() else self._reason_of(pending)
         for key, reason in self._view.reasons.items():
-            if key not in known:
+            if key not in keys:
                 yield self._of_reason(reason)
 
     def of_pod(self, pod: Pod) -> list[Explanation]:
         """The claims of a pod."""
         pending = [
-            each for each in self._queue.pending if any(user.metadata.key == pod.metadata.key for user in each.pods)
+            claim for claim in self._queue.pending if any(user.metadata.key == pod.metadata.key for user in claim.pods)
         ]
-        known = {each.key for each in self._queue.pending}
+        keys = {claim.key for claim in self._queue.pending}
         of_pod = (
             reason
             for key, reason in self._view.reasons.items()
-            if key not in known and any(user.metadata.key == pod.metadata.key for user in reason.pending.pods)
+            if key not in keys and any(user.metadata.key == pod.metadata.key for user in reason.pending.pods)
         )
-        found = [*map(self._of_reason, of_pod), *(self._of_claim_of_pod(each, pod) for each in pending)]
+        explanations = [*map(self._of_reason, of_pod), *(self._of_claim_of_pod(claim, pod) for claim in pending)]
         claims = (self._view.snapshot.cluster.claims.find(key) for key in pod.claims)
-        return [*found, *(self._allocated(claim) for claim in claims if claim is not None and claim.status.allocation)]
+        return [
+            *explanations,
+            *(self._allocated(claim) for claim in claims if claim is not None and claim.status.allocation),
+        ]
 
     def _of_claim_of_pod(self, pending: PendingClaim, pod: Pod) -> Explanation:
         """Why ``pending`` is pending; for one of several pods, the reason of its own if it has one."""
-        found, alone = self.of_pending(pending), replace(pending, pods=(pod,))
-        known = self._view.reasons.get(pending.key)
-        reason = dict(known.of_pods).get(pod.metadata.key) if known is not None else None
+        explanation, alone = self.of_pending(pending), replace(pending, pods=(pod,))
+        reason_of_claim = self._view.reasons.get(pending.key)
+        reason = dict(reason_of_claim.of_pods).get(pod.metadata.key) if reason_of_claim is not None else None
         if reason is None:
-            return found
+            return explanation
         changes = tuple(changes_that_help(self._reasoning.for_claim(alone), alone))
-        own = replace(found, pods=(pod,), reports=tuple(_reports((pod,))), changes=changes)
-        return replace(own, code=reason.code.value, message=reason.sentence, permanent=True)
+        explanation_of_pod = replace(explanation, pods=(pod,), reports=tuple(_reports((pod,))), changes=changes)
+        return replace(explanation_of_pod, code=reason.code.value, message=reason.sentence, permanent=True)
 
     def of_claim(self, claim: Claim) -> Explanation:
         """A claim, pending or not."""
         if claim.status.allocation is not None:
             return self._allocated(claim)
-        found = next((each for each in self._queue.pending if each.claim.metadata.key == claim.metadata.key), None)
-        if found is not None:
-            return self.of_pending(found)
+        pending = next(
+            (pending for pending in self._queue.pending if pending.claim.metadata.key == claim.metadata.key), None
+        )
+        if pending is not None:
+            return self.of_pending(pending)
         if (reason := self._view.reasons.get(str(claim.metadata.key))) is not None:
             return self._of_reason(reason)
         if claim.metadata.deletion_timestamp:
@@ -137,7 +142,7 @@ class Explainer:
         if reason is not None and reason.code in OF_THE_POD:
             return self._of_reason(reason)
         available = self._available(pending)
-        usable = [each.entry for one in available for each in one.selected.usable]
+        usable = [gpu.entry for availability in available for gpu in availability.selected.usable]
         return replace(
             self._reason_of(pending),
             requests=tuple(self._counts(pending, available)),
@@ -151,7 +156,9 @@ class Explainer:
             code, message = reason.code.value, reason.text
         else:
             classes = {
-                each.device_class_name for one in pending.claim.spec.devices.requests for each in one.alternatives
+                alternative.device_class_name
+                for request in pending.claim.spec.devices.requests
+                for alternative in request.alternatives
             }
             message = (
                 f"class {' and '.join(sorted(classes))} with the claim's selectors selects no device of the driver "
@@ -171,8 +178,8 @@ class Explainer:
         """The explanation of a reason that devices do not change."""
         pending, by_exclusion = reason.pending, dict[Excluded, list[str]]()
         if reason.code not in OF_THE_POD:
-            for node, each in AllocatedPods(self._queue, Clock()).excluded(pending.pods[0]).items():
-                by_exclusion.setdefault(each, []).append(node)
+            for node, excluded in AllocatedPods(self._queue, Clock()).excluded(pending.pods[0]).items():
+                by_exclusion.setdefault(excluded, []).append(node)
         return Explanation(
             claim="" if pending.not_created else str(pending.claim.metadata.key),
             pods=pending.pods,
@@ -187,19 +194,19 @@ class Explainer:
         requirements = self._queue.requirements(pending)
         if isinstance(requirements, RefusedRequest):
             return ()
-        requests = dict.fromkeys(request for each in requirements for request in each.requests)
+        requests = dict.fromkeys(request for alternative in requirements for request in alternative.requests)
         reasoning = self._reasoning.for_claim(pending)
         return [reasoning.availability(request, pending) for request in requests]
 
     def _counts(self, pending: PendingClaim, available: Sequence[Availability]) -> Iterator[RequestCount]:
         classes = {
-            request.name_of(each): each.device_class_name
+            request.name_of(alternative): alternative.device_class_name
             for request in pending.claim.spec.devices.requests
-            for each in request.alternatives
+            for alternative in request.alternatives
         }
-        for each in available:
-            name = each.request.name
-            yield RequestCount(name, classes.get(name, ""), each.needs, tuple(_products(each)))
+        for availability in available:
+            name = availability.request.name
+            yield RequestCount(name, classes.get(name, ""), availability.needs, tuple(_products(availability)))
 
     def _allocated(self, claim: Claim) -> Explanation:
         allocation = claim.status.allocation
@@ -215,9 +222,9 @@ class Explainer:
 
 def _products(available: Availability) -> Iterator[ProductCount]:
     by_product: dict[str, list[tuple[str, bool]]] = {}
-    for each in available.selected.gpus:
-        obstacle = "" if each.obstacle is None else each.obstacle.value
-        by_product.setdefault(each.entry.gpu.product_name, []).append((obstacle, each.now > 0))
+    for gpu in available.selected.gpus:
+        obstacle = "" if gpu.obstacle is None else gpu.obstacle.value
+        by_product.setdefault(gpu.entry.gpu.product_name, []).append((obstacle, gpu.now > 0))
     for product, gpus in sorted(by_product.items()):
         free = sum(now for obstacle, now in gpus if not obstacle)
         closed = Counter(obstacle for obstacle, _ in gpus if obstacle)

@@ -149,7 +149,7 @@ def cluster_map(view: ClusterView, requested: Collection[OfferKind]) -> Iterator
             for entry in entries
         )
         there = {device.name for entry in entries for device in entry.held}
-        lost = (LostDevice(name, each) for name in sorted(holders.keys() - there) for each in holders[name])
+        lost = (LostDevice(name, holder) for name in sorted(holders.keys() - there) for holder in holders[name])
         states = tuple(_states(node, nodes.get(node.name), plan, is_incomplete=node.pool in snapshot.incomplete))
         is_whole = bool(gpus) and all(gpu.is_whole for gpu in gpus)
         yield MapNode(node.name, states, is_whole, gpus, tuple(lost))
@@ -175,7 +175,7 @@ def _states(view: NodeView, node: Node | None, plan: GpuNodePlan | None, *, is_i
 def _holders(claims: ClaimIndex, pool: str) -> dict[str, tuple[Holder, ...]]:
     """The claims by held device of a pool; several have one device only by a defect."""
     held = claims.holders(pool)
-    return {device: tuple(_holder(claims, pool, each) for each in each_held) for device, each_held in held.items()}
+    return {device: tuple(_holder(claims, pool, holding) for holding in holdings) for device, holdings in held.items()}
 
 
 def _holder(claims: ClaimIndex, pool: str, held: Held) -> Holder:
@@ -189,8 +189,8 @@ def _class(claim: Claim, pool: str, device: str) -> str | None:
     for result in claim.results:
         if (result.pool, result.device) == (pool, device):
             request, _, alternative = result.request.partition("/")
-            for each in claim.spec.devices.requests:
-                for exact in each.alternatives if each.name == request else ():
+            for requested in claim.spec.devices.requests:
+                for exact in requested.alternatives if requested.name == request else ():
                     if exact.name == alternative:
                         return exact.device_class_name
     return None
@@ -284,17 +284,17 @@ def _other_spans(entry: FleetGpu, masks: Mapping[SliceState, int], offered: Coll
 
 def _offered_spans(mask: int, offered: Collection[Device]) -> Iterator[MapSpan]:
     groups: list[tuple[int, list[Device]]] = []
-    for device in sorted(offered, key=lambda each: (_start(each), each.name)):
+    for device in sorted(offered, key=lambda device: (_start(device), device.name)):
         if groups and groups[-1][0] & device.mask:
             groups[-1] = (groups[-1][0] | device.mask, [*groups[-1][1], device])
         else:
             groups.append((device.mask, [device]))
     for covered, devices in groups:
         for start, size in _runs(covered & mask):
-            inside = [each for each in devices if each.mask >> start & (1 << size) - 1]
+            inside = [device for device in devices if device.mask >> start & (1 << size) - 1]
             inside.sort(key=_largest_first)
-            kinds = tuple(dict.fromkeys(str(each.spot.kind) for each in inside))
-            yield MapSpan(start, size, size, SliceState.OFFERED, tuple(each.name for each in inside), kinds)
+            kinds = tuple(dict.fromkeys(str(device.spot.kind) for device in inside))
+            yield MapSpan(start, size, size, SliceState.OFFERED, tuple(device.name for device in inside), kinds)
 
 
 def _largest_first(device: Device) -> tuple[bool, int, int, str]:

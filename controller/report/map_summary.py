@@ -31,14 +31,14 @@ class MapFilter:
     def apply(self, nodes: Iterable[MapNode]) -> tuple[MapNode, ...]:
         """The kept GPUs on their nodes. Nodes without any are left out, unless their state is asked for."""
         tests = self._tests()
-        found = []
+        kept = []
         for node in nodes:
             if self.nodes and node.name not in self.nodes:
                 continue
             gpus = tuple(gpu for gpu in node.gpus if all(test(node, gpu) for test in tests))
             if gpus or not tests or (len(tests) == 1 and self.unhealthy and UNUSABLE & set(node.states)):
-                found.append(msgspec.structs.replace(node, gpus=gpus))
-        return tuple(found)
+                kept.append(msgspec.structs.replace(node, gpus=gpus))
+        return tuple(kept)
 
     def __bool__(self) -> bool:
         return self != MapFilter()
@@ -48,9 +48,9 @@ class MapFilter:
         if (product := self.product) is not None:
             tests.append(lambda _, gpu: product.casefold() in gpu.product.casefold())
         if self.namespace is not None:
-            tests.append(lambda _, gpu: any(each.namespace == self.namespace for each in holders_of(gpu)))
+            tests.append(lambda _, gpu: any(holder.namespace == self.namespace for holder in holders_of(gpu)))
         if self.device_class is not None:
-            tests.append(lambda _, gpu: any(each.device_class == self.device_class for each in holders_of(gpu)))
+            tests.append(lambda _, gpu: any(holder.device_class == self.device_class for holder in holders_of(gpu)))
         if self.free:
             tests.append(lambda _, gpu: any(gpu.slices.get(state) for state in FREE_STATES))
         if self.unhealthy:

@@ -55,7 +55,7 @@ class RequestedKinds:
 
     def update(self, queue: Queue, fleet: Fleet, changed: Iterable[str], now: float) -> None:
         """Add what pending claims match, and what was allocated on ``changed`` nodes since the last time."""
-        kinds = {kind.key for each in queue.pending for kind in _kinds(queue, each)}
+        kinds = {kind.key for claim in queue.pending for kind in _kinds(queue, claim)}
         for node in changed:
             held = {device.name: device for entry in fleet.nodes.get(node, ()) for device in entry.held}
             kinds |= {held[name].spot.kind for name in held.keys() - self._held.get(node, frozenset())}
@@ -73,7 +73,7 @@ def _kinds(queue: Queue, pending: PendingClaim) -> Iterator[Kind]:
     requirements, nodes = queue.requirements(pending), queue.nodes(pending)
     if isinstance(requirements, RefusedRequest):
         return
-    for request in {request for each in requirements for request in each.requests}:
+    for request in {request for alternative in requirements for request in alternative.requests}:
         yield from queue.feasibility.kinds(request.selector, nodes)
 
 
@@ -120,11 +120,11 @@ def is_divided(entry: FleetGpu) -> bool:
 def share_values(entry: FleetGpu, offers: Iterable[Offer]) -> Mapping[SliceState, int]:
     """What shares in each state have of every slice of a divided GPU, of SLICE_VALUE."""
     held = entry.state.shared
-    left = max(0, SLICE_VALUE - held)
+    unheld = max(0, SLICE_VALUE - held)
     shares = sum(offer.spot.kind.type is DeviceKind.SHARE for offer in offers) if entry.fault is None else 0
-    offered = min(left, shares * (SLICE_VALUE // max(1, entry.shares)))
+    offered = min(unheld, shares * (SLICE_VALUE // max(1, entry.shares)))
     rest = SliceState.FREE if not entry.closed and entry.fault is None else SliceState.UNAVAILABLE
-    return {SliceState.HELD: held, SliceState.OFFERED: offered, rest: left - offered}
+    return {SliceState.HELD: held, SliceState.OFFERED: offered, rest: unheld - offered}
 
 
 def slice_masks(entry: FleetGpu, offers: Iterable[Offer], requested: frozenset[OfferKind]) -> Mapping[SliceState, int]:

@@ -144,8 +144,8 @@ class TokenAccess:
         about = {"user": user.username, "uid": user.uid, "groups": user.groups, "extra": user.extra}
         for group, resource in NEEDED:
             attributes = {"verb": "list", "group": group, "resource": resource}
-            found = self._status("SubjectAccessReview", ACCESS_REVIEWS, {**about, "resourceAttributes": attributes})
-            if not found.allowed:
+            verdict = self._status("SubjectAccessReview", ACCESS_REVIEWS, {**about, "resourceAttributes": attributes})
+            if not verdict.allowed:
                 what = f"{resource}.{group}" if group else resource
                 return AccessRefusal(HTTPStatus.FORBIDDEN, f"{user.username} may not list {what} in all namespaces")
         return None

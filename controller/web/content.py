@@ -164,23 +164,25 @@ def _pending(view: ClusterView, in_detail: Callable[[], bool]) -> Iterator[PageP
         was_detailed = in_detail()
         return was_detailed
 
-    for each in Explainer(view).pending(decided):
-        yield _explained(each, is_explained=was_detailed)
+    for explanation in Explainer(view).pending(decided):
+        yield _explained(explanation, is_explained=was_detailed)
 
 
-def _explained(found: Explanation, *, is_explained: bool) -> PagePending:
+def _explained(explanation: Explanation, *, is_explained: bool) -> PagePending:
     clipped = partial(_clipped, limit=MAX_TEXT)
     return PagePending(
-        claim=found.claim or None,
-        pods=tuple(str(pod.metadata.key) for pod in found.pods[:MAX_NAMES]),
-        pod_count=len(found.pods),
-        created=found.pods[0].metadata.creation_timestamp if found.pods else None,
-        reason=found.code,
-        message=clipped(found.message),
-        holders=found.holders[:MAX_NAMES],
-        holder_count=len(found.holders),
-        changes=tuple(PageChange(each.kind, clipped(each.text), each.claims[:MAX_NAMES]) for each in found.changes),
-        reports=tuple(clipped(f"{pod}: {message}") for pod, message in found.reports[:MAX_NAMES]),
+        claim=explanation.claim or None,
+        pods=tuple(str(pod.metadata.key) for pod in explanation.pods[:MAX_NAMES]),
+        pod_count=len(explanation.pods),
+        created=explanation.pods[0].metadata.creation_timestamp if explanation.pods else None,
+        reason=explanation.code,
+        message=clipped(explanation.message),
+        holders=explanation.holders[:MAX_NAMES],
+        holder_count=len(explanation.holders),
+        changes=tuple(
+            PageChange(change.kind, clipped(change.text), change.claims[:MAX_NAMES]) for change in explanation.changes
+        ),
+        reports=tuple(clipped(f"{pod}: {message}") for pod, message in explanation.reports[:MAX_NAMES]),
         is_explained=is_explained,
     )
 

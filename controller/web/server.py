@@ -238,8 +238,8 @@ class WebPage:
         if name not in published.content.nodes:
             return _refused(AccessRefusal(HTTPStatus.NOT_FOUND, "there is no such node"))
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._threads, _pcie_devices, self._client, self._driver, name)
-        return Response(msgspec.json.encode(found), media_type="application/json")
+        devices = await loop.run_in_executor(self._threads, _pcie_devices, self._client, self._driver, name)
+        return Response(msgspec.json.encode(devices), media_type="application/json")
 
 
 class _Stream(StreamingResponse):
@@ -295,19 +295,19 @@ def _pcie_devices(client: KubeClient, driver: str, node: str) -> list[PcieDevice
     except msgspec.MsgspecError as error:
         raise ApiError(f"the slices of node {node} do not parse: {error}") from error
     newest: dict[tuple[str, str], int] = {}
-    for each in slices:
-        pool = (each.spec.driver, each.spec.pool.name)
-        newest[pool] = max(newest.get(pool, 0), each.spec.pool.generation)
-    found = []
-    for spec in (each.spec for each in slices):
+    for resource_slice in slices:
+        pool = (resource_slice.spec.driver, resource_slice.spec.pool.name)
+        newest[pool] = max(newest.get(pool, 0), resource_slice.spec.pool.generation)
+    devices = []
+    for spec in (resource_slice.spec for resource_slice in slices):
         if spec.driver == driver or spec.pool.generation < newest[spec.driver, spec.pool.name]:
             continue
         for device in spec.devices:
             root, bus = device.attributes.pcie_root, device.attributes.pci_bus_id
             if root is not None and root.string:
-                found.append(PcieDevice(spec.driver, device.name, root.string, bus.string if bus else None))
-    found.sort(key=lambda each: (each.driver, each.device))
-    return found[:MAX_DEVICES]
+                devices.append(PcieDevice(spec.driver, device.name, root.string, bus.string if bus else None))
+    devices.sort(key=lambda device: (device.driver, device.device))
+    return devices[:MAX_DEVICES]
 
 
 class _TlsFiles:

@@ -90,24 +90,24 @@ def why(
     except FatalError as refusal:
         if not isinstance(refusal.__cause__, ApiError) or refusal.__cause__.status != FORBIDDEN:
             raise
-        _show_reported(client, name, namespace or "default", output, refusal)
-        return
-    explainer = Explainer(view)
+        return _show_reported(client, name, namespace or "default", output, refusal)
+    explainer, where = Explainer(view), None if all_namespaces else namespace or "default"
     if name is None:
-        where = None if all_namespaces else namespace or "default"
-        found = [each for each in explainer.pending() if where is None or _namespace(each) == where]
+        pending = explainer.pending()
+        explanations = [explanation for explanation in pending if where in {None, _namespace(explanation)}]
     else:
-        found = _named(client, explainer, name, namespace or "default")
-    found = [_with_preparation(client, driver_name, each) for each in found]
+        explanations = _named(client, explainer, name, namespace or "default")
+    explanations = [_with_preparation(client, driver_name, explanation) for explanation in explanations]
+    is_brief = name is None and len(explanations) > 1 and output != "json"
+    holders = [[] if is_brief else _holders(client, view, explanation) for explanation in explanations]
     if output == "json":
-        click.echo(json.dumps([_as_json(each, _holders(client, view, each)) for each in found], indent=2))
-    elif not found:
-        click.echo("no claim is pending")
+        text = json.dumps(list(map(_as_json, explanations, holders)), indent=2)
+    elif is_brief:
+        text = "\n".join(map(_as_line, explanations))
     else:
-        brief = name is None and len(found) > 1
-        texts = [_as_line(each) if brief else _as_text(each, _holders(client, view, each)) for each in found]
-        click.echo(("\n" if brief else "\n\n").join(texts))
-    sys.exit(1 if any(each.is_pending for each in found) else 0)
+        text = "\n\n".join(map(_as_text, explanations, holders)) or "no claim is pending"
+    click.echo(text)
+    sys.exit(1 if any(explanation.is_pending for explanation in explanations) else 0)
 
 
 def _show_reported(client: KubeClient, name: str | None, namespace: str, output: str, refusal: FatalError) -> None:
@@ -123,21 +123,23 @@ def _show_reported(client: KubeClient, name: str | None, namespace: str, output:
         raise refusal from None
     events.sort(key=lambda event: str(event.get("lastTimestamp")))
     about = ((event.get("involvedObject", {}), event) for event in events)
-    latest = {(each["kind"], each["name"]): event for each, event in about if {"kind", "name"} <= each.keys()}
-    found = [
+    latest = {
+        (involved["kind"], involved["name"]): event for involved, event in about if {"kind", "name"} <= involved.keys()
+    }
+    explanations = [
         _as_reported(of_kind, of, key.namespace, event)
         for (of_kind, of), event in latest.items()
         if (not name or of == key.name) and (not kind or (of_kind == "Pod") == (kind in POD_KINDS))
     ]
-    found = [each for each in found if name or each.is_pending]
-    if not found:
+    explanations = [explanation for explanation in explanations if name or explanation.is_pending]
+    if not explanations:
         raise refusal
     click.echo("this account may not read the whole cluster: this is what the controller reported last", err=True)
     if output == "json":
-        click.echo(json.dumps([_as_json(each, ()) for each in found], indent=2))
+        click.echo(json.dumps([_as_json(explanation, ()) for explanation in explanations], indent=2))
     else:
-        click.echo("\n".join(map(_as_line, found)))
-    sys.exit(1 if any(each.is_pending for each in found) else 0)
+        click.echo("\n".join(map(_as_line, explanations)))
+    sys.exit(1 if any(explanation.is_pending for explanation in explanations) else 0)
 
 
 def _as_reported(kind: str, name: str, namespace: str, event: Object) -> Explanation:
@@ -148,8 +150,8 @@ def _as_reported(kind: str, name: str, namespace: str, event: Object) -> Explana
     return Explanation("", (Pod(Metadata(name=name, namespace=namespace)),), code, message + at)
 
 
-def _namespace(found: Explanation) -> str:
-    return found.claim.partition("/")[0] if found.claim else found.pods[0].metadata.namespace
+def _namespace(explanation: Explanation) -> str:
+    return explanation.claim.partition("/")[0] if explanation.claim else explanation.pods[0].metadata.namespace
 
 
 def _named(client: KubeClient, explainer: Explainer, name: str, namespace: str) -> list[Explanation]:
@@ -174,36 +176,36 @@ def _kind_and_key(name: str, namespace: str) -> tuple[str, Key]:
     return kind.lower(), key_of(rest, namespace)
 
 
-def _with_preparation(client: KubeClient, driver: str, found: Explanation) -> Explanation:
+def _with_preparation(client: KubeClient, driver: str, explanation: Explanation) -> Explanation:
     """With what keeps an allocated claim's pod from starting, if its node has not prepared it."""
-    if found.code != ALLOCATED or not found.pods:
-        return found
-    key = key_of(found.claim, "")
+    if explanation.code != ALLOCATED or not explanation.pods:
+        return explanation
+    key = key_of(explanation.claim, "")
     claim = _find(client, f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}", CLAIM)
     if claim is None:
-        return found
-    prepared = {(each.pool, each.device) for each in claim.status.devices if each.driver == driver}
-    if all((each.pool, each.device) in prepared for each in claim.results if each.driver == driver):
-        return found
-    uids = [claim.metadata.uid, *(pod.metadata.uid for pod in found.pods[:MAX_HOLDERS])]
+        return explanation
+    prepared = {(device.pool, device.device) for device in claim.status.devices if device.driver == driver}
+    if all((result.pool, result.device) in prepared for result in claim.results if result.driver == driver):
+        return explanation
+    uids = [claim.metadata.uid, *(pod.metadata.uid for pod in explanation.pods[:MAX_HOLDERS])]
     warnings = [event for uid in uids for event in _warnings(client, key.namespace, uid)]
     latest = max(warnings, key=lambda event: event.get("lastTimestamp") or "", default=None)
-    node = found.pods[0].spec.node_name or "its node"
+    node = explanation.pods[0].spec.node_name or "its node"
     if latest is None:
         why = "do the kubelet and the node plugin run there? (tessera status)"
     else:
         why = f"{latest['reason']}: {latest.get('message', '')}"
-    return replace(found, code=NOT_PREPARED, message=f"{found.message}; {node} has not prepared it: {why}")
+    return replace(explanation, code=NOT_PREPARED, message=f"{explanation.message}; {node} has not prepared it: {why}")
 
 
 def _warnings(client: KubeClient, namespace: str, uid: str) -> list[Object]:
     """Events of the node plugin and the kubelet about an object."""
     selectors = {"fieldSelector": f"involvedObject.uid={uid},type=Warning"}
     try:
-        found = list(read_all(client, f"/api/v1/namespaces/{namespace}/events", Object, selectors))
+        events = list(read_all(client, f"/api/v1/namespaces/{namespace}/events", Object, selectors))
     except ApiError:
         return []
-    return [event for event in found if event.get("reason") in PREPARATION_FAILED]
+    return [event for event in events if event.get("reason") in PREPARATION_FAILED]
 
 
 def _without_claims(pod: Pod) -> Explanation:
@@ -226,7 +228,7 @@ def _without_claims(pod: Pod) -> Explanation:
 
 def _extended_resources(pod: Pod) -> set[str]:
     containers = (*pod.spec.containers, *pod.spec.init_containers)
-    names = {name for each in containers for name in (*each.resources.requests, *each.resources.limits)}
+    names = {name for container in containers for name in (*container.resources.requests, *container.resources.limits)}
     return {name for name in names if "/" in name}
 
 
@@ -239,14 +241,14 @@ def _find(client: KubeClient, path: str, decoder: msgspec.json.Decoder[Any]) -> 
     return None
 
 
-def _holders(client: KubeClient, view: ClusterView, found: Explanation) -> list[HoldingClaim]:
+def _holders(client: KubeClient, view: ClusterView, explanation: Explanation) -> list[HoldingClaim]:
     """The claims that hold what ``found`` could have, those that would have to end first."""
     devices: dict[str, list[str]] = {}
     for (node, device), claim in view.queue.holders.items():
         devices.setdefault(claim, []).append(f"{node}/{device}")
-    first = [claim for change in found.changes for claim in change.claims]
-    names = list(dict.fromkeys([*first, *found.holders]))
-    return [_holder(client, each, tuple(sorted(devices.get(each, ())))) for each in names[:MAX_HOLDERS]]
+    first = [claim for change in explanation.changes for claim in change.claims]
+    names = list(dict.fromkeys([*first, *explanation.holders]))
+    return [_holder(client, claim, tuple(sorted(devices.get(claim, ())))) for claim in names[:MAX_HOLDERS]]
 
 
 def _holder(client: KubeClient, claim: str, devices: tuple[str, ...]) -> HoldingClaim:
@@ -256,7 +258,7 @@ def _holder(client: KubeClient, claim: str, devices: tuple[str, ...]) -> Holding
     except ApiError:  # it ended meanwhile
         return HoldingClaim(claim, devices)
     users = raw.get("status", {}).get("reservedFor") or ()
-    pods = tuple(str(each.get("name")) for each in users if each.get("resource") == "pods")
+    pods = tuple(str(user.get("name")) for user in users if user.get("resource") == "pods")
     pod = _find_quietly(client, Key(key.namespace, pods[0])) if pods else None
     priority = pod.spec.priority if pod is not None else None
     metadata = raw["metadata"]
@@ -266,56 +268,56 @@ def _holder(client: KubeClient, claim: str, devices: tuple[str, ...]) -> Holding
 
 def _find_quietly(client: KubeClient, key: Key) -> Pod | None:
     try:
-        found: Pod | None = _find(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD)
+        pod: Pod | None = _find(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD)
     except ApiError:
         return None
-    return found
+    return pod
 
 
-def _title(found: Explanation) -> str:
-    pods = [printable(str(pod.metadata.key)) for pod in found.pods]
-    what = f"claim {printable(found.claim)}" if found.claim else f"pod {pods[0]}"
-    used = f" of pod {', '.join(pods[:3])}" if found.claim and pods else ""
-    created = found.pods[0].metadata.creation_timestamp if found.pods else None
-    since = f", pending for {_age(created)}" if created and found.is_pending else ""
+def _title(explanation: Explanation) -> str:
+    pods = [printable(str(pod.metadata.key)) for pod in explanation.pods]
+    what = f"claim {printable(explanation.claim)}" if explanation.claim else f"pod {pods[0]}"
+    used = f" of pod {', '.join(pods[:3])}" if explanation.claim and pods else ""
+    created = explanation.pods[0].metadata.creation_timestamp if explanation.pods else None
+    since = f", pending for {_age(created)}" if created and explanation.is_pending else ""
     return f"{what}{used}{since}"
 
 
-def _as_line(found: Explanation) -> str:
-    return f"{_title(found)}\n  {click.style(found.code, bold=True)}: {printable(found.message)}"
+def _as_line(explanation: Explanation) -> str:
+    return f"{_title(explanation)}\n  {click.style(explanation.code, bold=True)}: {printable(explanation.message)}"
 
 
-def _as_text(found: Explanation, holders: Sequence[HoldingClaim]) -> str:
-    lines = [_as_line(found)]
+def _as_text(explanation: Explanation, holders: Sequence[HoldingClaim]) -> str:
+    lines = [_as_line(explanation)]
     rows = [
         [
             printable(request.name),
             request.needs,
-            each.product,
-            *map(str, (each.gpus, each.free, each.held)),
-            _closed(each.closed),
+            product.product,
+            *map(str, (product.gpus, product.free, product.held)),
+            _closed(product.closed),
         ]
-        for request in found.requests
-        for each in request.products
+        for request in explanation.requests
+        for product in request.products
     ]
     if rows:
         lines += ["", columns(["REQUEST", "NEEDS", "PRODUCT", "GPUS", "FREE", "HELD", "CLOSED"], rows)]
     if holders:
         table = [
             [
-                printable(each.claim),
-                ", ".join(each.devices[:3]) + (" ..." if len(each.devices) > 3 else ""),
-                (printable(", ".join(each.pods[:2])) or "-") + (" (being deleted)" if each.terminating else ""),
-                "-" if each.priority is None else str(each.priority),
-                _age(each.created) if each.created else "-",
+                printable(holder.claim),
+                ", ".join(holder.devices[:3]) + (" ..." if len(holder.devices) > 3 else ""),
+                (printable(", ".join(holder.pods[:2])) or "-") + (" (being deleted)" if holder.terminating else ""),
+                "-" if holder.priority is None else str(holder.priority),
+                _age(holder.created) if holder.created else "-",
             ]
-            for each in holders
+            for holder in holders
         ]
         lines += ["", columns(["HELD BY", "DEVICES", "POD", "PRIORITY", "AGE"], table)]
-    if found.changes:
-        lines += ["", "it would fit if", *(f"  - {printable(each.text)}" for each in found.changes)]
+    if explanation.changes:
+        lines += ["", "it would fit if", *(f"  - {printable(change.text)}" for change in explanation.changes)]
     reports: dict[str, list[str]] = {}
-    for pod, message in (each for each in found.reports if each[1] not in found.message):
+    for pod, message in (report for report in explanation.reports if report[1] not in explanation.message):
         reports.setdefault(message, []).append(printable(pod))
     for message, pods in reports.items():
         which = "pod" if len(pods) == 1 else "pods"
@@ -335,22 +337,24 @@ def _age(created: str) -> str:
     return counted(seconds, "second")
 
 
-def _as_json(found: Explanation, holders: Sequence[HoldingClaim]) -> dict[str, object]:
+def _as_json(explanation: Explanation, holders: Sequence[HoldingClaim]) -> dict[str, object]:
     return {
-        "claim": found.claim or None,
-        "pods": [str(pod.metadata.key) for pod in found.pods],
-        "reason": found.code,
-        "message": found.message,
+        "claim": explanation.claim or None,
+        "pods": [str(pod.metadata.key) for pod in explanation.pods],
+        "reason": explanation.code,
+        "message": explanation.message,
         "requests": [
             {
                 "name": request.name,
                 "deviceClass": request.device_class,
                 "needs": request.needs,
-                "products": [asdict(each) for each in request.products],
+                "products": [asdict(product) for product in request.products],
             }
-            for request in found.requests
+            for request in explanation.requests
         ],
-        "holders": [each._asdict() for each in holders],
-        "changes": [{"kind": each.kind, "text": each.text, "claims": list(each.claims)} for each in found.changes],
-        "schedulerReports": [{"pod": pod, "message": message} for pod, message in found.reports],
+        "holders": [holder._asdict() for holder in holders],
+        "changes": [
+            {"kind": change.kind, "text": change.text, "claims": list(change.claims)} for change in explanation.changes
+        ],
+        "schedulerReports": [{"pod": pod, "message": message} for pod, message in explanation.reports],
     }

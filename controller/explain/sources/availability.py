@@ -85,30 +85,30 @@ class SelectedGpus:
     @cached_property
     def reachable(self) -> tuple[SelectedGpu, ...]:
         """Those on nodes where the pod may run."""
-        return tuple(each for each in self.gpus if each.obstacle is not Obstacle.EXCLUDED)
+        return tuple(gpu for gpu in self.gpus if gpu.obstacle is not Obstacle.EXCLUDED)
 
     @cached_property
     def usable(self) -> tuple[SelectedGpu, ...]:
         """Those that could provide a device if nothing were held."""
-        return tuple(each for each in self.reachable if each.obstacle is None)
+        return tuple(gpu for gpu in self.reachable if gpu.obstacle is None)
 
     @cached_property
     def obstacles(self) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
         """The reachable GPUs that can not provide any device, whatever is held."""
-        return _grouped((each.obstacle, each.entry) for each in self.reachable)
+        return _grouped((gpu.obstacle, gpu.entry) for gpu in self.reachable)
 
     @cached_property
     def hindered(self) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
         """The reachable GPUs that could provide more without an obstacle; they include ``obstacles``."""
-        return _grouped((each.hindrance, each.entry) for each in self.reachable)
+        return _grouped((gpu.hindrance, gpu.entry) for gpu in self.reachable)
 
     @cached_property
     def by_node(self) -> Mapping[str, tuple[SelectedGpu, ...]]:
         """The usable GPUs of each node."""
-        found: dict[str, list[SelectedGpu]] = {}
-        for each in self.usable:
-            found.setdefault(each.entry.node, []).append(each)
-        return {node: tuple(gpus) for node, gpus in found.items()}
+        gpus_of: dict[str, list[SelectedGpu]] = {}
+        for gpu in self.usable:
+            gpus_of.setdefault(gpu.entry.node, []).append(gpu)
+        return {node: tuple(gpus) for node, gpus in gpus_of.items()}
 
     @cached_property
     def room(self) -> Mapping[str, float]:
@@ -116,24 +116,22 @@ class SelectedGpus:
 
         GPUs that have all partitions of the profile that they can have do not count.
         """
-        return {
-            node: sum(each.room for each in gpus if not each.is_at_its_limit) for node, gpus in self.by_node.items()
-        }
+        return {node: sum(gpu.room for gpu in gpus if not gpu.is_at_its_limit) for node, gpus in self.by_node.items()}
 
     @cached_property
     def most_free(self) -> tuple[int, str]:
         """The most devices that one node can provide at present, and that node."""
-        return max(((sum(each.now for each in gpus), node) for node, gpus in self.by_node.items()), default=(0, ""))
+        return max(((sum(gpu.now for gpu in gpus), node) for node, gpus in self.by_node.items()), default=(0, ""))
 
     @cached_property
     def products(self) -> str:
         """``6 NVIDIA H100 80GB HBM3, 2 NVIDIA L4``: the reachable GPUs."""
-        counts = Counter(each.entry.gpu.product_name for each in self.reachable)
+        counts = Counter(gpu.entry.gpu.product_name for gpu in self.reachable)
         return listed([f"{count} {product}" for product, count in sorted(counts.items())])
 
     @cached_property
     def keys(self) -> frozenset[OfferKind]:
-        return frozenset(key for matches in {each.matches for each in self.gpus} for key in matches.keys)
+        return frozenset(key for matches in {gpu.matches for gpu in self.gpus} for key in matches.keys)
 
 
 @dataclass(frozen=True)
@@ -147,17 +145,15 @@ class Availability:
     @property
     def where(self) -> str:
         """`` (on a, b)``: the nodes that could provide them if nothing were held; empty if there is none."""
-        wanted = self.request.count or 1
-        nodes = sorted(
-            node for node, gpus in self.selected.by_node.items() if sum(each.most for each in gpus) >= wanted
-        )
+        count = self.request.count or 1
+        nodes = sorted(node for node, gpus in self.selected.by_node.items() if sum(gpu.most for gpu in gpus) >= count)
         return f" (on {listed(nodes)})" if nodes else ""
 
     def nodes_with_room(self) -> list[str]:
         """The nodes with ``room`` for the request; those with the most first."""
-        wanted = math.inf if self.request.count is None else self.request.count
+        count = math.inf if self.request.count is None else self.request.count
         return [
-            node for room, node in sorted((-room, node) for node, room in self.selected.room.items() if room >= wanted)
+            node for room, node in sorted((-room, node) for node, room in self.selected.room.items() if room >= count)
         ]
 
     @property
@@ -183,11 +179,11 @@ def _nouns(keys: frozenset[OfferKind]) -> tuple[str, str]:
 
 def matching_gpus(fleet: Fleet, selector: Selector) -> frozenset[tuple[Matches, frozenset[str]]]:
     """The UUIDs of the GPUs with devices that ``selector`` selects, those with the same devices together."""
-    found: dict[Matches, list[str]] = {}
+    gpus_of: dict[Matches, list[str]] = {}
     for matches, alike in selector.among(fleet):
         if matches:
-            found.setdefault(matches, []).extend(alike)
-    return frozenset((matches, frozenset(gpus)) for matches, gpus in found.items())
+            gpus_of.setdefault(matches, []).extend(alike)
+    return frozenset((matches, frozenset(gpus)) for matches, gpus in gpus_of.items())
 
 
 def selected_gpus(
@@ -262,18 +258,20 @@ def requests_of(queue: Queue, pending: PendingClaim) -> list[DeviceRequest]:
 
 def untolerated(rules: Iterable[DeviceTaintRule], requests: Iterable[DeviceRequest]) -> tuple[DeviceTaintRule, ...]:
     """The rules that keep devices from a claim, none of whose ``requests`` tolerates their taint."""
-    tolerations = [each for request in requests for each in request.tolerations]
-    blocking = (each for each in rules if each.spec.taint.effect in BLOCKING)
-    return tuple(each for each in blocking if not each.spec.taint.is_tolerated(tolerations))
+    tolerations = [toleration for request in requests for toleration in request.tolerations]
+    blocking = (rule for rule in rules if rule.spec.taint.effect in BLOCKING)
+    return tuple(rule for rule in blocking if not rule.spec.taint.is_tolerated(tolerations))
 
 
 def with_taints(fleet: Fleet, driver: str, rules: Sequence[DeviceTaintRule], selectors: Iterable[Selector]) -> Fleet:
     """``fleet`` with the GPUs of which ``rules`` taint all devices that ``selectors`` select."""
     chosen = tuple(selectors)
-    found = ((entry, next((each for each in rules if _taints(each, entry, driver, chosen)), None)) for entry in fleet)
+    tainting = (
+        (entry, next((rule for rule in rules if _taints(rule, entry, driver, chosen)), None)) for entry in fleet
+    )
     tainted = [
         replace(entry, tainted=f"DeviceTaintRule {rule.metadata.name} with {rule.spec.taint.text}")
-        for entry, rule in found
+        for entry, rule in tainting
         if rule is not None
     ]
     return fleet.changed(tainted) if tainted else fleet
@@ -287,14 +285,14 @@ def _taints(rule: DeviceTaintRule, entry: FleetGpu, driver: str, selectors: Sequ
         return True
     if device not in entry.layout.spots:
         return False
-    selected = [each.on(entry) for each in selectors]
+    selected = [selector.on(entry) for selector in selectors]
     spots = entry.layout.spots.items()
     return all(name == device for name, spot in spots if any(matches.has(*spot) for matches in selected))
 
 
-def _grouped(found: Iterable[tuple[Obstacle | None, FleetGpu]]) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
+def _grouped(pairs: Iterable[tuple[Obstacle | None, FleetGpu]]) -> Mapping[Obstacle, tuple[FleetGpu, ...]]:
     groups: dict[Obstacle, list[FleetGpu]] = {}
-    for obstacle, entry in found:
+    for obstacle, entry in pairs:
         if obstacle is not None:
             groups.setdefault(obstacle, []).append(entry)
     return {obstacle: tuple(gpus) for obstacle, gpus in groups.items()}
@@ -308,7 +306,7 @@ def listed(names: Sequence[str], shown: int = SHOWN) -> str:
 
 def named(gpus: Iterable[FleetGpu]) -> str:
     """``gpu-3 of a, gpu-0 of b (fault or taint)``, and the number of the others."""
-    names = ((f"gpu-{each.number} of {each.node}", each.fault or each.tainted) for each in gpus)
+    names = ((f"gpu-{gpu.number} of {gpu.node}", gpu.fault or gpu.tainted) for gpu in gpus)
     return listed([f"{name} ({detail})" if detail else name for name, detail in names])
 
 
@@ -317,9 +315,9 @@ def holders_of(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]
     return sorted(set(_held(gpus, claim_of)))
 
 
-def held_by(found: Iterable[Availability], claim_of: Mapping[tuple[str, str], str]) -> str:
+def held_by(available: Iterable[Availability], claim_of: Mapping[tuple[str, str], str]) -> str:
     """The claims that hold devices of the usable GPUs: the end of a sentence."""
-    holders = holders_of((each.entry for one in found for each in one.selected.usable), claim_of)
+    holders = holders_of((gpu.entry for availability in available for gpu in availability.selected.usable), claim_of)
     claims = "claim" if len(holders) == 1 else "claims"
     return f"; devices there are held by {len(holders)} {claims}: {listed(holders)}" if holders else ""
 

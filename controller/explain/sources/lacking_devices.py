@@ -70,8 +70,8 @@ def reason_of(pending: PendingClaim, reasoning: Reasoning, unreported: Unreporte
     if reason is None:
         return None
     group = queue.held_back[pending.key].group.metadata if reason.code is ReasonCode.GANG else None
-    own = () if reason.permanent else _of_single_pods(pending, reasoning, unreported, reason.code)
-    return ClaimReason(pending, reason.code, reason.sentence, reason.permanent, group, tuple(own))
+    of_pods = () if reason.permanent else _of_single_pods(pending, reasoning, unreported, reason.code)
+    return ClaimReason(pending, reason.code, reason.sentence, reason.permanent, group, tuple(of_pods))
 
 
 def _of_single_pods(
@@ -83,10 +83,10 @@ def _of_single_pods(
     for pod in pending.pods if len(pending.pods) > 1 else ():
         if queue.nodes_for(pod) != nodes:
             alone = replace(pending, pods=(pod,))
-            found = _qualified(reasoning.for_claim(alone).of(alone), queue, unreported)
-            if found is not None and found.permanent:
-                sentence = f"{found.sentence}; for other pods of the claim: {others}"
-                yield pod.metadata.key, replace(found, sentence=sentence)
+            reason = _qualified(reasoning.for_claim(alone).of(alone), queue, unreported)
+            if reason is not None and reason.permanent:
+                sentence = f"{reason.sentence}; for other pods of the claim: {others}"
+                yield pod.metadata.key, replace(reason, sentence=sentence)
 
 
 def _qualified(reason: Reason | None, queue: Queue, unreported: UnreportedNodes) -> Reason | None:
@@ -134,8 +134,8 @@ class Reasoning:
         if gang is None or (reason is not None and reason.permanent):
             return reason
         if gang not in self._of_gang:
-            found = reason_of_gang(self.queue, gang)
-            self._of_gang[gang] = None if found is None else Reason(ReasonCode.GANG, *found)
+            of_gang = reason_of_gang(self.queue, gang)
+            self._of_gang[gang] = None if of_gang is None else Reason(ReasonCode.GANG, *of_gang)
         return self._of_gang[gang] or reason
 
     def for_claim(self, pending: PendingClaim) -> Reasoning:
@@ -145,17 +145,17 @@ class Reasoning:
         rules = untolerated(tainting, requests) if requests else ()
         if not rules:
             return self
-        of_devices = any(each.spec.device_selector and each.spec.device_selector.device for each in rules)
-        selectors = frozenset(each.selector for each in requests if of_devices)
-        key = (tuple((each.metadata.name, each.spec) for each in rules), selectors)
+        of_devices = any(rule.spec.device_selector and rule.spec.device_selector.device for rule in rules)
+        selectors = frozenset(request.selector for request in requests if of_devices)
+        key = (tuple((rule.metadata.name, rule.spec) for rule in rules), selectors)
         if key not in self.known.tainted:
             matching = self._feasibility.matching
             fleet = with_taints(self._feasibility.fleet, matching.driver, rules, selectors)
             if len(self.known.tainted) >= MAX_TAINTED:
                 self.known.tainted.clear()
             self.known.tainted[key] = Feasibility(fleet, matching, imagined=True), KnownReasons()
-        feasibility, known = self.known.tainted[key]
-        return Reasoning(queue.on(feasibility), known)
+        feasibility, known_reasons = self.known.tainted[key]
+        return Reasoning(queue.on(feasibility), known_reasons)
 
     def of(self, pending: PendingClaim) -> Reason | None:
         """Why no free device satisfies ``pending``; None if one does, or if the search is undecided."""
@@ -163,8 +163,8 @@ class Reasoning:
         alternatives = queue.requirements(pending)
         if isinstance(alternatives, RefusedRequest):
             return Reason(ReasonCode(alternatives.code), alternatives.sentence, permanent=True)
-        for each, request in queue.matching_held:
-            if each is pending and (reason := self._selects_nothing(request, pending)) is not None:
+        for claim, request in queue.matching_held:
+            if claim is pending and (reason := self._selects_nothing(request, pending)) is not None:
                 return reason
         if not alternatives or queue.found(pending).outcome is not SearchOutcome.NONE:
             return None
@@ -180,7 +180,11 @@ class Reasoning:
         alternatives = self.queue.requirements(pending)
         if isinstance(alternatives, RefusedRequest):
             return Reason(ReasonCode(alternatives.code), alternatives.sentence, permanent=True)
-        reasons = [reason for each in alternatives if (reason := self._of_requirements(each, pending)) is not None]
+        reasons = [
+            reason
+            for requirements in alternatives
+            if (reason := self._of_requirements(requirements, pending)) is not None
+        ]
         if len(reasons) < len(alternatives) or not reasons:
             return None
         best = max(reasons, key=lambda reason: reason.nearness)
@@ -207,16 +211,16 @@ class Reasoning:
 
     def _of_alternatives(self, best: Reason, reasons: list[Reason], pending: PendingClaim) -> Reason:
         names = [
-            request.name_of(each)
+            request.name_of(alternative)
             for request in pending.claim.spec.devices.requests
-            for each in request.alternatives
+            for alternative in request.alternatives
             if len(request.alternatives) > 1
         ]
-        others = {each.code for each in reasons} - {best.code}
+        others = {reason.code for reason in reasons} - {best.code}
         also = f"; the others: {', '.join(sorted(others))}" if others else ""
         if len(names) == len(reasons):  # only one request has alternatives
-            each_one = zip(names, reasons, strict=True)
-            texts = [_short(name, reason.sentence) for name, reason in each_one if reason is not best]
+            named_reasons = zip(names, reasons, strict=True)
+            texts = [_short(name, reason.sentence) for name, reason in named_reasons if reason is not best]
             also += f": {'; '.join(texts[:SHOWN])}"
         return replace(best, sentence=f"{best.sentence} (of the alternatives {listed(names, 8)} the nearest{also})")
 
@@ -227,44 +231,44 @@ class Reasoning:
             return None
         if not self._feasibility.kinds(request.selector, self._everywhere):
             return selected_nowhere(self._feasibility, request)
-        there = sorted({each.entry.node for each in self.availability(request, pending).selected.gpus})
+        there = sorted({gpu.entry.node for gpu in self.availability(request, pending).selected.gpus})
         what = f"request {request.name}: what it selects is only"
         return only_elsewhere(what, there, self.excluded(pending), nodes)
 
     def _of_requirements(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """Why a claim cannot be satisfied even alone; None if it can."""
-        key, known = (requirements, self.queue.condition(pending)), self.known
-        if key not in known.permanent and key not in known.present:
-            found = self._permanent(requirements, pending)
+        key, remembered = (requirements, self.queue.condition(pending)), self.known
+        if key not in remembered.permanent and key not in remembered.present:
+            reason = self._permanent(requirements, pending)
             # The steps to another MIG mode begin with a GPU on which nothing is held.
-            lasts = found is None or found.code is not ReasonCode.RESET
-            (known.permanent if lasts else known.present)[key] = found
-        if (permanent := known.permanent.get(key)) is not None:
+            lasts = reason is None or reason.code is not ReasonCode.RESET
+            (remembered.permanent if lasts else remembered.present)[key] = reason
+        if (permanent := remembered.permanent.get(key)) is not None:
             return permanent
-        if key not in known.present:
-            known.present[key] = self._at_present(requirements, pending)
-        return known.present[key]
+        if key not in remembered.present:
+            remembered.present[key] = self._at_present(requirements, pending)
+        return remembered.present[key]
 
     def _of_pod(self, pending: PendingClaim) -> Reason:
         """The reason of a claim that can be satisfied alone, but not together with the other claims of its pod."""
-        found = {each for pod in pending.pods for each in self.queue.of_pod(pod)} - {pending}
-        claims, impossible = sorted(found, key=lambda each: each.key), self._pod_is_impossible(pending)
-        for each in claims:
-            alone = self._alone(each)
+        companions = {companion for pod in pending.pods for companion in self.queue.of_pod(pod)} - {pending}
+        claims, impossible = sorted(companions, key=lambda claim: claim.key), self._pod_is_impossible(pending)
+        for claim in claims:
+            alone = self._alone(claim)
             if alone is not None and alone.permanent >= impossible:
-                return replace(alone, sentence=f"its pod also has the {described(each)}: {alone.sentence}")
+                return replace(alone, sentence=f"its pod also has the {described(claim)}: {alone.sentence}")
         at = self._feasibility.unheld if impossible else self._feasibility
-        others = listed([described(each) + self._where(each, at) for each in claims], 8)
+        others = listed([described(claim) + self._where(claim, at) for claim in claims], 8)
         when = "even if nothing were held" if impossible else "at present"
-        own = f"it could be met{self._where(pending, at)}"
-        sentence = f"{own}, but {when} not on one node with what its pod requests besides: {others}"
+        possible = f"it could be met{self._where(pending, at)}"
+        sentence = f"{possible}, but {when} not on one node with what its pod requests besides: {others}"
         return Reason(ReasonCode.NOT_TOGETHER, sentence, impossible)
 
     def _where(self, pending: PendingClaim, feasibility: Feasibility) -> str:
         """`` (on a, b)``: the nodes that could satisfy a claim alone; empty if none of its devices are ours."""
-        found, nodes = self.queue.requirements(pending), self.queue.nodes(pending)
-        alternatives = () if isinstance(found, RefusedRequest) else found
-        there = {node for each in alternatives for node in feasibility.nodes_for(each, nodes)}
+        requirements, nodes = self.queue.requirements(pending), self.queue.nodes(pending)
+        alternatives = () if isinstance(requirements, RefusedRequest) else requirements
+        there = {node for alternative in alternatives for node in feasibility.nodes_for(alternative, nodes)}
         return f" (on {listed(sorted(there))})" if there else ""
 
     def _pod_is_impossible(self, pending: PendingClaim) -> bool:
@@ -311,8 +315,8 @@ class Reasoning:
             missing = without_value(self._feasibility, requirements, nodes)
             largest = self._largest_set(requirements, nodes)
             return constraint(requirements, "even if nothing were held", largest + missing, permanent=True)
-        found = [self.availability(request, pending) for request in requirements.requests]
-        return together(found, "even if nothing were held no node could give all of them", permanent=True)
+        available = [self.availability(request, pending) for request in requirements.requests]
+        return together(available, "even if nothing were held no node could give all of them", permanent=True)
 
     def _largest_set(self, requirements: ClaimRequirements, nodes: Nodes) -> str:
         """The most devices of the only request that the only constraint admits."""
@@ -335,19 +339,21 @@ class Reasoning:
     def _hindered(self, requirements: ClaimRequirements, pending: PendingClaim) -> Reason | None:
         """The reason where faults, settings, labels, MIG modes or foreign partitions are in the way."""
         requests, nodes = requirements.requests, self.queue.nodes(pending)
-        alone = (each for each in requests if not self._feasibility.unheld.could(ClaimRequirements((each,)), nodes))
+        alone = (
+            request for request in requests if not self._feasibility.unheld.could(ClaimRequirements((request,)), nodes)
+        )
         first = next(alone, None)
         chosen = requests if first is None else (first,)
-        found = [self.availability(each, pending).selected for each in chosen]
-        present = {obstacle for each in found for obstacle in each.hindered if obstacle is not Obstacle.EXCLUDED}
+        selected = [self.availability(request, pending).selected for request in chosen]
+        present = {obstacle for gpus in selected for obstacle in gpus.hindered if obstacle is not Obstacle.EXCLUDED}
         if not present:
             return None
         sufficient = {
-            each
-            for each in present
-            if self._would_fit(ClaimRequirements(chosen) if first else requirements, each, nodes)
+            obstacle
+            for obstacle in present
+            if self._would_fit(ClaimRequirements(chosen) if first else requirements, obstacle, nodes)
         }
-        return hindered(chosen, found, sufficient or present)
+        return hindered(chosen, selected, sufficient or present)
 
     def _would_fit(self, requirements: ClaimRequirements, obstacle: Obstacle, nodes: Nodes) -> bool:
         """Whether ``requirements`` could be satisfied if nothing were held and ``obstacle`` were removed everywhere."""
@@ -361,19 +367,19 @@ class Reasoning:
                 return self._lacking(request, pending)
         if could(requirements, nodes):
             return None
-        found = [self.availability(request, pending) for request in requirements.requests]
+        available = [self.availability(request, pending) for request in requirements.requests]
         if requirements.constraints and could(ClaimRequirements(requirements.requests), nodes):
             reason = constraint(requirements, "the requests could be met, but at present")
         else:
-            reason = together(found, "no node has all of them free at once")
-        return replace(reason, sentence=reason.sentence + held_by(found, self.queue.holders))
+            reason = together(available, "no node has all of them free at once")
+        return replace(reason, sentence=reason.sentence + held_by(available, self.queue.holders))
 
     def _lacking(self, request: DeviceRequest, pending: PendingClaim) -> Reason:
         """The reason where GPUs have the selected devices, but not enough of them are free."""
-        found, claim_of = self.availability(request, pending), self.queue.holders
-        nodes = found.nodes_with_room()
+        available, claim_of = self.availability(request, pending), self.queue.holders
+        nodes = available.nodes_with_room()
         if not nodes:
-            at_limit = [each for each in found.selected.usable if each.is_at_its_limit]
-            return profile_limit(found, at_limit) if at_limit else held(found, claim_of)
+            at_limit = [gpu for gpu in available.selected.usable if gpu.is_at_its_limit]
+            return profile_limit(available, at_limit) if at_limit else held(available, claim_of)
         moves = moves_that_help(self._feasibility, ClaimRequirements((request,)), nodes, claim_of)
-        return fragmented(found, nodes, moves)
+        return fragmented(available, nodes, moves)

@@ -75,10 +75,12 @@ def _moved(
 ) -> Iterator[tuple[tuple[Move, ...], tuple[FleetGpu, ...]]]:
     """Every choice of ``count`` devices of one GPU with places for them, and the GPUs after it."""
     for source in gpus:
-        own = [device for device in source.held if (source.node, device.name) in movable and device.profile is not None]
-        for chosen in combinations(own, count):
+        held = [
+            device for device in source.held if (source.node, device.name) in movable and device.profile is not None
+        ]
+        for chosen in combinations(held, count):
             after = {entry.number: entry for entry in gpus}
-            after[source.number] = source.holding(each for each in source.held if each not in chosen)
+            after[source.number] = source.holding(device for device in source.held if device not in chosen)
             for targets, arranged in _arranged(chosen, source, after):
                 moves = [
                     Move(movable[source.node, device.name], device, source, target)
@@ -95,8 +97,8 @@ def _arranged(
         yield (), gpus
         return
     first, *others = devices
-    away = (each for each in gpus.values() if each.number != source.number and _alike(each, source))
-    elsewhere = next(((each, spot) for each in away for spot in each.state.spots(first.spot.kind)), None)
+    away = (gpu for gpu in gpus.values() if gpu.number != source.number and _alike(gpu, source))
+    elsewhere = next(((gpu, spot) for gpu in away for spot in gpu.state.spots(first.spot.kind)), None)
     at_home = gpus[source.number]
     places = [] if elsewhere is None else [elsewhere]
     places += [(at_home, spot) for spot in at_home.state.spots(first.spot.kind) if spot != first.spot]

@@ -32,7 +32,10 @@ INSUFFICIENT = re.compile(r"Insufficient ([\w./-]+\w)")
 
 def report_of(pod: Pod) -> Condition | None:
     """What the scheduler reports on ``pod``; None if it has not reported."""
-    return next((each for each in pod.status.conditions if each.keeps_from_scheduling and each.message), None)
+    return next(
+        (condition for condition in pod.status.conditions if condition.keeps_from_scheduling and condition.message),
+        None,
+    )
 
 
 def names_obstacle(report: Condition) -> bool:
@@ -42,8 +45,8 @@ def names_obstacle(report: Condition) -> bool:
 
 def _parts(report: Condition) -> list[str]:
     """What it says of nodes, for each cause; or the whole message."""
-    found = NODES.match(report.message)
-    return END.split(found["parts"])[0].rstrip(".").split(", ") if found else [report.message]
+    match = NODES.match(report.message)
+    return END.split(match["parts"])[0].rstrip(".").split(", ") if match else [report.message]
 
 
 def reported(pod: Pod, report: Condition) -> str:
@@ -55,8 +58,8 @@ def reported(pod: Pod, report: Condition) -> str:
 
 
 def _requested(pod: Pod, resource: str) -> str:
-    found = (each.resources.requests.get(resource) for each in pod.spec.containers)
-    return " + ".join(str(amount) for amount in found if amount is not None)
+    amounts = (container.resources.requests.get(resource) for container in pod.spec.containers)
+    return " + ".join(str(amount) for amount in amounts if amount is not None)
 
 
 COMPLETE = {*OF_THE_POD, ReasonCode.NO_SUCH_CLASS, ReasonCode.WAITS}
@@ -72,7 +75,11 @@ class SchedulerActivity:
         latest: dict[str, str] = {}
         for pod in queue.cluster.pods:
             name = _scheduler(pod)
-            times = (each.last_transition_time or "" for each in pod.status.conditions if each.type == "PodScheduled")
+            times = (
+                condition.last_transition_time or ""
+                for condition in pod.status.conditions
+                if condition.type == "PodScheduled"
+            )
             latest[name] = max((latest.get(name, ""), *times))
         self._latest: Mapping[str, str] = latest
 

@@ -61,8 +61,8 @@ def selected_nowhere(feasibility: Feasibility, request: DeviceRequest) -> Reason
         sentence = f"request {name}: {_no_match(feasibility, request)}"
         return Reason(ReasonCode.NOTHING_MATCHES, sentence, permanent=True)
     driver = feasibility.matching.driver
-    known = mistakes(selector.expressions, driver) or [remedy(first.device.kind, first.message)]
-    way_out = "; ".join(each for each in known if each and first.message not in each)
+    remedies = mistakes(selector.expressions, driver) or [remedy(first.device.kind, first.message)]
+    way_out = "; ".join(hint for hint in remedies if hint and first.message not in hint)
     expression = _brief(first.expression, driver) if len(first.expression) > MAX_CONDITION else first.expression
     whose = f" of DeviceClass {request.device_class}" if first.expression in request.class_selectors else ""
     sentence = f"request {name}: the selector {expression!r}{whose} fails on {first.device}: {first.message}"
@@ -73,7 +73,7 @@ def selected_nowhere(feasibility: Feasibility, request: DeviceRequest) -> Reason
 def _no_match(feasibility: Feasibility, request: DeviceRequest) -> str:
     """Which condition excludes all devices, or all that meet the other ones; and what there is."""
     driver, selector = feasibility.matching.driver, request.selector
-    conditions = list(dict.fromkeys(part for each in selector.expressions for part in conditions_of(each)))
+    conditions = list(dict.fromkeys(part for expression in selector.expressions for part in conditions_of(expression)))
     met = selector.met(feasibility.fleet, conditions)
     if not met:
         texts = " and ".join(selector.expressions)
@@ -83,28 +83,28 @@ def _no_match(feasibility: Feasibility, request: DeviceRequest) -> str:
     condition = _brief(conditions[culprit], driver)
     if not others and not wrong and (text := _without_such_gpus(feasibility, condition)):
         return text
-    devices = [device for device, verdicts in met if all(verdicts[each] for each in others)]
+    devices = [device for device, verdicts in met if all(verdicts[index] for index in others)]
     if not others:
-        devices = [each for each, verdicts in met if sum(verdicts) == len(conditions) - 1] or devices
-    known = _values(feasibility, conditions[culprit], devices)
-    hint = "; ".join(wrong) if wrong else _suggestion(conditions[culprit], known)
+        devices = [device for device, verdicts in met if sum(verdicts) == len(conditions) - 1] or devices
+    values = _values(feasibility, conditions[culprit], devices)
+    hint = "; ".join(wrong) if wrong else _suggestion(conditions[culprit], values)
     hint = f"; {hint.removeprefix('; ')}" if hint else ""
-    if any(conditions[culprit] in conditions_of(each) for each in request.class_selectors):
+    if any(conditions[culprit] in conditions_of(expression) for expression in request.class_selectors):
         hint += f"; this condition is part of DeviceClass {request.device_class}"
-    there = f": {_listed_values(known)}" if known else ""
+    there = f": {_listed_values(values)}" if values else ""
     if "device.driver" in condition:
         there = f": the driver of Tessera's devices is {driver}"
-    among = " and ".join(_brief(conditions[each], driver) for each in others)
-    if (least := AT_LEAST.fullmatch(condition)) and known.get(least["name"]):
-        largest = max(known[least["name"]], key=_size)
+    among = " and ".join(_brief(conditions[index], driver) for index in others)
+    if (least := AT_LEAST.fullmatch(condition)) and values.get(least["name"]):
+        largest = max(values[least["name"]], key=_size)
         asked = f"{least['name']} {'of more than' if least['than'] == '>' else 'of at least'} {least['amount']}"
         together = f" together with {among}" if others else ""
-        products = listed(sorted(known[least["name"]][largest]))
+        products = listed(sorted(values[least["name"]][largest]))
         return f"{asked}: no device has it{together}; the largest is {largest} ({products}){hint}"
     if others:
         return f"none of the devices with {among} is selected by {condition}{there}{hint}"
-    if (equal := EQUAL.fullmatch(condition)) and known.get(equal[1]):
-        listed_values = _listed_values(known).removeprefix(f"{equal[1]} is ")
+    if (equal := EQUAL.fullmatch(condition)) and values.get(equal[1]):
+        listed_values = _listed_values(values).removeprefix(f"{equal[1]} is ")
         return f"{equal[1]} {equal[2]}: no GPU has it; there are {listed_values}{hint}"
     return f"no device of the cluster's {len(feasibility.fleet.gpus)} GPUs is selected by {condition}{there}{hint}"
 
@@ -112,12 +112,12 @@ def _no_match(feasibility: Feasibility, request: DeviceRequest) -> str:
 def _contradiction(met: Sequence[tuple[bool, ...]]) -> tuple[int, list[int]]:
     """A condition that no device meets beside ``others``, of which no one can be left out."""
     count = len(met[0])
-    alone = next((each for each in range(count) if not any(verdicts[each] for verdicts in met)), None)
+    alone = next((index for index in range(count) if not any(verdicts[index] for verdicts in met)), None)
     if alone is not None:
         return alone, []
     kept = list(range(count))
-    for each in range(count):
-        rest = [other for other in kept if other != each]
+    for index in range(count):
+        rest = [other for other in kept if other != index]
         if rest and not any(all(verdicts[other] for other in rest) for verdicts in met):
             kept = rest
     return kept[-1], kept[:-1]
@@ -147,30 +147,30 @@ def _without_such_gpus(feasibility: Feasibility, condition: str) -> str:
 def _values(feasibility: Feasibility, condition: str, devices: Iterable[Device]) -> dict[str, dict[str, set[str]]]:
     """By attribute or capacity that ``condition`` reads its values on ``devices``, with the products that have them."""
     program, driver = try_compile(condition), feasibility.matching.driver
-    found: dict[str, dict[str, set[str]]] = {}
+    values: dict[str, dict[str, set[str]]] = {}
     for section, domain, name in program.referenced.reads if isinstance(program, Program) else ():
         full = name if domain == driver else f"{domain}/{name}"
-        found[name] = {}
+        values[name] = {}
         for device in devices:
             entries = attributes(device) if section == "attributes" else capacity(device)
             for value in entries.get(full, {}).values():
                 text = str(value).lower() if isinstance(value, bool) else str(value)
-                found[name].setdefault(text, set()).add(device.gpu.product_name)
-    if list(found) == ["profile"] and len(found["profile"]) > 1:
-        found["profile"].pop(NO_PROFILE, None)
-    return found
+                values[name].setdefault(text, set()).add(device.gpu.product_name)
+    if list(values) == ["profile"] and len(values["profile"]) > 1:
+        values["profile"].pop(NO_PROFILE, None)
+    return values
 
 
-def _listed_values(known: Mapping[str, Mapping[str, set[str]]]) -> str:
+def _listed_values(values: Mapping[str, Mapping[str, set[str]]]) -> str:
     """``memoryBandwidth is 3352 (NVIDIA H100 80GB HBM3), 864 (NVIDIA L40S)``: largest numbers first."""
     texts = []
-    for name, by_value in known.items():
-        products = {each for every in by_value.values() for each in every}
+    for name, by_value in values.items():
+        products = {product for every in by_value.values() for product in every}
         if not by_value:
             texts.append(f"none of these devices has {name}")
             continue
         numbers = all(value[:1].isdigit() for value in by_value) and name not in NAMES
-        differ = numbers and any(each != products for each in by_value.values())
+        differ = numbers and any(with_value != products for with_value in by_value.values())
         ordered = sorted(by_value, key=_size, reverse=True) if numbers else sorted(by_value)
         shown = [f"{value} ({listed(sorted(by_value[value]), 2)})" if differ else value for value in ordered]
         texts.append(f"{name} is {listed(shown, SHOWN_VALUES)}")
@@ -181,11 +181,11 @@ def _size(value: str) -> tuple[float, ...]:
     try:
         return (float(parse_quantity(value).value),)
     except EvaluationError:  # a version
-        return tuple(float(each) for each in re.findall(r"\d+", value))
+        return tuple(float(digits) for digits in re.findall(r"\d+", value))
 
 
-def _suggestion(condition: str, known: Mapping[str, Mapping[str, set[str]]]) -> str:
+def _suggestion(condition: str, values: Mapping[str, Mapping[str, set[str]]]) -> str:
     """``; did you mean X?`` for a text in ``condition`` that is like a value that there is."""
     texts = re.findall(r"\"([^\"]*)\"", re.sub(r"\[[^\]]*\]\s*\.", "", condition))
-    there = {value for name, by_value in known.items() for value in by_value if name not in IDENTIFIERS}
+    there = {value for name, by_value in values.items() for value in by_value if name not in IDENTIFIERS}
     return next((hint for text in texts if not is_known_value(text) and (hint := meant(text, there))), "")

@@ -40,37 +40,39 @@ NEAREST = (MigMode.RESET_TO_ENABLE, MigMode.RESET_TO_DISABLE, MigMode.DISABLED, 
 """MIG modes, the one with the fewest remaining steps first."""
 
 
-def held(found: Availability, claim_of: Mapping[tuple[str, str], str]) -> Reason:
+def held(available: Availability, claim_of: Mapping[tuple[str, str], str]) -> Reason:
     """Too few devices are free, and not because of fragmentation."""
-    request, (most, node) = found.request, found.selected.most_free
+    request, (most, node) = available.request, available.selected.most_free
     if request.count is None:
         free = "on every node that has them some are in use"
     elif most:
         free = f"at most {most} {'is' if most == 1 else 'are'} free on one node ({node})"
     else:
         free = "none is free"
-    by = held_by([found], claim_of)
-    sentence = f"request {request.name} needs {found.needs}: {free}, of {found.selected.products} that have it{by}"
-    return Reason(ReasonCode.HELD, sentence + unusable(found) + failing(found.failure))
-
-
-def profile_limit(found: Availability, gpus: Sequence[SelectedGpu]) -> Reason:
-    """Slices are free, but no further partition of the profile can be created."""
-    [key], most = gpus[0].matches.keys, gpus[0].most
-    where = listed([f"gpu-{each.entry.number} of {each.entry.node}" for each in gpus])
+    by = held_by([available], claim_of)
     sentence = (
-        f"request {found.request.name} needs {found.needs}: a GPU can have at most {most} of {key}, and {where} "
+        f"request {request.name} needs {available.needs}: {free}, of {available.selected.products} that have it{by}"
+    )
+    return Reason(ReasonCode.HELD, sentence + unusable(available) + failing(available.failure))
+
+
+def profile_limit(available: Availability, gpus: Sequence[SelectedGpu]) -> Reason:
+    """Slices are free, but no further partition of the profile can be created."""
+    [key], most, request = gpus[0].matches.keys, gpus[0].most, available.request
+    where = listed([f"gpu-{gpu.entry.number} of {gpu.entry.node}" for gpu in gpus])
+    sentence = (
+        f"request {request.name} needs {available.needs}: a GPU can have at most {most} of {key}, and {where} "
         f"{'has' if len(gpus) == 1 else 'have'} as many, although memory is free there"
     )
-    return Reason(ReasonCode.LIMIT, sentence + unusable(found) + failing(found.failure))
+    return Reason(ReasonCode.LIMIT, sentence + unusable(available) + failing(available.failure))
 
 
-def fragmented(found: Availability, nodes: Sequence[str], moves: Moves | None) -> Reason:
+def fragmented(available: Availability, nodes: Sequence[str], moves: Moves | None) -> Reason:
     """Enough memory is free on one of ``nodes``, but not in one place."""
-    gpus = sorted(found.selected.by_node[nodes[0]], key=lambda each: -each.entry.state.free)
-    free = sum(each.entry.state.free for each in gpus)
+    gpus = sorted(available.selected.by_node[nodes[0]], key=lambda gpu: -gpu.entry.state.free)
+    free, request = sum(gpu.entry.state.free for gpu in gpus), available.request
     sentence = (
-        f"request {found.request.name} needs {found.needs}: {free:g} memory slices are free on node {nodes[0]}, "
+        f"request {request.name} needs {available.needs}: {free:g} memory slices are free on node {nodes[0]}, "
         f"at most {gpus[0].entry.state.free:g} on one GPU (gpu-{gpus[0].entry.number}), but no placement"
     )
     if moves is None:
@@ -78,15 +80,15 @@ def fragmented(found: Availability, nodes: Sequence[str], moves: Moves | None) -
         way_out = f"; no move of one or two claims {where} was found that would help"
     else:
         way_out = f"; moving {', '.join(map(str, moves.moves))} of node {moves.node} would make room"
-    return Reason(ReasonCode.FRAGMENTED, sentence + way_out + unusable(found) + failing(found.failure))
+    return Reason(ReasonCode.FRAGMENTED, sentence + way_out + unusable(available) + failing(available.failure))
 
 
-def unusable(found: Availability) -> str:
+def unusable(available: Availability) -> str:
     """The GPUs that can't provide a device, whatever is held: the end of a sentence."""
     groups: dict[str, list[FleetGpu]] = {}
-    for each in found.selected.gpus:
-        if each.obstacle is not None:
-            groups.setdefault(each.detail or each.obstacle.value, []).append(each.entry)
+    for gpu in available.selected.gpus:
+        if gpu.obstacle is not None:
+            groups.setdefault(gpu.detail or gpu.obstacle.value, []).append(gpu.entry)
     if not groups:
         return ""
     texts = [
@@ -128,17 +130,21 @@ def only_elsewhere(what: str, fitting: Sequence[str], excluded: Mapping[str, Exc
 
 
 def hindered(
-    requests: Sequence[DeviceRequest], found: Sequence[SelectedGpus], obstacles: Collection[Obstacle]
+    requests: Sequence[DeviceRequest], selected: Sequence[SelectedGpus], obstacles: Collection[Obstacle]
 ) -> Reason:
     """Even if nothing were held, ``obstacles`` would be in the way; without one of them it would fit."""
-    gpus_of = {obstacle: _joined(each.obstacles.get(obstacle, ()) for each in found) for obstacle in obstacles}
+    gpus_of = {
+        obstacle: _joined(selection.obstacles.get(obstacle, ()) for selection in selected) for obstacle in obstacles
+    }
     if not any(gpus_of.values()):
-        gpus_of = {obstacle: _joined(each.hindered.get(obstacle, ()) for each in found) for obstacle in obstacles}
-    main = max(gpus_of, key=lambda each: (len(gpus_of[each]), each))
-    gpus = {entry.entry.gpu.uuid for each in found for entry in each.reachable}
+        gpus_of = {
+            obstacle: _joined(selection.hindered.get(obstacle, ()) for selection in selected) for obstacle in obstacles
+        }
+    main = max(gpus_of, key=lambda obstacle: (len(gpus_of[obstacle]), obstacle))
+    gpus = {entry.entry.gpu.uuid for selection in selected for entry in selection.reachable}
     request = f"request {requests[0].name}: " if len(requests) == 1 else ""
     code, text = OF_OBSTACLE[main]
-    if not any(each.usable for each in found):
+    if not any(selection.usable for selection in selected):
         have, them = ("1 GPU has", "it") if len(gpus) == 1 else (f"{len(gpus)} GPUs have", "them")
         sentence = f"{request}{have} it, but {text.format(them)}"
     else:
@@ -150,7 +156,9 @@ def hindered(
         steps = listed(sorted({f"{entry.node} {entry.closed}" for entry in gpus_of[main]}))
     else:
         steps = named(gpus_of[main]) + ("; on the node: nvidia-smi mig -lgi" if main is Obstacle.FOREIGN else "")
-    more = Counter(each.obstacle for one in found for each in one.reachable if each.obstacle not in {None, main})
+    more = Counter(
+        gpu.obstacle for selection in selected for gpu in selection.reachable if gpu.obstacle not in {None, main}
+    )
     also = "; ".join(f"{count} more: {obstacle}" for obstacle, count in more.items())
     return Reason(code, f"{sentence}: {steps}{'; ' + also if also else ''}", permanent=True)
 
@@ -163,8 +171,8 @@ def _joined(parts: Iterable[Iterable[FleetGpu]]) -> tuple[FleetGpu, ...]:
 def reset_steps(gpus: Sequence[FleetGpu]) -> str:
     """The GPUs with the fewest remaining steps to another MIG mode, and these steps."""
     modes = {entry.gpu.mig_mode for entry in gpus}
-    mode = next((each for each in NEAREST if each in modes), None)
-    nearest = sorted((each for each in gpus if each.gpu.mig_mode is mode), key=lambda each: bool(each.held))
+    mode = next((mode for mode in NEAREST if mode in modes), None)
+    nearest = sorted((entry for entry in gpus if entry.gpu.mig_mode is mode), key=lambda entry: bool(entry.held))
     uuid, gpu = nearest[0].gpu.uuid, f"for gpu-{nearest[0].number}"
     reset, flag = f"nvidia-smi --gpu-reset -i {uuid}", f"--mig-gpus={uuid}"
     match mode:
@@ -185,16 +193,20 @@ def reset_steps(gpus: Sequence[FleetGpu]) -> str:
 
 def constraint(requirements: ClaimRequirements, when: str, more: str = "", *, permanent: bool = False) -> Reason:
     """The reason where only the constraints of the claim are in the way."""
-    names = ", ".join(sorted({each.attribute for each in requirements.constraints}))
-    values = "different values" if all(each.distinct for each in requirements.constraints) else "the same value"
+    names = ", ".join(sorted({constraint.attribute for constraint in requirements.constraints}))
+    values = (
+        "different values" if all(constraint.distinct for constraint in requirements.constraints) else "the same value"
+    )
     sentence = f"{when} no node has devices for its requests with {values} of {names}{more}"
     return Reason(ReasonCode.CONSTRAINT, sentence, permanent)
 
 
-def together(found: Sequence[Availability], obstacle: str, *, permanent: bool = False) -> Reason:
+def together(available: Sequence[Availability], obstacle: str, *, permanent: bool = False) -> Reason:
     """The reason where each request could be met by itself."""
-    names = ", ".join(each.request.name for each in found)
-    needs = "; ".join(f"{each.request.name} needs {each.needs}{each.where}" for each in found)
+    names = ", ".join(availability.request.name for availability in available)
+    needs = "; ".join(
+        f"{availability.request.name} needs {availability.needs}{availability.where}" for availability in available
+    )
     sentence = (
         f"each of the requests {names} could be met, but {obstacle} (a claim gets all devices of one node): {needs}"
     )
@@ -204,11 +216,11 @@ def together(found: Sequence[Availability], obstacle: str, *, permanent: bool = 
 def without_value(feasibility: Feasibility, requirements: ClaimRequirements, nodes: Nodes) -> str:
     """The constrained attributes that no device selected by a request has: the end of a message."""
     missing: dict[str, list[str]] = {}
-    for each in requirements.constraints:
-        for request in (requirements.requests[index] for index in sorted(each.requests)):
+    for constraint in requirements.constraints:
+        for request in (requirements.requests[index] for index in sorted(constraint.requests)):
             kinds = feasibility.kinds(request.selector, nodes)
-            if not any(feasibility.sets(request, kind, nodes, (each.attribute,)) for kind in kinds):
-                missing.setdefault(each.attribute, []).append(request.name)
+            if not any(feasibility.sets(request, kind, nodes, (constraint.attribute,)) for kind in kinds):
+                missing.setdefault(constraint.attribute, []).append(request.name)
     texts = []
     for attribute, names in missing.items():
         whose = "none of these devices" if len(requirements.requests) == 1 else f"no device of request {listed(names)}"

@@ -40,7 +40,7 @@ def reasons_of_incomplete(queue: Queue, clock: Clock) -> Iterator[ClaimReason]:
             f"PodGroup {group.name} needs {gang.needed} pods at once, and only {len(gang.pods)} wait: the scheduler "
             f"tries none of them before {more}, without scheduling gates"
         )
-        for pending in dict.fromkeys(each for pod in gang.pods for each in queue.of_pod(pod)):
+        for pending in dict.fromkeys(claim for pod in gang.pods for claim in queue.of_pod(pod)):
             yield ClaimReason(pending, ReasonCode.GANG, sentence, permanent=True, group=group)
 
 
@@ -48,15 +48,15 @@ def _needed(queue: Queue, gang: Gang) -> str:
     counts = {_devices(queue, pod) for pod in gang.pods}
     if len(counts) > 1 or None in counts:
         return f"{gang.needed} pods with their devices"
-    [each] = counts
-    return f"{gang.needed} pods with {each} {'device' if each == 1 else 'devices'} each"
+    [count] = counts
+    return f"{gang.needed} pods with {count} {'device' if count == 1 else 'devices'} each"
 
 
 def _devices(queue: Queue, pod: Pod) -> int | None:
     """The number of devices of ``pod``; None if that depends on the node or the alternative."""
     counts = {
-        None if any(request.count is None for request in each.requests) else sum(each.counts)
-        for each in queue.combinations(pod)
+        None if any(request.count is None for request in requirements.requests) else sum(requirements.counts)
+        for requirements in queue.combinations(pod)
     }
     return counts.pop() if len(counts) == 1 else None
 
