@@ -229,7 +229,7 @@ def _of_several(
     requirements: ClaimRequirements,
     available: Sequence[Availability],
 ) -> HelpfulChange | None:
-    """The fewest GPUs of a node without what keeps them from use, and the claims of the node that must end besides."""
+    """The fewest GPUs of a node without what keeps them from use, and the claims of the node that must end, too."""
     best: tuple[int, Obstacle, tuple[FleetGpu, ...], tuple[str, ...]] | None = None
     for obstacle, hindered in islice(_hindered_by_node(available), MAX_NODES):
         node, freed = hindered[0].node, hindered

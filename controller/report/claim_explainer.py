@@ -84,23 +84,19 @@ class Explainer:
 
         ``in_detail`` is called for each claim: False leaves out what takes long, requests, holders and changes.
         """
-        keys = {claim.key for claim in self._queue.pending}
         for pending in self._queue.pending:
-            yield self.of_pending(pending) if in_detail() else self._reason_of(pending)
-        for key, reason in self._view.reasons.items():
-            if key not in keys:
-                yield self._of_reason(reason)
+            yield self.of_pending(pending) if in_detail() else self._brief(pending, self._reason_of(pending))
+        yield from map(self._of_reason, self._reasons_without_claim())
 
     def of_pod(self, pod: Pod) -> list[Explanation]:
         """The claims of a pod."""
         pending = [
             claim for claim in self._queue.pending if any(user.metadata.key == pod.metadata.key for user in claim.pods)
         ]
-        keys = {claim.key for claim in self._queue.pending}
         of_pod = (
             reason
-            for key, reason in self._view.reasons.items()
-            if key not in keys and any(user.metadata.key == pod.metadata.key for user in reason.pending.pods)
+            for reason in self._reasons_without_claim()
+            if any(user.metadata.key == pod.metadata.key for user in reason.pending.pods)
         )
         explanations = [*map(self._of_reason, of_pod), *(self._of_claim_of_pod(claim, pod) for claim in pending)]
         claims = (self._view.snapshot.cluster.claims.find(key) for key in pod.claims)
@@ -109,10 +105,15 @@ class Explainer:
             *(self._allocated(claim) for claim in claims if claim is not None and claim.status.allocation),
         ]
 
+    def _reasons_without_claim(self) -> list[ClaimReason]:
+        """The reasons of what is not in the queue, such as pods that lack a claim."""
+        keys = {claim.key for claim in self._queue.pending}
+        return [reason for key, reason in self._view.reasons.items() if key not in keys]
+
     def _of_claim_of_pod(self, pending: PendingClaim, pod: Pod) -> Explanation:
         """Why ``pending`` is pending; for one of several pods, the reason of its own if it has one."""
         explanation, alone = self.of_pending(pending), replace(pending, pods=(pod,))
-        reason_of_claim = self._view.reasons.get(pending.key)
+        reason_of_claim = self._reason_of(pending)
         reason = dict(reason_of_claim.of_pods).get(pod.metadata.key) if reason_of_claim is not None else None
         if reason is None:
             return explanation
@@ -138,20 +139,23 @@ class Explainer:
 
     def of_pending(self, pending: PendingClaim) -> Explanation:
         """Why ``pending`` is pending."""
-        reason = self._view.reasons.get(pending.key)
+        reason = self._reason_of(pending)
         if reason is not None and reason.code in OF_THE_POD:
             return self._of_reason(reason)
         available = self._available(pending)
         usable = [gpu.entry for availability in available for gpu in availability.selected.usable]
         return replace(
-            self._reason_of(pending),
+            self._brief(pending, reason),
             requests=tuple(self._counts(pending, available)),
             holders=tuple(sorted(holders_of(usable, self._queue.holders))),
             changes=tuple(changes_that_help(self._reasoning.for_claim(pending), pending)),
         )
 
-    def _reason_of(self, pending: PendingClaim) -> Explanation:
-        reason = self._view.reasons.get(pending.key)
+    def _reason_of(self, pending: PendingClaim) -> ClaimReason | None:
+        return self._view.reasons.get(pending.key)
+
+    def _brief(self, pending: PendingClaim, reason: ClaimReason | None) -> Explanation:
+        """The explanation without what takes long; no ``reason``: the claim is for devices of other drivers."""
         if reason is not None:
             code, message = reason.code.value, reason.text
         else:
@@ -180,15 +184,7 @@ class Explainer:
         if reason.code not in OF_THE_POD:
             for node, excluded in AllocatedPods(self._queue, Clock()).excluded(pending.pods[0]).items():
                 by_exclusion.setdefault(excluded, []).append(node)
-        return Explanation(
-            claim="" if pending.not_created else str(pending.claim.metadata.key),
-            pods=pending.pods,
-            code=reason.code.value,
-            message=reason.text,
-            permanent=reason.permanent,
-            changes=tuple(admitting(by_exclusion)),
-            reports=tuple(_reports(pending.pods)),
-        )
+        return replace(self._brief(pending, reason), changes=tuple(admitting(by_exclusion)))
 
     def _available(self, pending: PendingClaim) -> Sequence[Availability]:
         requirements = self._queue.requirements(pending)

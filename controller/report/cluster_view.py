@@ -88,7 +88,7 @@ class ClusterView:
 
     @cached_property
     def situation(self) -> Situation:
-        """The situation as far as it can be read; fence and heartbeat are read if they may matter."""
+        """What can be read of the situation; fence and heartbeat are read if they may matter."""
         devices, snapshot, reads = self.devices, self.snapshot, self.reads
         asked = reads if self.queue.pending else None
         return Situation(

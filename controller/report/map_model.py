@@ -236,7 +236,7 @@ def _gpu(
 
 
 def _largest_partition(entry: FleetGpu) -> FreePartition | None:
-    """The largest partition that fits beside what is held."""
+    """The largest partition that fits next to what is held."""
     fitting = (
         FreePartition(profile.placements[0].size, profile.compute_slices, profile.name)
         for profile in entry.gpu.profiles

@@ -90,7 +90,7 @@ def _of_single_pods(
 
 
 def _qualified(reason: Reason | None, queue: Queue, unreported: UnreportedNodes) -> Reason | None:
-    """``reason``, as far as it holds although GPUs of some nodes are unknown."""
+    """``reason``, if it holds although GPUs of some nodes are unknown."""
     if reason is None or not reason.permanent or reason.code in OF_THE_CLAIM:
         return reason
     if unreported.may_report:

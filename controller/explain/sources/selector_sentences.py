@@ -110,7 +110,7 @@ def _no_match(feasibility: Feasibility, request: DeviceRequest) -> str:
 
 
 def _contradiction(met: Sequence[tuple[bool, ...]]) -> tuple[int, list[int]]:
-    """A condition that no device meets beside ``others``, of which no one can be left out."""
+    """A condition that no device meets together with ``others``, of which no one can be left out."""
     count = len(met[0])
     alone = next((index for index in range(count) if not any(verdicts[index] for verdicts in met)), None)
     if alone is not None:
