@@ -111,11 +111,6 @@ class Feed:
     def viewers(self) -> int:
         return self._viewers
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether the cluster is being watched."""
-        return self._is_watching
-
     async def current(self) -> PublishedContent:
         """The newest content; begins to watch if nobody did. Raises TesseraError if the cluster can't be read."""
         self._seen_at = self._clock()
