@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -93,19 +93,10 @@ class ClusterCache:
         """Nodes whose views are to be renewed by the next snapshot."""
         self._outdated_nodes: set[str] = set()
         """Of these, the ones whose Node object changed."""
-
-        def cache(
-            path: str,
-            kind: type[Any],
-            project: Callable[[Any], Any],
-            changed: Callable[[Sequence[Change[Any]]], bool],
-            **selectors: str,
-        ) -> WatchCache[Any, Any]:
-            return WatchCache(client, path, kind, project, partial(self._changed, changed), selectors)
-
+        cache = partial(self._cache, client)
         of_driver, pending = f"spec.driver={driver}", "status.phase=Pending"
         self._claims = cache(f"{RESOURCE_GROUP}/resourceclaims", Claim, _kept_claim, self._claims_changed)
-        self._classes = cache(f"{RESOURCE_GROUP}/deviceclasses", DeviceClass, lambda found: found, bool)
+        self._classes = cache(f"{RESOURCE_GROUP}/deviceclasses", DeviceClass, lambda device_class: device_class, bool)
         self._slices = cache(
             f"{RESOURCE_GROUP}/resourceslices", ResourceSlice, _published, self._slices_changed, fieldSelector=of_driver
         )
@@ -124,9 +115,20 @@ class ClusterCache:
         self._taint_rules = device_taint_rules(client, on_change)
         self._optional: tuple[OptionalCache[Any], ...] = (self._pod_groups, self._taint_rules)
 
+    def _cache(
+        self,
+        client: KubeClient,
+        path: str,
+        kind: type[Any],
+        project: Callable[[Any], Any],
+        changed: Callable[[Sequence[Change[Any]]], bool],
+        **selectors: str,
+    ) -> WatchCache[Any, Any]:
+        return WatchCache(client, path, kind, project, partial(self._changed, changed), selectors)
+
     def start(self, stop: threading.Event) -> list[threading.Thread]:
         """Watch each resource in a thread of its own until ``stop`` is set."""
-        runs = [*(cache.run for cache in self._kinds.values()), *(each.run for each in self._optional)]
+        runs = [*(cache.run for cache in self._kinds.values()), *(optional.run for optional in self._optional)]
         threads = [threading.Thread(target=run, args=(stop,), daemon=True) for run in runs]
         for thread in threads:
             thread.start()
@@ -142,7 +144,7 @@ class ClusterCache:
     @property
     def synced(self) -> bool:
         """Whether every resource has been listed."""
-        optional = all(each.synced for each in self._optional)
+        optional = all(optional.synced for optional in self._optional)
         return optional and all(cache.synced for cache in self._kinds.values())
 
     def stale(self) -> str | None:
@@ -153,7 +155,7 @@ class ClusterCache:
         """The objects that are unreadable at present, and why."""
         return [
             (Reference(kind, at.name, at.namespace, at.uid, cache.api_version), why)
-            for kind, cache in (*self._kinds.items(), *((each.kind, each.cache) for each in self._optional))
+            for kind, cache in (*self._kinds.items(), *((optional.kind, optional.cache) for optional in self._optional))
             for at, why in cache.unreadable
         ]
 
@@ -236,9 +238,9 @@ class ClusterCache:
 
     def _slices_changed(self, changes: Sequence[Change[PublishedSlice]]) -> bool:
         for change in changes:
-            for each in filter(None, (change.old, change.new)):
-                self._outdated.add(each.node)
-                self._slices_by_node.setdefault(each.node, {}).pop(change.key, None)
+            for version in filter(None, (change.old, change.new)):
+                self._outdated.add(version.node)
+                self._slices_by_node.setdefault(version.node, {}).pop(change.key, None)
             if change.new is not None:
                 self._slices_by_node[change.new.node][change.key] = change.new
         return True
@@ -265,11 +267,11 @@ class ClusterCache:
 def _published(found: ResourceSlice) -> PublishedSlice:
     devices = found.spec.devices
     shares = {
-        sys.intern(each.name): each.attributes.shares.integer or 1 if each.attributes.shares is not None else 1
-        for each in devices
+        sys.intern(device.name): device.attributes.shares.integer or 1 if device.attributes.shares is not None else 1
+        for device in devices
     }
     closed = NOT_OFFERED["key"]
-    offered = (sys.intern(each.name) for each in devices if all(taint.key != closed for taint in each.taints))
+    offered = (sys.intern(device.name) for device in devices if all(taint.key != closed for taint in device.taints))
     pool = found.spec.pool
     part = PoolPart(sys.intern(pool.name), pool.generation, pool.resource_slice_count)
     return PublishedSlice(sys.intern(found.spec.node_name), part, shares, frozenset(offered))
@@ -286,7 +288,8 @@ def _kept_pod(found: Pod) -> Pod | None:
     """A pod that may request devices, or that belongs to a group with such pods. None for other pods."""
     common = {"cpu", "memory", "ephemeral-storage", "pods"}
     containers = (*found.spec.containers, *found.spec.init_containers)
-    requested = {name for each in containers for name in (*each.resources.requests, *each.resources.limits)}
+    resources = [container.resources for container in containers]
+    requested = {name for amounts in resources for name in (*amounts.requests, *amounts.limits)}
     if not found.spec.resource_claims and not requested - common and found.spec.scheduling_group is None:
         return None
     return Pod(_metadata(found.metadata), found.spec, found.status)
@@ -333,14 +336,14 @@ def _metadata(found: Metadata, labels: Mapping[str, str] | None = None) -> Metad
 def _allocation(found: Allocation) -> Allocation:
     results = tuple(
         Result(
-            sys.intern(each.request),
-            sys.intern(each.driver),
-            sys.intern(each.pool),
-            sys.intern(each.device),
-            each.admin_access,
-            each.share_id,
+            sys.intern(result.request),
+            sys.intern(result.driver),
+            sys.intern(result.pool),
+            sys.intern(result.device),
+            result.admin_access,
+            result.share_id,
         )
-        for each in found.devices.results
+        for result in found.devices.results
     )
     selector = None if found.node_selector is None else _shared(NodeSelector, found.node_selector)
     return Allocation(DeviceAllocation(results), selector)
@@ -349,9 +352,12 @@ def _allocation(found: Allocation) -> Allocation:
 def _shared(kind: type[T], value: T) -> T:
     """The one kept object that equals ``value``; ``value`` itself if it is large."""
     encoded = msgspec.json.encode(value)
-    return cast("T", _one(kind, encoded)) if len(encoded) <= MAX_SHARED_BYTES else value  # type: ignore[arg-type]
+    if len(encoded) > MAX_SHARED_BYTES:
+        return value
+    kept: T = _decoded(kind, encoded)  # type: ignore[arg-type]
+    return kept
 
 
 @lru_cache(MAX_SHARED_VALUES)
-def _one(kind: Any, encoded: bytes) -> Any:
+def _decoded(kind: Any, encoded: bytes) -> Any:
     return msgspec.json.decode(encoded, type=kind)

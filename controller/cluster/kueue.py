@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from driver.errors import NOT_FOUND, ApiError
+from controller.cluster.optional_resources import listing_error
+from driver.errors import NOT_FOUND
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP
 from driver.kube.types import (
@@ -34,7 +35,7 @@ PROBE_INTERVAL_SECONDS = 60.0
 """Time until an API server without Workloads is asked again: Kueue may be installed at any time."""
 
 MAX_WORKLOADS = 200
-"""Workloads that are regarded, by priority and age: those that Kueue may admit next."""
+"""Workloads that are considered, by priority and age: those that Kueue may admit next."""
 
 MAX_POD_SETS, MAX_CLAIMS = 18, 16
 """Limits of what is read of one Workload (Kueue's) and of one pod (about what fits beside its other volumes)."""
@@ -70,7 +71,7 @@ class KueueQueue:
 
     def run(self, stop: threading.Event) -> None:
         """Watch until ``stop`` is set, as soon as Workloads are served. For a daemon thread."""
-        while not stop.is_set() and not self._is_served():
+        while not stop.is_set() and self._are_unknown():
             stop.wait(PROBE_INTERVAL_SECONDS)
         if not stop.is_set():
             threading.Thread(target=self._templates.run, args=(stop,), daemon=True).start()
@@ -80,30 +81,31 @@ class KueueQueue:
         """The Workloads that are queued and whose claims this account can read, in about the order of the queue."""
         if not self._workloads.synced or not self._templates.synced:
             return []
-        found = sorted(self._workloads.snapshot().values(), key=_order)[:MAX_WORKLOADS]
-        queued = (QueuedWorkload(each.metadata, tuple(map(self._pod(each), each.spec.pod_sets))) for each in found)
-        return [each for each in queued if any(pod.claims for pod in each.pods)]
+        first = sorted(self._workloads.snapshot().values(), key=_order)[:MAX_WORKLOADS]
+        queued = (
+            QueuedWorkload(workload.metadata, tuple(map(self._pod(workload), workload.spec.pod_sets)))
+            for workload in first
+        )
+        return [workload for workload in queued if any(pod.claims for pod in workload.pods)]
 
     def _pod(self, workload: KueueWorkload) -> Callable[[PodSet], QueuedPod]:
         namespace = workload.metadata.namespace
 
         def read(pods: PodSet) -> QueuedPod:
             named = (
-                (each.name, each.resource_claim_template_name or "") for each in pods.template.spec.resource_claims
+                (claim.name, claim.resource_claim_template_name or "") for claim in pods.template.spec.resource_claims
             )
             specs = ((name, self._templates.get(Key(namespace, template))) for name, template in named)
             return QueuedPod(pods.name, pods.template.spec, {name: spec for name, spec in specs if spec is not None})
 
         return read
 
-    def _is_served(self) -> bool:
-        """Whether Workloads can be listed. Other errors than a refusal are left to the watch, which retries."""
-        try:
-            self._client.get(WORKLOADS, {"limit": "1"})
-        except ApiError as error:
-            if error.status == NOT_FOUND:
-                log.debug("Kueue's Workloads are not served")
-                return False
+    def _are_unknown(self) -> bool:
+        """Whether the API server serves no Workloads. Other errors are left to the watch, which retries."""
+        error = listing_error(self._client, WORKLOADS)
+        if error is None or error.status != NOT_FOUND:
+            return False
+        log.debug("Kueue's Workloads are not served")
         return True
 
 
@@ -114,9 +116,9 @@ def _order(workload: KueueWorkload) -> tuple[int, str, Key]:
 def kept_workload(found: KueueWorkload) -> KueueWorkload | None:
     """What decides which devices a queued Workload needs; None for one that is not queued or needs no template."""
     sets = tuple(
-        PodSet(each.name, WorkloadPodTemplate(_kept_spec(each.template.spec)))
-        for each in found.spec.pod_sets[:MAX_POD_SETS]
-        if any(claim.resource_claim_template_name for claim in each.template.spec.resource_claims)
+        PodSet(pods.name, WorkloadPodTemplate(_kept_spec(pods.template.spec)))
+        for pods in found.spec.pod_sets[:MAX_POD_SETS]
+        if any(claim.resource_claim_template_name for claim in pods.template.spec.resource_claims)
     )
     if not found.is_queued or not sets:
         return None

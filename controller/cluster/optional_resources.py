@@ -50,14 +50,14 @@ class OptionalCache(Generic[T]):
         """Watch until ``stop`` is set, once the API server serves the resource. For a daemon thread."""
         backoff = Backoff(FIRST_PROBE_INTERVAL_SECONDS, MAX_PROBE_INTERVAL_SECONDS)
         while not stop.is_set():
-            if self._is_served():
+            if self._check_availability():
                 self.cache.run(stop)
             else:
                 stop.wait(backoff.next_s())
 
     def load(self) -> None:
         """List the objects once, if the API server serves them. Raises ApiError."""
-        if self._is_served():
+        if self._check_availability():
             self.cache.load()
 
     @property
@@ -68,21 +68,29 @@ class OptionalCache(Generic[T]):
     def snapshot(self) -> Mapping[Key, T]:
         return self.cache.snapshot() if self.cache.synced else {}
 
-    def _is_served(self) -> bool:
+    def _check_availability(self) -> bool:
         """Whether the resource can be listed. Other errors than a refusal are left to the watch, which retries."""
-        try:
-            self._client.get(self._path, {"limit": "1"})
-        except ApiError as error:
-            if error.status not in {NOT_FOUND, FORBIDDEN}:
-                return True
-            why = "not served" if error.status == NOT_FOUND else "no right to list them"
-            if why != self._unavailable:
-                log.info(self._without, extra={"why": why})
-                self._unavailable = why
-                self._on_change()
-            return False
-        self._unavailable = None
-        return True
+        error = listing_error(self._client, self._path)
+        if error is None:
+            self._unavailable = None
+            return True
+        if error.status not in {NOT_FOUND, FORBIDDEN}:
+            return True
+        why = "not served" if error.status == NOT_FOUND else "no right to list them"
+        if why != self._unavailable:
+            log.info(self._without, extra={"why": why})
+            self._unavailable = why
+            self._on_change()
+        return False
+
+
+def listing_error(client: KubeClient, path: str) -> ApiError | None:
+    """Why the resource of ``path`` can't be listed at present; None if it can."""
+    try:
+        client.get(path, {"limit": "1"})
+    except ApiError as error:
+        return error
+    return None
 
 
 def pod_groups(client: KubeClient, on_change: Callable[[], None]) -> OptionalCache[PodGroup]:
@@ -101,7 +109,7 @@ def device_taint_rules(client: KubeClient, on_change: Callable[[], None]) -> Opt
 def _kept_pod_group(found: PodGroup) -> PodGroup:
     at = found.metadata
     kept = Metadata(name=at.name, namespace=at.namespace, uid=at.uid)
-    conditions = tuple(Condition(each.type, each.status) for each in found.status.conditions)
+    conditions = tuple(Condition(condition.type, condition.status) for condition in found.status.conditions)
     return PodGroup(kept, found.spec, PodGroupStatus(conditions))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
+from typing import ClassVar
 
 from controller.cluster.fleet import FleetGpu
 from controller.demand.requirements import MAX_DEVICES, AttributeConstraint, ClaimRequirements
@@ -39,11 +40,11 @@ ValueOf = Callable[[FleetGpu, OfferKind, int, str], Hashable | None]
 @lru_cache(1 << 16)
 def free_spots(state: GpuState, matches: Matches) -> tuple[Spot, ...]:
     """The spots at which a selected device could be allocated; of shares, which are equivalent, the first."""
-    found: list[Spot] = []
+    free: list[Spot] = []
     for key, starts in matches.keys.items():
         spots = [spot for spot in state.spots(key) if starts is None or spot.at in starts]
-        found += spots[:1] if key == SHARE else spots
-    return tuple(found)
+        free += spots[:1] if key == SHARE else spots
+    return tuple(free)
 
 
 @lru_cache(1 << 16)
@@ -138,13 +139,15 @@ def choose_devices(
     matches = [[request.selector.on(entry) for entry in gpus] for request in requirements.requests]
     if published is not None:
         spots = [published.get(entry.gpu.uuid, ()) for entry in gpus]
-        matches = [[each.limited_to(here) for each, here in zip(row, spots, strict=True)] for row in matches]
-    search = _DeviceSearch(gpus, states, requirements, matches, value_of, budget, record=True)
+        matches = [[selected.limited_to(free) for selected, free in zip(row, spots, strict=True)] for row in matches]
+    search = _RecordingDeviceSearch(gpus, states, requirements, matches, value_of, budget)
     return search.devices if search.run(states) is SearchOutcome.FITS else []
 
 
 class _DeviceSearch:
     """The depth-first search on one node. ``matches``: for each request what it selects of each GPU."""
+
+    _record: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -156,22 +159,21 @@ class _DeviceSearch:
         budget: Budget,
         *,
         in_use: bool = True,
-        record: bool = False,
     ) -> None:
-        """``record``: find out which devices satisfy the requirements, not only whether some do."""
         self._order = _fewest_choices_first(states, requirements, matches)
         self._requests = [requirements.requests[index] for index in self._order]
         self._matches = [matches[index] for index in self._order]
         self._constraints: list[list[tuple[int, AttributeConstraint]]] = [
             [pair for pair in enumerate(requirements.constraints) if index in pair[1].requests] for index in self._order
         ]
-        self._start: Bound = tuple(frozenset() if each.distinct else None for each in requirements.constraints)
+        self._start: Bound = tuple(
+            frozenset() if constraint.distinct else None for constraint in requirements.constraints
+        )
         self._claims = [requirements.claims[index] if requirements.claims else 0 for index in self._order]
         self._counts = requirements.counts
         self._gpus = gpus
         self._value_of = value_of
         self._in_use = in_use
-        self._record = record
         self._chosen: list[tuple[int, int, Spot]] = []
         self._failed: set[Hashable] = set()
         self._values: dict[Hashable, Hashable | None] = {}
@@ -182,26 +184,19 @@ class _DeviceSearch:
         if max(self._counts) > MAX_DEVICES or self._needed(states) > sum(state.free for state in states):
             return SearchOutcome.NONE
         try:
-            found = self._satisfy(0, self._counts, states, self._start)
+            satisfied = self._satisfy(0, self._counts, states, self._start)
         except _GivenUp:
             return SearchOutcome.UNKNOWN
-        return SearchOutcome.FITS if found else SearchOutcome.NONE
-
-    @property
-    def devices(self) -> list[tuple[FleetGpu, Spot]]:
-        """The recorded devices in the order of the requests."""
-        ordered = sorted(self._chosen, key=lambda each: self._order[each[0]])
-        return [(self._gpus[position], spot) for _, position, spot in ordered]
+        return SearchOutcome.FITS if satisfied else SearchOutcome.NONE
 
     def _needed(self, states: States) -> float:
         """The least number of memory slices that satisfies all requests."""
-        found = 0.0
-        for request, each in zip(self._requests, self._matches, strict=True):
-            pairs = zip(states, each, strict=True)
-            found += (request.count or 1) * min(
-                (slices_of(s, key) for s, matches in pairs for key in matches.keys), default=0
-            )
-        return found
+        needed = 0.0
+        for request, row in zip(self._requests, self._matches, strict=True):
+            pairs = zip(states, row, strict=True)
+            sizes = (slices_of(state, key) for state, matches in pairs for key in matches.keys)
+            needed += (request.count or 1) * min(sizes, default=0)
+        return needed
 
     def _satisfy(self, index: int, counts: tuple[int, ...], states: States, bound: Bound) -> bool:
         """Whether the requests from ``index`` on can be satisfied; ``counts``: the devices of each claim so far.
@@ -257,7 +252,7 @@ class _DeviceSearch:
         tried = set()
         positions_differ = any(self._constraints[index + 1 :])
         for position, (state, matches) in enumerate(zip(states, self._matches[index], strict=True)):
-            others = tuple(each[position] for each in self._matches[index:])
+            others = tuple(row[position] for row in self._matches[index:])
             for spot in free_spots(state, matches):
                 now = self._bind(index, position, spot, bound)
                 equivalent = (position if positions_differ else None, state, others, spot, now)
@@ -266,8 +261,8 @@ class _DeviceSearch:
                     yield position, spot, now
 
     def _take_all(self, index: int, counts: tuple[int, ...], states: States, bound: Bound) -> bool:
-        """Takes all selected devices that fit beside each other; refused where one of them is not free."""
-        if self._in_use and any(is_in_use(*each) for each in zip(self._gpus, self._matches[index], strict=True)):
+        """Takes all selected devices that fit together; refused where one of them is not free."""
+        if self._in_use and any(map(is_in_use, self._gpus, self._matches[index])):
             return False
         claim, before = self._claims[index], len(self._chosen)
         for position, matches in enumerate(self._matches[index]):
@@ -288,19 +283,19 @@ class _DeviceSearch:
 
     def _bind(self, index: int, position: int, spot: Spot, bound: Bound) -> Bound | None:
         """The values of the constraints with one more device; None where it violates one."""
-        found = list(bound)
+        values = list(bound)
         for number, constraint in self._constraints[index]:
             value = self._value(position, spot, constraint.attribute)
-            before = found[number]
+            before = values[number]
             if isinstance(before, frozenset):
                 if value is None or value in before:
                     return None
-                found[number] = before | {value}
+                values[number] = before | {value}
             elif value is None or before not in {None, value}:
                 return None
             else:
-                found[number] = value
-        return tuple(found)
+                values[number] = value
+        return tuple(values)
 
     def _value(self, position: int, spot: Spot, attribute: str) -> Hashable | None:
         where = (position, spot, attribute)
@@ -315,6 +310,18 @@ class _DeviceSearch:
             raise _GivenUp
 
 
+class _RecordingDeviceSearch(_DeviceSearch):
+    """Finds out which devices satisfy the requirements, not only whether some do."""
+
+    _record = True
+
+    @property
+    def devices(self) -> list[tuple[FleetGpu, Spot]]:
+        """The devices in the order of the requests."""
+        ordered = sorted(self._chosen, key=lambda choice: self._order[choice[0]])
+        return [(self._gpus[position], spot) for _, position, spot in ordered]
+
+
 def _fewest_choices_first(
     states: States, requirements: ClaimRequirements, matches: Sequence[Sequence[Matches]]
 ) -> Sequence[int]:
@@ -325,7 +332,7 @@ def _fewest_choices_first(
     requests = requirements.requests
     if len(requests) == 1 or any(request.count is None for request in requests):
         return range(len(requests))
-    choices = [sum(len(free_spots(*pair)) for pair in zip(states, each, strict=True)) for each in matches]
+    choices = [sum(len(free_spots(*pair)) for pair in zip(states, row, strict=True)) for row in matches]
     return sorted(range(len(requests)), key=lambda index: (choices[index], index))
 
 

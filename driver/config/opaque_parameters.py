@@ -11,7 +11,7 @@ Strict: a wrong apiVersion, kind, field, value or type is refused, all of them a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -155,7 +155,7 @@ def parse_parameters(raw: object, where: str, device: DeviceKind | None = None) 
         parsed = None
     if parsed is None:
         raise InvalidParameters(where, [*faults, *(faults_of(model, settings) if model else [])])
-    return cast("AnyParameters", parsed) if group is TESSERA else translate(parsed, device)
+    return parsed if isinstance(parsed, AnyParameters) else translate(parsed, device)
 
 
 def devices_for(raw: object) -> frozenset[DeviceKind]:
@@ -168,18 +168,19 @@ def devices_for(raw: object) -> frozenset[DeviceKind]:
 
 def _group(raw: Mapping[Any, Any]) -> tuple[list[Fault], Group]:
     """The API version's kinds; where there is no such version, those that were most probably meant."""
-    found = raw.get("apiVersion")
-    known = found if isinstance(found, str) else ""
-    if known in GROUPS:
-        return [], GROUPS[known]
-    return [wrong_name("apiVersion", found, list(GROUPS), {})], GROUPS[nearest(known, GROUPS) or TESSERA.api_version]
+    written = raw.get("apiVersion")
+    version = written if isinstance(written, str) else ""
+    if version in GROUPS:
+        return [], GROUPS[version]
+    meant = nearest(version, GROUPS) or TESSERA.api_version
+    return [wrong_name("apiVersion", written, list(GROUPS), {})], GROUPS[meant]
 
 
 def _model(raw: Mapping[Any, Any], group: Group) -> tuple[list[Fault], type[Strict] | None]:
     """The kind's schema; where there is no such kind, the one that was most probably meant, if any."""
-    found = raw.get("kind")
-    known = found if isinstance(found, str) else ""
-    if known in group.kinds:
-        return [], group.kinds[known]
-    close = nearest(known, group.kinds) if known not in group.refused else None
-    return [wrong_name("kind", found, list(group.kinds), group.refused)], group.kinds[close] if close else None
+    written = raw.get("kind")
+    kind = written if isinstance(written, str) else ""
+    if kind in group.kinds:
+        return [], group.kinds[kind]
+    meant = nearest(kind, group.kinds) if kind not in group.refused else None
+    return [wrong_name("kind", written, list(group.kinds), group.refused)], group.kinds[meant] if meant else None

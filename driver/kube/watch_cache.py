@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -88,6 +88,9 @@ class WatchCache(Generic[S, T]):
     objects, and each is logged once.
     """
 
+    without: ClassVar[str] = ""
+    """A warning that is logged once if the API server does not know the resource."""
+
     def __init__(
         self,
         client: KubeClient,
@@ -96,10 +99,8 @@ class WatchCache(Generic[S, T]):
         project: Callable[[S], T | None],
         on_change: Callable[[Sequence[Change[T]]], None] = lambda _: None,
         selectors: Mapping[str, str] | None = None,
-        without: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``without`` is logged once if the API server does not know the resource."""
         self._client = client
         self._path = path
         self._kind = kind
@@ -108,7 +109,7 @@ class WatchCache(Generic[S, T]):
         self._project = project
         self._on_change = on_change
         self._selectors = dict(selectors or {})
-        self._without, self._said_without = without, False
+        self._said_without = False
         self._clock = clock
         self._current_at = clock()
         self._failing_since: float | None = None
@@ -176,8 +177,8 @@ class WatchCache(Generic[S, T]):
         item = msgspec.convert(stored, self._kind)
         with self._changing:
             # The watch has brought everything up to its version, perhaps also the deletion of this object.
-            known = self._versions.get(item.metadata.key, 0)
-            if item.metadata.version > max(known, self._version):
+            latest = max(self._versions.get(item.metadata.key, 0), self._version)
+            if item.metadata.version > latest:
                 self._apply(item.metadata.key, item)
 
     def forget(self, key: Key) -> None:
@@ -227,8 +228,8 @@ class WatchCache(Generic[S, T]):
             self._resume_at = ""
         self._failing_since = self._failing_since or self._clock()
         delay = backoff.next_s()
-        if self._without and unknown:
-            log.log(logging.DEBUG if self._said_without else logging.WARNING, self._without)
+        if self.without and unknown:
+            log.log(logging.DEBUG if self._said_without else logging.WARNING, self.without)
         else:
             log.warning("watch failed, trying again", extra={"error": error, "retryIn": f"{delay:.1f}s"})
         self._said_without = unknown
@@ -285,8 +286,8 @@ class WatchCache(Generic[S, T]):
         """Report an object that can't be read, unless that was reported already."""
         key = item.metadata.key
         with self._reading:
-            known, self._unreadable[key] = self._unreadable.get(key), item
-        if known is None:
+            is_new, self._unreadable[key] = key not in self._unreadable, item
+        if is_new:
             extra = {"resource": self.resource, "object": str(key), "error": item.why}
             log.warning("an object can't be read, its last readable state is kept", extra=extra)
 

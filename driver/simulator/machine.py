@@ -18,7 +18,7 @@ import msgspec
 import pynvml
 
 from driver.simulator.description import GpuDescription, NodeDescription
-from driver.simulator.latency import Latency
+from driver.simulator.state.latency import Latency
 from driver.simulator.state.load import WHOLE_GPU, Loads
 from driver.simulator.state.state_file import StateFile
 from driver.simulator.tree import Capabilities

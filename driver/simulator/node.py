@@ -16,10 +16,10 @@ from driver.model.gpu_settings import ComputeMode, TimeSlice
 from driver.simulator import mig_rules, tree
 from driver.simulator.description import GpuDescription, NodeDescription, parse_description
 from driver.simulator.faults import FaultControl
-from driver.simulator.latency import DEFAULT_LATENCY, Latency
 from driver.simulator.machine import MIG_CHANGED, GpuInstance, Machine, Process, SimulatedGpuState
 from driver.simulator.nvml import SimulatedNvml, is_simulated
 from driver.simulator.products import Product
+from driver.simulator.state.latency import DEFAULT_LATENCY, Latency
 from driver.simulator.state.load import LOAD_PID, WHOLE_GPU, Load, Phase, check_activity, check_memory
 from driver.simulator.state.state_file import exclusively
 from driver.simulator.tree import make_folder, write_file

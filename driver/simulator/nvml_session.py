@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pynvml
 
-from driver.simulator.latency import take
 from driver.simulator.machine import EVERY_CALL, NO_FAULTS, InjectedFaults, Machine, SimulatedEvent
+from driver.simulator.state.latency import take
 
 
 def error(code: int) -> Exception:
@@ -164,7 +164,7 @@ def simulated(*, in_session: bool = True) -> Callable[[Callable[Concatenate[S, P
         name = function.__name__
 
         @functools.wraps(function)
-        def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
             if in_session:
                 self.require_session()
             if name in self.machine.latency.calls:
@@ -175,7 +175,7 @@ def simulated(*, in_session: bool = True) -> Callable[[Callable[Concatenate[S, P
             values = (*args, *kwargs.values())
             return self.run_with_faults(now, name, functools.partial(function, self, *args, **kwargs), values)
 
-        return cast("Callable[Concatenate[S, P], R]", call)
+        return call
 
     return decorate
 

@@ -19,8 +19,8 @@ from driver.http import Check, health_pages, serve
 from kubelet_plugin.settings import NodeSettings
 
 if TYPE_CHECKING:
-    from driver.simulator.latency import Latency
     from driver.simulator.node import SimulatedNode
+    from driver.simulator.state.latency import Latency
 
 log = logging.getLogger(__name__)
 
@@ -106,8 +106,8 @@ def _simulated_paths(settings: NodeSettings, stack: ExitStack, *, lasting: bool)
 def _simulated(settings: NodeSettings, paths: HostPaths, *, lasting: bool) -> Host:
     # Only a simulated node pays for loading the simulator.
     from driver.simulator.description import load_description
-    from driver.simulator.latency import parse_latency
     from driver.simulator.node import SimulatedNode
+    from driver.simulator.state.latency import parse_latency
 
     description, latency = load_description(str(settings.simulated)), parse_latency(settings.sim_latency)
     if lasting:  # a cluster may have many nodes of one description, and no two GPUs of one UUID

@@ -21,6 +21,10 @@ NO_CRD = (
 )
 
 
+class _PlanCache(WatchCache[GpuNodePlan, GpuNodePlan]):
+    without = NO_CRD
+
+
 class Instructions(Protocol):
     """What is known at present. No method waits."""
 
@@ -56,7 +60,7 @@ class WatchedInstructions:
         def label_changed(*_: object) -> None:
             changes.report(NodeChange.LABEL)
 
-        self._plans = WatchCache(client, PATH, GpuNodePlan, without_status, plan_changed, selector, NO_CRD)
+        self._plans = _PlanCache(client, PATH, GpuNodePlan, without_status, plan_changed, selector)
         self._heartbeat = HeartbeatWatch(client, namespace, on_change=plan_changed)
         self._labels = WatchCache(client, NODES_PATH, Node, _publish_label, label_changed, selector)
         self.alive = self._heartbeat.alive

@@ -18,8 +18,8 @@ from driver.hardware.host_paths import HostPaths
 from driver.hardware.node_gpus import Host
 from driver.model.device import Device, devices_of
 from driver.placement.occupancy import overlap
-from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
+from driver.simulator.state.latency import ZERO_LATENCY
 from tests.harness.cluster import Cluster
 from tests.harness.waiting import wait_for
 from tests.support.invariants import DRIVER, Facts, allocations, published, read_facts, violations

@@ -14,8 +14,8 @@ from driver.hardware.node_gpus import Host
 from driver.model.device import number_gpus
 from driver.model.gpu import Gpu, Partition
 from driver.simulator.description import NodeDescription, load_description
-from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
+from driver.simulator.state.latency import ZERO_LATENCY
 from driver.slices.pool_names import Pool
 from driver.steps import unobserved
 from kubelet_plugin.cdi.directory import CdiDirectory

@@ -12,11 +12,11 @@ import msgspec
 
 from driver.simulator import mig_rules, smi_tool
 from driver.simulator.description import load_description
-from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.machine import Process, SimulatedGpuState
 from driver.simulator.node import SimulatedNode
 from driver.simulator.nvml import SimulatedNvml
 from driver.simulator.products import Product, ProductProfile
+from driver.simulator.state.latency import ZERO_LATENCY
 
 G1, G1_ME, G1_DOUBLE, G2, G3, G4, G7 = 19, 20, 15, 14, 9, 5, 0
 """Ids of the H100's GPU-instance profiles."""

@@ -12,8 +12,8 @@ from driver.hardware.node_gpus import Host
 from driver.model.device import devices_of, number_gpus
 from driver.model.gpu import Gpu
 from driver.simulator.description import NodeDescription
-from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
+from driver.simulator.state.latency import ZERO_LATENCY
 from driver.slices.build import Content, PublishedGpu, SliceBuilder, slice_object
 from driver.slices.pool_names import Pool
 

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from driver.hardware.node_gpus import Host
-from driver.simulator.latency import H200_CALLS
 from driver.simulator.node import SimulatedNode
+from driver.simulator.state.latency import H200_CALLS
 from kubelet_plugin.claims.preparer import Preparer
 from kubelet_plugin.dra.protocol.generated import dra_v1_pb2 as messages
 from kubelet_plugin.dra.service import SERVICE, DraService

@@ -18,9 +18,9 @@ from driver.hardware.topology import numa_node, pci_address, pcie_root
 from driver.model.device import number_gpus
 from driver.model.gpu import MigMode, Placement
 from driver.simulator.description import load_description
-from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
 from driver.simulator.products import facts
+from driver.simulator.state.latency import ZERO_LATENCY
 from tests.harness.waiting import wait_for
 from tests.support.gpus import H100, gpu_of
 

@@ -12,8 +12,8 @@ import pytest
 from driver.hardware.links import nvlink_cliques, read_fabric_clique, read_nvlink
 from driver.model.gpu import NvLink
 from driver.simulator.description import FabricDescription, NodeDescription, load_description
-from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
+from driver.simulator.state.latency import ZERO_LATENCY
 from tests.support.published import discover
 
 A, B, C, D = (f"0000:{bus}:00.0" for bus in ("17", "65", "ca", "e3"))

@@ -18,8 +18,8 @@ from driver.hardware.time_slice import TimeSliceTool
 from driver.model.gpu import Gpu
 from driver.model.gpu_settings import ComputeMode, TimeSlice
 from driver.simulator.description import load_description
-from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
+from driver.simulator.state.latency import ZERO_LATENCY
 from tests.support.nvml_client import enable_mig, one_h100, set_compute_mode
 
 UUID = "GPU-0a0a0a0a-0000-0000-0000-000000000000"

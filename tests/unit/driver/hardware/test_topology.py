@@ -13,9 +13,9 @@ import pytest
 from driver.hardware.topology import Level, Nic, Place, find_nics, level, links_between, place_of
 from driver.model.gpu import NvLink, Placement
 from driver.simulator.description import known_descriptions, load_description
-from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
 from driver.simulator.products import facts
+from driver.simulator.state.latency import ZERO_LATENCY
 from tests.support.gpus import gpu_of
 from tests.support.published import simulated_host
 from tests.unit.golden.outputs import FOLDER, kept, printed

@@ -220,12 +220,16 @@ def test_a_senseless_event_costs_a_new_list_and_nothing_else(
     assert "Traceback" not in caplog.text
 
 
+class KindlessCache(WatchCache[Slice, Slice]):
+    without = "no such kind"
+
+
 def test_a_resource_that_the_server_does_not_know_is_told_once_and_asked_for_until_it_is_there(
     api: SliceApi, caplog: pytest.LogCaptureFixture
 ) -> None:
     api.put("there")
     api.once("list", *[refuse(404)] * 4)
-    cache = WatchCache(api.server.client(), SLICES, Slice, lambda item: item, lambda _: None, without="no such kind")
+    cache = KindlessCache(api.server.client(), SLICES, Slice, lambda item: item)
     with in_thread(cache.run, api.end_watches):
         same(cache, api)
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -236,7 +240,7 @@ def test_a_resource_that_the_server_does_not_know_is_told_once_and_asked_for_unt
 def test_a_resource_that_is_gone_again_is_told_again(api: SliceApi, caplog: pytest.LogCaptureFixture) -> None:
     api.put("there")
     api.once("list", refuse(404), refuse(503), refuse(404))
-    cache = WatchCache(api.server.client(), SLICES, Slice, lambda item: item, lambda _: None, without="no such kind")
+    cache = KindlessCache(api.server.client(), SLICES, Slice, lambda item: item)
     with in_thread(cache.run, api.end_watches):
         same(cache, api)
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

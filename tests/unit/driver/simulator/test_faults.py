@@ -11,8 +11,8 @@ import pytest
 
 from driver.errors import StateError, UsageError
 from driver.simulator.description import load_description, parse_gpu
-from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode, describe
+from driver.simulator.state.latency import ZERO_LATENCY
 from tests.support.nvml_client import G1, G3, create, cut, enable_mig, gpu_instances, one_h100, remove
 
 UNKNOWN, IN_USE, LOST = pynvml.NVML_ERROR_UNKNOWN, pynvml.NVML_ERROR_IN_USE, pynvml.NVML_ERROR_GPU_IS_LOST

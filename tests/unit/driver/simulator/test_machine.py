@@ -22,9 +22,16 @@ import pytest
 from driver.errors import EnvironmentFault, StateError, UsageError
 from driver.simulator import machine
 from driver.simulator.description import load_description
-from driver.simulator.latency import DEFAULT_LATENCY, H200_CALLS, MEASURED_LATENCY, ZERO_LATENCY, Latency, parse_latency
 from driver.simulator.node import SimulatedNode
 from driver.simulator.nvml import is_simulated
+from driver.simulator.state.latency import (
+    DEFAULT_LATENCY,
+    H200_CALLS,
+    MEASURED_LATENCY,
+    ZERO_LATENCY,
+    Latency,
+    parse_latency,
+)
 from tests.support.nvml_client import (
     G1,
     G3,

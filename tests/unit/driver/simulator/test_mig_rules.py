@@ -15,8 +15,8 @@ import pynvml
 import pytest
 
 from driver.simulator.description import load_description
-from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode, describe
+from driver.simulator.state.latency import ZERO_LATENCY
 from tests.support.nvml_client import create, cut, mig_uuids, placements, profiles_by_name, remaining_capacity
 
 NOT_SUPPORTED = pynvml.NVML_ERROR_NOT_SUPPORTED

@@ -10,9 +10,9 @@ import pynvml
 import pytest
 
 from driver.simulator.description import load_description
-from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.machine import SimulatedGpuState
 from driver.simulator.node import SimulatedNode
+from driver.simulator.state.latency import ZERO_LATENCY
 from driver.simulator.state.load import LOAD_PID, Activity, Phase, constant, duty
 from tests.support.nvml_client import G1, G3, cut, enable_mig, remove
 

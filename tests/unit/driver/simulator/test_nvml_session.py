@@ -13,9 +13,9 @@ import pynvml
 import pytest
 
 from driver.simulator.description import load_description
-from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
 from driver.simulator.nvml import SimulatedNvml
+from driver.simulator.state.latency import ZERO_LATENCY
 from tests.support.nvml_client import G1, G3, create, cut, enable_mig, one_h100, process_on, start_process
 
 SIMULATED = sorted(name for name in dir(SimulatedNvml) if name.startswith("nvml"))

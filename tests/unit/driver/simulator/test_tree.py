@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from driver.simulator.description import load_description
-from driver.simulator.latency import ZERO_LATENCY
 from driver.simulator.node import SimulatedNode
+from driver.simulator.state.latency import ZERO_LATENCY
 from tests.support.nvml_client import G1, G3, cut, enable_mig, one_h100, remove
 
 
