@@ -94,13 +94,13 @@ class RbacRequest(NamedTuple):
 
 def rbac_request(method: str, path: str, query: Mapping[str, str] | None = None) -> RbacRequest:
     """The verb and resource of one HTTP request; server-side apply is a patch, as in a Role."""
-    found = RESOURCE_PATH.fullmatch(path)
-    if found is None:
+    match = RESOURCE_PATH.fullmatch(path)
+    if match is None:
         return RbacRequest(method.lower(), OTHER)
-    resource = f"{found['resource']}/{found['part']}" if found["part"] else found["resource"]
+    resource = f"{match['resource']}/{match['part']}" if match["part"] else match["resource"]
     if method != "GET":
         return RbacRequest(VERBS.get(method, method.lower()), resource)
-    if found["name"]:
+    if match["name"]:
         return RbacRequest("get", resource)
     return RbacRequest("watch" if "watch" in (query or {}) else "list", resource)
 

@@ -82,7 +82,7 @@ def _health_page(name: str, checks: Sequence[Check]) -> Page:
         passed = not any(failures.values())
         if passed and VERBOSE not in request.keys:
             return Reply(HTTPStatus.OK, b"ok")
-        lines = [f"[-]{each} failed: {why}" if why else f"[+]{each} ok" for each, why in failures.items()]
+        lines = [f"[-]{failing} failed: {why}" if why else f"[+]{failing} ok" for failing, why in failures.items()]
         lines.append(f"{name} check {'passed' if passed else 'failed'}")
         body = "".join(f"{line}\n" for line in lines).encode()
         return Reply(HTTPStatus.OK if passed else HTTPStatus.SERVICE_UNAVAILABLE, body)

@@ -41,7 +41,7 @@ def leave(log: logging.Logger) -> None:
 
 def _remaining() -> list[threading.Thread]:
     """Threads that keep the process from ending."""
-    return [each for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
+    return [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
 
 
 def wait_until(timeout_s: float, condition: Callable[[], object], interval_s: float) -> bool:

@@ -79,11 +79,11 @@ class ClaimIndex:
 
         ``unallocated`` replaces the claims without an allocation.
         """
-        found = ClaimIndex(self._driver)
-        found._claims, found._held = self._claims, self._held
+        view = ClaimIndex(self._driver)
+        view._claims, view._held = self._claims, self._held
         replaced = None if unallocated is None else {claim.metadata.key: claim for claim in unallocated}
-        found._unallocated = dict(self._unallocated) if replaced is None else replaced
-        return found
+        view._unallocated = dict(self._unallocated) if replaced is None else replaced
+        return view
 
     def put(self, key: Key, claim: Claim | None) -> set[str]:
         """Add, replace or (None) delete a claim. Returns the pools whose allocated devices changed."""
@@ -103,7 +103,7 @@ class ClaimIndex:
 
     def _remove(self, pool: str, held: Held) -> None:
         devices = self._held[pool]
-        others = tuple(each for each in devices.pop(held.device) if each != held)
+        others = tuple(other for other in devices.pop(held.device) if other != held)
         if others:
             devices[held.device] = others
         elif not devices:

@@ -41,9 +41,9 @@ UNDEDICATED = Dedication()
 
 def dedication_of(labels: Mapping[str, str]) -> Dedication:
     """What the labels of a Node say; labels that say nothing sensible are ignored (``faults_in`` names them)."""
-    uses = {name: use for name, use in labels.items() if use in USES}
-    found = ((OF_ONE_GPU.fullmatch(name), use) for name, use in uses.items())
-    return Dedication(uses.get(DEDICATED_TO), {int(name["number"]): use for name, use in found if name})
+    uses = {label: use for label, use in labels.items() if use in USES}
+    matches = ((OF_ONE_GPU.fullmatch(label), use) for label, use in uses.items())
+    return Dedication(uses.get(DEDICATED_TO), {int(match["number"]): use for match, use in matches if match})
 
 
 def faults_in(labels: Mapping[str, str], numbers: Collection[int]) -> list[str]:

@@ -109,8 +109,10 @@ class FleetGpu:
     def overlaps(self) -> tuple[tuple[str, str], ...]:
         """Pairs of names of held devices that exclude each other: one of them was allocated by mistake."""
         # Two shares of less than all memory always fit beside each other.
-        pairs = ((one, other) for one, other in combinations(self.held, 2) if one.shares == 1 or other.shares == 1)
-        return tuple((one.name, other.name) for one, other in pairs if overlap(one, other))
+        pairs = (
+            (first, second) for first, second in combinations(self.held, 2) if first.shares == 1 or second.shares == 1
+        )
+        return tuple((first.name, second.name) for first, second in pairs if overlap(first, second))
 
     @cached_property
     def clique(self) -> tuple[str, str]:
@@ -187,8 +189,8 @@ class Fleet:
 
     def device(self, offer: Offer) -> Device | None:
         """The device that ``offer`` stands for; None if there is no such GPU, or if it has no such device."""
-        entry = self.gpus.get(offer.gpu)
-        return None if entry is None else entry.device(offer.spot)
+        gpu = self.gpus.get(offer.gpu)
+        return None if gpu is None else gpu.device(offer.spot)
 
 
 def _renewed(

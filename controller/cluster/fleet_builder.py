@@ -119,5 +119,5 @@ def _holding(node: NodeView, empty: FleetGpu, before: FleetGpu | None) -> FleetG
             held.append(share_device(empty.gpu, empty.number, int(share["index"]), shares))
         elif not share and (device := empty.device_named(name)) is not None:
             held.append(device)
-    found = empty.holding(held)
-    return before if before is not None and before == found else found
+    gpu = empty.holding(held)
+    return before if before is not None and before == gpu else gpu

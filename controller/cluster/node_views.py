@@ -133,21 +133,21 @@ class NodeViews:
             self._changed_nodes.add(name)
         self._update_pools(name, slices)
         is_ours = plan is not None or slices
-        found = self._view(node, plan, slices, held) if node is not None and is_ours else None
+        view = self._view(node, plan, slices, held) if node is not None and is_ours else None
         before = self._views.get(name)
-        if found != before:
+        if view != before:
             self._all = None
             self._changed_views.add(name)
-            self._membership |= before is None or found is None
-            if found is not None:
-                self._views[name] = found
+            self._membership |= before is None or view is None
+            if view is not None:
+                self._views[name] = view
             else:
                 del self._views[name]
 
     def _update_pools(self, node: str, slices: Collection[PublishedSlice]) -> None:
         for pool in self._pools.pop(node, frozenset()):
             self.incomplete.pop(pool, None)
-        parts = [each.part for each in slices]
+        parts = [published.part for published in slices]
         self.incomplete |= incomplete_pools(parts)
         if parts:
             self._pools[node] = frozenset(part.pool for part in parts)
@@ -163,8 +163,8 @@ class NodeViews:
             pool=Pool(node.metadata.name, self._driver).name,
             status=status,
             published=dict.fromkeys(status.left_out, 1)
-            | {name: shares for each in slices for name, shares in each.devices.items()},
-            offered=frozenset().union(*(each.offered for each in slices)),
+            | {name: shares for part in slices for name, shares in part.devices.items()},
+            offered=frozenset().union(*(part.offered for part in slices)),
             held=held,
             dedication=dedication_of(node.metadata.labels),
             closed=_closed(node, paused=paused),
@@ -184,12 +184,12 @@ def incomplete_pools(parts: Iterable[PoolPart]) -> dict[str, str]:
     """Of the pools that lack slices: why. As the scheduler does, only the newest generation of a pool is counted."""
     newest: dict[str, list[PoolPart]] = {}
     for part in parts:
-        known = newest.get(part.pool)
-        if known is None or part.generation > known[0].generation:
+        newest_parts = newest.get(part.pool)
+        if newest_parts is None or part.generation > newest_parts[0].generation:
             newest[part.pool] = [part]
-        elif part.generation == known[0].generation:
-            known.append(part)
-    counts = ((pool, len(found), found[0]) for pool, found in newest.items())
+        elif part.generation == newest_parts[0].generation:
+            newest_parts.append(part)
+    counts = ((pool, len(parts_of_pool), parts_of_pool[0]) for pool, parts_of_pool in newest.items())
     return {
         pool: f"is incomplete: it has {count} of the {part.slices} slices of its generation {part.generation}"
         for pool, count, part in counts
@@ -206,23 +206,25 @@ SHOWN_CAUSES = 2
 
 def silent_nodes(views: Iterable[NodeView], incomplete: Mapping[str, str]) -> dict[str, str]:
     """The nodes that publish nothing that the scheduler takes, though they have reported GPUs; and why."""
-    found = {}
+    silent = {}
     for view in views:
         if view.pool in incomplete:
-            found[view.name] = f"publishes a pool that {incomplete[view.pool]}"
+            silent[view.name] = f"publishes a pool that {incomplete[view.pool]}"
         elif view.status.inventory and not view.published:
-            found[view.name] = "publishes no device"
-    return found
+            silent[view.name] = "publishes no device"
+    return silent
 
 
 def refusing_nodes(views: Iterable[NodeView]) -> dict[str, str]:
     """The nodes that do not publish some of what their plan offers, and why."""
-    found = {}
+    refusing = {}
     for view in views:
         if view.status.refused:
-            reasons = dict.fromkeys(entry.partition(": ")[2] for entry in view.status.refused)
-            found[view.name] = f"does not offer all that its plan requests: {'; '.join(list(reasons)[:SHOWN_CAUSES])}"
-    return found
+            reasons = dict.fromkeys(refusal.partition(": ")[2] for refusal in view.status.refused)
+            refusing[view.name] = (
+                f"does not offer all that its plan requests: {'; '.join(list(reasons)[:SHOWN_CAUSES])}"
+            )
+    return refusing
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,8 @@ class DeviceIndex:
 
     def is_published(self, device: PoolDevice) -> bool:
         """Whether ``device`` is in the slices."""
-        found = self._by_pool.get(device.pool)
-        return found is not None and device.device in found.view.published
+        node = self._by_pool.get(device.pool)
+        return node is not None and device.device in node.view.published
 
     def offerable(self, offers: Iterable[Offer], plans: Mapping[str, GpuNodePlan]) -> set[Offer]:
         """``offers`` without devices of complete nodes, and those that ``plans`` withdraw and that are still published.
@@ -140,18 +140,18 @@ class DeviceIndex:
         On complete nodes counters keep devices apart.
         """
         on_gpu: dict[str, list[tuple[Offer, Device]]] = {}
-        wanted = {offer.gpu for offer in offers} - self._complete
+        gpus = {offer.gpu for offer in offers} - self._complete
         for offer, name in self.free.items():
-            if offer.gpu in wanted and name not in withdrawn and (device := self._fleet.device(offer)) is not None:
+            if offer.gpu in gpus and name not in withdrawn and (device := self._fleet.device(offer)) is not None:
                 on_gpu.setdefault(offer.gpu, []).append((offer, device))
-        found: dict[Offer, set[PoolDevice]] = {}
+        obstacles: dict[Offer, set[PoolDevice]] = {}
         for offer in offers:
-            others = [each for each in on_gpu.get(offer.gpu, ()) if each[0] != offer]
+            others = [(other, free) for other, free in on_gpu.get(offer.gpu, ()) if other != offer]
             device = self._fleet.device(offer) if others else None
-            overlapping = {self.free[other] for other, each in others if device is not None and overlap(device, each)}
+            overlapping = {self.free[other] for other, free in others if device is not None and overlap(device, free)}
             if overlapping:
-                found[offer] = overlapping
-        return found
+                obstacles[offer] = overlapping
+        return obstacles
 
     def of(self, offers: Iterable[Offer]) -> set[PoolDevice]:
         """The devices that carry ``offers``; offers of GPUs that are gone, or lack such a device, are skipped."""

@@ -49,15 +49,19 @@ def demand_of(queue: Queue, widened: Mapping[str, Nodes] = NONE) -> list[Demand]
     ``widened``: nodes that offer all matching devices for the claim of that key (``controller.curation.wider_offers``).
     """
     claims = _ClaimDemand(queue)
-    found = [demand for each in queue.pending if each.key not in queue.held_back for demand in claims.of(each)]
-    for each, count in queue.expected:
-        for demand in claims.of(each):
-            found += [demand] * count if demand.together else [replace(demand, count=count * demand.count)]
-    found += [each for p in queue.pending if p.key in widened for each in claims.everything(p, widened[p.key])]
-    found += [Demand(kind.key, 1, gpus, everything=True) for kind, gpus in _matching_held(queue)]
+    demands = [
+        demand for pending in queue.pending if pending.key not in queue.held_back for demand in claims.of(pending)
+    ]
+    for pending, count in queue.expected:
+        for demand in claims.of(pending):
+            demands += [demand] * count if demand.together else [replace(demand, count=count * demand.count)]
+    for pending in queue.pending:
+        if pending.key in widened:
+            demands += claims.everything(pending, widened[pending.key])
+    demands += [Demand(kind.key, 1, gpus, everything=True) for kind, gpus in _matching_held(queue)]
     plain: Counter[tuple[OfferKind, Eligible]] = Counter()
     rest: list[Demand] = []
-    for demand in found:
+    for demand in demands:
         if demand.together or demand.everything:
             rest.append(demand)
         else:
@@ -95,16 +99,18 @@ class _ClaimDemand:
             yield from on_one_node
             return
         for index, request in enumerate(requirements.requests):
-            matched = [each for each in requirements.constraints if index in each.requests and not each.distinct]
-            attributes = tuple(each.attribute for each in matched)
+            concerning = (constraint for constraint in requirements.constraints if index in constraint.requests)
+            attributes = tuple(constraint.attribute for constraint in concerning if not constraint.distinct)
             for kind in self._feasibility.kinds(request.selector, nodes):
                 yield from self._of_kind(request, kind, nodes, attributes)
 
     def everything(self, pending: PendingClaim, nodes: Nodes) -> Iterator[Demand]:
         """All devices on ``nodes`` for a claim and the other claims of its pods, for every alternative."""
-        read = [self._queue.requirements(each) for each in self._queue.companions(pending)]
-        alternatives = [one for each in read for one in each if isinstance(one, ClaimRequirements)]
-        for request in {request for each in alternatives for request in each.requests}:
+        read = [self._queue.requirements(companion) for companion in self._queue.companions(pending)]
+        combinations = [
+            combination for of_claim in read for combination in of_claim if isinstance(combination, ClaimRequirements)
+        ]
+        for request in {request for combination in combinations for request in combination.requests}:
             for kind, gpus in self._feasibility.kinds(request.selector, nodes).items():
                 yield Demand(kind.key, request.count or 1, gpus, everything=True)
 
@@ -131,12 +137,14 @@ class _ClaimDemand:
         lie on the very GPU that another kind needs.
         """
         feasibility, companions = self._feasibility, self._queue.companions(pending)
-        all_claims = [each for each in map(self._queue.chosen, companions) if each is not None]
-        requests = [request for each in all_claims for request in each.requests]
+        all_claims = [claim for claim in map(self._queue.chosen, companions) if claim is not None]
+        requests = [request for claim in all_claims for request in claim.requests]
         kinds = {kind for request in requests for kind in feasibility.kinds(request.selector, nodes)}
         several = len(requirements.requests) > 1
-        by_placement = any(each.attribute.rpartition("/")[2] == BY_PLACEMENT for each in requirements.constraints)
-        finer = by_placement or any(each.distinct or several for each in requirements.constraints)
+        by_placement = any(
+            constraint.attribute.rpartition("/")[2] == BY_PLACEMENT for constraint in requirements.constraints
+        )
+        finer = by_placement or any(constraint.distinct or several for constraint in requirements.constraints)
         single = len(requirements.requests) == len(companions) == 1
         mixed = len(kinds) > 1 and not (single and requirements.requests[0].count in {1, None})
         exact = finer or mixed or any(kind.starts is not None for kind in kinds)

@@ -93,21 +93,21 @@ def condition_of(spec: PodSpec, allocations: Iterable[object]) -> bytes:
 
 def admits(spec: PodSpec, node: Node, allocations: Iterable[NodeSelector] = ()) -> bool:
     """Whether such a pod may run on ``node``. ``allocations`` are those of its allocated claims."""
-    return next(_exclusions(spec, node), None) is None and all(selects(each, node) for each in allocations)
+    return next(_exclusions(spec, node), None) is None and all(selects(selector, node) for selector in allocations)
 
 
 def exclusion(spec: PodSpec, node: Node, allocations: Mapping[str, NodeSelector] | None = None) -> Excluded | None:
     """Why such a pod can not run on ``node``; None if it may. ``allocations`` are those of its claims, by name."""
-    causes = list(islice(_exclusions(spec, node), SHOWN))
+    exclusions = list(islice(_exclusions(spec, node), SHOWN))
     claims = tuple(
         f"claim {name} of the pod, which is allocated on {_nodes_named(selector)}"
         for name, selector in (allocations or {}).items()
         if not selects(selector, node)
     )
-    causes += [(Exclusion.OTHER_CLAIM, f"can not have {claim}") for claim in claims]
-    if not causes:
+    exclusions += [(Exclusion.OTHER_CLAIM, f"can not have {claim}") for claim in claims]
+    if not exclusions:
         return None
-    return Excluded(frozenset(kind for kind, _ in causes), " and ".join(text for _, text in causes), claims)
+    return Excluded(frozenset(kind for kind, _ in exclusions), " and ".join(text for _, text in exclusions), claims)
 
 
 def _exclusions(spec: PodSpec, node: Node) -> Iterator[tuple[Exclusion, str]]:
@@ -116,7 +116,7 @@ def _exclusions(spec: PodSpec, node: Node) -> Iterator[tuple[Exclusion, str]]:
             yield Exclusion.NODE_NAME, f"is not {spec.node_name}, which the pod names"
         return
     taints = (*node.spec.taints, CORDONED) if node.spec.unschedulable else node.spec.taints
-    blocking = [each for each in taints if each.effect in BLOCKING and not each.is_tolerated(spec.tolerations)]
+    blocking = [taint for taint in taints if taint.effect in BLOCKING and not taint.is_tolerated(spec.tolerations)]
     if blocking:
         yield from _of_taints(blocking)
     labels = node.metadata.labels
@@ -154,17 +154,17 @@ def _requirement(expression: Expression) -> str:
 
 def _nodes_named(selector: NodeSelector) -> str:
     """The nodes that the selector of an allocation names."""
-    fields = (each for term in selector.node_selector_terms for each in term.match_fields)
-    return ", ".join(name for each in fields for name in each.values) or "other nodes"
+    fields = (field for term in selector.node_selector_terms for field in term.match_fields)
+    return ", ".join(name for field in fields for name in field.values) or "other nodes"
 
 
 def _of_taints(taints: Sequence[Taint]) -> Iterator[tuple[Exclusion, str]]:
-    keys = {each.key for each in taints}
+    keys = {taint.key for taint in taints}
     if keys & UNREACHABLE_TAINTS:
         yield Exclusion.NOT_READY, "is not ready"
     if CORDONED.key in keys:
         yield Exclusion.CORDONED, "is cordoned"
-    others = [each for each in taints if each.key not in {*UNREACHABLE_TAINTS, CORDONED.key}]
+    others = [taint for taint in taints if taint.key not in {*UNREACHABLE_TAINTS, CORDONED.key}]
     if others:
         value = f"={others[0].value}" if others[0].value else ""
         text = f"has the taint {others[0].key}{value}:{others[0].effect}, which the pod does not tolerate"
@@ -184,25 +184,25 @@ def _holds(term: NodeTerm, node: Node) -> bool:
 def _failing(term: NodeTerm, node: Node) -> Iterator[Expression]:
     """The requirements of ``term`` that ``node`` does not meet."""
     labels, fields = node.metadata.labels, {"metadata.name": node.metadata.name}
-    yield from (each for each in term.match_expressions if not _meets(each, labels))
-    yield from (each for each in term.match_fields if not _meets(each, fields))
+    yield from (requirement for requirement in term.match_expressions if not _meets(requirement, labels))
+    yield from (requirement for requirement in term.match_fields if not _meets(requirement, fields))
 
 
 def _meets(expression: Expression, labels: Mapping[str, str]) -> bool:
     """Whether a requirement holds for ``labels``; unknown operators select nothing."""
-    found, values = labels.get(expression.key), expression.values
+    value, values = labels.get(expression.key), expression.values
     match expression.operator:
         case "In":
-            return found in values
+            return value in values
         case "NotIn":
-            return found not in values
+            return value not in values
         case "Exists":
-            return found is not None
+            return value is not None
         case "DoesNotExist":
-            return found is None
+            return value is None
         case "Gt" | "Lt" as operator:
             try:
-                [limit], number = map(int, values), int(found or "")
+                [limit], number = map(int, values), int(value or "")
             except ValueError:  # no integers, or several values: selects nothing, as in the scheduler
                 return False
             return number > limit if operator == "Gt" else number < limit

@@ -137,10 +137,10 @@ class Feasibility:
         """The nodes with GPUs, the fullest first: a claim that fits there leaves the others whole."""
         free, order = self._memory.free, self._memory.order
         for node, gpus in self.fleet.nodes.items():
-            known = free.get(node)
-            if known is None or known[0] is not gpus:
-                if known is not None:
-                    del order[bisect_left(order, (known[1], node))]
+            before = free.get(node)
+            if before is None or before[0] is not gpus:
+                if before is not None:
+                    del order[bisect_left(order, (before[1], node))]
                 free[node] = (gpus, sum(state.free for state in self.states(node)))
                 insort(order, (free[node][1], node))
         return tuple(node for _, node in order)
@@ -188,18 +188,18 @@ class Feasibility:
 
     def outcomes(self, requirements: ClaimRequirements, nodes: Nodes) -> Iterator[tuple[str, SearchOutcome]]:
         """Whether each of ``nodes`` with free memory satisfies ``requirements``, the fullest first."""
-        known, budget = self._known_outcomes(requirements), Budget()
+        remembered, budget = self._known_outcomes(requirements), Budget()
         for node in self.nodes:
             gpus, free = self._memory.free[node]
             if not free or node not in nodes:
                 continue
-            before = known.get(node)
+            before = remembered.get(node)
             if before is not None and before[0] is gpus:
                 yield node, before[1]
                 continue
             outcome = self._outcome(requirements, node, budget)
             if outcome is not SearchOutcome.UNKNOWN:  # depends on the steps used for other nodes, too
-                known[node] = (gpus, outcome)
+                remembered[node] = (gpus, outcome)
             yield node, outcome
 
     def _known_outcomes(self, requirements: ClaimRequirements) -> NodeOutcomes:
@@ -246,8 +246,8 @@ class Feasibility:
         if not having:
             alike = Counter((entry.state.geometry, bool(entry.shares)) for entry in self.fleet)
             for (geometry, shared), count in alike.items():
-                for each in GpuState(geometry, shares=int(shared)).offered():
-                    having[each] += count
+                for kind in GpuState(geometry, shares=int(shared)).offered():
+                    having[kind] += count
         return having[key]
 
     def most_on_one_node(self, request: DeviceRequest, nodes: Nodes) -> int:
@@ -294,7 +294,7 @@ class Feasibility:
         where = (request, kind, nodes, attributes)
         if where not in self._groups:
             sets, count = self.sets(request, kind, nodes, attributes), self.count(request, kind, nodes)
-            enough = [each for each in sets if self._capacity(each, kind) >= count > 0]
+            enough = [gpus for gpus in sets if self._capacity(gpus, kind) >= count > 0]
             self._groups[_room_in(self._groups, where)] = tuple(map(frozenset, enough or sets))
         return self._groups[where]
 
@@ -302,7 +302,7 @@ class Feasibility:
         """The number of devices requested; for all devices of a node, the most that one node can provide."""
         if request.count is not None:
             return request.count
-        return max((self._capacity(each, kind) for each in self.sets(request, kind, nodes, ())), default=0)
+        return max((self._capacity(gpus, kind) for gpus in self.sets(request, kind, nodes, ())), default=0)
 
     def _capacity(self, gpus: Iterable[str], kind: Kind) -> int:
         """The number of devices of ``kind`` that these GPUs can provide at once."""

@@ -50,13 +50,13 @@ def gangs_of(pods: Iterable[Pod], pending: Collection[str], groups: Mapping[Key,
             and not pod.spec.scheduling_gates
         ):
             members.setdefault(group, []).append(pod)
-    found = []
-    for key, each in members.items():
-        waiting = tuple(pod for pod in each if str(pod.metadata.key) in pending and not pod.spec.node_name)
-        needed = groups[key].min_count - (len(each) - len(waiting))
+    gangs = []
+    for key, pods_of_group in members.items():
+        waiting = tuple(pod for pod in pods_of_group if str(pod.metadata.key) in pending and not pod.spec.node_name)
+        needed = groups[key].min_count - (len(pods_of_group) - len(waiting))
         if waiting and needed > 0:
-            found.append(Gang(groups[key], waiting, needed))
-    return found
+            gangs.append(Gang(groups[key], waiting, needed))
+    return gangs
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class GangRoom:
                 for node, outcome in self._feasibility.outcomes(requirements, nodes):
                     if outcome is SearchOutcome.NONE:
                         continue
-                    here, size = self._on(requirements, node)
-                    most, least = most + here, min(least, size)
+                    fitting_pods, size = self._on(requirements, node)
+                    most, least = most + fitting_pods, min(least, size)
                     used.add(node)
                     if most >= count:
                         break
@@ -117,7 +117,9 @@ class GangRoom:
             pairs = list(zip(states, matches, strict=True))
             count = request.count or 1
             most = min(most, sum(most_devices(*pair) for pair in pairs) // count if request.count else 1)
-            size += count * min((slices_of(state, key) for state, each in pairs for key in each.keys), default=0.0)
+            size += count * min(
+                (slices_of(state, key) for state, matches in pairs for key in matches.keys), default=0.0
+            )
         if size:
             most = min(most, (sum(state.free for state in states) + ROUNDING) // size)
         return sys.maxsize if most == math.inf else int(most), size  # no limit: devices of other drivers only

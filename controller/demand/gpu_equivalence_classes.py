@@ -60,10 +60,10 @@ class EquivalenceClasses:
     def of(self, entry: FleetGpu) -> tuple[int, ...]:
         """A number for each kind of device that the GPU has; equal numbers mean equivalent devices."""
         gpu = entry.gpu
-        known = self._known.get(gpu.uuid)
-        if known is None or known[0] is not gpu or known[1] != entry.shares:
-            known = self._known[gpu.uuid] = (gpu, entry.shares, self._classify(entry))
-        return known[2]
+        remembered = self._known.get(gpu.uuid)
+        if remembered is None or remembered[0] is not gpu or remembered[1] != entry.shares:
+            remembered = self._known[gpu.uuid] = (gpu, entry.shares, self._classify(entry))
+        return remembered[2]
 
     def _classify(self, entry: FleetGpu) -> tuple[int, ...]:
         if self._by_facts is None:
@@ -84,7 +84,7 @@ UNIQUE = frozenset({"uuid", "parentUUID"})
 """Attributes that are unique to each GPU."""
 
 COMMON_FACTS = attrgetter(
-    *(each.name for each in fields(Gpu) if each.name not in {"uuid", "index", "minor", "nvlink", "profiles"})
+    *(field.name for field in fields(Gpu) if field.name not in {"uuid", "index", "minor", "nvlink", "profiles"})
 )
 
 
@@ -106,7 +106,7 @@ def representatives(entry: FleetGpu, kind: DeviceKind, *, each_placement: bool) 
     else:
         for profile in gpu.profiles:
             if placements := profile.placements if each_placement else profile.placements[:1]:
-                yield [partition_device(gpu, number, profile, each) for each in placements]
+                yield [partition_device(gpu, number, profile, placement) for placement in placements]
 
 
 def examples_of(entry: FleetGpu) -> Iterator[Device]:

@@ -62,7 +62,7 @@ def described(pending: PendingClaim) -> str:
     """``claim NAME``, or the extended resources for which its claim will be created."""
     if not pending.not_created:
         return f"claim {pending.claim.metadata.name}"
-    return f"extended resource {', '.join(each.name for each in pending.claim.spec.devices.requests)}"
+    return f"extended resource {', '.join(request.name for request in pending.claim.spec.devices.requests)}"
 
 
 class Queue:
@@ -77,24 +77,26 @@ class Queue:
         self.eligibility = eligibility or Eligibility(cluster.nodes)
         self.eligibility.forget_unused()
         reader = RequirementsReader(matching, cluster.classes, fleet)
-        self._requirements = {each.key: reader.of(each.claim) for each in self.pending}
-        self.matching_held = [(each, request) for each in self.pending for request in reader.matching_held(each.claim)]
+        self._requirements = {pending.key: reader.of(pending.claim) for pending in self.pending}
+        self.matching_held = [
+            (pending, request) for pending in self.pending for request in reader.matching_held(pending.claim)
+        ]
         """Pending claims with each request that matches held devices, too."""
 
         self._claims_of_pod: dict[str, list[PendingClaim]] = {}
-        for each in self.pending:
-            for pod in each.pods:
-                self._claims_of_pod.setdefault(str(pod.metadata.key), []).append(each)
+        for pending in self.pending:
+            for pod in pending.pods:
+                self._claims_of_pod.setdefault(str(pod.metadata.key), []).append(pending)
         groups = cluster.pod_groups
         self.gangs = gangs_of(cluster.pods, self._claims_of_pod.keys(), groups) if groups else []
 
     def on(self, feasibility: Feasibility) -> Queue:
         """The same claims by another ``feasibility``."""
-        found = copy(self)
-        found.feasibility = feasibility
+        queue = copy(self)
+        queue.feasibility = feasibility
         for cached in ("held_back", "_gang_room"):
-            vars(found).pop(cached, None)
-        return found
+            vars(queue).pop(cached, None)
+        return queue
 
     def requirements(self, pending: PendingClaim) -> tuple[ClaimRequirements, ...] | RefusedRequest:
         """The requirements for each combination of alternatives; none if the claim is for other drivers' devices."""
@@ -107,7 +109,11 @@ class Queue:
     def _allocated(self, pod: Pod) -> dict[str, NodeSelector]:
         """The nodes on which its allocated claims are available, by name of the claim."""
         allocations = {key.name: self.cluster.claims.allocation(key) for key in pod.claims}
-        return {name: each.node_selector for name, each in allocations.items() if each and each.node_selector}
+        return {
+            name: allocation.node_selector
+            for name, allocation in allocations.items()
+            if allocation and allocation.node_selector
+        }
 
     def nodes(self, pending: PendingClaim) -> Nodes:
         """The nodes on which any of its pods may run."""
@@ -123,8 +129,8 @@ class Queue:
         """The nodes on which none of its pods may run, and what excludes the first one."""
         nodes, pod = self.nodes(pending), pending.pods[0]
         others = (node for node in self.cluster.nodes if node.metadata.name not in nodes)
-        found = ((node.metadata.name, exclusion(pod.spec, node, self._allocated(pod))) for node in others)
-        return {name: each for name, each in found if each is not None}
+        exclusions = ((node.metadata.name, exclusion(pod.spec, node, self._allocated(pod))) for node in others)
+        return {name: excluded for name, excluded in exclusions if excluded is not None}
 
     def found(self, pending: PendingClaim, feasibility: Feasibility | None = None) -> NodeSearch:
         """A node that satisfies it and the other claims of one of its pods; now, or by another ``feasibility``."""
@@ -133,10 +139,10 @@ class Queue:
         for pod in pending.pods:
             nodes = self.nodes_for(pod)
             for requirements in self.combinations(pod):
-                found = feasibility.find_node(requirements, nodes)
-                if found.outcome is SearchOutcome.FITS:
-                    return found
-                undecided |= found.outcome is SearchOutcome.UNKNOWN
+                search = feasibility.find_node(requirements, nodes)
+                if search.outcome is SearchOutcome.FITS:
+                    return search
+                undecided |= search.outcome is SearchOutcome.UNKNOWN
         return NodeSearch(SearchOutcome.UNKNOWN if undecided else SearchOutcome.NONE)
 
     def satisfiable(self, pending: PendingClaim) -> bool:
@@ -157,12 +163,14 @@ class Queue:
         if len(requirements) == 1:
             return requirements[0]
         nodes = self.nodes(pending)
-        return next((each for each in requirements if self.feasibility.could(each, nodes)), requirements[0])
+        return next(
+            (combination for combination in requirements if self.feasibility.could(combination, nodes)), requirements[0]
+        )
 
     def companions(self, pending: PendingClaim) -> list[PendingClaim]:
         """The claims that must be satisfied on the same node, itself among them."""
-        found = {id(each): each for pod in pending.pods for each in self.of_pod(pod)}
-        return [each for each in found.values() if self.requirements(each)]
+        claims = {id(claim): claim for pod in pending.pods for claim in self.of_pod(pod)}
+        return [claim for claim in claims.values() if self.requirements(claim)]
 
     def of_pod(self, pod: Pod) -> list[PendingClaim]:
         """The pending claims of ``pod``."""
@@ -174,17 +182,17 @@ class Queue:
         Missing pods are taken to be like the first one.
         """
         seen: set[str] = set()
-        wanted: Counter[Wanted] = Counter()
+        alike: Counter[Wanted] = Counter()
         for pod in gang.pods:
-            claims = {each.key for each in self.of_pod(pod)}
+            claims = {claim.key for claim in self.of_pod(pod)}
             if not seen & claims:  # pods that share a claim share its devices
-                wanted[tuple(self.combinations(pod)), self.nodes_for(pod)] += 1
+                alike[tuple(self.combinations(pod)), self.nodes_for(pod)] += 1
             seen |= claims
-        if wanted.total() == len(gang.pods):
-            wanted[next(iter(wanted))] += gang.missing
-        sharing = len(gang.pods) + gang.missing - wanted.total()
-        found = (self._gang_room if feasibility is None else GangRoom(feasibility)).of(wanted)
-        return Room(found.pods + sharing, found.nodes)
+        if alike.total() == len(gang.pods):
+            alike[next(iter(alike))] += gang.missing
+        sharing = len(gang.pods) + gang.missing - alike.total()
+        room = (self._gang_room if feasibility is None else GangRoom(feasibility)).of(alike)
+        return Room(room.pods + sharing, room.nodes)
 
     @cached_property
     def _gang_room(self) -> GangRoom:
@@ -196,20 +204,20 @@ class Queue:
         impossible = [gang for gang in self.gangs if self.room(gang).pods < gang.needed]
         gang_of = {pod.metadata.key: gang for gang in impossible for pod in gang.pods}
         return {
-            each.key: gang_of[each.pods[0].metadata.key]
+            claim.key: gang_of[claim.pods[0].metadata.key]
             for gang in impossible
             for pod in gang.pods
-            for each in self.of_pod(pod)
-            if all(user.metadata.key in gang_of for user in each.pods)
+            for claim in self.of_pod(pod)
+            if all(user.metadata.key in gang_of for user in claim.pods)
         }
 
     @property
     def expected(self) -> Iterator[tuple[PendingClaim, int]]:
         """Pending claims of incomplete gangs with room, and how many claims like them are still to come."""
         for gang in self.gangs:
-            for each in self.of_pod(gang.pods[0]) if gang.missing else ():
-                if len(each.pods) == 1 and each.key not in self.held_back:
-                    yield each, gang.missing
+            for claim in self.of_pod(gang.pods[0]) if gang.missing else ():
+                if len(claim.pods) == 1 and claim.key not in self.held_back:
+                    yield claim, gang.missing
 
     @cached_property
     def pods(self) -> list[Pod]:
@@ -232,9 +240,9 @@ class Queue:
 
     def combinations(self, pod: Pod) -> Iterator[ClaimRequirements]:
         """The joint requirements of a pod's claims, for each combination; none where one of them was refused."""
-        read = [self.requirements(each) for each in self.of_pod(pod)]
-        ours = [each for each in read if not isinstance(each, RefusedRequest) and each]
-        if any(isinstance(each, RefusedRequest) for each in read):
+        read = [self.requirements(pending) for pending in self.of_pod(pod)]
+        ours = [requirements for requirements in read if not isinstance(requirements, RefusedRequest) and requirements]
+        if any(isinstance(requirements, RefusedRequest) for requirements in read):
             return iter(())
         return (joined(chosen) for chosen in islice(product(*ours), MAX_COMBINATIONS))
 
@@ -246,14 +254,17 @@ def pending_claims(claims: Iterable[Claim], classes: Iterable[DeviceClass], pods
     for pod in queued:
         for key in pod.claims:
             users.setdefault(key, []).append(pod)
-    found = [
+    created = [
         PendingClaim(claim, tuple(users[claim.metadata.key]))
         for claim in claims
         if claim.metadata.key in users and claim.status.allocation is None and not claim.metadata.deletion_timestamp
     ]
     by_resource = classes_by_resource(classes)
     not_created = ((pod, claim_for(pod, by_resource)) for pod in queued)
-    return [*found, *(PendingClaim(claim, (pod,), not_created=True) for pod, claim in not_created if claim is not None)]
+    return [
+        *created,
+        *(PendingClaim(claim, (pod,), not_created=True) for pod, claim in not_created if claim is not None),
+    ]
 
 
 def is_pending(pod: Pod) -> bool:
@@ -270,10 +281,10 @@ ALWAYS = "Always"
 
 def classes_by_resource(classes: Iterable[DeviceClass]) -> dict[str, str]:
     """Class names by extended resource. Of several classes the newest counts, then the first by name."""
-    ordered = sorted(classes, key=lambda each: each.metadata.name, reverse=True)
-    ordered.sort(key=lambda each: each.metadata.creation_timestamp or "")
-    explicit = {each.spec.extended_resource_name: each.metadata.name for each in ordered}
-    implicit = {IMPLICIT + each.metadata.name: each.metadata.name for each in ordered}
+    ordered = sorted(classes, key=lambda device_class: device_class.metadata.name, reverse=True)
+    ordered.sort(key=lambda device_class: device_class.metadata.creation_timestamp or "")
+    explicit = {device_class.spec.extended_resource_name: device_class.metadata.name for device_class in ordered}
+    implicit = {IMPLICIT + device_class.metadata.name: device_class.metadata.name for device_class in ordered}
     return implicit | {resource: name for resource, name in explicit.items() if resource}
 
 
@@ -281,7 +292,9 @@ def claim_for(pod: Pod, by_resource: Mapping[str, str]) -> Claim | None:
     """The claim that the scheduler will create for the pod's extended resources, if it requests any and has none."""
     if pod.status.extended_resource_claim_status is not None or pod.spec.node_name:
         return None
-    requested = {name for each in (*pod.spec.init_containers, *pod.spec.containers) for name in _requests(each)}
+    requested = {
+        name for container in (*pod.spec.init_containers, *pod.spec.containers) for name in _requests(container)
+    }
     names = {name for name in requested if name in by_resource or name.startswith(IMPLICIT)}
     counts = {name: _amount(pod, name) for name in sorted(names)}
     requests = tuple(
@@ -308,7 +321,7 @@ def _amount(pod: Pod, resource: str) -> int:
             running += amount
             amount = 0
         most = max(most, running + amount)
-    return max(most, running + sum(_whole(_requests(each).get(resource, 0)) for each in pod.spec.containers))
+    return max(most, running + sum(_whole(_requests(container).get(resource, 0)) for container in pod.spec.containers))
 
 
 def _whole(quantity: str | int) -> int:

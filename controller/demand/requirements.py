@@ -69,10 +69,10 @@ class ClaimRequirements(NamedTuple):
     @property
     def counts(self) -> tuple[int, ...]:
         """For each claim the number of its devices, without those of requests for all devices."""
-        found = dict.fromkeys(self.claims or (0,), 0)
+        counts = dict.fromkeys(self.claims or (0,), 0)
         for claim, request in zip(self.claims or repeat(0), self.requests, strict=False):
-            found[claim] += request.count or 0
-        return tuple(found.values())
+            counts[claim] += request.count or 0
+        return tuple(counts.values())
 
 
 class RefusedRequest(NamedTuple):
@@ -91,7 +91,9 @@ class RequirementsReader:
 
     def __init__(self, selectors: Selectors, classes: Iterable[DeviceClass], fleet: Fleet) -> None:
         self._selectors = selectors
-        self._classes: Mapping[str, DeviceClass] = {each.metadata.name: each for each in classes}
+        self._classes: Mapping[str, DeviceClass] = {
+            device_class.metadata.name: device_class for device_class in classes
+        }
         self._fleet = fleet
 
     def of(self, claim: Claim) -> tuple[ClaimRequirements, ...] | RefusedRequest:
@@ -107,8 +109,8 @@ class RequirementsReader:
                 alternatives.append((request.name, request.name_of(alternative), read))
             choices.append(alternatives)
         combinations = islice(product(*choices), MAX_COMBINATIONS)
-        found = (_requirements(chosen, devices.constraints) for chosen in combinations)
-        return tuple(each for each in found if each.requests)
+        joint = (_requirements(chosen, devices.constraints) for chosen in combinations)
+        return tuple(requirements for requirements in joint if requirements.requests)
 
     def matching_held(self, claim: Claim) -> Iterator[DeviceRequest]:
         """The requests that match held devices, too: with adminAccess, or for all devices of a node."""
@@ -174,7 +176,8 @@ def joined(claims: Sequence[ClaimRequirements]) -> ClaimRequirements:
     for number, claim in enumerate(claims):
         shift = len(requests)
         constraints += [
-            each._replace(requests=frozenset(shift + i for i in each.requests)) for each in claim.constraints
+            constraint._replace(requests=frozenset(shift + index for index in constraint.requests))
+            for constraint in claim.constraints
         ]
         requests += claim.requests
         numbers += [number] * len(claim.requests)
@@ -183,7 +186,7 @@ def joined(claims: Sequence[ClaimRequirements]) -> ClaimRequirements:
 
 def _texts(selectors: Iterable[DeviceSelector]) -> Iterator[str]:
     """The CEL expressions of a class or request."""
-    return (each.cel.expression for each in selectors if each.cel is not None)
+    return (selector.cel.expression for selector in selectors if selector.cel is not None)
 
 
 def _capacity_conditions(driver: str, amounts: Mapping[str, str | int]) -> Iterator[str]:
@@ -201,15 +204,14 @@ def _requirements(
     chosen: Sequence[tuple[str, str, DeviceRequest | None]], constraints: Iterable[DeviceConstraint]
 ) -> ClaimRequirements:
     ours = [(names, request) for *names, request in chosen if request is not None]
-    found = []
-    for each in constraints:
-        covered = frozenset(
-            index for index, (names, _) in enumerate(ours) if not each.requests or set(names) & set(each.requests)
-        )
-        for attribute, distinct in ((each.match_attribute, False), (each.distinct_attribute, True)):
+    covering = []
+    for constraint in constraints:
+        named = set(constraint.requests)
+        covered = frozenset(index for index, (names, _) in enumerate(ours) if not named or named & set(names))
+        for attribute, distinct in ((constraint.match_attribute, False), (constraint.distinct_attribute, True)):
             if attribute and covered:
-                found.append(AttributeConstraint(attribute, distinct, covered))
-    return ClaimRequirements(tuple(request for _, request in ours), tuple(found))
+                covering.append(AttributeConstraint(attribute, distinct, covered))
+    return ClaimRequirements(tuple(request for _, request in ours), tuple(covering))
 
 
 def _refused(request: str, error: CelError) -> RefusedRequest:

@@ -76,7 +76,7 @@ class Matches:
         for spot in spots:
             if self.has(*spot):
                 starts.setdefault(spot.kind, set()).add(spot.at)
-        return _shared_matches(tuple((key, frozenset(each)) for key, each in starts.items()))
+        return _shared_matches(tuple((key, frozenset(numbers)) for key, numbers in starts.items()))
 
 
 NOTHING = Matches({})
@@ -119,12 +119,12 @@ class Selector:
     def on(self, entry: FleetGpu) -> Matches:
         """The devices that it selects of one GPU, held or not."""
         numbers = self._classes.of(entry)
-        found = self._by_numbers.get(numbers)
-        if found is None:
+        matches = self._by_numbers.get(numbers)
+        if matches is None:
             pairs = zip(numbers, examples_of(entry), strict=True)
-            parts = [self._part(number, entry, each.kind) for number, each in pairs]
-            found = self._by_numbers[numbers] = _joined([part for part in parts if part or part.failures])
-        return found
+            parts = [self._part(number, entry, device.kind) for number, device in pairs]
+            matches = self._by_numbers[numbers] = _joined([part for part in parts if part or part.failures])
+        return matches
 
     def among(self, fleet: Fleet) -> Iterator[tuple[Matches, tuple[str, ...]]]:
         """The devices that it selects of each group of equivalent GPUs, or fails for, and the UUIDs of these GPUs."""
@@ -168,13 +168,13 @@ class Selector:
 
         def verdicts(device: Device) -> tuple[bool, ...]:
             seen = cel_device(self._driver, device, self._classes.names)
-            return tuple(isinstance(each, Program) and each.verdict(seen) is True for each in programs)
+            return tuple(isinstance(program, Program) and program.verdict(seen) is True for program in programs)
 
         try:
-            found = [(each, self._time.spend(partial(verdicts, each))) for each in devices[:MAX_EXAMPLES]]
+            met = [(device, self._time.spend(partial(verdicts, device))) for device in devices[:MAX_EXAMPLES]]
         except BudgetExhausted:
             return []
-        return found if len(devices) <= MAX_EXAMPLES else []
+        return met if len(devices) <= MAX_EXAMPLES else []
 
     def _timed_verdict(self, device: Device) -> bool | SelectorFailure:
         try:
@@ -220,19 +220,19 @@ class Selectors:
         The time for it counts for ``namespace``, that of the claim; "" for the expressions of a DeviceClass alone.
         """
         with self._lock:
-            known = self.namespaces.pop(namespace, None)
-            if known is None or (namespace and known.time.retry()):  # classes have no limit of time
+            remembered = self.namespaces.pop(namespace, None)
+            if remembered is None or (namespace and remembered.time.retry()):  # classes have no limit of time
                 budget = BUDGET_SECONDS if namespace else math.inf
-                time = SelectorTime(budget) if known is None else known.time
+                time = SelectorTime(budget) if remembered is None else remembered.time
                 make = lru_cache(MAX_SELECTORS)(partial(self._selector, time))
-                known = NamespaceSelectors(make, time)
-            self.namespaces[namespace] = known
+                remembered = NamespaceSelectors(make, time)
+            self.namespaces[namespace] = remembered
             if len(self.namespaces) > MAX_NAMESPACES:
                 idle = (
-                    each for each, selectors in self.namespaces.items() if each != namespace and selectors.time.full
+                    other for other, selectors in self.namespaces.items() if other != namespace and selectors.time.full
                 )
                 self.namespaces.pop(next(idle, ""), None)
-        return known.selector(expressions, capacity_conditions)
+        return remembered.selector(expressions, capacity_conditions)
 
     def _selector(
         self, time: SelectorTime, expressions: tuple[str, ...], capacity_conditions: tuple[str, ...]

@@ -47,10 +47,10 @@ class ListenAddress(NamedTuple):
 
 def parse_listen_address(value: str) -> ListenAddress:
     """Parse ``HOST:PORT``; an IPv6 host is in brackets. Raises ValueError."""
-    found = ADDRESS.fullmatch(value)
-    if found is None or int(found["port"]) > PORT_LIMIT:
+    match = ADDRESS.fullmatch(value)
+    if match is None or int(match["port"]) > PORT_LIMIT:
         raise ValueError(
             f"must be HOST:PORT with a port of 0 to {PORT_LIMIT}, such as 127.0.0.1:9400, [::1]:9400, "
             "or :9400 for every address"
         )
-    return ListenAddress(found["host"].strip("[]"), int(found["port"]))
+    return ListenAddress(match["host"].strip("[]"), int(match["port"]))

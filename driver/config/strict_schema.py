@@ -95,40 +95,40 @@ def faults_of(model: type[Strict], settings: Mapping[Any, Any], place: str = "")
 
     msgspec itself stops at the first fault, and makes no suggestions.
     """
-    known = {field.encode_name: field for field in msgspec.structs.fields(model)}
-    for name, found in settings.items():
+    fields = {field.encode_name: field for field in msgspec.structs.fields(model)}
+    for name, value in settings.items():
         path = f"{place}{name}"
         if not isinstance(name, str):
             yield Fault(path, "", "is no field: names of fields are strings")
-        elif name not in known:
-            yield _unknown_field(model, path, name, found)
-        elif found is not None:
-            yield from _wrong_value(model, known[name], path, found)
+        elif name not in fields:
+            yield _unknown_field(model, path, name, value)
+        elif value is not None:
+            yield from _wrong_value(model, fields[name], path, value)
 
 
-def _wrong_value(model: type[Strict], field: FieldInfo, path: str, found: object) -> Iterator[Fault]:
+def _wrong_value(model: type[Strict], field: FieldInfo, path: str, value: object) -> Iterator[Fault]:
     kind = kind_of_field(field)
     accepted = accepted_names(kind)
     if not (isinstance(kind, type) and issubclass(kind, Strict)):
-        if found not in accepted:
-            yield wrong_name(path, found, accepted, model.REFUSED)
-    elif isinstance(found, Mapping):
-        yield from faults_of(kind, found, f"{path}.")
+        if value not in accepted:
+            yield wrong_name(path, value, accepted, model.REFUSED)
+    elif isinstance(value, Mapping):
+        yield from faults_of(kind, value, f"{path}.")
     else:
-        yield Fault(path, shown(found), f"must be an object with fields {', '.join(accepted)}, or left out")
+        yield Fault(path, shown(value), f"must be an object with fields {', '.join(accepted)}, or left out")
 
 
-def _unknown_field(model: type[Strict], path: str, name: str, found: object) -> Fault:
-    known = accepted_names(model)
+def _unknown_field(model: type[Strict], path: str, name: str, value: object) -> Fault:
+    names = accepted_names(model)
     reason = model.REFUSED.get(name)
-    accepted = f"accepted: {', '.join(known)}" if known else "this kind has no settings"
-    message = f"{reason}; {accepted}" if reason else f"no such field; {accepted}{meant(name, known)}"
-    return Fault(path, shown(found), message)
+    accepted = f"accepted: {', '.join(names)}" if names else "this kind has no settings"
+    message = f"{reason}; {accepted}" if reason else f"no such field; {accepted}{meant(name, names)}"
+    return Fault(path, shown(value), message)
 
 
 def kind_of_field(field: FieldInfo) -> Any:
     """Its type without ``| None``."""
-    [kind] = [each for each in get_args(field.type) if each is not NoneType]
+    [kind] = [alternative for alternative in get_args(field.type) if alternative is not NoneType]
     return kind
 
 

@@ -20,12 +20,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """
     spelled = {_plain(candidate): candidate for candidate in known}
     plain = _plain(name)
-    continued = [each for each in spelled if each.startswith(plain) or plain.startswith(each)]
-    if len(plain) >= SHORTEST_BEGINNING and (continued := [each for each in continued if each]):
-        return spelled[min(continued, key=lambda each: (abs(len(each) - len(plain)), each))]
-    containing = [each for each in spelled if len(plain) > SHORTEST_BEGINNING and plain in each]
-    found = sorted(containing, key=len) or get_close_matches(plain, spelled, n=1, cutoff=SIMILAR)
-    return spelled[found[0]] if found else None
+    continued = [text for text in spelled if text and (text.startswith(plain) or plain.startswith(text))]
+    if len(plain) >= SHORTEST_BEGINNING and continued:
+        return spelled[min(continued, key=lambda text: (abs(len(text) - len(plain)), text))]
+    containing = [text for text in spelled if len(plain) > SHORTEST_BEGINNING and plain in text]
+    similar = sorted(containing, key=len) or get_close_matches(plain, spelled, n=1, cutoff=SIMILAR)
+    return spelled[similar[0]] if similar else None
 
 
 def meant(name: str, known: Iterable[str]) -> str:

@@ -53,10 +53,10 @@ class DeviceNodes:
     def of_gpu(self, gpu: Gpu) -> Sequence[DeviceNode]:
         """The GPU's node and the control nodes. A node that CUDA needs must exist."""
         root = "" if self._driver_root == HOST else device_root(self._paths, self._driver_root).rstrip("/")
-        wanted = (f"/dev/nvidia{gpu.minor}", *CONTROL_NODES)
-        present = [path for path in wanted if os.access(f"{self._host}{root}{path}", os.F_OK)]
-        if len(present) < len(wanted):
-            self._require(root, wanted[0], present)
+        needed = (f"/dev/nvidia{gpu.minor}", *CONTROL_NODES)
+        present = [path for path in needed if os.access(f"{self._host}{root}{path}", os.F_OK)]
+        if len(present) < len(needed):
+            self._require(root, needed[0], present)
         runtime = str(self._paths.runtime_root).rstrip("/")
         return [DeviceNode(path, host_path=f"{runtime}{root}{path}") for path in present]
 
@@ -75,9 +75,9 @@ class DeviceNodes:
     def _require(self, root: str, gpu_node: str, present: Sequence[str]) -> None:
         missing = [node for node in (gpu_node, *REQUIRED_NODES) if node not in present]
         if missing:
-            found = ", ".join(present) or "none"
+            existing = ", ".join(present) or "none"
             raise HardwareError(
-                f"device node {', '.join(missing)} is missing under {self._paths.here(root)}: found {found}; "
+                f"device node {', '.join(missing)} is missing under {self._paths.here(root)}: found {existing}; "
                 "nvidia-modprobe creates them"
             )
 

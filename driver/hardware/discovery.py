@@ -68,19 +68,19 @@ def read_memory_bandwidth(nvml: Any, handle: Any, product: str, memory_bytes: in
     if clock_mhz and width_bits:
         bandwidth: int = round(TRANSFERS_PER_CLOCK * clock_mhz * width_bits / 8 / 1000)
         return bandwidth
-    known = _find(product, memory_bytes)
-    return known.bandwidth if known else None
+    memory = _find(product, memory_bytes)
+    return memory.bandwidth if memory else None
 
 
 def memory_type(product: str, memory_bytes: int) -> str | None:
     """``HBM3``, ``GDDR6`` and so on, or None for a product that is not in the table."""
-    known = _find(product, memory_bytes)
-    return known.kind if known else None
+    memory = _find(product, memory_bytes)
+    return memory.kind if memory else None
 
 
 def _find(product: str, memory_bytes: int) -> KnownMemory | None:
-    rows = (known for known in PRODUCTS if re.search(known.pattern, product))
-    return next((known for known in rows if memory_bytes > known.over_gib << 30), None)
+    rows = (memory for memory in PRODUCTS if re.search(memory.pattern, product))
+    return next((memory for memory in rows if memory_bytes > memory.over_gib << 30), None)
 
 
 MIB = 1 << 20
@@ -145,9 +145,9 @@ def read_gpu(nvml: Any, handle: Any, index: int, root: Path, *, simulated: bool)
 
 def with_cliques(gpus: Iterable[Gpu]) -> list[Gpu]:
     """Return the GPUs of one node with their NVLink cliques."""
-    found = list(gpus)
-    cliques = nvlink_cliques({gpu.pci_bus_id: gpu.nvlink for gpu in found})
-    return [replace(gpu, nvlink_clique=cliques.get(gpu.pci_bus_id)) for gpu in found]
+    of_node = list(gpus)
+    cliques = nvlink_cliques({gpu.pci_bus_id: gpu.nvlink for gpu in of_node})
+    return [replace(gpu, nvlink_clique=cliques.get(gpu.pci_bus_id)) for gpu in of_node]
 
 
 def read_mig_mode(modes: Sequence[int] | None, *, capable: bool) -> MigMode:
@@ -188,9 +188,9 @@ def read_placements(nvml: Any, handle: Any, profile_id: int) -> tuple[Placement,
     """Every legal placement of a profile, by start; NVML reports them all, free or not."""
     count = c_uint()
     nvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile_id, None, byref(count))
-    found = (pynvml.c_nvmlGpuInstancePlacement_t * count.value)()
-    nvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile_id, found, byref(count))
-    return tuple(sorted(Placement(place.start, place.size) for place in found[: count.value]))
+    places = (pynvml.c_nvmlGpuInstancePlacement_t * count.value)()
+    nvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile_id, places, byref(count))
+    return tuple(sorted(Placement(place.start, place.size) for place in places[: count.value]))
 
 
 def semantic_version(version: str) -> str:

@@ -86,9 +86,9 @@ class Events:
     def _subscribe(self, handle: Any) -> None:
         """Raises NVMLError, unless the GPU reports no events at all."""
         try:
-            wanted = WANTED & self._nvml.nvmlDeviceGetSupportedEventTypes(handle)
-            if wanted:
-                self._nvml.nvmlDeviceRegisterEvents(handle, wanted, self._set)
+            event_types = WANTED & self._nvml.nvmlDeviceGetSupportedEventTypes(handle)
+            if event_types:
+                self._nvml.nvmlDeviceRegisterEvents(handle, event_types, self._set)
         except pynvml.NVMLError as error:
             if error.value not in ABSENT:
                 raise

@@ -151,10 +151,10 @@ def device_root(paths: HostPaths, driver_root: Path) -> str:
 
 def real_gpus(root: Path) -> list[str]:
     """Files below ``root``, the machine's own root directory, that show a real GPU. NVML is not needed."""
-    found = [path for path in (root / "dev").glob("nvidia[0-9]*") if not path.is_dir()]
-    found += (root / "proc/driver/nvidia/gpus").glob("*")
-    found += (path for path in (root / "sys/bus/pci/devices").glob("*") if _is_gpu(path))
-    return [f"/{path.relative_to(root)}" for path in sorted(found)]
+    signs = [path for path in (root / "dev").glob("nvidia[0-9]*") if not path.is_dir()]
+    signs += (root / "proc/driver/nvidia/gpus").glob("*")
+    signs += (path for path in (root / "sys/bus/pci/devices").glob("*") if _is_gpu(path))
+    return [f"/{path.relative_to(root)}" for path in sorted(signs)]
 
 
 def summary(signs: list[str]) -> str:

@@ -74,7 +74,9 @@ class MigOperations:
     def find_if_mig_enabled(self, gpu: Gpu, profile: Profile, placement: Placement) -> tuple[bool, Partition | None]:
         """Whether MIG mode is in force, by asking for the instances only; and the instance as ``find_partition``."""
         try:
-            at_placement = [each for each in self._list_instances(gpu, profile) if each.placement == placement]
+            at_placement = [
+                partition for partition in self._list_instances(gpu, profile) if partition.placement == placement
+            ]
         except pynvml.NVMLError as error:
             # That is what NVML says with MIG mode off. A GPU that was in MIG mode at the last scan is asked again.
             maybe_off = error.value == pynvml.NVML_ERROR_NOT_SUPPORTED
@@ -101,9 +103,9 @@ class MigOperations:
 
     def create_gpu_instance(self, gpu: Gpu, profile: Profile, placement: Placement) -> Partition:
         """Create the GPU instance at exactly ``placement``; the result has no compute instance yet."""
-        nvml, wanted = self._nvml, pynvml.c_nvmlGpuInstancePlacement_t(placement.start, placement.size)
+        nvml, place = self._nvml, pynvml.c_nvmlGpuInstancePlacement_t(placement.start, placement.size)
         try:
-            instance = nvml.nvmlDeviceCreateGpuInstanceWithPlacement(self._handle(gpu), profile.id, byref(wanted))
+            instance = nvml.nvmlDeviceCreateGpuInstanceWithPlacement(self._handle(gpu), profile.id, byref(place))
             info = nvml.nvmlGpuInstanceGetInfo(instance)
         except pynvml.NVMLError as error:
             raise refused(f"cutting {profile.name} on memory slices {placement} of {gpu.uuid}", error) from error
@@ -210,14 +212,14 @@ class MigOperations:
         if key in self._spanning:
             return self._spanning[key]
         whole = next(profile for profile in gpu.profiles if profile.id == profile_id)
-        wanted = (whole.compute_slices, whole.multiprocessors)
+        spanning = (whole.compute_slices, whole.multiprocessors)
         offered = {}
         for info in self._compute_profiles(instance):
             offered[info.id] = (info.sliceCount, info.multiprocessorCount)
-            if offered[info.id] == wanted:
+            if offered[info.id] == spanning:
                 self._spanning[key] = int(info.id)
                 return self._spanning[key]
         raise HardwareError(
-            f"{gpu.uuid}: no compute-instance profile spans {whole.name} ({wanted[0]} slices, {wanted[1]} SMs); "
+            f"{gpu.uuid}: no compute-instance profile spans {whole.name} ({spanning[0]} slices, {spanning[1]} SMs); "
             f"NVML offers {offered or 'none'} (profile id: slices, SMs)"
         )

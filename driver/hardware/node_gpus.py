@@ -197,8 +197,8 @@ class Host(MigOperations):
     def recovery_action(self, gpu: Gpu) -> int | None:
         """NVML's recovery action of ``gpu`` (0: none); None where the driver does not report it."""
         with nvml_call(f"reading the recovery action of {gpu.uuid}"):
-            wanted = [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
-            values = fact(self._nvml.nvmlDeviceGetFieldValues, self._handle(gpu), wanted)
+            fields = [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+            values = fact(self._nvml.nvmlDeviceGetFieldValues, self._handle(gpu), fields)
         reported = values[0] if values else None
         if reported is None or reported.nvmlReturn != pynvml.NVML_SUCCESS:
             return None

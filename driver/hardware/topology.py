@@ -107,8 +107,8 @@ def find_nics(root: Path) -> list[Nic]:
         names = sorted((entry.name for entry in folder.iterdir()), key=lambda name: (len(name), name))
     except OSError:
         return []
-    found = ((name, _pci_address_of(folder / name)) for name in names)
-    return [Nic(name, place_of(root, address)) for name, address in found if address is not None]
+    addresses = ((name, _pci_address_of(folder / name)) for name in names)
+    return [Nic(name, place_of(root, address)) for name, address in addresses if address is not None]
 
 
 def level(one: Place, other: Place) -> Level:

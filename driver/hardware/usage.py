@@ -101,10 +101,13 @@ class UsageReader:
         # After the sample: this fails if the GPU instance with that id is another one by now.
         memory = fact(nvml.nvmlDeviceGetMemoryInfo, device)
         running = fact(nvml.nvmlDeviceGetComputeRunningProcesses, device)
+        processes = None
+        if running is not None:
+            processes = [GpuProcess(process.pid, process.usedGpuMemory) for process in running]
         return UsageReading(
             memory_used=None if memory is None else int(memory.used),
             memory_total=None if memory is None else int(memory.total),
-            processes=None if running is None else [GpuProcess(each.pid, each.usedGpuMemory) for each in running],
+            processes=processes,
             activity=activity,
             utilization=utilization,
         )
@@ -124,16 +127,16 @@ class UsageReader:
         return None if before is None else self._between(window, now - before)
 
     def _between(self, window: _Window, seconds: float) -> Activity:
-        wanted = pynvml.c_nvmlGpmMetricsGet_t()
-        wanted.version, wanted.numMetrics = pynvml.NVML_GPM_METRICS_GET_VERSION, len(METRICS)
-        wanted.sample1, wanted.sample2 = window.older, window.newer
+        request = pynvml.c_nvmlGpmMetricsGet_t()
+        request.version, request.numMetrics = pynvml.NVML_GPM_METRICS_GET_VERSION, len(METRICS)
+        request.sample1, request.sample2 = window.older, window.newer
         for index, metric in enumerate(METRICS):
-            wanted.metrics[index].metricId = metric
-        found = self._nvml.nvmlGpmMetricsGet(wanted)
+            request.metrics[index].metricId = metric
+        answer = self._nvml.nvmlGpmMetricsGet(request)
         reported = {
-            each.metricId: each.value
-            for each in found.metrics[: len(METRICS)]
-            if each.nvmlReturn == pynvml.NVML_SUCCESS and each.value >= 0  # NaN is not
+            metric_value.metricId: metric_value.value
+            for metric_value in answer.metrics[: len(METRICS)]
+            if metric_value.nvmlReturn == pynvml.NVML_SUCCESS and metric_value.value >= 0  # NaN is not
         }
         ratios = {name: min(1.0, reported[metric] * PERCENT) for name, metric in RATIOS.items() if metric in reported}
         rates = {

@@ -116,8 +116,8 @@ class Recorder:
 
     def _put(self, key: Identity, waiting: Waiting) -> None:
         """Add ``waiting`` to the Events with a new message or to the repeated ones; it keeps its turn among them."""
-        known = self._written.get(key)
-        is_new = known is None or (known.reason, known.message) != (waiting.reason, waiting.message)
+        written = self._written.get(key)
+        is_new = written is None or (written.reason, written.message) != (waiting.reason, waiting.message)
         target, other = (self._waiting, self._repeated) if is_new else (self._repeated, self._waiting)
         target[key] = waiting
         other.pop(key, None)
@@ -152,8 +152,8 @@ class Recorder:
 
     def _due_seconds(self, key: Identity) -> float:
         """Seconds until a repeated Event may be written again; 0 if what was written is no longer remembered."""
-        known = self._written.get(key)
-        return 0.0 if known is None else max(0.0, known.at + REPEAT_INTERVAL_SECONDS - self._clock.monotonic())
+        written = self._written.get(key)
+        return 0.0 if written is None else max(0.0, written.at + REPEAT_INTERVAL_SECONDS - self._clock.monotonic())
 
     def _write_next(self) -> bool:
         """Write the first Event that is due; False: the API server can't take it now, and it waits again."""
@@ -199,10 +199,10 @@ class Recorder:
         """Update the Event if it exists, else create it. Raises ApiError."""
         path = f"/api/v1/namespaces/{waiting.about.namespace or 'default'}/events"
         name = event_name(key)
-        known = self._written.get(key)
-        count = waiting.count + (known.count if known else 0)
+        written = self._written.get(key)
+        count = waiting.count + (written.count if written else 0)
         changed = _changed(waiting)
-        if known is None or self._client.patch_existing(f"{path}/{name}", {**changed, "count": count}) is None:
+        if written is None or self._client.patch_existing(f"{path}/{name}", {**changed, "count": count}) is None:
             count = waiting.count  # the Event is new, or it expired
             try:
                 self._client.create(path, {**self._object(name, waiting), **changed, "count": count})

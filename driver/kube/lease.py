@@ -198,10 +198,10 @@ class LeaderElector:
 
     def _read(self) -> None:
         stored = self._client.find(self._path)
-        found = None if stored is None else self._parsed(stored)
-        if found is not None and (self._lease is None or found.spec != self._lease.spec):
+        lease = None if stored is None else self._parsed(stored)
+        if lease is not None and (self._lease is None or lease.spec != self._lease.spec):
             self._changed_at = self._clock.monotonic()
-        self._lease = found
+        self._lease = lease
 
     def _write(self, began: float) -> None:
         """Acquire or renew it, on top of its last known version: another write since then wins (status 409)."""

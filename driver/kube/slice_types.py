@@ -59,11 +59,11 @@ class DeviceTaintRule(Struct, frozen=True):
 
     def selects(self, driver: str, pool: str, device: str) -> bool:
         """Whether the rule gives its taint to that device."""
-        wanted = self.spec.device_selector
-        if wanted is None:
+        selector = self.spec.device_selector
+        if selector is None:
             return False
-        pairs = ((wanted.driver, driver), (wanted.pool, pool), (wanted.device, device))
-        return all(value is None or value == found for value, found in pairs)
+        pairs = ((selector.driver, driver), (selector.pool, pool), (selector.device, device))
+        return all(value is None or value == actual for value, actual in pairs)
 
 
 class SliceDevice(Struct, frozen=True):
@@ -105,10 +105,12 @@ class SliceSpec(Struct, frozen=True):
     def gpu_uuids(self) -> frozenset[str]:
         """The UUIDs of the GPUs that the devices are or are parts of."""
         attributes = (
-            each for device in self.devices for each in (device.attributes.uuid, device.attributes.parent_uuid)
+            attribute
+            for device in self.devices
+            for attribute in (device.attributes.uuid, device.attributes.parent_uuid)
         )
-        found = (attribute.string for attribute in attributes if attribute is not None)
-        return frozenset(uuid for uuid in found if uuid is not None and uuid.startswith("GPU-"))
+        uuids = (attribute.string for attribute in attributes if attribute is not None)
+        return frozenset(uuid for uuid in uuids if uuid is not None and uuid.startswith("GPU-"))
 
 
 class ResourceSlice(Struct, frozen=True):

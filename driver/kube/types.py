@@ -393,9 +393,9 @@ class Pod(Struct, frozen=True):
     @property
     def claims(self) -> tuple[Key, ...]:
         """The claims that have been created; that for extended resources is the last."""
-        created = {each.name: each.resource_claim_name for each in self.status.resource_claim_statuses}
+        created = {status.name: status.resource_claim_name for status in self.status.resource_claim_statuses}
         extended = self.status.extended_resource_claim_status
-        names = [each.resource_claim_name or created.get(each.name) for each in self.spec.resource_claims]
+        names = [claim.resource_claim_name or created.get(claim.name) for claim in self.spec.resource_claims]
         names += [extended.resource_claim_name] if extended is not None else []
         return tuple(Key(self.metadata.namespace, name) for name in names if name)
 
@@ -459,7 +459,7 @@ class PodDetails(Struct, frozen=True):
 
     @property
     def is_ready(self) -> bool:
-        ready = any(each.type == "Ready" and each.status == "True" for each in self.status.conditions)
+        ready = any(condition.type == "Ready" and condition.status == "True" for condition in self.status.conditions)
         return ready and self.metadata.deletion_timestamp is None
 
     def port(self, name: str) -> int | None:
@@ -507,7 +507,8 @@ class PodGroup(Struct, frozen=True):
         Once that many have been placed, further pods of the group are placed one by one.
         """
         placed = any(
-            each.type == "PodGroupInitiallyScheduled" and each.status == "True" for each in self.status.conditions
+            condition.type == "PodGroupInitiallyScheduled" and condition.status == "True"
+            for condition in self.status.conditions
         )
         gang = self.spec.scheduling_policy.gang
         return gang.min_count if gang is not None and not placed else 0
@@ -602,7 +603,7 @@ class KueueWorkload(Struct, frozen=True):
     @property
     def is_queued(self) -> bool:
         """Whether it waits for quota, or for Kueue to find out how much it needs."""
-        done = {each.type for each in self.status.conditions if each.status == "True"}
+        done = {condition.type for condition in self.status.conditions if condition.status == "True"}
         return self.spec.active and not self.metadata.deletion_timestamp and not done & {"QuotaReserved", "Finished"}
 
 

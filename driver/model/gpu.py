@@ -184,8 +184,8 @@ def limits_of(profiles: Sequence[Profile]) -> tuple[Limit, ...]:
         limit = Limit(name, max(usage.values(), default=0), usage)
         if heaviest(profiles, usage) > limit.total and usage not in [known.usage for known in found]:
             found.append(limit)
-    own = [profile for profile in profiles if not _kept_by_others(profile, found)]
-    return (*found, *(Limit(f"profile-{p.label}", p.max_instances, {p.id: 1}) for p in own))
+    unimplied = [profile for profile in profiles if not _kept_by_others(profile, found)]
+    return (*found, *(Limit(f"profile-{p.label}", p.max_instances, {p.id: 1}) for p in unimplied))
 
 
 def heaviest(profiles: Sequence[Profile], usage: Mapping[int, int]) -> int:

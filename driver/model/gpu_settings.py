@@ -34,8 +34,8 @@ class GpuSelection:
 
     def unmatched(self, gpus: Sequence[Gpu]) -> list[str]:
         """Entries that match none of ``gpus``: a typing error, or a missing GPU."""
-        known = {ALL, *(name for gpu in gpus for name in (str(gpu.index), gpu.uuid, gpu.pci_bus_id))}
-        return sorted(self.entries - known)
+        matching = {ALL, *(name for gpu in gpus for name in (str(gpu.index), gpu.uuid, gpu.pci_bus_id))}
+        return sorted(self.entries - matching)
 
 
 EVERY_GPU = GpuSelection(frozenset({ALL}))
@@ -117,8 +117,8 @@ def _names(gpu: Gpu) -> Iterator[str]:
 
 
 def _unmatched(names: Iterable[str], gpus: Sequence[Gpu]) -> list[str]:
-    known = {ALL, *(name for gpu in gpus for name in _names(gpu))}
-    return sorted(name for name in names if name not in known)
+    matching = {ALL, *(name for gpu in gpus for name in _names(gpu))}
+    return sorted(name for name in names if name not in matching)
 
 
 def _check_name(name: str) -> None:

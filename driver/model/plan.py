@@ -266,9 +266,9 @@ def states_of(inventory: str) -> list[GpuReport]:
     if not inventory:
         return []
     try:
-        found = _INVENTORY.decode(inventory)
-        geometries = tuple(map(_shared_profiles, found.geometries))
-        return [replace(_classified(state), gpu=_shared(state.gpu, geometries[place])) for state, place in found.gpus]
+        decoded = _INVENTORY.decode(inventory)
+        geometries = tuple(map(_shared_profiles, decoded.geometries))
+        return [replace(_classified(state), gpu=_shared(state.gpu, geometries[place])) for state, place in decoded.gpus]
     except (msgspec.MsgspecError, LookupError) as error:
         raise StateError(f"status.inventory of a plan can't be read: {error}") from error
 
@@ -309,7 +309,7 @@ def _shared(gpu: Gpu, profiles: tuple[Profile, ...]) -> Gpu:
     return replace(gpu, profiles=profiles, nvlink=link, **texts)
 
 
-TEXTS = tuple(each.name for each in fields(Gpu) if each.name != "uuid" and "str" in str(each.type))
+TEXTS = tuple(field.name for field in fields(Gpu) if field.name != "uuid" and "str" in str(field.type))
 """String fields that many GPUs have in common."""
 
 

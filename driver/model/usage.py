@@ -44,8 +44,8 @@ class Activity:
     @property
     def busiest(self) -> float | None:
         """The larger of SM and memory-bandwidth activity."""
-        known = [ratio for ratio in (self.sm, self.dram) if ratio is not None]
-        return max(known) if known else None
+        ratios = [ratio for ratio in (self.sm, self.dram) if ratio is not None]
+        return max(ratios) if ratios else None
 
 
 @dataclass(frozen=True, slots=True)

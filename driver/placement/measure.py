@@ -44,11 +44,11 @@ class Measure:
     def unusable(self, state: GpuState) -> dict[str, float]:
         """For each class that one GPU can serve, the free slices of the GPU that it cannot use."""
         free = state.free
-        found = {name: free - _covered(state, masks) for name, masks in state.geometry.windows.items()}
-        found[FULL_CLASS] = 0.0 if state.whole else free
+        slices = {name: free - _covered(state, masks) for name, masks in state.geometry.windows.items()}
+        slices[FULL_CLASS] = 0.0 if state.whole else free
         if state.shares:
-            found[SHARE_CLASS] = 0.0 if next(state.spots(SHARE), None) else free
-        return found
+            slices[SHARE_CLASS] = 0.0 if next(state.spots(SHARE), None) else free
+        return slices
 
     def fragmentation(self, state: GpuState) -> float:
         """The weighted mean of the unusable slices of one GPU; the class of the clique is not included."""

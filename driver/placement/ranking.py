@@ -68,10 +68,10 @@ class Ranking:
 
     def gpu(self, state: GpuState) -> RankedGpu:
         """Return the one RankedGpu of ``state``."""
-        found = self._gpus.get(state)
-        if found is None:
-            found = self._gpus[state] = RankedGpu(self, state)
-        return found
+        ranked = self._gpus.get(state)
+        if ranked is None:
+            ranked = self._gpus[state] = RankedGpu(self, state)
+        return ranked
 
 
 class RankedGpu:
@@ -91,10 +91,10 @@ class RankedGpu:
 
     def places(self, key: OfferKind) -> Mapping[Spot, LocalTerms]:
         """Free places for a device of ``key``, with their terms."""
-        found = self._places.get(key)
-        if found is None:
-            found = self._places[key] = {spot: self._local(spot) for spot in self.state.spots(key)}
-        return found
+        places = self._places.get(key)
+        if places is None:
+            places = self._places[key] = {spot: self._local(spot) for spot in self.state.spots(key)}
+        return places
 
     def best(self, key: OfferKind) -> LocalTerms | None:
         """The best place of ``key``, regardless of the clique."""
@@ -108,10 +108,10 @@ class RankedGpu:
 
     def after(self, spot: Spot) -> RankedGpu:
         """Return the GPU after the allocation of ``spot``, which must be free."""
-        found = self._after.get(spot)
-        if found is None:
-            found = self._after[spot] = self._ranking.gpu(self.state.take(spot))
-        return found
+        ranked = self._after.get(spot)
+        if ranked is None:
+            ranked = self._after[spot] = self._ranking.gpu(self.state.take(spot))
+        return ranked
 
     def _local(self, spot: Spot) -> LocalTerms:
         after = self.after(spot)
@@ -150,16 +150,16 @@ class RankedClique:
 
     def best_among(self, key: OfferKind, positions: Iterable[int]) -> Ranked | None:
         """The best place of ``key`` on the GPUs at ``positions``."""
-        found = None
+        best = None
         for position in positions:
             gpu = self.gpus[position]
             local = gpu.best(key)
             if local is not None:
                 ranked = (gpu.ends_shares(key), self._growth(gpu, local), gpu.free, local, position)
-                found = ranked if found is None else min(found, ranked)
-        if found is None:
+                best = ranked if best is None else min(best, ranked)
+        if best is None:
             return None
-        *_, local, position = found
+        *_, local, position = best
         return Ranked(self._terms(self.gpus[position], local, key), position, Spot(key, local.at))
 
     def after(self, position: int, spot: Spot) -> RankedClique:

@@ -37,31 +37,31 @@ def validation_errors(kind: type[Part], content: object, place: str = "") -> Ite
     if not isinstance(content, Mapping):
         yield f"{place or '(the whole)'}: must be an object"
         return
-    known = {field.encode_name: field for field in msgspec.structs.fields(kind)}
-    for name, field in known.items():
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    for name, field in fields.items():
         path = f"{place}.{name}".removeprefix(".")
         if name in content:
             yield from _value_errors(field.type, content[name], path)
         elif field.required:
             yield f"{path}: is missing"
     for name in content:
-        if name not in known:
-            yield f"{place}.{name}: no such field; accepted: {', '.join(known)}".removeprefix(".")
+        if name not in fields:
+            yield f"{place}.{name}: no such field; accepted: {', '.join(fields)}".removeprefix(".")
 
 
-def _value_errors(type_: Any, found: object, path: str) -> Iterator[str]:
+def _value_errors(type_: Any, value: object, path: str) -> Iterator[str]:
     plain = get_args(type_)[0] if get_origin(type_) is Annotated else type_
-    kinds = [each for each in (plain, *get_args(plain)) if isinstance(each, type) and issubclass(each, Part)]
+    kinds = [part for part in (plain, *get_args(plain)) if isinstance(part, type) and issubclass(part, Part)]
     inside: list[str] = []
-    if kinds and get_origin(plain) is tuple and isinstance(found, list):
-        for index, each in enumerate(found):
-            inside += validation_errors(kinds[0], each, f"{path}[{index}]")
-    elif kinds and get_origin(plain) is not tuple and found is not None:
-        inside += validation_errors(kinds[0], found, path)
+    if kinds and get_origin(plain) is tuple and isinstance(value, list):
+        for index, item in enumerate(value):
+            inside += validation_errors(kinds[0], item, f"{path}[{index}]")
+    elif kinds and get_origin(plain) is not tuple and value is not None:
+        inside += validation_errors(kinds[0], value, path)
     yield from inside
     try:
         if not inside:
-            msgspec.convert(found, type_)
+            msgspec.convert(value, type_)
     except msgspec.ValidationError as error:
         yield f"{path}: {error}"
 
@@ -207,12 +207,12 @@ def load_description(text: str) -> NodeDescription:
 
     :raises UsageError: no such name or file, or the file breaks rules; all broken rules are listed
     """
-    known = known_names()
-    if text in known:
+    node_names = known_names()
+    if text in node_names:
         return _built_in(text)
     path = Path(text)
     if not path.is_file():
-        names = f"the known names are {', '.join(known)}{meant(text, known)}"
+        names = f"the known names are {', '.join(node_names)}{meant(text, node_names)}"
         raise UsageError(f"no simulated node {text!r}, and no such file; {names}")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -166,8 +166,8 @@ class FaultControl:
         present = self.current()
         unknown = [number for number in ids if number not in {fault.id for fault in present.faults}]
         if unknown:
-            known = ", ".join(str(fault.id) for fault in present.faults) or "none"
-            raise UsageError(f"fault: {unknown[0]} is unknown; known: {known}")
+            numbers = ", ".join(str(fault.id) for fault in present.faults) or "none"
+            raise UsageError(f"fault: {unknown[0]} is unknown; known: {numbers}")
         for gpu in () if ids else present.removed:
             self.return_gpu(gpu)
         self._machine.change_faults(lambda now: (_cleared(now, ids), None))
@@ -213,15 +213,15 @@ def recovery_names() -> dict[int, str]:
 
 def event_names() -> dict[int, str]:
     """NVML's event types by bit, as XidCriticalError."""
-    found = _constants("nvmlEvent").items()
-    return {bit: name.removeprefix("Type") for bit, name in found if bit and name != "TypeAll"}
+    bits = _constants("nvmlEvent").items()
+    return {bit: name.removeprefix("Type") for bit, name in bits if bit and name != "TypeAll"}
 
 
 def _constants(prefix: str) -> dict[int, str]:
     """pynvml's numbers of that prefix, ascending, with their names without it."""
     named = ((name, value) for name, value in vars(pynvml).items() if name.startswith(prefix))
-    found = {value: name.removeprefix(prefix) for name, value in named if isinstance(value, int)}
-    return dict(sorted(found.items()))
+    names = {value: name.removeprefix(prefix) for name, value in named if isinstance(value, int)}
+    return dict(sorted(names.items()))
 
 
 def _instance_ids(state: SimulatedGpuState, device: str | None) -> tuple[int, int]:

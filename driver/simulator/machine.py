@@ -311,11 +311,11 @@ class Machine:
 
 def _one_less(now: InjectedFaults, number: int) -> tuple[InjectedFaults, bool]:
     faults = {fault.id: fault for fault in now.faults}
-    found = faults.pop(number, None)
-    if found is None or found.times is None:
-        return now, found is not None
-    if found.times > 1:
-        faults[number] = msgspec.structs.replace(found, times=found.times - 1)
+    used = faults.pop(number, None)
+    if used is None or used.times is None:
+        return now, used is not None
+    if used.times > 1:
+        faults[number] = msgspec.structs.replace(used, times=used.times - 1)
     return msgspec.structs.replace(now, faults=tuple(faults.values())), True
 
 

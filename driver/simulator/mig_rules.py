@@ -116,8 +116,8 @@ def destroy_gpu_instance(state: SimulatedGpuState, instance: GpuInstance) -> Sim
     """
     if instance.compute:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_IN_USE)
-    left = tuple(other for other in state.instances if other.serial != instance.serial)
-    return msgspec.structs.replace(state, instances=left)
+    others = tuple(other for other in state.instances if other.serial != instance.serial)
+    return msgspec.structs.replace(state, instances=others)
 
 
 def create_compute_instance(
@@ -187,14 +187,14 @@ def free_starts(product: Product, state: SimulatedGpuState, profile: ProductProf
 def compute_profiles(product: Product, profile: ProductProfile) -> dict[int, ComputeProfile]:
     """Compute-instance profiles of a GPU-instance profile, by id; the largest spans the whole instance."""
     multiprocessors = {p.slices: p.multiprocessors for p in reversed(product.profiles)}
-    found: dict[int, ComputeProfile] = {}
+    profiles: dict[int, ComputeProfile] = {}
     for slices, number in _PARTIAL_CI_PROFILES.items():
         if slices < profile.slices and slices in multiprocessors and (slices != 3 or profile.slices == 7):
             name, most = f"{slices}c.{profile.name}", profile.slices // slices
-            found[number] = ComputeProfile(number, name, slices, multiprocessors[slices], most)
+            profiles[number] = ComputeProfile(number, name, slices, multiprocessors[slices], most)
     whole = profile.whole_ci_profile
-    found[whole] = ComputeProfile(whole, profile.name, profile.slices, profile.multiprocessors, 1)
-    return found
+    profiles[whole] = ComputeProfile(whole, profile.name, profile.slices, profile.multiprocessors, 1)
+    return profiles
 
 
 def free_compute_starts(product: Product, instance: GpuInstance, profile: ComputeProfile) -> list[int]:

@@ -160,18 +160,18 @@ class SimulatedNode:
 
     def device_uuids(self) -> dict[str, tuple[int, str]]:
         """The present GPUs and MIG devices by UUID: minor, and UUID of the MIG device, empty for a GPU."""
-        known: dict[str, tuple[int, str]] = {}
+        devices: dict[str, tuple[int, str]] = {}
         for minor in self.present:
             mig_devices = self.gpu_state(minor).mig_devices
-            known |= {self._machine.uuids[minor]: (minor, WHOLE_GPU)} | {uuid: (minor, uuid) for uuid in mig_devices}
-        return known
+            devices |= {self._machine.uuids[minor]: (minor, WHOLE_GPU)} | {uuid: (minor, uuid) for uuid in mig_devices}
+        return devices
 
     def _find(self, device: str) -> tuple[int, str]:
-        known = self.device_uuids()
-        if device not in known:
-            near = meant(device, known)
-            raise UsageError(f"device: {device} is not on this node{near}; accepted: {', '.join(known)}")
-        return known[device]
+        devices = self.device_uuids()
+        if device not in devices:
+            near = meant(device, devices)
+            raise UsageError(f"device: {device} is not on this node{near}; accepted: {', '.join(devices)}")
+        return devices[device]
 
 
 def _parts(product: Product, state: SimulatedGpuState, mig: str) -> tuple[float, float]:
@@ -205,24 +205,24 @@ def _read_description(root: Path) -> NodeDescription | None:
     path = _node_file(root)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        found, description = content["format"], content["description"]
+        written_format, description = content["format"], content["description"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise EnvironmentFault(f"simulated node in {root}: {path} can't be read: {error}") from error
-    if found != _FORMAT:
-        raise EnvironmentFault(f"simulated node in {root}: format {found}, this version reads {_FORMAT}")
+    if written_format != _FORMAT:
+        raise EnvironmentFault(f"simulated node in {root}: format {written_format}, this version reads {_FORMAT}")
     return parse_description(description, str(path))
 
 
 def _refuse_foreign_directory(root: Path) -> None:
     """Refuse a directory with other files: a node consists of a thousand files, which must not mix with them."""
     try:
-        found = [each for each in root.iterdir() if each.name != "sim" or any(each.iterdir())]
+        others = [path for path in root.iterdir() if path.name != "sim" or any(path.iterdir())]
     except FileNotFoundError:
         return
     # Checked last: another process may have started to create the node in the meantime.
-    if found and not _lock_file(root).exists():
+    if others and not _lock_file(root).exists():
         raise UsageError(f"{root} is not empty and does not hold a simulated node: choose another directory")
 
 

@@ -104,8 +104,8 @@ class DeviceCalls(NvmlSession):
     def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: Any) -> int:
         # The highest generation that both GPU and host support.
         self.gpu(handle)
-        own = self.machine.product.pcie_generation
-        return min(own, self.machine.description.pcie_generation or own)
+        of_gpu = self.machine.product.pcie_generation
+        return min(of_gpu, self.machine.description.pcie_generation or of_gpu)
 
     @simulated()
     def nvmlDeviceGetMaxPcieLinkWidth(self, handle: Any) -> int:
@@ -126,8 +126,8 @@ class DeviceCalls(NvmlSession):
         return state, device
 
     def _processes(self, state: SimulatedGpuState, device: str | None) -> list[Process]:
-        found = state.processes_at(self.machine.clock())
-        return [process for process in found if device is None or process.device == device]
+        processes = state.processes_at(self.machine.clock())
+        return [process for process in processes if device is None or process.device == device]
 
     def _memory_mib(self, state: SimulatedGpuState, device: str | None) -> int:
         product = self.machine.product
@@ -155,21 +155,21 @@ class DeviceCalls(NvmlSession):
 
     @simulated()
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
-        present, wanted = self.machine.present, integer(index)
-        if not 0 <= wanted < len(present):
+        present, number = self.machine.present, integer(index)
+        if not 0 <= number < len(present):
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return self.handle(GpuKey(present[wanted]))
+        return self.handle(GpuKey(present[number]))
 
     @simulated()
     def nvmlDeviceGetHandleByUUID(self, uuid: str | bytes) -> Any:
-        wanted = text(uuid)
-        if not _UUID.match(wanted):
+        plain_uuid = text(uuid)
+        if not _UUID.match(plain_uuid):
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         for minor in self.machine.present:
-            if self.machine.uuids[minor] == wanted:
+            if self.machine.uuids[minor] == plain_uuid:
                 return self.handle(GpuKey(minor))
-            if wanted in self.machine.state(minor).mig_devices:
-                return self.handle(MigKey(minor, wanted))
+            if plain_uuid in self.machine.state(minor).mig_devices:
+                return self.handle(MigKey(minor, plain_uuid))
         raise error(pynvml.NVML_ERROR_NOT_FOUND)
 
     @simulated()

@@ -83,10 +83,10 @@ class GpmCalls(NvmlSession):
 
     @simulated()
     def nvmlGpmMigSampleGet(self, device: Any, gpuInstanceId: int, gpmSample: Any) -> Any:
-        minor, key, wanted = self._gpm_gpu(device), self._sample_key(gpmSample), integer(gpuInstanceId)
+        minor, key, instance_id = self._gpm_gpu(device), self._sample_key(gpmSample), integer(gpuInstanceId)
         now, state = self.machine.clock(), self.machine.state(minor)
         mig_rules.require_mig(state)
-        instance = next((gi for gi in state.instances if gi.id == wanted), None)
+        instance = next((gi for gi in state.instances if gi.id == instance_id), None)
         if instance is None:
             raise error(pynvml.NVML_ERROR_NOT_FOUND)
         self._samples[key] = _Sample(minor, instance.serial, now, self._of_instance(state, instance, now))
@@ -103,8 +103,8 @@ class GpmCalls(NvmlSession):
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         values = self._values(minor, average)
         for metric in metricsGet.metrics[: metricsGet.numMetrics]:
-            known = metric.metricId in values
-            metric.nvmlReturn = pynvml.NVML_SUCCESS if known else pynvml.NVML_ERROR_NOT_SUPPORTED
+            supported = metric.metricId in values
+            metric.nvmlReturn = pynvml.NVML_SUCCESS if supported else pynvml.NVML_ERROR_NOT_SUPPORTED
             metric.value = values.get(metric.metricId, 0.0)
         return metricsGet
 
@@ -146,16 +146,18 @@ class GpmCalls(NvmlSession):
 
     def _average(self, first: Any, second: Any) -> tuple[int, Activity]:
         """The GPU and its average activity between two samples; INVALID_ARGUMENT if they do not belong together."""
-        one, two = (self._samples.get(self._sample_key(handle)) for handle in (first, second))
-        if one is None or two is None or (one.minor, one.serial) != (two.minor, two.serial):
+        older, newer = (self._samples.get(self._sample_key(handle)) for handle in (first, second))
+        if older is None or newer is None or (older.minor, older.serial) != (newer.minor, newer.serial):
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        seconds = two.time - one.time
+        seconds = newer.time - older.time
         # After a reset of the GPU its counters begin again at 0; the tolerance is for rounding.
-        went_back = any(later < earlier * (1 - 1e-9) for earlier, later in zip(one.counters, two.counters, strict=True))
+        went_back = any(
+            later < earlier * (1 - 1e-9) for earlier, later in zip(older.counters, newer.counters, strict=True)
+        )
         if seconds < SHORTEST_INTERVAL_SECONDS or went_back:
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        differences = two.counters.plus(one.counters, -1)
-        return one.minor, Activity(*(max(0.0, difference) / seconds for difference in differences))
+        differences = newer.counters.plus(older.counters, -1)
+        return older.minor, Activity(*(max(0.0, difference) / seconds for difference in differences))
 
     def _values(self, minor: int, average: Activity) -> dict[int, float]:
         """The values of the metrics that the GPU has: percentages, and MiB per second in each direction."""

@@ -40,13 +40,13 @@ class MigCalls(NvmlSession):
 
     @simulated()
     def nvmlDeviceSetMigMode(self, device: Any, mode: int) -> int:
-        minor, wanted = self._mig_gpu(device), integer(mode)
-        if wanted not in (pynvml.NVML_DEVICE_MIG_DISABLE, pynvml.NVML_DEVICE_MIG_ENABLE):
+        minor, new_mode = self._mig_gpu(device), integer(mode)
+        if new_mode not in (pynvml.NVML_DEVICE_MIG_DISABLE, pynvml.NVML_DEVICE_MIG_ENABLE):
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         product, latency = self.machine.product, self.machine.latency
         seconds = latency.mode_without_reset if product.toggles_without_reset else latency.mode_with_reset
         return self.machine.change(
-            minor, lambda state: mig_rules.switch_mode(product, state, bool(wanted)), seconds, MIG_CHANGED
+            minor, lambda state: mig_rules.switch_mode(product, state, bool(new_mode)), seconds, MIG_CHANGED
         )
 
     @simulated()
@@ -56,10 +56,10 @@ class MigCalls(NvmlSession):
         self._mig_gpu(device)
         if not 0 <= integer(profile) < pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT:
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        found = self.machine.product.by_enum.get(integer(profile))
-        if found is None:
+        supported = self.machine.product.by_enum.get(integer(profile))
+        if supported is None:
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return _profile_info(found)
+        return _profile_info(supported)
 
     @simulated()
     def nvmlDeviceGetGpuInstancePossiblePlacements(
@@ -80,11 +80,11 @@ class MigCalls(NvmlSession):
 
     @simulated()
     def nvmlDeviceCreateGpuInstanceWithPlacement(self, device: Any, profileId: int, placement: Any) -> Any:
-        wanted = pointer_to(pynvml.c_nvmlGpuInstancePlacement_t, placement)[0]
+        window = pointer_to(pynvml.c_nvmlGpuInstancePlacement_t, placement)[0]
         minor, product, profile = self._mig_gpu(device), self.machine.product, integer(profileId)
         created: GpuInstance = self.machine.change(
             minor,
-            lambda state: mig_rules.create_gpu_instance(product, state, profile, (wanted.start, wanted.size)),
+            lambda state: mig_rules.create_gpu_instance(product, state, profile, (window.start, window.size)),
             self.machine.latency.create_gpu_instance,
             MIG_CHANGED,
         )
@@ -109,10 +109,10 @@ class MigCalls(NvmlSession):
         state = self.machine.state(minor)
         mig_rules.require_mig(state)
         profile = self._supported(profileId)
-        found = [gi for gi in state.instances if gi.profile == profile.id]
-        handles = [self.handle(GpuInstanceKey(minor, gi.serial)) for gi in found]
+        instances = [gi for gi in state.instances if gi.profile == profile.id]
+        handles = [self.handle(GpuInstanceKey(minor, gi.serial)) for gi in instances]
         fill_unsized(pynvml.c_nvmlGpuInstance_t, gpuInstancesRef, profile.max_instances, handles)
-        pointer_to(ctypes.c_uint, countRef)[0] = len(found)
+        pointer_to(ctypes.c_uint, countRef)[0] = len(instances)
         return _SUCCESS
 
     @simulated()
@@ -169,11 +169,13 @@ class MigCalls(NvmlSession):
 
     @simulated()
     def nvmlGpuInstanceCreateComputeInstance(self, gpuInstance: Any, profileId: int) -> Any:
-        (minor, instance), wanted = self._gpu_instance(gpuInstance), integer(profileId)
+        (minor, instance), profile_number = self._gpu_instance(gpuInstance), integer(profileId)
         serial, product = instance.serial, self.machine.product
         created: ComputeInstance = self.machine.change(
             minor,
-            lambda state: mig_rules.create_compute_instance(product, state, _with_serial(state, serial), wanted),
+            lambda state: mig_rules.create_compute_instance(
+                product, state, _with_serial(state, serial), profile_number
+            ),
             self.machine.latency.create_compute_instance,
             MIG_CHANGED,
         )

@@ -279,8 +279,8 @@ class NvmlSession:
         if isinstance(key, MigKey | ComputeInstanceKey):
             return [key.uuid]
         if isinstance(key, GpuInstanceKey):
-            found = (gi for gi in self.machine.state(key.minor).instances if gi.serial == key.serial)
-            return [compute.uuid for gi in found for compute in gi.compute]
+            instances = (gi for gi in self.machine.state(key.minor).instances if gi.serial == key.serial)
+            return [compute.uuid for gi in instances for compute in gi.compute]
         return []
 
 
@@ -334,14 +334,14 @@ class EventCalls(NvmlSession):
 
     @simulated()
     def nvmlDeviceRegisterEvents(self, handle: Any, eventTypes: int, eventSet: Any) -> None:
-        minor, wanted = self.gpu(handle), integer(eventTypes)
+        minor, event_types = self.gpu(handle), integer(eventTypes)
         watches = self._event_sets[self._event_set_key(eventSet)]
-        if wanted & ~self.nvmlDeviceGetSupportedEventTypes(handle):
+        if event_types & ~self.nvmlDeviceGetSupportedEventTypes(handle):
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
         if minor in watches:
-            watches[minor].mask |= wanted
+            watches[minor].mask |= event_types
         else:
-            watches[minor] = _Watch(wanted, self.machine.state(minor).next_event - 1)
+            watches[minor] = _Watch(event_types, self.machine.state(minor).next_event - 1)
 
     @simulated()
     def nvmlEventSetWait_v2(self, eventSet: Any, timeoutms: int) -> Any:
@@ -355,10 +355,10 @@ class EventCalls(NvmlSession):
                     return self._data(minor, event)
             if not self.machine.faults.read().lost.isdisjoint(watches):
                 raise error(pynvml.NVML_ERROR_GPU_IS_LOST)
-            left = end - time.monotonic()
-            if left <= 0:
+            seconds = end - time.monotonic()
+            if seconds <= 0:
                 raise error(pynvml.NVML_ERROR_TIMEOUT)
-            time.sleep(min(_POLL_INTERVAL_SECONDS, left))
+            time.sleep(min(_POLL_INTERVAL_SECONDS, seconds))
 
     def _watches(self, key: EventSetKey) -> dict[int, _Watch]:
         """The GPUs of a set; another thread may have freed it or ended the session in the meantime."""

@@ -98,10 +98,14 @@ def facts(name: str) -> dict[str, Any]:
 def find_product(name: str) -> Product | None:
     """The product of that NVML name, or None. Without known placements it has no profiles, other values may be 0."""
     products = _products()
-    found = products.get(name) or products.get(name.partition(" (")[0])
+    product = products.get(name) or products.get(name.partition(" (")[0])
     # Longer names, such as "NVIDIA B300 SXM6 AC", are the same product.
-    longer = (msgspec.structs.replace(products[known], name=name) for known in products if name.startswith(f"{known} "))
-    return found or next(longer, None)
+    longer = (
+        msgspec.structs.replace(products[known_name], name=name)
+        for known_name in products
+        if name.startswith(f"{known_name} ")
+    )
+    return product or next(longer, None)
 
 
 def product_names() -> list[str]:

@@ -57,16 +57,16 @@ class PresentGpu(NamedTuple):
 def main(arguments: list[str]) -> int:
     """``NODE compute-policy [-i ID] --set-timeslice N`` or ``NODE -i ID -c MODE``; the exit status."""
     node, *rest = arguments
-    found = _options(rest)
+    options = _options(rest)
     gpus = _gpus(Path(node))
-    chosen = _chosen(gpus, found.get("-i"))
+    chosen = _chosen(gpus, options.get("-i"))
     if not chosen:
         return _end("No devices were found", NVML_NOT_FOUND)
-    if "--set-timeslice" in found:
-        wanted = found["--set-timeslice"]
-        return _each(chosen, "set timeslice", lambda gpu: _set_time_slice(Path(node), gpu, wanted), _policy(wanted))
-    if "-c" in found:
-        return _each(chosen, "set compute mode", lambda gpu: _set_compute_mode(Path(node), gpu, found["-c"]))
+    if "--set-timeslice" in options:
+        value = options["--set-timeslice"]
+        return _each(chosen, "set timeslice", lambda gpu: _set_time_slice(Path(node), gpu, value), _policy(value))
+    if "-c" in options:
+        return _each(chosen, "set compute mode", lambda gpu: _set_compute_mode(Path(node), gpu, options["-c"]))
     return _end(f"Invalid combination of input arguments: {' '.join(rest)}", INVALID_ARGUMENT)
 
 
@@ -81,8 +81,8 @@ def _gpus(node: Path) -> list[PresentGpu]:
     """The GPUs in procfs, which a removed GPU is not."""
     texts = [path.read_text() for path in (node / "proc/driver/nvidia/gpus").glob("*/information")]
     facts = [dict(line.split(":", 1) for line in text.splitlines()) for text in texts]
-    known = sorted((int(fact["Device Minor"]), fact["GPU UUID"].strip()) for fact in facts)
-    return [PresentGpu(number, minor, uuid) for number, (minor, uuid) in enumerate(known)]
+    numbers = sorted((int(fact["Device Minor"]), fact["GPU UUID"].strip()) for fact in facts)
+    return [PresentGpu(number, minor, uuid) for number, (minor, uuid) in enumerate(numbers)]
 
 
 def _chosen(gpus: list[PresentGpu], ids: str | None) -> list[PresentGpu]:
@@ -90,8 +90,8 @@ def _chosen(gpus: list[PresentGpu], ids: str | None) -> list[PresentGpu]:
     if ids is None:
         return gpus
     by_id = {str(gpu.number): gpu for gpu in gpus} | {gpu.uuid: gpu for gpu in gpus}
-    wanted = ids.split(",")
-    return [by_id[name] for name in wanted] if by_id.keys() >= set(wanted) else []
+    names = ids.split(",")
+    return [by_id[name] for name in names] if by_id.keys() >= set(names) else []
 
 
 def _each(gpus: list[PresentGpu], what: str, work: Callable[[PresentGpu], str], detail: str = "") -> int:
@@ -105,8 +105,8 @@ def _each(gpus: list[PresentGpu], what: str, work: Callable[[PresentGpu], str], 
 
 
 def _policy(value: str) -> str:
-    known = value.isdecimal() and int(value) < len(TIME_SLICES)
-    return f" policy with value {TIME_SLICES[int(value)] if known else value}"
+    is_known = value.isdecimal() and int(value) < len(TIME_SLICES)
+    return f" policy with value {TIME_SLICES[int(value)] if is_known else value}"
 
 
 def _set_time_slice(node: Path, gpu: PresentGpu, value: str) -> str:
@@ -160,8 +160,8 @@ def _use_up(path: Path, fault: Json) -> None:
     with _locked(path.with_suffix(".lock")):
         content: Json = json.loads(path.read_text())
         others = [other for other in content["faults"] if other["id"] != fault["id"]]
-        left = [{**fault, "times": fault["times"] - 1}] if fault["times"] > 1 else []
-        _replace(path, json.dumps({**content, "faults": [*others, *left]}))
+        remaining = [{**fault, "times": fault["times"] - 1}] if fault["times"] > 1 else []
+        _replace(path, json.dumps({**content, "faults": [*others, *remaining]}))
 
 
 @contextmanager

@@ -127,13 +127,13 @@ class Capabilities:
 
     def remove_stale(self, gpu: int, instances: Instances) -> None:
         """Remove the files that belong to none of ``instances``."""
-        wanted = {relative for relative, _ in _wanted(gpu, instances)}
-        own = f"{self._base}/gpu{gpu}/mig"
+        needed = {relative for relative, _ in _wanted(gpu, instances)}
+        folder = f"{self._base}/gpu{gpu}/mig"
         # Compute instances first: their folders are kept separately.
-        stale = [f"{gi}/{ci}" for gi in _folders(own) for ci in _folders(f"{own}/{gi}")]
-        for relative in (*stale, *_folders(own)):
-            if relative not in wanted:
-                self._put_aside(f"{own}/{relative}", self._kept(gpu, relative))
+        stale = [f"{gi}/{ci}" for gi in _folders(folder) for ci in _folders(f"{folder}/{gi}")]
+        for relative in (*stale, *_folders(folder)):
+            if relative not in needed:
+                self._put_aside(f"{folder}/{relative}", self._kept(gpu, relative))
 
     def _kept(self, gpu: int, relative: str) -> str:
         return f"{self._aside}/gpu{gpu}-{relative.replace('/', '-')}"

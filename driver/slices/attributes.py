@@ -95,12 +95,12 @@ FACTS = {
 
 def attributes(device: Device) -> Attributes:
     """Return the device's ``attributes``, without those that have no value."""
-    found: Attributes = {}
+    values: Attributes = {}
     for fact in FACTS[device.kind]:
         value = fact.of(device)
         if value is not None:
-            found[fact.name] = {fact.kind: value[:STRING_LIMIT] if isinstance(value, str) else value}
-    return found
+            values[fact.name] = {fact.kind: value[:STRING_LIMIT] if isinstance(value, str) else value}
+    return values
 
 
 def capacity(device: Device) -> dict[str, dict[str, str]]:
@@ -111,10 +111,10 @@ def capacity(device: Device) -> dict[str, dict[str, str]]:
     if device.kind is DeviceKind.SHARE:
         return {}
     source = device.profile or device.gpu
-    found = {"memory": {"value": quantity(source.memory_bytes)}}
+    quantities = {"memory": {"value": quantity(source.memory_bytes)}}
     if source.multiprocessors is not None:
-        found["multiprocessors"] = {"value": quantity(source.multiprocessors)}
-    return found
+        quantities["multiprocessors"] = {"value": quantity(source.multiprocessors)}
+    return quantities
 
 
 def quantity(number: int) -> str:

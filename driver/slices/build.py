@@ -104,10 +104,10 @@ class SliceBuilder:
     def _once(
         self, name: str, group: Sequence[PublishedGpu], make: Callable[[Sequence[PublishedGpu]], Content]
     ) -> Content:
-        known = self._built.get(name)
-        if known is None or known[0] != group:
-            known = self._built[name] = (group, make(group))
-        return known[1]
+        built = self._built.get(name)
+        if built is None or built[0] != group:
+            built = self._built[name] = (group, make(group))
+        return built[1]
 
 
 def _grouped(gpus: Iterable[PublishedGpu], slice_of: Callable[[PublishedGpu], str]) -> dict[str, list[PublishedGpu]]:
@@ -126,25 +126,25 @@ def _counter_sets(group: Sequence[PublishedGpu]) -> Content:
 
 def _devices(group: Sequence[PublishedGpu]) -> Content:
     """Held and closed devices first, which the scheduler skips without evaluating them; then the best offers."""
-    group = [entry for entry in group if not entry.unpublished]
-    occupied = {entry.gpu.uuid: entry.occupied for entry in group}
-    by_uuid = {entry.gpu.uuid: entry for entry in group}
-    closed = frozenset().union(*(entry.closed for entry in group))
-    offers = order_offers((device for entry in group for device in _published_offers(entry)), occupied)
+    group = [gpu for gpu in group if not gpu.unpublished]
+    occupied = {gpu.gpu.uuid: gpu.occupied for gpu in group}
+    by_uuid = {gpu.gpu.uuid: gpu for gpu in group}
+    closed = frozenset().union(*(gpu.closed for gpu in group))
+    offers = order_offers((device for gpu in group for device in _published_offers(gpu)), occupied)
     # Held and closed devices have one order, so that a slice need not change when a device is released.
     going = [device for device in offers if device.name in closed]
-    held = [device for entry in group if not entry.constant for device in entry.held]
+    held = [device for gpu in group if not gpu.constant for device in gpu.held]
     counted = sorted((*held, *going), key=lambda device: device.name)
     new = [device for device in offers if device.name not in closed]
-    limits = {entry.gpu.uuid: limits_of(entry.gpu.profiles) for entry in group}
+    limits = {gpu.gpu.uuid: limits_of(gpu.gpu.profiles) for gpu in group}
 
     def content(device: Device) -> Content:
-        entry = by_uuid[device.gpu.uuid]
-        counters = consumption(device, counter_set(entry.number), limits[entry.gpu.uuid]) if entry.counted else []
-        found = _device(device, counters, taints_of(device, entry) if entry.keeps_taints else [])
-        if device.name in entry.mig_uuids and not entry.constant:
-            found["attributes"]["uuid"] = {"string": entry.mig_uuids[device.name]}
-        return found
+        gpu = by_uuid[device.gpu.uuid]
+        counters = consumption(device, counter_set(gpu.number), limits[gpu.gpu.uuid]) if gpu.counted else []
+        published = _device(device, counters, taints_of(device, gpu) if gpu.keeps_taints else [])
+        if device.name in gpu.mig_uuids and not gpu.constant:
+            published["attributes"]["uuid"] = {"string": gpu.mig_uuids[device.name]}
+        return published
 
     return {"devices": [content(device) for device in (*counted, *new)]}
 
@@ -168,11 +168,11 @@ def _as_idle(device: Device) -> Device:
 def taints_of(device: Device, entry: PublishedGpu) -> list[Content]:
     """Return the taints of ``device``. They keep new pods away and do not affect running ones."""
     taints: list[Content] = [UNAVAILABLE] if entry.fault is not None else []
-    concerned = [each for each in entry.conditions if each.affects(device)]
-    ill = [each for each in concerned if not each.cordon]
+    concerned = [condition for condition in entry.conditions if condition.affects(device)]
+    ill = [condition for condition in concerned if not condition.cordon]
     if ill:
         # The first condition is the cause of the later ones. The time covers all, because an operator clears them all.
-        found_at = written_time(max(each.stamp for each in ill))
+        found_at = written_time(max(condition.stamp for condition in ill))
         taints.append({"key": UNHEALTHY, "value": ill[0].value, "effect": "NoSchedule", "timeAdded": found_at})
     if len(ill) < len(concerned):
         taints.append(CORDONED)
@@ -260,5 +260,5 @@ def limited(published: int, new: Collection[Device], occupied: int) -> set[str]:
     ordered = order_offers(new, dict.fromkeys((device.gpu.uuid for device in new), occupied))
     spare = [device for device in ordered if device.kind is DeviceKind.SHARE][1:]
     names = {device.name for device in spare}
-    wanted = [*(device for device in ordered if device.name not in names), *spare]
-    return {device.name for device in wanted[:room]}
+    by_turn = [*(device for device in ordered if device.name not in names), *spare]
+    return {device.name for device in by_turn[:room]}

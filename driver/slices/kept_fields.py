@@ -78,7 +78,8 @@ class KeptFields:
         """Take over the paths that were dropped from a write; returns whether that is news."""
         with self._lock:
             fields = {FIELD_OF.get(path.rpartition(".")[2]) for path in dropped}
-            return self._set(tuple(each for each in (COUNTERS_FIELD, TAINTS_FIELD) if each in {*fields, *self.dropped}))
+            all_dropped = {*fields, *self.dropped}
+            return self._set(tuple(field for field in (COUNTERS_FIELD, TAINTS_FIELD) if field in all_dropped))
 
     def _set(self, dropped: tuple[str, ...]) -> bool:
         """The caller holds the lock."""

@@ -91,7 +91,7 @@ def _at_generation(
 
 def _sets(spec: Mapping[str, Any]) -> dict[str, Any]:
     """The counter sets by name."""
-    return {each["name"]: each for each in spec.get("sharedCounters") or ()}
+    return {counters["name"]: counters for counters in spec.get("sharedCounters") or ()}
 
 
 def _needs_new_generation(current: int, desired: Mapping[str, Content], specs: Slices) -> bool:
@@ -316,11 +316,11 @@ class Publisher:
     def _write(self, todo: Changes) -> None:
         existing = dict(todo.existing)
         for name, content in todo.write:
-            wanted = slice_object(name, content, self._pool, todo.generation, todo.count, self._owner)
+            desired = slice_object(name, content, self._pool, todo.generation, todo.count, self._owner)
             with self._observer.step(SliceStep.WRITE, name):
-                stored = existing[name] = self._put(wanted, existing.get(name))
-            self._sent[name] = Stored(_version(stored), wanted["spec"])
-            dropped = [*dropped_fields(wanted["spec"], stored["spec"])]
+                stored = existing[name] = self._put(desired, existing.get(name))
+            self._sent[name] = Stored(_version(stored), desired["spec"])
+            dropped = [*dropped_fields(desired["spec"], stored["spec"])]
             self._report_dropped(name, dropped)
             self._store.observe(stored)
             if self._fields is not None and self._fields.learn(dropped):
@@ -336,14 +336,14 @@ class Publisher:
     def _stored(self) -> dict[str, Object]:
         return {key.name: item for key, item in self._store.snapshot().items()}
 
-    def _put(self, wanted: Object, existing: Object | None) -> Object:
+    def _put(self, desired: Object, existing: Object | None) -> Object:
         if existing is not None and existing["spec"]["pool"]["name"] != self._pool.name:
             self._delete(existing)  # the field is immutable
             existing = None
         if existing is None:
-            return self._client.create(SLICES, wanted)
-        wanted["metadata"]["resourceVersion"] = _version(existing)
-        return self._client.replace(f"{SLICES}/{wanted['metadata']['name']}", wanted)
+            return self._client.create(SLICES, desired)
+        desired["metadata"]["resourceVersion"] = _version(existing)
+        return self._client.replace(f"{SLICES}/{desired['metadata']['name']}", desired)
 
     def _delete(self, item: Object) -> None:
         metadata = item["metadata"]

@@ -83,21 +83,21 @@ class Load(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
     def integral(self, now: float) -> Activity:
         """The activity since the start of the load, in seconds and bytes."""
-        repeats, left = self._position(now)
+        repeats, seconds = self._position(now)
         total = Activity()
         for phase in self.phases:
-            inside = min(left, phase.seconds)
+            inside = min(seconds, phase.seconds)
             total = total.plus(phase.activity, repeats * phase.seconds + inside)
-            left -= inside
+            seconds -= inside
         return total
 
     def memory_at(self, now: float) -> int:
         """Bytes of GPU memory that the process uses."""
-        _, left = self._position(now)
+        _, seconds = self._position(now)
         for phase in self.phases:
-            if left < phase.seconds:
+            if seconds < phase.seconds:
                 return phase.memory
-            left -= phase.seconds
+            seconds -= phase.seconds
         return self.phases[0].memory
 
     @property
@@ -132,9 +132,9 @@ class Loads(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
 
     def end_on_missing(self, present: Container[str], now: float) -> Loads:
         """End the loads of devices that do not exist any more, and drop their counters; those of the GPU stay."""
-        left = self._without([load for load in self.running if load.device not in present], now)
-        ended = {device: total for device, total in left.ended.items() if device in present or device == WHOLE_GPU}
-        return left if ended == left.ended else msgspec.structs.replace(left, ended=ended)
+        remaining = self._without([load for load in self.running if load.device not in present], now)
+        ended = {device: total for device, total in remaining.ended.items() if device in present or device == WHOLE_GPU}
+        return remaining if ended == remaining.ended else msgspec.structs.replace(remaining, ended=ended)
 
     def on(self, device: str) -> Iterator[Load]:
         """The loads of one device."""

@@ -55,14 +55,14 @@ class StateFile(Generic[S]):
         if self._missing is not None and not self.exists():
             return self._missing
         try:
-            content, known = self._content(), self._known
-            if known is None or known[0] != content:
-                known = self._known = (content, self._decoder.decode(content))
+            content, decoded = self._content(), self._known
+            if decoded is None or decoded[0] != content:
+                decoded = self._known = (content, self._decoder.decode(content))
         except (OSError, msgspec.MsgspecError) as error:
             if self._missing is not None and isinstance(error, FileNotFoundError):
                 return self._missing
             raise StateError(f"file of a simulated node, {self._path}: {error}") from error
-        return known[1]
+        return decoded[1]
 
     def write(self, state: S) -> None:
         """Replace the content; ``missing`` removes the file. Only for the holder of :meth:`locked`."""
