@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from controller.cluster.dedication import UNDEDICATED, Dedication, dedication_of
+from driver.kube.slice_types import newest_generation
 from driver.kube.types import PAUSED, GpuNodePlan, Node
 from driver.model.offer import DeviceKind
 from driver.model.plan import Held, PlanMode, PlanStatus
@@ -182,13 +183,7 @@ def _closed(node: Node, *, paused: bool) -> str:
 
 def incomplete_pools(parts: Iterable[PoolPart]) -> dict[str, str]:
     """Of the pools that lack slices: why. As the scheduler does, only the newest generation of a pool is counted."""
-    newest: dict[str, list[PoolPart]] = {}
-    for part in parts:
-        newest_parts = newest.get(part.pool)
-        if newest_parts is None or part.generation > newest_parts[0].generation:
-            newest[part.pool] = [part]
-        elif part.generation == newest_parts[0].generation:
-            newest_parts.append(part)
+    newest = newest_generation(parts, lambda part: (part.pool, part.generation))
     counts = ((pool, len(parts_of_pool), parts_of_pool[0]) for pool, parts_of_pool in newest.items())
     return {
         pool: f"is incomplete: it has {count} of the {part.slices} slices of its generation {part.generation}"

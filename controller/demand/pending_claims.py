@@ -109,11 +109,8 @@ class Queue:
     def _allocated(self, pod: Pod) -> dict[str, NodeSelector]:
         """The nodes on which its allocated claims are available, by name of the claim."""
         allocations = {key.name: self.cluster.claims.allocation(key) for key in pod.claims}
-        return {
-            name: allocation.node_selector
-            for name, allocation in allocations.items()
-            if allocation and allocation.node_selector
-        }
+        selectors = {name: allocation.node_selector for name, allocation in allocations.items() if allocation}
+        return {name: selector for name, selector in selectors.items() if selector}
 
     def nodes(self, pending: PendingClaim) -> Nodes:
         """The nodes on which any of its pods may run."""
@@ -163,9 +160,8 @@ class Queue:
         if len(requirements) == 1:
             return requirements[0]
         nodes = self.nodes(pending)
-        return next(
-            (combination for combination in requirements if self.feasibility.could(combination, nodes)), requirements[0]
-        )
+        feasible = (combination for combination in requirements if self.feasibility.could(combination, nodes))
+        return next(feasible, requirements[0])
 
     def companions(self, pending: PendingClaim) -> list[PendingClaim]:
         """The claims that must be satisfied on the same node, itself among them."""
@@ -292,9 +288,8 @@ def claim_for(pod: Pod, by_resource: Mapping[str, str]) -> Claim | None:
     """The claim that the scheduler will create for the pod's extended resources, if it requests any and has none."""
     if pod.status.extended_resource_claim_status is not None or pod.spec.node_name:
         return None
-    requested = {
-        name for container in (*pod.spec.init_containers, *pod.spec.containers) for name in _requests(container)
-    }
+    containers = (*pod.spec.init_containers, *pod.spec.containers)
+    requested = {name for container in containers for name in _requests(container)}
     names = {name for name in requested if name in by_resource or name.startswith(IMPLICIT)}
     counts = {name: _amount(pod, name) for name in sorted(names)}
     requests = tuple(

@@ -34,7 +34,7 @@ from driver.config.shared_flags import ListenAddress
 from driver.errors import ApiError, EnvironmentFault, TesseraError
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP, read_all
-from driver.kube.slice_types import ResourceSlice
+from driver.kube.slice_types import ResourceSlice, newest_generation
 
 log = logging.getLogger(__name__)
 
@@ -294,14 +294,10 @@ def _pcie_devices(client: KubeClient, driver: str, node: str) -> list[PcieDevice
         slices = list(read_all(client, path, ResourceSlice, of_node))
     except msgspec.MsgspecError as error:
         raise ApiError(f"the slices of node {node} do not parse: {error}") from error
-    newest: dict[tuple[str, str], int] = {}
-    for resource_slice in slices:
-        pool = (resource_slice.spec.driver, resource_slice.spec.pool.name)
-        newest[pool] = max(newest.get(pool, 0), resource_slice.spec.pool.generation)
+    others = (item.spec for item in slices if item.spec.driver != driver)
+    newest = newest_generation(others, lambda spec: ((spec.driver, spec.pool.name), spec.pool.generation))
     devices = []
-    for spec in (resource_slice.spec for resource_slice in slices):
-        if spec.driver == driver or spec.pool.generation < newest[spec.driver, spec.pool.name]:
-            continue
+    for spec in (spec for of_pool in newest.values() for spec in of_pool):
         for device in spec.devices:
             root, bus = device.attributes.pcie_root, device.attributes.pci_bus_id
             if root is not None and root.string:

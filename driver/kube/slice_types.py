@@ -5,11 +5,15 @@ ResourceSlice has the few fields that are read of Tessera's own devices, Detaile
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
 
 import msgspec
 
 from driver.kube.types import Metadata, NodeSelector, ObjectMeta, Struct, Taint
+
+T = TypeVar("T")
+P = TypeVar("P", bound=Hashable)
 
 Quantity = str | int
 """A quantity as written."""
@@ -196,3 +200,16 @@ class DetailedSlice(Struct, frozen=True):
 
     metadata: ObjectMeta
     spec: DetailedSliceSpec
+
+
+def newest_generation(slices: Iterable[T], pool_of: Callable[[T], tuple[P, int]]) -> dict[P, list[T]]:
+    """The slices that count, by pool: those of its newest generation. ``pool_of``: a slice's pool and generation."""
+    newest: dict[P, list[T]] = {}
+    generations: dict[P, int] = {}
+    for item in slices:
+        pool, generation = pool_of(item)
+        if pool not in generations or generation > generations[pool]:
+            generations[pool], newest[pool] = generation, []
+        if generation == generations[pool]:
+            newest[pool].append(item)
+    return newest

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from controller.demand.eligibility import selects
-from driver.kube.slice_types import DetailedSlice
+from driver.kube.slice_types import DetailedSlice, newest_generation
 from driver.kube.types import Expression, Node, NodeSelector, NodeTerm
 from tessera.simulate.allocatable_devices import (
     AllocatableDevice,
@@ -56,7 +56,7 @@ class SliceIndex:
         self._of_pool: dict[PoolId, list[DetailedSlice]] = {}
         for item in slices:
             self._of_node.setdefault(item.spec.node_name, []).append(item)
-            self._of_pool.setdefault(PoolId(item.spec.driver, item.spec.pool.name), []).append(item)
+            self._of_pool.setdefault(_pool_id(item), []).append(item)
 
     def near(self, node: str) -> list[DetailedSlice]:
         """The slices of ``node``, and those that are of no single one."""
@@ -68,10 +68,8 @@ class SliceIndex:
 
 def pools_of(slices: SliceIndex, node: Node) -> list[DevicePool]:
     """The pools with devices for ``node``, in the order in which devices are tried."""
-    newest: dict[PoolId, list[DetailedSlice]] = {}
-    for item in slices.near(node.metadata.name):
-        if _concerns(item, node):
-            _add(newest, item)
+    concerned = (item for item in slices.near(node.metadata.name) if _concerns(item, node))
+    newest = newest_generation(concerned, lambda item: (_pool_id(item), item.spec.pool.generation))
     pools = (_pool(pool, own, slices.of_pool(pool)) for pool, own in newest.items())
     return sorted((pool for pool in pools if pool is not None), key=lambda pool: (pool.needs_binding, pool.id))
 
@@ -98,14 +96,8 @@ def usable_on(node: Node, device: AllocatableDevice) -> bool:
     return available_on(node, published.node_name, published.node_selector, everywhere=published.all_nodes)
 
 
-def _add(newest: dict[PoolId, list[DetailedSlice]], found: DetailedSlice) -> None:
-    """Keep the slices of the newest generation of each pool."""
-    pool = found.spec.pool
-    newest_slices = newest.setdefault(PoolId(found.spec.driver, pool.name), [])
-    if newest_slices and pool.generation > newest_slices[0].spec.pool.generation:
-        newest_slices.clear()
-    if not newest_slices or pool.generation == newest_slices[0].spec.pool.generation:
-        newest_slices.append(found)
+def _pool_id(item: DetailedSlice) -> PoolId:
+    return PoolId(item.spec.driver, item.spec.pool.name)
 
 
 def _pool(pool: PoolId, own: list[DetailedSlice], slices: Sequence[DetailedSlice]) -> DevicePool | None:
