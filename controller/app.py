@@ -197,11 +197,11 @@ class ControllerHealth:
         """Serve at the configured addresses. Raises EnvironmentFault."""
         live = [Check("election", self._election), Check("loops", self._watchdog.failure)]
         ready = [Check("api", self.reach.failure), Check("decisions", self._decisions)]
-        wanted = [
+        servers = [
             ("--metrics-address", self._settings.metrics_address, metrics),
             ("--health-address", self._settings.health_address, lambda: health_pages(live, ready)),
         ]
-        serve(stack, wanted)
+        serve(stack, servers)
 
     def _election(self) -> str | None:
         if self.reach.requested_within(ELECTION_TIMEOUT_SECONDS):

@@ -69,8 +69,8 @@ class ControllerMetrics(Collector):
         Only notes: counting everything takes as long as a decision.
         """
         self._requested.update(queue, fleet, changed, self._now())
-        classes = {each.metadata.name for each in queue.cluster.classes}
-        pending = tuple((class_of(each, classes), reasons.get(each.key, WAITS)) for each in queue.pending)
+        classes = {device_class.metadata.name for device_class in queue.cluster.classes}
+        pending = tuple((class_of(claim, classes), reasons.get(claim.key, WAITS)) for claim in queue.pending)
         self._decided = CountedDecision(fleet, frozenset(offered), self._requested.kinds, pending)
 
     def leadership_lost(self) -> None:
@@ -98,6 +98,7 @@ class ControllerMetrics(Collector):
 
 def class_of(pending: PendingClaim, classes: Collection[str]) -> str:
     """The DeviceClass of its first request."""
-    names = (each.device_class_name for request in pending.claim.spec.devices.requests for each in request.alternatives)
+    requests = pending.claim.spec.devices.requests
+    names = (alternative.device_class_name for request in requests for alternative in request.alternatives)
     first = next(names, "")
     return first if first in classes else UNKNOWN_CLASS

@@ -53,8 +53,8 @@ class Reservations:
             self._reserved = None
         if self._reserved is None or not self._reserved.gpus <= queue.feasibility.fleet.gpus.keys():
             overdue = (pod for pod in waiting if now - self._since[pod.metadata.key] >= WAIT_SECONDS)
-            found = (Reserved(pod.metadata.key, gpus) for pod in overdue if (gpus := _emptiest(queue, pod)))
-            self._reserved = next(found, None)
+            reservations = (Reserved(pod.metadata.key, gpus) for pod in overdue if (gpus := _emptiest(queue, pod)))
+            self._reserved = next(reservations, None)
         return self._reserved
 
 
@@ -75,9 +75,9 @@ def without(fleet: Fleet, reserved: Reserved | None) -> Fleet:
 
 def _has_room(queue: Queue, pod: Pod) -> bool:
     """True, too, for a pod whose claims can't be evaluated, or are for other drivers' devices."""
-    combinations = [each for each in queue.combinations(pod) if each.requests]
+    combinations = [requirements for requirements in queue.combinations(pod) if requirements.requests]
     nodes = queue.nodes_for(pod)
-    return not combinations or any(queue.feasibility.could(each, nodes) for each in combinations)
+    return not combinations or any(queue.feasibility.could(requirements, nodes) for requirements in combinations)
 
 
 def _emptiest(queue: Queue, pod: Pod) -> frozenset[str]:

@@ -62,36 +62,40 @@ class WiderOffers:
 
     def widened(self, queue: Queue) -> Mapping[str, Nodes]:
         """The nodes that must offer all matching devices, by key of the claim."""
-        return self._turns(queue, lambda each: _groups(queue, each))
+        return self._turns(queue, lambda pending: _groups(queue, pending))
 
     def next_node(self, queue: Queue) -> Mapping[str, Nodes]:
         """The same for disjoint offers, of which few fit at once: one node for the devices of each claim."""
-        return self._turns(queue, lambda each: [frozenset({node}) for node in _feasible(queue, each)])
+        return self._turns(queue, lambda pending: [frozenset({node}) for node in _feasible(queue, pending)])
 
     def _turns(self, queue: Queue, groups_of: Callable[[PendingClaim], Sequence[Nodes]]) -> Mapping[str, Nodes]:
         now = self._clock()
-        waiting = (each for each in queue.pending if each.key not in queue.held_back)
-        refused = {each.key: each for each in waiting if is_refused(each) and queue.satisfiable(each)}
+        waiting = (pending for pending in queue.pending if pending.key not in queue.held_back)
+        refused = {pending.key: pending for pending in waiting if is_refused(pending) and queue.satisfiable(pending)}
         self._remember(queue, refused, now)
-        overdue = [each for each in refused.values() if self._age(each, now) >= 0]
-        overdue.sort(key=lambda each: self._waits[each.key].since)
+        overdue = [pending for pending in refused.values() if self._age(pending, now) >= 0]
+        overdue.sort(key=lambda pending: self._waits[pending.key].since)
         chosen: dict[object, Nodes] = {}
-        found: dict[str, Nodes] = {}
-        for each in overdue:
-            equal = (self._waits[each.key].requirements, queue.nodes(each))
-            if equal not in chosen and len(chosen) < MAX_CLAIMS and (nodes := self._turn(groups_of(each), each, now)):
+        wider: dict[str, Nodes] = {}
+        for pending in overdue:
+            equal = (self._waits[pending.key].requirements, queue.nodes(pending))
+            if (
+                equal not in chosen
+                and len(chosen) < MAX_CLAIMS
+                and (nodes := self._turn(groups_of(pending), pending, now))
+            ):
                 chosen[equal] = nodes
             if equal in chosen:
-                found[each.key] = chosen[equal]
-        return found
+                wider[pending.key] = chosen[equal]
+        return wider
 
     def _remember(self, queue: Queue, refused: Mapping[str, PendingClaim], now: float) -> None:
-        still = {each.key for each in queue.pending}
+        still = {pending.key for pending in queue.pending}
         served = {wait.requirements for key, wait in self._waits.items() if key not in still}
         self._waits = {key: wait for key, wait in self._waits.items() if key in refused}
-        for key, each in refused.items():
-            wait = self._waits.setdefault(key, PendingSince(now, now, queue.requirements(each)))
-            if wait.requirements in served and self._age(each, now) < 0 and now - wait.came < MAX_DEFERRAL_SECONDS:
+        for key, pending in refused.items():
+            wait = self._waits.setdefault(key, PendingSince(now, now, queue.requirements(pending)))
+            if wait.requirements in served and self._age(pending, now) < 0 and now - wait.came < MAX_DEFERRAL_SECONDS:
                 wait.since = now
 
     def _age(self, pending: PendingClaim, now: float) -> float:

@@ -105,13 +105,13 @@ class FencedDevices:
                 self._load()
 
     def _store(self, new: set[PoolDevice], gone: set[PoolDevice]) -> Object:
-        wanted = (self._since.keys() | new) - gone
+        fenced = (self._since.keys() | new) - gone
         metadata = {"name": FENCE, "namespace": self._namespace}
-        whole = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": written(wanted)}
+        whole = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": written(fenced)}
         if not self._version:
             return self._client.create(self._folder, whole)
         changed = {device.pool for device in new | gone}
-        data = dict.fromkeys(changed) | written(device for device in wanted if device.pool in changed)
+        data = dict.fromkeys(changed) | written(device for device in fenced if device.pool in changed)
         body = {"metadata": {"resourceVersion": self._version}, "data": data}
         return self._client.create_or_patch(f"{self._folder}/{FENCE}", body, whole)
 

@@ -133,16 +133,16 @@ class Fence:
         """
         if not devices:
             return Withdrawable()
-        wanted = frozenset(sorted(devices)[: self._room()])
+        chosen = frozenset(sorted(devices)[: self._room()])
         if self._ended.is_set():
             return Withdrawable(undecided=frozenset(devices))
         try:
-            result = self._steps(wanted)
-            self.lift(wanted - result.devices)
+            result = self._steps(chosen)
+            self.lift(chosen - result.devices)
         except ApiError:
-            self._lift_later(wanted)
+            self._lift_later(chosen)
             raise
-        return replace(result, undecided=result.undecided | (frozenset(devices) - wanted))
+        return replace(result, undecided=result.undecided | (frozenset(devices) - chosen))
 
     def lift(self, devices: Collection[PoolDevice]) -> None:
         """Allow allocation of ``devices`` again; to be called before they are offered. Raises ApiError."""

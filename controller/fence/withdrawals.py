@@ -74,12 +74,12 @@ class Withdrawals:
             self._withdrawn = {device for device in self._withdrawn & excess if is_published(device)}
             # A device whose fence expired before the node removed it starts again.
             self._withdrawn = {device for device in self._withdrawn if device in self._fence.fenced}
-            wanted = excess - self._withdrawn
-            self._unwanted_since = {device: self._unwanted_since.get(device, now) for device in wanted}
+            unwanted = excess - self._withdrawn
+            self._unwanted_since = {device: self._unwanted_since.get(device, now) for device in unwanted}
             # The fence of a device that is wanted again is lifted: it leaves the batch.
             self._batch &= excess
-            self._urgent = wanted & set(urgent)
-            todo, withdrawn = bool(wanted), frozenset(self._withdrawn)
+            self._urgent = unwanted & set(urgent)
+            todo, withdrawn = bool(unwanted), frozenset(self._withdrawn)
             at_once = not self._urgent <= self._batch
         if todo:
             self._loop.notify_within(0.0 if at_once else COALESCE_SECONDS)

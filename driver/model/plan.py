@@ -242,14 +242,14 @@ class GpuReport:
     condition: str | None = None
 
 
-class Inventory(msgspec.Struct, frozen=True):
+class ReportedInventory(msgspec.Struct, frozen=True):
     """The GPUs of a node without profiles, each with its index in ``geometries``: most GPUs have the same profiles."""
 
     gpus: tuple[tuple[GpuReport, int], ...] = ()
     geometries: tuple[tuple[Profile, ...], ...] = ()
 
 
-_INVENTORY = msgspec.json.Decoder(Inventory)
+_INVENTORY = msgspec.json.Decoder(ReportedInventory)
 
 
 def described(states: Iterable[GpuReport]) -> str:
@@ -258,7 +258,7 @@ def described(states: Iterable[GpuReport]) -> str:
     geometries = tuple(dict.fromkeys(state.gpu.profiles for state in states))
     plain = (replace(state, gpu=replace(state.gpu, profiles=())) for state in states)
     places = (geometries.index(state.gpu.profiles) for state in states)
-    return msgspec.json.encode(Inventory(tuple(zip(plain, places, strict=True)), geometries)).decode()
+    return msgspec.json.encode(ReportedInventory(tuple(zip(plain, places, strict=True)), geometries)).decode()
 
 
 def states_of(inventory: str) -> list[GpuReport]:

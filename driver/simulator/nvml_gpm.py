@@ -16,7 +16,7 @@ import pynvml
 from driver.simulator import mig_rules
 from driver.simulator.machine import GpuInstance, Machine, SimulatedGpuState
 from driver.simulator.nvml_session import NvmlSession, SampleKey, error, integer, simulated
-from driver.simulator.state.load import WHOLE_GPU, Activity
+from driver.simulator.state.load import WHOLE_GPU, SimulatedActivity
 
 MIB = 1 << 20
 
@@ -43,7 +43,7 @@ class _Sample:
     minor: int
     serial: int | None
     time: float
-    counters: Activity
+    counters: SimulatedActivity
 
 
 class GpmCalls(NvmlSession):
@@ -136,15 +136,15 @@ class GpmCalls(NvmlSession):
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return key
 
-    def _of_instance(self, state: SimulatedGpuState, instance: GpuInstance, now: float) -> Activity:
+    def _of_instance(self, state: SimulatedGpuState, instance: GpuInstance, now: float) -> SimulatedActivity:
         """The counters of a GPU instance: those of its compute instances, by their parts of it."""
-        slices, total = self.machine.product.by_id[instance.profile].slices, Activity()
+        slices, total = self.machine.product.by_id[instance.profile].slices, SimulatedActivity()
         for compute in instance.compute:
             part = compute.size / slices
             total = total.plus(state.loads.counters(compute.uuid, now).part(part, part))
         return total
 
-    def _average(self, first: Any, second: Any) -> tuple[int, Activity]:
+    def _average(self, first: Any, second: Any) -> tuple[int, SimulatedActivity]:
         """The GPU and its average activity between two samples; INVALID_ARGUMENT if they do not belong together."""
         older, newer = (self._samples.get(self._sample_key(handle)) for handle in (first, second))
         if older is None or newer is None or (older.minor, older.serial) != (newer.minor, newer.serial):
@@ -157,9 +157,9 @@ class GpmCalls(NvmlSession):
         if seconds < SHORTEST_INTERVAL_SECONDS or went_back:
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         differences = newer.counters.plus(older.counters, -1)
-        return older.minor, Activity(*(max(0.0, difference) / seconds for difference in differences))
+        return older.minor, SimulatedActivity(*(max(0.0, difference) / seconds for difference in differences))
 
-    def _values(self, minor: int, average: Activity) -> dict[int, float]:
+    def _values(self, minor: int, average: SimulatedActivity) -> dict[int, float]:
         """The values of the metrics that the GPU has: percentages, and MiB per second in each direction."""
         values = {metric: min(100.0, 100 * getattr(average, name)) for metric, name in _RATIOS.items()}
         values |= dict.fromkeys(_PCIE, average.pcie / 2 / MIB)

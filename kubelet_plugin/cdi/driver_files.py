@@ -68,8 +68,8 @@ class DriverFiles:
 def find_driver_files(paths: HostPaths, driver_root: Path) -> DriverFiles:
     """Find the driver files, once per start: a driver upgrade drains the pods and restarts the plugin anyway."""
     root = paths.here(str(driver_root))
-    found = sorted(set(_matches(root)))
-    mounts = tuple(Mount(paths.for_runtime(str(driver_root / real)), f"/{name}") for name, real in found)
+    files = sorted(set(_matches(root)))
+    mounts = tuple(Mount(paths.for_runtime(str(driver_root / real)), f"/{name}") for name, real in files)
     directories = sorted({str(Path(m.container_path).parent) for m in mounts if ".so" in m.container_path})
     hook = paths.for_runtime(str(driver_root / CDI_HOOK)) if resolve_inside(root, CDI_HOOK) is not None else None
     return DriverFiles(mounts, tuple(directories), hook)

@@ -136,7 +136,7 @@ def rpc_handler(
     for name, call in methods.items():
         method = defined.methods_by_name[name]
         make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
-        request, response = (getattr(messages, each.name) for each in (method.input_type, method.output_type))
+        request, response = (getattr(messages, message.name) for message in (method.input_type, method.output_type))
         handlers[name] = make(call, request.FromString, response.SerializeToString)
     return grpc.method_handlers_generic_handler(defined.full_name, handlers)
 

@@ -137,8 +137,8 @@ class Orphans:
     def _search(self) -> None:
         self._search_unrecorded()
         records = [record for record in self._held.checkpoint.records() if not record.needs_release]
-        known = {record.uid for record in records} | self._held.checkpoint.unrecorded
-        self._gone_since = {uid: since for uid, since in self._gone_since.items() if uid in known}
+        recorded = {record.uid for record in records} | self._held.checkpoint.unrecorded
+        self._gone_since = {uid: since for uid, since in self._gone_since.items() if uid in recorded}
         for record in records:
             if self._is_gone(record, any_age=True) and self._long_enough(record.uid):
                 self._release(record)
@@ -165,7 +165,7 @@ class Orphans:
         """The devices of this node that are allocated to ``claim``."""
         allocation, pool = claim.status.allocation, self._held.pool
         results = allocation.devices.results if allocation is not None else ()
-        return {each.device for each in results if (each.driver, each.pool) == (pool.driver, pool.name)}
+        return {result.device for result in results if (result.driver, result.pool) == (pool.driver, pool.name)}
 
     def _release(self, record: ClaimRecord) -> None:
         if not self._is_gone(record, any_age=False):
@@ -209,8 +209,8 @@ class Orphans:
         An allocation alone proves nothing: the partition at that placement may have another origin.
         """
         uid, held = claim.metadata.uid, self._held
-        known = held.checkpoint.get(uid) is not None or uid in held.checkpoint.unrecorded
-        devices = [] if known else [held.inventory.device(name) for name in sorted(self._allocated(claim))]
+        is_recorded = held.checkpoint.get(uid) is not None or uid in held.checkpoint.unrecorded
+        devices = [] if is_recorded else [held.inventory.device(name) for name in sorted(self._allocated(claim))]
         uuids = self._reported_uuids(claim) if devices else {}
         if devices and all(
             device is not None and self._cleanup.partition_exists(uid, device, uuids.get(device.name))
@@ -220,12 +220,12 @@ class Orphans:
 
     def _reported_uuids(self, claim: Claim) -> dict[str, str]:
         """UUIDs by device in ``status.devices`` of ``claim``, as this node's plugin wrote them."""
-        pool, found = self._held.pool, {}
+        pool, uuids = self._held.pool, {}
         for entry in claim.status.devices:
             if (entry.driver, entry.pool) == (pool.driver, pool.name):
                 with suppress(msgspec.MsgspecError):
-                    found[entry.device] = decode(entry.data, REPORTED).uuid
-        return found
+                    uuids[entry.device] = decode(entry.data, REPORTED).uuid
+        return uuids
 
     def _report_missing(self) -> None:
         for uid in sorted(self._held.checkpoint.unrecorded - self._held.checkpoint.aside - self._reported):

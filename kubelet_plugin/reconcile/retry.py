@@ -109,10 +109,10 @@ class ClaimReconciler:
     def _forget(self, unreleased: Mapping[str, ClaimRecord]) -> None:
         """Forget claims that have ended or do not need to be released any more."""
         self._unreleased_since = {uid: since for uid, since in self._unreleased_since.items() if uid in unreleased}
-        known = {record.uid for record in self._held.checkpoint.records()}
-        self._tried_at = {uid: at for uid, at in self._tried_at.items() if uid in known}
+        recorded = {record.uid for record in self._held.checkpoint.records()}
+        self._tried_at = {uid: at for uid, at in self._tried_at.items() if uid in recorded}
         for uid, kind in list(self._reported):
-            if uid not in (unreleased if kind is ConditionType.STUCK else known):
+            if uid not in (unreleased if kind is ConditionType.STUCK else recorded):
                 self._report(uid, kind)
 
     def _is_due(self, uid: str) -> bool:

@@ -18,7 +18,7 @@ from driver.config.shared_flags import SIMULATED_NODES
 from driver.config.suggestions import meant
 from driver.errors import UsageError
 from driver.simulator.node import SimulatedNode
-from driver.simulator.state.load import LOAD_PID, RATIOS, Activity, Phase, constant, duty, steps
+from driver.simulator.state.load import LOAD_PID, RATIOS, Phase, SimulatedActivity, constant, duty, steps
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from tessera.sim.fault import find_roots, only_root
 
@@ -155,7 +155,7 @@ def _points(path: Path, options: dict[str, str]) -> tuple[Phase, ...]:
         raise UsageError(f"{path}: column {unknown[0]!r} is unknown; accepted: {accepted}")
     if not 0 < len(lines) <= MOST_POINTS:
         raise UsageError(f"{path}: {len(lines)} rows are not accepted; 1 to {MOST_POINTS}")
-    points: list[tuple[float, Activity, int]] = []
+    points: list[tuple[float, SimulatedActivity, int]] = []
     for number, line in enumerate(lines, 1):
         where = f"{path}, row {number}: "
         if len(line) != len(columns):
@@ -169,7 +169,7 @@ def _points(path: Path, options: dict[str, str]) -> tuple[Phase, ...]:
     return steps(points)
 
 
-def _parse(values: dict[str, str], where: str) -> tuple[Activity, int]:
+def _parse(values: dict[str, str], where: str) -> tuple[SimulatedActivity, int]:
     """Activity and memory. ``where`` precedes the name of a value in messages."""
     amounts: dict[str, float] = {}
     for name, text in values.items():
@@ -184,7 +184,7 @@ def _parse(values: dict[str, str], where: str) -> tuple[Activity, int]:
                 raise UsageError(f"{where}{name}: {text!r} is not accepted; a number of bytes, such as 7Gi or 512Mi")
             amounts[name] = float(match[1]) * _factor(match[2] or "")
     memory = int(amounts.pop("memory", 0))
-    return Activity.of(**amounts), memory
+    return SimulatedActivity.of(**amounts), memory
 
 
 def _number(text: str) -> float | None:

@@ -14,7 +14,7 @@ import click
 import yaml
 
 from driver.simulator.node import SimulatedNode
-from driver.simulator.state.load import Activity, constant, duty
+from driver.simulator.state.load import SimulatedActivity, constant, duty
 from kubelet_plugin.checkpoint.records import ClaimRecord, decode_record
 from tests.demo.nodes import start
 from tests.demo.replay import GAUGES, Measured, day_of
@@ -164,7 +164,7 @@ def _load(plugins: Sequence[PluginProcess]) -> None:
         simulated = SimulatedNode.attach(plugin.host_root)
         for number, record in enumerate(_records(plugin)):
             team, more = teams[record.namespace], chance.uniform(0.7, 1.1)
-            activity = Activity.of(team.sm * more, dram=team.dram * more, tensor=team.sm * more / 2)
+            activity = SimulatedActivity.of(team.sm * more, dram=team.dram * more, tensor=team.sm * more / 2)
             phases = duty(activity, int(team.memory_gib * GIB), team.duty, 4.0)
             for device in record.devices:
                 simulated.put_load(device.uuid or device.gpu_uuid, phases, pid=PID + number)
@@ -224,7 +224,7 @@ def _fail(screen: Screen, cluster: Cluster, plugins: Sequence[PluginProcess]) ->
         labels["pod"] for labels, _ in _samples(plugins, "tessera_claim_slices") if labels["claim"] == record.name
     )
     simulated.end_load(uuid)
-    simulated.put_load(uuid, constant(Activity.of(0.5, dram=0.2), int(9.6 * GIB)))
+    simulated.put_load(uuid, constant(SimulatedActivity.of(0.5, dram=0.2), int(9.6 * GIB)))
 
     def memory() -> float:
         found = _samples(plugins, "tessera_claim_memory_used_bytes")

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from driver.simulator.node import SimulatedNode
-from driver.simulator.state.load import Activity, constant
+from driver.simulator.state.load import SimulatedActivity, constant
 from kubelet_plugin.checkpoint.records import decode_record
 from tests.harness.cluster import Cluster
 from tests.harness.node import NodeError
@@ -62,7 +62,7 @@ def partition(plugin: PluginProcess, claim: str) -> str:
 
 
 def load(plugin: PluginProcess, claim: str, sm: float, memory_gib: float = 0.0) -> None:
-    phases = constant(Activity.of(sm, dram=sm / 2), int(memory_gib * (1 << 30)))
+    phases = constant(SimulatedActivity.of(sm, dram=sm / 2), int(memory_gib * (1 << 30)))
     SimulatedNode.attach(plugin.host_root).put_load(partition(plugin, claim), phases)
 
 

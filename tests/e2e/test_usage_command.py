@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from driver.simulator.node import SimulatedNode
-from driver.simulator.state.load import Activity, constant
+from driver.simulator.state.load import SimulatedActivity, constant
 from kubelet_plugin.checkpoint.records import decode_record
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
@@ -106,7 +106,7 @@ def usage(kubeconfig: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 def test_usage_through_the_api_server_is_what_the_gpus_do(plugin: PluginProcess, lead: Path) -> None:
     [record] = [decode_record(path.read_bytes(), path) for path in plugin.records()]
-    load = constant(Activity.of(0.5, dram=0.1), 20 << 30)
+    load = constant(SimulatedActivity.of(0.5, dram=0.1), 20 << 30)
     SimulatedNode.attach(plugin.host_root).put_load(record.devices[0].gpu_uuid, load)
 
     def used() -> bool:

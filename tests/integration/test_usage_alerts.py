@@ -19,7 +19,7 @@ import yaml
 
 import driver.simulator
 from driver.simulator.node import SimulatedNode
-from driver.simulator.state.load import Activity, constant
+from driver.simulator.state.load import SimulatedActivity, constant
 from kubelet_plugin.checkpoint.records import ClaimRecord, decode_record
 from tests.harness.cluster import Cluster
 from tests.harness.progress import Progress
@@ -156,7 +156,7 @@ def record_of(plugin: PluginProcess, claim: str) -> ClaimRecord:
     return found
 
 
-def load(plugin: PluginProcess, claim: str, activity: Activity, memory: int) -> None:
+def load(plugin: PluginProcess, claim: str, activity: SimulatedActivity, memory: int) -> None:
     [device] = record_of(plugin, claim).devices
     simulated = SimulatedNode.attach(plugin.host_root)
     simulated.put_load(device.uuid or device.gpu_uuid, constant(activity, memory))
@@ -187,12 +187,12 @@ def scenario(watched: Watched, alerts_of_fresh_start: list[dict[str, Any]]) -> W
     watched.workloads.running("bound", "full", "halves", "unknown")
     watched.start("waiting", "gpu-training", H100)
     traffic = {"nvlink": 1e9, "pcie": 1e9}
-    load(watched.hopper, "bound", Activity.of(0.1, dram=0.9, tensor=0.05, occupancy=0.1, **traffic), 20 * GIB)
+    load(watched.hopper, "bound", SimulatedActivity.of(0.1, dram=0.9, tensor=0.05, occupancy=0.1, **traffic), 20 * GIB)
     [size] = wait_for(
         lambda: watched.values('tessera_claim_memory_total_bytes{claim="full"}'), SOON_S, "the partition is measured"
     )
-    load(watched.hopper, "full", Activity.of(0.5, dram=0.3), int(0.98 * size))
-    load(watched.ampere, "unknown", Activity.of(0.5), 20 * GIB)
+    load(watched.hopper, "full", SimulatedActivity.of(0.5, dram=0.3), int(0.98 * size))
+    load(watched.ampere, "unknown", SimulatedActivity.of(0.5), 20 * GIB)
     return watched
 
 

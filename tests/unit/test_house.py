@@ -11,14 +11,14 @@ TABLES = {"driver/kube/types.py": LONG}
 
 NONE = {"driver": 0, "kubelet_plugin": 0, "controller": 0, "deviceclasses": 0, "tessera": 0}
 ALLOWED: dict[str, dict[str, int]] = {
-    CLASS: {**NONE, "driver": 5, "kubelet_plugin": 1},
+    CLASS: NONE,
     LONG: NONE,
     SHORT: NONE,
     FUNCTION: NONE,
     CONSTRUCTOR: NONE,
     FOLDER: NONE,
     DODGE: NONE,
-    VAGUE: {**NONE, "kubelet_plugin": 20, "controller": 99, "deviceclasses": 10},
+    VAGUE: {**NONE, "kubelet_plugin": 12, "controller": 2, "deviceclasses": 10},
 }
 """How often each rule may be broken in each area. Numbers only fall."""
 

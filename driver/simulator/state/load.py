@@ -26,7 +26,7 @@ LOAD_PID = (1 << 22) + 1
 RATIOS = ("sm", "occupancy", "tensor", "dram")
 
 
-class Activity(NamedTuple):
+class SimulatedActivity(NamedTuple):
     """Activity at one moment, or its integral over time.
 
     Ratios (0 to 1) are those of the device; ``busy``: some kernel runs. NVLink and PCIe count bytes per second, both
@@ -42,25 +42,25 @@ class Activity(NamedTuple):
     pcie: float = 0.0
 
     @classmethod
-    def of(cls, sm: float = 0.0, *, dram: float = 0.0, **others: float) -> Activity:
+    def of(cls, sm: float = 0.0, *, dram: float = 0.0, **others: float) -> SimulatedActivity:
         """The activity of a program, which keeps the device busy with its SMs or its memory."""
         return cls(float(sm > 0 or dram > 0), sm, dram=dram, **others)
 
-    def plus(self, other: Activity, factor: float = 1.0) -> Activity:
+    def plus(self, other: SimulatedActivity, factor: float = 1.0) -> SimulatedActivity:
         """This activity and ``factor`` times the other."""
-        return Activity(*(mine + factor * its for mine, its in zip(self, other, strict=True)))
+        return SimulatedActivity(*(mine + factor * its for mine, its in zip(self, other, strict=True)))
 
-    def part(self, compute: float, memory: float) -> Activity:
+    def part(self, compute: float, memory: float) -> SimulatedActivity:
         """The activity as a part of a larger device, of which this one has these parts of compute and memory."""
         ratios = (self.busy * compute, self.sm * compute, self.occupancy * compute, self.tensor * compute)
-        return Activity(*ratios, self.dram * memory, self.nvlink, self.pcie)
+        return SimulatedActivity(*ratios, self.dram * memory, self.nvlink, self.pcie)
 
 
 class Phase(msgspec.Struct, frozen=True, rename="camel"):
     """A constant load for some seconds."""
 
     seconds: float
-    activity: Activity
+    activity: SimulatedActivity
     memory: int = 0
 
 
@@ -81,10 +81,10 @@ class Load(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     def period(self) -> float:
         return sum(phase.seconds for phase in self.phases)
 
-    def integral(self, now: float) -> Activity:
+    def integral(self, now: float) -> SimulatedActivity:
         """The activity since the start of the load, in seconds and bytes."""
         repeats, seconds = self._position(now)
-        total = Activity()
+        total = SimulatedActivity()
         for phase in self.phases:
             inside = min(seconds, phase.seconds)
             total = total.plus(phase.activity, repeats * phase.seconds + inside)
@@ -119,7 +119,7 @@ class Loads(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """All loads of one GPU. ``ended``: what loads that ended contributed to the counters, by device."""
 
     running: tuple[Load, ...] = ()
-    ended: dict[str, Activity] = {}
+    ended: dict[str, SimulatedActivity] = {}
 
     def put(self, load: Load) -> Loads:
         """Start a load; it replaces the one of the same device and process id."""
@@ -140,9 +140,9 @@ class Loads(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
         """The loads of one device."""
         return (load for load in self.running if load.device == device)
 
-    def counters(self, device: str, now: float) -> Activity:
+    def counters(self, device: str, now: float) -> SimulatedActivity:
         """Integrals of a device's activity; those of the whole GPU include its MIG devices."""
-        total = self.ended.get(device, Activity())
+        total = self.ended.get(device, SimulatedActivity())
         for load in self.running:
             if load.device == device:
                 total = total.plus(load.integral(now))
@@ -156,10 +156,10 @@ class Loads(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
         ended = dict(self.ended)
         for load in loads:
             total = load.integral(now)
-            ended[load.device] = ended.get(load.device, Activity()).plus(total)
+            ended[load.device] = ended.get(load.device, SimulatedActivity()).plus(total)
             if load.device != WHOLE_GPU:
                 of_gpu = total.part(load.compute, load.memory)
-                ended[WHOLE_GPU] = ended.get(WHOLE_GPU, Activity()).plus(of_gpu)
+                ended[WHOLE_GPU] = ended.get(WHOLE_GPU, SimulatedActivity()).plus(of_gpu)
         running = tuple(load for load in self.running if load not in loads)
         return Loads(running, ended)
 
@@ -190,18 +190,18 @@ def check_memory(new: Load, others: Sequence[Load], size: int) -> None:
         raise UsageError(f"memory: {new.highest_memory >> 20}Mi is not accepted; up to {free >> 20}Mi{also}")
 
 
-def constant(activity: Activity, memory: int = 0) -> tuple[Phase, ...]:
+def constant(activity: SimulatedActivity, memory: int = 0) -> tuple[Phase, ...]:
     """The phases of a load that does not change."""
     return (Phase(1.0, activity, memory),)
 
 
-def duty(activity: Activity, memory: int, fraction: float, period: float) -> tuple[Phase, ...]:
+def duty(activity: SimulatedActivity, memory: int, fraction: float, period: float) -> tuple[Phase, ...]:
     """The phases of a load that is active during the first ``fraction`` of each period; its memory stays."""
-    parts = ((fraction * period, activity), ((1 - fraction) * period, Activity()))
+    parts = ((fraction * period, activity), ((1 - fraction) * period, SimulatedActivity()))
     return tuple(Phase(seconds, what, memory) for seconds, what in parts if seconds > 0)
 
 
-def steps(points: list[tuple[float, Activity, int]]) -> tuple[Phase, ...]:
+def steps(points: list[tuple[float, SimulatedActivity, int]]) -> tuple[Phase, ...]:
     """Phases of points (second, activity, memory); each lasts until the next, the last as long as the one before."""
     seconds = [later[0] - earlier[0] for earlier, later in pairwise(points)] or [1.0]
     return tuple(Phase(time, *point[1:]) for time, point in zip([*seconds, seconds[-1]], points, strict=False))

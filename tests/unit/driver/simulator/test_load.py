@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driver.simulator.state.load import WHOLE_GPU, Activity, Load, Loads, Phase, duty, steps
+from driver.simulator.state.load import WHOLE_GPU, Load, Loads, Phase, SimulatedActivity, duty, steps
 
 START = 1.75e9
 ratios = st.floats(0, 1)
 rates = st.floats(0, 1e12)
-activities = st.builds(Activity, ratios, ratios, ratios, ratios, ratios, rates, rates)
+activities = st.builds(SimulatedActivity, ratios, ratios, ratios, ratios, ratios, rates, rates)
 phases = st.lists(st.builds(Phase, st.floats(0.05, 1e4), activities), min_size=1, max_size=5).map(tuple)
 devices = st.sampled_from([WHOLE_GPU, "MIG-a", "MIG-b"])
 
 
-def simulate(load: Load, begin: float, end: float) -> Activity:
+def simulate(load: Load, begin: float, end: float) -> SimulatedActivity:
     """The integral of a load, added up phase by phase."""
-    total, time = Activity(), 0.0
+    total, time = SimulatedActivity(), 0.0
     # Relative to the start, where numbers are precise enough to be added up.
     begin, end = begin - load.since, end - load.since
     for _ in range(10_000):
@@ -37,8 +37,8 @@ def test_the_average_over_any_window_is_what_the_load_says(
     load = Load(phases, since=START)
     begin = START + offset
     end = begin + seconds
-    expected = Activity().plus(simulate(load, begin, end), 1 / (end - begin))
-    measured = Activity().plus(load.integral(end).plus(load.integral(begin), -1), 1 / (end - begin))
+    expected = SimulatedActivity().plus(simulate(load, begin, end), 1 / (end - begin))
+    measured = SimulatedActivity().plus(load.integral(end).plus(load.integral(begin), -1), 1 / (end - begin))
     assert measured[:5] == pytest.approx(expected[:5], rel=1e-6, abs=1e-6)
     # Counters of 1e14 bytes are exact to less than a byte.
     assert measured[5:] == pytest.approx(expected[5:], rel=1e-6, abs=10)
@@ -49,7 +49,7 @@ def test_counters_never_go_back_whatever_is_set_replaced_or_removed(
     changes: list[tuple[float, str, tuple[Phase, ...] | None]],
 ) -> None:
     loads, now = Loads(), START
-    before = dict.fromkeys((WHOLE_GPU, "MIG-a", "MIG-b"), Activity())
+    before = dict.fromkeys((WHOLE_GPU, "MIG-a", "MIG-b"), SimulatedActivity())
     for seconds, device, phases in changes:
         now += seconds
         if phases is None:
@@ -65,11 +65,11 @@ def test_counters_never_go_back_whatever_is_set_replaced_or_removed(
 
 
 def test_a_load_in_the_future_has_not_begun() -> None:
-    assert Load((Phase(1, Activity.of(1.0)),), since=START).integral(START - 60) == Activity()
+    assert Load((Phase(1, SimulatedActivity.of(1.0)),), since=START).integral(START - 60) == SimulatedActivity()
 
 
 def test_a_duty_of_one_and_a_single_point_are_constant() -> None:
-    busy = Activity.of(0.5)
+    busy = SimulatedActivity.of(0.5)
     for phases in (duty(busy, 3, 1.0, 60), steps([(0, busy, 3)])):
         load = Load(phases, since=START)
         assert load.integral(START + 90).sm == pytest.approx(45)

@@ -13,12 +13,12 @@ from driver.simulator.description import load_description
 from driver.simulator.machine import SimulatedGpuState
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import ZERO_LATENCY
-from driver.simulator.state.load import LOAD_PID, Activity, Phase, constant, duty
+from driver.simulator.state.load import LOAD_PID, Phase, SimulatedActivity, constant, duty
 from tests.support.nvml_client import G1, G3, cut, enable_mig, remove
 
 GIB = 2**30
 METRICS = {"busy": 1, "sm": 2, "occupancy": 3, "tensor": 5, "dram": 10, "pcie": 21, "nvlink": 60}
-BUSY = Activity.of(0.8, occupancy=0.5, tensor=0.4, dram=0.6, nvlink=20 * GIB, pcie=1 * GIB)
+BUSY = SimulatedActivity.of(0.8, occupancy=0.5, tensor=0.4, dram=0.6, nvlink=20 * GIB, pcie=1 * GIB)
 
 
 class Clock:
@@ -110,9 +110,9 @@ def test_a_gpu_in_mig_mode_is_measured_by_partition_and_as_their_weighted_sum(
 def test_a_load_that_changes_between_two_samples_counts_by_its_time(node: SimulatedNode, clock: Clock) -> None:
     gpu, uuid = node.nvml.nvmlDeviceGetHandleByIndex(0), node.description.gpu_uuid(0)
     first = sample(node, gpu)
-    node.put_load(uuid, constant(Activity.of(1.0)))
+    node.put_load(uuid, constant(SimulatedActivity.of(1.0)))
     clock.now += 4
-    node.put_load(uuid, duty(Activity.of(0.5), 0, 0.3, 2.0))
+    node.put_load(uuid, duty(SimulatedActivity.of(0.5), 0, 0.3, 2.0))
     clock.now += 4
     node.end_load(uuid)
     clock.now += 2
@@ -132,7 +132,7 @@ def test_removing_a_partition_ends_its_load_and_leaves_the_counters_of_the_gpu(
     assert measure(node, first, sample(node, gpu))["dram"] == pytest.approx(15)
     assert node.gpu_state(0).loads.running == ()
     again = cut(node.nvml, gpu, G3, 0, 4)
-    assert node.gpu_state(0).loads.counters(again.uuid, clock()) == Activity()
+    assert node.gpu_state(0).loads.counters(again.uuid, clock()) == SimulatedActivity()
 
 
 @pytest.mark.parametrize("name", ["t4-4", "dgx-a100"])
@@ -143,7 +143,7 @@ def test_gpus_before_hopper_have_utilization_rates_and_no_gpm(name: str, tmp_pat
     for instance in (None, 1):
         with failing(pynvml.NVML_ERROR_NOT_SUPPORTED):
             sample(node, gpu, instance)
-    node.put_load(node.description.gpu_uuid(0), duty(Activity.of(0.1, dram=0.6), GIB, 0.25, 0.1))
+    node.put_load(node.description.gpu_uuid(0), duty(SimulatedActivity.of(0.1, dram=0.6), GIB, 0.25, 0.1))
     clock.now += 5
     rates = node.nvml.nvmlDeviceGetUtilizationRates(gpu)
     assert (rates.gpu, rates.memory) == (25, 15)
@@ -152,8 +152,8 @@ def test_gpus_before_hopper_have_utilization_rates_and_no_gpm(name: str, tmp_pat
 def test_memory_and_processes_of_a_partition_are_its_own(node: SimulatedNode, clock: Clock) -> None:
     gpu = enable_mig(node.nvml)
     one, other = cut(node.nvml, gpu, G1, 0, 1), cut(node.nvml, gpu, G1, 1, 1)
-    node.put_load(one.uuid, (Phase(5, Activity(), GIB), Phase(5, Activity(), 2 * GIB)))
-    node.put_load(one.uuid, constant(Activity(), GIB), pid=77)
+    node.put_load(one.uuid, (Phase(5, SimulatedActivity(), GIB), Phase(5, SimulatedActivity(), 2 * GIB)))
+    node.put_load(one.uuid, constant(SimulatedActivity(), GIB), pid=77)
     handles = [node.nvml.nvmlDeviceGetHandleByUUID(part.uuid) for part in (one, other)]
     clock.now += 7
     memory = node.nvml.nvmlDeviceGetMemoryInfo(handles[0])

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from driver.hardware.usage import UsageReader
-from driver.simulator.state.load import Activity, Phase, constant, duty
+from driver.simulator.state.load import Phase, SimulatedActivity, constant, duty
 from kubelet_plugin.checkpoint.records import ClaimRecord
 from kubelet_plugin.inventory.inventory import GpuSharing
 from kubelet_plugin.metrics.usage import COUNTERS, GAUGES, INFO, SERIES_PER_DEVICE, UsageCollector
@@ -137,7 +137,7 @@ def node(tmp_path: Path) -> Node:
 
 
 def busy(sm: float, dram: float = 0.0, memory: float = 0.0) -> tuple[Phase, ...]:
-    return constant(Activity.of(sm, dram=dram), int(memory * GIB))
+    return constant(SimulatedActivity.of(sm, dram=dram), int(memory * GIB))
 
 
 def test_a_partition_shows_its_own_load_and_none_of_its_neighbours(node: Node) -> None:
@@ -169,7 +169,7 @@ def test_a_partition_shows_its_own_load_and_none_of_its_neighbours(node: Node) -
 
 @pytest.mark.parametrize(("fraction", "period"), [(0.3, 60.0), (0.5, 4.0), (0.9, 7.0)])
 def test_a_load_that_comes_and_goes_adds_up(node: Node, fraction: float, period: float) -> None:
-    node.prepare("one", SMALL, load=duty(Activity.of(0.8), 0, fraction, period))
+    node.prepare("one", SMALL, load=duty(SimulatedActivity.of(0.8), 0, fraction, period))
     node.passes(600)
     allocated, used = node.value(ALLOCATED, "one"), node.value(USED, "one")
     assert allocated == pytest.approx(600)

@@ -13,7 +13,7 @@ from driver.errors import UsageError
 from driver.simulator.description import load_description
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.latency import ZERO_LATENCY
-from driver.simulator.state.load import LOAD_PID, Activity, Load
+from driver.simulator.state.load import LOAD_PID, Load, SimulatedActivity
 from tessera.sim.commands import sim
 from tests.support.nvml_client import G1, cut, enable_mig, one_h100, start_process
 
@@ -62,7 +62,7 @@ def test_a_gpu_is_loaded_shown_and_cleared(tmp_path: Path) -> None:
     uuid = node.description.gpu_uuid(0)
     assert run(node, "0", *options.split()).output == f"{uuid} loaded by process {LOAD_PID}\n"
     (load,) = loads(node)
-    assert load.phases[0].activity == Activity(1, 0.8, 0.5, 0.4, 0.6, 20 * GIB, 10**9)
+    assert load.phases[0].activity == SimulatedActivity(1, 0.8, 0.5, 0.4, 0.6, 20 * GIB, 10**9)
     smi = CliRunner().invoke(sim, ["smi", "--host-root", str(node.root), "-o", "json"])
     (shown,) = json.loads(smi.output)
     assert (shown["memoryUsed"], shown["processes"]) == (7168, [LOAD_PID])
@@ -99,7 +99,7 @@ def test_rows_of_a_file_follow_one_another(node: SimulatedNode, tmp_path: Path) 
     run(node, "0", "--pattern", str(file), "--occupancy", "0.3")
     phases = loads(node)[0].phases
     assert [(phase.seconds, phase.memory / GIB) for phase in phases] == [(30, 1), (10, 2), (10, 0.5)]
-    assert phases[0].activity == Activity(1, 0.5, 0.3, 0.25, 0.1)
+    assert phases[0].activity == SimulatedActivity(1, 0.5, 0.3, 0.25, 0.1)
     file.write_text("second,pcie\n0,1Mi\n")
     run(node, "0", "--pattern", str(file))
     assert [phase.activity.pcie for phase in loads(node)[0].phases] == [2**20]
