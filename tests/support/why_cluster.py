@@ -88,23 +88,35 @@ class Place:
         found, *_ = json.loads(answer.stdout)
         return dict(found)
 
-    def reason(self, name: str, code: str, prepare: Callable[[], object] = lambda: None) -> dict[str, Any]:
-        """The explanation, once it has this code; ``prepare`` is called before each try."""
+    def reason(
+        self, name: str, code: str, part: str = "", change: str = "", prepare: Callable[[], object] = lambda: None
+    ) -> dict[str, Any]:
+        """The explanation, once it has this code, ``part`` in its message and a change that starts with ``change``.
+
+        Parts of a message come from objects that the scheduler and the plugins write after the code is known.
+        ``prepare`` is called before each try.
+        """
         found: list[dict[str, Any]] = []
 
         def is_explained() -> bool:
             prepare()
             found.append(self.why(name))
-            return bool(found[-1]["reason"] == code)
+            return (
+                found[-1]["reason"] == code
+                and part in found[-1]["message"]
+                and any(offered["text"].startswith(change) for offered in found[-1]["changes"] or [{"text": ""}])
+            )
 
         try:
-            wait_for(is_explained, SOON_S, f"{name}: {code}")
+            wait_for(is_explained, SOON_S, f"{name}: {code} with {part!r} and {change!r}")
         except DeadlineError as error:
             raise DeadlineError(f"{error}: {found[-1]}") from error
         return found[-1]
 
-    def reason_of_wanted(self, code: str, *requests: dict[str, Any], **pod: Any) -> dict[str, Any]:
-        """The explanation of a new claim ``wanted`` that cannot be allocated.
+    def reason_of_wanted(
+        self, code: str, *requests: dict[str, Any], part: str = "", change: str = "", **pod: Any
+    ) -> dict[str, Any]:
+        """The explanation of a new claim ``wanted`` that cannot be allocated; ``part`` and ``change`` as in ``reason``.
 
         The scheduler may place the pod before its watches bring it what the test has just done. Such a pod is deleted
         and created again.
@@ -117,7 +129,7 @@ class Place:
                 self.delete(*(path for path in reversed(self.paths) if path not in kept))
                 self.ask("wanted", *requests, **pod)
 
-        return self.reason("pod/wanted", code, ask_again_if_placed)
+        return self.reason("pod/wanted", code, part, change, ask_again_if_placed)
 
     def named_in_change(self, name: str) -> list[str]:
         """The claims whose end is said to help."""
