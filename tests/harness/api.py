@@ -9,6 +9,7 @@ from typing import Any
 import urllib3
 
 from driver.errors import ApiError
+from driver.kube.credentials import retries
 
 TIMEOUT_S = 60.0
 MERGE_PATCH = "application/merge-patch+json"
@@ -20,7 +21,7 @@ class Api:
     def __init__(self, server: str, token: str, authority: Path) -> None:
         self._server = server
         self._headers = {"Authorization": f"Bearer {token}"}
-        self._pool = urllib3.PoolManager(ca_certs=str(authority), maxsize=8, retries=False)
+        self._pool = urllib3.PoolManager(ca_certs=str(authority), maxsize=8, retries=retries())
 
     def get(self, path: str) -> dict[str, Any]:
         """The object or list at ``path``."""

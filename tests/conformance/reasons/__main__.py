@@ -48,7 +48,13 @@ def generate(count: int, number: int) -> list[Situation]:
     found: list[Situation] = []
 
     @seed(number)
-    @settings(max_examples=count * 4, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=count * 4,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(situations())
     def gather(there: Situation) -> None:
         if len(found) < count and _reason(there) is not None:
