@@ -28,7 +28,7 @@ GRACE_SECONDS = 1.0
 """Time that the watch of claims may be later than that of pods, and that the scheduler has to bind a pod."""
 
 CREATION_SECONDS = 10.0
-"""Time that kube-controller-manager has to create a claim from a template that exists."""
+"""Time that kube-controller-manager has to create a claim from a template that exists, or may exist."""
 
 FORGET_SECONDS = 60.0
 
@@ -172,7 +172,7 @@ class UnplacedPods:
             f"lacks its claim {claim.name}, which has not been created from the ResourceClaimTemplate {template}: "
             f"{doubt} {question} ({events})"
         )
-        return PodReason(ReasonCode.NO_SUCH_CLAIM, sentence, CREATION_SECONDS if exists else GRACE_SECONDS)
+        return PodReason(ReasonCode.NO_SUCH_CLAIM, sentence, GRACE_SECONDS if is_young else CREATION_SECONDS)
 
     def _template_exists(self, template: Key, lookups: Lookups) -> bool | None:
         may_look_up = self._lookups < MAX_LOOKUPS

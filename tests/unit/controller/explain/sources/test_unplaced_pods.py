@@ -11,7 +11,7 @@ from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Situation as Now
 from controller.explain.sources.lacking_devices import Reasoning
-from controller.explain.sources.unplaced_pods import MAX_GATED, UnplacedPods
+from controller.explain.sources.unplaced_pods import LOOKUP_INTERVAL_SECONDS, MAX_GATED, MAX_LOOKUPS, UnplacedPods
 from driver.kube.types import PAUSED, Key
 from tests.support.clock import FakeClock
 from tests.support.queues import DRIVER, FULL, Situation, node_of, request
@@ -267,3 +267,13 @@ def test_a_paused_plan_is_advised_to_be_continued() -> None:
     [change] = changes_that_help(Reasoning(there.queue), there.waiting())
     command = "kubectl annotate gpunodeplan a gpu.tessera.dev/paused-"
     assert (change.kind, change.text) == ("plan-paused", f"the plan of node a were not paused ({command})")
+
+
+def test_a_pod_whose_template_is_not_looked_up_yet_waits_as_long_as_one_whose_template_exists() -> None:
+    there = Situation(node_of("a"))
+    for number in range(MAX_LOOKUPS + 1):
+        claims = [{"name": "gpu", "resourceClaimTemplateName": f"template-{number}"}]
+        there.pod(f"pod-{number}", resourceClaims=claims, metadata={"creationTimestamp": "2026-11-21T00:16:37Z"})
+    unplaced = UnplacedPods(FakeClock())
+    assert reasons_of_unplaced(there.queue, Answers(True), unplaced) == []
+    assert unplaced.next_s == pytest.approx(LOOKUP_INTERVAL_SECONDS)
