@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import fields
+from itertools import count
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ class EquivalenceClasses:
         self.names = names
         self._known: dict[str, tuple[Gpu, int, tuple[int, ...]]] = {}
         self._numbers: dict[Hashable, int] = {}
+        self._next_number = count()  # unlike the size of a dict never the same for two threads
         self._by_facts: dict[Hashable, tuple[int, ...]] | None = (
             {} if names is not None and not names & UNIQUE else None
         )
@@ -77,7 +79,8 @@ class EquivalenceClasses:
         """The attributes of all devices of a kind follow from the GPU's geometry and capacity and from one device."""
         gpu = entry.gpu
         size = (entry.state.geometry, gpu.memory_bytes, gpu.multiprocessors)
-        return self._numbers.setdefault((example.kind, *size, facts_of(example, self.names)), len(self._numbers))
+        key = (example.kind, *size, facts_of(example, self.names))
+        return self._numbers.setdefault(key, next(self._next_number))
 
 
 UNIQUE = frozenset({"uuid", "parentUUID"})
