@@ -170,19 +170,19 @@ class _Plan:
         nodes = self._queue.nodes_for(pod)
         if only_on is not None:
             nodes = nodes & only_on or nodes
+        budget = self._budgets[pod.metadata.namespace]
         for requirements in self._queue.combinations(pod):
             need = (requirements, nodes)
             if need in self._unmet or not requirements.requests or not self._feasibility.could(*need):
                 continue
-            if _is_one(requirements):
-                places = self._one(*need)
-            else:
-                places = self._several(*need, self._budgets[pod.metadata.namespace])
+            is_one = _is_one(requirements)
+            places = self._one(*need) if is_one else self._several(*need, budget)
             if places:
                 for place in places:
                     self._add(place)
                 return places
-            self._unmet.add(need)
+            if is_one or not budget.is_spent:
+                self._unmet.add(need)
         return []
 
     def fill(self, count: int, stickiness: float) -> None:
@@ -227,7 +227,12 @@ class _Plan:
         return [] if best is None else [best.place]
 
     def _several(self, requirements: ClaimRequirements, nodes: Nodes, budget: Budget) -> list[FleetSpot]:
-        """Places for several devices on one node: published offers if they suffice, and on the fullest such node."""
+        """Places for several devices on one node: published offers if they suffice, and on the fullest such node.
+
+        None, too, once ``budget`` is spent: another namespace may still find some.
+        """
+        if budget.is_spent:
+            return []
         spots_by_gpu: defaultdict[str, list[Spot]] = defaultdict(list)
         for kind in self._published:
             for place in self._with_room(kind):
@@ -244,7 +249,7 @@ class _Plan:
         nodes_left = self._nodes_left[need]
         while nodes_left:
             places = self._on_node(requirements, nodes_left[0], budget)
-            if places:
+            if places or budget.is_spent:
                 return places
             nodes_left.popleft()
         return []

@@ -85,6 +85,10 @@ class Budget:
     def __init__(self, steps: int = FLEET_STEPS) -> None:
         self.left = steps
 
+    @property
+    def is_spent(self) -> bool:
+        return self.left <= 0
+
 
 class _GivenUp(Exception):
     """The search has used all its steps."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from controller.cluster.fleet import Fleet
 from controller.curation.disjoint import DisjointCurator
 from controller.curation.planner import PlannedOffers
+from controller.demand.device_search import Budget
 from driver.model.device import Device
 from driver.model.offer import DeviceKind, Offer, OfferKind, Spot
 from driver.placement.occupancy import GpuState
@@ -229,3 +230,16 @@ def test_published_offers_that_a_gang_would_have_used_serve_the_next_pod() -> No
     there.wants(request(selector=FULL), name="z-alone")
     standing = Offer("a/1", Spot(OfferKind(DeviceKind.FULL)))
     assert planned(there, published=[standing]) == {"z-alone": ["a/1 gpu-1"]}
+
+
+def test_a_tenant_that_has_spent_its_search_keeps_no_other_tenant_from_being_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budgets = iter([Budget(0), Budget()])
+    monkeypatch.setattr("controller.curation.disjoint.Budget", lambda: next(budgets))
+    there = Situation(node_of("a", gpus=2))
+    there.device_class("full", FULL)
+    for namespace in ("greedy", "patient"):
+        there.claim("claim", request("full", count=2), metadata={"namespace": namespace})
+        there.pod("pod", "claim", metadata={"namespace": namespace})
+    assert [*(curated(there).by_claim or {})] == ["patient/claim"]
