@@ -37,7 +37,7 @@ class PlanStore(Protocol):
     """Where the memory outlives the process."""
 
     def load(self) -> PlanMemory | None:
-        """What was saved last; None on a new node."""
+        """What was saved last; None on a new node, or if that cannot be read."""
 
     def save(self, memory: PlanMemory, *, durable: bool) -> None:
         """Save ``memory``. Raises StateError."""
@@ -52,7 +52,10 @@ class PlanFile:
     def load(self) -> PlanMemory | None:
         try:
             return PLAN_FILE.decode(self._path.read_bytes())
-        except (OSError, msgspec.MsgspecError):
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("can't read the plan mode of the last start", extra={"error": f"{self._path}: {error}"})
             return None
 
     def save(self, memory: PlanMemory, *, durable: bool) -> None:
@@ -60,22 +63,24 @@ class PlanFile:
 
 
 class RememberedPlan:
-    """The memory at present. ``is_new``: nothing had been saved when this process started."""
+    """The memory at present. ``is_new``: nothing that can be read had been saved when this process started."""
 
     def __init__(self, store: PlanStore) -> None:
         self._store = store
         saved = store.load()
         self.is_new = saved is None
         self.now = saved or PlanMemory(new_epoch(), PlanMode.STANDALONE)
+        self._is_saved = True
 
     def change(self, *, durable: bool, **fields: Any) -> None:
-        """Change and save these fields. A failure is logged only: the memory of this process stays in force."""
+        """Change and save these fields. A failure is logged, and the next call saves them although nothing differs."""
         changed = msgspec.structs.replace(self.now, **fields)
-        if changed == self.now:
+        if changed == self.now and self._is_saved:
             return
-        self.now = changed
+        self.now, self._is_saved = changed, False
         try:
             self._store.save(changed, durable=durable)
+            self._is_saved = True
         except StateError as error:
             log.error("can't save the plan mode for the next start", extra={"error": str(error)})
 
