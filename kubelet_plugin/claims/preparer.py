@@ -246,11 +246,11 @@ class Preparer:
                 with self._step(NodeStep.CHECK_FREE, claim=name):
                     for item in allocated:
                         if not held.inventory.existing(item.device):
-                            modes[item.device.name] = self._partitions.check_free(item.device)
+                            modes[item.device.gpu.uuid] = self._partitions.check_free(item.device)
                 record = self._new_record(reference, allocated, "preparing")
                 # Unless a partition, MIG mode or a time slice is changed, a power cut leaves nothing to undo.
                 changes_gpu = any(
-                    modes.get(entry.device) or entry.profile or entry.time_slice for entry in record.devices
+                    modes.get(entry.gpu_uuid) or entry.profile or entry.time_slice for entry in record.devices
                 )
                 with self._step(NodeStep.WRITE_INTENT, claim=name):
                     held.checkpoint.put(record, durable=changes_gpu)
@@ -319,17 +319,20 @@ class Preparer:
     ) -> ClaimRecord:
         """Make the partitions, write the CDI spec, write "prepared"; each only if it is not done yet.
 
-        ``mig_modes``: whether the GPUs of devices that were checked just now are in MIG mode, by device.
+        ``mig_modes``: whether GPUs that were checked just now are in MIG mode, by UUID.
         """
         held, repeat = self._held, record.prepared_in_this_boot(self._held.boot)
         entries = {entry.device: entry for entry in record.devices}
+        modes = dict(mig_modes)
         devices: list[CdiDevice] = []
         for item in allocated:
             device, entry = item.device, entries[item.device.name]
             if repeat:
                 partition = self._partitions.verify(device, entry)
             else:
-                partition = self._partitions.make(device, entry, mig_modes.get(device.name))
+                partition = self._partitions.make(device, entry, modes.get(device.gpu.uuid))
+                if device.gpu.uuid in modes:
+                    modes[device.gpu.uuid] = partition is not None
             uuid = device.gpu.uuid if partition is None else str(partition.uuid)
             devices.append(CdiDevice(device.name, uuid, self._partitions.nodes(device.gpu, partition), device.shares))
             entries[device.name] = entry.with_partition(partition)

@@ -188,3 +188,11 @@ def test_a_slow_gpu_does_not_delay_claims_on_the_others(
     answers.set()
     thread.join(60)
     assert [len(node.partitions(gpu)) for gpu in range(4)] == [1, 0, 0, 0]
+
+
+def test_the_partitions_of_one_claim_switch_the_mode_of_their_gpu_once(
+    node: NodeUnderTest, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    node.preparer.prepare(node.api.allocate("two", SMALL, "gpu-0-mig-1g10gb-0"))
+    assert [record.message for record in caplog.records].count("switched MIG mode") == 1
