@@ -216,6 +216,7 @@ TEXTS = {
     Obstacle.CLOSED: "node {} accepted pods again",
     Obstacle.FAULT: "the fault of {} were repaired ({} clears a fault that has gone)",
     Obstacle.CORDONED: "{} were uncordoned ({})",
+    Obstacle.RESERVED: "{} were left to Tessera by the other driver of the node (docs/soundness.md)",
     Obstacle.TAINTED: "{} were deleted, or the request tolerated its taint",
     Obstacle.RESET: "{} had the other MIG mode, which takes a reset",
     Obstacle.DEDICATED: "{} were not kept for other uses (labels of the node, settings of its node plugin)",

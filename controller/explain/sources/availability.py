@@ -32,10 +32,15 @@ class Obstacle(StrEnum):
     CLOSED = "node closed"
     FAULT = "fault"
     CORDONED = "cordoned"
+    RESERVED = "reserved for another driver"
     TAINTED = "tainted"
     RESET = "other MIG mode"
     DEDICATED = "kept for other uses"
     FOREIGN = "partitions of others"
+
+
+OF_FAULT = {FaultKind.CORDONED: Obstacle.CORDONED, FaultKind.RESERVED: Obstacle.RESERVED}
+"""Kinds of faults that are not the GPU's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class SelectedGpu:
 
     ``most`` of them could be allocated at once if nothing were held, ``now`` can be at present; both are 0 on an
     excluded node. ``hindrance``: what keeps it from providing some of the devices; ``obstacle``: the same where it
-    keeps it from all. ``detail`` follows the name of the GPU in brackets.
+    keeps it from all. ``detail`` is what messages have in brackets.
     """
 
     entry: FleetGpu
@@ -218,7 +223,7 @@ def _hindrance(entry: FleetGpu, matches: Matches) -> tuple[Obstacle | None, str]
     if entry.closed:
         return Obstacle.CLOSED, f"its node {entry.closed}"
     if entry.fault is not None:
-        return Obstacle.CORDONED if entry.fault_kind is FaultKind.CORDONED else Obstacle.FAULT, entry.fault
+        return OF_FAULT.get(entry.fault_kind, Obstacle.FAULT), entry.fault
     if entry.tainted:
         return Obstacle.TAINTED, entry.tainted
     missing = {key.type for key in matches.keys} - entry.state.kinds
@@ -233,7 +238,7 @@ def without(entry: FleetGpu, obstacle: Obstacle) -> FleetGpu:
     match obstacle:
         case Obstacle.CLOSED if entry.closed:
             return replace(entry, closed="")
-        case Obstacle.FAULT | Obstacle.CORDONED if entry.fault is not None:
+        case Obstacle.FAULT | Obstacle.CORDONED | Obstacle.RESERVED if entry.fault is not None:
             return replace(entry, fault=None, fault_kind=None)
         case Obstacle.TAINTED if entry.tainted:
             return replace(entry, tainted="")

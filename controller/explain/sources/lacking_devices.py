@@ -164,7 +164,7 @@ class Reasoning:
         if isinstance(alternatives, RefusedRequest):
             return Reason(ReasonCode(alternatives.code), alternatives.sentence, permanent=True)
         for claim, request in queue.matching_held:
-            if claim is pending and (reason := self._selects_nothing(request, pending)) is not None:
+            if claim.key == pending.key and (reason := self._selects_nothing(request, pending)) is not None:
                 return reason
         if not alternatives or queue.found(pending).outcome is not SearchOutcome.NONE:
             return None
@@ -251,11 +251,12 @@ class Reasoning:
 
     def _of_pod(self, pending: PendingClaim) -> Reason:
         """The reason of a claim that can be satisfied alone, but not together with the other claims of its pod."""
-        companions = {companion for pod in pending.pods for companion in self.queue.of_pod(pod)} - {pending}
-        claims, impossible = sorted(companions, key=lambda claim: claim.key), self._pod_is_impossible(pending)
+        companions = {claim.key: claim for pod in pending.pods for claim in self.queue.of_pod(pod)}
+        claims = [claim for key, claim in sorted(companions.items()) if key != pending.key]
+        impossible = self._pod_is_impossible(pending)
         for claim in claims:
             alone = self._alone(claim)
-            if alone is not None and alone.permanent >= impossible:
+            if alone is not None and (alone.permanent or not impossible):
                 return replace(alone, sentence=f"its pod also has the {described(claim)}: {alone.sentence}")
         at = self._feasibility.unheld if impossible else self._feasibility
         others = listed([described(claim) + self._where(claim, at) for claim in claims], 8)

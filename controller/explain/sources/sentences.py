@@ -30,6 +30,7 @@ OF_OBSTACLE = {
     Obstacle.CLOSED: (ReasonCode.CLOSED, "nothing is offered on nodes that are closed"),
     Obstacle.FAULT: (ReasonCode.FAULT, "a fault keeps {} from use"),
     Obstacle.CORDONED: (ReasonCode.CORDONED, "an operator has cordoned {}"),
+    Obstacle.RESERVED: (ReasonCode.DEDICATED, "another driver of the node manages {}"),
     Obstacle.TAINTED: (ReasonCode.TAINTED, "a DeviceTaintRule taints {}, which no request of the claim tolerates"),
     Obstacle.RESET: (ReasonCode.RESET, "a reset must first give {} another MIG mode"),
     Obstacle.DEDICATED: (ReasonCode.DEDICATED, f"the label {DEDICATED_TO} or --shares keeps {{}} for other uses"),

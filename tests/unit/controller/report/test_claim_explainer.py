@@ -8,6 +8,7 @@ import pytest
 
 from controller.report.claim_explainer import Explainer, Explanation
 from driver.kube.types import Pod
+from driver.model.plan import FaultKind
 from tests.support.map_cluster import MapCluster
 from tests.support.queues import ATTRIBUTES, FULL, profile, request
 
@@ -131,3 +132,14 @@ def test_a_selector_that_fails_on_other_devices_must_be_corrected_besides() -> N
     [only] = explained(found, "pod")
     besides = "the fewest possible), and the selectors of request gpu failed on no device"
     assert [each.text.endswith(besides) for each in only.changes] == [True]
+
+
+def test_no_repair_is_proposed_for_a_gpu_of_another_driver() -> None:
+    found = MapCluster().gpu("n", 0, fault="the device plugin of NVIDIA allocates it", fault_kind=FaultKind.RESERVED)
+    found.situation.claim("claim", request(selector=FULL))
+    add_pod(found, "pod")
+    [only] = explained(found, "pod")
+    assert [change.text for change in only.changes if change.kind == "reserved"] == [
+        "gpu-0 of n were left to Tessera by the other driver of the node (docs/soundness.md)"
+    ]
+    assert "fault" not in {change.kind for change in only.changes}

@@ -630,3 +630,24 @@ def test_where_time_is_short_claims_keep_their_last_reason_until_they_have_their
     assert counted(4, 4) == {"0": "3", "1": "4", "2": "2", "3": "4"}
     assert counted(5, 4) == {"0": "3", "1": "4", "2": "5", "3": "4"}
     assert finder.postponed == "default/3"
+
+
+def test_a_pod_with_a_shared_claim_is_told_of_its_other_claims_only() -> None:
+    there = Situation([fleet_gpu("a", 0, H100, "full"), fleet_gpu("b", 0)])
+    there.claim("shared", request(selector=FULL))
+    there.claim("other", request(selector=FULL))
+    there.pod("first", "shared", nodeSelector={"kubernetes.io/hostname": "a"})
+    there.pod("second", "shared", "other", nodeSelector={"kubernetes.io/hostname": "b"})
+    for node in "ab":
+        there.node(node, {"kubernetes.io/hostname": node})
+    [of_shared] = [reason for reason in reasons_of(there.queue) if reason.pending.key == "default/shared"]
+    [(_, of_second)] = of_shared.of_pods
+    assert of_second.code is ReasonCode.NOT_TOGETHER
+    assert "not on one node with what its pod requests besides: claim other (on b);" in of_second.sentence
+
+
+def test_a_gpu_of_another_driver_has_no_fault() -> None:
+    fault = "the device plugin of NVIDIA allocates it"
+    gpu = fleet_gpu("a", 0, fault=fault, fault_kind=FaultKind.RESERVED)
+    there = Situation([gpu]).wants(request(selector=FULL))
+    told(there, ReasonCode.DEDICATED, f"another driver of the node manages it: gpu-0 of a ({fault})")
