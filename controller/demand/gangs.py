@@ -78,8 +78,8 @@ class GangRoom:
         """``pods``: how many are alike."""
         total = 0
         used: set[str] = set()
-        sizes: list[float] = []
-        """Memory slices that each pod takes at least."""
+        by_size: list[tuple[float, int]] = []
+        """Memory slices that a pod takes at least, and how many such pods there are: a tenant sets the number."""
         for (alternatives, nodes), count in pods.items():
             least, most = math.inf, 0
             for requirements in alternatives:
@@ -92,14 +92,16 @@ class GangRoom:
                     if most >= count:
                         break
             total += min(most, count)
-            sizes += [least] * min(most, count)
+            if most:
+                by_size.append((least, min(most, count)))
         free = sum(state.free for node in self._feasibility.nodes for state in self._feasibility.states(node))
         fitting = 0
-        for size in sorted(sizes):
-            free -= size
-            if free < -ROUNDING:
+        for size, count in sorted(by_size):
+            room = int((free + ROUNDING) // size) if size else count
+            free -= min(count, room) * size
+            fitting += min(count, room)
+            if room < count:
                 break
-            fitting += 1
         return Room(min(total, fitting), len(used))
 
     def _on(self, requirements: ClaimRequirements, node: str) -> tuple[int, float]:

@@ -93,6 +93,12 @@ def test_a_gang_that_needs_devices_of_another_driver_only_has_room() -> None:
     assert offered(there) == 1
 
 
+def test_no_number_of_pods_that_a_group_claims_to_need_takes_memory() -> None:
+    theirs = request(selector='device.driver == "nic.example.com"')
+    there = nodes(8).gang("network", theirs, theirs, min_count=2**62).wants(ONE, name="alone")
+    assert offered(there) == 1
+
+
 def test_nodes_for_pods_that_are_still_to_be_created_are_offered_whole() -> None:
     assert offered(nodes(8, 8, 8).gang("training", EIGHT, min_count=3)) == 24
 
