@@ -39,7 +39,10 @@ class Obstacle(StrEnum):
     FOREIGN = "partitions of others"
 
 
-OF_FAULT = {FaultKind.CORDONED: Obstacle.CORDONED, FaultKind.RESERVED: Obstacle.RESERVED}
+OF_FAULT: dict[FaultKind | None, Obstacle] = {
+    FaultKind.CORDONED: Obstacle.CORDONED,
+    FaultKind.RESERVED: Obstacle.RESERVED,
+}
 """Kinds of faults that are not the GPU's own."""
 
 
