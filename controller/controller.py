@@ -1,4 +1,8 @@
-"""The work of the leader: a decision after every change of the cluster, and the pauses between them."""
+"""The work of the leader: a decision after every change of the cluster, and the pauses between them.
+
+All input comes from the API server, and all output goes into the plans: a controller that is killed at any instruction
+is replaced by one that reads the same state.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,32 @@ import gc
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from controller.decision.decision import DECISION_INTERVAL_SECONDS, Decision
+from controller.cluster.cache import ClusterCache
+from controller.decision.choose import ChooseStage
+from controller.decision.explain import ExplainStage
+from controller.decision.read import ReadStage
+from controller.decision.withdraw_and_admit import AdmitStage, WithdrawStage
+from controller.decision.write import WriteStage
+from controller.eviction.overlapping_allocations import OverlapEvictor
+from controller.explain.events import COMPONENT
+from controller.fence.fence import Fence, FenceSettings
+from controller.report.cluster_view import ClusterView
 from controller.settings import ControllerSettings
 from controller.steps import Observer, Step
 from driver.kube.client import KubeClient
+from driver.kube.events import Recorder
 from driver.kube.work_loop import Loop
 from driver.steps import observed, unobserved
 
 if TYPE_CHECKING:
     from controller.metrics import ControllerMetrics
-    from controller.report.cluster_view import ClusterView
+
+DECISION_INTERVAL_SECONDS = 10.0
+"""Longest time between two decisions. The heartbeat is renewed only while decisions are made."""
 
 COALESCE_SECONDS = 0.02
 """Time in which changes are collected: claims come in bursts, which one decision answers."""
@@ -29,7 +46,10 @@ so that the next decision answers more changes with fewer writes."""
 
 
 class Controller:
-    """The work of the leader, for one term."""
+    """The stages of a decision and what they share, for one term of the leader.
+
+    ``last_decision`` is what the last decision was made from, with the reasons it found; None: none has been made yet.
+    """
 
     def __init__(
         self,
@@ -38,28 +58,64 @@ class Controller:
         observer: Observer = unobserved,
         metrics: ControllerMetrics | None = None,
     ) -> None:
+        self.last_decision: ClusterView | None = None
         self._loop = Loop("deciding what to offer", self._turn, COALESCE_SECONDS, give_way=self._rest)
-        self._decision = Decision(client, settings, self._loop.notify, observer, metrics)
         self._observer = observer
         self._decided_at = -math.inf
         self._excess_seconds = 0.0
         """How much longer than ``LONG_DECISION_SECONDS`` the last decision took."""
-        self._is_settled = False
+        wake = self._loop.notify
+        claim_changed = metrics.claim_changed if metrics is not None else None
+        self._cache = ClusterCache(client, settings.driver_name, wake, claim_changed)
+        fence_settings = FenceSettings(
+            settings.settle_s, keep_s=settings.fence_minutes * 60, namespace=settings.namespace
+        )
+        self._fence = Fence(client, self._cache, fence_settings, observer=observer)
+        self._recorder = Recorder(client, COMPONENT, settings.identity)
+        self._read = ReadStage(client, settings, self._cache, wake)
+        self._choose = ChooseStage(settings)
+        self._withdraw = WithdrawStage(self._fence, settings, wake, observer)
+        self._admit = AdmitStage(self._cache, self._fence)
+        evictor = OverlapEvictor(client, self._recorder, settings, metrics)
+        self._write = WriteStage(client, settings, self._cache, evictor, observer)
+        self._explain = ExplainStage(client, settings, self._cache, self._fence, self._recorder, metrics)
+        self._timed = (self._choose, self._admit, self._write, self._explain)
+        """The stages whose result may change by time alone."""
 
-    @property
-    def last_decision(self) -> ClusterView | None:
-        """What the last decision was made from, with the reasons it found; None: none has been made yet."""
-        return self._decision.last
+    def decide(self) -> float | None:
+        """Decide once, and write the plans that changed. Returns seconds until the next decision. Raises ApiError."""
+        if not self._cache.synced:
+            return None
+        seen = self._read.read()
+        offers = self._choose.choose(seen)
+        offers = self._withdraw.withdraw(seen, offers)
+        offers = self._admit.admit(seen, offers)
+        self._write.write(seen, offers)
+        self._cache.acknowledge()
+        self.last_decision = self._explain.explain(seen, offers)
+        self._read.prepare(seen)
+        times = [stage.next_s for stage in self._timed]
+        return min([DECISION_INTERVAL_SECONDS, *(seconds for seconds in times if seconds is not None)])
 
     def run(self, stop: threading.Event) -> None:
         """Lead until ``stop`` is set."""
-        self._decision.start(stop)
-        threading.Thread(target=self._end_at, args=(stop,), daemon=True, name="end-of-term").start()
+        withdrawals, labels, recorder = self._withdraw.withdrawals.loop, self._write.labels.loop, self._recorder
+        for run in (withdrawals.run, labels.run, recorder.run):
+            threading.Thread(target=run, args=(stop,), daemon=True, name="leader-background").start()
+
+        def end() -> None:
+            stop.wait()
+            self._fence.end()  # another controller leads by now: change nothing any more
+            for wake in (withdrawals.notify, labels.notify, recorder.wake, self._loop.notify):
+                wake()
+
+        threading.Thread(target=end, daemon=True, name="end-of-term").start()
+        self._read.start(stop)
         self._loop.run(stop)
 
     def failure(self) -> str | None:
         """Why nodes must not rely on their plans: the caches are out of date, or no decisions are made."""
-        if (stale := self._decision.stale()) is not None:
+        if (stale := self._cache.stale()) is not None:
             return stale
         since = time.monotonic() - self._decided_at
         if since < 2 * DECISION_INTERVAL_SECONDS:
@@ -68,31 +124,20 @@ class Controller:
 
     def unreadable(self) -> Mapping[str, int]:
         """Number of unreadable objects by kind."""
-        return self._decision.unreadable()
-
-    def _end_at(self, stop: threading.Event) -> None:
-        stop.wait()
-        self._decision.end()
-        self._loop.notify()
+        return Counter(about.kind for about, _ in self._cache.unreadable())
 
     def _rest(self, stop: threading.Event) -> None:
         rest = min(REST_FACTOR * self._excess_seconds, MAX_REST_SECONDS)
         stop.wait(max(0.0, self._decided_at + rest - time.monotonic()))
 
     def _turn(self) -> float | None:
-        began = time.monotonic()
-        before = self._decision.last
+        began, before = time.monotonic(), self.last_decision
         with observed(self._observer, Step.DECIDE):
-            again = self._decision.decide()
-        if self._decision.last is not before:
+            again = self.decide()
+        if self.last_decision is not before:
             self._decided_at = time.monotonic()
-            self._settle()
+            if before is None:  # most listed objects stay: the garbage collector need not visit them again and again
+                gc.collect()
+                gc.freeze()
         self._excess_seconds = max(0.0, time.monotonic() - began - LONG_DECISION_SECONDS)
         return again
-
-    def _settle(self) -> None:
-        """Most listed objects stay: the garbage collector need not visit them again and again."""
-        if not self._is_settled:
-            gc.collect()
-            gc.freeze()
-            self._is_settled = True

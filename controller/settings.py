@@ -74,10 +74,6 @@ def _identity() -> str:
     return f"{socket.gethostname()}_{os.getpid()}"
 
 
-PUBLISH_HELD_GPUS, PUBLISH_HELD_GPUS_BEFORE_1_37 = 500, 80
-"""The number of GPUs at which held devices make the scheduler take about 10 ms for a pod (docs/scale.md)."""
-
-
 class ControllerSettings(BaseModel):
     """The settings of ``tessera controller``; field names are the flags' names.
 
@@ -126,15 +122,6 @@ class ControllerSettings(BaseModel):
         if (self.web_tls_cert is None) != (self.web_tls_key is None):
             raise ValueError("--web-tls-cert and --web-tls-key: give both or none")
         return self
-
-    def publish_held_limit(self, minor_version: int | None) -> int | None:
-        """The most GPUs of a cluster whose nodes publish all held devices; None: any number."""
-        if self.publish_held == "always":
-            return None
-        if self.publish_held_gpus is not None:
-            return self.publish_held_gpus
-        is_old = minor_version is not None and minor_version < 37
-        return PUBLISH_HELD_GPUS_BEFORE_1_37 if is_old else PUBLISH_HELD_GPUS
 
 
 def controller_settings(**values: object) -> ControllerSettings:

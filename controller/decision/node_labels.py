@@ -109,11 +109,11 @@ class Write(NamedTuple):
 
 
 class NodeLabels:
-    """Finds Nodes with wrong labels as decisions are made, and writes them in a thread of its own."""
+    """Finds Nodes with wrong labels as decisions are made, and writes them in the thread of ``loop``."""
 
     def __init__(self, client: KubeClient, sets: Sequence[LabelSet]) -> None:
         self._client, self._sets = client, sets
-        self._loop = Loop("writing labels of nodes", self._write_due, COALESCE_SECONDS)
+        self.loop = Loop("writing labels of nodes", self._write_due, COALESCE_SECONDS)
         self._lock = threading.Lock()
         self._nodes: dict[str, Node] = {}
         self._due: dict[tuple[str, str], Write] = {}
@@ -134,15 +134,7 @@ class NodeLabels:
                 self._compare(name, [entry.gpu for entry in fleet.nodes.get(name, ())])
             due = bool(self._due)
         if due:
-            self._loop.notify()
-
-    def run(self, stop: threading.Event) -> None:
-        """Write until ``stop`` is set (then call ``wake``)."""
-        self._loop.run(stop)
-
-    def wake(self) -> None:
-        """Let ``run`` check its stop."""
-        self._loop.notify()
+            self.loop.notify()
 
     def _compare(self, name: str, gpus: Sequence[Gpu]) -> None:
         """The caller holds the lock."""

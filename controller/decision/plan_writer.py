@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from enum import IntEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,8 +33,25 @@ PARALLEL_WRITES = 8
 """One change of the cluster changes several plans, and claims wait for the last of them."""
 
 
-Due = tuple[str, GpuNodePlan | None, str, PlanSpec]
-"""A node, its plan, the uid of its Node, and the spec to be written."""
+class Priority(IntEnum):
+    """Why a plan is written; the first is written first."""
+
+    KEEP = 0
+    """A device that the node is about to withdraw is allocated."""
+    OFFER = 1
+    """A pending claim may depend on the change."""
+    EPOCH = 2
+    LAZY = 3
+
+
+class Due(NamedTuple):
+    """A plan to be written. ``owner`` is the uid of the Node."""
+
+    priority: Priority
+    node: str
+    plan: GpuNodePlan | None
+    owner: str
+    spec: PlanSpec
 
 
 class PlanWriter:
@@ -75,8 +94,7 @@ class PlanWriter:
         if not due:
             return 0
         with ThreadPoolExecutor(min(len(due), PARALLEL_WRITES)) as pool:
-            writes = [pool.submit(self._write, *plan) for plan in due]
-        errors = {node: write.result() for (node, *_), write in zip(due, writes, strict=True)}
+            errors = {write.node: error for write, error in zip(due, pool.map(self._write, due), strict=True)}
         failures = {node: str(error) for node, error in errors.items() if error is not None}
         if failures:
             self._failed |= dict.fromkeys(failures, now + RETRY_INTERVAL_SECONDS)
@@ -105,16 +123,16 @@ class PlanWriter:
             if node in self._failed:
                 continue
             since = before.get(node, now)
-            if plan is None or _is_urgent(plan.spec, spec) or now - since >= LAZY_WRITE_DELAY_SECONDS:
-                due.append((node, plan, owners.get(node, ""), spec))
+            priority = _priority(plan.spec if plan is not None else PlanSpec(), spec)
+            if plan is None or priority < Priority.LAZY or now - since >= LAZY_WRITE_DELAY_SECONDS:
+                due.append(Due(priority, node, plan, owners.get(node, ""), spec))
             else:
                 self._differs_since[node] = since
         self._differ = differ
         if len(due) > MAX_WRITES:
-            due.sort(key=lambda plan: _priority(plan[1], plan[3]))
-            self._differs_since |= dict.fromkeys(
-                (node for node, *_ in due[MAX_WRITES:]), now - LAZY_WRITE_DELAY_SECONDS
-            )
+            due.sort(key=lambda write: write.priority)
+            late = (write.node for write in due[MAX_WRITES:])
+            self._differs_since |= dict.fromkeys(late, now - LAZY_WRITE_DELAY_SECONDS)
         return due[:MAX_WRITES]
 
     @property
@@ -123,8 +141,9 @@ class PlanWriter:
         times = [*(since + LAZY_WRITE_DELAY_SECONDS for since in self._differs_since.values()), *self._failed.values()]
         return max(0.0, min(times) - self._clock()) if times else None
 
-    def _write(self, node: str, plan: GpuNodePlan | None, owner: str, spec: PlanSpec) -> ApiError | None:
+    def _write(self, due: Due) -> ApiError | None:
         """Write one plan, unless it changed meanwhile: another controller may lead by now."""
+        _, node, plan, owner, spec = due
         body = {"spec": {key: value for key, value in msgspec.to_builtins(spec).items() if key not in OPERATORS}}
         with observed(self._observer, Step.WRITE_PLAN):
             try:
@@ -152,23 +171,9 @@ def _is_current(current: PlanSpec, wanted: PlanSpec) -> bool:
     return msgspec.structs.replace(current.decided, withdrawn=()) == msgspec.structs.replace(wanted, withdrawn=())
 
 
-def _is_urgent(current: PlanSpec, wanted: PlanSpec) -> bool:
-    """Whether a pending claim may depend on the change, or the node is about to withdraw an allocated device."""
-    return current.epoch != wanted.epoch or _adds_offers(current, wanted) or _keeps_withdrawn(current, wanted)
-
-
-def _adds_offers(current: PlanSpec, wanted: PlanSpec) -> bool:
-    return not set(wanted.offers) <= set(current.offers)
-
-
-def _keeps_withdrawn(current: PlanSpec, wanted: PlanSpec) -> bool:
-    """Whether a device that the plan withdraws is allocated: the node must keep it."""
-    return not wanted.held_devices.isdisjoint(current.withdrawn)
-
-
-def _priority(current: GpuNodePlan | None, wanted: PlanSpec) -> int:
-    """Sort key: the lowest is written first."""
-    before = current.spec if current is not None else PlanSpec()
-    if _keeps_withdrawn(before, wanted):
-        return 0
-    return 1 if _adds_offers(before, wanted) else 2
+def _priority(current: PlanSpec, wanted: PlanSpec) -> Priority:
+    if not wanted.held_devices.isdisjoint(current.withdrawn):
+        return Priority.KEEP
+    if not set(wanted.offers) <= set(current.offers):
+        return Priority.OFFER
+    return Priority.LAZY if current.epoch == wanted.epoch else Priority.EPOCH

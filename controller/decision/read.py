@@ -93,8 +93,6 @@ class DecisionInput:
 class ReadStage:
     """Keeps what does not change from one decision to the next."""
 
-    next_s = None
-
     def __init__(
         self, client: KubeClient, settings: ControllerSettings, cache: ClusterCache, wake: Callable[[], None]
     ) -> None:

@@ -6,20 +6,21 @@ An unwanted device is fenced before it leaves the slices, and an offer is made o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
+from controller.cluster.fleet import Fleet
 from controller.cluster.published_offers import DeviceIndex
 from controller.decision.choose import ChosenOffers, WaitsFor
-from controller.decision.held_publication import first_offers
 from controller.decision.read import DecisionInput
 from controller.fence.fence import Fence
 from controller.fence.withdrawals import Withdrawals
 from controller.settings import ControllerSettings
 from controller.steps import Observer
 from driver.errors import ApiError
+from driver.kube.types import GpuNodePlan
 from driver.model.offer import Offer
 
 log = logging.getLogger(__name__)
@@ -30,8 +31,6 @@ BLOCKED_RETRY_INTERVAL_SECONDS = 2.0
 
 class WithdrawStage:
     """Hands unwanted devices to the withdrawals, which fence them in a thread of their own."""
-
-    next_s = None
 
     def __init__(
         self, fence: Fence, settings: ControllerSettings, wake: Callable[[], None], observer: Observer
@@ -112,3 +111,14 @@ class AdmitStage:
             views = (view for view in seen.snapshot.views if view.name in nodes)
             nodes = {view.name for view in views if self._cache.held_on(view.pool) != view.held}
         return {offer for offer, node in node_of.items() if node in nodes}
+
+
+def first_offers(offers: Collection[Offer], fleet: Fleet, plans: Mapping[str, GpuNodePlan]) -> dict[Offer, str]:
+    """Those of ``offers``, with their nodes, whose GPUs may be unpublished: plans offer nothing of them so far."""
+    offering = {
+        name: {text.partition("/")[0] for text in plans[name].spec.offers}
+        for name in {fleet.gpus[offer.gpu].node for offer in offers}
+        if name in plans and plans[name].spec.leaves_out_held
+    }
+    nodes = ((offer, fleet.gpus[offer.gpu].node) for offer in offers)
+    return {offer: node for offer, node in nodes if node in offering and offer.gpu not in offering[node]}

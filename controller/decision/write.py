@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from controller.cluster.cache import ClusterCache
 from controller.cluster.claim_index import PoolDevice
+from controller.cluster.fleet import Fleet
+from controller.cluster.node_views import NodeChanges, NodeView
 from controller.decision.choose import ChosenOffers
-from controller.decision.held_publication import HeldPublication
 from controller.decision.node_labels import LABEL_SETS, NodeLabels
-from controller.decision.plan_specs import PlanSpecs
 from controller.decision.plan_writer import PlanWriter
 from controller.decision.read import DecisionInput
 from controller.demand.demand import nodes_matching_held
@@ -21,11 +24,17 @@ from controller.eviction.overlapping_allocations import OverlapEvictor
 from controller.settings import ControllerSettings
 from controller.steps import Observer
 from driver.kube.client import KubeClient
-from driver.kube.work_loop import soonest
+from driver.kube.types import GpuNodePlan
 from driver.model.offer import Offer
-from driver.model.plan import OfferMode
+from driver.model.plan import MODE_SPREAD_SECONDS, OfferMode, PlanSpec, PublishHeld
 
 log = logging.getLogger(__name__)
+
+PUBLISH_HELD_GPUS, PUBLISH_HELD_GPUS_BEFORE_1_37 = 500, 80
+"""The number of GPUs at which held devices make the scheduler take about 10 ms for a pod (docs/scale.md)."""
+
+RETURN_SHARE = 0.8
+"""A cluster near the limit of GPUs must not change to and fro as nodes come and go."""
 
 
 class Asked(NamedTuple):
@@ -71,16 +80,17 @@ class WriteStage:
             return
         self._asked = None
         self._write_plans(seen, offers, matching_held)
-        changed = seen.snapshot.changed
-        self.labels.update(changed, seen.fleet)
-        self._evictor.update(seen.snapshot.cluster.claims, seen.fleet, changed.names)
+        if not seen.is_same_cluster:
+            self.labels.update(seen.snapshot.changed, seen.fleet)
+        self._evictor.update(seen.snapshot.cluster.claims, seen.fleet, seen.snapshot.changed.names)
         self._asked = asked
-        seconds = soonest(self._held_publication.next_s, self._writer.next_s, self._evictor.next_s)
-        self._due_at = math.inf if seconds is None else time.monotonic() + seconds
+        times = (self._held_publication.next_s, self._writer.next_s, self._evictor.next_s)
+        seconds = min((seconds for seconds in times if seconds is not None), default=math.inf)
+        self._due_at = time.monotonic() + seconds
 
     def _write_plans(self, seen: DecisionInput, offers: ChosenOffers, matching_held: Nodes) -> None:
         plans, views, changed = seen.snapshot.plans, seen.snapshot.views, seen.snapshot.changed
-        most_gpus = self._settings.publish_held_limit(seen.minor_version)
+        most_gpus = publish_held_limit(self._settings, seen.minor_version)
         publish_held = self._held_publication.decide(
             len(seen.fleet.gpus), most_gpus, plans, seen.nodes.names, matching_held
         )
@@ -93,3 +103,147 @@ class WriteStage:
             elapsed = (time.perf_counter() - seen.began) * 1000
             offered = len(offers.planned.offers)
             log.info("wrote plans", extra={"plans": written, "offers": offered, "ms": f"{elapsed:.0f}"})
+
+
+def publish_held_limit(settings: ControllerSettings, minor_version: int | None) -> int | None:
+    """The most GPUs of a cluster whose nodes publish all held devices; None: any number."""
+    if settings.publish_held == "always":
+        return None
+    if settings.publish_held_gpus is not None:
+        return settings.publish_held_gpus
+    is_old = minor_version is not None and minor_version < 37
+    return PUBLISH_HELD_GPUS_BEFORE_1_37 if is_old else PUBLISH_HELD_GPUS
+
+
+class HeldPublication:
+    """Which nodes publish the held devices of GPUs without offers.
+
+    A node changes at a random moment of ``MODE_SPREAD_SECONDS``: each slice update wakes every pending pod.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, spread: Callable[[], float] = random.random
+    ) -> None:
+        self._clock = clock
+        self._spread = spread
+        self._modes: dict[str, PublishHeld] = {}
+        self._due: dict[str, float] = {}
+        """When nodes change to the other mode."""
+
+    def decide(
+        self,
+        gpus: int,
+        most_gpus: int | None,
+        plans: Mapping[str, GpuNodePlan],
+        nodes: Collection[str],
+        requested: Collection[str],
+    ) -> Mapping[str, PublishHeld]:
+        """The mode of each of ``nodes``; ``requested`` are those whose held devices a pending claim matches.
+
+        ``most_gpus``: as ``publish_held_limit``; in larger clusters no node publishes them. A new leader starts from
+        the modes in ``plans``. The cluster returns to ALWAYS only when clearly fewer GPUs are left.
+        """
+        now = self._clock()
+        stored = {name: plan.spec.publish_held for name, plan in plans.items()}
+        limit = RETURN_SHARE if PublishHeld.BESIDE_OFFERS in stored.values() else 1
+        is_small = most_gpus is None or gpus <= most_gpus * limit
+        of_cluster = PublishHeld.ALWAYS if is_small else PublishHeld.BESIDE_OFFERS
+        modes = {name: self._modes.get(name) or stored.get(name, of_cluster) for name in nodes}
+        self._modes = modes | {name: PublishHeld.ALWAYS for name in requested if name in modes}
+        differing = {name for name, mode in self._modes.items() if mode is not of_cluster} - {*requested}
+        self._due = {name: self._due.get(name) or now + MODE_SPREAD_SECONDS * self._spread() for name in differing}
+        for name in [name for name, due in self._due.items() if due <= now]:
+            self._modes[name] = of_cluster
+            del self._due[name]
+        return self._modes
+
+    @property
+    def next_s(self) -> float | None:
+        """Seconds until the next node changes; None: none is due."""
+        return max(0.0, min(self._due.values()) - self._clock()) if self._due else None
+
+
+class PlanSpecs:
+    """The spec of each node's plan, brought up to date at every decision for the nodes that it concerns (pure).
+
+    ``owners`` are the uids of the Nodes. ``changed`` are nodes whose spec is another than when ``changed`` was cleared.
+    """
+
+    def __init__(self) -> None:
+        self.specs: dict[str, PlanSpec] = {}
+        self.owners: dict[str, str] = {}
+        self.changed: set[str] = set()
+        self._views: dict[str, NodeView] = {}
+        self._node_of_pool: dict[str, str] = {}
+        self._dedicated: set[str] = set()
+        """Nodes with a use for single GPUs: their specs depend on the fleet, too."""
+        self._special: set[str] = set()
+        """Nodes that had offers or withdrawn devices last time."""
+        self._publish_held: Mapping[str, PublishHeld] = {}
+        self._offer_mode = OfferMode.COUNTERS
+
+    def update(
+        self,
+        views: Sequence[NodeView],
+        changes: NodeChanges,
+        fleet: Fleet,
+        offers: Collection[Offer],
+        withdrawn: Collection[PoolDevice],
+        publish_held: Mapping[str, PublishHeld],
+        offer_mode: OfferMode = OfferMode.COUNTERS,
+        listed: Collection[Offer] = (),
+    ) -> Mapping[str, PlanSpec]:
+        """The specs by node, given what is to be offered and withdrawn, and what each node does with held devices.
+
+        ``listed`` are to be published whether they are offered or not.
+        """
+        offers_of, listed_of = _by_node(fleet, offers), _by_node(fleet, listed)
+        withdrawn_of: dict[str, list[str]] = defaultdict(list)
+        for device in withdrawn:
+            withdrawn_of[device.pool].append(device.device)
+        renewed = self._take_over(views, changes)
+        nodes_of_withdrawn = {self._node_of_pool[pool] for pool in withdrawn_of if pool in self._node_of_pool}
+        special = offers_of.keys() | listed_of.keys() | self._dedicated | nodes_of_withdrawn
+        turned = {name for name, held in publish_held.items() if self._publish_held.get(name) is not held}
+        if offer_mode is not self._offer_mode:
+            turned = {*self._views}
+        self._publish_held, self._offer_mode = dict(publish_held), offer_mode
+        for name in renewed | ((self._special | turned) & self._views.keys()) | special:
+            view = self._views[name]
+            uses = view.dedication.gpus
+            spec = PlanSpec(
+                epoch=view.status.epoch,
+                held=tuple(sorted(map(str, view.held.values()))),
+                offers=tuple(sorted(map(str, offers_of.get(name, ())))),
+                listed=tuple(sorted(map(str, listed_of.get(name, ())))),
+                withdrawn=tuple(sorted(withdrawn_of.get(view.pool, ()))),
+                publish_held=publish_held[name],
+                offer_mode=offer_mode,
+                dedicated_to=view.dedication.node,
+                dedicated_gpus=tuple(
+                    f"{gpu.gpu.uuid}={uses[gpu.number]}" for gpu in fleet.nodes.get(name, ()) if gpu.number in uses
+                ),
+            )
+            if spec != self.specs.get(name):  # an equal one stays the same object
+                self.specs[name] = spec
+                self.changed.add(name)
+        self._special = special
+        return self.specs
+
+    def _take_over(self, views: Sequence[NodeView], changes: NodeChanges) -> set[str]:
+        """Returns the nodes whose views are new."""
+        renewed = changes.views
+        if changes.membership:
+            self.specs, self.owners, self._views, self._node_of_pool, self._dedicated = {}, {}, {}, {}, set()
+            renewed = views
+        for view in renewed:
+            self._views[view.name], self._node_of_pool[view.pool], self.owners[view.name] = view, view.name, view.uid
+            (self._dedicated.add if view.dedication.gpus else self._dedicated.discard)(view.name)
+        return {view.name for view in renewed}
+
+
+def _by_node(fleet: Fleet, offers: Iterable[Offer]) -> dict[str, list[Offer]]:
+    by_node: dict[str, list[Offer]] = defaultdict(list)
+    for offer in offers:
+        by_node[fleet.gpus[offer.gpu].node].append(offer)
+    return by_node

@@ -24,7 +24,7 @@ URGENT_COALESCE_SECONDS = 0.02
 
 
 class Withdrawals:
-    """Thread-safe. ``on_change`` is called when a device may be withdrawn; it must return quickly.
+    """Thread-safe; ``loop`` fences. ``on_change`` is called when a device may be withdrawn; it must return quickly.
 
     An unwanted device first stays published for ``linger_s``. Its taint prevents new decisions meanwhile, and earlier
     ones are written, so that the fence hardly ever refuses one; and most devices are wanted again by then, or are
@@ -49,15 +49,7 @@ class Withdrawals:
         self._urgent: set[PoolDevice] = set()
         self._batch: set[PoolDevice] = set()
         self._withdrawn: set[PoolDevice] = set()
-        self._loop = Loop("withdrawing offers", self._take_back, URGENT_COALESCE_SECONDS)
-
-    def run(self, stop: threading.Event) -> None:
-        """Withdraw until ``stop`` is set (then call ``wake``)."""
-        self._loop.run(stop)
-
-    def wake(self) -> None:
-        """Let ``run`` check its stop."""
-        self._loop.notify()
+        self.loop = Loop("withdrawing offers", self._take_back, URGENT_COALESCE_SECONDS)
 
     def decide(
         self,
@@ -82,7 +74,7 @@ class Withdrawals:
             todo, withdrawn = bool(unwanted), frozenset(self._withdrawn)
             at_once = not self._urgent <= self._batch
         if todo:
-            self._loop.notify_within(0.0 if at_once else COALESCE_SECONDS)
+            self.loop.notify_within(0.0 if at_once else COALESCE_SECONDS)
         return withdrawn
 
     def _take_back(self) -> float | None:

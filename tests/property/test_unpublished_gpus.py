@@ -24,8 +24,8 @@ from controller.cluster.claim_index import ClaimIndex, PoolDevice
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import NodeView, NodeViews
 from controller.cluster.published_offers import DeviceIndex
-from controller.decision.held_publication import HeldPublication, first_offers
-from controller.decision.plan_specs import PlanSpecs
+from controller.decision.withdraw_and_admit import first_offers
+from controller.decision.write import HeldPublication, PlanSpecs
 from driver.kube.slice_types import ResourceSlice
 from driver.kube.types import (
     Allocation,

@@ -46,13 +46,13 @@ class SettledCluster(Recorded):
         plans = [plan for page in pages for plan in msgspec.json.decode(page.read_bytes())["items"]]
         self._plans: dict[str, Object] = {plan["metadata"]["name"]: plan for plan in plans}
         self._written: set[str] = set()
-        self._decision = Controller(self, ControllerSettings())._decision  # type: ignore[arg-type]
-        self._cache = self._decision._cache
+        self._controller = Controller(self, ControllerSettings())  # type: ignore[arg-type]
+        self._cache = self._controller._cache
         self._cache.load()
         wait_for(self._is_settled, SETTLED_S, "all plans are written and published")
 
     def decide(self) -> None:
-        self._decision.decide()
+        self._controller.decide()
 
     def add(self, name: str, device_class: str, count: int) -> None:
         """Add a pending claim and its pod."""
@@ -85,7 +85,7 @@ class SettledCluster(Recorded):
         self.decide()
         self._publish()
         self.decide()
-        return not self._written and self._decision._write.next_s is None
+        return not self._written and self._controller._write.next_s is None
 
     def _publish(self) -> None:
         """The nodes publish what the plans offer that were written."""

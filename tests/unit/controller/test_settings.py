@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from controller.decision.write import publish_held_limit
 from controller.settings import controller_settings
 from driver.errors import UsageError
 from driver.simulator.products import find_product, product_names
@@ -45,4 +46,4 @@ def test_every_profile_of_a_known_product_can_have_a_weight() -> None:
 def test_the_limit_of_auto_is_the_given_one_or_that_of_the_version(
     given: int | None, minor: int | None, most: int
 ) -> None:
-    assert controller_settings(publish_held_gpus=given).publish_held_limit(minor) == most
+    assert publish_held_limit(controller_settings(publish_held_gpus=given), minor) == most

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.decision.decision import DECISION_INTERVAL_SECONDS
+from controller.controller import DECISION_INTERVAL_SECONDS
 from driver.kube.controller_heartbeat import SILENCE_TIMEOUT_SECONDS
 from driver.kube.work_loop import soonest
 from tests.trace.decision import CASES, SettledCluster

@@ -10,7 +10,8 @@ import pytest
 
 from controller.cluster.claim_index import PoolDevice
 from controller.curation.offer_mode import decide_offer_mode
-from controller.decision.held_publication import HeldPublication, first_offers
+from controller.decision.withdraw_and_admit import first_offers
+from controller.decision.write import HeldPublication
 from driver.kube.types import GpuNodePlan, PlanMetadata
 from driver.model.offer import Offer
 from driver.model.plan import COUNTERS_FIELD, OfferMode, PlanSpec, PublishHeld

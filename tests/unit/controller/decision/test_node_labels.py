@@ -78,11 +78,11 @@ class Cluster:
         self.api, self.fleet, self.nodes = Api(), Fleet(), dict[str, Node]()
         self.labels = NodeLabels(self.api, sets)
         self._stop = threading.Event()
-        threading.Thread(target=self.labels.run, args=(self._stop,), daemon=True).start()
+        threading.Thread(target=self.labels.loop.run, args=(self._stop,), daemon=True).start()
 
     def end(self) -> None:
         self._stop.set()
-        self.labels.wake()
+        self.labels.loop.notify()
 
     def has(self, name: str, labels: Mapping[str, str], gpus: list[Gpu] | None = None) -> None:
         """The Node is seen with these labels, and its report with these GPUs."""

@@ -15,8 +15,8 @@ from controller.cluster.dedication import Dedication
 from controller.cluster.fleet_builder import FleetBuilder
 from controller.cluster.node_views import NodeView
 from controller.cluster.published_offers import DeviceIndex
-from controller.decision.plan_specs import PlanSpecs
 from controller.decision.plan_writer import LAZY_WRITE_DELAY_SECONDS, MAX_WRITES, RETRY_INTERVAL_SECONDS, PlanWriter
+from controller.decision.write import PlanSpecs
 from driver.kube.client import Object
 from driver.kube.types import PAUSED, GpuNodePlan, PlanMetadata
 from driver.model.offer import Offer

@@ -430,7 +430,7 @@ def test_an_offer_wanted_again_and_not_again_while_it_is_taken_back_is_withdrawn
     fence = Fence(api.server.client(), claims, AT_ONCE, observer=observer)
     withdrawals = Withdrawals(fence, lambda: None, 1.0, count().__next__, observer)
     withdrawals.decide([A, B], {A, B}.__contains__)
-    with in_thread(withdrawals.run, withdrawals.wake):
+    with in_thread(withdrawals.loop.run, withdrawals.loop.notify):
         eventually(lambda: withdrawals.decide([A, B], {A, B}.__contains__), "it is withdrawn")
         assert changed_its_mind.is_set()
         assert A in fence.fenced

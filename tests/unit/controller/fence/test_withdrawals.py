@@ -36,8 +36,8 @@ class Taking:
         """Time passes, and the work that is due is done."""
         self.now += seconds
         before = self.changes
-        with in_thread(self.withdrawals.run, self.withdrawals.wake):
-            self.withdrawals.wake()
+        with in_thread(self.withdrawals.loop.run, self.withdrawals.loop.notify):
+            self.withdrawals.loop.notify()
             eventually(lambda: self.changes > before, "it was taken back")
 
 
