@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from controller.cluster.claim_index import PoolDevice
@@ -98,6 +98,11 @@ class DeviceIndex:
         if not self._leaving:
             return possible
         return {offer for offer in possible if self._leaving.isdisjoint(self.of([offer]))}
+
+    def allocatable(self, fenced: Container[PoolDevice]) -> dict[Offer, PoolDevice]:
+        """The ``offered`` devices without ``fenced`` ones."""
+        devices = ((offer, self.free[offer]) for offer in self.offered)
+        return {offer: device for offer, device in devices if device not in fenced}
 
     def leaving(self, plans: Mapping[str, GpuNodePlan]) -> frozenset[PoolDevice]:
         """The published devices that ``plans`` let nodes remove."""

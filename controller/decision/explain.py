@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from controller.cluster.cache import ClusterCache
@@ -54,7 +54,8 @@ class ExplainStage:
     ) -> None:
         self._client, self._settings, self._cache, self._fence, self._metrics = client, settings, cache, fence, metrics
         self._events = EventReporter(recorder)
-        self._is_first, self._has_adopted = True, False
+        self._explained = 0
+        """The number of decisions that have been explained."""
         self._workload_reasons = WorkloadReasons()
         self._finder = ReasonFinder(settings.unused_s, Clock(), EXPLAIN_SECONDS)
         self._lookups = ApiLookups(client)
@@ -68,7 +69,10 @@ class ExplainStage:
         if not seen.is_same_cluster:
             self._events.labels(seen.snapshot.cluster.nodes, seen.snapshot.changed.nodes, seen.fleet)
         self._events.unreadable(self._cache.unreadable())
-        reasons = self._explain_claims(self._situation(seen, offers))
+        self._explained += 1
+        if self._explained == 2:  # nodes and pods wait for the first decision
+            self._events.adopt(written_events(self._client))
+        reasons = self._events.claims(self._finder.find(self._situation(seen, offers)), seen.queue)
         if self._metrics is not None:
             codes = {key: reason.code.value for key, reason in reasons.items()}
             self._metrics.decision_made(seen.queue, seen.fleet, offers.wanted, codes, seen.snapshot.changed.names)
@@ -81,40 +85,16 @@ class ExplainStage:
         if offers.planned.by_claim is not None:
             obstructed = offers.waiting_for(WaitsFor.OVERLAPPING_DEVICES)
             plan = DisjointPlan(offers.planned.by_claim, obstructed, self._settings.settle_s)
-        devices = seen.devices
-        offered = {offer: devices.free[offer] for offer in devices.offered}
         return Situation(
             queue=seen.queue,
-            offered=offered,
-            fenced=frozenset(device for device in offered.values() if device in self._fence.fenced),
-            unpublished=devices.unpublished(seen.snapshot.plans),
+            offered=seen.devices.allocatable(self._fence.fenced),
+            unpublished=seen.devices.unpublished(seen.snapshot.plans),
             silent=seen.nodes.silent,
             refusing=seen.nodes.refusing,
             unreported=seen.unreported,
             plan=plan,
             lookups=self._lookups,
         )
-
-    def _explain_claims(self, situation: Situation) -> Mapping[str, ClaimReason]:
-        """Report why claims are pending, each as soon as that is found. Returns the reasons by key of the claim."""
-        self._adopt()
-        reasons: dict[str, ClaimReason] = {}
-        self._events.claims(_noted(self._finder.find(situation), reasons), situation.queue)
-        return reasons
-
-    def _adopt(self) -> None:
-        """Take over the Events of the previous leader; not in the first decision, for which nodes and pods wait."""
-        if not self._is_first and not self._has_adopted:
-            self._events.adopt(written_events(self._client))
-            self._has_adopted = True
-        self._is_first = False
-
-
-def _noted(found: Iterable[ClaimReason], reasons: dict[str, ClaimReason]) -> Iterator[ClaimReason]:
-    """Each reason as soon as it is found; it is added to ``reasons`` by key of the claim."""
-    for reason in found:
-        reasons[reason.pending.key] = reason
-        yield reason
 
 
 class WorkloadReasons:

@@ -114,16 +114,18 @@ class EventReporter:
                 reported[key] = replace(before, claim=Claim(metadata))
         self._reported = {**reported, **self._reported}
 
-    def claims(self, reasons: Iterable[ClaimReason], queue: Queue) -> None:
+    def claims(self, reasons: Iterable[ClaimReason], queue: Queue) -> dict[str, ClaimReason]:
         """One Event for each claim and for its pods, which always has the present reason; the last one is Allocated.
 
         A claim that is not created yet has those of its pod only. The reason of a gang is an Event of its PodGroup.
-        That a claim waits is reported if it had another reason before.
+        That a claim waits is reported if it had another reason before. Returns the reasons by key of the claim.
         """
         groups: set[Key] = set()
         current: dict[str, PendingClaim] = {}
+        by_claim: dict[str, ClaimReason] = {}
         for reason in reasons:
             pending, group = reason.pending, reason.group
+            by_claim[pending.key] = reason
             if reason.code is ReasonCode.WAITS and pending.key not in self._reported:
                 continue
             if group is not None and group.key not in groups:
@@ -141,6 +143,7 @@ class EventReporter:
             elif key not in current:
                 self._end(before, queue)
         self._reported = current
+        return by_claim
 
     def _end(self, before: PendingClaim, queue: Queue) -> None:
         """The last Event of a claim that is not pending any more; none if it is gone."""

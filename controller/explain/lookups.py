@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from controller.explain.situation import Lookups
 from driver.errors import ApiError
 from driver.kube.client import KubeClient
 from driver.kube.reads import RESOURCE_GROUP, DevicesByNode, read_all
@@ -18,14 +19,13 @@ class EventMessage(Struct, frozen=True):
     last_timestamp: str | None = None
 
 
-class ApiLookups:
+class ApiLookups(Lookups):
     """Lookups at the API server; what this account may not read is not known."""
 
     def __init__(self, client: KubeClient) -> None:
         self._client = client
 
     def template_exists(self, template: Key) -> bool | None:
-        """Whether there is such a ResourceClaimTemplate."""
         path = f"{RESOURCE_GROUP}/namespaces/{template.namespace}/resourceclaimtemplates/{template.name}"
         try:
             return self._client.find(path) is not None
@@ -43,7 +43,6 @@ class ApiLookups:
         return max(events, key=lambda event: event.last_timestamp or "").message if events else None
 
     def devices_of(self, driver: str) -> DevicesByNode | None:
-        """The devices that ``driver`` publishes."""
         devices: dict[str, set[tuple[str, str]]] = {}
         of_driver = {"fieldSelector": f"spec.driver={driver}"}
         try:

@@ -7,7 +7,7 @@ these sources that knows a reason has the last word:
 2. ``lacking_devices``: no free device satisfies the claim, or its gang lacks devices. No offer helps either.
 3. ``waiting_gangs``: enough is free, but the scheduler tries no pod of the gang before the missing ones exist.
 4. ``pending_despite_offers``: devices that would do are offered, or should be, and the scheduler does not take them.
-5. ``reason_of_disjoint``, ``waits``: enough is free, but not offered for this claim yet; or nothing is in the way.
+5. ``reason_of_disjoint``, ``_awaited``: enough is free, but not offered for this claim yet; or nothing is in the way.
 
 Permanent reasons come from 1 and 2, so a claim keeps its reason while others come and go; each later source presumes
 that the ones before had nothing to say.
@@ -141,8 +141,9 @@ class _Sources:
             or self.incomplete.get(pending.key)
             or self.despite_offers.reason(pending)
             or (None if plan is None else reason_of_disjoint(pending, situation.queue, plan))
-            or (waits(pending, situation) if situation.queue.requirements(pending) != () else None)
         )
+        if reason is None and situation.queue.requirements(pending) != ():
+            reason = ClaimReason(pending, ReasonCode.WAITS, _awaited(pending, situation))
         return None if reason is None else reason._replace(found_at=now)
 
 
@@ -166,12 +167,8 @@ def _changed(queue: Queue, offer: Offer) -> str:
     return f"gpu-{gpu.number} of node {gpu.node} is changed to offer {kind}"
 
 
-def waits(pending: PendingClaim, situation: Situation) -> ClaimReason:
-    """Of a claim that nothing is known to keep pending."""
-    return ClaimReason(pending, ReasonCode.WAITS, _awaited(pending, situation))
-
-
 def _awaited(pending: PendingClaim, situation: Situation) -> str:
+    """The sentence for a claim that nothing is known to keep pending."""
     outcome, silent = situation.queue.found(pending).outcome, situation.controller_silent
     if outcome is SearchOutcome.NONE:
         nodes = situation.unreported.nodes

@@ -6,10 +6,8 @@ know, and ``controller.explain.pipeline`` finds the reasons in it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Protocol
 
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
@@ -19,8 +17,8 @@ from driver.kube.types import Key, Pod
 from driver.model.offer import Offer
 
 
-class Lookups(Protocol):
-    """What single reasons need and no cache has; None: it can not be read."""
+class Lookups:
+    """What single reasons need and no cache has; None: not known. These know nothing, as of an imagined cluster."""
 
     def template_exists(self, template: Key) -> bool | None:
         """Whether there is such a ResourceClaimTemplate."""
@@ -30,19 +28,6 @@ class Lookups(Protocol):
 
     def devices_of(self, driver: str) -> DevicesByNode | None:
         """The devices that another driver publishes."""
-
-
-class NoLookups:
-    """For a cluster that is only imagined."""
-
-    def template_exists(self, template: Key) -> bool | None:
-        return None
-
-    def creation_failure(self, pod: Pod) -> str | None:
-        return None
-
-    def devices_of(self, driver: str) -> DevicesByNode | None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -64,8 +49,8 @@ class Situation:
     """One moment of the cluster.
 
     queue               the pending claims and the fleet
-    offered             the published devices that new claims can be allocated
-    fenced              published devices that the API server does not let be allocated; None: not known
+    offered             the published devices that new claims can be allocated, without those known to be fenced
+    is_fence_known      whether it is known what the API server does not let be allocated
     unpublished         offers of plans that nodes follow and do not publish yet
     silent              nodes that publish nothing that the scheduler takes, and why
     refusing            nodes that do not publish all offers of their plans, and why
@@ -77,19 +62,11 @@ class Situation:
 
     queue: Queue
     offered: Mapping[Offer, PoolDevice] = field(default_factory=dict)
-    fenced: Container[PoolDevice] | None = frozenset()
+    is_fence_known: bool = True
     unpublished: Collection[Offer] = ()
     silent: Mapping[str, str] = field(default_factory=dict)
     refusing: Mapping[str, str] = field(default_factory=dict)
     unreported: UnreportedNodes = ALL_REPORTED
     plan: DisjointPlan | None = None
     controller_silent: float | None = None
-    lookups: Lookups = field(default_factory=NoLookups)
-
-    @cached_property
-    def allocatable(self) -> Mapping[Offer, PoolDevice]:
-        """The offered devices that are not known to be fenced."""
-        fenced = self.fenced
-        if fenced is None:
-            return self.offered
-        return {offer: device for offer, device in self.offered.items() if device not in fenced}
+    lookups: Lookups = field(default_factory=Lookups)

@@ -53,7 +53,7 @@ class FencedDevices:
         with self._lock:
             self._load()
 
-    def __contains__(self, device: PoolDevice) -> bool:
+    def __contains__(self, device: object) -> bool:
         # Without the lock, which is held over requests: every decision asks this of every offer.
         return device in self._since
 

@@ -7,11 +7,10 @@ API server, and compute what they can not read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Protocol
 
 from controller.cluster.cache import ClusterCache, Snapshot
 from controller.cluster.claim_index import PoolDevice
@@ -26,7 +25,7 @@ from controller.demand.pending_claims import Queue
 from controller.explain.lookups import ApiLookups
 from controller.explain.pipeline import reasons_in
 from controller.explain.reason import ClaimReason
-from controller.explain.situation import DisjointPlan, Lookups, NoLookups, Situation
+from controller.explain.situation import DisjointPlan, Lookups, Situation
 from controller.explain.sources.lacking_devices import Reasoning
 from controller.fence.configmap import read_fenced
 from driver.clock import Clock
@@ -58,7 +57,7 @@ class ClusterView:
     queue: Queue
     stale: str | None = None
     decided: Mapping[str, ClaimReason] | None = None
-    reads: MoreReads | None = None
+    reads: ClusterReads | None = None
 
     @classmethod
     def of_decision(
@@ -91,17 +90,18 @@ class ClusterView:
         """What can be read of the situation; fence and heartbeat are read if they may matter."""
         devices, snapshot, reads = self.devices, self.snapshot, self.reads
         asked = reads if self.queue.pending else None
+        fenced = frozenset[PoolDevice]() if asked is None else asked.fenced()
         return Situation(
             queue=self.queue,
-            offered={offer: devices.free[offer] for offer in devices.offered},
-            fenced=frozenset() if asked is None else asked.fenced(),
+            offered=devices.allocatable(fenced or ()),
+            is_fence_known=fenced is not None,
             unpublished=devices.unpublished(snapshot.plans),
             silent=silent_nodes(snapshot.views, snapshot.incomplete),
             refusing=refusing_nodes(snapshot.views),
             unreported=unreported_nodes(snapshot, Clock()),
             plan=self._plan(),
             controller_silent=None if asked is None else asked.controller_silent(),
-            lookups=NoLookups() if reads is None else reads,
+            lookups=reads or Lookups(),
         )
 
     def _plan(self) -> DisjointPlan | None:
@@ -125,18 +125,8 @@ def unreported_nodes(snapshot: Snapshot, clock: Clock) -> UnreportedNodes:
     return UnreportedNodes(names, any(age < REPORT_TIMEOUT_SECONDS for age in ages))
 
 
-class MoreReads(Lookups, Protocol):
-    """What a view reads in addition to the objects in its snapshot, if it needs that."""
-
-    def fenced(self) -> frozenset[PoolDevice] | None:
-        """The fenced devices; None: not known."""
-
-    def controller_silent(self) -> float | None:
-        """Seconds since the last heartbeat of a controller that is silent; None: it is not, or unknown."""
-
-
 class ClusterReads(ApiLookups):
-    """Reads at the API server."""
+    """What a view reads in addition to the objects in its snapshot, if it needs that."""
 
     def __init__(self, client: KubeClient, namespace: str | None) -> None:
         """``namespace``: that of this controller, a standby of the leader; None: found by the heartbeat."""
@@ -153,33 +143,46 @@ class ClusterReads(ApiLookups):
         return None if namespace is None else read_fenced(self._client, namespace)
 
     def controller_silent(self) -> float | None:
-        """Seconds since the last heartbeat of a controller that is silent; a standby takes over before that."""
+        """Seconds since the last heartbeat of a controller that is silent; None: it is not, or unknown.
+
+        A standby takes over before that.
+        """
         return None if self._heartbeat is None else self._heartbeat.silent_seconds
 
 
 class ViewMaker:
     """Makes views of a cache; what did not change between two views is neither compiled nor built again."""
 
-    def __init__(self, client: KubeClient, cache: ClusterCache, driver: str, namespace: str | None = None) -> None:
-        """``namespace``: as for ClusterReads."""
-        self._client, self._cache, self._namespace = client, cache, namespace
+    def __init__(self, client: KubeClient, driver: str, wake: Callable[[], None], namespace: str | None = None) -> None:
+        """Reads the cluster; raises as ``read_cluster``. ``namespace``: as for ClusterReads."""
+        self._client, self._namespace = client, namespace
         self._builder, self._devices, self._matching = FleetBuilder(), DeviceIndex(), Matching(driver)
+        self.cache = ClusterCache(client, driver, wake)
+        try:
+            self.cache.load()
+        except ApiError as error:
+            if error.status == FORBIDDEN:
+                raise FatalError(f"this account may not read what is needed: {error}") from error
+            if error.status == NOT_FOUND:
+                missing = "Tessera's CustomResourceDefinition is not installed (docs/install.md)"
+                raise FatalError(f"{missing}: {error}") from error
+            raise
+        except MALFORMED as error:
+            raise FatalError(f"the API server's answer does not parse: {error}") from error
 
     def view(self) -> ClusterView:
         """The present content; the view before is not valid any more."""
-        snapshot = self._cache.snapshot()
+        snapshot = self.cache.snapshot()
         fleet = self._builder.build(snapshot.views, snapshot.changed)
         self._devices.update(snapshot.views, snapshot.changed, fleet)
         queue = Queue(snapshot.cluster, fleet, self._matching)
         reads = ClusterReads(self._client, self._namespace)
-        return ClusterView(snapshot, fleet, self._devices, queue, self._cache.stale(), reads=reads)
+        return ClusterView(snapshot, fleet, self._devices, queue, self.cache.stale(), reads=reads)
 
 
 def read_cluster(client: KubeClient, driver: str) -> ClusterView:
     """Read the cluster. Raises FatalError if this account may not read it, and ApiError if nobody answers."""
-    cache = ClusterCache(client, driver, lambda: None)
-    _load(cache)
-    return ViewMaker(client, cache, driver).view()
+    return ViewMaker(client, driver, lambda: None).view()
 
 
 def watch_cluster(
@@ -191,32 +194,15 @@ def watch_cluster(
     before the first view. ``namespace``: as for ClusterReads.
     """
     changed, stop = threading.Event(), threading.Event()
-    cache = ClusterCache(client, driver, changed.set)
-    _load(cache)
-    cache.start(stop)
-    maker = ViewMaker(client, cache, driver, namespace)
+    maker = ViewMaker(client, driver, changed.set, namespace)
+    maker.cache.start(stop)
     try:
         while True:
             changed.clear()
             view = maker.view()
-            cache.acknowledge()
+            maker.cache.acknowledge()
             yield view
             stop.wait(interval_seconds)
             changed.wait(STALE_CHECK_INTERVAL_SECONDS)
     finally:
         stop.set()
-
-
-def _load(cache: ClusterCache) -> None:
-    try:
-        cache.load()
-    except ApiError as error:
-        if error.status == FORBIDDEN:
-            raise FatalError(f"this account may not read what is needed: {error}") from error
-        if error.status == NOT_FOUND:
-            raise FatalError(
-                f"Tessera's CustomResourceDefinition is not installed (docs/install.md): {error}"
-            ) from error
-        raise
-    except MALFORMED as error:
-        raise FatalError(f"the API server's answer does not parse: {error}") from error

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from controller.cluster.node_views import ALL_REPORTED, UnreportedNodes
 from controller.demand.pending_claims import Queue
 from controller.explain.reason import ClaimReason, KnownReasons
-from controller.explain.situation import NoLookups, Situation
+from controller.explain.situation import Lookups, Situation
 from controller.explain.sources.lacking_devices import Reasoning, reason_of
 from controller.explain.sources.unplaced_pods import UnplacedPods
 from driver.kube.reads import DevicesByNode
@@ -25,7 +25,7 @@ def reasons_of(
 
 
 @dataclass
-class Answers(NoLookups):
+class Answers(Lookups):
     """Lookups with the same answer for everything; ``asked`` are the templates that were looked up."""
 
     exists: bool | None = None

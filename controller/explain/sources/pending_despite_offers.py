@@ -112,7 +112,7 @@ class Sightings:
         waiting = (pending for pending in queue.pending if pending.key not in queue.held_back)
         claims = {_uid(pending): pending for pending in waiting if queue.requirements(pending)}
         self._claims = {uid: self._claims.get(uid) or self._pending_since(claim) for uid, claim in claims.items()}
-        self._devices = {name: self._devices.get(name) or self._now() for name in situation.allocatable.values()}
+        self._devices = {name: self._devices.get(name) or self._now() for name in situation.offered.values()}
         self._late = {offer: self._late.get(offer) or self._now() for offer in situation.unpublished}
 
     @property
@@ -213,7 +213,7 @@ class ClaimsDespiteOffers:
     def _by_node(self) -> Mapping[str, Sequence[OfferedDevice]]:
         """The devices that have been offered for a moment, in a fixed order: every view names the same device."""
         by_node: dict[str, list[OfferedDevice]] = {}
-        for offer, name in self._situation.allocatable.items():
+        for offer, name in self._situation.offered.items():
             if self._sightings.is_offered_for(name, QUOTE_SECONDS):
                 gpu = self._queue.feasibility.fleet.gpus[offer.gpu]
                 if (device := gpu.device(offer.spot)) is not None:
@@ -236,7 +236,7 @@ class ClaimsDespiteOffers:
             return None
         code, text = cause
         names = [device.name.device for device in devices]
-        offered = "published" if self._situation.fenced is None else "offered"
+        offered = "offered" if self._situation.is_fence_known else "published"
         sentence = (
             f"{listed(names)} of node {devices[0].gpu.node} would do and {'are' if len(names) > 1 else 'is'} {offered}"
             f"{self._sightings.offered_since(devices).text}, but nothing is allocated: {text}"

@@ -11,7 +11,7 @@ import pytest
 from controller.cluster.claim_index import PoolDevice
 from controller.explain.pipeline import ReasonFinder
 from controller.explain.reason import ClaimReason, ReasonCode
-from controller.explain.situation import NoLookups, Situation
+from controller.explain.situation import Situation
 from controller.report.claim_explainer import Explainer
 from controller.report.cluster_view import ClusterReads, ClusterView, unreported_nodes
 from driver.clock import Clock, seconds_time
@@ -97,7 +97,7 @@ def pending_long() -> MapCluster:
     return cluster
 
 
-class Reads(NoLookups):
+class Reads(ClusterReads):
     """What a view reads."""
 
     def __init__(self, fenced: frozenset[PoolDevice] | None = frozenset(), silent: float | None = None) -> None:
