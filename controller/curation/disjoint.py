@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 
-from controller.cluster.claim_index import PoolDevice
-from controller.cluster.fleet import Fleet
 from controller.cluster.published_offers import DeviceIndex
 from controller.curation.curator import OfferDraft
 from controller.curation.planner import PlannedOffers
@@ -26,12 +24,10 @@ from controller.demand.device_search import Budget, choose_devices
 from controller.demand.feasibility import Kind, Nodes
 from controller.demand.gangs import Gang
 from controller.demand.pending_claims import Queue
-from controller.demand.queued_workloads import Countable
 from controller.demand.requirements import ClaimRequirements
 from driver.kube.types import Pod
 from driver.kube.work_loop import soonest
 from driver.model.offer import FULL, SHARE, Offer, OfferKind, Spot
-from driver.model.plan import OfferMode
 from driver.placement.ranking import Ranking
 
 PodNeed = tuple[ClaimRequirements, Nodes]
@@ -40,8 +36,6 @@ PodNeed = tuple[ClaimRequirements, Nodes]
 
 class DisjointPlanner:
     """Plans for schedulers that do not subtract counters. ``offers``: see DisjointCurator."""
-
-    mode = OfferMode.DISJOINT
 
     def __init__(self, ranking: Ranking, offers: int) -> None:
         self._curator = DisjointCurator(ranking, offers)
@@ -56,15 +50,6 @@ class DisjointPlanner:
         """Offers for each pending claim that has room, then some of each kind for future claims."""
         reserved = self._reservations.update(queue)
         return self._curator.curate(queue, devices.offered, self._wider_offers.next_node(queue), reserved)
-
-    def listed(self, fleet: Fleet, nodes: Collection[str], needed: Collection[Countable]) -> frozenset[Offer]:
-        """Nothing: listed devices would keep offers that overlap them waiting."""
-        return frozenset()
-
-    def obstacles(
-        self, devices: DeviceIndex, offers: Collection[Offer], withdrawn: Collection[PoolDevice] = ()
-    ) -> Mapping[Offer, Collection[PoolDevice]]:
-        return devices.obstacles(offers, withdrawn)
 
 
 class DisjointCurator:

@@ -1,18 +1,18 @@
-"""The planner of offers: what a decision asks for in either offer mode, and the answer (pure)."""
+"""The planner of offers: what a decision asks for in either offer mode, and the planner for counters (pure)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from controller.cluster.claim_index import PoolDevice
-from controller.cluster.fleet import Fleet
 from controller.cluster.published_offers import DeviceIndex
+from controller.curation.curator import Curator
+from controller.curation.wider_offers import WiderOffers
+from controller.demand.demand import demand_of
 from controller.demand.pending_claims import Queue
-from controller.demand.queued_workloads import Countable
 from driver.model.offer import Offer
-from driver.model.plan import OfferMode
+from driver.placement.ranking import Ranking
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,33 @@ class OfferPlanner(Protocol):
     """Plans the offers of the cluster. What it remembers saves time or measures time; a new leader starts anew."""
 
     @property
-    def mode(self) -> OfferMode: ...
-
-    @property
     def next_s(self) -> float | None:
         """Seconds until the plan may change by time alone; None: it does not."""
 
     def plan(self, queue: Queue, devices: DeviceIndex) -> PlannedOffers:
         """What to offer, whether it is possible at once or not. ``devices`` are those that nodes publish."""
 
-    def listed(self, fleet: Fleet, nodes: Collection[str], needed: Collection[Countable]) -> frozenset[Offer]:
-        """What ``nodes`` are to publish whether it is offered or not; ``needed`` is what queued Workloads need."""
 
-    def obstacles(
-        self, devices: DeviceIndex, offers: Collection[Offer], withdrawn: Collection[PoolDevice] = ()
-    ) -> Mapping[Offer, Collection[PoolDevice]]:
-        """Those of ``offers`` that can not be published yet, with the devices that must leave the slices first.
+class CountersPlanner:
+    """For schedulers that subtract counters: offers may overlap, and the scheduler chooses among them.
 
-        ``withdrawn`` are devices that leave them now.
+    ``offers``: the number of offers of each kind without pending claims.
+    """
+
+    def __init__(self, ranking: Ranking, offers: int) -> None:
+        self._curator = Curator(ranking, offers)
+        self._wider_offers = WiderOffers()
+
+    @property
+    def next_s(self) -> float | None:
+        return self._wider_offers.next_s
+
+    def plan(self, queue: Queue, devices: DeviceIndex) -> PlannedOffers:
+        """Offers that serve the demand of pending claims, and some of each kind for future claims.
+
+        Present offers of a kind that is in demand are kept: the scheduler may just have given one to a claim.
         """
+        demands = demand_of(queue, self._wider_offers.widened(queue))
+        requested = {demand.key for demand in demands}
+        protected = [offer for offer in devices.offered if offer.spot.kind in requested]
+        return PlannedOffers(self._curator.curate(queue.feasibility.fleet, demands, devices.offered, protected))

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from controller.cluster.claim_index import PoolDevice
-from controller.curation.counters_planner import CountersPlanner
 from controller.curation.disjoint import DisjointPlanner
-from controller.curation.planner import OfferPlanner, PlannedOffers
-from controller.decision.read import DecisionInput
+from controller.curation.listed_devices import ListedDevices
+from controller.curation.planner import CountersPlanner, OfferPlanner, PlannedOffers
+from controller.decision.read import DecisionInput, NodeStates
 from controller.demand.pending_claims import Queue
 from controller.demand.queued_workloads import countable
 from controller.settings import ControllerSettings
 from driver.kube.types import Pod
 from driver.model.offer import Offer
+from driver.model.plan import OfferMode
 from driver.placement.measure import Measure
 from driver.placement.ranking import Ranking
 
@@ -38,10 +39,9 @@ class ChosenOffers:
 
     ``wanted``: every offer that is to be made; ``waiting``: those of them that can not be made now, with the cause.
     ``listed``: what is published whether it is offered or not. ``withdrawn``: the devices that leave the slices now.
-    ``planner`` made the choice, ``planned`` is what it answered.
+    ``planned`` is what the planner of the offer mode answered.
     """
 
-    planner: OfferPlanner
     planned: PlannedOffers
     wanted: frozenset[Offer]
     listed: frozenset[Offer]
@@ -103,10 +103,15 @@ class ChooseStage:
 
     def __init__(self, settings: ControllerSettings) -> None:
         ranking = Ranking(Measure(settings.weights))
-        counters = CountersPlanner(ranking, settings.offers, settings.min_published)
-        disjoint = DisjointPlanner(ranking, settings.offers)
-        self._planners: Mapping[object, OfferPlanner] = {planner.mode: planner for planner in (counters, disjoint)}
-        self._planner: OfferPlanner = counters
+        self._planners: Mapping[OfferMode, OfferPlanner] = {
+            OfferMode.COUNTERS: CountersPlanner(ranking, settings.offers),
+            OfferMode.DISJOINT: DisjointPlanner(ranking, settings.offers),
+        }
+        self._planner = self._planners[OfferMode.COUNTERS]
+        self._listed_devices = ListedDevices(settings.min_published, settings.offers)
+        self._listed_for: NodeStates | None = None
+        """For what ``_listed`` was chosen; None: queued Workloads mattered, too."""
+        self._listed: frozenset[Offer] = frozenset()
         self._nominated = NominatedPods()
 
     @property
@@ -115,14 +120,18 @@ class ChooseStage:
 
     def choose(self, seen: DecisionInput) -> ChosenOffers:
         """What to offer, whether it is possible at once or not."""
-        planner = self._planner = self._planners[seen.mode]
+        self._planner = self._planners[seen.mode]
         plans, devices = seen.snapshot.plans, seen.devices
-        planned = planner.plan(seen.queue, devices)
+        planned = self._planner.plan(seen.queue, devices)
         nominated = self._nominated.update(seen.queue, devices.offered)
         needed = () if seen.queued is None else countable(seen.queued)
+        if needed or self._listed_for is not seen.nodes:
+            self._listed = self._listed_devices.update(seen.fleet, seen.nodes.following, needed)
+            self._listed_for = None if needed else seen.nodes
+        # Listed devices would keep disjoint offers that overlap them waiting.
+        listed = self._listed if seen.mode is OfferMode.COUNTERS else ()
         return ChosenOffers(
-            planner,
             planned,
             wanted=frozenset(devices.offerable({*planned.offers, *nominated}, plans)),
-            listed=frozenset(devices.offerable(planner.listed(seen.fleet, seen.nodes.following, needed), plans)),
+            listed=frozenset(devices.offerable(listed, plans)),
         )

@@ -45,21 +45,23 @@ class WithdrawStage:
 
         Raises ApiError if the fence of the previous leader can not be read.
         """
-        devices, planner = seen.devices, offers.planner
+        devices, by_claim = seen.devices, offers.planned.by_claim
         if not self._is_started:
             plans = seen.snapshot.plans.values()
             self._fence.start(devices.of(offer for plan in plans for offer in plan.spec.offered))
             self._is_started = True
         staying = offers.wanted | offers.listed
         excess = frozenset(device for offer, device in devices.managed.items() if offer not in staying)
-        awaited = {offer for planned in (offers.planned.by_claim or {}).values() for offer in planned}
-        urgent = frozenset[PoolDevice]().union(*planner.obstacles(devices, awaited).values())
+        awaited = {offer for planned in (by_claim or {}).values() for offer in planned}
+        urgent = frozenset[PoolDevice]().union(*devices.obstacles(awaited, ()).values())
         withdrawn = frozenset[PoolDevice]()
         if excess or self._is_withdrawing:
             withdrawn = self.withdrawals.decide(excess, devices.is_published, urgent)
         self._is_withdrawing = bool(excess)
-        obstructed = planner.obstacles(devices, offers.wanted, withdrawn)
-        return replace(offers, withdrawn=withdrawn).let_wait(obstructed, WaitsFor.OVERLAPPING_DEVICES)
+        offers = replace(offers, withdrawn=withdrawn)
+        if by_claim is None:  # counters keep offers of one GPU apart
+            return offers
+        return offers.let_wait(devices.obstacles(offers.wanted, withdrawn), WaitsFor.OVERLAPPING_DEVICES)
 
 
 class AdmitStage:

@@ -106,11 +106,8 @@ class _ClaimDemand:
 
     def everything(self, pending: PendingClaim, nodes: Nodes) -> Iterator[Demand]:
         """All devices on ``nodes`` for a claim and the other claims of its pods, for every alternative."""
-        read = [self._queue.requirements(companion) for companion in self._queue.companions(pending)]
-        combinations = [
-            combination for of_claim in read for combination in of_claim if isinstance(combination, ClaimRequirements)
-        ]
-        for request in {request for combination in combinations for request in combination.requests}:
+        companions = self._queue.companions(pending)
+        for request in {request for companion in companions for request in self._queue.requests(companion)}:
             for kind, gpus in self._feasibility.kinds(request.selector, nodes).items():
                 yield Demand(kind.key, request.count or 1, gpus, everything=True)
 

@@ -1,7 +1,7 @@
 """Whether devices of one node can satisfy the requirements of claims, by the scheduler's rules (pure).
 
 One bounded depth-first search answers this for the GPUs of a node (``fits``) and for a set of its devices
-(``find_devices``). It tries requests with the fewest choices first and equivalent devices once, does not repeat a
+(``choose_devices``). It tries requests with the fewest choices first and equivalent devices once, does not repeat a
 state that failed, and abandons a request as soon as its GPUs lack capacity for it. After a number of steps it gives up.
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
-from typing import ClassVar
 
 from controller.cluster.fleet import FleetGpu
 from controller.demand.requirements import MAX_DEVICES, AttributeConstraint, ClaimRequirements
@@ -26,9 +25,6 @@ NODE_STEPS = 500
 
 FLEET_STEPS = 4000
 """Devices tried on all nodes for one set of requirements."""
-
-PUBLISHED_STEPS = 300
-"""Devices tried on one node among those that its slices offer."""
 
 States = tuple[GpuState, ...]
 Bound = tuple[Hashable, ...]
@@ -108,22 +104,7 @@ def fits(
     ``in_use``: the scheduler refuses a request for all devices where one of them is in use.
     """
     matches = [[request.selector.on(entry) for entry in gpus] for request in requirements.requests]
-    return _DeviceSearch(gpus, states, requirements, matches, value_of, budget, in_use=in_use).run(states)
-
-
-def find_devices(
-    gpus: Sequence[FleetGpu],
-    published: Mapping[str, Collection[Spot]],
-    requirements: ClaimRequirements,
-    value_of: ValueOf,
-) -> list[tuple[FleetGpu, Spot]]:
-    """Published devices of one node that satisfy ``requirements`` together, in the order of the requests; else none.
-
-    ``published`` are the free devices by UUID of their GPU. A request for all devices is never satisfied: devices that
-    are not published count for it, too.
-    """
-    states = tuple(entry.state for entry in gpus)
-    return choose_devices(gpus, states, requirements, value_of, Budget(PUBLISHED_STEPS), published)
+    return _DeviceSearch(gpus, states, requirements, matches, value_of, budget, in_use=in_use).run()
 
 
 def choose_devices(
@@ -136,7 +117,8 @@ def choose_devices(
 ) -> list[tuple[FleetGpu, Spot]]:
     """Devices of one node, in ``states``, that satisfy ``requirements`` together, in the order of the requests.
 
-    Empty if there are none, or the search was given up. ``published``: as for ``find_devices``; None: any device.
+    Empty if there are none, or the search was given up. ``published``: the only devices to use, by UUID of their GPU;
+    a request for all devices is then never satisfied: devices that are not published count for it, too.
     """
     if published is not None and any(request.count is None for request in requirements.requests):
         return []
@@ -144,14 +126,12 @@ def choose_devices(
     if published is not None:
         spots = [published.get(entry.gpu.uuid, ()) for entry in gpus]
         matches = [[selected.limited_to(free) for selected, free in zip(row, spots, strict=True)] for row in matches]
-    search = _RecordingDeviceSearch(gpus, states, requirements, matches, value_of, budget)
-    return search.devices if search.run(states) is SearchOutcome.FITS else []
+    search = _DeviceSearch(gpus, states, requirements, matches, value_of, budget)
+    return search.devices if search.run(records=True) is SearchOutcome.FITS else []
 
 
 class _DeviceSearch:
     """The depth-first search on one node. ``matches``: for each request what it selects of each GPU."""
-
-    _record: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -164,6 +144,7 @@ class _DeviceSearch:
         *,
         in_use: bool = True,
     ) -> None:
+        self._states, self._records = states, False
         self._order = _fewest_choices_first(states, requirements, matches)
         self._requests = [requirements.requests[index] for index in self._order]
         self._matches = [matches[index] for index in self._order]
@@ -184,7 +165,9 @@ class _DeviceSearch:
         self._budget = budget
         self._steps = 0
 
-    def run(self, states: States) -> SearchOutcome:
+    def run(self, *, records: bool = False) -> SearchOutcome:
+        """``records``: find out which ``devices`` satisfy the requirements, not only whether some do."""
+        states, self._records = self._states, records
         if max(self._counts) > MAX_DEVICES or self._needed(states) > sum(state.free for state in states):
             return SearchOutcome.NONE
         try:
@@ -192,6 +175,12 @@ class _DeviceSearch:
         except _GivenUp:
             return SearchOutcome.UNKNOWN
         return SearchOutcome.FITS if satisfied else SearchOutcome.NONE
+
+    @property
+    def devices(self) -> list[tuple[FleetGpu, Spot]]:
+        """The devices that a recording search has found, in the order of the requests."""
+        ordered = sorted(self._chosen, key=lambda choice: self._order[choice[0]])
+        return [(self._gpus[position], spot) for _, position, spot in ordered]
 
     def _needed(self, states: States) -> float:
         """The least number of memory slices that satisfies all requests."""
@@ -219,7 +208,7 @@ class _DeviceSearch:
             return self._satisfy(index + 1, counts, states, bound)
         if self._capacity(index, states, bound) < left:
             return False
-        if index + 1 == len(self._requests) and not self._constraints[index] and not self._record:
+        if index + 1 == len(self._requests) and not self._constraints[index] and not self._records:
             return True
         where = (index, left, counts, states, bound)
         if where in self._failed:
@@ -312,18 +301,6 @@ class _DeviceSearch:
         self._budget.left -= 1
         if self._steps > NODE_STEPS or self._budget.left < 0:
             raise _GivenUp
-
-
-class _RecordingDeviceSearch(_DeviceSearch):
-    """Finds out which devices satisfy the requirements, not only whether some do."""
-
-    _record = True
-
-    @property
-    def devices(self) -> list[tuple[FleetGpu, Spot]]:
-        """The devices in the order of the requests."""
-        ordered = sorted(self._chosen, key=lambda choice: self._order[choice[0]])
-        return [(self._gpus[position], spot) for _, position, spot in ordered]
 
 
 def _fewest_choices_first(

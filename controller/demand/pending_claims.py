@@ -22,6 +22,7 @@ from controller.demand.gangs import Gang, GangRoom, Room, Wanted, gangs_of
 from controller.demand.requirements import (
     MAX_COMBINATIONS,
     ClaimRequirements,
+    DeviceRequest,
     RefusedRequest,
     RequirementsReader,
     joined,
@@ -102,6 +103,16 @@ class Queue:
         """The requirements for each combination of alternatives; none if the claim is for other drivers' devices."""
         return self._requirements[pending.key]
 
+    def alternatives(self, pending: PendingClaim) -> tuple[ClaimRequirements, ...]:
+        """The same; none, too, if the claim is refused."""
+        requirements = self._requirements[pending.key]
+        return () if isinstance(requirements, RefusedRequest) else requirements
+
+    def requests(self, pending: PendingClaim) -> list[DeviceRequest]:
+        """The different requests of all alternatives."""
+        alternatives = self.alternatives(pending)
+        return list(dict.fromkeys(request for requirements in alternatives for request in requirements.requests))
+
     def nodes_for(self, pod: Pod) -> Nodes:
         """The nodes on which ``pod`` may run, given its claims that are allocated."""
         return self.eligibility.nodes_for(pod, self._allocated(pod).values())
@@ -147,21 +158,16 @@ class Queue:
 
         False for claims for other drivers' devices only.
         """
-        requirements = self.requirements(pending)
-        if isinstance(requirements, RefusedRequest) or not requirements:
-            return False
-        return self.found(pending).outcome is not SearchOutcome.NONE
+        return bool(self.alternatives(pending)) and self.found(pending).outcome is not SearchOutcome.NONE
 
     def chosen(self, pending: PendingClaim) -> ClaimRequirements | None:
         """The first combination of alternatives that is feasible, or else the first; None if there is none."""
-        requirements = self.requirements(pending)
-        if isinstance(requirements, RefusedRequest) or not requirements:
-            return None
-        if len(requirements) == 1:
-            return requirements[0]
+        alternatives = self.alternatives(pending)
+        if len(alternatives) < 2:
+            return alternatives[0] if alternatives else None
         nodes = self.nodes(pending)
-        feasible = (combination for combination in requirements if self.feasibility.could(combination, nodes))
-        return next(feasible, requirements[0])
+        feasible = (requirements for requirements in alternatives if self.feasibility.could(requirements, nodes))
+        return next(feasible, alternatives[0])
 
     def companions(self, pending: PendingClaim) -> list[PendingClaim]:
         """The claims that must be satisfied on the same node, itself among them."""
@@ -236,10 +242,12 @@ class Queue:
 
     def combinations(self, pod: Pod) -> Iterator[ClaimRequirements]:
         """The joint requirements of a pod's claims, for each combination; none where one of them was refused."""
-        read = [self.requirements(pending) for pending in self.of_pod(pod)]
-        ours = [requirements for requirements in read if not isinstance(requirements, RefusedRequest) and requirements]
-        if any(isinstance(requirements, RefusedRequest) for requirements in read):
-            return iter(())
+        ours: list[tuple[ClaimRequirements, ...]] = []
+        for pending in self.of_pod(pod):
+            requirements = self._requirements[pending.key]
+            if isinstance(requirements, RefusedRequest):
+                return iter(())
+            ours += [requirements] if requirements else []
         return (joined(chosen) for chosen in islice(product(*ours), MAX_COMBINATIONS))
 
 

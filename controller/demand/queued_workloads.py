@@ -16,7 +16,7 @@ from controller.cluster.kueue import QueuedPod, QueuedWorkload
 from controller.demand.eligibility import Eligibility
 from controller.demand.feasibility import Group, Kind, Matching
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import MAX_DEVICES, RefusedRequest
+from controller.demand.requirements import MAX_DEVICES
 from controller.demand.selected_devices import Selector
 from driver.kube.types import Claim, Key, Metadata, Pod, PodResourceClaim, PodSpec, Toleration
 
@@ -99,9 +99,7 @@ def countable(queue: Queue) -> Sequence[Countable]:
 
 def _requests(queue: Queue, pending: PendingClaim) -> Iterable[tuple[Selector, int]]:
     """The selector of each request and how many devices it asks for: Kueue checks each request alone."""
-    requirements = queue.requirements(pending)
-    if isinstance(requirements, RefusedRequest) or not requirements:
-        return
-    for request in requirements[0].requests:
-        if request.count is not None and request.count <= MAX_DEVICES:
-            yield request.selector, request.count
+    for requirements in queue.alternatives(pending)[:1]:
+        for request in requirements.requests:
+            if request.count is not None and request.count <= MAX_DEVICES:
+                yield request.selector, request.count

@@ -15,7 +15,7 @@ from controller.demand.device_search import Budget, SearchOutcome, fits
 from controller.demand.eligibility import Excluded, Exclusion
 from controller.demand.feasibility import Feasibility, Nodes
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import ClaimRequirements, DeviceRequest, RefusedRequest, RequirementsReader
+from controller.demand.requirements import ClaimRequirements, DeviceRequest, RequirementsReader
 from controller.explain.sources.availability import Availability, Obstacle, listed, without
 from controller.explain.sources.lacking_devices import Reasoning
 from driver.kube.types import PAUSED
@@ -56,13 +56,7 @@ def changes_that_help(reasoning: Reasoning, pending: PendingClaim) -> list[Helpf
     Empty if there is room, or if no single change is enough.
     """
     queue = reasoning.queue
-    required = queue.requirements(pending)
-    if (
-        isinstance(required, RefusedRequest)
-        or not required
-        or pending.key in queue.held_back
-        or queue.satisfiable(pending)
-    ):
+    if not queue.alternatives(pending) or pending.key in queue.held_back or queue.satisfiable(pending):
         return []
     alternatives = list(queue.combinations(pending.pods[0]))
     feasibility, nodes = queue.feasibility, queue.nodes(pending)

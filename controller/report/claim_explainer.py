@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from controller.demand.eligibility import Excluded
 from controller.demand.pending_claims import PendingClaim
-from controller.demand.requirements import RefusedRequest
 from controller.explain.changes import HelpfulChange, admitting, changes_that_help
 from controller.explain.events import ALLOCATED, NO_POD, NOT_USED
 from controller.explain.reason import OF_THE_POD, ClaimReason
@@ -187,12 +186,8 @@ class Explainer:
         return replace(self._brief(pending, reason), changes=tuple(admitting(by_exclusion)))
 
     def _available(self, pending: PendingClaim) -> Sequence[Availability]:
-        requirements = self._queue.requirements(pending)
-        if isinstance(requirements, RefusedRequest):
-            return ()
-        requests = dict.fromkeys(request for alternative in requirements for request in alternative.requests)
         reasoning = self._reasoning.for_claim(pending)
-        return [reasoning.availability(request, pending) for request in requests]
+        return [reasoning.availability(request, pending) for request in self._queue.requests(pending)]
 
     def _counts(self, pending: PendingClaim, available: Sequence[Availability]) -> Iterator[RequestCount]:
         classes = {

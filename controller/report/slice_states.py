@@ -11,7 +11,6 @@ from typing import NamedTuple
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.feasibility import Kind
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import RefusedRequest
 from driver.model.device import SLICE_VALUE
 from driver.model.offer import DeviceKind, Offer, OfferKind
 from driver.placement.occupancy import GpuState, start_of
@@ -70,11 +69,8 @@ class RequestedKinds:
 
 
 def _kinds(queue: Queue, pending: PendingClaim) -> Iterator[Kind]:
-    requirements, nodes = queue.requirements(pending), queue.nodes(pending)
-    if isinstance(requirements, RefusedRequest):
-        return
-    for request in {request for alternative in requirements for request in alternative.requests}:
-        yield from queue.feasibility.kinds(request.selector, nodes)
+    for request in queue.requests(pending):
+        yield from queue.feasibility.kinds(request.selector, queue.nodes(pending))
 
 
 def capacity_of(fleet: Fleet, offered: Iterable[Offer], requested: Collection[OfferKind]) -> Capacity:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -12,8 +12,7 @@ from functools import cached_property
 from controller.cluster.fleet import Fleet, FleetGpu
 from controller.demand.device_search import free_spots, most_devices, slices_of
 from controller.demand.eligibility import BLOCKING, Excluded
-from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import DeviceRequest, RefusedRequest
+from controller.demand.requirements import DeviceRequest
 from controller.demand.selected_devices import Matches, Selector, SelectorFailure
 from driver.kube.slice_types import DeviceTaintRule
 from driver.model.gpu import MigMode
@@ -256,14 +255,6 @@ def without(entry: FleetGpu, obstacle: Obstacle) -> FleetGpu:
             return entry
 
 
-def requests_of(queue: Queue, pending: PendingClaim) -> list[DeviceRequest]:
-    """The requests of all alternatives of a claim for devices of this driver; none if the claim is refused."""
-    alternatives = queue.requirements(pending)
-    if isinstance(alternatives, RefusedRequest):
-        return []
-    return [request for requirements in alternatives for request in requirements.requests]
-
-
 def untolerated(rules: Iterable[DeviceTaintRule], requests: Iterable[DeviceRequest]) -> tuple[DeviceTaintRule, ...]:
     """The rules that keep devices from a claim, none of whose ``requests`` tolerates their taint."""
     tolerations = [toleration for request in requests for toleration in request.tolerations]
@@ -320,7 +311,8 @@ def named(gpus: Iterable[FleetGpu]) -> str:
 
 def holders_of(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> list[str]:
     """The claims with devices on ``gpus``, by name; ``claim_of`` maps node and device to ``namespace/name``."""
-    return sorted(set(_held(gpus, claim_of)))
+    holders = {claim_of.get((entry.node, device.name), "") for entry in gpus for device in entry.held}
+    return sorted(holders - {""})
 
 
 def held_by(available: Iterable[Availability], claim_of: Mapping[tuple[str, str], str]) -> str:
@@ -328,10 +320,3 @@ def held_by(available: Iterable[Availability], claim_of: Mapping[tuple[str, str]
     holders = holders_of((gpu.entry for availability in available for gpu in availability.selected.usable), claim_of)
     claims = "claim" if len(holders) == 1 else "claims"
     return f"; devices there are held by {len(holders)} {claims}: {listed(holders)}" if holders else ""
-
-
-def _held(gpus: Iterable[FleetGpu], claim_of: Mapping[tuple[str, str], str]) -> Iterator[str]:
-    for entry in gpus:
-        for device in entry.held:
-            if (entry.node, device.name) in claim_of:
-                yield claim_of[entry.node, device.name]

@@ -27,7 +27,6 @@ from controller.explain.sources.availability import (
     held_by,
     listed,
     matching_gpus,
-    requests_of,
     selected_gpus,
     untolerated,
     with_taints,
@@ -141,7 +140,7 @@ class Reasoning:
     def for_claim(self, pending: PendingClaim) -> Reasoning:
         """The reasoning about the devices without taints that ``pending`` does not tolerate."""
         queue, tainting = self.queue, self.queue.cluster.taint_rules
-        requests = requests_of(queue, pending) if tainting else []
+        requests = queue.requests(pending) if tainting else []
         rules = untolerated(tainting, requests) if requests else ()
         if not rules:
             return self
@@ -267,8 +266,7 @@ class Reasoning:
 
     def _where(self, pending: PendingClaim, feasibility: Feasibility) -> str:
         """`` (on a, b)``: the nodes that could satisfy a claim alone; empty if none of its devices are ours."""
-        requirements, nodes = self.queue.requirements(pending), self.queue.nodes(pending)
-        alternatives = () if isinstance(requirements, RefusedRequest) else requirements
+        alternatives, nodes = self.queue.alternatives(pending), self.queue.nodes(pending)
         there = {node for alternative in alternatives for node in feasibility.nodes_for(alternative, nodes)}
         return f" (on {listed(sorted(there))})" if there else ""
 

@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from controller.cluster.claim_index import PoolDevice
 from controller.cluster.fleet import FleetGpu
-from controller.demand.device_search import SearchOutcome, ValueOf, find_devices
+from controller.demand.device_search import Budget, SearchOutcome, ValueOf, choose_devices
 from controller.demand.feasibility import Nodes
 from controller.demand.pending_claims import PendingClaim, Queue
-from controller.demand.requirements import ClaimRequirements, RefusedRequest
+from controller.demand.requirements import ClaimRequirements
 from controller.demand.selected_devices import SelectorFailure
 from controller.explain.reason import ClaimReason, ReasonCode
 from controller.explain.situation import Lookups, Situation
-from controller.explain.sources.availability import listed, requests_of, untolerated
+from controller.explain.sources.availability import listed, untolerated
 from controller.explain.sources.scheduler_reports import (
     SchedulerActivity,
     age_of,
@@ -44,6 +44,9 @@ GATES = (
 
 QUOTE_SECONDS = 1.0
 """Time that the scheduler has to take an offered device before its own report is quoted."""
+
+PUBLISHED_STEPS = 300
+"""Devices tried on one node among those that its slices offer."""
 
 PUBLISHING_SECONDS = 2.0
 """Time that nodes have to publish what is offered."""
@@ -86,7 +89,8 @@ def satisfying(
     for device in offered:
         published.setdefault(device.gpu.gpu.uuid, {})[device.device.spot] = device
     gpus = list({device.gpu.gpu.uuid: device.gpu for device in offered}.values())
-    chosen = find_devices(gpus, published, requirements, value_of)
+    states, budget = tuple(gpu.state for gpu in gpus), Budget(PUBLISHED_STEPS)
+    chosen = choose_devices(gpus, states, requirements, value_of, budget, published)
     return tuple(published[gpu.gpu.uuid][spot] for gpu, spot in chosen)
 
 
@@ -277,11 +281,12 @@ class ClaimsDespiteOffers:
 
     def _unpublished(self, pending: PendingClaim) -> ClaimReason | None:
         """The reason where every node with enough free devices is silent or refuses offers."""
-        requirements = self._queue.requirements(pending)
-        if isinstance(requirements, RefusedRequest) or not self._sightings.is_pending_for(pending, PUBLISHING_SECONDS):
+        if not self._sightings.is_pending_for(pending, PUBLISHING_SECONDS):
             return None
-        nodes, feasibility = self._queue.nodes(pending), self._queue.feasibility
-        outcomes = chain.from_iterable(feasibility.outcomes(alternative, nodes) for alternative in requirements)
+        nodes, outcomes_of = self._queue.nodes(pending), self._queue.feasibility.outcomes
+        outcomes = chain.from_iterable(
+            outcomes_of(requirements, nodes) for requirements in self._queue.alternatives(pending)
+        )
         fitting = sorted({node for node, outcome in outcomes if outcome is SearchOutcome.FITS})
         if not fitting or any(node not in self._refusing for node in fitting):
             return None
@@ -291,7 +296,7 @@ class ClaimsDespiteOffers:
 
     def _all_refused(self, pending: PendingClaim) -> ClaimReason | None:
         """The reason where enough is free, but the scheduler refuses a request for all devices."""
-        names = [request.name for request in requests_of(self._queue, pending) if request.count is None]
+        names = [request.name for request in self._queue.requests(pending) if request.count is None]
         pod = pending.pods[0]
         report, lasts = report_of(pod), self._sightings.is_pending_for(pending, PUBLISHING_SECONDS)
         if not (names and report and lasts) or self._queue.found(pending).outcome is not SearchOutcome.FITS:
@@ -307,7 +312,7 @@ class ClaimsDespiteOffers:
         """The requests of the pod's claims that are for no device of ours, and what ``node`` has for each."""
         texts = []
         for claim in self._queue.of_pod(pod):
-            ours = {request.name for request in requests_of(self._queue, claim)}
+            ours = {request.name for request in self._queue.requests(claim)}
             for request in claim.claim.spec.devices.requests:
                 alternatives = request.alternatives
                 if any(request.name_of(alternative) in ours for alternative in alternatives):
@@ -358,7 +363,7 @@ def _place(device: OfferedDevice) -> tuple[int, str]:
 
 def _failure(queue: Queue, pending: PendingClaim, report: Condition) -> SelectorFailure | None:
     """A device on which a selector of the claim fails as the scheduler reports."""
-    for request in requests_of(queue, pending):
+    for request in queue.requests(pending):
         for matches, _ in request.selector.among(queue.feasibility.fleet):
             for failure in matches.failures:
                 if failure.message in report.message:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from controller.curation.disjoint import DisjointPlanner
 from controller.curation.planner import PlannedOffers
 from controller.decision.choose import NOMINATED_SECONDS, ChosenOffers, NominatedPods, WaitsFor
 from driver.model.offer import DeviceKind, Offer, OfferKind, Spot
-from driver.placement.ranking import Ranking
 from tests.support.queues import FULL, Situation, fleet_gpu, profile, request
 from tests.unit.controller.decision.test_plan_writer import OTHER, SMALL, offer
 
 
 def test_an_offer_that_waits_is_wanted_and_not_possible() -> None:
     small, other = offer(SMALL), offer(OTHER)
-    planner = DisjointPlanner(Ranking(), offers=2)
-    offers = ChosenOffers(planner, PlannedOffers((small, other)), frozenset({small, other}), frozenset())
+    offers = ChosenOffers(PlannedOffers((small, other)), frozenset({small, other}), frozenset())
     offers = offers.let_wait([small], WaitsFor.FENCE)
     assert offers.possible == {other}
     assert offers.waiting_for(WaitsFor.FENCE) == {small}
