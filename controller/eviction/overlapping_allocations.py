@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -19,12 +19,15 @@ from controller.cluster.fleet import Fleet, FleetGpu
 from controller.settings import ControllerSettings
 from driver.config.shared_flags import SUBDOMAIN
 from driver.errors import CONFLICT, NOT_FOUND, ApiError
-from driver.kube.client import KubeClient, Object
+from driver.kube.client import KubeClient
 from driver.kube.events import Recorder
 from driver.kube.reads import read_claim, read_object
 from driver.kube.types import Claim, Pod, Reference
 from driver.model.plan import Held
 from driver.slices.pool_names import Pool
+
+if TYPE_CHECKING:
+    from controller.metrics import ControllerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +47,14 @@ class Conflict(NamedTuple):
     """Devices of one node, the same or overlapping ones, that two claims hold."""
 
     node: str
-    one: Held
-    other: Held
+    devices: tuple[Held, ...]
 
 
 class RefusedClaim(NamedTuple):
-    """The claim of a conflict that the node can't prepare: ``own`` overlaps ``held``, which another claim has."""
+    """The claim of a conflict that the node can't prepare: ``device`` overlaps ``held``, which another claim has."""
 
     claim: Claim
-    own: Held
+    device: Held
     held: Held
 
 
@@ -61,40 +63,22 @@ def conflicts_on(node: str, gpus: Iterable[FleetGpu], holders: Mapping[str, Sequ
     devices = {(name, name) for name, claims in holders.items() if len(claims) > 1}
     devices |= {pair for gpu in gpus for pair in gpu.overlaps}
     pairs = (pair for first, second in devices for pair in product(holders.get(first, ()), holders.get(second, ())))
-    return frozenset(Conflict(node, *sorted(pair, key=str)) for pair in pairs if pair[0].claim != pair[1].claim)
+    return frozenset(Conflict(node, tuple(sorted(pair, key=str))) for pair in pairs if pair[0].claim != pair[1].claim)
 
 
-def refused_claim(conflict: Conflict, one: Claim, other: Claim, driver: str) -> RefusedClaim | None:
-    """None unless both claims still have their devices, and the node has prepared exactly one of them."""
+def refused_claim(conflict: Conflict, claims: Sequence[Claim], driver: str) -> RefusedClaim | None:
+    """``claims``: those of the conflict. None unless both have their devices, and the node has prepared one of them."""
     pool = Pool(conflict.node, driver).name
-    sides = ((one, conflict.one, conflict.other), (other, conflict.other, conflict.one))
-    for claim, own, _ in sides:
-        if not any(
-            (result.driver, result.pool, result.device) == (driver, pool, own.device) and not result.admin_access
-            for result in claim.results
-        ):
+    unprepared = []
+    for claim, device, held in zip(claims, conflict.devices, reversed(conflict.devices), strict=True):
+        place = (driver, pool, device.device)
+        results = (result for result in claim.results if not result.admin_access)
+        if place not in {(result.driver, result.pool, result.device) for result in results}:
             return None
-    unprepared = [side for side in sides if not _prepared(side[0], driver, pool, side[1].device)]
-    return RefusedClaim(*unprepared[0]) if len(unprepared) == 1 else None
-
-
-def _prepared(claim: Claim, driver: str, pool: str, device: str) -> bool:
-    """Whether the node plugin reports that device of the claim, healthy or not."""
-    place = (driver, pool, device)
-    statuses = (status for status in claim.status.devices if (status.driver, status.pool, status.device) == place)
-    return any(condition.type == "Ready" for status in statuses for condition in status.conditions)
-
-
-def pod_names(claim: Claim) -> list[str]:
-    """The pods that the claim is reserved for. A name that no pod can have is left out: it could lead elsewhere."""
-    pods = (consumer.name for consumer in claim.status.reserved_for if consumer.resource == "pods")
-    return [name for name in pods if SUBDOMAIN.fullmatch(name)]
-
-
-def is_stuck(pod: Pod, claim: Claim) -> bool:
-    """Whether the pod waits on its node for ``claim`` to be prepared."""
-    waits = pod.status.phase == "Pending" and pod.spec.node_name and pod.metadata.deletion_timestamp is None
-    return bool(waits) and claim.metadata.key in pod.claims
+        statuses = (status for status in claim.status.devices if (status.driver, status.pool, status.device) == place)
+        if not any(condition.type == "Ready" for status in statuses for condition in status.conditions):
+            unprepared.append(RefusedClaim(claim, device, held))
+    return unprepared[0] if len(unprepared) == 1 else None
 
 
 def is_replaced(pod: Pod) -> bool:
@@ -102,27 +86,15 @@ def is_replaced(pod: Pod) -> bool:
     return any(owner.controller for owner in pod.metadata.owner_references)
 
 
-def eviction_of(pod: Pod) -> Object:
-    """The body of a request that evicts this pod, and no other of its name."""
-    metadata = {"name": pod.metadata.name, "namespace": pod.metadata.namespace}
-    options = {"preconditions": {"uid": pod.metadata.uid}}
-    return {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, "deleteOptions": options}
-
-
 def message_of(pod: Pod, refused: RefusedClaim, node: str) -> str:
     """What happened to the pod, in an Event."""
-    own, held = refused.own, refused.held
-    overlap = "which" if own.device == held.device else f"which overlaps {held.device}, which"
-    cause = f"claim {own.claim} was allocated {own.device} of node {node}, {overlap} claim {held.claim} holds"
+    refused_device, held = refused.device, refused.held
+    overlap = "which" if refused_device.device == held.device else f"which overlaps {held.device}, which"
+    allocated = f"claim {refused_device.claim} was allocated {refused_device.device} of node {node}"
+    cause = f"{allocated}, {overlap} claim {held.claim} holds"
     if is_replaced(pod):
         return f"{cause}: this pod can not start and is evicted, so that its controller replaces it by one on free GPUs"
     return f"{cause}: this pod can not start; it has no controller that would replace it, so it must be deleted"
-
-
-class EvictionCounter(Protocol):
-    """Counts evicted pods."""
-
-    def pod_evicted(self) -> None: ...
 
 
 class OverlapEvictor:
@@ -133,10 +105,10 @@ class OverlapEvictor:
         client: KubeClient,
         recorder: Recorder,
         settings: ControllerSettings,
-        counter: EvictionCounter | None = None,
+        metrics: ControllerMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client, self._recorder, self._counter, self._clock = client, recorder, counter, clock
+        self._client, self._recorder, self._metrics, self._clock = client, recorder, metrics, clock
         self._driver, self._is_enabled = settings.driver_name, settings.evict_conflicting
         self._by_node: dict[str, frozenset[Conflict]] = {}
         self._due: dict[Conflict, float] = {}
@@ -164,7 +136,7 @@ class OverlapEvictor:
             for error in self._resolve(conflict, began + PASS_SECONDS):
                 log.warning(
                     "the pods of one of two claims with overlapping devices cannot be evicted now, trying again",
-                    extra={"node": conflict.node, "claim": conflict.one.claim, "error": str(error)},
+                    extra={"node": conflict.node, "claim": conflict.devices[0].claim, "error": str(error)},
                 )
             if self._clock() > began + PASS_SECONDS:
                 break
@@ -172,14 +144,16 @@ class OverlapEvictor:
     def _resolve(self, conflict: Conflict, until: float) -> list[ApiError]:
         """Evict the pods of the claim that can't be prepared. Returns the failures that are worth another attempt."""
         try:
-            one, other = (read_claim(self._client, *held.claim.split("/")) for held in (conflict.one, conflict.other))
+            claims = [read_claim(self._client, *device.claim.split("/")) for device in conflict.devices]
         except ApiError as error:
             return [error] if error.status != NOT_FOUND else []
-        refused = refused_claim(conflict, one, other, self._driver)
+        refused = refused_claim(conflict, claims, self._driver)
         if refused is None:
             return []
         failures: list[ApiError] = []
-        for name in pod_names(refused.claim):
+        pods = (consumer.name for consumer in refused.claim.status.reserved_for if consumer.resource == "pods")
+        # A name that no pod can have is left out: it could lead elsewhere.
+        for name in filter(SUBDOMAIN.fullmatch, pods):
             try:
                 self._evict(name, refused, conflict.node)
             except ApiError as error:
@@ -190,24 +164,28 @@ class OverlapEvictor:
 
     def _evict(self, name: str, refused: RefusedClaim, node: str) -> None:
         """Evict the pod if it is stuck and will be replaced, and say so in an Event. Raises ApiError."""
-        namespace = refused.claim.metadata.namespace
+        claim, namespace = refused.claim.metadata.key, refused.claim.metadata.namespace
         path = f"/api/v1/namespaces/{namespace}/pods/{name}"
         pod = read_object(self._client, path, POD)
-        if not is_stuck(pod, refused.claim):
+        waits_there = pod.status.phase == "Pending" and pod.spec.node_name and not pod.metadata.deletion_timestamp
+        if not waits_there or claim not in pod.claims:
             return
         if is_replaced(pod):
-            self._client.create(f"{path}/eviction", eviction_of(pod))
-            if self._counter is not None:
-                self._counter.pod_evicted()
+            options = {"preconditions": {"uid": pod.metadata.uid}}
+            about = {"name": pod.metadata.name, "namespace": pod.metadata.namespace}
+            body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": about, "deleteOptions": options}
+            self._client.create(f"{path}/eviction", body)
+            if self._metrics is not None:
+                self._metrics.pod_evicted()
             log.warning(
                 "evicted a pod whose claim was allocated a device that overlaps one of another claim",
                 extra={
                     "pod": f"{namespace}/{name}",
                     "node": node,
-                    "claim": refused.own.claim,
-                    "device": refused.own.device,
+                    "claim": refused.device.claim,
+                    "device": refused.device.device,
                     "holder": refused.held.claim,
                 },
             )
-        about = Reference("Pod", name, namespace, pod.metadata.uid)
-        self._recorder.event(about, REASON, message_of(pod, refused, node), "Warning")
+        reference = Reference("Pod", name, namespace, pod.metadata.uid)
+        self._recorder.event(reference, REASON, message_of(pod, refused, node), "Warning")

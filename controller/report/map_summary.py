@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -82,51 +82,33 @@ class ProductSummary(Value, frozen=True):
     """
 
     product: str
-    nodes: int
-    free_nodes: int
-    gpus: int
-    free_gpus: int
-    unhealthy_gpus: int
-    slices: Mapping[SliceState, float]
-    largest_partition: FreePartition | None
-    largest_partition_gpus: int
-
-
-@dataclass
-class ProductTotals:
-    """What there is of one product on the nodes that were added."""
-
     nodes: int = 0
     free_nodes: int = 0
     gpus: int = 0
     free_gpus: int = 0
     unhealthy_gpus: int = 0
-    slices: Counter[SliceState] = field(default_factory=Counter)
-    largest_partitions: Counter[FreePartition] = field(default_factory=Counter)
+    slices: Mapping[SliceState, float] = msgspec.field(default_factory=dict)
+    largest_partition: FreePartition | None = None
+    largest_partition_gpus: int = 0
 
-    def add(self, gpus: Sequence[MapGpu], *, is_free: bool) -> None:
-        """Add a node with these GPUs of the product."""
-        self.nodes += 1
-        self.free_nodes += is_free
-        self.gpus += len(gpus)
-        self.free_gpus += sum(gpu.is_whole for gpu in gpus)
-        self.unhealthy_gpus += sum(gpu.fault is not None for gpu in gpus)
-        self.largest_partitions.update(gpu.largest_partition for gpu in gpus if gpu.largest_partition is not None)
-        for gpu in gpus:
-            self.slices.update(gpu.slices)
-
-    def summary(self, product: str) -> ProductSummary:
-        largest = max(self.largest_partitions, default=None)
+    def with_node(self, gpus: Sequence[MapGpu], *, is_free: bool) -> ProductSummary:
+        """The same with a node that has these GPUs of the product."""
+        partitions = Counter(gpu.largest_partition for gpu in gpus if gpu.largest_partition is not None)
+        if self.largest_partition is not None:
+            partitions[self.largest_partition] += self.largest_partition_gpus
+        largest = max(partitions, default=None)
         return ProductSummary(
-            product=product,
-            nodes=self.nodes,
-            free_nodes=self.free_nodes,
-            gpus=self.gpus,
-            free_gpus=self.free_gpus,
-            unhealthy_gpus=self.unhealthy_gpus,
-            slices={state: self.slices.get(state, 0) for state in SliceState},
+            product=self.product,
+            nodes=self.nodes + 1,
+            free_nodes=self.free_nodes + is_free,
+            gpus=self.gpus + len(gpus),
+            free_gpus=self.free_gpus + sum(gpu.is_whole for gpu in gpus),
+            unhealthy_gpus=self.unhealthy_gpus + sum(gpu.fault is not None for gpu in gpus),
+            slices={
+                state: self.slices.get(state, 0) + sum(gpu.slices.get(state, 0) for gpu in gpus) for state in SliceState
+            },
             largest_partition=largest,
-            largest_partition_gpus=self.largest_partitions[largest] if largest is not None else 0,
+            largest_partition_gpus=partitions[largest] if largest is not None else 0,
         )
 
 
@@ -134,7 +116,7 @@ class MapSummary:
     """Sums up nodes, one at a time: the map of a large cluster takes tens of MiB."""
 
     def __init__(self) -> None:
-        self._products: defaultdict[str, ProductTotals] = defaultdict(ProductTotals)
+        self._products: dict[str, ProductSummary] = {}
         self._classes: set[str] = set()
 
     def add(self, node: MapNode) -> None:
@@ -142,13 +124,14 @@ class MapSummary:
         for gpu in node.gpus:
             gpus[gpu.product].append(gpu)
         for product, there in gpus.items():
-            self._products[product].add(there, is_free=node.is_whole)
+            before = self._products.get(product) or ProductSummary(product)
+            self._products[product] = before.with_node(there, is_free=node.is_whole)
         self._classes.update(classes_of([node]))
 
     @property
     def products(self) -> list[ProductSummary]:
         """In order of names."""
-        return [self._products[product].summary(product) for product in sorted(self._products)]
+        return [self._products[product] for product in sorted(self._products)]
 
     @property
     def classes(self) -> list[str]:

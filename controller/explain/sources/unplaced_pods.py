@@ -6,10 +6,10 @@ No scheduler tries them, a claim of theirs is missing or being deleted, or all o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from controller.demand.eligibility import Excluded, exclusion, selects
 from controller.demand.pending_claims import PendingClaim, Queue, claim_for, classes_by_resource
@@ -47,27 +47,30 @@ class PodReason(NamedTuple):
     grace: float = 0.0
 
 
-class LookedUp(Generic[T]):
+class LookedUp:
     """What has been looked up by key, again now and then, and is forgotten when it is not needed any more."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._answers: dict[Key, tuple[float, T]] = {}
+        self._answers: dict[Hashable, tuple[float, Any]] = {}
         """When something was looked up, and the answer."""
+        self._left = 0
 
-    def get(self, key: Key, look_up: Callable[[], T], *, may_look_up: bool) -> tuple[T | None, bool]:
-        """The answer, None if there is none yet; and whether it was looked up now."""
+    def begin(self) -> None:
+        """Forget old answers, and allow ``MAX_LOOKUPS`` more."""
+        now, self._left = self._clock.monotonic(), MAX_LOOKUPS
+        self._answers = {key: answer for key, answer in self._answers.items() if now - answer[0] < FORGET_SECONDS}
+
+    def get(self, key: Hashable, look_up: Callable[[], T]) -> T | None:
+        """The answer; None if there is none yet."""
         now = self._clock.monotonic()
         at, answer = self._answers.get(key, (-math.inf, None))
-        if now - at < LOOKUP_INTERVAL_SECONDS or not may_look_up:
-            return answer, False
-        fresh = look_up()
-        self._answers[key] = (now, fresh)
-        return fresh, True
-
-    def forget_old(self) -> None:
-        now = self._clock.monotonic()
-        self._answers = {key: answer for key, answer in self._answers.items() if now - answer[0] < FORGET_SECONDS}
+        if now - at >= LOOKUP_INTERVAL_SECONDS and self._left:
+            self._left -= 1
+            answer = look_up()
+            self._answers[key] = (now, answer)
+        known: T | None = answer
+        return known
 
 
 class UnplacedPods:
@@ -77,10 +80,7 @@ class UnplacedPods:
         """``watching``: False if ``reasons`` is called once only."""
         self._clock = clock
         self._watching = watching
-        self._templates = LookedUp[bool | None](clock)
-        self._failures = LookedUp[str | None](clock)
-        self._lookups = 0
-        """How much has been looked up in this situation."""
+        self._looked_up = LookedUp(clock)
         self._allocated_since: Mapping[str, float] = {}
         """By UID, the pods all claims of which are allocated."""
         self.next_s: float | None = None
@@ -88,7 +88,8 @@ class UnplacedPods:
 
     def reasons(self, situation: Situation) -> dict[str, ClaimReason]:
         """The reasons of these pods' claims that are not allocated, or of the pods themselves, by their keys."""
-        queue, now, self._lookups = situation.queue, self._clock.monotonic(), 0
+        queue, now = situation.queue, self._clock.monotonic()
+        self._looked_up.begin()
         of_pods: dict[Key, tuple[Pod, PodReason]] = {}
         times: list[float] = []
         allocated: dict[str, float] = {}
@@ -105,8 +106,6 @@ class UnplacedPods:
             elif reason is not None:
                 of_pods[pod.metadata.key] = (pod, reason)
         self._allocated_since = allocated
-        self._templates.forget_old()
-        self._failures.forget_old()
         self.next_s = min(times, default=None)
         return {reason.pending.key: reason for reason in _by_claim(of_pods, queue)}
 
@@ -153,12 +152,13 @@ class UnplacedPods:
 
     def _not_created(self, pod: Pod, claim: PodResourceClaim, lookups: Lookups) -> PodReason:
         template, namespace = claim.resource_claim_template_name or "", pod.metadata.namespace
+        key, find = Key(namespace, template), self._looked_up.get
         is_young = self._watching and age_of(pod, self._clock) < GRACE_SECONDS
-        exists = None if is_young else self._template_exists(Key(namespace, template), lookups)
+        exists = None if is_young else find(("template", key), lambda: lookups.template_exists(key))
         if exists is False:
             sentence = f"refers to the ResourceClaimTemplate {template}, which does not exist in its namespace"
             return PodReason(ReasonCode.NO_SUCH_CLAIM, sentence, GRACE_SECONDS)
-        failure = self._creation_failure(pod, lookups) if exists else None
+        failure = find(("failure", pod.metadata.key), lambda: lookups.creation_failure(pod)) if exists else None
         if failure:
             sentence = (
                 f"lacks its claim {claim.name}, which kube-controller-manager can not create from the "
@@ -173,22 +173,6 @@ class UnplacedPods:
             f"{doubt} {question} ({events})"
         )
         return PodReason(ReasonCode.NO_SUCH_CLAIM, sentence, GRACE_SECONDS if is_young else CREATION_SECONDS)
-
-    def _template_exists(self, template: Key, lookups: Lookups) -> bool | None:
-        may_look_up = self._lookups < MAX_LOOKUPS
-        exists, is_new = self._templates.get(
-            template, lambda: lookups.template_exists(template), may_look_up=may_look_up
-        )
-        self._lookups += is_new
-        return exists
-
-    def _creation_failure(self, pod: Pod, lookups: Lookups) -> str | None:
-        may_look_up = self._lookups < MAX_LOOKUPS
-        failure, is_new = self._failures.get(
-            pod.metadata.key, lambda: lookups.creation_failure(pod), may_look_up=may_look_up
-        )
-        self._lookups += is_new
-        return failure
 
 
 def _waiting(queue: Queue, most_gated: int | None) -> Iterator[Pod]:

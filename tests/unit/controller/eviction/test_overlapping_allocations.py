@@ -49,7 +49,9 @@ def test_claims_conflict_whose_devices_share_memory(held: str, claims: dict[str,
     entry = fleet_gpu(NODE, 0, H100, *held.split(), shares=4)
     holders = {device: [Held(device, each) for each in names] for device, names in claims.items()}
     conflicts = conflicts_on(NODE, [entry], holders)
-    assert {"".join(sorted((each.one.claim, each.other.claim))) for each in conflicts} == set(found.split())
+    assert {"".join(sorted(device.claim for device in conflict.devices)) for conflict in conflicts} == set(
+        found.split()
+    )
 
 
 class ClusterApi(ObjectApi):
