@@ -11,23 +11,9 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import singledispatchmethod
 
+from deviceclasses.cel import evaluation_functions as evaluation
 from deviceclasses.cel import nodes
-from deviceclasses.cel.evaluation_functions import (
-    DIRECT,
-    Evaluate,
-    Frame,
-    bind,
-    bound_value,
-    combined,
-    entries_of,
-    in_constants,
-    members,
-    optional_map,
-    quantifier,
-    sorted_by,
-    transform,
-    work_of,
-)
+from deviceclasses.cel.evaluation_functions import DIRECT, Evaluate, Frame, combined, entries_of, members
 from deviceclasses.cel.library.lists_and_optionals import member, optional_member
 from deviceclasses.cel.library.operators_and_conversions import CONVERSIONS
 from deviceclasses.cel.library.registry import FUNCTIONS, UNSUPPORTED_FUNCTIONS, Overload, chosen
@@ -135,7 +121,7 @@ class _Compiler:
         outer = self._scope
         slots = [self.size + 1 + index for index in range(len(names))]
         self.size += len(names)
-        read = bound_value if bound else lambda slot: lambda frame: frame[slot]
+        read = evaluation.bound_value if bound else lambda slot: lambda frame: frame[slot]
         self._scope = {**outer, **dict(zip(names, zip(types, map(read, slots), strict=True), strict=True))}
         try:
             yield slots
@@ -245,7 +231,7 @@ class _Compiler:
                     self._converted(argument, regex, argument.value)
         constants = [self._constants[operand] for operand in operands if operand in self._constants]
         if name == "@in" and operands[1] in self._constants and overloads[0].takes[1].name == "list":
-            return in_constants(operands[0], constants[-1])
+            return evaluation.in_constants(operands[0], constants[-1])
         body = chosen(name, overloads)
         if name in CONVERSIONS and len(operands) == len(constants) == 1:
             return self._constant(self._converted(node, body, constants[0]))
@@ -325,18 +311,19 @@ class _Compiler:
             return self._optional_map(node, over_type, over)
         over_type = self._bindings.resolve(over_type)
         types = self._iterated(node.over, over_type, len(node.variables))
-        units = work_of(node.body) + (0 if node.condition is None else work_of(node.condition))
+        units = evaluation.work_of(node.body) + (0 if node.condition is None else evaluation.work_of(node.condition))
         with self._variables(node.variables, types) as slots:
             if node.kind in ("all", "exists", "exists_one"):
-                return BOOL, quantifier(node.kind, over, slots, self._bool(node.body, node.kind), units)
+                return BOOL, evaluation.quantifier(node.kind, over, slots, self._bool(node.body, node.kind), units)
             condition = None if node.condition is None else self._bool(node.condition, "the condition of a macro")
             result, body = self.build(node.body)
         if node.kind == "sortBy":
             self._resolve(node, "sortBy", FUNCTIONS["sort"], [list_of(result)])
             if over_type.name != "list" and not is_dynamic(over_type):
                 raise self._error(node, f"sortBy takes a list, not {over_type}")
-            return over_type if over_type.name == "list" else list_of(DYN), sorted_by(over, slots, body, units)
-        evaluate = transform(node.kind, over, slots, condition, body, units)
+            result_type = over_type if over_type.name == "list" else list_of(DYN)
+            return result_type, evaluation.sorted_by(over, slots, body, units)
+        evaluate = evaluation.transform(node.kind, over, slots, condition, body, units)
         if node.kind == "list":
             return list_of(result), evaluate
         if node.kind == "map":
@@ -361,7 +348,7 @@ class _Compiler:
     def _bind(self, node: nodes.Macro, found: Type, value: Evaluate) -> Typed:
         with self._variables(node.variables, [found], bound=True) as [slot]:
             result, body = self.build(node.body)
-        return result, bind(slot, value, body)
+        return result, evaluation.bind(slot, value, body)
 
     def _optional_map(self, node: nodes.Macro, found: Type, target: Evaluate) -> Typed:
         content = self._bindings.fresh()
@@ -371,7 +358,7 @@ class _Compiler:
         with self._variables(node.variables, types) as [slot]:
             result, body = self.build(node.body)
         flat = node.kind == "optFlatMap"
-        evaluate = optional_map(slot, target, body, flat=flat)
+        evaluate = evaluation.optional_map(slot, target, body, flat=flat)
         if not flat:
             return optional_of(result), evaluate
         types = [BOOL, result, optional_of(self._bindings.fresh())]

@@ -11,7 +11,7 @@ from deviceclasses.cel.library.lists_and_optionals import member, optional_membe
 from deviceclasses.cel.nodes import Expr, children
 from deviceclasses.cel.types import BYTES, SEMVER
 from deviceclasses.cel.values import (
-    NO_VALUE,
+    ABSENT,
     EvaluationError,
     Map,
     Optional,
@@ -130,10 +130,10 @@ def optional_map(slot: int, target: Evaluate, body: Evaluate, *, flat: bool) -> 
     def mapped(frame: Frame) -> Value:
         operand = _as_optional(target(frame), "hasValue")
         if not operand.present:
-            return NO_VALUE
+            return ABSENT
         frame[slot] = operand.content
         result = body(frame)
-        return result if flat else Optional(present=True, content=result)
+        return result if flat else Optional(result)
 
     return mapped
 

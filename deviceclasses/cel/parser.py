@@ -112,19 +112,29 @@ RESERVED_WORDS = frozenset(
 
 def parse(expression: str) -> Expr:
     """The nodes of an expression, macros expanded. Raises CelError with the position of the first error."""
+    node: Expr = _Builder(expression).build(_tree(expression))
+    return node
+
+
+def conditions_of(expression: str) -> list[str]:
+    """The texts of the terms that ``&&`` joins at the top level of an expression. Raises CelError."""
+    tree = _tree(expression)
+    terms = tree.children if tree.data == "conjunction" else [tree]
+    return [expression[term.meta.start_pos : term.meta.end_pos] for term in terms if isinstance(term, Tree)]
+
+
+def _tree(expression: str) -> Tree[Token]:
     size = len(expression.encode())
     if size > MAX_CHARACTERS:
         raise CelError(f"the expression has {size} bytes; {MAX_CHARACTERS} are allowed", expression)
     if not expression.strip():
         raise CelError("the expression is empty", expression, 0)
     try:
-        tree = _parser().parse(expression)
+        return _parser().parse(expression)
     except UnexpectedInput as error:
         ended = isinstance(error, UnexpectedToken) and error.token.type == "$END"
         position = len(expression) if ended or error.pos_in_stream is None else error.pos_in_stream
         raise CelError(f"syntax error: {_what(expression, position)}{_expected(error)}", expression, position) from None
-    node: Expr = _Builder(expression).build(tree)
-    return node
 
 
 @cache

@@ -5,7 +5,6 @@ Devices that are equal in the attributes that are read get the same verdict.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +16,6 @@ from deviceclasses.cel.nodes import (
     Expr,
     ListLiteral,
     Literal,
-    Logic,
     Macro,
     Name,
     Select,
@@ -159,25 +157,3 @@ def _operand(node: Expr, known: Mapping[str, Path]) -> Comparison | None:
         return operand and replace(operand, otherwise=given)
     path = path_of(node, known)
     return None if path is None else Comparison(path, "", None)
-
-
-TOKENS = re.compile(
-    r"""(?P<text>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?P<opens>[([{])|(?P<closes>[)\]}])|(?P<joins>&&)"""
-)
-"""What is needed to find the ``&&`` outside of brackets and strings."""
-
-
-def conditions_of(expression: str) -> list[str]:
-    """The texts of the terms that ``&&`` joins at the top level of an expression. Raises CelError."""
-    root = parse(expression)
-    if not isinstance(root, Logic) or not root.is_and:
-        return [expression.strip()]
-    depth, begin, parts = 0, 0, []
-    for token in TOKENS.finditer(expression):
-        depth += bool(token["opens"]) - bool(token["closes"])
-        if token["joins"] and not depth:
-            parts.append(expression[begin : token.start()].strip())
-            begin = token.end()
-    parts.append(expression[begin:].strip())
-    # Parentheses around all of it, comments or raw strings: not taken apart.
-    return parts if len(parts) == len(root.terms) else [expression.strip()]

@@ -88,11 +88,11 @@ class Opaque:
 class Optional:
     """A value that may be absent."""
 
-    present: bool
     content: Value = None
+    present: bool = True
 
 
-NO_VALUE = Optional(present=False)
+ABSENT = Optional(present=False)
 
 
 @dataclass(frozen=True)

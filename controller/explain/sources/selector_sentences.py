@@ -14,7 +14,7 @@ from controller.explain.sources.availability import (
 )
 from deviceclasses.cel import Program, try_compile
 from deviceclasses.cel.library.quantity import parse_quantity
-from deviceclasses.cel.referenced_attributes import conditions_of
+from deviceclasses.cel.parser import conditions_of
 from deviceclasses.cel.values import EvaluationError
 from deviceclasses.lint.selector_rules import is_known_value, mistakes, remedy
 from driver.config.suggestions import meant

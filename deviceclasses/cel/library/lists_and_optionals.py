@@ -21,8 +21,8 @@ from deviceclasses.cel.types import (
     param,
 )
 from deviceclasses.cel.values import (
+    ABSENT,
     MAX_SHOWN,
-    NO_VALUE,
     NUMERIC,
     EvaluationError,
     Map,
@@ -186,14 +186,9 @@ def _unwrap(members: tuple[Value, ...]) -> tuple[Value, ...]:
     return tuple(optional.content for optional in members if optional.present)
 
 
-function("optional.of", [V], OPTIONAL, lambda value: Optional(present=True, content=value))
-function(
-    "optional.ofNonZeroValue",
-    [V],
-    OPTIONAL,
-    lambda value: NO_VALUE if _is_zero(value) else Optional(present=True, content=value),
-)
-function("optional.none", [], OPTIONAL, lambda: NO_VALUE)
+function("optional.of", [V], OPTIONAL, Optional)
+function("optional.ofNonZeroValue", [V], OPTIONAL, lambda value: ABSENT if _is_zero(value) else Optional(value))
+function("optional.none", [], OPTIONAL, lambda: ABSENT)
 function("optional.unwrap", [list_of(OPTIONAL)], list_of(V), _unwrap)
 method("unwrapOpt", [list_of(OPTIONAL)], list_of(V), _unwrap)
 method("value", [OPTIONAL], V, _value)
@@ -201,12 +196,8 @@ method("hasValue", [OPTIONAL], BOOL, lambda one: one.present)
 # The compiler evaluates the right side of both only where the left one is absent.
 method("or", [OPTIONAL, OPTIONAL], OPTIONAL, lambda one, other: one if one.present else other)
 method("orValue", [OPTIONAL, V], V, lambda one, other: one.content if one.present else other)
-method(
-    "first", [list_of(V)], OPTIONAL, lambda members: Optional(present=True, content=members[0]) if members else NO_VALUE
-)
-method(
-    "last", [list_of(V)], OPTIONAL, lambda members: Optional(present=True, content=members[-1]) if members else NO_VALUE
-)
+method("first", [list_of(V)], OPTIONAL, lambda members: optional_member(members, 0))
+method("last", [list_of(V)], OPTIONAL, lambda members: optional_member(members, len(members) - 1))
 
 
 def member(value: Value, key: Value) -> Value:
@@ -223,10 +214,10 @@ def member(value: Value, key: Value) -> Value:
 def optional_member(value: Value, key: Value) -> Optional:
     if type(value) is Optional:
         if not value.present:
-            return NO_VALUE
+            return ABSENT
         value = value.content
     optional = _found(value, key)
-    return NO_VALUE if optional is None else Optional(present=True, content=optional[0])
+    return ABSENT if optional is None else Optional(*optional)
 
 
 def _found(value: Value, key: Value) -> tuple[Value] | None:

@@ -154,47 +154,28 @@ UNSIGNED_TEXT = re.compile(r"[0-9]+")
 DOUBLE_TEXT = re.compile(r"[+-]?(([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?|inf(inity)?|nan)", re.IGNORECASE)
 PLAIN_BELOW = 6
 """Doubles from this power of ten on are written with an exponent."""
-TRUE, FALSE = ("1", "t", "T", "true", "TRUE", "True"), ("0", "f", "F", "false", "FALSE", "False")
+TRUE_TEXT = re.compile("1|t|T|true|TRUE|True")
+BOOL_TEXT = re.compile(f"{TRUE_TEXT.pattern}|0|f|F|false|FALSE|False")
 
 
-ACCEPTED_TEXT = {
-    "bool": "true and false",
-    "double": "numbers such as 1.5e3",
-    "int": "digits",
-    "uint": "digits",
-}
+def _declare_from_text(
+    kind: Type, syntax: re.Pattern[str], accepted: str, convert: Callable[[str], Value | None]
+) -> None:
+    """Declare the conversion from strings; ``convert`` returns None for a text that it does not accept."""
+
+    def converted(text: str) -> Value:
+        value = convert(text) if syntax.fullmatch(text) else None
+        if value is None:
+            conversion = f"type conversion error from 'string' to '{kind.name}'"
+            raise EvaluationError(f"{conversion}: {text!r}; accepted: {accepted}")
+        return value
+
+    function(kind.name, [STRING], kind, converted)
 
 
-def _wrong(text: str, wanted: str) -> EvaluationError:
-    conversion = f"type conversion error from 'string' to '{wanted}'"
-    return EvaluationError(f"{conversion}: {text!r}; accepted: {ACCEPTED_TEXT[wanted]}")
-
-
-def _bool(text: str) -> bool:
-    if text not in TRUE and text not in FALSE:
-        raise _wrong(text, "bool")
-    return text in TRUE
-
-
-def _int(text: str) -> int:
-    if not INTEGER_TEXT.fullmatch(text):
-        raise _wrong(text, "int")
-    return checked_int(whole_number(text))
-
-
-def _uint(text: str) -> Uint:
-    if not UNSIGNED_TEXT.fullmatch(text):
-        raise _wrong(text, "uint")
-    return checked_uint(whole_number(text))
-
-
-def _double(text: str) -> float:
-    if not DOUBLE_TEXT.fullmatch(text):
-        raise _wrong(text, "double")
+def _double(text: str) -> float | None:
     value = float(text)
-    if math.isinf(value) and "inf" not in text.lower():
-        raise _wrong(text, "double")
-    return value
+    return None if math.isinf(value) and "inf" not in text.lower() else value
 
 
 def _double_to_int(value: float) -> int:
@@ -241,17 +222,17 @@ for _kind in COMPARABLE:
     function(_kind.name, [_kind], _kind, _same)
 function("dyn", [A], DYN, _same)
 function("type", [A], type_of_type(A), lambda value: TypeValue(type_name(value)))
-function("bool", [STRING], BOOL, _bool)
 function("bytes", [STRING], BYTES, lambda text: text.encode())
 function("double", [INT], DOUBLE, float)
 function("double", [UINT], DOUBLE, float)
-function("double", [STRING], DOUBLE, _double)
 function("int", [DOUBLE], INT, _double_to_int)
 function("int", [UINT], INT, lambda value: checked_int(int(value)))
-function("int", [STRING], INT, _int)
 function("uint", [DOUBLE], UINT, _double_to_uint)
 function("uint", [INT], UINT, checked_uint)
-function("uint", [STRING], UINT, _uint)
+_declare_from_text(BOOL, BOOL_TEXT, "true and false", lambda text: bool(TRUE_TEXT.fullmatch(text)))
+_declare_from_text(DOUBLE, DOUBLE_TEXT, "numbers such as 1.5e3", _double)
+_declare_from_text(INT, INTEGER_TEXT, "digits", lambda text: checked_int(whole_number(text)))
+_declare_from_text(UINT, UNSIGNED_TEXT, "digits", lambda text: checked_uint(whole_number(text)))
 function("string", [BOOL], STRING, lambda value: "true" if value else "false")
 function("string", [BYTES], STRING, _decoded)
 function("string", [DOUBLE], STRING, double_text)
