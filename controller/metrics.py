@@ -98,7 +98,5 @@ class ControllerMetrics(Collector):
 
 def class_of(pending: PendingClaim, classes: Collection[str]) -> str:
     """The DeviceClass of its first request."""
-    requests = pending.claim.spec.devices.requests
-    names = (alternative.device_class_name for request in requests for alternative in request.alternatives)
-    first = next(names, "")
+    first = next(iter(pending.claim.class_names), "")
     return first if first in classes else UNKNOWN_CLASS

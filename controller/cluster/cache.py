@@ -287,10 +287,11 @@ def _kept_claim(found: Claim) -> Claim:
 def _kept_pod(found: Pod) -> Pod | None:
     """A pod that may request devices, or that belongs to a group with such pods. None for other pods."""
     common = {"cpu", "memory", "ephemeral-storage", "pods"}
-    containers = (*found.spec.containers, *found.spec.init_containers)
-    resources = [container.resources for container in containers]
-    requested = {name for amounts in resources for name in (*amounts.requests, *amounts.limits)}
-    if not found.spec.resource_claims and not requested - common and found.spec.scheduling_group is None:
+    if (
+        not found.spec.resource_claims
+        and not found.spec.resource_names - common
+        and found.spec.scheduling_group is None
+    ):
         return None
     return Pod(_metadata(found.metadata), found.spec, found.status)
 

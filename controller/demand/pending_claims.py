@@ -296,9 +296,7 @@ def claim_for(pod: Pod, by_resource: Mapping[str, str]) -> Claim | None:
     """The claim that the scheduler will create for the pod's extended resources, if it requests any and has none."""
     if pod.status.extended_resource_claim_status is not None or pod.spec.node_name:
         return None
-    containers = (*pod.spec.init_containers, *pod.spec.containers)
-    requested = {name for container in containers for name in _requests(container)}
-    names = {name for name in requested if name in by_resource or name.startswith(IMPLICIT)}
+    names = {name for name in pod.spec.resource_names if name in by_resource or name.startswith(IMPLICIT)}
     counts = {name: _amount(pod, name) for name in sorted(names)}
     requests = tuple(
         Request(name, ExactDeviceRequest(by_resource.get(name, name.removeprefix(IMPLICIT)), count=count))

@@ -158,14 +158,10 @@ class Explainer:
         if reason is not None:
             code, message = reason.code.value, reason.text
         else:
-            classes = {
-                alternative.device_class_name
-                for request in pending.claim.spec.devices.requests
-                for alternative in request.alternatives
-            }
+            classes = " and ".join(sorted({*pending.claim.class_names}))
             message = (
-                f"class {' and '.join(sorted(classes))} with the claim's selectors selects no device of the driver "
-                f"{self._view.driver}: it requests devices of other drivers only, or with adminAccess"
+                f"class {classes} with the claim's selectors selects no device of the driver {self._view.driver}: "
+                "it requests devices of other drivers only, or with adminAccess"
             )
             code = OTHER_DRIVERS
         return Explanation(

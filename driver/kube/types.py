@@ -305,6 +305,12 @@ class Claim(Struct, frozen=True):
         return self.status.allocation.devices.results if self.status.allocation is not None else ()
 
     @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes of all requests and alternatives, in order."""
+        requests = self.spec.devices.requests
+        return tuple(alternative.device_class_name for request in requests for alternative in request.alternatives)
+
+    @property
     def pods(self) -> str:
         """The names of the pods that it is reserved for, for logs."""
         return ",".join(user.name for user in self.status.reserved_for if user.resource == "pods")
@@ -369,6 +375,12 @@ class PodSpec(Struct, frozen=True):
     scheduler_name: str = ""
     scheduling_group: SchedulingGroup | None = None
     priority: int = 0
+
+    @property
+    def resource_names(self) -> frozenset[str]:
+        """The resources that its containers request or limit."""
+        amounts = [container.resources for container in (*self.containers, *self.init_containers)]
+        return frozenset(name for resources in amounts for name in (*resources.requests, *resources.limits))
 
 
 class ExtendedClaimStatus(Struct, frozen=True):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn, TypeVar
 
 import click
 import msgspec
@@ -34,7 +35,9 @@ PREPARATION_FAILED = {EventReason.PREPARE_FAILED.value, "FailedPrepareDynamicRes
 MAX_HOLDERS = 20
 """Holders that are looked up and shown."""
 
-POD, CLAIM = msgspec.json.Decoder(Pod), msgspec.json.Decoder(Claim)
+POD_DECODER, CLAIM_DECODER = msgspec.json.Decoder(Pod), msgspec.json.Decoder(Claim)
+
+T = TypeVar("T")
 
 
 class HoldingClaim(NamedTuple):
@@ -90,7 +93,9 @@ def why(
     except FatalError as refusal:
         if not isinstance(refusal.__cause__, ApiError) or refusal.__cause__.status != FORBIDDEN:
             raise
-        return _show_reported(client, name, namespace or "default", output, refusal)
+        reported = _reported(client, name, namespace or "default", refusal)
+        click.echo("this account may not read the whole cluster: this is what the controller reported last", err=True)
+        _print(reported, [() for _ in reported], output, is_brief=True)
     explainer, where = Explainer(view), None if all_namespaces else namespace or "default"
     if name is None:
         pending = explainer.pending()
@@ -100,6 +105,12 @@ def why(
     explanations = [_with_preparation(client, driver_name, explanation) for explanation in explanations]
     is_brief = name is None and len(explanations) > 1 and output != "json"
     holders = [[] if is_brief else _holders(client, view, explanation) for explanation in explanations]
+    _print(explanations, holders, output, is_brief=is_brief)
+
+
+def _print(
+    explanations: Sequence[Explanation], holders: Sequence[Sequence[HoldingClaim]], output: str, *, is_brief: bool
+) -> NoReturn:
     if output == "json":
         text = json.dumps(list(map(_as_json, explanations, holders)), indent=2)
     elif is_brief:
@@ -110,7 +121,7 @@ def why(
     sys.exit(1 if any(explanation.is_pending for explanation in explanations) else 0)
 
 
-def _show_reported(client: KubeClient, name: str | None, namespace: str, output: str, refusal: FatalError) -> None:
+def _reported(client: KubeClient, name: str | None, namespace: str, refusal: FatalError) -> list[Explanation]:
     """What the controller reported last in ``namespace``, for accounts that can not read the whole cluster.
 
     Raises ``refusal`` if it reported nothing, or nothing that this account may read.
@@ -134,12 +145,7 @@ def _show_reported(client: KubeClient, name: str | None, namespace: str, output:
     explanations = [explanation for explanation in explanations if name or explanation.is_pending]
     if not explanations:
         raise refusal
-    click.echo("this account may not read the whole cluster: this is what the controller reported last", err=True)
-    if output == "json":
-        click.echo(json.dumps([_as_json(explanation, ()) for explanation in explanations], indent=2))
-    else:
-        click.echo("\n".join(map(_as_line, explanations)))
-    sys.exit(1 if any(explanation.is_pending for explanation in explanations) else 0)
+    return explanations
 
 
 def _as_reported(kind: str, name: str, namespace: str, event: Object) -> Explanation:
@@ -158,11 +164,11 @@ def _named(client: KubeClient, explainer: Explainer, name: str, namespace: str) 
     """The explanations of a pod or a claim. Raises FatalError if there is neither."""
     kind, key = _kind_and_key(name, namespace)
     if kind not in CLAIM_KINDS:
-        pod = _find(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD)
+        pod = _find_pod(client, key)
         if pod is not None:
             return explainer.of_pod(pod) or [_without_claims(pod)]
     if kind not in POD_KINDS:
-        claim = _find(client, f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}", CLAIM)
+        claim = _find_claim(client, key)
         if claim is not None:
             return [explainer.of_claim(claim)]
     raise FatalError(f"namespace {key.namespace} has no {kind or 'pod or ResourceClaim'} named {key.name}")
@@ -181,7 +187,7 @@ def _with_preparation(client: KubeClient, driver: str, explanation: Explanation)
     if explanation.code != ALLOCATED or not explanation.pods:
         return explanation
     key = key_of(explanation.claim, "")
-    claim = _find(client, f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}", CLAIM)
+    claim = _find_claim(client, key)
     if claim is None:
         return explanation
     prepared = {(device.pool, device.device) for device in claim.status.devices if device.driver == driver}
@@ -218,7 +224,7 @@ def _without_claims(pod: Pod) -> Explanation:
         )
         return Explanation("", (pod,), TERMINATING, message, permanent=True, reports=reports)
     message = "none of its claims is pending" if pod.spec.resource_claims else "it has no ResourceClaim"
-    if not pod.spec.resource_claims and (plugged := sorted(_extended_resources(pod))):
+    if not pod.spec.resource_claims and (plugged := sorted(name for name in pod.spec.resource_names if "/" in name)):
         message += (
             f"; {', '.join(plugged)}, which it requests, is the extendedResourceName of no DeviceClass: only a device "
             "plugin can provide it"
@@ -226,13 +232,15 @@ def _without_claims(pod: Pod) -> Explanation:
     return Explanation("", (pod,), NOT_USED, message, reports=reports)
 
 
-def _extended_resources(pod: Pod) -> set[str]:
-    containers = (*pod.spec.containers, *pod.spec.init_containers)
-    names = {name for container in containers for name in (*container.resources.requests, *container.resources.limits)}
-    return {name for name in names if "/" in name}
+def _find_pod(client: KubeClient, key: Key) -> Pod | None:
+    return _find(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD_DECODER)
 
 
-def _find(client: KubeClient, path: str, decoder: msgspec.json.Decoder[Any]) -> Any:
+def _find_claim(client: KubeClient, key: Key) -> Claim | None:
+    return _find(client, f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}", CLAIM_DECODER)
+
+
+def _find(client: KubeClient, path: str, decoder: msgspec.json.Decoder[T]) -> T | None:
     try:
         return read_object(client, path, decoder)
     except ApiError as error:
@@ -251,27 +259,17 @@ def _holders(client: KubeClient, view: ClusterView, explanation: Explanation) ->
     return [_holder(client, claim, tuple(sorted(devices.get(claim, ())))) for claim in names[:MAX_HOLDERS]]
 
 
-def _holder(client: KubeClient, claim: str, devices: tuple[str, ...]) -> HoldingClaim:
-    key = key_of(claim, "")
-    try:
-        raw = client.get_object(f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}")
-    except ApiError:  # it ended meanwhile
-        return HoldingClaim(claim, devices)
-    users = raw.get("status", {}).get("reservedFor") or ()
-    pods = tuple(str(user.get("name")) for user in users if user.get("resource") == "pods")
-    pod = _find_quietly(client, Key(key.namespace, pods[0])) if pods else None
-    priority = pod.spec.priority if pod is not None else None
-    metadata = raw["metadata"]
-    deleted = metadata.get("deletionTimestamp") or (pod is not None and pod.metadata.deletion_timestamp)
-    return HoldingClaim(claim, devices, pods, priority, metadata.get("creationTimestamp"), bool(deleted))
-
-
-def _find_quietly(client: KubeClient, key: Key) -> Pod | None:
-    try:
-        pod: Pod | None = _find(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD)
-    except ApiError:
-        return None
-    return pod
+def _holder(client: KubeClient, name: str, devices: tuple[str, ...]) -> HoldingClaim:
+    """The claim, without what this account may not read or what has ended meanwhile."""
+    key, claim, pod = key_of(name, ""), None, None
+    pods: tuple[str, ...] = ()
+    with suppress(ApiError):
+        claim = _find_claim(client, key)
+        pods = tuple(user.name for user in claim.status.reserved_for if user.resource == "pods") if claim else ()
+        pod = _find_pod(client, Key(key.namespace, pods[0])) if pods else None
+    deleted = any(found is not None and found.metadata.deletion_timestamp for found in (claim, pod))
+    created = claim.metadata.creation_timestamp if claim is not None else None
+    return HoldingClaim(name, devices, pods, pod.spec.priority if pod is not None else None, created, deleted)
 
 
 def _title(explanation: Explanation) -> str:

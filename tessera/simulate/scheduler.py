@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from controller.demand.eligibility import Eligibility
@@ -68,7 +68,7 @@ class Scheduler:
 
     def place(self, pod: Pod, claims: Sequence[Claim], slices: SliceIndex, held: HeldDevices) -> PodPlacement:
         """The pod on the node that suits it best, with devices of ``slices`` of which ``held`` are taken."""
-        unknown = _classes_of(claims) - self._classes.keys()
+        unknown = {name for claim in claims for name in claim.class_names} - self._classes.keys()
         if unknown:
             return PodPlacement.refused(pod, f"there is no DeviceClass {', '.join(sorted(unknown))}")
         unallocated = [claim for claim in claims if claim.status.allocation is None]
@@ -103,11 +103,9 @@ class Scheduler:
 
     def _plugin_resources(self, pod: Pod) -> list[str]:
         """The extended resources that the pod requests of device plugins: those that no class stands for."""
-        containers = (*pod.spec.init_containers, *pod.spec.containers)
-        names = {
-            name for container in containers for name in (*container.resources.requests, *container.resources.limits)
-        }
-        return sorted(name for name in names if "/" in name and name not in self._resources_of_classes)
+        return sorted(
+            name for name in pod.spec.resource_names if "/" in name and name not in self._resources_of_classes
+        )
 
     def _has(self, node: str, resource: str) -> bool:
         return resource in self._nodes[node].status.allocatable
@@ -119,11 +117,6 @@ class Scheduler:
             return []
         deadline = self._clock() + SEARCH_TIMEOUT_SECONDS
         return allocate(claims, node, slices, self._classes, held, lambda: self._clock() > deadline)
-
-
-def _classes_of(claims: Iterable[Claim]) -> set[str]:
-    requests = (request for claim in claims for request in claim.spec.devices.requests)
-    return {alternative.device_class_name for request in requests for alternative in request.alternatives}
 
 
 def _second_choices(claims: Sequence[Claim], allocations: Sequence[Allocation]) -> int:

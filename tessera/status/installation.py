@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from driver.kube.controller_heartbeat import renewed_at
-from driver.kube.types import Claim
 from driver.model.plan import FENCE
 from tessera.status.snapshot import CheckOutput, Listing, Problem, StatusSnapshot, read_time
 from tessera.tables_and_drawings import counted
@@ -73,7 +70,7 @@ def classes(snapshot: StatusSnapshot) -> CheckOutput:
         message = f"none selects devices of {snapshot.driver}"
         yield Problem("DeviceClasses", message, "install the chart's (values: classes)")
     existing = {item.metadata.name for item in snapshot.classes}
-    missing = {name for claim in snapshot.claims for name in requested_classes(claim)} - existing
+    missing = {name for claim in snapshot.claims for name in claim.class_names} - existing
     for name in sorted(missing):
         yield Problem(f"DeviceClass {name}", "does not exist, but claims name it", "create it again (values: classes)")
 
@@ -111,12 +108,6 @@ def clocks(snapshot: StatusSnapshot) -> CheckOutput:
             direction = "ahead of" if seconds > 0 else "behind"
             message = f"its clock is {abs(seconds):.0f} s {direction} the API server's"
             yield Problem(holder, message, "synchronise it (chrony, NTP)")
-
-
-def requested_classes(claim: Claim) -> Iterator[str]:
-    for request in claim.spec.devices.requests:
-        for alternative in request.alternatives:
-            yield alternative.device_class_name
 
 
 def our_classes(snapshot: StatusSnapshot) -> list[str]:
