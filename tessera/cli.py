@@ -8,8 +8,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from traceback import walk_tb
@@ -50,8 +48,8 @@ class Command(click.Group):
         try:
             return super().main(*args, **options)
         except OSError as error:
-            if not _is_output_error(error):
-                raise
+            if all(frame.f_code is not click.echo.__code__ for frame, _ in walk_tb(error.__traceback__)):
+                raise  # it does not come from writing the command's output
             click.secho(f"tessera: the output can't be written: {error.strerror}", fg="red", err=True)
             sys.exit(FatalError.exit_code)
 
@@ -64,7 +62,9 @@ class Command(click.Group):
         try:
             return super().invoke(context)
         except TesseraError as error:
-            fault = _fatal(error)
+            fault = error if isinstance(error, FatalError) else FatalError(str(error))
+            if isinstance(error, ApiError) and error.status is None:
+                fault = EnvironmentFault(f"the cluster can't be reached: {error}; check --kubeconfig")
             click.secho(f"tessera: {fault}", fg="red", err=True)
             sys.exit(fault.exit_code)
 
@@ -77,18 +77,6 @@ class Command(click.Group):
             return super().get_command(context, cmd_name)
         command: click.Command = getattr(import_module(module), cmd_name)
         return command
-
-
-def _fatal(error: TesseraError) -> FatalError:
-    """The fatal error that ends a command, which does not retry."""
-    if isinstance(error, ApiError) and error.status is None:
-        return EnvironmentFault(f"the cluster can't be reached: {error}; check --kubeconfig")
-    return error if isinstance(error, FatalError) else FatalError(str(error))
-
-
-def _is_output_error(error: OSError) -> bool:
-    """Whether the error comes from writing the command's output."""
-    return any(frame.f_code is click.echo.__code__ for frame, _ in walk_tb(error.__traceback__))
 
 
 @click.group(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
@@ -157,7 +145,8 @@ def node(**flags: Any) -> None:
       tessera node --node-name worker-1 --shares "NVIDIA L4=8,0=4" --shares-only 0
       tessera node --node-name worker-1 --layout "NVIDIA H100 80GB HBM3=3g.40gb,2g.20gb,1g.10gb,1g.10gb;0=7g.80gb"
     """
-    with _kept_out_of_garbage_collection():
+    gc.disable()  # it would traverse 200,000 objects several times during a start, and without freeze() again later
+    try:
         from driver.process_exit import leave
         from kubelet_plugin.app import node_plugin
         from kubelet_plugin.settings import node_settings
@@ -166,20 +155,9 @@ def node(**flags: Any) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
         plugin = node_plugin(settings, stop)
-    if plugin is not None:
-        plugin.run()
-    leave(log)
-
-
-@contextmanager
-def _kept_out_of_garbage_collection() -> Iterator[None]:
-    """Exclude what the block creates from garbage collection.
-
-    Otherwise the collector would traverse 200,000 objects several times during a start, and again later.
-    """
-    gc.disable()
-    try:
-        yield
         gc.freeze()
     finally:
         gc.enable()
+    if plugin is not None:
+        plugin.run()
+    leave(log)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from driver.config.shared_flags import DEFAULT_DRIVER
-from driver.errors import NOT_FOUND, ApiError, EnvironmentFault
+from driver.errors import NOT_FOUND, ApiError, EnvironmentFault, UsageError
 from driver.kube.client import KubeClient
 from driver.kube.controller_heartbeat import HEARTBEAT, LEAVING
 from driver.kube.credentials import POD, Access, load_configuration
@@ -54,15 +54,10 @@ class ListOnceClient(KubeClient):
 
 def client_of(kubeconfig: Path | None, user_agent: str) -> KubeClient:
     """A client of the cluster that ``--kubeconfig`` or its default names. Raises EnvironmentFault without one."""
-    return KubeClient(_access(kubeconfig), user_agent)
+    return KubeClient(access_of(kubeconfig), user_agent)
 
 
-def list_once_client_of(kubeconfig: Path | None, user_agent: str) -> ListOnceClient:
-    """The same for a command that several modules read the cluster for."""
-    return ListOnceClient(_access(kubeconfig), user_agent)
-
-
-def _access(kubeconfig: Path | None) -> Access:
+def access_of(kubeconfig: Path | None) -> Access:
     context = click.get_current_context(silent=True)
     given = context.get_parameter_source("kubeconfig") if context else None
     default = DEFAULT_KUBECONFIG.expanduser()
@@ -84,6 +79,14 @@ def find_plans(client: KubeClient) -> list[GpuNodePlan] | None:
         if error.status != NOT_FOUND:
             raise
     return None
+
+
+def check_flag(flag: str, value: str, check: Callable[[str], object]) -> None:
+    """Raises UsageError about a value for which ``check`` raises ValueError."""
+    try:
+        check(value)
+    except ValueError as error:
+        raise UsageError(f"{flag} {value}: {error}") from error
 
 
 def cancel_uninstall_command(namespace: str) -> str:

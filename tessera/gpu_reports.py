@@ -16,8 +16,8 @@ from kubelet_plugin.settings import node_settings
 from tessera.cluster_options import find_plans
 
 
-def plans_with_gpus(client: KubeClient, needs: str) -> list[GpuNodePlan]:
-    """The plans of all nodes. Raises EnvironmentFault, which says what ``needs`` them, if none of them lists a GPU.
+def plans_and_gpus(client: KubeClient, needs: str) -> tuple[list[GpuNodePlan], list[GpuReport]]:
+    """The plans of all nodes and the GPUs in them. Raises EnvironmentFault if there is no GPU (``needs``: what for).
 
     Plans, not slices: curated slices leave out what nobody holds or may take.
     """
@@ -25,20 +25,16 @@ def plans_with_gpus(client: KubeClient, needs: str) -> list[GpuNodePlan]:
         plans = find_plans(client) or []
     except msgspec.MsgspecError as error:
         raise FatalError(f"a {KIND} can't be read: {error}") from error
-    if not any(reports_of(plan) for plan in plans):
+    reports = [report for plan in plans for report in states_of(plan.status.inventory)]
+    if not reports:
         raise EnvironmentFault(f"no {KIND} lists a GPU{needs}")
-    return plans
-
-
-def reports_of(plan: GpuNodePlan) -> list[GpuReport]:
-    """The GPUs that a node reports in its plan's status. Raises StateError."""
-    return states_of(plan.status.inventory)
+    return plans, reports
 
 
 def readable_reports(plan: GpuNodePlan) -> list[GpuReport]:
-    """The same; empty if the status can't be read."""
+    """The GPUs that a node reports in its plan's status; empty if that can't be read."""
     try:
-        return reports_of(plan)
+        return states_of(plan.status.inventory)
     except StateError:
         return []
 

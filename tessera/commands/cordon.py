@@ -6,7 +6,7 @@ Both write to the GpuNodePlan of the GPU's node, which its plugin follows with o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from driver.kube.types import GpuNodePlan
 from driver.model.plan import API_VERSION, KIND, PATH, ClearedFaults, PlanSpec
 from driver.slices.publisher import SLICES
 from tessera.cluster_options import client_of, find_plans, with_driver_name, with_kubeconfig
-from tessera.gpu_names import GpuName, ReportedFault, faults_of, find, names_of
+from tessera.gpu_names import GpuName, faults_of, find, names_of
 from tessera.tables_and_drawings import with_text_output
 
 WRITE_ATTEMPTS = 5
@@ -46,7 +46,12 @@ def cordon(gpu: str, reason: str | None, kubeconfig: Path | None, driver_name: s
     """
     cluster = PlanEditor(kubeconfig, driver_name)
     name = find(gpu, cluster.names())
-    cluster.edit(name.node, lambda spec: _cordoned(spec, name, reason))
+
+    def cordoned(spec: PlanSpec) -> Object:
+        line = f"{name.uuid} {_reason(spec, name, reason)}".rstrip()
+        return {"cordoned": [*_others(spec.cordoned, name), line]}
+
+    cluster.edit(name.node, cordoned)
     why = _reason(cluster.spec(name.node), name, reason)
     kept = f", as before: {why}" if why and reason is None else ""
     _say(output, name, f"cordoned {name} ({name.uuid}){kept}", {"cordoned": True, "reason": why})
@@ -72,11 +77,16 @@ def uncordon(gpu: str, kubeconfig: Path | None, driver_name: str, output: str) -
     faults = faults_of(name, cluster.slices, cluster.plans.get(name.node))
     stamps = [fault.stamp for fault in faults if fault.stamp is not None]
     cordoned = any(name.uuid == text.partition(" ")[0] for text in cluster.spec(name.node).cordoned)
+
+    def uncordoned(spec: PlanSpec) -> Object:
+        cleared = [*_others(spec.cleared, name), str(ClearedFaults(name.uuid, max(stamps)))] if stamps else spec.cleared
+        return {"cordoned": _others(spec.cordoned, name), "cleared": list(cleared)}
+
     if cordoned or stamps:
-        cleared = [str(ClearedFaults(name.uuid, max(stamps)))] if stamps else []
-        cluster.edit(name.node, lambda spec: _uncordoned(spec, name, cleared))
-    dealt = _values(fault for fault in faults if fault.stamp is not None)
-    remaining = _values(fault for fault in faults if fault.stamp is None)
+        cluster.edit(name.node, uncordoned)
+    # The taints of devices and the plan's status report the same faults.
+    dealt = list(dict.fromkeys(fault.value for fault in faults if fault.stamp is not None))
+    remaining = list(dict.fromkeys(fault.value for fault in faults if fault.stamp is None))
     facts = {"cordoned": False, "cleared": dealt, "left": remaining}
     _say(output, name, _outcome(name, cordoned, dealt, remaining), facts)
 
@@ -131,29 +141,14 @@ class PlanEditor:
         self._client.create(PATH, {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, **body})
 
 
-def _cordoned(spec: PlanSpec, name: GpuName, reason: str | None) -> Object:
-    line = f"{name.uuid} {_reason(spec, name, reason)}".rstrip()
-    return {"cordoned": [*_others(spec.cordoned, name), line]}
-
-
 def _reason(spec: PlanSpec, name: GpuName, reason: str | None) -> str:
     """The reason on one line; by default the reason of an earlier cordon."""
     return spec.cordons.get(name.uuid, "") if reason is None else " ".join(reason.split())
 
 
-def _uncordoned(spec: PlanSpec, name: GpuName, cleared: Sequence[str]) -> Object:
-    kept = spec.cleared if not cleared else _others(spec.cleared, name)
-    return {"cordoned": _others(spec.cordoned, name), "cleared": [*kept, *cleared]}
-
-
 def _others(lines: Sequence[str], name: GpuName) -> list[str]:
     """The lines about other GPUs."""
     return [text for text in lines if text.partition(" ")[0] != name.uuid]
-
-
-def _values(faults: Iterable[ReportedFault]) -> list[str]:
-    """Distinct values: the taints of devices and the plan's status report the same faults."""
-    return list(dict.fromkeys(fault.value for fault in faults))
 
 
 def _outcome(name: GpuName, cordoned: bool, cleared: Sequence[str], left: Sequence[str]) -> str:

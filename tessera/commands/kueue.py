@@ -8,20 +8,19 @@ from typing import Any
 
 import click
 
-from deviceclasses.chart_classes import ANY_PARTITION, FULL_GPU, SHARE, profile_classes
+from deviceclasses.chart_classes import ANY_PARTITION, FULL_GPU, SHARE_OF_GPU, profile_classes
 from driver.config.shared_flags import check_driver_name
 from driver.errors import EnvironmentFault, UsageError
 from driver.kube.client import Object
 from driver.model.plan import COUNTERS_FIELD, GpuReport
 from driver.slices.attributes import quantity
 from driver.slices.build import memory_of_gpu
-from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
-from tessera.gpu_reports import hardware, plans_with_gpus, reports_of
+from tessera.cluster_options import check_flag, client_of, with_driver_name, with_kubeconfig
+from tessera.gpu_reports import hardware, plans_and_gpus
 from tessera.tables_and_drawings import as_documents, with_documents_output
 
-KUEUE_API_GROUP = "kueue.x-k8s.io"
-KUEUE_API_VERSION = f"{KUEUE_API_GROUP}/v1beta2"
-MAX_CLASSES = 8
+KUEUE_API_VERSION = "kueue.x-k8s.io/v1beta2"
+MAX_MAPPED_CLASSES = 8
 """Maximum classes of a mapping that Kueue accepts (pkg/config/validation.go)."""
 
 CHARGE_MEMORY, FULL_GPUS = "memory", "devices"
@@ -81,16 +80,13 @@ def config(
       tessera kueue config --gpus sim:dgx-h100 -n 4 --queues -o json
       tessera kueue config --charge devices
     """
-    try:
-        check_driver_name(driver_name)
-    except ValueError as error:
-        raise UsageError(f"--driver-name {driver_name}: {error}") from error
+    check_flag("--driver-name", driver_name, check_driver_name)
     if gpus is None and (nodes is not None or shares is not None):
         raise UsageError("--nodes and --shares describe the nodes of --gpus: give --gpus, too, such as sim:dgx-h100")
     reports = _of_cluster(kubeconfig, charge) if gpus is None else hardware(gpus=gpus, shares=shares) * (nodes or 1)
     classes, left_out = _classes(reports, charge)
     if left_out:
-        note = f"a mapping has at most {MAX_CLASSES} classes; not covered: {', '.join(left_out)}"
+        note = f"a mapping has at most {MAX_MAPPED_CLASSES} classes; not covered: {', '.join(left_out)}"
         click.secho(f"{note}. Jobs can select their profiles with class {ANY_PARTITION}", fg="yellow", err=True)
     products = sorted({report.gpu.product_name for report in reports})
     if charge == CHARGE_MEMORY and len(products) > 1:
@@ -105,13 +101,13 @@ def config(
 def _of_cluster(kubeconfig: Path | None, charge: str) -> list[GpuReport]:
     """The GPUs of all nodes."""
     needs = ": is the controller running? --gpus sim:NAME does not need it"
-    plans = plans_with_gpus(client_of(kubeconfig, "tessera-kueue"), needs)
+    plans, reports = plans_and_gpus(client_of(kubeconfig, "tessera-kueue"), needs)
     if charge == CHARGE_MEMORY and any(COUNTERS_FIELD in plan.status.dropped for plan in plans):
         raise EnvironmentFault(
             f"the API server does not keep {COUNTERS_FIELD}, by which Kueue charges memory: give --charge {FULL_GPUS} "
             "(docs/versions.md)"
         )
-    return [report for plan in plans for report in reports_of(plan)]
+    return reports
 
 
 def _classes(reports: Iterable[GpuReport], charge: str) -> tuple[list[str], list[str]]:
@@ -119,10 +115,10 @@ def _classes(reports: Iterable[GpuReport], charge: str) -> tuple[list[str], list
     if charge == FULL_GPUS:
         return [FULL_GPU], []
     profiles = {profile.name for report in reports for profile in report.gpu.profiles}
-    shared = [SHARE] if any(report.shares for report in reports) else []
+    shared = [SHARE_OF_GPU] if any(report.shares for report in reports) else []
     partitions = [name for profile, name in sorted(profile_classes().items()) if profile in profiles]
     classes = [FULL_GPU, *shared, *([ANY_PARTITION] if partitions else []), *partitions]
-    return classes[:MAX_CLASSES], classes[MAX_CLASSES:]
+    return classes[:MAX_MAPPED_CLASSES], classes[MAX_MAPPED_CLASSES:]
 
 
 def _configuration(classes: Sequence[str], charge: str, driver: str) -> Object:

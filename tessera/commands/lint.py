@@ -64,16 +64,8 @@ def as_text(findings: Sequence[Finding], objects: int) -> str:
     if not findings:
         return f"{counted(objects, 'object')} checked, nothing found"
     header = ("SEVERITY", "FILE", "DOCUMENT", "OBJECT", "PATH", "VALUE", "MESSAGE")
-    rows = [
-        (
-            finding.severity.value,
-            finding.file,
-            str(finding.document),
-            finding.object,
-            finding.path,
-            finding.value or "-",
-            finding.message,
-        )
-        for finding in findings
-    ]
+    rows = []
+    for finding in findings:
+        place = (finding.file, str(finding.document), finding.object, finding.path)
+        rows.append((finding.severity.value, *place, finding.value or "-", finding.message))
     return f"{columns(header, rows)}\n\n{counted(objects, 'object')} checked, {counted(len(findings), 'finding')}"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
@@ -16,10 +15,9 @@ from controller.report.cluster_view import read_cluster
 from deviceclasses.chart_classes import chart_classes
 from deviceclasses.lint.documents import Document, read_documents
 from driver.errors import UsageError
-from driver.kube.client import KubeClient
-from driver.kube.types import ClassSpec, DeviceClass, Key, Metadata
+from driver.kube.types import ClassSpec, DeviceClass, Metadata
 from driver.model.gpu_settings import GpuSelection
-from tessera.cluster_options import list_once_client_of, with_driver_name, with_kubeconfig
+from tessera.cluster_options import ListOnceClient, access_of, with_driver_name, with_kubeconfig
 from tessera.simulate.fill import Filled
 from tessera.simulate.fill import fill as fill_cluster
 from tessera.simulate.imagined_cluster import ClusterContent, ImaginedCluster
@@ -72,8 +70,12 @@ def simulate(
       tessera simulate --fill gpu-inference-1g-10gb --cluster
     """
     _check(paths, nodes, fill, cluster=cluster, gone=gone)
-    client = list_once_client_of(kubeconfig, "tessera-simulate") if cluster else None
-    content, waiting = _cluster(client, driver_name) if client is not None else (_empty(driver_name), Workloads())
+    client = ListOnceClient(access_of(kubeconfig), "tessera-simulate") if cluster else None
+    if client is not None:
+        view = read_cluster(client, driver_name)
+        content, waiting = of_cluster(client, view, driver_name), Workloads(view.queue.pods)
+    else:
+        content, waiting = _empty(driver_name), Workloads()
     if nodes is not None:
         content = joined(content, simulated(nodes, shares, _selection(mig_gpus)))
     for claim in gone:
@@ -85,7 +87,10 @@ def simulate(
     content = replace(content, classes={**content.classes, **given.classes})
     if fill is not None and fill not in content.classes:
         raise UsageError(f"--fill {fill}: there is no such DeviceClass; there are {', '.join(sorted(content.classes))}")
-    _leave_existing(given, waiting, {claim.metadata.key for claim in content.claims})
+    # Claims and pending pods of the cluster that are in the files, too, exist once: as they are in the cluster.
+    existing, names = {claim.metadata.key for claim in content.claims}, {pod.metadata.key for pod in given.pods}
+    given.claims = {key: claim for key, claim in given.claims.items() if key not in existing}
+    waiting.pods = [pod for pod in waiting.pods if pod.metadata.key not in names]
     imagined = ImaginedCluster(driver_name, content)
     placements = _place(imagined, waiting) + _place(imagined, given)
     filled = _filled(imagined, fill) if fill is not None else None
@@ -110,38 +115,24 @@ def _selection(text: str | None) -> GpuSelection:
         raise UsageError(f"--mig-gpus: {error}") from error
 
 
-def _cluster(client: KubeClient, driver: str) -> tuple[ClusterContent, Workloads]:
-    """The cluster as it is, and its pending pods."""
-    view = read_cluster(client, driver)
-    return of_cluster(client, view, driver), Workloads(view.queue.pods)
-
-
 def _empty(driver: str) -> ClusterContent:
     """No nodes, and the chart's classes."""
-    classes = (_class(manifest) for manifest in chart_classes(driver))
-    return ClusterContent(classes={device_class.metadata.name: device_class for device_class in classes})
-
-
-def _class(content: Mapping[str, Any]) -> DeviceClass:
-    metadata = Metadata(content["metadata"]["name"])
-    return DeviceClass(metadata, msgspec.convert(content["spec"], ClassSpec))
+    classes = {}
+    for manifest in chart_classes(driver):
+        name = manifest["metadata"]["name"]
+        classes[name] = DeviceClass(Metadata(name), msgspec.convert(manifest["spec"], ClassSpec))
+    return ClusterContent(classes=classes)
 
 
 def _documents(paths: Sequence[str]) -> list[Document]:
     """The documents of files. Raises UsageError if one can't be read."""
     documents = []
-    for part in (part for path in paths for part in read_documents(path)):
-        if not isinstance(part, Document):
-            raise UsageError(f"{part.file}: {part.path}: {part.message}")
-        documents.append(part)
+    for path in paths:
+        for part in read_documents(path):
+            if not isinstance(part, Document):
+                raise UsageError(f"{part.file}: {part.path}: {part.message}")
+            documents.append(part)
     return documents
-
-
-def _leave_existing(given: Workloads, waiting: Workloads, claims: Collection[Key]) -> None:
-    """Claims and pending pods of the cluster that are in the files, too, exist once: as they are in the cluster."""
-    given.claims = {key: claim for key, claim in given.claims.items() if key not in claims}
-    names = {pod.metadata.key for pod in given.pods}
-    waiting.pods = [pod for pod in waiting.pods if pod.metadata.key not in names]
 
 
 def _place(cluster: ImaginedCluster, workloads: Workloads) -> list[PodPlacement]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import click
 
-from tessera.cluster_options import list_once_client_of, with_driver_name, with_kubeconfig
+from tessera.cluster_options import ListOnceClient, access_of, with_driver_name, with_kubeconfig
 from tessera.status import installation, nodes, pending_claims, processes
 from tessera.status.snapshot import NAMESPACE, CheckOutput, Listing, Problem, SnapshotReader, StatusSnapshot
 from tessera.tables_and_drawings import columns, counted, printable, with_output
@@ -115,7 +115,7 @@ def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: st
       tessera status
       tessera status --kubeconfig ~/.kube/prod -o json
     """
-    client = list_once_client_of(kubeconfig, "tessera-command")
+    client = ListOnceClient(access_of(kubeconfig), "tessera-command")
     results = run_checks(SnapshotReader(client, driver_name, namespace).read())
     click.echo(json.dumps(as_json(results), indent=2) if output == "json" else as_text(results))
     sys.exit(0 if all(result.state is CheckState.OK for result in results) else 1)

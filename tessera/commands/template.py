@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from driver.slices.build import SliceBuilder, slice_object
 from driver.slices.pool_names import Pool
 from kubelet_plugin.inventory.inventory import GpuSharing, Inventory
 from kubelet_plugin.inventory.published_devices import PublishPolicy
-from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
+from tessera.cluster_options import check_flag, client_of, with_driver_name, with_kubeconfig
 from tessera.gpu_reports import anonymous, hardware
 from tessera.tables_and_drawings import as_documents, with_documents_output
 
@@ -45,18 +44,6 @@ CAPACITY_NAMES = {"cpu": "cpu", "memory": "memory", "ephemeral-storage": "epheme
 """Their names, by resource."""
 
 DOCUMENTS = ("objects", "cluster-autoscaler", "karpenter")
-
-
-@dataclass(frozen=True)
-class Template:
-    """A node and its slices, as plain objects."""
-
-    node: Object
-    slices: Sequence[Object]
-
-    @property
-    def objects(self) -> list[Object]:
-        return [self.node, *self.slices]
 
 
 @click.command()
@@ -99,7 +86,8 @@ def template(
     """
     if (gpus is None) == (like is None):
         raise UsageError("give either --gpus (such as sim:dgx-h100) or --like (the name of a node)")
-    pool = _pool(name, driver_name)
+    check_flag("--name", name, _check_name)
+    check_flag("--driver-name", driver_name, check_driver_name)
     if like is not None:
         description, reports = _of_node(client_of(kubeconfig, "tessera-template"), like)
     else:
@@ -107,18 +95,15 @@ def template(
         names = _pairs("--labels", labels, "NAME=VALUE, such as kubernetes.io/arch=arm64")
         description = Node(Metadata(name, labels=names), status=NodeStatus(amounts, amounts))
         reports = hardware(gpus=gpus, shares=shares, shares_only=shares_only)
-    new = Template(_node(name, description), _slices(pool, reports))
-    written = _documents(new, document, driver_name, len(reports))
+    node, slices = _node(name, description), _slices(Pool(name, driver_name), reports)
+    written: list[Any] = [node, *slices]
+    if document == "karpenter":
+        written = [{"resourceSliceTemplates": [_slice_template(item["spec"]) for item in slices]}]
+    elif document == "cluster-autoscaler":
+        annotations = dict(_annotations(node, driver_name, len(reports)))
+        external = {"node": node, "resourceSlices": slices}
+        written = [{"externalgrpc": external, "clusterapi": {"annotations": annotations}}]
     click.echo(as_documents(written, output))
-
-
-def _pool(name: str, driver: str) -> Pool:
-    for flag, value, check in (("--name", name, _check_name), ("--driver-name", driver, check_driver_name)):
-        try:
-            check(value)
-        except ValueError as error:
-            raise UsageError(f"{flag} {value}: {error}") from error
-    return Pool(name, driver)
 
 
 def _check_name(name: str) -> None:
@@ -180,25 +165,14 @@ def _slices(pool: Pool, reports: Iterable[GpuReport]) -> list[Object]:
 def _node(name: str, like: Node) -> Object:
     labels = {key: value for key, value in like.metadata.labels.items() if key not in OWN_LABELS}
     taints = [taint for taint in like.spec.taints if not taint.key.startswith(PASSING_TAINTS)]
-    status = msgspec.to_builtins(like.status)
     ready = {"type": "Ready", "status": "True", "reason": "Template", "message": "a node that does not exist yet"}
     return {
         "apiVersion": "v1",
         "kind": "Node",
         "metadata": {"name": name, "labels": {**labels, "kubernetes.io/hostname": name, PUBLISH: COMPLETE}},
         "spec": {"taints": msgspec.to_builtins(taints)} if taints else {},
-        "status": {**status, "conditions": [ready]},
+        "status": {**msgspec.to_builtins(like.status), "conditions": [ready]},
     }
-
-
-def _documents(found: Template, document: str, driver: str, gpus: int) -> list[Any]:
-    if document == "karpenter":
-        return [{"resourceSliceTemplates": [_slice_template(item["spec"]) for item in found.slices]}]
-    if document == "cluster-autoscaler":
-        annotations = dict(_annotations(found.node, driver, gpus))
-        external = {"node": found.node, "resourceSlices": list(found.slices)}
-        return [{"externalgrpc": external, "clusterapi": {"annotations": annotations}}]
-    return found.objects
 
 
 def _slice_template(spec: Mapping[str, Any]) -> Object:
@@ -214,8 +188,8 @@ def _annotations(node: Object, driver: str, gpus: int) -> Iterator[tuple[str, st
             yield CAPACITY_PREFIX + name, amount
     yield f"{CAPACITY_PREFIX}dra-driver", driver
     yield f"{CAPACITY_PREFIX}gpu-count", str(gpus)
-    labels = {key: value for key, value in node["metadata"]["labels"].items() if key not in OWN_LABELS}
-    yield f"{CAPACITY_PREFIX}labels", ",".join(f"{key}={value}" for key, value in labels.items())
+    labels = node["metadata"]["labels"].items()
+    yield f"{CAPACITY_PREFIX}labels", ",".join(f"{key}={value}" for key, value in labels if key not in OWN_LABELS)
     taints = [msgspec.convert(taint, Taint) for taint in node["spec"].get("taints", ())]
     if taints:
         yield f"{CAPACITY_PREFIX}taints", ",".join(f"{taint.key}={taint.value}:{taint.effect}" for taint in taints)

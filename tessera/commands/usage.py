@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -16,26 +16,26 @@ from driver.errors import FatalError, UsageError
 from driver.kube.reads import read_all
 from driver.kube.types import Metadata
 from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
-from tessera.gpu_reports import plans_with_gpus, reports_of
+from tessera.gpu_reports import plans_and_gpus
 from tessera.status.snapshot import NAMESPACE
 from tessera.tables_and_drawings import columns, counted, printable, with_output
-from tessera.usage.advice import WHOLE, Advice, ProductClasses
+from tessera.usage.advice import WHOLE, Advice
 from tessera.usage.advice import advise as advice_of
 from tessera.usage.history import geometries_of, read_history, read_products
 from tessera.usage.output import NOTHING_KNOWN, Style, as_csv, as_json, as_table, number
 from tessera.usage.pages import read_cluster, read_urls
 from tessera.usage.prices import read_prices
 from tessera.usage.prometheus import Prometheus, check_labels, read_period
-from tessera.usage.report import KeyOf, UsageRecord, summarize
+from tessera.usage.report import KeyOf, summarize
 
 AGENT = "tessera-usage"
 LABEL_KEY = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
-KEYS: Mapping[str, tuple[str, ...]] = {
-    "namespace": ("namespace",),
-    "class": ("class",),
-    "claim": ("namespace", "claim"),
+KEYS: Mapping[str, tuple[tuple[str, ...], KeyOf]] = {
+    "namespace": (("namespace",), lambda device: (device.namespace,)),
+    "class": (("class",), lambda device: (device.device_class,)),
+    "claim": (("namespace", "claim"), lambda device: (device.namespace, device.claim)),
 }
-"""Labels of the metrics that make up a key."""
+"""Labels of the metrics that make up a key, and the key of a device."""
 
 LABEL_PREFIX = "label="
 
@@ -136,7 +136,10 @@ def usage(
       tessera usage --prometheus http://127.0.0.1:9090 --since 30d --by namespace -o csv > usage.csv
     """
     key, label = _key(by)
-    _check_sources(prometheus, prometheus_token_file, since, node_metrics)
+    if prometheus is None and (since is not None or prometheus_token_file is not None):
+        raise UsageError("--since and --prometheus-token-file need --prometheus, such as http://127.0.0.1:9090")
+    if prometheus is not None and node_metrics:
+        raise UsageError("--prometheus and --node-metrics are two sources: give one of them")
     price_list = None if prices is None else read_prices(prices)
     period = since or Duration(DAY, "24 h")
     if prometheus is not None:
@@ -145,7 +148,7 @@ def usage(
         reading = read_urls(node_metrics)
     else:
         reading = read_cluster(client_of(kubeconfig, AGENT), driver_name, namespace)
-    key_of = _by_labels(key) if label is None else _by_namespace_label(label, kubeconfig)
+    key_of = KEYS[by][1] if label is None else _by_namespace_label(label, kubeconfig)
     report = summarize(reading, key_of, price_list, idle.seconds)
     style = Style(
         key=key if label is None else (label,),
@@ -158,37 +161,23 @@ def usage(
     _exit_with(reading.warnings)
 
 
-def _exit_with(warnings: Iterable[str]) -> NoReturn:
+def _exit_with(warnings: Collection[str]) -> NoReturn:
     """Print the warnings; exit with 1 if there are any."""
-    code = 0
     for warning in warnings:
         click.secho(f"warning: {warning}", fg="yellow", err=True)
-        code = 1
-    sys.exit(code)
-
-
-def _check_sources(url: str | None, token_file: Path | None, since: Duration | None, pages: Sequence[str]) -> None:
-    if url is None and (since is not None or token_file is not None):
-        raise UsageError("--since and --prometheus-token-file need --prometheus, such as http://127.0.0.1:9090")
-    if url is not None and pages:
-        raise UsageError("--prometheus and --node-metrics are two sources: give one of them")
+    sys.exit(1 if warnings else 0)
 
 
 def _key(by: str) -> tuple[tuple[str, ...], str | None]:
     """The labels of the metrics to sum by, and the label of namespaces that the key is. Raises UsageError."""
     label = by.removeprefix(LABEL_PREFIX)
     if by in KEYS:
-        return KEYS[by], None
+        return KEYS[by][0], None
     if label == by or not LABEL_KEY.fullmatch(label):
         raise UsageError(
             f"--by {by}: must be {', '.join(KEYS)} or label=KEY with the key of a label, such as label=team"
         )
-    return KEYS["namespace"], label
-
-
-def _by_labels(key: tuple[str, ...]) -> KeyOf:
-    fields = {"namespace": "namespace", "claim": "claim", "class": "device_class"}
-    return lambda device: tuple(str(getattr(device, fields[part])) for part in key)
+    return KEYS["namespace"][0], label
 
 
 def _by_namespace_label(label: str, kubeconfig: Path | None) -> KeyOf:
@@ -199,11 +188,7 @@ def _by_namespace_label(label: str, kubeconfig: Path | None) -> KeyOf:
         values = {item.metadata.name: item.metadata.labels.get(label) for item in namespaces}
     except msgspec.MsgspecError as error:
         raise FatalError(f"the API server's list of namespaces can't be read: {error}") from error
-
-    def key_of(device: UsageRecord) -> tuple[str | None, ...]:
-        return (values.get(device.namespace),)
-
-    return key_of
+    return lambda device: (values.get(device.namespace),)
 
 
 @click.command()
@@ -243,7 +228,8 @@ def advise(
     if since.seconds < DAY:
         raise UsageError(f"--since {since.text}: must be at least 24h, such as 7d")
     server = Prometheus(prometheus, prometheus_token_file)
-    geometries = _geometries(kubeconfig)
+    needs = ", of which partitions could be advised: is the controller running?"
+    geometries = geometries_of(plans_and_gpus(client_of(kubeconfig, AGENT), needs)[1])
     check_labels(server)
     history, products = read_history(server, since.seconds), read_products(server, since.seconds)
     advices = advice_of(history, products, geometries, margin / 100)
@@ -255,39 +241,25 @@ def advise(
     _exit_with(server.warnings)
 
 
-def _geometries(kubeconfig: Path | None) -> dict[str, ProductClasses]:
-    """The partitions of the cluster's products. Raises EnvironmentFault, FatalError and StateError."""
-    needs = ", of which partitions could be advised: is the controller running?"
-    plans = plans_with_gpus(client_of(kubeconfig, AGENT), needs)
-    return geometries_of(report for plan in plans for report in reports_of(plan))
-
-
 def _advice_table(found: Sequence[Advice], since: Duration) -> str:
     advised = [advice for advice in found if advice.best is not None]
     saved = sum(advice.saved for advice in advised)
     share = f"{counted(len(advised), 'workload')} of {len(found)} would have fitted into a smaller class"
     lines = [f"last {since.text}: {share}, which saves {number(saved)} slice-hours"]
     header = ["NAMESPACE", "WORKLOAD", "CLASS", "MEMORY", "ACTIVITY", "SMALLEST CLASS", "SAVES"]
-    rows = [
-        [
-            *map(printable, (advice.workload.namespace, advice.workload.name, _has(advice))),
+    rows = []
+    for advice in found:
+        has, best = advice.workload, advice.best
+        class_text = has.device_class if has.profile == WHOLE else f"{has.device_class} ({has.profile})"
+        note = " (by memory only)" if advice.activity is None else ""
+        cells = [
             NOTHING_KNOWN if advice.memory is None else f"{advice.memory / 2**30:.1f} GiB",
             NOTHING_KNOWN if advice.activity is None else f"{advice.activity * 100:.0f} %",
-            printable(advice.refusal or "") if advice.best is None else advice.best.device_class + _note(advice),
-            NOTHING_KNOWN if advice.best is None else number(advice.saved),
+            printable(advice.refusal or "") if best is None else f"{best.device_class}{note}",
+            NOTHING_KNOWN if best is None else number(advice.saved),
         ]
-        for advice in found
-    ]
+        rows.append([*map(printable, (has.namespace, has.name, class_text)), *cells])
     return "\n".join([*lines, "", columns(header, rows)]) if rows else lines[0]
-
-
-def _has(advice: Advice) -> str:
-    has = advice.workload
-    return has.device_class if has.profile == WHOLE else f"{has.device_class} ({has.profile})"
-
-
-def _note(advice: Advice) -> str:
-    return " (by memory only)" if advice.activity is None else ""
 
 
 def _advice_object(advice: Advice) -> dict[str, object]:
