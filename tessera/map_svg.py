@@ -12,7 +12,7 @@ from controller.report.slice_states import SliceState
 from tessera.map_drawing import STATES, links, notes_of
 from tessera.tables_and_drawings import printable
 
-WIDTH, BAR_X, BAR_HEIGHT, LINE = 960, 62, 22, 28
+IMAGE_WIDTH, BAR_X, BAR_HEIGHT, LINE = 960, 62, 22, 28
 CHARACTER = 6.7
 """Width of a character of 11 pixels."""
 
@@ -43,12 +43,7 @@ text { fill: #d1d7e0; }
 
 HATCHED = "<pattern id='hatched' width='6' height='6' patternUnits='userSpaceOnUse'><path d='M0 6L6 0'/></pattern>"
 
-LEGEND: Mapping[SliceState, str] = {
-    SliceState.OFFERED: "offered",
-    SliceState.FREE: "free",
-    SliceState.STRANDED: "stranded",
-    SliceState.UNAVAILABLE: "unavailable",
-}
+UNHELD = tuple(state for state in SliceState if state is not SliceState.HELD)
 
 
 def map_as_svg(nodes: Sequence[MapNode]) -> str:
@@ -71,19 +66,19 @@ def map_as_svg(nodes: Sequence[MapNode]) -> str:
                     y += LINE // 2
         if not node.gpus:
             lines.append(_text(0, y - 8, " · ".join(filter(None, [node.name, states])), "node"))
-    rows = -(-(len(numbers) + len(LEGEND)) // PER_ROW)
+    rows = -(-(len(numbers) + len(UNHELD)) // PER_ROW)
     legend = _legend(y + LINE // 2, numbers)
     height = y + LINE // 2 + rows * LINE
     colours = (f".class-{number} {{ fill: hsl({HUES[number % len(HUES)]} 50% 36%); }}" for number in numbers.values())
     style = f"<style>{STYLE}\n{chr(10).join(colours)}</style><defs>{HATCHED}</defs>"
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height}'>"
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {IMAGE_WIDTH} {height}'>"
     return "\n".join([head, style, *lines, *legend, "</svg>", ""])
 
 
 def _legend(y: int, numbers: Mapping[str, int]) -> Iterator[str]:
     entries = [(f"held class-{number}", name) for name, number in numbers.items()]
-    entries += [(str(state), text) for state, text in LEGEND.items()]
-    wide = WIDTH / PER_ROW
+    entries += [(str(state), str(state)) for state in UNHELD]
+    wide = IMAGE_WIDTH / PER_ROW
     for place, (look, text) in enumerate(entries):
         x, top = place % PER_ROW * wide, y + place // PER_ROW * LINE
         yield _field(x, top, 24, look, text)
@@ -92,7 +87,7 @@ def _legend(y: int, numbers: Mapping[str, int]) -> Iterator[str]:
 
 def _bar(gpu: MapGpu, y: int, numbers: Mapping[str, int]) -> Iterator[str]:
     yield _text(0, y + 15, f"gpu-{gpu.number}")
-    width = (WIDTH - BAR_X) / max(1, len(gpu.spans) if gpu.is_divided else gpu.memory_slices)
+    width = (IMAGE_WIDTH - BAR_X) / max(1, len(gpu.spans) if gpu.is_divided else gpu.memory_slices)
     for place, span in enumerate(gpu.spans):
         start, size = (place, 1) if gpu.is_divided else (span.start, span.size)
         x = BAR_X + start * width
@@ -112,12 +107,12 @@ def _span(span: MapSpan, x: float, y: int, width: float, numbers: Mapping[str, i
         yield _field(x, y, width, "offered", f"offered: {what}")
         yield _text(x + 6, y + 15, _clipped(" ".join(span.kinds), width - 8))
         return
-    holder = span.holder
-    look = f"held class-{numbers[class_of(holder)]}" if holder is not None else "held"
-    yield _field(x, y, width, look, f"{what}: {holder or '?'}, {class_of(holder) if holder is not None else '?'}")
-    whole = str(holder or "?")
-    fits = len(whole) * CHARACTER <= width - 8
-    label = whole if holder is None or fits else holder.claim
+    look, title, label = "held", f"{what}: ?, ?", "?"
+    if span.holder is not None:
+        device_class, label = class_of(span.holder), str(span.holder)
+        look, title = f"held class-{numbers[device_class]}", f"{what}: {label}, {device_class}"
+        label = label if len(label) * CHARACTER <= width - 8 else span.holder.claim
+    yield _field(x, y, width, look, title)
     yield _text(x + 6, y + 15, _clipped(label, width - 8), "of-held")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import click
 import msgspec
 
 from controller.report.cluster_view import ClusterView, read_cluster, watch_cluster
-from controller.report.map_model import MapNode, Value, cluster_map, requested_kinds
+from controller.report.map_model import cluster_map, requested_kinds
 from controller.report.map_summary import MapFilter, summarize
 from driver.errors import UsageError
 from driver.kube.client import KubeClient
@@ -24,7 +24,7 @@ from tessera.map_svg import map_as_svg
 MOST_NODES = 32
 """Nodes of which all GPUs are drawn without a filter."""
 
-WIDTH = 120
+LINE_WIDTH = 120
 """Characters of a line where the output is not a terminal and $COLUMNS is not set."""
 
 
@@ -76,8 +76,13 @@ def map(  # noqa: A001 - the name of the command
         if output == "svg":
             return map_as_svg(nodes)
         if output == "json":
-            return _as_json(summarize(nodes) if summary else nodes, indent=0 if watch else 2)
-        return _as_table(nodes, only_summary=summary or (len(nodes) > MOST_NODES and not draw_all and not chosen))
+            encoded = msgspec.json.encode(summarize(nodes) if summary else nodes)
+            return (encoded if watch else msgspec.json.format(encoded, indent=2)).decode()
+        if not summary and (len(nodes) <= MOST_NODES or draw_all or chosen):
+            width = shutil.get_terminal_size((LINE_WIDTH, 24)).columns
+            return f"{draw_map(nodes, width)}\n\n{draw_summary(nodes)}"
+        hint = "\n\n--all draws all GPUs; --unhealthy, --free and --node some of them."
+        return draw_summary(nodes) + (hint if len(nodes) > MOST_NODES else "")
 
     client = client_of(kubeconfig, "tessera-command")
     if watch:
@@ -106,20 +111,3 @@ def _watch(render: Callable[[ClusterView], str], client: KubeClient, driver: str
                 click.secho(f"warning: this is the last known state: {view.stale}", fg="yellow", err=True)
     except KeyboardInterrupt:
         return
-
-
-def _as_json(items: Sequence[Value], indent: int) -> str:
-    """A list of objects; in one line without ``indent``."""
-    encoded = msgspec.json.encode(items)
-    return (msgspec.json.format(encoded, indent=indent) if indent else encoded).decode()
-
-
-def _as_table(nodes: Sequence[MapNode], *, only_summary: bool) -> str:
-    if not only_summary:
-        return f"{draw_map(nodes, _width())}\n\n{draw_summary(nodes)}"
-    hint = "" if len(nodes) <= MOST_NODES else "\n\n--all draws all GPUs; --unhealthy, --free and --node some of them."
-    return draw_summary(nodes) + hint
-
-
-def _width() -> int:
-    return shutil.get_terminal_size((WIDTH, 24)).columns

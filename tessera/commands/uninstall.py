@@ -70,8 +70,21 @@ def uninstall(
         click.secho(f"still terminating: {', '.join(removal.running())}", fg="yellow")
     removal.delete(f"{SLICES}/{name}" for names in silent.values() for name in names)
     removal.delete_own_objects()
-    _remove_labels(removal)
-    _print_result(sorted(silent), driver_name)
+    try:
+        removal.remove_labels()
+    except ApiError as error:
+        if error.status != FORBIDDEN:
+            raise
+        # The chart grants it only with controller.nodeLabels; then there may be labels of an earlier revision.
+        click.echo("not allowed to remove labels of Nodes: docs/controller.md has the command, should there be any")
+    if not silent:
+        click.echo("done: nothing is left")
+        return
+    click.secho(f"done, but {len(silent)} nodes did not answer: {', '.join(sorted(silent))}", fg="yellow")
+    click.echo(
+        f"Their slices were deleted. Their disks may still have /var/lib/kubelet/plugins/{driver_name}, "
+        f"/var/run/cdi/{driver_name}-claim_*.json, and partitions of claims that were not released."
+    )
 
 
 @contextmanager
@@ -89,16 +102,6 @@ def _rolled_back_on_failure(removal: Removal) -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _remove_labels(removal: Removal) -> None:
-    try:
-        removal.remove_labels()
-    except ApiError as error:
-        if error.status != FORBIDDEN:
-            raise
-        # The chart grants it only with controller.nodeLabels; then there may be labels of an earlier revision.
-        click.echo("not allowed to remove labels of Nodes: docs/controller.md has the command, should there be any")
 
 
 def _on_sigterm(number: int, _frame: object) -> None:
@@ -128,18 +131,6 @@ def _refuse_while_held(claims: Sequence[Claim]) -> None:
     )
 
 
-def _print_result(silent: Sequence[str], driver: str) -> None:
-    if not silent:
-        click.echo("done: nothing is left")
-        return
-    click.secho(f"done, but {len(silent)} nodes did not answer: {', '.join(silent)}", fg="yellow")
-    click.echo(
-        f"Their slices were deleted. Their disks may still have /var/lib/kubelet/plugins/{driver}, "
-        f"/var/run/cdi/{driver}-claim_*.json, and partitions of claims that were not released."
-    )
-
-
-INSTALLED_WORKLOADS = ("daemonsets/tessera-node", "deployments/tessera-controller")
 PROCESSES = "app.kubernetes.io/name=tessera,app.kubernetes.io/component in (node,controller)"
 
 WITHDRAWAL_POLL_INTERVAL_SECONDS = 0.5
@@ -183,7 +174,8 @@ class Removal:
 
     def end_processes(self) -> None:
         """Delete the DaemonSet and the Deployment, and with them their pods."""
-        self.delete(f"/apis/apps/v1/namespaces/{self.namespace}/{workload}" for workload in INSTALLED_WORKLOADS)
+        apps = f"/apis/apps/v1/namespaces/{self.namespace}"
+        self.delete((f"{apps}/daemonsets/tessera-node", f"{apps}/deployments/tessera-controller"))
 
     def running(self) -> list[str]:
         """Names of pods that still exist."""

@@ -67,17 +67,15 @@ def web(namespace: str, port: int, *, no_browser: bool, kubeconfig: Path | None)
             command = [kubectl, *config, f"--namespace={namespace}", "port-forward", "--address=127.0.0.1"]
             with _forwarding([*command, f"pod/{target.pod}", ports]) as (process, port):
                 if not is_open:
-                    _open(f"{target.scheme}://127.0.0.1:{port}/", browser=not no_browser)
-                    is_open = True
-                _drain(process)  # until the pod ends: the page goes on with another pod, at the same port
+                    is_open, url = True, f"{target.scheme}://127.0.0.1:{port}/"
+                    click.echo(f"The web page is at {url} until Ctrl-C.")
+                    if not no_browser and not webbrowser.open(url):
+                        click.echo("No browser could be started: open the address yourself.", err=True)
+                # Until the pod ends; then the page goes on with another one. A full pipe would block kubectl.
+                for _ in process.stdout or ():
+                    pass
     except KeyboardInterrupt:
         return
-
-
-def _open(url: str, *, browser: bool) -> None:
-    click.echo(f"The web page is at {url} until Ctrl-C.")
-    if browser and not webbrowser.open(url):
-        click.echo("No browser could be started: open the address yourself.", err=True)
 
 
 def _find(client: KubeClient, namespace: str) -> Target:
@@ -85,24 +83,17 @@ def _find(client: KubeClient, namespace: str) -> Target:
     pods = read_pods(client, namespace, CONTROLLERS)
     if not pods:
         raise FatalError(f"namespace {namespace} has no controller of Tessera; --namespace names that of the release")
-    targets = [_target(pod) for pod in _leader_first(client, namespace, pods) if pod.is_ready]
-    target = next((target for target in targets if target is not None), None)
-    if target is not None:
-        return target
-    if not targets:
+    ready = [pod for pod in _leader_first(client, namespace, pods) if pod.is_ready]
+    if not ready:
         raise FatalError(f"no controller in namespace {namespace} is ready: kubectl -n {namespace} get pods")
+    for pod in ready:
+        if (port := pod.port(PORT_NAME)) is not None:
+            arguments = (argument for container in pod.spec.containers for argument in container.args)
+            is_secure = any(argument.startswith("--web-tls-cert") for argument in arguments)
+            return Target(pod.metadata.name, port, "https" if is_secure else "http")
     raise FatalError(
         f"the web page is off: the chart's value controller.webAddress is empty; {REMEDY.format(namespace)}"
     )
-
-
-def _target(pod: PodDetails) -> Target | None:
-    """Where the pod serves the page; None if it does not."""
-    port = pod.port(PORT_NAME)
-    is_secure = any(
-        argument.startswith("--web-tls-cert") for container in pod.spec.containers for argument in container.args
-    )
-    return None if port is None else Target(pod.metadata.name, port, "https" if is_secure else "http")
 
 
 def _leader_first(client: KubeClient, namespace: str, pods: Sequence[PodDetails]) -> list[PodDetails]:
@@ -132,9 +123,3 @@ def _forwarding(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str],
         process.wait(STOP_SECONDS)
         if process.stdout is not None:
             process.stdout.close()
-
-
-def _drain(process: subprocess.Popen[str]) -> None:
-    """Read what kubectl says of each connection, until it ends; a full pipe would block it."""
-    for _ in process.stdout or ():
-        pass
