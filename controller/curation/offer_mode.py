@@ -71,7 +71,7 @@ class ClusterMode:
 
     def _read_minor_version(self) -> int | None:
         try:
-            return minor_version(self._client)
+            return minor_version(self._client.get_object("/version"))
         except ApiError as error:
             if error.status is None and self._decided is None:
                 raise

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from driver.errors import ApiError, FatalError
-from driver.kube.client import KubeClient
+from driver.kube.client import KubeClient, Object
 from driver.kube.hostile_json import decode
 from driver.kube.types import Claim, Node, PodDetails
 
@@ -110,7 +110,7 @@ def read_pods(client: KubeClient, namespace: str, labels: str | None = None) -> 
         raise FatalError(f"the API server's list of pods in namespace {namespace} can't be read: {error}") from error
 
 
-def minor_version(client: KubeClient) -> int | None:
-    """The minor version of the API server, such as 36 for "36+"; None if it is not a number. Raises ApiError."""
-    digits = re.match(r"\d+", str(client.get_object("/version").get("minor", "")))
+def minor_version(version: Object) -> int | None:
+    """The minor version in the API server's ``/version``, such as 36 for "36+"; None if it is not a number."""
+    digits = re.match(r"\d+", str(version.get("minor", "")))
     return None if digits is None else int(digits[0])

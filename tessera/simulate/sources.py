@@ -65,7 +65,7 @@ def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> ClusterCon
     try:
         slices = tuple(read_all(client, SLICES, DetailedSlice, {"fieldSelector": f"spec.driver!={driver}"}))
         nodes = tuple(read_all(client, "/api/v1/nodes", Node))
-        version = minor_version(client)
+        version = minor_version(client.get_object("/version"))
     except msgspec.MsgspecError as error:
         raise FatalError(f"an object of the cluster can't be read: {error}") from error
     cluster = view.snapshot.cluster

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 from driver.kube.controller_heartbeat import renewed_at
+from driver.kube.reads import minor_version
 from driver.model.plan import FENCE
 from tessera.status.snapshot import CheckOutput, Listing, Problem, StatusSnapshot, read_time
 from tessera.tables_and_drawings import counted
 
 BOUNDARIES = tuple(f"own-{kind}.gpu.tessera.dev" for kind in ("claims", "events", "fence", "plan", "slices"))
-TESTED_KUBERNETES = ((1, 34), (1, 37))
+TESTED_KUBERNETES = (34, 37)
 """The oldest and the newest minor version on which Tessera was tested; those of the chart."""
-EVIDENCE = (
-    Listing.SLICES,
-    Listing.CLAIMS,
-    Listing.CLASSES,
-    Listing.POLICIES,
-    Listing.PODS,
-    Listing.LEASES,
-    Listing.PLANS,
-)
-"""Lists in which an installation would show."""
 CLOCK_SKEW_SECONDS = 5.0
 """Tolerated difference: more than the resolution of the API server's times and a slow request."""
 
 
 def api(snapshot: StatusSnapshot) -> CheckOutput:
     oldest, newest = TESTED_KUBERNETES
-    version = snapshot.minor_version
-    yield f"Kubernetes {snapshot.version}" + (" (never tested)" if version and version > newest else "")
-    if version and version < oldest:
-        yield Problem("API server", f"is {snapshot.version}", "update it to 1.34 or newer (docs/versions.md)")
+    version, minor = snapshot.version.get("gitVersion", ""), minor_version(snapshot.version)
+    yield f"Kubernetes {version}" + (" (never tested)" if minor is not None and minor > newest else "")
+    if minor is not None and minor < oldest:
+        yield Problem("API server", f"is {version}", "update it to 1.34 or newer (docs/versions.md)")
     forbidden = [(listing, failure.reason) for listing, failure in snapshot.unreadable.items() if failure.forbidden]
     if forbidden:
         remedy = "use an account that may list them: the ClusterRole is in docs/soundness.md"
@@ -41,7 +32,8 @@ def api(snapshot: StatusSnapshot) -> CheckOutput:
 
 def is_not_installed(snapshot: StatusSnapshot) -> bool:
     """Whether everything that could show an installation was read and none is found; plans alone are leftovers."""
-    if not snapshot.has_read(*EVIDENCE) or snapshot.is_in_namespace:
+    of_cluster = Listing.SLICES, Listing.CLAIMS, Listing.CLASSES, Listing.POLICIES, Listing.PLANS
+    if not snapshot.has_read(*of_cluster, Listing.PODS, Listing.LEASES) or snapshot.is_in_namespace:
         return False
     return not (snapshot.slices or snapshot.claims or our_classes(snapshot) or _our_policies(snapshot))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from controller.curation.offer_mode import FIRST_FAST_MINOR_VERSION
 from controller.explain.sources.availability import listed
+from driver.kube.reads import minor_version
 from driver.kube.slice_types import ResourceSlice, SliceDevice
 from driver.kube.types import Claim, GpuNodePlan
 from driver.model.plan import COMPLETE, COUNTERS_FIELD, PUBLISH, FaultKind, GpuReport, OfferMode, PlanMode
@@ -67,8 +68,11 @@ def health(snapshot: StatusSnapshot) -> CheckOutput:
     yield f"{len(unhealthy)} unhealthy"
     yield f"{len(lines)} cordoned" + (f": {listed(lines)}" if lines else "")
     for gpu, fault in sorted(unhealthy.items()):
-        yield Problem(gpu, f"is {fault}: no new pods get it", _remedy(gpu, fault))
-    gpus = _served_gpus(snapshot)
+        passing = (remedy for start, remedy in SELF_CLEARING.items() if fault.startswith(start))
+        remedy = next(passing, f"see docs/health.md; then tessera uncordon {gpu}")
+        yield Problem(gpu, f"is {fault}: no new pods get it", remedy)
+    gpus = {_gpu_of(item, device) for item in snapshot.slices for device in item.spec.devices}
+    gpus |= {str(name) for name in names_of(snapshot.slices, _served(snapshot))}
     unusable = unhealthy.keys() | cordons.keys()
     if cordons and gpus and gpus <= unusable and snapshot.has_read(Listing.CLAIMS) and not _offered(snapshot):
         message = "are cordoned or unhealthy: nothing is offered to new pods"
@@ -136,13 +140,13 @@ def offers(snapshot: StatusSnapshot) -> CheckOutput:
 
 
 def _reason(offer_mode: OfferMode, dropped: Iterable[str], snapshot: StatusSnapshot) -> str:
-    version = snapshot.minor_version
+    minor = minor_version(snapshot.version)
     if offer_mode is OfferMode.COUNTERS:
         return "the scheduler subtracts counters"
     if COUNTERS_FIELD in dropped:
         return f"nodes report that the API server does not keep {COUNTERS_FIELD}"
-    if version and version < (1, FIRST_FAST_MINOR_VERSION):
-        return f"Kubernetes {version[0]}.{version[1]}: its scheduler is slow with counters"
+    if minor is not None and minor < FIRST_FAST_MINOR_VERSION:
+        return f"Kubernetes 1.{minor}: its scheduler is slow with counters"
     return "controller.offerMode or --offer-mode"
 
 
@@ -231,12 +235,6 @@ def _refused_gpus(snapshot: StatusSnapshot, node: str) -> int:
     return int(not taken and all(device.taints for device in devices))
 
 
-def _remedy(gpu: str, fault: str) -> str:
-    """Remedy of a fault: an operator must clear it unless it ends with its cause."""
-    cause = next((prefix for prefix in SELF_CLEARING if fault.startswith(prefix)), None)
-    return SELF_CLEARING[cause] if cause else f"see docs/health.md; then tessera uncordon {gpu}"
-
-
 def _unhealthy(snapshot: StatusSnapshot) -> dict[str, str]:
     """The fault of each unhealthy GPU: by taints, and by the plan for GPUs that are in no slice."""
     unhealthy: dict[str, str] = {}
@@ -279,14 +277,7 @@ def _served(snapshot: StatusSnapshot) -> list[GpuNodePlan]:
     return [plan for name, plan in (snapshot.plans or {}).items() if snapshot.slices_of(name)]
 
 
-def _served_gpus(snapshot: StatusSnapshot) -> set[str]:
-    """GPUs of nodes that publish, by devices and by plans."""
-    published = {_gpu_of(item, device) for item in snapshot.slices for device in item.spec.devices}
-    return published | {str(name) for name in names_of(snapshot.slices, _served(snapshot))}
-
-
 def _gpu_of(item: ResourceSlice, device: SliceDevice) -> str:
-    """The GPU of a device as NODE/gpu-N."""
     return f"{item.spec.node_name}/{_gpu_part(device.name)}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -90,6 +89,7 @@ CheckOutput = Iterator[str | Problem]
 class StatusSnapshot:
     """API objects by list.
 
+    version        that of the API server
     slices         of the driver; ``others`` are NVIDIA's
     claims         with a device of the driver
     pending        all pending claims, with the reason that this command finds
@@ -102,7 +102,7 @@ class StatusSnapshot:
 
     driver: str
     namespace: str
-    version: str = ""
+    version: Object = field(default_factory=dict)
     nodes: Sequence[Object] = ()
     slices: Sequence[ResourceSlice] = ()
     others: Sequence[ResourceSlice] = ()
@@ -120,12 +120,6 @@ class StatusSnapshot:
     daemon_set: Object | None = None
     autoscaler: Object | None = None
     unreadable: Mapping[Listing, ReadFailure] = field(default_factory=dict)
-
-    @property
-    def minor_version(self) -> tuple[int, int] | None:
-        """The version of the API server, such as (1, 37); None if it is not written like one."""
-        numbers = re.match(r"v(\d+)\.(\d+)", self.version)
-        return (int(numbers[1]), int(numbers[2])) if numbers else None
 
     def has_read(self, *listings: Listing) -> bool:
         """Whether all of these lists were read."""
@@ -183,10 +177,6 @@ class StatusSnapshot:
         return sorted(nodes - {""})
 
 
-def _lags(plan: GpuNodePlan) -> bool:
-    return plan.metadata.generation > plan.status.observed_generation
-
-
 def condition_of(item: Object, kind: str) -> Object | None:
     """The condition of this type in the status of an object."""
     conditions = item.get("status", {}).get("conditions") or ()
@@ -211,11 +201,11 @@ class SnapshotReader:
     def read(self) -> StatusSnapshot:
         """Read everything. Raises UsageError if Tessera is in another namespace than the given one."""
         claims = self._read(Listing.CLAIMS, f"{RESOURCE_GROUP}/resourceclaims", Claim)
-        plans = self._plans()
+        plans, own_leases = self._plans(), self._read(Listing.LEASES, leases(self._namespace), Object)
         snapshot = StatusSnapshot(
             self._driver,
             self._namespace,
-            version=str(self._client.get_object("/version").get("gitVersion", "")),
+            version=self._client.get_object("/version"),
             nodes=self._read(Listing.NODES, "/api/v1/nodes", Object),
             slices=self._read(Listing.SLICES, SLICES, ResourceSlice, f"spec.driver={self._driver}"),
             others=self._read(Listing.SLICES, SLICES, ResourceSlice, "spec.driver=gpu.nvidia.com"),
@@ -228,14 +218,10 @@ class SnapshotReader:
             policies=self._read(Listing.POLICIES, f"{POLICIES}/validatingadmissionpolicies", Object),
             bindings=self._read(Listing.BINDINGS, f"{POLICIES}/validatingadmissionpolicybindings", Object),
             pods=self._read(Listing.PODS, f"/api/v1/namespaces/{self._namespace}/pods", Object),
-            leases={
-                item["metadata"]["name"]: item for item in self._read(Listing.LEASES, leases(self._namespace), Object)
-            },
+            leases={lease["metadata"]["name"]: lease for lease in own_leases},
             node_leases=self._read(Listing.NODE_LEASES, leases("kube-node-lease"), Object),
-            daemon_set=next(
-                iter(self._list_named(f"{APPS}/namespaces/{self._namespace}/daemonsets", NODE_PLUGIN)), None
-            ),
-            autoscaler=next(iter(self._list_named("/api/v1/namespaces/kube-system/configmaps", AUTOSCALER)), None),
+            daemon_set=self._find(f"{APPS}/namespaces/{self._namespace}/daemonsets", NODE_PLUGIN),
+            autoscaler=self._find("/api/v1/namespaces/kube-system/configmaps", AUTOSCALER),
             unreadable=self._unreadable,
         )
         self._check_namespace(snapshot)
@@ -248,23 +234,18 @@ class SnapshotReader:
         if others := self._other_namespaces():
             where = " and ".join(f"--namespace {name}" for name in others)
             raise UsageError(f"--namespace {self._namespace}: Tessera is not installed there; it is in {where}")
-        if self._namespace != NAMESPACE and not self._namespace_exists():
-            raise UsageError(
-                f"--namespace {self._namespace}: the namespace does not exist, and no other one has Tessera"
-            )
+        with suppress(ApiError):
+            if self._namespace != NAMESPACE and self._client.find(f"/api/v1/namespaces/{self._namespace}") is None:
+                raise UsageError(
+                    f"--namespace {self._namespace}: the namespace does not exist, and no other one has Tessera"
+                )
 
     def _other_namespaces(self) -> list[str]:
         """Namespaces in which an object of Tessera can be read."""
-        paths: dict[str, tuple[str, ...]] = {f"{APPS}/daemonsets": (NODE_PLUGIN,), f"{APPS}/deployments": (CONTROLLER,)}
-        paths["/apis/coordination.k8s.io/v1/leases"] = (LEASE, HEARTBEAT)
-        objects = (item for path, names in paths.items() for name in names for item in self._list_named(path, name))
+        processes = [(f"{APPS}/daemonsets", NODE_PLUGIN), (f"{APPS}/deployments", CONTROLLER)]
+        all_leases = [("/apis/coordination.k8s.io/v1/leases", name) for name in (LEASE, HEARTBEAT)]
+        objects = (item for path, name in processes + all_leases for item in self._list_named(path, name))
         return sorted({str(item["metadata"]["namespace"]) for item in objects})
-
-    def _namespace_exists(self) -> bool:
-        try:
-            return self._client.find(f"/api/v1/namespaces/{self._namespace}") is not None
-        except ApiError:
-            return True
 
     @contextmanager
     def _recorded(self, listing: Listing) -> Iterator[None]:
@@ -294,12 +275,15 @@ class SnapshotReader:
     def _plans(self) -> Mapping[str, GpuNodePlan] | None:
         with self._recorded(Listing.PLANS):
             plans = find_plans(self._client)
-            if plans and any(_lags(plan) for plan in plans):
+            if any(plan.metadata.generation > plan.status.observed_generation for plan in plans or ()):
                 time.sleep(LAG_SECONDS)  # a node that follows its plan has reported by then
                 self._client.forget(PATH)
                 plans = find_plans(self._client)
             return None if plans is None else {plan.metadata.name: plan for plan in plans}
         return {}
+
+    def _find(self, path: str, name: str) -> Object | None:
+        return next(iter(self._list_named(path, name)), None)
 
     def _list_named(self, path: str, name: str) -> list[Object]:
         """Objects of one name; a failure is not recorded, because no check depends on them."""

@@ -94,10 +94,16 @@ BOUNDARIES = [
 
 POLICIES = [*BOUNDARIES, "tessera-fence"]
 
+
+def version_of(text: str) -> dict[str, str]:
+    """The API server's ``/version``."""
+    return {"gitVersion": text, "minor": text.split(".")[1] if "." in text else ""}
+
+
 SOUND = StatusSnapshot(
     DRIVER,
     "tessera",
-    version="v1.37.1",
+    version=version_of("v1.37.1"),
     nodes=[{"metadata": {"name": NODE}}],
     slices=[item()],
     plans={NODE: plan()},
@@ -130,7 +136,7 @@ def test_nothing_is_wrong_with_a_sound_installation() -> None:
 
 @pytest.mark.parametrize("version", ["v1.34.4", "v1.35.4-gke.100", "v1.36.3", "v1.37.1", "v1.38.0"])
 def test_no_version_from_1_34_on_is_a_problem(version: str) -> None:
-    snapshot = replace(SOUND, version=version)
+    snapshot = replace(SOUND, version=version_of(version))
     assert found(snapshot) == {}
     assert ("never tested" in result(snapshot, "API server").summary) is (version == "v1.38.0")
 
@@ -168,7 +174,7 @@ def test_the_offer_mode_has_its_reason_and_what_the_api_server_drops_is_named(
 ) -> None:
     status = PlanStatus(observed_generation=3, mode=PlanMode.PLANNED, offer_mode=published, dropped=dropped)
     changed = msgspec.structs.replace(plan(), spec=PlanSpec(offer_mode=decided), status=status)
-    snapshot = replace(SOUND, version=version, plans={NODE: changed})
+    snapshot = replace(SOUND, version=version_of(version), plans={NODE: changed})
     assert result(snapshot, "offers").summary == summary
     assert found(snapshot) == {}
 
@@ -246,7 +252,7 @@ def test_a_claim_on_a_node_whose_name_begins_alike_hides_no_refusal() -> None:
 @pytest.mark.parametrize(
     ("snapshot", "check", "message"),
     [
-        (replace(SOUND, version="v1.33.2"), "API server", "is v1.33.2"),
+        (replace(SOUND, version=version_of("v1.33.2")), "API server", "is v1.33.2"),
         (replace(SOUND, plans=None), "definition", "the CustomResourceDefinition is not installed"),
         (replace(SOUND, classes=[]), "classes", "DeviceClass gpu-training does not exist, but claims name it"),
         (replace(SOUND, leases={**SOUND.leases, BEAT: lease(BEAT, "c", ago_s=95)}), "controller", "95 s ago"),

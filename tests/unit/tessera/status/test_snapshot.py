@@ -53,7 +53,13 @@ def test_a_plan_of_an_earlier_install_is_told_as_that() -> None:
 
 
 def test_without_a_trace_of_tessera_there_is_one_finding() -> None:
-    nowhere = StatusSnapshot(DRIVER, "tessera", version="v1.37.1", nodes=SOUND.nodes, node_leases=SOUND.node_leases)
+    nowhere = StatusSnapshot(
+        DRIVER,
+        "tessera",
+        version=SOUND.version,
+        nodes=SOUND.nodes,
+        node_leases=SOUND.node_leases,
+    )
     assert found(nowhere) == {"installation": "Tessera is not installed here"}
     left = replace(nowhere, plans={NODE: plan()})
     assert found(left) == {"installation": "Tessera is not installed here"}
