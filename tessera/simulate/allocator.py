@@ -81,7 +81,12 @@ class RequestPart:
 class ConstraintState:
     """One constraint, with the values of the devices that have been added."""
 
-    def __init__(self, written: DeviceConstraint, attribute: str) -> None:
+    def __init__(self, written: DeviceConstraint, claim: Claim) -> None:
+        """Raises AllocationError for a constraint of ``claim`` of a kind that the scheduler does not know."""
+        attribute = written.match_attribute if written.match_attribute is not None else written.distinct_attribute
+        if attribute is None:
+            message = f"claim {claim.metadata.key} has a constraint of an unknown kind"
+            raise AllocationError(FailureKind.UNKNOWN_KIND, message)
         self._requests, self._attribute = frozenset(written.requests), attribute
         self._distinct = written.match_attribute is None
         self._values: list[tuple[str, Any]] = []
@@ -104,12 +109,6 @@ class ConstraintState:
 
     def _allows(self, value: tuple[str, Any]) -> bool:
         return value not in self._values if self._distinct else value == self._values[0]
-
-
-def constraint_of(written: DeviceConstraint) -> ConstraintState | None:
-    """The constraint; None for one of a kind that the scheduler does not know."""
-    attribute = written.match_attribute if written.match_attribute is not None else written.distinct_attribute
-    return None if attribute is None else ConstraintState(written, attribute)
 
 
 def allocate(
@@ -164,7 +163,7 @@ class _AllocationSearch:
     def run(self, classes: Mapping[str, DeviceClass]) -> list[Allocation] | None:
         for index, claim in enumerate(self._claims):
             self._read(index, claim, classes)
-        outcome = self._claim(0)
+        outcome = self._request(0, 0)
         if outcome is BranchOutcome.TOO_MANY:
             raise AllocationError(FailureKind.TOO_MANY_DEVICES, "too many devices")
         if outcome is BranchOutcome.FITS:
@@ -192,11 +191,7 @@ class _AllocationSearch:
                 message = f"claim {claim.metadata.key} requests {devices} devices; {MAX_CLAIM_DEVICES} are possible"
                 raise AllocationError(FailureKind.TOO_MANY_DEVICES, message)
         self._parts.append(parts)
-        constraints = [constraint_of(constraint) for constraint in claim.spec.devices.constraints]
-        if None in constraints:
-            message = f"claim {claim.metadata.key} has a constraint of an unknown kind"
-            raise AllocationError(FailureKind.UNKNOWN_KIND, message)
-        self._constraints.append([constraint for constraint in constraints if constraint is not None])
+        self._constraints.append([ConstraintState(written, claim) for written in claim.spec.devices.constraints])
 
     def _part(
         self,
@@ -244,15 +239,13 @@ class _AllocationSearch:
 
     # Searching
 
-    def _claim(self, claim: int) -> BranchOutcome:
-        """Satisfy ``claim`` and those after it."""
-        return BranchOutcome.FITS if claim == len(self._claims) else self._request(claim, 0)
-
     def _request(self, claim: int, request: int) -> BranchOutcome:
         """Satisfy this request of a claim and everything after it."""
+        if claim == len(self._claims):
+            return BranchOutcome.FITS
         if request == len(self._parts[claim]):
             # A later claim with too many devices ends no earlier one: other devices there may help.
-            outcome = self._claim(claim + 1)
+            outcome = self._request(claim + 1, 0)
             return BranchOutcome.NONE if outcome is BranchOutcome.TOO_MANY else outcome
         outcomes = set()
         for part in self._parts[claim][request]:
@@ -315,9 +308,10 @@ class _AllocationSearch:
             # The first share of a device takes its counters for all.
             if not is_shared and not self._consume(device, undo):
                 return None
-            if _is_tainted(device, part.wanted) or not self._constrain(part, device, undo):
+            taints = (taint for taint in device.entry.taints if taint.effect in TAKING)
+            if not all(taint.is_tolerated(part.wanted.tolerations) for taint in taints):
                 return None
-            if not self._has_room(part, device):
+            if not self._constrain(part, device, undo) or not self._has_room(part, device):
                 return None
             self._record(part, device, undo)
             return undo.pop_all()
@@ -392,8 +386,3 @@ def _matches(device: AllocatableDevice, owner: str, selector: DeviceSelector) ->
         message = f"{owner}: {selector.cel.expression} on device {'/'.join(device.id)}: {verdict}"
         raise AllocationError(FailureKind.SELECTOR, message)
     return verdict
-
-
-def _is_tainted(device: AllocatableDevice, request: ExactDeviceRequest) -> bool:
-    """Whether the device has a taint that the request does not tolerate."""
-    return any(taint.effect in TAKING and not taint.is_tolerated(request.tolerations) for taint in device.entry.taints)

@@ -112,9 +112,9 @@ class ImaginedCluster:
             self._waiting.append(pod)
             return PodPlacement(pod, reasons=tuple(self._reasons(pod)))
         placement = self._scheduler.place(pod, needed, self._slices, self._held)
-        for offer_more in (self._offer_for, self._widen):
+        for offer_more in (self.expect, self._widen):
             if placement.node is None:
-                offer_more(pod)
+                offer_more([pod])
                 placement = self._scheduler.place(pod, needed, self._slices, self._held)
         if placement.node is None:
             return replace(placement, reasons=tuple(self._reasons(pod)) or placement.reasons)
@@ -125,9 +125,6 @@ class ImaginedCluster:
         """Let the controller offer devices for pending ``pods``."""
         self._waiting += [pod for pod in pods if pod not in self._waiting]
         self._decide()
-
-    def _offer_for(self, pod: Pod) -> None:
-        self.expect([pod])
 
     def settle(self) -> None:
         """Let the controller decide what is offered from now on."""
@@ -148,13 +145,11 @@ class ImaginedCluster:
         """Equal for nodes on which claims for one device of ``selector`` get the same devices until none fits."""
         if self._rules or node in self._content.policies:
             return node
-        gpus = (
-            (
-                (entry.number, selector.on(entry), entry.state, tuple(device.name for device in entry.held)),
-                (entry.fault, entry.closed, entry.uses, entry.shares_only, entry.foreign, entry.gpu.mig_mode),
-            )
-            for entry in self.fleet.nodes[node]
-        )
+        gpus = []
+        for entry in self.fleet.nodes[node]:
+            held = entry.state, tuple(device.name for device in entry.held)
+            usable = entry.fault, entry.closed, entry.uses, entry.shares_only, entry.foreign, entry.gpu.mig_mode
+            gpus.append((entry.number, selector.on(entry), held, usable))
         return self._nodes[node].spec, tuple(gpus)
 
     def alone(self, node: str) -> ImaginedCluster:
@@ -228,14 +223,17 @@ class ImaginedCluster:
         offers = self._curator.curate(self.fleet, demand_of(queue, wide), current)
         self._publish({*offers, *(current if keep else ())})
 
-    def _widen(self, pod: Pod) -> None:
-        """Publish everything that matches, as the controller does for a claim that regular offers do not help."""
-        queue = self._queue()
-        pending = [waiting for waiting in queue.pending if pod in waiting.pods and queue.satisfiable(waiting)]
-        nodes = {waiting.key: queue.found(waiting).node for waiting in pending}
-        wide = {waiting.key: queue.nodes(waiting) for waiting in pending}
-        if self._mode is OfferMode.DISJOINT:
-            wide = {key: frozenset({node}) for key, node in nodes.items() if node is not None}
+    def _widen(self, pods: Collection[Pod]) -> None:
+        """Publish everything that matches, as the controller does for claims that regular offers do not help."""
+        queue, wide = self._queue(), dict[str, Nodes]()
+        for pending in queue.pending:
+            if not any(pod in pods for pod in pending.pods) or not queue.satisfiable(pending):
+                continue
+            node = queue.found(pending).node
+            if self._mode is OfferMode.COUNTERS:
+                wide[pending.key] = queue.nodes(pending)
+            elif node is not None:
+                wide[pending.key] = frozenset({node})
         if wide:
             self._decide(widened=wide)
 

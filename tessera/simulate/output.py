@@ -48,31 +48,28 @@ class Simulation:
     @property
     def json(self) -> dict[str, Any]:
         """The same as plain objects, with all nodes."""
+        fill: dict[str, Any] | None = None
+        if self.filled is not None:
+            by_node, by_product = self._counts(self.filled)
+            counts = {"fits": by_node.total(), "byNode": dict(by_node), "byProduct": dict(by_product)}
+            fill = {"class": self.fill, **counts, "nextDoesNotFit": list(self.filled.why)}
         result = {"placements": list(map(self._as_json, self.placements)), "ignored": list(self.ignored)}
-        return {
-            **result,
-            "fill": self._fill_json(self.filled) if self.filled is not None else None,
-            "gpus": list(self._gpus()),
-        }
+        return {**result, "fill": fill, "gpus": list(self._gpus())}
 
     def _placed_text(self) -> Iterator[str]:
-        rows = [
-            row
-            for placement in self.placements
-            if placement.node is not None
-            for row in self._rows(placement, placement.node)
-        ]
+        rows: list[tuple[str, ...]] = []
+        for placement in self.placements:
+            if placement.node is None:
+                continue
+            pod, node, also = self._name(placement), placement.node, listed(placement.elsewhere) or "-"
+            rows += [
+                (pod, claim.metadata.name, result.request, node, result.device, also)
+                for claim, allocation in placement.allocations
+                for result in allocation.devices.results
+            ] or [(pod, "-", "-", node, "-", also)]
         if rows:
             header = ("POD", "CLAIM", "REQUEST", "NODE", "DEVICE", "ALSO FITS ON")
             yield columns(header, [tuple(map(printable, row)) for row in rows])
-
-    def _rows(self, found: PodPlacement, node: str) -> list[tuple[str, ...]]:
-        pod, also = self._name(found), listed(found.elsewhere) or "-"
-        return [
-            (pod, claim.metadata.name, result.request, node, result.device, also)
-            for claim, allocation in found.allocations
-            for result in allocation.devices.results
-        ] or [(pod, "-", "-", node, "-", also)]
 
     def _name(self, found: PodPlacement) -> str:
         return f"{found.pod.metadata.key}{'' if id(found.pod) in self.given else ' (pending now)'}"
@@ -96,11 +93,6 @@ class Simulation:
             yield columns(("NODE", "CLAIMS"), [(name, str(count)) for name, count in sorted(by_node.items())])
         yield from (f"the next claim does not fit: {printable(reason)}" for reason in self.filled.why)
 
-    def _fill_json(self, filled: Filled) -> dict[str, Any]:
-        by_node, by_product = self._counts(filled)
-        counts = {"fits": by_node.total(), "byNode": dict(by_node), "byProduct": dict(by_product)}
-        return {"class": self.fill, **counts, "nextDoesNotFit": list(filled.why)}
-
     def _counts(self, filled: Filled) -> tuple[Counter[str], Counter[str]]:
         """The claims of ``--fill`` by node and by product; devices of other drivers have none."""
         fleet = self.cluster.fleet
@@ -112,18 +104,16 @@ class Simulation:
     def _picture(self) -> str:
         """A line for each GPU of the nodes on which pods were placed; of all nodes if they are few."""
         fleet = self.cluster.fleet
-        used = {
-            *(placement.node for placement in self.placements),
-            *(self.filled.devices if self.filled is not None else ()),
-        }
+        used = {placement.node for placement in self.placements} | set(self.filled.devices if self.filled else ())
         nodes = [node for node in sorted(fleet.nodes) if len(fleet.nodes) <= MAX_DRAWN_NODES or node in used]
         entries = [entry for node in nodes for entry in fleet.nodes[node]]
         if not entries:
             return "no GPUs to draw"
         width = cell_width(span for entry in entries for span in _spans(entry))
-        rows = [
-            (entry.node, f"gpu-{entry.number}", _drawing(entry, width), entry.gpu.product_name) for entry in entries
-        ]
+        rows = []
+        for entry in entries:
+            drawing = draw_slices(entry.gpu.memory_slices, _spans(entry), width)
+            rows.append((entry.node, f"gpu-{entry.number}", drawing, entry.gpu.product_name))
         return columns(("NODE", "GPU", "MEMORY SLICES AFTERWARDS", "PRODUCT"), rows)
 
     def _as_json(self, found: PodPlacement) -> dict[str, Any]:
@@ -148,10 +138,6 @@ class Simulation:
                 held = [{"device": device.name, "claim": holders.get(device.name)} for device in entry.held]
                 about = {"gpu": f"gpu-{entry.number}", "uuid": entry.gpu.uuid, "product": entry.gpu.product_name}
                 yield {"node": node, **about, "held": held}
-
-
-def _drawing(entry: FleetGpu, width: int) -> str:
-    return draw_slices(entry.gpu.memory_slices, _spans(entry), width)
 
 
 def _spans(entry: FleetGpu) -> list[Span]:

@@ -42,9 +42,8 @@ class PodPlacement:
     reasons: tuple[UnplacedReason, ...] = ()
 
     @classmethod
-    def refused(cls, pod: Pod, sentence: str, *, claim: str = "") -> PodPlacement:
-        """A pod that is not placed, for a reason that concerns ``claim`` or else the pod."""
-        return cls(pod, reasons=(UnplacedReason(claim or str(pod.metadata.key), "", sentence),))
+    def refused(cls, pod: Pod, sentence: str) -> PodPlacement:
+        return cls(pod, reasons=(UnplacedReason(str(pod.metadata.key), "", sentence),))
 
 
 class Scheduler:
@@ -75,7 +74,9 @@ class Scheduler:
         allocations = [claim.status.allocation for claim in claims if claim.status.allocation is not None]
         selectors = [allocation.node_selector for allocation in allocations if allocation.node_selector is not None]
         nodes = self._eligibility.nodes_for(pod, selectors)
-        resources = self._plugin_resources(pod)
+        resources = sorted(
+            name for name in pod.spec.resource_names if "/" in name and name not in self._resources_of_classes
+        )
         lacking = [name for name in resources if not any(self._has(node, name) for node in nodes)]
         if nodes and lacking:
             sentence = f"no node has {', '.join(lacking)}, and no DeviceClass has it as extendedResourceName"
@@ -93,19 +94,11 @@ class Scheduler:
             if allocated is not None:
                 fitting[node] = allocated
         if not fitting:
-            sentence = (
-                f"none of {len(nodes)} nodes has devices that fit" if nodes else "no node is possible for the pod"
-            )
-            return PodPlacement.refused(pod, sentence)
+            found = f"none of {len(nodes)} nodes has devices that fit" if nodes else "no node is possible for the pod"
+            return PodPlacement.refused(pod, found)
         best = min(fitting, key=lambda node: (_second_choices(unallocated, fitting[node]), self._pods_on[node], node))
         given = tuple(zip(unallocated, fitting[best], strict=True))
         return PodPlacement(pod, best, given, tuple(node for node in fitting if node != best))
-
-    def _plugin_resources(self, pod: Pod) -> list[str]:
-        """The extended resources that the pod requests of device plugins: those that no class stands for."""
-        return sorted(
-            name for name in pod.spec.resource_names if "/" in name and name not in self._resources_of_classes
-        )
 
     def _has(self, node: str, resource: str) -> bool:
         return resource in self._nodes[node].status.allocatable

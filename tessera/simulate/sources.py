@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import ClaimSpec, ClaimTemplate, Key, Metadata, Node
 from driver.model.gpu import MigMode
 from driver.model.gpu_settings import GpuSelection
-from driver.model.offer import Offer
 from driver.model.plan import FaultKind, GpuReport, PlanMode
 from driver.slices.pool_names import Pool
 from driver.slices.publisher import SLICES
@@ -69,17 +67,14 @@ def of_cluster(client: KubeClient, view: ClusterView, driver: str) -> ClusterCon
     except msgspec.MsgspecError as error:
         raise FatalError(f"an object of the cluster can't be read: {error}") from error
     cluster = view.snapshot.cluster
+    policies = {node.name: _policy(node, view) for node in view.snapshot.views}
     return ClusterContent(
         fleet=view.fleet,
         nodes=nodes,
         classes={device_class.metadata.name: device_class for device_class in cluster.classes},
         claims=tuple(list_claims(client)),
         slices=slices,
-        policies={
-            view_of_node.name: policy
-            for view_of_node in view.snapshot.views
-            if (policy := _policy(view_of_node, view)) is not None
-        },
+        policies={name: policy for name, policy in policies.items() if policy is not None},
         mode=decide_offer_mode("auto", version, view.snapshot.views).mode,
         rules=cluster.taint_rules,
         offers=frozenset(view.devices.offered),
@@ -95,11 +90,8 @@ def _policy(node: NodeView, view: ClusterView) -> PublishPolicy | None:
         return None
     if node.status.mode is PlanMode.STANDALONE:
         return PublishPolicy()
-    return PublishPolicy(offers=frozenset(_offers_on(node.name, view)), closing=True)
-
-
-def _offers_on(node: str, view: ClusterView) -> Iterator[Offer]:
-    return (offer for offer in view.devices.offered if view.fleet.gpus[offer.gpu].node == node)
+    offers = (offer for offer in view.devices.offered if view.fleet.gpus[offer.gpu].node == node.name)
+    return PublishPolicy(offers=frozenset(offers), closing=True)
 
 
 def joined(one: ClusterContent, other: ClusterContent) -> ClusterContent:
@@ -116,16 +108,14 @@ def without(content: ClusterContent, claim: str, driver: str) -> ClusterContent:
     if gone is None:
         raise UsageError(f"--without {claim}: there is no ResourceClaim {key}; write NAMESPACE/NAME")
     names = {(result.pool, result.device) for result in gone.results if result.driver == driver}
-    return replace(
-        content,
-        claims=tuple(claim_of_cluster for claim_of_cluster in content.claims if claim_of_cluster is not gone),
-        fleet=_changed(content.fleet, lambda entry: _releasing(entry, names, driver)),
-    )
 
+    def releasing(entry: FleetGpu) -> FleetGpu:
+        pool = Pool(entry.node, driver).name
+        kept = [device for device in entry.held if (pool, device.name) not in names]
+        return entry if len(kept) == len(entry.held) else entry.holding(kept)
 
-def _releasing(entry: FleetGpu, names: Collection[tuple[str, str]], driver: str) -> FleetGpu:
-    kept = [device for device in entry.held if (Pool(entry.node, driver).name, device.name) not in names]
-    return entry if len(kept) == len(entry.held) else entry.holding(kept)
+    claims = tuple(candidate for candidate in content.claims if candidate is not gone)
+    return replace(content, claims=claims, fleet=Fleet.of(map(releasing, content.fleet)))
 
 
 def uncordoned(content: ClusterContent, target: str) -> ClusterContent:
@@ -148,11 +138,7 @@ def uncordoned(content: ClusterContent, target: str) -> ClusterContent:
     taints = tuple(taint for taint in node.spec.taints if not reopened or taint.key != NODE_CORDONED.key)
     spec = msgspec.structs.replace(node.spec, unschedulable=node.spec.unschedulable and not reopened, taints=taints)
     nodes = tuple(Node(other.metadata, spec, other.status) if other is node else other for other in content.nodes)
-    return replace(content, nodes=nodes, fleet=_changed(content.fleet, changed))
-
-
-def _changed(fleet: Fleet, change: Callable[[FleetGpu], FleetGpu]) -> Fleet:
-    return Fleet.of(change(entry) for entry in fleet)
+    return replace(content, nodes=nodes, fleet=Fleet.of(map(changed, content.fleet)))
 
 
 def find_template(client: KubeClient, key: Key) -> ClaimSpec | None:

@@ -103,7 +103,7 @@ class Reader:
             if pod_claim.resource_claim_template_name
         )
         # A gang is placed pod by pod here.
-        plain = msgspec.structs.replace(_convert(document, spec, PodSpec), scheduling_group=None, scheduling_gates=())
+        plain = msgspec.structs.replace(read, scheduling_group=None, scheduling_gates=())
         self._found.pods.append(Pod(metadata, plain, PodStatus(resource_claim_statuses=created)))
 
     def _created(self, document: Document, metadata: Metadata, wanted: PodResourceClaim) -> str:
