@@ -9,7 +9,7 @@ from deviceclasses.chart_classes import profile_classes
 from driver.model.plan import GpuReport
 from tessera.usage.advice import DeviceHistory, ProductClasses, ProfileClass
 from tessera.usage.prometheus import ALLOCATED_METRIC, GPU_SLICES, HOUR, Prometheus, growth
-from tessera.usage.report import GpuOfNode
+from tessera.usage.report import GpuOfNode, gpu_of
 
 HISTORY_LABELS = ("namespace", "pod", "claim", "class", "profile", "device", "gpu", "node")
 JUDGED = '{pod!="",source!="shared"}'
@@ -40,7 +40,9 @@ def read_history(prometheus: Prometheus, seconds: float) -> list[DeviceHistory]:
     memory, sm, dram, slices = most(MEMORY_METRIC), most(SM_METRIC), most(DRAM_METRIC), most(SLICES_METRIC)
     measured = read(f"{by} (count_over_time({MEMORY_METRIC}{JUDGED}[{period}:{step}s]))")
     age = read(f"{by} (time() - min_over_time(timestamp({SLICES_METRIC}{JUDGED})[{period}:{step}s]))")
-    allocated = _without_pod(prometheus, growth(ALLOCATED_METRIC, seconds))
+    growths = prometheus.query(growth(ALLOCATED_METRIC, seconds))  # its labels are without the pod
+    names = [label for label in HISTORY_LABELS if label != "pod"]
+    allocated = {tuple(labels.get(name, "") for name in names): value / HOUR for labels, value in growths}
     return [
         DeviceHistory(
             namespace=key[0],
@@ -61,18 +63,10 @@ def read_history(prometheus: Prometheus, seconds: float) -> list[DeviceHistory]:
     ]
 
 
-def _without_pod(prometheus: Prometheus, expression: str) -> Mapping[tuple[str, ...], float]:
-    names = [label for label in HISTORY_LABELS if label != "pod"]
-    samples = prometheus.query(expression)
-    return {tuple(labels.get(name, "") for name in names): value / HOUR for labels, value in samples}
-
-
 def read_products(prometheus: Prometheus, seconds: float) -> dict[GpuOfNode, str]:
     """The product of each GPU of the period."""
     samples = prometheus.query(f"max by (node, gpu, product) (last_over_time({GPU_SLICES}[{seconds:.0f}s]))")
-    return {
-        GpuOfNode(labels.get("node", ""), labels.get("gpu", "")): labels.get("product", "") for labels, _ in samples
-    }
+    return {gpu_of(labels): labels.get("product", "") for labels, _ in samples}
 
 
 def geometries_of(reports: Iterable[GpuReport]) -> dict[str, ProductClasses]:

@@ -42,8 +42,11 @@ def as_table(report: Report, style: Style) -> str:
         lines.append(f"no price for {printable(product)}: {_measured(amount, style)} not in the cost")
     if not report.rows:
         return "\n".join(lines)
-    header = [*(part.upper() for part in style.key), *_header(style)]
-    rows = [[*map(_key_cell, row.key), *_cells(row, style)] for row in report.rows]
+    header = [*(part.upper() for part in style.key), *_cells(report.total, style)]
+    rows = []
+    for row in report.rows:
+        key = ("(none)" if part is None else printable(part) or '""' for part in row.key)
+        rows.append([*key, *_cells(row, style).values()])
     return "\n".join([*lines, "", columns(header, rows)])
 
 
@@ -79,37 +82,26 @@ def _percent(amounts: Amounts) -> str:
     return NOTHING_KNOWN if amounts.used_ratio is None else f"{amounts.used_ratio * 100:.0f} %"
 
 
-def _header(style: Style) -> list[str]:
-    shown = ["ALLOCATED", "USED", "USED %"]
-    if style.period is None:
-        shown = ["CLAIMS", *shown, "MEMORY", f"IDLE {style.idle_after.upper()}"]
-    else:
-        shown.append("IDLE")
-    shown.append("UNKNOWN")
-    if style.currency is not None:
-        shown += [f"{style.currency}{'/H' if style.period is None else ''}", "OF IT USED", "OF IT IDLE", "UNPRICED"]
-    return shown
-
-
-def _cells(row: Row, style: Style) -> list[str]:
-    amounts = row.amounts
-    shown = [number(amounts.allocated), _known(amounts, amounts.used), _percent(amounts)]
+def _cells(row: Row, style: Style) -> dict[str, str]:
+    """The cells of a row, by the headings of their columns."""
+    values, amounts = _fields(row, style), row.amounts
+    cells = {"ALLOCATED": number(amounts.allocated), "USED": _known(amounts, amounts.used), "USED %": _percent(amounts)}
     if style.period is None:
         memory = NOTHING_KNOWN if row.memory is None else f"{row.memory[0] / 2**30:.1f}/{row.memory[1] / 2**30:.1f} GiB"
-        shown = [str(row.claims), *shown, memory, str(row.idle.idle) if row.idle.known else NOTHING_KNOWN]
+        idle = str(row.idle.idle) if row.idle.known else NOTHING_KNOWN
+        cells = {"CLAIMS": str(row.claims), **cells, "MEMORY": memory, f"IDLE {style.idle_after.upper()}": idle}
     else:
-        shown.append(_known(amounts, amounts.idle))
-    shown.append(number(amounts.unknown) if amounts.unknown else NOTHING_KNOWN)
+        cells["IDLE"] = _known(amounts, amounts.idle)
+    cells["UNKNOWN"] = number(amounts.unknown) if amounts.unknown else NOTHING_KNOWN
     if style.currency is not None:
-        cost = row.cost
-        has_price = cost is not None and cost.known > 0
-        shown += [
-            NOTHING_KNOWN if cost is None else _money(cost.allocated),
-            _money(cost.used) if cost is not None and has_price else NOTHING_KNOWN,
-            _money(cost.idle) if cost is not None and has_price else NOTHING_KNOWN,
-            number(row.unpriced) if row.unpriced else NOTHING_KNOWN,
-        ]
-    return shown
+        headings = (f"{style.currency}{'/H' if style.period is None else ''}", "OF IT USED", "OF IT IDLE")
+        costs = (values["cost"], values["costUsed"], values["costIdle"])
+        cells |= {
+            heading: NOTHING_KNOWN if cost is None else _money(cost)
+            for heading, cost in zip(headings, costs, strict=True)
+        }
+        cells["UNPRICED"] = number(row.unpriced) if row.unpriced else NOTHING_KNOWN
+    return cells
 
 
 def _known(amounts: Amounts, amount: float) -> str:
@@ -129,10 +121,6 @@ def _measured(amount: float, style: Style) -> str:
 
 def _money(amount: float) -> str:
     return f"{amount:,.2f}"
-
-
-def _key_cell(part: str | None) -> str:
-    return "(none)" if part is None else printable(part) or '""'
 
 
 def as_json(report: Report, style: Style) -> str:
@@ -170,6 +158,7 @@ def harmless(cell: str) -> str:
 
 
 def _fields(row: Row, style: Style) -> dict[str, float | None]:
+    """The values of a row, by the names of the columns of the CSV."""
     amounts, cost = row.amounts, row.cost
     is_known = amounts.known > 0 or not amounts.allocated
     found: dict[str, float | None] = {

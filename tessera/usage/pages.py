@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from math import fsum, isfinite
-from typing import NamedTuple
 from urllib.parse import quote
 
 import msgspec
@@ -17,7 +18,6 @@ from driver.kube.client import KubeClient
 from driver.kube.credentials import MAX_CONNECTIONS
 from driver.kube.reads import read_all, read_pods
 from driver.kube.slice_types import ResourceSlice
-from driver.kube.types import PodDetails
 from driver.slices.publisher import SLICES
 from tessera.status.snapshot import NODE_PLUGIN
 from tessera.tables_and_drawings import counted, printable
@@ -37,42 +37,46 @@ NO_USAGE = "serves no usage metrics; start its plugin with --usage-interval"
 
 SERIES_LABELS = ("node", "gpu", "namespace", "claim", "device", "class", "source")
 """Labels of a device of a claim."""
-SHARED_SOURCE = "shared"
+OF_SHARE = "shared"
 """Value of ``source`` for a share of a GPU."""
 
 Series = tuple[str, ...]
 
 
-class UsagePage(NamedTuple):
-    """What a page says: devices of claims, GPUs, reasons of unknown activity; None: it has no usage metrics."""
+@dataclass
+class UsagePage:
+    """What pages say: devices of claims, GPUs, reasons of unknown activity."""
 
-    devices: Mapping[Series, UsageRecord]
-    gpus: Mapping[GpuOfNode, GpuSlices]
-    reasons: Mapping[GpuOfNode, str]
+    devices: dict[Series, UsageRecord] = field(default_factory=dict)
+    gpus: dict[GpuOfNode, GpuSlices] = field(default_factory=dict)
+    reasons: dict[GpuOfNode, str] = field(default_factory=dict)
+
+    def add(self, other: UsagePage) -> None:
+        self.devices |= other.devices
+        self.gpus |= other.gpus
+        self.reasons |= other.reasons
 
 
 def parse_page(text: str) -> UsagePage | None:
     """Parse a page; None if its process measures no usage. Raises ValueError if it is no page of metrics."""
     values: dict[Series, dict[str, float]] = defaultdict(dict)
-    gpus: dict[GpuOfNode, GpuSlices] = {}
-    reasons: dict[GpuOfNode, str] = {}
-    metrics = 0
+    page, metrics = UsagePage(), 0
     for name, labels, value in _samples(text):
         metrics += 1
         gpu = GpuOfNode(labels.get("node", ""), labels.get("gpu", ""))
         if name == GPU_SLICES and value > 0:
-            gpus[gpu] = GpuSlices(labels.get("product", ""), value)
+            page.gpus[gpu] = GpuSlices(labels.get("product", ""), value)
         elif name == GPU_UNKNOWN:
-            reasons[gpu] = labels.get("reason", "")
+            page.reasons[gpu] = labels.get("reason", "")
         elif name.startswith(CLAIM_PREFIX) and isfinite(value):
             series = tuple(labels.get(label, "") for label in SERIES_LABELS)
             values[series][name.removeprefix(CLAIM_PREFIX)] = value
     if not metrics:
         raise ValueError("has no metrics")
-    if not gpus and not values:
+    if not page.gpus and not values:
         return None
-    devices = {series: _device(series, found, gpus) for series, found in values.items() if "slices" in found}
-    return UsagePage(devices, gpus, reasons)
+    page.devices = {series: _device(series, found, page.gpus) for series, found in values.items() if "slices" in found}
+    return page
 
 
 def _samples(text: str) -> Iterable[tuple[str, Mapping[str, str], float]]:
@@ -90,7 +94,7 @@ def _device(series: Series, values: Mapping[str, float], gpus: Mapping[GpuOfNode
     slices = values["slices"]
     activity = [values[name] for name in ("sm_active_ratio", "dram_active_ratio") if name in values]
     used, total = values.get("memory_used_bytes"), values.get("memory_total_bytes")
-    if source == SHARED_SOURCE and total is not None:  # of the whole GPU
+    if source == OF_SHARE and total is not None:  # of the whole GPU
         whole = gpus.get(GpuOfNode(node, gpu))
         total = None if whole is None else total * slices / whole.slices
     return UsageRecord(
@@ -111,31 +115,27 @@ def read_cluster(client: KubeClient, driver: str, namespace: str) -> Reading:
     Nodes that publish devices and have no such pod are named in a warning, and those that do not answer. Raises
     ApiError if the API server does not answer, EnvironmentFault if there is no plugin, FatalError without the rights.
     """
-    pods = [pod for pod in read_pods(client, namespace) if _runs_a_plugin(pod)]
     try:
         slices = read_all(client, SLICES, ResourceSlice, {"fieldSelector": f"spec.driver={driver}"})
         publishing = {item.spec.node_name for item in slices} - {""}
     except msgspec.MsgspecError as error:
         raise FatalError(f"the API server's list of ResourceSlices can't be read: {error}") from error
-    if not pods and not publishing:
+    sources: dict[str, list[Callable[[], str]]] = {name: [] for name in publishing}
+    for pod in read_pods(client, namespace):
+        if pod.spec.service_account_name != NODE_PLUGIN or not pod.spec.node_name or pod.has_ended:
+            continue
+        of_node, port = sources.setdefault(pod.spec.node_name, []), pod.port(METRICS_PORT)
+        if port is not None:
+            pods, name = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods", quote(pod.metadata.name, safe="")
+            of_node.append(partial(_text, client, f"{pods}/http:{name}:{port}/proxy/metrics"))
+    if not sources:
         raise EnvironmentFault(f"no pod of a node plugin in namespace {namespace}, and no node publishes devices of "
                                f"{driver}: check --namespace and --driver-name, or `tessera status`")  # fmt: skip
-    sources: dict[str, list[Callable[[], str]]] = {name: [] for name in publishing}
-    for pod in pods:
-        sources.setdefault(pod.spec.node_name, [])
-        port = pod.port(METRICS_PORT)
-        if port is not None:
-            sources[pod.spec.node_name].append(_through_proxy(client, namespace, pod.metadata.name, port))
     return read_pages(sources)
 
 
-def _runs_a_plugin(pod: PodDetails) -> bool:
-    return pod.spec.service_account_name == NODE_PLUGIN and bool(pod.spec.node_name) and not pod.has_ended
-
-
-def _through_proxy(client: KubeClient, namespace: str, pod: str, port: int) -> Callable[[], str]:
-    path = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/http:{quote(pod, safe='')}:{port}/proxy/metrics"
-    return lambda: client.get(path).decode("utf-8", "replace")
+def _text(client: KubeClient, path: str) -> str:
+    return client.get(path).decode("utf-8", "replace")
 
 
 def read_urls(urls: Sequence[str]) -> Reading:
@@ -149,22 +149,17 @@ def read_pages(sources: Mapping[str, Sequence[Callable[[], str]]]) -> Reading:
     nodes = sorted(sources)
     with ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="page") as pool:
         outcomes = list(pool.map(lambda node: _read_node(sources[node]), nodes))
-    devices: dict[Series, UsageRecord] = {}
-    gpus: dict[GpuOfNode, GpuSlices] = {}
-    reasons: dict[GpuOfNode, str] = {}
-    failures = {}
+    total, failures = UsagePage(), {}
     for node, outcome in zip(nodes, outcomes, strict=True):
         if isinstance(outcome, str):
             failures[node] = outcome
             continue
         for page in outcome:
-            devices |= page.devices
-            gpus |= page.gpus
-            reasons |= page.reasons
+            total.add(page)
     if failures and len(failures) == len(nodes):
         raise EnvironmentFault(f"no node could be read: {'; '.join(_warnings(failures))}")
-    capacity = fsum(gpu.slices for gpu in gpus.values())
-    return Reading(list(devices.values()), gpus, reasons, capacity, _warnings(failures))
+    capacity = fsum(gpu.slices for gpu in total.gpus.values())
+    return Reading(list(total.devices.values()), total.gpus, total.reasons, capacity, _warnings(failures))
 
 
 def _read_node(sources: Sequence[Callable[[], str]]) -> list[UsagePage] | str:

@@ -14,12 +14,10 @@ from driver.errors import ApiError, EnvironmentFault, FatalError
 from driver.kube.hostile_json import decode
 from tessera.tables_and_drawings import printable
 from tessera.usage.http import QUOTED_ERROR_LIMIT, HttpReader
-from tessera.usage.report import GpuOfNode, GpuSlices, Reading, UsageRecord
+from tessera.usage.report import GpuOfNode, GpuSlices, Reading, UsageRecord, gpu_of
 
-ALLOCATED_METRIC, MEASURED_METRIC = (
-    "tessera_claim_allocated_slice_seconds_total",
-    "tessera_claim_measured_slice_seconds_total",
-)
+ALLOCATED_METRIC = "tessera_claim_allocated_slice_seconds_total"
+MEASURED_METRIC = "tessera_claim_measured_slice_seconds_total"
 USED_METRIC = "tessera_claim_used_slice_seconds_total"
 GPU_SLICES, GPU_UNKNOWN = "tessera_gpu_memory_slices", "tessera_gpu_activity_unknown"
 
@@ -150,25 +148,22 @@ def read_period(prometheus: Prometheus, seconds: float, labels: Sequence[str]) -
             devices.append(_device(key, labels, measured, min(used_at.get(key, 0.0), measured)))
         if measured < allocated:
             devices.append(_device(key, labels, allocated - measured, None))
-    gpus = {}
-    for labels_of_gpu, value in prometheus.query(
-        f"max by (node, gpu, product) (last_over_time({GPU_SLICES}[{period}]))"
-    ):
-        if value > 0:
-            gpus[_gpu_key(labels_of_gpu)] = GpuSlices(labels_of_gpu.get("product", ""), value)
-    reasons = {
-        _gpu_key(labels_of_gpu): labels_of_gpu.get("reason", "")
-        for labels_of_gpu, _ in prometheus.query(
-            f"max by (node, gpu, reason) (last_over_time({GPU_UNKNOWN}[{period}]))"
-        )
-    }
+    sizes = prometheus.query(f"max by (node, gpu, product) (last_over_time({GPU_SLICES}[{period}]))")
+    gpus = {gpu_of(found): GpuSlices(found.get("product", ""), value) for found, value in sizes if value > 0}
+    unknown = prometheus.query(f"max by (node, gpu, reason) (last_over_time({GPU_UNKNOWN}[{period}]))")
+    reasons = {gpu_of(found): found.get("reason", "") for found, _ in unknown}
     if not gpus and not devices:
         raise FatalError(
             f"--prometheus {prometheus.name}: has no {GPU_SLICES} in the period: does it scrape the node plugins, and "
             "do they run with --usage-interval?"
         )
-    warnings = _coverage(prometheus, seconds)
-    return Reading(devices, gpus, reasons, _capacity(prometheus, seconds), [*warnings, *prometheus.warnings], seconds)
+    covered = list(prometheus.query(f"count(last_over_time({GPU_SLICES}[{LOOKBACK}] offset {period}))"))
+    late = "Prometheus has no usage of the beginning of the period: the figures are of a shorter time"
+    step = max(round(seconds / STEPS), 1)
+    total = prometheus.query(f"sum(sum_over_time(max by (node, gpu) ({GPU_SLICES})[{period}:{step}s]))")
+    capacity = fsum(value for _, value in total) * step / HOUR
+    warnings = [*([] if covered else [late]), *prometheus.warnings]
+    return Reading(devices, gpus, reasons, capacity, warnings, seconds)
 
 
 def check_labels(prometheus: Prometheus) -> None:
@@ -201,21 +196,3 @@ def _device(key: Key, labels: Sequence[str], allocated: float, used: float | Non
         named.get("claim", ""),
         named.get("class", ""),
     )
-
-
-def _gpu_key(labels: Mapping[str, str]) -> GpuOfNode:
-    return GpuOfNode(labels.get("node", ""), labels.get("gpu", ""))
-
-
-def _capacity(prometheus: Prometheus, seconds: float) -> float:
-    """Slice-hours of all GPUs, by their number at STEPS moments."""
-    step = max(round(seconds / STEPS), 1)
-    gpus = f"max by (node, gpu) ({GPU_SLICES})"
-    total = prometheus.query(f"sum(sum_over_time({gpus}[{seconds:.0f}s:{step}s]))")
-    return fsum(value for _, value in total) * step / HOUR
-
-
-def _coverage(prometheus: Prometheus, seconds: float) -> list[str]:
-    if list(prometheus.query(f"count(last_over_time({GPU_SLICES}[{LOOKBACK}] offset {seconds:.0f}s))")):
-        return []
-    return ["Prometheus has no usage of the beginning of the period: the figures are of a shorter time"]

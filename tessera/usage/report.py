@@ -24,6 +24,11 @@ class GpuOfNode(NamedTuple):
     gpu: str
 
 
+def gpu_of(labels: Mapping[str, str]) -> GpuOfNode:
+    """The GPU that the labels of a metric name."""
+    return GpuOfNode(labels.get("node", ""), labels.get("gpu", ""))
+
+
 class GpuSlices(NamedTuple):
     """What a node plugin says of a GPU: product name of NVML, and number of memory slices."""
 
