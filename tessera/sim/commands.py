@@ -16,10 +16,10 @@ from driver.config.shared_flags import SIMULATED_NODES, check_driver_name
 from driver.errors import UsageError
 from driver.logs import with_logs
 from driver.model.plan import PlanMode
-from driver.simulator.description import NodeDescription, known_descriptions
+from driver.simulator.description import known_descriptions
 from driver.simulator.node import SimulatedNode, describe
-from tessera.cluster_options import client_of, with_driver_name, with_kubeconfig
-from tessera.sim.fault import fault, find_roots
+from tessera.cluster_options import check_flag, client_of, with_driver_name, with_kubeconfig
+from tessera.sim.fault import fault, find_roots, with_host_root
 from tessera.sim.load import claim_devices, load
 from tessera.tables_and_drawings import Span, cell_width, columns, draw_placement, draw_slices, with_output
 
@@ -58,23 +58,32 @@ def list_nodes(output: str) -> None:
       tessera sim list
       tessera sim list -o json
     """
-    nodes = list(known_descriptions().values())
-    if output == "json":
-        click.echo(json.dumps([_node_summary(node) for node in nodes], indent=2))
-        return
-    rows = [
-        [node.name, node.product, str(len(node.gpus)), f"{node.gpu_product.memory_mib / 1024:.1f} GiB", node.summary]
-        for node in nodes
+    summaries: list[dict[str, Any]] = [
+        {
+            "name": node.name,
+            "description": node.summary,
+            "product": node.product,
+            "gpuCount": len(node.gpus),
+            "memoryMiB": node.gpu_product.memory_mib,
+            "driverVersion": node.driver_version,
+            "memorySlices": node.gpu_product.memory_slices,
+            "migProfiles": [profile.name for profile in node.gpu_product.profiles],
+            "estimates": list(node.gpu_product.estimates),
+        }
+        for node in known_descriptions().values()
     ]
+    if output == "json":
+        click.echo(json.dumps(summaries, indent=2))
+        return
+    rows = []
+    for node in summaries:
+        memory = f"{node['memoryMiB'] / 1024:.1f} GiB"
+        rows.append([node["name"], node["product"], str(node["gpuCount"]), memory, node["description"]])
     click.echo(columns(["NAME", "PRODUCT", "GPUS", "MEMORY", "DESCRIPTION"], rows))
 
 
 @sim.command()
-@click.option(
-    "--host-root",
-    type=click.Path(path_type=Path, file_okay=False),
-    help=f"The simulated node's directory.  [default: every node under {SIMULATED_NODES}]",
-)
+@with_host_root(f"every node under {SIMULATED_NODES}")
 @with_output
 def smi(host_root: Path | None, output: str) -> None:
     """Print the GPUs and partitions of simulated nodes, and the claims that hold them.
@@ -87,10 +96,11 @@ def smi(host_root: Path | None, output: str) -> None:
       tessera sim smi --host-root /tmp/node-1 -o json
     """
     nodes = [SimulatedNode.attach(root) for root in ([host_root] if host_root else find_roots(SIMULATED_NODES))]
+    described = [(node, describe(node, holders(node.root))) for node in nodes]
     if output == "json":
-        click.echo(json.dumps([gpu for node in nodes for gpu in describe(node, holders(node.root))], indent=2))
-        return
-    click.echo("\n\n".join(render(node, describe(node, holders(node.root))) for node in nodes))
+        click.echo(json.dumps([gpu for _, gpus in described for gpu in gpus], indent=2))
+    else:
+        click.echo("\n\n".join(render(node, gpus) for node, gpus in described))
 
 
 @sim.command()
@@ -138,10 +148,7 @@ def fleet(
 
     if not FLEET_NAME.fullmatch(name):
         raise UsageError(f"--name {name}: lower-case letters, digits and inner dashes, at most 50, such as sim")
-    try:
-        check_driver_name(driver_name)
-    except ValueError as error:
-        raise UsageError(f"--driver-name {driver_name}: {error}") from error
+    check_flag("--driver-name", driver_name, check_driver_name)
     settings = FleetSettings(name, nodes, discover(gpus), driver_name, namespace, FLEET_MODES[mode], leases)
     client, printed = client_of(kubeconfig, "tessera-fleet"), ""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -172,18 +179,12 @@ def render(node: SimulatedNode, gpus: Sequence[dict[str, Any]]) -> str:
         f"{click.style(description.name, bold=True)}   {len(gpus)} x {description.product}   "
         f"driver {description.driver_version}   CUDA {description.cuda_driver_version}   simulated in {node.root}"
     )
-    rows = [
-        [
-            str(gpu["index"]),
-            gpu["name"],
-            gpu["uuid"],
-            gpu["pciBusId"],
-            f"{gpu['memoryUsed']} / {gpu['memoryTotal']} MiB",
-            gpu["migMode"] if gpu["migMode"] == gpu["migModePending"] else f"{gpu['migMode']}*",
-            gpu["holder"] or "-",
-        ]
-        for gpu in gpus
-    ]
+    rows = []
+    for gpu in gpus:
+        mode = gpu["migMode"] if gpu["migMode"] == gpu["migModePending"] else f"{gpu['migMode']}*"
+        memory = f"{gpu['memoryUsed']} / {gpu['memoryTotal']} MiB"
+        names = (str(gpu["index"]), gpu["name"], gpu["uuid"], gpu["pciBusId"])
+        rows.append([*names, memory, mode, gpu["holder"] or "-"])
     lines = [title, columns(["GPU", "NAME", "UUID", "BUS ID", "MEMORY", "MIG", "HOLDER"], rows)]
     if any(gpu["migMode"] != gpu["migModePending"] for gpu in gpus):
         lines.append("* another MIG mode is pending: it needs a GPU reset")
@@ -210,17 +211,3 @@ def _render_partitions(slices: int, gpus: Sequence[dict[str, Any]]) -> list[str]
     width = cell_width(span for spans_of_gpu in spans.values() for span in spans_of_gpu)
     drawings = [f"GPU {index}  {draw_slices(slices, of_gpu, width)}" for index, of_gpu in spans.items()]
     return [columns(["GPU", "GI", "CI", "PROFILE", "PLACEMENT", "MIG UUID", "HOLDER"], rows), *drawings]
-
-
-def _node_summary(node: NodeDescription) -> dict[str, Any]:
-    return {
-        "name": node.name,
-        "description": node.summary,
-        "product": node.product,
-        "gpuCount": len(node.gpus),
-        "memoryMiB": node.gpu_product.memory_mib,
-        "driverVersion": node.driver_version,
-        "memorySlices": node.gpu_product.memory_slices,
-        "migProfiles": [profile.name for profile in node.gpu_product.profiles],
-        "estimates": list(node.gpu_product.estimates),
-    }

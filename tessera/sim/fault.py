@@ -43,12 +43,14 @@ def only_root(host_root: Path | None) -> Path:
     return roots[0]
 
 
+def with_host_root(default: str) -> Callable[[F], F]:
+    """The option --host-root; ``default`` says what it stands for without a value."""
+    text = f"The simulated node's directory.  [default: {default}]"
+    return click.option("--host-root", type=click.Path(path_type=Path, file_okay=False), help=text)
+
+
 @click.group()
-@click.option(
-    "--host-root",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="The simulated node's directory.  [default: the only node]",
-)
+@with_host_root("the only node")
 @click.pass_context
 def fault(context: click.Context, host_root: Path | None) -> None:
     """Inject faults into a simulated node; its plugin may be running.

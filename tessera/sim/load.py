@@ -20,7 +20,7 @@ from driver.errors import UsageError
 from driver.simulator.node import SimulatedNode
 from driver.simulator.state.load import LOAD_PID, RATIOS, Phase, SimulatedActivity, constant, duty, steps
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from tessera.sim.fault import find_roots, only_root
+from tessera.sim.fault import find_roots, only_root, with_host_root
 
 MOST_POINTS = 1000
 """Rows of a file; every NVML call on the GPU reads them again when its state has changed."""
@@ -50,11 +50,7 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 )
 @click.option("--pid", type=click.IntRange(1, 0xFFFFFFFF), help="Process id.  [default: one that no process has]")
 @click.option("--clear", is_flag=True, help="End the loads of TARGET; with --pid only that of one process.")
-@click.option(
-    "--host-root",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="The simulated node's directory.  [default: the node that has TARGET]",
-)
+@with_host_root("the node that has TARGET")
 def load(target: str, pattern: str | None, pid: int | None, clear: bool, host_root: Path | None, **given: Any) -> None:
     """Load TARGET from now on: a claim (NAMESPACE/NAME, or NAME in namespace default), a GPU (index or UUID) or a
     MIG device (UUID).
@@ -182,7 +178,9 @@ def _parse(values: dict[str, str], where: str) -> tuple[SimulatedActivity, int]:
             match = _BYTES.fullmatch(text)
             if match is None:
                 raise UsageError(f"{where}{name}: {text!r} is not accepted; a number of bytes, such as 7Gi or 512Mi")
-            amounts[name] = float(match[1]) * _factor(match[2] or "")
+            suffix = match[2] or ""
+            power = " kMGT".index(suffix[:1].replace("K", "k") or " ")
+            amounts[name] = float(match[1]) * (1024 if suffix.endswith("i") else 1000) ** power
     memory = int(amounts.pop("memory", 0))
     return SimulatedActivity.of(**amounts), memory
 
@@ -194,8 +192,3 @@ def _number(text: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) and value >= 0 else None
-
-
-def _factor(suffix: str) -> int:
-    power = " kMGT".index(suffix[:1].replace("K", "k") or " ")
-    return int((1024 if suffix.endswith("i") else 1000) ** power)

@@ -136,27 +136,25 @@ class SimulatedFleet:
 
 
 class NodeObjects:
-    """The Nodes ``name``-0000 and so on, as many as ``count``."""
+    """The Nodes of a fleet, with its name and a number from 0000 on."""
 
-    def __init__(self, client: KubeClient, driver: str, name: str, count: int) -> None:
-        self._client = client
-        self._driver = driver
-        self._fleet = name
-        self.names = tuple(f"{name}-{number:04}" for number in range(count))
+    def __init__(self, client: KubeClient, settings: FleetSettings) -> None:
+        self._client, self._settings = client, settings
+        self._names = tuple(f"{settings.name}-{number:04}" for number in range(settings.nodes))
 
     def create(self) -> Mapping[str, Object]:
         """Create them; returns owner references by name. Raises ApiError, EnvironmentFault if one exists already."""
-        stored = [node["metadata"] for node in self._each("creating nodes", self.names, self._create)]
+        stored = [node["metadata"] for node in self._each("creating nodes", self._names, self._create)]
         owner = {"apiVersion": "v1", "kind": "Node", "controller": True}
         return {node["name"]: {**owner, "name": node["name"], "uid": node["uid"]} for node in stored}
 
     def remove(self) -> None:
         """Remove all Nodes of the fleet, also of an earlier run, with their plans, slices and Leases."""
-        selector = {"labelSelector": f"{FLEET_LABEL}={self._fleet}"}
+        selector = {"labelSelector": f"{FLEET_LABEL}={self._settings.name}"}
         nodes = {node.metadata.name for node in read_all(self._client, NODES_PATH, Node, selector)}
         if not nodes:
             return
-        driver = {"fieldSelector": f"spec.driver={self._driver}"}
+        driver = {"fieldSelector": f"spec.driver={self._settings.driver}"}
         slices_of_driver = read_all(self._client, SLICES, ResourceSlice, driver)
         slices = [item.metadata.name for item in slices_of_driver if item.spec.node_name in nodes]
         delete = partial(self._client.delete, missing_ok=True)
@@ -168,25 +166,21 @@ class NodeObjects:
     def keep_alive(self, stop: threading.Event) -> None:
         """Renew every node's Lease, as kubelets do, until ``stop`` is set."""
         while not stop.is_set():
-            for name in self.names:
-                if stop.wait(LEASE_RENEWAL_SECONDS / len(self.names)):
+            for name in self._names:
+                if stop.wait(LEASE_RENEWAL_SECONDS / len(self._names)):
                     return
+                spec = LeaseSpec(name, LEASE_DURATION_SECONDS, renew_time=micro_time(datetime.now(UTC)))
+                path, lease = f"{leases(LEASE_NAMESPACE)}/{name}", lease_object(LEASE_NAMESPACE, name, spec)
                 try:
-                    self._renew(name)
+                    self._client.create_or_patch(path, lease)
                 except ApiError as error:
                     log.warning("renewing a node's Lease failed", extra={"node": name, "error": str(error)})
 
     def _create(self, name: str) -> Object:
-        labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", FLEET_LABEL: self._fleet}
-        now = seconds_time(datetime.now(UTC))
-        ready = {
-            "type": "Ready",
-            "status": "True",
-            "reason": "Simulated",
-            "message": "tessera sim fleet simulates its kubelet",
-            "lastHeartbeatTime": now,
-            "lastTransitionTime": now,
-        }
+        labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", FLEET_LABEL: self._settings.name}
+        times = dict.fromkeys(("lastHeartbeatTime", "lastTransitionTime"), seconds_time(datetime.now(UTC)))
+        message = "tessera sim fleet simulates its kubelet"
+        ready = {"type": "Ready", "status": "True", "reason": "Simulated", "message": message, **times}
         body: dict[str, Any] = {
             "apiVersion": "v1",
             "kind": "Node",
@@ -199,10 +193,6 @@ class NodeObjects:
             if error.status != CONFLICT:
                 raise
         raise EnvironmentFault(f"Node {name} exists already and belongs to no simulated fleet: choose another --name")
-
-    def _renew(self, name: str) -> None:
-        spec = LeaseSpec(name, LEASE_DURATION_SECONDS, renew_time=micro_time(datetime.now(UTC)))
-        self._client.create_or_patch(f"{leases(LEASE_NAMESPACE)}/{name}", lease_object(LEASE_NAMESPACE, name, spec))
 
     def _each(self, step: str, items: Sequence[str], work: Callable[[str], Any]) -> list[Any]:
         """Call ``work`` with every item, several at once; returns the results. Raises what ``work`` raises."""
@@ -220,7 +210,7 @@ def running_fleet(client: KubeClient, settings: FleetSettings) -> Iterator[Simul
     Raises ApiError and EnvironmentFault.
     """
     stop = threading.Event()
-    objects = NodeObjects(client, settings.driver, settings.name, settings.nodes)
+    objects = NodeObjects(client, settings)
     objects.remove()
     try:
         fleet = SimulatedFleet(client, settings, objects.create())

@@ -62,8 +62,7 @@ class Kubelets:
     """The kubelets of ``nodes``."""
 
     def __init__(self, client: KubeClient, driver: str, nodes: Iterable[FleetNode], loop: MakeLoop) -> None:
-        self._client = client
-        self._driver = driver
+        self._client, self._driver = client, driver
         self._by_pool = {node.pool.name: node for node in nodes}
         names = {node.name for node in self._by_pool.values()}
         self._make_loop = loop
@@ -105,12 +104,10 @@ class Kubelets:
 
     def _sync_later(self, key: Key) -> None:
         with self._lock:
-            loop = self._loops.get(key)
-            if loop is None:
-                loop = self._make_loop(
-                    f"simulated kubelet of pod {key}", partial(self._sync, key), POD_COALESCE_SECONDS
-                )
-                self._loops[key] = loop
+            if key not in self._loops:
+                name = f"simulated kubelet of pod {key}"
+                self._loops[key] = self._make_loop(name, partial(self._sync, key), POD_COALESCE_SECONDS)
+            loop = self._loops[key]
         loop.notify()
 
     def _sync(self, key: Key) -> float | None:
@@ -119,7 +116,11 @@ class Kubelets:
         if pod is None:
             self._loops.pop(key, None)
         elif pod.metadata.deletion_timestamp:
-            self._end(key, pod)
+            try:
+                self._client.delete(_path(key), pod.metadata.uid, grace_s=0, missing_ok=True)
+            except ApiError as error:
+                if error.status != CONFLICT:
+                    raise
         elif pod.status.phase == "Pending":
             return self._start(key, pod)
         return None
@@ -138,13 +139,6 @@ class Kubelets:
         status = {"phase": "Running", "startTime": now, "conditions": ready}
         self._client.patch_existing(f"{_path(key)}/status", {"metadata": {"uid": pod.metadata.uid}, "status": status})
         return None
-
-    def _end(self, key: Key, pod: Pod) -> None:
-        try:
-            self._client.delete(_path(key), pod.metadata.uid, grace_s=0, missing_ok=True)
-        except ApiError as error:
-            if error.status != CONFLICT:
-                raise
 
     def _prepare(self, key: Key, claim: ClaimDevices) -> bool:
         """Hold the claim's devices and write its status; False if another claim still holds them."""
