@@ -10,8 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial, reduce
-from operator import or_
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from controller.cluster.fleet import Fleet, FleetGpu, Hardware
@@ -25,7 +24,7 @@ from controller.demand.gpu_equivalence_classes import (
     representatives,
 )
 from controller.demand.selector_time import BUDGET_SECONDS, EXHAUSTED, BudgetExhausted, SelectorTime
-from deviceclasses.cel import CelDevice, Program, ReferencedAttributes, from_slice_device, try_compile
+from deviceclasses.cel import CelDevice, Program, from_slice_device, try_compile
 from driver.errors import CelError
 from driver.model.device import Device
 from driver.model.offer import DeviceKind, OfferKind, Spot
@@ -246,13 +245,9 @@ class Selectors:
             if isinstance(program, CelError):
                 return program
             programs.append(program)
-        referenced = reduce(or_, (program.referenced for program in programs), ReferencedAttributes())
-        classes = self._classes(_names(self.driver, referenced))
-        about_us = any(self._reads_ours(program.referenced) for program in programs[: len(expressions)])
-        return Selector(self.driver, tuple(programs), classes, time, is_about_us=about_us)
-
-    def _reads_ours(self, referenced: ReferencedAttributes) -> bool:
-        return any(domain == self.driver for domain, _ in referenced.attributes | referenced.capacity)
+        classes = self._classes(_names(self.driver, programs))
+        read = {domain for program in programs[: len(expressions)] for _, domain, _ in program.reads}
+        return Selector(self.driver, tuple(programs), classes, time, is_about_us=self.driver in read)
 
     def value(self, entry: FleetGpu, key: OfferKind, start: int, attribute: str) -> Hashable | None:
         """The value that constraints compare: a device's attribute, by its full name; None where it has none."""
@@ -279,9 +274,11 @@ def _joined(parts: list[Matches]) -> Matches:
     return _matches_of(keys, tuple(failure for part in parts for failure in part.failures))
 
 
-def _names(driver: str, referenced: ReferencedAttributes) -> Names:
-    """The attributes that a selector reads, without those that no device has: they tell no GPUs apart."""
+def _names(driver: str, programs: Sequence[Program]) -> Names:
+    """The attributes that selectors read, without those that no device has: they tell no GPUs apart."""
     prefixes = {driver: "", STANDARD.rstrip("/"): STANDARD}
-    if referenced.everything:
+    if any(program.reads_everything for program in programs):
         return None
-    return KNOWN & {prefixes[domain] + name for domain, name in referenced.attributes if domain in prefixes}
+    reads = (read for program in programs for read in program.reads)
+    attributes = {(domain, name) for section, domain, name in reads if section == "attributes"}
+    return KNOWN & {prefixes[domain] + name for domain, name in attributes if domain in prefixes}

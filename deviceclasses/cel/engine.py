@@ -19,7 +19,7 @@ from deviceclasses.cel.compiler import compile_tree
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.library.semver import parse_semver
 from deviceclasses.cel.parser import parse
-from deviceclasses.cel.referenced_attributes import ReferencedAttributes, referenced_attributes
+from deviceclasses.cel.referenced_attributes import Read, reads_of
 from deviceclasses.cel.values import (
     DomainMap,
     EvaluationError,
@@ -122,10 +122,14 @@ MAX_REMEMBERED_VERDICTS = 10_000
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled selector. Safe for use by several threads."""
+    """A compiled selector. Safe for use by several threads.
+
+    ``reads_everything``: it may read more than ``reads``.
+    """
 
     expression: str
-    referenced: ReferencedAttributes
+    reads: tuple[Read, ...]
+    reads_everything: bool
     _evaluate: Callable[[Value], Value]
     _verdicts: dict[Hashable, bool | str] = field(default_factory=dict)
 
@@ -134,7 +138,9 @@ class Program:
 
         Remembered for all devices that are equal in what the expression reads.
         """
-        key = key_of(self.referenced, device)
+        key: Hashable = (device.driver, device.allow_multiple_allocations, *[device.read(*read) for read in self.reads])
+        if self.reads_everything:
+            key = (key, _all_of(device.attributes), _all_of(device.capacity))
         verdict = self._verdicts.get(key)
         if verdict is None:
             verdict = self.evaluate(device)
@@ -157,14 +163,6 @@ class Program:
         return value
 
 
-def key_of(referenced: ReferencedAttributes, device: CelDevice) -> Hashable:
-    """A key that is equal for devices with equal values of everything that is read."""
-    plain = (device.driver, device.allow_multiple_allocations)
-    if referenced.everything:
-        return (*plain, _all_of(device.attributes), _all_of(device.capacity))
-    return (*plain, *[device.read(*read) for read in referenced.reads])
-
-
 def _all_of(domains: Domains) -> Hashable:
     return frozenset(
         (domain, name, type(value), value) for domain, values in domains.items() for name, value in values.items()
@@ -176,7 +174,7 @@ def compile_selector(expression: str) -> Program:
     start_work()
     try:
         root = parse(expression)
-        return Program(expression, referenced_attributes(root), compile_tree(expression, root))
+        return Program(expression, *reads_of(root), compile_tree(expression, root))
     except UNSUPPORTED_ERRORS as error:
         raise CelError(f"Tessera can't evaluate it: {type(error).__name__}: {error}", expression) from error
 

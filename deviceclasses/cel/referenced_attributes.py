@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from deviceclasses.cel.nodes import (
     COMPARISONS,
@@ -27,32 +26,8 @@ from deviceclasses.cel.values import Value
 Path = tuple[str, ...]
 """From ``device`` on: ("attributes", domain, name), or the beginning of it."""
 SCALAR_FIELDS = (("driver",), ("allowMultipleAllocations",))
-SECTIONS = ("attributes", "capacity")
-
-
-@dataclass(frozen=True)
-class ReferencedAttributes:
-    """The attributes and capacities that are read, as (domain, name); ``everything`` if that is not known."""
-
-    attributes: frozenset[tuple[str, str]] = frozenset()
-    capacity: frozenset[tuple[str, str]] = frozenset()
-    everything: bool = False
-
-    def __or__(self, other: ReferencedAttributes) -> ReferencedAttributes:
-        return ReferencedAttributes(
-            self.attributes | other.attributes,
-            self.capacity | other.capacity,
-            self.everything or other.everything,
-        )
-
-    @cached_property
-    def reads(self) -> tuple[tuple[str, str, str], ...]:
-        """Section, domain and name of each, sorted."""
-        return tuple(
-            sorted(
-                [("attributes", *path) for path in self.attributes] + [("capacity", *path) for path in self.capacity]
-            )
-        )
+Read = tuple[str, str, str]
+"""An attribute or a capacity: "attributes" or "capacity", domain and name."""
 
 
 INDEXES = ("_[_]", "_[?_]")
@@ -72,14 +47,11 @@ class Comparison:
     otherwise: tuple[Value, ...] = ()
 
 
-def referenced_attributes(root: Expr) -> ReferencedAttributes:
-    """Collect what a checked expression reads."""
+def reads_of(root: Expr) -> tuple[tuple[Read, ...], bool]:
+    """What a checked expression reads, sorted; and whether it may read more, which is not known."""
     paths = {path for path in _walk(root, {"device": ()}) if isinstance(path, tuple) and path[:1] not in SCALAR_FIELDS}
-    reads = [path for path in paths if len(path) == 3]
-    attributes, capacity = (
-        frozenset((domain, name) for section, domain, name in reads if section == wanted) for wanted in SECTIONS
-    )
-    return ReferencedAttributes(attributes, capacity, everything=len(reads) < len(paths))
+    reads = sorted((path[0], path[1], path[2]) for path in paths if len(path) == 3)
+    return tuple(reads), len(reads) < len(paths)
 
 
 def comparisons_of(expression: str) -> Iterator[Comparison]:

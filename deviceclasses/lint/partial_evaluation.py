@@ -34,10 +34,7 @@ def may_select(expressions: tuple[str, ...], driver: str) -> frozenset[DeviceKin
     """The kinds of Tessera's devices that all expressions may accept. Expressions that don't compile are ignored."""
     programs = compiled_programs(expressions)
     partitions = sorted({*values()["profile"].accepted, *compared_strings(programs)} - {NO_PROFILE})
-    if not any(
-        program.referenced.everything or ("attributes", driver, "profile") in program.referenced.reads
-        for program in programs
-    ):
+    if not any(program.reads_everything or ("attributes", driver, "profile") in program.reads for program in programs):
         partitions = partitions[:1]
     profiles = {kind: partitions if kind is DeviceKind.PARTITION else [NO_PROFILE] for kind in DeviceKind}
     return frozenset(

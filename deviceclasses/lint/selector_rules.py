@@ -69,7 +69,7 @@ def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: It
 def empty_class_issues(expressions: tuple[str, ...], path: str, driver: str) -> Iterator[Issue]:
     """An issue for valid selectors that refer to Tessera's devices and accept none of them."""
     ours = any(
-        driver in {domain for _, domain, _ in program.referenced.reads} | compared_strings([program])
+        driver in {domain for _, domain, _ in program.reads} | compared_strings([program])
         for program in compiled_programs(expressions)
     )
     if ours and not may_select(expressions, driver):
@@ -92,7 +92,7 @@ def mistakes(expressions: Iterable[str], driver: str) -> list[str]:
     issues += [
         Issue("", shown(domain), f"Tessera's devices have {name} in the domain {driver}, not in this one")
         for program in compiled_programs(expressions)
-        for _, domain, name in program.referenced.reads
+        for _, domain, name in program.reads
         if domain not in {driver, STANDARD_DOMAIN}
         and name in ATTRIBUTES | CAPACITIES
         and not misspelt(domain, [driver])
@@ -129,7 +129,7 @@ def remedy(kind: DeviceKind, verdict: str) -> str:
 
 
 def _wrong_names(place: str, program: Program, driver: str) -> Iterator[Issue]:
-    for section, domain, name in program.referenced.reads:
+    for section, domain, name in program.reads:
         if domain == driver and name not in (ATTRIBUTES if section == "attributes" else CAPACITIES):
             yield Issue(place, shown(name), unknown_name(section, name, domain))
         elif domain == STANDARD_DOMAIN and misspelt(name, list(IN_STANDARD)):
@@ -160,11 +160,7 @@ def _remedy(program: Program, verdict: str, driver: str) -> str:
     """The hint how to correct the selector."""
     if not verdict.startswith(NO_SUCH_KEY):
         full = {driver: "", STANDARD_DOMAIN: STANDARD}
-        read = [
-            (name, TYPE_OF.get(f"{full[domain]}{name}"))
-            for _, domain, name in program.referenced.reads
-            if domain in full
-        ]
+        read = [(name, TYPE_OF.get(f"{full[domain]}{name}")) for _, domain, name in program.reads if domain in full]
         types = ", ".join(f"{name} is a {kind}" for name, kind in read if kind)
         return f"{types or 'each has one type'} (docs/attributes.md)"
     key = verdict.removeprefix(NO_SUCH_KEY)

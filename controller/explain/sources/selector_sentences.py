@@ -148,7 +148,7 @@ def _values(feasibility: Feasibility, condition: str, devices: Iterable[Device])
     """By attribute or capacity that ``condition`` reads its values on ``devices``, with the products that have them."""
     program, driver = try_compile(condition), feasibility.matching.driver
     values: dict[str, dict[str, set[str]]] = {}
-    for section, domain, name in program.referenced.reads if isinstance(program, Program) else ():
+    for section, domain, name in program.reads if isinstance(program, Program) else ():
         full = name if domain == driver else f"{domain}/{name}"
         values[name] = {}
         for device in devices:

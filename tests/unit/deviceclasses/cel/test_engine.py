@@ -12,7 +12,6 @@ import pytest
 
 from deviceclasses.cel import (
     CelDevice,
-    ReferencedAttributes,
     compile_selector,
     from_slice_device,
 )
@@ -157,7 +156,10 @@ def test_the_verdict_on_a_device_without_the_attribute_is_the_cause_and_stops_no
 def test_what_an_expression_reads_is_known(
     expression: str, attributes: set[tuple[str, str]], capacity: set[tuple[str, str]]
 ) -> None:
-    assert compile_selector(expression).referenced == ReferencedAttributes(frozenset(attributes), frozenset(capacity))
+    program = compile_selector(expression)
+    reads = [*(("attributes", *name) for name in attributes), *(("capacity", *name) for name in capacity)]
+    assert program.reads == tuple(sorted(reads))
+    assert not program.reads_everything
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_what_an_expression_reads_is_known(
     ],
 )
 def test_where_it_is_not_known_everything_counts_as_read(expression: str) -> None:
-    assert compile_selector(expression).referenced.everything
+    assert compile_selector(expression).reads_everything
 
 
 def test_a_bool_and_the_int_that_python_takes_for_it_are_told_apart() -> None:
