@@ -105,7 +105,9 @@ def _claim(devices: Mapping[str, Any], path: str, context: LintContext) -> Itera
         wrong = list(selector_issues(request.raw, request.path, context.driver, context.facts(request).selectors))
         yield from wrong or unsatisfiable_selectors(request, context)
         yield from _all_devices(request, context)
-    yield from _same_names(devices, path)
+    yield from _repeated(devices, f"{path}.requests", "request")
+    for index, with_alternatives in entries(devices, "requests"):
+        yield from _repeated(with_alternatives, f"{path}.requests[{index}].firstAvailable", "alternative")
     yield from _parameter_issues(devices, path, context)
     yield from parameter_mismatches(devices, path, requests, context)
     yield from _request_names(devices, path, requests)
@@ -132,8 +134,8 @@ def _parameter_issues(owner: Mapping[str, Any], path: str, context: LintContext)
 
 def _all_devices(request: RequestFields, context: LintContext) -> Iterator[Issue]:
     """An issue for allocationMode All, except with administrative access, which allocates nothing."""
-    mode = request.raw.get("allocationMode")
-    if mode == "All" and context.facts(request).gives and request.raw.get("adminAccess") is not True:
+    mode, gives = request.raw.get("allocationMode"), context.facts(request).gives
+    if mode == "All" and gives and request.raw.get("adminAccess") is not True:
         message = (
             "with a controller gives the devices that are offered at the moment, not all that are free, and a policy "
             "of the chart refuses it: ask for a number of devices instead, at most as many as one node has, such as "
@@ -142,18 +144,10 @@ def _all_devices(request: RequestFields, context: LintContext) -> Iterator[Issue
         yield Issue(f"{request.path}.allocationMode", shown(mode), message)
 
 
-def _same_names(devices: Mapping[str, Any], path: str) -> Iterator[Issue]:
-    """Issues for requests, or alternatives of one request, of the same name, which the API server refuses."""
-    requests = list(entries(devices, "requests"))
-    yield from _repeated(requests, f"{path}.requests", "request")
-    for index, request in requests:
-        alternatives = list(entries(request, "firstAvailable"))
-        yield from _repeated(alternatives, f"{path}.requests[{index}].firstAvailable", "alternative")
-
-
-def _repeated(named: Sequence[tuple[int, Mapping[str, Any]]], path: str, what: str) -> Iterator[Issue]:
+def _repeated(owner: Mapping[str, Any], path: str, what: str) -> Iterator[Issue]:
+    """Issues for names that several entries of the list at ``path`` have, which the API server refuses."""
     seen: set[str] = set()
-    for index, entry in named:
+    for index, entry in entries(owner, path.rpartition(".")[2]):
         name = text(entry, "name")
         if name and name in seen:
             yield Issue(f"{path}[{index}].name", shown(name), f"another {what} has this name")
@@ -188,11 +182,9 @@ def _constraint_attribute(constraint: ConstraintFields, context: LintContext) ->
 def wrong_kind(content: Mapping[str, Any]) -> Iterator[Issue]:
     """An issue for a kind that does not exist in resource.k8s.io."""
     kind = text(content, "kind")
-    if text(content, "apiVersion").startswith(f"{DRA_GROUP}/") and kind.removesuffix("List") not in {
-        *SPEC,
-        *OTHER_KINDS,
-    }:
-        yield Issue("kind", shown(kind), f"no such kind in {DRA_GROUP}{meant(kind, (*SPEC, *OTHER_KINDS))}")
+    existing = (*SPEC, *OTHER_KINDS)
+    if text(content, "apiVersion").startswith(f"{DRA_GROUP}/") and kind.removesuffix("List") not in existing:
+        yield Issue("kind", shown(kind), f"no such kind in {DRA_GROUP}{meant(kind, existing)}")
 
 
 Fields = Mapping[str, Any]
@@ -205,22 +197,10 @@ def _plain(*names: str) -> dict[str, Any]:
 
 
 METADATA_FIELDS = _plain(
-    "name",
-    "generateName",
-    "namespace",
-    "labels",
-    "annotations",
-    "finalizers",
-    "ownerReferences",
-    "uid",
-    "resourceVersion",
-    "generation",
-    "creationTimestamp",
-    "deletionTimestamp",
-    "deletionGracePeriodSeconds",
-    "managedFields",
-    "selfLink",
-)
+    "name", "generateName", "namespace", "labels", "annotations", "finalizers", "ownerReferences", "uid",
+    "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds",
+    "managedFields", "selfLink",
+)  # fmt: skip
 SELECTOR_FIELDS = {"cel": _plain("expression")}
 OPAQUE_FIELDS = _plain("driver", "parameters")
 REQUEST_FIELDS = {

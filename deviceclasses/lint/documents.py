@@ -78,25 +78,25 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+        keys = [key for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        for key in keys:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is a duplicate key", key.start_mark)
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 def items_of(content: object) -> Iterator[object]:
     """The objects of a document. The items of a list from the API server get the kind that the list implies."""
-    kind = text(content, "kind") if isinstance(content, Mapping) else ""
-    items = content.get("items") if isinstance(content, Mapping) else None
+    fields: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
+    kind, items = text(fields, "kind"), fields.get("items")
     item_kind = kind.removesuffix("List")
     if not kind.endswith("List") or item_kind not in {"", *SPEC} or not isinstance(items, list) or not items:
         yield content
         return
-    implied: dict[str, str] = {}
-    if item_kind and isinstance(content, Mapping):
-        implied = {"apiVersion": text(content, "apiVersion"), "kind": item_kind}
+    implied = {"apiVersion": text(fields, "apiVersion"), "kind": item_kind} if item_kind else {}
     yield from ({**implied, **item} if isinstance(item, Mapping) else item for item in items)
 
 
@@ -108,10 +108,12 @@ def text(owner: Mapping[str, Any], field: str) -> str:
 
 def kind_of(content: object) -> str | None:
     """The kind of an object that the rules check, else None."""
-    if not isinstance(content, Mapping) or not _of_our_group(content):
+    if not isinstance(content, Mapping):
         return None
-    kind = text(content, "kind")
-    return kind if kind in SPEC else None
+    kind, (group, slash, _) = text(content, "kind"), text(content, "apiVersion").partition("/")
+    # An object that lacks the group or misspells it is one of ours, too.
+    is_ours = not slash or group == DRA_GROUP or misspelt(group, [DRA_GROUP]) is not None
+    return kind if is_ours and kind in SPEC else None
 
 
 def nothing_to_check(paths: Sequence[str], documents: Sequence[Document]) -> Finding:
@@ -120,12 +122,6 @@ def nothing_to_check(paths: Sequence[str], documents: Sequence[Document]) -> Fin
     contents = f"there is {', '.join(there)}" if there else "it is empty"
     message = f"nothing here is a DeviceClass, ResourceClaim or ResourceClaimTemplate: {contents}"
     return Finding(", ".join(paths), 1, "-", "", "", message, Severity.ERROR)
-
-
-def _of_our_group(content: Mapping[str, Any]) -> bool:
-    """Whether an object is of resource.k8s.io, or lacks the group or misspells it."""
-    group, slash, _ = text(content, "apiVersion").partition("/")
-    return not slash or group == DRA_GROUP or misspelt(group, [DRA_GROUP]) is not None
 
 
 def _described(content: object) -> str:

@@ -66,7 +66,7 @@ class ClassMapping:
     @property
     def classes(self) -> list[str]:
         names = self.raw.get("deviceClassNames")
-        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+        return [name for name in (names if isinstance(names, list) else ()) if isinstance(name, str)]
 
     @property
     def sources(self) -> Iterator[tuple[str, str, Object]]:
@@ -108,10 +108,9 @@ class KueueContext:
                     users.setdefault(template, set()).add(bool(queue_of(item)))
         return {template for template, queued in users.items() if queued == {False}}
 
-    def kinds(self, mapping: ClassMapping) -> frozenset[DeviceKind]:
+    def kinds(self, mapping: ClassMapping) -> set[DeviceKind]:
         """The kinds of Tessera's devices that the classes of a mapping give."""
-        facts = [self.lint.classes.get(name, UNKNOWN) for name in mapping.classes]
-        return frozenset[DeviceKind]().union(*(class_facts.gives for class_facts in facts))
+        return {kind for name in mapping.classes for kind in self.lint.classes.get(name, UNKNOWN).gives}
 
 
 def lint_kueue(documents: Sequence[Document], installed: Iterable[Object], driver: str) -> Iterator[Finding]:
@@ -134,9 +133,8 @@ def _issues(content: Object, context: KueueContext) -> Iterator[Issue]:
     elif kind == "ClusterQueue" and _is_kueue(content):
         yield from _shared_hardware(content, context)
     elif kind == "LocalQueue" and _is_kueue(content):
-        yield from _known(
-            context, "ClusterQueue", "spec.clusterQueue", text(settings_of(content, "spec"), "clusterQueue")
-        )
+        name = text(settings_of(content, "spec"), "clusterQueue")
+        yield from _known(context, "ClusterQueue", "spec.clusterQueue", name)
     elif kind == "ResourceClaimTemplate":
         if (_metadata(content, "namespace"), _metadata(content, "name")) not in context.templates_outside:
             yield from _template(settings_of(content, "spec.spec.devices"), context)
@@ -201,7 +199,12 @@ def _configuration(content: Object, context: KueueContext) -> Iterator[Issue]:
             yield Issue(f"{mapping.path}.name", shown(mapping.name), message)
         yield from _classes(mapping, earlier, context)
         yield from _sources(mapping, gates if isinstance(gates, Mapping) else None, context)
-        yield from _mixed_count(mapping, context)
+        kinds = context.kinds(mapping)
+        if len(kinds) > 1 and not list(mapping.sources):
+            alike = " and ".join(DEVICE_NAMES[kind] for kind in DeviceKind if kind in kinds)
+            remedy = f"with a counter source {MEMORY_NAME} each is charged the memory that it takes"
+            path, names = f"{mapping.path}.deviceClassNames", ", ".join(mapping.classes)
+            yield Issue(path, names, f"counts {alike} alike; {remedy}", Severity.WARNING)
 
 
 def _label_key(path: str, found: object) -> Iterator[Issue]:
@@ -209,10 +212,9 @@ def _label_key(path: str, found: object) -> Iterator[Issue]:
     prefix, slash, last = name.rpartition("/")
     valid = len(name) <= MAX_NAME and len(last) <= MAX_LABEL and LABEL_NAME.fullmatch(last)
     if not valid or (slash and not SUBDOMAIN.fullmatch(prefix)):
-        message = (
-            f"must be a name of at most {MAX_LABEL} letters, digits, - _ and ., such as gpu-memory, with or without"
-        )
-        yield Issue(path, shown(found), f"{message} a DNS domain and / before it; {MAX_NAME} characters at most")
+        accepted = f"a name of at most {MAX_LABEL} letters, digits, - _ and ., such as gpu-memory"
+        message = f"must be {accepted}, with or without a DNS domain and / before it; {MAX_NAME} characters at most"
+        yield Issue(path, shown(found), message)
 
 
 def _classes(mapping: ClassMapping, earlier: Sequence[ClassMapping], context: KueueContext) -> Iterator[Issue]:
@@ -293,18 +295,8 @@ def _source_selector(
             message = f"class {name} gives {described}, none of which this selects: its claims are never admitted"
             yield Issue(f"{path}.deviceSelector.cel.expression", shown(expressions[0]), message)
         elif given == {DeviceKind.SHARE} and kind == "capacity":
-            message = (
-                f"class {name} gives shares, which have no capacity: take a counter source with name {MEMORY_NAME}"
-            )
-            yield Issue(path, kind, message)
-
-
-def _mixed_count(mapping: ClassMapping, context: KueueContext) -> Iterator[Issue]:
-    kinds = context.kinds(mapping)
-    if len(kinds) > 1 and not list(mapping.sources):
-        listed = " and ".join(DEVICE_NAMES[kind] for kind in DeviceKind if kind in kinds)
-        message = f"counts {listed} alike; with a counter source {MEMORY_NAME} each is charged the memory that it takes"
-        yield Issue(f"{mapping.path}.deviceClassNames", ", ".join(mapping.classes), message, Severity.WARNING)
+            remedy = f"take a counter source with name {MEMORY_NAME}"
+            yield Issue(path, kind, f"class {name} gives shares, which have no capacity: {remedy}")
 
 
 def _quotas(queue: Object) -> Iterator[tuple[str, str, str, object]]:
@@ -324,11 +316,9 @@ def _shared_hardware(queue: Object, context: KueueContext) -> Iterator[Issue]:
     for path, flavor, resource, quota in _quotas(queue):
         names = list(dict.fromkeys(name for _, other, name, _ in quotas if other == flavor and name in mapped))
         if resource in names[1:]:
-            message = (
-                f"the quota of {names[0]} in flavor {flavor} is for the same GPUs: together they promise more "
-                f"than there is; map the classes of both to one resource with a counter source "
-                f"{MEMORY_NAME} and one quota"
-            )
+            remedy = f"map the classes of both to one resource with a counter source {MEMORY_NAME} and one quota"
+            same = f"the quota of {names[0]} in flavor {flavor} is for the same GPUs"
+            message = f"{same}: together they promise more than there is; {remedy}"
             yield Issue(path, f"{resource}: {quota}", message, Severity.WARNING)
 
 
@@ -369,9 +359,9 @@ def _job(content: Object, context: KueueContext) -> Iterator[Issue]:
                 message = "Kueue refuses pods with claims that exist already: take resourceClaimTemplateName"
                 yield Issue(f"{path}.resourceClaims[{index}].resourceClaimName", shown(name), message)
         for index, container in entries(pod, "containers"):
-            for field in ("limits", "requests"):
-                for name in settings_of(container, f"resources.{field}"):
+            for field in ("resources.limits", "resources.requests"):
+                for name in settings_of(container, field):
                     if name and name in extended:
                         message = f"Kueue refuses it, because the mapping of its class {extended[name]} has a source: "
-                        place = f"{path}.containers[{index}].resources.{field}"
-                        yield Issue(f"{place}[{name}]", shown(name), f"{message}take a ResourceClaimTemplate")
+                        place = f"{path}.containers[{index}].{field}[{name}]"
+                        yield Issue(place, shown(name), f"{message}take a ResourceClaimTemplate")

@@ -138,12 +138,11 @@ class LintContext:
 
 def lint_context(classes: Sequence[Mapping[str, Any]], driver: str) -> LintContext:
     """Build the context from the class objects; the last one of a name counts."""
-    return LintContext(
-        driver, {name_of(device_class): _facts(settings_of(device_class, "spec"), driver) for device_class in classes}
-    )
+    return LintContext(driver, {name_of(device_class): _facts(device_class, driver) for device_class in classes})
 
 
-def _facts(spec: Mapping[str, Any], driver: str) -> ClassFacts:
+def _facts(device_class: Mapping[str, Any], driver: str) -> ClassFacts:
+    spec = settings_of(device_class, "spec")
     selectors = tuple(expression for _, expression in selectors_of(spec, ""))
     served = [devices_for(opaque.get("parameters")) for _, _, opaque in parameters_of(spec, driver)]
     meant, selected = frozenset[DeviceKind]().union(*served), may_select(selectors, driver)
@@ -160,9 +159,7 @@ def settings_of(content: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 
 
 def name_of(content: Mapping[str, Any]) -> str:
-    metadata = content.get("metadata")
-    if not isinstance(metadata, Mapping):
-        return "without a name"
+    metadata = settings_of(content, "metadata")
     name = text(metadata, "name") or text(metadata, "generateName") or "without a name"
     namespace = text(metadata, "namespace")
     return f"{namespace}/{name}" if namespace else name

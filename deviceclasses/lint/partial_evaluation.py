@@ -34,17 +34,16 @@ def may_select(expressions: tuple[str, ...], driver: str) -> frozenset[DeviceKin
     """The kinds of Tessera's devices that all expressions may accept. Expressions that don't compile are ignored."""
     programs = compiled_programs(expressions)
     partitions = sorted({*values()["profile"].accepted, *compared_strings(programs)} - {NO_PROFILE})
-    if not any(program.reads_everything or ("attributes", driver, "profile") in program.reads for program in programs):
+    profile = ("attributes", driver, "profile")
+    if not any(program.reads_everything or profile in program.reads for program in programs):
         partitions = partitions[:1]
+
+    def may_be(kind: DeviceKind, name: str) -> bool:
+        device = _partial_device(driver, kind, name)
+        return all(program.evaluate(device) is not False for program in programs)
+
     profiles = {kind: partitions if kind is DeviceKind.PARTITION else [NO_PROFILE] for kind in DeviceKind}
-    return frozenset(
-        kind
-        for kind, names in profiles.items()
-        if any(
-            all(program.evaluate(_partial_device(driver, kind, name)) is not False for program in programs)
-            for name in names
-        )
-    )
+    return frozenset(kind for kind, names in profiles.items() if any(may_be(kind, name) for name in names))
 
 
 @cache

@@ -76,9 +76,8 @@ def unsatisfiable_constraints(
         having = frozenset(kind for kind in DeviceKind if name in names_of(kind))
         if domain != context.driver or name not in ATTRIBUTES:
             continue
-        without = [
-            request for request in requests if constraint.covers(request) and _gives_none_of(request, having, context)
-        ]
+        covered = filter(constraint.covers, requests)
+        without = [request for request in covered if _gives_none_of(request, having, context)]
         for base in dict.fromkeys(request.base for request in without):
             alternatives = [request for request in requests if request.base == base]
             if all(request in without for request in alternatives):
@@ -115,14 +114,10 @@ def _classes_of(kinds: frozenset[DeviceKind], context: LintContext) -> str:
 
 def _class_list(names: Sequence[str]) -> str:
     """The beginning of a hint with classes, shortest names first; empty if there are none."""
-    first, *more = sorted(names, key=lambda name: (len(name), name)) or [""]
-    if not first:
-        return ""
-    return (
-        f"class {' or '.join((first, *more))}, "
-        if len(more) < MAX_LISTED_CLASSES
-        else f"class {first} or one of {len(more)} more, "
-    )
+    ordered = sorted(names, key=lambda name: (len(name), name))
+    if len(ordered) <= MAX_LISTED_CLASSES:
+        return f"class {' or '.join(ordered)}, " if ordered else ""
+    return f"class {ordered[0]} or one of {len(ordered) - 1} more, "
 
 
 def share_issues(
@@ -131,7 +126,12 @@ def share_issues(
     """Issues for claims that could get two shares of one GPU, which the driver refuses when the pod starts."""
     parent = f"{context.driver}/{PARENT.name}"
     apart = [constraint for constraint in constraints if constraint.distinct and constraint.attribute == parent]
-    shares = [request for request in requests if _may_be_share(request, context)]
+    shares = []
+    for request in requests:
+        facts = context.facts(request)
+        kinds = may_select((*facts.selectors, *request.selectors), context.driver)
+        if request.class_name in context.classes and (facts.shares or DeviceKind.SHARE in kinds):
+            shares.append(request)
     remedy = (
         "may give two shares of one GPU to this claim, which the driver refuses: ask for one share (of a GPU with "
         "fewer shares, if that is too little), a partition or a full GPU; for shares of different GPUs add the "
@@ -147,10 +147,3 @@ def share_issues(
                 message = f"together with request {earlier.name} {remedy}"
                 yield Issue(f"{other.path}.deviceClassName", shown(other.class_name), message)
                 break
-
-
-def _may_be_share(request: RequestFields, context: LintContext) -> bool:
-    facts = context.facts(request)
-    if request.class_name not in context.classes:
-        return False
-    return facts.shares or DeviceKind.SHARE in may_select((*facts.selectors, *request.selectors), context.driver)

@@ -6,6 +6,7 @@ each kind of Tessera's devices, and on one of another driver. Samples have the r
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -43,9 +44,6 @@ NO_SUCH_KEY = "no such key: "
 CERTAIN_ERRORS = (NO_SUCH_KEY, "no such overload")
 """Errors that depend on names and types only, not on values."""
 
-DEFAULTS = {"string": '""', "int": "0", "bool": "false"}
-"""Literals for ``orValue``, by the type of the attribute."""
-
 KIND_NAMES = {DeviceKind.FULL: "a full GPU", DeviceKind.PARTITION: "a partition", DeviceKind.SHARE: "a share"}
 
 
@@ -57,12 +55,7 @@ def selector_issues(owner: Mapping[str, Any], path: str, driver: str, before: It
         if isinstance(program, CelError):
             yield _refused(place, program, expression)
             continue
-        wrong = [
-            *_wrong_names(place, program, driver),
-            *comparison_issues(place, expression, driver),
-            *conversion_issues(place, expression),
-        ]
-        yield from wrong or _failures(place, program, earlier, driver)
+        yield from _wrong_parts(place, program, driver) or _failures(place, program, earlier, driver)
         earlier.append(expression)
 
 
@@ -79,27 +72,17 @@ def empty_class_issues(expressions: tuple[str, ...], path: str, driver: str) -> 
 
 def mistakes(expressions: Iterable[str], driver: str) -> list[str]:
     """What is certainly wrong with the names, types and literals in selectors that compile, whatever GPUs there are."""
-    issues = [
-        issue
-        for expression in expressions
-        if isinstance(program := try_compile(expression), Program)
-        for issue in (
-            *_wrong_names("", program, driver),
-            *comparison_issues("", expression, driver),
-            *conversion_issues("", expression),
-        )
-    ]
+    programs = compiled_programs(expressions)
+    issues = [issue for program in programs for issue in _wrong_parts("", program, driver)]
     issues += [
         Issue("", shown(domain), f"Tessera's devices have {name} in the domain {driver}, not in this one")
-        for program in compiled_programs(expressions)
+        for program in programs
         for _, domain, name in program.reads
         if domain not in {driver, STANDARD_DOMAIN}
         and name in ATTRIBUTES | CAPACITIES
         and not misspelt(domain, [driver])
     ]
-    growing = tuple(
-        values()[name].unknown_value(name, "").split("; ")[0] for name in values() if values()[name].growing
-    )
+    growing = tuple(known.unknown_value(name, "").split("; ")[0] for name, known in values().items() if known.growing)
     certain = (issue for issue in issues if not issue.message.startswith(growing))
     texts = (
         issue.message if issue.message.startswith(issue.value.strip('"')) else f"{issue.value}: {issue.message}"
@@ -121,8 +104,9 @@ def remedy(kind: DeviceKind, verdict: str) -> str:
     having = [device_kind for device_kind in DeviceKind if key in names_of(device_kind)]
     if kind in having:
         kinds = [TYPE_OF[name] for name in (key, f"{STANDARD}{key}") if name in TYPE_OF]
-        default = DEFAULTS.get(kinds[0], "") if kinds else ""
-        return f"not every GPU has {key}; .?{key}.orValue({default}) does not fail" if default else ""
+        if not kinds or kinds[0] == "version":
+            return ""
+        return f"not every GPU has {key}; .?{key}.orValue({json.dumps(SAMPLE_VALUES[kinds[0]])}) does not fail"
     types = " || ".join(f'type == "{device_kind}"' for device_kind in having)
     first = f"use a DeviceClass that selects only these, or test {types} first, with &&"
     return f"only devices with {types} have {key}: {first}" if having else ""
@@ -144,14 +128,10 @@ def _failures(place: str, program: Program, before: Iterable[str], driver: str) 
     profiles = compared_strings([program, *earlier]) & {*values()["profile"].accepted} - {NO_PROFILE}
     for name, device in _samples(driver, profiles or frozenset({ANY_PROFILE})):
         verdict = program.verdict(device)
-        if (
-            isinstance(verdict, str)
-            and verdict.startswith(CERTAIN_ERRORS)
-            and all(selector.verdict(device) is True for selector in earlier)
-        ):
-            message = (
-                f"fails on {name}, which stops the pod's scheduling: {verdict}; {_remedy(program, verdict, driver)}"
-            )
+        is_certain = isinstance(verdict, str) and verdict.startswith(CERTAIN_ERRORS)
+        if is_certain and all(selector.verdict(device) is True for selector in earlier):
+            remedy = _remedy(program, str(verdict), driver)
+            message = f"fails on {name}, which stops the pod's scheduling: {verdict}; {remedy}"
             yield Issue(place, shown(program.expression), message)
             return
 
@@ -197,7 +177,16 @@ def _published(kind: DeviceKind, profile: str) -> dict[str, Any]:
     return {"name": kind.value, "attributes": attributes, "capacity": capacity}
 
 
-def comparison_issues(place: str, expression: str, driver: str) -> Iterator[Issue]:
+def _wrong_parts(place: str, program: Program, driver: str) -> list[Issue]:
+    """Issues for names, literals and conversions that are wrong whatever the device."""
+    return [
+        *_wrong_names(place, program, driver),
+        *_comparison_issues(place, program.expression, driver),
+        *_conversion_issues(place, program.expression),
+    ]
+
+
+def _comparison_issues(place: str, expression: str, driver: str) -> Iterator[Issue]:
     """Issues for literals that an attribute or the driver can't have; the expression compiles."""
     for found in comparisons_of(expression):
         if found.value in found.otherwise:
@@ -205,11 +194,16 @@ def comparison_issues(place: str, expression: str, driver: str) -> Iterator[Issu
         if found.path == ("driver",) and isinstance(found.value, str):
             yield from almost(place, found.value, [driver], "the driver's name")
         name = _attribute(found, driver)
-        if name is not None:
-            yield from _value(place, name, found)
+        if name is None:
+            continue
+        catalogue = values().get(name)
+        if (instead := type_mismatch(name, found)) is not None:
+            yield Issue(place, shown(found.value), instead)
+        elif catalogue is not None and isinstance(found.value, str) and found.value not in catalogue.accepted:
+            yield Issue(place, shown(found.value), catalogue.unknown_value(name, found.value), catalogue.severity)
 
 
-def conversion_issues(place: str, expression: str) -> Iterator[Issue]:
+def _conversion_issues(place: str, expression: str) -> Iterator[Issue]:
     """Issues for functions of literals, such as ``quantity("4x")``, that always fail; the expression compiles."""
     for call in _calls_of_literals(parse(expression)):
         values = [argument.value for argument in call.arguments if isinstance(argument, nodes.Literal)]
@@ -240,12 +234,3 @@ def _attribute(found: Comparison, driver: str) -> str | None:
     _, domain, name = found.path
     full = {driver: name, STANDARD_DOMAIN: f"{STANDARD}{name}"}.get(domain)
     return full if full in TYPE_OF else None
-
-
-def _value(place: str, name: str, found: Comparison) -> Iterator[Issue]:
-    if (instead := type_mismatch(name, found)) is not None:
-        yield Issue(place, shown(found.value), instead)
-        return
-    catalogue = values().get(name)
-    if catalogue is not None and isinstance(found.value, str) and found.value not in catalogue.accepted:
-        yield Issue(place, shown(found.value), catalogue.unknown_value(name, found.value), catalogue.severity)
