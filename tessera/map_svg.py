@@ -101,7 +101,6 @@ def _bar(gpu: MapGpu, y: int, numbers: Mapping[str, int]) -> Iterator[str]:
 
 
 def _span(span: MapSpan, x: float, y: int, width: float, numbers: Mapping[str, int]) -> Iterator[str]:
-    """A held device or offers, with their label."""
     what = f"{', '.join(span.devices)} ({', '.join(span.kinds)})"
     if span.state is SliceState.OFFERED:
         yield _field(x, y, width, "offered", f"offered: {what}")

@@ -130,7 +130,6 @@ class _Compiler:
 
     @singledispatchmethod
     def build(self, node: Expr) -> Typed:
-        """Compile a node and all nodes below it."""
         raise NotImplementedError(type(node).__name__)
 
     @build.register
@@ -334,7 +333,6 @@ class _Compiler:
         return self._bindings.resolve(map_type), evaluate
 
     def _iterated(self, over: Expr, found: Type, count: int) -> list[Type]:
-        """The types of the variables of a macro."""
         if found.name == "list":
             return [found.params[0]] if count == 1 else [INT, found.params[0]]
         if found.name == "map":

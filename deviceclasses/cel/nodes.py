@@ -100,7 +100,6 @@ class Macro(Expr):
 
 
 def children(node: Expr) -> Iterator[Expr]:
-    """The nodes directly below ``node``."""
     for attribute in fields(node):
         value = getattr(node, attribute.name)
         if isinstance(value, Expr):

@@ -186,7 +186,6 @@ PLAIN_NAMES: dict[type, str] = {
 
 
 def type_name(value: Value) -> str:
-    """The name of a value's type in the checker."""
     return PLAIN_NAMES.get(type(value)) or str(value.type_name)
 
 
@@ -205,7 +204,6 @@ PLAIN_NUMBERS = (bool, int, Uint, float)
 
 
 def no_overload(function: str, *values: Value) -> EvaluationError:
-    """The error of a function without an overload for these values."""
     return EvaluationError(f"no such overload: {function}({', '.join(map(type_name, values))})")
 
 

@@ -54,14 +54,12 @@ class Values:
         return Severity.WARNING if self.growing else Severity.ERROR
 
     def unknown_value(self, name: str, value: str) -> str:
-        """The message about a value that is not accepted."""
         listed = "" if len(self.accepted) > MAX_LISTED_VALUES else f"; accepted: {', '.join(self.accepted)}"
         return f"no {'known GPU' if self.growing else 'device'} has this {name}{listed}{meant(value, self.accepted)}"
 
 
 @cache
 def values() -> Mapping[str, Values]:
-    """The accepted values by attribute."""
     products = facts("mig_geometry")["products"]
     profiles = {profile["name"] for product in products for profile in product.get("profiles", [])}
     return {

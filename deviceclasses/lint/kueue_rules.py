@@ -70,7 +70,6 @@ class ClassMapping:
 
     @property
     def sources(self) -> Iterator[tuple[str, str, Object]]:
-        """The path, the kind and the content of each source."""
         for index, source in entries(self.raw, "sources"):
             for kind in SOURCE_GATES:
                 if isinstance(found := source.get(kind), Mapping):
@@ -122,7 +121,6 @@ def lint_kueue(documents: Sequence[Document], installed: Iterable[Object], drive
 
 
 def is_checked(content: object) -> bool:
-    """Whether the rules look at an object."""
     return isinstance(content, Mapping) and (_is_kueue(content) or bool(queue_of(content)))
 
 
@@ -346,7 +344,6 @@ def _template(devices: Object, context: KueueContext) -> Iterator[Issue]:
 
 
 def _job(content: Object, context: KueueContext) -> Iterator[Issue]:
-    """Issues of the pods of a queued object."""
     sourced = {name for mapping in context.mappings if list(mapping.sources) for name in mapping.classes}
     extended = {
         text(settings_of(item, "spec"), "extendedResourceName"): _metadata(item, "name")

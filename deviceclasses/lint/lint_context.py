@@ -36,7 +36,6 @@ class RequestFields:
 
     @property
     def several(self) -> bool:
-        """Whether ``count`` is more than one."""
         count = self.raw.get("count")
         return isinstance(count, int) and count > 1
 
@@ -132,7 +131,6 @@ class LintContext:
     classes: Mapping[str, ClassFacts]
 
     def facts(self, request: RequestFields) -> ClassFacts:
-        """The facts about the class that ``request`` names."""
         return self.classes.get(request.class_name, UNKNOWN)
 
 

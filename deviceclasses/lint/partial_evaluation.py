@@ -19,7 +19,6 @@ from driver.slices.attributes import NO_PROFILE
 
 
 def compiled_programs(expressions: Iterable[str]) -> list[Program]:
-    """The programs of the expressions that compile."""
     return [program for program in map(try_compile, expressions) if isinstance(program, Program)]
 
 

@@ -108,7 +108,6 @@ def _gives(request: RequestFields, context: LintContext) -> str:
 
 
 def _classes_of(kinds: frozenset[DeviceKind], context: LintContext) -> str:
-    """The classes that give only these kinds."""
     return _class_list([name for name, facts in context.classes.items() if facts.gives and facts.gives <= kinds])
 
 

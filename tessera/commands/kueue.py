@@ -99,7 +99,6 @@ def config(
 
 
 def _of_cluster(kubeconfig: Path | None, charge: str) -> list[GpuReport]:
-    """The GPUs of all nodes."""
     needs = ": is the controller running? --gpus sim:NAME does not need it"
     plans, reports = plans_and_gpus(client_of(kubeconfig, "tessera-kueue"), needs)
     if charge == CHARGE_MEMORY and any(COUNTERS_FIELD in plan.status.dropped for plan in plans):

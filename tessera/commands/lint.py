@@ -60,7 +60,6 @@ def lint(paths: Sequence[str], driver_name: str, kueue: bool, output: str) -> No
 
 
 def as_text(findings: Sequence[Finding], objects: int) -> str:
-    """A table, and the number of checked objects."""
     if not findings:
         return f"{counted(objects, 'object')} checked, nothing found"
     header = ("SEVERITY", "FILE", "DOCUMENT", "OBJECT", "PATH", "VALUE", "MESSAGE")

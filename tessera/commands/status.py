@@ -83,7 +83,6 @@ NOT_INSTALLED: Mapping[str, StatusCheck] = {
 
 
 def run_checks(snapshot: StatusSnapshot) -> list[CheckResult]:
-    """The result of every check, in the order of the table."""
     checks = NOT_INSTALLED if installation.is_not_installed(snapshot) else CHECKS
     return [_result(name, check, snapshot) for name, check in checks.items()]
 
@@ -122,7 +121,6 @@ def status(kubeconfig: Path | None, driver_name: str, namespace: str, output: st
 
 
 def as_text(results: Sequence[CheckResult]) -> str:
-    """One line per check, then the findings with their remedies."""
     states = {state: click.style(state, fg=colour) for state, colour in STATE_COLOURS.items()}
     rows = [[result.check, states[result.state], printable(result.summary)] for result in results]
     problems = [(result.check, finding) for result in results for finding in result.findings]
@@ -132,7 +130,6 @@ def as_text(results: Sequence[CheckResult]) -> str:
 
 
 def as_json(results: Sequence[CheckResult]) -> list[dict[str, object]]:
-    """One object per check."""
     return [
         {
             "check": result.check,

@@ -47,7 +47,6 @@ class Topology:
     faults: Sequence[GpuFault]
 
     def relation(self, one: int, other: int) -> str:
-        """The entry of the matrix for two indices of ``places``."""
         gpus = one != other and max(one, other) < len(self.gpus)
         links = links_between(self.gpus[one], self.gpus[other]) if gpus else 0
         return f"NV{links}" if links else level(self.places[one], self.places[other]).value

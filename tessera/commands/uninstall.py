@@ -145,7 +145,6 @@ class Removal:
     namespace: str
 
     def holders(self) -> list[Claim]:
-        """The claims that have a device."""
         claims = list_claims(self.client)
         return [claim for claim in claims if any(result.driver == self.driver for result in claim.results)]
 

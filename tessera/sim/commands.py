@@ -173,7 +173,6 @@ def holders(root: Path) -> dict[str, str]:
 
 
 def render(node: SimulatedNode, gpus: Sequence[dict[str, Any]]) -> str:
-    """A node and its GPUs as tables."""
     description = node.description
     title = (
         f"{click.style(description.name, bold=True)}   {len(gpus)} x {description.product}   "

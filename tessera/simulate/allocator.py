@@ -213,7 +213,6 @@ class _AllocationSearch:
         return part
 
     def _everything(self, part: RequestPart) -> tuple[AllocatableDevice, ...]:
-        """All devices that a request selects, whether they are free or not."""
         found: list[AllocatableDevice] = []
         for pool in self._pools:
             if pool.incomplete:

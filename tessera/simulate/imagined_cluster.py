@@ -248,7 +248,6 @@ class ImaginedCluster:
         self._held = HeldDevices.of(result for claim in self._claims.values() for result in claim.results)
 
     def _reasons(self, pod: Pod) -> Iterable[UnplacedReason]:
-        """The controller's reasons why the claims of ``pod`` are pending."""
         plan = DisjointPlan(self._planned, ()) if self._mode is OfferMode.DISJOINT else None
         for key, reason in reasons_in(Situation(self._queue(), unreported=self._content.unreported, plan=plan)).items():
             if pod in reason.pending.pods and reason.code is not ReasonCode.WAITS:

@@ -62,7 +62,6 @@ class Scheduler:
         self._pods_on: Counter[str] = Counter()
 
     def bind(self, node: str) -> None:
-        """Count one pod more on ``node``."""
         self._pods_on[node] += 1
 
     def place(self, pod: Pod, claims: Sequence[Claim], slices: SliceIndex, held: HeldDevices) -> PodPlacement:

@@ -133,7 +133,6 @@ def _not_ready(snapshot: StatusSnapshot) -> CheckOutput:
 
 
 def _no_plugin(snapshot: StatusSnapshot) -> Problem:
-    """No node publishes a slice, and no pod of a node plugin exists."""
     daemon_set = snapshot.daemon_set
     describe = f"kubectl -n {snapshot.namespace} describe daemonset {NODE_PLUGIN}"
     if daemon_set is None:
@@ -202,7 +201,6 @@ def pods_ready(snapshot: StatusSnapshot, account: str) -> CheckOutput:
 
 
 def _pod_finding(pod: Object, namespace: str) -> Problem:
-    """The finding about a pod that is not ready."""
     name, containers = pod["metadata"]["name"], pod.get("status", {}).get("containerStatuses") or ()
     states = [container.get("state") or {} for container in containers]
     restarts = sum(int(container.get("restartCount", 0)) for container in containers)

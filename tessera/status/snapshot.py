@@ -122,7 +122,6 @@ class StatusSnapshot:
     unreadable: Mapping[Listing, ReadFailure] = field(default_factory=dict)
 
     def has_read(self, *listings: Listing) -> bool:
-        """Whether all of these lists were read."""
         return not any(listing in self.unreadable for listing in listings)
 
     @property
@@ -166,7 +165,6 @@ class StatusSnapshot:
         return bool(LEASE in self.leases or self.pods_of(CONTROLLER))
 
     def slices_of(self, node: str) -> list[ResourceSlice]:
-        """The driver's slices of a node."""
         return [item for item in self.slices if item.spec.node_name == node]
 
     @property

@@ -110,7 +110,6 @@ class SimulatedFleet:
 
     @property
     def published(self) -> int:
-        """Number of nodes whose slices have been written."""
         return sum(node.published for node in self._nodes.values())
 
     def __str__(self) -> str:

@@ -155,7 +155,6 @@ class FleetNode:
 
     @property
     def published(self) -> bool:
-        """Whether its slices have been written."""
         return self._publisher.published.is_set()
 
     def devices(self, names: Sequence[str]) -> list[Device]:
@@ -175,12 +174,10 @@ class FleetNode:
         return None
 
     def release(self, uid: str) -> None:
-        """Unprepare a claim."""
         self.inventory.release(uid)
         self._held_changed()
 
     def plan_changed(self) -> None:
-        """React to a changed plan or a changed mode."""
         self._publisher.notify()
         self._plan_status.notify()
         self._fence_release.notify()
