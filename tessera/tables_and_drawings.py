@@ -77,14 +77,10 @@ def draw_slices(slices: int, spans: Iterable[Span], width: int) -> str:
         span = by_start.get(position)
         size = span.size if span else 1
         room = size * width + size - 1
-        cells.append(_drawn(span, room) if span else "." * room)
+        text = span.label[:room].ljust(room, span.fill) if span else "." * room
+        cells.append(click.style(text, **span.style) if span and span.style else text)
         position += size
     return f"[{'|'.join(cells)}]"
-
-
-def _drawn(span: Span, room: int) -> str:
-    text = span.label[:room].ljust(room, span.fill)
-    return click.style(text, **span.style) if span.style else text
 
 
 def draw_placement(slices: int, start: int, size: int) -> str:

@@ -24,7 +24,7 @@ from controller.demand.gpu_equivalence_classes import (
     representatives,
 )
 from controller.demand.selector_time import BUDGET_SECONDS, EXHAUSTED, BudgetExhausted, SelectorTime
-from deviceclasses.cel import CelDevice, Program, from_slice_device, try_compile
+from deviceclasses.cel.engine import CelDevice, Program, from_slice_device, try_compile
 from driver.errors import CelError
 from driver.model.device import Device
 from driver.model.offer import DeviceKind, OfferKind, Spot

@@ -70,26 +70,15 @@ SIGNS = {
 """The parser's names of tokens, and their text in error messages."""
 
 MACROS: dict[tuple[str, int], tuple[str, int]] = {
-    ("all", 2): ("all", 1),
-    ("exists", 2): ("exists", 1),
-    ("exists_one", 2): ("exists_one", 1),
-    ("all", 3): ("all", 2),
-    ("exists", 3): ("exists", 2),
-    ("exists_one", 3): ("exists_one", 2),
+    ("all", 2): ("all", 1), ("exists", 2): ("exists", 1), ("exists_one", 2): ("exists_one", 1),
+    ("all", 3): ("all", 2), ("exists", 3): ("exists", 2), ("exists_one", 3): ("exists_one", 2),
     ("existsOne", 3): ("exists_one", 2),
-    ("map", 2): ("list", 1),
-    ("map", 3): ("list", 1),
-    ("filter", 2): ("list", 1),
-    ("transformList", 3): ("list", 2),
-    ("transformList", 4): ("list", 2),
-    ("transformMap", 3): ("map", 2),
-    ("transformMap", 4): ("map", 2),
-    ("transformMapEntry", 3): ("entry", 2),
-    ("transformMapEntry", 4): ("entry", 2),
-    ("sortBy", 2): ("sortBy", 1),
-    ("optMap", 2): ("optMap", 1),
-    ("optFlatMap", 2): ("optFlatMap", 1),
-}
+    ("map", 2): ("list", 1), ("map", 3): ("list", 1), ("filter", 2): ("list", 1),
+    ("transformList", 3): ("list", 2), ("transformList", 4): ("list", 2),
+    ("transformMap", 3): ("map", 2), ("transformMap", 4): ("map", 2),
+    ("transformMapEntry", 3): ("entry", 2), ("transformMapEntry", 4): ("entry", 2),
+    ("sortBy", 2): ("sortBy", 1), ("optMap", 2): ("optMap", 1), ("optFlatMap", 2): ("optFlatMap", 1),
+}  # fmt: skip
 """Macros with a target, by name and number of arguments: their kind, and how many arguments are variables.
 
 After the variables come a condition, if any, and the body.

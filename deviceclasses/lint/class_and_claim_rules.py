@@ -68,7 +68,11 @@ def _issues(content: Mapping[str, Any], context: LintContext) -> Iterator[Issue]
 
 def refused(content: Mapping[str, Any], kind: str) -> Iterator[Issue]:
     """Why the API server, or the strict validation of kubectl, refuses an object of this kind."""
-    yield from shape_issues(content, kind)
+    version = content.get("apiVersion")
+    if version != DRA_VERSION:
+        message = f"Kubernetes serves {DRA_VERSION}; other versions only if an administrator enables them"
+        yield Issue("apiVersion", shown(version), message if text(content, "apiVersion") else f"must be {DRA_VERSION}")
+    yield from _unknown(content, FIELDS_OF_KIND[kind], "")
     for request in requests_of(settings_of(content, SPEC[kind]), SPEC[kind]):
         yield from _values(request)
 
@@ -230,15 +234,6 @@ FIELDS_OF_KIND: Mapping[str, Fields] = {
     "ResourceClaim": {**COMMON_FIELDS, "spec": CLAIM_FIELDS, **_plain("status")},
     "ResourceClaimTemplate": {**COMMON_FIELDS, "spec": {"metadata": METADATA_FIELDS, "spec": CLAIM_FIELDS}},
 }
-
-
-def shape_issues(content: Mapping[str, Any], kind: str) -> Iterator[Issue]:
-    """Issues for an API version that is not served and for unknown fields."""
-    version = content.get("apiVersion")
-    if version != DRA_VERSION:
-        message = f"Kubernetes serves {DRA_VERSION}; other versions only if an administrator enables them"
-        yield Issue("apiVersion", shown(version), message if text(content, "apiVersion") else f"must be {DRA_VERSION}")
-    yield from _unknown(content, FIELDS_OF_KIND[kind], "")
 
 
 def _unknown(content: Mapping[Any, Any], known: Fields, path: str) -> Iterator[Issue]:

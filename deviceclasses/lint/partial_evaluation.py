@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
 from typing import NoReturn
 
-from deviceclasses.cel import CelDevice, Program, try_compile
+from deviceclasses.cel.engine import CelDevice, Program, try_compile
 from deviceclasses.cel.referenced_attributes import comparisons_of
 from deviceclasses.cel.values import EvaluationError, Map, Value
 from deviceclasses.lint.attribute_catalogue import names_of, values

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from deviceclasses.cel import CelDevice, Program, from_slice_device, nodes, try_compile
+from deviceclasses.cel import nodes
+from deviceclasses.cel.engine import CelDevice, Program, from_slice_device, try_compile
 from deviceclasses.cel.library.registry import FUNCTIONS, chosen
 from deviceclasses.cel.nodes import Expr, children
 from deviceclasses.cel.parser import parse

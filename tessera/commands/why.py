@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -250,7 +250,7 @@ def _find(client: KubeClient, path: str, decoder: msgspec.json.Decoder[T]) -> T 
 
 
 def _holders(client: KubeClient, view: ClusterView, explanation: Explanation) -> list[HoldingClaim]:
-    """The claims that hold what ``found`` could have, those that would have to end first."""
+    """The claims that hold what the pending one could have, those that would have to end first."""
     devices: dict[str, list[str]] = {}
     for (node, device), claim in view.queue.holders.items():
         devices.setdefault(claim, []).append(f"{node}/{device}")
@@ -293,7 +293,7 @@ def _as_text(explanation: Explanation, holders: Sequence[HoldingClaim]) -> str:
             request.needs,
             product.product,
             *map(str, (product.gpus, product.free, product.held)),
-            _closed(product.closed),
+            ", ".join(f"{count} {cause}" for cause, count in product.closed.items()) or "0",
         ]
         for request in explanation.requests
         for product in request.products
@@ -321,10 +321,6 @@ def _as_text(explanation: Explanation, holders: Sequence[HoldingClaim]) -> str:
         which = "pod" if len(pods) == 1 else "pods"
         lines += ["", f"the scheduler reports on {which} {listed(pods)}: {printable(message)}"]
     return "\n".join(lines)
-
-
-def _closed(closed: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {cause}" for cause, count in closed.items()) or "0"
 
 
 def _age(created: str) -> str:

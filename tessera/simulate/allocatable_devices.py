@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from deviceclasses.cel import CelDevice, from_slice_device
+from deviceclasses.cel.engine import CelDevice, from_slice_device
 from deviceclasses.cel.library.quantity import BINARY, parse_quantity
 from driver.errors import RecoverableError
 from driver.kube.slice_types import (

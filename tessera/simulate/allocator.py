@@ -6,6 +6,7 @@ requests and devices are tried in order, all combinations, and the first that fi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from deviceclasses.cel import try_compile
+from deviceclasses.cel.engine import try_compile
 from driver.errors import CelError
 from driver.kube.types import (
     Allocation,
@@ -98,17 +99,15 @@ class ConstraintState:
     def add(self, device: AllocatableDevice) -> bool:
         """Add ``device``; False, and nothing changed, if the constraint does not allow it with the others."""
         value = device.attribute(self._attribute)
-        if value is None or (self._values and not self._allows(value)):
+        others = self._values
+        if value is None or (value in others if self._distinct else bool(others) and value != others[0]):
             return False
-        self._values.append(value)
+        others.append(value)
         return True
 
     def remove(self) -> None:
         """Remove the device that was added last."""
         self._values.pop()
-
-    def _allows(self, value: tuple[str, Any]) -> bool:
-        return value not in self._values if self._distinct else value == self._values[0]
 
 
 def allocate(
@@ -150,9 +149,9 @@ class _AllocationSearch:
         self._parts: list[list[list[RequestPart]]] = []
         """By claim and request, the alternatives."""
         self._constraints: list[list[ConstraintState]] = []
-        self._taken: dict[DeviceId, set[int]] = {}
+        self._taken: defaultdict[DeviceId, set[int]] = defaultdict(set)
         """The claims for which a device that can't be shared is taken."""
-        self._shared: dict[DeviceId, list[Quantities]] = {}
+        self._shared: defaultdict[DeviceId, list[Quantities]] = defaultdict(list)
         """What each share of a device takes."""
         self._left = {pool.id: _left_of(pool, held) for pool in pools}
         """What is left of the counters of each pool."""
@@ -300,9 +299,8 @@ class _AllocationSearch:
         """Take ``device`` for a request that selects it; None if that is impossible, else what undoes it."""
         if self._in_use(part, device):
             return None
-        is_shared = device.entry.allow_multiple_allocations and (
-            device.id in self._held.shared or device.id in self._shared
-        )
+        of_others = device.id in self._held.shared or self._shared[device.id]
+        is_shared = device.entry.allow_multiple_allocations and of_others
         with ExitStack() as undo:
             # The first share of a device takes its counters for all.
             if not is_shared and not self._consume(device, undo):
@@ -343,21 +341,15 @@ class _AllocationSearch:
         result = Result(part.names[-1], *device.id, part.wanted.admin_access or None)
         if device.entry.allow_multiple_allocations:
             taken = consumed(part.requested, device.capacity)
-            self._shared.setdefault(device.id, []).append(taken)
-            undo.callback(self._unshare, device)
+            self._shared[device.id].append(taken)
+            undo.callback(self._shared[device.id].pop)
             amounts = {name: written(amount) for name, amount in taken.items()}
             result = msgspec.structs.replace(result, share_id=SHARE_ID, consumed_capacity=amounts or None)
         else:
-            claims = self._taken.setdefault(device.id, set())
-            claims.add(part.claim)
-            undo.callback(claims.discard, part.claim)
+            self._taken[device.id].add(part.claim)
+            undo.callback(self._taken[device.id].discard, part.claim)
         self._results[part.claim].append((result, device))
         undo.callback(self._results[part.claim].pop)
-
-    def _unshare(self, device: AllocatableDevice) -> None:
-        self._shared[device.id].pop()
-        if not self._shared[device.id]:
-            del self._shared[device.id]
 
 
 def _left_of(pool: DevicePool, held: HeldDevices) -> Counters:

@@ -38,7 +38,10 @@ UNWRITABLE: Mapping[str, str] = {
 
 
 def controller(snapshot: StatusSnapshot) -> CheckOutput:
-    yield from _uninstalling(snapshot)
+    if LEAVING in (snapshot.leases.get(HEARTBEAT, {}).get("metadata", {}).get("annotations") or {}):
+        message = "an uninstallation has begun, and nodes offer nothing"
+        cancel = cancel_uninstall_command(snapshot.namespace)
+        yield Problem(HEARTBEAT, message, f"complete `tessera uninstall` (helm uninstall), or cancel it: {cancel}")
     if snapshot.has_read(Listing.LEASES):
         yield from _leader(snapshot)
     yield from pods_ready(snapshot, CONTROLLER)
@@ -65,15 +68,6 @@ def _leader(snapshot: StatusSnapshot) -> CheckOutput:
         )
     else:
         yield f"heartbeat {age:.0f} s ago"
-
-
-def _uninstalling(snapshot: StatusSnapshot) -> CheckOutput:
-    """An uninstallation that was interrupted: nodes keep their slices withdrawn."""
-    if LEAVING in (snapshot.leases.get(HEARTBEAT, {}).get("metadata", {}).get("annotations") or {}):
-        message = "an uninstallation has begun, and nodes offer nothing"
-        cancel = cancel_uninstall_command(snapshot.namespace)
-        remedy = f"complete `tessera uninstall` (helm uninstall), or cancel it: {cancel}"
-        yield Problem(HEARTBEAT, message, remedy)
 
 
 def versions(snapshot: StatusSnapshot) -> CheckOutput:
@@ -164,21 +158,17 @@ def _silent(snapshot: StatusSnapshot) -> CheckOutput:
         else:
             with_old_plan.append(name)
     if with_old_plan:
-        yield _old_plans(snapshot, with_old_plan)
+        by_label = snapshot.daemon_set is not None and _goes_by_labels(snapshot.daemon_set)
+        start = f"kubectl label node {with_old_plan[0]} {OWN_LABEL}=true" if by_label else _start(snapshot)
+        remedy = f"{start}; if no plugin should run there: kubectl delete gpunodeplan {' '.join(with_old_plan[:3])}"
+        message = "no node plugin runs there, but a plan of an earlier one is left"
+        yield Problem(listed(with_old_plan), message, remedy)
 
 
 def _start(snapshot: StatusSnapshot) -> str:
     if snapshot.daemon_set is None:
         return "start it there, as a pod or as a process (docs/install.md)"
     return f"check taints and the node selector: kubectl -n {snapshot.namespace} describe daemonset {NODE_PLUGIN}"
-
-
-def _old_plans(snapshot: StatusSnapshot, names: list[str]) -> Problem:
-    """Nodes without a label of GPUs, of which only a plan is left."""
-    by_label = snapshot.daemon_set is not None and _goes_by_labels(snapshot.daemon_set)
-    start = f"kubectl label node {names[0]} {OWN_LABEL}=true" if by_label else _start(snapshot)
-    remedy = f"{start}; if no plugin should run there: kubectl delete gpunodeplan {' '.join(names[:3])}"
-    return Problem(listed(names), "no node plugin runs there, but a plan of an earlier one is left", remedy)
 
 
 def _goes_by_labels(daemon_set: Object) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from deviceclasses.cel import CelDevice, Program, compile_selector, from_slice_device
+from deviceclasses.cel.engine import CelDevice, Program, compile_selector, from_slice_device
 from driver.simulator.description import load_description
 from tests.support.chart import class_texts
 from tests.support.published import DRIVER, devices_in, discover, slices_of

@@ -16,7 +16,7 @@ import celpy
 from celpy import celtypes
 from celpy.adapter import json_to_cel
 
-from deviceclasses.cel import from_slice_device
+from deviceclasses.cel.engine import from_slice_device
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.library.semver import parse_semver
 from deviceclasses.cel.values import compare

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from deviceclasses.cel import CelDevice, compile_selector, from_slice_device
+from deviceclasses.cel.engine import CelDevice, compile_selector, from_slice_device
 from deviceclasses.cel.library.quantity import parse_quantity
 from driver.errors import CelError
 from tests.conformance.expressions import expressions

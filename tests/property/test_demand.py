@@ -15,7 +15,7 @@ from controller.cluster.fleet import FleetGpu
 from controller.demand.demand import Demand, demand_of
 from controller.demand.selected_devices import cel_device
 from controller.explain.reason import ClaimReason, ReasonCode
-from deviceclasses.cel import Program, compile_selector
+from deviceclasses.cel.engine import Program, compile_selector
 from driver.model.device import Device
 from driver.model.gpu import MigMode
 from driver.placement.occupancy import GpuState

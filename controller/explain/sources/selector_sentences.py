@@ -12,7 +12,7 @@ from controller.explain.reason import Reason, ReasonCode
 from controller.explain.sources.availability import (
     listed,
 )
-from deviceclasses.cel import Program, try_compile
+from deviceclasses.cel.engine import Program, try_compile
 from deviceclasses.cel.library.quantity import parse_quantity
 from deviceclasses.cel.parser import conditions_of
 from deviceclasses.cel.values import EvaluationError

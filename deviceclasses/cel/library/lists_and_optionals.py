@@ -44,10 +44,6 @@ MAX_RANGE = 1_000_000
 """Maximum length of a list made by ``lists.range``."""
 
 
-def _is_sorted(members: Values) -> bool:
-    return all(compare(one, other) <= 0 for one, other in pairwise(members))
-
-
 def _extreme(name: str, wanted: int) -> Callable[[Values], Value]:
     def find(members: Values) -> Value:
         if not members:
@@ -143,7 +139,7 @@ SUMS = {
     DOUBLE: _total(0.0, lambda one, other: one + other),
 }
 for _kind in COMPARABLE:
-    method("isSorted", [list_of(_kind)], BOOL, _is_sorted)
+    method("isSorted", [list_of(_kind)], BOOL, lambda members: all(compare(*pair) <= 0 for pair in pairwise(members)))
     method("min", [list_of(_kind)], _kind, _extreme("min", 1))
     method("max", [list_of(_kind)], _kind, _extreme("max", -1))
     method("sort", [list_of(_kind)], list_of(_kind), lambda members: sort_by(members, members))

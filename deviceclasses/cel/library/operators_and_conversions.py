@@ -136,11 +136,7 @@ function("_!=_", [A, A], BOOL, lambda one, other: not equal(one, other))
 function("_?_:_", [BOOL, A, A], A, lambda condition, yes, no: yes if condition else no)
 
 
-def _in_list(wanted: Value, members: tuple[Value, ...]) -> bool:
-    return any(same(wanted, member) for member in members)
-
-
-function("@in", [A, list_of(A)], BOOL, _in_list)
+function("@in", [A, list_of(A)], BOOL, lambda wanted, members: any(same(wanted, member) for member in members))
 function("@in", [A, map_of(A, B)], BOOL, lambda key, entries: entries.has(key))
 
 

@@ -100,8 +100,9 @@ def parse_quantity(text: str) -> Quantity:
     exponent = DECIMAL[suffix] if suffix in DECIMAL else whole_number(suffix[1:])
     if abs(exponent) > MAX_EXPONENT:
         raise EvaluationError(f"{text!r} has an exponent beyond {MAX_EXPONENT}, which Tessera does not compute with")
-    scaled = _decimal(len(digits) + len(fraction), exponent - len(fraction), number * _ten(exponent))
-    return _with_digits(text, match, scaled)
+    value, scale = number * _ten(exponent), exponent - len(fraction)
+    is_stored = len(digits) + len(fraction) <= DIGITS_TEXT and scale >= NANO
+    return _with_digits(text, match, Quantity(value, scale) if is_stored else Quantity(_rounded(value), None))
 
 
 def _with_digits(text: str, match: re.Match[str], found: Quantity) -> Quantity:
@@ -109,12 +110,6 @@ def _with_digits(text: str, match: re.Match[str], found: Quantity) -> Quantity:
     if found.scale is None and not (match[2] or match[3]):
         raise EvaluationError(f"{text!r} is not a quantity: it has no digits")
     return found
-
-
-def _decimal(digits: int, scale: int, value: Fraction) -> Quantity:
-    if digits <= DIGITS_TEXT and scale >= NANO:
-        return Quantity(value, scale)
-    return Quantity(_rounded(value), None)
 
 
 def _binary(number: Fraction, digits: int, exponent: int, *, broken: bool) -> Quantity:

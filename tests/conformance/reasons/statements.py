@@ -20,7 +20,7 @@ from driver.kube.slice_types import DetailedSlice
 from driver.kube.types import DeviceClaim, Node, Pod, Request, Result, Toleration
 from driver.model.gpu import MigMode
 from driver.model.plan import FaultKind, OfferMode
-from tessera.simulate.published import PublishedSlices
+from tessera.simulate.imagined_cluster import PublishedSlices
 from tests.support.fleets import possible
 from tests.support.gpus import H100
 from tests.support.queues import (

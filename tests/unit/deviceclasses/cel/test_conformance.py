@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deviceclasses.cel import CelDevice, compile_selector, from_slice_device
+from deviceclasses.cel.engine import CelDevice, compile_selector, from_slice_device
 from driver.errors import CelError
 from tests.conformance import table
 from tests.conformance.devices import DEVICES, entry

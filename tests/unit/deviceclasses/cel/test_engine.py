@@ -10,11 +10,7 @@ from typing import Any
 
 import pytest
 
-from deviceclasses.cel import (
-    CelDevice,
-    compile_selector,
-    from_slice_device,
-)
+from deviceclasses.cel.engine import CelDevice, compile_selector, from_slice_device
 from driver.errors import CelError, RecoverableError
 
 DRIVER = "gpu.tessera.dev"
