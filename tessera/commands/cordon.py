@@ -159,9 +159,8 @@ def _outcome(name: GpuName, cordoned: bool, cleared: Sequence[str], left: Sequen
         lines = [f"cleared on {gpu}: {', '.join(cleared)}", "it was not cordoned"]
     else:
         lines = [f"{gpu} was not cordoned"]
-    return "\n".join(
-        [*lines, *(f"not cleared: {value}; the node plugin ends it when its cause is gone" for value in left)]
-    )
+    lines += [f"not cleared: {value}; the node plugin ends it when its cause is gone" for value in left]
+    return "\n".join(lines)
 
 
 def _say(output: str, name: GpuName, text: str, facts: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +93,7 @@ def _as_text(found: Topology, gpus: Sequence[dict[str, Any]]) -> str:
     rows = [[_known(gpu[key]) for key in GPU_COLUMNS.values()] for gpu in gpus]
     parts += ["", columns(list(GPU_COLUMNS), rows), ""]
     for gpu in gpus:
-        spans = [
-            Span(partition["start"], partition["size"], partition["profile"] or "?") for partition in gpu["partitions"]
-        ]
+        spans = [Span(found["start"], found["size"], found["profile"] or "?") for found in gpu["partitions"]]
         parts.append(f"GPU{gpu['index']:<3} {draw_slices(gpu['memorySlices'], spans, width=8)}")
     parts += [f"{fault}: left out: {fault.reason}" for fault in found.faults]
     return "\n".join(parts)
@@ -103,14 +101,10 @@ def _as_text(found: Topology, gpus: Sequence[dict[str, Any]]) -> str:
 
 def _matrix(found: Topology) -> str:
     names = [*(f"GPU{gpu.index}" for gpu in found.gpus), *(f"NIC{n}" for n in range(len(found.nics)))]
-    rows = [
-        [
-            name,
-            *(found.relation(i, j) for j in range(len(names))),
-            *((place.cpus or "-", _known(place.numa_node)) if i < len(found.gpus) else ("", "")),
-        ]
-        for i, (name, place) in enumerate(zip(names, found.places, strict=True))
-    ]
+    rows = []
+    for i, (name, place) in enumerate(zip(names, found.places, strict=True)):
+        affinity = (place.cpus or "-", _known(place.numa_node)) if i < len(found.gpus) else ("", "")
+        rows.append([name, *(found.relation(i, j) for j in range(len(names))), *affinity])
     return columns(["", *names, "CPU AFFINITY", "NUMA"], rows)
 
 
@@ -132,12 +126,7 @@ def _gpu_as_json(found: Topology, index: int) -> dict[str, Any]:
         "gpus": {other.uuid: found.relation(index, j) for j, other in enumerate(found.gpus) if j != index},
         "nics": {nic.name: found.relation(index, count + n) for n, nic in enumerate(found.nics)},
         "partitions": [
-            {
-                "profile": names.get(partition.profile_id),
-                "start": partition.placement.start,
-                "size": partition.placement.size,
-                "uuid": partition.uuid,
-            }
+            {"profile": names.get(partition.profile_id), **asdict(partition.placement), "uuid": partition.uuid}
             for partition in found.partitions[index]
         ],
     }

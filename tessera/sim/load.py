@@ -30,6 +30,8 @@ POINT_COLUMNS = ["second", "sm", "tensor", "dram", "memory"]
 """Columns of a file without a header."""
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?")
+BYTES_OF_SUFFIX = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+BYTES_OF_SUFFIX |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _DUTY = re.compile(r"duty:([0-9.]+)@([0-9.]+)(ms|s|m|h)")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -169,18 +171,12 @@ def _parse(values: dict[str, str], where: str) -> tuple[SimulatedActivity, int]:
     """Activity and memory. ``where`` precedes the name of a value in messages."""
     amounts: dict[str, float] = {}
     for name, text in values.items():
-        if name in RATIOS:
-            ratio = _number(text)
-            if ratio is None or ratio > 1:
-                raise UsageError(f"{where}{name}: {text!r} is not accepted; a number from 0 to 1, such as 0.8")
-            amounts[name] = ratio
-        else:
-            match = _BYTES.fullmatch(text)
-            if match is None:
-                raise UsageError(f"{where}{name}: {text!r} is not accepted; a number of bytes, such as 7Gi or 512Mi")
-            suffix = match[2] or ""
-            power = " kMGT".index(suffix[:1].replace("K", "k") or " ")
-            amounts[name] = float(match[1]) * (1024 if suffix.endswith("i") else 1000) ** power
+        is_ratio, match = name in RATIOS, _BYTES.fullmatch(text)
+        amount = _number(text) if is_ratio else _number(match[1]) if match else None
+        if amount is None or (is_ratio and amount > 1):
+            accepted = "a number from 0 to 1, such as 0.8" if is_ratio else "a number of bytes, such as 7Gi or 512Mi"
+            raise UsageError(f"{where}{name}: {text!r} is not accepted; {accepted}")
+        amounts[name] = amount if is_ratio or match is None else amount * BYTES_OF_SUFFIX[match[2] or ""]
     memory = int(amounts.pop("memory", 0))
     return SimulatedActivity.of(**amounts), memory
 

@@ -182,9 +182,7 @@ class _AllocationSearch:
     def _read(self, index: int, claim: Claim, classes: Mapping[str, DeviceClass]) -> None:
         devices, parts = 0, list[list[RequestPart]]()
         for position, request in enumerate(claim.spec.devices.requests):
-            parts.append(
-                [self._part(index, position, request, alternative, classes) for alternative in request.alternatives]
-            )
+            parts.append([self._part(index, position, request, wanted, classes) for wanted in request.alternatives])
             devices += min(part.count for part in parts[-1])
             if devices > MAX_CLAIM_DEVICES:
                 message = f"claim {claim.metadata.key} requests {devices} devices; {MAX_CLAIM_DEVICES} are possible"

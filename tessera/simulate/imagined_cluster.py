@@ -203,11 +203,9 @@ class ImaginedCluster:
 
     def _queue(self) -> Queue:
         needed = {key for pod in self._waiting for key in pod.claims}
-        unallocated = (
-            claim for key, claim in self._claims.items() if key in needed and claim.status.allocation is None
-        )
+        pending = (claim for key, claim in self._claims.items() if key in needed and claim.status.allocation is None)
         nodes, classes = tuple(self._nodes.values()), tuple(self._classes.values())
-        claims, pods = self._index.view(unallocated), tuple(self._waiting)
+        claims, pods = self._index.view(pending), tuple(self._waiting)
         state = ClusterState(claims, classes, pods, nodes, taint_rules=self._rules)
         return Queue(state, self.fleet, self._matching, self._eligibility)
 

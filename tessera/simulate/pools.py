@@ -6,12 +6,13 @@ that have to be bound after allocation last; slices by name; devices as they are
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from controller.demand.eligibility import selects
-from driver.kube.slice_types import DetailedSlice, newest_generation
+from driver.kube.slice_types import DetailedDevice, DetailedSlice, DetailedSliceSpec, newest_generation
 from driver.kube.types import Expression, Node, NodeSelector, NodeTerm
 from tessera.simulate.allocatable_devices import (
     AllocatableDevice,
@@ -74,26 +75,21 @@ def pools_of(slices: SliceIndex, node: Node) -> list[DevicePool]:
     return sorted((pool for pool in pools if pool is not None), key=lambda pool: (pool.needs_binding, pool.id))
 
 
-def available_on(node: Node, name: str, selector: NodeSelector | None, *, everywhere: bool) -> bool:
-    """Whether devices with this node name, or else selector, can be used on ``node``."""
-    if name:
-        return name == node.metadata.name
-    return everywhere or (selector is not None and selects(selector, node))
+def _is_for(node: Node, part: DetailedSliceSpec | DetailedDevice) -> bool:
+    """Whether the devices of a slice, or one device, can be used on ``node``."""
+    if part.node_name:
+        return part.node_name == node.metadata.name
+    return part.all_nodes or (part.node_selector is not None and selects(part.node_selector, node))
 
 
 def _concerns(found: DetailedSlice, node: Node) -> bool:
     spec = found.spec
-    if spec.per_device_node_selection:
-        return any(usable_on(node, AllocatableDevice(DeviceId("", "", ""), entry, spec)) for entry in spec.devices)
-    return available_on(node, spec.node_name, spec.node_selector, everywhere=spec.all_nodes)
+    return any(_is_for(node, part) for part in (spec.devices if spec.per_device_node_selection else [spec]))
 
 
 def usable_on(node: Node, device: AllocatableDevice) -> bool:
     """Whether a device of a slice that has one for ``node`` is usable there itself."""
-    if not device.spec.per_device_node_selection:
-        return True
-    published = device.entry
-    return available_on(node, published.node_name, published.node_selector, everywhere=published.all_nodes)
+    return not device.spec.per_device_node_selection or _is_for(node, device.entry)
 
 
 def _pool_id(item: DetailedSlice) -> PoolId:
@@ -144,12 +140,8 @@ def _candidates(slices: Iterable[DetailedSlice]) -> tuple[AllocatableDevice, ...
 
 
 def _twice(what: str, names: Sequence[str]) -> str | None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return f"two of its {what}s are called {name}"
-        seen.add(name)
-    return None
+    repeated = (name for name, count in Counter(names).items() if count > 1)
+    return next((f"two of its {what}s are called {name}" for name in repeated), None)
 
 
 def _unknown_counter(devices: Iterable[AllocatableDevice], sets: Collection[str], counters: Counters) -> str | None:

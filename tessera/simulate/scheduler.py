@@ -58,7 +58,7 @@ class Scheduler:
     ) -> None:
         self._nodes, self._classes, self._eligibility = nodes, classes, eligibility
         self._clock = clock
-        self._resources_of_classes = classes_by_resource(classes.values())
+        self._of_classes = classes_by_resource(classes.values())
         self._pods_on: Counter[str] = Counter()
 
     def bind(self, node: str) -> None:
@@ -73,9 +73,7 @@ class Scheduler:
         allocations = [claim.status.allocation for claim in claims if claim.status.allocation is not None]
         selectors = [allocation.node_selector for allocation in allocations if allocation.node_selector is not None]
         nodes = self._eligibility.nodes_for(pod, selectors)
-        resources = sorted(
-            name for name in pod.spec.resource_names if "/" in name and name not in self._resources_of_classes
-        )
+        resources = sorted(name for name in pod.spec.resource_names if "/" in name and name not in self._of_classes)
         lacking = [name for name in resources if not any(self._has(node, name) for node in nodes)]
         if nodes and lacking:
             sentence = f"no node has {', '.join(lacking)}, and no DeviceClass has it as extendedResourceName"

@@ -123,11 +123,8 @@ def advise(
     """Advice for each workload, what saves most first. ``margin``: room above the most that was used, 0.2 for 20 %."""
     groups: dict[Workload, list[DeviceHistory]] = defaultdict(list)
     for device in devices:
-        product = products.get(device.gpu, "")
-        owner = owner_of(device.pod)
-        groups[Workload(device.namespace, owner, device.device_class, device.profile, device.slices, product)].append(
-            device
-        )
+        product, kind = products.get(device.gpu, ""), (device.device_class, device.profile, device.slices)
+        groups[Workload(device.namespace, owner_of(device.pod), *kind, product)].append(device)
     advices = [_advice(workload, group, geometries, margin) for workload, group in groups.items()]
     return sorted(advices, key=lambda each: (-each.saved, -each.slice_hours, each.workload))
 

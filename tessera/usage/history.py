@@ -84,7 +84,6 @@ def geometries_of(reports: Iterable[GpuReport]) -> dict[str, ProductClasses]:
             for profile in gpu.profiles
             if PLAIN_PROFILE.fullmatch(profile.name) and profile.name in classes and profile.placements
         )
-        products[gpu.product_name] = ProductClasses(
-            candidates, max((candidate.compute_slices for candidate in candidates), default=0)
-        )
+        compute_slices = max((candidate.compute_slices for candidate in candidates), default=0)
+        products[gpu.product_name] = ProductClasses(candidates, compute_slices)
     return products

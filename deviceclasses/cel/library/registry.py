@@ -77,9 +77,7 @@ UNSUPPORTED_FUNCTIONS = {
 
 def function(name: str, takes: list[Type], gives: Type, body: Body, *, member: bool = False) -> None:
     """Declare an overload of ``name(...)``."""
-    sized = [
-        index for index, parameter in enumerate(takes) if parameter.name in SIZED_TYPES and name not in CONSTANT_TIME
-    ]
+    sized = [] if name in CONSTANT_TIME else [index for index, kind in enumerate(takes) if kind.name in SIZED_TYPES]
     FUNCTIONS.setdefault(name, []).append(Overload(tuple(takes), gives, member, body, tuple(sized)))
 
 
@@ -109,9 +107,7 @@ def declare_order(kind: Type, key: Callable[[Any], Any]) -> None:
 
 
 def _spend_for(values: list[Value]) -> None:
-    units = sum(
-        len(argument) if type(argument) is tuple else len(argument) // CHARACTERS_PER_UNIT for argument in values
-    )
+    units = sum(len(value) if type(value) is tuple else len(value) // CHARACTERS_PER_UNIT for value in values)
     if units:
         spend(units)
 
