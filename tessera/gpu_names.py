@@ -19,7 +19,6 @@ from tessera.gpu_reports import readable_reports
 NUMBER_IN_NAME = re.compile(r"gpu-(\d+)(?:-|$)")
 
 SUGGESTIONS = 3
-"""Names that an error suggests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,6 @@ UNSUPPORTED_ERRORS = (ValueError, ArithmeticError, RecursionError, MemoryError, 
 """Errors of Python for expressions that are too large for it. They come from users, so none may end the process."""
 
 MAX_COMPILED = 2048
-"""Compiled expressions that are remembered in one process."""
 
 MAX_REMEMBERED_VERDICTS = 10_000
 """Maximum verdicts that a program remembers; a selector on UUIDs has one for every device."""

@@ -89,7 +89,6 @@ MAX_CHARACTERS = 10 * 1024
 MAX_NESTING = 100
 """Maximum nesting of calls and operators. Kubernetes allows 250, which would exceed Python's stack."""
 MAX_PARENTHESES = 250
-"""Maximum nesting including parentheses."""
 
 RESERVED_WORDS = frozenset(
     {

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 Value = Any
-"""Any value of CEL."""
 
 INT_MIN, INT_MAX, UINT_MAX = -(2**63), 2**63 - 1, 2**64 - 1
 

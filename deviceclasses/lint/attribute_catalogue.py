@@ -23,7 +23,6 @@ from driver.slices.attributes import FACTS, NO_PROFILE, STANDARD
 EVERY_FACT = [fact for facts_of_kind in FACTS.values() for fact in facts_of_kind]
 ATTRIBUTES = frozenset(fact.name for fact in EVERY_FACT if "/" not in fact.name)
 IN_STANDARD = frozenset(fact.name.removeprefix(STANDARD) for fact in EVERY_FACT if fact.name.startswith(STANDARD))
-"""The attributes in Kubernetes' domain."""
 STANDARD_DOMAIN = STANDARD.removesuffix("/")
 CAPACITIES = frozenset({"memory", "multiprocessors"})
 TYPE_OF = {fact.name: fact.kind for fact in EVERY_FACT}
@@ -39,7 +38,6 @@ def names_of(kind: DeviceKind) -> frozenset[str]:
 COMPARABLE_LITERALS = {"string": {"string"}, "int": {"int", "uint", "double"}, "bool": {"bool"}, "version": set[str]()}
 """The types of literals that an attribute of each type can be compared with."""
 MAX_LISTED_VALUES = 10
-"""Maximum accepted values that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)

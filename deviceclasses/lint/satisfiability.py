@@ -28,7 +28,6 @@ from driver.slices.attributes import PARENT
 
 DEVICE_NAMES = {DeviceKind.FULL: "full GPUs", DeviceKind.PARTITION: "partitions", DeviceKind.SHARE: "shares"}
 MAX_LISTED_CLASSES = 3
-"""Maximum classes that a message lists."""
 
 
 def parameter_mismatches(

@@ -201,7 +201,7 @@ class KubeClient:
                 preload_content=False,
             )
         except CONNECTION_ERRORS as error:
-            raise ApiError(f"{method} {path}: no answer from {self._access.host}: {_cause(error)}") from error
+            raise ApiError(f"{method} {path}: no answer from {self._access.host}: {innermost_cause(error)}") from error
         except CredentialsError as error:
             raise ApiError(f"{method} {path}: {error}") from error
         except ValueError:
@@ -264,7 +264,7 @@ def _lines(path: str, response: Any) -> Iterator[bytes]:
         raise ApiError(f"watch of {path} was cut off: {error}") from error
 
 
-def _cause(error: BaseException) -> str:
+def innermost_cause(error: BaseException) -> str:
     """The message of the innermost error; the outer ones repeat the address."""
     while True:
         inner = getattr(error, "reason", None) or error.__cause__ or (error.args[-1] if error.args else None)

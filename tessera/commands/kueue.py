@@ -25,7 +25,6 @@ MAX_MAPPED_CLASSES = 8
 
 CHARGE_MEMORY, FULL_GPUS = "memory", "devices"
 QUOTA_NAMES = {CHARGE_MEMORY: "gpu-memory", FULL_GPUS: "gpus"}
-"""The name of the quota, by what is charged."""
 
 FLAVOR_NAME = QUEUE = "gpus"
 

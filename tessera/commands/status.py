@@ -73,7 +73,6 @@ CHECKS: Mapping[str, StatusCheck] = {
     "clocks": StatusCheck(installation.clocks, (), (Listing.LEASES, Listing.NODE_LEASES)),
     "neighbours": StatusCheck(nodes.other_drivers, (Listing.NODES, Listing.SLICES, Listing.PLANS, Listing.CLAIMS)),
 }
-"""Checks by the name that people see."""
 
 NOT_INSTALLED: Mapping[str, StatusCheck] = {
     "API server": StatusCheck(installation.api),

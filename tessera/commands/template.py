@@ -41,7 +41,6 @@ CAPACITY_PREFIX = "capacity.cluster-autoscaler.kubernetes.io/"
 """Prefix of the annotations that the provider clusterapi of cluster-autoscaler reads (clusterapi_utils.go)."""
 
 CAPACITY_NAMES = {"cpu": "cpu", "memory": "memory", "ephemeral-storage": "ephemeral-disk", "pods": "maxPods"}
-"""Their names, by resource."""
 
 DOCUMENTS = ("objects", "cluster-autoscaler", "karpenter")
 

@@ -33,7 +33,6 @@ PREPARATION_FAILED = {EventReason.PREPARE_FAILED.value, "FailedPrepareDynamicRes
 """Events of the node plugin and of the kubelet."""
 
 MAX_HOLDERS = 20
-"""Holders that are looked up and shown."""
 
 POD_DECODER, CLAIM_DECODER = msgspec.json.Decoder(Pod), msgspec.json.Decoder(Claim)
 

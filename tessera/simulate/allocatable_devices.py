@@ -28,10 +28,8 @@ Number = Fraction | int
 """The exact value of a quantity; whole numbers are int, with which Python computes faster."""
 
 Quantities = dict[str, Number]
-"""Amounts of capacity by name."""
 
 Counters = dict[tuple[str, str], Number]
-"""Amounts by counter set and counter."""
 
 
 def tainted(found: DetailedSlice, rules: Collection[DeviceTaintRule]) -> DetailedSlice:

@@ -29,7 +29,6 @@ SELF_CLEARING: Mapping[str, str] = {
 """Remedies of faults that the node plugin ends by itself; ``tessera uncordon`` has no effect on them."""
 
 KARPENTER = "karpenter.sh/nodepool"
-"""Label of the Nodes that Karpenter manages."""
 
 
 def slices(snapshot: StatusSnapshot) -> CheckOutput:

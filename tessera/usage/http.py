@@ -13,6 +13,7 @@ from urllib3.exceptions import HTTPError, LocationParseError
 from urllib3.util import Url, make_headers, parse_url
 
 from driver.errors import ApiError, UsageError
+from driver.kube.client import innermost_cause
 from tessera.tables_and_drawings import printable
 
 CONNECT_TIMEOUT_SECONDS, HTTP_TIMEOUT_SECONDS = 10.0, 150.0
@@ -64,7 +65,7 @@ class HttpReader:
             finally:
                 response.close()
         except (HTTPError, http.client.HTTPException, OSError) as error:
-            raise ApiError(f"no answer: {printable(_cause(error))}") from error
+            raise ApiError(f"no answer: {printable(innermost_cause(error)[:QUOTED_ERROR_LIMIT])}") from error
         kind = response.headers.get("Content-Type", "")
         if response.status != http.client.OK and not kind.startswith("application/json"):
             text = printable(" ".join(body.decode("utf-8", "replace").split()))[:QUOTED_ERROR_LIMIT]
@@ -91,10 +92,3 @@ def _token(file: Path) -> str:
     if not token or not token.isascii() or not token.isprintable():
         raise UsageError(f"--prometheus-token-file {file}: must have one line with a token")
     return token
-
-
-def _cause(error: BaseException) -> str:
-    """The message of the innermost error; the outer ones repeat the address, which may have a password."""
-    while isinstance(inner := getattr(error, "reason", None) or error.__cause__, BaseException):
-        error = inner
-    return str((error.strerror if isinstance(error, OSError) else None) or error)[:QUOTED_ERROR_LIMIT]

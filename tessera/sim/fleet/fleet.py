@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from driver.clock import micro_time, seconds_time
-from driver.errors import CONFLICT, ApiError, EnvironmentFault, UsageError
+from driver.errors import CONFLICT, ApiError, EnvironmentFault
 from driver.kube.client import KubeClient, Object
 from driver.kube.controller_heartbeat import HeartbeatWatch
 from driver.kube.lease import LeaseSpec, lease_object, leases
@@ -29,10 +29,9 @@ from driver.kube.work_loop import LoopPool
 from driver.model.gpu import Gpu
 from driver.model.plan import PATH, PlanMode
 from driver.slices.kept_fields import SLICES, KeptFields
-from kubelet_plugin.inventory.open_hardware import open_host
 from kubelet_plugin.plan.follower import MODE_CHECK_INTERVAL_SECONDS
 from kubelet_plugin.plan.instructions import NODES_PATH, without_status
-from kubelet_plugin.settings import node_settings
+from tessera.gpu_reports import hardware
 from tessera.sim.fleet.kubelets import Kubelets
 from tessera.sim.fleet.simulated_plugin import FleetInstructions, FleetNode, FleetSettings
 
@@ -51,7 +50,6 @@ FLEET_LABEL = "gpu.tessera.dev/simulated-fleet"
 SIMULATED_CAPACITY = {"cpu": "192", "memory": "2Ti", "ephemeral-storage": "1Ti", "pods": "500"}
 
 CONCURRENT_REQUESTS = 8
-"""Concurrent requests while objects are created or removed."""
 
 LEASE_RENEWAL_SECONDS = 20.0
 """Kubernetes marks a node not ready after 50 s without a renewal."""
@@ -60,13 +58,8 @@ LEASE_DURATION_SECONDS = 40
 
 
 def discover(gpus: str) -> tuple[Gpu, ...]:
-    """The GPUs of a simulated node of this name or file, as the node plugin discovers them. Raises UsageError."""
-    settings = node_settings(node_name="sim", gpus=f"sim:{gpus.removeprefix('sim:')}", sim_latency="zero")
-    with open_host(settings, lasting=False) as (host, _):
-        discovery = host.discover()
-    if discovery.faults:
-        raise UsageError(f"the GPUs of {gpus} can't be read: {discovery.faults[0]}")
-    return tuple(discovery.gpus)
+    """The GPUs of a simulated node of this name or file. Raises UsageError, HardwareError and EnvironmentFault."""
+    return tuple(report.gpu for report in hardware(gpus=f"sim:{gpus.removeprefix('sim:')}"))
 
 
 def gpus_of(node: str, template: Sequence[Gpu]) -> tuple[Gpu, ...]:
@@ -118,9 +111,8 @@ class SimulatedFleet:
 
     def _plans_changed(self, changes: Sequence[Change[GpuNodePlan]]) -> None:
         for change in changes:
-            node = self._nodes.get(change.key.name)
-            if node is not None:
-                node.plan_changed()
+            if change.key.name in self._nodes:
+                self._nodes[change.key.name].plan_changed()
 
     def _check_heartbeat(self, stop: threading.Event) -> None:
         """Let every node check the age of the heartbeat periodically."""
