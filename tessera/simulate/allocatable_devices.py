@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +19,6 @@ from driver.kube.slice_types import (
     DetailedDevice,
     DetailedSlice,
     DetailedSliceSpec,
-    DeviceCapacity,
     DeviceTaintRule,
     Quantity,
 )
@@ -53,30 +52,6 @@ class DeviceId(NamedTuple):
     device: str
 
 
-@dataclass(frozen=True)
-class CapacityRange:
-    """One capacity of a device in numbers. ``lowest``, ``highest`` and ``step`` are its range; None: not set."""
-
-    value: Number
-    has_policy: bool = False
-    default: Number | None = None
-    choices: tuple[Number, ...] = ()
-    lowest: Number | None = None
-    highest: Number | None = None
-    step: Number | None = None
-
-    @classmethod
-    def of(cls, written: DeviceCapacity) -> CapacityRange:
-        policy, value = written.request_policy, number(written.value)
-        if policy is None:
-            return cls(value)
-        choices, bounds = tuple(map(number, policy.valid_values)), policy.valid_range
-        if bounds is None:
-            return cls(value, True, _number(policy.default), choices)
-        limits = number(bounds.min), _number(bounds.max), _number(bounds.step)
-        return cls(value, True, _number(policy.default), choices, *limits)
-
-
 @dataclass(frozen=True, eq=False)
 class AllocatableDevice:
     """A device that may be allocated, with its slice. The same object for the whole search."""
@@ -97,10 +72,6 @@ class AllocatableDevice:
         return from_slice_device(self.id.driver, device)
 
     @cached_property
-    def capacity(self) -> dict[str, CapacityRange]:
-        return {name: CapacityRange.of(capacity) for name, capacity in self.entry.capacity.items()}
-
-    @cached_property
     def consumption(self) -> Counters:
         """What it takes of the counters of its pool."""
         return counters_of((consumed.counter_set, consumed.counters) for consumed in self.entry.consumes_counters)
@@ -118,6 +89,7 @@ def counters_of(sets: Iterable[tuple[str, Mapping[str, Counter]]]) -> Counters:
     return {(name, key): number(counter.value) for name, counters in sets for key, counter in counters.items()}
 
 
+@lru_cache(4096)
 def number(written: Quantity) -> Number:
     """The exact value of a quantity that the API server stores."""
     value = parse_quantity(str(written)).value
@@ -137,10 +109,6 @@ def _shortened(amount: int) -> str:
         if amount and amount % (1 << bits) == 0:
             return f"{amount >> bits}{suffix}"
     return str(amount)
-
-
-def _number(written: Quantity | None) -> Number | None:
-    return None if written is None else number(written)
 
 
 class FailureKind(StrEnum):

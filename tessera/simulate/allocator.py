@@ -221,7 +221,7 @@ class _AllocationSearch:
             found += [
                 device
                 for device in pool.candidates
-                if self._selects(part, device) and has_room(part.requested, device.capacity)
+                if self._selects(part, device) and has_room(part.requested, device.entry.capacity)
             ]
         return tuple(found)
 
@@ -291,7 +291,7 @@ class _AllocationSearch:
 
     def _has_room(self, part: RequestPart, device: AllocatableDevice) -> bool:
         used = self._held.capacity.get(device.id, {}), *self._shared.get(device.id, ())
-        return has_room(part.requested, device.capacity, *used)
+        return has_room(part.requested, device.entry.capacity, *used)
 
     def _take(self, part: RequestPart, device: AllocatableDevice) -> ExitStack | None:
         """Take ``device`` for a request that selects it; None if that is impossible, else what undoes it."""
@@ -338,7 +338,7 @@ class _AllocationSearch:
     def _record(self, part: RequestPart, device: AllocatableDevice, undo: ExitStack) -> None:
         result = Result(part.names[-1], *device.id, part.wanted.admin_access or None)
         if device.entry.allow_multiple_allocations:
-            taken = consumed(part.requested, device.capacity)
+            taken = consumed(part.requested, device.entry.capacity)
             self._shared[device.id].append(taken)
             undo.callback(self._shared[device.id].pop)
             amounts = {name: written(amount) for name, amount in taken.items()}

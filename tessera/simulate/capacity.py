@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
+from driver.kube.slice_types import AmountRange, DeviceCapacity, RequestPolicy
 from driver.kube.types import Result
 from tessera.simulate.allocatable_devices import (
     AllocationError,
-    CapacityRange,
     DeviceId,
     FailureKind,
     Number,
@@ -19,6 +19,7 @@ from tessera.simulate.allocatable_devices import (
 )
 
 INT64 = (1 << 63) - 1
+NO_POLICY = RequestPolicy()
 
 
 @dataclass
@@ -44,7 +45,7 @@ class HeldDevices:
             if result.consumed_capacity is not None:
                 total = held.capacity.setdefault(device, {})
                 for name, amount in result.consumed_capacity.items():
-                    total[name] = total.get(name, number(0)) + number(amount)
+                    total[name] = total.get(name, 0) + number(amount)
         return held
 
     def takes_counters(self, device: DeviceId) -> bool:
@@ -52,18 +53,17 @@ class HeldDevices:
         return device in self.devices or device in self.shared
 
 
-def consumed(requested: Quantities, capacities: Mapping[str, CapacityRange]) -> Quantities:
+def consumed(requested: Quantities, capacities: Mapping[str, DeviceCapacity]) -> Quantities:
     """What a request takes of each capacity of a device. Raises AllocationError."""
     amounts = {name: _consumed(requested.get(name), capacity) for name, capacity in capacities.items()}
     for name, amount in amounts.items():
         if amount < 0:
-            raise AllocationError(
-                FailureKind.CAPACITY, f"capacity {name} would be {written(amount)}, which is negative"
-            )
+            message = f"capacity {name} would be {written(amount)}, which is negative"
+            raise AllocationError(FailureKind.CAPACITY, message)
     return amounts
 
 
-def has_room(requested: Quantities, capacities: Mapping[str, CapacityRange], *used: Quantities) -> bool:
+def has_room(requested: Quantities, capacities: Mapping[str, DeviceCapacity], *used: Quantities) -> bool:
     """Whether a device with ``capacities``, of which ``used`` is taken, has room for a request and accepts its amounts.
 
     Raises AllocationError.
@@ -74,42 +74,42 @@ def has_room(requested: Quantities, capacities: Mapping[str, CapacityRange], *us
         return False
     taken = consumed(requested, capacities)
     return all(
-        _accepted(taken[name], capacity) and taken[name] + sum(part.get(name, 0) for part in used) <= capacity.value
+        _accepted(taken[name], capacity.request_policy)
+        and taken[name] + sum(part.get(name, 0) for part in used) <= number(capacity.value)
         for name, capacity in capacities.items()
     )
 
 
-def _consumed(requested: Number | None, capacity: CapacityRange) -> Number:
+def _consumed(requested: Number | None, capacity: DeviceCapacity) -> Number:
+    policy = capacity.request_policy or NO_POLICY
     if requested is None:
-        return capacity.default if capacity.default is not None else capacity.value
-    if capacity.lowest is not None:
-        return _rounded_up(requested, capacity, capacity.lowest)
-    return min((choice for choice in capacity.choices if choice >= requested), default=requested)
+        return number(capacity.value if policy.default is None else policy.default)
+    if policy.valid_range is not None:
+        return _rounded_up(requested, policy.valid_range)
+    return min((choice for choice in map(number, policy.valid_values) if choice >= requested), default=requested)
 
 
-def _rounded_up(requested: Number, capacity: CapacityRange, lowest: Number) -> Number:
+def _rounded_up(requested: Number, bounds: AmountRange) -> Number:
     """The amount rounded up to a step of the range. Kubernetes 1.37 computes with whole numbers, each rounded up."""
-    if requested < lowest:
-        return lowest
-    if capacity.step is None:
+    if requested < number(bounds.min):
+        return number(bounds.min)
+    if bounds.step is None:
         return requested
-    first, step = ceil(lowest), ceil(capacity.step)
+    first, step = ceil(number(bounds.min)), ceil(number(bounds.step))
     rounded = first + step * -(-(ceil(requested) - first) // step)
     if requested > INT64 or rounded > INT64:
-        raise AllocationError(
-            FailureKind.CAPACITY, f"the request for {written(requested)} is too large to be rounded up"
-        )
+        message = f"the request for {written(requested)} is too large to be rounded up"
+        raise AllocationError(FailureKind.CAPACITY, message)
     return rounded
 
 
-def _accepted(amount: Number, capacity: CapacityRange) -> bool:
+def _accepted(amount: Number, policy: RequestPolicy | None) -> bool:
     """Whether the policy of a capacity allows that a claim takes ``amount``."""
-    if not capacity.has_policy or amount == capacity.default:
+    if policy is None or (policy.default is not None and amount == number(policy.default)):
         return True
-    if capacity.lowest is None:
-        return not capacity.choices or amount in capacity.choices
-    if capacity.highest is not None and amount > capacity.highest:
+    bounds = policy.valid_range
+    if bounds is None:
+        return not policy.valid_values or amount in map(number, policy.valid_values)
+    if bounds.max is not None and amount > number(bounds.max):
         return False
-    if capacity.step is None:
-        return True
-    return (ceil(amount) - ceil(capacity.lowest)) % ceil(capacity.step) == 0
+    return bounds.step is None or (ceil(amount) - ceil(number(bounds.min))) % ceil(number(bounds.step)) == 0
