@@ -11,7 +11,7 @@ from deviceclasses.cel.library.lists_and_optionals import member, optional_membe
 from deviceclasses.cel.nodes import Expr, children
 from deviceclasses.cel.types import BYTES, SEMVER
 from deviceclasses.cel.values import (
-    ABSENT,
+    NO_CONTENT,
     EvaluationError,
     Map,
     Optional,
@@ -130,7 +130,7 @@ def optional_map(slot: int, target: Evaluate, body: Evaluate, *, flat: bool) -> 
     def mapped(frame: Frame) -> Value:
         operand = _as_optional(target(frame), "hasValue")
         if not operand.present:
-            return ABSENT
+            return NO_CONTENT
         frame[slot] = operand.content
         result = body(frame)
         return result if flat else Optional(result)

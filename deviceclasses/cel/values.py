@@ -91,7 +91,7 @@ class Optional:
     present: bool = True
 
 
-ABSENT = Optional(present=False)
+NO_CONTENT = Optional(present=False)
 
 
 @dataclass(frozen=True)

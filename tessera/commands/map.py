@@ -79,8 +79,7 @@ def map(  # noqa: A001 - the name of the command
             encoded = msgspec.json.encode(summarize(nodes) if summary else nodes)
             return (encoded if watch else msgspec.json.format(encoded, indent=2)).decode()
         if not summary and (len(nodes) <= MOST_NODES or draw_all or chosen):
-            width = shutil.get_terminal_size((LINE_WIDTH, 24)).columns
-            return f"{draw_map(nodes, width)}\n\n{draw_summary(nodes)}"
+            return f"{draw_map(nodes, shutil.get_terminal_size((LINE_WIDTH, 24)).columns)}\n\n{draw_summary(nodes)}"
         hint = "\n\n--all draws all GPUs; --unhealthy, --free and --node some of them."
         return draw_summary(nodes) + (hint if len(nodes) > MOST_NODES else "")
 

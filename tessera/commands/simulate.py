@@ -15,6 +15,7 @@ from controller.report.cluster_view import read_cluster
 from deviceclasses.chart_classes import chart_classes
 from deviceclasses.lint.documents import Document, read_documents
 from driver.errors import UsageError
+from driver.kube.client import KubeClient
 from driver.kube.types import ClassSpec, DeviceClass, Metadata
 from driver.model.gpu_settings import GpuSelection
 from tessera.cluster_options import ListOnceClient, access_of, with_driver_name, with_kubeconfig
@@ -71,13 +72,8 @@ def simulate(
     """
     _check(paths, nodes, fill, cluster=cluster, gone=gone)
     client = ListOnceClient(access_of(kubeconfig), "tessera-simulate") if cluster else None
-    if client is not None:
-        view = read_cluster(client, driver_name)
-        content, waiting = of_cluster(client, view, driver_name), Workloads(view.queue.pods)
-    else:
-        content, waiting = _empty(driver_name), Workloads()
-    if nodes is not None:
-        content = joined(content, simulated(nodes, shares, _selection(mig_gpus)))
+    content, waiting = _cluster(client, driver_name) if client is not None else (_empty(driver_name), Workloads())
+    content = content if nodes is None else joined(content, simulated(nodes, shares, _selection(mig_gpus)))
     for claim in gone:
         content = without(content, claim, driver_name)
     for target in uncordon:
@@ -113,6 +109,12 @@ def _selection(text: str | None) -> GpuSelection:
         return GpuSelection.parse(text or "")
     except ValueError as error:
         raise UsageError(f"--mig-gpus: {error}") from error
+
+
+def _cluster(client: KubeClient, driver: str) -> tuple[ClusterContent, Workloads]:
+    """The cluster as it is, and its pending pods."""
+    view = read_cluster(client, driver)
+    return of_cluster(client, view, driver), Workloads(view.queue.pods)
 
 
 def _empty(driver: str) -> ClusterContent:

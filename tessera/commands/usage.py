@@ -38,6 +38,7 @@ KEYS: Mapping[str, tuple[tuple[str, ...], KeyOf]] = {
 """Labels of the metrics that make up a key, and the key of a device."""
 
 LABEL_PREFIX = "label="
+USAGE_FORMATS = {"table": as_table, "json": as_json, "csv": as_csv}
 
 DURATION = re.compile(r"([1-9][0-9]{0,6})([smhdw])")
 DAY = 86400
@@ -105,7 +106,7 @@ def duration(_: click.Context, option: click.Parameter, value: str | None) -> Du
 @click.option("--namespace", default=NAMESPACE, show_default=True, help="Namespace of the release.")
 @with_kubeconfig
 @with_driver_name
-@click.option("-o", "--output", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True,
+@click.option("-o", "--output", type=click.Choice(list(USAGE_FORMATS)), default="table", show_default=True,
               help="Format.")  # fmt: skip
 def usage(
     *,
@@ -136,12 +137,11 @@ def usage(
       tessera usage --prometheus http://127.0.0.1:9090 --since 30d --by namespace -o csv > usage.csv
     """
     key, label = _key(by)
-    if prometheus is None and (since is not None or prometheus_token_file is not None):
+    if prometheus is None and (since or prometheus_token_file):
         raise UsageError("--since and --prometheus-token-file need --prometheus, such as http://127.0.0.1:9090")
     if prometheus is not None and node_metrics:
         raise UsageError("--prometheus and --node-metrics are two sources: give one of them")
-    price_list = None if prices is None else read_prices(prices)
-    period = since or Duration(DAY, "24 h")
+    price_list, period = None if prices is None else read_prices(prices), since or Duration(DAY, "24 h")
     if prometheus is not None:
         reading = read_period(Prometheus(prometheus, prometheus_token_file), period.seconds, key)
     elif node_metrics:
@@ -156,8 +156,7 @@ def usage(
         idle_after=idle.text,
         period=None if prometheus is None else period.text,
     )
-    text = {"table": as_table, "json": as_json, "csv": as_csv}[output](report, style)
-    click.echo(text, nl=output != "csv")
+    click.echo(USAGE_FORMATS[output](report, style), nl=output != "csv")
     _exit_with(reading.warnings)
 
 

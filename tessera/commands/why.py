@@ -34,7 +34,7 @@ PREPARATION_FAILED = {EventReason.PREPARE_FAILED.value, "FailedPrepareDynamicRes
 
 MAX_HOLDERS = 20
 
-POD_DECODER, CLAIM_DECODER = msgspec.json.Decoder(Pod), msgspec.json.Decoder(Claim)
+POD_READER, CLAIM_READER = msgspec.json.Decoder(Pod), msgspec.json.Decoder(Claim)
 
 T = TypeVar("T")
 
@@ -232,11 +232,11 @@ def _without_claims(pod: Pod) -> Explanation:
 
 
 def _find_pod(client: KubeClient, key: Key) -> Pod | None:
-    return _find(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD_DECODER)
+    return _find(client, f"/api/v1/namespaces/{key.namespace}/pods/{key.name}", POD_READER)
 
 
 def _find_claim(client: KubeClient, key: Key) -> Claim | None:
-    return _find(client, f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}", CLAIM_DECODER)
+    return _find(client, f"{RESOURCE_GROUP}/namespaces/{key.namespace}/resourceclaims/{key.name}", CLAIM_READER)
 
 
 def _find(client: KubeClient, path: str, decoder: msgspec.json.Decoder[T]) -> T | None:

@@ -91,8 +91,8 @@ class Scheduler:
             if allocated is not None:
                 fitting[node] = allocated
         if not fitting:
-            found = f"none of {len(nodes)} nodes has devices that fit" if nodes else "no node is possible for the pod"
-            return PodPlacement.refused(pod, found)
+            none = f"none of {len(nodes)} nodes has devices that fit" if nodes else "no node is possible for the pod"
+            return PodPlacement.refused(pod, none)
         best = min(fitting, key=lambda node: (_second_choices(unallocated, fitting[node]), self._pods_on[node], node))
         given = tuple(zip(unallocated, fitting[best], strict=True))
         return PodPlacement(pod, best, given, tuple(node for node in fitting if node != best))

@@ -21,8 +21,8 @@ from deviceclasses.cel.types import (
     param,
 )
 from deviceclasses.cel.values import (
-    ABSENT,
     MAX_SHOWN,
+    NO_CONTENT,
     NUMERIC,
     EvaluationError,
     Map,
@@ -183,8 +183,8 @@ def _unwrap(members: tuple[Value, ...]) -> tuple[Value, ...]:
 
 
 function("optional.of", [V], OPTIONAL, Optional)
-function("optional.ofNonZeroValue", [V], OPTIONAL, lambda value: ABSENT if _is_zero(value) else Optional(value))
-function("optional.none", [], OPTIONAL, lambda: ABSENT)
+function("optional.ofNonZeroValue", [V], OPTIONAL, lambda value: NO_CONTENT if _is_zero(value) else Optional(value))
+function("optional.none", [], OPTIONAL, lambda: NO_CONTENT)
 function("optional.unwrap", [list_of(OPTIONAL)], list_of(V), _unwrap)
 method("unwrapOpt", [list_of(OPTIONAL)], list_of(V), _unwrap)
 method("value", [OPTIONAL], V, _value)
@@ -210,10 +210,10 @@ def member(value: Value, key: Value) -> Value:
 def optional_member(value: Value, key: Value) -> Optional:
     if type(value) is Optional:
         if not value.present:
-            return ABSENT
+            return NO_CONTENT
         value = value.content
     optional = _found(value, key)
-    return ABSENT if optional is None else Optional(*optional)
+    return NO_CONTENT if optional is None else Optional(*optional)
 
 
 def _found(value: Value, key: Value) -> tuple[Value] | None:
