@@ -82,7 +82,7 @@ class Slice(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Published:
-    """A device in the slices; ``memory`` are the counters that it takes, ``open``: new claims may get it."""
+    """A device in the slices; ``memory`` are the memory slices that it takes, ``open``: new claims may get it."""
 
     profile: str
     memory: frozenset[tuple[str, str, str]]
@@ -160,7 +160,12 @@ def devices(found: Slice) -> dict[DeviceId, Published]:
     return {
         (pool, device.name): Published(
             device.attributes.get("profile", Text()).string,
-            frozenset((pool, each.counter_set, name) for each in device.consumes_counters for name in each.counters),
+            frozenset(
+                (pool, consumed.counter_set, counter)
+                for consumed in device.consumes_counters
+                for counter in consumed.counters
+                if counter.startswith("memory-slice-")
+            ),
             CLOSED["key"] not in {taint.key for taint in device.taints},
         )
         for device in found.spec.devices
