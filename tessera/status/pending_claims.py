@@ -35,7 +35,7 @@ ADVICE: Mapping[str, str] = {
     ReasonCode.CLOSED: "admit pods to the node again: kubectl uncordon; or annotate its plan as no longer paused",
     ReasonCode.CONSTRAINT: "change its constraints, or ask for less",
     ReasonCode.NOT_TOGETHER: "ask for less on one node",
-    ReasonCode.DEDICATED: "change the label of a node or a GPU (docs/controller.md), end the other driver of the node, or change the claim",
+    ReasonCode.DEDICATED: "change a label, end the node's other driver (docs/troubleshooting.md), or change the claim",
     ReasonCode.CORDONED: "uncordon the GPU: tessera uncordon",
     ReasonCode.FAULT: "repair the GPU or uncordon it (docs/health.md), or change the claim",
     ReasonCode.RESET: "reset one of them when it is idle (docs/health.md), or change the claim",
