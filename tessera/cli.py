@@ -20,23 +20,15 @@ from driver.logs import with_logs
 
 log = logging.getLogger(__name__)
 
+OF_THEIR_OWN_MODULE = (
+    "cordon", "kueue", "lint", "map", "simulate", "status", "template", "topology", "uninstall", "usage", "web", "why",
+)  # fmt: skip
 COMMAND_MODULES = {
+    **{name: f"tessera.commands.{name}" for name in OF_THEIR_OWN_MODULE},
     "advise": "tessera.commands.usage",
     "controller": "controller.app",
-    "cordon": "tessera.commands.cordon",
-    "kueue": "tessera.commands.kueue",
-    "lint": "tessera.commands.lint",
-    "map": "tessera.commands.map",
     "sim": "tessera.sim.commands",
-    "simulate": "tessera.commands.simulate",
-    "status": "tessera.commands.status",
-    "template": "tessera.commands.template",
-    "topology": "tessera.commands.topology",
-    "uninstall": "tessera.commands.uninstall",
     "uncordon": "tessera.commands.cordon",
-    "usage": "tessera.commands.usage",
-    "web": "tessera.commands.web",
-    "why": "tessera.commands.why",
 }
 """Modules of the commands by name, each loaded only when its command runs: the node plugin must not load them all."""
 

@@ -102,11 +102,8 @@ def _attribute(entry: Mapping[str, Any]) -> Value:
 def _by_domain(driver: str, entries: Mapping[str, Any], value: Callable[[Any], Value]) -> Domains:
     domains: dict[str, dict[str, Value]] = {}
     for qualified, entry in entries.items():
-        domain, slash, name = qualified.partition("/")
-        if slash:
-            domains.setdefault(domain, {})[name] = value(entry)
-        else:
-            domains.setdefault(driver, {})[qualified] = value(entry)
+        domain, name = qualified.split("/", 1) if "/" in qualified else (driver, qualified)
+        domains.setdefault(domain, {})[name] = value(entry)
     return domains
 
 

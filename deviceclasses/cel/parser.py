@@ -243,7 +243,10 @@ def _position(tree: Any) -> int:
 
 @dataclass
 class _Builder:
-    """Builds the node of each grammar rule by the method of that name, from the tree and what its children gave."""
+    """Builds the node of each grammar rule by the method of that name, from the tree and what its children gave.
+
+    A rule ``optional_X`` has the method of ``X``.
+    """
 
     expression: str
     depth: int = 0
@@ -260,7 +263,7 @@ class _Builder:
                 _position(tree), f"nested deeper than {MAX_NESTING} levels, which Tessera does not evaluate"
             )
         parts = (self.build(child) if isinstance(child, Tree) else child for child in tree.children)
-        built = self._negative_number(tree) or getattr(self, tree.data)(tree, *parts)
+        built = self._negative_number(tree) or getattr(self, tree.data.removeprefix("optional_"))(tree, *parts)
         self.depth, self.parentheses = outside
         return built
 
@@ -307,17 +310,17 @@ class _Builder:
     def select(self, tree: Tree[Token], operand: Expr, name: Token) -> Expr:
         return Select(_position(name), operand, name.strip("`"), optional=tree.data == "optional_select")
 
-    optional_select = select
-
     def index(self, tree: Tree[Token], operand: Expr, key: Expr) -> Expr:
         return Call(key.position, "_[_]" if tree.data == "index" else "_[?_]", None, (operand, key))
 
-    optional_index = index
-
     def call(self, tree: Tree[Token], function: str, *arguments: Expr) -> Expr:
-        if function == "has" and len(arguments) == 1:
-            return self._has(tree, arguments[0])
-        return Call(_position(tree), function, None, arguments)
+        if function != "has" or len(arguments) != 1:
+            return Call(_position(tree), function, None, arguments)
+        [tested] = arguments
+        if not isinstance(tested, Select) or tested.optional or tested.test:
+            message = 'has() takes a field after a dot, such as device.attributes["domain"].name'
+            raise self.error(tested.position, message)
+        return Select(_position(tree), tested.operand, tested.field, test=True)
 
     def member_call(self, tree: Tree[Token], target: Expr, function: Token, *arguments: Expr) -> Expr:
         macro = self._macro(_position(tree), target, str(function), arguments)
@@ -326,24 +329,14 @@ class _Builder:
     def item(self, tree: Tree[Token], value: Expr) -> Entry:
         return Entry(value.position, None, value, tree.data == "optional_item")
 
-    optional_item = item
-
     def list(self, tree: Tree[Token], *items: Entry) -> Expr:
         return ListLiteral(_position(tree), items)
 
     def entry(self, tree: Tree[Token], key: Expr, value: Expr) -> Entry:
         return Entry(key.position, key, value, tree.data == "optional_entry")
 
-    optional_entry = entry
-
     def map(self, tree: Tree[Token], *entries: Entry) -> Expr:
         return MapLiteral(_position(tree), entries)
-
-    def _has(self, tree: Tree[Token], tested: Expr) -> Expr:
-        if not isinstance(tested, Select) or tested.optional or tested.test:
-            message = 'has() takes a field after a dot, such as device.attributes["domain"].name'
-            raise self.error(tested.position, message)
-        return Select(_position(tree), tested.operand, tested.field, test=True)
 
     def _macro(self, position: int, target: Expr, function: str, arguments: Sequence[Expr]) -> Expr | None:
         """The node of a macro, or None for an ordinary call."""
@@ -361,9 +354,7 @@ class _Builder:
 
     def _variable(self, macro: str, node: Expr) -> str:
         if not isinstance(node, Name):
-            message = f"the variable of {macro} must be a simple name"
-        elif node.name == "__result__":
-            message = "__result__ can't be a variable"
-        else:
-            return node.name
-        raise self.error(node.position, message)
+            raise self.error(node.position, f"the variable of {macro} must be a simple name")
+        if node.name == "__result__":
+            raise self.error(node.position, "__result__ can't be a variable")
+        return node.name

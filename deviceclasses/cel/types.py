@@ -71,16 +71,13 @@ def param(name: str) -> Type:
     return Type("var", (), name)
 
 
-ATTRIBUTES_TYPE = map_of(STRING, map_of(STRING, ANY_TYPE))
-"""``any``: the type of an attribute's value is known only during evaluation."""
-CAPACITIES_TYPE = map_of(STRING, map_of(STRING, QUANTITY))
 DEVICE_FIELDS = {
     "driver": STRING,
-    "attributes": ATTRIBUTES_TYPE,
-    "capacity": CAPACITIES_TYPE,
+    "attributes": map_of(STRING, map_of(STRING, ANY_TYPE)),
+    "capacity": map_of(STRING, map_of(STRING, QUANTITY)),
     "allowMultipleAllocations": BOOL,
 }
-"""The fields of ``device`` in Kubernetes 1.34 and newer."""
+"""The fields of ``device`` in Kubernetes 1.34 and newer. The type of an attribute is known only during evaluation."""
 TYPES_BY_NAME = {
     kind.name: kind for kind in (*BASIC, list_of(DYN), map_of(DYN, DYN), optional_of(DYN), type_of_type(DYN))
 }

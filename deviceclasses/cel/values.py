@@ -261,11 +261,8 @@ def _equal_maps(one: Map, other: Map) -> bool:
     if len(one) != len(other):
         return False
     spend(len(one))
-    for key, value in one.items():
-        partner = other.find(key)
-        if partner is None or not not_different(value, partner[0]):
-            return False
-    return True
+    partners = ((value, other.find(key)) for key, value in one.items())
+    return all(partner is not None and not_different(value, *partner) for value, partner in partners)
 
 
 def compare_numbers(one: Value, other: Value) -> int | None:

@@ -71,9 +71,8 @@ def _common_scale(one: Quantity, other: Quantity, total: Fraction) -> int | None
     if one.value == 0:
         return other.scale
     scale = min(one.scale, other.scale)
-    return (
-        scale if all(INT_MIN <= amount / _ten(scale) <= INT_MAX for amount in (one.value, other.value, total)) else None
-    )
+    amounts = (amount / _ten(scale) for amount in (one.value, other.value, total))
+    return scale if all(INT_MIN <= amount <= INT_MAX for amount in amounts) else None
 
 
 def _ten(exponent: int) -> Fraction:

@@ -36,9 +36,8 @@ def parse_semver(text: str) -> Semver:
         )
     words = tuple(match[4].split(".")) if match[4] else ()
     numbers = (whole_number(match[1]), whole_number(match[2]), whole_number(match[3]))
-    if any(map(LEADING_ZERO.fullmatch, words)) or any(
-        part > UINT_MAX for part in (*numbers, *map(whole_number, filter(str.isdigit, words)))
-    ):
+    largest = max(*numbers, *map(whole_number, filter(str.isdigit, words)))
+    if any(map(LEADING_ZERO.fullmatch, words)) or largest > UINT_MAX:
         raise EvaluationError(f"{text!r} is not a semantic version: leading zeros, or a number beyond 64 bits")
     return Semver(numbers, words)
 
