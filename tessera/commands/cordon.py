@@ -106,9 +106,8 @@ class PlanEditor:
         except msgspec.MsgspecError as error:
             raise StateError(f"a ResourceSlice or {KIND} can't be read: {error}") from error
         if plans is None:
-            raise EnvironmentFault(
-                f"{KIND}, which stores cordons, is not installed: install the chart's CRD (docs/install.md)"
-            )
+            remedy = "install the chart's CRD (docs/install.md)"
+            raise EnvironmentFault(f"{KIND}, which stores cordons, is not installed: {remedy}")
         self.plans = {plan.metadata.name: plan for plan in plans}
 
     def names(self) -> list[GpuName]:

@@ -173,9 +173,8 @@ def _key(by: str) -> tuple[tuple[str, ...], str | None]:
     if by in KEYS:
         return KEYS[by][0], None
     if label == by or not LABEL_KEY.fullmatch(label):
-        raise UsageError(
-            f"--by {by}: must be {', '.join(KEYS)} or label=KEY with the key of a label, such as label=team"
-        )
+        accepted = f"{', '.join(KEYS)} or label=KEY with the key of a label, such as label=team"
+        raise UsageError(f"--by {by}: must be {accepted}")
     return KEYS["namespace"][0], label
 
 

@@ -91,9 +91,8 @@ def _find(client: KubeClient, namespace: str) -> Target:
             arguments = (argument for container in pod.spec.containers for argument in container.args)
             is_secure = any(argument.startswith("--web-tls-cert") for argument in arguments)
             return Target(pod.metadata.name, port, "https" if is_secure else "http")
-    raise FatalError(
-        f"the web page is off: the chart's value controller.webAddress is empty; {REMEDY.format(namespace)}"
-    )
+    remedy = REMEDY.format(namespace)
+    raise FatalError(f"the web page is off: the chart's value controller.webAddress is empty; {remedy}")
 
 
 def _leader_first(client: KubeClient, namespace: str, pods: Sequence[PodDetails]) -> list[PodDetails]:
@@ -114,9 +113,8 @@ def _forwarding(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str],
         line = process.stdout.readline() if process.stdout is not None else ""
         forwarding = FORWARDING.match(line)
         if forwarding is None:
-            raise FatalError(
-                f"kubectl port-forward failed with exit code {process.wait(STOP_SECONDS)}; its error is above"
-            )
+            code = process.wait(STOP_SECONDS)
+            raise FatalError(f"kubectl port-forward failed with exit code {code}; its error is above")
         yield process, int(forwarding[1])
     finally:
         process.terminate()

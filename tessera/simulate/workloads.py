@@ -111,9 +111,8 @@ class Reader:
         key = Key(metadata.namespace, wanted.resource_claim_template_name or "")
         spec = self._templates.get(key) or self._find_template(key)
         if spec is None:
-            raise UsageError(
-                f"{_place(document)}: pod {metadata.key} needs ResourceClaimTemplate {key}, which is missing"
-            )
+            missing = f"pod {metadata.key} needs ResourceClaimTemplate {key}, which is missing"
+            raise UsageError(f"{_place(document)}: {missing}")
         name = f"{metadata.name}-{wanted.name}"
         claim = Claim(Metadata(name, namespace=metadata.namespace), spec)
         self._found.claims[claim.metadata.key] = claim

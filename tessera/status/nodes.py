@@ -101,7 +101,8 @@ def mode(snapshot: StatusSnapshot) -> CheckOutput:
 def _autoscaled(snapshot: StatusSnapshot, serving: set[str], complete: set[str]) -> CheckOutput:
     """Nodes that an autoscaler manages and that publish only some of their devices, and labels without effect."""
     labels = {str(node["metadata"]["name"]): node["metadata"].get("labels") or {} for node in snapshot.nodes}
-    remedy = f"kubectl label node NODE {PUBLISH}={COMPLETE}, or set it for the node pool; see docs/autoscaling.md"
+    label = f"{PUBLISH}={COMPLETE}"
+    remedy = f"kubectl label node NODE {label}, or set it for the node pool; see docs/autoscaling.md"
     if snapshot.autoscaler is not None and serving and not complete:
         message = "takes the devices that a node publishes for all that it has, but no node publishes every device"
         yield Problem("cluster-autoscaler", message, remedy)
@@ -109,9 +110,7 @@ def _autoscaled(snapshot: StatusSnapshot, serving: set[str], complete: set[str])
         requested = labels.get(name, {}).get(PUBLISH)
         plan = (snapshot.plans or {}).get(name)
         if requested == COMPLETE and plan is not None and COUNTERS_FIELD in plan.status.dropped:
-            message = (
-                f"has the label {PUBLISH}={COMPLETE} without effect: the API server does not keep {COUNTERS_FIELD}"
-            )
+            message = f"has the label {label} without effect: the API server does not keep {COUNTERS_FIELD}"
             yield Problem(name, message, "remove the label, or upgrade to Kubernetes 1.36 or newer")
         elif requested != COMPLETE and KARPENTER in labels.get(name, {}):
             yield Problem(name, "is managed by Karpenter and does not publish every device", remedy)
@@ -121,18 +120,14 @@ def offers(snapshot: StatusSnapshot) -> CheckOutput:
     """What keeps the offers of one GPU apart and why, and which fields of devices the API server does not keep."""
     plans = _served(snapshot)
     dropped = sorted({name for plan in plans for name in plan.status.dropped})
-    decided = Counter(
-        plan.spec.offer_mode if plan.status.mode is PlanMode.PLANNED else plan.status.offer_mode for plan in plans
-    )
+    modes = [(plan.status.mode is PlanMode.PLANNED, plan.spec.offer_mode, plan.status.offer_mode) for plan in plans]
+    decided = Counter(requested if is_planned else current for is_planned, requested, current in modes)
     if not decided:
         yield "no plan"
     for offer_mode, count in decided.most_common():
         where = f" on {counted(count, 'node')}" if len(decided) > 1 else ""
         yield f"mode {offer_mode}{where} ({_reason(offer_mode, dropped, snapshot)})"
-    changing = sum(
-        plan.status.mode is PlanMode.PLANNED and plan.spec.offer_mode is not plan.status.offer_mode for plan in plans
-    )
-    if changing:
+    if changing := sum(is_planned and requested is not current for is_planned, requested, current in modes):
         yield f"{counted(changing, 'node')} not yet in the mode of the plan"
     if dropped:
         yield f"dropped device fields: {', '.join(dropped)}"

@@ -58,14 +58,12 @@ def _leader(snapshot: StatusSnapshot) -> CheckOutput:
         return
     yield f"leader {holder}" if holder else "no leader"
     if not holder:
-        yield Problem(
-            "controller", f"no replica is the leader; {standalone} {SINCE_SILENCE}", f"start it, or read its log: {log}"
-        )
+        message = f"no replica is the leader; {standalone} {SINCE_SILENCE}"
+        yield Problem("controller", message, f"start it, or read its log: {log}")
     elif is_silent(age):
         since = "has not sent a heartbeat yet" if age is None else f"sent its last heartbeat {age:.0f} s ago"
-        yield Problem(
-            "controller", f"{holder} {since}; {standalone} {SINCE_SILENCE}", f"it is blocked or gone; its log: {log}"
-        )
+        message = f"{holder} {since}; {standalone} {SINCE_SILENCE}"
+        yield Problem("controller", message, f"it is blocked or gone; its log: {log}")
     else:
         yield f"heartbeat {age:.0f} s ago"
 
@@ -216,8 +214,8 @@ def directories(snapshot: StatusSnapshot) -> CheckOutput:
         if reason in UNWRITABLE
         and _timestamp(latest.get((node, UNWRITABLE[reason]), {})) < _timestamp(latest[node, reason])
     ]
-    directories_text = counted(len(unwritable), "directory", "directories")
-    yield f"{directories_text} not writable" if unwritable else "all writable"
+    many = counted(len(unwritable), "directory", "directories")
+    yield f"{many} not writable" if unwritable else "all writable"
     for key in unwritable:
         remedy = "free space on that file system, or mount it read-write; no pod with a claim starts there until then"
         yield Problem(key[0], str(latest[key].get("message")), remedy)

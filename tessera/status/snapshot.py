@@ -229,14 +229,13 @@ class SnapshotReader:
         """Refuse a namespace without Tessera if another one has it, or if the namespace doesn't exist."""
         if not snapshot.has_read(Listing.LEASES, Listing.PODS) or snapshot.is_in_namespace:
             return
+        given = f"--namespace {self._namespace}"
         if others := self._other_namespaces():
             where = " and ".join(f"--namespace {name}" for name in others)
-            raise UsageError(f"--namespace {self._namespace}: Tessera is not installed there; it is in {where}")
+            raise UsageError(f"{given}: Tessera is not installed there; it is in {where}")
         with suppress(ApiError):
             if self._namespace != NAMESPACE and self._client.find(f"/api/v1/namespaces/{self._namespace}") is None:
-                raise UsageError(
-                    f"--namespace {self._namespace}: the namespace does not exist, and no other one has Tessera"
-                )
+                raise UsageError(f"{given}: the namespace does not exist, and no other one has Tessera")
 
     def _other_namespaces(self) -> list[str]:
         """Namespaces in which an object of Tessera can be read."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import fsum
 from typing import NamedTuple
 
@@ -93,8 +93,8 @@ class Row:
     memory: tuple[float, float] | None
     claims: int
     idle: Idle
-    cost: Amounts | None = None
-    unpriced: float = 0.0
+    cost: Amounts | None
+    unpriced: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +159,13 @@ def _row(
     claims: dict[tuple[str, str], list[float | None]] = defaultdict(list)
     for device in devices:
         claims[device.namespace, device.claim].append(device.idle_seconds)
-    row = Row(key, _amounts((device, 1.0) for device in devices), memory, len(claims), _idle(claims, idle_seconds))
-    if prices is None:
-        return row
-    rates = [(device, _price_of(device, gpus, prices)) for device in devices]
-    priced = [(device, rate) for device, rate in rates if rate is not None]
-    cost = _amounts(priced) if priced else None
-    unpriced = fsum(device.allocated for device, rate in rates if rate is None)
-    return replace(row, cost=cost, unpriced=unpriced)
+    amounts, cost, unpriced = _amounts((device, 1.0) for device in devices), None, 0.0
+    if prices is not None:
+        rates = [(device, _price_of(device, gpus, prices)) for device in devices]
+        priced = [(device, rate) for device, rate in rates if rate is not None]
+        cost = _amounts(priced) if priced else None
+        unpriced = fsum(device.allocated for device, rate in rates if rate is None)
+    return Row(key, amounts, memory, len(claims), _idle(claims, idle_seconds), cost, unpriced)
 
 
 def _amounts(devices: Iterable[tuple[UsageRecord, float]]) -> Amounts:

@@ -154,16 +154,14 @@ TRUE_TEXT = re.compile("1|t|T|true|TRUE|True")
 BOOL_TEXT = re.compile(f"{TRUE_TEXT.pattern}|0|f|F|false|FALSE|False")
 
 
-def _declare_from_text(
-    kind: Type, syntax: re.Pattern[str], accepted: str, convert: Callable[[str], Value | None]
-) -> None:
+def _declare_from_text(kind: Type, syntax: re.Pattern[str], hint: str, convert: Callable[[str], Value | None]) -> None:
     """Declare the conversion from strings; ``convert`` returns None for a text that it does not accept."""
 
     def converted(text: str) -> Value:
         value = convert(text) if syntax.fullmatch(text) else None
         if value is None:
             conversion = f"type conversion error from 'string' to '{kind.name}'"
-            raise EvaluationError(f"{conversion}: {text!r}; accepted: {accepted}")
+            raise EvaluationError(f"{conversion}: {text!r}; accepted: {hint}")
         return value
 
     function(kind.name, [STRING], kind, converted)

@@ -71,9 +71,8 @@ class Kubelets:
         self._prepared: dict[Key, ClaimDevices] = {}
         self._users: dict[Key, dict[str, Key]] = defaultdict(dict)
         """Pods that use a claim and are not being deleted, by uid."""
-        self._claims = WatchCache(
-            client, f"{RESOURCE_GROUP}/resourceclaims", Claim, partial(allocated, driver=driver), self._claims_changed
-        )
+        claims, keep = f"{RESOURCE_GROUP}/resourceclaims", partial(allocated, driver=driver)
+        self._claims = WatchCache(client, claims, Claim, keep, self._claims_changed)
         self._pods = WatchCache(
             client, "/api/v1/pods", Pod, lambda pod: pod if pod.spec.node_name in names else None, self._pods_changed
         )
