@@ -59,7 +59,9 @@ def lint(documents: Sequence[Document], installed: Iterable[Mapping[str, Any]], 
 def _issues(content: Mapping[str, Any], context: LintContext) -> Iterator[Issue]:
     kind = kind_of(content)
     if kind is None:
-        yield from wrong_kind(content)
+        written, existing = text(content, "kind"), (*SPEC, *OTHER_KINDS)
+        if text(content, "apiVersion").startswith(f"{DRA_GROUP}/") and written.removesuffix("List") not in existing:
+            yield Issue("kind", shown(written), f"no such kind in {DRA_GROUP}{meant(written, existing)}")
         return
     yield from refused(content, kind)
     rules = _class if kind == "DeviceClass" else _claim
@@ -181,14 +183,6 @@ def _constraint_attribute(constraint: ConstraintFields, context: LintContext) ->
         yield Issue(constraint.path, shown(constraint.attribute), message, Severity.WARNING)
     elif domain == context.driver and name not in ATTRIBUTES:
         yield Issue(constraint.path, shown(constraint.attribute), no_attribute(name, domain))
-
-
-def wrong_kind(content: Mapping[str, Any]) -> Iterator[Issue]:
-    """An issue for a kind that does not exist in resource.k8s.io."""
-    kind = text(content, "kind")
-    existing = (*SPEC, *OTHER_KINDS)
-    if text(content, "apiVersion").startswith(f"{DRA_GROUP}/") and kind.removesuffix("List") not in existing:
-        yield Issue("kind", shown(kind), f"no such kind in {DRA_GROUP}{meant(kind, existing)}")
 
 
 Fields = Mapping[str, Any]
