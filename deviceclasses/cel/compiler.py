@@ -79,19 +79,15 @@ class _Compiler:
         if result_type not in (BOOL, ANY_TYPE):
             raise self._error(root, f"the expression gives {result_type}; a selector has to give bool")
         for collection in self._collections:
-            self._check_equal_types(collection)
+            first: Type | None = None
+            for node, found, optional in collection:
+                resolved = self._bindings.resolve(found, final=True)
+                resolved = unwrapped(resolved) if optional else resolved
+                first = first or resolved
+                if resolved != first:  # known and dynamic types are different
+                    raise self._different(node, resolved, first)
         for error in self._wrong_constants:
             raise error
-
-    def _check_equal_types(self, collection: Sequence[tuple[Expr, Type, bool]]) -> None:
-        """Refuse members of different types; known and dynamic types are different."""
-        first: Type | None = None
-        for node, found, optional in collection:
-            resolved = self._bindings.resolve(found, final=True)
-            resolved = unwrapped(resolved) if optional else resolved
-            first = first or resolved
-            if resolved != first:
-                raise self._different(node, resolved, first)
 
     def _error(self, node: Expr, message: str) -> CelError:
         return CelError(message, self._expression, node.position)

@@ -64,12 +64,9 @@ UNSUPPORTED_FUNCTIONS = {
     "google": "types of google.protobuf are not evaluated by Tessera; no attribute of a device has one",
     "net": "types of net are not evaluated by Tessera; no attribute of a device has one",
     **{
-        name: f"{name}() is not evaluated by Tessera; no attribute of a device is a time or a duration"
-        for name in TIME_FUNCTIONS
-    },
-    **{
-        name: f"{name}() is not evaluated by Tessera; no attribute of a device is an address or a network"
-        for name in NETWORK_FUNCTIONS
+        name: f"{name}() is not evaluated by Tessera; no attribute of a device is {what}"
+        for names, what in ((TIME_FUNCTIONS, "a time or a duration"), (NETWORK_FUNCTIONS, "an address or a network"))
+        for name in names
     },
 }
 """The reasons why Tessera refuses names that Kubernetes accepts; "format.named" is for all names after "format."."""
