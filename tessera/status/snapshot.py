@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -167,7 +168,7 @@ class StatusSnapshot:
     def slices_of(self, node: str) -> list[ResourceSlice]:
         return [item for item in self.slices if item.spec.node_name == node]
 
-    @property
+    @cached_property
     def gpu_nodes(self) -> list[str]:
         """Nodes on which a plugin runs or has run: by slices, plans and pods."""
         nodes = {item.spec.node_name for item in self.slices} | set(self.plans or ())
