@@ -28,7 +28,6 @@ from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.files import probe
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
-from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners
 from kubelet_plugin.claims.held_claims import HeldClaims
 from kubelet_plugin.claims.killable_steps import NodeStep, Observer, StepRunner
 from kubelet_plugin.claims.partitions import Partitions
@@ -115,7 +114,7 @@ class NodePlugin:
         self._usage = self._usage_sampler()
         self._check_readiness()
         self._subscribe()
-        recover(self._held, self._cleanup, self._step)
+        recover(self._held, self._preparer.cleanup, self._step)
         inventory = self._held.inventory
         self._scanner.scan_partitions(inventory, inventory.gpus)
         self._health.handle_scan(inventory.gpus)
@@ -153,26 +152,22 @@ class NodePlugin:
     def _prepare_claims(self) -> None:
         """Build what prepares and unprepares claims, and what cleans up and repairs them."""
         held, host, step = self._held, self._host, self._step
-        events, measurements, report = self._events, self._background.measurements, self._changes.report
-        listeners = ClaimListeners(
-            partial(report, NodeChange.PREPARED),
-            partial(report, NodeChange.RELEASED),
-            lambda record, made: events.claim(record.reference, EventReason.REPAIRED, "; ".join(made)),
-            partial(report, NodeChange.RELEASE_FAILED),
-        )
+        events, measurements = self._events, self._background.measurements
 
         def claim_read(claim: Claim) -> None:
             events.remember_pods(claim)
             measurements.claim_read(claim)
 
+        def repaired(record: ClaimRecord, made: str) -> None:
+            events.claim(record.reference, EventReason.REPAIRED, made)
+
         self._reader = ClaimReader(self._api.client, claim_read)
         partitions = Partitions(host, held.inventory, step, publishes_existing=self._settings.publish_existing)
         time_slices = TimeSlices(host, held.checkpoint, step)
-        self._cleanup = ClaimCleanup(held, partitions, time_slices, listeners, step)
-        self._preparer = Preparer(self._reader, held, partitions, time_slices, self._cleanup, listeners, step)
-        orphans = Orphans(held, self._preparer, self._cleanup, self._reader, events, measurements.count_orphan)
+        self._preparer = Preparer(self._reader, held, partitions, time_slices, self._changes, repaired, step)
+        orphans = Orphans(held, self._preparer, self._reader, events, measurements.count_orphan)
         self._reconciler = ClaimReconciler(
-            held, self._preparer, self._cleanup, events, self._health.set_condition, orphans.search_if_due
+            held, self._preparer, events, self._health.set_condition, orphans.search_if_due
         )
         self._health_service = HealthService(held.pool.name, self._publishing.devices, self._health.unhealthy_reason)
 

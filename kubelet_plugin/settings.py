@@ -18,7 +18,17 @@ from driver.config.shared_flags import (
     parse_listen_address,
 )
 from driver.errors import UsageError
-from driver.model.gpu_settings import EVERY_GPU, NO_GPU, NO_LAYOUTS, NO_SHARES, GpuSelection, Layouts, ShareCounts
+from driver.model.gpu_settings import (
+    EVERY_GPU,
+    NO_GPU,
+    NO_LAYOUTS,
+    NO_SHARES,
+    GpuSelection,
+    Layouts,
+    ShareCounts,
+    parse_layouts,
+    parse_share_counts,
+)
 from driver.model.plan import CURATED, PUBLISH_VALUES
 
 NODE_NAME_LIMIT = 253
@@ -96,10 +106,10 @@ class NodeSettings:
     include_gpus: Annotated[GpuSelection, GpuSelection.parse] = EVERY_GPU
     exclude_gpus: Annotated[GpuSelection, GpuSelection.parse] = NO_GPU
     mig_gpus: Annotated[GpuSelection, GpuSelection.parse] = NO_GPU
-    shares: Annotated[ShareCounts, ShareCounts.parse] = NO_SHARES
+    shares: Annotated[ShareCounts, parse_share_counts] = NO_SHARES
     shares_only: Annotated[GpuSelection, GpuSelection.parse] = NO_GPU
     publish: Annotated[str, _one_of(*PUBLISH_VALUES)] = CURATED
-    layout: Annotated[Layouts, Layouts.parse] = NO_LAYOUTS
+    layout: Annotated[Layouts, parse_layouts] = NO_LAYOUTS
     existing_partitions: Annotated[str, _one_of("ignore", "publish")] = "ignore"
     neighbours: Annotated[str, _one_of("refuse", "exclude")] = "refuse"
     sim_latency: Annotated[str, str] = "default"

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from typing import Generic, TypeVar
 
 from driver.model.device import MOST_SHARES
 from driver.model.gpu import Gpu
 
+T = TypeVar("T")
+
 ALL = "all"
-ENTRY = re.compile(r"all|\d+|GPU-[0-9a-f-]+|[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+NAME = re.compile(r"all|\d+|GPU-[0-9a-f-]+|[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+PRODUCT = re.compile(r"(?!GPU-)[A-Za-z][\w .()/+-]*")
+PROFILE = re.compile(r"\d+g\.\d+gb[a-z.+-]*")
+FEWEST_SHARES = 2
+ACCEPTED = f"0 (none) or {FEWEST_SHARES} to {MOST_SHARES}"
+
+
+def _names(gpu: Gpu) -> tuple[str, ...]:
+    """Names of ``gpu`` in settings, the most specific first."""
+    return gpu.uuid, gpu.pci_bus_id, str(gpu.index), gpu.product_name, ALL
+
+
+def _unmatched(names: Iterable[str], gpus: Sequence[Gpu]) -> list[str]:
+    """Names of none of ``gpus``: a typing error, or a missing GPU."""
+    return sorted(set(names) - {ALL, *(name for gpu in gpus for name in _names(gpu))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,107 +42,74 @@ class GpuSelection:
         """``0,GPU-...,0000:1b:00.0`` or ``all``. Raises ValueError naming the entry that is none of these."""
         entries = [entry.strip() for entry in text.split(",") if entry.strip()]
         for entry in entries:
-            if not ENTRY.fullmatch(entry):
+            if not NAME.fullmatch(entry):
                 raise ValueError(f"{entry!r} is no index (0), UUID (GPU-...) or PCI address (0000:1b:00.0), nor `all`")
         return cls(frozenset(entries))
 
     def __contains__(self, gpu: Gpu) -> bool:
-        return bool(self.entries & {ALL, str(gpu.index), gpu.uuid, gpu.pci_bus_id})
+        return not self.entries.isdisjoint(_names(gpu))
 
     def unmatched(self, gpus: Sequence[Gpu]) -> list[str]:
-        """Entries that match none of ``gpus``: a typing error, or a missing GPU."""
-        matching = {ALL, *(name for gpu in gpus for name in (str(gpu.index), gpu.uuid, gpu.pci_bus_id))}
-        return sorted(self.entries - matching)
+        return _unmatched(self.entries, gpus)
 
 
 EVERY_GPU = GpuSelection(frozenset({ALL}))
 NO_GPU = GpuSelection()
 
 
-PRODUCT = re.compile(r"(?!GPU-)[A-Za-z][\w .()/+-]*")
-FEWEST_SHARES = 2
-ACCEPTED = f"0 (none) or {FEWEST_SHARES} to {MOST_SHARES}"
-
-
 @dataclass(frozen=True, slots=True)
-class ShareCounts:
-    """Number of shares by name of a GPU. The most specific name wins: UUID, PCI address, index, product, ``all``."""
+class ByGpu(Generic[T]):
+    """Values by name of a GPU. The most specific name wins: UUID, PCI address, index, product, ``all``."""
 
-    entries: tuple[tuple[str, int], ...] = ()
+    entries: tuple[tuple[str, T], ...]
+    otherwise: T
 
-    @classmethod
-    def parse(cls, text: str) -> ShareCounts:
-        """``all=10,0=4,NVIDIA H100 80GB HBM3=8``. Raises ValueError naming the entry that is wrong."""
-        entries = [_entry(part.strip()) for part in text.split(",") if part.strip()]
-        names = [name for name, _ in entries]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"{name} has several numbers of shares; give it one")
-        return cls(tuple(entries))
-
-    def of(self, gpu: Gpu) -> int:
-        """The number of shares of ``gpu``; 0 if no entry matches."""
-        counts = dict(self.entries)
-        return next((counts[name] for name in _names(gpu) if name in counts), 0)
+    def of(self, gpu: Gpu) -> T:
+        """The value of ``gpu``; ``otherwise`` if no entry matches."""
+        values = dict(self.entries)
+        return next((values[name] for name in _names(gpu) if name in values), self.otherwise)
 
     def unmatched(self, gpus: Sequence[Gpu]) -> list[str]:
-        """Entries that match none of ``gpus``: a typing error, or a missing GPU."""
         return _unmatched(dict(self.entries), gpus)
 
 
-NO_SHARES = ShareCounts()
+ShareCounts = ByGpu[int]
+"""Number of shares of each GPU."""
+
+Layouts = ByGpu[tuple[str, ...]]
+"""Profiles of the partitions of each GPU."""
+
+NO_SHARES: ShareCounts = ByGpu((), 0)
+NO_LAYOUTS: Layouts = ByGpu((), ())
 
 
-PROFILE = re.compile(r"\d+g\.\d+gb[a-z.+-]*")
+def parse_share_counts(text: str) -> ShareCounts:
+    """``all=10,0=4,NVIDIA H100 80GB HBM3=8``. Raises ValueError naming the entry that is wrong."""
+    return ByGpu(_entries(text.split(","), _share_count, "numbers of shares"), 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Layouts:
-    """Profiles of the partitions of a GPU by name of a GPU, as in ShareCounts."""
-
-    entries: tuple[tuple[str, tuple[str, ...]], ...] = ()
-
-    @classmethod
-    def parse(cls, text: str) -> Layouts:
-        """``NVIDIA H100 80GB HBM3=3g.40gb,2g.20gb;0=7g.80gb``. Raises ValueError naming the entry that is wrong."""
-        entries = [_layout(part.strip()) for part in text.split(";") if part.strip()]
-        names = [name for name, _ in entries]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"{name} has several layouts; give it one")
-        return cls(tuple(entries))
-
-    def __str__(self) -> str:
-        return ";".join(f"{name}={','.join(profiles)}" for name, profiles in self.entries)
-
-    def of(self, gpu: Gpu) -> tuple[str, ...]:
-        """The profiles of the partitions of ``gpu``; none if no entry matches."""
-        profiles = dict(self.entries)
-        return next((profiles[name] for name in _names(gpu) if name in profiles), ())
-
-    def unmatched(self, gpus: Sequence[Gpu]) -> list[str]:
-        """Entries that match none of ``gpus``: a typing error, or a missing GPU."""
-        return _unmatched(dict(self.entries), gpus)
+def parse_layouts(text: str) -> Layouts:
+    """``NVIDIA H100 80GB HBM3=3g.40gb,2g.20gb;0=7g.80gb``. Raises ValueError naming the entry that is wrong."""
+    return ByGpu(_entries(text.split(";"), _layout, "layouts"), ())
 
 
-NO_LAYOUTS = Layouts()
+def written_layouts(layouts: Layouts) -> str:
+    """The inverse of ``parse_layouts``."""
+    return ";".join(f"{name}={','.join(profiles)}" for name, profiles in layouts.entries)
 
 
-def _names(gpu: Gpu) -> Iterator[str]:
-    """Names of ``gpu`` in an entry, the most specific first."""
-    yield from (gpu.uuid, gpu.pci_bus_id, str(gpu.index), gpu.product_name, ALL)
-
-
-def _unmatched(names: Iterable[str], gpus: Sequence[Gpu]) -> list[str]:
-    matching = {ALL, *(name for gpu in gpus for name in _names(gpu))}
-    return sorted(name for name in names if name not in matching)
-
-
-def _check_name(name: str) -> None:
-    if not ENTRY.fullmatch(name) and not PRODUCT.fullmatch(name):
-        raise ValueError(
-            f"{name!r} is no index (0), UUID (GPU-...), PCI address (0000:1b:00.0) or product (NVIDIA L4), nor `all`"
-        )
+def _entries(parts: Iterable[str], parse: Callable[[str], tuple[str, T]], values: str) -> tuple[tuple[str, T], ...]:
+    entries = [parse(part.strip()) for part in parts if part.strip()]
+    names = [name for name, _ in entries]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} has several {values}; give it one")
+        if not NAME.fullmatch(name) and not PRODUCT.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is no index (0), UUID (GPU-...), PCI address (0000:1b:00.0) or product (NVIDIA L4), "
+                "nor `all`"
+            )
+    return tuple(entries)
 
 
 def _layout(part: str) -> tuple[str, tuple[str, ...]]:
@@ -133,18 +117,16 @@ def _layout(part: str) -> tuple[str, tuple[str, ...]]:
     profiles = tuple(profile.strip() for profile in listed.split(",") if profile.strip())
     if not equals or not profiles:
         raise ValueError(f"{part!r} has no profiles: write WHICH=PROFILE,..., such as all=3g.40gb,3g.40gb")
-    _check_name(name)
     for profile in profiles:
         if not PROFILE.fullmatch(profile):
             raise ValueError(f"{part!r}: {profile!r} is no MIG profile, such as 3g.40gb; layouts are separated by ;")
     return name, profiles
 
 
-def _entry(part: str) -> tuple[str, int]:
+def _share_count(part: str) -> tuple[str, int]:
     name, equals, number = (piece.strip() for piece in part.rpartition("="))
     if not equals:
         raise ValueError(f"{part!r} has no number of shares: write WHICH=R, such as all=10")
-    _check_name(name)
     if not number.isascii() or not number.isdigit():
         raise ValueError(f"{part!r}: {number!r} is no number of shares: {ACCEPTED}")
     shares = int(number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +11,7 @@ import msgspec
 from driver.errors import ClaimError, RecoverableError, StateError
 from driver.model.device import Device
 from driver.model.offer import DeviceKind
+from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
 from kubelet_plugin.claims.held_claims import HeldClaims
@@ -25,40 +25,15 @@ log = logging.getLogger(__name__)
 PARTITION_UUID_PREFIX = "MIG-"
 
 
-def ignore(*_: object) -> None:
-    """Do nothing: the default of optional callbacks."""
-
-
-@dataclass(frozen=True)
-class ClaimListeners:
-    """Callbacks after a claim has changed; each must return quickly.
-
-    ``prepared``: a claim has new devices. ``released``: a claim has no devices any more. ``repaired``: a prepared claim
-    got back what it had lost; the second argument describes what. ``release_failed``: a release has to be retried.
-    """
-
-    prepared: Callable[[], None]
-    released: Callable[[], None]
-    repaired: Callable[[ClaimRecord, Sequence[str]], None] = ignore
-    release_failed: Callable[[], None] = ignore
-
-
+@dataclass(frozen=True, slots=True)
 class ClaimCleanup:
     """Thread-safe. Every method can be repeated after a kill at any instruction; all raise RecoverableError."""
 
-    def __init__(
-        self,
-        held: HeldClaims,
-        partitions: Partitions,
-        time_slices: TimeSlices,
-        listeners: ClaimListeners,
-        steps: StepRunner,
-    ) -> None:
-        self._held = held
-        self._partitions = partitions
-        self._time_slices = time_slices
-        self._listeners = listeners
-        self._step = steps
+    _held: HeldClaims
+    _partitions: Partitions
+    _time_slices: TimeSlices
+    _changes: ChangeNotifier
+    _step: StepRunner
 
     # The caller holds the locks of the claim and of its GPUs
 
@@ -79,9 +54,9 @@ class ClaimCleanup:
         try:
             self._undo(record)
         except RecoverableError:
-            self._listeners.release_failed()
+            self._changes.report(NodeChange.RELEASE_FAILED)
             raise
-        self._listeners.released()
+        self._changes.report(NodeChange.RELEASED)
 
     # The caller holds no lock
 
@@ -194,11 +169,15 @@ class ClaimCleanup:
             log.warning("can't mark a claim as being released", extra={"claim": str(record), "error": str(error)})
 
     def _undo(self, record: ClaimRecord) -> None:
-        failures = [*_attempt(partial(self._remove_spec, record))]
-        for uuid in sorted(record.gpu_uuids):
-            failures += _attempt(partial(self._restore_time_slice, record, uuid))
-        for device in record.devices:
-            failures += _attempt(partial(self._remove_partition, record, device))
+        work = [partial(self._remove_spec, record)]
+        work += [partial(self._restore_time_slice, record, uuid) for uuid in sorted(record.gpu_uuids)]
+        work += [partial(self._remove_partition, record, device) for device in record.devices]
+        failures: list[RecoverableError] = []
+        for undo in work:
+            try:
+                undo()
+            except RecoverableError as error:
+                failures.append(error)
         for failure in failures[1:]:
             log.error("could not undo", extra={"claim": str(record), "error": str(failure)})
         if failures:
@@ -228,11 +207,3 @@ class ClaimCleanup:
                 f"{self._held.checkpoint.path(record.uid)} and restart the plugin"
             )
         self._partitions.remove(gpu, device)
-
-
-def _attempt(work: Callable[[], None]) -> Iterable[RecoverableError]:
-    try:
-        work()
-    except RecoverableError as error:
-        return [error]
-    return []

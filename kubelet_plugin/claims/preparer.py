@@ -21,10 +21,11 @@ from driver.model.device import Device
 from driver.model.gpu import Partition
 from driver.model.offer import DeviceKind
 from kubelet_plugin.cdi.spec import CdiDevice
+from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import claim_key
 from kubelet_plugin.checkpoint.records import VERSION, ClaimRecord, DeviceRecord, device_record
 from kubelet_plugin.claims.allocation import AllocatedDevice, refuse_overlap, resolve
-from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners
+from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.held_claims import HeldClaims
 from kubelet_plugin.claims.killable_steps import NodeStep, StepRunner
 from kubelet_plugin.claims.partitions import Partitions
@@ -65,7 +66,10 @@ class ClaimReader:
 
 
 class Preparer:
-    """Thread-safe: claims that share no GPU never wait for each other. All methods raise RecoverableError."""
+    """Thread-safe: claims that share no GPU never wait for each other. All methods raise RecoverableError.
+
+    ``repaired`` receives the record of a prepared claim that got back what it had lost, and a description of that.
+    """
 
     def __init__(
         self,
@@ -73,17 +77,13 @@ class Preparer:
         held: HeldClaims,
         partitions: Partitions,
         time_slices: TimeSlices,
-        cleanup: ClaimCleanup,
-        listeners: ClaimListeners,
+        changes: ChangeNotifier,
+        repaired: Callable[[ClaimRecord, str], None],
         steps: StepRunner,
     ) -> None:
-        self._claims = claims
-        self._held = held
-        self._partitions = partitions
-        self._time_slices = time_slices
-        self._cleanup = cleanup
-        self._listeners = listeners
-        self._step = steps
+        self.cleanup = ClaimCleanup(held, partitions, time_slices, changes, steps)
+        self._claims, self._held, self._partitions, self._time_slices = claims, held, partitions, time_slices
+        self._changes, self._repaired, self._step = changes, repaired, steps
 
     def prepare(self, reference: ClaimReference) -> Sequence[PreparedDevice]:
         """Make the claim's devices usable. Idempotent: a repeat verifies and repairs.
@@ -131,13 +131,13 @@ class Preparer:
                     "released once the record was rebuilt from the claim, or the API server has said that it is gone; "
                     "if its GPU is gone for good, force-delete the pod"
                 )
-            self._cleanup.begin_release(reference)
+            self.cleanup.begin_release(reference)
         with held.locks.hold([claim_key(reference.uid)], f"unpreparing claim {reference}"):
             record = held.checkpoint.get(reference.uid)
             if record is None:
                 return
             with held.locks.hold(record.gpu_uuids, f"claim {reference}"):
-                self._cleanup.release(record)
+                self.cleanup.release(record)
         log.info("unprepared claim", extra={"claim": str(reference)})
 
     def losses(self) -> Iterator[tuple[ClaimRecord, Sequence[str]]]:
@@ -181,7 +181,7 @@ class Preparer:
             with held.locks.hold(record.gpu_uuids, f"repairing claim {record}"):
                 devices = [self._as_recorded(record, entry) for entry in record.devices]
                 self._finish(str(record), record, devices)
-        self._listeners.prepared()
+        self._changes.report(NodeChange.PREPARED)
         return True
 
     def _as_recorded(self, record: ClaimRecord, entry: DeviceRecord) -> AllocatedDevice:
@@ -205,7 +205,11 @@ class Preparer:
         if record is not None and {entry.device for entry in record.devices} != {
             item.device.name for item in allocated
         }:
-            self._release_earlier_allocation(record)
+            log.warning(
+                "claim was allocated anew while it was prepared: releasing the earlier devices",
+                extra={"claim": name, "devices": ",".join(entry.device for entry in record.devices)},
+            )
+            self.cleanup.release(record)
             record = None
         refuse_overlap(reference, allocated, held.inventory)
         # Held before the intent is on disk: concurrent work must find the devices taken.
@@ -218,15 +222,8 @@ class Preparer:
         else:
             finished = self._make(reference, name, record, allocated)
         if finished is not record:
-            self._listeners.prepared()
+            self._changes.report(NodeChange.PREPARED)
         return finished
-
-    def _release_earlier_allocation(self, record: ClaimRecord) -> None:
-        log.warning(
-            "claim was allocated anew while it was prepared: releasing the earlier devices",
-            extra={"claim": str(record), "devices": ",".join(entry.device for entry in record.devices)},
-        )
-        self._cleanup.release(record)
 
     def _make(
         self,
@@ -364,13 +361,13 @@ class Preparer:
             made = ["its CDI spec was written again"]
         if made:
             log.warning("repaired a prepared claim", extra={"claim": str(now), "made": "; ".join(made)})
-            self._listeners.repaired(now, made)
+            self._repaired(now, "; ".join(made))
 
     def _undo_quietly(self, reference: ClaimReference) -> None:
         record = self._held.checkpoint.get(reference.uid)
         try:
             if record is not None:
-                self._cleanup.undo(record)
+                self.cleanup.undo(record)
                 return
             self._held.inventory.release(reference.uid)
             self._held.cdi.unreserve(reference.uid)

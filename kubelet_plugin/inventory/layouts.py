@@ -12,13 +12,13 @@ from driver.config.suggestions import meant
 from driver.errors import UsageError
 from driver.model.device import MOST_SHARES, Device
 from driver.model.gpu import Gpu
-from driver.model.gpu_settings import FEWEST_SHARES, NO_LAYOUTS, Layouts, ShareCounts
+from driver.model.gpu_settings import FEWEST_SHARES, Layouts, ShareCounts, written_layouts
 from driver.model.offer import DeviceKind, OfferKind, Spot
 from driver.placement.occupancy import GpuState
 from kubelet_plugin.settings import NodeSettings
 
 
-def standalone_offers(gpu: Gpu, devices: Sequence[Device], layouts: Layouts = NO_LAYOUTS) -> Iterable[Device]:
+def standalone_offers(gpu: Gpu, devices: Sequence[Device], layouts: Layouts) -> Iterable[Device]:
     """The offers among ``devices``, which are all of ``gpu``.
 
     The partitions of its layout; or its shares; or the full GPU, if it isn't in MIG mode until the next reset; or its
@@ -62,7 +62,9 @@ def check_layouts(layouts: Layouts, shares: ShareCounts, gpus: Iterable[Gpu]) ->
         profiles = layouts.of(gpu)
         reason = _impossible(gpu, profiles, shares) if profiles else None
         if reason:
-            raise UsageError(f"--layout {layouts}: GPU {gpu.index} ({gpu.product_name}, {gpu.uuid}): {reason}")
+            raise UsageError(
+                f"--layout {written_layouts(layouts)}: GPU {gpu.index} ({gpu.product_name}, {gpu.uuid}): {reason}"
+            )
 
 
 def _impossible(gpu: Gpu, profiles: Sequence[str], shares: ShareCounts) -> str | None:

@@ -45,9 +45,6 @@ SEARCH_INTERVAL_SECONDS = 300.0
 GRACE_PERIOD_SECONDS = 60.0
 """How long a claim must have been deleted. A working kubelet unprepares it meanwhile."""
 
-Count = Callable[[str], None]
-"""Receives the kind of each orphan that was dealt with: ``claim``, ``cdi-spec`` or ``record``."""
-
 
 def recover(held: HeldClaims, cleanup: ClaimCleanup, steps: StepRunner) -> None:
     """Hold the devices of all records and undo unfinished claims. Call it once, before the first prepare.
@@ -99,19 +96,14 @@ class Orphans:
         self,
         held: HeldClaims,
         preparer: Preparer,
-        cleanup: ClaimCleanup,
         claims: ClaimReader,
         events: PluginEvents,
-        count: Count = lambda _: None,
+        count: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._held = held
-        self._preparer = preparer
-        self._cleanup = cleanup
-        self._claims = claims
-        self._events = events
-        self._count = count
-        self._clock = clock
+        """``count`` receives the kind of each orphan that was dealt with: ``claim``, ``cdi-spec`` or ``record``."""
+        self._held, self._preparer, self._cleanup, self._claims = held, preparer, preparer.cleanup, claims
+        self._events, self._count, self._clock = events, count, clock
         self._gone_since: dict[str, float] = {}
         self._reported: set[str] = set()
         self._searched = False

@@ -19,7 +19,6 @@ from driver.kube.work_loop import Loop
 from driver.model.gpu import Gpu
 from driver.model.gpu_health import ConditionType
 from kubelet_plugin.checkpoint.records import ClaimRecord
-from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.held_claims import HeldClaims
 from kubelet_plugin.claims.preparer import Preparer
 from kubelet_plugin.status.events import EventReason, PluginEvents
@@ -51,19 +50,13 @@ class ClaimReconciler:
         self,
         held: HeldClaims,
         preparer: Preparer,
-        cleanup: ClaimCleanup,
         events: PluginEvents,
         report_condition: ReportCondition,
-        find_orphans: Callable[[], float] = lambda: RETRY_INTERVAL_SECONDS,
+        find_orphans: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._held = held
-        self._preparer = preparer
-        self._cleanup = cleanup
-        self._events = events
-        self._report_condition = report_condition
-        self._find_orphans = find_orphans
-        self._clock = clock
+        self._held, self._preparer, self._events = held, preparer, events
+        self._report_condition, self._find_orphans, self._clock = report_condition, find_orphans, clock
         self._unreleased_since: dict[str, float] = {}
         self._tried_at: dict[str, float] = {}
         self._reported: dict[tuple[str, ConditionType], tuple[str, ...]] = {}
@@ -127,7 +120,7 @@ class ClaimReconciler:
 
     def _release(self, record: ClaimRecord) -> None:
         try:
-            released = self._cleanup.finish_release(record.uid)
+            released = self._preparer.cleanup.finish_release(record.uid)
         except RecoverableError as error:
             log.warning("can't release a claim yet", extra={"claim": str(record), "error": str(error)})
             if self._clock() >= self._unreleased_since.get(record.uid, self._clock()) + STUCK_AFTER_SECONDS:

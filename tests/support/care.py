@@ -28,10 +28,10 @@ class Care:
 
     def __post_init__(self) -> None:
         self.teller = PluginEvents(self._record, NODE)
-        node, preparer, cleanup, api = self.under.node, self.under.preparer, self.under.cleanup, self.under.api
-        self.orphans = Orphans(node, preparer, cleanup, api, self.teller, self.orphans_of.append, lambda: self.now)
+        node, preparer, api = self.under.node, self.under.preparer, self.under.api
+        self.orphans = Orphans(node, preparer, api, self.teller, self.orphans_of.append, lambda: self.now)
         search = self.orphans.search_if_due
-        self.reconciler = ClaimReconciler(node, preparer, cleanup, self.teller, self.note, search, lambda: self.now)
+        self.reconciler = ClaimReconciler(node, preparer, self.teller, self.note, search, lambda: self.now)
 
     def look(self, after_s: float = 0.0) -> None:
         """One round, so much later."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from driver.steps import unobserved
 from kubelet_plugin.cdi.directory import CdiDirectory
 from kubelet_plugin.cdi.driver_files import find_driver_files
 from kubelet_plugin.cdi.spec import SpecFormat
+from kubelet_plugin.changes import ChangeNotifier, NodeChange
 from kubelet_plugin.checkpoint.gpu_and_claim_locks import KeyedLocks
 from kubelet_plugin.checkpoint.records import Checkpoint, ClaimRecord, held_shares
-from kubelet_plugin.claims.cleanup import ClaimCleanup, ClaimListeners
+from kubelet_plugin.claims.cleanup import ClaimCleanup
 from kubelet_plugin.claims.held_claims import HeldClaims
 from kubelet_plugin.claims.killable_steps import Observer, StepRunner, Took
 from kubelet_plugin.claims.partitions import Partitions
@@ -61,6 +62,18 @@ class KeptNodeEvents:
         self.told.append((reason, message))
 
 
+class KeptChanges(ChangeNotifier):
+    """Adds "held" or "let go" to ``kept`` instead of telling subscribers."""
+
+    def __init__(self, kept: list[str]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def report(self, change: NodeChange) -> None:
+        told = {NodeChange.PREPARED: ["held"], NodeChange.RELEASED: ["let go"]}
+        self._kept += told.get(change, [])
+
+
 def usual_host(simulated: SimulatedNode) -> Host:
     return Host(simulated.nvml, paths_of(simulated), simulated=True)
 
@@ -84,7 +97,7 @@ class NodeUnderTest:
     api: ClaimApi
     changes: list[str]
     locks: KeyedLocks
-    repaired: list[Callable[[ClaimRecord, Sequence[str]], None]]
+    repaired: list[Callable[[ClaimRecord, str], None]]
     open_host: Callable[[SimulatedNode], Host] = usual_host
 
     def partitions(self, gpu: int = 0) -> list[Partition]:
@@ -139,22 +152,20 @@ def start_node(
     cdi = CdiDirectory(root / "cdi", SpecFormat(DRIVER, find_driver_files(paths, Path("/"))))
     pool = Pool(NODE, DRIVER)
     changes: list[str] = []
-    repaired: list[Callable[[ClaimRecord, Sequence[str]], None]] = []
+    repaired: list[Callable[[ClaimRecord, str], None]] = []
     locks = KeyedLocks(timeout_seconds=5)
 
-    def tell(record: ClaimRecord, made: Sequence[str]) -> None:
+    def tell(record: ClaimRecord, made: str) -> None:
         for each in repaired:
             each(record, made)
 
-    listeners = ClaimListeners(lambda: changes.append("held"), lambda: changes.append("let go"), tell)
     steps = StepRunner(observer, took)
     held = HeldClaims(pool=pool, inventory=inventory, checkpoint=checkpoint, cdi=cdi, locks=locks, boot=boot_id(paths))
     partitions = Partitions(host, inventory, steps, publishes_existing=choice.publish_existing)
     time_slices = TimeSlices(host, checkpoint, steps)
-    cleanup = ClaimCleanup(held, partitions, time_slices, listeners, steps)
-    preparer = Preparer(api, held, partitions, time_slices, cleanup, listeners, steps)
-    recover(held, cleanup, steps)
+    preparer = Preparer(api, held, partitions, time_slices, KeptChanges(changes), tell, steps)
+    recover(held, preparer.cleanup, steps)
     scanner.scan_partitions(inventory, inventory.gpus)
     return NodeUnderTest(
-        root, simulated, host, held, preparer, cleanup, scanner, api, changes, locks, repaired, open_host
+        root, simulated, host, held, preparer, preparer.cleanup, scanner, api, changes, locks, repaired, open_host
     )

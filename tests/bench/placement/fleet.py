@@ -23,7 +23,7 @@ from driver.kube.types import Claim, Key, Pod
 from driver.kube.watch_cache import Change, WatchCache
 from driver.model.device import Device, number_gpus
 from driver.model.gpu import Gpu
-from driver.model.gpu_settings import Layouts
+from driver.model.gpu_settings import parse_layouts
 from driver.model.offer import OfferKind
 from driver.model.plan import COUNTERS_FIELD, CURATED, PlanMode
 from driver.placement.occupancy import GpuState, overlap
@@ -58,7 +58,7 @@ class Mode(StrEnum):
     COMPLETE = "complete nodes"
 
 
-STATIC_LAYOUT = Layouts.parse(
+STATIC_LAYOUT = parse_layouts(
     "0=7g.80gb;1=7g.80gb;2=7g.80gb;3=4g.40gb,3g.40gb;4=4g.40gb,3g.40gb;5=4g.40gb,3g.40gb;"
     "6=2g.20gb,2g.20gb,1g.20gb,1g.20gb;7=2g.20gb,1g.20gb,1g.10gb,1g.10gb,1g.10gb,1g.10gb"
 )

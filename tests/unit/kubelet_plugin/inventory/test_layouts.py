@@ -9,7 +9,7 @@ import pytest
 from driver.errors import UsageError
 from driver.model.device import devices_of
 from driver.model.gpu import Gpu, MigMode
-from driver.model.gpu_settings import Layouts, ShareCounts
+from driver.model.gpu_settings import parse_layouts, parse_share_counts
 from kubelet_plugin.inventory.layouts import check_layouts, setting_warnings, standalone_offers
 from kubelet_plugin.settings import node_settings
 from tests.support.gpus import H100, gpu_of
@@ -18,7 +18,7 @@ A100 = replace(gpu_of("NVIDIA A100-SXM4-40GB"), mig_mode=MigMode.ENABLED)
 
 
 def offers(gpu: Gpu, layout: str = "", shares: int = 0) -> set[str]:
-    return {device.name for device in standalone_offers(gpu, devices_of(gpu, 0, shares), Layouts.parse(layout))}
+    return {device.name for device in standalone_offers(gpu, devices_of(gpu, 0, shares), parse_layouts(layout))}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_gpu_offers(gpu: Gpu, shares: int, layout: str, expected: set[str]) ->
 
 def refusal(layout: str, shares: str = "", gpu: Gpu | None = None) -> str:
     with pytest.raises(UsageError) as refused:
-        check_layouts(Layouts.parse(layout), ShareCounts.parse(shares), [gpu or gpu_of()])
+        check_layouts(parse_layouts(layout), parse_share_counts(shares), [gpu or gpu_of()])
     return str(refused.value)
 
 

@@ -132,7 +132,7 @@ class TestWhatIsLost:
         node.preparer.prepare(claim)
         [before] = node.partitions()
         repaired: list[str] = []
-        node.repaired.append(lambda record, made: repaired.extend(made))
+        node.repaired.append(lambda record, made: repaired.append(made))
         node.simulated.reset_gpu(0)
         assert node.partitions() == []
         care.look()
