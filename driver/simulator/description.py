@@ -229,28 +229,20 @@ def parse_description(content: object, source: str) -> NodeDescription:
     """
     lines = list(validation_errors(NodeDescription, content))
     if isinstance(content, Mapping) and isinstance(product := content.get("product"), str):
-        lines += _product_errors(product)
+        model = find_product(product)
+        if model is None:
+            lines.append(f"product: product {product!r} is unknown; known: {', '.join(product_names())}")
+        elif model.mig_capable and not model.profiles:
+            lines.append(f"product: product {product!r}: geometry unknown (no public record of its placements)")
     if not lines:
         description = msgspec.convert(content, NodeDescription)
-        lines += _bus_id_errors(description)
+        bus_ids = [place.pci_bus_id for place in (*description.gpus, *description.nics)]
+        bus_ids += [gpu.nic.pci_bus_id for gpu in description.gpus if gpu.nic]
+        if twice := sorted({bus_id for bus_id in bus_ids if bus_ids.count(bus_id) > 1}):
+            lines.append(f"(the whole): one PCI bus id for two devices: {', '.join(twice)}")
     if lines:
         raise UsageError(f"node description {source} is not valid:\n" + "\n".join(f"  {line}" for line in lines))
     return description
-
-
-def _product_errors(name: str) -> Iterator[str]:
-    product = find_product(name)
-    if product is None:
-        yield f"product: product {name!r} is unknown; known: {', '.join(product_names())}"
-    elif product.mig_capable and not product.profiles:
-        yield f"product: product {name!r}: geometry unknown (no public record of its placements)"
-
-
-def _bus_id_errors(description: NodeDescription) -> Iterator[str]:
-    bus_ids = [place.pci_bus_id for place in (*description.gpus, *description.nics)]
-    bus_ids += [gpu.nic.pci_bus_id for gpu in description.gpus if gpu.nic]
-    if twice := sorted({bus_id for bus_id in bus_ids if bus_ids.count(bus_id) > 1}):
-        yield f"(the whole): one PCI bus id for two devices: {', '.join(twice)}"
 
 
 def parse_gpu(content: dict[str, Any]) -> GpuDescription:

@@ -6,10 +6,9 @@ others use the node; they take effect at the next call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import pynvml
+from msgspec.structs import replace
 
 from driver.errors import UsageError
 from driver.model.xid import FALLEN_OFF_THE_BUS, Meaning, meaning_of
@@ -25,14 +24,14 @@ from driver.simulator.machine import (
     SimulatedEvent,
     SimulatedGpuState,
 )
+from driver.simulator.nvml import is_simulated
 
 
 class FaultControl:
     """Injects faults into one node. GPUs are named by minor, MIG devices by UUID."""
 
-    def __init__(self, machine: Machine, known_call: Callable[[str], bool]) -> None:
+    def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self._known_call = known_call
 
     def fail(
         self,
@@ -84,9 +83,7 @@ class FaultControl:
         Its state stays for :meth:`return_gpu`; calls with a handle of it say GPU_IS_LOST.
         """
         self._require_gpu(gpu)
-        self._machine.change_faults(
-            lambda now: (msgspec.structs.replace(now, removed=tuple(sorted({*now.removed, gpu}))), None)
-        )
+        self._machine.change_faults(lambda now: (replace(now, removed=tuple(sorted({*now.removed, gpu}))), None))
         tree.remove_gpu(self._machine.gpus[gpu], self._machine.root)
 
     def return_gpu(self, gpu: int) -> None:
@@ -109,7 +106,7 @@ class FaultControl:
         added = msgspec.to_builtins(gpu)
         self._machine.prepare_gpu(len(present.gpus))
         tree.build(present.replaced(gpus=(*present.gpus, gpu)), self._machine.root)
-        self._machine.change_faults(lambda now: (msgspec.structs.replace(now, added=(*now.added, added)), None))
+        self._machine.change_faults(lambda now: (replace(now, added=(*now.added, added)), None))
         return len(present.gpus)
 
     def xid(self, gpu: int, number: int, device: str | None = None) -> None:
@@ -150,13 +147,12 @@ class FaultControl:
         self._require_gpu(gpu)
         if kind not in event_names():
             raise UsageError(f"event: {kind:#x} is unknown; known: {', '.join(map(hex, event_names()))}")
-        instances = _instance_ids(self._machine.state(gpu), device)
+        instances = _instance_ids(self._machine.gpu_state(gpu), device)
         event = SimulatedEvent(0, kind, data, *instances)
         self._machine.change(gpu, lambda state: (state.with_event(event), None))
 
     def current(self) -> InjectedFaults:
-        """The current faults."""
-        return self._machine.faults.read()
+        return self._machine.fault_file.read()
 
     def clear(self, *ids: int) -> None:
         """Clear these faults; without ids all of them, and bring removed GPUs back. Added GPUs stay.
@@ -173,7 +169,7 @@ class FaultControl:
         self._machine.change_faults(lambda now: (_cleared(now, ids), None))
 
     def _add(self, fault: InjectedFault) -> int:
-        if fault.call != EVERY_CALL and not self._known_call(fault.call):
+        if fault.call != EVERY_CALL and not is_simulated(fault.call):
             raise UsageError(
                 f"call: {fault.call!r} is not simulated; accepted: '*', 'nvidia-smi' or a pynvml function that is"
             )
@@ -191,7 +187,7 @@ class FaultControl:
         def rule(state: SimulatedGpuState) -> tuple[SimulatedGpuState, None]:
             if state.recovery_action == action:
                 return state, None
-            return msgspec.structs.replace(state, recovery_action=action).with_event(event), None
+            return replace(state, recovery_action=action).with_event(event), None
 
         self._machine.change(gpu, rule)
 
@@ -234,15 +230,15 @@ def _instance_ids(state: SimulatedGpuState, device: str | None) -> tuple[int, in
 
 
 def _with(now: InjectedFaults, fault: InjectedFault) -> tuple[InjectedFaults, int]:
-    added = msgspec.structs.replace(fault, id=now.next_id)
-    return msgspec.structs.replace(now, next_id=now.next_id + 1, faults=(*now.faults, added)), added.id
+    added = replace(fault, id=now.next_id)
+    return replace(now, next_id=now.next_id + 1, faults=(*now.faults, added)), added.id
 
 
 def _returned(now: InjectedFaults, gpu: int) -> InjectedFaults:
     faults = tuple(fault for fault in now.faults if fault.lost_gpu != gpu)
-    return msgspec.structs.replace(now, faults=faults, removed=tuple(minor for minor in now.removed if minor != gpu))
+    return replace(now, faults=faults, removed=tuple(minor for minor in now.removed if minor != gpu))
 
 
 def _cleared(now: InjectedFaults, ids: tuple[int, ...]) -> InjectedFaults:
     faults = tuple(fault for fault in now.faults if ids and fault.id not in ids)
-    return msgspec.structs.replace(now, faults=faults, removed=now.removed if ids else ())
+    return replace(now, faults=faults, removed=now.removed if ids else ())

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 import pynvml
+from msgspec.structs import replace
 
 from driver.simulator.description import GpuDescription, NodeDescription
 from driver.simulator.state.latency import Latency
@@ -111,9 +112,9 @@ class SimulatedGpuState(msgspec.Struct, frozen=True, rename="camel"):
 
     def with_event(self, event: SimulatedEvent) -> SimulatedGpuState:
         """Return the state with the event appended under the next event number."""
-        numbered = msgspec.structs.replace(event, number=self.next_event)
+        numbered = replace(event, number=self.next_event)
         kept = (*self.events, numbered)[-_KEPT_EVENTS:]
-        return msgspec.structs.replace(self, events=kept, next_event=self.next_event + 1)
+        return replace(self, events=kept, next_event=self.next_event + 1)
 
 
 class InjectedFault(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
@@ -177,7 +178,7 @@ class Machine:
         self.product = description.gpu_product
         self.root = root
         self.latency = latency
-        self.faults = StateFile(root / "sim" / "faults.json", InjectedFaults, NO_FAULTS)
+        self.fault_file = StateFile(root / "sim" / "faults.json", InjectedFaults, NO_FAULTS)
         self.clock = clock
         self._sleep = sleep
         self._capabilities = Capabilities(root)
@@ -218,16 +219,12 @@ class Machine:
             file.write(SimulatedGpuState())
         self.change(minor, lambda state: (state, None))
 
-    def state(self, minor: int) -> SimulatedGpuState:
-        """The current state of a GPU."""
+    def gpu_state(self, minor: int) -> SimulatedGpuState:
+        """The current state, without an NVML session."""
         return self._file(minor).read()
 
     def change(
-        self,
-        minor: int,
-        rule: Rule[SimulatedGpuState, T],
-        seconds: float = 0.0,
-        event: SimulatedEvent | None = None,
+        self, minor: int, rule: Rule[SimulatedGpuState, T], seconds: float = 0.0, event: SimulatedEvent | None = None
     ) -> T:
         """Apply ``rule`` to the GPU's state and store the result; return the second value of ``rule``.
 
@@ -241,7 +238,10 @@ class Machine:
                 self._sleep(seconds)
             if event is not None and _layout(changed) != _layout(state):
                 changed = changed.with_event(event)
-            changed = self._with_possible_loads(changed)
+            if changed.loads != Loads():
+                present = changed.mig_devices.keys() if changed.mig_enabled else {WHOLE_GPU}
+                loads = changed.loads.end_on_missing(present, self.clock())
+                changed = changed if loads is changed.loads else replace(changed, loads=loads)
             # In this order a reader never sees an instance without its capability files.
             ids = {gi.id: tuple(ci.id for ci in gi.compute) for gi in changed.instances}
             self._capabilities.add(minor, ids)
@@ -250,21 +250,14 @@ class Machine:
             self._capabilities.remove_stale(minor, ids)
         return result
 
-    def _with_possible_loads(self, state: SimulatedGpuState) -> SimulatedGpuState:
-        if state.loads == Loads():
-            return state
-        present = state.mig_devices.keys() if state.mig_enabled else {WHOLE_GPU}
-        loads = state.loads.end_on_missing(present, self.clock())
-        return state if loads is state.loads else msgspec.structs.replace(state, loads=loads)
-
     def change_faults(self, rule: Rule[InjectedFaults, T]) -> T:
         """Apply ``rule`` to the node's faults; return its second value."""
-        with self.faults.locked() as before:
+        with self.fault_file.locked() as before:
             changed, result = rule(before)
             if not (changed.faults or changed.removed or changed.added):
                 changed = NO_FAULTS
             if changed != before:
-                self.faults.write(changed)
+                self.fault_file.write(changed)
             return result
 
     def take_fault(self, fault: InjectedFault) -> bool:
@@ -283,9 +276,15 @@ class Machine:
         nvlink = self.description.nvlink
         return nvlink is not None and (nvlink.switched or bool(self.nvlink_peers(minor)))
 
+    def memory_mib(self, state: SimulatedGpuState, device: str | None) -> int:
+        """Memory of a GPU in ``state``, or of the MIG device with this UUID on it."""
+        if not device:
+            return self.product.memory_mib
+        instance, _ = state.mig_devices[device]
+        return self.product.by_id[instance.profile].memory_at(instance.start)
+
     @property
     def reports_recovery_action(self) -> bool:
-        """Whether the driver is new enough to report recovery actions."""
         return int(self.description.driver_version.partition(".")[0]) >= RECOVERY_SINCE
 
     def _file(self, minor: int) -> StateFile[SimulatedGpuState]:
@@ -299,7 +298,7 @@ class Machine:
         return [self.description.gpu_uuid(minor) for minor in range(len(self._gpus))]
 
     def _refresh(self) -> None:
-        now = self.faults.read()
+        now = self.fault_file.read()
         if now is not self._seen:
             with self._refresh_lock:
                 added = tuple(msgspec.convert(gpu, GpuDescription) for gpu in now.added)
@@ -315,8 +314,8 @@ def _one_less(now: InjectedFaults, number: int) -> tuple[InjectedFaults, bool]:
     if used is None or used.times is None:
         return now, used is not None
     if used.times > 1:
-        faults[number] = msgspec.structs.replace(used, times=used.times - 1)
-    return msgspec.structs.replace(now, faults=tuple(faults.values())), True
+        faults[number] = replace(used, times=used.times - 1)
+    return replace(now, faults=tuple(faults.values())), True
 
 
 def _layout(state: SimulatedGpuState) -> tuple[object, ...]:

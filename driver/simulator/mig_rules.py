@@ -11,12 +11,11 @@ import uuid
 from dataclasses import dataclass
 from functools import cache
 
-import msgspec
 import pynvml
+from msgspec.structs import replace
 
 from driver.simulator.machine import ComputeInstance, GpuInstance, SimulatedGpuState
 from driver.simulator.products import Product, ProductProfile
-from driver.simulator.state.load import Loads
 
 # Compute slices a compute instance may have inside a larger GPU instance, with its profile
 # (MIG user guide, "Compute instance profiles").
@@ -46,14 +45,14 @@ def switch_mode(product: Product, state: SimulatedGpuState, enable: bool) -> tup
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
     if state.instances and not enable:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_IN_USE)
-    pending = msgspec.structs.replace(state, mig_pending=enable)
+    pending = replace(state, mig_pending=enable)
     if state.mig_enabled == enable:
         return (state if state == pending else pending), pynvml.NVML_SUCCESS
     if state.processes:
         return pending, pynvml.NVML_ERROR_IN_USE
     if not product.toggles_without_reset:
         return pending, pynvml.NVML_ERROR_RESET_REQUIRED
-    return msgspec.structs.replace(pending, mig_enabled=enable), pynvml.NVML_SUCCESS
+    return replace(pending, mig_enabled=enable), pynvml.NVML_SUCCESS
 
 
 def reset(state: SimulatedGpuState) -> SimulatedGpuState:
@@ -73,17 +72,8 @@ def reboot(product: Product, state: SimulatedGpuState) -> SimulatedGpuState:
 
 
 def _emptied(state: SimulatedGpuState, mode: bool) -> SimulatedGpuState:
-    return msgspec.structs.replace(
-        state,
-        mig_enabled=mode,
-        mig_pending=mode,
-        compute_mode=0,
-        time_slice=0,
-        instances=(),
-        processes=(),
-        loads=Loads(),
-        recovery_action=pynvml.NVML_GPU_RECOVERY_ACTION_NONE,
-    )
+    serial, event = state.next_serial, state.next_event
+    return SimulatedGpuState(mode, mode, next_serial=serial, next_event=event, events=state.events)
 
 
 def create_gpu_instance(
@@ -103,10 +93,7 @@ def create_gpu_instance(
         raise pynvml.NVMLError(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
     number = _gpu_instance_id(product, state, profile)
     created = GpuInstance(number, state.next_serial, profile.id, start, profile.size)
-    return (
-        msgspec.structs.replace(state, instances=(*state.instances, created), next_serial=state.next_serial + 1),
-        created,
-    )
+    return (replace(state, instances=(*state.instances, created), next_serial=state.next_serial + 1), created)
 
 
 def destroy_gpu_instance(state: SimulatedGpuState, instance: GpuInstance) -> SimulatedGpuState:
@@ -117,7 +104,7 @@ def destroy_gpu_instance(state: SimulatedGpuState, instance: GpuInstance) -> Sim
     if instance.compute:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_IN_USE)
     others = tuple(other for other in state.instances if other.serial != instance.serial)
-    return msgspec.structs.replace(state, instances=others)
+    return replace(state, instances=others)
 
 
 def create_compute_instance(
@@ -161,9 +148,9 @@ def _with_compute(
     state: SimulatedGpuState, instance: GpuInstance, compute: tuple[ComputeInstance, ...]
 ) -> SimulatedGpuState:
     """Return the state in which ``instance`` has exactly these compute instances."""
-    changed = msgspec.structs.replace(instance, compute=compute)
+    changed = replace(instance, compute=compute)
     instances = tuple(changed if gi.serial == instance.serial else gi for gi in state.instances)
-    return msgspec.structs.replace(state, instances=instances)
+    return replace(state, instances=instances)
 
 
 def require_mig(state: SimulatedGpuState) -> None:

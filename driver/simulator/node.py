@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from driver.config.suggestions import meant
 from driver.errors import EnvironmentFault, UsageError
 from driver.model.gpu_settings import ComputeMode, TimeSlice
 from driver.simulator import mig_rules, tree
-from driver.simulator.description import GpuDescription, NodeDescription, parse_description
+from driver.simulator.description import NodeDescription, parse_description
 from driver.simulator.faults import FaultControl
 from driver.simulator.machine import MIG_CHANGED, GpuInstance, Machine, Process, SimulatedGpuState
-from driver.simulator.nvml import SimulatedNvml, is_simulated
+from driver.simulator.nvml import SimulatedNvml
 from driver.simulator.products import Product
 from driver.simulator.state.latency import DEFAULT_LATENCY, Latency
 from driver.simulator.state.load import LOAD_PID, WHOLE_GPU, Load, Phase, check_activity, check_memory
@@ -27,19 +28,27 @@ from driver.simulator.tree import make_folder, write_file
 # Version of the directory layout; other versions are refused.
 _FORMAT = 1
 
+NODE_FILE = "sim/node.json"
+LOCK_FILE = "sim/node.lock"
+"""The first file that is created, so it exists even if creation was interrupted."""
 
-class SimulatedNode:
+
+class SimulatedNode(Machine):
     """One node in one directory. Any number of processes may have it open at once.
 
     ``nvml`` is used in place of the module pynvml, ``root`` in place of ``/``.
     """
 
-    def __init__(self, machine: Machine) -> None:
-        self.description = machine.description
-        self.root = machine.root
-        self.nvml = SimulatedNvml(machine)
-        self.faults = FaultControl(machine, is_simulated)
-        self._machine = machine
+    def __init__(
+        self,
+        description: NodeDescription,
+        root: Path,
+        latency: Latency,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(description, root, latency, sleep, clock)
+        self.nvml, self.faults = SimulatedNvml(self), FaultControl(self)
 
     @classmethod
     def open(
@@ -56,21 +65,26 @@ class SimulatedNode:
         :raises UsageError: ``root`` holds a node of another description, or other files
         :raises EnvironmentFault: ``root`` can't be written
         """
-        machine = Machine(description, root, latency, sleep, clock)
+        node = cls(description, root, latency, sleep, clock)
         try:
             _refuse_foreign_directory(root)
             make_folder(root / "sim")
-            with exclusively(str(_lock_file(root))):
-                _refuse_another(root, description)
-                tree.build(machine.current_description, root)
-                for minor, gpu in enumerate(machine.gpus):
-                    machine.prepare_gpu(minor)
-                    if minor not in machine.present:
+            with exclusively(str(root / LOCK_FILE)):
+                present = _read_description(root)
+                if present is not None and present != description:
+                    what = "another version of it" if present.name == description.name else f"{present.name!r}"
+                    where = f"{root} holds the simulated node {what}, not {description.name!r}"
+                    raise UsageError(f"{where}: choose another directory")
+                tree.build(node.current_description, root)
+                for minor, gpu in enumerate(node.gpus):
+                    node.prepare_gpu(minor)
+                    if minor not in node.present:
                         tree.remove_gpu(gpu, root)
-                _write_description(root, description)
+                content = {"format": _FORMAT, "description": msgspec.to_builtins(description)}
+                write_file(root / NODE_FILE, json.dumps(content, indent=2) + "\n")
         except OSError as error:
             raise EnvironmentFault(f"simulated node in {root}: {error}") from error
-        return cls(machine)
+        return node
 
     @classmethod
     def attach(cls, root: Path, *, latency: Latency = DEFAULT_LATENCY) -> SimulatedNode:
@@ -81,39 +95,25 @@ class SimulatedNode:
         description = _read_description(root)
         if description is None:
             raise EnvironmentFault(
-                f"no simulated node in {root}: {_node_file(root)} does not exist;"
+                f"no simulated node in {root}: {root / NODE_FILE} does not exist;"
                 " `tessera node --node-name NODE --kubeconfig FILE --gpus sim:NAME` makes one"
             )
-        return cls(Machine(description, root, latency, time.sleep))
+        return cls(description, root, latency)
 
     @staticmethod
     def is_in(root: Path) -> bool:
         """Whether ``root`` holds a simulated node."""
-        return _node_file(root).exists()
-
-    @property
-    def gpus(self) -> tuple[GpuDescription, ...]:
-        """All GPUs by minor, removed ones included: those of the description, then those added."""
-        return self._machine.gpus
-
-    @property
-    def present(self) -> list[int]:
-        """Minors of the present GPUs, in the order of their NVML indices."""
-        return self._machine.present
-
-    def gpu_state(self, minor: int) -> SimulatedGpuState:
-        """The current state of a GPU, without an NVML session."""
-        return self._machine.state(minor)
+        return (root / NODE_FILE).exists()
 
     def processes(self, minor: int) -> list[Process]:
         """The processes of a GPU, those of loads included."""
-        return self.gpu_state(minor).processes_at(self._machine.clock())
+        return self.gpu_state(minor).processes_at(self.clock())
 
     def reboot(self) -> None:
         """Reboot the machine: instances and processes end, and MIG mode on Hopper and newer is switched off."""
-        product = self._machine.product
+        product = self.product
         for minor in range(len(self.gpus)):
-            self._machine.change(minor, lambda state: (mig_rules.reboot(product, state), None))
+            self.change(minor, lambda state: (mig_rules.reboot(product, state), None))
         tree.write_boot_id(self.root)
 
     def reset_gpu(self, minor: int) -> None:
@@ -121,7 +121,7 @@ class SimulatedNode:
 
         :raises NVMLError: IN_USE while a process holds the GPU
         """
-        self._machine.change(minor, lambda state: (mig_rules.reset(state), None), event=MIG_CHANGED)
+        self.change(minor, lambda state: (mig_rules.reset(state), None), event=MIG_CHANGED)
 
     def put_load(self, device: str, phases: tuple[Phase, ...], *, pid: int = LOAD_PID) -> None:
         """Load a GPU or a MIG device (UUID) from now on; replaces its load of the same process id.
@@ -131,39 +131,36 @@ class SimulatedNode:
         :raises UsageError: no such device, or more than it has
         """
         minor, mig = self._find(device)
-        product, machine = self._machine.product, self._machine
+        product = self.product
 
         def rule(state: SimulatedGpuState) -> tuple[SimulatedGpuState, None]:
-            now = machine.clock()
+            now = self.clock()
             load = Load(phases, mig, pid, now, *_parts(product, state, mig))
             loads = state.loads.put(load)
-            check_activity(list(loads.on(mig)), nvlink=machine.has_nvlink(minor))
-            total = product.memory_mib
-            if mig:
-                instance, _ = state.mig_devices[mig]
-                total = product.by_id[instance.profile].memory_at(instance.start)
+            check_activity(list(loads.on(mig)), nvlink=self.has_nvlink(minor))
+            total = self.memory_mib(state, mig) << 20
             processes = sum(process.memory for process in state.processes if process.device == mig)
-            check_memory(load, [other for other in loads.on(mig) if other is not load], (total << 20) - processes)
-            return msgspec.structs.replace(state, loads=loads), None
+            check_memory(load, [other for other in loads.on(mig) if other is not load], total - processes)
+            return replace(state, loads=loads), None
 
-        machine.change(minor, rule)
+        self.change(minor, rule)
 
     def end_load(self, device: str, pid: int | None = None) -> None:
         """End the load of a GPU or a MIG device (UUID); with ``pid`` only that of one process."""
         minor, mig = self._find(device)
 
         def rule(state: SimulatedGpuState) -> tuple[SimulatedGpuState, None]:
-            loads = state.loads.end(mig, self._machine.clock(), pid)
-            return (state if loads is state.loads else msgspec.structs.replace(state, loads=loads)), None
+            loads = state.loads.end(mig, self.clock(), pid)
+            return (state if loads is state.loads else replace(state, loads=loads)), None
 
-        self._machine.change(minor, rule)
+        self.change(minor, rule)
 
     def device_uuids(self) -> dict[str, tuple[int, str]]:
         """The present GPUs and MIG devices by UUID: minor, and UUID of the MIG device, empty for a GPU."""
         devices: dict[str, tuple[int, str]] = {}
         for minor in self.present:
             mig_devices = self.gpu_state(minor).mig_devices
-            devices |= {self._machine.uuids[minor]: (minor, WHOLE_GPU)} | {uuid: (minor, uuid) for uuid in mig_devices}
+            devices |= {self.uuids[minor]: (minor, WHOLE_GPU)} | {uuid: (minor, uuid) for uuid in mig_devices}
         return devices
 
     def _find(self, device: str) -> tuple[int, str]:
@@ -192,17 +189,8 @@ def _parts(product: Product, state: SimulatedGpuState, mig: str) -> tuple[float,
     return compute.size / slices, share * instance.size / product.memory_slices
 
 
-def _lock_file(root: Path) -> Path:
-    """The first file that is created, so it exists even if creation was interrupted."""
-    return root / "sim" / "node.lock"
-
-
-def _node_file(root: Path) -> Path:
-    return root / "sim" / "node.json"
-
-
 def _read_description(root: Path) -> NodeDescription | None:
-    path = _node_file(root)
+    path = root / NODE_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         written_format, description = content["format"], content["description"]
@@ -222,20 +210,8 @@ def _refuse_foreign_directory(root: Path) -> None:
     except FileNotFoundError:
         return
     # Checked last: another process may have started to create the node in the meantime.
-    if others and not _lock_file(root).exists():
+    if others and not (root / LOCK_FILE).exists():
         raise UsageError(f"{root} is not empty and does not hold a simulated node: choose another directory")
-
-
-def _refuse_another(root: Path, description: NodeDescription) -> None:
-    present = _read_description(root)
-    if present is not None and present != description:
-        what = "another version of it" if present.name == description.name else f"{present.name!r}"
-        raise UsageError(f"{root} holds the simulated node {what}, not {description.name!r}: choose another directory")
-
-
-def _write_description(root: Path, description: NodeDescription) -> None:
-    content = {"format": _FORMAT, "description": msgspec.to_builtins(description)}
-    write_file(_node_file(root), json.dumps(content, indent=2) + "\n")
 
 
 def describe(node: SimulatedNode, held: dict[str, str]) -> list[dict[str, Any]]:
@@ -283,13 +259,8 @@ def _describe_instance(
     if not gi.compute:
         return [common | {"computeInstance": None, "uuid": None, "holder": None, "processes": []}]
     return [
-        common
-        | {
-            "computeInstance": ci.id,
-            "uuid": ci.uuid,
-            "holder": held.get(ci.uuid),
-            "processes": _pids(processes, ci.uuid),
-        }
+        {**common, "computeInstance": ci.id, "uuid": ci.uuid, "holder": held.get(ci.uuid)}
+        | {"processes": _pids(processes, ci.uuid)}
         for ci in gi.compute
     ]
 

@@ -64,29 +64,29 @@ _FULL_BANDWIDTH = (
 class DeviceCalls(NvmlSession):
     """System, identity, memory, processes, field values and links. Most refuse a MIG device: NOT_SUPPORTED."""
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetPciInfo(self, handle: Any) -> Any:
         gpu = self.machine.gpus[self.gpu(handle)]
         return pci_info(gpu.pci_bus_id, self.machine.product.pci_device_id)
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any:
         if version:
             raise error(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
         state, device = self._state_and_device(handle)
         info = pynvml.c_nvmlMemory_t()
-        info.total = self._memory_mib(state, device) * MIB
+        info.total = self.machine.memory_mib(state, device) * MIB
         used = sum(process.memory for process in self._processes(state, device))
         info.used = min(used, info.total)
         info.free = info.total - info.used
         return info
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetMemoryBusWidth(self, device: Any) -> int:
         self.gpu(device)
         return self.machine.product.memory_bus_bits
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetMaxClockInfo(self, handle: Any, type: int) -> int:  # noqa: A002 - pynvml's name
         self.gpu(handle)
         clock = integer(type)
@@ -94,25 +94,25 @@ class DeviceCalls(NvmlSession):
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return self.machine.product.memory_clock_mhz if clock == pynvml.NVML_CLOCK_MEM else _MAX_SM_CLOCK
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetEccMode(self, handle: Any) -> list[int]:
         self.gpu(handle)
         mode = int(self.machine.description.ecc)
         return [mode, mode]
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: Any) -> int:
         # The highest generation that both GPU and host support.
         self.gpu(handle)
         of_gpu = self.machine.product.pcie_generation
         return min(of_gpu, self.machine.description.pcie_generation or of_gpu)
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetMaxPcieLinkWidth(self, handle: Any) -> int:
         self.gpu(handle)
         return 16
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
         state, device = self._state_and_device(handle)
         return [_process_info(process, state) for process in self._processes(state, device)]
@@ -120,7 +120,7 @@ class DeviceCalls(NvmlSession):
     def _state_and_device(self, handle: Any) -> tuple[SimulatedGpuState, str | None]:
         """The GPU's state and the UUID of its MIG device; None: the GPU. A destroyed device is INVALID_ARGUMENT."""
         key = self.device(handle)
-        state, device = self.machine.state(key.minor), key.uuid if isinstance(key, MigKey) else None
+        state, device = self.machine.gpu_state(key.minor), key.uuid if isinstance(key, MigKey) else None
         if device is not None and device not in state.mig_devices:
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return state, device
@@ -129,38 +129,31 @@ class DeviceCalls(NvmlSession):
         processes = state.processes_at(self.machine.clock())
         return [process for process in processes if device is None or process.device == device]
 
-    def _memory_mib(self, state: SimulatedGpuState, device: str | None) -> int:
-        product = self.machine.product
-        if device is None:
-            return product.memory_mib
-        instance, _ = state.mig_devices[device]
-        return product.by_id[instance.profile].memory_at(instance.start)
-
-    @simulated()
+    @simulated
     def nvmlDeviceGetComputeMode(self, handle: Any) -> int:
-        return self.machine.state(self.gpu(handle)).compute_mode
+        return self.machine.gpu_state(self.gpu(handle)).compute_mode
 
-    @simulated()
+    @simulated
     def nvmlSystemGetDriverVersion(self) -> str:
         return self.machine.description.driver_version
 
-    @simulated()
+    @simulated
     def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
         major, minor = self.machine.description.cuda_driver_version.split(".")
         return int(major) * 1000 + int(minor) * 10
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetCount(self) -> int:
         return len(self.machine.present)
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
         present, number = self.machine.present, integer(index)
         if not 0 <= number < len(present):
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return self.handle(GpuKey(present[number]))
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetHandleByUUID(self, uuid: str | bytes) -> Any:
         plain_uuid = text(uuid)
         if not _UUID.match(plain_uuid):
@@ -168,41 +161,41 @@ class DeviceCalls(NvmlSession):
         for minor in self.machine.present:
             if self.machine.uuids[minor] == plain_uuid:
                 return self.handle(GpuKey(minor))
-            if plain_uuid in self.machine.state(minor).mig_devices:
+            if plain_uuid in self.machine.gpu_state(minor).mig_devices:
                 return self.handle(MigKey(minor, plain_uuid))
         raise error(pynvml.NVML_ERROR_NOT_FOUND)
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetName(self, handle: Any) -> str:
         self.gpu(handle)
         return self.machine.product.name
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetUUID(self, handle: Any) -> str:
         _, device = self._state_and_device(handle)
         return device or self.machine.uuids[self.device(handle).minor]
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetMinorNumber(self, handle: Any) -> int:
         return self.gpu(handle)
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetBrand(self, handle: Any) -> int:
         self.device(handle)
         return int(getattr(pynvml, f"NVML_BRAND_{self.machine.product.brand}"))
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetArchitecture(self, device: Any) -> int:
         self.device(device)
         name = self.machine.product.architecture.partition(" ")[0].upper()  # Ada Lovelace is ADA
         return int(getattr(pynvml, f"NVML_DEVICE_ARCH_{name}"))
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:
         self.device(handle)
         return self.machine.product.compute_capability
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetFieldValues(self, handle: Any, fieldIds: Any) -> Any:
         self.gpu(handle)
         values = (pynvml.c_nvmlFieldValue_t * len(fieldIds))()
@@ -230,25 +223,25 @@ class DeviceCalls(NvmlSession):
             raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         if field != pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION or not self.machine.reports_recovery_action:
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return self.machine.state(self.gpu(handle)).recovery_action
+        return self.machine.gpu_state(self.gpu(handle)).recovery_action
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetNvLinkState(self, device: Any, link: int) -> int:
         self.nvlink(device, link)
         return int(pynvml.NVML_FEATURE_ENABLED)
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetNvLinkVersion(self, device: Any, link: int) -> int:
         self.nvlink(device, link)
         return int(_VERSIONS[self.machine.product.nvlink_generation])
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: Any, link: int) -> int:
         nvlink = self.nvlink(handle, link)
         kinds = (pynvml.NVML_NVLINK_DEVICE_TYPE_GPU, pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
         return int(kinds[nvlink.switched])
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetNvLinkRemotePciInfo(self, device: Any, link: int) -> Any:
         nvlink = self.nvlink(device, link)
         if nvlink.switches:
@@ -258,7 +251,7 @@ class DeviceCalls(NvmlSession):
         peers = self.machine.nvlink_peers(self.gpu(device))
         return pci_info(peers[integer(link) % len(peers)].pci_bus_id, self.machine.product.pci_device_id)
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetGpuFabricInfoV(self, device: Any, gpuFabricInfo: Any) -> int:
         self.gpu(device)
         fabric = self.machine.description.fabric

@@ -54,7 +54,7 @@ class GpmCalls(NvmlSession):
         self._sample_numbers = itertools.count()
         self._samples: dict[SampleKey, _Sample | None] = {}
 
-    @simulated()
+    @simulated
     def nvmlGpmQueryDeviceSupport(self, device: Any) -> Any:
         self.gpu(device, pynvml.NVML_ERROR_INVALID_ARGUMENT)
         support = pynvml.c_nvmlGpmSupport_t()
@@ -62,29 +62,29 @@ class GpmCalls(NvmlSession):
         support.isSupportedDevice = int(self._has_gpm)
         return support
 
-    @simulated()
+    @simulated
     def nvmlGpmSampleAlloc(self) -> Any:
         key = SampleKey(next(self._sample_numbers))
         self._samples[key] = None
         return self.handle(key)
 
-    @simulated()
+    @simulated
     def nvmlGpmSampleFree(self, gpmSample: Any) -> None:
         key = self._sample_key(gpmSample)
         self._samples.pop(key, None)
         self.forget(key)
 
-    @simulated()
+    @simulated
     def nvmlGpmSampleGet(self, device: Any, gpmSample: Any) -> Any:
         minor, key = self._gpm_gpu(device), self._sample_key(gpmSample)
-        now, state = self.machine.clock(), self.machine.state(minor)
+        now, state = self.machine.clock(), self.machine.gpu_state(minor)
         self._samples[key] = _Sample(minor, None, now, state.loads.counters(WHOLE_GPU, now))
         return gpmSample
 
-    @simulated()
+    @simulated
     def nvmlGpmMigSampleGet(self, device: Any, gpuInstanceId: int, gpmSample: Any) -> Any:
         minor, key, instance_id = self._gpm_gpu(device), self._sample_key(gpmSample), integer(gpuInstanceId)
-        now, state = self.machine.clock(), self.machine.state(minor)
+        now, state = self.machine.clock(), self.machine.gpu_state(minor)
         mig_rules.require_mig(state)
         instance = next((gi for gi in state.instances if gi.id == instance_id), None)
         if instance is None:
@@ -92,7 +92,7 @@ class GpmCalls(NvmlSession):
         self._samples[key] = _Sample(minor, instance.serial, now, self._of_instance(state, instance, now))
         return gpmSample
 
-    @simulated()
+    @simulated
     def nvmlGpmMetricsGet(self, metricsGet: Any) -> Any:
         if not isinstance(metricsGet, pynvml.c_nvmlGpmMetricsGet_t):
             raise TypeError(f"expected c_nvmlGpmMetricsGet_t, got {type(metricsGet).__name__}")
@@ -108,9 +108,9 @@ class GpmCalls(NvmlSession):
             metric.value = values.get(metric.metricId, 0.0)
         return metricsGet
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:
-        state, now = self.machine.state(self.gpu(handle)), self.machine.clock()
+        state, now = self.machine.gpu_state(self.gpu(handle)), self.machine.clock()
         if state.mig_enabled:
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
         before, after = (state.loads.counters(WHOLE_GPU, time) for time in (now - 1, now))

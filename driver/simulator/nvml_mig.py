@@ -33,12 +33,12 @@ _VERSION = 2
 class MigCalls(NvmlSession):
     """MIG mode, GPU instances and compute instances. Functions for GPUs refuse a MIG device: INVALID_ARGUMENT."""
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetMigMode(self, device: Any) -> list[int]:
-        state = self.machine.state(self._mig_gpu(device))
+        state = self.machine.gpu_state(self._mig_gpu(device))
         return [int(state.mig_enabled), int(state.mig_pending)]
 
-    @simulated()
+    @simulated
     def nvmlDeviceSetMigMode(self, device: Any, mode: int) -> int:
         minor, new_mode = self._mig_gpu(device), integer(mode)
         if new_mode not in (pynvml.NVML_DEVICE_MIG_DISABLE, pynvml.NVML_DEVICE_MIG_ENABLE):
@@ -49,7 +49,7 @@ class MigCalls(NvmlSession):
             minor, lambda state: mig_rules.switch_mode(product, state, bool(new_mode)), seconds, MIG_CHANGED
         )
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetGpuInstanceProfileInfo(self, device: Any, profile: int, version: int = 2) -> Any:
         if version != _VERSION:
             raise error(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
@@ -61,7 +61,7 @@ class MigCalls(NvmlSession):
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return _profile_info(supported)
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetGpuInstancePossiblePlacements(
         self, device: Any, profileId: int, placementsRef: Any, countRef: Any
     ) -> int:
@@ -78,7 +78,7 @@ class MigCalls(NvmlSession):
             placements[index] = pynvml.c_nvmlGpuInstancePlacement_t(start, profile.size)
         return _SUCCESS
 
-    @simulated()
+    @simulated
     def nvmlDeviceCreateGpuInstanceWithPlacement(self, device: Any, profileId: int, placement: Any) -> Any:
         window = pointer_to(pynvml.c_nvmlGpuInstancePlacement_t, placement)[0]
         minor, product, profile = self._mig_gpu(device), self.machine.product, integer(profileId)
@@ -90,7 +90,7 @@ class MigCalls(NvmlSession):
         )
         return self.handle(GpuInstanceKey(minor, created.serial))
 
-    @simulated()
+    @simulated
     def nvmlGpuInstanceDestroy(self, gpuInstance: Any) -> int:
         minor, instance = self._gpu_instance(gpuInstance)
         serial = instance.serial
@@ -103,10 +103,10 @@ class MigCalls(NvmlSession):
         self.forget(GpuInstanceKey(minor, serial))
         return _SUCCESS
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetGpuInstances(self, device: Any, profileId: int, gpuInstancesRef: Any, countRef: Any) -> int:
         minor = self._mig_gpu(device)
-        state = self.machine.state(minor)
+        state = self.machine.gpu_state(minor)
         mig_rules.require_mig(state)
         profile = self._supported(profileId)
         instances = [gi for gi in state.instances if gi.profile == profile.id]
@@ -115,17 +115,17 @@ class MigCalls(NvmlSession):
         pointer_to(ctypes.c_uint, countRef)[0] = len(instances)
         return _SUCCESS
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetGpuInstanceById(self, device: Any, gpuInstanceId: int) -> Any:
         minor = self._mig_gpu(device)
-        state = self.machine.state(minor)
+        state = self.machine.gpu_state(minor)
         mig_rules.require_mig(state)
         for instance in state.instances:
             if instance.id == integer(gpuInstanceId):
                 return self.handle(GpuInstanceKey(minor, instance.serial))
         raise error(pynvml.NVML_ERROR_NOT_FOUND)
 
-    @simulated()
+    @simulated
     def nvmlGpuInstanceGetInfo(self, gpuInstance: Any) -> Any:
         minor, instance = self._gpu_instance(gpuInstance)
         info = pynvml.c_nvmlGpuInstanceInfo_t()
@@ -133,14 +133,6 @@ class MigCalls(NvmlSession):
         info.id, info.profileId = instance.id, instance.profile
         info.placement.start, info.placement.size = instance.start, instance.size
         return info
-
-    @simulated()
-    def nvmlDeviceGetGpuInstanceId(self, device: Any) -> int:
-        key = self.device(device)
-        if isinstance(key, GpuKey):
-            raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        instance, _ = _with_uuid(self.machine.state(key.minor), key.uuid)
-        return instance.id
 
     def _mig_gpu(self, handle: Any) -> int:
         minor = self.gpu(handle, pynvml.NVML_ERROR_INVALID_ARGUMENT)
@@ -154,7 +146,7 @@ class MigCalls(NvmlSession):
             raise error(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return profile
 
-    @simulated()
+    @simulated
     def nvmlGpuInstanceGetComputeInstanceProfileInfo(
         self, device: Any, profile: int, engProfile: int, version: int = 2
     ) -> Any:
@@ -167,7 +159,7 @@ class MigCalls(NvmlSession):
         gpu_profile = self.machine.product.by_id[instance.profile]
         return _compute_profile_info(self._compute_profile(instance, profile), gpu_profile)
 
-    @simulated()
+    @simulated
     def nvmlGpuInstanceCreateComputeInstance(self, gpuInstance: Any, profileId: int) -> Any:
         (minor, instance), profile_number = self._gpu_instance(gpuInstance), integer(profileId)
         serial, product = instance.serial, self.machine.product
@@ -181,7 +173,7 @@ class MigCalls(NvmlSession):
         )
         return self.handle(ComputeInstanceKey(minor, created.uuid))
 
-    @simulated()
+    @simulated
     def nvmlComputeInstanceDestroy(self, computeInstance: Any) -> int:
         minor, _, compute = self._compute_instance(computeInstance)
         uuid = compute.uuid
@@ -195,7 +187,7 @@ class MigCalls(NvmlSession):
         self.forget(MigKey(minor, uuid))
         return _SUCCESS
 
-    @simulated()
+    @simulated
     def nvmlGpuInstanceGetComputeInstances(
         self, gpuInstance: Any, profileId: int, computeInstancesRef: Any, countRef: Any
     ) -> int:
@@ -207,7 +199,7 @@ class MigCalls(NvmlSession):
         pointer_to(ctypes.c_uint, countRef)[0] = len(present)
         return _SUCCESS
 
-    @simulated()
+    @simulated
     def nvmlGpuInstanceGetComputeInstanceById(self, gpuInstance: Any, computeInstanceId: int) -> Any:
         minor, instance = self._gpu_instance(gpuInstance)
         for compute in instance.compute:
@@ -215,7 +207,7 @@ class MigCalls(NvmlSession):
                 return self.handle(ComputeInstanceKey(minor, compute.uuid))
         raise error(pynvml.NVML_ERROR_NOT_FOUND)
 
-    @simulated()
+    @simulated
     def nvmlComputeInstanceGetInfo_v2(self, computeInstance: Any) -> Any:
         minor, instance, compute = self._compute_instance(computeInstance)
         info = pynvml.c_nvmlComputeInstanceInfo_t()
@@ -229,14 +221,14 @@ class MigCalls(NvmlSession):
         """The minor and GPU instance behind a handle; a destroyed one is INVALID_ARGUMENT."""
         key = self.find(handle)
         if isinstance(key, GpuInstanceKey):
-            return key.minor, _with_serial(self.machine.state(key.minor), key.serial)
+            return key.minor, _with_serial(self.machine.gpu_state(key.minor), key.serial)
         raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
     def _compute_instance(self, handle: Any) -> tuple[int, GpuInstance, ComputeInstance]:
         """The minor and both instances behind a compute-instance handle; a destroyed one is INVALID_ARGUMENT."""
         key = self.find(handle)
         if isinstance(key, ComputeInstanceKey):
-            return key.minor, *_with_uuid(self.machine.state(key.minor), key.uuid)
+            return key.minor, *_with_uuid(self.machine.gpu_state(key.minor), key.uuid)
         raise error(pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
     def _compute_profile(self, instance: GpuInstance, profile_id: int) -> mig_rules.ComputeProfile:

@@ -76,15 +76,11 @@ _cookies = itertools.count(0x7E55_0000_1000, 0x10)
 
 @dataclass(frozen=True, slots=True)
 class GpuKey:
-    """The GPU behind a device handle."""
-
     minor: int
 
 
 @dataclass(frozen=True, slots=True)
 class MigKey:
-    """The MIG device behind a device handle."""
-
     minor: int
     uuid: str
 
@@ -99,23 +95,17 @@ class GpuInstanceKey:
 
 @dataclass(frozen=True, slots=True)
 class ComputeInstanceKey:
-    """The compute instance behind a handle."""
-
     minor: int
     uuid: str
 
 
 @dataclass(frozen=True, slots=True)
 class EventSetKey:
-    """The event set behind a handle."""
-
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class SampleKey:
-    """The GPM sample behind a handle."""
-
     number: int
 
 
@@ -139,9 +129,8 @@ _LOOKUPS = re.compile(r"^nvmlDeviceGet(Mig)?(Device)?HandleBy")
 
 
 def delay(seconds: float) -> None:
-    """Sleep for the time of an injected fault."""
-    if seconds:
-        time.sleep(seconds)
+    """Let the time of an injected fault pass."""
+    time.sleep(seconds)
 
 
 @cache
@@ -154,30 +143,26 @@ P = ParamSpec("P")
 S = TypeVar("S", bound="NvmlSession")
 
 
-def simulated(*, in_session: bool = True) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
+def simulated(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Mark a method as the simulation of the pynvml function of its name.
 
-    Outside a session it raises UNINITIALIZED (unless ``in_session`` is False). Latency and injected faults apply to it.
+    Outside a session it raises UNINITIALIZED (but for nvmlInit). Latency and injected faults apply to it.
     """
+    name = function.__name__
 
-    def decorate(function: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-        name = function.__name__
+    @functools.wraps(function)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if name != "nvmlInit":
+            self.require_session()
+        if name in self.machine.latency.calls:
+            take(self.machine.latency.calls[name])
+        now = self.machine.fault_file.read()
+        if now is NO_FAULTS:
+            return function(self, *args, **kwargs)
+        values = (*args, *kwargs.values())
+        return self.run_with_faults(now, name, functools.partial(function, self, *args, **kwargs), values)
 
-        @functools.wraps(function)
-        def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            if in_session:
-                self.require_session()
-            if name in self.machine.latency.calls:
-                take(self.machine.latency.calls[name])
-            now = self.machine.faults.read()
-            if now is NO_FAULTS:
-                return function(self, *args, **kwargs)
-            values = (*args, *kwargs.values())
-            return self.run_with_faults(now, name, functools.partial(function, self, *args, **kwargs), values)
-
-        return call
-
-    return decorate
+    return call
 
 
 class NvmlSession:
@@ -192,12 +177,12 @@ class NvmlSession:
         self._keys: dict[int, HandleTarget] = {}
         self._handles: dict[HandleTarget, int] = {}
 
-    @simulated(in_session=False)
+    @simulated
     def nvmlInit(self) -> None:
         with self._counting:
             self._sessions += 1
 
-    @simulated()
+    @simulated
     def nvmlShutdown(self) -> None:
         with self._counting:
             self.require_session()
@@ -279,7 +264,7 @@ class NvmlSession:
         if isinstance(key, MigKey | ComputeInstanceKey):
             return [key.uuid]
         if isinstance(key, GpuInstanceKey):
-            instances = (gi for gi in self.machine.state(key.minor).instances if gi.serial == key.serial)
+            instances = (gi for gi in self.machine.gpu_state(key.minor).instances if gi.serial == key.serial)
             return [compute.uuid for gi in instances for compute in gi.compute]
         return []
 
@@ -313,26 +298,26 @@ class EventCalls(NvmlSession):
         self._numbers = itertools.count()
         self._event_sets: dict[EventSetKey, dict[int, _Watch]] = {}
 
-    @simulated()
+    @simulated
     def nvmlEventSetCreate(self) -> Any:
         key = EventSetKey(next(self._numbers))
         self._event_sets[key] = {}
         return self.handle(key)
 
-    @simulated()
+    @simulated
     def nvmlEventSetFree(self, eventSet: Any) -> None:
         key = self._event_set_key(eventSet)
         del self._event_sets[key]
         self.forget(key)
 
-    @simulated()
+    @simulated
     def nvmlDeviceGetSupportedEventTypes(self, handle: Any) -> int:
         self.gpu(handle)
         mig = pynvml.nvmlEventMigConfigChange if self.machine.product.mig_capable else 0
         recovery = _RECOVERY if self.machine.reports_recovery_action else 0
         return int(_ALWAYS | mig | recovery)
 
-    @simulated()
+    @simulated
     def nvmlDeviceRegisterEvents(self, handle: Any, eventTypes: int, eventSet: Any) -> None:
         minor, event_types = self.gpu(handle), integer(eventTypes)
         watches = self._event_sets[self._event_set_key(eventSet)]
@@ -341,9 +326,9 @@ class EventCalls(NvmlSession):
         if minor in watches:
             watches[minor].mask |= event_types
         else:
-            watches[minor] = _Watch(event_types, self.machine.state(minor).next_event - 1)
+            watches[minor] = _Watch(event_types, self.machine.gpu_state(minor).next_event - 1)
 
-    @simulated()
+    @simulated
     def nvmlEventSetWait_v2(self, eventSet: Any, timeoutms: int) -> Any:
         key = self._event_set_key(eventSet)
         end = time.monotonic() + integer(timeoutms) / 1000
@@ -353,7 +338,7 @@ class EventCalls(NvmlSession):
                 event = self._next(minor, watch)
                 if event is not None:
                     return self._data(minor, event)
-            if not self.machine.faults.read().lost.isdisjoint(watches):
+            if not self.machine.fault_file.read().lost.isdisjoint(watches):
                 raise error(pynvml.NVML_ERROR_GPU_IS_LOST)
             seconds = end - time.monotonic()
             if seconds <= 0:
@@ -368,7 +353,7 @@ class EventCalls(NvmlSession):
         return dict(self._event_sets[key])
 
     def _next(self, minor: int, watch: _Watch) -> SimulatedEvent | None:
-        for event in self.machine.state(minor).events:
+        for event in self.machine.gpu_state(minor).events:
             if event.number <= watch.seen:
                 continue
             watch.seen = event.number

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,9 +64,16 @@ def main(arguments: list[str]) -> int:
         return _end("No devices were found", NVML_NOT_FOUND)
     if "--set-timeslice" in options:
         value = options["--set-timeslice"]
-        return _each(chosen, "set timeslice", lambda gpu: _set_time_slice(Path(node), gpu, value), _policy(value))
+        number = int(value) if value.isdecimal() and int(value) < len(TIME_SLICES) else None
+        name = value if number is None else TIME_SLICES[number]
+        what, detail = "set timeslice", f" policy with value {name}"
+        return _set(Path(node), chosen, "timeSlice", number, what, detail, f"Successfully set timeslice to {name}")
     if "-c" in options:
-        return _each(chosen, "set compute mode", lambda gpu: _set_compute_mode(Path(node), gpu, options["-c"]))
+        value = options["-c"]
+        mode = int(value) if value.isdecimal() else COMPUTE_MODES.get(value.upper())
+        valid = mode if mode in COMPUTE_MODES.values() else None
+        what, done = "set compute mode", f"Set compute mode to {value.upper()}"
+        return _set(Path(node), chosen, "computeMode", valid, what, "", done)
     return _end(f"Invalid combination of input arguments: {' '.join(rest)}", INVALID_ARGUMENT)
 
 
@@ -94,36 +101,19 @@ def _chosen(gpus: list[PresentGpu], ids: str | None) -> list[PresentGpu]:
     return [by_id[name] for name in names] if by_id.keys() >= set(names) else []
 
 
-def _each(gpus: list[PresentGpu], what: str, work: Callable[[PresentGpu], str], detail: str = "") -> int:
+def _set(node: Path, gpus: list[PresentGpu], field: str, value: int | None, what: str, detail: str, done: str) -> int:
+    """Set a field of each GPU's state; None: the value is not valid. ``what``, ``detail``, ``done``: for the output."""
     for gpu in gpus:
         try:
-            print(work(gpu))  # noqa: T201 - a program's output
+            if value is None:
+                raise SmiFailure(INVALID_ARGUMENT)
+            with _changing(node, gpu) as state:
+                state[field] = value
         except SmiFailure as failure:
-            print(f"Failed to {what}{detail} for GPU {gpu.number} : {failure}")  # noqa: T201
+            print(f"Failed to {what}{detail} for GPU {gpu.number} : {failure}")  # noqa: T201 - a program's output
             return _end(f"Failed to {what} for requested devices : {failure}", failure.status)
+        print(f"{done} for GPU {gpu.number} {gpu.uuid}")  # noqa: T201
     return 0
-
-
-def _policy(value: str) -> str:
-    is_known = value.isdecimal() and int(value) < len(TIME_SLICES)
-    return f" policy with value {TIME_SLICES[int(value)] if is_known else value}"
-
-
-def _set_time_slice(node: Path, gpu: PresentGpu, value: str) -> str:
-    if not (value.isdecimal() and int(value) < len(TIME_SLICES)):
-        raise SmiFailure(INVALID_ARGUMENT)
-    with _changing(node, gpu) as state:
-        state["timeSlice"] = int(value)
-    return f"Successfully set timeslice to {TIME_SLICES[int(value)]} for GPU {gpu.number} {gpu.uuid}"
-
-
-def _set_compute_mode(node: Path, gpu: PresentGpu, value: str) -> str:
-    mode = int(value) if value.isdecimal() else COMPUTE_MODES.get(value.upper())
-    if mode not in COMPUTE_MODES.values():
-        raise SmiFailure(INVALID_ARGUMENT)
-    with _changing(node, gpu) as state:
-        state["computeMode"] = mode
-    return f"Set compute mode to {value.upper()} for GPU {gpu.number} {gpu.uuid}"
 
 
 @contextmanager
@@ -133,7 +123,7 @@ def _changing(node: Path, gpu: PresentGpu) -> Iterator[Json]:
     if os.geteuid() not in (0, (node / "sim").stat().st_uid):
         raise SmiFailure(NO_PERMISSION)
     _strike(node, gpu)
-    path = _state_file(node, gpu)
+    path = node / "sim" / f"gpu-{gpu.minor}.json"
     with _locked(path.with_suffix(".lock")):
         state: Json = json.loads(path.read_text())
         if state.get("migEnabled"):
@@ -175,10 +165,6 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.new")
     temporary.write_text(text)
     temporary.replace(path)
-
-
-def _state_file(node: Path, gpu: PresentGpu) -> Path:
-    return node / "sim" / f"gpu-{gpu.minor}.json"
 
 
 def _end(text: str, status: int) -> int:

@@ -95,7 +95,6 @@ def gpu_instance_minor(gpu: int, gi: int) -> int:
 
 
 def compute_instance_minor(gpu: int, gi: int, ci: int) -> int:
-    """Minor of the capability device of a compute instance."""
     return gpu_instance_minor(gpu, gi) + 1 + ci
 
 
@@ -133,16 +132,14 @@ class Capabilities:
         stale = [f"{gi}/{ci}" for gi in _folders(folder) for ci in _folders(f"{folder}/{gi}")]
         for relative in (*stale, *_folders(folder)):
             if relative not in needed:
-                self._put_aside(f"{folder}/{relative}", self._kept(gpu, relative))
+                kept = self._kept(gpu, relative)
+                if not _moved(f"{folder}/{relative}", kept):
+                    make_folder(Path(self._aside))
+                    if not _moved(f"{folder}/{relative}", kept):
+                        shutil.rmtree(f"{folder}/{relative}")
 
     def _kept(self, gpu: int, relative: str) -> str:
         return f"{self._aside}/gpu{gpu}-{relative.replace('/', '-')}"
-
-    def _put_aside(self, folder: str, kept: str) -> None:
-        if not _moved(folder, kept):
-            make_folder(Path(self._aside))
-            if not _moved(folder, kept):
-                shutil.rmtree(folder)
 
 
 def _moved(source: str, target: str) -> bool:
@@ -227,7 +224,6 @@ def remove_gpu(gpu: GpuDescription, root: Path) -> None:
 
 
 def write_boot_id(root: Path) -> None:
-    """Give the node a new boot id."""
     write_file(_boot_id(root), f"{uuid.uuid4()}\n", 0o444)
 
 
@@ -241,11 +237,7 @@ def _gpu_in_sysfs(description: NodeDescription, gpu: GpuDescription, sys: Path) 
     product = description.gpu_product
     common = _place_files(gpu)
     parents = _bridges_in_sysfs(gpu, sys)
-    files = {
-        "vendor": _NVIDIA,
-        "device": f"{product.pci_device_id >> 16:#06x}",
-        "class": _CLASS_3D_CONTROLLER,
-    }
+    files = {"vendor": _NVIDIA, "device": f"{product.pci_device_id >> 16:#06x}", "class": _CLASS_3D_CONTROLLER}
     _pci_device(sys, parents, sysfs_bus_id(gpu.pci_bus_id), files | common)
     if gpu.nic is not None:
         _nic_in_sysfs(gpu.nic.pci_bus_id, gpu.nic.rdma_device, common, parents, sys)

@@ -72,19 +72,19 @@ def process_on(node: SimulatedNode, device: str, *, pid: int = 4242, memory: int
 
 
 def _mig_uuid(node: SimulatedNode, device: str) -> str:
-    return "" if device in node._machine.uuids else device
+    return "" if device in node.uuids else device
 
 
 def _edit_processes(
     node: SimulatedNode, device: str, edit: Callable[[tuple[Process, ...]], tuple[Process, ...]]
 ) -> None:
-    for minor, uuid in enumerate(node._machine.uuids):
+    for minor, uuid in enumerate(node.uuids):
 
         def edited(state: SimulatedGpuState, uuid: str = uuid) -> tuple[SimulatedGpuState, bool]:
             found = device == uuid or device in state.mig_devices
             return (msgspec.structs.replace(state, processes=edit(state.processes)) if found else state), found
 
-        if node._machine.change(minor, edited):
+        if node.change(minor, edited):
             return
     raise LookupError(f"the simulated node {node.description.name} has no device {device}")
 
@@ -160,7 +160,7 @@ def gpu_instances(nvml: Any, device: Any) -> dict[int, tuple[int, int, int]]:
 
 def mig_uuids(nvml: SimulatedNvml, device: Any) -> dict[int, str]:
     """UUID of each MIG device, by its index; indices may have gaps."""
-    instances = nvml.machine.state(nvml.nvmlDeviceGetMinorNumber(device)).instances
+    instances = nvml.machine.gpu_state(nvml.nvmlDeviceGetMinorNumber(device)).instances
     return {ci.index: ci.uuid for gi in instances for ci in gi.compute}
 
 

@@ -13,6 +13,7 @@ from math import floor
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from driver.errors import UsageError
 
@@ -124,7 +125,7 @@ class Loads(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     def put(self, load: Load) -> Loads:
         """Start a load; it replaces the one of the same device and process id."""
         kept = self.end(load.device, load.since, load.pid)
-        return msgspec.structs.replace(kept, running=(*kept.running, load))
+        return replace(kept, running=(*kept.running, load))
 
     def end(self, device: str, now: float, pid: int | None = None) -> Loads:
         """End the loads of a device; with ``pid`` only that one."""
@@ -134,10 +135,9 @@ class Loads(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
         """End the loads of devices that do not exist any more, and drop their counters; those of the GPU stay."""
         remaining = self._without([load for load in self.running if load.device not in present], now)
         ended = {device: total for device, total in remaining.ended.items() if device in present or device == WHOLE_GPU}
-        return remaining if ended == remaining.ended else msgspec.structs.replace(remaining, ended=ended)
+        return remaining if ended == remaining.ended else replace(remaining, ended=ended)
 
     def on(self, device: str) -> Iterator[Load]:
-        """The loads of one device."""
         return (load for load in self.running if load.device == device)
 
     def counters(self, device: str, now: float) -> SimulatedActivity:

@@ -55,7 +55,12 @@ class StateFile(Generic[S]):
         if self._missing is not None and not self.exists():
             return self._missing
         try:
-            content, decoded = self._content(), self._known
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                content = b"".join(iter(partial(os.read, descriptor, 1 << 16), b""))
+            finally:
+                os.close(descriptor)
+            decoded = self._known
             if decoded is None or decoded[0] != content:
                 decoded = self._known = (content, self._decoder.decode(content))
         except (OSError, msgspec.MsgspecError) as error:
@@ -84,10 +89,3 @@ class StateFile(Generic[S]):
         """Hold the file's lock and yield its content."""
         with exclusively(self._lock_path):
             yield self.read()
-
-    def _content(self) -> bytes:
-        descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return b"".join(iter(partial(os.read, descriptor, 1 << 16), b""))
-        finally:
-            os.close(descriptor)

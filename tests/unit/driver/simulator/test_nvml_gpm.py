@@ -97,8 +97,6 @@ def test_a_gpu_in_mig_mode_is_measured_by_partition_and_as_their_weighted_sum(
     gpu = enable_mig(node.nvml)
     small, large = cut(node.nvml, gpu, G1, 0, 1), cut(node.nvml, gpu, G3, 4, 4)
     ids = [node.nvml.nvmlGpuInstanceGetInfo(part.gpu_instance).id for part in (small, large)]
-    for part, number in zip((small, large), ids, strict=True):
-        assert node.nvml.nvmlDeviceGetGpuInstanceId(node.nvml.nvmlDeviceGetHandleByUUID(part.uuid)) == number
     node.put_load(large.uuid, constant(BUSY))
     assert measured(node, gpu, clock, ids[0]) == dict.fromkeys(METRICS, 0)
     one = measured(node, gpu, clock, ids[1])
@@ -205,7 +203,6 @@ def test_calls_that_cannot_be_answered_are_refused(node: SimulatedNode, tmp_path
         (lambda: nvml.nvmlGpmMigSampleGet(plain, number, empty), pynvml.NVML_ERROR_NOT_SUPPORTED),
         (lambda: nvml.nvmlDeviceGetUtilizationRates(gpu), pynvml.NVML_ERROR_NOT_SUPPORTED),
         (lambda: nvml.nvmlDeviceGetUtilizationRates(mig), pynvml.NVML_ERROR_NOT_SUPPORTED),
-        (lambda: nvml.nvmlDeviceGetGpuInstanceId(gpu), invalid),
         (metrics(empty, new_gpu), invalid),
         (metrics(freed, new_gpu), invalid),
         (metrics(old_gpu, soon), invalid),

@@ -59,7 +59,7 @@ def gpu(nvml: SimulatedNvml) -> Any:
 
 def capacity(nvml: SimulatedNvml, gpu: Any) -> dict[int, int]:
     ids = [info.id for info in profile_infos(nvml, gpu)]
-    product, state = nvml.machine.product, nvml.machine.state(nvml.nvmlDeviceGetMinorNumber(gpu))
+    product, state = nvml.machine.product, nvml.machine.gpu_state(nvml.nvmlDeviceGetMinorNumber(gpu))
     return {number: remaining_capacity(product, state, product.by_id[number]) for number in ids}
 
 

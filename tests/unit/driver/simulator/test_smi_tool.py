@@ -106,7 +106,7 @@ def test_the_tool_keeps_everything_else_of_the_gpus_state(node: SimulatedNode) -
     partition = cut(node.nvml, enable_mig(node.nvml), G3, 4, 4)
     start_process(node, partition.uuid, pid=7, memory=12)
     full = msgspec.structs.replace(node.gpu_state(0), mig_enabled=False, processes=(Process(8, 9),))
-    node._machine.change(0, lambda _: (full, None))
+    node.change(0, lambda _: (full, None))
     set_time_slice(node, "1")
     assert node.gpu_state(0) == msgspec.structs.replace(full, time_slice=1)
     assert {"timeSlice", "computeMode", "migEnabled"} <= set(SimulatedGpuState.__struct_encode_fields__)
